@@ -1,0 +1,1 @@
+"""Experiments: tasks, streams, baselines and plots; knows llmcache only through its public names."""

@@ -1,0 +1,1 @@
+"""Streams of requests, in the order in which a service would see them."""

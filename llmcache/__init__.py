@@ -1,0 +1,65 @@
+"""llmcache makes Hugging Face transformers remember: earlier hidden states are reused where that is right.
+
+    from llmcache import LLMCache
+
+    cache = LLMCache.wrap(model)          # exact repeats are served from memory
+    outputs = cache(**inputs)             # or model(**inputs) under torch.inference_mode()
+    print(cache.stats().hit_rate)
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from llmcache.adapters import Adapter, register_adapter
+    from llmcache.cache import LLMCache
+    from llmcache.config import CacheConfig
+    from llmcache.errors import (
+        BankFileError,
+        ConfigError,
+        LLMCacheError,
+        StoreError,
+        UnsafeReuseError,
+        UnsupportedModelError,
+        WrapError,
+    )
+    from llmcache.stats import Stats
+
+__version__ = "0.1.0"
+
+# Where each public name lives. Imported on first use: `import llmcache` alone must not pay for torch.
+_HOME = {
+    "Adapter": "adapters",
+    "BankFileError": "errors",
+    "CacheConfig": "config",
+    "ConfigError": "errors",
+    "LLMCache": "cache",
+    "LLMCacheError": "errors",
+    "Stats": "stats",
+    "StoreError": "errors",
+    "UnsafeReuseError": "errors",
+    "UnsupportedModelError": "errors",
+    "WrapError": "errors",
+    "register_adapter": "adapters",
+}
+
+__all__ = [
+    "Adapter",
+    "BankFileError",
+    "CacheConfig",
+    "ConfigError",
+    "LLMCache",
+    "LLMCacheError",
+    "Stats",
+    "StoreError",
+    "UnsafeReuseError",
+    "UnsupportedModelError",
+    "WrapError",
+    "register_adapter",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'llmcache' has no attribute {name!r}")
+    return getattr(import_module(f"llmcache.{_HOME[name]}"), name)

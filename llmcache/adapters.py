@@ -1,0 +1,268 @@
+"""Where a model keeps its layers, and how their inputs and outputs are packed.
+
+The *trunk* is the module that embeds tokens and runs the layers one after another (`BertModel`, `GPT2Model`, an encoder
+`T5Stack`). One table, `ADAPTERS`, says for each trunk class where its layers are; everything else is asked of the
+signatures. A trunk that is not in the table is recognised by its shape: a forward that takes `input_ids` and a list of
+equal layers whose forward takes `hidden_states`.
+
+Sizes: B rows, T tokens, D hidden width.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from llmcache.errors import ConfigError, UnsupportedModelError
+
+HIDDEN = "hidden_states"
+CACHE = "past_key_values"
+_HIDDEN_NAMES = (HIDDEN, "hidden_state", "x")
+_LIST_NAMES = ("layer", "layers", "h", "block", "blocks")
+
+
+def _tensor(hidden: Tensor, layer: nn.Module, passed: Mapping[str, Any]) -> Tensor:
+    """Output of a skipped layer that returns a plain tensor."""
+    return hidden
+
+
+def _t5_block(hidden: Tensor, block: Any, passed: Mapping[str, Any]) -> tuple[Tensor, Tensor | None, None]:
+    """Output of a skipped T5 encoder block.
+
+    Block 0 makes the relative position bias and each block hands it to the next; a block that got none would silently
+    use zeros.
+    """
+    bias = passed.get("position_bias")
+    attention = block.layer[0].SelfAttention
+    if bias is None and attention.has_relative_attention_bias:
+        bias = attention.compute_bias(hidden.shape[1], hidden.shape[1], device=hidden.device)
+    return hidden, bias, None
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """What the table knows of one family.
+
+    Attributes:
+        family: Name of the row.
+        trunks: Class names of the module that embeds tokens and runs the layers.
+        layers: Dotted path from the trunk to its list of layers.
+        norm: Dotted path to the norm after the last layer, or None.
+        is_causal: A token sees only earlier ones.
+        special_ids: Ids of special tokens by convention, used when neither tokenizer nor config names them.
+        skipped: `(hidden (B, T, D), layer, arguments) -> output` of a layer that is not run, packed as the layer would.
+            None: unknown, so layers are skipped only once one was seen to return nothing but hidden states.
+    """
+
+    family: str
+    trunks: tuple[str, ...]
+    layers: str
+    norm: str | None = None
+    is_causal: bool = False
+    special_ids: tuple[int, ...] = ()
+    skipped: Callable[[Tensor, Any, Mapping[str, Any]], Any] | None = _tensor
+
+
+_BERT_SPECIALS = (100, 101, 102, 103)  # [UNK] [CLS] [SEP] [MASK] of every published BERT vocabulary
+
+ADAPTERS: dict[str, Adapter] = {
+    adapter.family: adapter
+    for adapter in (
+        Adapter("bert", ("BertModel",), "encoder.layer", special_ids=_BERT_SPECIALS),
+        Adapter("roberta", ("RobertaModel", "XLMRobertaModel", "CamembertModel"), "encoder.layer"),
+        Adapter("distilbert", ("DistilBertModel",), "transformer.layer", special_ids=_BERT_SPECIALS),
+        Adapter("electra", ("ElectraModel",), "encoder.layer", special_ids=_BERT_SPECIALS),
+        Adapter("gpt2", ("GPT2Model",), "h", norm="ln_f", is_causal=True),
+        Adapter("llama", ("LlamaModel", "MistralModel", "Qwen2Model"), "layers", norm="norm", is_causal=True),
+        Adapter("t5", ("T5Stack",), "block", norm="final_layer_norm", skipped=_t5_block),
+        Adapter("bart", ("BartEncoder",), "layers"),
+    )
+}
+
+
+def register_adapter(adapter: Adapter) -> None:
+    """Add a family to the table, or replace the one of the same name.
+
+    Raises:
+        ConfigError: No trunk class is named, or another family already claims one.
+    """
+    if not adapter.trunks:
+        raise ConfigError(f"adapter {adapter.family!r}: name at least one trunk class")
+    for other in ADAPTERS.values():
+        shared = set(other.trunks) & set(adapter.trunks)
+        if shared and other.family != adapter.family:
+            raise ConfigError(f"adapter {adapter.family!r}: {sorted(shared)} already belongs to {other.family!r}")
+    ADAPTERS[adapter.family] = adapter
+
+
+@dataclass(frozen=True, slots=True)
+class Trunk:
+    """The part of a model that is hooked.
+
+    Attributes:
+        module: The trunk itself.
+        layers: Its layers, first to last.
+        norm: Norm after the last layer, or None.
+        adapter: The table's row, or one made for the occasion.
+    """
+
+    module: nn.Module
+    layers: tuple[nn.Module, ...]
+    norm: nn.Module | None
+    adapter: Adapter
+
+    @property
+    def depth(self) -> int:
+        """Number of layers."""
+        return len(self.layers)
+
+    @property
+    def makes_kv(self) -> bool:
+        """Whether its layers keep keys and values for later tokens."""
+        return self.adapter.is_causal or bool(getattr(self.config, "is_decoder", False))
+
+    @property
+    def config(self) -> Any:
+        """The trunk's transformers config."""
+        return self.module.config
+
+
+def locate(model: nn.Module) -> Trunk:
+    """Find the trunk of a model, outermost first; of an encoder-decoder, the encoder.
+
+    Args:
+        model: A transformers model with or without a task head, a sentence-transformers model, or any module that
+            holds one of them.
+
+    Raises:
+        UnsupportedModelError: Nothing in the model has the shape of a trunk.
+    """
+    by_class = {trunk: adapter for adapter in ADAPTERS.values() for trunk in adapter.trunks}
+    # Both halves of T5 share one class; the decoder half says so of itself.
+    candidates = [module for module in model.modules() if not getattr(module, "is_decoder", False)]
+    for module in candidates:
+        if adapter := by_class.get(type(module).__name__):
+            return _dissect(module, adapter)
+    for module in candidates:
+        if adapter := _recognise(module):
+            return _dissect(module, adapter)
+    raise UnsupportedModelError(
+        f"{type(model).__name__}: no trunk found. Looked for the classes {', '.join(sorted(by_class))}, then for a "
+        f"module whose forward "
+        f"takes input_ids and which holds a list ({', '.join(_LIST_NAMES)}) of equal layers whose forward begins with "
+        f"one of {', '.join(_HIDDEN_NAMES)}. Describe the model with llmcache.register_adapter(Adapter(...))."
+    )
+
+
+def _dissect(module: nn.Module, adapter: Adapter) -> Trunk:
+    layers: nn.ModuleList = _follow(module, adapter.layers)
+    if len(layers) == 0:
+        raise UnsupportedModelError(f"{type(module).__name__}: {adapter.layers} holds no layers, nothing to reuse")
+    norm = _follow(module, adapter.norm) if adapter.norm else None
+    return Trunk(module, tuple(layers), norm, adapter)
+
+
+def _follow(module: Any, path: str) -> Any:
+    return reduce(getattr, path.split("."), module)
+
+
+def _recognise(module: nn.Module) -> Adapter | None:
+    """Describe a trunk that is not in the table, or None when the module is not one."""
+    if not hasattr(module, "config") or "input_ids" not in inspect.signature(module.forward).parameters:
+        return None
+    for path, layers in _layer_lists(module):
+        first = next(iter(inspect.signature(layers[0].forward).parameters), "")
+        if first in _HIDDEN_NAMES and len({type(layer) for layer in layers}) == 1:
+            is_causal = CACHE in inspect.signature(layers[0].forward).parameters
+            name = type(module).__name__
+            return Adapter(name, (name,), path, is_causal=is_causal, skipped=None)
+    return None
+
+
+def _layer_lists(module: nn.Module) -> Iterator[tuple[str, Sequence[nn.Module]]]:
+    """Lists of layers held by the module itself or by a child of it."""
+    for path, child in module.named_modules():
+        parts = path.split(".")
+        if len(parts) <= 2 and parts[-1] in _LIST_NAMES and isinstance(child, nn.ModuleList) and len(child):
+            yield path, list(child)
+
+
+class Arguments:
+    """Reads and replaces arguments of a forward by name, whether the caller passes them by position or by name."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        """Ask the signature of `forward` once."""
+        self.names = tuple(inspect.signature(forward).parameters)
+        self._position = {name: i for i, name in enumerate(self.names)}
+
+    def get(self, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
+        """The argument's value, or None when it was not passed."""
+        if name in kwargs:
+            return kwargs[name]
+        position = self._position.get(name, len(args))
+        return args[position] if position < len(args) else None
+
+    def replace(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, value: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with one of them replaced; the caller's are left as they are."""
+        position = self._position.get(name, len(args))
+        if name not in kwargs and position < len(args):
+            return (*args[:position], value, *args[position + 1 :]), kwargs
+        return args, {**kwargs, name: value}
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """All arguments by name."""
+        return {**dict(zip(self.names, args, strict=False)), **kwargs}
+
+
+def select_rows(value: Any, rows: Tensor, n_rows: int) -> Any:
+    """Keep some rows of whatever a layer is passed.
+
+    Args:
+        value: Tensor, or tuple of them, or anything else (returned as it is). A tensor whose first size is `n_rows`
+            holds one row a request; others (masks or rotary tables shared by all rows) are kept whole.
+        rows: Row numbers, int64 (R,), on the tensors' device.
+        n_rows: B of the call, more than 1.
+    """
+    if isinstance(value, Tensor):
+        return value.index_select(0, rows) if value.ndim and value.shape[0] == n_rows else value
+    if isinstance(value, tuple):
+        return tuple(select_rows(part, rows, n_rows) for part in value)
+    return value
+
+
+def unpack(output: Any) -> Tensor:
+    """Hidden states (B, T, D) of a layer's output, which is a tensor or a tuple that begins with it."""
+    return output[0] if isinstance(output, tuple) else output
+
+
+def repack(output: Any, hidden: Tensor) -> Any:
+    """The layer's output with its hidden states replaced."""
+    return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+
+
+def special_ids(trunk: Trunk, tokenizer: Any = None) -> tuple[int, ...]:
+    """Ids that carry no content: the tokenizer's special tokens, else those that the config or the family names."""
+    if tokenizer is not None:
+        return tuple(sorted({int(token) for token in tokenizer.all_special_ids}))
+    names = ("pad", "bos", "eos", "cls", "sep", "unk", "mask", "decoder_start")
+    values = (getattr(trunk.config, f"{name}_token_id", None) for name in names)
+    flat = [token for value in values if value is not None for token in (value if isinstance(value, list) else [value])]
+    in_vocabulary = [token for token in (*flat, *trunk.adapter.special_ids) if 0 <= token < vocabulary_size(trunk)]
+    return tuple(sorted(set(in_vocabulary)))
+
+
+def vocabulary_size(trunk: Trunk) -> int:
+    """Rows of the input embedding."""
+    embedding = trunk.module.get_input_embeddings() if hasattr(trunk.module, "get_input_embeddings") else None
+    return int(embedding.num_embeddings if isinstance(embedding, nn.Embedding) else trunk.config.vocab_size)
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Device of the module's first parameter."""
+    return next(module.parameters()).device

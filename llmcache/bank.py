@@ -1,0 +1,96 @@
+"""(2) Layer-wise Cache Bank: the entries of one layer, within budgets. The only place that evicts."""
+
+from llmcache.policies import Policy
+from llmcache.stores import Entry, Store
+
+
+class Bank:
+    """A store and the policy that decides who leaves it, kept consistent.
+
+    Not thread-safe: the library above holds one lock around all banks.
+    """
+
+    def __init__(self, store: Store, policy: Policy, max_bytes: int, max_entries: int | None = None) -> None:
+        """Start empty.
+
+        Args:
+            store: Where the bytes are.
+            policy: Who leaves next.
+            max_bytes: Budget of entry bytes.
+            max_entries: Budget of entries, or None.
+        """
+        self._store = store
+        self._policy = policy
+        self.max_bytes = max_bytes
+        self.max_entries = max_entries
+        self.n_evicted = 0
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._store
+
+    def __len__(self) -> int:
+        return len(self._store)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the entries held."""
+        return self._store.nbytes
+
+    def keys(self) -> list[str]:
+        """Keys held, oldest put first."""
+        return list(self._store)
+
+    def read(self, key: str) -> Entry | None:
+        """The entry, or None when it is not held. Tells the policy nothing: a read may not become a hit."""
+        try:
+            return self._store[key]
+        except KeyError:
+            return None
+
+    def used(self, key: str) -> None:
+        """Tell the policy that the entry served a request."""
+        self._policy.on_hit(key)
+
+    def fits(self, entry: Entry) -> bool:
+        """Whether the entry could be held at all. Larger than the whole bank is refused, not an eviction storm."""
+        return entry.nbytes <= self.max_bytes
+
+    def put(self, key: str, entry: Entry) -> list[str]:
+        """Hold an entry, making room for it first.
+
+        Returns:
+            Keys that left for it.
+
+        Raises:
+            ValueError: The entry does not fit an empty bank.
+            Exception: The store failed; the key is then not held.
+        """
+        if not self.fits(entry):
+            raise ValueError(f"entry of {entry.nbytes} bytes exceeds the bank's {self.max_bytes}")
+        self.remove(key)
+        evicted = []
+        while self._is_over(entry.nbytes):
+            victim = self._policy.victim()
+            self.remove(victim)
+            evicted.append(victim)
+        self._store[key] = entry
+        self._policy.on_put(key, entry.nbytes)
+        self.n_evicted += len(evicted)
+        return evicted
+
+    def expire(self) -> list[str]:
+        """Remove what the policy says must leave whatever the budget, and return those keys."""
+        due = self._policy.expired()
+        for key in due:
+            self.remove(key)
+        return due
+
+    def remove(self, key: str) -> None:
+        """Let go of a key; unknown keys are ignored."""
+        # Policy first: were the store to fail in between, the key would only be held too long, never chosen twice.
+        self._policy.on_remove(key)
+        self._store.pop(key, None)
+
+    def _is_over(self, incoming: int) -> bool:
+        too_many = self.max_entries is not None and len(self) + 1 > self.max_entries
+        return len(self) > 0 and (too_many or self.nbytes + incoming > self.max_bytes)

@@ -1,0 +1,80 @@
+"""When a call is computed as if there were no cache, why, and what to do about it."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+CURES: dict[str, str] = {
+    "disabled": "the call was made inside cache.disabled()",
+    "compiled": "torch.compile runs its own graph of the model: wrap and call the uncompiled model to use the cache",
+    "training": "the model is in training mode: call model.eval()",
+    "gradients": "gradients are on: call cache(**inputs), or the model under torch.inference_mode() or torch.no_grad()",
+    "decode": "a decode step extends K/V that the caller already holds; only prefill is cached",
+    "inputs_embeds": "the input is inputs_embeds, which has no tokens to recognise it by: pass input_ids",
+    "output_attentions": "attentions were asked for, which a skipped layer does not have: turn output_attentions off",
+    "output_hidden_states": "all hidden states were asked for: turn output_hidden_states off (argument and config)",
+    "cross_attention": "the model attends to an encoder's states, which are not part of the key",
+    "mask_4d": "the attention mask is not (batch, tokens): pass the tokenizer's 2-D mask",
+    "unknown_argument": "an argument of the model is not known to leave the hidden states alone",
+    "kv_cache_kind": "this kind of K/V cache cannot be filled from stored states: use DynamicCache or StaticCache",
+    "kv_cache_with_pooled_payload": "K/V was asked for, but a classifier's entries keep one vector: pass "
+    "use_cache=False, or wrap with payload='sequence'",
+    "no_content": "the input is empty or holds special tokens only",
+    "head_reads_padding": "the head would read another token than entries keep: pad on the other side",
+    "error": "the cache failed and the model computed instead; see the log",
+}
+
+# Arguments of a trunk that decide its hidden states and are part of the key, or leave them alone.
+_KNOWN = frozenset(
+    "input_ids attention_mask token_type_ids position_ids past_key_values use_cache return_dict inputs_embeds "
+    "output_attentions output_hidden_states encoder_hidden_states encoder_attention_mask cache_position "
+    "num_items_in_batch logits_to_keep".split()
+)
+
+
+def find_reason(arguments: dict[str, Any], module: nn.Module) -> str | None:
+    """Why a forward of the trunk cannot use the cache, or None when it can.
+
+    Args:
+        arguments: The trunk's arguments by name.
+        module: The trunk.
+
+    Returns:
+        A key of `CURES`. Cheap: no tensor is read.
+    """
+    if module.training:
+        return "training"
+    if torch.is_grad_enabled():
+        return "gradients"
+    if arguments.get("inputs_embeds") is not None or arguments.get("input_ids") is None:
+        return "inputs_embeds"
+    for what in ("output_attentions", "output_hidden_states"):
+        asked = arguments.get(what)
+        if asked if asked is not None else getattr(module.config, what, False):
+            return what
+    if arguments.get("encoder_hidden_states") is not None:
+        return "cross_attention"
+    if _seen_tokens(arguments.get("past_key_values")):
+        return "decode"
+    mask = arguments.get("attention_mask")
+    if mask is not None and (not isinstance(mask, torch.Tensor) or mask.shape != arguments["input_ids"].shape):
+        return "mask_4d"
+    if any(value is not None and value is not False and name not in _KNOWN for name, value in arguments.items()):
+        return "unknown_argument"
+    return None
+
+
+def is_plain_cache(cache: Any) -> bool:
+    """Whether K/V of skipped layers can be written to this cache: full attention, kept as given."""
+    layers = getattr(cache, "layers", None)
+    if layers is None or getattr(cache, "offloading", False):
+        return False
+    if type(cache).__name__ not in ("DynamicCache", "StaticCache"):
+        return False
+    return all(type(layer).__name__ in ("DynamicLayer", "StaticLayer") for layer in layers)
+
+
+def _seen_tokens(cache: Any) -> bool:
+    return cache is not None and int(cache.get_seq_length()) > 0

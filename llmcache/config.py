@@ -1,0 +1,187 @@
+"""Settings of a cache: typed, checked, and read from YAML.
+
+A wrong setting raises `ConfigError` naming the key, the value and what would be accepted. Components (index, policy,
+fingerprint, codec) are given as a name, or as `{name: ..., option: value}`.
+"""
+
+import difflib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from llmcache.errors import ConfigError
+
+GIB = 1024**3
+
+
+class Component(BaseModel):
+    """One exchangeable part, by registry name and options."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    name: str
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments for the component's constructor."""
+        return dict(self.model_extra or {})
+
+    def build(self, registry: Mapping[str, Callable[..., Any]], kind: str, *args: Any) -> Any:
+        """Construct the component.
+
+        Args:
+            registry: Name to class.
+            kind: Setting that named it, for the error text.
+            *args: Positional arguments that the library itself supplies.
+
+        Raises:
+            ConfigError: The name is unknown, or the options do not fit the class.
+        """
+        if self.name not in registry:
+            raise ConfigError(f"{kind}: unknown name {self.name!r}; known: {', '.join(sorted(registry))}")
+        try:
+            return registry[self.name](*args, **self.options)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{kind}: {self.name} does not accept {self.options}: {error}") from error
+
+
+class CacheConfig(BaseModel):
+    """All settings of one cache. The defaults serve lossless rungs only.
+
+    Attributes:
+        mode: `semantic` searches once a call and reuses the deepest stored layer; `paper` is the paper's Algorithm 1,
+            a search per layer, kept as the reference.
+        tau: Least cosine similarity (-1 to 1, `>=`) at which another request's state is reused: one number, or one a
+            layer. None turns approximate reuse off.
+        exact: Serve requests whose tokens, types and positions were seen before, from their own states. None: yes, but
+            not in `paper` mode, whose entries may rest on other requests' states.
+        payload: What an entry keeps of a layer's output. `auto` follows the model's head.
+        layers: Layers whose output is stored: `last`, `all`, or layer numbers (negative ones count from the end).
+            `auto` is `all` in `paper` mode, else `last`.
+        fingerprint: Vector that similarity is measured on: `mean`, `simhash` or `pca`.
+        index: `auto`, `flat`, `hnsw` or `binary`.
+        policy: Who leaves a full bank: `lru`, `lfu`, `fifo` or `ttl`.
+        compression: Codec of stored states: `none`, `fp16` or `int8`.
+        max_entries: Most entries a bank, or None.
+        max_bytes: Budget in bytes of all banks together; each bank gets an equal share.
+        device: Where entries are kept: `cpu`, or `model` for the model's own device.
+        allow_unsafe: Permit approximate reuse under span, token and language-model heads, whose answers it replaces
+            by those of another input. For experiments.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    mode: Literal["semantic", "paper"] = "semantic"
+    tau: float | dict[int, float] | None = None
+    exact: bool | None = None
+    payload: Literal["auto", "sequence", "cls", "last", "mean"] = "auto"
+    layers: Literal["auto", "last", "all"] | list[int] = "auto"
+    fingerprint: Component = Component(name="mean")
+    index: Component = Component(name="auto")
+    policy: Component = Component(name="lru")
+    compression: Component = Component(name="none")
+    max_entries: int | None = Field(default=None, ge=1)
+    max_bytes: int = Field(default=GIB, ge=1)
+    device: Literal["cpu", "model"] = "cpu"
+    allow_unsafe: bool = False
+
+    @field_validator("fingerprint", "index", "policy", "compression", mode="before")
+    @classmethod
+    def _name_alone(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+    @field_validator("tau")
+    @classmethod
+    def _tau_is_a_cosine(cls, value: float | dict[int, float] | None) -> float | dict[int, float] | None:
+        taus = value.values() if isinstance(value, dict) else [] if value is None else [value]
+        for tau in taus:
+            if not -1.0 <= tau <= 1.0:  # also refuses NaN
+                raise ValueError("tau is a cosine similarity: give a number from -1 to 1")
+        return value
+
+    @model_validator(mode="after")
+    def _parts_fit_together(self) -> Self:
+        if self.mode == "paper" and self.tau is None:
+            raise ValueError("mode 'paper' needs tau, for instance tau=0.85")
+        if self.mode == "paper" and self.exact:
+            raise ValueError("mode 'paper' has no exact rung: leave 'exact' out")
+        if (self.fingerprint.name == "simhash") != (self.index.name == "binary") and self.index.name != "auto":
+            raise ValueError("fingerprint 'simhash' and index 'binary' go together: set both, or index 'auto'")
+        return self
+
+    @property
+    def serves_exact(self) -> bool:
+        """Whether the exact rung is asked for."""
+        return self.mode != "paper" if self.exact is None else self.exact
+
+    @property
+    def index_component(self) -> Component:
+        """The index to build, with `auto` resolved: binary for SimHash, else HNSW (exact while small)."""
+        if self.index.name != "auto":
+            return self.index
+        return Component(name="binary" if self.fingerprint.name == "simhash" else "hnsw", **self.index.options)
+
+    @classmethod
+    def make(cls, source: "CacheConfig | Mapping[str, Any] | str | Path | None", **overrides: Any) -> Self:
+        """Build settings from a file, a mapping or other settings, with single keys replaced.
+
+        Raises:
+            ConfigError: With the key, its value and the fix.
+            FileNotFoundError: `source` is a path that does not exist.
+        """
+        values = {**_as_mapping(source), **overrides}
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            raise ConfigError(_explain(error, list(cls.model_fields))) from error
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> Self:
+        """Read settings from a YAML file holding one mapping."""
+        return cls.make(path)
+
+
+def _as_mapping(source: CacheConfig | Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
+    if source is None:
+        return {}
+    if isinstance(source, CacheConfig):
+        return source.model_dump(exclude_unset=True)
+    if isinstance(source, Mapping):
+        return dict(source)
+    return read_yaml(source)
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """Read a YAML file that holds one mapping.
+
+    Raises:
+        ConfigError: Not YAML, or not a mapping.
+        FileNotFoundError: No such file.
+    """
+    try:
+        loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {str(error).splitlines()[0]}") from error
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"{path}: expected a mapping of settings, found {type(loaded).__name__}")
+    return loaded
+
+
+def _explain(error: ValidationError, known: list[str]) -> str:
+    """One line a problem: key, value, fix."""
+    lines = []
+    for problem in error.errors():
+        key = ".".join(str(part) for part in problem["loc"][:1]) or "settings"
+        if problem["type"] == "extra_forbidden":
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            lines.append(f"{key}: unknown setting; {hint}known: {', '.join(known)}")
+        else:
+            value = "" if key == "settings" else f" (got {problem['input']!r})"
+            lines.append(f"{key}: {problem['msg'].removeprefix('Value error, ')}{value}")
+    return "; ".join(dict.fromkeys(lines))

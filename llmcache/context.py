@@ -1,0 +1,211 @@
+"""What one forward call knows: its inputs, its rows and their exact keys. Made per call and thread, never on the module.
+
+Sizes: B rows, T tokens a row (padding included), n valid tokens of a row.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+Positions = slice | NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """Everything but the tokens that decides a state. States are found only within their own scope.
+
+    Attributes:
+        namespace: The caller's partition (tenant). No search crosses it.
+        weights: Digest of the trunk's weights and active adapters.
+        dtype: Dtype of the hidden states, autocast included.
+        attention: Attention implementation; kernels differ in the last bits.
+    """
+
+    namespace: str
+    weights: str
+    dtype: str
+    attention: str
+
+    @property
+    def key(self) -> bytes:
+        """Unambiguous bytes to hash."""
+        return repr((self.namespace, self.weights, self.dtype, self.attention)).encode()
+
+
+@dataclass(slots=True)
+class Row:
+    """One request of a call.
+
+    Attributes:
+        number: Its row in the batch.
+        key: SHA-256 (hex) of its scope, valid tokens, types and positions.
+        ids: Its valid token ids, packed; compared on a hit.
+        valid: Where the valid tokens are in the row.
+        n_valid: How many they are.
+        refused: Why the row takes no part in caching, or "".
+    """
+
+    number: int
+    key: str
+    ids: bytes
+    valid: Positions
+    n_valid: int
+    refused: str = ""
+
+
+@dataclass(slots=True)
+class Reuse:
+    """A decision: one row takes its state at one layer from an entry.
+
+    Attributes:
+        row: Row number.
+        layer: The layer whose output is taken; it and those below are skipped.
+        rung: Which rung decided.
+        entry: The stored state at that layer, decoded.
+        kv: K and V (H, n, D_h) of skipped layers, by layer; empty when the caller keeps no K/V.
+        key: Key of the stored request.
+        similarity: Cosine to it; 1.0 for exact reuse.
+    """
+
+    row: int
+    layer: int
+    rung: str
+    entry: Tensor
+    kv: Mapping[int, tuple[Tensor, Tensor]]
+    key: str
+    similarity: float = 1.0
+
+
+@dataclass(slots=True)
+class Call:
+    """One forward of the trunk.
+
+    Attributes:
+        arguments: The trunk's arguments by name.
+        namespace: Namespace in force when the call began.
+        rows: Filled when layer 0 is reached.
+        scope: Likewise.
+        features: What the fingerprint reads, float32 (B, F0) on the host, or None when nothing is searched.
+        fingerprints: float32 (B, F), or None.
+        reused: Latest decision by row number.
+        kv_cache: The caller's K/V cache object, or None.
+        captured: Payloads to store: row number, then layer, then named tensors.
+        is_complete: The last layer was passed.
+        lookup_s: Seconds spent on fingerprint, search and decision.
+        storing_s: Seconds spent on storing misses.
+    """
+
+    arguments: dict[str, Any]
+    namespace: str
+    rows: list[Row] = field(default_factory=list)
+    scope: Scope | None = None
+    features: NDArray[np.float32] | None = None
+    fingerprints: NDArray[np.float32] | None = None
+    reused: dict[int, Reuse] = field(default_factory=dict)
+    kv_cache: Any = None
+    captured: dict[int, dict[int, dict[str, Tensor]]] = field(default_factory=dict)
+    is_complete: bool = False
+    lookup_s: float = 0.0
+    storing_s: float = 0.0
+
+    @property
+    def n_rows(self) -> int:
+        """B."""
+        return len(self.rows)
+
+    @property
+    def active_rows(self) -> list[Row]:
+        """Rows that take part in caching."""
+        return [row for row in self.rows if not row.refused]
+
+
+def to_host(*tensors: Tensor | None) -> list[NDArray[Any] | None]:
+    """Copy tensors to the host with one synchronisation for all of them.
+
+    Args:
+        *tensors: On one device; None stays None.
+
+    Returns:
+        NumPy arrays; on CPU they share the tensors' memory.
+    """
+    copies = [tensor if tensor is None else tensor.detach().to("cpu", non_blocking=True) for tensor in tensors]
+    for tensor in tensors:
+        if tensor is not None and tensor.is_cuda:
+            torch.cuda.current_stream(tensor.device).synchronize()
+            break
+    return [None if tensor is None else tensor.numpy() for tensor in copies]
+
+
+def read_rows(
+    scope: Scope,
+    ids: NDArray[np.int64],
+    mask: NDArray[Any] | None,
+    types: NDArray[np.int64] | None,
+    positions: NDArray[np.int64] | None,
+    id_dtype: np.dtype[Any],
+) -> list[Row]:
+    """Work out each row's valid tokens and exact key.
+
+    The key covers what the output at valid tokens depends on. With positions given, other padding gives the same key.
+    Without them a model may derive positions from the padding that comes before a valid token, so that is covered too.
+
+    Args:
+        scope: Scope of the call.
+        ids: Token ids (B, T).
+        mask: Attention mask (B, T), nonzero = valid, or None when all are.
+        types: Token type ids (B, T) or (1, T), or None.
+        positions: Position ids (B, T) or (1, T), or None.
+        id_dtype: Smallest integer dtype that holds the vocabulary.
+    """
+    prefix = hashlib.sha256(scope.key)
+    rows = []
+    for number, row_ids in enumerate(ids):
+        valid, n_valid = _valid_positions(None if mask is None else mask[number], len(row_ids))
+        sha = prefix.copy()
+        _update(sha, b"ids", row_ids[valid])
+        _update(sha, b"types", _row(types, number, valid))
+        _update(sha, b"positions", _row(positions, number, valid))
+        if positions is None and n_valid and valid != slice(0, n_valid):
+            end = valid.stop if isinstance(valid, slice) else int(valid[-1]) + 1
+            _update(sha, b"before", row_ids[:end])
+            _update(sha, b"where", np.arange(end)[valid])
+        packed = row_ids[valid].astype(id_dtype).tobytes()
+        rows.append(Row(number, sha.hexdigest(), packed, valid, n_valid))
+    return rows
+
+
+def _valid_positions(mask: NDArray[Any] | None, length: int) -> tuple[Positions, int]:
+    """Valid positions as a slice where they are contiguous, which they are but for masks with holes."""
+    if mask is None or mask.all():
+        return slice(0, length), length
+    where = np.flatnonzero(mask)
+    if len(where) == 0:
+        return slice(0, 0), 0
+    start, stop = int(where[0]), int(where[-1]) + 1
+    return (slice(start, stop) if stop - start == len(where) else where), len(where)
+
+
+def _row(values: NDArray[np.int64] | None, number: int, valid: Positions) -> NDArray[np.int64] | None:
+    if values is None:
+        return None
+    row: NDArray[np.int64] = values[number if len(values) > 1 else 0][valid]
+    return row
+
+
+def _update(sha: Any, name: bytes, values: NDArray[Any] | Sequence[int] | None) -> None:
+    """Add one field, so that no two different sets of fields hash the same bytes."""
+    if values is None:
+        sha.update(b"%s:none;" % name)
+        return
+    packed = np.ascontiguousarray(values, dtype=np.int64).tobytes()
+    sha.update(b"%s:%d;" % (name, len(packed)))
+    sha.update(packed)
+
+

@@ -1,0 +1,38 @@
+"""Every error this library raises on purpose.
+
+    LLMCacheError
+    ├── ConfigError (ValueError)        a setting: names the key, the value and the fix
+    │   └── UnsafeReuseError            approximate reuse asked for on a head that reads single tokens
+    ├── UnsupportedModelError (TypeError)   no layer list of a known shape in the model
+    ├── WrapError (RuntimeError)        wrapped twice, or copied while wrapped
+    ├── StoreError (RuntimeError)       a store is broken; the cache computes instead
+    └── BankFileError (ValueError)      a saved cache is incomplete or belongs to other weights
+"""
+
+
+class LLMCacheError(Exception):
+    """Root of every error meant for the user."""
+
+
+class ConfigError(LLMCacheError, ValueError):
+    """A setting is unknown, out of range or contradicts another."""
+
+
+class UnsafeReuseError(ConfigError):
+    """Whole-sequence reuse of a different input was asked for on a head that answers token by token."""
+
+
+class UnsupportedModelError(LLMCacheError, TypeError):
+    """The model's layers could not be found."""
+
+
+class WrapError(LLMCacheError, RuntimeError):
+    """The model is in the wrong state for this: already wrapped, or copied while wrapped."""
+
+
+class StoreError(LLMCacheError, RuntimeError):
+    """A store failed to read or write. Inside a call it costs speed only."""
+
+
+class BankFileError(LLMCacheError, ValueError):
+    """A saved cache cannot be used: missing parts, damaged, or made by other weights."""

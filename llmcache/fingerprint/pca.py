@@ -1,0 +1,65 @@
+"""PCA of the mean embedding: shorter, centred, and so less prone to find all requests alike."""
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmcache.fingerprint.mean import MeanEmbedding, normalise
+
+Floats = NDArray[np.float32]
+
+
+class PCAEmbedding(MeanEmbedding):
+    """Mean embedding centred and projected on its first principal components.
+
+    Fitted once, on the first `n_fit` requests; until then nothing is searched. Cosines are lower than those of the raw
+    mean embedding, whose large common part is gone.
+    """
+
+    def __init__(self, dim: int = 128, fit_on: int = 512) -> None:
+        """Choose the size.
+
+        Args:
+            dim: Components kept, at least 1; at most the hidden width and `fit_on` are used.
+            fit_on: Requests to fit on, at least 2.
+
+        Raises:
+            ValueError: A size is too small.
+        """
+        if dim < 1 or fit_on < 2:
+            raise ValueError(f"dim={dim}, fit_on={fit_on}: dim must be at least 1 and fit_on at least 2")
+        self.dim = dim
+        self.fit_on = fit_on
+        self._centre: Floats | None = None
+        self._axes: Floats | None = None
+
+    @property
+    def n_fit(self) -> int:
+        """Requests still needed before it can project."""
+        return self.fit_on if self._axes is None else 0
+
+    def fit(self, features: Floats) -> None:
+        """Learn centre and axes from features (N, D)."""
+        from sklearn.decomposition import PCA
+
+        pca = PCA(n_components=min(self.dim, *features.shape), svd_solver="full").fit(features)
+        self._centre = pca.mean_.astype(np.float32)
+        self._axes = np.ascontiguousarray(pca.components_.T, dtype=np.float32)
+
+    def project(self, features: Floats) -> Floats:
+        """Centred projections scaled to L2 norm 1, (B, dim)."""
+        if self._centre is None or self._axes is None:
+            raise RuntimeError("fit() comes first")
+        return normalise((features - self._centre) @ self._axes)
+
+    def state(self) -> dict[str, Floats]:
+        """Centre and axes, once fitted."""
+        if self._centre is None or self._axes is None:
+            return {}
+        return {"centre": self._centre, "axes": self._axes}
+
+    def restore(self, state: Mapping[str, Floats]) -> None:
+        """Take up a fitted centre and axes."""
+        if state:
+            self._centre, self._axes = state["centre"], state["axes"]

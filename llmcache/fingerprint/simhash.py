@@ -1,0 +1,40 @@
+"""SimHash: signs of random projections (Charikar 2002, section 3), searched as bits."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmcache.fingerprint.mean import MeanEmbedding
+
+Floats = NDArray[np.float32]
+
+
+class SimHash(MeanEmbedding):
+    """Signs of `bits` random projections of the mean embedding, each +-1 / sqrt(bits).
+
+    Two requests at angle theta agree in a share 1 - theta / pi of the bits, so the inner product of two fingerprints is
+    1 - 2 theta / pi: lower than the cosine at the same angle (cosine 0.85 is about 0.65 here). Choose tau accordingly.
+    """
+
+    def __init__(self, bits: int = 256, seed: int = 0) -> None:
+        """Choose the projections.
+
+        Args:
+            bits: Fingerprint length, a positive multiple of 8.
+            seed: Of the random projections; entries made with another seed are not comparable.
+
+        Raises:
+            ValueError: `bits` is not a positive multiple of 8.
+        """
+        if bits <= 0 or bits % 8:
+            raise ValueError(f"bits={bits}: give a positive multiple of 8")
+        self.bits = bits
+        self._seed = seed
+        self._planes: Floats | None = None
+
+    def project(self, features: Floats) -> Floats:
+        """Signs (B, bits), scaled to L2 norm 1."""
+        if self._planes is None:
+            rng = np.random.default_rng(self._seed)
+            self._planes = rng.standard_normal((features.shape[1], self.bits), dtype=np.float32)
+        signs = np.where(features @ self._planes >= 0, np.float32(1), np.float32(-1))
+        return signs / np.float32(np.sqrt(self.bits))

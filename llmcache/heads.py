@@ -1,0 +1,78 @@
+"""What a model's head reads of the last layer, and so what an entry must keep.
+
+Reusing the whole output of a layer returns the answer of the request it was stored for: every later layer is a function
+of that output alone. A pooled head (class, score, embedding) may accept that for a request that means the same. A head
+that answers token by token may not: start and end positions would index another text.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+
+Reads = Literal["pooled", "tokens", "states"]
+PayloadName = Literal["sequence", "cls", "last", "mean"]
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """A head by what it reads.
+
+    Attributes:
+        name: What it is called in errors.
+        reads: `pooled`: one vector a request. `tokens`: an answer per token (span, tag, language model). `states`: no
+            known head, the caller reads the hidden states.
+        payload: The least that serves it.
+    """
+
+    name: str
+    reads: Reads
+    payload: PayloadName = "sequence"
+
+
+# Class-name endings, first match wins.
+_ENDINGS: tuple[tuple[str, str, Reads], ...] = (
+    ("ForQuestionAnswering", "span head", "tokens"),
+    ("ForTokenClassification", "token head", "tokens"),
+    ("ForMaskedLM", "masked language-model head", "tokens"),
+    ("ForPreTraining", "pre-training head", "tokens"),
+    ("ForCausalLM", "language-model head", "tokens"),
+    ("LMHeadModel", "language-model head", "tokens"),
+    ("DoubleHeadsModel", "language-model head", "tokens"),
+    ("ForConditionalGeneration", "language-model head", "tokens"),
+    ("ForSequenceClassification", "classifier", "pooled"),
+    ("ForMultipleChoice", "multiple-choice head", "pooled"),
+    ("ForNextSentencePrediction", "next-sentence head", "pooled"),
+)
+_READS_FIRST_ROW = ("bert", "roberta", "distilbert", "electra")
+_READS_LAST_ROW = ("gpt2", "llama")
+_POOLING_PAYLOADS: dict[str, PayloadName] = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
+
+
+def find_head(model: nn.Module, family: str) -> Head:
+    """Classify the head of a model by its class, or of a sentence-transformers model by its pooling.
+
+    Args:
+        model: The model given to `wrap`.
+        family: The adapter's family name.
+    """
+    for module in model.modules():
+        if type(module).__name__ == "Pooling":
+            return Head("sentence embedding", "pooled", _pooling_payload(module))
+    for module in model.modules():
+        for ending, name, reads in _ENDINGS:
+            if type(module).__name__.endswith(ending):
+                return Head(name, reads, _pooled_payload(family) if reads == "pooled" else "sequence")
+    return Head("hidden states", "states")
+
+
+def _pooled_payload(family: str) -> PayloadName:
+    if family in _READS_FIRST_ROW:
+        return "cls"
+    return "last" if family in _READS_LAST_ROW else "sequence"
+
+
+def _pooling_payload(pooling: Any) -> PayloadName:
+    """Payload for a sentence-transformers pooling layer; several modes at once need every row."""
+    mode = pooling.get_pooling_mode_str() if hasattr(pooling, "get_pooling_mode_str") else pooling.pooling_mode
+    return _POOLING_PAYLOADS.get(mode if isinstance(mode, str) else "+".join(mode), "sequence")

@@ -1,0 +1,325 @@
+"""All that is remembered: the requests, the index rows that find them, and the banks that hold their states.
+
+A request is known while at least one bank holds a state of it; when the last bank lets go, its index row goes too.
+Absent or expired is a miss, never an error. One lock guards everything; tensors handed out are never written again.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from llmcache.bank import Bank
+from llmcache.compression import Codec
+from llmcache.context import Row, Scope
+from llmcache.fingerprint import Fingerprint
+from llmcache.index import Index
+from llmcache.stores import Entry
+
+Floats = NDArray[np.float32]
+KV = dict[int, tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbour:
+    """A stored request that a search found."""
+
+    key: str
+    similarity: float
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A stored state, decoded: hidden rows (R, D) and the K/V (H, n, D_h) of the layers it stands for."""
+
+    hidden: Tensor
+    kv: KV
+
+
+class Shelf:
+    """One index and the keys of its rows. Requests on different shelves never find each other."""
+
+    __slots__ = ("_free", "_index", "_keys", "layer", "scope")
+
+    def __init__(self, scope: Scope, layer: int | None, index: Index) -> None:
+        """Start empty.
+
+        Args:
+            scope: Scope of its requests.
+            layer: Layer it belongs to when each layer is searched by itself, else None.
+            index: An empty index.
+        """
+        self.scope = scope
+        self.layer = layer
+        self._index = index
+        self._keys: list[str | None] = []
+        self._free: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def add(self, key: str, vector: Floats) -> int:
+        """Add a vector (F,) and return its slot."""
+        slot = self._free.pop() if self._free else len(self._keys)
+        if slot == len(self._keys):
+            self._keys.append(None)
+        self._index.add(np.array([slot]), vector[None])
+        self._keys[slot] = key
+        return slot
+
+    def remove(self, slot: int) -> None:
+        """Free a slot."""
+        self._index.remove(np.array([slot]))
+        self._keys[slot] = None
+        self._free.append(slot)
+
+    def search(self, vectors: Floats, k: int) -> list[list[Neighbour]]:
+        """The k nearest requests of each vector (B, F), best first."""
+        slots, similarity = self._index.search(vectors, k)
+        return [
+            [Neighbour(key, float(s)) for slot, s in zip(*found, strict=True) if slot >= 0 and (key := self._keys[slot])]
+            for found in zip(slots, similarity, strict=True)
+        ]
+
+
+class Request:
+    """What is known of one stored request besides its states."""
+
+    __slots__ = ("dtype", "ids", "places", "scope")
+
+    def __init__(self, scope: Scope, ids: bytes, dtype: torch.dtype) -> None:
+        """A request that no index finds yet.
+
+        Args:
+            scope: Its scope.
+            ids: Its packed token ids.
+            dtype: Dtype of its states as the model made them.
+        """
+        self.scope = scope
+        self.ids = ids
+        self.dtype = dtype
+        self.places: tuple[tuple[Shelf, int], ...] = ()
+
+
+class Library:
+    """Requests, shelves and banks, kept consistent. Thread-safe."""
+
+    def __init__(
+        self,
+        banks: Mapping[int, Bank],
+        codec: Codec,
+        fingerprint: Fingerprint | None = None,
+        make_index: Callable[[int], Index] | None = None,
+        by_length: bool = False,
+        by_layer: bool = False,
+    ) -> None:
+        """Start empty.
+
+        Args:
+            banks: By layer, at least one.
+            codec: Encodes states before they are stored.
+            fingerprint: Projects features to search vectors; None when nothing is searched.
+            make_index: `dim -> empty index`; needed with a fingerprint.
+            by_length: Requests of different lengths never find each other.
+            by_layer: Each layer is searched by itself, as the paper does.
+        """
+        self.banks = dict(sorted(banks.items()))
+        self.codec = codec
+        self.fingerprint = fingerprint
+        self._make_index = make_index
+        self._by_length = by_length
+        self._by_layer = by_layer
+        self._requests: dict[str, Request] = {}
+        self._shelves: dict[tuple[Scope, int, int | None], Shelf] = {}
+        self._waiting: dict[str, tuple[Row, Floats]] = {}  # until the fingerprint is fitted
+        self._lock = threading.RLock()
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Stored layers, first to last."""
+        return tuple(self.banks)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all states held."""
+        return sum(bank.nbytes for bank in self.banks.values())
+
+    def known(self, row: Row) -> bool:
+        """Whether the very same request is stored; a row of the same key but other tokens is not."""
+        with self._lock:
+            request = self._requests.get(row.key)
+            return request is not None and request.ids == row.ids
+
+    def held(self, key: str) -> list[int]:
+        """Layers whose bank holds a state of the request."""
+        with self._lock:
+            self._expire()
+            return [layer for layer, bank in self.banks.items() if key in bank]
+
+    def search(self, scope: Scope, row: Row, vector: Floats, k: int = 1, layer: int | None = None) -> list[Neighbour]:
+        """The nearest stored requests of one row.
+
+        Args:
+            scope: Only requests of this scope are found.
+            row: The request; decides the length when lengths are kept apart.
+            vector: Its fingerprint (F,).
+            k: How many neighbours.
+            layer: The layer to search, when each is searched by itself.
+        """
+        with self._lock:
+            self._expire()
+            shelf = self._shelves.get(self._shelf_key(scope, row, layer))
+            return [] if shelf is None or len(shelf) == 0 else shelf.search(vector[None], k)[0]
+
+    def read(self, key: str, layer: int, with_kv: bool, is_single: bool = False) -> State | None:
+        """A stored state, or None when some of what is needed is not held.
+
+        Args:
+            key: The stored request.
+            layer: The layer whose output is wanted.
+            with_kv: Whether K/V of the skipped layers are needed as well.
+            is_single: Only this layer is skipped, not those below.
+        """
+        with self._lock:
+            request, entry = self._requests.get(key), self.banks[layer].read(key)
+            if request is None or entry is None:
+                return None
+            kv = self._read_kv(key, layer, is_single, request.dtype) if with_kv else {}
+            if kv is None:
+                return None
+            self.banks[layer].used(key)
+        return State(self.codec.decode("hidden", entry.tensors, request.dtype), kv)
+
+    def put(self, scope: Scope, row: Row, states: Mapping[int, Mapping[str, Tensor]], features: Floats | None) -> bool:
+        """Store a request's states and let it be found.
+
+        Args:
+            scope: Its scope.
+            row: The request.
+            states: Named tensors by layer; layers without a bank are not allowed.
+            features: What the fingerprint reads (F0,), or None when it is not to be searched.
+
+        Returns:
+            False when a state is larger than its bank and was left out.
+        """
+        encoded = {layer: self._encode(tensors) for layer, tensors in states.items()}
+        with self._lock:
+            stored = [layer for layer, entry in encoded.items() if self.banks[layer].fits(entry)]
+            if not stored:
+                return False
+            request = self._requests.get(row.key)
+            if request is None or request.ids != row.ids:
+                self._forget(row.key)
+                dtype = next(iter(states.values()))["hidden"].dtype
+                request = self._requests[row.key] = Request(scope, row.ids, dtype)
+            try:
+                for layer in stored:
+                    self._let_go(self.banks[layer].put(row.key, encoded[layer]), layer)
+                if features is not None:
+                    self._shelve(request, row, features, stored)
+            except Exception:
+                self._forget(row.key)  # half a request must not be found
+                raise
+        return len(stored) == len(encoded)
+
+    def purge(self, namespace: str) -> int:
+        """Forget every request of a namespace and return how many there were."""
+        with self._lock:
+            keys = [key for key, request in self._requests.items() if request.scope.namespace == namespace]
+            for key in keys:
+                self._forget(key)
+            self._shelves = {key: shelf for key, shelf in self._shelves.items() if key[0].namespace != namespace}
+            return len(keys)
+
+    def clear(self) -> None:
+        """Forget everything but what the fingerprint learned."""
+        with self._lock:
+            for key in list(self._requests):
+                self._forget(key)
+            self._shelves.clear()
+
+    def _encode(self, tensors: Mapping[str, Tensor]) -> Entry:
+        with torch.inference_mode(False), torch.no_grad():
+            encoded: dict[str, Tensor] = {}
+            for name, tensor in tensors.items():
+                encoded |= self.codec.encode(name, tensor)
+            return Entry(encoded)
+
+    def _read_kv(self, key: str, layer: int, is_single: bool, dtype: torch.dtype) -> KV | None:
+        """K/V of the layers that a reuse at `layer` skips; each entry holds those since the stored layer below it."""
+        kv: KV = {}
+        for stored in self.layers:
+            if stored > layer:
+                break
+            if is_single and stored < layer:
+                continue
+            entry = self.banks[stored].read(key)
+            if entry is None or "keys" not in entry.tensors:
+                return None
+            keys, values = (self.codec.decode(name, entry.tensors, dtype) for name in ("keys", "values"))
+            first = stored + 1 - len(keys)
+            kv |= {first + i: pair for i, pair in enumerate(zip(keys, values, strict=True))}
+        return kv
+
+    def _shelf_key(self, scope: Scope, row: Row, layer: int | None) -> tuple[Scope, int, int | None]:
+        return scope, row.n_valid if self._by_length else 0, layer
+
+    def _shelve(self, request: Request, row: Row, features: Floats, layers: Iterable[int]) -> None:
+        """Make a request findable, at once or when the fingerprint has seen enough to be fitted."""
+        assert self.fingerprint is not None and self._make_index is not None
+        if needed := self.fingerprint.n_fit:
+            self._waiting[row.key] = (row, features)
+            if len(self._waiting) >= needed:
+                self._fit()
+            return
+        vector = self.fingerprint.project(features[None])[0]
+        kept = {shelf.layer: (shelf, slot) for shelf, slot in request.places}
+        for layer in layers if self._by_layer else (None,):
+            if layer not in kept:
+                key = self._shelf_key(request.scope, row, layer)
+                shelf = self._shelves.get(key)
+                if shelf is None:
+                    shelf = self._shelves[key] = Shelf(request.scope, layer, self._make_index(len(vector)))
+                kept[layer] = (shelf, shelf.add(row.key, vector))
+        request.places = tuple(kept.values())
+
+    def _fit(self) -> None:
+        assert self.fingerprint is not None
+        waiting, self._waiting = self._waiting, {}
+        self.fingerprint.fit(np.stack([features for _, features in waiting.values()]))
+        for key, (row, features) in waiting.items():
+            if request := self._requests.get(key):
+                self._shelve(request, row, features, [layer for layer, bank in self.banks.items() if key in bank])
+
+    def _expire(self) -> None:
+        for layer, bank in self.banks.items():
+            self._let_go(bank.expire(), layer)
+
+    def _let_go(self, keys: Sequence[str], layer: int) -> None:
+        """A layer's bank no longer holds these: drop their index rows there, and everywhere with the last bank."""
+        for key in keys:
+            request = self._requests[key]
+            if not any(key in bank for bank in self.banks.values()):
+                self._forget(key)
+            elif self._by_layer:
+                gone = [place for place in request.places if place[0].layer == layer]
+                request.places = tuple(place for place in request.places if place[0].layer != layer)
+                for shelf, slot in gone:
+                    shelf.remove(slot)
+
+    def _forget(self, key: str) -> None:
+        request = self._requests.pop(key, None)
+        if request is None:
+            return
+        for shelf, slot in request.places:
+            shelf.remove(slot)
+        for bank in self.banks.values():
+            bank.remove(key)
+        self._waiting.pop(key, None)

@@ -1,0 +1,124 @@
+"""What an entry keeps of one row's hidden states, and how it is put back.
+
+A pooled head reads one vector, so `cls`, `last` and `mean` keep one row whatever the length; such an entry fits any
+request. `sequence` keeps every valid token and fits only rows with as many.
+
+Sizes: T tokens of the row, n valid ones, D hidden width. Tokens that are not valid come back as zeros.
+"""
+
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from llmcache.context import Positions
+
+
+class Payload(Protocol):
+    """How one row is taken from, and put back into, a layer's output."""
+
+    name: str
+    fits_any_length: bool
+    after_norm: bool
+
+    def take(self, hidden: Tensor, valid: Positions) -> Tensor:
+        """The kept rows (R, D) of hidden states (T, D); may share memory with them."""
+
+    def place(self, kept: Tensor, hidden: Tensor, valid: Positions) -> None:
+        """Write kept rows (R, D) into zeroed hidden states (T, D)."""
+
+
+class Sequence:
+    """Every valid token: R = n."""
+
+    name = "sequence"
+    fits_any_length = False
+    after_norm = False
+
+    def take(self, hidden: Tensor, valid: Positions) -> Tensor:
+        return hidden[_index(valid, hidden)]
+
+    def place(self, kept: Tensor, hidden: Tensor, valid: Positions) -> None:
+        hidden[_index(valid, hidden)] = kept
+
+
+class Cls:
+    """The first row, which [CLS] heads read."""
+
+    name = "cls"
+    fits_any_length = True
+    after_norm = False
+
+    def take(self, hidden: Tensor, valid: Positions) -> Tensor:
+        return hidden[:1]
+
+    def place(self, kept: Tensor, hidden: Tensor, valid: Positions) -> None:
+        hidden[:1] = kept
+
+
+class Last:
+    """The last valid row, which causal classifiers read."""
+
+    name = "last"
+    fits_any_length = True
+    after_norm = False
+
+    def take(self, hidden: Tensor, valid: Positions) -> Tensor:
+        row = last_valid(valid)
+        return hidden[row : row + 1]
+
+    def place(self, kept: Tensor, hidden: Tensor, valid: Positions) -> None:
+        hidden[last_valid(valid)] = kept[0]
+
+
+class Mean:
+    """The mean over valid tokens, after the final norm where there is one.
+
+    Put back on every valid token, so that the mean comes out the same for any length and mask. Taken before the norm
+    it would not: a norm of a mean is not the mean of norms.
+    """
+
+    name = "mean"
+    fits_any_length = True
+    after_norm = True
+
+    def take(self, hidden: Tensor, valid: Positions) -> Tensor:
+        return hidden[_index(valid, hidden)].mean(dim=0, keepdim=True)
+
+    def place(self, kept: Tensor, hidden: Tensor, valid: Positions) -> None:
+        hidden[_index(valid, hidden)] = kept
+
+
+PAYLOADS: dict[str, type[Payload]] = {payload.name: payload for payload in (Sequence, Cls, Last, Mean)}
+
+
+def last_valid(valid: Positions) -> int:
+    """Place of the last valid token."""
+    return valid.stop - 1 if isinstance(valid, slice) else int(valid[-1])
+
+
+def misread(payload: Payload, ids: NDArray[np.int64], valid: Positions, pad_id: int | None, is_classifier: bool) -> bool:
+    """Whether the head would read another token than the payload keeps.
+
+    [CLS] heads read place 0 even where that is padding. Causal classifiers of transformers read the last token whose
+    id is not the padding id (the very last one when there is no padding id), whatever the mask says.
+
+    Args:
+        payload: What entries keep.
+        ids: Token ids of the row (T,).
+        valid: Its valid positions, at least one.
+        pad_id: The model's padding id, or None.
+        is_classifier: The head is transformers' own classifier; other readers of the last row go by the mask.
+    """
+    if payload.name == "cls":
+        return (valid.start if isinstance(valid, slice) else int(valid[0])) != 0
+    if payload.name == "last" and is_classifier:
+        not_pad = np.arange(len(ids)) if pad_id is None else np.flatnonzero(ids != pad_id)
+        return len(not_pad) == 0 or int(not_pad[-1]) != last_valid(valid)
+    return False
+
+
+def _index(valid: Positions, like: Tensor) -> slice | Tensor:
+    return valid if isinstance(valid, slice) else torch.as_tensor(valid, device=like.device)

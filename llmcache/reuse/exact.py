@@ -1,0 +1,30 @@
+"""The exact rung: the same valid tokens, types and positions were seen before. Equal to the stored run."""
+
+from collections.abc import Sequence
+
+from llmcache.context import Call, Reuse, Row
+from llmcache.library import Library
+
+
+class Exact:
+    """Serves a request from its own stored state, at the deepest layer that is still held."""
+
+    name = "exact"
+
+    def __init__(self, library: Library) -> None:
+        """Look in `library`."""
+        self._library = library
+
+    def asks_at(self, layer: int) -> bool:
+        return layer == 0
+
+    def decide(self, call: Call, rows: Sequence[Row], layer: int) -> list[Reuse]:
+        return [reuse for row in rows if (reuse := self._decide(call, row))]
+
+    def _decide(self, call: Call, row: Row) -> Reuse | None:
+        if not self._library.known(row):
+            return None
+        for layer in reversed(self._library.held(row.key)):
+            if state := self._library.read(row.key, layer, with_kv=call.kv_cache is not None):
+                return Reuse(row.number, layer, self.name, state.hidden, state.kv, row.key)
+        return None

@@ -1,0 +1,42 @@
+"""The paper rung: Algorithm 1 of LLMCache (Bansal 2025) as written, a search per layer. The reference.
+
+Before layer l runs, that layer's bank is searched; a stored fingerprint at least tau alike replaces the layer's output,
+otherwise the layer is computed from whatever came below and the result is stored. Departures: `>=` where the paper also
+writes `>`, and an entry serves only rows with as many valid tokens.
+
+It gives what the semantic rung gives wherever both find the same entry. They differ when banks differ: after uneven
+eviction a higher bank may hold only another neighbour above tau, which this rung takes and the semantic one does not.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from llmcache.context import Call, Reuse, Row
+from llmcache.library import Library
+
+
+class Paper:
+    """Serves each layer from its own bank, or computes it."""
+
+    name = "paper"
+
+    def __init__(self, library: Library, tau: Mapping[int, float]) -> None:
+        """Look in `library`, with a threshold by layer."""
+        self._library = library
+        self._tau = tau
+
+    def asks_at(self, layer: int) -> bool:
+        return layer in self._tau
+
+    def decide(self, call: Call, rows: Sequence[Row], layer: int) -> list[Reuse]:
+        return [reuse for row in rows if (reuse := self._decide(call, row, layer))]
+
+    def _decide(self, call: Call, row: Row, layer: int) -> Reuse | None:
+        if call.fingerprints is None:
+            return None
+        for near in self._library.search(call.scope, row, call.fingerprints[row.number], layer=layer):
+            if near.similarity >= self._tau[layer]:
+                with_kv = call.kv_cache is not None
+                state = self._library.read(near.key, layer, with_kv, is_single=True)
+                if state is not None:
+                    return Reuse(row.number, layer, self.name, state.hidden, state.kv, near.key, near.similarity)
+        return None

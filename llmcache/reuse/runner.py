@@ -1,0 +1,144 @@
+"""Runs one layer for the rows that need it and puts stored states in place of the rest.
+
+Rows to compute are gathered, computed and scattered; rows that skip the layer pass through untouched until the layer
+at which their stored state is put in. K/V of skipped rows is written to the caller's cache, so that its lengths are
+equal in all layers after every call: a hole there would be silently wrong one token later.
+
+Sizes: B rows, R rows computed, T tokens, D hidden width, H K/V heads.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmcache.adapters import CACHE, Adapter, repack, select_rows, unpack
+from llmcache.context import Call, Reuse
+from llmcache.hooks import SwappedForward
+from llmcache.payloads import Payload
+
+
+class Runner:
+    """Executes layers of one trunk according to the decisions of a call."""
+
+    def __init__(self, payload: Payload, adapter: Adapter) -> None:
+        """Remember how states are put back.
+
+        Args:
+            payload: What entries keep.
+            adapter: Knows what a layer returns; if it does not, that is learned from the first layer that runs.
+        """
+        self._payload = payload
+        self._skipped = adapter.skipped
+
+    def run(
+        self, call: Call, layer: SwappedForward, args: tuple[Any, ...], kwargs: dict[str, Any], places: bool
+    ) -> Any:
+        """Output of a layer, packed as the layer itself would.
+
+        Args:
+            call: The forward under way, decided.
+            layer: The layer.
+            args: What the trunk passed by position.
+            kwargs: What the trunk passed by name.
+            places: Whether stored states enter here; not when they enter after the final norm.
+        """
+        number = layer.number
+        rows = [row for row in range(call.n_rows) if not _skips(call.reused.get(row), number)]
+        if len(rows) == call.n_rows or self._skipped is None:
+            output = layer.original(*args, **kwargs)
+            self._skipped = self._skipped or _learn(output)
+        else:
+            output = self._run_some(call, rows, layer, args, kwargs)
+        return repack(output, self.place(call, number, unpack(output))) if places and call.reused else output
+
+    def _run_some(
+        self, call: Call, rows: list[int], layer: SwappedForward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """The layer's output where some or all rows skip it; their K/V comes from the store."""
+        hidden = layer.arguments.get(args, kwargs, layer.arguments.names[0])
+        if rows:
+            output, kv = self._compute(call, rows, layer, args, kwargs)
+        else:
+            assert self._skipped is not None
+            output, kv = self._skipped(hidden, layer.module, layer.arguments.bind(args, kwargs)), None
+        if call.kv_cache is not None:
+            _fill_cache(call, layer.number, rows, kv, hidden.shape[1])
+        return output
+
+    def place(self, call: Call, number: int, hidden: Tensor) -> Tensor:
+        """Hidden states (B, T, D) with the rows that are reused at this layer put in; the input is not written."""
+        placed = [reuse for reuse in call.reused.values() if reuse.layer == number]
+        if not placed:
+            return hidden
+        if len(placed) == call.n_rows:
+            hidden = hidden.new_zeros(hidden.shape, dtype=placed[0].entry.dtype)
+        else:
+            hidden = hidden.clone()
+        for reuse in placed:
+            row = hidden[reuse.row].zero_()
+            self._payload.place(reuse.entry.to(hidden.device), row, call.rows[reuse.row].valid)
+        return hidden
+
+    def _compute(
+        self, call: Call, rows: list[int], layer: SwappedForward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, tuple[Tensor, Tensor] | None]:
+        """Run the layer on some rows; the others keep their input. Also the K/V (R, H, T, D_h) it made."""
+        hidden = layer.arguments.get(args, kwargs, layer.arguments.names[0])
+        index = torch.tensor(rows, device=hidden.device)
+        args = tuple(select_rows(value, index, call.n_rows) for value in args)
+        kwargs = {name: select_rows(value, index, call.n_rows) for name, value in kwargs.items()}
+        scratch = None
+        if call.kv_cache is not None:
+            # The caller's cache takes all rows at once, so these rows get one of their own, T long.
+            scratch = _new_cache()
+            args, kwargs = layer.arguments.replace(args, kwargs, CACHE, scratch)
+            mask = layer.arguments.get(args, kwargs, "attention_mask")
+            if mask is not None and mask.shape[-1] > hidden.shape[1]:
+                mask = mask[..., : hidden.shape[1]]
+                args, kwargs = layer.arguments.replace(args, kwargs, "attention_mask", mask)
+        part = layer.original(*args, **kwargs)
+        computed = unpack(part)
+        whole = hidden.to(computed.dtype, copy=True).index_copy_(0, index, computed)
+        kv = None if scratch is None else (scratch.layers[layer.number].keys, scratch.layers[layer.number].values)
+        return repack(part, whole), kv
+
+
+def _learn(output: Any) -> Callable[[Tensor, Any, Mapping[str, Any]], Any] | None:
+    """How a skipped layer of an unknown family packs its output, or None when layers hand on more than hidden states."""
+    if not isinstance(output, tuple):
+        return lambda hidden, layer, passed: hidden
+    if any(part is not None for part in output[1:]):
+        return None
+    nothing = (None,) * (len(output) - 1)
+    return lambda hidden, layer, passed: (hidden, *nothing)
+
+
+def _skips(reuse: Reuse | None, number: int) -> bool:
+    """Whether a decision makes its row skip this layer. The paper's rung decides each layer by itself."""
+    return reuse is not None and (reuse.layer == number or (reuse.layer > number and reuse.rung != "paper"))
+
+
+def _new_cache() -> Any:
+    from transformers import DynamicCache
+
+    return DynamicCache()
+
+
+def _fill_cache(call: Call, number: int, rows: list[int], kv: tuple[Tensor, Tensor] | None, length: int) -> None:
+    """Write K/V of this layer to the caller's cache: computed rows as computed, the others as stored, padding zero."""
+    skipping = [reuse for row, reuse in call.reused.items() if row not in rows]
+    sample = skipping[0].kv[number]
+    full = []
+    for which in (0, 1):  # keys, values
+        heads, _, width = sample[which].shape
+        device = call.arguments["input_ids"].device if kv is None else kv[which].device
+        dtype = sample[which].dtype if kv is None else kv[which].dtype
+        states = torch.zeros((call.n_rows, heads, length, width), dtype=dtype, device=device)
+        if kv is not None:
+            states[rows] = kv[which]
+        for reuse in skipping:
+            states[reuse.row][:, call.rows[reuse.row].valid] = reuse.kv[number][which].to(device)
+        full.append(states)
+    call.kv_cache.update(full[0], full[1], number)

@@ -1,0 +1,41 @@
+"""The semantic rung: another request means the same, says the fingerprint. Approximate.
+
+One search a call serves all layers, and the deepest stored layer of the neighbour is taken: what the layers above it
+would compute from its state is what they computed for it before, so reusing a lower one gives the same answer for more
+work.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from llmcache.context import Call, Reuse, Row
+from llmcache.decide import deepest_layer
+from llmcache.library import Library
+
+
+class Semantic:
+    """Serves a request from its nearest stored neighbour when that is near enough."""
+
+    name = "semantic"
+
+    def __init__(self, library: Library, tau: Mapping[int, float]) -> None:
+        """Look in `library`, with a threshold by layer."""
+        self._library = library
+        self._tau = tau
+
+    def asks_at(self, layer: int) -> bool:
+        return layer == 0
+
+    def decide(self, call: Call, rows: Sequence[Row], layer: int) -> list[Reuse]:
+        return [reuse for row in rows if (reuse := self._decide(call, row))]
+
+    def _decide(self, call: Call, row: Row) -> Reuse | None:
+        if call.fingerprints is None:
+            return None
+        for near in self._library.search(call.scope, row, call.fingerprints[row.number]):
+            layer = deepest_layer(near.similarity, self._tau, self._library.held(near.key))
+            if layer is None:
+                continue
+            state = self._library.read(near.key, layer, with_kv=call.kv_cache is not None)
+            if state is not None:
+                return Reuse(row.number, layer, self.name, state.hidden, state.kv, near.key, near.similarity)
+        return None

@@ -1,0 +1,143 @@
+"""What the cache did: counters, with the unit in the name."""
+
+import logging
+import threading
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from llmcache.bypass import CURES
+
+logger = logging.getLogger("llmcache")
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """A snapshot. A request is one row; a hit is a request whose output came wholly or partly from the store.
+
+    Attributes:
+        n_requests: Rows seen, bypassed ones included; decode steps are parts of a request and not counted here.
+        hits: Hits by rung.
+        hits_by_layer: Hits by the deepest layer reused.
+        n_misses: Rows computed in full and eligible to be stored.
+        bypassed: Rows computed as if there were no cache, by reason (`llmcache.bypass.CURES`); decode steps here.
+        n_layers_skipped: Layer executions saved, summed over rows.
+        n_entries: Entries by layer.
+        n_evicted: Entries that left for others, by layer.
+        n_stored: Requests known.
+        nbytes: Bytes of the entries held, all layers.
+        lookup_ms: Total time in fingerprint, search and decision.
+        storing_ms: Total time in storing misses.
+        n_too_large: Requests with a state larger than its bank, which was not stored.
+        errors: Failures of index or store that were computed around.
+    """
+
+    n_requests: int = 0
+    hits: dict[str, int] = field(default_factory=dict)
+    hits_by_layer: dict[int, int] = field(default_factory=dict)
+    n_misses: int = 0
+    bypassed: dict[str, int] = field(default_factory=dict)
+    n_layers_skipped: int = 0
+    n_entries: dict[int, int] = field(default_factory=dict)
+    n_evicted: dict[int, int] = field(default_factory=dict)
+    n_stored: int = 0
+    nbytes: int = 0
+    lookup_ms: float = 0.0
+    storing_ms: float = 0.0
+    n_too_large: int = 0
+    errors: int = 0
+
+    @property
+    def n_hits(self) -> int:
+        """Hits of all rungs."""
+        return sum(self.hits.values())
+
+    @property
+    def hit_rate(self) -> float:
+        """Hits over all requests, 0 to 1; 0 before the first."""
+        return self.n_hits / self.n_requests if self.n_requests else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON, `n_hits` and `hit_rate` included."""
+        return {**asdict(self), "n_hits": self.n_hits, "hit_rate": self.hit_rate}
+
+
+class Counters:
+    """Counts as calls end. Thread-safe."""
+
+    def __init__(self) -> None:
+        """All zero."""
+        self._lock = threading.Lock()
+        self._hits: Counter[str] = Counter()
+        self._hits_by_layer: Counter[int] = Counter()
+        self._bypassed: Counter[str] = Counter()
+        self._totals: Counter[str] = Counter()
+        self._lookup_s = 0.0
+        self._storing_s = 0.0
+        self._told: set[str] = set()
+
+    def bypass(self, reason: str, n_rows: int) -> None:
+        """Count rows that went by the cache; the first of each reason is logged with its cure."""
+        with self._lock:
+            self._bypassed[reason] += n_rows
+            self._totals["requests"] += 0 if reason == "decode" else n_rows
+            is_first = reason not in self._told
+            self._told.add(reason)
+        if is_first:
+            # Decode steps are what generation is made of: nothing for the user to cure.
+            level = logging.DEBUG if reason in ("decode", "disabled") else logging.WARNING
+            logger.log(level, "llmcache is bypassed (%s): %s", reason, CURES[reason])
+
+    def error(self, what: str, error: Exception) -> None:
+        """Count a failure; the first of each kind is logged."""
+        kind = f"{what}: {type(error).__name__}"
+        with self._lock:
+            self._totals["errors"] += 1
+            is_first = kind not in self._told
+            self._told.add(kind)
+        if is_first:
+            logger.warning("llmcache failed to %s; computing instead", what, exc_info=error)
+
+    def too_large(self) -> None:
+        """Count a request that does not fit; the first is logged."""
+        with self._lock:
+            self._totals["too_large"] += 1
+            is_first = self._totals["too_large"] == 1
+        if is_first:
+            logger.warning("llmcache: a state is larger than its bank's budget and was not stored; raise max_bytes")
+
+    def call(self, hits: list[tuple[str, int]], n_misses: int, skipped: int, lookup_s: float, storing_s: float) -> None:
+        """Count one forward.
+
+        Args:
+            hits: Rung and deepest reused layer of each hit.
+            n_misses: Rows computed in full.
+            skipped: Layer executions saved.
+            lookup_s: Seconds before the layers.
+            storing_s: Seconds after them.
+        """
+        with self._lock:
+            self._hits.update(rung for rung, _ in hits)
+            self._hits_by_layer.update(layer for _, layer in hits)
+            self._totals["requests"] += len(hits) + n_misses
+            self._totals["misses"] += n_misses
+            self._totals["skipped"] += skipped
+            self._lookup_s += lookup_s
+            self._storing_s += storing_s
+
+    def snapshot(self, **held: Any) -> Stats:
+        """The counts, joined with what the library holds now."""
+        with self._lock:
+            return Stats(
+                n_requests=self._totals["requests"],
+                hits=dict(self._hits),
+                hits_by_layer=dict(self._hits_by_layer),
+                n_misses=self._totals["misses"],
+                bypassed=dict(self._bypassed),
+                n_layers_skipped=self._totals["skipped"],
+                lookup_ms=self._lookup_s * 1e3,
+                storing_ms=self._storing_s * 1e3,
+                n_too_large=self._totals["too_large"],
+                errors=self._totals["errors"],
+                **held,
+            )

@@ -1,0 +1,180 @@
+"""Entries in memory, of the host or of a device.
+
+A small tensor of its own costs several hundred bytes beside its payload. Small entries therefore share blocks: one
+slot an entry, one slab of blocks for all entries with the same names, shapes and dtypes.
+"""
+
+from collections.abc import Iterator, Mapping
+from itertools import chain, count
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from llmcache.stores import Entry, Store
+
+SMALL_BYTES = 16 * 1024
+BLOCK_BYTES = 1024 * 1024
+SLOTS = 2**32  # handle = slab number * SLOTS + slot
+LEAST_BYTES = 64  # taken for smaller entries when a block is divided, so that it has not too many slots
+
+Signature: TypeAlias = tuple[tuple[str, torch.Size, torch.dtype], ...]
+
+
+class MemoryStore(Store):
+    """A dict of entries; small ones (up to 16 KiB) in shared blocks.
+
+    Getting a small entry copies it, for its slot may be used again; a large one is returned as it is stored. Slots of
+    removed entries are kept for later ones of the same signature, and released with the last of these.
+    Not safe in several threads without a lock: the bank above holds one.
+    """
+
+    def __init__(self, device: str | torch.device = "cpu") -> None:
+        """Open an empty store.
+
+        Args:
+            device: Where entries are kept and returned, whatever device they come from.
+        """
+        self.device = torch.device(device)
+        self._large: dict[str, Entry] = {}
+        self._handle_of: dict[str, int] = {}  # of a small entry: slab number and slot in one int, to save memory
+        self._slabs: dict[int, Slab] = {}
+        self._number_of: dict[Signature, int] = {}
+        self._numbers = count()
+        self._nbytes = 0
+
+    def __setitem__(self, key: str, entry: Entry) -> None:
+        """Store a copy. If that fails, what was stored under `key` before is still there."""
+        nbytes = entry.nbytes
+        if nbytes <= SMALL_BYTES:
+            handle = self._put_small(entry.tensors)
+            self.discard(key)
+            self._handle_of[key] = handle
+        else:
+            copy = Entry({name: own(x, self.device) for name, x in entry.tensors.items()})
+            self.discard(key)
+            self._large[key] = copy
+        self._nbytes += nbytes
+
+    def __getitem__(self, key: str) -> Entry:
+        """Return the entry on the store's device; `KeyError` if there is none."""
+        if key in self._large:
+            return self._large[key]
+        number, slot = divmod(self._handle_of[key], SLOTS)
+        return Entry(self._slabs[number].get(slot))
+
+    def __delitem__(self, key: str) -> None:
+        """Forget the entry; `KeyError` if there is none."""
+        if key in self._large:
+            self._nbytes -= self._large.pop(key).nbytes
+            return
+        number, slot = divmod(self._handle_of.pop(key), SLOTS)
+        slab = self._slabs[number]
+        self._nbytes -= slab.entry_nbytes
+        slab.free(slot)
+        if not len(slab):
+            del self._slabs[number], self._number_of[slab.signature]
+
+    def discard(self, key: str) -> None:
+        """Forget the entry if there is one."""
+        if key in self:
+            del self[key]
+
+    def __contains__(self, key: object) -> bool:
+        """Say whether there is an entry, without copying it."""
+        return key in self._handle_of or key in self._large
+
+    def __iter__(self) -> Iterator[str]:
+        """Keys, small entries before large ones."""
+        return chain(self._handle_of, self._large)
+
+    def __len__(self) -> int:
+        """Entries held."""
+        return len(self._handle_of) + len(self._large)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of payload held; unused slots are not counted."""
+        return self._nbytes
+
+    def clear(self) -> None:
+        """Forget all entries and release their memory."""
+        for part in (self._large, self._handle_of, self._slabs, self._number_of):
+            part.clear()
+        self._nbytes = 0
+
+    def flush(self) -> None:
+        """Do nothing: an entry is where it will stay once it is put."""
+
+    def close(self) -> None:
+        """Forget all entries: they do not outlive the process anyway."""
+        self.clear()
+
+    def _put_small(self, tensors: Mapping[str, Tensor]) -> int:
+        """Copy tensors into a slot of their signature's slab, and return the handle."""
+        signature = tuple((name, x.shape, x.dtype) for name, x in sorted(tensors.items()))
+        if signature not in self._number_of:
+            number = next(self._numbers)
+            self._slabs[number] = Slab(signature, self.device)
+            self._number_of[signature] = number
+        number = self._number_of[signature]
+        return number * SLOTS + self._slabs[number].put(tensors)
+
+
+class Slab:
+    """Slots for entries of one signature, in blocks of about `BLOCK_BYTES`: growing never moves or doubles anything."""
+
+    def __init__(self, signature: Signature, device: torch.device) -> None:
+        """Open an empty slab for tensors of these names, shapes and dtypes."""
+        self.signature = signature
+        self.entry_nbytes = sum(shape.numel() * dtype.itemsize for _, shape, dtype in signature)
+        self._device = device
+        self._slots_per_block = BLOCK_BYTES // max(self.entry_nbytes, LEAST_BYTES)
+        self._blocks: list[dict[str, Tensor]] = []  # tensors (slots a block, *shape) by name
+        self._free: list[int] = []
+        self._n_opened = 0  # slots below are in use or free; the others were never touched
+
+    def put(self, tensors: Mapping[str, Tensor]) -> int:
+        """Copy tensors into a slot and return its number."""
+        slot = self._free.pop() if self._free else self._open()
+        with torch.inference_mode(False), torch.no_grad():
+            for name, held in self._views(slot).items():
+                held.copy_(tensors[name].detach())
+        return slot
+
+    def get(self, slot: int) -> dict[str, Tensor]:
+        """Return copies of the tensors in a slot."""
+        with torch.inference_mode(False), torch.no_grad():
+            return {name: held.clone() for name, held in self._views(slot).items()}
+
+    def free(self, slot: int) -> None:
+        """Let a slot be used again."""
+        self._free.append(slot)
+
+    def __len__(self) -> int:
+        """Slots in use."""
+        return self._n_opened - len(self._free)
+
+    def _open(self) -> int:
+        """Return a slot never used before, in a new block if the last is full."""
+        slot = self._n_opened
+        if slot == len(self._blocks) * self._slots_per_block:
+            n = self._slots_per_block
+            with torch.inference_mode(False):
+                block = {
+                    name: torch.empty((n, *shape), dtype=dtype, device=self._device)
+                    for name, shape, dtype in self.signature
+                }
+            self._blocks.append(block)
+        self._n_opened += 1
+        return slot
+
+    def _views(self, slot: int) -> dict[str, Tensor]:
+        number, row = divmod(slot, self._slots_per_block)
+        return {name: held[row] for name, held in self._blocks[number].items()}
+
+
+def own(x: Tensor, device: torch.device) -> Tensor:
+    """Return a detached, contiguous copy that is a normal tensor in inference mode, too."""
+    with torch.inference_mode(False), torch.no_grad():
+        return torch.empty(x.shape, dtype=x.dtype, device=device).copy_(x.detach())

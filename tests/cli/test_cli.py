@@ -1,0 +1,141 @@
+"""The command line: complete help, one-line errors, light imports, generated reference."""
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import llmcache
+from llmcache import cli
+from llmcache.cli import reference
+from llmcache.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+HEAVY = ("torch", "transformers", "faiss", "sklearn", "numpy", "datasketch", "matplotlib")
+
+
+def walk(command: Any, path: tuple[str, ...] = ("llmcache",)) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield every command of the click tree with its path, groups included."""
+    yield path, command
+    for name, child in getattr(command, "commands", {}).items():
+        yield from walk(child, (*path, name))
+
+
+TREE = dict(walk(typer.main.get_command(cli.app)))
+
+
+def run_main(*args: str) -> int:
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main(args)
+    return int(exit_info.value.code or 0)
+
+
+def test_the_tree_holds_the_table() -> None:
+    assert {path[1] for path in TREE if len(path) == 2} == set(cli.COMMANDS)
+
+
+@pytest.mark.parametrize("path", TREE, ids=" ".join)
+def test_commands_and_options_have_help(path: tuple[str, ...]) -> None:
+    command = TREE[path]
+    assert command.help
+    without_help = [parameter.name for parameter in command.params if not getattr(parameter, "help", None)]
+    assert without_help == []
+
+
+@pytest.mark.parametrize("path", TREE, ids=" ".join)
+def test_help_names_every_option(path: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_main(*path[1:], "--help") == 0
+    shown = capsys.readouterr().out
+    for parameter in TREE[path].params:
+        assert max(parameter.opts, key=len) in shown or parameter.param_type_name == "argument"
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_main("--version") == 0
+    assert capsys.readouterr().out == f"llmcache {llmcache.__version__}\n"
+
+
+@pytest.mark.parametrize("args", [["--nonsense"], ["info", "--nonsense"], ["nonsense"]])
+def test_unknown_words_exit_with_2(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_main(*args) == 2
+    captured = capsys.readouterr()
+    assert "nonsense" in captured.err
+    assert captured.out == ""
+
+
+def failing(error: Exception) -> Callable[[], None]:
+    def command() -> None:
+        """Fail."""
+        raise error
+
+    return command
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ConfigError("tau: 2.0 is too high;\n  give at most 1"), "tau: 2.0 is too high; give at most 1"),
+        (FileNotFoundError(2, "No such file or directory", "a.yaml"), "a.yaml: No such file or directory"),
+        (PermissionError("read-only"), "read-only"),
+        (ConfigError(), "ConfigError"),
+    ],
+)
+def test_user_errors_are_one_line(
+    error: Exception, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "app", cli.build_app({"fail": failing(error)}))
+    assert run_main("fail") == 2
+    captured = capsys.readouterr()
+    assert captured.err == f"llmcache: {line}\n"
+    assert captured.out == ""
+
+
+def test_other_errors_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "app", cli.build_app({"fail": failing(ZeroDivisionError("ours"))}))
+    with pytest.raises(ZeroDivisionError, match="ours"):
+        cli.main(["fail"])
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = f"import sys, llmcache.cli; print(*(name for name in {HEAVY} if name in sys.modules))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == ""
+
+
+def test_module_is_the_command() -> None:
+    result = subprocess.run([sys.executable, "-m", "llmcache", "--help"], capture_output=True, text=True, check=True)
+    assert result.stdout.startswith("Usage: llmcache ")
+
+
+def test_info_names_what_runs() -> None:
+    result = CliRunner().invoke(cli.app, ["info"], catch_exceptions=False)
+    rows = dict(line.split(maxsplit=1) for line in result.stdout.splitlines())
+    assert list(rows) == ["llmcache", "python", "torch", "transformers", "faiss", "threads", "device"]
+    assert rows["llmcache"] == llmcache.__version__
+
+
+def test_reference_is_fresh(capsys: pytest.CaptureFixture[str]) -> None:
+    assert reference.main(["--check", str(ROOT / "docs" / "cli.md")]) == 0, capsys.readouterr().err
+
+
+def test_reference_notices_a_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "docs" / "cli.md"
+    assert reference.main(["--check", str(path)]) == 1
+    assert reference.main([str(path)]) == 0
+    assert reference.main(["--check", str(path)]) == 0
+    path.write_text(path.read_text(encoding="utf-8") + "edited\n", encoding="utf-8")
+    assert reference.main(["--check", str(path)]) == 1
+    assert "make docs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("columns", ["40", "200"])
+def test_reference_does_not_depend_on_the_terminal(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = reference.render()
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert reference.render() == expected

@@ -1,0 +1,62 @@
+"""The files around the code agree with each other."""
+
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import llmcache
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+CONSTRAINTS = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+TARGETS = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def package_name(requirement: str) -> str:
+    """The normalised name of `Some_Package[extra]>=1`."""
+    return re.split(r"[^\w.-]", requirement)[0].lower().replace("_", "-")
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", ".ci/run"])
+def test_targets_that_are_named_exist(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    named = set(re.findall(r"(?:^|`)make ([a-z]+)", text, re.MULTILINE))
+    assert named
+    assert named <= set(TARGETS)
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
+def test_links_to_files_lead_somewhere(name: str) -> None:
+    links = re.findall(r"\]\(([^)#\s]+)", (ROOT / name).read_text(encoding="utf-8"))
+    assert [link for link in links if "://" not in link and not (ROOT / link).exists()] == []
+
+
+def test_help_lists_every_target() -> None:
+    command = ["make", "--no-print-directory", "help"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert [line.split()[0] for line in result.stdout.splitlines()] == TARGETS
+
+
+def test_version_is_the_same_everywhere() -> None:
+    assert PROJECT["version"] == llmcache.__version__
+
+
+def test_constraints_are_plain_pins() -> None:
+    assert [line for line in CONSTRAINTS if not re.fullmatch(r"[A-Za-z0-9_.-]+==\d[A-Za-z0-9.]*", line)] == []
+    assert "torch==2.13.0" in CONSTRAINTS
+
+
+def test_every_dependency_is_pinned() -> None:
+    groups = [PROJECT["dependencies"], *PROJECT["optional-dependencies"].values()]
+    wanted = {package_name(requirement) for group in groups for requirement in group} - {"llmcache"}
+    assert wanted <= {package_name(line) for line in CONSTRAINTS}
+
+
+def test_ci_runs_check_then_test() -> None:
+    lines = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
+    assert "set -euo pipefail" in lines
+    assert lines[-2:] == ["make check", "make test"]
+    assert (ROOT / ".ci" / "run").stat().st_mode & 0o100
