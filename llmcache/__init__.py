@@ -1,10 +1,10 @@
 """llmcache makes Hugging Face transformers remember: earlier hidden states are reused where that is right.
 
-    from llmcache import LLMCache
+from llmcache import LLMCache
 
-    cache = LLMCache.wrap(model)          # exact repeats are served from memory
-    outputs = cache(**inputs)             # or model(**inputs) under torch.inference_mode()
-    print(cache.stats().hit_rate)
+cache = LLMCache.wrap(model)          # exact repeats are served from memory
+outputs = cache(**inputs)             # or model(**inputs) under torch.inference_mode()
+print(cache.stats().hit_rate)
 """
 
 from importlib import import_module

@@ -238,7 +238,8 @@ def select_rows(value: Any, rows: Tensor, n_rows: int) -> Any:
 
 def unpack(output: Any) -> Tensor:
     """Hidden states (B, T, D) of a layer's output, which is a tensor or a tuple that begins with it."""
-    return output[0] if isinstance(output, tuple) else output
+    hidden: Tensor = output[0] if isinstance(output, tuple) else output
+    return hidden
 
 
 def repack(output: Any, hidden: Tensor) -> Any:
@@ -259,7 +260,8 @@ def special_ids(trunk: Trunk, tokenizer: Any = None) -> tuple[int, ...]:
 
 def vocabulary_size(trunk: Trunk) -> int:
     """Rows of the input embedding."""
-    embedding = trunk.module.get_input_embeddings() if hasattr(trunk.module, "get_input_embeddings") else None
+    ask: Callable[[], Any] | None = getattr(trunk.module, "get_input_embeddings", None)
+    embedding = ask() if ask else None
     return int(embedding.num_embeddings if isinstance(embedding, nn.Embedding) else trunk.config.vocab_size)
 
 

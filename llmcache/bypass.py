@@ -5,7 +5,6 @@ from typing import Any
 import torch
 from torch import nn
 
-
 CURES: dict[str, str] = {
     "disabled": "the call was made inside cache.disabled()",
     "compiled": "torch.compile runs its own graph of the model: wrap and call the uncompiled model to use the cache",
@@ -28,9 +27,23 @@ CURES: dict[str, str] = {
 
 # Arguments of a trunk that decide its hidden states and are part of the key, or leave them alone.
 _KNOWN = frozenset(
-    "input_ids attention_mask token_type_ids position_ids past_key_values use_cache return_dict inputs_embeds "
-    "output_attentions output_hidden_states encoder_hidden_states encoder_attention_mask cache_position "
-    "num_items_in_batch logits_to_keep".split()
+    [
+        "input_ids",
+        "attention_mask",
+        "token_type_ids",
+        "position_ids",
+        "past_key_values",
+        "use_cache",
+        "return_dict",
+        "inputs_embeds",
+        "output_attentions",
+        "output_hidden_states",
+        "encoder_hidden_states",
+        "encoder_attention_mask",
+        "cache_position",
+        "num_items_in_batch",
+        "logits_to_keep",
+    ]
 )
 
 

@@ -228,7 +228,7 @@ def _choose_layers(trunk: Trunk, payload: Payload, config: CacheConfig) -> list[
     elif config.layers in ("last", "auto"):
         chosen = [last]
     else:
-        chosen = sorted({layer + trunk.depth if layer < 0 else layer for layer in config.layers})
+        chosen = sorted({int(layer) + trunk.depth * (int(layer) < 0) for layer in config.layers})
     if not chosen or chosen[0] < 0 or chosen[-1] > last:
         raise ConfigError(f"layers={config.layers}: this model has layers 0 to {last}; name at least one of them")
     if payload.fits_any_length and chosen != [last]:

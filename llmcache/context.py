@@ -1,4 +1,4 @@
-"""What one forward call knows: its inputs, its rows and their exact keys. Made per call and thread, never on the module.
+"""What one forward call knows: inputs, rows and their exact keys. Made per call and thread, never on the module.
 
 Sizes: B rows, T tokens a row (padding included), n valid tokens of a row.
 """
@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-
 
 Positions = slice | NDArray[np.int64]
 
@@ -126,6 +125,27 @@ class Call:
         return [row for row in self.rows if not row.refused]
 
 
+@dataclass(slots=True)
+class Inputs:
+    """What of a call is read on the host.
+
+    Attributes:
+        ids: Token ids (B, T), int64.
+        valid: Which tokens are valid, bool (B, T), or None when all are.
+        types: Token type ids (B, T) or (1, T), or None.
+        positions: Position ids (B, T) or (1, T), or None.
+        has_content: Whether a row holds more than special tokens, bool (B,).
+        features: What the fingerprint reads, float32 (B, F0), or None.
+    """
+
+    ids: Any
+    valid: Any
+    types: Any
+    positions: Any
+    has_content: Any
+    features: Any
+
+
 def to_host(*tensors: Tensor | None) -> list[NDArray[Any] | None]:
     """Copy tensors to the host with one synchronisation for all of them.
 
@@ -143,14 +163,7 @@ def to_host(*tensors: Tensor | None) -> list[NDArray[Any] | None]:
     return [None if tensor is None else tensor.numpy() for tensor in copies]
 
 
-def read_rows(
-    scope: Scope,
-    ids: NDArray[np.int64],
-    mask: NDArray[Any] | None,
-    types: NDArray[np.int64] | None,
-    positions: NDArray[np.int64] | None,
-    id_dtype: np.dtype[Any],
-) -> list[Row]:
+def read_rows(scope: Scope, inputs: Inputs, id_dtype: np.dtype[Any]) -> list[Row]:
     """Work out each row's valid tokens and exact key.
 
     The key covers what the output at valid tokens depends on. With positions given, other padding gives the same key.
@@ -158,21 +171,18 @@ def read_rows(
 
     Args:
         scope: Scope of the call.
-        ids: Token ids (B, T).
-        mask: Attention mask (B, T), nonzero = valid, or None when all are.
-        types: Token type ids (B, T) or (1, T), or None.
-        positions: Position ids (B, T) or (1, T), or None.
+        inputs: The call's inputs, arrays on the host.
         id_dtype: Smallest integer dtype that holds the vocabulary.
     """
     prefix = hashlib.sha256(scope.key)
     rows = []
-    for number, row_ids in enumerate(ids):
-        valid, n_valid = _valid_positions(None if mask is None else mask[number], len(row_ids))
+    for number, row_ids in enumerate(inputs.ids):
+        valid, n_valid = _valid_positions(None if inputs.valid is None else inputs.valid[number], len(row_ids))
         sha = prefix.copy()
         _update(sha, b"ids", row_ids[valid])
-        _update(sha, b"types", _row(types, number, valid))
-        _update(sha, b"positions", _row(positions, number, valid))
-        if positions is None and n_valid and valid != slice(0, n_valid):
+        _update(sha, b"types", _row(inputs.types, number, valid))
+        _update(sha, b"positions", _row(inputs.positions, number, valid))
+        if inputs.positions is None and n_valid and valid != slice(0, n_valid):
             end = valid.stop if isinstance(valid, slice) else int(valid[-1]) + 1
             _update(sha, b"before", row_ids[:end])
             _update(sha, b"where", np.arange(end)[valid])
@@ -207,5 +217,3 @@ def _update(sha: Any, name: bytes, values: NDArray[Any] | Sequence[int] | None) 
     packed = np.ascontiguousarray(values, dtype=np.int64).tobytes()
     sha.update(b"%s:%d;" % (name, len(packed)))
     sha.update(packed)
-
-

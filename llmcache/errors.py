@@ -1,12 +1,12 @@
 """Every error this library raises on purpose.
 
-    LLMCacheError
-    ├── ConfigError (ValueError)        a setting: names the key, the value and the fix
-    │   └── UnsafeReuseError            approximate reuse asked for on a head that reads single tokens
-    ├── UnsupportedModelError (TypeError)   no layer list of a known shape in the model
-    ├── WrapError (RuntimeError)        wrapped twice, or copied while wrapped
-    ├── StoreError (RuntimeError)       a store is broken; the cache computes instead
-    └── BankFileError (ValueError)      a saved cache is incomplete or belongs to other weights
+LLMCacheError
+├── ConfigError (ValueError)        a setting: names the key, the value and the fix
+│   └── UnsafeReuseError            approximate reuse asked for on a head that reads single tokens
+├── UnsupportedModelError (TypeError)   no layer list of a known shape in the model
+├── WrapError (RuntimeError)        wrapped twice, or copied while wrapped
+├── StoreError (RuntimeError)       a store is broken; the cache computes instead
+└── BankFileError (ValueError)      a saved cache is incomplete or belongs to other weights
 """
 
 

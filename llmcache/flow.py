@@ -21,7 +21,7 @@ from torch import Tensor
 
 from llmcache.adapters import CACHE, Arguments, Trunk, special_ids, unpack, vocabulary_size
 from llmcache.bypass import find_reason, is_plain_cache
-from llmcache.context import Call, Reuse, Row, Scope, read_rows, to_host
+from llmcache.context import Call, Inputs, Reuse, Row, Scope, read_rows, to_host
 from llmcache.fingerprint import Fingerprint
 from llmcache.heads import Head
 from llmcache.hooks import SwappedForward
@@ -160,22 +160,23 @@ class Flow:
         fingerprint = self._parts.fingerprint
         features = None if fingerprint is None else fingerprint.features(hidden, content)
         types, positions = call.arguments.get("token_type_ids"), call.arguments.get("position_ids")
-        on_host = to_host(ids, valid, types, positions, content.any(dim=1), features)
+        inputs = Inputs(*to_host(ids, valid, types, positions, content.any(dim=1), features))
         call.scope = self._scope(call, hidden)
-        call.rows = read_rows(call.scope, *on_host[:4], self._id_dtype)
-        call.features = on_host[5]
-        for row, has_content in zip(call.rows, on_host[4], strict=True):
-            row.refused = self._refusal(row, on_host[0][row.number], has_content)
+        call.rows = read_rows(call.scope, inputs, self._id_dtype)
+        call.features = inputs.features
+        for row in call.rows:
+            row.refused = self._refusal(row, inputs)
             if row.refused:
                 self._parts.counters.bypass(row.refused, 1)
         if fingerprint is not None and fingerprint.n_fit == 0:
-            call.fingerprints = fingerprint.project(call.features)
+            call.fingerprints = fingerprint.project(inputs.features)
 
-    def _refusal(self, row: Row, ids: Any, has_content: bool) -> str:
-        if not has_content:
+    def _refusal(self, row: Row, inputs: Inputs) -> str:
+        if not inputs.has_content[row.number]:
             return "no_content"
         pad_id = getattr(self._parts.trunk.config, "pad_token_id", None)
         is_classifier = self._parts.head.name == "classifier"
+        ids = inputs.ids[row.number]
         return "head_reads_padding" if misread(self._parts.payload, ids, row.valid, pad_id, is_classifier) else ""
 
     def _decide(self, call: Call, number: int) -> None:
@@ -263,7 +264,7 @@ class Flow:
             self._tables[device] = table
         return table
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _count_compiled(self) -> None:
         self._thread.call = None
         self._parts.counters.bypass("compiled", 1)

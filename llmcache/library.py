@@ -40,20 +40,50 @@ class State:
     kv: KV
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a request is found: the layer searched (None: all at once), the length kept apart (0: none), its vector."""
+
+    layer: int | None
+    length: int
+    vector: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """All that is held of one request, for saving and restoring.
+
+    Attributes:
+        key: Its exact key.
+        scope: Its scope.
+        ids: Its packed token ids.
+        dtype: Dtype of its states as the model made them.
+        entries: Encoded states by layer.
+        places: Where it is found.
+    """
+
+    key: str
+    scope: Scope
+    ids: bytes
+    dtype: torch.dtype
+    entries: dict[int, Entry]
+    places: tuple[Place, ...]
+
+
 class Shelf:
     """One index and the keys of its rows. Requests on different shelves never find each other."""
 
-    __slots__ = ("_free", "_index", "_keys", "layer", "scope")
+    __slots__ = ("_free", "_index", "_keys", "layer", "length")
 
-    def __init__(self, scope: Scope, layer: int | None, index: Index) -> None:
+    def __init__(self, length: int, layer: int | None, index: Index) -> None:
         """Start empty.
 
         Args:
-            scope: Scope of its requests.
+            length: Valid tokens of its requests when lengths are kept apart, else 0.
             layer: Layer it belongs to when each layer is searched by itself, else None.
             index: An empty index.
         """
-        self.scope = scope
+        self.length = length
         self.layer = layer
         self._index = index
         self._keys: list[str | None] = []
@@ -77,11 +107,20 @@ class Shelf:
         self._keys[slot] = None
         self._free.append(slot)
 
+    def vector(self, slot: int) -> Floats:
+        """The vector (F,) in a slot."""
+        vector: Floats = self._index.vectors(np.array([slot]))[0]
+        return vector
+
     def search(self, vectors: Floats, k: int) -> list[list[Neighbour]]:
         """The k nearest requests of each vector (B, F), best first."""
         slots, similarity = self._index.search(vectors, k)
         return [
-            [Neighbour(key, float(s)) for slot, s in zip(*found, strict=True) if slot >= 0 and (key := self._keys[slot])]
+            [
+                Neighbour(key, float(s))
+                for slot, s in zip(*found, strict=True)
+                if slot >= 0 and (key := self._keys[slot])
+            ]
             for found in zip(slots, similarity, strict=True)
         ]
 
@@ -175,7 +214,7 @@ class Library:
         """
         with self._lock:
             self._expire()
-            shelf = self._shelves.get(self._shelf_key(scope, row, layer))
+            shelf = self._shelves.get((scope, row.n_valid if self._by_length else 0, layer))
             return [] if shelf is None or len(shelf) == 0 else shelf.search(vector[None], k)[0]
 
     def read(self, key: str, layer: int, with_kv: bool, is_single: bool = False) -> State | None:
@@ -245,6 +284,30 @@ class Library:
                 self._forget(key)
             self._shelves.clear()
 
+    def records(self) -> list[Record]:
+        """Everything held, oldest first. Requests still waiting for the fingerprint to be fitted are not found later."""
+        with self._lock:
+            return [
+                Record(
+                    key,
+                    request.scope,
+                    request.ids,
+                    request.dtype,
+                    {layer: entry for layer, bank in self.banks.items() if (entry := bank.read(key))},
+                    tuple(Place(shelf.layer, shelf.length, shelf.vector(slot)) for shelf, slot in request.places),
+                )
+                for key, request in self._requests.items()
+            ]
+
+    def adopt(self, record: Record) -> None:
+        """Hold a saved request as if it had been put."""
+        with self._lock:
+            request = self._requests[record.key] = Request(record.scope, record.ids, record.dtype)
+            for layer, entry in record.entries.items():
+                self._let_go(self.banks[layer].put(record.key, entry), layer)
+            for place in record.places:
+                self._place(record.key, request, place)
+
     def _encode(self, tensors: Mapping[str, Tensor]) -> Entry:
         with torch.inference_mode(False), torch.no_grad():
             encoded: dict[str, Tensor] = {}
@@ -268,27 +331,29 @@ class Library:
             kv |= {first + i: pair for i, pair in enumerate(zip(keys, values, strict=True))}
         return kv
 
-    def _shelf_key(self, scope: Scope, row: Row, layer: int | None) -> tuple[Scope, int, int | None]:
-        return scope, row.n_valid if self._by_length else 0, layer
-
     def _shelve(self, request: Request, row: Row, features: Floats, layers: Iterable[int]) -> None:
         """Make a request findable, at once or when the fingerprint has seen enough to be fitted."""
-        assert self.fingerprint is not None and self._make_index is not None
+        assert self.fingerprint is not None
         if needed := self.fingerprint.n_fit:
             self._waiting[row.key] = (row, features)
             if len(self._waiting) >= needed:
                 self._fit()
             return
         vector = self.fingerprint.project(features[None])[0]
-        kept = {shelf.layer: (shelf, slot) for shelf, slot in request.places}
+        length = row.n_valid if self._by_length else 0
         for layer in layers if self._by_layer else (None,):
-            if layer not in kept:
-                key = self._shelf_key(request.scope, row, layer)
-                shelf = self._shelves.get(key)
-                if shelf is None:
-                    shelf = self._shelves[key] = Shelf(request.scope, layer, self._make_index(len(vector)))
-                kept[layer] = (shelf, shelf.add(row.key, vector))
-        request.places = tuple(kept.values())
+            self._place(row.key, request, Place(layer, length, vector))
+
+    def _place(self, key: str, request: Request, place: Place) -> None:
+        """Put a request on the shelf it belongs to, unless it stands there already."""
+        if any(shelf.layer == place.layer for shelf, _ in request.places):
+            return
+        assert self._make_index is not None
+        shelf_key = (request.scope, place.length, place.layer)
+        shelf = self._shelves.get(shelf_key)
+        if shelf is None:
+            shelf = self._shelves[shelf_key] = Shelf(place.length, place.layer, self._make_index(len(place.vector)))
+        request.places = (*request.places, (shelf, shelf.add(key, place.vector)))
 
     def _fit(self) -> None:
         assert self.fingerprint is not None

@@ -99,7 +99,9 @@ def last_valid(valid: Positions) -> int:
     return valid.stop - 1 if isinstance(valid, slice) else int(valid[-1])
 
 
-def misread(payload: Payload, ids: NDArray[np.int64], valid: Positions, pad_id: int | None, is_classifier: bool) -> bool:
+def misread(
+    payload: Payload, ids: NDArray[np.int64], valid: Positions, pad_id: int | None, is_classifier: bool
+) -> bool:
     """Whether the head would read another token than the payload keeps.
 
     [CLS] heads read place 0 even where that is padding. Causal classifiers of transformers read the last token whose

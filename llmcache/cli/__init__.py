@@ -10,11 +10,17 @@ from typing import Annotated, Final
 import typer
 
 from llmcache import __version__
-from llmcache.cli import info
+from llmcache.cli import bench_latency, bench_memory, info, run
 from llmcache.errors import LLMCacheError
 
-#: Every command, in the order of `llmcache --help`.
+#: Groups of commands and what they are for.
+GROUPS: Final[Mapping[str, str]] = {"bench": "Measure speed and memory on this machine."}
+
+#: Every command, in the order of `llmcache --help`; two words are a group and its command.
 COMMANDS: Final[Mapping[str, Callable[..., None]]] = {
+    "run": run.command,
+    "bench latency": bench_latency.command,
+    "bench memory": bench_memory.command,
     "info": info.command,
 }
 
@@ -39,8 +45,14 @@ def build_app(commands: Mapping[str, Callable[..., None]]) -> typer.Typer:
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
+    groups: dict[str, typer.Typer] = {}
     for name, function in commands.items():
-        app.command(name)(function)
+        *group, word = name.split()
+        for part in group:
+            if part not in groups:
+                groups[part] = typer.Typer(help=GROUPS[part], no_args_is_help=True, rich_markup_mode=None)
+                app.add_typer(groups[part], name=part)
+        (groups[group[0]] if group else app).command(word)(function)
     return app
 
 

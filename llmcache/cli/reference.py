@@ -21,7 +21,7 @@ Made by `make docs` from the commands' own `--help`; do not edit.
 
 def render() -> str:
     """Return the whole reference as Markdown: `llmcache` itself, then each command in the order of the table."""
-    return "\n".join([HEADER, *(_section(path) for path in [(), *((name,) for name in COMMANDS)])])
+    return "\n".join([HEADER, *(_section(path) for path in [(), *(tuple(name.split()) for name in COMMANDS)])])
 
 
 def _section(path: tuple[str, ...]) -> str:

@@ -46,4 +46,5 @@ class MeanEmbedding:
 def normalise(x: Floats) -> Floats:
     """Rows scaled to L2 norm 1; a zero row stays zero, so it is similar to nothing."""
     norm = np.linalg.norm(x, axis=1, keepdims=True)
-    return (x / np.maximum(norm, 1e-12)).astype(np.float32)
+    scaled: Floats = (x / np.maximum(norm, 1e-12)).astype(np.float32)
+    return scaled

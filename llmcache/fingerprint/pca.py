@@ -51,7 +51,8 @@ class PCAEmbedding(MeanEmbedding):
         """Centred projections scaled to L2 norm 1, (B, dim)."""
         if self._centre is None or self._axes is None:
             raise RuntimeError("fit() comes first")
-        return normalise((features - self._centre) @ self._axes)
+        projected: Floats = ((features - self._centre) @ self._axes).astype(np.float32)
+        return normalise(projected)
 
     def state(self) -> dict[str, Floats]:
         """Centre and axes, once fitted."""

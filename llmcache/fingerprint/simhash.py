@@ -36,5 +36,6 @@ class SimHash(MeanEmbedding):
         if self._planes is None:
             rng = np.random.default_rng(self._seed)
             self._planes = rng.standard_normal((features.shape[1], self.bits), dtype=np.float32)
-        signs = np.where(features @ self._planes >= 0, np.float32(1), np.float32(-1))
-        return signs / np.float32(np.sqrt(self.bits))
+        unit = np.float32(1 / np.sqrt(self.bits))
+        signs: Floats = np.where(features @ self._planes >= 0, unit, -unit).astype(np.float32)
+        return signs

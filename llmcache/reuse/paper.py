@@ -31,7 +31,7 @@ class Paper:
         return [reuse for row in rows if (reuse := self._decide(call, row, layer))]
 
     def _decide(self, call: Call, row: Row, layer: int) -> Reuse | None:
-        if call.fingerprints is None:
+        if call.fingerprints is None or call.scope is None:
             return None
         for near in self._library.search(call.scope, row, call.fingerprints[row.number], layer=layer):
             if near.similarity >= self._tau[layer]:

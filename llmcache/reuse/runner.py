@@ -106,7 +106,7 @@ class Runner:
 
 
 def _learn(output: Any) -> Callable[[Tensor, Any, Mapping[str, Any]], Any] | None:
-    """How a skipped layer of an unknown family packs its output, or None when layers hand on more than hidden states."""
+    """How a skipped layer of an unknown family packs its output; None when layers hand on more than hidden states."""
     if not isinstance(output, tuple):
         return lambda hidden, layer, passed: hidden
     if any(part is not None for part in output[1:]):

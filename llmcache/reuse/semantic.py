@@ -29,7 +29,7 @@ class Semantic:
         return [reuse for row in rows if (reuse := self._decide(call, row))]
 
     def _decide(self, call: Call, row: Row) -> Reuse | None:
-        if call.fingerprints is None:
+        if call.fingerprints is None or call.scope is None:
             return None
         for near in self._library.search(call.scope, row, call.fingerprints[row.number]):
             layer = deepest_layer(near.similarity, self._tau, self._library.held(near.key))

@@ -29,11 +29,11 @@ class Entry:
 
 
 class Store(MutableMapping[str, Entry]):
-    """Entries by key, as a dict would keep them. An absent key is a `KeyError`, a broken store a `StoreError`.
+    """Entries by key, in the order in which they were put.
 
-    What is put is copied, detached: the caller's tensors are neither modified nor kept. What is got must not be written
-    to. Stored and returned tensors are normal ones, also when the caller is in inference mode. Leaving the context
-    closes.
+    An absent key is a `KeyError`, a broken store a `StoreError`. What is put is copied, detached: the caller's tensors
+    are neither modified nor kept. What is got must not be written to. Stored and returned tensors are normal ones, also
+    when the caller is in inference mode. Leaving the context closes.
     """
 
     @property

@@ -5,7 +5,7 @@ slot an entry, one slab of blocks for all entries with the same names, shapes an
 """
 
 from collections.abc import Iterator, Mapping
-from itertools import chain, count
+from itertools import count
 from typing import TypeAlias
 
 import torch
@@ -15,7 +15,8 @@ from llmcache.stores import Entry, Store
 
 SMALL_BYTES = 16 * 1024
 BLOCK_BYTES = 1024 * 1024
-SLOTS = 2**32  # handle = slab number * SLOTS + slot
+SLOTS = 2**32  # handle of a small entry = slab number * SLOTS + slot
+LARGE = -1  # handle of any other
 LEAST_BYTES = 64  # taken for smaller entries when a block is divided, so that it has not too many slots
 
 Signature: TypeAlias = tuple[tuple[str, torch.Size, torch.dtype], ...]
@@ -36,8 +37,8 @@ class MemoryStore(Store):
             device: Where entries are kept and returned, whatever device they come from.
         """
         self.device = torch.device(device)
+        self._handle_of: dict[str, int] = {}  # slab number and slot in one int, to save memory; or LARGE
         self._large: dict[str, Entry] = {}
-        self._handle_of: dict[str, int] = {}  # of a small entry: slab number and slot in one int, to save memory
         self._slabs: dict[int, Slab] = {}
         self._number_of: dict[Signature, int] = {}
         self._numbers = count()
@@ -53,22 +54,24 @@ class MemoryStore(Store):
         else:
             copy = Entry({name: own(x, self.device) for name, x in entry.tensors.items()})
             self.discard(key)
-            self._large[key] = copy
+            self._large[key], self._handle_of[key] = copy, LARGE
         self._nbytes += nbytes
 
     def __getitem__(self, key: str) -> Entry:
         """Return the entry on the store's device; `KeyError` if there is none."""
-        if key in self._large:
+        handle = self._handle_of[key]
+        if handle == LARGE:
             return self._large[key]
-        number, slot = divmod(self._handle_of[key], SLOTS)
+        number, slot = divmod(handle, SLOTS)
         return Entry(self._slabs[number].get(slot))
 
     def __delitem__(self, key: str) -> None:
         """Forget the entry; `KeyError` if there is none."""
-        if key in self._large:
+        handle = self._handle_of.pop(key)
+        if handle == LARGE:
             self._nbytes -= self._large.pop(key).nbytes
             return
-        number, slot = divmod(self._handle_of.pop(key), SLOTS)
+        number, slot = divmod(handle, SLOTS)
         slab = self._slabs[number]
         self._nbytes -= slab.entry_nbytes
         slab.free(slot)
@@ -82,15 +85,15 @@ class MemoryStore(Store):
 
     def __contains__(self, key: object) -> bool:
         """Say whether there is an entry, without copying it."""
-        return key in self._handle_of or key in self._large
+        return key in self._handle_of
 
     def __iter__(self) -> Iterator[str]:
-        """Keys, small entries before large ones."""
-        return chain(self._handle_of, self._large)
+        """Keys, the one put longest ago first."""
+        return iter(self._handle_of)
 
     def __len__(self) -> int:
         """Entries held."""
-        return len(self._handle_of) + len(self._large)
+        return len(self._handle_of)
 
     @property
     def nbytes(self) -> int:
@@ -99,7 +102,7 @@ class MemoryStore(Store):
 
     def clear(self) -> None:
         """Forget all entries and release their memory."""
-        for part in (self._large, self._handle_of, self._slabs, self._number_of):
+        for part in (self._handle_of, self._large, self._slabs, self._number_of):
             part.clear()
         self._nbytes = 0
 
@@ -112,7 +115,7 @@ class MemoryStore(Store):
 
     def _put_small(self, tensors: Mapping[str, Tensor]) -> int:
         """Copy tensors into a slot of their signature's slab, and return the handle."""
-        signature = tuple((name, x.shape, x.dtype) for name, x in sorted(tensors.items()))
+        signature = tuple((name, x.shape, x.dtype) for name, x in tensors.items())
         if signature not in self._number_of:
             number = next(self._numbers)
             self._slabs[number] = Slab(signature, self.device)
@@ -136,15 +139,21 @@ class Slab:
 
     def put(self, tensors: Mapping[str, Tensor]) -> int:
         """Copy tensors into a slot and return its number."""
-        slot = self._free.pop() if self._free else self._open()
-        with torch.inference_mode(False), torch.no_grad():
-            for name, held in self._views(slot).items():
-                held.copy_(tensors[name].detach())
+        slot = self._free[-1] if self._free else self._n_opened
+        if slot == len(self._blocks) * self._slots_per_block:
+            self._blocks.append(self._open_block())
+        for name, held in self._views(slot).items():
+            held.copy_(tensors[name].detach())
+        # Taken only now: after a copy that failed the slot is still free.
+        if self._free:
+            self._free.pop()
+        else:
+            self._n_opened += 1
         return slot
 
     def get(self, slot: int) -> dict[str, Tensor]:
         """Return copies of the tensors in a slot."""
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False):
             return {name: held.clone() for name, held in self._views(slot).items()}
 
     def free(self, slot: int) -> None:
@@ -155,19 +164,13 @@ class Slab:
         """Slots in use."""
         return self._n_opened - len(self._free)
 
-    def _open(self) -> int:
-        """Return a slot never used before, in a new block if the last is full."""
-        slot = self._n_opened
-        if slot == len(self._blocks) * self._slots_per_block:
-            n = self._slots_per_block
-            with torch.inference_mode(False):
-                block = {
-                    name: torch.empty((n, *shape), dtype=dtype, device=self._device)
-                    for name, shape, dtype in self.signature
-                }
-            self._blocks.append(block)
-        self._n_opened += 1
-        return slot
+    def _open_block(self) -> dict[str, Tensor]:
+        n = self._slots_per_block
+        with torch.inference_mode(False):
+            return {
+                name: torch.empty((n, *shape), dtype=dtype, device=self._device)
+                for name, shape, dtype in self.signature
+            }
 
     def _views(self, slot: int) -> dict[str, Tensor]:
         number, row = divmod(slot, self._slots_per_block)
@@ -176,5 +179,5 @@ class Slab:
 
 def own(x: Tensor, device: torch.device) -> Tensor:
     """Return a detached, contiguous copy that is a normal tensor in inference mode, too."""
-    with torch.inference_mode(False), torch.no_grad():
+    with torch.inference_mode(False):
         return torch.empty(x.shape, dtype=x.dtype, device=device).copy_(x.detach())

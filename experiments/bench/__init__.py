@@ -1,0 +1,1 @@
+"""Benchmarks of the library itself: latency of each kind of call, memory and rate of storing."""

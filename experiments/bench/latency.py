@@ -1,0 +1,210 @@
+"""Latency of each kind of call, interleaved in one process.
+
+Kinds: `nocache` (an untouched copy of the model), `miss` (banks full, so it also evicts), `hit` (a semantic hit of an
+input that is not stored, search and decision included), `exact_hit`, `floor` (the same model with zero layers), and for
+batches `mixed` (half the rows are semantic hits). Each round makes one call of each kind, the order rotating; every
+call is checked afterwards, outside the timer, to have been what it is counted as.
+"""
+
+import copy
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from experiments.bench.models import Pair, Requests, Shortcut, build, find_layers
+from llmcache import LLMCache, Stats
+
+FILL_ROWS = 64  # rows stored per call while the banks are filled
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What to measure.
+
+    Attributes:
+        model: Architecture or folder.
+        batch_size: Rows a call.
+        seq_len: Tokens a row.
+        entries: Entries that fill each bank before measuring, at least 4 rows a call.
+        payload: What entries keep.
+        layers: Stored layers: `last` or `all`.
+        index: Index name.
+        tau: Threshold between random requests (misses) and those with one token changed (hits).
+        device: Torch device.
+        rounds: Calls of each kind, 200 or more for percentiles.
+        seed: Of weights and requests.
+    """
+
+    model: str = "bert-base"
+    batch_size: int = 1
+    seq_len: int = 128
+    entries: int = 10_000
+    payload: str = "cls"
+    layers: str = "last"
+    index: str = "auto"
+    tau: float = 0.98
+    device: str = "cpu"
+    rounds: int = 200
+    seed: int = 0
+
+
+def measure(settings: Settings, advance: Callable[[str, int, int], None] | None = None) -> dict[str, Any]:
+    """Run the benchmark.
+
+    Args:
+        settings: What to measure.
+        advance: Told phase, done and total, for a progress bar.
+
+    Returns:
+        The figures as `llmcache bench latency` prints them, times in milliseconds.
+    """
+    pair = build(settings.model, settings.seed, settings.device)
+    bench = Bench(settings, pair)
+    bench.fill(advance)
+    with torch.inference_mode():
+        times = bench.run(advance)
+    figures: dict[str, Any] = {f"{kind}_ms": _summary(values) for kind, values in times.items()}
+    figures["ratios"] = _ratios(times)
+    figures |= asdict(settings) | {
+        "weights": pair.weights,
+        "threads": torch.get_num_threads(),
+        "entry_bytes": bench.cache.stats().nbytes // max(1, settings.entries),
+    }
+    return figures
+
+
+class Bench:
+    """A filled cache on one model, beside an untouched copy and a twin without layers."""
+
+    def __init__(self, settings: Settings, pair: Pair) -> None:
+        """Wrap the model."""
+        self._settings = settings
+        self._plain = copy.deepcopy(pair.model)
+        self._model = pair.model
+        self._floor = pair.floor
+        self._shortcut = Shortcut()
+        self._shortcut.install(find_layers(pair.model))
+        self._requests = Requests(
+            pair.model.config, settings.batch_size, settings.seq_len, settings.seed, settings.device
+        )
+        self._known: list[Tensor] = []  # rows (1, T) that are stored, oldest first
+        self.cache = LLMCache.wrap(
+            pair.model,
+            tau=settings.tau,
+            payload=settings.payload,
+            layers=settings.layers,
+            index=settings.index,
+            max_entries=settings.entries,
+            max_bytes=2**40,
+        )
+
+    def fill(self, advance: Callable[[str, int, int], None] | None) -> None:
+        """Fill every bank to its last entry, without computing layers."""
+        total = self._settings.entries
+        with self._shortcut.opened():
+            for done in range(0, total, FILL_ROWS):
+                ids = self._requests.fresh(min(FILL_ROWS, total - done))
+                self.cache(**self._requests.inputs(ids))
+                self._known += ids.unsqueeze(1)
+                if advance:
+                    advance("filling", done + len(ids), total)
+
+    def run(self, advance: Callable[[str, int, int], None] | None) -> dict[str, list[float]]:
+        """Milliseconds of every call, by kind."""
+        kinds = self._kinds()
+        times: dict[str, list[float]] = {kind: [] for kind in kinds}
+        warm_up = max(3, self._settings.rounds // 50)
+        total = self._settings.rounds + warm_up
+        for round_number in range(total):
+            for kind in _rotated(list(kinds), round_number):
+                spent = self._call(kind, *kinds[kind]())
+                if round_number >= warm_up:
+                    times[kind].append(spent * 1e3)
+            if advance:
+                advance("measuring", round_number + 1, total)
+        return times
+
+    def _kinds(self) -> dict[str, Callable[[], tuple[Any, Tensor, dict[str, int]]]]:
+        """By kind: the model to call, its ids, and the hits it must count."""
+        rows = self._settings.batch_size
+        kinds: dict[str, Callable[[], tuple[Any, Tensor, dict[str, int]]]] = {
+            "nocache": lambda: (self._plain, self._requests.fresh(), {}),
+            "miss": lambda: (self._model, self._requests.fresh(), {}),
+            "hit": lambda: (self._model, self._requests.near(self._stored(rows)), {"semantic": rows}),
+            "exact_hit": lambda: (self._model, self._stored(rows), {"exact": rows}),
+            "floor": lambda: (self._floor, self._requests.fresh(), {}),
+        }
+        if rows > 1:
+            half = rows // 2
+            kinds["mixed"] = lambda: (
+                self._model,
+                torch.cat([self._requests.near(self._stored(half)), self._requests.fresh(rows - half)]),
+                {"semantic": half},
+            )
+        return kinds
+
+    def _stored(self, n_rows: int) -> Tensor:
+        """Ids (n_rows, T) of requests that are stored, from the newer half, which eviction has not reached."""
+        newer = len(self._known) // 2
+        picked = torch.randint(newer, len(self._known), (n_rows,)).tolist()
+        return torch.cat([self._known[i] for i in picked])
+
+    def _call(self, kind: str, model: Any, ids: Tensor, expected: dict[str, int]) -> float:
+        """Seconds of one call, from arguments to output."""
+        inputs = self._requests.inputs(ids)
+        before = self.cache.stats()
+        self._synchronise()
+        started = perf_counter()
+        model(**inputs)
+        self._synchronise()
+        spent = perf_counter() - started
+        self._check(kind, before, self.cache.stats(), expected)
+        if kind in ("miss", "mixed"):
+            stored = len(ids) - sum(expected.values())
+            self._known = [*self._known[stored:], *ids[len(ids) - stored :].unsqueeze(1)]
+        return spent
+
+    def _check(self, kind: str, before: Stats, after: Stats, expected: dict[str, int]) -> None:
+        hits = {rung: n - before.hits.get(rung, 0) for rung, n in after.hits.items() if n != before.hits.get(rung, 0)}
+        if hits != expected:
+            raise RuntimeError(f"a {kind} call counted hits {hits}, expected {expected}: choose another tau")
+
+    def _synchronise(self) -> None:
+        if self._settings.device.startswith("cuda"):
+            torch.cuda.synchronize()
+
+
+def _rotated(kinds: Sequence[str], by: int) -> Iterator[str]:
+    """The kinds in an order that changes from round to round, so that none always follows the same one."""
+    turned = [*kinds[by % len(kinds) :], *kinds[: by % len(kinds)]]
+    return iter(turned if by // len(kinds) % 2 == 0 else turned[::-1])
+
+
+def _summary(values: Sequence[float]) -> dict[str, float]:
+    """Median, p90, p99 (ms) and n."""
+    return {
+        "median": statistics.median(values),
+        "p90": float(np.percentile(values, 90)),
+        "p99": float(np.percentile(values, 99)),
+        "n": len(values),
+    }
+
+
+def _ratios(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
+    """Each kind against `nocache` of the same round: median, and the 5th and 95th percentile."""
+    base = np.array(times["nocache"])
+    ratios = {f"{kind}/nocache": np.array(values) / base for kind, values in times.items() if kind != "nocache"}
+    return {
+        name: {
+            "median": float(np.median(values)),
+            "p5": float(np.percentile(values, 5)),
+            "p95": float(np.percentile(values, 95)),
+        }
+        for name, values in ratios.items()
+    }

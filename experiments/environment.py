@@ -1,0 +1,57 @@
+"""What a figure depends on besides the settings: code, versions, machine, threads."""
+
+import os
+import platform
+import subprocess
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("llmcache", "torch", "transformers", "tokenizers", "faiss-cpu", "numpy", "scikit-learn")
+
+
+def describe(seed: int) -> dict[str, Any]:
+    """Everything worth knowing about this process, as plain values; unknown is None."""
+    import faiss
+    import torch
+
+    has_gpu = torch.cuda.is_available()
+    return {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "git": _git("rev-parse", "HEAD"),
+        "git_dirty": None if (changes := _git("status", "--porcelain")) is None else bool(changes),
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in PACKAGES},
+        "platform": platform.platform(),
+        "cpu": _cpu(),
+        "n_cpus": os.cpu_count(),
+        "gpu": torch.cuda.get_device_name() if has_gpu else None,
+        "threads": {"torch": torch.get_num_threads(), "faiss": faiss.omp_get_max_threads()},
+        "seed": seed,
+    }
+
+
+def _git(*args: str) -> str | None:
+    """What git says of this source tree, or None when it is not in a repository."""
+    command = ["git", "-C", str(Path(__file__).parent), *args]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _cpu() -> str | None:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or None
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)

@@ -1,0 +1,101 @@
+"""Task `stream`: labelled requests, one by one, with and without the cache.
+
+labelled data -> a seeded part fits the head -> the rest, in data order, is the stream
+-> every request by both arms, back to back -> figures
+"""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.config import Experiment
+from experiments.data import Labelled, read_requests
+from experiments.heads import Classifier, fit_logistic, ready
+from experiments.measure import Trace, measure
+from experiments.metrics import summary
+from experiments.models import load
+from experiments.tasks import Outcome
+from llmcache.errors import ConfigError
+
+
+def run(experiment: Experiment, data_dir: Path | None) -> Outcome:
+    """Stream the requests of one experiment.
+
+    Args:
+        experiment: Its settings.
+        data_dir: What relative data paths are relative to.
+
+    Raises:
+        ConfigError: The data does not fit the settings.
+        FileNotFoundError: A data file is missing.
+    """
+    data = read_requests(experiment.data, data_dir, experiment.seed, experiment.limit)
+    classifier, stream = prepare(experiment, data)
+    requests = [encode(classifier, request.text, experiment.max_length) for request in stream]
+    arms = {"nocache": None, "cache": experiment.cache}
+    traces = measure(classifier, arms, requests, experiment.rounds, experiment.warmup)
+    base, trace = traces["nocache"], traces["cache"]
+    labels = np.array([classifier.labels.index(request.label) for request in stream])
+    metrics = {
+        **summary(base, trace, labels),
+        "n": len(stream),
+        "n_fit": classifier.n_fit,
+        "n_data": len(data),
+        "limit": experiment.limit,
+        "n_labels": len(classifier.labels),
+        "n_distinct": len({request.text for request in stream}),
+        "mean_tokens": float(np.mean([inputs["input_ids"].shape[1] for inputs in requests])),
+        "rounds": experiment.rounds,
+    }
+    return Outcome(_rows(stream, classifier.labels, base, trace), metrics)
+
+
+def prepare(experiment: Experiment, data: Sequence[Labelled]) -> tuple[Classifier, Sequence[Labelled]]:
+    """The model with its head, and the requests that are left to stream."""
+    head = experiment.head
+    if head.kind == "ready":
+        return ready(load(experiment.model, is_classifier=True), data), data
+    fit, stream = split(data, head.fit_share, experiment.seed)
+    return fit_logistic(load(experiment.model), head.pool, fit, stream, experiment.max_length), stream
+
+
+def split(data: Sequence[Labelled], share: float, seed: int) -> tuple[list[Labelled], list[Labelled]]:
+    """A seeded part of the data and the rest, both in data order.
+
+    Raises:
+        ConfigError: One of them would be empty.
+    """
+    n_fit = round(len(data) * share)
+    if not 0 < n_fit < len(data):
+        raise ConfigError(
+            f"head.fit_share: {share} of {len(data)} records leaves nothing to fit on or nothing to stream; "
+            "give more records or another share"
+        )
+    chosen = set(random.Random(seed).sample(range(len(data)), n_fit))
+    return [x for i, x in enumerate(data) if i in chosen], [x for i, x in enumerate(data) if i not in chosen]
+
+
+def encode(classifier: Classifier, text: str, max_length: int) -> dict[str, Any]:
+    """One request as the model takes it: each tensor (1, T), no padding."""
+    return dict(classifier.tokenizer(text, truncation=True, max_length=max_length, return_tensors="pt"))
+
+
+def _rows(
+    stream: Sequence[Labelled], labels: Sequence[str], base: Trace, trace: Trace
+) -> list[dict[str, str | int | float]]:
+    """One row a request, of the first round."""
+    return [
+        {
+            "id": request.id,
+            "label": request.label,
+            "answer_nocache": labels[base.answers[0, i]],
+            "answer_cache": labels[trace.answers[0, i]],
+            "rung": str(trace.served[0, i]),
+            "nocache_ms": round(float(base.ms[0, i]), 4),
+            "cache_ms": round(float(trace.ms[0, i]), 4),
+        }
+        for i, request in enumerate(stream)
+    ]

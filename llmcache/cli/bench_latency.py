@@ -1,0 +1,56 @@
+"""`llmcache bench latency`: what each kind of call costs."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from llmcache.cli.progress import Progress
+
+
+def command(
+    model: Annotated[str, typer.Option(help="bert-base, distilbert, gpt2, or a model folder.")] = "bert-base",
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows a call.")] = 1,
+    seq_len: Annotated[int, typer.Option(min=4, help="Tokens a row.")] = 128,
+    entries: Annotated[int, typer.Option(min=64, help="Entries in each bank, filled before measuring.")] = 10_000,
+    payload: Annotated[str, typer.Option(help="What entries keep: cls, last, mean or sequence.")] = "cls",
+    layers: Annotated[str, typer.Option(help="Stored layers: last or all.")] = "last",
+    index: Annotated[str, typer.Option(help="Index: auto, flat or hnsw.")] = "auto",
+    tau: Annotated[float, typer.Option(help="Similarity from which the near requests of the benchmark hit.")] = 0.98,
+    device: Annotated[str, typer.Option(help="Torch device, cpu or cuda.")] = "cpu",
+    rounds: Annotated[int, typer.Option(min=10, help="Calls of each kind; 200 or more for percentiles.")] = 200,
+    seed: Annotated[int, typer.Option(help="Of random weights and requests.")] = 0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+) -> None:
+    """Measure no cache, miss, semantic hit, exact hit and floor (zero layers), interleaved in one process."""
+    from experiments.bench.latency import Settings, measure
+
+    settings = Settings(model, batch_size, seq_len, entries, payload, layers, index, tau, device, rounds, seed)
+    with Progress() as progress:
+        figures = measure(settings, progress.advance)
+    _print(figures)
+    if json_file is not None:
+        json_file.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        typer.echo(f"written to {json_file}")
+
+
+def _print(figures: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    weights = "random weights" if figures["weights"] == "random" else f"weights of {figures['weights']}"
+    table = Table(
+        title=f"{figures['model']} ({weights}), batch {figures['batch_size']}, {figures['seq_len']} tokens, "
+        f"{figures['entries']} entries of {figures['entry_bytes']} bytes, {figures['threads']} threads"
+    )
+    for column in ("call", "median ms", "p90 ms", "p99 ms", "n", "ratio to no cache (p5 to p95)"):
+        table.add_column(column, justify="left" if column == "call" else "right")
+    for key, times in figures.items():
+        if key.endswith("_ms"):
+            kind = key.removesuffix("_ms")
+            ratio = figures["ratios"].get(f"{kind}/nocache")
+            shown = f"{ratio['median']:.4f} ({ratio['p5']:.4f} to {ratio['p95']:.4f})" if ratio else ""
+            cells = (f"{times[which]:.3f}" for which in ("median", "p90", "p99"))
+            table.add_row(kind, *cells, str(times["n"]), shown)
+    Console().print(table)

@@ -1,0 +1,236 @@
+"""Saving and loading a cache: safetensors for arrays, one JSON manifest for the rest, no pickle.
+
+    manifest.json               settings, weights digest, scopes, names and SHA-256 of the files below
+    requests-<id>.safetensors   keys, token ids, fingerprints
+    states-<id>.safetensors     entries, stacked by layer and shape
+
+The manifest is replaced last and in one step, so a save that is cut short leaves the earlier one whole. What is read is
+checked against the manifest's hashes before it is used. Order of arrival survives; recency and counts of use do not.
+"""
+
+import hashlib
+import json
+import os
+import uuid
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+from torch import Tensor
+
+from llmcache.config import CacheConfig
+from llmcache.context import Scope
+from llmcache.errors import BankFileError, StoreError
+from llmcache.library import Library, Place, Record
+from llmcache.stores import Entry
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+
+
+class Manifest(BaseModel):
+    """What `manifest.json` holds.
+
+    Attributes:
+        format: Version of this layout.
+        config: Settings of the cache.
+        weights: Digest of the trunk's weights.
+        scopes: Namespace, dtype and attention of each scope; requests name theirs by number.
+        files: SHA-256 of each data file by name.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    format: int
+    config: dict[str, Any]
+    weights: str
+    scopes: list[tuple[str, str, str]]
+    files: dict[str, str]
+
+
+def save(library: Library, weights: str, config: CacheConfig, folder: str | Path) -> None:
+    """Write a cache. Entries of other weights, which could not be served anyway, are left out.
+
+    Args:
+        library: What to save.
+        weights: Digest of the model's weights now.
+        config: Settings to save with it.
+        folder: Made if needed.
+
+    Raises:
+        StoreError: Writing failed. An earlier save in the folder is still whole.
+    """
+    from safetensors.torch import save_file
+
+    folder = Path(folder)
+    records = [record for record in library.records() if record.scope.weights == weights]
+    scopes = list(dict.fromkeys(record.scope for record in records))
+    parts = {"requests": _pack_requests(records, scopes, library), "states": _pack_states(records)}
+    tag = uuid.uuid4().hex[:12]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        files = {}
+        for part, tensors in parts.items():
+            name = f"{part}-{tag}.safetensors"
+            save_file(tensors, folder / name)
+            files[name] = _sha256(folder / name)
+        manifest = Manifest(
+            format=FORMAT,
+            config=config.model_dump(mode="json", exclude_unset=True),
+            weights=weights,
+            scopes=[(scope.namespace, scope.dtype, scope.attention) for scope in scopes],
+            files=files,
+        )
+        _replace(folder / MANIFEST, manifest.model_dump_json(indent=2))
+        _remove_others(folder, files)
+    except OSError as error:
+        raise StoreError(f"{folder}: could not save: {error}") from error
+
+
+def read_manifest(folder: str | Path) -> Manifest:
+    """Read and check the manifest.
+
+    Raises:
+        BankFileError: There is none, or it is not one of ours.
+    """
+    path = Path(folder) / MANIFEST
+    try:
+        manifest = Manifest.model_validate(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError as error:
+        raise BankFileError(f"{folder}: no {MANIFEST} here; give a folder that cache.save() wrote") from error
+    except (OSError, ValueError, ValidationError) as error:
+        raise BankFileError(f"{path}: not a readable manifest: {str(error).splitlines()[0]}") from error
+    if manifest.format != FORMAT:
+        raise BankFileError(f"{path}: format {manifest.format}; this version reads format {FORMAT}")
+    return manifest
+
+
+def restore(library: Library, weights: str, manifest: Manifest, folder: str | Path) -> None:
+    """Fill an empty library with what was saved.
+
+    Args:
+        library: Made with the manifest's settings.
+        weights: Digest of the model's weights now.
+        manifest: Of `folder`.
+        folder: Where the data files are.
+
+    Raises:
+        BankFileError: Saved from other weights, or a file is missing, cut short or changed.
+    """
+    if manifest.weights != weights:
+        raise BankFileError(
+            f"{folder}: saved from other weights (digest {manifest.weights[:12]}, this model has {weights[:12]}); "
+            "load the model it was saved from, or start an empty cache with wrap()"
+        )
+    parts = {name.split("-")[0]: _read_checked(Path(folder) / name, sha) for name, sha in manifest.files.items()}
+    scopes = [Scope(namespace, weights, dtype, attention) for namespace, dtype, attention in manifest.scopes]
+    try:
+        if library.fingerprint is not None:
+            learned = {name[12:]: t.numpy() for name, t in parts["requests"].items() if name.startswith("fingerprint.")}
+            library.fingerprint.restore(learned)
+        for record in _unpack(parts["requests"], parts["states"], scopes):
+            library.adopt(record)
+    except (KeyError, IndexError, ValueError, RuntimeError) as error:
+        raise BankFileError(f"{folder}: the files do not fit each other: {error!r}") from error
+
+
+def _pack_requests(records: list[Record], scopes: list[Scope], library: Library) -> dict[str, Tensor]:
+    number = {scope: i for i, scope in enumerate(scopes)}
+    places = [(i, place) for i, record in enumerate(records) for place in record.places]
+    packed = {
+        "keys": np.frombuffer(b"".join(bytes.fromhex(r.key) for r in records), np.uint8).reshape(-1, 32),
+        "ids": np.frombuffer(b"".join(r.ids for r in records), np.uint8),
+        "n_id_bytes": np.array([len(r.ids) for r in records], np.int64),
+        "scope": np.array([number[r.scope] for r in records], np.int64),
+        "dtype": np.array([_DTYPES.index(r.dtype) for r in records], np.int64),
+        "place.request": np.array([i for i, _ in places], np.int64),
+        "place.layer": np.array([-1 if p.layer is None else p.layer for _, p in places], np.int64),
+        "place.length": np.array([p.length for _, p in places], np.int64),
+        "place.vector": np.stack([p.vector for _, p in places]) if places else np.zeros((0, 0), np.float32),
+    }
+    if library.fingerprint is not None:
+        packed |= {f"fingerprint.{name}": array for name, array in library.fingerprint.state().items()}
+    return {name: torch.from_numpy(np.array(array)) for name, array in packed.items()}
+
+
+def _pack_states(records: list[Record]) -> dict[str, Tensor]:
+    """Entries of one layer and shape stacked into one tensor a name, beside the numbers of their requests."""
+    groups: dict[tuple[Any, ...], list[tuple[int, Entry]]] = defaultdict(list)
+    for i, record in enumerate(records):
+        for layer, entry in record.entries.items():
+            shapes = tuple((name, t.dtype, t.shape) for name, t in sorted(entry.tensors.items()))
+            groups[layer, shapes].append((i, entry))
+    packed: dict[str, Tensor] = {}
+    for g, ((layer, _), members) in enumerate(groups.items()):
+        packed[f"{layer}/{g}/requests"] = torch.tensor([i for i, _ in members])
+        for name in members[0][1].tensors:
+            packed[f"{layer}/{g}/state/{name}"] = torch.stack([entry.tensors[name].cpu() for _, entry in members])
+    return packed
+
+
+def _unpack(requests: dict[str, Tensor], states: dict[str, Tensor], scopes: list[Scope]) -> Iterable[Record]:
+    arrays = {name: tensor.numpy() for name, tensor in requests.items()}
+    entries: dict[int, dict[int, Entry]] = defaultdict(dict)
+    for name, numbers in states.items():
+        if name.endswith("/requests"):
+            layer, group, _ = name.split("/")
+            prefix = f"{layer}/{group}/state/"
+            stacks = {n.removeprefix(prefix): t for n, t in states.items() if n.startswith(prefix)}
+            for row, i in enumerate(numbers.tolist()):
+                entries[i][int(layer)] = Entry({n: stack[row] for n, stack in stacks.items()})
+    places: dict[int, list[Place]] = defaultdict(list)
+    for i, layer, length, vector in zip(
+        *(arrays[f"place.{what}"] for what in ("request", "layer", "length", "vector")), strict=True
+    ):
+        places[int(i)].append(Place(None if layer < 0 else int(layer), int(length), vector))
+    ends = np.cumsum(arrays["n_id_bytes"])
+    ids = arrays["ids"].tobytes()
+    for i, end in enumerate(ends):
+        yield Record(
+            arrays["keys"][i].tobytes().hex(),
+            scopes[arrays["scope"][i]],
+            ids[end - arrays["n_id_bytes"][i] : end],
+            _DTYPES[arrays["dtype"][i]],
+            entries[i],
+            tuple(places[i]),
+        )
+
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+def _read_checked(path: Path, sha: str) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    if not path.is_file():
+        raise BankFileError(f"{path}: missing; the save is incomplete")
+    if _sha256(path) != sha:
+        raise BankFileError(f"{path}: cut short or changed since it was saved")
+    return load_file(path)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file in one step, so that a reader sees the old or the new one."""
+    draft = path.with_suffix(".tmp")
+    with draft.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
+
+
+def _remove_others(folder: Path, files: Iterable[str]) -> None:
+    """Delete data files of earlier saves."""
+    for kind in ("requests", "states"):
+        for path in folder.glob(f"{kind}-*.safetensors"):
+            if path.name not in set(files):
+                path.unlink(missing_ok=True)

@@ -1,0 +1,170 @@
+"""Every codec: what comes back, how far off it may be, and what is refused."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from llmcache.compression import CODECS, Codec, Half, Int8
+
+FLOATS = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
+# Largest relative error of a value that is neither subnormal nor out of range, for values about as large as their row.
+TOLERANCE = {"none": 0.0, "fp16": 2.0**-11, "int8": 1.0001 / 254}
+
+
+@pytest.fixture(params=sorted(CODECS))
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def codec(name: str) -> Codec:
+    return CODECS[name]()
+
+
+def there_and_back(codec: Codec, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    return codec.decode("h", codec.encode("h", x), dtype or x.dtype)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", [(5,), (3, 4, 7), (1, 1), (0, 6)])
+def test_shape_type_and_value_come_back(name: str, codec: Codec, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    x = (torch.randn(shape) + 3).to(dtype)
+    back = there_and_back(codec, x)
+    assert back.dtype == dtype and back.shape == x.shape
+    narrow = torch.finfo(dtype).eps if name == "int8" else 0.0  # the result is rounded once more
+    limit = (TOLERANCE[name] + narrow) * (x.double().abs().amax() if x.numel() else 0)
+    assert ((back.double() - x.double()).abs() <= limit).all()
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_lossless_means_bit_for_bit(codec: Codec, dtype: torch.dtype) -> None:
+    """Also where it is hard: the ends of the range, subnormal numbers, both zeros."""
+    info = torch.finfo(dtype)
+    largest = min(info.max, torch.finfo(torch.float32).max)
+    x = torch.tensor([[largest, -largest, info.tiny, info.tiny / 4, 0.0, -0.0, 1 + info.eps, 1 / 3]], dtype=dtype)
+    is_equal = torch.equal(there_and_back(codec, x).view(torch.uint8), x.view(torch.uint8))
+    assert is_equal == codec.is_lossless(dtype)
+
+
+def test_who_is_lossless() -> None:
+    table = {name: [dtype for dtype in FLOATS if codec().is_lossless(dtype)] for name, codec in CODECS.items()}
+    assert table == {"none": FLOATS, "fp16": [torch.float16], "int8": []}
+
+
+def test_names_begin_with_the_name(codec: Codec) -> None:
+    first, second = torch.randn(2, 8), torch.randn(2, 8)
+    both = codec.encode("h", first) | codec.encode("k", second)
+    assert {name.split(".")[0] for name in both} == {"h", "k"}
+    for name, x in ("h", first), ("k", second):
+        assert torch.equal(codec.decode(name, both, x.dtype), there_and_back(codec, x))
+    with pytest.raises(KeyError):
+        codec.decode("v", both, torch.float32)
+
+
+def test_the_callers_tensors_stay_his(codec: Codec) -> None:
+    x = torch.randn(3, 8, requires_grad=True)
+    kept = x.detach().clone()
+    tensors = codec.encode("h", x)
+    assert not any(part.requires_grad for part in tensors.values())
+    parts = {name: part.clone() for name, part in tensors.items()}
+    codec.decode("h", tensors, torch.bfloat16)
+    assert torch.equal(x.detach(), kept)
+    assert all(torch.equal(part, parts[name]) for name, part in tensors.items())
+
+
+def test_rows_may_lie_anywhere(codec: Codec) -> None:
+    x = torch.randn(8, 3).T
+    assert torch.equal(there_and_back(codec, x), there_and_back(codec, x.contiguous()))
+
+
+@pytest.mark.parametrize("x", [torch.arange(4), torch.tensor([True]), torch.zeros(2, dtype=torch.complex64)])
+def test_only_floats_are_packed(codec: Codec, x: Tensor) -> None:
+    with pytest.raises(ValueError, match=str(x.dtype)):
+        codec.encode("h", x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_half_stays_finite(dtype: torch.dtype) -> None:
+    x = torch.tensor([65504.0, 65519.0, 65520.0, 1e38, -1e38, torch.inf, -torch.inf], dtype=dtype)
+    back = there_and_back(Half(), x, torch.float32)
+    assert back.tolist() == [65504.0] * 4 + [-65504.0, 65504.0, -65504.0]
+    assert there_and_back(Half(), torch.tensor([torch.nan], dtype=dtype)).isnan().all()
+
+
+def test_half_passes_its_own_type_untouched() -> None:
+    x = torch.tensor([torch.inf, -torch.inf, 65504.0], dtype=torch.float16)
+    assert torch.equal(there_and_back(Half(), x), x)
+
+
+def test_half_halves_and_int8_quarters() -> None:
+    x = torch.randn(4, 768)
+    nbytes = {name: sum(part.nbytes for part in codec().encode("h", x).values()) for name, codec in CODECS.items()}
+    assert nbytes == {"none": x.nbytes, "fp16": x.nbytes // 2, "int8": x.nbytes // 4 + 4 * 4}
+
+
+def check_bound(x: Tensor) -> None:
+    """The bound that the docstring of `Int8` states."""
+    largest = x.double().abs().amax(-1, keepdim=True)
+    limit = torch.where(largest < 1.5e-36, 6e-39, largest / 254 * 1.0001)
+    assert ((there_and_back(Int8(), x).double() - x.double()).abs() <= limit).all()
+
+
+FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+@settings(deadline=None)
+@given(rows=st.lists(st.lists(FINITE, min_size=4, max_size=4), min_size=1))
+def test_int8_keeps_its_bound(rows: list[list[float]]) -> None:
+    check_bound(torch.tensor(rows))
+
+
+def test_int8_keeps_its_bound_between_two_steps() -> None:
+    """Values half a step off are the worst there are; among so many evenly spaced some are."""
+    check_bound(torch.linspace(-1, 1, 50_001) * torch.rand(10, 1).exp())
+
+
+def test_int8_keeps_its_bound_at_any_scale() -> None:
+    x = torch.randn(84, 16) * 10.0 ** torch.arange(-46, 38)[:, None]
+    check_bound(x)
+    scale = Int8().encode("h", x)["h.scale"]
+    assert (scale > 0).all() and scale.isfinite().all()  # none divides zero by zero
+
+
+def test_int8_scales_each_row_alone() -> None:
+    x = torch.randn(4, 16) * torch.tensor([[1e-6], [1.0], [1e6], [0.0]])
+    parts = Int8().encode("h", x)
+    assert parts["h"].dtype == torch.int8 and parts["h.scale"].shape == (4, 1)
+    assert parts["h.scale"].dtype == torch.float32
+    check_bound(x)
+    back = there_and_back(Int8(), x)
+    assert torch.equal(back[3], x[3])
+    assert torch.equal(there_and_back(Int8(), x[1:2]), back[1:2])
+
+
+def test_int8_does_not_round_over_the_end() -> None:
+    x = torch.tensor([[torch.finfo(torch.float32).max, -1.0]])
+    assert there_and_back(Int8(), x).isfinite().all()
+    check_bound(x)
+    assert there_and_back(Int8(), x, torch.float16).tolist() == [[65504.0, 0.0]]
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_int8_refuses_what_is_not_finite(value: float, dtype: torch.dtype) -> None:
+    x = torch.ones(2, 3, dtype=dtype)
+    x[1, 2] = value
+    with pytest.raises(ValueError, match=str(value)):
+        Int8().encode("h", x)
+
+
+def test_int8_refuses_what_float32_cannot_hold() -> None:
+    with pytest.raises(ValueError, match="finite in float32"):
+        Int8().encode("h", torch.tensor([1e300], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("x", [torch.tensor(1.0), torch.ones(3, 0)])
+def test_int8_needs_rows(x: Tensor) -> None:
+    with pytest.raises(ValueError, match="'h'"):
+        Int8().encode("h", x)
