@@ -8,9 +8,10 @@ Sizes: R rounds, N requests.
 
 import copy
 import gc
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from time import perf_counter
+from time import monotonic, perf_counter
 
 import numpy as np
 import torch
@@ -46,8 +47,7 @@ class Trace:
     @property
     def is_hit(self) -> NDArray[np.bool_]:
         """Whether a rung served it, (R, N)."""
-        hit: NDArray[np.bool_] = ~np.isin(self.served, (COMPUTED, BYPASSED))
-        return hit
+        return is_hit(self.served)
 
 
 @dataclass(slots=True)
@@ -128,6 +128,12 @@ class Arm:
         self._log.evicting.append(evicting)
 
 
+def is_hit(served: NDArray[np.str_]) -> NDArray[np.bool_]:
+    """Whether a rung served each request, same shape."""
+    hit: NDArray[np.bool_] = ~np.isin(served, (COMPUTED, BYPASSED))
+    return hit
+
+
 def twin(module: nn.Module) -> nn.Module:
     """A copy of an unwrapped model that shares its parameters, so that an arm more costs no memory."""
     return copy.deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})
@@ -139,6 +145,7 @@ def measure(
     requests: Sequence[Inputs],
     rounds: int,
     warmup: int,
+    budget_s: float = math.inf,
 ) -> dict[str, Trace]:
     """Run every arm over the stream.
 
@@ -148,14 +155,15 @@ def measure(
         requests: Tokenised, batch 1, at least one.
         rounds: How often the stream is run, at least 1.
         warmup: Requests, from the beginning, that each arm runs unmeasured before each round.
+        budget_s: Seconds; a further round is only begun if, going by those before, it ends within them.
 
     Returns:
         Trace by arm.
     """
     arms = {name: Arm(classifier, config) for name, config in settings.items()}
-    names = list(arms)
+    names, number, started = list(arms), 0, monotonic()
     with torch.inference_mode():
-        for number in range(rounds):
+        while number < rounds and (monotonic() - started) * (1 + 1 / max(number, 1)) <= budget_s:
             for arm in arms.values():
                 arm.begin(requests[:warmup])
             gc.collect()
@@ -163,9 +171,10 @@ def measure(
             for i, inputs in enumerate(tracked(requests, len(requests), what)):
                 for name in order_of(names, i, number):
                     arms[name].answer(inputs)
+            number += 1
     for arm in arms.values():
         arm.end()
-    return {name: arm.trace(rounds) for name, arm in arms.items()}
+    return {name: arm.trace(number) for name, arm in arms.items()}
 
 
 def order_of(names: Sequence[str], request: int, number: int) -> list[str]:

@@ -10,28 +10,28 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from experiments.measure import COMPUTED, Trace
+from experiments.measure import BYPASSED, COMPUTED, Trace, is_hit
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 Times = NDArray[np.float64]
 
 
-def quality(base: Ints, answers: Ints, labels: Ints, is_hit: Bools) -> dict[str, float | None]:
+def quality(base: Ints, answers: Ints, labels: Ints, hits: Bools) -> dict[str, float | None]:
     """What reuse did to the answers.
 
     Args:
         base: Answers without a cache (N,).
         answers: Answers with it (N,).
         labels: Right answers (N,).
-        is_hit: Whether the store served the request (N,).
+        hits: Whether the store served the request (N,).
 
     Returns:
         `accuracy`, `accuracy_nocache`, their difference `accuracy_drop`, `changed_answers` (over all requests) and
         `changed_per_hit` (over hits; None without any).
     """
     changed = int((answers != base).sum())
-    n_hits = int(is_hit.sum())
+    n_hits = int(hits.sum())
     accuracy, accuracy_nocache = float((answers == labels).mean()), float((base == labels).mean())
     return {
         "accuracy": accuracy,
@@ -42,14 +42,11 @@ def quality(base: Ints, answers: Ints, labels: Ints, is_hit: Bools) -> dict[str,
     }
 
 
-def hit_rates(trace: Trace) -> dict[str, Any]:
-    """`hit_rate`, and `hits_by_rung` as shares of all requests, of the first round; bypasses in the denominator."""
-    names, counts = np.unique(trace.served[0][trace.is_hit[0]], return_counts=True)
-    n = trace.served.shape[1]
-    return {
-        "hit_rate": float(trace.is_hit[0].mean()),
-        "hits_by_rung": {str(name): int(count) / n for name, count in zip(names, counts, strict=True)},
-    }
+def hit_rates(served: NDArray[np.str_]) -> dict[str, Any]:
+    """`hit_rate`, and `hits_by_rung` as shares of all requests, from what served each (N,); bypasses are no hits."""
+    rungs, counts = np.unique(served[is_hit(served)], return_counts=True)
+    by_rung = {str(rung): int(count) / len(served) for rung, count in zip(rungs, counts, strict=True)}
+    return {"hit_rate": float(is_hit(served).mean()), "hits_by_rung": by_rung}
 
 
 def speed(base: Trace, trace: Trace) -> dict[str, float | None]:
@@ -106,7 +103,7 @@ def percentiles(ms: Times) -> dict[str, float | int] | None:
 def summary(base: Trace, trace: Trace, labels: Ints) -> dict[str, Any]:
     """All figures of one arm against the arm without a cache. Answers are those of the first round."""
     figures: dict[str, Any] = {
-        **hit_rates(trace),
+        **hit_rates(trace.served[0]),
         **speed(base, trace),
         **quality(base.answers[0], trace.answers[0], labels, trace.is_hit[0]),
         **latencies(base, trace),
@@ -115,6 +112,6 @@ def summary(base: Trace, trace: Trace, labels: Ints) -> dict[str, Any]:
     }
     if trace.stats is not None:
         figures |= {"bytes": trace.stats.nbytes, "entries": trace.stats.n_stored}
-        figures["bypassed"] = int((trace.served[0] == "bypassed").sum())
+        figures["bypassed"] = int((trace.served[0] == BYPASSED).sum())
         figures["cache_errors"] = trace.stats.errors
     return figures

@@ -53,12 +53,6 @@ class Replay:
     source: NDArray[np.int64]
     similarity: NDArray[np.float32]
 
-    @property
-    def is_hit(self) -> NDArray[np.bool_]:
-        """Whether the store serves it (N,)."""
-        hit: NDArray[np.bool_] = self.source != np.arange(len(self.source))
-        return hit
-
 
 def record(classifier: Classifier, requests: Sequence[Inputs]) -> Recording:
     """Run the model alone over a stream.

@@ -249,13 +249,15 @@ def repack(output: Any, hidden: Tensor) -> Any:
 
 def special_ids(trunk: Trunk, tokenizer: Any = None) -> tuple[int, ...]:
     """Ids that carry no content: the tokenizer's special tokens, else those that the config or the family names."""
+    named: Sequence[int]
     if tokenizer is not None:
-        return tuple(sorted({int(token) for token in tokenizer.all_special_ids}))
-    names = ("pad", "bos", "eos", "cls", "sep", "unk", "mask", "decoder_start")
-    values = (getattr(trunk.config, f"{name}_token_id", None) for name in names)
-    flat = [token for value in values if value is not None for token in (value if isinstance(value, list) else [value])]
-    in_vocabulary = [token for token in (*flat, *trunk.adapter.special_ids) if 0 <= token < vocabulary_size(trunk)]
-    return tuple(sorted(set(in_vocabulary)))
+        named = tokenizer.all_special_ids
+    else:
+        names = ("pad", "bos", "eos", "cls", "sep", "unk", "mask", "decoder_start")
+        values = (getattr(trunk.config, f"{name}_token_id", None) for name in names)
+        listed = (value if isinstance(value, list) else [value] for value in values if value is not None)
+        named = (*(token for value in listed for token in value), *trunk.adapter.special_ids)
+    return tuple(sorted({int(token) for token in named if 0 <= token < vocabulary_size(trunk)}))
 
 
 def vocabulary_size(trunk: Trunk) -> int:

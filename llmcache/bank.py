@@ -89,7 +89,8 @@ class Bank:
         """Let go of a key; unknown keys are ignored."""
         # Policy first: were the store to fail in between, the key would only be held too long, never chosen twice.
         self._policy.on_remove(key)
-        self._store.pop(key, None)
+        if key in self._store:
+            del self._store[key]
 
     def _is_over(self, incoming: int) -> bool:
         too_many = self.max_entries is not None and len(self) + 1 > self.max_entries

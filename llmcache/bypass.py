@@ -15,6 +15,7 @@ CURES: dict[str, str] = {
     "output_attentions": "attentions were asked for, which a skipped layer does not have: turn output_attentions off",
     "output_hidden_states": "all hidden states were asked for: turn output_hidden_states off (argument and config)",
     "cross_attention": "the model attends to an encoder's states, which are not part of the key",
+    "input_shape": "input_ids is not (batch, tokens)",
     "mask_4d": "the attention mask is not (batch, tokens): pass the tokenizer's 2-D mask",
     "unknown_argument": "an argument of the model is not known to leave the hidden states alone",
     "kv_cache_kind": "this kind of K/V cache cannot be filled from stored states: use DynamicCache or StaticCache",
@@ -71,6 +72,8 @@ def find_reason(arguments: dict[str, Any], module: nn.Module) -> str | None:
         return "cross_attention"
     if _seen_tokens(arguments.get("past_key_values")):
         return "decode"
+    if arguments["input_ids"].ndim != 2:
+        return "input_shape"
     mask = arguments.get("attention_mask")
     if mask is not None and (not isinstance(mask, torch.Tensor) or mask.shape != arguments["input_ids"].shape):
         return "mask_4d"

@@ -202,20 +202,30 @@ class Library:
             self._expire()
             return [layer for layer, bank in self.banks.items() if key in bank]
 
-    def search(self, scope: Scope, row: Row, vector: Floats, k: int = 1, layer: int | None = None) -> list[Neighbour]:
-        """The nearest stored requests of one row.
+    def search(
+        self, scope: Scope, rows: Sequence[Row], vectors: Floats, k: int = 1, layer: int | None = None
+    ) -> list[list[Neighbour]]:
+        """The nearest stored requests of each row, best first.
 
         Args:
             scope: Only requests of this scope are found.
-            row: The request; decides the length when lengths are kept apart.
-            vector: Its fingerprint (F,).
+            rows: The requests; decide the length where lengths are kept apart.
+            vectors: Their fingerprints (B, F).
             k: How many neighbours.
             layer: The layer to search, when each is searched by itself.
         """
+        lengths = [self._length(row) for row in rows]
+        found: list[list[Neighbour]] = [[] for _ in rows]
         with self._lock:
             self._expire()
-            shelf = self._shelves.get((scope, row.n_valid if self._by_length else 0, layer))
-            return [] if shelf is None or len(shelf) == 0 else shelf.search(vector[None], k)[0]
+            for length in set(lengths):  # one search unless lengths are kept apart
+                shelf = self._shelves.get((scope, length, layer))
+                if shelf is None or len(shelf) == 0:
+                    continue
+                members = [i for i, other in enumerate(lengths) if other == length]
+                for i, near in zip(members, shelf.search(vectors[members], k), strict=True):
+                    found[i] = near
+        return found
 
     def read(self, key: str, layer: int, with_kv: bool, is_single: bool = False) -> State | None:
         """A stored state, or None when some of what is needed is not held.
@@ -236,7 +246,14 @@ class Library:
             self.banks[layer].used(key)
         return State(self.codec.decode("hidden", entry.tensors, request.dtype), kv)
 
-    def put(self, scope: Scope, row: Row, states: Mapping[int, Mapping[str, Tensor]], features: Floats | None) -> bool:
+    def put(
+        self,
+        scope: Scope,
+        row: Row,
+        states: Mapping[int, Mapping[str, Tensor]],
+        features: Floats | None = None,
+        vector: Floats | None = None,
+    ) -> bool:
         """Store a request's states and let it be found.
 
         Args:
@@ -244,6 +261,7 @@ class Library:
             row: The request.
             states: Named tensors by layer; layers without a bank are not allowed.
             features: What the fingerprint reads (F0,), or None when it is not to be searched.
+            vector: Its projection (F,), where that is known already.
 
         Returns:
             False when a state is larger than its bank and was left out.
@@ -262,7 +280,7 @@ class Library:
                 for layer in stored:
                     self._let_go(self.banks[layer].put(row.key, encoded[layer]), layer)
                 if features is not None:
-                    self._shelve(request, row, features, stored)
+                    self._shelve(request, row, features, vector, stored)
             except Exception:
                 self._forget(row.key)  # half a request must not be found
                 raise
@@ -285,7 +303,7 @@ class Library:
             self._shelves.clear()
 
     def records(self) -> list[Record]:
-        """Everything held, oldest first. Requests still waiting for the fingerprint to be fitted are not found later."""
+        """Everything held, oldest first. A request waiting for the fingerprint to be fitted has no place yet."""
         with self._lock:
             return [
                 Record(
@@ -331,7 +349,9 @@ class Library:
             kv |= {first + i: pair for i, pair in enumerate(zip(keys, values, strict=True))}
         return kv
 
-    def _shelve(self, request: Request, row: Row, features: Floats, layers: Iterable[int]) -> None:
+    def _shelve(
+        self, request: Request, row: Row, features: Floats, vector: Floats | None, layers: Iterable[int]
+    ) -> None:
         """Make a request findable, at once or when the fingerprint has seen enough to be fitted."""
         assert self.fingerprint is not None
         if needed := self.fingerprint.n_fit:
@@ -339,10 +359,13 @@ class Library:
             if len(self._waiting) >= needed:
                 self._fit()
             return
-        vector = self.fingerprint.project(features[None])[0]
-        length = row.n_valid if self._by_length else 0
+        if vector is None:
+            vector = self.fingerprint.project(features[None])[0]
         for layer in layers if self._by_layer else (None,):
-            self._place(row.key, request, Place(layer, length, vector))
+            self._place(row.key, request, Place(layer, self._length(row), vector))
+
+    def _length(self, row: Row) -> int:
+        return row.n_valid if self._by_length else 0
 
     def _place(self, key: str, request: Request, place: Place) -> None:
         """Put a request on the shelf it belongs to, unless it stands there already."""
@@ -361,7 +384,7 @@ class Library:
         self.fingerprint.fit(np.stack([features for _, features in waiting.values()]))
         for key, (row, features) in waiting.items():
             if request := self._requests.get(key):
-                self._shelve(request, row, features, [layer for layer, bank in self.banks.items() if key in bank])
+                self._shelve(request, row, features, None, [layer for layer, bank in self.banks.items() if key in bank])
 
     def _expire(self) -> None:
         for layer, bank in self.banks.items():

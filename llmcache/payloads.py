@@ -24,7 +24,7 @@ class Payload(Protocol):
     after_norm: bool
 
     def take(self, hidden: Tensor, valid: Positions) -> Tensor:
-        """The kept rows (R, D) of hidden states (T, D); may share memory with them."""
+        """A copy of the rows (R, D) to keep of hidden states (T, D): later layers may write to theirs in place."""
 
     def place(self, kept: Tensor, hidden: Tensor, valid: Positions) -> None:
         """Write kept rows (R, D) into zeroed hidden states (T, D)."""
@@ -38,7 +38,7 @@ class Sequence:
     after_norm = False
 
     def take(self, hidden: Tensor, valid: Positions) -> Tensor:
-        return hidden[_index(valid, hidden)]
+        return hidden[_index(valid, hidden)].clone()
 
     def place(self, kept: Tensor, hidden: Tensor, valid: Positions) -> None:
         hidden[_index(valid, hidden)] = kept
@@ -52,7 +52,7 @@ class Cls:
     after_norm = False
 
     def take(self, hidden: Tensor, valid: Positions) -> Tensor:
-        return hidden[:1]
+        return hidden[:1].clone()
 
     def place(self, kept: Tensor, hidden: Tensor, valid: Positions) -> None:
         hidden[:1] = kept
@@ -67,7 +67,7 @@ class Last:
 
     def take(self, hidden: Tensor, valid: Positions) -> Tensor:
         row = last_valid(valid)
-        return hidden[row : row + 1]
+        return hidden[row : row + 1].clone()
 
     def place(self, kept: Tensor, hidden: Tensor, valid: Positions) -> None:
         hidden[last_valid(valid)] = kept[0]

@@ -51,6 +51,19 @@ class Index(Protocol):
             ValueError: Wrong shape or dtype, `k` under 1, or a value that is not finite.
         """
 
+    def vectors(self, ids: Ids) -> Rows:
+        """The rows held under ids, as a search sees them: what is saved with a cache.
+
+        Args:
+            ids: int64 (N,), all held.
+
+        Returns:
+            float32 (N, F), a copy.
+
+        Raises:
+            KeyError: An id is not held.
+        """
+
     def remove(self, ids: Ids) -> None:
         """Forget rows. An unknown id is ignored.
 

@@ -41,6 +41,11 @@ class BinaryIndex(FlatIndex):
     def _encode(self, x: Rows) -> npt.NDArray[Any]:
         return np.packbits(x > 0, axis=1)
 
+    def _decode(self, codes: npt.NDArray[Any]) -> Rows:
+        bits = np.unpackbits(codes, axis=1, count=self.dim)
+        signs: Rows = ((2 * bits.astype(np.float32) - 1) / np.sqrt(self.dim)).astype(np.float32)
+        return signs
+
     def _similarity(self, score: npt.NDArray[Any]) -> Rows:
         """Cosine of two sign vectors from the number of bits that differ."""
         return (1 - 2 * score / self.dim).astype(np.float32)

@@ -59,6 +59,14 @@ class FlatIndex:
         score, slots = self._faiss.search(self._encode(x), width)
         return self._ids[slots], self._similarity(score)
 
+    def vectors(self, ids: Ids) -> Rows:
+        """Rows by id; see `Index.vectors`."""
+        check_ids(ids, len(ids), least=None)
+        if not len(ids):
+            return np.empty((0, self.dim), np.float32)
+        slots = [self._slot_of[name] for name in ids.tolist()]
+        return self._decode(self._codes()[slots])
+
     def remove(self, ids: Ids) -> None:
         """Forget rows; see `Index.remove`."""
         check_ids(ids, len(ids), least=None)
@@ -121,6 +129,9 @@ class FlatIndex:
 
     def _encode(self, x: Rows) -> npt.NDArray[Any]:
         return x
+
+    def _decode(self, codes: npt.NDArray[Any]) -> Rows:
+        return codes
 
     def _similarity(self, score: npt.NDArray[Any]) -> Rows:
         return score

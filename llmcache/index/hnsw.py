@@ -25,7 +25,7 @@ class HNSWIndex:
         ef_construction: int = 40,
         ef_search: int = 64,
         buffer: int = 2048,
-        block: int = 512,
+        block: int = 100,
     ) -> None:
         """Open an empty index.
 
@@ -36,7 +36,7 @@ class HNSWIndex:
             ef_search: Candidates looked at by a search: more find more, and take longer.
             buffer: Most rows that wait outside the graph.
             block: Rows that enter the graph at a time. faiss inserts up to 100 in one thread, more in all: faster on
-                idle cores, but slower on busy ones, where its threads wait for each other.
+                idle cores, but several times slower on busy ones, where its threads wait for each other.
 
         Raises:
             ValueError: A number is too small.
@@ -66,6 +66,12 @@ class HNSWIndex:
         similarity = np.concatenate([scores for _, scores in both], axis=1)
         best = np.argsort(-similarity, axis=1, kind="stable")[:, : min(k, len(self))]
         return np.take_along_axis(ids, best, 1), np.take_along_axis(similarity, best, 1)
+
+    def vectors(self, ids: Ids) -> Rows:
+        """Rows by id; see `Index.vectors`."""
+        rows = [self._graph.row(name) if name in self._graph else self._buffer.vectors(ids[i : i + 1])[0]
+                for i, name in enumerate(ids.tolist())]  # fmt: skip
+        return np.array(rows, np.float32).reshape(len(ids), self.dim)
 
     def remove(self, ids: Ids) -> None:
         """Forget rows; see `Index.remove`."""
@@ -115,6 +121,15 @@ class Graph:
             slot = self._slot_of.pop(name, None)
             if slot is not None:
                 self._ids[slot] = -1
+
+    def __contains__(self, name: int) -> bool:
+        """Whether an id is here and alive."""
+        return name in self._slot_of
+
+    def row(self, name: int) -> Rows:
+        """The row (F,) of an id that is here."""
+        row: Rows = self._faiss.reconstruct(self._slot_of[name])
+        return row
 
     def drain(self) -> tuple[Ids, Rows]:
         """Empty the graph, and return the ids (N,) and rows (N, F) that lived in it."""

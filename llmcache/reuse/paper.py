@@ -11,7 +11,7 @@ eviction a higher bank may hold only another neighbour above tau, which this run
 from collections.abc import Mapping, Sequence
 
 from llmcache.context import Call, Reuse, Row
-from llmcache.library import Library
+from llmcache.library import Library, Neighbour
 
 
 class Paper:
@@ -28,12 +28,14 @@ class Paper:
         return layer in self._tau
 
     def decide(self, call: Call, rows: Sequence[Row], layer: int) -> list[Reuse]:
-        return [reuse for row in rows if (reuse := self._decide(call, row, layer))]
-
-    def _decide(self, call: Call, row: Row, layer: int) -> Reuse | None:
         if call.fingerprints is None or call.scope is None:
-            return None
-        for near in self._library.search(call.scope, row, call.fingerprints[row.number], layer=layer):
+            return []
+        vectors = call.fingerprints[[row.number for row in rows]]
+        found = self._library.search(call.scope, rows, vectors, layer=layer)
+        return [reuse for row, near in zip(rows, found, strict=True) if (reuse := self._decide(call, row, near, layer))]
+
+    def _decide(self, call: Call, row: Row, neighbours: Sequence[Neighbour], layer: int) -> Reuse | None:
+        for near in neighbours:
             if near.similarity >= self._tau[layer]:
                 with_kv = call.kv_cache is not None
                 state = self._library.read(near.key, layer, with_kv, is_single=True)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from llmcache.context import Call, Reuse, Row
 from llmcache.decide import deepest_layer
-from llmcache.library import Library
+from llmcache.library import Library, Neighbour
 
 
 class Semantic:
@@ -26,12 +26,14 @@ class Semantic:
         return layer == 0
 
     def decide(self, call: Call, rows: Sequence[Row], layer: int) -> list[Reuse]:
-        return [reuse for row in rows if (reuse := self._decide(call, row))]
-
-    def _decide(self, call: Call, row: Row) -> Reuse | None:
         if call.fingerprints is None or call.scope is None:
-            return None
-        for near in self._library.search(call.scope, row, call.fingerprints[row.number]):
+            return []
+        vectors = call.fingerprints[[row.number for row in rows]]
+        found = self._library.search(call.scope, rows, vectors)
+        return [reuse for row, near in zip(rows, found, strict=True) if (reuse := self._decide(call, row, near))]
+
+    def _decide(self, call: Call, row: Row, neighbours: Sequence[Neighbour]) -> Reuse | None:
+        for near in neighbours:
             layer = deepest_layer(near.similarity, self._tau, self._library.held(near.key))
             if layer is None:
                 continue

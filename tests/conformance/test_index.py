@@ -379,3 +379,15 @@ def test_hnsw_marks_what_it_cannot_reach(rng: np.random.Generator) -> None:
     assert (missing[:, 1:] >= missing[:, :-1]).all()  # after all others
     for found, is_missing in zip(ids, missing, strict=True):
         assert len(set(found[~is_missing].tolist())) == (~is_missing).sum()
+
+
+@pytest.mark.parametrize("name", INDEXES)
+def test_vectors_gives_back_what_was_added(name: str) -> None:
+    index = INDEXES[name](16, **({"buffer": 4, "block": 2} if name == "hnsw" else {}))
+    x = np.where(np.random.default_rng(0).standard_normal((12, 16)) > 0, 0.25, -0.25).astype(np.float32)
+    index.add(np.arange(12), x)
+    index.remove(np.array([3]))
+    np.testing.assert_allclose(index.vectors(np.array([11, 0, 7])), x[[11, 0, 7]])
+    assert index.vectors(np.empty(0, np.int64)).shape == (0, 16)
+    with pytest.raises(KeyError):
+        index.vectors(np.array([3]))
