@@ -2,7 +2,7 @@
 
     experiments = load_experiments("configs/banking77.yaml", ["cache.tau=[0.8, 0.9]"])
 
-A list is a grid: one run for each of its values. Keys in `LISTS` hold a list by nature; there, a list of lists is a grid.
+A list is a grid: one run for each of its values. Keys in `LISTS` hold a list by nature; there, a list of lists is one.
 """
 
 import itertools
@@ -38,18 +38,24 @@ class Section(BaseModel):
         Raises:
             ConfigError: Naming the key, its value and what would be accepted.
         """
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"{name}: expected a mapping of settings (got {values!r})")
+        prefix = f"{name}." if name else ""
+        for key, field in cls.model_fields.items():
+            if field.is_required() and key not in values:
+                raise ConfigError(f"{prefix}{key}: missing; known settings: {', '.join(cls.model_fields)}")
         try:
             return cls.model_validate(values)
         except ValidationError as error:
-            raise ConfigError(f"{name}.{_explain(error, list(cls.model_fields))}".lstrip(".")) from error
+            raise ConfigError(prefix + _explain(error, list(cls.model_fields))) from error
 
 
 class Data(Section):
     """Labelled requests.
 
     Attributes:
-        path: A CSV (with a header) or JSONL file, or several that are joined in this order; relative to the data folder.
-            Or the name of a stream that the project makes itself: `support_desk`.
+        path: A CSV (with a header) or JSONL file, or several, joined in this order; relative to the data folder. Or
+            the name of a stream that the project makes itself: `support_desk`.
         text: Column of the request's text.
         label: Column of what it is about.
     """
@@ -100,7 +106,7 @@ class Experiment(Section):
     data: Data
     model: str = Field(min_length=1)
     head: Head = Head()
-    cache: CacheConfig
+    cache: CacheConfig = CacheConfig()
     max_length: int = Field(default=128, ge=3)
     limit: int | None = Field(default=None, ge=1)
     rounds: int = Field(default=5, ge=1)
@@ -109,10 +115,8 @@ class Experiment(Section):
     @classmethod
     def make(cls, values: Any, name: str = "") -> Self:
         """Check all settings, section by section; see `Section.make`."""
-        if unknown := set(values) - set(cls.model_fields):
-            return super().make(dict.fromkeys(sorted(unknown)), name)
         head = Head.make(values.get("head", {}), "head")
-        parts: dict[str, Any] = {**values, "head": head, "cache": _cache(values.get("cache") or {}, head)}
+        parts: dict[str, Any] = {**values, "head": head, "cache": _cache(values.get("cache", {}), head)}
         if "data" in values:
             parts["data"] = Data.make(values["data"], "data")
         return super().make(parts, name)

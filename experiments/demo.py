@@ -1,7 +1,7 @@
 """The demo: what reuse saves, and what it costs, on the support-desk stream with all-MiniLM-L6-v2.
 
 The first part of the stream fits a linear head on mean-pooled states; the rest is served by the model alone, with the
-exact rung, with the paper's threshold (0.85 on the mean embedding) and with others. Quality is replayed for all settings
+exact rung, with the paper's threshold (0.85 on the mean embedding) and with others. Quality is replayed for all of them
 from one pass of the model; those marked live are run as well, and only they have times. Reusing the deepest layer gives
 the answer that the paper's search per layer would, for less work; see `llmcache.reuse.semantic`.
 """
@@ -18,7 +18,7 @@ from experiments.environment import describe
 from experiments.heads import fit_logistic
 from experiments.measure import Trace, is_hit, measure
 from experiments.metrics import hit_rates, percentiles, quality, summary
-from experiments.models import Loaded
+from experiments.models import Loaded, encode
 from experiments.replay import Recording, Replay, record, replay
 from experiments.streams.support_desk import support_desk
 from llmcache import CacheConfig
@@ -94,7 +94,7 @@ def run_demo(
     n_fit = round(n * FIT_SHARE)
     stream = data[n_fit:]
     classifier = fit_logistic(loaded, "mean", data[:n_fit], stream, MAX_LENGTH)
-    requests = [loaded.encode(request.text, MAX_LENGTH) for request in stream]
+    requests = [encode(loaded.tokenizer, request.text, MAX_LENGTH) for request in stream]
     recording = record(classifier, requests)
     replays = replay(recording, [math.inf if setting.tau is None else setting.tau for setting in settings])
     arms = {NOCACHE: None, **{setting.name: setting.cache for setting in settings if setting.is_live}}
@@ -154,8 +154,8 @@ def conclude(rows: Sequence[Mapping[str, Any]]) -> list[str]:
             f"{best['changed_answers']:.2%} changed."
         )
     said += [
-        f"The paper's tau {PAPER_TAU} served {row['hit_rate']:.0%} from memory, {row['speedup']:.2f} times as fast, but "
-        f"changed {row['changed_answers']:.2%} of all answers, which cost {100 * row['accuracy_drop']:.2f} points of "
+        f"The paper's tau {PAPER_TAU} served {row['hit_rate']:.0%} from memory, {row['speedup']:.2f} times as fast, "
+        f"but changed {row['changed_answers']:.2%} of all answers, which cost {100 * row['accuracy_drop']:.2f} points of "
         "accuracy."
         for row in live
         if row["tau"] == PAPER_TAU

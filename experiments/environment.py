@@ -8,7 +8,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("llmcache", "torch", "transformers", "tokenizers", "faiss-cpu", "numpy", "scikit-learn")
+from llmcache import __version__
+
+PACKAGES = ("torch", "transformers", "tokenizers", "faiss-cpu", "numpy", "scikit-learn")
 
 
 def describe(seed: int) -> dict[str, Any]:
@@ -22,7 +24,7 @@ def describe(seed: int) -> dict[str, Any]:
         "git": _git("rev-parse", "HEAD"),
         "git_dirty": None if (changes := _git("status", "--porcelain")) is None else bool(changes),
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in PACKAGES},
+        "versions": {"llmcache": __version__} | {name: _version(name) for name in PACKAGES},
         "platform": platform.platform(),
         "cpu": _cpu(),
         "n_cpus": os.cpu_count(),

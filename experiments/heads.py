@@ -63,7 +63,7 @@ class PooledClassifier(nn.Module):
         """
         super().__init__()
         if getattr(trunk, "pooler", None) is not None:
-            trunk.pooler = None
+            trunk.pooler = None  # type: ignore[assignment]
         self.trunk = trunk
         self.pool = POOLS[pool]
         self.linear = linear or nn.Identity()

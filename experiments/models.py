@@ -23,9 +23,10 @@ class Loaded:
     model: nn.Module
     tokenizer: Any
 
-    def encode(self, text: str, max_length: int) -> Inputs:
-        """One request as the model takes it: each tensor (1, T), T at most `max_length`, no padding."""
-        return dict(self.tokenizer(text, truncation=True, max_length=max_length, return_tensors="pt"))
+
+def encode(tokenizer: Any, text: str, max_length: int) -> Inputs:
+    """One request as a model takes it: each tensor (1, T), T at most `max_length`, no padding."""
+    return dict(tokenizer(text, truncation=True, max_length=max_length, return_tensors="pt"))
 
 
 def load(name: str, is_classifier: bool = False) -> Loaded:

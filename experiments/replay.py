@@ -1,8 +1,8 @@
 """Hit decisions for many thresholds from one recorded pass without a cache.
 
-What an `exact` rung and then a `semantic` rung would do depends only on tokens, fingerprints and the order of requests,
-so one pass of the model is enough for a whole sweep. Only requests that miss are stored, nothing is evicted, and entries
-fit any length (payload `cls`, `last` or `mean`). Speed cannot be replayed: it is measured live or left empty.
+What an `exact` rung and then a `semantic` rung would do depends on tokens, fingerprints and the order of requests only,
+so one pass of the model is enough for a whole sweep. Requests that miss are stored, nothing is evicted, and an entry
+fits any length (payload `cls`, `last` or `mean`). Speed cannot be replayed: it is measured live or left empty.
 
 Sizes: N requests, F fingerprint width, K thresholds.
 """
@@ -21,7 +21,7 @@ from experiments.measure import BYPASSED, COMPUTED, tokens_of
 from experiments.models import Inputs
 from experiments.progress import tracked
 from llmcache.adapters import locate, special_ids
-from llmcache.fingerprint import MeanEmbedding
+from llmcache.fingerprint.mean import MeanEmbedding
 
 
 @dataclass(frozen=True, slots=True)

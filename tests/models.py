@@ -173,6 +173,64 @@ GENERATORS: dict[str, Callable[[], nn.Module]] = {
     "bart": lambda: tf.BartForConditionalGeneration(_bart()),
 }
 
+_COMMON: dict[str, object] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "pad_token_id": PAD,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_SEQ2SEQ: dict[str, object] = {
+    "vocab_size": VOCABULARY,
+    "d_model": 32,
+    "encoder_layers": 3,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "max_position_embeddings": 64,
+    "pad_token_id": PAD,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": PAD,
+    "forced_eos_token_id": None,
+}
+
+# Families that no adapter names, and one that keeps a window of K/V only.
+STRANGERS: dict[str, Callable[[], nn.Module]] = {
+    "qwen3": lambda: tf.Qwen3Model(tf.Qwen3Config(**_COMMON, num_key_value_heads=2, head_dim=8)),
+    "modernbert": lambda: tf.ModernBertModel(
+        tf.ModernBertConfig(**_COMMON, cls_token_id=3, sep_token_id=4, local_attention=4, global_attn_every_n_layers=2)
+    ),
+    "megatron": lambda: tf.MegatronBertModel(tf.MegatronBertConfig(**_COMMON)),
+    "convbert": lambda: tf.ConvBertModel(tf.ConvBertConfig(**_COMMON, embedding_size=32)),
+    "squeezebert": lambda: tf.SqueezeBertModel(tf.SqueezeBertConfig(**_COMMON, embedding_size=32)),
+    "nystromformer": lambda: tf.NystromformerModel(
+        tf.NystromformerConfig(**_COMMON, num_landmarks=4, segment_means_seq_len=12)
+    ),
+}
+
+STRANGE_GENERATORS: dict[str, Callable[[], nn.Module]] = {
+    "neox": lambda: tf.GPTNeoXForCausalLM(tf.GPTNeoXConfig(**_COMMON)),
+    "falcon": lambda: tf.FalconForCausalLM(
+        tf.FalconConfig(
+            vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, pad_token_id=PAD
+        )
+    ),
+    "gpt_bigcode": lambda: tf.GPTBigCodeForCausalLM(
+        tf.GPTBigCodeConfig(vocab_size=VOCABULARY, n_embd=32, n_layer=3, n_head=4, n_positions=64)
+    ),
+    "qwen3": lambda: tf.Qwen3ForCausalLM(tf.Qwen3Config(**_COMMON, num_key_value_heads=2, head_dim=8)),
+    "mistral": lambda: tf.MistralForCausalLM(tf.MistralConfig(**_COMMON, num_key_value_heads=2, sliding_window=4)),
+    "marian": lambda: tf.MarianMTModel(tf.MarianConfig(**_SEQ2SEQ)),
+    "mbart": lambda: tf.MBartForConditionalGeneration(tf.MBartConfig(**_SEQ2SEQ)),
+}
+
 TOKEN_HEADS: dict[str, Callable[[], nn.Module]] = {
     "span": lambda: tf.BertForQuestionAnswering(_bert()),
     "token": lambda: tf.BertForTokenClassification(_bert()),
@@ -215,3 +273,18 @@ def states(output: object) -> Tensor:
     """Whatever a model answers with: logits, or the last hidden states."""
     logits = getattr(output, "logits", None)
     return logits if logits is not None else output.last_hidden_state  # type: ignore[attr-defined]
+
+
+def tokenizer(side: str = "right") -> tf.PreTrainedTokenizerFast:
+    """A word-level tokenizer of the words w0, w1, ... that frames texts BERT's way."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    words = [*special, *(f"w{i}" for i in range(VOCABULARY - len(special)))]
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), special, strict=True))
+    return tf.PreTrainedTokenizerFast(tokenizer_object=backend, padding_side=side, model_max_length=32, **names)

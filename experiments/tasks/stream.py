@@ -7,7 +7,6 @@ labelled data -> a seeded part fits the head -> the rest, in data order, is the 
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -16,7 +15,7 @@ from experiments.data import Labelled, read_requests
 from experiments.heads import Classifier, fit_logistic, ready
 from experiments.measure import Trace, measure
 from experiments.metrics import summary
-from experiments.models import load
+from experiments.models import encode, load
 from experiments.tasks import Outcome
 from llmcache.errors import ConfigError
 
@@ -34,7 +33,7 @@ def run(experiment: Experiment, data_dir: Path | None) -> Outcome:
     """
     data = read_requests(experiment.data, data_dir, experiment.seed, experiment.limit)
     classifier, stream = prepare(experiment, data)
-    requests = [encode(classifier, request.text, experiment.max_length) for request in stream]
+    requests = [encode(classifier.tokenizer, request.text, experiment.max_length) for request in stream]
     arms = {"nocache": None, "cache": experiment.cache}
     traces = measure(classifier, arms, requests, experiment.rounds, experiment.warmup)
     base, trace = traces["nocache"], traces["cache"]
@@ -76,11 +75,6 @@ def split(data: Sequence[Labelled], share: float, seed: int) -> tuple[list[Label
         )
     chosen = set(random.Random(seed).sample(range(len(data)), n_fit))
     return [x for i, x in enumerate(data) if i in chosen], [x for i, x in enumerate(data) if i not in chosen]
-
-
-def encode(classifier: Classifier, text: str, max_length: int) -> dict[str, Any]:
-    """One request as the model takes it: each tensor (1, T), no padding."""
-    return dict(classifier.tokenizer(text, truncation=True, max_length=max_length, return_tensors="pt"))
 
 
 def _rows(

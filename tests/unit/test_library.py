@@ -1,0 +1,217 @@
+"""Banks, requests and index rows stay consistent, whatever is put, evicted, expired or purged."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmcache.bank import Bank
+from llmcache.compression import CODECS
+from llmcache.context import Row, Scope
+from llmcache.fingerprint import MeanEmbedding
+from llmcache.index import FlatIndex, HNSWIndex
+from llmcache.library import Library
+from llmcache.policies import LRU, TTL, Policy
+from llmcache.stores import Entry
+from llmcache.stores.memory import MemoryStore
+
+WIDTH = 8
+LAYERS = (0, 2)
+
+
+def scope(namespace: str = "default") -> Scope:
+    return Scope(namespace, "w", "torch.float32", "sdpa")
+
+
+def row(name: int, n_valid: int = 3) -> Row:
+    return Row(0, f"{name:064x}", name.to_bytes(4, "big"), slice(0, n_valid), n_valid)
+
+
+def vector(name: int) -> np.ndarray:
+    return np.random.default_rng(name).standard_normal(WIDTH).astype(np.float32)
+
+
+def states(name: int, layers: Sequence[int] = LAYERS, rows: int = 1) -> dict[int, dict[str, torch.Tensor]]:
+    return {layer: {"hidden": torch.full((rows, WIDTH), float(name))} for layer in layers}
+
+
+def library(
+    max_entries: int | None = None,
+    max_bytes: int = 2**20,
+    policy: Callable[[], Policy] = LRU,
+    by_layer: bool = False,
+    by_length: bool = False,
+) -> Library:
+    banks = {layer: Bank(MemoryStore(), policy(), max_bytes, max_entries) for layer in LAYERS}
+    return Library(banks, CODECS["none"](), MeanEmbedding(), FlatIndex, by_length, by_layer)
+
+
+def put(lib: Library, name: int, namespace: str = "default", layers: Sequence[int] = LAYERS) -> None:
+    assert lib.put(scope(namespace), row(name), states(name, layers), vector(name))
+
+
+def nearest(lib: Library, name: int, namespace: str = "default", layer: int | None = None) -> list[str]:
+    query = MeanEmbedding().project(vector(name)[None])
+    return [near.key for near in lib.search(scope(namespace), [row(name)], query, k=100, layer=layer)[0]]
+
+
+def check(lib: Library) -> None:
+    """Every request is held by a bank, every held key is a request, and the index finds exactly the requests."""
+    held = {layer: set(bank.keys()) for layer, bank in lib.banks.items()}
+    keys = {record.key for record in lib.records()}
+    assert set().union(*held.values()) == keys
+    assert len(lib) == len(keys)
+    for bank in lib.banks.values():
+        assert bank.nbytes <= bank.max_bytes
+        assert bank.max_entries is None or len(bank) <= bank.max_entries
+    for record in lib.records():
+        assert set(record.entries) == {layer for layer in LAYERS if record.key in held[layer]}
+        found = lib.search(record.scope, [row(0)], record.places[0].vector[None], k=100, layer=record.places[0].layer)
+        assert {near.key for near in found[0]} == {
+            other.key
+            for other in lib.records()
+            if other.scope == record.scope and record.places[0].layer in {place.layer for place in other.places}
+        }
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["put", "put", "put", "read", "purge"]),
+            st.integers(0, 9),
+            st.sampled_from(["a", "b"]),
+            st.sampled_from([LAYERS, (0,), (2,)]),
+        ),
+        max_size=40,
+    ),
+    st.booleans(),
+)
+def test_banks_requests_and_index_agree(steps: list[tuple[str, int, str, Sequence[int]]], by_layer: bool) -> None:
+    lib = library(max_entries=4, by_layer=by_layer)
+    for what, name, namespace, layers in steps:
+        if what == "put":
+            # A key belongs to one namespace: it is hashed into it.
+            put(lib, name + 100 * (namespace == "b"), namespace, layers)
+        elif what == "read":
+            state = lib.read(row(name).key, layers[0], with_kv=False)
+            assert state is None or torch.equal(state.hidden, states(name)[0]["hidden"])
+        else:
+            lib.purge(namespace)
+            assert all(record.scope.namespace != namespace for record in lib.records())
+        check(lib)
+
+
+def test_the_least_recently_used_leaves_every_structure() -> None:
+    lib = library(max_entries=2)
+    for name in (1, 2):
+        put(lib, name)
+    for layer in LAYERS:
+        assert lib.read(row(1).key, layer, with_kv=False)
+    put(lib, 3)
+    assert set(nearest(lib, 1)) == {row(1).key, row(3).key}
+    assert not lib.known(row(2))
+    assert lib.banks[0].n_evicted == 1
+
+
+def test_a_bank_alone_letting_go_keeps_the_request() -> None:
+    lib = library()
+    lib.banks[2].max_entries = 1
+    put(lib, 1)
+    put(lib, 2)
+    assert lib.held(row(1).key) == [0]
+    assert lib.known(row(1))
+    assert set(nearest(lib, 1)) == {row(1).key, row(2).key}
+    assert lib.read(row(1).key, 2, with_kv=False) is None
+
+
+def test_when_each_layer_is_searched_alone_an_evicted_layer_no_longer_finds_it() -> None:
+    lib = library(by_layer=True)
+    lib.banks[2].max_entries = 1
+    put(lib, 1)
+    put(lib, 2)
+    assert set(nearest(lib, 1, layer=0)) == {row(1).key, row(2).key}
+    assert nearest(lib, 1, layer=2) == [row(2).key]
+
+
+def test_expired_entries_are_not_found() -> None:
+    now = [0.0]
+    lib = library(policy=lambda: TTL(ttl_s=10, now=lambda: now[0]))
+    put(lib, 1)
+    now[0] = 9.0
+    assert nearest(lib, 1) == [row(1).key]
+    now[0] = 11.0
+    assert nearest(lib, 1) == []
+    assert len(lib) == 0
+
+
+def test_an_entry_larger_than_its_bank_is_left_out_without_evicting() -> None:
+    lib = library(max_bytes=WIDTH * 4 * 2)
+    put(lib, 1)
+    assert not lib.put(scope(), row(2), states(2, rows=3), vector(2))
+    assert lib.known(row(1))
+    assert not lib.known(row(2))
+
+
+def test_same_key_other_tokens_is_not_known() -> None:
+    lib = library()
+    put(lib, 1)
+    forged = row(1)
+    forged.ids = b"other"
+    assert not lib.known(forged)
+    lib.put(scope(), forged, states(5), vector(5))
+    assert lib.known(forged)
+    assert not lib.known(row(1))
+    check(lib)
+
+
+def test_lengths_kept_apart_never_find_each_other() -> None:
+    lib = library(by_length=True)
+    put(lib, 1)
+    query = MeanEmbedding().project(vector(1)[None])
+    assert lib.search(scope(), [row(9, n_valid=3)], query)[0][0].key == row(1).key
+    assert lib.search(scope(), [row(9, n_valid=4)], query) == [[]]
+
+
+def test_a_store_that_fails_half_way_leaves_nothing_behind() -> None:
+    lib = library()
+
+    class Broken(MemoryStore):
+        def __setitem__(self, key: str, entry: Entry) -> None:
+            raise OSError("disk full")
+
+    lib.banks[2]._store = Broken()
+    with pytest.raises(OSError, match="disk full"):
+        lib.put(scope(), row(1), states(1), vector(1))
+    assert not lib.known(row(1))
+    assert len(lib.banks[0]) == 0
+    assert nearest(lib, 1) == []
+
+
+def test_a_request_of_an_approximate_index_survives_drain_and_rebuild() -> None:
+    lib = library(max_entries=20)
+    lib._make_index = lambda dim: HNSWIndex(dim, buffer=4, block=2)
+    for name in range(60):
+        put(lib, name)
+    assert len(lib) == 20
+    assert nearest(lib, 59)[0] == row(59).key
+    assert len(nearest(lib, 59)) == 20
+
+
+def test_what_is_stored_shares_no_memory_with_the_caller() -> None:
+    lib = library()
+    given_states = states(1)
+    lib.put(scope(), row(1), given_states, vector(1))
+    given_states[0]["hidden"].fill_(-1)
+    state = lib.read(row(1).key, 0, with_kv=False)
+    assert state is not None
+    assert (state.hidden == 1).all()
+
+
+def test_bank_refuses_what_cannot_fit() -> None:
+    bank = Bank(MemoryStore(), LRU(), max_bytes=10)
+    with pytest.raises(ValueError, match="exceeds"):
+        bank.put("k", Entry({"hidden": torch.zeros(100)}))
