@@ -45,7 +45,7 @@ def load(name: str, is_classifier: bool = False) -> Loaded:
     if name != MINILM and not Path(source).is_dir():
         source = name  # a hub name
     kind = transformers.AutoModelForSequenceClassification if is_classifier else transformers.AutoModel
-    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source)
         model, report = kind.from_pretrained(source, output_loading_info=True)

@@ -75,11 +75,11 @@ class Flow:
 
     def opened(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Begin a forward of the trunk, unless it must go by the cache."""
+        arguments = self._arguments.bind(args, kwargs)
         if torch.compiler.is_compiling():
-            self._count_compiled()
+            self._count_compiled(_count_rows(arguments))
             return None
         self._thread.call = None
-        arguments = self._arguments.bind(args, kwargs)
         reason = "disabled" if self.is_disabled.get() else self._find_reason(arguments)
         if reason is not None:
             self._parts.counters.bypass(reason, _count_rows(arguments))
@@ -266,9 +266,10 @@ class Flow:
         return table
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _count_compiled(self) -> None:
+    def _count_compiled(self, n_rows: int) -> None:
+        """Leave the compiled graph for a moment: counters cannot be part of it."""
         self._thread.call = None
-        self._parts.counters.bypass("compiled", 1)
+        self._parts.counters.bypass("compiled", n_rows)
 
 
 def _is_open(reuse: Reuse | None, number: int) -> bool:

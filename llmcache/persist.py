@@ -25,7 +25,8 @@ from torch import Tensor
 from llmcache.config import CacheConfig
 from llmcache.context import Scope
 from llmcache.errors import BankFileError, StoreError
-from llmcache.library import Library, Place, Record
+from llmcache.library import Library, Record
+from llmcache.shelf import Place
 from llmcache.stores import Entry
 
 FORMAT = 1

@@ -11,7 +11,8 @@ eviction a higher bank may hold only another neighbour above tau, which this run
 from collections.abc import Mapping, Sequence
 
 from llmcache.context import Call, Reuse, Row
-from llmcache.library import Library, Neighbour
+from llmcache.library import Library
+from llmcache.shelf import Neighbour
 
 
 class Paper:

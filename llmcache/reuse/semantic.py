@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 
 from llmcache.context import Call, Reuse, Row
 from llmcache.decide import deepest_layer
-from llmcache.library import Library, Neighbour
+from llmcache.library import Library
+from llmcache.shelf import Neighbour
 
 
 class Semantic:

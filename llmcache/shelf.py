@@ -1,0 +1,82 @@
+"""Where requests stand to be found: an index and the keys of its rows."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmcache.index import Index
+
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbour:
+    """A stored request that a search found."""
+
+    key: str
+    similarity: float
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a request is found: the layer searched (None: all at once), the length kept apart (0: none), its vector."""
+
+    layer: int | None
+    length: int
+    vector: Floats
+
+
+class Shelf:
+    """One index and the keys of its rows. Requests on different shelves never find each other."""
+
+    __slots__ = ("_free", "_index", "_keys", "layer", "length")
+
+    def __init__(self, length: int, layer: int | None, index: Index) -> None:
+        """Start empty.
+
+        Args:
+            length: Valid tokens of its requests when lengths are kept apart, else 0.
+            layer: Layer it belongs to when each layer is searched by itself, else None.
+            index: An empty index.
+        """
+        self.length = length
+        self.layer = layer
+        self._index = index
+        self._keys: list[str | None] = []
+        self._free: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def add(self, key: str, vector: Floats) -> int:
+        """Add a vector (F,) and return its slot."""
+        slot = self._free.pop() if self._free else len(self._keys)
+        if slot == len(self._keys):
+            self._keys.append(None)
+        self._index.add(np.array([slot]), vector[None])
+        self._keys[slot] = key
+        return slot
+
+    def remove(self, slot: int) -> None:
+        """Free a slot."""
+        self._index.remove(np.array([slot]))
+        self._keys[slot] = None
+        self._free.append(slot)
+
+    def vector(self, slot: int) -> Floats:
+        """The vector (F,) in a slot."""
+        vector: Floats = self._index.vectors(np.array([slot]))[0]
+        return vector
+
+    def search(self, vectors: Floats, k: int) -> list[list[Neighbour]]:
+        """The k nearest requests of each vector (B, F), best first."""
+        slots, similarity = self._index.search(vectors, k)
+        return [
+            [
+                Neighbour(key, float(s))
+                for slot, s in zip(*found, strict=True)
+                if slot >= 0 and (key := self._keys[slot])
+            ]
+            for found in zip(slots, similarity, strict=True)
+        ]

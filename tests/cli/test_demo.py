@@ -1,0 +1,75 @@
+"""`llmcache demo`: the whole chain on a tiny model, and what its sentences say."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments import demo, models
+from experiments.demo import NOCACHE, PAPER_TAU, SETTINGS, conclude
+from experiments.models import Loaded
+from llmcache import cli
+from tests.unit.test_experiments_models import save_tiny
+
+
+def run_main(*args: str | Path) -> int:
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main([str(arg) for arg in args])
+    return int(exit_info.value.code or 0)
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Loaded:
+    """A tiny model in place of the real one, and one round."""
+    loaded = models.load(str(save_tiny(tmp_path / "tiny")))
+    monkeypatch.setattr(models, "load", lambda name: loaded)
+    monkeypatch.setattr(demo, "BUDGET_S", 0.0)
+    monkeypatch.chdir(tmp_path)
+    return loaded
+
+
+def test_the_whole_chain(tiny: Loaded, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_main("demo", "--n", "600", "--json", "figures.json", "--plot", "p.png") == 0
+    shown = capsys.readouterr().out
+    report: dict[str, Any] = json.loads((tmp_path / "figures.json").read_text())
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+    assert (report["n"], report["n_fit"]) == (420, 180)
+    assert [row["name"] for row in report["settings"]] == [NOCACHE, *(setting.name for setting in SETTINGS)]
+    for setting, row in zip(SETTINGS, report["settings"][1:], strict=True):
+        assert setting.name in shown
+        assert (row["speedup"] is not None) == (row["latency_ms"] is not None) == setting.is_live
+        assert row.get("replay_differs", 0) == 0
+    exact, *approximate = report["settings"][1:]
+    assert exact["changed_answers"] == 0 and exact["hit_rate"] > 0
+    assert [row["hit_rate"] for row in approximate] == sorted(row["hit_rate"] for row in approximate)
+    for sentence in report["conclusion"]:
+        assert sentence in shown
+
+
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+def test_a_folder_that_is_not_there_is_told_at_once(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_main("demo", option, "/no/such/folder/file") == 2
+    assert capsys.readouterr().err == (
+        f"llmcache: {option} /no/such/folder/file: there is no folder /no/such/folder; make it first\n"
+    )
+
+
+def row(tau: float | None, speedup: float | None, changed: float) -> dict[str, Any]:
+    return {
+        "name": f"tau {tau}",
+        "tau": tau,
+        "speedup": speedup,
+        "hit_rate": 0.4,
+        "changed_answers": changed,
+        "accuracy_drop": changed / 2,
+    }
+
+
+def test_the_sentences_follow_the_rows() -> None:
+    rows = [row(None, 1.0, 0.0), row(0.95, None, 0.0), row(0.9, 1.2, 0.005), row(PAPER_TAU, 1.5, 0.02)]
+    safe, paper, caution = conclude(rows)
+    assert "'tau 0.9'" in safe and "1.20 times" in safe and "0.50% changed" in safe
+    assert "tau 0.85" in paper and "2.00% of all answers" in paper and "1.00 points" in paper
+    assert "hindsight" in caution
+    assert len(conclude([row(PAPER_TAU, 1.5, 0.02)])) == 2

