@@ -28,7 +28,7 @@ FIT_SHARE = 0.3
 MAX_LENGTH = 128
 ROUNDS = 5
 WARMUP = 20
-BUDGET_S = 70.0
+BUDGET_S = 70.0  # for live rounds; the first is run in any case
 SAFE = 0.005  # changed answers that count as safe, share of all requests
 NOCACHE = "no cache"
 
@@ -66,23 +66,13 @@ SETTINGS = (
 )
 
 
-def run_demo(
-    loaded: Loaded,
-    n: int,
-    seed: int = 0,
-    settings: Sequence[Setting] = SETTINGS,
-    rounds: int = ROUNDS,
-    budget_s: float = BUDGET_S,
-) -> dict[str, Any]:
-    """Measure everything.
+def run_demo(loaded: Loaded, n: int, seed: int = 0) -> dict[str, Any]:
+    """Measure every row of `SETTINGS`.
 
     Args:
         loaded: A bare encoder and its tokenizer.
         n: Requests of the stream, those that fit the head included.
         seed: Of the stream.
-        settings: Rows of the table besides the model alone.
-        rounds: Most live rounds.
-        budget_s: Seconds for live rounds; the first is run in any case.
 
     Returns:
         Plain values: `settings` (one mapping a row, the model alone first), `conclusion`, how many requests, where.
@@ -96,11 +86,11 @@ def run_demo(
     classifier = fit_logistic(loaded, "mean", data[:n_fit], stream, MAX_LENGTH)
     requests = [encode(loaded.tokenizer, request.text, MAX_LENGTH) for request in stream]
     recording = record(classifier, requests)
-    replays = replay(recording, [math.inf if setting.tau is None else setting.tau for setting in settings])
-    arms = {NOCACHE: None, **{setting.name: setting.cache for setting in settings if setting.is_live}}
-    traces = measure(classifier, arms, requests, rounds, WARMUP, budget_s)
+    replays = replay(recording, [math.inf if setting.tau is None else setting.tau for setting in SETTINGS])
+    arms = {NOCACHE: None, **{setting.name: setting.cache for setting in SETTINGS if setting.is_live}}
+    traces = measure(classifier, arms, requests, ROUNDS, WARMUP, BUDGET_S)
     labels = np.array([classifier.labels.index(request.label) for request in stream])
-    rows = [_row(setting, again, recording, traces, labels) for setting, again in zip(settings, replays, strict=True)]
+    rows = [_row(setting, again, recording, traces, labels) for setting, again in zip(SETTINGS, replays, strict=True)]
     return {
         "settings": [_nocache(traces[NOCACHE], labels), *rows],
         "conclusion": conclude(rows),

@@ -155,7 +155,7 @@ def measure(
         requests: Tokenised, batch 1, at least one.
         rounds: How often the stream is run, at least 1.
         warmup: Requests, from the beginning, that each arm runs unmeasured before each round.
-        budget_s: Seconds; a further round is only begun if, going by those before, it ends within them.
+        budget_s: Seconds; a round after the first is only begun if, going by those before, it ends within them.
 
     Returns:
         Trace by arm.
@@ -163,7 +163,7 @@ def measure(
     arms = {name: Arm(classifier, config) for name, config in settings.items()}
     names, number, started = list(arms), 0, monotonic()
     with torch.inference_mode():
-        while number < rounds and (monotonic() - started) * (1 + 1 / max(number, 1)) <= budget_s:
+        while number == 0 or (number < rounds and (monotonic() - started) * (1 + 1 / number) <= budget_s):
             for arm in arms.values():
                 arm.begin(requests[:warmup])
             gc.collect()

@@ -24,6 +24,18 @@ class Loaded:
     tokenizer: Any
 
 
+def check_length(loaded: Loaded, max_length: int) -> None:
+    """Refuse requests longer than the model has positions for.
+
+    Raises:
+        ConfigError: `max_length` tokens would not fit.
+    """
+    config: Any = loaded.model.config
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and max_length > positions:
+        raise ConfigError(f"max_length: {max_length} is more than this model's {positions} positions; give less")
+
+
 def encode(tokenizer: Any, text: str, max_length: int) -> Inputs:
     """One request as a model takes it: each tensor (1, T), T at most `max_length`, no padding."""
     return dict(tokenizer(text, truncation=True, max_length=max_length, return_tensors="pt"))

@@ -18,9 +18,12 @@ import torch
 from torch import Tensor
 
 from experiments.bench.models import Pair, Requests, Shortcut, build, find_layers
-from llmcache import LLMCache, Stats
+from llmcache import LLMCache
 
+MOST_DRAWS = 10
 FILL_ROWS = 64  # rows stored per call while the banks are filled
+
+Draw = Callable[[], tuple[Any, Tensor, dict[str, int]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +65,8 @@ def measure(settings: Settings, advance: Callable[[str, int, int], None] | None 
         advance: Told phase, done and total, for a progress bar.
 
     Returns:
-        The figures as `llmcache bench latency` prints them, times in milliseconds.
+        The figures as `llmcache bench latency` prints them, times in milliseconds. `n_overlooked` calls were drawn
+        again because the index had overlooked a neighbour.
     """
     pair = build(settings.model, settings.seed, settings.device)
     bench = Bench(settings, pair)
@@ -73,6 +77,7 @@ def measure(settings: Settings, advance: Callable[[str, int, int], None] | None 
     figures["ratios"] = _ratios(times)
     figures |= asdict(settings) | {
         "weights": pair.weights,
+        "n_overlooked": bench.n_overlooked,
         "threads": torch.get_num_threads(),
         "entry_bytes": bench.cache.stats().nbytes // max(1, settings.entries),
     }
@@ -93,6 +98,7 @@ class Bench:
         self._requests = Requests(
             pair.model.config, settings.batch_size, settings.seq_len, settings.seed, settings.device
         )
+        self.n_overlooked = 0
         self._known: list[Tensor] = []  # rows (1, T) that are stored, oldest first
         self.cache = LLMCache.wrap(
             pair.model,
@@ -123,17 +129,17 @@ class Bench:
         total = self._settings.rounds + warm_up
         for round_number in range(total):
             for kind in _rotated(list(kinds), round_number):
-                spent = self._call(kind, *kinds[kind]())
+                spent = self._measure(kind, kinds[kind])
                 if round_number >= warm_up:
                     times[kind].append(spent * 1e3)
             if advance:
                 advance("measuring", round_number + 1, total)
         return times
 
-    def _kinds(self) -> dict[str, Callable[[], tuple[Any, Tensor, dict[str, int]]]]:
-        """By kind: the model to call, its ids, and the hits it must count."""
+    def _kinds(self) -> dict[str, Draw]:
+        """By kind: draws the model to call, its ids, and the hits it must count."""
         rows = self._settings.batch_size
-        kinds: dict[str, Callable[[], tuple[Any, Tensor, dict[str, int]]]] = {
+        kinds: dict[str, Draw] = {
             "nocache": lambda: (self._plain, self._requests.fresh(), {}),
             "miss": lambda: (self._model, self._requests.fresh(), {}),
             "hit": lambda: (self._model, self._requests.near(self._stored(rows)), {"semantic": rows}),
@@ -155,8 +161,18 @@ class Bench:
         picked = torch.randint(newer, len(self._known), (n_rows,)).tolist()
         return torch.cat([self._known[i] for i in picked])
 
-    def _call(self, kind: str, model: Any, ids: Tensor, expected: dict[str, int]) -> float:
-        """Seconds of one call, from arguments to output."""
+    def _measure(self, kind: str, draw: Draw) -> float:
+        """Seconds of one call of a kind. An approximate index overlooks some neighbours; such calls are drawn again."""
+        for _ in range(MOST_DRAWS):
+            model, ids, expected = draw()
+            spent, hits = self._call(kind, model, ids)
+            if hits == expected:
+                return spent
+            self.n_overlooked += 1
+        raise RuntimeError(f"a {kind} call counted hits {hits}, expected {expected}, {MOST_DRAWS} times in a row")
+
+    def _call(self, kind: str, model: Any, ids: Tensor) -> tuple[float, dict[str, int]]:
+        """Seconds of one call, from arguments to output, and the hits it counted."""
         inputs = self._requests.inputs(ids)
         before = self.cache.stats()
         self._synchronise()
@@ -164,16 +180,12 @@ class Bench:
         model(**inputs)
         self._synchronise()
         spent = perf_counter() - started
-        self._check(kind, before, self.cache.stats(), expected)
+        after = self.cache.stats()
         if kind in ("miss", "mixed"):
-            stored = len(ids) - sum(expected.values())
+            stored = after.n_misses - before.n_misses
             self._known = [*self._known[stored:], *ids[len(ids) - stored :].unsqueeze(1)]
-        return spent
-
-    def _check(self, kind: str, before: Stats, after: Stats, expected: dict[str, int]) -> None:
         hits = {rung: n - before.hits.get(rung, 0) for rung, n in after.hits.items() if n != before.hits.get(rung, 0)}
-        if hits != expected:
-            raise RuntimeError(f"a {kind} call counted hits {hits}, expected {expected}: choose another tau")
+        return spent, hits
 
     def _synchronise(self) -> None:
         if self._settings.device.startswith("cuda"):

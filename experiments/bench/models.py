@@ -93,7 +93,13 @@ def find_layers(model: nn.Module) -> nn.ModuleList:
 
 
 class Requests:
-    """Random requests, no two alike, all tokens valid."""
+    """Random requests, all tokens valid, each of its own few words.
+
+    Means over many random tokens are all alike; means over `WORDS` different ones are about as unlike as those of real
+    requests, so that a fresh request misses and one with a single token changed hits.
+    """
+
+    WORDS = 8
 
     def __init__(self, config: Any, batch_size: int, seq_len: int, seed: int, device: str) -> None:
         """Requests (batch_size, seq_len) of ids from 1000 up, where the vocabulary has room."""
@@ -105,8 +111,10 @@ class Requests:
 
     def fresh(self, n_rows: int | None = None) -> Tensor:
         """Ids (B, T) never asked before, int64."""
-        shape = (n_rows or self._shape[0], self._shape[1])
-        return torch.randint(self._low, self._high, shape, generator=self._generator)
+        n_rows = n_rows or self._shape[0]
+        words = torch.randint(self._low, self._high, (n_rows, self.WORDS), generator=self._generator)
+        order = torch.randint(self.WORDS, (n_rows, self._shape[1]), generator=self._generator)
+        return words.gather(1, order)
 
     def near(self, ids: Tensor) -> Tensor:
         """The same ids with one token of each row replaced."""

@@ -15,7 +15,7 @@ from experiments.data import Labelled, read_requests
 from experiments.heads import Classifier, fit_logistic, ready
 from experiments.measure import Trace, measure
 from experiments.metrics import summary
-from experiments.models import encode, load
+from experiments.models import check_length, encode, load
 from experiments.tasks import Outcome
 from llmcache.errors import ConfigError
 
@@ -54,11 +54,13 @@ def run(experiment: Experiment, data_dir: Path | None) -> Outcome:
 
 def prepare(experiment: Experiment, data: Sequence[Labelled]) -> tuple[Classifier, Sequence[Labelled]]:
     """The model with its head, and the requests that are left to stream."""
-    head = experiment.head
-    if head.kind == "ready":
-        return ready(load(experiment.model, is_classifier=True), data), data
-    fit, stream = split(data, head.fit_share, experiment.seed)
-    return fit_logistic(load(experiment.model), head.pool, fit, stream, experiment.max_length), stream
+    head, is_ready = experiment.head, experiment.head.kind == "ready"
+    fit, stream = ([], data) if is_ready else split(data, head.fit_share, experiment.seed)
+    loaded = load(experiment.model, is_classifier=is_ready)
+    check_length(loaded, experiment.max_length)
+    if is_ready:
+        return ready(loaded, stream), stream
+    return fit_logistic(loaded, head.pool, fit, stream, experiment.max_length), stream
 
 
 def split(data: Sequence[Labelled], share: float, seed: int) -> tuple[list[Labelled], list[Labelled]]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from experiments import runner
 from experiments.streams.support_desk import support_desk
 from llmcache import cli
 from tests.unit.test_experiments_models import save_tiny
@@ -58,7 +59,7 @@ def test_results_are_complete(config: Path, capsys: pytest.CaptureFixture[str]) 
     assert str(folder) in capsys.readouterr().out.replace("\n", "")
     assert {path.name for path in folder.iterdir()} == {"config.yaml", "env.json", "rows.csv", "metrics.json"}
     metrics = json.loads((folder / "metrics.json").read_text())
-    rows = list(csv.DictReader((folder / "rows.csv").open(encoding="utf-8")))
+    rows = list(csv.DictReader((folder / "rows.csv").read_text(encoding="utf-8").splitlines()))
     assert metrics.keys() >= KNOWN
     assert (metrics["n"], metrics["n_fit"], metrics["n_data"], metrics["limit"]) == (60, 60, 120, None)
     assert len(rows) == 60
@@ -87,6 +88,18 @@ def test_a_finished_run_is_kept_until_forced(config: Path, capsys: pytest.Captur
     metrics.unlink()  # as if it had been interrupted
     assert run_config(config) == 0
     assert metrics.is_file() and len(folders(config)) == 1
+
+
+def test_an_interrupted_run_leaves_no_figures(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_config(config) == 0
+
+    def interrupted(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(runner, "TASKS", {"stream": interrupted})
+        assert run_config(config, "--force") != 0
+    assert {path.name for path in folders(config)[0].iterdir()} == {"config.yaml", "env.json", "rows.csv"}
 
 
 def test_a_grid_runs_once_a_point(config: Path) -> None:
@@ -119,6 +132,7 @@ def test_a_ready_model_needs_no_fit(config: Path) -> None:
         (["--set", "data.path=none.csv"], "no file"),
         (["--set", "data.pth=x"], "data.pth: unknown setting; did you mean 'path'?"),
         (["--set", "model=no/such"], "model: 'no/such' could not be loaded"),
+        (["--set", "max_length=999"], "max_length: 999 is more than this model's 128 positions"),
         (["--set", "limit=1"], "head.fit_share: "),
         (["--set", "data.path=empty.csv"], "no records, so there is nothing to stream"),
         (["--set", "data.path=rare.csv"], "occurs in the stream but not among"),

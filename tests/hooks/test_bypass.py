@@ -10,7 +10,7 @@ import transformers as tf
 from torch import nn
 from transformers.masking_utils import create_bidirectional_mask
 
-from llmcache import LLMCache
+from llmcache import LLMCache, UnsupportedModelError
 from llmcache.bypass import CURES
 from tests.models import (
     BARE,
@@ -21,7 +21,6 @@ from tests.models import (
     TOKEN_HEADS,
     build,
     padded,
-    states,
     tokens,
 )
 
@@ -157,7 +156,7 @@ def test_heads_hand_on_what_was_asked_for(family: str, what: str) -> None:
     inputs = {"input_ids": tokens(2, 5)}
     inputs["input_ids"][:, -1] = model.config.eos_token_id or 3
     if model.config.is_encoder_decoder:
-        inputs["decoder_input_ids"] = inputs["input_ids"]
+        inputs |= {"decoder_input_ids": inputs["input_ids"], "use_cache": False}
     with torch.inference_mode():
         plain = model(**inputs, **{what: True})
     with LLMCache.wrap(model) as cache:
@@ -265,7 +264,6 @@ def test_a_trace_records_the_model_and_no_stored_state() -> None:
 def test_rows_without_content_go_by_alone() -> None:
     model = build(BARE["bert"])
     inputs = padded([6, 3, 5])
-    inputs["input_ids"][1, :3] = torch.tensor([101 % 96, 0, 0])  # overwritten below with the model's own specials
     inputs["input_ids"][1] = 0
     plain = quietly(**inputs)(model)
     cache = LLMCache.wrap(model)
@@ -451,7 +449,11 @@ def test_encoders_that_no_adapter_names_are_right_or_refused(family: str) -> Non
     both = {name: torch.cat([value, padded([6, 8], seed=9)[name]]) for name, value in seen.items()}
     where = both["attention_mask"].bool()
     plain = quietly(**both)(model).last_hidden_state[where]
-    with LLMCache.wrap(model, layers=[0]) as cache:
+    try:
+        cache = LLMCache.wrap(model, layers=[0])
+    except UnsupportedModelError:
+        return  # a clear refusal will do
+    with cache:
         cache(**seen)
         torch.testing.assert_close(cache(**both).last_hidden_state[where], plain, atol=1e-5, rtol=1e-5)
 

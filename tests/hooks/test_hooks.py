@@ -90,7 +90,7 @@ def test_a_foreign_forward_put_on_top_stays_and_unwrap_can_be_tried_again() -> N
     layer = model.encoder.layer[1]
     ours = layer.forward
     layer.forward = foreign(layer)
-    with pytest.raises(WrapError, match="layer 1.*then call unwrap"):
+    with pytest.raises(WrapError, match=r"layer 1.*then call unwrap"):
         cache.unwrap()
     layer.forward = ours  # the wrapper is removed, as the error asks
     cache.unwrap()

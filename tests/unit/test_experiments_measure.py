@@ -98,7 +98,7 @@ def test_arms_see_every_request_and_rounds_begin_cold(loaded: Loaded) -> None:
     alone, exact = traces["alone"], traces["exact"]
     assert alone.ms.shape == exact.ms.shape == (3, 50)
     assert not is_hit(alone.served).any()
-    texts = [request.text for request in stream]
+    texts = [tuple(inputs["input_ids"][0].tolist()) for inputs in encoded(loaded, stream)]
     expected = ["exact" if text in texts[:i] else "computed" for i, text in enumerate(texts)]
     assert exact.served.tolist() == [expected] * 3  # a warm round, or a counted warm-up, would have more hits
     assert (exact.answers == alone.answers).all()

@@ -1,0 +1,195 @@
+"""Finding the trunk: by class, by shape, or a refusal that says what was looked for."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from llmcache import Adapter, ConfigError, LLMCache, UnsupportedModelError, register_adapter
+from llmcache.adapters import ADAPTERS, locate, select_rows, special_ids
+from tests.models import (
+    BARE,
+    CLASSIFIERS,
+    GENERATORS,
+    STRANGE_GENERATORS,
+    STRANGERS,
+    TOKEN_HEADS,
+    build,
+    padded,
+    states,
+    tokens,
+)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(8, 8)
+
+    def forward(self, signal: torch.Tensor, strength: float = 1.0) -> torch.Tensor:
+        return signal + strength * self.mix(signal).tanh()
+
+
+class ToyTrunk(nn.Module):
+    """A trunk in none of the usual words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(vocab_size=20)
+        self.words = nn.Embedding(20, 8)
+        self.tower = nn.Module()
+        self.tower.stages = nn.ModuleList(Layer() for _ in range(3))
+        self.close = nn.LayerNorm(8)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+        signal = self.words(input_ids)
+        for stage in self.tower.stages:
+            signal = stage(signal, strength=0.5)
+        return self.close(signal)
+
+
+@pytest.fixture
+def _table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Registrations of a test end with it."""
+    for name in list(ADAPTERS):
+        monkeypatch.setitem(ADAPTERS, name, ADAPTERS[name])
+    monkeypatch.setattr("llmcache.adapters.ADAPTERS", dict(ADAPTERS))
+
+
+@pytest.mark.usefixtures("_table")
+@pytest.mark.parametrize("layer", range(3))
+def test_a_registered_toy_is_cached(layer: int) -> None:
+    model = ToyTrunk().eval()
+    with pytest.raises(UnsupportedModelError):
+        LLMCache.wrap(model)
+    register_adapter(Adapter("toy", ("ToyTrunk",), "tower.stages", norm="close"))
+    ids = tokens(3, 5) % 20
+    ids[ids == 0] = 1
+    plain = model(ids).detach()
+    cache = LLMCache.wrap(nn.Sequential(model), layers=[layer])
+    assert torch.equal(cache(ids), plain)
+    torch.testing.assert_close(cache(ids), plain)
+    stats = cache.stats()
+    assert stats.hits_by_layer == {layer: 3}
+    assert stats.n_layers_skipped == 3 * (layer + 1)
+    cache.unwrap()
+    with LLMCache.wrap(model, payload="mean") as cache:
+        cache(ids)
+        torch.testing.assert_close(cache(ids).mean(1), plain.mean(1))
+
+
+@pytest.mark.usefixtures("_table")
+def test_registering_again_replaces_and_conflicts_are_refused() -> None:
+    register_adapter(Adapter("toy", ("ToyTrunk",), "tower.stages"))
+    register_adapter(Adapter("toy", ("ToyTrunk", "OtherToy"), "tower.stages"))
+    with pytest.raises(ConfigError, match=r"'mine'.*BertModel.*'bert'"):
+        register_adapter(Adapter("mine", ("BertModel",), "encoder.layer"))
+    with pytest.raises(ConfigError, match="at least one trunk"):
+        register_adapter(Adapter("mine", (), "layers"))
+
+
+@pytest.mark.parametrize(
+    "model", [nn.Linear(2, 2), nn.Sequential(), nn.TransformerEncoderLayer(8, 2, batch_first=True)]
+)
+def test_a_refusal_says_what_was_looked_for(model: nn.Module) -> None:
+    with pytest.raises(UnsupportedModelError) as refusal:
+        LLMCache.wrap(model)
+    for part in (type(model).__name__, "BertModel", "input_ids", "hidden_states", "layers", "register_adapter"):
+        assert part in str(refusal.value)
+    assert isinstance(refusal.value, TypeError)
+
+
+def test_a_model_without_layers_is_refused() -> None:
+    model = build(BARE["bert"])
+    model.encoder.layer = nn.ModuleList()
+    with pytest.raises(UnsupportedModelError, match="no layers"):
+        LLMCache.wrap(model)
+
+
+@pytest.mark.parametrize("family", BARE)
+def test_the_trunk_of_every_family(family: str) -> None:
+    trunk = locate(build(BARE[family]))
+    assert trunk.depth == 4
+    assert trunk.adapter.family in (family, "MPNetModel", "DebertaV2Model")
+
+
+@pytest.mark.parametrize("family", CLASSIFIERS)
+def test_the_trunk_under_a_head(family: str) -> None:
+    model = build(CLASSIFIERS[family])
+    trunk = locate(nn.ModuleDict({"inner": model}))
+    assert trunk.adapter.family == family
+    assert trunk.module is not model
+
+
+@pytest.mark.parametrize("family", ["t5", "bart"])
+def test_of_an_encoder_decoder_the_encoder(family: str) -> None:
+    model = build(GENERATORS[family])
+    assert locate(model).module is model.get_encoder()
+
+
+@pytest.mark.parametrize("family", ["marian", "mbart"])
+def test_of_an_unknown_encoder_decoder_the_encoder(family: str) -> None:
+    model = build(STRANGE_GENERATORS[family])
+    inputs = padded([6, 4])
+    settings = {"max_new_tokens": 6, "do_sample": False}
+    plain = model.generate(**inputs, **settings)
+    assert locate(model).module is model.get_encoder()
+    cache = LLMCache.wrap(model)
+    for _ in range(2):
+        assert torch.equal(model.generate(**inputs, **settings), plain)
+    assert cache.stats().hits == {"exact": 2}
+
+
+def test_of_an_unknown_decoder_the_trunk_and_not_the_head() -> None:
+    model = build(STRANGE_GENERATORS["qwen3"])
+    assert locate(model).module is model.model
+
+
+@pytest.mark.parametrize("family", ["mpnet", "deberta", "qwen3"])
+def test_recognised_by_shape(family: str) -> None:
+    model = build({**BARE, **STRANGERS}[family])
+    trunk = locate(model)
+    assert type(trunk.module).__name__ not in {name for adapter in ADAPTERS.values() for name in adapter.trunks}
+    inputs = padded([6, 4])
+    where = inputs["attention_mask"].bool()
+    with torch.inference_mode():
+        plain = states(model(**inputs))[where]
+    cache = LLMCache.wrap(model)
+    cache(**inputs)
+    torch.testing.assert_close(states(cache(**inputs))[where], plain, atol=1e-5, rtol=1e-5)
+    stats = cache.stats()
+    assert (stats.hits, stats.n_layers_skipped) == ({"exact": 2}, 2 * trunk.depth)
+
+
+def test_special_ids_come_from_tokenizer_config_or_family() -> None:
+    assert special_ids(locate(build(GENERATORS["gpt2"]))) == (0, 1, 2)
+    trunk = locate(build(BARE["bert"]))
+    assert special_ids(trunk) == (0,)  # 101 and its like are beyond this small vocabulary
+    assert special_ids(trunk, SimpleNamespace(all_special_ids=[3, 1, 3])) == (1, 3)
+
+
+def test_rows_are_selected_where_there_is_one_a_request() -> None:
+    rows = torch.tensor([2, 0])
+    x = torch.arange(12.0).reshape(3, 4)
+    shared = torch.zeros(1, 4)
+    picked = select_rows((x, (x, None), shared, "text"), rows, 3)
+    assert torch.equal(picked[0], x[[2, 0]])
+    assert torch.equal(picked[1][0], x[[2, 0]])
+    assert picked[1][1] is None
+    assert picked[2] is shared
+    assert picked[3] == "text"
+
+
+@pytest.mark.parametrize("head", TOKEN_HEADS)
+def test_token_heads_are_served_exact_repeats(head: str) -> None:
+    model = build(TOKEN_HEADS[head])
+    inputs = {"input_ids": tokens(2, 5)}
+    if head == "seq2seq":
+        inputs["decoder_input_ids"] = tokens(2, 3)
+    with torch.inference_mode():
+        plain = model(**inputs).to_tuple()[0]
+    cache = LLMCache.wrap(model)
+    for _ in range(2):
+        torch.testing.assert_close(cache(**inputs).to_tuple()[0], plain, atol=1e-5, rtol=1e-5)
+    assert cache.stats().hits == {"exact": 2}

@@ -1,0 +1,99 @@
+"""No hit crosses a namespace, in either direction, by any rung."""
+
+import pytest
+import torch
+
+from llmcache import LLMCache
+from tests.models import CLASSIFIERS, build, padded
+
+ONE, TWO = padded([6], seed=1), padded([6], seed=2)
+
+
+@pytest.mark.parametrize("first", ["tenant-a", "tenant-b", "default"])
+@pytest.mark.parametrize("mode", ["semantic", "paper"])
+def test_no_hit_across(first: str, mode: str) -> None:
+    model = build(CLASSIFIERS["bert"])
+    with torch.inference_mode():
+        plain = [model(**inputs).logits for inputs in (ONE, TWO)]
+    cache = LLMCache.wrap(model, tau=-1.0, mode=mode)  # similar to anything
+    with cache.namespace(first):
+        cache(**ONE)
+    for other in {"tenant-a", "tenant-b", "default"} - {first}:
+        with cache.namespace(other):
+            assert torch.equal(cache(**ONE).logits, plain[0])  # the very same request
+            cache.purge(namespace=other)
+            assert torch.equal(cache(**TWO).logits, plain[1])  # one that would be similar enough
+            assert cache.stats().n_hits == 0
+    with cache.namespace(first):
+        torch.testing.assert_close(cache(**TWO).logits, plain[0])  # here it is
+        assert cache.stats().n_hits == 1
+
+
+def test_outside_is_the_default_namespace() -> None:
+    cache = LLMCache.wrap(build(CLASSIFIERS["bert"]))
+    cache(**ONE)
+    with cache.namespace("default"):
+        cache(**ONE)
+    assert cache.stats().hits == {"exact": 1}
+
+
+def test_namespaces_nest_and_end_with_their_block() -> None:
+    cache = LLMCache.wrap(build(CLASSIFIERS["bert"]))
+    with cache.namespace("a") as same:
+        assert same is cache
+        with cache.namespace("b"):
+            cache(**ONE)
+        cache(**ONE)
+    with pytest.raises(KeyError), cache.namespace("c"):
+        raise KeyError
+    cache(**ONE)
+    assert cache.stats().n_misses == 3
+    assert [cache.purge(namespace=name) for name in ("a", "b", "c", "default")] == [1, 1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    "pair", [("a", "a "), ("a", "A"), ("", "default"), ("1", "'1'"), ("a|b", "a"), ("ä", "a\u0308")]
+)
+def test_names_are_told_apart(pair: tuple[str, str]) -> None:
+    cache = LLMCache.wrap(build(CLASSIFIERS["bert"]))
+    for name in pair:
+        with cache.namespace(name):
+            cache(**ONE)
+    assert cache.stats().n_hits == 0
+
+
+def test_purge_forgets_one_namespace_whole() -> None:
+    cache = LLMCache.wrap(build(CLASSIFIERS["bert"]), tau=-1.0)
+    both = padded([6, 5], seed=4)
+    for name in ("a", "b"):
+        with cache.namespace(name):
+            cache(**{key: value[:1] for key, value in both.items()})
+    before = cache.stats()
+    assert cache.purge(namespace="a") == 1
+    assert cache.purge(namespace="a") == 0
+    assert cache.purge(namespace="never used") == 0
+    after = cache.stats()
+    assert (after.n_stored, after.nbytes) == (1, before.nbytes // 2)
+    with cache.namespace("a"):
+        cache(**both)
+    assert cache.stats().n_hits == 0
+    with cache.namespace("b"):
+        cache(**both)
+    assert cache.stats().n_hits == 2
+
+
+@pytest.mark.parametrize("settings", [{}, {"tau": 0.9}, {"tau": 0.9, "mode": "paper"}])
+def test_clear_forgets_all_and_keeps_counters(settings: dict[str, object]) -> None:
+    cache = LLMCache.wrap(build(CLASSIFIERS["bert"]), **settings)
+    with cache.namespace("a"):
+        cache(**ONE)
+    cache(**ONE)
+    cache(**ONE)
+    cache.clear()
+    cache.clear()
+    stats = cache.stats()
+    assert (stats.n_stored, stats.nbytes, stats.n_hits, stats.n_misses) == (0, 0, 1, 2)
+    assert set(stats.n_entries.values()) == {0}
+    cache(**ONE)
+    cache(**ONE)
+    assert cache.stats().n_hits == 2

@@ -1,0 +1,214 @@
+"""What a user may get wrong: refused with the key, the value and the fix."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from llmcache import CacheConfig, ConfigError, LLMCache, LLMCacheError, UnsafeReuseError
+from llmcache.policies import POLICIES
+from tests.models import BARE, CLASSIFIERS, TOKEN_HEADS, build, padded, tokens
+
+
+@pytest.mark.parametrize("head", TOKEN_HEADS)
+@pytest.mark.parametrize("mode", ["semantic", "paper"])
+def test_heads_that_answer_token_by_token_refuse_tau(head: str, mode: str) -> None:
+    model = build(TOKEN_HEADS[head])
+    with pytest.raises(UnsafeReuseError) as refusal:
+        LLMCache.wrap(model, tau=0.9, mode=mode)
+    text = str(refusal.value)
+    for part in ("tau=0.9", "head", "token by token", "the other request's", "exact repeats", "allow_unsafe=True"):
+        assert part in text
+    assert isinstance(refusal.value, ConfigError)
+    LLMCache.wrap(model).unwrap()  # nothing was left behind, and lossless rungs are open to it
+
+
+@pytest.mark.parametrize("head", TOKEN_HEADS)
+def test_allow_unsafe_lets_the_user_measure(head: str) -> None:
+    model = build(TOKEN_HEADS[head])
+    more = {"decoder_input_ids": tokens(1, 2)} if head == "seq2seq" else {}
+    cache = LLMCache.wrap(model, tau=-1.0, allow_unsafe=True)
+    cache(input_ids=tokens(1, 5, seed=1), **more)
+    cache(input_ids=tokens(1, 5, seed=2), **more)
+    assert cache.stats().hits == {"semantic": 1}
+
+
+@pytest.mark.parametrize("family", CLASSIFIERS)
+def test_classifiers_accept_tau(family: str) -> None:
+    LLMCache.wrap(build(CLASSIFIERS[family]), tau=0.9).unwrap()
+
+
+@pytest.mark.parametrize(
+    ("model", "payload", "fix"),
+    [
+        (TOKEN_HEADS["span"], "cls", "sequence"),
+        (TOKEN_HEADS["causal"], "last", "sequence"),
+        (CLASSIFIERS["bert"], "last", "cls"),
+        (CLASSIFIERS["bert"], "mean", "cls"),
+        (CLASSIFIERS["gpt2"], "cls", "last"),
+        (CLASSIFIERS["bart"], "mean", "sequence"),
+    ],
+)
+def test_payloads_too_small_for_the_head(model: Any, payload: str, fix: str) -> None:
+    with pytest.raises(ConfigError, match=f"payload='{payload}'.*reads more.*'{fix}'"):
+        LLMCache.wrap(build(model), payload=payload)
+
+
+@pytest.mark.parametrize("payload", ["sequence", "cls", "last", "mean"])
+def test_bare_models_take_any_payload(payload: str) -> None:
+    LLMCache.wrap(build(BARE["bert"]), payload=payload).unwrap()
+
+
+@pytest.mark.parametrize("layers", [[4], [-5], [], [0, 99], [2, -9]])
+def test_layers_that_the_model_has_not(layers: list[int]) -> None:
+    with pytest.raises(ConfigError, match=r"layers=.*layers 0 to 3"):
+        LLMCache.wrap(build(BARE["bert"]), layers=layers)
+
+
+@pytest.mark.parametrize(
+    ("layers", "stored"), [([-1], [3]), ([0, -2, 2], [0, 2]), ("all", [0, 1, 2, 3]), ("last", [3])]
+)
+def test_layers_that_it_has(layers: Any, stored: list[int]) -> None:
+    assert list(LLMCache.wrap(build(BARE["bert"]), layers=layers).stats().n_entries) == stored
+
+
+def test_one_vector_serves_the_last_layer_only() -> None:
+    with pytest.raises(ConfigError, match=r"layers=all.*'cls' keeps one vector"):
+        LLMCache.wrap(build(CLASSIFIERS["bert"]), layers="all")
+
+
+@pytest.mark.parametrize(
+    ("settings", "parts"),
+    [
+        ({"taus": 0.9}, ["taus", "unknown setting", "did you mean 'tau'", "policy", "max_bytes"]),
+        ({"zzz": 1}, ["zzz", "unknown setting", "known: mode, tau"]),
+        ({"policy": "mru"}, ["policy", "'mru'", "fifo, lfu, lru, ttl"]),
+        ({"index": "annoy"}, ["index", "'annoy'", "binary, flat, hnsw"]),
+        ({"index": "annoy", "tau": 0.9}, ["index", "'annoy'", "binary, flat, hnsw"]),
+        ({"index": {"name": "flat", "trees": 3}, "tau": 0.9}, ["index", "flat", "trees"]),
+        ({"fingerprint": {"name": "pca", "size": 3}, "tau": 0.9}, ["fingerprint", "pca", "size"]),
+        ({"compression": "zip"}, ["compression", "'zip'", "fp16, int8, none"]),
+        ({"fingerprint": "bag"}, ["fingerprint", "'bag'", "mean", "pca", "simhash"]),
+        ({"mode": "magic"}, ["mode", "'magic'", "semantic"]),
+        ({"payload": "max"}, ["payload", "'max'", "cls"]),
+        ({"layers": "first"}, ["layers", "'first'", "last"]),
+        ({"device": "tpu"}, ["device", "'tpu'", "cpu"]),
+        ({"tau": 1.01}, ["tau", "1.01", "-1 to 1"]),
+        ({"tau": -1.5}, ["tau", "-1.5", "-1 to 1"]),
+        ({"tau": float("nan")}, ["tau", "nan", "-1 to 1"]),
+        ({"tau": float("inf")}, ["tau", "inf", "-1 to 1"]),
+        ({"tau": {3: 2.0}}, ["tau", "2.0", "-1 to 1"]),
+        ({"tau": {9: 0.5}}, ["tau", "9", "not stored", "stored: [3]"]),
+        ({"tau": "high"}, ["tau", "'high'"]),
+        ({"max_bytes": 0}, ["max_bytes", "0", "greater than or equal to 1"]),
+        ({"max_bytes": -5}, ["max_bytes", "-5"]),
+        ({"max_entries": 0}, ["max_entries", "0", "greater than or equal to 1"]),
+        ({"policy": "ttl"}, ["policy", "ttl", "ttl_s"]),
+        ({"policy": {"name": "ttl", "ttl_s": 0}}, ["policy", "ttl_s", "0"]),
+        ({"policy": {"name": "ttl", "ttl_s": "soon"}}, ["policy", "ttl", "soon"]),
+        ({"policy": {"name": "lru", "size": 3}}, ["policy", "lru", "size"]),
+        ({"policy": {"ttl_s": 3}}, ["policy", "name"]),
+        ({"policy": 7}, ["policy", "7"]),
+        ({"mode": "paper"}, ["paper", "tau"]),
+        ({"mode": "paper", "tau": 0.9, "exact": True}, ["paper", "exact"]),
+        ({"fingerprint": "simhash", "index": "flat", "tau": 0.9}, ["simhash", "binary"]),
+        ({"exact": False}, ["no rung", "exact=False", "tau"]),
+        ({"compression": "int8"}, ["no rung", "'int8'", "tau"]),
+    ],
+)
+def test_wrong_settings(settings: dict[str, Any], parts: list[str]) -> None:
+    model = build(BARE["bert"])
+    with pytest.raises(ConfigError) as refusal:
+        LLMCache.wrap(model, **settings)
+    for part in parts:
+        assert part in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+    assert isinstance(refusal.value, LLMCacheError)
+    assert isinstance(refusal.value, ValueError)
+    assert all("forward" not in module.__dict__ for module in model.modules())
+
+
+@pytest.mark.parametrize("tau", [-1.0, 1.0, 0, {3: 0.5}, {-1: 0.5}])
+def test_taus_at_the_ends_of_the_range(tau: Any) -> None:
+    LLMCache.wrap(build(CLASSIFIERS["bert"]), tau=tau).unwrap()
+
+
+def test_several_wrong_settings_are_told_at_once() -> None:
+    with pytest.raises(ConfigError) as refusal:
+        CacheConfig.make({"tau": 3, "polcy": "lru"}, max_bytes=0)
+    for part in ("tau", "polcy", "'policy'", "max_bytes"):
+        assert part in str(refusal.value)
+
+
+def test_settings_beside_a_file_come_first(tmp_path: Path) -> None:
+    path = tmp_path / "cache.yaml"
+    path.write_text("tau: 0.5\npolicy: {name: ttl, ttl_s: 60}\nmax_entries: 3\n", encoding="utf-8")
+    cache = LLMCache.wrap(build(CLASSIFIERS["bert"]), config=path, max_entries=7)
+    assert (cache.config.tau, cache.config.max_entries, cache.config.policy.options) == (0.5, 7, {"ttl_s": 60})
+    assert CacheConfig.from_yaml(str(path)).max_entries == 3
+    assert CacheConfig.make(CacheConfig(tau=0.5), max_entries=2) == CacheConfig(tau=0.5, max_entries=2)
+
+
+def test_an_empty_file_means_the_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "cache.yaml"
+    path.write_text("# nothing\n", encoding="utf-8")
+    assert CacheConfig.from_yaml(path) == CacheConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [("- tau\n- 0.9\n", "found list"), ("0.9\n", "found float"), ("tau: [\n", "not valid YAML"), ("ta: 1\n", "ta:")],
+)
+def test_files_that_are_no_settings(tmp_path: Path, text: str, part: str) -> None:
+    path = tmp_path / "cache.yaml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=part):
+        LLMCache.wrap(build(BARE["bert"]), config=path)
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"none\.yaml"):
+        LLMCache.wrap(build(BARE["bert"]), config=tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_budgets_hold(policy: str) -> None:
+    options = {"ttl_s": 1000} if policy == "ttl" else {}
+    model = build(CLASSIFIERS["bert"])
+    cache = LLMCache.wrap(model, tau=0.9999, policy={"name": policy, **options}, max_entries=3)
+    for seed in range(9):
+        cache(input_ids=tokens(2, 5, seed=seed))
+        assert cache.stats().n_stored == cache.stats().n_entries[3] <= 3
+    assert cache.stats().n_evicted == {3: 15}
+
+
+def test_states_larger_than_the_budget_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    model = build(BARE["bert"])
+    inputs = padded([9, 2])
+    with torch.inference_mode():
+        plain = model(**inputs).last_hidden_state
+    cache = LLMCache.wrap(model, max_bytes=2 * 32 * 4)
+    for _ in range(2):
+        output = cache(**inputs).last_hidden_state
+        torch.testing.assert_close(output[inputs["attention_mask"].bool()], plain[inputs["attention_mask"].bool()])
+    stats = cache.stats()
+    assert (stats.n_too_large, stats.n_stored, stats.hits, stats.errors) == (2, 1, {"exact": 1}, 0)
+    assert sum("max_bytes" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_entries_expire(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("llmcache.policies.time.monotonic", lambda: now[0])
+    policy = {"name": "ttl", "ttl_s": 60, "now": lambda: now[0]}
+    cache = LLMCache.wrap(build(CLASSIFIERS["bert"]), tau=-1.0, policy=policy)
+    first, second = {"input_ids": tokens(1, 5, seed=1)}, {"input_ids": tokens(1, 5, seed=2)}
+    cache(**first)
+    now[0] = 59.0
+    cache(**first)
+    assert cache.stats().hits == {"exact": 1}
+    now[0] = 60.0
+    cache(**second)
+    cache(**first)
+    assert cache.stats().hits == {"exact": 1, "semantic": 1}  # the second was stored at 60, the first forgotten
+    assert cache.stats().n_stored == 1
