@@ -14,7 +14,7 @@ from typing import Any, Literal, Self, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from llmcache.config import CacheConfig, _explain, read_yaml
+from llmcache.config import CacheConfig, explain, read_yaml
 from llmcache.errors import ConfigError
 
 LISTS = ("data.path", "cache.layers")
@@ -47,7 +47,7 @@ class Section(BaseModel):
         try:
             return cls.model_validate(values)
         except ValidationError as error:
-            raise ConfigError(prefix + _explain(error, list(cls.model_fields))) from error
+            raise ConfigError(prefix + explain(error, list(cls.model_fields))) from error
 
 
 class Data(Section):

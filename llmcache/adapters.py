@@ -22,6 +22,17 @@ from llmcache.errors import ConfigError, UnsupportedModelError
 HIDDEN = "hidden_states"
 CACHE = "past_key_values"
 _HIDDEN_NAMES = (HIDDEN, "hidden_state", "x")
+# A layer that keeps something else than `past_key_values` between calls could not be skipped without losing it.
+_STATES = frozenset({"layer_past", "past_key_value", "cache_params", "cache", "state", "states", "mems"})
+# Arguments of a layer that hold one row a request. A table shared by all rows may happen to have as many.
+_BY_ROW = frozenset(
+    (
+        *("hidden_states", "hidden_state", "x", "attention_mask", "position_ids", "position_embeddings"),
+        *("position_bias", "token_type_ids", "encoder_hidden_states", "encoder_attention_mask"),
+        *("encoder_decoder_position_bias", "relative_pos"),
+    )
+)
+_SHARED = frozenset({"rel_embeddings", "cache_position"})
 _LIST_NAMES = ("layer", "layers", "h", "block", "blocks")
 
 
@@ -54,6 +65,8 @@ class Adapter:
         norm: Dotted path to the norm after the last layer, or None.
         is_causal: A token sees only earlier ones.
         special_ids: Ids of special tokens by convention, used when neither tokenizer nor config names them.
+        is_guess: Made up from the shape of an unknown trunk. Then nothing is assumed about padding (rows are the same
+            request only with the same padding) or about what comes after the last layer.
         skipped: `(hidden (B, T, D), layer, arguments) -> output` of a layer that is not run, packed as the layer would.
             None: unknown, so layers are skipped only once one was seen to return nothing but hidden states.
     """
@@ -64,6 +77,7 @@ class Adapter:
     norm: str | None = None
     is_causal: bool = False
     special_ids: tuple[int, ...] = ()
+    is_guess: bool = False
     skipped: Callable[[Tensor, Any, Mapping[str, Any]], Any] | None = _tensor
 
 
@@ -77,7 +91,12 @@ ADAPTERS: dict[str, Adapter] = {
         Adapter("distilbert", ("DistilBertModel",), "transformer.layer", special_ids=_BERT_SPECIALS),
         Adapter("electra", ("ElectraModel",), "encoder.layer", special_ids=_BERT_SPECIALS),
         Adapter("gpt2", ("GPT2Model",), "h", norm="ln_f", is_causal=True),
-        Adapter("llama", ("LlamaModel", "MistralModel", "Qwen2Model"), "layers", norm="norm", is_causal=True),
+        Adapter("mpnet", ("MPNetModel",), "encoder.layer", skipped=None),
+        Adapter("deberta", ("DebertaModel", "DebertaV2Model"), "encoder.layer", skipped=None),
+        Adapter("modernbert", ("ModernBertModel",), "layers", norm="final_norm", skipped=None),
+        Adapter(
+            "llama", ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model"), "layers", norm="norm", is_causal=True
+        ),
         Adapter("t5", ("T5Stack",), "block", norm="final_layer_norm", skipped=_t5_block),
         Adapter("bart", ("BartEncoder",), "layers"),
     )
@@ -147,14 +166,16 @@ def locate(model: nn.Module) -> Trunk:
     for module in candidates:
         if adapter := by_class.get(type(module).__name__):
             return _dissect(module, adapter)
-    for module in candidates:
-        if adapter := _recognise(module):
+    guesses = [(module, adapter) for module in candidates if (adapter := _recognise(module))]
+    for module, adapter in guesses:
+        # A head model or an encoder-decoder has the shape of what it holds: take the innermost, the encoder first.
+        if not any(inner is not module and inner in set(module.modules()) for inner, _ in guesses):
             return _dissect(module, adapter)
     raise UnsupportedModelError(
         f"{type(model).__name__}: no trunk found. Looked for the classes {', '.join(sorted(by_class))}, then for a "
-        f"module whose forward "
-        f"takes input_ids and which holds a list ({', '.join(_LIST_NAMES)}) of equal layers whose forward begins with "
-        f"one of {', '.join(_HIDDEN_NAMES)}. Describe the model with llmcache.register_adapter(Adapter(...))."
+        f"module whose forward takes input_ids and which holds a list ({', '.join(_LIST_NAMES)}) of equal layers whose "
+        f"forward begins with one of {', '.join(_HIDDEN_NAMES)} and keeps no other state than {CACHE}. Describe the "
+        "model with llmcache.register_adapter(Adapter(...))."
     )
 
 
@@ -174,12 +195,14 @@ def _recognise(module: nn.Module) -> Adapter | None:
     """Describe a trunk that is not in the table, or None when the module is not one."""
     if not hasattr(module, "config") or "input_ids" not in inspect.signature(module.forward).parameters:
         return None
+    keeps_kv = CACHE in inspect.signature(module.forward).parameters
     for path, layers in _layer_lists(module):
-        first = next(iter(inspect.signature(layers[0].forward).parameters), "")
-        if first in _HIDDEN_NAMES and len({type(layer) for layer in layers}) == 1:
-            is_causal = CACHE in inspect.signature(layers[0].forward).parameters
+        names = Arguments(layers[0].forward).names
+        is_like_a_layer = names[:1] and names[0] in _HIDDEN_NAMES and not _STATES & set(names)
+        knows_its_kv = CACHE in names or not keeps_kv
+        if is_like_a_layer and knows_its_kv and len({type(layer) for layer in layers}) == 1:
             name = type(module).__name__
-            return Adapter(name, (name,), path, is_causal=is_causal, skipped=None)
+            return Adapter(name, (name,), path, is_causal=CACHE in names, is_guess=True, skipped=None)
     return None
 
 
@@ -196,7 +219,9 @@ class Arguments:
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         """Ask the signature of `forward` once."""
-        self.names = tuple(inspect.signature(forward).parameters)
+        parameters = inspect.signature(forward).parameters.values()
+        catch_all = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        self.names = tuple(parameter.name for parameter in parameters if parameter.kind not in catch_all)
         self._position = {name: i for i, name in enumerate(self.names)}
 
     def get(self, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
@@ -216,24 +241,53 @@ class Arguments:
         return args, {**kwargs, name: value}
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """All arguments by name."""
-        return {**dict(zip(self.names, args, strict=False)), **kwargs}
+        """All arguments by name; one that the signature does not name by its place, as `*0`."""
+        named = {self.names[i] if i < len(self.names) else f"*{i}": value for i, value in enumerate(args)}
+        return {**named, **kwargs}
 
 
-def select_rows(value: Any, rows: Tensor, n_rows: int) -> Any:
-    """Keep some rows of whatever a layer is passed.
+def select_rows(
+    arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any], rows: Tensor, n_rows: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Keep some rows of what a layer is passed.
 
     Args:
-        value: Tensor, or tuple of them, or anything else (returned as it is). A tensor whose first size is `n_rows`
-            holds one row a request; others (masks or rotary tables shared by all rows) are kept whole.
+        arguments: Names of the layer's arguments.
+        args: Passed by position.
+        kwargs: Passed by name.
         rows: Row numbers, int64 (R,), on the tensors' device.
-        n_rows: B of the call, more than 1.
+        n_rows: B of the call.
+
+    Returns:
+        The arguments; of tensors that hold one row a request, the chosen rows.
     """
-    if isinstance(value, Tensor):
+    chosen = {
+        name: _select(value, rows, n_rows) if name in _BY_ROW or name == arguments.names[0] else value
+        for name, value in arguments.bind(args, kwargs).items()
+    }
+    by_position = list(chosen.values())[: len(args)]
+    return tuple(by_position), {name: chosen[name] for name in kwargs}
+
+
+def _select(value: Any, rows: Tensor, n_rows: int) -> Any:
+    if isinstance(value, Tensor):  # a single row is a mask or a rotary table that is the same for all
         return value.index_select(0, rows) if value.ndim and value.shape[0] == n_rows else value
     if isinstance(value, tuple):
-        return tuple(select_rows(part, rows, n_rows) for part in value)
+        return tuple(_select(part, rows, n_rows) for part in value)
     return value
+
+
+def can_select_rows(arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any], n_rows: int) -> bool:
+    """Whether it is known of every argument if it holds one row a request; see `select_rows`."""
+    known = _BY_ROW | _SHARED | {arguments.names[0]}
+    passed = arguments.bind(args, kwargs)
+    return n_rows == 1 or all(name in known or not _may_be_by_row(value, n_rows) for name, value in passed.items())
+
+
+def _may_be_by_row(value: Any, n_rows: int) -> bool:
+    if isinstance(value, Tensor):
+        return value.ndim > 0 and value.shape[0] == n_rows
+    return isinstance(value, tuple | list) and any(_may_be_by_row(part, n_rows) for part in value)
 
 
 def unpack(output: Any) -> Tensor:

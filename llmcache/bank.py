@@ -1,5 +1,7 @@
 """(2) Layer-wise Cache Bank: the entries of one layer, within budgets. The only place that evicts."""
 
+from collections.abc import Callable
+
 from llmcache.policies import Policy
 from llmcache.stores import Entry, Store
 
@@ -55,11 +57,13 @@ class Bank:
         """Whether the entry could be held at all. Larger than the whole bank is refused, not an eviction storm."""
         return entry.nbytes <= self.max_bytes
 
-    def put(self, key: str, entry: Entry) -> list[str]:
+    def put(self, key: str, entry: Entry, on_evict: Callable[[str], None]) -> None:
         """Hold an entry, making room for it first.
 
-        Returns:
-            Keys that left for it.
+        Args:
+            key: Its key.
+            entry: Copied by the store.
+            on_evict: Told each key that left for it, at once: what is put later may fail.
 
         Raises:
             ValueError: The entry does not fit an empty bank.
@@ -68,15 +72,13 @@ class Bank:
         if not self.fits(entry):
             raise ValueError(f"entry of {entry.nbytes} bytes exceeds the bank's {self.max_bytes}")
         self.remove(key)
-        evicted = []
         while self._is_over(entry.nbytes):
             victim = self._policy.victim()
             self.remove(victim)
-            evicted.append(victim)
+            self.n_evicted += 1
+            on_evict(victim)
         self._store[key] = entry
         self._policy.on_put(key, entry.nbytes)
-        self.n_evicted += len(evicted)
-        return evicted
 
     def expire(self) -> list[str]:
         """Remove what the policy says must leave whatever the budget, and return those keys."""
@@ -87,10 +89,10 @@ class Bank:
 
     def remove(self, key: str) -> None:
         """Let go of a key; unknown keys are ignored."""
-        # Policy first: were the store to fail in between, the key would only be held too long, never chosen twice.
-        self._policy.on_remove(key)
+        # Store first: were it to fail, the policy still knows the key and will choose it again.
         if key in self._store:
             del self._store[key]
+        self._policy.on_remove(key)
 
     def _is_over(self, incoming: int) -> bool:
         too_many = self.max_entries is not None and len(self) + 1 > self.max_entries

@@ -7,7 +7,7 @@ from torch import nn
 
 CURES: dict[str, str] = {
     "disabled": "the call was made inside cache.disabled()",
-    "compiled": "torch.compile runs its own graph of the model: wrap and call the uncompiled model to use the cache",
+    "compiled": "a compiled or traced model runs a graph of its own: call the uncompiled model to use the cache",
     "training": "the model is in training mode: call model.eval()",
     "gradients": "gradients are on: call cache(**inputs), or the model under torch.inference_mode() or torch.no_grad()",
     "decode": "a decode step extends K/V that the caller already holds; only prefill is cached",
@@ -16,7 +16,14 @@ CURES: dict[str, str] = {
     "output_hidden_states": "all hidden states were asked for: turn output_hidden_states off (argument and config)",
     "cross_attention": "the model attends to an encoder's states, which are not part of the key",
     "input_shape": "input_ids is not (batch, tokens)",
-    "mask_4d": "the attention mask is not (batch, tokens): pass the tokenizer's 2-D mask",
+    "unknown_layout": "the first layer's input is not (batch, tokens, width): register an adapter for this model",
+    "unknown_output": "its layers hand on more than hidden states: register an adapter that says what a skipped one "
+    "returns",
+    "inference_weights": "the weights were made under torch.inference_mode(), where edits to them cannot be seen: "
+    "load the model outside of it",
+    "adapter_names": "PEFT serves each row with an adapter of its own: call it with one adapter a batch",
+    "mask_4d": "the attention mask is not (batch, tokens): pass the tokenizer's 2-D mask (generate() "
+    "with a static cache makes a 4-D one itself)",
     "unknown_argument": "an argument of the model is not known to leave the hidden states alone",
     "kv_cache_kind": "this kind of K/V cache cannot be filled from stored states: use DynamicCache or StaticCache",
     "kv_cache_with_pooled_payload": "K/V was asked for, but a classifier's entries keep one vector: pass "
@@ -58,6 +65,8 @@ def find_reason(arguments: dict[str, Any], module: nn.Module) -> str | None:
     Returns:
         A key of `CURES`. Cheap: no tensor is read.
     """
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        return "compiled"
     if module.training:
         return "training"
     if torch.is_grad_enabled():

@@ -51,7 +51,7 @@ class LLMCache:
         self.config = config
         self._parts = _assemble(model, config)
         self._flow = Flow(self._parts, tokenizer)
-        self._hooks = install(self._parts.trunk, self._flow)
+        self._installed = install(self._parts.trunk, self._flow)
 
     @classmethod
     def wrap(
@@ -113,7 +113,7 @@ class LLMCache:
 
     def unwrap(self) -> nn.Module:
         """Take the cache off the model, which is then exactly as before, and return the model. Twice does nothing."""
-        self._hooks.close()
+        self._installed.remove()
         return self.model
 
     def __enter__(self) -> Self:
@@ -176,41 +176,46 @@ def _assemble(model: nn.Module, config: CacheConfig) -> Parts:
     trunk = locate(model)
     head = find_head(model, trunk.adapter.family)
     _refuse_unsafe(head, config)
-    payload = _choose_payload(head, config)
+    payload = _choose_payload(trunk, head, config)
     layers = _choose_layers(trunk, payload, config)
     codec: Codec = config.compression.build(CODECS, "compression")
-    fingerprint: Fingerprint | None = None
-    if config.tau is not None:
-        fingerprint = config.fingerprint.build(FINGERPRINTS, "fingerprint")
+    # Built in any case, so that a wrong name is told now and not at the first request that needs it.
+    fingerprint: Fingerprint = config.fingerprint.build(FINGERPRINTS, "fingerprint")
+    config.index_component.build(INDEXES, "index", 8)
+    searched_by = None if config.tau is None else fingerprint
     library = Library(
         {layer: _make_bank(trunk, config, len(layers)) for layer in layers},
         codec,
-        fingerprint,
+        searched_by,
         lambda dim: config.index_component.build(INDEXES, "index", dim),
         by_length=not payload.fits_any_length,
         by_layer=config.mode == "paper",
     )
-    library_rungs = _choose_rungs(library, trunk, config, codec)
-    return Parts(trunk, head, payload, library, library_rungs, fingerprint, Weights(trunk.module))
+    rungs = _choose_rungs(library, trunk, config, codec)
+    return Parts(trunk, head, payload, library, rungs, searched_by, Weights(trunk.module))
 
 
 def _refuse_unsafe(head: Head, config: CacheConfig) -> None:
-    if config.tau is None or head.reads != "tokens" or config.allow_unsafe:
+    if config.tau is None or not head.why_unsafe or config.allow_unsafe:
         return
     raise UnsafeReuseError(
-        f"tau={config.tau}: this model has a {head.name}, which answers token by token. Reusing a layer's whole output "
-        "replaces everything above it by what the stored request computed, so the answer would be the other request's: "
-        "start and end positions of another text, next words of another sentence. Leave tau out (exact repeats are "
-        "still served), or set allow_unsafe=True to measure what that costs."
+        f"tau={config.tau} with a model that has a {head.name}: reusing a layer's whole output replaces everything "
+        f"above it by what the stored request computed. {head.why_unsafe} Leave tau out (exact repeats are still "
+        "served), or set allow_unsafe=True to measure what that costs."
     )
 
 
-def _choose_payload(head: Head, config: CacheConfig) -> Payload:
+def _choose_payload(trunk: Trunk, head: Head, config: CacheConfig) -> Payload:
     name: str = config.payload
     if name == "auto":
         # Embeddings served losslessly keep all tokens: the caller may ask for token embeddings too.
         wants_all = config.mode == "paper" or (head.name == "sentence embedding" and config.tau is None)
-        name = "sequence" if wants_all else head.payload
+        name = "sequence" if wants_all or trunk.adapter.is_guess else head.payload
+    if name == "mean" and trunk.adapter.is_guess:
+        raise ConfigError(
+            f"payload='mean': {type(trunk.module).__name__} is not in the adapter table, so whether a norm follows its "
+            "last layer is unknown; register an adapter for it, or use payload='sequence'"
+        )
     is_enough = name in ("sequence", head.payload) or head.reads == "states" or config.allow_unsafe
     if not is_enough:
         raise ConfigError(

@@ -136,7 +136,7 @@ class CacheConfig(BaseModel):
         try:
             return cls.model_validate(values)
         except ValidationError as error:
-            raise ConfigError(_explain(error, list(cls.model_fields))) from error
+            raise ConfigError(explain(error, list(cls.model_fields))) from error
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> Self:
@@ -172,11 +172,16 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     return loaded
 
 
-def _explain(error: ValidationError, known: list[str]) -> str:
-    """One line a problem: key, value, fix."""
+def explain(error: ValidationError, known: list[str]) -> str:
+    """Say what is wrong with settings: key, value and fix of each problem, in one line.
+
+    Args:
+        error: What pydantic found.
+        known: Keys that are accepted at the top.
+    """
     lines = []
     for problem in error.errors():
-        key = ".".join(str(part) for part in problem["loc"][:1]) or "settings"
+        key = ".".join(str(part) for part in problem["loc"]) or "settings"
         if problem["type"] == "extra_forbidden":
             near = difflib.get_close_matches(key, known, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""

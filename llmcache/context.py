@@ -96,6 +96,7 @@ class Call:
         reused: Latest decision by row number.
         kv_cache: The caller's K/V cache object, or None.
         captured: Payloads to store: row number, then layer, then named tensors.
+        n_skipped: Layer executions saved so far, summed over rows.
         is_complete: The last layer was passed.
         lookup_s: Seconds spent on fingerprint, search and decision.
         storing_s: Seconds spent on storing misses.
@@ -110,6 +111,7 @@ class Call:
     reused: dict[int, Reuse] = field(default_factory=dict)
     kv_cache: Any = None
     captured: dict[int, dict[int, dict[str, Tensor]]] = field(default_factory=dict)
+    n_skipped: int = 0
     is_complete: bool = False
     lookup_s: float = 0.0
     storing_s: float = 0.0
@@ -163,7 +165,7 @@ def to_host(*tensors: Tensor | None) -> list[NDArray[Any] | None]:
     return [None if tensor is None else tensor.numpy() for tensor in copies]
 
 
-def read_rows(scope: Scope, inputs: Inputs, id_dtype: np.dtype[Any]) -> list[Row]:
+def read_rows(scope: Scope, inputs: Inputs, id_dtype: np.dtype[Any], padding_counts: bool = False) -> list[Row]:
     """Work out each row's valid tokens and exact key.
 
     The key covers what the output at valid tokens depends on. With positions given, other padding gives the same key.
@@ -173,16 +175,20 @@ def read_rows(scope: Scope, inputs: Inputs, id_dtype: np.dtype[Any]) -> list[Row
         scope: Scope of the call.
         inputs: The call's inputs, arrays on the host.
         id_dtype: Smallest integer dtype that holds the vocabulary.
+        padding_counts: The model may treat padding as it likes: all tokens are kept, and the mask is part of the key.
     """
     prefix = hashlib.sha256(scope.key)
     rows = []
     for number, row_ids in enumerate(inputs.ids):
-        valid, n_valid = _valid_positions(None if inputs.valid is None else inputs.valid[number], len(row_ids))
+        mask = None if inputs.valid is None else inputs.valid[number]
+        valid, n_valid = _valid_positions(None if padding_counts else mask, len(row_ids))
         sha = prefix.copy()
         _update(sha, b"ids", row_ids[valid])
         _update(sha, b"types", _row(inputs.types, number, valid))
         _update(sha, b"positions", _row(inputs.positions, number, valid))
-        if inputs.positions is None and n_valid and valid != slice(0, n_valid):
+        if padding_counts:
+            _update(sha, b"mask", mask)
+        elif inputs.positions is None and n_valid and not (isinstance(valid, slice) and valid.start == 0):
             end = valid.stop if isinstance(valid, slice) else int(valid[-1]) + 1
             _update(sha, b"before", row_ids[:end])
             _update(sha, b"where", np.arange(end)[valid])

@@ -19,14 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmcache.adapters import CACHE, Arguments, Trunk, special_ids, unpack, vocabulary_size
+from llmcache.adapters import CACHE, Arguments, Trunk, can_select_rows, special_ids, unpack, vocabulary_size
 from llmcache.bypass import find_reason, is_plain_cache
 from llmcache.context import Call, Inputs, Reuse, Row, Scope, read_rows, to_host
 from llmcache.fingerprint import Fingerprint
 from llmcache.heads import Head
-from llmcache.hooks import SwappedForward
+from llmcache.hooks import LayerSwap
 from llmcache.library import Library
-from llmcache.payloads import Payload, misread
+from llmcache.payloads import Payload, head_reads_padding
 from llmcache.reuse import Rung
 from llmcache.reuse.runner import Runner
 from llmcache.stats import Counters
@@ -62,10 +62,9 @@ class Flow:
         self._parts = parts
         self._arguments = Arguments(parts.trunk.module.forward)
         self._runner = Runner(parts.payload, parts.trunk.adapter)
-        self._special_ids = special_ids(parts.trunk, tokenizer)
-        self._vocabulary = vocabulary_size(parts.trunk)
-        self._id_dtype = np.dtype(np.uint16 if self._vocabulary <= 2**16 else np.int32)
-        self._tables: dict[torch.device, Tensor] = {}
+        self._tokenizer = tokenizer
+        self._table: tuple[object, Tensor] | None = None
+        self._head_reads = _reads(parts)
         self._thread = threading.local()
         # Context variables follow async tasks too: a tenant's namespace must not leak into another's request.
         self.namespace: ContextVar[str] = ContextVar("llmcache_namespace", default=DEFAULT_NAMESPACE)
@@ -73,30 +72,30 @@ class Flow:
 
     # -- called by the hooks -------------------------------------------------------------------------------------------
 
-    def opened(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Begin a forward of the trunk, unless it must go by the cache."""
+    def opened(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Begin a forward of the trunk, unless it must go by the cache; returns the arguments to run it with."""
         arguments = self._arguments.bind(args, kwargs)
         if torch.compiler.is_compiling():
             self._count_compiled(_count_rows(arguments))
-            return None
+            return args, kwargs
         self._thread.call = None
+        if torch.is_grad_enabled():
+            self._parts.weights.suspect()
         reason = "disabled" if self.is_disabled.get() else self._find_reason(arguments)
         if reason is not None:
             self._parts.counters.bypass(reason, _count_rows(arguments))
-            return None
+            return args, kwargs
         self._thread.call = Call(arguments, self.namespace.get())
-        if self._keeps_no_kv:
-            return self._arguments.replace(args, kwargs, "use_cache", False)
-        return None
+        return self._arguments.replace(args, kwargs, "use_cache", False) if self._keeps_no_kv else (args, kwargs)
 
-    def layer(self, swap: SwappedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def layer(self, swap: LayerSwap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one layer for the rows that need it."""
         call: Call | None = None if torch.compiler.is_compiling() else getattr(self._thread, "call", None)
         if call is not None and swap.number == 0:
             call = self._thread.call = self._begin(call, swap, args, kwargs)
-        if call is None:
+        if call is None or call.scope is None:  # bypassed, or layer 0 was not run through its swap
             return swap.original(*args, **kwargs)
-        self._decide(call, swap.number)
+        self._decide(call, swap, args, kwargs)
         is_last = self._is_last(swap.number)
         ends_here = not (is_last and self._ends_after_norm)
         output = self._runner.run(call, swap, args, kwargs, places=ends_here)
@@ -121,7 +120,7 @@ class Flow:
             return
         call: Call | None = getattr(self._thread, "call", None)
         self._thread.call = None
-        if call is None or not call.is_complete:
+        if call is None or call.scope is None or not call.is_complete:
             return
         started = perf_counter()
         self._store(call)
@@ -135,34 +134,51 @@ class Flow:
             return "kv_cache_with_pooled_payload"
         return reason
 
-    def _begin(self, call: Call, swap: SwappedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+    def _begin(self, call: Call, swap: LayerSwap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
         """Read the call's rows and fingerprints, or give the call up."""
         started = perf_counter()
         call.kv_cache = swap.arguments.get(args, kwargs, CACHE)
-        if call.kv_cache is not None and not is_plain_cache(call.kv_cache):
-            self._parts.counters.bypass("kv_cache_kind", _count_rows(call.arguments))
-            return None
+        hidden = swap.arguments.get(args, kwargs, swap.arguments.names[0])
         try:
-            self._read(call, swap.arguments.get(args, kwargs, swap.arguments.names[0]))
+            reason = self._find_late_reason(call, hidden)
+            if reason is None:
+                self._read(call, hidden)
         except Exception as error:
             self._parts.counters.error("read the request", error)
-            self._parts.counters.bypass("error", _count_rows(call.arguments))
+            reason = "error"
+        if reason is not None:
+            self._parts.counters.bypass(reason, _count_rows(call.arguments))
             return None
         call.lookup_s += perf_counter() - started
         return call
+
+    def _find_late_reason(self, call: Call, hidden: Tensor) -> str | None:
+        """Why a call cannot use the cache, as far as it shows only when the first layer is reached."""
+        if call.kv_cache is not None and not is_plain_cache(call.kv_cache):
+            return "kv_cache_kind"
+        if self._runner.cannot_skip:
+            return "unknown_output"
+        if hidden.ndim != 3 or hidden.shape[:2] != call.arguments["input_ids"].shape:
+            return "unknown_layout"
+        call.scope = self._scope(call, hidden)
+        if not self._parts.weights.can_be_watched:
+            return "inference_weights"
+        return "adapter_names" if self._parts.weights.differ_by_row else None
 
     def _read(self, call: Call, hidden: Tensor) -> None:
         """Everything that needs the host, in one transfer."""
         ids, mask = call.arguments["input_ids"], call.arguments.get("attention_mask")
         valid = None if mask is None else mask != 0
-        content = self._content_table(ids.device)[ids]
+        assert call.scope is not None
+        table = self._content_table(ids.device, call.scope.weights)
+        content = table[ids]
         content = content if valid is None else content & valid
         fingerprint = self._parts.fingerprint
         features = None if fingerprint is None else fingerprint.features(hidden, content)
         types, positions = call.arguments.get("token_type_ids"), call.arguments.get("position_ids")
         inputs = Inputs(*to_host(ids, valid, types, positions, content.any(dim=1), features))
-        call.scope = self._scope(call, hidden)
-        call.rows = read_rows(call.scope, inputs, self._id_dtype)
+        id_dtype = np.dtype(np.uint16 if len(table) <= 2**16 else np.int32)
+        call.rows = read_rows(call.scope, inputs, id_dtype, self._parts.trunk.adapter.is_guess)
         call.features = inputs.features
         for row in call.rows:
             row.refused = self._refusal(row, inputs)
@@ -175,12 +191,12 @@ class Flow:
         if not inputs.has_content[row.number]:
             return "no_content"
         pad_id = getattr(self._parts.trunk.config, "pad_token_id", None)
-        is_classifier = self._parts.head.name == "classifier"
         ids = inputs.ids[row.number]
-        return "head_reads_padding" if misread(self._parts.payload, ids, row.valid, pad_id, is_classifier) else ""
+        return "head_reads_padding" if head_reads_padding(self._head_reads, row.valid, ids, pad_id) else ""
 
-    def _decide(self, call: Call, number: int) -> None:
+    def _decide(self, call: Call, swap: LayerSwap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Ask each rung in turn for the rows that none has served at this depth."""
+        number = swap.number
         for rung in self._parts.rungs:
             if not rung.asks_at(number):
                 continue
@@ -191,6 +207,8 @@ class Flow:
             except Exception as error:
                 self._parts.counters.error(f"look up ({rung.name})", error)
                 decided = []
+            if decided and not can_select_rows(swap.arguments, args, kwargs, call.n_rows):
+                decided = []  # rows could not be taken out of the batch safely
             call.reused |= {reuse.row: reuse for reuse in decided}
             call.lookup_s += perf_counter() - started
 
@@ -231,8 +249,7 @@ class Flow:
     def _count(self, call: Call, storing_s: float) -> None:
         hits = [(reuse.rung, reuse.layer) for reuse in call.reused.values()]
         n_misses = sum(row.number not in call.reused for row in call.active_rows)
-        skipped = sum(1 if rung == "paper" else layer + 1 for rung, layer in hits)
-        self._parts.counters.call(hits, n_misses, skipped, call.lookup_s, storing_s)
+        self._parts.counters.call(hits, n_misses, call.n_skipped, call.lookup_s, storing_s)
 
     # -- small facts ---------------------------------------------------------------------------------------------------
 
@@ -255,21 +272,32 @@ class Flow:
         attention = str(getattr(self._parts.trunk.config, "_attn_implementation", ""))
         return Scope(call.namespace, self._parts.weights.digest(), dtype, attention)
 
-    def _content_table(self, device: torch.device) -> Tensor:
-        """Bool (vocabulary,): whether a token carries content."""
-        table = self._tables.get(device)
-        if table is None:
+    def _content_table(self, device: torch.device, weights: str) -> Tensor:
+        """Bool (vocabulary,): whether a token carries content. Made anew when the weights, and so maybe it, changed."""
+        if self._table is None or self._table[0] != (device, weights):
             with torch.inference_mode(False):
-                table = torch.ones(self._vocabulary, dtype=torch.bool, device=device)
-                table[list(self._special_ids)] = False
-            self._tables[device] = table
-        return table
+                table = torch.ones(vocabulary_size(self._parts.trunk), dtype=torch.bool, device=device)
+                table[list(special_ids(self._parts.trunk, self._tokenizer))] = False
+            self._table = ((device, weights), table)
+            return table
+        return self._table[1]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _count_compiled(self, n_rows: int) -> None:
         """Leave the compiled graph for a moment: counters cannot be part of it."""
         self._thread.call = None
         self._parts.counters.bypass("compiled", n_rows)
+
+
+def _reads(parts: Parts) -> str:
+    """Which row a head reads by its place, whatever the mask says: `first`, `last`, or none of these."""
+    if (
+        parts.head.payload == "cls"
+        or parts.payload.name == "cls"
+        or getattr(parts.trunk.module, "pooler", None) is not None
+    ):
+        return "first"
+    return "last" if parts.head.name == "classifier" and parts.head.payload == "last" else ""
 
 
 def _is_open(reuse: Reuse | None, number: int) -> bool:

@@ -23,11 +23,20 @@ class Head:
         reads: `pooled`: one vector a request. `tokens`: an answer per token (span, tag, language model). `states`: no
             known head, the caller reads the hidden states.
         payload: The least that serves it.
+        why_unsafe: Why another request's states must not be put under it, or "".
     """
 
     name: str
     reads: Reads
     payload: PayloadName = "sequence"
+    why_unsafe: str = ""
+
+
+_BY_TOKEN = (
+    "It answers token by token, so the answer would be the other request's: start and end positions of another text, "
+    "next words of another sentence."
+)
+_TWO_SIDES = "Its decoder reads its own tokens beside the encoder's states, which must belong together."
 
 
 # Class-name endings, first match wins.
@@ -62,7 +71,11 @@ def find_head(model: nn.Module, family: str) -> Head:
     for module in model.modules():
         for ending, name, reads in _ENDINGS:
             if type(module).__name__.endswith(ending):
-                return Head(name, reads, _pooled_payload(family) if reads == "pooled" else "sequence")
+                if reads == "pooled" and getattr(getattr(module, "config", None), "is_encoder_decoder", False):
+                    return Head(f"encoder-decoder's {name}", "tokens", why_unsafe=_TWO_SIDES)
+                if reads == "tokens":
+                    return Head(name, reads, why_unsafe=_BY_TOKEN)
+                return Head(name, reads, _pooled_payload(family))
     return Head("hidden states", "states")
 
 
@@ -73,6 +86,8 @@ def _pooled_payload(family: str) -> PayloadName:
 
 
 def _pooling_payload(pooling: Any) -> PayloadName:
-    """Payload for a sentence-transformers pooling layer; several modes at once need every row."""
+    """Payload for a sentence-transformers pooling layer; several modes, or a prompt left out, need every row."""
+    if not getattr(pooling, "include_prompt", True):
+        return "sequence"
     mode = pooling.get_pooling_mode_str() if hasattr(pooling, "get_pooling_mode_str") else pooling.pooling_mode
     return _POOLING_PAYLOADS.get(mode if isinstance(mode, str) else "+".join(mode), "sequence")

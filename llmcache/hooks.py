@@ -1,14 +1,14 @@
 """The only file that assigns `module.forward`.
 
-Native hooks cannot skip a layer, so each layer's forward is swapped once; the trunk gets native hooks that open and
-close a call. Removal is in reverse order and restores each module's `__dict__` exactly, a foreign wrapper that was
-there before (accelerate's, say) included.
+Native hooks cannot skip a layer, so each layer's forward is swapped once. The trunk's forward is swapped as well, not
+hooked: some callers (sentence-transformers 6) call `trunk.forward(...)`, which runs no native hook. Removal is in
+reverse order and restores each module's `__dict__` exactly, a foreign wrapper that was there before (accelerate's, say)
+included.
 """
 
 import copy
 import types
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any, NoReturn, Protocol
 
 from torch import nn
@@ -18,47 +18,47 @@ from llmcache.errors import WrapError
 
 
 class Listener(Protocol):
-    """What the hooks call; one forward of the trunk is `opened`, then `layer` once a layer, then `closed`."""
+    """What the swaps call; one forward of the trunk is `opened`, then `layer` once a layer, then `closed`."""
 
-    def opened(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None: ...
+    def opened(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]: ...
 
-    def layer(self, layer: "SwappedForward", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+    def layer(self, layer: "LayerSwap", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
     def normed(self, output: Any) -> Any: ...
 
     def closed(self) -> None: ...
 
 
-class SwappedForward:
-    """Stands in for one layer's forward."""
+class Swap:
+    """Stands in for one module's forward."""
 
-    def __init__(self, module: nn.Module, number: int, listener: Listener) -> None:
-        """Remember what the layer's forward was.
+    def __init__(self, module: nn.Module, listener: Listener) -> None:
+        """Take the forward's place.
 
         Args:
-            module: The layer.
-            number: Its place, 0 for the first.
-            listener: Decides whether the layer is computed.
+            module: The trunk or a layer.
+            listener: Receives the calls.
         """
         self.module = module
-        self.number = number
         self.original: Callable[..., Any] = module.forward
-        self.__wrapped__ = self.original  # inspect.signature() then shows the layer's own
+        self.__wrapped__ = self.original  # inspect.signature() then shows the module's own
         self.arguments = Arguments(self.original)
         self._listener = listener
         self._had_own_forward = "forward" in module.__dict__
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._listener.layer(self, args, kwargs)
+        module.forward = self  # type: ignore[assignment]
 
     def remove(self) -> None:
-        """Give the layer its forward back, if it still carries this one."""
-        if self.module.__dict__.get("forward") is not self:
+        """Give the module its forward back.
+
+        Raises:
+            WrapError: Somebody else has put a forward on top meanwhile.
+        """
+        if "forward" not in self.module.__dict__:
+            return  # somebody took it off already
+        if self.module.__dict__["forward"] is not self:
             raise WrapError(
-                f"layer {self.number}: its forward was replaced by {self.module.forward!r} after wrapping; "
-                "remove that wrapper first, then call unwrap()"
+                f"{type(self.module).__name__}: its forward was replaced after wrapping "
+                f"(by a {type(self.module.forward).__name__}); remove that first, then call unwrap() again"
             )
         if self._had_own_forward:
             self.module.forward = self.original
@@ -66,7 +66,7 @@ class SwappedForward:
             del self.module.forward
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copied layer computes with its own weights: it gets its class's forward, bound to the copy."""
+        """A copied module computes with its own weights: it gets its class's forward, bound to the copy."""
         if self._had_own_forward:
             return copy.deepcopy(self.original, memo)
         return types.MethodType(type(self.module).forward, memo[id(self.module)])
@@ -75,56 +75,109 @@ class SwappedForward:
         raise WrapError("a wrapped model cannot be pickled: call cache.unwrap() first, or save its state_dict()")
 
 
-class _TrunkHook:
-    """A native hook that forwards to the listener, and does nothing in a copy of the model."""
+class LayerSwap(Swap):
+    """Stands in for one layer's forward; the listener decides whether the layer is computed."""
 
-    def __init__(self, act: Callable[..., Any]) -> None:
-        self._act = act
+    def __init__(self, module: nn.Module, number: int, listener: Listener) -> None:
+        """Take the forward's place.
 
-    def __call__(self, *args: Any) -> Any:
-        return self._act(*args)
+        Args:
+            module: The layer.
+            number: Its place, 0 for the first.
+            listener: Receives the calls.
+        """
+        super().__init__(module, listener)
+        self.number = number
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_TrunkHook":
-        return _TrunkHook(_do_nothing)
-
-    __reduce__ = SwappedForward.__reduce__
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._listener.layer(self, args, kwargs)
 
 
-def _do_nothing(*_: Any) -> None:
-    return None
+class TrunkSwap(Swap):
+    """Stands in for the trunk's forward: opens a call, and closes it whatever happens."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = self._listener.opened(args, kwargs)
+        try:
+            return self.original(*args, **kwargs)
+        finally:
+            self._listener.closed()
+
+
+class _NormHook:
+    """Hands the final norm's output to the listener; in a copy of the model it does nothing."""
+
+    def __init__(self, listener: Listener | None = None) -> None:
+        self._listener = listener
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return None if self._listener is None else self._listener.normed(output)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_NormHook":
+        return _NormHook()
+
+    def __reduce__(self) -> tuple[type["_NormHook"], tuple[()]]:
+        return _NormHook, ()
+
+
+class Installed:
+    """What hangs on a model, and how to take it off."""
+
+    def __init__(self) -> None:
+        """Nothing yet."""
+        self._removals: list[Callable[[], None]] = []
+
+    def add(self, remove: Callable[[], None]) -> None:
+        """Remember how to take one thing off."""
+        self._removals.append(remove)
+
+    def remove(self) -> None:
+        """Take everything off, last first. What cannot be taken off now is tried again at the next call.
+
+        Raises:
+            WrapError: A foreign wrapper lies on top of a swap; everything else was taken off.
+        """
+        left: list[Callable[[], None]] = []
+        trouble: WrapError | None = None
+        for remove in reversed(self._removals):
+            try:
+                remove()
+            except WrapError as error:
+                left.insert(0, remove)
+                trouble = trouble or error
+        self._removals = left
+        if trouble is not None:
+            raise trouble
 
 
 def is_wrapped(trunk: Trunk) -> bool:
-    """Whether a cache already hangs on this trunk."""
-    return any(isinstance(layer.__dict__.get("forward"), SwappedForward) for layer in trunk.layers)
+    """Whether a cache already hangs on this trunk or a layer of it."""
+    return any(isinstance(module.__dict__.get("forward"), Swap) for module in (trunk.module, *trunk.layers))
 
 
-def install(trunk: Trunk, listener: Listener) -> ExitStack:
-    """Hook the trunk and swap the forward of every layer.
+def install(trunk: Trunk, listener: Listener) -> Installed:
+    """Swap the forward of the trunk and of every layer, and hook the final norm.
 
     Args:
         trunk: Where to install.
         listener: Receives the calls.
 
     Returns:
-        A stack whose `close()` restores everything, in reverse order. An error half-way restores what was done.
+        What `remove()` takes off again. An error half-way takes off what was put on.
 
     Raises:
         WrapError: The trunk already carries a cache.
     """
     if is_wrapped(trunk):
         raise WrapError("this model is already wrapped: use the existing cache, or call its unwrap() first")
-    with ExitStack() as stack:
+    installed = Installed()
+    try:
         for number, module in enumerate(trunk.layers):
-            swap = SwappedForward(module, number, listener)
-            module.forward = swap
-            stack.callback(swap.remove)
+            installed.add(LayerSwap(module, number, listener).remove)
         if trunk.norm is not None:
-            normed = _TrunkHook(lambda _module, _args, output: listener.normed(output))
-            stack.callback(trunk.norm.register_forward_hook(normed).remove)
-        opened = _TrunkHook(lambda _module, args, kwargs: listener.opened(args, kwargs))
-        stack.callback(trunk.module.register_forward_pre_hook(opened, with_kwargs=True).remove)
-        closed = _TrunkHook(lambda *_: listener.closed())
-        # always_call: an exception in the model must not leave the call open for the thread's next forward.
-        stack.callback(trunk.module.register_forward_hook(closed, always_call=True).remove)
-        return stack.pop_all()
+            installed.add(trunk.norm.register_forward_hook(_NormHook(listener)).remove)
+        installed.add(TrunkSwap(trunk.module, listener).remove)
+    except BaseException:
+        installed.remove()
+        raise
+    return installed

@@ -6,7 +6,9 @@ Absent or expired is a miss, never an error. One lock guards everything; tensors
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -125,6 +127,12 @@ class Library:
             request = self._requests.get(row.key)
             return request is not None and request.ids == row.ids
 
+    def is_lossless(self, key: str) -> bool:
+        """Whether the request's states come back bit for bit."""
+        with self._lock:
+            request = self._requests.get(key)
+            return request is not None and self.codec.is_lossless(request.dtype)
+
     def held(self, key: str) -> list[int]:
         """Layers whose bank holds a state of the request."""
         with self._lock:
@@ -207,7 +215,7 @@ class Library:
                 request = self._requests[row.key] = Request(scope, row.ids, dtype)
             try:
                 for layer in stored:
-                    self._let_go(self.banks[layer].put(row.key, encoded[layer]), layer)
+                    self.banks[layer].put(row.key, encoded[layer], partial(self._let_go, layer=layer))
                 if features is not None:
                     self._shelve(request, row, features, vector, stored)
             except Exception:
@@ -251,7 +259,7 @@ class Library:
         with self._lock:
             request = self._requests[record.key] = Request(record.scope, record.ids, record.dtype)
             for layer, entry in record.entries.items():
-                self._let_go(self.banks[layer].put(record.key, entry), layer)
+                self.banks[layer].put(record.key, entry, partial(self._let_go, layer=layer))
             for place in record.places:
                 self._place(record.key, request, place)
 
@@ -317,26 +325,28 @@ class Library:
 
     def _expire(self) -> None:
         for layer, bank in self.banks.items():
-            self._let_go(bank.expire(), layer)
+            for key in bank.expire():
+                self._let_go(key, layer)
 
-    def _let_go(self, keys: Sequence[str], layer: int) -> None:
-        """A layer's bank no longer holds these: drop their index rows there, and everywhere with the last bank."""
-        for key in keys:
-            request = self._requests[key]
-            if not any(key in bank for bank in self.banks.values()):
-                self._forget(key)
-            elif self._by_layer:
-                gone = [place for place in request.places if place[0].layer == layer]
-                request.places = tuple(place for place in request.places if place[0].layer != layer)
-                for shelf, slot in gone:
-                    shelf.remove(slot)
-
-    def _forget(self, key: str) -> None:
-        request = self._requests.pop(key, None)
+    def _let_go(self, key: str, layer: int) -> None:
+        """A layer's bank no longer holds this: drop its index row there, and everything with the last bank."""
+        request = self._requests.get(key)
         if request is None:
             return
-        for shelf, slot in request.places:
-            shelf.remove(slot)
-        for bank in self.banks.values():
-            bank.remove(key)
+        if not any(key in bank for bank in self.banks.values()):
+            self._forget(key)
+        elif self._by_layer:
+            gone = [place for place in request.places if place[0].layer == layer]
+            request.places = tuple(place for place in request.places if place[0].layer != layer)
+            for shelf, slot in gone:
+                shelf.remove(slot)
+
+    def _forget(self, key: str) -> None:
+        """Drop all traces of a request. If a part fails, the others are dropped all the same."""
         self._waiting.pop(key, None)
+        request = self._requests.pop(key, None)
+        with ExitStack() as stack:
+            for bank in self.banks.values():
+                stack.callback(bank.remove, key)
+            for shelf, slot in () if request is None else request.places:
+                stack.callback(shelf.remove, slot)

@@ -99,24 +99,21 @@ def last_valid(valid: Positions) -> int:
     return valid.stop - 1 if isinstance(valid, slice) else int(valid[-1])
 
 
-def misread(
-    payload: Payload, ids: NDArray[np.int64], valid: Positions, pad_id: int | None, is_classifier: bool
-) -> bool:
-    """Whether the head would read another token than the payload keeps.
+def head_reads_padding(reads: str, valid: Positions, ids: NDArray[np.int64], pad_id: int | None) -> bool:
+    """Whether the head would read a token that is not kept, or not the one that is.
 
-    [CLS] heads read place 0 even where that is padding. Causal classifiers of transformers read the last token whose
-    id is not the padding id (the very last one when there is no padding id), whatever the mask says.
+    Heads that read the first row read place 0 even where that is padding. Causal classifiers of transformers read the
+    last token whose id is not the padding id (the very last one when there is no padding id), whatever the mask says.
 
     Args:
-        payload: What entries keep.
+        reads: `first`, `last` or anything else.
+        valid: Valid positions of the row, at least one.
         ids: Token ids of the row (T,).
-        valid: Its valid positions, at least one.
         pad_id: The model's padding id, or None.
-        is_classifier: The head is transformers' own classifier; other readers of the last row go by the mask.
     """
-    if payload.name == "cls":
+    if reads == "first":
         return (valid.start if isinstance(valid, slice) else int(valid[0])) != 0
-    if payload.name == "last" and is_classifier:
+    if reads == "last":
         not_pad = np.arange(len(ids)) if pad_id is None else np.flatnonzero(ids != pad_id)
         return len(not_pad) == 0 or int(not_pad[-1]) != last_valid(valid)
     return False

@@ -30,7 +30,7 @@ class Place:
 class Shelf:
     """One index and the keys of its rows. Requests on different shelves never find each other."""
 
-    __slots__ = ("_free", "_index", "_keys", "layer", "length")
+    __slots__ = ("_free", "_index", "_keys", "_leaving", "layer", "length")
 
     def __init__(self, length: int, layer: int | None, index: Index) -> None:
         """Start empty.
@@ -45,6 +45,7 @@ class Shelf:
         self._index = index
         self._keys: list[str | None] = []
         self._free: list[int] = []
+        self._leaving: list[int] = []
 
     def __len__(self) -> int:
         return len(self._index)
@@ -60,9 +61,11 @@ class Shelf:
 
     def remove(self, slot: int) -> None:
         """Free a slot."""
-        self._index.remove(np.array([slot]))
-        self._keys[slot] = None
-        self._free.append(slot)
+        self._keys[slot] = None  # first: a row that the index fails to remove must not be taken for a request
+        self._leaving.append(slot)
+        self._index.remove(np.array(self._leaving))  # with those that it failed to remove before
+        self._free += self._leaving
+        self._leaving.clear()
 
     def vector(self, slot: int) -> Floats:
         """The vector (F,) in a slot."""

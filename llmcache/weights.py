@@ -1,8 +1,9 @@
 """Which weights produced a state: a digest of the trunk, recomputed only when something changed.
 
 Every call compares the address, version counter and dtype of each parameter and buffer, the modules that hold them, and
-the PEFT adapters in use; that costs some 50 microseconds for BERT-base. Edits through `.data` change none of these and
-are not seen (PyTorch notes, "Autograd mechanics", in-place correctness checks): call `cache.clear()` after one.
+the PEFT adapters in use; that costs some 50 microseconds for BERT-base. Fused optimizers write weights without moving
+the counter, so the digest is also renewed after a forward with gradients, and while gradients are held. Edits through
+`.data` alone change none of these and are not seen: call `cache.clear()` after one.
 """
 
 import hashlib
@@ -27,7 +28,10 @@ class Weights:
         self._lock = threading.Lock()
         self._holders: list[dict[str, Any]] = []
         self._tensors: list[Tensor] = []
+        self._n_tensors = 0
         self._tuners: list[Any] = []
+        self._kept: list[Any] = []
+        self._is_suspect = False
         self._mark: tuple[Any, ...] | None = None
         self._digest = ""
 
@@ -39,17 +43,37 @@ class Weights:
                     self._refresh()
         return self._digest
 
+    def suspect(self) -> None:
+        """Renew the digest at the next call: an optimizer may have written the weights."""
+        self._is_suspect = True
+
+    @property
+    def can_be_watched(self) -> bool:
+        """False when a tensor was made under `inference_mode`: it has no version counter, so edits would go unseen."""
+        return len(self._tensors) == self._n_tensors
+
+    @property
+    def differ_by_row(self) -> bool:
+        """Whether PEFT is serving each row with an adapter of its own, which it does by hooks on its layers."""
+        return any(tuner._forward_pre_hooks for tuner in self._tuners)
+
     def _is_stale(self) -> bool:
-        return self._mark is None or self._take_mark() != self._mark
+        if self._mark is None or self._is_suspect or self._take_mark() != self._mark:
+            return True
+        return any(tensor.grad is not None for tensor in self._tensors if tensor.is_leaf)
 
     def _refresh(self) -> None:
+        self._is_suspect = False
         parts = list(self._module.modules())
         self._holders = [
             holder for part in parts for holder in (part._parameters, part._buffers, part._modules) if holder
         ]
-        held = chain.from_iterable(holder.values() for holder in self._holders)
-        # Inference tensors keep no version counter; they cannot be written outside inference mode.
-        self._tensors = [tensor for tensor in held if isinstance(tensor, Tensor) and not tensor.is_inference()]
+        held = list(chain.from_iterable(holder.values() for holder in self._holders))
+        tensors = [tensor for tensor in held if isinstance(tensor, Tensor)]
+        self._n_tensors = len(tensors)
+        self._tensors = [tensor for tensor in tensors if not tensor.is_inference()]
+        # Kept alive until the next look: what replaces them can then not be mistaken for them by its address.
+        self._kept = [held, [tensor.untyped_storage() for tensor in tensors]]
         # PEFT's layers carry a flag of this name; on whole models transformers has a method of the same name.
         self._tuners = [part for part in parts if isinstance(getattr(part, "disable_adapters", None), bool)]
         mark = self._take_mark()
@@ -63,7 +87,9 @@ class Weights:
         return *held, *tensors, *self._adapters()
 
     def _adapters(self) -> list[str]:
-        return [f"{tuner.disable_adapters}:{tuner.active_adapters}" for tuner in self._tuners]
+        """What PEFT's layers apply, scales and merges included: those are written through `.data`."""
+        facts = ("disable_adapters", "active_adapters", "merged_adapters", "scaling")
+        return [str([getattr(tuner, fact, None) for fact in facts]) for tuner in self._tuners]
 
     def _hash(self) -> str:
         sha = hashlib.sha256("|".join(self._adapters()).encode())

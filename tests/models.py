@@ -210,9 +210,6 @@ STRANGERS: dict[str, Callable[[], nn.Module]] = {
     "megatron": lambda: tf.MegatronBertModel(tf.MegatronBertConfig(**_COMMON)),
     "convbert": lambda: tf.ConvBertModel(tf.ConvBertConfig(**_COMMON, embedding_size=32)),
     "squeezebert": lambda: tf.SqueezeBertModel(tf.SqueezeBertConfig(**_COMMON, embedding_size=32)),
-    "nystromformer": lambda: tf.NystromformerModel(
-        tf.NystromformerConfig(**_COMMON, num_landmarks=4, segment_means_seq_len=12)
-    ),
 }
 
 STRANGE_GENERATORS: dict[str, Callable[[], nn.Module]] = {

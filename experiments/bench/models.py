@@ -1,6 +1,7 @@
 """Models to measure: real architectures with random weights, or a trained one from a folder."""
 
 import copy
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -69,6 +70,7 @@ class Shortcut:
             layer.forward = self._switch(layer.forward)
 
     def _switch(self, forward: Any) -> Any:
+        @functools.wraps(forward)
         def run(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
             return hidden_states if self.is_open else forward(hidden_states, *args, **kwargs)
 

@@ -22,7 +22,7 @@ class Exact:
         return [reuse for row in rows if (reuse := self._decide(call, row))]
 
     def _decide(self, call: Call, row: Row) -> Reuse | None:
-        if not self._library.known(row):
+        if not self._library.known(row) or not self._library.is_lossless(row.key):
             return None
         for layer in reversed(self._library.held(row.key)):
             if state := self._library.read(row.key, layer, with_kv=call.kv_cache is not None):

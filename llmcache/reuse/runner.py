@@ -15,7 +15,7 @@ from torch import Tensor
 
 from llmcache.adapters import CACHE, Adapter, repack, select_rows, unpack
 from llmcache.context import Call, Reuse
-from llmcache.hooks import SwappedForward
+from llmcache.hooks import LayerSwap
 from llmcache.payloads import Payload
 
 
@@ -31,10 +31,9 @@ class Runner:
         """
         self._payload = payload
         self._skipped = adapter.skipped
+        self.cannot_skip = False  # known once a layer was seen to return more than hidden states
 
-    def run(
-        self, call: Call, layer: SwappedForward, args: tuple[Any, ...], kwargs: dict[str, Any], places: bool
-    ) -> Any:
+    def run(self, call: Call, layer: LayerSwap, args: tuple[Any, ...], kwargs: dict[str, Any], places: bool) -> Any:
         """Output of a layer, packed as the layer itself would.
 
         Args:
@@ -48,15 +47,18 @@ class Runner:
         rows = [row for row in range(call.n_rows) if not _skips(call.reused.get(row), number)]
         if len(rows) == call.n_rows or self._skipped is None:
             output = layer.original(*args, **kwargs)
-            self._skipped = self._skipped or _learn(output)
+            if self._skipped is None:
+                self._skipped = _learn(output)
+                self.cannot_skip = self._skipped is None
         else:
             output = self._run_some(call, rows, layer, args, kwargs)
         return repack(output, self.place(call, number, unpack(output))) if places and call.reused else output
 
     def _run_some(
-        self, call: Call, rows: list[int], layer: SwappedForward, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, call: Call, rows: list[int], layer: LayerSwap, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """The layer's output where some or all rows skip it; their K/V comes from the store."""
+        call.n_skipped += call.n_rows - len(rows)
         hidden = layer.arguments.get(args, kwargs, layer.arguments.names[0])
         if rows:
             output, kv = self._compute(call, rows, layer, args, kwargs)
@@ -82,22 +84,20 @@ class Runner:
         return hidden
 
     def _compute(
-        self, call: Call, rows: list[int], layer: SwappedForward, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, call: Call, rows: list[int], layer: LayerSwap, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, tuple[Tensor, Tensor] | None]:
         """Run the layer on some rows; the others keep their input. Also the K/V (R, H, T, D_h) it made."""
         hidden = layer.arguments.get(args, kwargs, layer.arguments.names[0])
         index = torch.tensor(rows, device=hidden.device)
-        args = tuple(select_rows(value, index, call.n_rows) for value in args)
-        kwargs = {name: select_rows(value, index, call.n_rows) for name, value in kwargs.items()}
+        args, kwargs = select_rows(layer.arguments, args, kwargs, index, call.n_rows)
         scratch = None
         if call.kv_cache is not None:
             # The caller's cache takes all rows at once, so these rows get one of their own, T long.
             scratch = _new_cache()
             args, kwargs = layer.arguments.replace(args, kwargs, CACHE, scratch)
             mask = layer.arguments.get(args, kwargs, "attention_mask")
-            if mask is not None and mask.shape[-1] > hidden.shape[1]:
-                mask = mask[..., : hidden.shape[1]]
-                args, kwargs = layer.arguments.replace(args, kwargs, "attention_mask", mask)
+            if mask is not None:
+                args, kwargs = layer.arguments.replace(args, kwargs, "attention_mask", mask[..., : hidden.shape[1]])
         part = layer.original(*args, **kwargs)
         computed = unpack(part)
         whole = hidden.to(computed.dtype, copy=True).index_copy_(0, index, computed)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from llmcache import LLMCache, WrapError
-from llmcache.hooks import SwappedForward
+from llmcache.hooks import Swap
 from tests.models import BARE, CLASSIFIERS, GENERATORS, TOKEN_HEADS, build, padded, states, tokens
 
 
@@ -90,7 +90,7 @@ def test_a_foreign_forward_put_on_top_stays_and_unwrap_can_be_tried_again() -> N
     layer = model.encoder.layer[1]
     ours = layer.forward
     layer.forward = foreign(layer)
-    with pytest.raises(WrapError, match=r"layer 1.*then call unwrap"):
+    with pytest.raises(WrapError, match=r"BertLayer.*then call unwrap"):
         cache.unwrap()
     layer.forward = ours  # the wrapper is removed, as the error asks
     cache.unwrap()
@@ -110,14 +110,14 @@ def test_a_layer_that_lost_its_swap_costs_speed_only() -> None:
 def test_an_install_that_fails_half_way_restores_all(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(BARE["gpt2"])
     before = attributes(model)
-    made = SwappedForward.__init__
+    made = Swap.__init__
 
-    def fail_at_third(self: SwappedForward, module: nn.Module, number: int, listener: Any) -> None:
-        if number == 2:
+    def fail_at_third(self: Swap, module: nn.Module, listener: Any) -> None:
+        if module is model.h[2]:
             raise RuntimeError("no")
-        made(self, module, number, listener)
+        made(self, module, listener)
 
-    monkeypatch.setattr(SwappedForward, "__init__", fail_at_third)
+    monkeypatch.setattr(Swap, "__init__", fail_at_third)
     with pytest.raises(RuntimeError, match="no"):
         LLMCache.wrap(model)
     assert attributes(model) == before

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from llmcache import Adapter, ConfigError, LLMCache, UnsupportedModelError, register_adapter
-from llmcache.adapters import ADAPTERS, locate, select_rows, special_ids
+from llmcache.adapters import ADAPTERS, Arguments, can_select_rows, locate, select_rows, special_ids
 from tests.models import (
     BARE,
     CLASSIFIERS,
@@ -146,7 +146,7 @@ def test_of_an_unknown_decoder_the_trunk_and_not_the_head() -> None:
     assert locate(model).module is model.model
 
 
-@pytest.mark.parametrize("family", ["mpnet", "deberta", "qwen3"])
+@pytest.mark.parametrize("family", ["convbert"])
 def test_recognised_by_shape(family: str) -> None:
     model = build({**BARE, **STRANGERS}[family])
     trunk = locate(model)
@@ -162,6 +162,15 @@ def test_recognised_by_shape(family: str) -> None:
     assert (stats.hits, stats.n_layers_skipped) == ({"exact": 2}, 2 * trunk.depth)
 
 
+def test_layers_that_hand_on_more_than_hidden_states_are_never_skipped() -> None:
+    model = build(STRANGERS["megatron"])
+    cache = LLMCache.wrap(model)
+    for _ in range(3):
+        cache(**padded([6, 4]))
+    stats = cache.stats()
+    assert (stats.n_hits, stats.bypassed, stats.n_layers_skipped) == (0, {"unknown_output": 4}, 0)
+
+
 def test_special_ids_come_from_tokenizer_config_or_family() -> None:
     assert special_ids(locate(build(GENERATORS["gpt2"]))) == (0, 1, 2)
     trunk = locate(build(BARE["bert"]))
@@ -173,12 +182,30 @@ def test_rows_are_selected_where_there_is_one_a_request() -> None:
     rows = torch.tensor([2, 0])
     x = torch.arange(12.0).reshape(3, 4)
     shared = torch.zeros(1, 4)
-    picked = select_rows((x, (x, None), shared, "text"), rows, 3)
-    assert torch.equal(picked[0], x[[2, 0]])
-    assert torch.equal(picked[1][0], x[[2, 0]])
-    assert picked[1][1] is None
-    assert picked[2] is shared
-    assert picked[3] == "text"
+
+    def forward(hidden_states: object, position_embeddings: object, *more: object, **rest: object) -> None: ...
+
+    arguments = Arguments(forward)
+    table = torch.zeros(3, 9)
+    args, kwargs = select_rows(
+        arguments, (x, (x, None), table), {"attention_mask": shared, "rel_embeddings": table, "text": "t"}, rows, 3
+    )
+    assert torch.equal(args[0], x[[2, 0]])
+    assert torch.equal(args[1][0], x[[2, 0]])
+    assert args[1][1] is None
+    assert args[2] is table
+    assert kwargs["attention_mask"] is shared
+    assert kwargs["rel_embeddings"] is table
+    assert kwargs["text"] == "t"
+
+
+def test_a_table_of_unknown_meaning_forbids_taking_rows_out() -> None:
+    x = torch.zeros(3, 4)
+    assert can_select_rows(Arguments(lambda hidden_states: None), (x,), {"rel_embeddings": x, "mask": x[:1]}, 3)
+    assert not can_select_rows(Arguments(lambda hidden_states: None), (x,), {"slopes": x}, 3)
+    assert not can_select_rows(Arguments(lambda hidden_states: None), (x,), {"slopes": (None, x)}, 3)
+    assert can_select_rows(Arguments(lambda signal: None), (x,), {"slopes": x[:1]}, 3)
+    assert can_select_rows(Arguments(lambda hidden_states: None), (x[:1],), {"slopes": x[:1]}, 1)
 
 
 @pytest.mark.parametrize("head", TOKEN_HEADS)

@@ -214,4 +214,4 @@ def test_what_is_stored_shares_no_memory_with_the_caller() -> None:
 def test_bank_refuses_what_cannot_fit() -> None:
     bank = Bank(MemoryStore(), LRU(), max_bytes=10)
     with pytest.raises(ValueError, match="exceeds"):
-        bank.put("k", Entry({"hidden": torch.zeros(100)}))
+        bank.put("k", Entry({"hidden": torch.zeros(100)}), lambda key: None)
