@@ -62,7 +62,8 @@ class CacheConfig(BaseModel):
         layers: Layers whose output is stored: `last`, `all`, or layer numbers (negative ones count from the end).
             `auto` is `all` in `paper` mode, else `last`.
         fingerprint: Vector that similarity is measured on: `mean`, `simhash` or `pca`.
-        index: `auto`, `flat`, `hnsw` or `binary`.
+        index: `flat` (exact), `refined` (bits first, then exact), `hnsw` (a graph, for more than some 100,000 entries),
+            `binary` (for `simhash`), or `auto`: `binary` for `simhash`, else `refined`.
         policy: Who leaves a full bank: `lru`, `lfu`, `fifo` or `ttl`.
         compression: Codec of stored states: `none`, `fp16` or `int8`.
         max_entries: Most entries a bank, or None.
@@ -119,10 +120,10 @@ class CacheConfig(BaseModel):
 
     @property
     def index_component(self) -> Component:
-        """The index to build, with `auto` resolved: binary for SimHash, else HNSW (exact while small)."""
+        """The index to build, with `auto` resolved."""
         if self.index.name != "auto":
             return self.index
-        return Component(name="binary" if self.fingerprint.name == "simhash" else "hnsw", **self.index.options)
+        return Component(name="binary" if self.fingerprint.name == "simhash" else "refined", **self.index.options)
 
     @classmethod
     def make(cls, source: "CacheConfig | Mapping[str, Any] | str | Path | None", **overrides: Any) -> Self:

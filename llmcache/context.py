@@ -32,10 +32,9 @@ class Scope:
     dtype: str
     attention: str
 
-    @property
-    def key(self) -> bytes:
-        """Unambiguous bytes to hash."""
-        return repr((self.namespace, self.weights, self.dtype, self.attention)).encode()
+    def sha(self) -> Any:
+        """A SHA-256 that has taken in every field, unambiguously."""
+        return hashlib.sha256(repr((self.namespace, self.weights, self.dtype, self.attention)).encode())
 
 
 @dataclass(slots=True)
@@ -94,6 +93,7 @@ class Call:
         features: What the fingerprint reads, float32 (B, F0) on the host, or None when nothing is searched.
         fingerprints: float32 (B, F), or None.
         reused: Latest decision by row number.
+        is_served: Every row takes its state at the last layer, so that all layers below are skipped.
         kv_cache: The caller's K/V cache object, or None.
         captured: Payloads to store: row number, then layer, then named tensors.
         n_skipped: Layer executions saved so far, summed over rows.
@@ -109,6 +109,7 @@ class Call:
     features: NDArray[np.float32] | None = None
     fingerprints: NDArray[np.float32] | None = None
     reused: dict[int, Reuse] = field(default_factory=dict)
+    is_served: bool = False
     kv_cache: Any = None
     captured: dict[int, dict[int, dict[str, Tensor]]] = field(default_factory=dict)
     n_skipped: int = 0
@@ -157,7 +158,7 @@ def to_host(*tensors: Tensor | None) -> list[NDArray[Any] | None]:
     Returns:
         NumPy arrays; on CPU they share the tensors' memory.
     """
-    copies = [tensor if tensor is None else tensor.detach().to("cpu", non_blocking=True) for tensor in tensors]
+    copies = [tensor if tensor is None or tensor.is_cpu else tensor.to("cpu", non_blocking=True) for tensor in tensors]
     for tensor in tensors:
         if tensor is not None and tensor.is_cuda:
             torch.cuda.current_stream(tensor.device).synchronize()
@@ -177,7 +178,7 @@ def read_rows(scope: Scope, inputs: Inputs, id_dtype: np.dtype[Any], padding_cou
         id_dtype: Smallest integer dtype that holds the vocabulary.
         padding_counts: The model may treat padding as it likes: all tokens are kept, and the mask is part of the key.
     """
-    prefix = hashlib.sha256(scope.key)
+    prefix = scope.sha()
     rows = []
     for number, row_ids in enumerate(inputs.ids):
         mask = None if inputs.valid is None else inputs.valid[number]

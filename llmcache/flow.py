@@ -63,6 +63,7 @@ class Flow:
         self._arguments = Arguments(parts.trunk.module.forward)
         self._runner = Runner(parts.payload, parts.trunk.adapter)
         self._tokenizer = tokenizer
+        self._last = parts.trunk.depth - 1
         self._table: tuple[object, Tensor] | None = None
         self._head_reads = _reads(parts)
         self._thread = threading.local()
@@ -95,8 +96,10 @@ class Flow:
             call = self._thread.call = self._begin(call, swap, args, kwargs)
         if call is None or call.scope is None:  # bypassed, or layer 0 was not run through its swap
             return swap.original(*args, **kwargs)
+        is_last = swap.number == self._last
+        if call.is_served and not is_last:
+            return self._runner.skip(call, swap, args, kwargs)
         self._decide(call, swap, args, kwargs)
-        is_last = self._is_last(swap.number)
         ends_here = not (is_last and self._ends_after_norm)
         output = self._runner.run(call, swap, args, kwargs, places=ends_here)
         call.is_complete = is_last
@@ -109,9 +112,8 @@ class Flow:
         call: Call | None = None if torch.compiler.is_compiling() else getattr(self._thread, "call", None)
         if call is None or not self._ends_after_norm or not call.is_complete:
             return None
-        last = self._parts.trunk.depth - 1
-        output = self._runner.place(call, last, output)
-        self._capture(call, last, output)
+        output = self._runner.place(call, self._last, output)
+        self._capture(call, self._last, output)
         return output
 
     def closed(self) -> None:
@@ -210,6 +212,9 @@ class Flow:
             if decided and not can_select_rows(swap.arguments, args, kwargs, call.n_rows):
                 decided = []  # rows could not be taken out of the batch safely
             call.reused |= {reuse.row: reuse for reuse in decided}
+            call.is_served = len(call.reused) == call.n_rows and all(
+                reuse.layer == self._last and reuse.rung != "paper" for reuse in call.reused.values()
+            )
             call.lookup_s += perf_counter() - started
 
     def _capture(self, call: Call, number: int, hidden: Tensor) -> None:
@@ -261,9 +266,6 @@ class Flow:
     @property
     def _ends_after_norm(self) -> bool:
         return self._parts.payload.after_norm and self._parts.trunk.norm is not None
-
-    def _is_last(self, number: int) -> bool:
-        return number == self._parts.trunk.depth - 1
 
     def _scope(self, call: Call, hidden: Tensor) -> Scope:
         dtype = str(hidden.dtype)

@@ -9,10 +9,14 @@ the counter, so the digest is also renewed after a forward with gradients, and w
 import hashlib
 import threading
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+# Read by the hundred in every call.
+_VERSION, _DTYPE = attrgetter("_version"), attrgetter("dtype")
 
 
 class Weights:
@@ -31,7 +35,7 @@ class Weights:
         self._n_tensors = 0
         self._tuners: list[Any] = []
         self._kept: list[Any] = []
-        self._is_suspect = False
+        self._is_suspect = True
         self._mark: tuple[Any, ...] | None = None
         self._digest = ""
 
@@ -44,7 +48,7 @@ class Weights:
         return self._digest
 
     def suspect(self) -> None:
-        """Renew the digest at the next call: an optimizer may have written the weights."""
+        """Say that a forward with gradients ran, so that an optimizer may write the weights from now on."""
         self._is_suspect = True
 
     @property
@@ -58,12 +62,9 @@ class Weights:
         return any(tuner._forward_pre_hooks for tuner in self._tuners)
 
     def _is_stale(self) -> bool:
-        if self._mark is None or self._is_suspect or self._take_mark() != self._mark:
-            return True
-        return any(tensor.grad is not None for tensor in self._tensors if tensor.is_leaf)
+        return self._is_suspect or self._take_mark() != self._mark
 
     def _refresh(self) -> None:
-        self._is_suspect = False
         parts = list(self._module.modules())
         self._holders = [
             holder for part in parts for holder in (part._parameters, part._buffers, part._modules) if holder
@@ -79,12 +80,20 @@ class Weights:
         mark = self._take_mark()
         self._digest = self._hash()
         self._mark = mark
+        # While gradients are held a step may follow at any time.
+        self._is_suspect = any(tensor.is_leaf and tensor.grad is not None for tensor in self._tensors)
 
     def _take_mark(self) -> tuple[Any, ...]:
         """What changes when a weight does, without reading the weight."""
-        held = map(id, chain.from_iterable([holder.values() for holder in self._holders]))
-        tensors = [(tensor.data_ptr(), tensor._version, tensor.dtype) for tensor in self._tensors]
-        return *held, *tensors, *self._adapters()
+        held = map(id, chain.from_iterable(map(dict.values, self._holders)))
+        tensors = self._tensors
+        return (
+            *held,
+            *map(Tensor.data_ptr, tensors),
+            *map(_VERSION, tensors),
+            *map(_DTYPE, tensors),
+            *self._adapters(),
+        )
 
     def _adapters(self) -> list[str]:
         """What PEFT's layers apply, scales and merges included: those are written through `.data`."""

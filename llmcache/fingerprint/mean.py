@@ -24,9 +24,9 @@ class MeanEmbedding:
 
     def features(self, hidden: Tensor, content: Tensor) -> Tensor:
         """Mean over content tokens, float32 (B, D); zeros for a row without any."""
-        weights = content.to(hidden.dtype)
-        weights = weights / weights.sum(dim=1, keepdim=True).clamp(min=1)
-        return torch.bmm(weights.unsqueeze(1), hidden).squeeze(1).float()
+        # One product reads the hidden states once; a mask, a sum and a division would read them three times.
+        total = torch.bmm(content.unsqueeze(1).to(hidden.dtype), hidden).squeeze(1)
+        return total.float() / content.sum(dim=1, keepdim=True).clamp(min=1)
 
     def fit(self, features: Floats) -> None:
         """Nothing to learn."""
@@ -45,6 +45,6 @@ class MeanEmbedding:
 
 def normalise(x: Floats) -> Floats:
     """Rows scaled to L2 norm 1; a zero row stays zero, so it is similar to nothing."""
-    norm = np.linalg.norm(x, axis=1, keepdims=True)
-    scaled: Floats = (x / np.maximum(norm, 1e-12)).astype(np.float32)
+    norm = np.sqrt(np.einsum("nd,nd->n", x, x))
+    scaled: Floats = x / np.maximum(norm, np.float32(1e-12))[:, None]
     return scaled

@@ -10,8 +10,9 @@ from typing import Any, Protocol
 from llmcache.index.binary import BinaryIndex
 from llmcache.index.flat import FlatIndex, Ids, Rows
 from llmcache.index.hnsw import HNSWIndex
+from llmcache.index.refined import RefinedIndex
 
-__all__ = ["INDEXES", "BinaryIndex", "FlatIndex", "HNSWIndex", "Ids", "Index", "Rows"]
+__all__ = ["INDEXES", "BinaryIndex", "FlatIndex", "HNSWIndex", "Ids", "Index", "RefinedIndex", "Rows"]
 
 
 class Index(Protocol):
@@ -82,4 +83,9 @@ class Index(Protocol):
         """Bytes of rows, links and slot numbers; Python's own dict of ids is not counted."""
 
 
-INDEXES: dict[str, type[Index]] = {"flat": FlatIndex, "hnsw": HNSWIndex, "binary": BinaryIndex}
+INDEXES: dict[str, type[Index]] = {
+    "flat": FlatIndex,
+    "hnsw": HNSWIndex,
+    "binary": BinaryIndex,
+    "refined": RefinedIndex,
+}

@@ -35,6 +35,7 @@ class FlatIndex:
         self._slot_of: dict[int, int] = {}  # in order of arrival
         self._ids: Ids = np.empty(0, np.int64)  # slot -> id; spare room at the end
         self._faiss = self._open()
+        self._view: npt.NDArray[Any] | None = None
 
     def add(self, ids: Ids, x: Rows) -> None:
         """Add or overwrite rows; see `Index.add`."""
@@ -53,6 +54,10 @@ class FlatIndex:
         """Find the `k` most similar rows; see `Index.search`."""
         check_rows(x, self.dim)
         check_k(k)
+        return self.nearest(x, k)
+
+    def nearest(self, x: Rows, k: int) -> tuple[Ids, Rows]:
+        """As `search`, for arguments that were checked already."""
         width = min(k, len(self))
         if not width or not len(x):
             return np.empty((len(x), width), np.int64), np.empty((len(x), width), np.float32)
@@ -82,6 +87,11 @@ class FlatIndex:
                 self._slot_of[int(self._ids[last])] = hole
         self._resize(len(self._slot_of))
 
+    def all(self) -> tuple[Ids, Rows]:
+        """Everything held, oldest first: ids (N,) and a copy of the rows (N, F)."""
+        ids = np.fromiter(self._slot_of, np.int64)
+        return ids, self.vectors(ids)
+
     def take(self, n: int) -> tuple[Ids, npt.NDArray[Any]]:
         """Remove the `n` rows that came first, or all if fewer are held.
 
@@ -105,16 +115,19 @@ class FlatIndex:
     def _resize(self, n: int) -> None:
         self._memory().resize(n * self._faiss.code_size)
         self._faiss.ntotal = n
+        self._view = None
         if n > len(self._ids):
             self._ids = np.concatenate([self._ids, np.empty(max(n - len(self._ids), n // 4 + 64), np.int64)])
 
     def _codes(self) -> npt.NDArray[Any]:
         """The rows inside faiss, writable, (len, -1). Only until the next resize, which may move them; not if empty."""
-        import faiss
+        if self._view is None:
+            import faiss
 
-        memory = self._memory()
-        codes = faiss.rev_swig_ptr(memory.data(), memory.size())
-        return codes.view(self._row_type).reshape(self._faiss.ntotal, -1)
+            memory = self._memory()
+            codes = faiss.rev_swig_ptr(memory.data(), memory.size())
+            self._view = codes.view(self._row_type).reshape(self._faiss.ntotal, -1)
+        return self._view
 
     # What another kind of row changes.
 

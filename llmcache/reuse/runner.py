@@ -54,17 +54,25 @@ class Runner:
             output = self._run_some(call, rows, layer, args, kwargs)
         return repack(output, self.place(call, number, unpack(output))) if places and call.reused else output
 
+    def skip(self, call: Call, layer: LayerSwap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Output of a layer that no row needs: its input. K/V comes from the store."""
+        if self._skipped is None:
+            return self.run(call, layer, args, kwargs, places=False)
+        hidden = layer.arguments.get(args, kwargs, layer.arguments.names[0])
+        call.n_skipped += call.n_rows
+        if call.kv_cache is not None:
+            _fill_cache(call, layer.number, [], None, hidden.shape[1])
+        return self._skipped(hidden, layer.module, layer.arguments.bind(args, kwargs))
+
     def _run_some(
         self, call: Call, rows: list[int], layer: LayerSwap, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """The layer's output where some or all rows skip it; their K/V comes from the store."""
-        call.n_skipped += call.n_rows - len(rows)
+        """The layer's output where some rows skip it and others do not."""
+        if not rows:
+            return self.skip(call, layer, args, kwargs)
         hidden = layer.arguments.get(args, kwargs, layer.arguments.names[0])
-        if rows:
-            output, kv = self._compute(call, rows, layer, args, kwargs)
-        else:
-            assert self._skipped is not None
-            output, kv = self._skipped(hidden, layer.module, layer.arguments.bind(args, kwargs)), None
+        call.n_skipped += call.n_rows - len(rows)
+        output, kv = self._compute(call, rows, layer, args, kwargs)
         if call.kv_cache is not None:
             _fill_cache(call, layer.number, rows, kv, hidden.shape[1])
         return output

@@ -391,3 +391,31 @@ def test_vectors_gives_back_what_was_added(name: str) -> None:
     assert index.vectors(np.empty(0, np.int64)).shape == (0, 16)
     with pytest.raises(KeyError):
         index.vectors(np.array([3]))
+
+
+@pytest.mark.parametrize("dim", [32, 21])
+def test_refined_overlooks_next_to_nothing_and_stays_right_as_rows_come_and_go(dim: int) -> None:
+    rng = np.random.default_rng(0)
+
+    def near(centres: Rows, n: int) -> Rows:
+        x = centres[rng.integers(len(centres), size=n)] + 0.3 * rng.standard_normal((n, dim)).astype(np.float32)
+        return (x / np.linalg.norm(x, axis=1, keepdims=True)).astype(np.float32)
+
+    centres = 2.0 + rng.standard_normal((40, dim)).astype(np.float32)  # far from zero: raw signs would say little
+    index, twin = INDEXES["refined"](dim, exact=100, candidates=64), Twin()
+    first, second = near(centres, 1500), near(centres, 400)
+    for held in index, twin:
+        held.add(np.arange(1500), first)
+        held.remove(np.arange(0, 1500, 3))
+        held.add(np.arange(400), second)
+    assert len(index) == len(twin.rows)
+    assert recall(index, twin, near(centres, 200), 1) > 0.97
+    for held in index, twin:
+        held.remove(np.arange(60, 1500))
+    check_exact(index, twin, near(centres, 20), 5)
+
+
+@pytest.mark.parametrize("option", [{"exact": 0}, {"candidates": 0}])
+def test_refined_refuses_useless_sizes(option: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        INDEXES["refined"](8, **option)

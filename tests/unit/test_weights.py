@@ -98,9 +98,14 @@ def test_a_step_of_an_optimizer_is_seen(model: nn.Module, optimizer: str) -> Non
     step = torch.optim.AdamW(
         model.parameters(), lr=1e-2, fused=optimizer == "fused", foreach=optimizer == "foreach" or None
     )
+    weights.suspect()  # as every forward with gradients does
     model(input_ids=torch.tensor([[5, 6, 7]])).last_hidden_state.sum().backward()
+    assert weights.digest() == before  # an evaluation between backward and step
     step.step()
-    assert weights.digest() != before
+    after = weights.digest()
+    assert after != before
+    step.zero_grad()
+    assert weights.digest() == after
 
 
 def test_buffers_count(model: nn.Module) -> None:
