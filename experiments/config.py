@@ -134,7 +134,7 @@ def _cache(values: Any, head: Head) -> CacheConfig:
     """
     if not isinstance(values, Mapping):
         raise ConfigError(f"cache: expected a mapping of settings (got {values!r})")
-    if head.kind == "logistic":
+    if head.kind == "logistic" and values.get("mode") != "paper":  # which stores whole sequences, layer by layer
         values = {"payload": head.pool, **values}
     try:
         cache = CacheConfig.make(values)

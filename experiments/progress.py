@@ -1,33 +1,58 @@
-"""A progress bar that keeps out of what is timed: no thread, drawn between requests at most a few times a second."""
+"""A progress bar that keeps out of what is timed: no thread, drawn between steps at most a few times a second."""
 
 import sys
 from collections.abc import Iterable, Iterator
 from time import monotonic
-from typing import TypeVar
+from types import TracebackType
+from typing import Self, TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bars
 
 _T = TypeVar("_T")
 _EVERY_S = 0.25
 
 
+class Progress:
+    """One bar a phase, on the error stream; nothing where that is not a terminal."""
+
+    def __init__(self) -> None:
+        """Nothing is drawn before the first `advance`."""
+        columns = (TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        console = Console(file=sys.stderr)
+        self._bars = Bars(*columns, console=console, auto_refresh=False, disable=not console.is_terminal)
+        self._tasks: dict[str, TaskID] = {}
+        self._drawn = -_EVERY_S
+
+    def __enter__(self) -> Self:
+        """Begin drawing."""
+        self._bars.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """Stop drawing."""
+        self._bars.stop()
+
+    def advance(self, phase: str, done: int, total: int) -> None:
+        """Show that `done` of `total` steps of a phase are done, unless something was shown just now."""
+        if phase not in self._tasks:
+            self._tasks[phase] = self._bars.add_task(phase, total=total)
+        if monotonic() - self._drawn >= _EVERY_S or done == total:
+            self._bars.update(self._tasks[phase], completed=done, refresh=True)
+            self._drawn = monotonic()
+
+
 def tracked(items: Iterable[_T], total: int, what: str) -> Iterator[_T]:
-    """Hand on items, drawing how far it is on the error stream of a terminal.
+    """Hand on items, showing how far it is.
 
     Args:
         items: What to go through.
         total: How many they are.
         what: Stands before the bar.
     """
-    columns = (TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    console = Console(file=sys.stderr)
-    with Progress(*columns, console=console, auto_refresh=False, disable=not console.is_terminal) as progress:
-        task = progress.add_task(what, total=total)
-        drawn = -_EVERY_S
+    with Progress() as progress:
         for done, item in enumerate(items):
-            if monotonic() - drawn >= _EVERY_S:
-                progress.update(task, completed=done, refresh=True)
-                drawn = monotonic()
+            progress.advance(what, done, total)
             yield item
-        progress.update(task, completed=total, refresh=True)
+        progress.advance(what, total, total)

@@ -112,7 +112,11 @@ class LLMCache:
         persist.save(self._parts.library, self._parts.weights.digest(), self.config, folder)
 
     def unwrap(self) -> nn.Module:
-        """Take the cache off the model, which is then exactly as before, and return the model. Twice does nothing."""
+        """Take the cache off the model, which is then exactly as before, and return the model. Twice does nothing.
+
+        Raises:
+            WrapError: Somebody put another forward on top of one of ours; remove that, then call this again.
+        """
         self._installed.remove()
         return self.model
 
@@ -149,7 +153,16 @@ class LLMCache:
 
     @contextmanager
     def namespace(self, name: str) -> Iterator[Self]:
-        """Within: requests are stored in, and served from, this namespace only. Per thread and async task."""
+        """Within: requests are stored in, and served from, this namespace only.
+
+        Holds for this thread and async task, and for tasks begun in it. A thread started inside (an executor's, say)
+        begins in the default namespace: enter the namespace there, or run it in a copy of the context.
+
+        Raises:
+            ConfigError: `name` is not a string.
+        """
+        if not isinstance(name, str):
+            raise ConfigError(f"namespace: give a string (got {name!r})")
         token = self._flow.namespace.set(name)
         try:
             yield self

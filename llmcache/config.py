@@ -67,7 +67,8 @@ class CacheConfig(BaseModel):
         policy: Who leaves a full bank: `lru`, `lfu`, `fifo` or `ttl`.
         compression: Codec of stored states: `none`, `fp16` or `int8`.
         max_entries: Most entries a bank, or None.
-        max_bytes: Budget in bytes of all banks together; each bank gets an equal share.
+        max_bytes: Budget in bytes of the states of all banks together; each bank gets an equal share. Fingerprints and
+            bookkeeping come on top: 4 bytes a dimension and some 1 kB a request.
         device: Where entries are kept: `cpu`, or `model` for the model's own device.
         allow_unsafe: Permit approximate reuse under span, token and language-model heads, whose answers it replaces
             by those of another input. For experiments.
@@ -97,6 +98,8 @@ class CacheConfig(BaseModel):
     @field_validator("tau")
     @classmethod
     def _tau_is_a_cosine(cls, value: float | dict[int, float] | None) -> float | dict[int, float] | None:
+        if value == {}:
+            raise ValueError("no layer is named: leave tau out, or give a number")
         taus = value.values() if isinstance(value, dict) else [] if value is None else [value]
         for tau in taus:
             if not -1.0 <= tau <= 1.0:  # also refuses NaN

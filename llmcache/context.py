@@ -3,6 +3,7 @@
 Sizes: B rows, T tokens a row (padding included), n valid tokens of a row.
 """
 
+import base64
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+KEY_LENGTH = 43  # characters of a SHA-256 in base64
 Positions = slice | NDArray[np.int64]
 
 
@@ -43,7 +45,7 @@ class Row:
 
     Attributes:
         number: Its row in the batch.
-        key: SHA-256 (hex) of its scope, valid tokens, types and positions.
+        key: SHA-256 (base64) of its scope, valid tokens, types and positions.
         ids: Its valid token ids, packed; compared on a hit.
         valid: Where the valid tokens are in the row.
         n_valid: How many they are.
@@ -158,7 +160,10 @@ def to_host(*tensors: Tensor | None) -> list[NDArray[Any] | None]:
     Returns:
         NumPy arrays; on CPU they share the tensors' memory.
     """
-    copies = [tensor if tensor is None or tensor.is_cpu else tensor.to("cpu", non_blocking=True) for tensor in tensors]
+    copies = [
+        tensor if tensor is None or tensor.is_cpu else tensor.to("cpu", non_blocking=tensor.is_cuda)
+        for tensor in tensors
+    ]
     for tensor in tensors:
         if tensor is not None and tensor.is_cuda:
             torch.cuda.current_stream(tensor.device).synchronize()
@@ -193,9 +198,16 @@ def read_rows(scope: Scope, inputs: Inputs, id_dtype: np.dtype[Any], padding_cou
             end = valid.stop if isinstance(valid, slice) else int(valid[-1]) + 1
             _update(sha, b"before", row_ids[:end])
             _update(sha, b"where", np.arange(end)[valid])
+        elif not isinstance(valid, slice):
+            _update(sha, b"gaps", valid - valid[0])
         packed = row_ids[valid].astype(id_dtype).tobytes()
-        rows.append(Row(number, sha.hexdigest(), packed, valid, n_valid))
+        rows.append(Row(number, _name(sha), packed, valid, n_valid))
     return rows
+
+
+def _name(sha: Any) -> str:
+    """A digest in `KEY_LENGTH` characters: keys are held by the hundred thousand."""
+    return base64.urlsafe_b64encode(sha.digest())[:KEY_LENGTH].decode()
 
 
 def _valid_positions(mask: NDArray[Any] | None, length: int) -> tuple[Positions, int]:

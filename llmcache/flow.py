@@ -104,7 +104,7 @@ class Flow:
         output = self._runner.run(call, swap, args, kwargs, places=ends_here)
         call.is_complete = is_last
         if ends_here:
-            self._capture(call, swap.number, unpack(output))
+            self._try_to_capture(call, swap.number, unpack(output))
         return output
 
     def normed(self, output: Tensor) -> Tensor | None:
@@ -113,7 +113,7 @@ class Flow:
         if call is None or not self._ends_after_norm or not call.is_complete:
             return None
         output = self._runner.place(call, self._last, output)
-        self._capture(call, self._last, output)
+        self._try_to_capture(call, self._last, output)
         return output
 
     def closed(self) -> None:
@@ -131,7 +131,11 @@ class Flow:
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def _find_reason(self, arguments: dict[str, Any]) -> str | None:
-        reason = find_reason(arguments, self._parts.trunk.module)
+        try:
+            reason = find_reason(arguments, self._parts.trunk.module)
+        except Exception as error:
+            self._parts.counters.error("look at the arguments", error)
+            return "error"
         if reason is None and self._keeps_no_kv and (arguments.get("use_cache") or arguments.get(CACHE) is not None):
             return "kv_cache_with_pooled_payload"
         return reason
@@ -163,6 +167,8 @@ class Flow:
         if hidden.ndim != 3 or hidden.shape[:2] != call.arguments["input_ids"].shape:
             return "unknown_layout"
         call.scope = self._scope(call, hidden)
+        if self._parts.weights.samples:
+            return "training"
         if not self._parts.weights.can_be_watched:
             return "inference_weights"
         return "adapter_names" if self._parts.weights.differ_by_row else None
@@ -216,6 +222,13 @@ class Flow:
                 reuse.layer == self._last and reuse.rung != "paper" for reuse in call.reused.values()
             )
             call.lookup_s += perf_counter() - started
+
+    def _try_to_capture(self, call: Call, number: int, hidden: Tensor) -> None:
+        try:
+            self._capture(call, number, hidden)
+        except Exception as error:
+            self._parts.counters.error("keep a state", error)
+            call.captured.clear()
 
     def _capture(self, call: Call, number: int, hidden: Tensor) -> None:
         """Keep what rows computed at a stored layer, to be stored when the call has succeeded."""

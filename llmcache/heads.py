@@ -66,9 +66,11 @@ def find_head(model: nn.Module, family: str) -> Head:
         family: The adapter's family name.
     """
     for module in model.modules():
-        if type(module).__name__ == "Pooling":
+        if type(module).__name__ == "Pooling" and _is_from(module, "sentence_transformers"):
             return Head("sentence embedding", "pooled", _pooling_payload(module))
     for module in model.modules():
+        if not _is_from(module, "transformers"):
+            continue  # a user's own class of such a name may read anything
         for ending, name, reads in _ENDINGS:
             if type(module).__name__.endswith(ending):
                 if reads == "pooled" and getattr(getattr(module, "config", None), "is_encoder_decoder", False):
@@ -77,6 +79,11 @@ def find_head(model: nn.Module, family: str) -> Head:
                     return Head(name, reads, why_unsafe=_BY_TOKEN)
                 return Head(name, reads, _pooled_payload(family))
     return Head("hidden states", "states")
+
+
+def _is_from(module: nn.Module, package: str) -> bool:
+    """Whether the module's class was defined by a package."""
+    return type(module).__module__.split(".")[0] == package
 
 
 def _pooled_payload(family: str) -> PayloadName:

@@ -180,7 +180,9 @@ class Library:
             kv = self._read_kv(key, layer, is_single, request.dtype) if with_kv else {}
             if kv is None:
                 return None
-            self.banks[layer].used(key)
+            for served_by in self.layers if with_kv and not is_single else (layer,):
+                if served_by <= layer:  # banks that gave K/V served the request too
+                    self.banks[served_by].used(key)
         return State(self.codec.decode("hidden", entry.tensors, request.dtype), kv)
 
     def put(
@@ -242,6 +244,7 @@ class Library:
     def records(self) -> list[Record]:
         """Everything held, oldest first. A request waiting for the fingerprint to be fitted has no place yet."""
         with self._lock:
+            self._expire()
             return [
                 Record(
                     key,
@@ -312,7 +315,7 @@ class Library:
         shelf_key = (request.scope, place.length, place.layer)
         shelf = self._shelves.get(shelf_key)
         if shelf is None:
-            shelf = self._shelves[shelf_key] = Shelf(place.length, place.layer, self._make_index(len(place.vector)))
+            shelf = self._shelves[shelf_key] = Shelf(*shelf_key, self._make_index(len(place.vector)))
         request.places = (*request.places, (shelf, shelf.add(key, place.vector)))
 
     def _fit(self) -> None:
@@ -339,7 +342,7 @@ class Library:
             gone = [place for place in request.places if place[0].layer == layer]
             request.places = tuple(place for place in request.places if place[0].layer != layer)
             for shelf, slot in gone:
-                shelf.remove(slot)
+                self._take_down(shelf, slot)
 
     def _forget(self, key: str) -> None:
         """Drop all traces of a request. If a part fails, the others are dropped all the same."""
@@ -349,4 +352,10 @@ class Library:
             for bank in self.banks.values():
                 stack.callback(bank.remove, key)
             for shelf, slot in () if request is None else request.places:
-                stack.callback(shelf.remove, slot)
+                stack.callback(self._take_down, shelf, slot)
+
+    def _take_down(self, shelf: Shelf, slot: int) -> None:
+        """Remove a request from its shelf, and an empty shelf with it: scopes come and go with weights and tenants."""
+        shelf.remove(slot)
+        if len(shelf) == 0:
+            self._shelves.pop((shelf.scope, shelf.length, shelf.layer), None)

@@ -1,9 +1,11 @@
 """What an entry keeps of one row's hidden states, and how it is put back.
 
 A pooled head reads one vector, so `cls`, `last` and `mean` keep one row whatever the length; such an entry fits any
-request. `sequence` keeps every valid token and fits only rows with as many.
+request. `sequence` keeps every valid token and fits only rows with as many. Tokens that are not valid come back as
+zeros. Valid tokens that `cls` and `last` do not keep come back as NaN: the head does not read them, and whatever else
+does shall not take them for states.
 
-Sizes: T tokens of the row, n valid ones, D hidden width. Tokens that are not valid come back as zeros.
+Sizes: T tokens of the row, n valid ones, D hidden width.
 """
 
 from typing import Protocol
@@ -55,6 +57,7 @@ class Cls:
         return hidden[:1].clone()
 
     def place(self, kept: Tensor, hidden: Tensor, valid: Positions) -> None:
+        hidden[_index(valid, hidden)] = torch.nan
         hidden[:1] = kept
 
 
@@ -70,6 +73,7 @@ class Last:
         return hidden[row : row + 1].clone()
 
     def place(self, kept: Tensor, hidden: Tensor, valid: Positions) -> None:
+        hidden[_index(valid, hidden)] = torch.nan
         hidden[last_valid(valid)] = kept[0]
 
 

@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
 from llmcache.config import CacheConfig
-from llmcache.context import Scope
+from llmcache.context import KEY_LENGTH, Scope
 from llmcache.errors import BankFileError, StoreError
 from llmcache.library import Library, Record
 from llmcache.shelf import Place
@@ -65,6 +65,7 @@ def save(library: Library, weights: str, config: CacheConfig, folder: str | Path
     Raises:
         StoreError: Writing failed. An earlier save in the folder is still whole.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     folder = Path(folder)
@@ -88,7 +89,9 @@ def save(library: Library, weights: str, config: CacheConfig, folder: str | Path
         )
         _replace(folder / MANIFEST, manifest.model_dump_json(indent=2))
         _remove_others(folder, files)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
+        for path in folder.glob(f"*-{tag}.safetensors"):
+            path.unlink(missing_ok=True)
         raise StoreError(f"{folder}: could not save: {error}") from error
 
 
@@ -143,7 +146,7 @@ def _pack_requests(records: list[Record], scopes: list[Scope], library: Library)
     number = {scope: i for i, scope in enumerate(scopes)}
     places = [(i, place) for i, record in enumerate(records) for place in record.places]
     packed = {
-        "keys": np.frombuffer(b"".join(bytes.fromhex(r.key) for r in records), np.uint8).reshape(-1, 32),
+        "keys": np.frombuffer("".join(r.key for r in records).encode(), np.uint8).reshape(-1, KEY_LENGTH),
         "ids": np.frombuffer(b"".join(r.ids for r in records), np.uint8),
         "n_id_bytes": np.array([len(r.ids) for r in records], np.int64),
         "scope": np.array([number[r.scope] for r in records], np.int64),
@@ -192,7 +195,7 @@ def _unpack(requests: dict[str, Tensor], states: dict[str, Tensor], scopes: list
     ids = arrays["ids"].tobytes()
     for i, end in enumerate(ends):
         yield Record(
-            arrays["keys"][i].tobytes().hex(),
+            arrays["keys"][i].tobytes().decode(),
             scopes[arrays["scope"][i]],
             ids[end - arrays["n_id_bytes"][i] : end],
             _DTYPES[arrays["dtype"][i]],

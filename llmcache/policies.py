@@ -1,7 +1,7 @@
 """Who leaves a full bank (component 5, replacement).
 
 A policy sees keys only; the bank tells it what happens and removes what it names. Each call is O(1), `expired` in the
-number of keys that it returns. Nothing here holds a lock: the bank above does.
+number of keys that it returns. Nothing here holds a lock: the library above does.
 """
 
 import math

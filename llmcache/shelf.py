@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from llmcache.context import Scope
 from llmcache.index import Index
 
 Floats = NDArray[np.float32]
@@ -30,16 +31,18 @@ class Place:
 class Shelf:
     """One index and the keys of its rows. Requests on different shelves never find each other."""
 
-    __slots__ = ("_free", "_index", "_keys", "_leaving", "layer", "length")
+    __slots__ = ("_free", "_index", "_keys", "_leaving", "layer", "length", "scope")
 
-    def __init__(self, length: int, layer: int | None, index: Index) -> None:
+    def __init__(self, scope: Scope, length: int, layer: int | None, index: Index) -> None:
         """Start empty.
 
         Args:
+            scope: Scope of its requests.
             length: Valid tokens of its requests when lengths are kept apart, else 0.
             layer: Layer it belongs to when each layer is searched by itself, else None.
             index: An empty index.
         """
+        self.scope = scope
         self.length = length
         self.layer = layer
         self._index = index

@@ -33,6 +33,7 @@ class Weights:
         self._holders: list[dict[str, Any]] = []
         self._tensors: list[Tensor] = []
         self._n_tensors = 0
+        self._dropouts: list[nn.Module] = []
         self._tuners: list[Any] = []
         self._kept: list[Any] = []
         self._is_suspect = True
@@ -52,6 +53,11 @@ class Weights:
         self._is_suspect = True
 
     @property
+    def samples(self) -> bool:
+        """Whether a dropout layer is in training mode although the model is not (Monte Carlo dropout)."""
+        return any(dropout.training for dropout in self._dropouts)
+
+    @property
     def can_be_watched(self) -> bool:
         """False when a tensor was made under `inference_mode`: it has no version counter, so edits would go unseen."""
         return len(self._tensors) == self._n_tensors
@@ -65,7 +71,9 @@ class Weights:
         return self._is_suspect or self._take_mark() != self._mark
 
     def _refresh(self) -> None:
+        self._is_suspect = False  # before anything is read: what another thread suspects meanwhile must stay
         parts = list(self._module.modules())
+        self._dropouts = [part for part in parts if isinstance(part, nn.modules.dropout._DropoutNd)]
         self._holders = [
             holder for part in parts for holder in (part._parameters, part._buffers, part._modules) if holder
         ]
@@ -81,7 +89,8 @@ class Weights:
         self._digest = self._hash()
         self._mark = mark
         # While gradients are held a step may follow at any time.
-        self._is_suspect = any(tensor.is_leaf and tensor.grad is not None for tensor in self._tensors)
+        if any(tensor.is_leaf and tensor.grad is not None for tensor in self._tensors):
+            self._is_suspect = True
 
     def _take_mark(self) -> tuple[Any, ...]:
         """What changes when a weight does, without reading the weight."""

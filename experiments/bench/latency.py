@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from experiments.bench.models import Pair, Requests, Shortcut, build, find_layers
-from llmcache import LLMCache
+from experiments.bench.models import Pair, Requests, Shortcut, build, check_device, check_length, find_layers
+from llmcache import ConfigError, LLMCache
 
 MOST_DRAWS = 10
 FILL_ROWS = 64  # rows stored per call while the banks are filled
@@ -68,7 +68,11 @@ def measure(settings: Settings, advance: Callable[[str, int, int], None] | None 
         The figures as `llmcache bench latency` prints them, times in milliseconds. `n_overlooked` calls were drawn
         again because the index had overlooked a neighbour.
     """
+    check_device(settings.device)
+    if settings.entries < 4 * settings.batch_size:
+        raise ConfigError(f"--entries {settings.entries}: give at least {4 * settings.batch_size}, four calls' rows")
     pair = build(settings.model, settings.seed, settings.device)
+    check_length(pair.model.config, settings.seq_len)
     bench = Bench(settings, pair)
     bench.fill(advance)
     with torch.inference_mode():
@@ -120,6 +124,9 @@ class Bench:
                 self._known += ids.unsqueeze(1)
                 if advance:
                     advance("filling", done + len(ids), total)
+        while (missing := total - self.cache.stats().n_stored) > 0:  # a chance hit is not stored
+            with self._shortcut.opened():
+                self.cache(**self._requests.inputs(self._requests.fresh(missing)))
 
     def run(self, advance: Callable[[str, int, int], None] | None) -> dict[str, list[float]]:
         """Milliseconds of every call, by kind."""

@@ -4,6 +4,7 @@ Layers pass their input through, so what is timed is reading the request, finger
 growth of the process's resident set after a first tenth, which pays for what is allocated once.
 """
 
+import ctypes
 import gc
 import os
 from collections.abc import Callable
@@ -14,7 +15,9 @@ from typing import Any
 import torch
 
 from experiments.bench.models import Requests, Shortcut, find_layers
-from llmcache import LLMCache
+from llmcache import ConfigError, LLMCache
+
+MOST_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +28,7 @@ class Settings:
         entries: Entries to store.
         width: Hidden width, and so fingerprint width with `mean`.
         seq_len: Tokens a request.
-        batch_size: Rows a call.
+        batch_size: Rows a call. Few, or the calls' own buffers blur the figure.
         payload: What entries keep.
         compression: Codec.
         fingerprint: Fingerprint name; `simhash` leaves next to nothing of the fingerprint in the figure.
@@ -35,7 +38,7 @@ class Settings:
     entries: int = 100_000
     width: int = 768
     seq_len: int = 128
-    batch_size: int = 64
+    batch_size: int = 8
     payload: str = "cls"
     compression: str = "fp16"
     fingerprint: str = "simhash"
@@ -55,9 +58,13 @@ def measure(settings: Settings, advance: Callable[[str, int, int], None] | None 
     """
     import transformers
 
+    if settings.width % 8:
+        raise ConfigError(f"--width {settings.width}: give a multiple of 8")
+    if settings.seq_len > MOST_TOKENS:
+        raise ConfigError(f"--seq-len {settings.seq_len}: give at most {MOST_TOKENS}")
     torch.manual_seed(settings.seed)
     config = transformers.BertConfig(
-        hidden_size=settings.width, num_hidden_layers=1, num_attention_heads=8, max_position_embeddings=512
+        hidden_size=settings.width, num_hidden_layers=1, num_attention_heads=8, max_position_embeddings=MOST_TOKENS
     )
     model = transformers.BertForSequenceClassification(config).eval()
     shortcut = Shortcut(is_open=True)
@@ -94,7 +101,9 @@ def measure(settings: Settings, advance: Callable[[str, int, int], None] | None 
 
 
 def _resident_bytes() -> int:
-    """Resident set of this process, from /proc."""
+    """Resident set of this process, from /proc, without what the allocator holds free for later."""
     gc.collect()
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc
+        trim(0)
     with open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

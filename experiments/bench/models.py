@@ -94,6 +94,21 @@ def find_layers(model: nn.Module) -> nn.ModuleList:
     return max(lists, key=len)
 
 
+def check_device(device: str) -> None:
+    """Raise `ConfigError` unless a tensor can be made there."""
+    try:
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"--device {device}: {str(error).splitlines()[0]}") from error
+
+
+def check_length(config: Any, seq_len: int) -> None:
+    """Raise `ConfigError` unless the model has a position for every token."""
+    most = getattr(config, "max_position_embeddings", None)
+    if most is not None and seq_len > most:
+        raise ConfigError(f"--seq-len {seq_len}: this model takes at most {most} tokens")
+
+
 class Requests:
     """Random requests, all tokens valid, each of its own few words.
 

@@ -1,12 +1,11 @@
 """`llmcache bench latency`: what each kind of call costs."""
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from llmcache.cli.progress import Progress
+from llmcache.cli.output import check_writable, write_json
 
 
 def command(
@@ -16,7 +15,7 @@ def command(
     entries: Annotated[int, typer.Option(min=64, help="Entries in each bank, filled before measuring.")] = 10_000,
     payload: Annotated[str, typer.Option(help="What entries keep: cls, last, mean or sequence.")] = "cls",
     layers: Annotated[str, typer.Option(help="Stored layers: last or all.")] = "last",
-    index: Annotated[str, typer.Option(help="Index: auto, flat or hnsw.")] = "auto",
+    index: Annotated[str, typer.Option(help="Index: auto, flat, refined or hnsw.")] = "auto",
     tau: Annotated[float, typer.Option(help="Similarity from which the near requests of the benchmark hit.")] = 0.98,
     device: Annotated[str, typer.Option(help="Torch device, cpu or cuda.")] = "cpu",
     rounds: Annotated[int, typer.Option(min=10, help="Calls of each kind; 200 or more for percentiles.")] = 200,
@@ -25,14 +24,14 @@ def command(
 ) -> None:
     """Measure no cache, miss, semantic hit, exact hit and floor (zero layers), interleaved in one process."""
     from experiments.bench.latency import Settings, measure
+    from experiments.progress import Progress
 
     settings = Settings(model, batch_size, seq_len, entries, payload, layers, index, tau, device, rounds, seed)
+    check_writable(json_file)
     with Progress() as progress:
         figures = measure(settings, progress.advance)
     _print(figures)
-    if json_file is not None:
-        json_file.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-        typer.echo(f"written to {json_file}")
+    write_json(json_file, figures)
 
 
 def _print(figures: dict[str, Any]) -> None:
@@ -54,3 +53,7 @@ def _print(figures: dict[str, Any]) -> None:
             cells = (f"{times[which]:.3f}" for which in ("median", "p90", "p99"))
             table.add_row(kind, *cells, str(times["n"]), shown)
     Console().print(table)
+    if figures["n_overlooked"]:
+        typer.echo(f"{figures['n_overlooked']} calls were drawn again: the index had overlooked a neighbour")
+    if figures["nocache_ms"]["n"] < 200:
+        typer.echo("fewer than 200 calls of each kind: do not quote p90 and p99")

@@ -1,19 +1,18 @@
 """`llmcache bench memory`: what an entry takes, and how fast entries are stored."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from llmcache.cli.progress import Progress
+from llmcache.cli.output import check_writable, write_json
 
 
 def command(
     entries: Annotated[int, typer.Option(min=1000, help="Entries to store.")] = 100_000,
     width: Annotated[int, typer.Option(min=8, help="Hidden width, a multiple of 8.")] = 768,
     seq_len: Annotated[int, typer.Option(min=4, help="Tokens a request.")] = 128,
-    batch_size: Annotated[int, typer.Option(min=1, help="Rows a call.")] = 64,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows a call.")] = 8,
     payload: Annotated[str, typer.Option(help="What entries keep: cls, last, mean or sequence.")] = "cls",
     compression: Annotated[str, typer.Option(help="Codec: none, fp16 or int8.")] = "fp16",
     fingerprint: Annotated[
@@ -24,12 +23,12 @@ def command(
 ) -> None:
     """Measure the memory of an entry by the growth of the process, and the rate of storing."""
     from experiments.bench.memory import Settings, measure
+    from experiments.progress import Progress
 
     settings = Settings(entries, width, seq_len, batch_size, payload, compression, fingerprint, seed)
+    check_writable(json_file)
     with Progress() as progress:
         figures = measure(settings, progress.advance)
     for name, value in figures.items():
         typer.echo(f"{name:<26}{value:,.1f}" if isinstance(value, float) else f"{name:<26}{value}")
-    if json_file is not None:
-        json_file.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-        typer.echo(f"written to {json_file}")
+    write_json(json_file, figures)

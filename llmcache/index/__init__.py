@@ -2,7 +2,7 @@
 
 B: queries, N: rows, F: dimensions of a fingerprint, k: neighbours asked for.
 
-An index knows vectors and integer ids, nothing of entries, keys or budgets. It holds no lock: the bank above does.
+An index knows vectors and integer ids, nothing of entries, keys or budgets. It holds no lock: the library above does.
 """
 
 from typing import Any, Protocol

@@ -1,6 +1,6 @@
 """Where entries live (component 2, the bytes of a cache bank).
 
-A store is a mapping from key to entry. It never evicts and holds no lock: the bank above does both.
+A store is a mapping from key to entry. It never evicts and holds no lock: the library above does both.
 """
 
 from abc import abstractmethod

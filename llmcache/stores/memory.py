@@ -27,7 +27,7 @@ class MemoryStore(Store):
 
     Getting a small entry copies it, for its slot may be used again; a large one is returned as it is stored. Slots of
     removed entries are kept for later ones of the same signature, and released with the last of these.
-    Not safe in several threads without a lock: the bank above holds one.
+    Not safe in several threads without a lock: the library above holds one.
     """
 
     def __init__(self, device: str | torch.device = "cpu") -> None:
