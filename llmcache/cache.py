@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from llmcache.adapters import Trunk, device_of, locate
+from llmcache.adapters import Trunk, device_of, locate, special_ids
 from llmcache.bank import Bank
 from llmcache.compression import CODECS, Codec
 from llmcache.config import CacheConfig
@@ -49,6 +49,7 @@ class LLMCache:
         """
         self.model = model
         self.config = config
+        self._tokenizer = tokenizer
         self._parts = _assemble(model, config)
         self._flow = Flow(self._parts, tokenizer)
         self._installed = install(self._parts.trunk, self._flow)
@@ -88,14 +89,18 @@ class LLMCache:
         """Wrap a model with a saved cache's settings and entries.
 
         Raises:
-            BankFileError: The folder is incomplete, damaged, or was saved from other weights.
+            BankFileError: The folder is incomplete, damaged, or was saved from other weights or another tokenizer.
+            WrapError: The model is wrapped already.
         """
         from llmcache import persist
 
         manifest = persist.read_manifest(folder)
+        trunk = locate(model)
+        weights = Weights(trunk.module).digest()
+        persist.check(manifest, weights, special_ids(trunk, tokenizer), folder)
         cache = cls(model, CacheConfig.make(manifest.config), tokenizer)
         try:
-            persist.restore(cache._parts.library, cache._parts.weights.digest(), manifest, folder)
+            persist.restore(cache._parts.library, weights, manifest, folder)
         except BaseException:
             cache.unwrap()
             raise
@@ -109,7 +114,8 @@ class LLMCache:
         """
         from llmcache import persist
 
-        persist.save(self._parts.library, self._parts.weights.digest(), self.config, folder)
+        specials = special_ids(self._parts.trunk, self._tokenizer)
+        persist.save(self._parts.library, self._parts.weights.digest(), self.config, specials, folder)
 
     def unwrap(self) -> nn.Module:
         """Take the cache off the model, which is then exactly as before, and return the model. Twice does nothing.

@@ -7,6 +7,7 @@ import base64
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -34,9 +35,10 @@ class Scope:
     dtype: str
     attention: str
 
-    def sha(self) -> Any:
-        """A SHA-256 that has taken in every field, unambiguously."""
-        return hashlib.sha256(repr((self.namespace, self.weights, self.dtype, self.attention)).encode())
+    @property
+    def key(self) -> bytes:
+        """Unambiguous bytes to hash."""
+        return repr((self.namespace, self.weights, self.dtype, self.attention)).encode()
 
 
 @dataclass(slots=True)
@@ -183,7 +185,7 @@ def read_rows(scope: Scope, inputs: Inputs, id_dtype: np.dtype[Any], padding_cou
         id_dtype: Smallest integer dtype that holds the vocabulary.
         padding_counts: The model may treat padding as it likes: all tokens are kept, and the mask is part of the key.
     """
-    prefix = scope.sha()
+    prefix = _sha_of(scope)
     rows = []
     for number, row_ids in enumerate(inputs.ids):
         mask = None if inputs.valid is None else inputs.valid[number]
@@ -203,6 +205,12 @@ def read_rows(scope: Scope, inputs: Inputs, id_dtype: np.dtype[Any], padding_cou
         packed = row_ids[valid].astype(id_dtype).tobytes()
         rows.append(Row(number, _name(sha), packed, valid, n_valid))
     return rows
+
+
+@lru_cache(maxsize=64)
+def _sha_of(scope: Scope) -> Any:
+    """A SHA-256 that has taken in the scope; copied, never written."""
+    return hashlib.sha256(scope.key)
 
 
 def _name(sha: Any) -> str:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
@@ -59,7 +61,7 @@ class Record:
 class Request:
     """What is known of one stored request besides its states."""
 
-    __slots__ = ("dtype", "ids", "places", "scope")
+    __slots__ = ("_places", "dtype", "ids", "scope")
 
     def __init__(self, scope: Scope, ids: bytes, dtype: torch.dtype) -> None:
         """A request that no index finds yet.
@@ -72,7 +74,16 @@ class Request:
         self.scope = scope
         self.ids = ids
         self.dtype = dtype
-        self.places: tuple[tuple[Shelf, int], ...] = ()
+        self._places: tuple[Any, ...] = ()  # flat: a pair of its own would cost 70 bytes a request
+
+    @property
+    def places(self) -> tuple[tuple[Shelf, int], ...]:
+        """Shelves and slots where it is found."""
+        return tuple(zip(self._places[::2], self._places[1::2], strict=True))
+
+    @places.setter
+    def places(self, pairs: Iterable[tuple[Shelf, int]]) -> None:
+        self._places = tuple(chain.from_iterable(pairs))
 
 
 class Library:

@@ -2,8 +2,8 @@
 
 A pooled head reads one vector, so `cls`, `last` and `mean` keep one row whatever the length; such an entry fits any
 request. `sequence` keeps every valid token and fits only rows with as many. Tokens that are not valid come back as
-zeros. Valid tokens that `cls` and `last` do not keep come back as NaN: the head does not read them, and whatever else
-does shall not take them for states.
+zeros; all that `cls` and `last` do not keep comes back as NaN: the head does not read it, and whatever else does shall
+not take it for a state.
 
 Sizes: T tokens of the row, n valid ones, D hidden width.
 """
@@ -29,7 +29,7 @@ class Payload(Protocol):
         """A copy of the rows (R, D) to keep of hidden states (T, D): later layers may write to theirs in place."""
 
     def place(self, kept: Tensor, hidden: Tensor, valid: Positions) -> None:
-        """Write kept rows (R, D) into zeroed hidden states (T, D)."""
+        """Write kept rows (R, D) into hidden states (T, D), and something into every other row."""
 
 
 class Sequence:
@@ -43,6 +43,8 @@ class Sequence:
         return hidden[_index(valid, hidden)].clone()
 
     def place(self, kept: Tensor, hidden: Tensor, valid: Positions) -> None:
+        if len(kept) < len(hidden):
+            hidden.zero_()
         hidden[_index(valid, hidden)] = kept
 
 
@@ -57,7 +59,7 @@ class Cls:
         return hidden[:1].clone()
 
     def place(self, kept: Tensor, hidden: Tensor, valid: Positions) -> None:
-        hidden[_index(valid, hidden)] = torch.nan
+        hidden.fill_(torch.nan)
         hidden[:1] = kept
 
 
@@ -73,7 +75,7 @@ class Last:
         return hidden[row : row + 1].clone()
 
     def place(self, kept: Tensor, hidden: Tensor, valid: Positions) -> None:
-        hidden[_index(valid, hidden)] = torch.nan
+        hidden.fill_(torch.nan)
         hidden[last_valid(valid)] = kept[0]
 
 
@@ -92,6 +94,7 @@ class Mean:
         return hidden[_index(valid, hidden)].mean(dim=0, keepdim=True)
 
     def place(self, kept: Tensor, hidden: Tensor, valid: Positions) -> None:
+        hidden.zero_()
         hidden[_index(valid, hidden)] = kept
 
 

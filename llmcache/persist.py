@@ -40,6 +40,7 @@ class Manifest(BaseModel):
         format: Version of this layout.
         config: Settings of the cache.
         weights: Digest of the trunk's weights.
+        special_ids: Ids that fingerprints leave out; others would make fingerprints of other requests.
         scopes: Namespace, dtype and attention of each scope; requests name theirs by number.
         files: SHA-256 of each data file by name.
     """
@@ -49,17 +50,19 @@ class Manifest(BaseModel):
     format: int
     config: dict[str, Any]
     weights: str
+    special_ids: list[int]
     scopes: list[tuple[str, str, str]]
     files: dict[str, str]
 
 
-def save(library: Library, weights: str, config: CacheConfig, folder: str | Path) -> None:
+def save(library: Library, weights: str, config: CacheConfig, special_ids: Iterable[int], folder: str | Path) -> None:
     """Write a cache. Entries of other weights, which could not be served anyway, are left out.
 
     Args:
         library: What to save.
         weights: Digest of the model's weights now.
         config: Settings to save with it.
+        special_ids: Ids that fingerprints leave out.
         folder: Made if needed.
 
     Raises:
@@ -84,6 +87,7 @@ def save(library: Library, weights: str, config: CacheConfig, folder: str | Path
             format=FORMAT,
             config=config.model_dump(mode="json", exclude_unset=True),
             weights=weights,
+            special_ids=list(special_ids),
             scopes=[(scope.namespace, scope.dtype, scope.attention) for scope in scopes],
             files=files,
         )
@@ -113,23 +117,39 @@ def read_manifest(folder: str | Path) -> Manifest:
     return manifest
 
 
-def restore(library: Library, weights: str, manifest: Manifest, folder: str | Path) -> None:
-    """Fill an empty library with what was saved.
+def check(manifest: Manifest, weights: str, special_ids: Iterable[int], folder: str | Path) -> None:
+    """Refuse a save that this model could not be served from.
 
     Args:
-        library: Made with the manifest's settings.
-        weights: Digest of the model's weights now.
         manifest: Of `folder`.
-        folder: Where the data files are.
+        weights: Digest of the model's weights now.
+        special_ids: Ids that fingerprints leave out now.
+        folder: Named in the error.
 
     Raises:
-        BankFileError: Saved from other weights, or a file is missing, cut short or changed.
+        BankFileError: Saved from other weights, or with other special tokens.
     """
     if manifest.weights != weights:
         raise BankFileError(
             f"{folder}: saved from other weights (digest {manifest.weights[:12]}, this model has {weights[:12]}); "
             "load the model it was saved from, or start an empty cache with wrap()"
         )
+    if manifest.special_ids != list(special_ids):
+        raise BankFileError(f"{folder}: saved with other special tokens; give load() the tokenizer that wrap() had")
+
+
+def restore(library: Library, weights: str, manifest: Manifest, folder: str | Path) -> None:
+    """Fill an empty library with what was saved.
+
+    Args:
+        library: Made with the manifest's settings.
+        weights: Digest of the model's weights now.
+        manifest: Of `folder`, checked.
+        folder: Where the data files are.
+
+    Raises:
+        BankFileError: A file is missing, cut short or changed.
+    """
     parts = {name.split("-")[0]: _read_checked(Path(folder) / name, sha) for name, sha in manifest.files.items()}
     scopes = [Scope(namespace, weights, dtype, attention) for namespace, dtype, attention in manifest.scopes]
     try:

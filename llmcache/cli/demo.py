@@ -1,13 +1,12 @@
 """`llmcache demo`: what the cache saves and what it costs, on a small real model."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from llmcache.errors import ConfigError
+from llmcache.cli.output import check_writable, write_json
 
 
 def command(
@@ -20,9 +19,8 @@ def command(
     ] = 2000,
 ) -> None:
     """Serve a support desk's requests with and without the cache: speed, hits, and what became of the answers."""
-    for option, path in (("--json", json_file), ("--plot", plot)):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ConfigError(f"{option} {path}: there is no folder {path.absolute().parent}; make it first")
+    for path in (json_file, plot):
+        check_writable(path)
     from rich.console import Console
 
     from experiments.demo import run_demo
@@ -32,12 +30,11 @@ def command(
     require_matplotlib()
     report = run_demo(load(MINILM), n)
     plot_speed_against_changes(report, plot)
-    if json_file is not None:
-        json_file.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n", encoding="utf-8")
     Console().print(_table(report))
     for sentence in report["conclusion"]:
         typer.echo(sentence)
-    typer.echo(f"Plot: {plot}" + (f"; figures: {json_file}" if json_file else ""))
+    write_json(json_file, report)
+    typer.echo(f"Plot: {plot}")
 
 
 def _table(report: Mapping[str, Any]) -> Any:

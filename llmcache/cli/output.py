@@ -23,5 +23,5 @@ def check_writable(path: Path | None) -> None:
 def write_json(path: Path | None, figures: Mapping[str, Any]) -> None:
     """Write figures, if a path was given, and say where."""
     if path is not None:
-        path.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(figures, indent=2, allow_nan=False) + "\n", encoding="utf-8")
         typer.echo(f"written to {path}")

@@ -83,12 +83,11 @@ class Runner:
         if not placed:
             return hidden
         if len(placed) == call.n_rows:
-            hidden = hidden.new_zeros(hidden.shape, dtype=placed[0].entry.dtype)
+            hidden = hidden.new_empty(hidden.shape, dtype=placed[0].entry.dtype)
         else:
             hidden = hidden.clone()
         for reuse in placed:
-            row = hidden[reuse.row].zero_()
-            self._payload.place(reuse.entry.to(hidden.device), row, call.rows[reuse.row].valid)
+            self._payload.place(reuse.entry.to(hidden.device), hidden[reuse.row], call.rows[reuse.row].valid)
         return hidden
 
     def _compute(

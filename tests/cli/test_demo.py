@@ -51,7 +51,7 @@ def test_the_whole_chain(tiny: Loaded, tmp_path: Path, capsys: pytest.CaptureFix
 def test_a_folder_that_is_not_there_is_told_at_once(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_main("demo", option, "/no/such/folder/file") == 2
     assert capsys.readouterr().err == (
-        f"llmcache: {option} /no/such/folder/file: there is no folder /no/such/folder; make it first\n"
+        "llmcache: /no/such/folder/file: cannot be written; give a file in a folder that exists\n"
     )
 
 

@@ -499,3 +499,61 @@ def test_new_tokens_after_wrapping_are_served() -> None:
     for _ in range(2):
         torch.testing.assert_close(cache(**inputs).logits, plain)
     assert (cache.stats().errors, cache.stats().hits) == (0, {"exact": 2})
+
+
+def test_an_input_on_another_device_is_the_models_own_affair_and_nothing_is_stored() -> None:
+    model = build(BARE["bert"])
+    cache = LLMCache.wrap(model)
+    # The one other device that every machine has; PyTorch itself lets it mix with weights on the CPU.
+    output = cache(input_ids=torch.zeros(1, 4, dtype=torch.long, device="meta")).last_hidden_state
+    assert output.is_meta
+    assert (cache.stats().n_stored, cache.stats().bypassed) == (0, {"error": 1})
+    elsewhere = build(BARE["bert"]).to("meta")
+    LLMCache.wrap(elsewhere)
+    with pytest.raises((RuntimeError, NotImplementedError)), torch.inference_mode():
+        elsewhere(input_ids=tokens(1, 4)).last_hidden_state.numpy()
+    inputs = padded([5])
+    for _ in range(2):
+        cache(**inputs)
+    assert cache.stats().hits == {"exact": 1}
+
+
+def test_a_dropout_layer_that_samples_goes_by() -> None:
+    """Monte Carlo dropout: the model is in eval mode, its dropout layers are not."""
+    model = build(BARE["bert"])
+    cache = LLMCache.wrap(model)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.train()
+    for _ in range(2):
+        cache(**padded([5]))
+    assert cache.stats().bypassed == {"training": 2}
+
+
+def test_a_users_own_class_with_a_familiar_name_keeps_all_tokens() -> None:
+    class MeanForSequenceClassification(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bert = build(BARE["bert"])
+
+        def forward(self, **inputs: torch.Tensor) -> torch.Tensor:
+            return self.bert(**inputs).last_hidden_state.mean(1)
+
+    model = MeanForSequenceClassification().eval()
+    inputs = {"input_ids": tokens(2, 6)}
+    with torch.inference_mode():
+        plain = model(**inputs)
+    cache = LLMCache.wrap(model)
+    cache(**inputs)
+    torch.testing.assert_close(cache(**inputs), plain)
+    assert cache.stats().hits == {"exact": 2}
+
+
+def test_what_a_classifiers_entry_does_not_keep_is_not_taken_for_states() -> None:
+    model = build(CLASSIFIERS["bert"])
+    cache = LLMCache.wrap(model)
+    cache(**padded([5]))
+    with torch.inference_mode():
+        hidden = model.bert(**padded([5])).last_hidden_state
+    assert hidden[0, 0].isfinite().all()
+    assert hidden[0, 1:].isnan().all()

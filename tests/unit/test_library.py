@@ -215,3 +215,20 @@ def test_bank_refuses_what_cannot_fit() -> None:
     bank = Bank(MemoryStore(), LRU(), max_bytes=10)
     with pytest.raises(ValueError, match="exceeds"):
         bank.put("k", Entry({"hidden": torch.zeros(100)}), lambda key: None)
+
+
+def test_empty_shelves_are_taken_down() -> None:
+    lib = library(max_entries=3)
+    for name in range(20):
+        put(lib, name, namespace=f"tenant-{name}")
+    assert len(lib._shelves) == 3
+
+
+def test_banks_that_give_kv_count_the_hit_too() -> None:
+    lib = library(max_entries=2)
+    kv = {"keys": torch.zeros(1, 1, 1, 2), "values": torch.zeros(1, 1, 1, 2)}
+    for name in range(6):
+        full = {layer: tensors | kv for layer, tensors in states(name).items()}
+        lib.put(scope(), row(name), full, vector(name))
+        assert lib.read(row(0).key, LAYERS[-1], with_kv=True) is not None
+    assert lib.held(row(0).key) == list(LAYERS)

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -82,6 +83,21 @@ def test_other_weights_are_refused_and_the_model_is_left_alone(tmp_path: Path) -
     with pytest.raises(BankFileError, match="other weights"):
         LLMCache.load(other, tmp_path)
     LLMCache.wrap(other).unwrap()
+
+
+def test_another_architecture_is_refused_for_its_weights(tmp_path: Path) -> None:
+    with LLMCache.wrap(build(CLASSIFIERS["bert"]), tau=0.9) as cache:
+        cache.save(tmp_path)
+    with pytest.raises(BankFileError, match="other weights"):
+        LLMCache.load(build(GENERATORS["gpt2"]), tmp_path)
+
+
+def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    with LLMCache.wrap(build(BARE["bert"]), tokenizer=SimpleNamespace(all_special_ids=[0, 7])) as cache:
+        cache.save(tmp_path)
+    with pytest.raises(BankFileError, match="special tokens"):
+        LLMCache.load(build(BARE["bert"]), tmp_path)
+    LLMCache.load(build(BARE["bert"]), tmp_path, tokenizer=SimpleNamespace(all_special_ids=[7, 0])).unwrap()
 
 
 def test_entries_of_earlier_weights_are_not_saved(tmp_path: Path) -> None:
