@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from llmcache import LLMCache, StoreError
-from tests.models import CLASSIFIERS, build, tokens
+from tests.models import CLASSIFIERS, build, padded, tokens
 
 
 class Breakable:
@@ -170,3 +170,37 @@ def test_half_a_request_is_never_found() -> None:
     assert cache.stats().n_stored == 0
     assert set(cache.stats().n_entries.values()) == {0}
     assert is_right(cache, model, tokens(2, 5))
+
+
+def test_a_state_that_cannot_be_kept_costs_speed_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(CLASSIFIERS["bert"])
+    inputs = padded([6, 4])
+    with torch.inference_mode():
+        plain = model(**inputs).logits
+    cache = LLMCache.wrap(model)
+
+    def fail(*_: object) -> None:
+        raise MemoryError("no room")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(cache._parts.payload, "take", fail)
+        assert torch.equal(cache(**inputs).logits, plain)
+    assert (cache.stats().errors, cache.stats().n_stored) == (1, 0)
+    cache(**inputs)
+    cache(**inputs)
+    assert cache.stats().hits == {"exact": 2}
+
+
+def test_arguments_that_cannot_be_looked_at_go_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(CLASSIFIERS["bert"])
+    inputs = padded([6, 4])
+    with torch.inference_mode():
+        plain = model(**inputs).logits
+    cache = LLMCache.wrap(model)
+
+    def fail(*_: object) -> None:
+        raise AttributeError("a tuple has no get_seq_length")
+
+    monkeypatch.setattr("llmcache.flow.find_reason", fail)
+    assert torch.equal(cache(**inputs).logits, plain)
+    assert (cache.stats().errors, cache.stats().bypassed) == (1, {"error": 2})
