@@ -201,6 +201,11 @@ def _assemble(model: nn.Module, config: CacheConfig) -> Parts:
     # Built in any case, so that a wrong name is told now and not at the first request that needs it.
     fingerprint: Fingerprint = config.fingerprint.build(FINGERPRINTS, "fingerprint")
     config.index_component.build(INDEXES, "index", 8)
+    if config.max_entries is not None and config.max_entries < fingerprint.n_fit:
+        raise ConfigError(
+            f"max_entries={config.max_entries}: fingerprint {config.fingerprint.name!r} is fitted on "
+            f"{fingerprint.n_fit} stored requests, which would never be there; raise it, or lower fit_on"
+        )
     searched_by = None if config.tau is None else fingerprint
     library = Library(
         {layer: _make_bank(trunk, config, len(layers)) for layer in layers},

@@ -78,6 +78,9 @@ def find_head(model: nn.Module, family: str) -> Head:
                 if reads == "tokens":
                     return Head(name, reads, why_unsafe=_BY_TOKEN)
                 return Head(name, reads, _pooled_payload(family))
+    for module in model.modules():
+        if hasattr(module, "decoder") and getattr(getattr(module, "config", None), "is_encoder_decoder", False):
+            return Head("decoder beside the encoder", "tokens", why_unsafe=_TWO_SIDES)
     return Head("hidden states", "states")
 
 

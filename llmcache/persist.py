@@ -5,7 +5,9 @@
     states-<id>.safetensors     entries, stacked by layer and shape
 
 The manifest is replaced last and in one step, so a save that is cut short leaves the earlier one whole. What is read is
-checked against the manifest's hashes before it is used. Order of arrival survives; recency and counts of use do not.
+checked against the manifest's hashes before it is used. Order of arrival survives; recency, counts of use and ages do
+not: what has expired is not saved, and the rest begins a new life. Requests saved before a fingerprint was fitted serve
+exact repeats, but are not found by others.
 """
 
 import hashlib

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as tf
 
 from llmcache import CacheConfig, ConfigError, LLMCache, LLMCacheError, UnsafeReuseError
 from llmcache.policies import POLICIES
@@ -37,6 +38,19 @@ def test_allow_unsafe_lets_the_user_measure(head: str) -> None:
 @pytest.mark.parametrize("family", sorted(set(CLASSIFIERS) - {"t5", "bart"}))
 def test_classifiers_accept_tau(family: str) -> None:
     LLMCache.wrap(build(CLASSIFIERS[family]), tau=0.9).unwrap()
+
+
+@pytest.mark.parametrize("make", [tf.T5Model, tf.BartModel])
+def test_a_bare_encoder_decoder_is_refused_too(make: type[torch.nn.Module]) -> None:
+    config = build(CLASSIFIERS["t5" if make is tf.T5Model else "bart"]).config
+    with pytest.raises(UnsafeReuseError, match="must belong together"):
+        LLMCache.wrap(make(config).eval(), tau=0.9)
+    LLMCache.wrap(make(config).eval()).unwrap()
+
+
+def test_a_fingerprint_that_could_never_be_fitted_is_refused() -> None:
+    with pytest.raises(ConfigError, match="fit_on"):
+        LLMCache.wrap(build(BARE["bert"]), tau=0.9, fingerprint={"name": "pca", "fit_on": 64}, max_entries=8)
 
 
 @pytest.mark.parametrize("family", ["t5", "bart"])
