@@ -182,6 +182,7 @@ def test_closing_twice_is_fine(store: Store) -> None:
     store["a"] = small(1)
     store.close()
     store.close()
+    assert (len(store), store.nbytes) == (0, 0)
 
 
 def test_the_context_closes_after_an_error() -> None:

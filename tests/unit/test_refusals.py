@@ -37,7 +37,7 @@ def test_allow_unsafe_lets_the_user_measure(head: str) -> None:
 
 @pytest.mark.parametrize("family", sorted(set(CLASSIFIERS) - {"t5", "bart"}))
 def test_classifiers_accept_tau(family: str) -> None:
-    LLMCache.wrap(build(CLASSIFIERS[family]), tau=0.9).unwrap()
+    assert "rungs='exact+semantic'" in repr(LLMCache.wrap(build(CLASSIFIERS[family]), tau=0.9))
 
 
 @pytest.mark.parametrize("make", [tf.T5Model, tf.BartModel])
@@ -77,7 +77,7 @@ def test_payloads_too_small_for_the_head(model: Any, payload: str, fix: str) -> 
 
 @pytest.mark.parametrize("payload", ["sequence", "cls", "last", "mean"])
 def test_bare_models_take_any_payload(payload: str) -> None:
-    LLMCache.wrap(build(BARE["bert"]), payload=payload).unwrap()
+    assert f"payload={payload!r}" in repr(LLMCache.wrap(build(BARE["bert"]), payload=payload))
 
 
 @pytest.mark.parametrize("layers", [[4], [-5], [], [0, 99], [2, -9]])
@@ -151,7 +151,7 @@ def test_wrong_settings(settings: dict[str, Any], parts: list[str]) -> None:
 
 @pytest.mark.parametrize("tau", [-1.0, 1.0, 0, {3: 0.5}, {-1: 0.5}])
 def test_taus_at_the_ends_of_the_range(tau: Any) -> None:
-    LLMCache.wrap(build(CLASSIFIERS["bert"]), tau=tau).unwrap()
+    assert "semantic" in repr(LLMCache.wrap(build(CLASSIFIERS["bert"]), tau=tau))
 
 
 def test_several_wrong_settings_are_told_at_once() -> None:
