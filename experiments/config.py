@@ -54,15 +54,18 @@ class Data(Section):
     """Labelled requests.
 
     Attributes:
-        path: A CSV (with a header) or JSONL file, or several, joined in this order; relative to the data folder. Or
-            the name of a stream that the project makes itself: `support_desk`.
-        text: Column of the request's text.
-        label: Column of what it is about.
+        path: A known set (`banking77`, `snips`, `hwu64`) whose files lie in the data folder; or a CSV (with a header)
+            or JSONL file, or several, joined in this order, relative to the data folder; or the name of a stream that
+            the project makes itself: `support_desk`.
+        text: Column of the request's text; known sets bring their own.
+        label: Column of what it is about; likewise.
+        order: `file`, or `shuffled`, seeded: some files are sorted by label, which no traffic is.
     """
 
     path: tuple[str, ...] = Field(min_length=1)
     text: str = "text"
     label: str = "label"
+    order: Literal["file", "shuffled"] = "file"
 
     @field_validator("path", mode="before")
     @classmethod

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.data import Labelled
+from experiments.data.labelled import Labelled
 from experiments.environment import describe
 from experiments.heads import fit_logistic
 from experiments.measure import Trace, is_hit, measure

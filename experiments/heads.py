@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from experiments.data import Labelled
+from experiments.data.labelled import Labelled
 from experiments.models import Loaded
 from experiments.progress import tracked
 from llmcache.errors import ConfigError

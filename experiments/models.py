@@ -41,35 +41,56 @@ def encode(tokenizer: Any, text: str, max_length: int) -> Inputs:
     return dict(tokenizer(text, truncation=True, max_length=max_length, return_tensors="pt"))
 
 
-def load(name: str, is_classifier: bool = False) -> Loaded:
+#: Model with a head, by what the head answers; and what it is called in messages.
+KINDS = {
+    "states": ("AutoModel", "hidden states"),
+    "class": ("AutoModelForSequenceClassification", "classifier"),
+    "span": ("AutoModelForQuestionAnswering", "span head"),
+    "choice": ("AutoModelForMultipleChoice", "multiple-choice head"),
+    "token": ("AutoModelForCausalLM", "language-model head"),
+}
+
+
+def load(
+    name: str, kind: str = "states", models_dir: Path | None = None, is_new_head: bool = False, **config: Any
+) -> Loaded:
     """Load a model.
 
     Args:
-        name: `minilm`, a folder that holds a config.json, or a name on the hub.
-        is_classifier: With its sequence-classification head, which then has to be among its weights.
+        name: `minilm`; a folder that holds a config.json, or the name of one in `models_dir`; or a name on the hub.
+        kind: A key of `KINDS`.
+        models_dir: Where prepared models lie.
+        is_new_head: The head may be missing from the weights, and then is made new, from torch's random numbers.
+        **config: Entries of the model's config, number of labels for instance.
 
     Raises:
         ConfigError: It was not found, is damaged, or has no such head.
     """
     import transformers
 
-    source = str(_find_minilm() if name == MINILM else Path(name).expanduser())
-    if name != MINILM and not Path(source).is_dir():
-        source = name  # a hub name
-    kind = transformers.AutoModelForSequenceClassification if is_classifier else transformers.AutoModel
+    auto, head = KINDS[kind]
+    source = _find(name, models_dir)
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source)
-        model, report = kind.from_pretrained(source, output_loading_info=True)
+        model, report = getattr(transformers, auto).from_pretrained(source, output_loading_info=True, **config)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
-            f"model: {name!r} could not be loaded; give {MINILM!r}, a folder with config.json, weights and tokenizer, "
-            f"or a hub name that can be reached: {str(error).splitlines()[0]}"
+            f"model: {name!r} could not be loaded; give {MINILM!r}, a folder with config.json, weights and tokenizer, a "
+            f"name that `llmcache prepare` made, or a hub name that can be reached: {str(error).splitlines()[0]}"
         ) from error
-    if is_classifier and report["missing_keys"]:
+    if kind != "states" and not is_new_head and report["missing_keys"]:
         missing = ", ".join(sorted(report["missing_keys"]))
-        raise ConfigError(f"model: {name!r} holds no trained classifier (missing: {missing}); use head.kind: logistic")
+        raise ConfigError(f"model: {name!r} holds no trained {head} (missing: {missing}); give a model that has one")
     return Loaded(model.eval(), tokenizer)
+
+
+def _find(name: str, models_dir: Path | None) -> str:
+    """Folder or hub name that stands for a model."""
+    if name == MINILM:
+        return str(_find_minilm())
+    prepared = [] if models_dir is None else [models_dir / name]
+    return next((str(folder) for folder in (*prepared, Path(name).expanduser()) if folder.is_dir()), name)
 
 
 def _find_minilm() -> Path:

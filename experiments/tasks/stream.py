@@ -4,20 +4,19 @@ labelled data -> a seeded part fits the head -> the rest, in data order, is the 
 -> every request by both arms, back to back -> figures
 """
 
-import random
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from experiments.config import Experiment
-from experiments.data import Labelled, read_requests
+from experiments.data.labelled import Labelled, read_requests
 from experiments.heads import Classifier, fit_logistic, ready
 from experiments.measure import Trace, measure
 from experiments.metrics import summary
 from experiments.models import check_length, encode, load
 from experiments.tasks import Outcome
-from llmcache.errors import ConfigError
+from experiments.tasks.split import split
 
 
 def run(experiment: Experiment, data_dir: Path | None) -> Outcome:
@@ -56,27 +55,11 @@ def prepare(experiment: Experiment, data: Sequence[Labelled]) -> tuple[Classifie
     """The model with its head, and the requests that are left to stream."""
     head, is_ready = experiment.head, experiment.head.kind == "ready"
     fit, stream = ([], data) if is_ready else split(data, head.fit_share, experiment.seed)
-    loaded = load(experiment.model, is_classifier=is_ready)
+    loaded = load(experiment.model, "class" if is_ready else "states")
     check_length(loaded, experiment.max_length)
     if is_ready:
         return ready(loaded, stream), stream
     return fit_logistic(loaded, head.pool, fit, stream, experiment.max_length), stream
-
-
-def split(data: Sequence[Labelled], share: float, seed: int) -> tuple[list[Labelled], list[Labelled]]:
-    """A seeded part of the data and the rest, both in data order.
-
-    Raises:
-        ConfigError: One of them would be empty.
-    """
-    n_fit = round(len(data) * share)
-    if not 0 < n_fit < len(data):
-        raise ConfigError(
-            f"head.fit_share: {share} of {len(data)} records leaves nothing to fit on or nothing to stream; "
-            "give more records or another share"
-        )
-    chosen = set(random.Random(seed).sample(range(len(data)), n_fit))
-    return [x for i, x in enumerate(data) if i in chosen], [x for i, x in enumerate(data) if i not in chosen]
 
 
 def _rows(

@@ -10,7 +10,7 @@ from typing import Annotated, Final
 import typer
 
 from llmcache import __version__
-from llmcache.cli import bench_latency, bench_memory, demo, info, run
+from llmcache.cli import bench_latency, bench_memory, demo, info, prepare, run
 from llmcache.errors import LLMCacheError
 
 #: Groups of commands and what they are for.
@@ -19,6 +19,7 @@ GROUPS: Final[Mapping[str, str]] = {"bench": "Measure speed and memory on this m
 #: Every command, in the order of `llmcache --help`; two words are a group and its command.
 COMMANDS: Final[Mapping[str, Callable[..., None]]] = {
     "demo": demo.command,
+    "prepare": prepare.command,
     "run": run.command,
     "bench latency": bench_latency.command,
     "bench memory": bench_memory.command,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from experiments.config import Data
-from experiments.data import Labelled, read_requests
+from experiments.data.labelled import Labelled, read_requests
 from experiments.tasks.stream import split
 from llmcache.errors import ConfigError
 
@@ -54,7 +54,11 @@ def test_a_made_stream_needs_no_file() -> None:
         ("a.jsonl", '{"text": "a", "label": "x"}\n{"text"', "a.jsonl, line 2: not valid JSON"),
         ("a.jsonl", "[1]\n", "line 1: expected one JSON object a line"),
         ("a.jsonl", '{"text": ["a"], "label": "x"}\n', "line 1: column 'text' holds no single value"),
-        ("a.txt", "hello", "'a.txt' is of no known kind; give a file ending in .csv or .jsonl, or a stream"),
+        (
+            "a.txt",
+            "hello",
+            "'a.txt' is of no known kind; give a file ending in .csv or .jsonl or .json or .in, or a name",
+        ),
     ],
 )
 def test_bad_files(name: str, content: str, error: str, tmp_path: Path) -> None:

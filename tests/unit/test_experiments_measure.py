@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from experiments.data import Labelled
+from experiments.data.labelled import Labelled
 from experiments.heads import PooledClassifier, _fit_linear, fit_logistic, pooled_states, ready
 from experiments.measure import Trace, is_hit, measure, order_of, twin
 from experiments.metrics import hit_rates, latencies, percentiles, quality, speed
@@ -66,7 +66,7 @@ def test_labels_that_cannot_be_learned(loaded: Loaded) -> None:
 
 
 def test_a_ready_model_knows_its_labels(tmp_path: Path) -> None:
-    loaded = load(str(save_tiny(tmp_path / "ready", labels=("x", "y", "z"))), is_classifier=True)
+    loaded = load(str(save_tiny(tmp_path / "ready", labels=("x", "y", "z"))), "class")
     classifier = ready(loaded, [Labelled(0, "hello", "z")])
     assert classifier.labels == ("x", "y", "z")
     assert classifier.module(**encode(loaded.tokenizer, "hello", 48)).shape == (1, 3)

@@ -57,7 +57,7 @@ def test_a_model_that_is_not_there(name: str, tmp_path: Path, monkeypatch: pytes
 def test_a_bare_model_has_no_ready_head(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "tiny")
     with pytest.raises(ConfigError, match=r"no trained classifier \(missing: classifier"):
-        load(str(folder), is_classifier=True)
+        load(str(folder), "class")
 
 
 def packaged(folder: Path) -> Any:

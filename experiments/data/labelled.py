@@ -1,7 +1,6 @@
-"""Labelled requests from CSV and JSONL files, or from a stream that the project makes itself."""
+"""Labelled requests: a known set by its name, CSV and JSONL files, or a stream that the project makes itself."""
 
 import csv
-import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.config import Data
+from experiments.data.source import build, read_json, read_jsonl, read_text
 from experiments.streams.support_desk import support_desk
 from llmcache.errors import ConfigError
 
@@ -17,6 +17,13 @@ STREAMS: Mapping[str, Callable[[int, int], Iterable[Any]]] = {
     "support_desk": lambda n, seed: support_desk(n, seed),
 }
 DEFAULT_N = 2000
+
+#: Known sets by name, as their authors publish them: files in the data folder, column of the text, of the label.
+SETS: Mapping[str, tuple[tuple[str, ...], str, str]] = {
+    "banking77": (("banking77/train.csv", "banking77/test.csv"), "text", "category"),
+    "snips": (("snips/train.seq.in", "snips/valid.seq.in", "snips/test.seq.in"), "text", "label"),
+    "hwu64": (("hwu64/train.json",), "text", "intent"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +54,20 @@ def read_requests(data: Data, folder: Path | None, seed: int = 0, limit: int | N
         ConfigError: A column is missing, a record is broken, or there are no records at all.
         FileNotFoundError: A file is missing.
     """
-    made = STREAMS.get(data.path[0]) if len(data.path) == 1 else None
-    if made is not None:
+    name = data.path[0] if len(data.path) == 1 else ""
+    if made := STREAMS.get(name):
         n = limit or DEFAULT_N
         return [Labelled(i, record.text, record.label) for i, record in enumerate(made(n, seed))]
-    pairs = [pair for name in data.path for pair in _read_file(_locate(name, folder), data)]
+    paths, text, label = SETS.get(name, (data.path, data.text, data.label))
+    pairs = [pair for path in paths for pair in _read_file(_locate(path, folder), text, label)]
     if not pairs:
         raise ConfigError(f"data.path: {', '.join(data.path)}: no records, so there is nothing to stream")
-    requests = [Labelled(i, text, label) for i, (text, label) in enumerate(pairs)]
-    if limit is None or limit >= len(requests):
-        return requests
-    return [requests[i] for i in sorted(random.Random(seed).sample(range(len(requests)), limit))]
+    chosen = list(range(len(pairs)))
+    if limit is not None and limit < len(pairs):
+        chosen = sorted(random.Random(seed).sample(chosen, limit))
+    if data.order == "shuffled":
+        random.Random(seed).shuffle(chosen)
+    return [Labelled(i, *pairs[i]) for i in chosen]
 
 
 def _locate(name: str, folder: Path | None) -> Path:
@@ -65,23 +75,23 @@ def _locate(name: str, folder: Path | None) -> Path:
     if folder is not None and not path.is_absolute():
         path = folder / path
     if path.suffix not in _READERS:
-        known = f"a file ending in {' or '.join(_READERS)}, or a stream ({', '.join(STREAMS)})"
+        made = ", ".join([*SETS, *STREAMS])
+        known = f"a file ending in {' or '.join(_READERS)}, or a name ({made})"
         raise ConfigError(f"data.path: {name!r} is of no known kind; give {known}")
     if not path.is_file():
         raise FileNotFoundError(f"data.path: no file {path}; say where the data is with --data-dir or LLMCACHE_DATA")
     return path
 
 
-def _read_file(path: Path, data: Data) -> Iterator[tuple[str, str]]:
+def _read_file(path: Path, text: str, label: str) -> Iterator[tuple[str, str]]:
     try:
         for where, record in _READERS[path.suffix](path):
-            yield _field(record, data, "text", where), _field(record, data, "label", where)
+            yield _field(record, "text", text, where), _field(record, "label", label, where)
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
 
 
-def _field(record: Mapping[str, Any], data: Data, key: str, where: str) -> str:
-    name: str = getattr(data, key)
+def _field(record: Mapping[str, Any], key: str, name: str, where: str) -> str:
     if name not in record:
         raise ConfigError(f"data.{key}: {where} has no column {name!r}; columns found: {', '.join(map(str, record))}")
     value = record[name]
@@ -98,21 +108,38 @@ def _read_csv(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            where = f"{path}, line {number}"
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ConfigError(f"{where}: not valid JSON: {error.msg}") from error
-            if not isinstance(record, dict):
-                raise ConfigError(f"{where}: expected one JSON object a line (got {record!r})")
-            yield where, record
+    for where, record in read_jsonl(path):
+        if not isinstance(record, dict):
+            raise ConfigError(f"{where}: expected one JSON object a line (got {record!r})")
+        yield where, record
+
+
+def _read_rasa(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Rasa's JSON: `rasa_nlu_data.common_examples`, each with `text` and `intent`."""
+    examples = build(str(path), lambda: list(read_json(path)["rasa_nlu_data"]["common_examples"]))
+    for number, record in enumerate(examples):
+        if not isinstance(record, dict):
+            raise ConfigError(f"{path}: example {number} is not an object (got {record!r})")
+        yield f"{path}, example {number}", record
+
+
+def _read_lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """One request a line (`*.seq.in`), its label on the same line of the file beside it (`*.label`)."""
+    beside = path.with_name(path.name.removesuffix(".seq.in") + ".label")
+    if not beside.is_file():
+        raise FileNotFoundError(f"data.path: no file {beside}, which holds the labels of {path.name}")
+    texts, labels = (read_text(file).split("\n") for file in (path, beside))
+    pairs = [(text.strip(), label.strip()) for text, label in zip(texts, labels, strict=False)]
+    if len(texts) != len(labels) or any(bool(text) != bool(label) for text, label in pairs):
+        raise ConfigError(f"{path} and {beside.name} do not belong together: their lines do not match")
+    for number, (text, label) in enumerate(pairs, start=1):
+        if text:
+            yield f"{path}, line {number}", {"text": text, "label": label}
 
 
 _READERS: Mapping[str, Callable[[Path], Iterator[tuple[str, Mapping[str, Any]]]]] = {
     ".csv": _read_csv,
     ".jsonl": _read_jsonl,
+    ".json": _read_rasa,
+    ".in": _read_lines,
 }

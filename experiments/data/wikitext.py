@@ -1,0 +1,44 @@
+"""WikiText (Merity et al. 2016): Wikipedia articles in tokenised lines.
+
+The hub's `raw` configurations hold every word; the files of the data folder are taken as they are, and may have rare
+words replaced by `<unk>`: `unk_rate` says how many.
+"""
+
+from pathlib import Path
+from typing import Literal
+
+from experiments.data.source import find_file, from_hub, read_text
+
+HUB = "Salesforce/wikitext"
+UNK = "<unk>"
+#: By split: configuration on the hub, split there, file in the data folder.
+SPLITS = {
+    "train": ("wikitext-2-v1", "train", "wikitext/wikitext-2_train.tokens.txt"),
+    "validation": ("wikitext-103-raw-v1", "validation", "wikitext/wikitext-103_valid.txt"),
+    "test": ("wikitext-103-raw-v1", "test", "wikitext/wikitext-103_test.txt"),
+}
+
+
+def read_wikitext(split: Literal["train", "validation", "test"], folder: Path | None) -> list[str]:
+    """The lines of a split that are not empty, without white space at their ends.
+
+    Args:
+        split: `train` is WikiText-2's, small enough to train on here; the others are WikiText-103's.
+        folder: Data folder with the files under `wikitext/`; None for the hub.
+
+    Raises:
+        ConfigError: The file is not UTF-8, or the hub cannot be reached.
+        FileNotFoundError: The file is missing.
+    """
+    config, there, file = SPLITS[split]
+    if folder is None:
+        lines = [row["text"] for row in from_hub(HUB, config, there)]
+    else:
+        lines = read_text(find_file(folder, file)).split("\n")
+    return [line.strip() for line in lines if line.strip()]
+
+
+def unk_rate(lines: list[str]) -> float:
+    """Share of white-space separated words that are `<unk>`, 0 to 1."""
+    words = [word for line in lines for word in line.split()]
+    return sum(word == UNK for word in words) / max(1, len(words))

@@ -1,0 +1,69 @@
+"""Real, small models for the experiments, trained where no trained ones can be had: one file a recipe."""
+
+import json
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from experiments.environment import describe
+from experiments.files import write_whole
+from experiments.models import MINILM, Loaded
+from experiments.prepare import intent, openbookqa, squad_v2, wikitext
+from experiments.prepare.training import Order, finish
+from llmcache.errors import ConfigError
+
+#: By the name of the folder that the model goes to.
+RECIPES: Mapping[str, Callable[[Order], tuple[Loaded, dict[str, Any]]]] = {
+    "minilm-squad_v2": squad_v2.prepare,
+    "minilm-openbookqa": openbookqa.prepare,
+    "minilm-banking77": partial(intent.prepare, data="banking77"),
+    "minilm-snips": partial(intent.prepare, data="snips"),
+    "minilm-hwu64": partial(intent.prepare, data="hwu64"),
+    "gpt2-wikitext": wikitext.prepare,
+}
+FIGURES = "metrics.json"
+
+
+def prepare(
+    recipe: str,
+    models_dir: Path,
+    data_dir: Path | None,
+    *,
+    base: str = MINILM,
+    seed: int = 0,
+    limit: int | None = None,
+    epochs: float | None = None,
+) -> tuple[dict[str, Any], bool]:
+    """Train a model, unless it is there. One that was interrupted goes on from its last checkpoint.
+
+    Args:
+        recipe: A key of `RECIPES`.
+        models_dir: The model's folder is made in it.
+        data_dir: Data folder, or None for the hub.
+        base: Model to begin with.
+        seed: Of everything drawn.
+        limit: Use that many records only, to try things out.
+        epochs: Instead of the recipe's own number.
+
+    Returns:
+        Its figures, as its folder has them in `metrics.json`; and whether it was trained now.
+
+    Raises:
+        ConfigError: No such recipe, or the data is wrong.
+    """
+    if recipe not in RECIPES:
+        raise ConfigError(f"recipe: {recipe!r} is not known; known: {', '.join(RECIPES)}")
+    folder = models_dir / recipe
+    if (folder / FIGURES).is_file():
+        return json.loads((folder / FIGURES).read_text(encoding="utf-8")), False
+    folder.mkdir(parents=True, exist_ok=True)
+    order = Order(base, folder, data_dir, seed, limit, epochs)
+    loaded, figures = RECIPES[recipe](order)
+    loaded.model.save_pretrained(folder)  # type: ignore[operator]
+    loaded.tokenizer.save_pretrained(folder)
+    options = {"base": base, "seed": seed, "limit": limit, "epochs": epochs}
+    figures = {"recipe": recipe, "options": options, **figures, "environment": describe(seed)}
+    write_whole(folder / FIGURES, json.dumps(figures, indent=2) + "\n")
+    finish(folder)
+    return figures, True

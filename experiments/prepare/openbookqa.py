@@ -1,0 +1,60 @@
+"""Recipe: all-MiniLM-L6-v2 with a multiple-choice head, for OpenBookQA."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from experiments.data.openbookqa import Choice, read_openbookqa
+from experiments.models import Loaded, load
+from experiments.prepare.training import Order, Schedule, train
+from experiments.progress import tracked
+from experiments.tasks.openbookqa import OpenBookQA
+
+MAX_LENGTH = 64
+
+
+def prepare(order: Order) -> tuple[Loaded, dict[str, Any]]:
+    """Train the model.
+
+    Returns:
+        It, and its accuracy on the validation and test sets, beside chance.
+    """
+    torch.manual_seed(order.seed)
+    base = load(order.base, "choice", is_new_head=True)
+    questions = read_openbookqa("train", order.data_dir)[: order.limit]
+    schedule = Schedule(epochs=order.epochs or 3, batch_size=8, learning_rate=1e-4)
+    train(base.model, questions, Collator(base.tokenizer), schedule, order.folder, order.seed, "openbookqa")
+    figures = {
+        split: _accuracy(base, read_openbookqa(split, order.data_dir)[: order.limit])  # type: ignore[arg-type]
+        for split in ("validation", "test")
+    }
+    return base, {"n_train": len(questions), **figures, "chance": 1 / len(questions[0].choices)}
+
+
+class Collator:
+    """Makes batches of questions: tensors (B, choices, T), and the right choices (B,)."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        """Tokenise and pad with `tokenizer`."""
+        self._tokenizer = tokenizer
+
+    def __call__(self, questions: Sequence[Choice]) -> dict[str, torch.Tensor]:
+        """Tokenise, pad and stack."""
+        stems = [question.stem for question in questions for _ in question.choices]
+        choices = [choice for question in questions for choice in question.choices]
+        rows = self._tokenizer(
+            stems, choices, truncation=True, max_length=MAX_LENGTH, padding=True, return_tensors="pt"
+        )
+        shaped = {name: tensor.view(len(questions), -1, tensor.shape[-1]) for name, tensor in rows.items()}
+        return {**shaped, "labels": torch.tensor([question.right for question in questions])}
+
+
+def _accuracy(model: Loaded, questions: Sequence[Choice]) -> float:
+    task = OpenBookQA(model, questions, MAX_LENGTH)
+    with torch.inference_mode():
+        told = [
+            task.answer(model.model(**request.inputs), number)
+            for number, request in enumerate(tracked(task.requests, len(questions), "Answering"))
+        ]
+    return float(task.scores(told).mean())

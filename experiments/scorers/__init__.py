@@ -1,0 +1,1 @@
+"""Scores of a whole task's answers, as its authors define them."""

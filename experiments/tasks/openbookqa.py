@@ -1,0 +1,63 @@
+"""Task `openbookqa`: one of four choices. A request is a question; its four rows go through the model together."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import nn
+
+from experiments.data.openbookqa import Choice
+from experiments.models import Inputs, Loaded
+from experiments.workload import Request
+
+
+class OpenBookQA:
+    """Multiple choice with a model that scores each choice beside the question."""
+
+    metric = "accuracy"
+
+    def __init__(self, loaded: Loaded, questions: Sequence[Choice], max_length: int) -> None:
+        """Tokenise the questions.
+
+        Args:
+            loaded: Model with a multiple-choice head.
+            questions: In the order in which they are asked.
+            max_length: Most tokens of a row.
+        """
+        self.module: nn.Module = loaded.model
+        self.tokenizer = loaded.tokenizer
+        self.requests = [self._encode(question, max_length) for question in questions]
+        self.facts = {"chance": float(np.mean([1 / len(question.choices) for question in questions]))}
+
+    def _encode(self, question: Choice, max_length: int) -> Request:
+        inputs = {name: rows.unsqueeze(0) for name, rows in encode(self.tokenizer, question, max_length).items()}
+        return Request(question.id, inputs, " ".join([question.stem, *question.choices]), question.right)
+
+    def answer(self, output: Any, number: int) -> int:
+        """Number of the choice with the highest score."""
+        return int(output.logits[0].argmax())
+
+    def is_changed(self, one: int, other: int) -> bool:
+        """Whether another choice was taken."""
+        return one != other
+
+    def scores(self, answers: Sequence[int]) -> NDArray[np.float64]:
+        """1 for the right choice, else 0."""
+        pairs = zip(answers, self.requests, strict=True)
+        return np.array([float(told == request.reference) for told, request in pairs])
+
+    def extras(self, answers: Sequence[int]) -> dict[str, float | None]:
+        """Nothing more."""
+        return {}
+
+    def show(self, answer: int) -> str:
+        """Its letter."""
+        return "ABCDEFGH"[answer]
+
+
+def encode(tokenizer: Any, question: Choice, max_length: int) -> Inputs:
+    """A row for each choice, padded to the longest: tensors (choices, T)."""
+    stems = [question.stem] * len(question.choices)
+    options = {"truncation": True, "max_length": max_length, "padding": True, "return_tensors": "pt"}
+    return dict(tokenizer(stems, list(question.choices), **options))

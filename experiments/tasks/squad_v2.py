@@ -1,0 +1,152 @@
+"""Task `squad_v2`: a span of the passage, or nothing. Requests come in the order of the data, passage by passage.
+
+Sizes: N questions, T tokens, W windows of a passage.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import nn
+
+from experiments.data.squad import Question
+from experiments.models import Inputs, Loaded
+from experiments.scorers import squad_v2 as scorer
+from experiments.workload import Request
+
+MOST_TOKENS = 30  # of an answer, as in the reference implementations
+MOST_ASKED = 64  # tokens of a question
+THRESHOLD = "no_answer_threshold"  # key of the model's config
+
+
+class SquadV2:
+    """Extractive question answering with a model that has two columns: where the answer begins, where it ends.
+
+    One window a request: what of a passage does not fit is cut, equally for every method.
+    """
+
+    metric = "f1"
+
+    def __init__(self, loaded: Loaded, questions: Sequence[Question], max_length: int) -> None:
+        """Tokenise the questions.
+
+        Args:
+            loaded: Model with a span head; its config may hold `no_answer_threshold`, 0 without.
+            questions: In the order in which they are asked.
+            max_length: Most tokens of a request.
+        """
+        self.module: nn.Module = loaded.model
+        self.tokenizer = loaded.tokenizer
+        self._threshold = float(getattr(loaded.model.config, THRESHOLD, 0.0))
+        self._offsets: list[NDArray[np.int64]] = []
+        self._contexts = [question.context for question in questions]
+        self.requests = [self._encode(question, max_length) for question in questions]
+        cut = [len(o) == max_length and o[-2, 1] < len(c) for o, c in zip(self._offsets, self._contexts, strict=True)]
+        self.facts = {
+            "n_passages": len({question.context for question in questions}),
+            "share_unanswerable": float(np.mean([not question.answers for question in questions])),
+            "share_cut": float(np.mean(cut)),
+            "no_answer_threshold": self._threshold,
+        }
+
+    def _encode(self, question: Question, max_length: int) -> Request:
+        encoded = encode(self.tokenizer, question.text, question.context, max_length)
+        self._offsets.append(in_context(encoded))
+        inputs: Inputs = dict(encoded.convert_to_tensors("pt", prepend_batch_axis=True))
+        references = [text for text, _ in question.answers]
+        return Request(question.id, inputs, f"{question.text} {question.context}", references)
+
+    def answer(self, output: Any, number: int) -> str:
+        """The best span of this request's passage; empty where no answer scores higher by more than the threshold."""
+        text, advantage = self.read(output, number)
+        return text if advantage >= self._threshold else ""
+
+    def read(self, output: Any, number: int) -> tuple[str, float]:
+        """The best span, and how far its score lies above that of no answer, in logits."""
+        starts, ends = (logits[0].float().numpy() for logits in (output.start_logits, output.end_logits))
+        span, advantage = best_span(starts, ends, self._offsets[number])
+        return ("" if span is None else self._contexts[number][span[0] : span[1]]), advantage
+
+    def is_changed(self, one: str, other: str) -> bool:
+        """Whether the texts differ."""
+        return one != other
+
+    def scores(self, answers: Sequence[str]) -> NDArray[np.float64]:
+        """F1 of each answer."""
+        pairs = zip(answers, self.requests, strict=True)
+        return np.array([scorer.f1(told, request.reference) for told, request in pairs])
+
+    def extras(self, answers: Sequence[str]) -> dict[str, float | None]:
+        """Figures of the official scorer, as fractions of 1."""
+        return figures(answers, [request.reference for request in self.requests])
+
+    def show(self, answer: str) -> str:
+        """The text."""
+        return answer
+
+
+def encode(tokenizer: Any, question: str, context: str, max_length: int, stride: int | None = None) -> Any:
+    """Question and passage as one sequence, with the character offsets of its tokens.
+
+    Args:
+        tokenizer: A fast one.
+        question: Cut after `MOST_ASKED` tokens, as the reference implementations do.
+        context: Cut at its end where it does not fit.
+        max_length: Most tokens.
+        stride: Instead of cutting, give all windows of the passage, overlapping by that many tokens.
+    """
+    options = {} if stride is None else {"stride": stride, "return_overflowing_tokens": True}
+    asked = tokenizer(question.strip(), add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    end = asked[:MOST_ASKED][-1][1] if asked else 0
+    return tokenizer(
+        question.strip()[:end],
+        context,
+        truncation="only_second",
+        max_length=max_length,
+        return_offsets_mapping=True,
+        **options,
+    )
+
+
+def in_context(encoded: Any, window: int = 0) -> NDArray[np.int64]:
+    """Characters (T, 2) of the passage that each token stands for; takes them out of `encoded`. Other tokens: -1."""
+    offsets = encoded.pop("offset_mapping")
+    rows = offsets[window] if isinstance(offsets[0], list) else offsets
+    found = np.array(rows, dtype=np.int64)
+    found[[part != 1 for part in encoded.sequence_ids(window)]] = -1
+    return found
+
+
+def best_span(
+    starts: NDArray[np.float32], ends: NDArray[np.float32], offsets: NDArray[np.int64]
+) -> tuple[tuple[int, int] | None, float]:
+    """The best span of a passage and how far its score lies above that of no answer (the first token, twice).
+
+    Args:
+        starts: Score (T,) of each token as the first one of the answer. Those of another request may be of another
+            length: what lies beyond the shorter one counts as impossible.
+        ends: Likewise as the last one.
+        offsets: Characters (T, 2) of the passage, -1 outside it.
+
+    Returns:
+        First character and the one after the last, or None where there is no passage; and the difference of the scores.
+    """
+    places = np.flatnonzero(offsets[: len(starts), 0] >= 0)
+    if not len(places):
+        return None, -np.inf
+    first, last = places[0], places[-1] + 1
+    scores = starts[first:last, None] + ends[None, first:last]
+    n = last - first
+    distance = np.arange(n)[None, :] - np.arange(n)[:, None]
+    scores[(distance < 0) | (distance >= MOST_TOKENS)] = -np.inf
+    start, end = np.unravel_index(int(scores.argmax()), scores.shape)
+    span = int(offsets[first + start, 0]), int(offsets[first + end, 1])
+    return span, float(scores[start, end] - starts[0] - ends[0])
+
+
+def figures(answers: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float | None]:
+    """The official scorer's percentages as fractions of 1."""
+    found = scorer.load().compute(predictions=list(answers), references=[list(accepted) for accepted in references])
+    names = ("exact", "f1", "exact_answerable", "f1_answerable", "exact_unanswerable")
+    return {name: None if found[name] is None else found[name] / 100 for name in names}

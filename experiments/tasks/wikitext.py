@@ -1,0 +1,163 @@
+"""Task `wikitext`: the next token, at each place of windows of text.
+
+Two streams: the windows of the test text one after another, which repeat nothing; and one in which earlier windows come
+back whole, as a prefix that then goes on differently, or with some words changed.
+
+Sizes: N windows, T tokens of a window.
+"""
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from experiments.data.wikitext import UNK, unk_rate
+from experiments.models import Loaded
+from experiments.workload import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """What a window was told.
+
+    Attributes:
+        tokens: Most likely next token at each place but the last, (T - 1,).
+        nll: Negative log likelihood of the true next tokens, natural, (T - 1,).
+    """
+
+    tokens: NDArray[np.int64]
+    nll: NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Repeats:
+    """How often earlier windows come back, as shares of all requests; the rest is new.
+
+    Attributes:
+        whole: The same window.
+        prefix: Its first half, then new text.
+        changed: The same window with some tokens replaced.
+        share_replaced: Of the tokens, in a changed window.
+        seed: Of the draws.
+    """
+
+    whole: float
+    prefix: float
+    changed: float
+    share_replaced: float
+    seed: int
+
+
+class WikiText:
+    """Language modelling with a causal model, window by window, no context carried over."""
+
+    metric = "accuracy"
+
+    def __init__(
+        self, loaded: Loaded, lines: Sequence[str], window: int, limit: int | None, repeats: Repeats | None
+    ) -> None:
+        """Cut the text into windows.
+
+        Args:
+            loaded: Causal language model.
+            lines: The text.
+            window: Tokens of a window.
+            limit: Use that many windows, from the beginning of the text.
+            repeats: Bring earlier windows back; None for the text as it is.
+        """
+        self.module: nn.Module = loaded.model
+        self.tokenizer = loaded.tokenizer
+        text = "\n".join(lines)
+        ids = np.array(loaded.tokenizer(text)["input_ids"], dtype=np.int64)
+        fresh = ids[: len(ids) // window * window].reshape(-1, window)[:limit]
+        kinds = ["new"] * len(fresh)
+        windows = fresh
+        if repeats is not None:
+            windows, kinds = repeat(fresh, repeats)
+        self._words_per_token = len(text.split()) / len(ids)
+        self._unk = loaded.tokenizer.convert_tokens_to_ids(UNK)
+        self.requests = [self._encode(i, row, kind) for i, (row, kind) in enumerate(zip(windows, kinds, strict=True))]
+        self.facts = {
+            "unk_rate": unk_rate(list(lines)),
+            "words_per_token": self._words_per_token,
+            "shares": {kind: kinds.count(kind) / len(kinds) for kind in sorted(set(kinds))},
+        }
+
+    def _encode(self, number: int, row: NDArray[np.int64], kind: str) -> Request:
+        ids = torch.from_numpy(row.copy())[None]
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        return Request(f"{number}-{kind}", inputs, self.tokenizer.decode(row), row)
+
+    def answer(self, output: Any, number: int) -> Read:
+        """Most likely tokens, and how likely this request's own tokens are under them."""
+        logits = output.logits[0, :-1].float()
+        right = torch.from_numpy(self.requests[number].reference[1:])
+        nll = nn.functional.cross_entropy(logits, right, reduction="none")
+        return Read(logits.argmax(dim=-1).numpy(), nll.double().numpy())
+
+    def is_changed(self, one: Read, other: Read) -> bool:
+        """Whether any token is predicted otherwise."""
+        return not np.array_equal(one.tokens, other.tokens)
+
+    def scores(self, answers: Sequence[Read]) -> NDArray[np.float64]:
+        """Share of next tokens that were predicted right; `<unk>` as a target is left out."""
+        return np.array([self._share_right(told, i) for i, told in enumerate(answers)])
+
+    def extras(self, answers: Sequence[Read]) -> dict[str, float | None]:
+        """Perplexity a token and a word (white-space separated), `<unk>` as a target left out."""
+        nll = np.concatenate([told.nll[self._counts(i)] for i, told in enumerate(answers)])
+        mean = float(nll.mean())
+        return {"perplexity": math.exp(mean), "word_perplexity": math.exp(min(700.0, mean / self._words_per_token))}
+
+    def show(self, answer: Read) -> str:
+        """Its negative log likelihood a token."""
+        return f"{answer.nll.mean():.4f}"
+
+    def _share_right(self, told: Read, number: int) -> float:
+        right = (told.tokens == self.requests[number].reference[1:])[self._counts(number)]
+        return float(right.mean()) if right.size else 0.0
+
+    def _counts(self, number: int) -> NDArray[np.bool_]:
+        counts: NDArray[np.bool_] = self.requests[number].reference[1:] != self._unk
+        return counts
+
+
+def repeat(fresh: NDArray[np.int64], repeats: Repeats) -> tuple[NDArray[np.int64], list[str]]:
+    """A stream in which earlier windows come back.
+
+    Args:
+        fresh: Windows (N, T) that are all new, in order; not all of them are used.
+        repeats: How often.
+
+    Returns:
+        Windows (N, T) and the kind of each: `new`, `whole`, `prefix` or `changed`.
+    """
+    rng = random.Random(repeats.seed)
+    shares = (repeats.whole, repeats.prefix, repeats.changed)
+    rows: list[NDArray[np.int64]] = []
+    kinds: list[str] = []
+    unused = iter(fresh)
+    for _ in range(len(fresh)):
+        kind = rng.choices(("whole", "prefix", "changed", "new"), (*shares, 1 - sum(shares)))[0] if rows else "new"
+        kinds.append(kind)
+        rows.append(_next(kind, rows, unused, rng, repeats.share_replaced))
+    return np.stack(rows), kinds
+
+
+def _next(kind: str, rows: list[NDArray[np.int64]], unused: Any, rng: random.Random, share: float) -> Any:
+    if kind == "new":
+        return next(unused)
+    row = rng.choice(rows).copy()
+    if kind == "prefix":
+        half = len(row) // 2
+        row[half:] = next(unused)[half:]
+    elif kind == "changed":
+        places = rng.sample(range(len(row)), max(1, round(share * len(row))))
+        row[places] = rng.choice(rows)[places]  # tokens of the same text, so that they are as frequent
+    return row
