@@ -1,6 +1,6 @@
 """What one experiment is: a YAML file, checked, with lists spread out to one run each.
 
-    experiments = load_experiments("configs/banking77.yaml", ["cache.tau=[0.8, 0.9]"])
+    runs = load_experiments("configs/table2_accuracy.yaml", ["methods=[{method: llmcache, tau: 0.9}]"])
 
 A list is a grid: one run for each of its values. Keys in `LISTS` hold a list by nature; there, a list of lists is one.
 """
@@ -9,145 +9,31 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from llmcache.config import CacheConfig, explain, read_yaml
+from experiments.measures import MEASURES
+from experiments.measures.base import Experiment
+from experiments.section import choose
+from llmcache.config import read_yaml
 from llmcache.errors import ConfigError
 
-LISTS = ("data.path", "cache.layers")
-
-_Section = TypeVar("_Section", bound="Section")
+LISTS = ("task.data.path", "cache.layers", "methods", "taus", "models", "fingerprints")
 
 
-class Section(BaseModel):
-    """A part of the settings. Unknown keys are refused."""
+def make_experiment(values: Mapping[str, Any]) -> Experiment:
+    """Check all settings of one run.
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    @classmethod
-    def make(cls, values: Any, name: str = "") -> Self:
-        """Check the values of one section.
-
-        Args:
-            values: A mapping, as YAML gave it.
-            name: Dotted name of the section, for the error text.
-
-        Raises:
-            ConfigError: Naming the key, its value and what would be accepted.
-        """
-        if not isinstance(values, Mapping):
-            raise ConfigError(f"{name}: expected a mapping of settings (got {values!r})")
-        prefix = f"{name}." if name else ""
-        for key, field in cls.model_fields.items():
-            if field.is_required() and key not in values:
-                raise ConfigError(f"{prefix}{key}: missing; known settings: {', '.join(cls.model_fields)}")
-        try:
-            return cls.model_validate(values)
-        except ValidationError as error:
-            raise ConfigError(prefix + explain(error, list(cls.model_fields))) from error
-
-
-class Data(Section):
-    """Labelled requests.
-
-    Attributes:
-        path: A known set (`banking77`, `snips`, `hwu64`) whose files lie in the data folder; or a CSV (with a header)
-            or JSONL file, or several, joined in this order, relative to the data folder; or the name of a stream that
-            the project makes itself: `support_desk`.
-        text: Column of the request's text; known sets bring their own.
-        label: Column of what it is about; likewise.
-        order: `file`, or `shuffled`, seeded: some files are sorted by label, which no traffic is.
-    """
-
-    path: tuple[str, ...] = Field(min_length=1)
-    text: str = "text"
-    label: str = "label"
-    order: Literal["file", "shuffled"] = "file"
-
-    @field_validator("path", mode="before")
-    @classmethod
-    def _one_alone(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, str) else value
-
-
-class Head(Section):
-    """What turns the model's states into an answer.
-
-    Attributes:
-        kind: `logistic`: logistic regression on the pooled last states, fitted on a part of the labelled data; the rest
-            is the stream. `ready`: the model is a sequence classifier; all data is the stream.
-        pool: How `logistic` makes one vector of a request: `mean` over valid tokens, or `cls`, the first.
-        fit_share: Share of the labelled data that `logistic` is fitted on, between 0 and 1.
-    """
-
-    kind: Literal["logistic", "ready"] = "logistic"
-    pool: Literal["mean", "cls"] = "mean"
-    fit_share: float = Field(default=0.5, gt=0.0, lt=1.0)
-
-
-class Experiment(Section):
-    """All settings of one run.
-
-    Attributes:
-        task: What is done with the data.
-        seed: Of the sub-sample, of the split and of streams that are made.
-        data: Labelled requests.
-        model: `minilm` (all-MiniLM-L6-v2 from its package), a local folder, or a name on the Hugging Face hub.
-        head: What answers.
-        cache: Settings of `llmcache.CacheConfig`.
-        max_length: Most tokens a request, special tokens included; longer ones are cut.
-        limit: Use that many labelled records only: a seeded sample in data order; of a made stream, its beginning.
-        rounds: How often the stream is run; each round begins with a cold cache.
-        warmup: Requests that run, unmeasured, before each round.
-    """
-
-    task: Literal["stream"]
-    seed: int = Field(default=0, ge=0)
-    data: Data
-    model: str = Field(min_length=1)
-    head: Head = Head()
-    cache: CacheConfig = CacheConfig()
-    max_length: int = Field(default=128, ge=3)
-    limit: int | None = Field(default=None, ge=1)
-    rounds: int = Field(default=5, ge=1)
-    warmup: int = Field(default=20, ge=0)
-
-    @classmethod
-    def make(cls, values: Any, name: str = "") -> Self:
-        """Check all settings, section by section; see `Section.make`."""
-        head = Head.make(values.get("head", {}), "head")
-        parts: dict[str, Any] = {**values, "head": head, "cache": _cache(values.get("cache", {}), head)}
-        if "data" in values:
-            parts["data"] = Data.make(values["data"], "data")
-        return super().make(parts, name)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values of every setting, defaults included; `make` takes them back."""
-        return self.model_dump(mode="json")
-
-
-def _cache(values: Any, head: Head) -> CacheConfig:
-    """The cache's settings; a fitted head says itself which payload it reads, which no library could see from outside.
+    Args:
+        values: Those of the measure that `measure` names; see `experiments.measures`.
 
     Raises:
-        ConfigError: A setting is wrong, or the payload keeps another vector than the head reads.
+        ConfigError: Naming the key, its value and what would be accepted.
     """
-    if not isinstance(values, Mapping):
-        raise ConfigError(f"cache: expected a mapping of settings (got {values!r})")
-    if head.kind == "logistic" and values.get("mode") != "paper":  # which stores whole sequences, layer by layer
-        values = {"payload": head.pool, **values}
-    try:
-        cache = CacheConfig.make(values)
-    except ConfigError as error:
-        raise ConfigError(f"cache.{error}") from error
-    if head.kind == "logistic" and cache.payload not in (head.pool, "sequence", "auto"):
-        raise ConfigError(
-            f"cache.payload: the head reads {head.pool!r} (got {cache.payload!r}); leave it out, or change head.pool"
-        )
-    return cache
+    measure, rest = choose(MEASURES, values, "measure", "")
+    experiment: Experiment = measure.settings.make({"measure": values["measure"], **rest})
+    return experiment
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,12 +68,18 @@ def load_experiments(path: str | Path, changes: Sequence[str] = ()) -> list[Name
     runs = []
     for point, chosen in _spread(values):
         try:
-            experiment = Experiment.make(point)
+            experiment = make_experiment(point)
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error
-        labels = [f"{key.rpartition('.')[2]}={value}" for key, value in chosen.items()]
-        runs.append(Named(Path(path).stem, "-".join([Path(experiment.model).name, *labels]), experiment))
+        labels = [_label(key, value) for key, value in chosen.items() if key != "task"]
+        runs.append(Named(Path(path).stem, "-".join([experiment.name, *labels]), experiment))
     return runs
+
+
+def _label(key: str, value: Any) -> str:
+    """A value of the grid in a folder's name; one with settings of its own goes by its name."""
+    shown = value.get("name", value) if isinstance(value, dict) else value
+    return f"{key.rpartition('.')[2]}={shown}"
 
 
 def _set(values: dict[str, Any], change: str) -> None:

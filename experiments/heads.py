@@ -5,19 +5,43 @@ Sizes: B rows, T tokens, D hidden width, C labels, N labelled requests.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from experiments.data.labelled import Labelled
 from experiments.models import Loaded
 from experiments.progress import tracked
+from experiments.section import Section
 from llmcache.errors import ConfigError
 
 _BATCH = 32
+
+
+class Head(Section):
+    """What turns the model's states into an answer.
+
+    Attributes:
+        kind: `logistic`: logistic regression on the pooled last states, fitted on a part of the labelled data. `ready`:
+            the model is a sequence classifier.
+        pool: How `logistic` makes one vector of a request: `mean` over valid tokens, or `cls`, the first.
+        fit_share: Share of the labelled data that is not streamed: `logistic` is fitted on it, a `ready` model was
+            trained on it (`llmcache prepare` takes the same seeded half), 0 if it was trained on something else.
+    """
+
+    kind: Literal["logistic", "ready"] = "logistic"
+    pool: Literal["mean", "cls"] = "mean"
+    fit_share: float = Field(default=0.5, ge=0.0, lt=1.0)
+
+    @model_validator(mode="after")
+    def _needs_data(self) -> Self:
+        if self.kind == "logistic" and self.fit_share == 0.0:
+            raise ValueError("fit_share must be above 0 for a logistic head, which is fitted on that share")
+        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +61,19 @@ class Classifier:
     n_fit: int = 0
 
 
-def _mean(hidden: Tensor, mask: Tensor) -> Tensor:
+def pool_mean(hidden: Tensor, mask: Tensor) -> Tensor:
+    """Mean over valid tokens."""
     weights = mask.to(hidden.dtype).unsqueeze(-1)
     return (hidden * weights).sum(dim=1) / weights.sum(dim=1).clamp(min=1)
 
 
-def _cls(hidden: Tensor, mask: Tensor) -> Tensor:
+def pool_cls(hidden: Tensor, mask: Tensor) -> Tensor:
+    """The first token."""
     return hidden[:, 0]
 
 
 #: `(hidden (B, T, D), mask (B, T)) -> (B, D)`.
-POOLS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {"mean": _mean, "cls": _cls}
+POOLS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {"mean": pool_mean, "cls": pool_cls}
 
 
 class PooledClassifier(nn.Module):

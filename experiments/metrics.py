@@ -1,55 +1,86 @@
 """Figures from traces: pure functions. Terms mean what docs and results say everywhere.
 
-A share or rate is a fraction of 1. Missing is None, never 0.
+A share or rate is a fraction of 1. Missing is None, never 0. An interval is [2.5 %, 97.5 %] of a paired bootstrap over
+requests.
 
 Sizes: R rounds, N requests.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from experiments.measure import BYPASSED, COMPUTED, Trace, is_hit
+from experiments.methods.base import BYPASSED, COMPUTED
+from experiments.workload import Answer, Workload
 
-Ints = NDArray[np.int64]
+if TYPE_CHECKING:
+    from experiments.measures.serve import Trace
+
 Bools = NDArray[np.bool_]
 Times = NDArray[np.float64]
+N_RESAMPLES = 2000
 
 
-def quality(base: Ints, answers: Ints, labels: Ints, hits: Bools) -> dict[str, float | None]:
+def quality(
+    workload: Workload, base: Sequence[Answer], answers: Sequence[Answer], hits: Bools, seed: int = 0
+) -> dict[str, Any]:
     """What reuse did to the answers.
 
     Args:
-        base: Answers without a cache (N,).
-        answers: Answers with it (N,).
-        labels: Right answers (N,).
+        workload: Scores them.
+        base: Answers without a cache, N.
+        answers: Answers with it, N.
         hits: Whether the store served the request (N,).
+        seed: Of the bootstrap.
 
     Returns:
-        `accuracy`, `accuracy_nocache`, their difference `accuracy_drop`, `changed_answers` (over all requests) and
-        `changed_per_hit` (over hits; None without any).
+        `accuracy` (the mean of the task's own score), `accuracy_nocache`, their difference `accuracy_drop`,
+        `changed_answers` (over all requests), `changed_per_hit` (over hits; None without any), the intervals of drop and
+        changes, and under `extras` what else the task counts.
     """
-    changed = int((answers != base).sum())
+    pairs = zip(base, answers, strict=True)
+    changed = np.array([workload.is_changed(one, other) for one, other in pairs], dtype=np.float64)
+    before, after = workload.scores(base), workload.scores(answers)
     n_hits = int(hits.sum())
-    accuracy, accuracy_nocache = float((answers == labels).mean()), float((base == labels).mean())
     return {
-        "accuracy": accuracy,
-        "accuracy_nocache": accuracy_nocache,
-        "accuracy_drop": accuracy_nocache - accuracy,
-        "changed_answers": changed / len(base),
-        "changed_per_hit": changed / n_hits if n_hits else None,
+        "accuracy": float(after.mean()),
+        "accuracy_nocache": float(before.mean()),
+        "accuracy_ci": interval(after, seed),
+        "accuracy_drop": float((before - after).mean()),
+        "accuracy_drop_ci": interval(before - after, seed),
+        "changed_answers": float(changed.mean()),
+        "changed_answers_ci": interval(changed, seed),
+        "changed_per_hit": float(changed.sum()) / n_hits if n_hits else None,
+        "extras": workload.extras(answers),
     }
 
 
-def hit_rates(served: NDArray[np.str_]) -> dict[str, Any]:
-    """`hit_rate`, and `hits_by_rung` as shares of all requests, from what served each (N,); bypasses are no hits."""
-    rungs, counts = np.unique(served[is_hit(served)], return_counts=True)
+def interval(values: NDArray[np.float64], seed: int = 0) -> list[float]:
+    """Where the mean of `values` (N,) lies in 95 % of bootstrap resamples of the requests."""
+    rng = np.random.default_rng(seed)
+    n = len(values)
+    means = [float(values[rng.integers(n, size=n)].mean()) for _ in range(N_RESAMPLES)]
+    return [float(bound) for bound in np.percentile(means, (2.5, 97.5))]
+
+
+def hit_rates(served: NDArray[np.str_], seed: int = 0) -> dict[str, Any]:
+    """`hit_rate`, its interval, and `hits_by_rung` as shares of all requests, from what served each (N,).
+
+    Bypasses are no hits, and stay in the denominator.
+    """
+    hits = ~np.isin(served, (COMPUTED, BYPASSED))
+    rungs, counts = np.unique(served[hits], return_counts=True)
     by_rung = {str(rung): int(count) / len(served) for rung, count in zip(rungs, counts, strict=True)}
-    return {"hit_rate": float(is_hit(served).mean()), "hits_by_rung": by_rung}
+    return {
+        "hit_rate": float(hits.mean()),
+        "hit_rate_ci": interval(hits.astype(np.float64), seed),
+        "hits_by_rung": by_rung,
+    }
 
 
-def speed(base: Trace, trace: Trace) -> dict[str, float | None]:
+def speed(base: "Trace", trace: "Trace") -> dict[str, float | None]:
     """How much faster the stream went.
 
     Returns:
@@ -73,7 +104,7 @@ def _ratio(ms: Times, base_ms: Times, where: Bools) -> float | None:
     return float(ms[where].sum() / base_ms[where].sum()) if where.any() else None
 
 
-def latencies(base: Trace, trace: Trace) -> dict[str, dict[str, float | int] | None]:
+def latencies(base: "Trace", trace: "Trace") -> dict[str, dict[str, float | int] | None]:
     """Percentiles of wall time over all rounds, by what happened to the request.
 
     Returns:
@@ -100,18 +131,14 @@ def percentiles(ms: Times) -> dict[str, float | int] | None:
     return {"median": median, "p90": p90, "p99": p99, "n": int(ms.size)}
 
 
-def summary(base: Trace, trace: Trace, labels: Ints) -> dict[str, Any]:
-    """All figures of one arm against the arm without a cache. Answers are those of the first round."""
-    figures: dict[str, Any] = {
-        **hit_rates(trace.served[0]),
+def summary(workload: Workload, base: "Trace", trace: "Trace", seed: int = 0) -> dict[str, Any]:
+    """All figures of one method against the model alone. Answers are those of the first round."""
+    return {
+        **hit_rates(trace.served[0], seed),
         **speed(base, trace),
-        **quality(base.answers[0], trace.answers[0], labels, trace.is_hit[0]),
+        **quality(workload, base.answers, trace.answers, trace.is_hit[0], seed),
         **latencies(base, trace),
-        "bytes": None,
-        "entries": None,
+        "bytes": trace.nbytes,
+        "entries": trace.n_entries,
+        "bypassed": int((trace.served[0] == BYPASSED).sum()),
     }
-    if trace.stats is not None:
-        figures |= {"bytes": trace.stats.nbytes, "entries": trace.stats.n_stored}
-        figures["bypassed"] = int((trace.served[0] == BYPASSED).sum())
-        figures["cache_errors"] = trace.stats.errors
-    return figures

@@ -1,16 +1,15 @@
 """Run experiments from their files: those that are not there yet, one after another."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.config import Experiment, Named, load_experiments
+from experiments.config import Named, load_experiments
 from experiments.environment import describe
+from experiments.folders import Folders
+from experiments.measures import MEASURES
 from experiments.results import RunFolder
-from experiments.tasks import Outcome, stream
-
-TASKS: Mapping[str, Callable[[Experiment, Path | None], Outcome]] = {"stream": stream.run}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +32,7 @@ class Finished:
 def run_all(
     configs: Sequence[Path],
     results_dir: Path,
-    data_dir: Path | None = None,
+    folders: Folders,
     changes: Sequence[str] = (),
     force: bool = False,
 ) -> Iterator[Finished]:
@@ -42,7 +41,7 @@ def run_all(
     Args:
         configs: YAML files.
         results_dir: Root of all results.
-        data_dir: What relative data paths are relative to.
+        folders: Where data and models lie.
         changes: `key=value` for every file.
         force: Measure again what is there already.
 
@@ -55,6 +54,6 @@ def run_all(
         is_new = force or not folder.is_done
         if is_new:
             folder.begin(describe(run.experiment.seed))
-            outcome = TASKS[run.experiment.task](run.experiment, data_dir)
+            outcome = MEASURES[run.experiment.measure].run(run.experiment, folders)
             folder.finish(outcome.rows, outcome.metrics)
         yield Finished(run, folder.path, folder.metrics, is_new)

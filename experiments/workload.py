@@ -40,6 +40,7 @@ class Workload(Protocol):
         module: `module(**request.inputs)` gives the output that `answer` reads. Not wrapped.
         tokenizer: Of the model.
         requests: In the order in which they are asked.
+        payload: What the model's head reads, where that cannot be seen from outside; else None.
         metric: Name of the quality figure that `scores` gives.
         facts: What is worth knowing of data and model, for the results.
     """
@@ -47,11 +48,15 @@ class Workload(Protocol):
     module: nn.Module
     tokenizer: Any
     requests: Sequence[Request]
+    payload: str | None
     metric: str
     facts: Mapping[str, Any]
 
     def answer(self, output: Any, number: int) -> Answer:
         """What request `number` is told, given an output of the model: its own, or one that was made for another."""
+
+    def borrowed(self, answer: Answer) -> Answer:
+        """What a request is told when it gets the answer that was given to another one, word for word."""
 
     def is_changed(self, one: Answer, other: Answer) -> bool:
         """Whether two answers to one request differ, in the sense of `changed_answers`."""

@@ -5,10 +5,12 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from experiments.config import Data
+from pydantic import Field, field_validator
+
 from experiments.data.source import build, read_json, read_jsonl, read_text
+from experiments.section import Section
 from experiments.streams.support_desk import support_desk
 from llmcache.errors import ConfigError
 
@@ -26,6 +28,31 @@ SETS: Mapping[str, tuple[tuple[str, ...], str, str]] = {
 }
 
 
+class Data(Section):
+    """Labelled requests.
+
+    Attributes:
+        path: A known set (`banking77`, `snips`, `hwu64`) whose files lie in the data folder; or a CSV (with a header)
+            or JSONL file, or several, joined in this order, relative to the data folder; or the name of a stream that
+            the project makes itself: `support_desk`.
+        text: Column of the request's text; known sets bring their own.
+        label: Column of what it is about; likewise.
+        limit: Use that many records only: a seeded sample in data order; of a made stream, its beginning.
+        order: `file`, or `shuffled`, seeded: some files are sorted by label, which no traffic is.
+    """
+
+    path: tuple[str, ...] = Field(min_length=1)
+    text: str = "text"
+    label: str = "label"
+    limit: int | None = Field(default=None, ge=1)
+    order: Literal["file", "shuffled"] = "file"
+
+    @field_validator("path", mode="before")
+    @classmethod
+    def _one_alone(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+
 @dataclass(frozen=True, slots=True)
 class Labelled:
     """One labelled request.
@@ -41,14 +68,13 @@ class Labelled:
     label: str
 
 
-def read_requests(data: Data, folder: Path | None, seed: int = 0, limit: int | None = None) -> list[Labelled]:
+def read_requests(data: Data, folder: Path | None, seed: int = 0) -> list[Labelled]:
     """Read all labelled requests, in data order.
 
     Args:
         data: Where they are.
         folder: What relative paths are relative to; None for the working directory.
-        seed: Of the sample, or of a made stream.
-        limit: Keep that many: a seeded sample in data order; of a made stream, its beginning.
+        seed: Of sample and order, or of a made stream.
 
     Raises:
         ConfigError: A column is missing, a record is broken, or there are no records at all.
@@ -56,15 +82,15 @@ def read_requests(data: Data, folder: Path | None, seed: int = 0, limit: int | N
     """
     name = data.path[0] if len(data.path) == 1 else ""
     if made := STREAMS.get(name):
-        n = limit or DEFAULT_N
+        n = data.limit or DEFAULT_N
         return [Labelled(i, record.text, record.label) for i, record in enumerate(made(n, seed))]
     paths, text, label = SETS.get(name, (data.path, data.text, data.label))
     pairs = [pair for path in paths for pair in _read_file(_locate(path, folder), text, label)]
     if not pairs:
         raise ConfigError(f"data.path: {', '.join(data.path)}: no records, so there is nothing to stream")
     chosen = list(range(len(pairs)))
-    if limit is not None and limit < len(pairs):
-        chosen = sorted(random.Random(seed).sample(chosen, limit))
+    if data.limit is not None and data.limit < len(pairs):
+        chosen = sorted(random.Random(seed).sample(chosen, data.limit))
     if data.order == "shuffled":
         random.Random(seed).shuffle(chosen)
     return [Labelled(i, *pairs[i]) for i in chosen]

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from experiments.config import Data
-from experiments.data.labelled import Labelled, read_requests
+from experiments.data.labelled import Data, Labelled, read_requests
 from experiments.models import Loaded, load
 from experiments.prepare.training import Order, Padding, Schedule, train
 from experiments.progress import tracked
@@ -31,7 +30,7 @@ def prepare(order: Order, data: str) -> tuple[Loaded, dict[str, Any]]:
     Returns:
         It, and its accuracy on the half it did not see, beside that of always telling the commonest intent.
     """
-    requests = read_requests(Data.make({"path": data}), order.data_dir, order.seed, order.limit)
+    requests = read_requests(Data.make({"path": data, "limit": order.limit}), order.data_dir, order.seed)
     seen, unseen = split(requests, FIT_SHARE, order.seed)
     labels = sorted({request.label for request in requests})
     names = {"id2label": dict(enumerate(labels)), "label2id": {label: i for i, label in enumerate(labels)}}

@@ -1,18 +1,54 @@
-"""Tasks: one file each, with a function `run(experiment, data_dir) -> Outcome`."""
+"""Tasks: one file each, with its settings and what it gives to every method alike."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from experiments.folders import Folders
+from experiments.section import Section, choose
+from experiments.tasks import openbookqa, squad_v2, stream, wikitext
+from experiments.workload import Workload
+
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a task measured.
+class Task:
+    """One kind of task.
 
     Attributes:
-        rows: One a request, all with the same keys.
-        metrics: Figures by name.
+        settings: What it needs to be told.
+        build: `(settings, folders, seed) -> workload`.
     """
 
-    rows: Sequence[Mapping[str, Any]]
-    metrics: Mapping[str, Any]
+    settings: type[Section]
+    build: Callable[[Any, Folders, int], Workload]
+
+
+TASKS: Mapping[str, Task] = {
+    "stream": Task(stream.Settings, stream.build),
+    "squad_v2": Task(squad_v2.Settings, squad_v2.build),
+    "wikitext": Task(wikitext.Settings, wikitext.build),
+    "openbookqa": Task(openbookqa.Settings, openbookqa.build),
+}
+
+
+def make_task(values: Any) -> Section:
+    """Check the settings of a task, which names itself under `name`.
+
+    Raises:
+        ConfigError: Naming the key, its value and what would be accepted.
+    """
+    if isinstance(values, Section):
+        return values
+    task, rest = choose(TASKS, values, "name", "task")
+    settings: Section = task.settings.make({"name": values["name"], **rest}, "task")
+    return settings
+
+
+def build(settings: Any, folders: Folders, seed: int) -> Workload:
+    """Load data and model of a task.
+
+    Raises:
+        ConfigError: They do not fit the settings, or each other.
+        FileNotFoundError: A file is missing.
+    """
+    return TASKS[settings.name].build(settings, folders, seed)

@@ -1,21 +1,45 @@
 """Task `openbookqa`: one of four choices. A request is a question; its four rows go through the model together."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 from torch import nn
 
-from experiments.data.openbookqa import Choice
-from experiments.models import Inputs, Loaded
+from experiments.data.openbookqa import Choice, read_openbookqa
+from experiments.folders import Folders
+from experiments.models import Inputs, Loaded, check_length, load
+from experiments.tasks.settings import TaskSettings
 from experiments.workload import Request
+
+
+class Settings(TaskSettings):
+    """Settings of the task.
+
+    Attributes:
+        model: A model with a multiple-choice head: a folder, a prepared model's name, or a name on the hub.
+        max_length: Most tokens a row: question and one choice.
+    """
+
+    name: Literal["openbookqa"]
+    max_length: int = Field(default=64, ge=8)
+
+
+def build(settings: Settings, folders: Folders, seed: int) -> "OpenBookQA":
+    """Load data and model."""
+    questions = read_openbookqa("test", folders.data)[: settings.limit]
+    loaded = load(settings.model, "choice", folders.models)
+    check_length(loaded, settings.max_length)
+    return OpenBookQA(loaded, questions, settings.max_length)
 
 
 class OpenBookQA:
     """Multiple choice with a model that scores each choice beside the question."""
 
     metric = "accuracy"
+    payload = None
 
     def __init__(self, loaded: Loaded, questions: Sequence[Choice], max_length: int) -> None:
         """Tokenise the questions.
@@ -37,6 +61,10 @@ class OpenBookQA:
     def answer(self, output: Any, number: int) -> int:
         """Number of the choice with the highest score."""
         return int(output.logits[0].argmax())
+
+    def borrowed(self, answer: int) -> int:
+        """The same letter."""
+        return answer
 
     def is_changed(self, one: int, other: int) -> bool:
         """Whether another choice was taken."""

@@ -3,21 +3,45 @@
 Sizes: N questions, T tokens, W windows of a passage.
 """
 
+import hashlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 from torch import nn
 
-from experiments.data.squad import Question
-from experiments.models import Inputs, Loaded
+from experiments.data.squad import Question, read_squad
+from experiments.folders import Folders
+from experiments.models import Inputs, Loaded, check_length, load
 from experiments.scorers import squad_v2 as scorer
+from experiments.tasks.settings import TaskSettings
 from experiments.workload import Request
 
 MOST_TOKENS = 30  # of an answer, as in the reference implementations
 MOST_ASKED = 64  # tokens of a question
 THRESHOLD = "no_answer_threshold"  # key of the model's config
+
+
+class Settings(TaskSettings):
+    """Settings of the task.
+
+    Attributes:
+        model: A model with a span head: a folder, a prepared model's name, or a name on the hub.
+        max_length: Most tokens a request; the end of a longer passage is cut.
+    """
+
+    name: Literal["squad_v2"]
+    max_length: int = Field(default=384, ge=96)
+
+
+def build(settings: Settings, folders: Folders, seed: int) -> "SquadV2":
+    """Load data and model."""
+    questions = read_squad("validation", folders.data)[: settings.limit]
+    loaded = load(settings.model, "span", folders.models)
+    check_length(loaded, settings.max_length)
+    return SquadV2(loaded, questions, settings.max_length)
 
 
 class SquadV2:
@@ -27,6 +51,7 @@ class SquadV2:
     """
 
     metric = "f1"
+    payload = None
 
     def __init__(self, loaded: Loaded, questions: Sequence[Question], max_length: int) -> None:
         """Tokenise the questions.
@@ -68,6 +93,10 @@ class SquadV2:
         span, advantage = best_span(starts, ends, self._offsets[number])
         return ("" if span is None else self._contexts[number][span[0] : span[1]]), advantage
 
+    def borrowed(self, answer: str) -> str:
+        """The same text."""
+        return answer
+
     def is_changed(self, one: str, other: str) -> bool:
         """Whether the texts differ."""
         return one != other
@@ -82,8 +111,8 @@ class SquadV2:
         return figures(answers, [request.reference for request in self.requests])
 
     def show(self, answer: str) -> str:
-        """The text."""
-        return answer
+        """A short digest: the text is the data set's."""
+        return hashlib.sha256(answer.encode()).hexdigest()[:8] if answer else ""
 
 
 def encode(tokenizer: Any, question: str, context: str, max_length: int, stride: int | None = None) -> Any:

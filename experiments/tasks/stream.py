@@ -1,80 +1,127 @@
-"""Task `stream`: labelled requests, one by one, with and without the cache.
+"""Task `stream`: labelled requests, one by one; the answer is a label.
 
-labelled data -> a seeded part fits the head -> the rest, in data order, is the stream
--> every request by both arms, back to back -> figures
+labelled data -> a seeded part fits the head -> the rest is the stream
+
+Sizes: N requests.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+from torch import Tensor, nn
 
-from experiments.config import Experiment
-from experiments.data.labelled import Labelled, read_requests
-from experiments.heads import Classifier, fit_logistic, ready
-from experiments.measure import Trace, measure
-from experiments.metrics import summary
+from experiments.data.labelled import Data, Labelled, read_requests
+from experiments.folders import Folders
+from experiments.heads import Classifier, Head, fit_logistic, ready
 from experiments.models import check_length, encode, load
-from experiments.tasks import Outcome
+from experiments.tasks.settings import TaskSettings
 from experiments.tasks.split import split
+from experiments.workload import Request
 
 
-def run(experiment: Experiment, data_dir: Path | None) -> Outcome:
-    """Stream the requests of one experiment.
+class Settings(TaskSettings):
+    """Settings of the task.
 
-    Args:
-        experiment: Its settings.
-        data_dir: What relative data paths are relative to.
-
-    Raises:
-        ConfigError: The data does not fit the settings.
-        FileNotFoundError: A data file is missing.
+    Attributes:
+        data: Labelled requests.
+        head: What answers.
+        max_length: Most tokens a request, special tokens included; longer ones are cut.
     """
-    data = read_requests(experiment.data, data_dir, experiment.seed, experiment.limit)
-    classifier, stream = prepare(experiment, data)
-    requests = [encode(classifier.tokenizer, request.text, experiment.max_length) for request in stream]
-    arms = {"nocache": None, "cache": experiment.cache}
-    traces = measure(classifier, arms, requests, experiment.rounds, experiment.warmup)
-    base, trace = traces["nocache"], traces["cache"]
-    labels = np.array([classifier.labels.index(request.label) for request in stream])
-    metrics = {
-        **summary(base, trace, labels),
-        "n": len(stream),
-        "n_fit": classifier.n_fit,
-        "n_data": len(data),
-        "limit": experiment.limit,
-        "n_labels": len(classifier.labels),
-        "n_distinct": len({request.text for request in stream}),
-        "mean_tokens": float(np.mean([inputs["input_ids"].shape[1] for inputs in requests])),
-        "rounds": experiment.rounds,
-    }
-    return Outcome(_rows(stream, classifier.labels, base, trace), metrics)
+
+    name: Literal["stream"]
+    data: Data
+    head: Head = Head()
+    max_length: int = Field(default=128, ge=3)
+
+    @classmethod
+    def make(cls, values: Any, name: str = "") -> "Settings":
+        """Check all settings, section by section; see `Section.make`."""
+        parts = dict(values)
+        for key, section in (("data", Data), ("head", Head)):
+            if key in parts:
+                parts[key] = section.make(parts[key], f"{name}.{key}" if name else key)
+        return super().make(parts, name)
+
+    @property
+    def title(self) -> str:
+        """The data's name, where it has one."""
+        return Path(self.data.path[0]).stem if len(self.data.path) == 1 else self.name
 
 
-def prepare(experiment: Experiment, data: Sequence[Labelled]) -> tuple[Classifier, Sequence[Labelled]]:
-    """The model with its head, and the requests that are left to stream."""
-    head, is_ready = experiment.head, experiment.head.kind == "ready"
-    fit, stream = ([], data) if is_ready else split(data, head.fit_share, experiment.seed)
-    loaded = load(experiment.model, "class" if is_ready else "states")
-    check_length(loaded, experiment.max_length)
+def build(settings: Settings, folders: Folders, seed: int) -> "Stream":
+    """Load data and model, and fit the head where it has to be."""
+    data = read_requests(settings.data, folders.data, seed)
+    fit, requests = split(data, settings.head.fit_share, seed) if settings.head.fit_share else ([], data)
+    requests = requests[: settings.limit]
+    is_ready = settings.head.kind == "ready"
+    loaded = load(settings.model, "class" if is_ready else "states", folders.models)
+    check_length(loaded, settings.max_length)
     if is_ready:
-        return ready(loaded, stream), stream
-    return fit_logistic(loaded, head.pool, fit, stream, experiment.max_length), stream
+        return Stream(ready(loaded, requests), requests, settings.max_length, payload=None)
+    classifier = fit_logistic(loaded, settings.head.pool, fit, requests, settings.max_length)
+    return Stream(classifier, requests, settings.max_length, payload=settings.head.pool)
 
 
-def _rows(
-    stream: Sequence[Labelled], labels: Sequence[str], base: Trace, trace: Trace
-) -> list[dict[str, str | int | float]]:
-    """One row a request, of the first round."""
-    return [
-        {
-            "id": request.id,
-            "label": request.label,
-            "answer_nocache": labels[base.answers[0, i]],
-            "answer_cache": labels[trace.answers[0, i]],
-            "rung": str(trace.served[0, i]),
-            "nocache_ms": round(float(base.ms[0, i]), 4),
-            "cache_ms": round(float(trace.ms[0, i]), 4),
+class Stream:
+    """Intent classification."""
+
+    metric = "accuracy"
+
+    def __init__(
+        self, classifier: Classifier, requests: Sequence[Labelled], max_length: int, payload: str | None
+    ) -> None:
+        """Tokenise the requests.
+
+        Args:
+            classifier: What answers.
+            requests: In the order in which they are asked.
+            max_length: Most tokens of a request.
+            payload: What the head reads, where the library cannot see it from outside.
+        """
+        self.module: nn.Module = classifier.module
+        self.tokenizer = classifier.tokenizer
+        self.payload = payload
+        self._labels = classifier.labels
+        self.requests = [
+            Request(
+                str(request.id),
+                encode(classifier.tokenizer, request.text, max_length),
+                request.text,
+                classifier.labels.index(request.label),
+            )
+            for request in requests
+        ]
+        self.facts = {
+            "n_fit": classifier.n_fit,
+            "n_labels": len(classifier.labels),
+            "n_distinct": len({request.text for request in requests}),
         }
-        for i, request in enumerate(stream)
-    ]
+
+    def answer(self, output: Tensor, number: int) -> int:
+        """Column of the highest logit."""
+        return int(output.argmax(dim=-1))
+
+    def borrowed(self, answer: int) -> int:
+        """The same label."""
+        return answer
+
+    def is_changed(self, one: int, other: int) -> bool:
+        """Whether the labels differ."""
+        return one != other
+
+    def scores(self, answers: Sequence[int]) -> NDArray[np.float64]:
+        """1 for the right label, else 0."""
+        pairs = zip(answers, self.requests, strict=True)
+        return np.array([float(told == request.reference) for told, request in pairs])
+
+    def extras(self, answers: Sequence[int]) -> dict[str, float | None]:
+        """Nothing more."""
+        return {}
+
+    def show(self, answer: int) -> str:
+        """The label's name."""
+        return self._labels[answer]

@@ -10,15 +10,19 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from pydantic import Field, model_validator
 from torch import nn
 
-from experiments.data.wikitext import UNK, unk_rate
-from experiments.models import Loaded
+from experiments.data.wikitext import UNK, read_wikitext, unk_rate
+from experiments.folders import Folders
+from experiments.models import Loaded, check_length, load
+from experiments.section import Section
+from experiments.tasks.settings import TaskSettings
 from experiments.workload import Request
 
 
@@ -35,8 +39,7 @@ class Read:
     nll: NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True)
-class Repeats:
+class Repeats(Section):
     """How often earlier windows come back, as shares of all requests; the rest is new.
 
     Attributes:
@@ -47,17 +50,60 @@ class Repeats:
         seed: Of the draws.
     """
 
-    whole: float
-    prefix: float
-    changed: float
-    share_replaced: float
-    seed: int
+    whole: float = Field(default=0.2, ge=0.0, le=1.0)
+    prefix: float = Field(default=0.1, ge=0.0, le=1.0)
+    changed: float = Field(default=0.2, ge=0.0, le=1.0)
+    share_replaced: float = Field(default=0.1, gt=0.0, le=1.0)
+    seed: int = Field(default=0, ge=0)
+
+    @model_validator(mode="after")
+    def _leave_something_new(self) -> Self:
+        if self.whole + self.prefix + self.changed > 1:
+            raise ValueError("whole, prefix and changed are shares of all requests: their sum is at most 1")
+        return self
+
+
+class Settings(TaskSettings):
+    """Settings of the task.
+
+    Attributes:
+        model: A causal language model: a folder, a prepared model's name, or a name on the hub.
+        window: Tokens of a window.
+        repeats: Bring earlier windows back; without it the text is read as it is.
+    """
+
+    name: Literal["wikitext"]
+    window: int = Field(default=128, ge=4)
+    repeats: Repeats | None = None
+
+    @classmethod
+    def make(cls, values: Any, name: str = "") -> Self:
+        """Check all settings, section by section; see `Section.make`."""
+        parts = dict(values)
+        if parts.get("repeats") is not None:
+            parts["repeats"] = Repeats.make(parts["repeats"], f"{name}.repeats" if name else "repeats")
+        return super().make(parts, name)
+
+    @property
+    def title(self) -> str:
+        """Tells the two streams apart."""
+        return "wikitext" if self.repeats is None else "wikitext-repeats"
+
+
+def build(settings: Settings, folders: Folders, seed: int) -> "WikiText":
+    """Load data and model."""
+    lines = read_wikitext("test", folders.data)
+    loaded = load(settings.model, "token", folders.models)
+    loaded.model.config.use_cache = False  # a window is read once: nothing follows that would use its K/V
+    check_length(loaded, settings.window)
+    return WikiText(loaded, lines, settings.window, settings.limit, settings.repeats)
 
 
 class WikiText:
     """Language modelling with a causal model, window by window, no context carried over."""
 
     metric = "accuracy"
+    payload = None
 
     def __init__(
         self, loaded: Loaded, lines: Sequence[str], window: int, limit: int | None, repeats: Repeats | None
@@ -101,6 +147,10 @@ class WikiText:
         nll = nn.functional.cross_entropy(logits, right, reduction="none")
         return Read(logits.argmax(dim=-1).numpy(), nll.double().numpy())
 
+    def borrowed(self, answer: Read) -> Read:
+        """The same tokens; how likely this request's own would have been is not known from them."""
+        return Read(answer.tokens, np.full_like(answer.nll, np.nan))
+
     def is_changed(self, one: Read, other: Read) -> bool:
         """Whether any token is predicted otherwise."""
         return not np.array_equal(one.tokens, other.tokens)
@@ -112,6 +162,8 @@ class WikiText:
     def extras(self, answers: Sequence[Read]) -> dict[str, float | None]:
         """Perplexity a token and a word (white-space separated), `<unk>` as a target left out."""
         nll = np.concatenate([told.nll[self._counts(i)] for i, told in enumerate(answers)])
+        if np.isnan(nll).any():
+            return {"perplexity": None, "word_perplexity": None}
         mean = float(nll.mean())
         return {"perplexity": math.exp(mean), "word_perplexity": math.exp(min(700.0, mean / self._words_per_token))}
 

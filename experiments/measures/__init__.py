@@ -1,0 +1,27 @@
+"""Kinds of runs: one file each, with its settings and `run(experiment, folders) -> Outcome`."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from experiments.folders import Folders
+from experiments.measures import serve
+from experiments.measures.base import Experiment, Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """One kind of run.
+
+    Attributes:
+        settings: What it needs to be told.
+        run: `(experiment, folders) -> outcome`.
+    """
+
+    settings: type[Experiment]
+    run: Callable[[Any, Folders], Outcome]
+
+
+MEASURES: Mapping[str, Measure] = {
+    "serve": Measure(serve.Serve, serve.run),
+}

@@ -1,0 +1,215 @@
+"""Measure `serve`: several methods answer the same requests, interleaved: all answer one before any sees the next.
+
+The order of the methods alternates from request to request and from round to round. Each has its own copy of the
+layers, whose weights are shared, and its own store, which is cold when a round begins. The model alone is always among
+them.
+
+Sizes: R rounds, N requests.
+"""
+
+import gc
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from time import monotonic, perf_counter
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import Field
+
+from experiments.folders import Folders
+from experiments.measures.base import Outcome, TaskExperiment
+from experiments.methods import Method, MethodSettings, make_methods
+from experiments.methods.base import COMPUTED, Served
+from experiments.metrics import summary
+from experiments.progress import tracked
+from experiments.tasks import build
+from experiments.workload import Answer, Workload
+
+NOCACHE = "nocache"
+
+
+class Serve(TaskExperiment):
+    """Settings of the measure.
+
+    Attributes:
+        methods: What is compared, beside the model alone: a list of mappings, each with `method` and its options.
+        rounds: How often the stream is run; each round begins cold.
+        warmup: Requests that each method answers, unmeasured, before each round.
+        keeps_rows: Write a row a request and method.
+    """
+
+    methods: tuple[MethodSettings, ...]
+    rounds: int = Field(default=5, ge=1)
+    warmup: int = Field(default=20, ge=0)
+    keeps_rows: bool = True
+
+    @classmethod
+    def make(cls, values: Any, name: str = "") -> Self:
+        """Check all settings, section by section; see `Section.make`."""
+        parts = dict(values)
+        if "methods" in parts:
+            parts["methods"] = make_methods(parts["methods"])
+        return super().make(parts, name)
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What one method did.
+
+    Attributes:
+        ms: Wall time of each request, milliseconds, (R, N).
+        served: What served each request, (R, N): a rung or kind of match, `computed` or `bypassed`.
+        evicting: Whether an entry had to leave for it, (R, N).
+        answers: Those of the first round, N.
+        notes: What happened to each request of the first round, N.
+        nbytes: Bytes held after the last round; None where nothing is ever held.
+        n_entries: Entries held then; likewise.
+    """
+
+    ms: NDArray[np.float64]
+    served: NDArray[np.str_]
+    evicting: NDArray[np.bool_]
+    answers: Sequence[Answer]
+    notes: Sequence[Served]
+    nbytes: int | None = None
+    n_entries: int | None = None
+
+    @property
+    def is_hit(self) -> NDArray[np.bool_]:
+        """Whether something stored served it, (R, N)."""
+        return is_hit(self.served)
+
+
+def is_hit(served: NDArray[np.str_]) -> NDArray[np.bool_]:
+    """Whether something stored served each request, same shape."""
+    hit: NDArray[np.bool_] = ~np.isin(served, (COMPUTED, "bypassed"))
+    return hit
+
+
+@dataclass(slots=True)
+class _Log:
+    ms: list[float] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
+    notes: list[Served] = field(default_factory=list)
+
+    def trace(self, method: Method, n: int) -> Trace:
+        """All rounds of `n` requests each."""
+        return Trace(
+            ms=np.array(self.ms).reshape(-1, n),
+            served=np.array([note.by for note in self.notes]).reshape(-1, n),
+            evicting=np.array([note.is_evicting for note in self.notes], dtype=bool).reshape(-1, n),
+            answers=self.answers,
+            notes=self.notes[:n],
+            nbytes=method.nbytes,
+            n_entries=method.n_entries,
+        )
+
+
+def run(experiment: Serve, folders: Folders) -> Outcome:
+    """Serve the task with every method.
+
+    Raises:
+        ConfigError: The data, the model or a method does not fit the settings.
+        FileNotFoundError: A data file is missing.
+    """
+    workload = build(experiment.task, folders, experiment.seed)
+    methods = {NOCACHE: MethodSettings.make({"method": NOCACHE})}
+    methods |= {method.label: method for method in experiment.methods}
+    at_work = {label: method.build(workload) for label, method in methods.items()}
+    traces = measure(workload, at_work, experiment.rounds, experiment.warmup)
+    base = traces[NOCACHE]
+    metrics = {
+        "n": len(workload.requests),
+        "metric": workload.metric,
+        "limit": experiment.task.limit,
+        "mean_tokens": float(np.mean([request.inputs["input_ids"].shape[-1] for request in workload.requests])),
+        "rounds": experiment.rounds,
+        "facts": workload.facts,
+        "methods": {
+            label: summary(workload, base, trace, experiment.seed)
+            | {"method": methods[label].method, "options": methods[label].options}
+            for label, trace in traces.items()
+        },
+    }
+    return Outcome(rows(workload, traces) if experiment.keeps_rows else [], metrics)
+
+
+def measure(
+    workload: Workload, methods: Mapping[str, Method], rounds: int, warmup: int, budget_s: float = math.inf
+) -> dict[str, Trace]:
+    """Run every method over the stream.
+
+    Args:
+        workload: Model and requests, at least one.
+        methods: By label.
+        rounds: How often the stream is run, at least 1.
+        warmup: Requests, from the beginning, that each method answers unmeasured before each round.
+        budget_s: Seconds; a round after the first is only begun if, going by those before, it ends within them.
+
+    Returns:
+        Trace by label.
+    """
+    names, number, started = list(methods), 0, monotonic()
+    logs = {name: _Log() for name in names}
+    n = len(workload.requests)
+    with torch.inference_mode():
+        while number == 0 or (number < rounds and (monotonic() - started) * (1 + 1 / number) <= budget_s):
+            for method in methods.values():
+                method.begin()
+                for request in range(min(warmup, n)):
+                    method.ask(request)
+                method.begin()
+            gc.collect()
+            what = f"Round {number + 1} of {rounds}"
+            for request in tracked(range(n), n, what):
+                for name in order_of(names, request, number):
+                    _ask(methods[name], request, logs[name], keeps_answer=number == 0)
+            number += 1
+    traces = {name: log.trace(methods[name], n) for name, log in logs.items()}
+    for method in methods.values():
+        method.end()
+    return traces
+
+
+def _ask(method: Method, request: int, log: _Log, keeps_answer: bool) -> None:
+    """One request to one method, timed from its tokens to its answer, storing included."""
+    started = perf_counter()
+    answer = method.ask(request)
+    log.ms.append((perf_counter() - started) * 1e3)
+    log.notes.append(method.last())
+    if keeps_answer:
+        log.answers.append(answer)
+
+
+def order_of(names: Sequence[str], request: int, number: int) -> list[str]:
+    """Order of the methods at one request: rotated by one a request, backwards in every other round."""
+    first = request % len(names)
+    order = [*names[first:], *names[:first]]
+    return order[::-1] if number % 2 else order
+
+
+def rows(workload: Workload, traces: Mapping[str, Trace]) -> list[dict[str, Any]]:
+    """One row a request and method, of the first round."""
+    base = traces[NOCACHE].answers
+    found = []
+    for label, trace in traces.items():
+        scores = workload.scores(trace.answers)
+        for i, request in enumerate(workload.requests):
+            note = trace.notes[i]
+            found.append(
+                {
+                    "id": request.id,
+                    "method": label,
+                    "served": note.by,
+                    "source": None if note.source is None else workload.requests[note.source].id,
+                    "similarity": None if note.similarity is None else round(note.similarity, 5),
+                    "answer": workload.show(trace.answers[i]),
+                    "is_changed": int(workload.is_changed(base[i], trace.answers[i])),
+                    "score": round(float(scores[i]), 5),
+                    "ms": round(float(trace.ms[0, i]), 4),
+                }
+            )
+    return found

@@ -1,0 +1,78 @@
+"""Ways to answer requests: the model alone, llmcache, and what else one would do. One interface, none a straw man.
+
+| method | what it keeps | when it serves |
+|---|---|---|
+| `nocache` | nothing | never: SDPA attention, eval mode, inference mode |
+| `llmcache` | hidden states, layer by layer | as its settings say |
+| `doccache` | final hidden states | the nearest stored document is at least `threshold` alike |
+| `exact_response` | answers | the same tokens were asked before |
+| `semantic_response` | answers | the nearest stored request is at least `threshold` alike, says a sentence encoder |
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from experiments.methods.base import Method, Served
+from experiments.methods.cached import Cached
+from experiments.methods.doccache import DocCache
+from experiments.methods.nocache import NoCache
+from experiments.methods.responses import ExactResponse, SemanticResponse
+from experiments.section import Section, choose
+from experiments.workload import Workload
+from llmcache.errors import ConfigError
+
+METHODS: Mapping[str, type[Method]] = {
+    "nocache": NoCache,
+    "llmcache": Cached,
+    "doccache": DocCache,
+    "exact_response": ExactResponse,
+    "semantic_response": SemanticResponse,
+}
+
+
+class MethodSettings(Section):
+    """One method and its settings.
+
+    Attributes:
+        method: A key of `METHODS`.
+        label: What results call it; by default the method's name and its settings.
+        options: What its class takes.
+    """
+
+    method: str
+    label: str
+    options: dict[str, Any]
+
+    @classmethod
+    def make(cls, values: Any, name: str = "") -> "MethodSettings":
+        """Check a method's settings, as flat as YAML gives them: `{method: doccache, threshold: 0.9}`."""
+        if isinstance(values, MethodSettings):
+            return values
+        kind, rest = choose(METHODS, values, "method", name)
+        label = rest.pop("label", None)
+        options = rest.pop("options", rest)
+        kind.check(options, name)
+        known = label or "-".join([values["method"], *(f"{key}={value}" for key, value in options.items())])
+        return super().make({"method": values["method"], "label": known, "options": options}, name)
+
+    def build(self, workload: Workload) -> Method:
+        """The method at work on a task."""
+        return METHODS[self.method](workload, self.options)
+
+
+def make_methods(values: Any) -> tuple[MethodSettings, ...]:
+    """Check a list of methods.
+
+    Raises:
+        ConfigError: It is no list, a method is wrong, or two have the same label.
+    """
+    if not isinstance(values, Sequence) or isinstance(values, str) or not values:
+        raise ConfigError(f"methods: give a list of at least one method (got {values!r})")
+    made = tuple(MethodSettings.make(value, f"methods[{i}]") for i, value in enumerate(values))
+    labels = [method.label for method in made]
+    if twice := next((label for label in labels if labels.count(label) > 1), None):
+        raise ConfigError(f"methods: two are called {twice!r}; give each a label of its own")
+    return made
+
+
+__all__ = ["METHODS", "Method", "MethodSettings", "Served", "make_methods"]

@@ -1,0 +1,70 @@
+"""The interface of a method."""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import nn
+
+from experiments.workload import Answer, Workload
+
+COMPUTED, BYPASSED = "computed", "bypassed"
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What happened to one request.
+
+    Attributes:
+        by: The rung or the kind of match that served it, else `COMPUTED` or `BYPASSED`.
+        source: Number of the request that it was served from; None where it is not known or there was none.
+        similarity: To that request, or to the nearest one where none served; None where nothing was compared.
+        is_evicting: An entry had to leave for it.
+    """
+
+    by: str = COMPUTED
+    source: int | None = None
+    similarity: float | None = None
+    is_evicting: bool = False
+
+    @property
+    def is_hit(self) -> bool:
+        """Whether something stored served it."""
+        return self.by not in (COMPUTED, BYPASSED)
+
+
+class Method(Protocol):
+    """One way to answer the requests of a workload. Made once; each round begins cold."""
+
+    def __init__(self, workload: Workload, options: Mapping[str, Any]) -> None:
+        """Take a copy of the model that shares its weights, so that methods do not meet."""
+
+    @classmethod
+    def check(cls, options: Mapping[str, Any], name: str) -> None:
+        """Raise `ConfigError` for options that are wrong, naming them below `name`."""
+
+    def begin(self) -> None:
+        """Forget everything; called inside inference mode."""
+
+    def ask(self, number: int) -> Answer:
+        """Answer a request of the workload, lookup and storing included. This is what is timed."""
+
+    def last(self) -> Served:
+        """What happened to the latest request; called outside the timed region, after each."""
+
+    def end(self) -> None:
+        """Leave the model as it was."""
+
+    @property
+    def nbytes(self) -> int | None:
+        """Bytes held; None where nothing is ever held."""
+
+    @property
+    def n_entries(self) -> int | None:
+        """Entries held; None where nothing is ever held."""
+
+
+def twin(module: nn.Module) -> nn.Module:
+    """A copy of an unwrapped model that shares its parameters, so that a method more costs no memory."""
+    return copy.deepcopy(module, {id(parameter): parameter for parameter in module.parameters()})

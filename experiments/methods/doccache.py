@@ -1,0 +1,138 @@
+"""DocCache, the document-level baseline of the paper: the final state of the nearest stored document.
+
+The paper names it without describing it. Here: a document is the whole request; its embedding is the mean of the
+model's own word embeddings, special tokens left out; the final hidden states of the nearest document, if it is at least
+`threshold` alike, are what the head reads. The documents may be of different lengths.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import nn
+
+from experiments.methods.base import COMPUTED, Served, twin
+from experiments.methods.nearest import Nearest, nbytes_of, unit
+from experiments.models import Inputs
+from experiments.section import Section
+from experiments.workload import Answer, Workload
+from llmcache.adapters import locate, special_ids
+from llmcache.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class _Document:
+    number: int
+    inputs: Inputs
+    output: Any
+
+
+class Recall(nn.Module):
+    """Stands where the trunk was: runs it, or hands out what it returned before."""
+
+    def __init__(self, trunk: nn.Module) -> None:
+        """Stand before `trunk`."""
+        super().__init__()
+        self.trunk = trunk
+        self.output: Any = None  # what to hand out instead of running; afterwards what the run returned
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The recalled output, or that of the trunk."""
+        if self.output is None:
+            self.output = self.trunk(*args, **kwargs)
+        return self.output
+
+    def __getattr__(self, name: str) -> Any:
+        """Attributes of the trunk, its config for instance, which heads look at."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("trunk"), name)
+
+
+class DocCache:
+    """Reuses final states of whole documents."""
+
+    class Settings(Section):
+        """Attributes: threshold: Least cosine between document embeddings."""
+
+        threshold: float = Field(default=0.9, ge=-1.0, le=1.0)
+
+    def __init__(self, workload: Workload, options: Mapping[str, Any]) -> None:
+        """Take a copy of the model and put `Recall` in its trunk's place."""
+        self._workload = workload
+        self._settings = self.Settings.make(options)
+        self._module = twin(workload.module)
+        trunk = locate(self._module)
+        self._words = trunk.module.get_input_embeddings()
+        self._specials = torch.tensor(special_ids(trunk, workload.tokenizer))
+        self._recall = Recall(trunk.module)
+        _replace(self._module, trunk.module, self._recall)
+        self.begin()
+
+    @classmethod
+    def check(cls, options: Mapping[str, Any], name: str) -> None:
+        """Check the threshold."""
+        cls.Settings.make(options, name)
+
+    def begin(self) -> None:
+        """Forget all documents."""
+        self._documents = Nearest()
+        self._last = Served()
+
+    def ask(self, number: int) -> Answer:
+        """Let the head read the nearest document's final states, or compute and keep them."""
+        inputs = self._workload.requests[number].inputs
+        vector = self._embed(inputs)
+        found, alike = self._documents.find(vector, self._settings.threshold)
+        self._recall.output = None if found is None else found.output
+        output = self._module(**(inputs if found is None else found.inputs))
+        answer = self._workload.answer(output, number)
+        if found is None:
+            self._documents.add(vector, _Document(number, inputs, self._recall.output))
+        self._last = Served(COMPUTED if found is None else "document", found and found.number, alike)
+        return answer
+
+    def last(self) -> Served:
+        """What happened to the latest request."""
+        return self._last
+
+    def end(self) -> None:
+        """The copy is this method's own."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of embeddings, final states and tokens."""
+        kept = [[*document.inputs.values(), *_tensors(document.output)] for document in self._documents.kept]
+        return self._documents.nbytes + sum(nbytes_of(tensors) for tensors in kept)
+
+    @property
+    def n_entries(self) -> int:
+        """Documents held."""
+        return len(self._documents.kept)
+
+    def _embed(self, inputs: Inputs) -> Any:
+        """Mean word embedding of all rows' content, float32 (D,) of L2 norm 1."""
+        ids = inputs["input_ids"].flatten()
+        content = ~torch.isin(ids, self._specials)
+        if "attention_mask" in inputs:
+            content &= inputs["attention_mask"].flatten().bool()
+        kept = ids[content]
+        mean = self._words(kept).mean(dim=0) if len(kept) else torch.zeros(self._words.weight.shape[1])
+        return unit(mean.float().numpy())
+
+
+def _tensors(output: Any) -> list[Any]:
+    """The tensors that an output of the trunk holds, K/V left out: the head does not read them."""
+    return [value for value in output.values() if isinstance(value, torch.Tensor)]
+
+
+def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    for module in model.modules():
+        for name, child in module.named_children():
+            if child is old:
+                setattr(module, name, new)
+                return
+    raise ConfigError(f"methods: doccache needs a model with a head, got a bare {type(model).__name__}")

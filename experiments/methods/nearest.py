@@ -1,0 +1,54 @@
+"""A growing list of vectors in FAISS, searched for the nearest one."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Nearest:
+    """Flat inner-product search over vectors of L2 norm 1; what is kept beside each is the caller's."""
+
+    def __init__(self) -> None:
+        """Empty."""
+        self._index: Any = None
+        self.kept: list[Any] = []
+
+    def find(self, vector: NDArray[np.float32], threshold: float) -> tuple[Any | None, float | None]:
+        """What is kept beside the nearest vector, if it is at least `threshold` alike, and how alike it is.
+
+        Args:
+            vector: float32 (F,), L2 norm 1.
+            threshold: Cosine.
+        """
+        if self._index is None:
+            return None, None
+        similarity, number = self._index.search(vector[None], 1)
+        alike = float(similarity[0, 0])
+        return (self.kept[int(number[0, 0])] if alike >= threshold else None), alike
+
+    def add(self, vector: NDArray[np.float32], kept: Any) -> None:
+        """Add a vector (F,) and what is kept beside it."""
+        if self._index is None:
+            import faiss
+
+            self._index = faiss.IndexFlatIP(len(vector))
+        self._index.add(vector[None])
+        self.kept.append(kept)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the vectors."""
+        return 0 if self._index is None else 4 * self._index.d * self._index.ntotal
+
+
+def unit(vector: NDArray[np.float32]) -> NDArray[np.float32]:
+    """A vector (F,) scaled to L2 norm 1; zero stays zero."""
+    scaled: NDArray[np.float32] = (vector / max(float(np.linalg.norm(vector)), 1e-12)).astype(np.float32)
+    return scaled
+
+
+def nbytes_of(values: Sequence[Any]) -> int:
+    """Bytes of tensors and arrays."""
+    return sum(int(value.nbytes) for value in values)

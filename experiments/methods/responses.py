@@ -1,0 +1,151 @@
+"""Caches in front of the model: they keep answers, and give them again word for word."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from experiments.heads import pool_mean
+from experiments.methods.base import COMPUTED, Served, twin
+from experiments.methods.nearest import Nearest, unit
+from experiments.models import MINILM, encode, load
+from experiments.section import Section
+from experiments.workload import Answer, Workload
+
+ENCODED_TOKENS = 256  # all-MiniLM-L6-v2 was trained on no more
+
+
+class ExactResponse:
+    """Answers again what was asked with the very same tokens."""
+
+    class Settings(Section):
+        """None."""
+
+    def __init__(self, workload: Workload, options: Mapping[str, Any]) -> None:
+        """Take a copy of the model."""
+        self._workload = workload
+        self._module = twin(workload.module)
+        self.begin()
+
+    @classmethod
+    def check(cls, options: Mapping[str, Any], name: str) -> None:
+        """There are no options."""
+        cls.Settings.make(options, name)
+
+    def begin(self) -> None:
+        """Forget all answers."""
+        self._kept: dict[bytes, tuple[int, Answer]] = {}
+        self._last = Served()
+
+    def ask(self, number: int) -> Answer:
+        """Look the tokens up, or compute and keep the answer."""
+        inputs = self._workload.requests[number].inputs
+        key = inputs["input_ids"].numpy().tobytes()
+        found = self._kept.get(key)
+        if found is not None:
+            self._last = Served("response", found[0], 1.0)
+            return found[1]
+        answer = self._workload.answer(self._module(**inputs), number)
+        self._kept[key] = (number, answer)
+        self._last = Served()
+        return answer
+
+    def last(self) -> Served:
+        """What happened to the latest request."""
+        return self._last
+
+    def end(self) -> None:
+        """The copy is this method's own."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the keys; answers are small."""
+        return sum(len(key) for key in self._kept)
+
+    @property
+    def n_entries(self) -> int:
+        """Answers held."""
+        return len(self._kept)
+
+
+class SemanticResponse:
+    """Answers again what was asked in other words, as GPTCache does.
+
+    The request's text is embedded with all-MiniLM-L6-v2 (mean pooling), the nearest stored request is searched with
+    FAISS, and its answer given if the cosine is at least `threshold`. The encoder's time is part of every answer.
+    """
+
+    class Settings(Section):
+        """Settings.
+
+        Attributes:
+            threshold: Least cosine; 0.8 is GPTCache's default.
+            encoder: The sentence encoder: a name that `experiments.models.load` takes.
+        """
+
+        threshold: float = Field(default=0.8, ge=-1.0, le=1.0)
+        encoder: str = MINILM
+
+    def __init__(self, workload: Workload, options: Mapping[str, Any]) -> None:
+        """Take a copy of the model and load the encoder."""
+        self._workload = workload
+        self._settings = self.Settings.make(options)
+        self._module = twin(workload.module)
+        self._encode = Encoder(self._settings.encoder)
+        self.begin()
+
+    @classmethod
+    def check(cls, options: Mapping[str, Any], name: str) -> None:
+        """Check threshold and encoder."""
+        cls.Settings.make(options, name)
+
+    def begin(self) -> None:
+        """Forget all answers."""
+        self._answers = Nearest()
+        self._last = Served()
+
+    def ask(self, number: int) -> Answer:
+        """Embed, search, and give the neighbour's answer, or compute and keep it."""
+        request = self._workload.requests[number]
+        vector = self._encode(request.text)
+        found, alike = self._answers.find(vector, self._settings.threshold)
+        if found is not None:
+            self._last = Served("response", found[0], alike)
+            return self._workload.borrowed(found[1])
+        answer = self._workload.answer(self._module(**request.inputs), number)
+        self._answers.add(vector, (number, answer))
+        self._last = Served(COMPUTED, None, alike)
+        return answer
+
+    def last(self) -> Served:
+        """What happened to the latest request."""
+        return self._last
+
+    def end(self) -> None:
+        """The copy is this method's own."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the embeddings; answers are small."""
+        return self._answers.nbytes
+
+    @property
+    def n_entries(self) -> int:
+        """Answers held."""
+        return len(self._answers.kept)
+
+
+class Encoder:
+    """Sentence embeddings with mean pooling."""
+
+    def __init__(self, name: str) -> None:
+        """Load the encoder."""
+        self._loaded = load(name)
+
+    def __call__(self, text: str) -> NDArray[np.float32]:
+        """Embedding float32 (D,) of L2 norm 1."""
+        inputs = encode(self._loaded.tokenizer, text, ENCODED_TOKENS)
+        hidden = self._loaded.model(**inputs).last_hidden_state
+        return unit(pool_mean(hidden, inputs["attention_mask"])[0].float().numpy())

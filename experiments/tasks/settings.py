@@ -1,0 +1,25 @@
+"""What every task is told."""
+
+from pydantic import Field
+
+from experiments.section import Section
+
+
+class TaskSettings(Section):
+    """Settings of a task.
+
+    Attributes:
+        name: A key of `experiments.tasks.TASKS`.
+        model: `minilm` (all-MiniLM-L6-v2 from its package), a local folder, the name of a prepared model, or a name on the
+            Hugging Face hub.
+        limit: Ask that many requests only, from the beginning of the data.
+    """
+
+    name: str
+    model: str = Field(min_length=1)
+    limit: int | None = Field(default=None, ge=1)
+
+    @property
+    def title(self) -> str:
+        """What results call the task."""
+        return self.name
