@@ -55,6 +55,9 @@ class Workload(Protocol):
     def answer(self, output: Any, number: int) -> Answer:
         """What request `number` is told, given an output of the model: its own, or one that was made for another."""
 
+    def mix(self, parts: Sequence[tuple[Any, int]]) -> Any:
+        """An output whose row r is a row of another output: the parts are (output, its row), one a row."""
+
     def borrowed(self, answer: Answer) -> Answer:
         """What a request is told when it gets the answer that was given to another one, word for word."""
 

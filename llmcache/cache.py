@@ -149,6 +149,11 @@ class LLMCache:
             nbytes=library.nbytes,
         )
 
+    @property
+    def payload(self) -> str:
+        """What each entry keeps of a request's hidden states: `sequence`, `cls`, `last` or `mean`."""
+        return self._parts.payload.name
+
     def clear(self) -> None:
         """Forget all entries; counters and what the fingerprint learned stay."""
         self._parts.library.clear()

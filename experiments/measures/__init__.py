@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from experiments.folders import Folders
-from experiments.measures import serve
+from experiments.measures import serve, sweep
 from experiments.measures.base import Experiment, Outcome
 
 
@@ -24,4 +24,5 @@ class Measure:
 
 MEASURES: Mapping[str, Measure] = {
     "serve": Measure(serve.Serve, serve.run),
+    "sweep": Measure(sweep.Sweep, sweep.run),
 }

@@ -73,6 +73,13 @@ class Cached:
         return self._seen if self._cache is None else self._cache.stats()
 
     @property
+    def payload(self) -> str:
+        """What the entries keep; known between `begin` and `end`."""
+        if self._cache is None:
+            raise RuntimeError("begin() comes first")
+        return self._cache.payload
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the entries."""
         return self.stats.nbytes

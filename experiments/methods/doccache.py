@@ -85,7 +85,7 @@ class DocCache:
     def ask(self, number: int) -> Answer:
         """Let the head read the nearest document's final states, or compute and keep them."""
         inputs = self._workload.requests[number].inputs
-        vector = self._embed(inputs)
+        vector = self.embed(inputs)
         found, alike = self._documents.find(vector, self._settings.threshold)
         self._recall.output = None if found is None else found.output
         output = self._module(**(inputs if found is None else found.inputs))
@@ -113,7 +113,7 @@ class DocCache:
         """Documents held."""
         return len(self._documents.kept)
 
-    def _embed(self, inputs: Inputs) -> Any:
+    def embed(self, inputs: Inputs) -> Any:
         """Mean word embedding of all rows' content, float32 (D,) of L2 norm 1."""
         ids = inputs["input_ids"].flatten()
         content = ~torch.isin(ids, self._specials)

@@ -1,12 +1,14 @@
 """Task `openbookqa`: one of four choices. A request is a question; its four rows go through the model together."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
 
 from experiments.data.openbookqa import Choice, read_openbookqa
 from experiments.folders import Folders
@@ -35,6 +37,13 @@ def build(settings: Settings, folders: Folders, seed: int) -> "OpenBookQA":
     return OpenBookQA(loaded, questions, settings.max_length)
 
 
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Scores (1, choices), as the model's own output has them."""
+
+    logits: Tensor
+
+
 class OpenBookQA:
     """Multiple choice with a model that scores each choice beside the question."""
 
@@ -61,6 +70,10 @@ class OpenBookQA:
     def answer(self, output: Any, number: int) -> int:
         """Number of the choice with the highest score."""
         return int(output.logits[0].argmax())
+
+    def mix(self, parts: Sequence[tuple[Any, int]]) -> Any:
+        """The score of each choice from a row of its own."""
+        return Scores(torch.stack([output.logits[0, row] for output, row in parts])[None])
 
     def borrowed(self, answer: int) -> int:
         """The same letter."""

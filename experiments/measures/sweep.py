@@ -1,0 +1,155 @@
+"""Measure `sweep`: hit rate and quality at many thresholds, replayed from one pass; speed live at a few of them.
+
+One curve a method: llmcache with each fingerprint, DocCache, the semantic response cache. `precision` is the share of
+hits that leave the answer as it was: against the hit rate it tells more than either alone.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from pydantic import Field
+
+from experiments.folders import Folders
+from experiments.measures.base import Outcome, TaskExperiment
+from experiments.measures.serve import NOCACHE, measure
+from experiments.methods.base import Method
+from experiments.methods.cached import Cached
+from experiments.methods.nocache import NoCache
+from experiments.metrics import hit_rates, quality, summary
+from experiments.progress import tracked
+from experiments.replay import Recording, Replay, Units, by_request, make_fingerprint, replay
+from experiments.tasks import build
+from experiments.workload import Answer, Workload
+
+
+WARMUP = 20
+
+
+class Sweep(TaskExperiment):
+    """Settings of the measure.
+
+    Attributes:
+        taus: Thresholds.
+        methods: Curves to draw: of `llmcache`, `doccache`, `semantic_response`.
+        fingerprints: Of llmcache, one curve each: names, or mappings with `name` and settings.
+        encoder: Sentence encoder of the semantic response cache.
+        live_taus: Thresholds of llmcache that are also run, for their speed.
+        live_limit: Requests of those runs, from the beginning.
+        rounds: Of those runs.
+        cache: Further settings of llmcache, for those runs; its payload decides which lengths fit each other.
+    """
+
+    taus: tuple[float, ...] = Field(min_length=1)
+    methods: tuple[str, ...] = ("llmcache",)
+    fingerprints: tuple[Any, ...] = ("mean",)
+    encoder: str = "minilm"
+    live_taus: tuple[float, ...] = ()
+    live_limit: int = Field(default=300, ge=1)
+    rounds: int = Field(default=3, ge=1)
+    cache: dict[str, Any] = Field(default_factory=dict)
+
+
+def run(experiment: Sweep, folders: Folders) -> Outcome:
+    """Replay every curve, and run what is to be run.
+
+    Raises:
+        ConfigError: The data or the model does not fit the settings.
+        FileNotFoundError: A data file is missing.
+    """
+    workload = build(experiment.task, folders, experiment.seed)
+    live = _live(experiment, folders)
+    recording = Recording(workload)
+    points = [point for curve in _curves(experiment, recording) for point in curve]
+    nothing = np.zeros(len(recording.answers), dtype=bool)
+    metrics = {
+        "task": experiment.task.title,
+        "model": experiment.task.model,
+        "n": len(workload.requests),
+        "metric": workload.metric,
+        "limit": experiment.task.limit,
+        "facts": workload.facts,
+        "nocache": quality(workload, recording.answers, recording.answers, nothing, experiment.seed),
+        "points": points,
+        "live": live,
+        "summary": [*_shown(points), *_shown(live)],
+    }
+    return Outcome(points, metrics)
+
+
+def _curves(experiment: Sweep, recording: Recording) -> Any:
+    """The points of each curve."""
+    taus = (math.inf, *experiment.taus)  # exact repeats alone come first
+    for method in experiment.methods:
+        if method == "llmcache":
+            for options in experiment.fingerprints:
+                units = recording.rows(make_fingerprint(options), _fits_any_length(experiment, recording.workload))
+                name = options if isinstance(options, str) else "-".join(str(value) for value in options.values())
+                yield _points(experiment, recording, units, taus, recording.reread, (method, name))
+        elif method == "doccache":
+            yield _points(experiment, recording, recording.documents(), taus[1:], recording.reread, (method, None))
+        else:
+            units = recording.texts(experiment.encoder)
+            yield _points(experiment, recording, units, taus[1:], recording.borrowed, (method, None))
+
+
+def _points(
+    experiment: Sweep,
+    recording: Recording,
+    units: Units,
+    taus: tuple[float, ...],
+    answers_of: Callable[[Units, Replay], list[Answer]],
+    name: tuple[str, str | None],
+) -> list[dict[str, Any]]:
+    """Figures of one curve, one mapping a threshold."""
+    found = []
+    again = replay(units, taus)
+    for tau, told in tracked(list(zip(taus, again, strict=True)), len(taus), f"Replaying {name[1] or name[0]}"):
+        served = by_request(units, told)
+        answers = answers_of(units, told)
+        hits = np.isin(served, ("exact", "near"))
+        figures = quality(recording.workload, recording.answers, answers, hits, experiment.seed)
+        per_hit = figures["changed_per_hit"]
+        found.append(
+            {
+                "method": name[0],
+                "fingerprint": name[1],
+                "tau": None if math.isinf(tau) else tau,
+                **hit_rates(served, experiment.seed),
+                **figures,
+                "precision": None if per_hit is None else 1 - per_hit,
+            }
+        )
+    return found
+
+
+def _fits_any_length(experiment: Sweep, workload: Workload) -> bool:
+    """Whether what llmcache would keep for this model serves requests of other lengths."""
+    method = Cached(workload, {**experiment.cache, "tau": max(experiment.taus)})
+    method.begin()
+    payload = method.payload
+    method.end()
+    return payload != "sequence"
+
+
+def _live(experiment: Sweep, folders: Folders) -> list[dict[str, Any]]:
+    """Figures of the runs, one mapping a threshold."""
+    if not experiment.live_taus:
+        return []
+    n = min(experiment.live_limit, experiment.task.limit or experiment.live_limit)
+    workload = build(experiment.task.model_copy(update={"limit": n}), folders, experiment.seed)
+    methods: dict[str, Method] = {NOCACHE: NoCache(workload, {})}
+    methods |= {str(tau): Cached(workload, {**experiment.cache, "tau": tau}) for tau in experiment.live_taus}
+    traces = measure(workload, methods, experiment.rounds, WARMUP)
+    return [
+        {"method": "llmcache", "tau": tau, "n": len(workload.requests), "rounds": experiment.rounds}
+        | summary(workload, traces[NOCACHE], traces[str(tau)], experiment.seed)
+        for tau in experiment.live_taus
+    ]
+
+
+def _shown(points: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What a table on the screen has of each point."""
+    names = ("method", "fingerprint", "tau", "hit_rate", "accuracy", "accuracy_drop", "changed_answers", "speedup")
+    return [{name: point.get(name) for name in names} for point in points]
