@@ -15,6 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from llmcache.arrays import Floats
+
 KEY_LENGTH = 43  # characters of a SHA-256 in base64
 Positions = slice | NDArray[np.int64]
 
@@ -73,7 +75,9 @@ class Reuse:
         entry: The stored state at that layer, decoded.
         kv: K and V (H, n, D_h) of skipped layers, by layer; empty when the caller keeps no K/V.
         key: Key of the stored request.
-        similarity: Cosine to it; 1.0 for exact reuse.
+        similarity: How like the fingerprints are; 1.0 for exact reuse.
+        skips_below: The layers below are skipped too. Not where each layer is decided by itself.
+        stores_above: What the layers above compute on top of it is stored as the row's own.
     """
 
     row: int
@@ -83,6 +87,8 @@ class Reuse:
     kv: Mapping[int, tuple[Tensor, Tensor]]
     key: str
     similarity: float = 1.0
+    skips_below: bool = True
+    stores_above: bool = False
 
 
 @dataclass(slots=True)
@@ -110,8 +116,8 @@ class Call:
     namespace: str
     rows: list[Row] = field(default_factory=list)
     scope: Scope | None = None
-    features: NDArray[np.float32] | None = None
-    fingerprints: NDArray[np.float32] | None = None
+    features: Floats | None = None
+    fingerprints: Floats | None = None
     reused: dict[int, Reuse] = field(default_factory=dict)
     is_served: bool = False
     kv_cache: Any = None

@@ -219,7 +219,7 @@ class Flow:
                 decided = []  # rows could not be taken out of the batch safely
             call.reused |= {reuse.row: reuse for reuse in decided}
             call.is_served = len(call.reused) == call.n_rows and all(
-                reuse.layer == self._last and reuse.rung != "paper" for reuse in call.reused.values()
+                reuse.layer == self._last and reuse.skips_below for reuse in call.reused.values()
             )
             call.lookup_s += perf_counter() - started
 
@@ -236,8 +236,7 @@ class Flow:
             return
         for row in call.active_rows:
             reuse = call.reused.get(row.number)
-            # What was computed on top of another request's state is not this request's, except to the paper.
-            if reuse is not None and (reuse.layer >= number or reuse.rung == "semantic"):
+            if reuse is not None and (reuse.layer >= number or not reuse.stores_above):
                 continue
             tensors = {"hidden": self._parts.payload.take(hidden[row.number], row.valid)}
             if call.kv_cache is not None:

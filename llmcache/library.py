@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from llmcache.arrays import Floats
 from llmcache.bank import Bank
 from llmcache.compression import Codec
 from llmcache.context import Row, Scope
@@ -25,7 +25,6 @@ from llmcache.index import Index
 from llmcache.shelf import Neighbour, Place, Shelf
 from llmcache.stores import Entry
 
-Floats = NDArray[np.float32]
 KV = dict[int, tuple[Tensor, Tensor]]
 
 

@@ -3,12 +3,10 @@
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from llmcache.arrays import Floats
 from llmcache.context import Scope
 from llmcache.index import Index
-
-Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)

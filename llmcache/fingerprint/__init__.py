@@ -9,15 +9,12 @@ Sizes: B rows, T tokens, D hidden width, F fingerprint width.
 from collections.abc import Mapping
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
+from llmcache.arrays import Floats
 from llmcache.fingerprint.mean import MeanEmbedding
 from llmcache.fingerprint.pca import PCAEmbedding
 from llmcache.fingerprint.simhash import SimHash
-
-Floats = NDArray[np.float32]
 
 
 class Fingerprint(Protocol):

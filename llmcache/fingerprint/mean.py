@@ -4,10 +4,9 @@ from collections.abc import Mapping
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-Floats = NDArray[np.float32]
+from llmcache.arrays import Floats
 
 
 class MeanEmbedding:

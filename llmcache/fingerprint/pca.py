@@ -3,11 +3,9 @@
 from collections.abc import Mapping
 
 import numpy as np
-from numpy.typing import NDArray
 
+from llmcache.arrays import Floats
 from llmcache.fingerprint.mean import MeanEmbedding, normalise
-
-Floats = NDArray[np.float32]
 
 
 class PCAEmbedding(MeanEmbedding):

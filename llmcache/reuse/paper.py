@@ -41,5 +41,9 @@ class Paper:
                 with_kv = call.kv_cache is not None
                 state = self._library.read(near.key, layer, with_kv, is_single=True)
                 if state is not None:
-                    return Reuse(row.number, layer, self.name, state.hidden, state.kv, near.key, near.similarity)
+                    return Reuse(
+                        *(row.number, layer, self.name, state.hidden, state.kv, near.key, near.similarity),
+                        skips_below=False,
+                        stores_above=True,  # as the paper does, whoever's state the rest is computed on
+                    )
         return None

@@ -123,8 +123,8 @@ def _learn(output: Any) -> Callable[[Tensor, Any, Mapping[str, Any]], Any] | Non
 
 
 def _skips(reuse: Reuse | None, number: int) -> bool:
-    """Whether a decision makes its row skip this layer. The paper's rung decides each layer by itself."""
-    return reuse is not None and (reuse.layer == number or (reuse.layer > number and reuse.rung != "paper"))
+    """Whether a decision makes its row skip this layer."""
+    return reuse is not None and (reuse.layer == number or (reuse.layer > number and reuse.skips_below))
 
 
 def _new_cache() -> Any:

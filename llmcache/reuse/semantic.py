@@ -2,7 +2,7 @@
 
 One search a call serves all layers, and the deepest stored layer of the neighbour is taken: what the layers above it
 would compute from its state is what they computed for it before, so reusing a lower one gives the same answer for more
-work.
+work. What is computed on top of another request's state is not stored: it is not this request's.
 """
 
 from collections.abc import Mapping, Sequence
