@@ -16,11 +16,12 @@ from llmcache.config import CacheConfig
 from llmcache.decide import thresholds
 from llmcache.errors import ConfigError, UnsafeReuseError
 from llmcache.fingerprint import FINGERPRINTS, Fingerprint
-from llmcache.flow import Flow, Parts
+from llmcache.flow import Flow
 from llmcache.heads import Head, find_head
 from llmcache.hooks import install
 from llmcache.index import INDEXES
 from llmcache.library import Library
+from llmcache.parts import Parts
 from llmcache.payloads import PAYLOADS, Payload
 from llmcache.policies import POLICIES
 from llmcache.reuse import Rung

@@ -9,44 +9,22 @@ Trouble here costs speed, never correctness: a failing lookup or store is counte
 """
 
 import threading
-from collections.abc import Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from llmcache.adapters import CACHE, Arguments, Trunk, can_select_rows, special_ids, unpack, vocabulary_size
+from llmcache.adapters import CACHE, Arguments, can_select_rows, unpack
 from llmcache.bypass import find_reason, is_plain_cache
-from llmcache.context import Call, Inputs, Reuse, Row, Scope, read_rows, to_host
-from llmcache.fingerprint import Fingerprint
-from llmcache.heads import Head
+from llmcache.context import Call, Reuse, Row
 from llmcache.hooks import LayerSwap
-from llmcache.library import Library
-from llmcache.payloads import Payload, head_reads_padding
-from llmcache.reuse import Rung
+from llmcache.parts import Parts
+from llmcache.reading import Reader
 from llmcache.reuse.runner import Runner
-from llmcache.stats import Counters
-from llmcache.weights import Weights
 
 DEFAULT_NAMESPACE = "default"
-
-
-@dataclass(slots=True)
-class Parts:
-    """What a call is served with."""
-
-    trunk: Trunk
-    head: Head
-    payload: Payload
-    library: Library
-    rungs: Sequence[Rung]
-    fingerprint: Fingerprint | None
-    weights: Weights
-    counters: Counters = field(default_factory=Counters)
 
 
 class Flow:
@@ -62,10 +40,8 @@ class Flow:
         self._parts = parts
         self._arguments = Arguments(parts.trunk.module.forward)
         self._runner = Runner(parts.payload, parts.trunk.adapter)
-        self._tokenizer = tokenizer
+        self._reader = Reader(parts, tokenizer)
         self._last = parts.trunk.depth - 1
-        self._table: tuple[object, Tensor] | None = None
-        self._head_reads = _reads(parts)
         self._thread = threading.local()
         # Context variables follow async tasks too: a tenant's namespace must not leak into another's request.
         self.namespace: ContextVar[str] = ContextVar("llmcache_namespace", default=DEFAULT_NAMESPACE)
@@ -148,7 +124,7 @@ class Flow:
         try:
             reason = self._find_late_reason(call, hidden)
             if reason is None:
-                self._read(call, hidden)
+                self._reader.read(call, hidden)
         except Exception as error:
             self._parts.counters.error("read the request", error)
             reason = "error"
@@ -166,41 +142,12 @@ class Flow:
             return "unknown_output"
         if hidden.ndim != 3 or hidden.shape[:2] != call.arguments["input_ids"].shape:
             return "unknown_layout"
-        call.scope = self._scope(call, hidden)
+        call.scope = self._reader.scope(call, hidden)
         if self._parts.weights.samples:
             return "training"
         if not self._parts.weights.can_be_watched:
             return "inference_weights"
         return "adapter_names" if self._parts.weights.differ_by_row else None
-
-    def _read(self, call: Call, hidden: Tensor) -> None:
-        """Everything that needs the host, in one transfer."""
-        ids, mask = call.arguments["input_ids"], call.arguments.get("attention_mask")
-        valid = None if mask is None else mask != 0
-        assert call.scope is not None
-        table = self._content_table(ids.device, call.scope.weights)
-        content = table[ids]
-        content = content if valid is None else content & valid
-        fingerprint = self._parts.fingerprint
-        features = None if fingerprint is None else fingerprint.features(hidden, content)
-        types, positions = call.arguments.get("token_type_ids"), call.arguments.get("position_ids")
-        inputs = Inputs(*to_host(ids, valid, types, positions, content.any(dim=1), features))
-        id_dtype = np.dtype(np.uint16 if len(table) <= 2**16 else np.int32)
-        call.rows = read_rows(call.scope, inputs, id_dtype, self._parts.trunk.adapter.is_guess)
-        call.features = inputs.features
-        for row in call.rows:
-            row.refused = self._refusal(row, inputs)
-            if row.refused:
-                self._parts.counters.bypass(row.refused, 1)
-        if fingerprint is not None and fingerprint.n_fit == 0:
-            call.fingerprints = fingerprint.project(inputs.features)
-
-    def _refusal(self, row: Row, inputs: Inputs) -> str:
-        if not inputs.has_content[row.number]:
-            return "no_content"
-        pad_id = getattr(self._parts.trunk.config, "pad_token_id", None)
-        ids = inputs.ids[row.number]
-        return "head_reads_padding" if head_reads_padding(self._head_reads, row.valid, ids, pad_id) else ""
 
     def _decide(self, call: Call, swap: LayerSwap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Ask each rung in turn for the rows that none has served at this depth."""
@@ -279,39 +226,11 @@ class Flow:
     def _ends_after_norm(self) -> bool:
         return self._parts.payload.after_norm and self._parts.trunk.norm is not None
 
-    def _scope(self, call: Call, hidden: Tensor) -> Scope:
-        dtype = str(hidden.dtype)
-        if torch.is_autocast_enabled(hidden.device.type):
-            dtype += f" autocast {torch.get_autocast_dtype(hidden.device.type)}"
-        attention = str(getattr(self._parts.trunk.config, "_attn_implementation", ""))
-        return Scope(call.namespace, self._parts.weights.digest(), dtype, attention)
-
-    def _content_table(self, device: torch.device, weights: str) -> Tensor:
-        """Bool (vocabulary,): whether a token carries content. Made anew when the weights, and so maybe it, changed."""
-        if self._table is None or self._table[0] != (device, weights):
-            with torch.inference_mode(False):
-                table = torch.ones(vocabulary_size(self._parts.trunk), dtype=torch.bool, device=device)
-                table[list(special_ids(self._parts.trunk, self._tokenizer))] = False
-            self._table = ((device, weights), table)
-            return table
-        return self._table[1]
-
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _count_compiled(self, n_rows: int) -> None:
         """Leave the compiled graph for a moment: counters cannot be part of it."""
         self._thread.call = None
         self._parts.counters.bypass("compiled", n_rows)
-
-
-def _reads(parts: Parts) -> str:
-    """Which row a head reads by its place, whatever the mask says: `first`, `last`, or none of these."""
-    if (
-        parts.head.payload == "cls"
-        or parts.payload.name == "cls"
-        or getattr(parts.trunk.module, "pooler", None) is not None
-    ):
-        return "first"
-    return "last" if parts.head.name == "classifier" and parts.head.payload == "last" else ""
 
 
 def _is_open(reuse: Reuse | None, number: int) -> bool:
