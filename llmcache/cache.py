@@ -21,6 +21,7 @@ from llmcache.heads import Head, find_head
 from llmcache.hooks import install
 from llmcache.index import INDEXES
 from llmcache.library import Library
+from llmcache.outcome import Outcome
 from llmcache.parts import Parts
 from llmcache.payloads import PAYLOADS, Payload
 from llmcache.policies import POLICIES
@@ -149,6 +150,15 @@ class LLMCache:
             n_stored=len(library),
             nbytes=library.nbytes,
         )
+
+    @property
+    def last(self) -> tuple[Outcome, ...]:
+        """What became of each row of this thread's last call, in order.
+
+        Bypassed calls are noted too, but not decode steps: after `generate()` it tells of the last prefill. Empty
+        before the first call and after one that raised. Async tasks of a thread share it: read it before an `await`.
+        """
+        return self._flow.last
 
     def clear(self) -> None:
         """Forget all entries; counters and what the fingerprint learned stay."""

@@ -102,6 +102,7 @@ class Call:
         scope: Likewise.
         features: What the fingerprint reads, float32 (B, F0) on the host, or None when nothing is searched.
         fingerprints: float32 (B, F), or None.
+        nearest: Similarity of the nearest stored request that a search found, by row number.
         reused: Latest decision by row number.
         is_served: Every row takes its state at the last layer, so that all layers below are skipped.
         kv_cache: The caller's K/V cache object, or None.
@@ -118,6 +119,7 @@ class Call:
     scope: Scope | None = None
     features: Floats | None = None
     fingerprints: Floats | None = None
+    nearest: dict[int, float] = field(default_factory=dict)
     reused: dict[int, Reuse] = field(default_factory=dict)
     is_served: bool = False
     kv_cache: Any = None
@@ -136,6 +138,10 @@ class Call:
     def active_rows(self) -> list[Row]:
         """Rows that take part in caching."""
         return [row for row in self.rows if not row.refused]
+
+    def saw(self, row: Row, similarity: float) -> None:
+        """Take note of how like a stored request is to a row; the most alike counts."""
+        self.nearest[row.number] = max(similarity, self.nearest.get(row.number, similarity))
 
 
 @dataclass(slots=True)

@@ -20,6 +20,7 @@ from llmcache.adapters import CACHE, Arguments, can_select_rows, unpack
 from llmcache.bypass import find_reason, is_plain_cache
 from llmcache.context import Call, Reuse, Row
 from llmcache.hooks import LayerSwap
+from llmcache.outcome import Outcome, outcomes
 from llmcache.parts import Parts
 from llmcache.reading import Reader
 from llmcache.reuse.runner import Runner
@@ -47,6 +48,12 @@ class Flow:
         self.namespace: ContextVar[str] = ContextVar("llmcache_namespace", default=DEFAULT_NAMESPACE)
         self.is_disabled: ContextVar[bool] = ContextVar("llmcache_disabled", default=False)
 
+    @property
+    def last(self) -> tuple[Outcome, ...]:
+        """Outcome of each row of this thread's last call; see `LLMCache.last`."""
+        last: tuple[Outcome, ...] = getattr(self._thread, "last", ())
+        return last
+
     # -- called by the hooks -------------------------------------------------------------------------------------------
 
     def opened(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -60,8 +67,9 @@ class Flow:
             self._parts.weights.suspect()
         reason = "disabled" if self.is_disabled.get() else self._find_reason(arguments)
         if reason is not None:
-            self._parts.counters.bypass(reason, _count_rows(arguments))
+            self._bypass(reason, _count_rows(arguments))
             return args, kwargs
+        self._thread.last = ()  # until the call has succeeded
         self._thread.call = Call(arguments, self.namespace.get())
         return self._arguments.replace(args, kwargs, "use_cache", False) if self._keeps_no_kv else (args, kwargs)
 
@@ -101,6 +109,7 @@ class Flow:
         if call is None or call.scope is None or not call.is_complete:
             return
         started = perf_counter()
+        self._thread.last = outcomes(call)
         self._store(call)
         self._count(call, perf_counter() - started)
 
@@ -129,7 +138,7 @@ class Flow:
             self._parts.counters.error("read the request", error)
             reason = "error"
         if reason is not None:
-            self._parts.counters.bypass(reason, _count_rows(call.arguments))
+            self._bypass(reason, _count_rows(call.arguments))
             return None
         call.lookup_s += perf_counter() - started
         return call
@@ -215,6 +224,12 @@ class Flow:
         n_misses = sum(row.number not in call.reused for row in call.active_rows)
         self._parts.counters.call(hits, n_misses, call.n_skipped, call.lookup_s, storing_s)
 
+    def _bypass(self, reason: str, n_rows: int) -> None:
+        """Count and note rows of a call that goes by the cache as a whole."""
+        self._parts.counters.bypass(reason, n_rows)
+        if reason != "decode":  # a step of a generation belongs to the request that its prefill was
+            self._thread.last = (Outcome(bypassed=reason),) * n_rows
+
     # -- small facts ---------------------------------------------------------------------------------------------------
 
     @property
@@ -230,7 +245,7 @@ class Flow:
     def _count_compiled(self, n_rows: int) -> None:
         """Leave the compiled graph for a moment: counters cannot be part of it."""
         self._thread.call = None
-        self._parts.counters.bypass("compiled", n_rows)
+        self._bypass("compiled", n_rows)
 
 
 def _is_open(reuse: Reuse | None, number: int) -> bool:

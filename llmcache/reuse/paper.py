@@ -37,6 +37,7 @@ class Paper:
 
     def _decide(self, call: Call, row: Row, neighbours: Sequence[Neighbour], layer: int) -> Reuse | None:
         for near in neighbours:
+            call.saw(row, near.similarity)
             if near.similarity >= self._tau[layer]:
                 with_kv = call.kv_cache is not None
                 state = self._library.read(near.key, layer, with_kv, is_single=True)

@@ -35,6 +35,7 @@ class Semantic:
 
     def _decide(self, call: Call, row: Row, neighbours: Sequence[Neighbour]) -> Reuse | None:
         for near in neighbours:
+            call.saw(row, near.similarity)
             layer = deepest_layer(near.similarity, self._tau, self._library.held(near.key))
             if layer is None:
                 continue
