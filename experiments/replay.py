@@ -21,7 +21,7 @@ from experiments.measure import BYPASSED, COMPUTED, tokens_of
 from experiments.models import Inputs
 from experiments.progress import tracked
 from llmcache.adapters import locate, special_ids
-from llmcache.fingerprint.mean import MeanEmbedding
+from llmcache.fingerprint import MeanEmbedding, View
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def record(classifier: Classifier, requests: Sequence[Inputs]) -> Recording:
                 answers.append(int(classifier.module(**inputs).argmax(dim=-1)))
                 ids = inputs["input_ids"]
                 content = ~torch.isin(ids, specials) & inputs.get("attention_mask", torch.ones_like(ids)).bool()
-                features.append(fingerprint.features(captured.pop(), content)[0].numpy())
+                features.append(fingerprint.features(View(captured.pop(), content, ids))[0].numpy())
                 keys.append(tokens_of(inputs).numpy().tobytes())
     finally:
         handle.remove()

@@ -100,8 +100,8 @@ class Call:
         namespace: Namespace in force when the call began.
         rows: Filled when layer 0 is reached.
         scope: Likewise.
-        features: What the fingerprint reads, float32 (B, F0) on the host, or None when nothing is searched.
-        fingerprints: float32 (B, F), or None.
+        features: What the fingerprint is projected from, float32 (B, F0) on the host, or None when nothing is searched.
+        fingerprints: What each layer's bank is searched with, float32 (B, F), by layer; empty when nothing is searched.
         nearest: Similarity of the nearest stored request that a search found, by row number.
         reused: Latest decision by row number.
         is_served: Every row takes its state at the last layer, so that all layers below are skipped.
@@ -118,7 +118,7 @@ class Call:
     rows: list[Row] = field(default_factory=list)
     scope: Scope | None = None
     features: Floats | None = None
-    fingerprints: Floats | None = None
+    fingerprints: dict[int, Floats] = field(default_factory=dict)
     nearest: dict[int, float] = field(default_factory=dict)
     reused: dict[int, Reuse] = field(default_factory=dict)
     is_served: bool = False
@@ -154,7 +154,7 @@ class Inputs:
         types: Token type ids (B, T) or (1, T), or None.
         positions: Position ids (B, T) or (1, T), or None.
         has_content: Whether a row holds more than special tokens, bool (B,).
-        features: What the fingerprint reads, float32 (B, F0), or None.
+        features: What the fingerprint is projected from, float32 (B, F0), or None.
     """
 
     ids: Any

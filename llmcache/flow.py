@@ -212,9 +212,9 @@ class Flow:
         assert call.scope is not None
         for number, states in call.captured.items():
             features = None if call.features is None else call.features[number]
-            vector = None if call.fingerprints is None else call.fingerprints[number]
+            vectors = {layer: rows[number] for layer, rows in call.fingerprints.items() if layer in states}
             try:
-                if not self._parts.library.put(call.scope, call.rows[number], states, features, vector):
+                if not self._parts.library.put(call.scope, call.rows[number], states, features, vectors):
                     self._parts.counters.too_large()
             except Exception as error:
                 self._parts.counters.error("store a request", error)

@@ -5,7 +5,7 @@ Absent or expired is a miss, never an error. One lock guards everything; tensors
 """
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -201,7 +201,7 @@ class Library:
         row: Row,
         states: Mapping[int, Mapping[str, Tensor]],
         features: Floats | None = None,
-        vector: Floats | None = None,
+        vectors: Mapping[int, Floats] | None = None,
     ) -> bool:
         """Store a request's states and let it be found.
 
@@ -209,8 +209,9 @@ class Library:
             scope: Its scope.
             row: The request.
             states: Named tensors by layer; layers without a bank are not allowed.
-            features: What the fingerprint reads (F0,), or None when it is not to be searched.
-            vector: Its projection (F,), where that is known already.
+            features: What its fingerprint is projected from (F0,), where it must wait for the fingerprint to be fitted.
+            vectors: Its fingerprint (F,) by layer of `states`, where known already. With neither it is not found by
+                others.
 
         Returns:
             False when a state is larger than its bank and was left out.
@@ -228,8 +229,8 @@ class Library:
             try:
                 for layer in stored:
                     self.banks[layer].put(row.key, encoded[layer], partial(self._let_go, layer=layer))
-                if features is not None:
-                    self._shelve(request, row, features, vector, stored)
+                if vectors or features is not None:
+                    self._shelve(request, row, features, vectors, stored)
             except Exception:
                 self._forget(row.key)  # half a request must not be found
                 raise
@@ -300,27 +301,36 @@ class Library:
         return kv
 
     def _shelve(
-        self, request: Request, row: Row, features: Floats, vector: Floats | None, layers: Iterable[int]
+        self,
+        request: Request,
+        row: Row,
+        features: Floats | None,
+        vectors: Mapping[int, Floats] | None,
+        layers: Collection[int],
     ) -> None:
-        """Make a request findable, at once or when the fingerprint has seen enough to be fitted."""
-        assert self.fingerprint is not None
-        if needed := self.fingerprint.n_fit:
-            self._waiting[row.key] = (row, features)
-            if len(self._waiting) >= needed:
-                self._fit()
-            return
-        if vector is None:
-            vector = self.fingerprint.project(features[None])[0]
-        for layer in layers if self._by_layer else (None,):
-            self._place(row.key, request, Place(layer, self._length(row), vector))
+        """Make a request findable at some layers, at once or when the fingerprint has seen enough to be fitted."""
+        if not vectors:
+            assert self.fingerprint is not None and features is not None
+            if needed := self.fingerprint.n_fit:
+                self._waiting[row.key] = (row, features)
+                if len(self._waiting) >= needed:
+                    self._fit()
+                return
+            vectors = dict.fromkeys(layers, self.fingerprint.project(features[None])[0])
+        length = self._length(row)
+        places = [Place(layer, length, vectors[layer]) for layer in layers if layer in vectors]
+        for place in places if self._by_layer else [Place(None, length, next(iter(vectors.values())))]:
+            self._place(row.key, request, place)
 
     def _length(self, row: Row) -> int:
         return row.n_valid if self._by_length else 0
 
     def _place(self, key: str, request: Request, place: Place) -> None:
-        """Put a request on the shelf it belongs to, unless it stands there already."""
-        if any(shelf.layer == place.layer for shelf, _ in request.places):
-            return
+        """Put a request on the shelf it belongs to, unless it stands there already, with the same fingerprint."""
+        for standing, slot in request.places:
+            if standing.layer == place.layer:
+                standing.replace(slot, place.vector)
+                return
         assert self._make_index is not None
         shelf_key = (request.scope, place.length, place.layer)
         shelf = self._shelves.get(shelf_key)

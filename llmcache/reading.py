@@ -11,6 +11,7 @@ from torch import Tensor
 
 from llmcache.adapters import special_ids, vocabulary_size
 from llmcache.context import Call, Inputs, Row, Scope, read_rows, to_host
+from llmcache.fingerprint import View
 from llmcache.parts import Parts
 from llmcache.payloads import head_reads_padding
 
@@ -47,7 +48,7 @@ class Reader:
         content = table[ids]
         content = content if valid is None else content & valid
         fingerprint = self._parts.fingerprint
-        features = None if fingerprint is None else fingerprint.features(hidden, content)
+        features = None if fingerprint is None else fingerprint.features(View(hidden, content, ids))
         types, positions = call.arguments.get("token_type_ids"), call.arguments.get("position_ids")
         inputs = Inputs(*to_host(ids, valid, types, positions, content.any(dim=1), features))
         id_dtype = np.dtype(np.uint16 if len(table) <= 2**16 else np.int32)
@@ -58,7 +59,7 @@ class Reader:
             if row.refused:
                 self._parts.counters.bypass(row.refused, 1)
         if fingerprint is not None and fingerprint.n_fit == 0:
-            call.fingerprints = fingerprint.project(inputs.features)
+            call.fingerprints = dict.fromkeys(self._parts.library.layers, fingerprint.project(inputs.features))
 
     def _refusal(self, row: Row, inputs: Inputs) -> str:
         if not inputs.has_content[row.number]:

@@ -60,6 +60,10 @@ class Shelf:
         self._keys[slot] = key
         return slot
 
+    def replace(self, slot: int, vector: Floats) -> None:
+        """Put another vector (F,) in a slot that is taken."""
+        self._index.add(np.array([slot]), vector[None])
+
     def remove(self, slot: int) -> None:
         """Free a slot."""
         self._keys[slot] = None  # first: a row that the index fails to remove must not be taken for a request

@@ -29,10 +29,10 @@ class Paper:
         return layer in self._tau
 
     def decide(self, call: Call, rows: Sequence[Row], layer: int) -> list[Reuse]:
-        if call.fingerprints is None or call.scope is None:
+        vectors = call.fingerprints.get(layer)
+        if vectors is None or call.scope is None:
             return []
-        vectors = call.fingerprints[[row.number for row in rows]]
-        found = self._library.search(call.scope, rows, vectors, layer=layer)
+        found = self._library.search(call.scope, rows, vectors[[row.number for row in rows]], layer=layer)
         return [reuse for row, near in zip(rows, found, strict=True) if (reuse := self._decide(call, row, near, layer))]
 
     def _decide(self, call: Call, row: Row, neighbours: Sequence[Neighbour], layer: int) -> Reuse | None:

@@ -27,10 +27,10 @@ class Semantic:
         return layer == 0
 
     def decide(self, call: Call, rows: Sequence[Row], layer: int) -> list[Reuse]:
-        if call.fingerprints is None or call.scope is None:
+        vectors = call.fingerprints.get(self._library.layers[-1])  # all layers have the same
+        if vectors is None or call.scope is None:
             return []
-        vectors = call.fingerprints[[row.number for row in rows]]
-        found = self._library.search(call.scope, rows, vectors)
+        found = self._library.search(call.scope, rows, vectors[[row.number for row in rows]])
         return [reuse for row, near in zip(rows, found, strict=True) if (reuse := self._decide(call, row, near))]
 
     def _decide(self, call: Call, row: Row, neighbours: Sequence[Neighbour]) -> Reuse | None:
