@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from llmcache.adapters import Trunk, device_of, locate, special_ids
+from llmcache.adapters import Trunk, device_of, first_attention, locate, special_ids
 from llmcache.bank import Bank
 from llmcache.compression import CODECS, Codec
 from llmcache.config import CacheConfig
@@ -54,7 +54,7 @@ class LLMCache:
         self._tokenizer = tokenizer
         self._parts = _assemble(model, config)
         self._flow = Flow(self._parts, tokenizer)
-        self._installed = install(self._parts.trunk, self._flow)
+        self._installed = install(self._parts.trunk, self._flow, self._parts.attention)
 
     @classmethod
     def wrap(
@@ -227,7 +227,9 @@ def _assemble(model: nn.Module, config: CacheConfig) -> Parts:
         by_layer=config.mode == "paper",
     )
     rungs = _choose_rungs(library, trunk, config, codec)
-    return Parts(trunk, head, payload, library, rungs, searched_by, Weights(trunk.module))
+    reads_attention = searched_by is not None and searched_by.reads_attention
+    attention = first_attention(trunk) if reads_attention else None
+    return Parts(trunk, head, payload, library, rungs, searched_by, attention, Weights(trunk.module))
 
 
 def _refuse_unsafe(head: Head, config: CacheConfig) -> None:

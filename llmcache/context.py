@@ -100,6 +100,8 @@ class Call:
         namespace: Namespace in force when the call began.
         rows: Filled when layer 0 is reached.
         scope: Likewise.
+        first_output: What layer 0 returned, where it was run for all rows before anything was looked up, else None.
+        attention: Output of layer 0's self-attention (B, T, D), where it was asked for.
         features: What the fingerprint is projected from, float32 (B, F0) on the host, or None when nothing is searched.
         fingerprints: What each layer's bank is searched with, float32 (B, F), by layer; empty when nothing is searched.
         nearest: Similarity of the nearest stored request that a search found, by row number.
@@ -117,6 +119,8 @@ class Call:
     namespace: str
     rows: list[Row] = field(default_factory=list)
     scope: Scope | None = None
+    first_output: Any = None
+    attention: Tensor | None = None
     features: Floats | None = None
     fingerprints: dict[int, Floats] = field(default_factory=dict)
     nearest: dict[int, float] = field(default_factory=dict)

@@ -9,7 +9,9 @@ Trouble here costs speed, never correctness: a failing lookup or store is counte
 """
 
 import threading
+from collections.abc import Callable
 from contextvars import ContextVar
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -76,8 +78,9 @@ class Flow:
     def layer(self, swap: LayerSwap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one layer for the rows that need it."""
         call: Call | None = None if torch.compiler.is_compiling() else getattr(self._thread, "call", None)
-        if call is not None and swap.number == 0:
-            call = self._thread.call = self._begin(call, swap, args, kwargs)
+        if call is not None and swap.number == 0 and not self._begin(call, swap, args, kwargs):
+            self._thread.call = None
+            return swap.original(*args, **kwargs) if call.first_output is None else call.first_output
         if call is None or call.scope is None:  # bypassed, or layer 0 was not run through its swap
             return swap.original(*args, **kwargs)
         is_last = swap.number == self._last
@@ -100,6 +103,12 @@ class Flow:
         self._try_to_capture(call, self._last, output)
         return output
 
+    def attended(self, output: Any) -> None:
+        """After layer 0's self-attention, where the fingerprint reads it."""
+        call: Call | None = None if torch.compiler.is_compiling() else getattr(self._thread, "call", None)
+        if call is not None:
+            call.attention = unpack(output)
+
     def closed(self) -> None:
         """End a forward: store what was computed, count what was done. A call that failed half-way leaves nothing."""
         if torch.compiler.is_compiling():
@@ -116,32 +125,37 @@ class Flow:
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def _find_reason(self, arguments: dict[str, Any]) -> str | None:
-        try:
-            reason = find_reason(arguments, self._parts.trunk.module)
-        except Exception as error:
-            self._parts.counters.error("look at the arguments", error)
-            return "error"
+        reason = self._guard("look at the arguments", partial(find_reason, arguments, self._parts.trunk.module))
         if reason is None and self._keeps_no_kv and (arguments.get("use_cache") or arguments.get(CACHE) is not None):
             return "kv_cache_with_pooled_payload"
         return reason
 
-    def _begin(self, call: Call, swap: LayerSwap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
-        """Read the call's rows and fingerprints, or give the call up."""
+    def _guard(self, what: str, step: Callable[[], str | None]) -> str | None:
+        """Why the cache cannot be used, as a step found; that the step failed is a reason, too."""
+        try:
+            return step()
+        except Exception as error:
+            self._parts.counters.error(what, error)
+            return "error"
+
+    def _begin(self, call: Call, swap: LayerSwap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Read the call's rows and fingerprints; False when the call must go by the cache after all."""
         started = perf_counter()
         call.kv_cache = swap.arguments.get(args, kwargs, CACHE)
         hidden = swap.arguments.get(args, kwargs, swap.arguments.names[0])
-        try:
-            reason = self._find_late_reason(call, hidden)
-            if reason is None:
-                self._reader.read(call, hidden)
-        except Exception as error:
-            self._parts.counters.error("read the request", error)
-            reason = "error"
+        reason = self._guard("read the request", partial(self._find_late_reason, call, hidden))
+        if reason is None and self._parts.attention is not None:
+            # Not guarded: what fails here is the model itself. Its time is not the lookup's.
+            ran_from = perf_counter()
+            call.first_output = swap.original(*args, **kwargs)
+            started += perf_counter() - ran_from
+        if reason is None:
+            reason = self._guard("read the request", partial(self._reader.read, call, hidden))
         if reason is not None:
             self._bypass(reason, _count_rows(call.arguments))
-            return None
+            return False
         call.lookup_s += perf_counter() - started
-        return call
+        return True
 
     def _find_late_reason(self, call: Call, hidden: Tensor) -> str | None:
         """Why a call cannot use the cache, as far as it shows only when the first layer is reached."""

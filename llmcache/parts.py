@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from torch import nn
+
 from llmcache.adapters import Trunk
 from llmcache.fingerprint import Fingerprint
 from llmcache.heads import Head
@@ -15,7 +17,19 @@ from llmcache.weights import Weights
 
 @dataclass(slots=True)
 class Parts:
-    """What a call is served with."""
+    """What a call is served with.
+
+    Attributes:
+        trunk: What is hooked.
+        head: What reads the trunk's output.
+        payload: What of a state is kept.
+        library: What is remembered.
+        rungs: Ways to serve a row, in the order in which they are asked.
+        fingerprint: How requests are compared; None when nothing is reused approximately.
+        attention: The first layer's self-attention where the fingerprint reads it, else None.
+        weights: What states depend on.
+        counters: What was done.
+    """
 
     trunk: Trunk
     head: Head
@@ -23,5 +37,6 @@ class Parts:
     library: Library
     rungs: Sequence[Rung]
     fingerprint: Fingerprint | None
+    attention: nn.Module | None
     weights: Weights
     counters: Counters = field(default_factory=Counters)

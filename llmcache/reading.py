@@ -48,7 +48,7 @@ class Reader:
         content = table[ids]
         content = content if valid is None else content & valid
         fingerprint = self._parts.fingerprint
-        features = None if fingerprint is None else fingerprint.features(View(hidden, content, ids))
+        features = None if fingerprint is None else fingerprint.features(View(hidden, content, ids, call.attention))
         types, positions = call.arguments.get("token_type_ids"), call.arguments.get("position_ids")
         inputs = Inputs(*to_host(ids, valid, types, positions, content.any(dim=1), features))
         id_dtype = np.dtype(np.uint16 if len(table) <= 2**16 else np.int32)

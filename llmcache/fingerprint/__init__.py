@@ -12,13 +12,23 @@ from typing import Protocol
 from torch import Tensor
 
 from llmcache.arrays import Floats
+from llmcache.fingerprint.attention import AttentionMean
 from llmcache.fingerprint.mean import MeanEmbedding
 from llmcache.fingerprint.minhash import ShingleMinHash
 from llmcache.fingerprint.pca import PCAEmbedding
 from llmcache.fingerprint.simhash import SimHash
 from llmcache.fingerprint.view import View
 
-__all__ = ["FINGERPRINTS", "Fingerprint", "MeanEmbedding", "PCAEmbedding", "ShingleMinHash", "SimHash", "View"]
+__all__ = [
+    "FINGERPRINTS",
+    "AttentionMean",
+    "Fingerprint",
+    "MeanEmbedding",
+    "PCAEmbedding",
+    "ShingleMinHash",
+    "SimHash",
+    "View",
+]
 
 
 class Fingerprint(Protocol):
@@ -57,4 +67,5 @@ FINGERPRINTS: dict[str, type[Fingerprint]] = {
     "simhash": SimHash,
     "pca": PCAEmbedding,
     "minhash": ShingleMinHash,
+    "attention": AttentionMean,
 }
