@@ -210,13 +210,8 @@ def _assemble(model: nn.Module, config: CacheConfig) -> Parts:
     layers = _choose_layers(trunk, payload, config)
     codec: Codec = config.compression.build(CODECS, "compression")
     # Built in any case, so that a wrong name is told now and not at the first request that needs it.
-    fingerprint: Fingerprint = config.fingerprint.build(FINGERPRINTS, "fingerprint")
+    fingerprint = _make_fingerprint(config)
     config.index_component.build(INDEXES, "index", 8)
-    if config.max_entries is not None and config.max_entries < fingerprint.n_fit:
-        raise ConfigError(
-            f"max_entries={config.max_entries}: fingerprint {config.fingerprint.name!r} is fitted on "
-            f"{fingerprint.n_fit} stored requests, which would never be there; raise it, or lower fit_on"
-        )
     searched_by = None if config.tau is None else fingerprint
     library = Library(
         {layer: _make_bank(trunk, config, len(layers)) for layer in layers},
@@ -229,7 +224,24 @@ def _assemble(model: nn.Module, config: CacheConfig) -> Parts:
     rungs = _choose_rungs(library, trunk, config, codec)
     reads_attention = searched_by is not None and searched_by.reads_attention
     attention = first_attention(trunk) if reads_attention else None
-    return Parts(trunk, head, payload, library, rungs, searched_by, attention, Weights(trunk.module))
+    per_layer = config.fingerprint_per_layer
+    return Parts(trunk, head, payload, library, rungs, searched_by, per_layer, attention, Weights(trunk.module))
+
+
+def _make_fingerprint(config: CacheConfig) -> Fingerprint:
+    fingerprint: Fingerprint = config.fingerprint.build(FINGERPRINTS, "fingerprint")
+    if config.max_entries is not None and config.max_entries < fingerprint.n_fit:
+        raise ConfigError(
+            f"max_entries={config.max_entries}: fingerprint {config.fingerprint.name!r} is fitted on "
+            f"{fingerprint.n_fit} stored requests, which would never be there; raise it, or lower fit_on"
+        )
+    if config.fingerprint_per_layer and not fingerprint.fits_any_layer:
+        fitting = [name for name, kind in FINGERPRINTS.items() if kind.fits_any_layer]
+        raise ConfigError(
+            f"fingerprint_per_layer=True: fingerprint {config.fingerprint.name!r} cannot be taken from the states that "
+            f"enter any layer; use one of {', '.join(fitting)}, or leave it out"
+        )
+    return fingerprint
 
 
 def _refuse_unsafe(head: Head, config: CacheConfig) -> None:

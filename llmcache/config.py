@@ -65,7 +65,10 @@ class CacheConfig(BaseModel):
         payload: What an entry keeps of a layer's output. `auto` follows the model's head.
         layers: Layers whose output is stored: `last`, `all`, or layer numbers (negative ones count from the end).
             `auto` is `all` in `paper` mode, else `last`.
-        fingerprint: Vector that similarity is measured on: `mean`, `simhash`, `pca`, or `minhash` (token shingles).
+        fingerprint: Vector that similarity is measured on: `mean`, `simhash`, `pca`, `attention` (layer 0 has to run
+            first) or `minhash` (token shingles).
+        fingerprint_per_layer: Search each layer's bank with the fingerprint of the states that enter this layer, not
+            with that of the embedding output. In `paper` mode, with `mean` or `simhash`.
         index: `flat` (exact), `refined` (bits first, then exact), `hnsw` (a graph, for more than some 100,000 entries),
             `binary` (for `simhash` alone), `lsh` (for `minhash` alone; its threshold is the least tau, if none is
             given), or `auto`: the fingerprint's own, else `refined`.
@@ -87,6 +90,7 @@ class CacheConfig(BaseModel):
     payload: Literal["auto", "sequence", "cls", "last", "mean"] = "auto"
     layers: Literal["auto", "last", "all"] | list[int] = "auto"
     fingerprint: Component = Component(name="mean")
+    fingerprint_per_layer: bool = False
     index: Component = Component(name="auto")
     policy: Component = Component(name="lru")
     compression: Component = Component(name="none")
@@ -116,6 +120,11 @@ class CacheConfig(BaseModel):
             raise ValueError("mode 'paper' needs tau, for instance tau=0.85")
         if self.mode == "paper" and self.exact:
             raise ValueError("mode 'paper' has no exact rung: leave 'exact' out")
+        if self.fingerprint_per_layer and self.mode != "paper":
+            raise ValueError(
+                f"fingerprint_per_layer=True with mode {self.mode!r}, which searches once a call, before layer 0: set "
+                "mode='paper', or leave it out"
+            )
         for fingerprint, index in _OWN_INDEX.items():
             if (self.fingerprint.name == fingerprint) != (self.index_component.name == index):
                 raise ValueError(

@@ -100,6 +100,7 @@ class Call:
         namespace: Namespace in force when the call began.
         rows: Filled when layer 0 is reached.
         scope: Likewise.
+        content: Which tokens carry content, bool (B, T) on the model's device.
         first_output: What layer 0 returned, where it was run for all rows before anything was looked up, else None.
         attention: Output of layer 0's self-attention (B, T, D), where it was asked for.
         features: What the fingerprint is projected from, float32 (B, F0) on the host, or None when nothing is searched.
@@ -119,6 +120,7 @@ class Call:
     namespace: str
     rows: list[Row] = field(default_factory=list)
     scope: Scope | None = None
+    content: Tensor | None = None
     first_output: Any = None
     attention: Tensor | None = None
     features: Floats | None = None

@@ -175,6 +175,8 @@ class Flow:
     def _decide(self, call: Call, swap: LayerSwap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Ask each rung in turn for the rows that none has served at this depth."""
         number = swap.number
+        if self._parts.is_per_layer and number > 0 and number in self._parts.library.banks:
+            self._read_layer(call, swap, args, kwargs)
         for rung in self._parts.rungs:
             if not rung.asks_at(number):
                 continue
@@ -192,6 +194,16 @@ class Flow:
                 reuse.layer == self._last and reuse.skips_below for reuse in call.reused.values()
             )
             call.lookup_s += perf_counter() - started
+
+    def _read_layer(self, call: Call, swap: LayerSwap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Take the fingerprint that this layer's bank is searched with; without one the layer is computed."""
+        started = perf_counter()
+        hidden = swap.arguments.get(args, kwargs, swap.arguments.names[0])
+        try:
+            self._reader.read_layer(call, swap.number, hidden)
+        except Exception as error:
+            self._parts.counters.error("take a layer's fingerprint", error)
+        call.lookup_s += perf_counter() - started
 
     def _try_to_capture(self, call: Call, number: int, hidden: Tensor) -> None:
         try:

@@ -26,6 +26,7 @@ class Parts:
         library: What is remembered.
         rungs: Ways to serve a row, in the order in which they are asked.
         fingerprint: How requests are compared; None when nothing is reused approximately.
+        is_per_layer: Each layer's bank is searched with the fingerprint of the states that enter the layer.
         attention: The first layer's self-attention where the fingerprint reads it, else None.
         weights: What states depend on.
         counters: What was done.
@@ -37,6 +38,7 @@ class Parts:
     library: Library
     rungs: Sequence[Rung]
     fingerprint: Fingerprint | None
+    is_per_layer: bool
     attention: nn.Module | None
     weights: Weights
     counters: Counters = field(default_factory=Counters)

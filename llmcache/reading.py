@@ -46,20 +46,29 @@ class Reader:
         assert call.scope is not None
         table = self._content_table(ids.device, call.scope.weights)
         content = table[ids]
-        content = content if valid is None else content & valid
+        content = call.content = content if valid is None else content & valid
         fingerprint = self._parts.fingerprint
         features = None if fingerprint is None else fingerprint.features(View(hidden, content, ids, call.attention))
         types, positions = call.arguments.get("token_type_ids"), call.arguments.get("position_ids")
         inputs = Inputs(*to_host(ids, valid, types, positions, content.any(dim=1), features))
         id_dtype = np.dtype(np.uint16 if len(table) <= 2**16 else np.int32)
         call.rows = read_rows(call.scope, inputs, id_dtype, self._parts.trunk.adapter.is_guess)
-        call.features = inputs.features
+        call.features = None if self._parts.is_per_layer else inputs.features
         for row in call.rows:
             row.refused = self._refusal(row, inputs)
             if row.refused:
                 self._parts.counters.bypass(row.refused, 1)
         if fingerprint is not None and fingerprint.n_fit == 0:
-            call.fingerprints = dict.fromkeys(self._parts.library.layers, fingerprint.project(inputs.features))
+            layers = (0,) if self._parts.is_per_layer else self._parts.library.layers
+            call.fingerprints = dict.fromkeys(layers, fingerprint.project(inputs.features))
+
+    def read_layer(self, call: Call, layer: int, hidden: Tensor) -> None:
+        """Fingerprints of the states (B, T, D) that enter a later layer, in a transfer of their own."""
+        fingerprint = self._parts.fingerprint
+        assert fingerprint is not None and call.content is not None
+        (features,) = to_host(fingerprint.features(View(hidden, call.content, call.arguments["input_ids"])))
+        assert features is not None
+        call.fingerprints[layer] = fingerprint.project(features)
 
     def _refusal(self, row: Row, inputs: Inputs) -> str:
         if not inputs.has_content[row.number]:
