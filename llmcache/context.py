@@ -70,13 +70,12 @@ class Reuse:
 
     Attributes:
         row: Row number.
-        layer: The layer whose output is taken; it and those below are skipped.
+        layer: The layer whose output is taken; it and those below that have not run yet are skipped.
         rung: Which rung decided.
         entry: The stored state at that layer, decoded.
         kv: K and V (H, n, D_h) of skipped layers, by layer; empty when the caller keeps no K/V.
         key: Key of the stored request.
         similarity: How like the fingerprints are; 1.0 for exact reuse.
-        skips_below: The layers below are skipped too. Not where each layer is decided by itself.
         stores_above: What the layers above compute on top of it is stored as the row's own.
     """
 
@@ -87,7 +86,6 @@ class Reuse:
     kv: Mapping[int, tuple[Tensor, Tensor]]
     key: str
     similarity: float = 1.0
-    skips_below: bool = True
     stores_above: bool = False
 
 

@@ -191,7 +191,7 @@ class Flow:
                 decided = []  # rows could not be taken out of the batch safely
             call.reused |= {reuse.row: reuse for reuse in decided}
             call.is_served = len(call.reused) == call.n_rows and all(
-                reuse.layer == self._last and reuse.skips_below for reuse in call.reused.values()
+                reuse.layer == self._last for reuse in call.reused.values()
             )
             call.lookup_s += perf_counter() - started
 

@@ -1,7 +1,10 @@
 """The paper rung: Algorithm 1 of LLMCache (Bansal 2025) as written, a search per layer. The reference.
 
 Before layer l runs, that layer's bank is searched; a stored fingerprint at least tau alike replaces the layer's output,
-otherwise the layer is computed from whatever came below and the result is stored. Departures: `>=` where the paper also
+otherwise the layer is computed from whatever came below and the result is stored as the request's own. The fingerprint
+is that of the embedding output, or with `fingerprint_per_layer` that of h_(l-1), the states that enter the layer. Above
+a reused state those are the source's, so its entries are found at similarity 1 as long as the banks hold them, and what
+is computed is stored under the fingerprint of the states it was computed from. Departures: `>=` where the paper also
 writes `>`, and an entry serves only rows with as many valid tokens.
 
 It gives what the semantic rung gives wherever both find the same entry. They differ when banks differ: after uneven
@@ -43,8 +46,13 @@ class Paper:
                 state = self._library.read(near.key, layer, with_kv, is_single=True)
                 if state is not None:
                     return Reuse(
-                        *(row.number, layer, self.name, state.hidden, state.kv, near.key, near.similarity),
-                        skips_below=False,
-                        stores_above=True,  # as the paper does, whoever's state the rest is computed on
+                        row.number,
+                        layer,
+                        self.name,
+                        state.hidden,
+                        state.kv,
+                        near.key,
+                        near.similarity,
+                        stores_above=True,
                     )
         return None

@@ -127,7 +127,7 @@ def _learn(output: Any) -> Callable[[Tensor, Any, Mapping[str, Any]], Any] | Non
 
 def _skips(reuse: Reuse | None, number: int) -> bool:
     """Whether a decision makes its row skip this layer."""
-    return reuse is not None and (reuse.layer == number or (reuse.layer > number and reuse.skips_below))
+    return reuse is not None and reuse.layer >= number
 
 
 def _new_cache() -> Any:
