@@ -1,7 +1,9 @@
 """Fingerprints that need a layer to have run: prefix attention, and the states that enter each layer."""
 
 import copy
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -183,6 +185,28 @@ def test_the_hook_leaves_nothing_behind_and_copies_do_without_it() -> None:
     assert cache.stats().n_requests == 1
     cache.unwrap()
     assert dict(attention._forward_hooks) == before
+
+
+def test_threads_see_their_own_attention() -> None:
+    """One hook serves all threads: what one of them captures must not become another's fingerprint."""
+    cache = bert(tau=0.99999, exact=False, fingerprint="attention", index="flat")
+    requests = [tokens(1, 6, seed=seed) for seed in range(8)]
+    keys = []
+    for ids in requests:
+        cache(input_ids=ids)
+        keys.append(cache.last[0].key)
+    barrier = threading.Barrier(len(requests))
+
+    def work(number: int) -> list[str | None]:
+        barrier.wait()
+        sources = []
+        for _ in range(10):
+            cache(input_ids=requests[number])
+            sources.append(cache.last[0].source)
+        return sources
+
+    with ThreadPoolExecutor(len(requests)) as pool:
+        assert list(pool.map(work, range(8))) == [[key] * 10 for key in keys]
 
 
 # -- the states that enter each layer ----------------------------------------------------------------------------------
