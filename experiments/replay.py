@@ -24,7 +24,7 @@ from experiments.models import MINILM, Inputs
 from experiments.progress import tracked
 from experiments.workload import Answer, Workload
 from llmcache.adapters import locate, special_ids
-from llmcache.fingerprint import FINGERPRINTS, Fingerprint
+from llmcache.fingerprint import FINGERPRINTS, Fingerprint, ShingleMinHash, View
 
 Floats = NDArray[np.float32]
 MOST_KEPT = 65_536  # bytes; larger outputs are computed again when they are needed
@@ -37,10 +37,11 @@ class Units:
 
     Attributes:
         request: Number of the request each belongs to, ascending, (M,).
-        vectors: float32 (M, F), L2 norm 1; a zero vector takes no part.
+        vectors: float32 (M, F); a zero vector takes no part.
         keys: Equal for units that are the same; None where nothing is served for being the same.
         lengths: A unit serves only others of its length (M,); None where any length fits.
         n_fit: Requests at the beginning that a fingerprint had to see before anything was searched.
+        compare: `(vectors (B, F), vector (F,)) -> similarity (B,)`.
     """
 
     request: NDArray[np.int64]
@@ -48,6 +49,7 @@ class Units:
     keys: Sequence[bytes] | None = None
     lengths: NDArray[np.int64] | None = None
     n_fit: int = 0
+    compare: Callable[[Floats, Floats], Floats] = np.matmul
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,7 @@ class Recording:
             keys=[tokens.tobytes() for tokens in self._tokens],
             lengths=None if fits_any_length else np.array([len(tokens) for tokens in self._tokens]),
             n_fit=n_fit,
+            compare=share_equal if isinstance(fingerprint, ShingleMinHash) else np.matmul,
         )
 
     def documents(self) -> Units:
@@ -127,8 +130,8 @@ class Recording:
                 ids = request.inputs["input_ids"].flatten(end_dim=-2)
                 mask = request.inputs.get("attention_mask", torch.ones_like(ids)).reshape(ids.shape)
                 content = ~torch.isin(ids, specials) & mask.bool()
-                hidden = first_hidden(self.workload, self.trunk, request.inputs)
-                found.append(fingerprint.features(hidden, content).numpy())
+                hidden, attention = first_states(self.workload, self.trunk, request.inputs, fingerprint.reads_attention)
+                found.append(fingerprint.features(View(hidden, content, ids, attention)).numpy())
         return np.concatenate(found)
 
     def reread(self, units: Units, replay: Replay) -> list[Answer]:
@@ -231,7 +234,7 @@ def _find_near(
     usable = stored[:, :begin]
     if units.lengths is not None:
         usable = usable & (units.lengths[:begin] == units.lengths[i])
-    similarity = np.where(usable, units.vectors[:begin] @ units.vectors[i], -np.inf)
+    similarity = np.where(usable, units.compare(units.vectors[:begin], units.vectors[i]), -np.inf)
     best = similarity.argmax(axis=1)
     found = similarity[np.arange(len(limits)), best]
     nearest[:, i] = np.where(np.isfinite(found), found, np.nan)
@@ -261,22 +264,40 @@ def make_fingerprint(options: Mapping[str, Any] | str) -> Fingerprint:
     return FINGERPRINTS[settings.pop("name")](**settings)
 
 
-def first_hidden(workload: Workload, trunk: Any, inputs: Inputs) -> Any:
-    """Hidden states (rows, T, D) that enter layer 0; nothing above it is computed."""
-    captured: list[Any] = []
+def first_states(workload: Workload, trunk: Any, inputs: Inputs, wants_attention: bool) -> tuple[Any, Any]:
+    """Hidden states (rows, T, D) that enter layer 0, and the output of its self-attention (rows, T, D) if wanted.
 
-    def capture(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        captured.append(args[0] if args else kwargs["hidden_states"])
+    Nothing above is computed.
+    """
+    captured: dict[str, Any] = {}
+
+    def enter(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        captured["hidden"] = args[0] if args else kwargs["hidden_states"]
+        if not wants_attention:
+            raise _Captured
+
+    def leave(attention: Any, args: tuple[Any, ...], output: Any) -> None:
+        captured["attention"] = output[0] if isinstance(output, tuple) else output
         raise _Captured
 
-    handle = trunk.layers[0].register_forward_pre_hook(capture, with_kwargs=True)
+    first = trunk.layers[0]
+    handles = [first.register_forward_pre_hook(enter, with_kwargs=True)]
+    if wants_attention:
+        handles.append(first.get_submodule(trunk.adapter.attention).register_forward_hook(leave))
     try:
         workload.module(**inputs)
     except _Captured:
         pass
     finally:
-        handle.remove()
-    return captured[0]
+        for handle in handles:
+            handle.remove()
+    return captured["hidden"], captured.get("attention")
+
+
+def share_equal(signatures: Floats, signature: Floats) -> Floats:
+    """Share of places at which signatures (B, F) equal one (F,): the Jaccard similarity that MinHash estimates."""
+    shares: Floats = (signatures == signature).mean(axis=1, dtype=np.float32)
+    return shares
 
 
 class _Captured(Exception):

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         UnsupportedModelError,
         WrapError,
     )
+    from llmcache.outcome import Outcome
     from llmcache.stats import Stats
 
 __version__ = "0.1.0"
@@ -35,6 +36,7 @@ _HOME = {
     "ConfigError": "errors",
     "LLMCache": "cache",
     "LLMCacheError": "errors",
+    "Outcome": "outcome",
     "Stats": "stats",
     "StoreError": "errors",
     "UnsafeReuseError": "errors",
@@ -50,6 +52,7 @@ __all__ = [
     "ConfigError",
     "LLMCache",
     "LLMCacheError",
+    "Outcome",
     "Stats",
     "StoreError",
     "UnsafeReuseError",

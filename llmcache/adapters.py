@@ -69,6 +69,8 @@ class Adapter:
             request only with the same padding) or about what comes after the last layer.
         skipped: `(hidden (B, T, D), layer, arguments) -> output` of a layer that is not run, packed as the layer would.
             None: unknown, so layers are skipped only once one was seen to return nothing but hidden states.
+        attention: Dotted path from a layer to its self-attention, whose output is a tensor (B, T, D) or a tuple that
+            begins with it; None: unknown, and no fingerprint may read it.
     """
 
     family: str
@@ -79,6 +81,7 @@ class Adapter:
     special_ids: tuple[int, ...] = ()
     is_guess: bool = False
     skipped: Callable[[Tensor, Any, Mapping[str, Any]], Any] | None = _tensor
+    attention: str | None = None
 
 
 _BERT_SPECIALS = (100, 101, 102, 103)  # [UNK] [CLS] [SEP] [MASK] of every published BERT vocabulary
@@ -86,19 +89,40 @@ _BERT_SPECIALS = (100, 101, 102, 103)  # [UNK] [CLS] [SEP] [MASK] of every publi
 ADAPTERS: dict[str, Adapter] = {
     adapter.family: adapter
     for adapter in (
-        Adapter("bert", ("BertModel",), "encoder.layer", special_ids=_BERT_SPECIALS),
-        Adapter("roberta", ("RobertaModel", "XLMRobertaModel", "CamembertModel"), "encoder.layer"),
-        Adapter("distilbert", ("DistilBertModel",), "transformer.layer", special_ids=_BERT_SPECIALS),
-        Adapter("electra", ("ElectraModel",), "encoder.layer", special_ids=_BERT_SPECIALS),
-        Adapter("gpt2", ("GPT2Model",), "h", norm="ln_f", is_causal=True),
-        Adapter("mpnet", ("MPNetModel",), "encoder.layer", skipped=None),
-        Adapter("deberta", ("DebertaModel", "DebertaV2Model"), "encoder.layer", skipped=None),
-        Adapter("modernbert", ("ModernBertModel",), "layers", norm="final_norm", skipped=None),
+        Adapter("bert", ("BertModel",), "encoder.layer", attention="attention.self", special_ids=_BERT_SPECIALS),
         Adapter(
-            "llama", ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model"), "layers", norm="norm", is_causal=True
+            "roberta",
+            ("RobertaModel", "XLMRobertaModel", "CamembertModel"),
+            "encoder.layer",
+            attention="attention.self",
         ),
-        Adapter("t5", ("T5Stack",), "block", norm="final_layer_norm", skipped=_t5_block),
-        Adapter("bart", ("BartEncoder",), "layers"),
+        Adapter(
+            "distilbert", ("DistilBertModel",), "transformer.layer", attention="attention", special_ids=_BERT_SPECIALS
+        ),
+        Adapter("electra", ("ElectraModel",), "encoder.layer", attention="attention.self", special_ids=_BERT_SPECIALS),
+        Adapter("gpt2", ("GPT2Model",), "h", norm="ln_f", attention="attn", is_causal=True),
+        Adapter("mpnet", ("MPNetModel",), "encoder.layer", attention="attention.attn", skipped=None),
+        Adapter(
+            "deberta", ("DebertaModel", "DebertaV2Model"), "encoder.layer", attention="attention.self", skipped=None
+        ),
+        Adapter("modernbert", ("ModernBertModel",), "layers", norm="final_norm", attention="attn", skipped=None),
+        Adapter(
+            "llama",
+            ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model"),
+            "layers",
+            norm="norm",
+            attention="self_attn",
+            is_causal=True,
+        ),
+        Adapter(
+            "t5",
+            ("T5Stack",),
+            "block",
+            norm="final_layer_norm",
+            attention="layer.0.SelfAttention",
+            skipped=_t5_block,
+        ),
+        Adapter("bart", ("BartEncoder",), "layers", attention="self_attn"),
     )
 }
 
@@ -185,6 +209,23 @@ def _dissect(module: nn.Module, adapter: Adapter) -> Trunk:
         raise UnsupportedModelError(f"{type(module).__name__}: {adapter.layers} holds no layers, nothing to reuse")
     norm = _follow(module, adapter.norm) if adapter.norm else None
     return Trunk(module, tuple(layers), norm, adapter)
+
+
+def first_attention(trunk: Trunk) -> nn.Module:
+    """The self-attention of the first layer.
+
+    Raises:
+        ConfigError: The adapter does not say where it is, or wrongly.
+    """
+    path, trunk_name = trunk.adapter.attention, type(trunk.module).__name__
+    fix = f"register an adapter that says where: Adapter({trunk.adapter.family!r}, ..., attention='attention.self')"
+    if path is None:
+        raise ConfigError(f"{trunk_name}: where its layers keep their self-attention is not known; {fix}")
+    try:
+        attention: nn.Module = _follow(trunk.layers[0], path)
+    except AttributeError as error:
+        raise ConfigError(f"{trunk_name}: its layers have no self-attention at {path!r} ({error}); {fix}") from error
+    return attention
 
 
 def _follow(module: Any, path: str) -> Any:

@@ -16,6 +16,9 @@ from llmcache.errors import ConfigError
 
 GIB = 1024**3
 
+# Fingerprints whose vectors are compared in a way of their own, by one index that serves nothing else.
+_OWN_INDEX = {"simhash": "binary", "minhash": "lsh"}
+
 
 class Component(BaseModel):
     """One exchangeable part, by registry name and options."""
@@ -54,16 +57,21 @@ class CacheConfig(BaseModel):
     Attributes:
         mode: `semantic` searches once a call and reuses the deepest stored layer; `paper` is the paper's Algorithm 1,
             a search per layer, kept as the reference.
-        tau: Least cosine similarity (-1 to 1, `>=`) at which another request's state is reused: one number, or one a
-            layer. None turns approximate reuse off.
+        tau: Least similarity (`>=`) at which another request's state is reused: one number, or one a layer. A cosine,
+            -1 to 1; for `minhash` a Jaccard similarity, over 0, at most 1, and much lower. None turns approximate
+            reuse off.
         exact: Serve requests whose tokens, types and positions were seen before, from their own states. None: yes, but
             not in `paper` mode, whose entries may rest on other requests' states.
         payload: What an entry keeps of a layer's output. `auto` follows the model's head.
         layers: Layers whose output is stored: `last`, `all`, or layer numbers (negative ones count from the end).
             `auto` is `all` in `paper` mode, else `last`.
-        fingerprint: Vector that similarity is measured on: `mean`, `simhash` or `pca`.
+        fingerprint: Vector that similarity is measured on: `mean`, `simhash`, `pca`, `attention` (layer 0 has to run
+            first) or `minhash` (token shingles).
+        fingerprint_per_layer: Search each layer's bank with the fingerprint of the states that enter this layer, not
+            with that of the embedding output. In `paper` mode, with `mean` or `simhash`.
         index: `flat` (exact), `refined` (bits first, then exact), `hnsw` (a graph, for more than some 100,000 entries),
-            `binary` (for `simhash`), or `auto`: `binary` for `simhash`, else `refined`.
+            `binary` (for `simhash` alone), `lsh` (for `minhash` alone; its threshold is the least tau, if none is
+            given), or `auto`: the fingerprint's own, else `refined`.
         policy: Who leaves a full bank: `lru`, `lfu`, `fifo` or `ttl`.
         compression: Codec of stored states: `none`, `fp16` or `int8`.
         max_entries: Most entries a bank, or None.
@@ -82,6 +90,7 @@ class CacheConfig(BaseModel):
     payload: Literal["auto", "sequence", "cls", "last", "mean"] = "auto"
     layers: Literal["auto", "last", "all"] | list[int] = "auto"
     fingerprint: Component = Component(name="mean")
+    fingerprint_per_layer: bool = False
     index: Component = Component(name="auto")
     policy: Component = Component(name="lru")
     compression: Component = Component(name="none")
@@ -97,11 +106,10 @@ class CacheConfig(BaseModel):
 
     @field_validator("tau")
     @classmethod
-    def _tau_is_a_cosine(cls, value: float | dict[int, float] | None) -> float | dict[int, float] | None:
+    def _tau_is_a_similarity(cls, value: float | dict[int, float] | None) -> float | dict[int, float] | None:
         if value == {}:
             raise ValueError("no layer is named: leave tau out, or give a number")
-        taus = value.values() if isinstance(value, dict) else [] if value is None else [value]
-        for tau in taus:
+        for tau in _values(value):
             if not -1.0 <= tau <= 1.0:  # also refuses NaN
                 raise ValueError("tau is a cosine similarity: give a number from -1 to 1")
         return value
@@ -112,8 +120,21 @@ class CacheConfig(BaseModel):
             raise ValueError("mode 'paper' needs tau, for instance tau=0.85")
         if self.mode == "paper" and self.exact:
             raise ValueError("mode 'paper' has no exact rung: leave 'exact' out")
-        if (self.fingerprint.name == "simhash") != (self.index.name == "binary") and self.index.name != "auto":
-            raise ValueError("fingerprint 'simhash' and index 'binary' go together: set both, or index 'auto'")
+        if self.fingerprint_per_layer and self.mode != "paper":
+            raise ValueError(
+                f"fingerprint_per_layer=True with mode {self.mode!r}, which searches once a call, before layer 0: set "
+                "mode='paper', or leave it out"
+            )
+        for fingerprint, index in _OWN_INDEX.items():
+            if (self.fingerprint.name == fingerprint) != (self.index_component.name == index):
+                raise ValueError(
+                    f"fingerprint {fingerprint!r} and index {index!r} go together: set both, or index 'auto' "
+                    f"(got {self.fingerprint.name!r} and {self.index.name!r})"
+                )
+        if self.fingerprint.name == "minhash" and min(_values(self.tau), default=1.0) <= 0:
+            raise ValueError(
+                f"tau={self.tau} with fingerprint 'minhash' is a Jaccard similarity: give a number over 0, at most 1"
+            )
         return self
 
     @property
@@ -123,10 +144,11 @@ class CacheConfig(BaseModel):
 
     @property
     def index_component(self) -> Component:
-        """The index to build, with `auto` resolved."""
-        if self.index.name != "auto":
-            return self.index
-        return Component(name="binary" if self.fingerprint.name == "simhash" else "refined", **self.index.options)
+        """The index to build, with `auto` resolved; `lsh` is told the least tau that it must serve."""
+        auto = _OWN_INDEX.get(self.fingerprint.name, "refined")
+        name = auto if self.index.name == "auto" else self.index.name
+        served = {"threshold": min(_values(self.tau))} if name == "lsh" and self.tau is not None else {}
+        return Component(name=name, **{**served, **self.index.options})
 
     @classmethod
     def make(cls, source: "CacheConfig | Mapping[str, Any] | str | Path | None", **overrides: Any) -> Self:
@@ -146,6 +168,13 @@ class CacheConfig(BaseModel):
     def from_yaml(cls, path: str | Path) -> Self:
         """Read settings from a YAML file holding one mapping."""
         return cls.make(path)
+
+
+def _values(tau: float | Mapping[int, float] | None) -> list[float]:
+    """All thresholds that a `tau` setting names."""
+    if tau is None:
+        return []
+    return list(tau.values()) if isinstance(tau, Mapping) else [tau]
 
 
 def _as_mapping(source: CacheConfig | Mapping[str, Any] | str | Path | None) -> dict[str, Any]:

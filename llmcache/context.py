@@ -15,6 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from llmcache.arrays import Floats
+
 KEY_LENGTH = 43  # characters of a SHA-256 in base64
 Positions = slice | NDArray[np.int64]
 
@@ -68,12 +70,13 @@ class Reuse:
 
     Attributes:
         row: Row number.
-        layer: The layer whose output is taken; it and those below are skipped.
+        layer: The layer whose output is taken; it and those below that have not run yet are skipped.
         rung: Which rung decided.
         entry: The stored state at that layer, decoded.
         kv: K and V (H, n, D_h) of skipped layers, by layer; empty when the caller keeps no K/V.
         key: Key of the stored request.
-        similarity: Cosine to it; 1.0 for exact reuse.
+        similarity: How like the fingerprints are; 1.0 for exact reuse.
+        stores_above: What the layers above compute on top of it is stored as the row's own.
     """
 
     row: int
@@ -83,6 +86,7 @@ class Reuse:
     kv: Mapping[int, tuple[Tensor, Tensor]]
     key: str
     similarity: float = 1.0
+    stores_above: bool = False
 
 
 @dataclass(slots=True)
@@ -94,8 +98,12 @@ class Call:
         namespace: Namespace in force when the call began.
         rows: Filled when layer 0 is reached.
         scope: Likewise.
-        features: What the fingerprint reads, float32 (B, F0) on the host, or None when nothing is searched.
-        fingerprints: float32 (B, F), or None.
+        content: Which tokens carry content, bool (B, T) on the model's device.
+        first_output: What layer 0 returned, where it was run for all rows before anything was looked up, else None.
+        attention: Output of layer 0's self-attention (B, T, D), where it was asked for.
+        features: What the fingerprint is projected from, float32 (B, F0) on the host, or None when nothing is searched.
+        fingerprints: What each layer's bank is searched with, float32 (B, F), by layer; empty when nothing is searched.
+        nearest: Similarity of the nearest stored request that a search found, by row number.
         reused: Latest decision by row number.
         is_served: Every row takes its state at the last layer, so that all layers below are skipped.
         kv_cache: The caller's K/V cache object, or None.
@@ -110,8 +118,12 @@ class Call:
     namespace: str
     rows: list[Row] = field(default_factory=list)
     scope: Scope | None = None
-    features: NDArray[np.float32] | None = None
-    fingerprints: NDArray[np.float32] | None = None
+    content: Tensor | None = None
+    first_output: Any = None
+    attention: Tensor | None = None
+    features: Floats | None = None
+    fingerprints: dict[int, Floats] = field(default_factory=dict)
+    nearest: dict[int, float] = field(default_factory=dict)
     reused: dict[int, Reuse] = field(default_factory=dict)
     is_served: bool = False
     kv_cache: Any = None
@@ -131,6 +143,10 @@ class Call:
         """Rows that take part in caching."""
         return [row for row in self.rows if not row.refused]
 
+    def saw(self, row: Row, similarity: float) -> None:
+        """Take note of how like a stored request is to a row; the most alike counts."""
+        self.nearest[row.number] = max(similarity, self.nearest.get(row.number, similarity))
+
 
 @dataclass(slots=True)
 class Inputs:
@@ -142,7 +158,7 @@ class Inputs:
         types: Token type ids (B, T) or (1, T), or None.
         positions: Position ids (B, T) or (1, T), or None.
         has_content: Whether a row holds more than special tokens, bool (B,).
-        features: What the fingerprint reads, float32 (B, F0), or None.
+        features: What the fingerprint is projected from, float32 (B, F0), or None.
     """
 
     ids: Any

@@ -9,7 +9,7 @@ def deepest_layer(similarity: float, tau: Mapping[int, float], held: Collection[
     The paper writes both `>` and `>=` for tau; this is `>=`.
 
     Args:
-        similarity: Cosine of the nearest neighbour, -1 to 1.
+        similarity: To the nearest neighbour.
         tau: Threshold by layer; a layer without one never reuses.
         held: Layers whose bank still holds the neighbour.
 

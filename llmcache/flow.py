@@ -9,44 +9,25 @@ Trouble here costs speed, never correctness: a failing lookup or store is counte
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from llmcache.adapters import CACHE, Arguments, Trunk, can_select_rows, special_ids, unpack, vocabulary_size
+from llmcache.adapters import CACHE, Arguments, can_select_rows, unpack
 from llmcache.bypass import find_reason, is_plain_cache
-from llmcache.context import Call, Inputs, Reuse, Row, Scope, read_rows, to_host
-from llmcache.fingerprint import Fingerprint
-from llmcache.heads import Head
+from llmcache.context import Call, Reuse, Row
 from llmcache.hooks import LayerSwap
-from llmcache.library import Library
-from llmcache.payloads import Payload, head_reads_padding
-from llmcache.reuse import Rung
+from llmcache.outcome import Outcome, outcomes
+from llmcache.parts import Parts
+from llmcache.reading import Reader
 from llmcache.reuse.runner import Runner
-from llmcache.stats import Counters
-from llmcache.weights import Weights
 
 DEFAULT_NAMESPACE = "default"
-
-
-@dataclass(slots=True)
-class Parts:
-    """What a call is served with."""
-
-    trunk: Trunk
-    head: Head
-    payload: Payload
-    library: Library
-    rungs: Sequence[Rung]
-    fingerprint: Fingerprint | None
-    weights: Weights
-    counters: Counters = field(default_factory=Counters)
 
 
 class Flow:
@@ -62,14 +43,18 @@ class Flow:
         self._parts = parts
         self._arguments = Arguments(parts.trunk.module.forward)
         self._runner = Runner(parts.payload, parts.trunk.adapter)
-        self._tokenizer = tokenizer
+        self._reader = Reader(parts, tokenizer)
         self._last = parts.trunk.depth - 1
-        self._table: tuple[object, Tensor] | None = None
-        self._head_reads = _reads(parts)
         self._thread = threading.local()
         # Context variables follow async tasks too: a tenant's namespace must not leak into another's request.
         self.namespace: ContextVar[str] = ContextVar("llmcache_namespace", default=DEFAULT_NAMESPACE)
         self.is_disabled: ContextVar[bool] = ContextVar("llmcache_disabled", default=False)
+
+    @property
+    def last(self) -> tuple[Outcome, ...]:
+        """Outcome of each row of this thread's last call; see `LLMCache.last`."""
+        last: tuple[Outcome, ...] = getattr(self._thread, "last", ())
+        return last
 
     # -- called by the hooks -------------------------------------------------------------------------------------------
 
@@ -84,16 +69,18 @@ class Flow:
             self._parts.weights.suspect()
         reason = "disabled" if self.is_disabled.get() else self._find_reason(arguments)
         if reason is not None:
-            self._parts.counters.bypass(reason, _count_rows(arguments))
+            self._bypass(reason, _count_rows(arguments))
             return args, kwargs
+        self._thread.last = ()  # until the call has succeeded
         self._thread.call = Call(arguments, self.namespace.get())
         return self._arguments.replace(args, kwargs, "use_cache", False) if self._keeps_no_kv else (args, kwargs)
 
     def layer(self, swap: LayerSwap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one layer for the rows that need it."""
         call: Call | None = None if torch.compiler.is_compiling() else getattr(self._thread, "call", None)
-        if call is not None and swap.number == 0:
-            call = self._thread.call = self._begin(call, swap, args, kwargs)
+        if call is not None and swap.number == 0 and not self._begin(call, swap, args, kwargs):
+            self._thread.call = None
+            return swap.original(*args, **kwargs) if call.first_output is None else call.first_output
         if call is None or call.scope is None:  # bypassed, or layer 0 was not run through its swap
             return swap.original(*args, **kwargs)
         is_last = swap.number == self._last
@@ -116,6 +103,12 @@ class Flow:
         self._try_to_capture(call, self._last, output)
         return output
 
+    def attended(self, output: Any) -> None:
+        """After layer 0's self-attention, where the fingerprint reads it."""
+        call: Call | None = None if torch.compiler.is_compiling() else getattr(self._thread, "call", None)
+        if call is not None:
+            call.attention = unpack(output)
+
     def closed(self) -> None:
         """End a forward: store what was computed, count what was done. A call that failed half-way leaves nothing."""
         if torch.compiler.is_compiling():
@@ -125,38 +118,44 @@ class Flow:
         if call is None or call.scope is None or not call.is_complete:
             return
         started = perf_counter()
+        self._thread.last = outcomes(call)
         self._store(call)
         self._count(call, perf_counter() - started)
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def _find_reason(self, arguments: dict[str, Any]) -> str | None:
-        try:
-            reason = find_reason(arguments, self._parts.trunk.module)
-        except Exception as error:
-            self._parts.counters.error("look at the arguments", error)
-            return "error"
+        reason = self._guard("look at the arguments", partial(find_reason, arguments, self._parts.trunk.module))
         if reason is None and self._keeps_no_kv and (arguments.get("use_cache") or arguments.get(CACHE) is not None):
             return "kv_cache_with_pooled_payload"
         return reason
 
-    def _begin(self, call: Call, swap: LayerSwap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
-        """Read the call's rows and fingerprints, or give the call up."""
+    def _guard(self, what: str, step: Callable[[], str | None]) -> str | None:
+        """Why the cache cannot be used, as a step found; that the step failed is a reason, too."""
+        try:
+            return step()
+        except Exception as error:
+            self._parts.counters.error(what, error)
+            return "error"
+
+    def _begin(self, call: Call, swap: LayerSwap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Read the call's rows and fingerprints; False when the call must go by the cache after all."""
         started = perf_counter()
         call.kv_cache = swap.arguments.get(args, kwargs, CACHE)
         hidden = swap.arguments.get(args, kwargs, swap.arguments.names[0])
-        try:
-            reason = self._find_late_reason(call, hidden)
-            if reason is None:
-                self._read(call, hidden)
-        except Exception as error:
-            self._parts.counters.error("read the request", error)
-            reason = "error"
+        reason = self._guard("read the request", partial(self._find_late_reason, call, hidden))
+        if reason is None and self._parts.attention is not None:
+            # Not guarded: what fails here is the model itself. Its time is not the lookup's.
+            ran_from = perf_counter()
+            call.first_output = swap.original(*args, **kwargs)
+            started += perf_counter() - ran_from
+        if reason is None:
+            reason = self._guard("read the request", partial(self._reader.read, call, hidden))
         if reason is not None:
-            self._parts.counters.bypass(reason, _count_rows(call.arguments))
-            return None
+            self._bypass(reason, _count_rows(call.arguments))
+            return False
         call.lookup_s += perf_counter() - started
-        return call
+        return True
 
     def _find_late_reason(self, call: Call, hidden: Tensor) -> str | None:
         """Why a call cannot use the cache, as far as it shows only when the first layer is reached."""
@@ -166,45 +165,18 @@ class Flow:
             return "unknown_output"
         if hidden.ndim != 3 or hidden.shape[:2] != call.arguments["input_ids"].shape:
             return "unknown_layout"
-        call.scope = self._scope(call, hidden)
+        call.scope = self._reader.scope(call, hidden)
         if self._parts.weights.samples:
             return "training"
         if not self._parts.weights.can_be_watched:
             return "inference_weights"
         return "adapter_names" if self._parts.weights.differ_by_row else None
 
-    def _read(self, call: Call, hidden: Tensor) -> None:
-        """Everything that needs the host, in one transfer."""
-        ids, mask = call.arguments["input_ids"], call.arguments.get("attention_mask")
-        valid = None if mask is None else mask != 0
-        assert call.scope is not None
-        table = self._content_table(ids.device, call.scope.weights)
-        content = table[ids]
-        content = content if valid is None else content & valid
-        fingerprint = self._parts.fingerprint
-        features = None if fingerprint is None else fingerprint.features(hidden, content)
-        types, positions = call.arguments.get("token_type_ids"), call.arguments.get("position_ids")
-        inputs = Inputs(*to_host(ids, valid, types, positions, content.any(dim=1), features))
-        id_dtype = np.dtype(np.uint16 if len(table) <= 2**16 else np.int32)
-        call.rows = read_rows(call.scope, inputs, id_dtype, self._parts.trunk.adapter.is_guess)
-        call.features = inputs.features
-        for row in call.rows:
-            row.refused = self._refusal(row, inputs)
-            if row.refused:
-                self._parts.counters.bypass(row.refused, 1)
-        if fingerprint is not None and fingerprint.n_fit == 0:
-            call.fingerprints = fingerprint.project(inputs.features)
-
-    def _refusal(self, row: Row, inputs: Inputs) -> str:
-        if not inputs.has_content[row.number]:
-            return "no_content"
-        pad_id = getattr(self._parts.trunk.config, "pad_token_id", None)
-        ids = inputs.ids[row.number]
-        return "head_reads_padding" if head_reads_padding(self._head_reads, row.valid, ids, pad_id) else ""
-
     def _decide(self, call: Call, swap: LayerSwap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Ask each rung in turn for the rows that none has served at this depth."""
         number = swap.number
+        if self._parts.is_per_layer and number > 0 and number in self._parts.library.banks:
+            self._read_layer(call, swap, args, kwargs)
         for rung in self._parts.rungs:
             if not rung.asks_at(number):
                 continue
@@ -219,9 +191,19 @@ class Flow:
                 decided = []  # rows could not be taken out of the batch safely
             call.reused |= {reuse.row: reuse for reuse in decided}
             call.is_served = len(call.reused) == call.n_rows and all(
-                reuse.layer == self._last and reuse.rung != "paper" for reuse in call.reused.values()
+                reuse.layer == self._last for reuse in call.reused.values()
             )
             call.lookup_s += perf_counter() - started
+
+    def _read_layer(self, call: Call, swap: LayerSwap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Take the fingerprint that this layer's bank is searched with; without one the layer is computed."""
+        started = perf_counter()
+        hidden = swap.arguments.get(args, kwargs, swap.arguments.names[0])
+        try:
+            self._reader.read_layer(call, swap.number, hidden)
+        except Exception as error:
+            self._parts.counters.error("take a layer's fingerprint", error)
+        call.lookup_s += perf_counter() - started
 
     def _try_to_capture(self, call: Call, number: int, hidden: Tensor) -> None:
         try:
@@ -236,8 +218,7 @@ class Flow:
             return
         for row in call.active_rows:
             reuse = call.reused.get(row.number)
-            # What was computed on top of another request's state is not this request's, except to the paper.
-            if reuse is not None and (reuse.layer >= number or reuse.rung == "semantic"):
+            if reuse is not None and (reuse.layer >= number or not reuse.stores_above):
                 continue
             tensors = {"hidden": self._parts.payload.take(hidden[row.number], row.valid)}
             if call.kv_cache is not None:
@@ -257,9 +238,9 @@ class Flow:
         assert call.scope is not None
         for number, states in call.captured.items():
             features = None if call.features is None else call.features[number]
-            vector = None if call.fingerprints is None else call.fingerprints[number]
+            vectors = {layer: rows[number] for layer, rows in call.fingerprints.items() if layer in states}
             try:
-                if not self._parts.library.put(call.scope, call.rows[number], states, features, vector):
+                if not self._parts.library.put(call.scope, call.rows[number], states, features, vectors):
                     self._parts.counters.too_large()
             except Exception as error:
                 self._parts.counters.error("store a request", error)
@@ -268,6 +249,12 @@ class Flow:
         hits = [(reuse.rung, reuse.layer) for reuse in call.reused.values()]
         n_misses = sum(row.number not in call.reused for row in call.active_rows)
         self._parts.counters.call(hits, n_misses, call.n_skipped, call.lookup_s, storing_s)
+
+    def _bypass(self, reason: str, n_rows: int) -> None:
+        """Count and note rows of a call that goes by the cache as a whole."""
+        self._parts.counters.bypass(reason, n_rows)
+        if reason != "decode":  # a step of a generation belongs to the request that its prefill was
+            self._thread.last = (Outcome(bypassed=reason),) * n_rows
 
     # -- small facts ---------------------------------------------------------------------------------------------------
 
@@ -280,39 +267,11 @@ class Flow:
     def _ends_after_norm(self) -> bool:
         return self._parts.payload.after_norm and self._parts.trunk.norm is not None
 
-    def _scope(self, call: Call, hidden: Tensor) -> Scope:
-        dtype = str(hidden.dtype)
-        if torch.is_autocast_enabled(hidden.device.type):
-            dtype += f" autocast {torch.get_autocast_dtype(hidden.device.type)}"
-        attention = str(getattr(self._parts.trunk.config, "_attn_implementation", ""))
-        return Scope(call.namespace, self._parts.weights.digest(), dtype, attention)
-
-    def _content_table(self, device: torch.device, weights: str) -> Tensor:
-        """Bool (vocabulary,): whether a token carries content. Made anew when the weights, and so maybe it, changed."""
-        if self._table is None or self._table[0] != (device, weights):
-            with torch.inference_mode(False):
-                table = torch.ones(vocabulary_size(self._parts.trunk), dtype=torch.bool, device=device)
-                table[list(special_ids(self._parts.trunk, self._tokenizer))] = False
-            self._table = ((device, weights), table)
-            return table
-        return self._table[1]
-
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _count_compiled(self, n_rows: int) -> None:
         """Leave the compiled graph for a moment: counters cannot be part of it."""
         self._thread.call = None
-        self._parts.counters.bypass("compiled", n_rows)
-
-
-def _reads(parts: Parts) -> str:
-    """Which row a head reads by its place, whatever the mask says: `first`, `last`, or none of these."""
-    if (
-        parts.head.payload == "cls"
-        or parts.payload.name == "cls"
-        or getattr(parts.trunk.module, "pooler", None) is not None
-    ):
-        return "first"
-    return "last" if parts.head.name == "classifier" and parts.head.payload == "last" else ""
+        self._bypass("compiled", n_rows)
 
 
 def _is_open(reuse: Reuse | None, number: int) -> bool:

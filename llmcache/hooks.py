@@ -26,6 +26,8 @@ class Listener(Protocol):
 
     def normed(self, output: Any) -> Any: ...
 
+    def attended(self, output: Any) -> None: ...
+
     def closed(self) -> None: ...
 
 
@@ -104,20 +106,20 @@ class TrunkSwap(Swap):
             self._listener.closed()
 
 
-class _NormHook:
-    """Hands the final norm's output to the listener; in a copy of the model it does nothing."""
+class _OutputHook:
+    """Hands a module's output to the listener; in a copy of the model it does nothing."""
 
-    def __init__(self, listener: Listener | None = None) -> None:
-        self._listener = listener
+    def __init__(self, receive: Callable[[Any], Any] | None = None) -> None:
+        self._receive = receive
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return None if self._listener is None else self._listener.normed(output)
+        return None if self._receive is None else self._receive(output)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_NormHook":
-        return _NormHook()
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_OutputHook":
+        return _OutputHook()
 
-    def __reduce__(self) -> tuple[type["_NormHook"], tuple[()]]:
-        return _NormHook, ()
+    def __reduce__(self) -> tuple[type["_OutputHook"], tuple[()]]:
+        return _OutputHook, ()
 
 
 class Installed:
@@ -155,12 +157,13 @@ def is_wrapped(trunk: Trunk) -> bool:
     return any(isinstance(module.__dict__.get("forward"), Swap) for module in (trunk.module, *trunk.layers))
 
 
-def install(trunk: Trunk, listener: Listener) -> Installed:
+def install(trunk: Trunk, listener: Listener, attention: nn.Module | None = None) -> Installed:
     """Swap the forward of the trunk and of every layer, and hook the final norm.
 
     Args:
         trunk: Where to install.
         listener: Receives the calls.
+        attention: A module of the first layer whose output the listener wants as well, or None.
 
     Returns:
         What `remove()` takes off again. An error half-way takes off what was put on.
@@ -175,7 +178,9 @@ def install(trunk: Trunk, listener: Listener) -> Installed:
         for number, module in enumerate(trunk.layers):
             installed.add(LayerSwap(module, number, listener).remove)
         if trunk.norm is not None:
-            installed.add(trunk.norm.register_forward_hook(_NormHook(listener)).remove)
+            installed.add(trunk.norm.register_forward_hook(_OutputHook(listener.normed)).remove)
+        if attention is not None:
+            installed.add(attention.register_forward_hook(_OutputHook(listener.attended)).remove)
         installed.add(TrunkSwap(trunk.module, listener).remove)
     except BaseException:
         installed.remove()

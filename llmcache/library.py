@@ -5,85 +5,24 @@ Absent or expired is a miss, never an error. One lock guards everything; tensors
 """
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
-from itertools import chain
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from llmcache.arrays import Floats
 from llmcache.bank import Bank
 from llmcache.compression import Codec
 from llmcache.context import Row, Scope
 from llmcache.fingerprint import Fingerprint
 from llmcache.index import Index
-from llmcache.shelf import Neighbour, Place, Shelf
+from llmcache.records import KV, Record, Request, State
+from llmcache.shelf import Neighbour, Place
+from llmcache.shelves import Shelves
 from llmcache.stores import Entry
-
-Floats = NDArray[np.float32]
-KV = dict[int, tuple[Tensor, Tensor]]
-
-
-@dataclass(frozen=True, slots=True)
-class State:
-    """A stored state, decoded: hidden rows (R, D) and the K/V (H, n, D_h) of the layers it stands for."""
-
-    hidden: Tensor
-    kv: KV
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """All that is held of one request, for saving and restoring.
-
-    Attributes:
-        key: Its exact key.
-        scope: Its scope.
-        ids: Its packed token ids.
-        dtype: Dtype of its states as the model made them.
-        entries: Encoded states by layer.
-        places: Where it is found.
-    """
-
-    key: str
-    scope: Scope
-    ids: bytes
-    dtype: torch.dtype
-    entries: dict[int, Entry]
-    places: tuple[Place, ...]
-
-
-class Request:
-    """What is known of one stored request besides its states."""
-
-    __slots__ = ("_places", "dtype", "ids", "scope")
-
-    def __init__(self, scope: Scope, ids: bytes, dtype: torch.dtype) -> None:
-        """A request that no index finds yet.
-
-        Args:
-            scope: Its scope.
-            ids: Its packed token ids.
-            dtype: Dtype of its states as the model made them.
-        """
-        self.scope = scope
-        self.ids = ids
-        self.dtype = dtype
-        self._places: tuple[Any, ...] = ()  # flat: a pair of its own would cost 70 bytes a request
-
-    @property
-    def places(self) -> tuple[tuple[Shelf, int], ...]:
-        """Shelves and slots where it is found."""
-        return tuple(zip(self._places[::2], self._places[1::2], strict=True))
-
-    @places.setter
-    def places(self, pairs: Iterable[tuple[Shelf, int]]) -> None:
-        self._places = tuple(chain.from_iterable(pairs))
 
 
 class Library:
@@ -111,11 +50,10 @@ class Library:
         self.banks = dict(sorted(banks.items()))
         self.codec = codec
         self.fingerprint = fingerprint
-        self._make_index = make_index
         self._by_length = by_length
         self._by_layer = by_layer
         self._requests: dict[str, Request] = {}
-        self._shelves: dict[tuple[Scope, int, int | None], Shelf] = {}
+        self._shelves = Shelves(make_index)
         self._waiting: dict[str, tuple[Row, Floats]] = {}  # until the fingerprint is fitted
         self._lock = threading.RLock()
 
@@ -162,18 +100,9 @@ class Library:
             k: How many neighbours.
             layer: The layer to search, when each is searched by itself.
         """
-        lengths = [self._length(row) for row in rows]
-        found: list[list[Neighbour]] = [[] for _ in rows]
         with self._lock:
             self._expire()
-            for length in set(lengths):  # one search unless lengths are kept apart
-                shelf = self._shelves.get((scope, length, layer))
-                if shelf is None or len(shelf) == 0:
-                    continue
-                members = [i for i, other in enumerate(lengths) if other == length]
-                for i, near in zip(members, shelf.search(vectors[members], k), strict=True):
-                    found[i] = near
-        return found
+            return self._shelves.search(scope, [self._length(row) for row in rows], vectors, k, layer)
 
     def read(self, key: str, layer: int, with_kv: bool, is_single: bool = False) -> State | None:
         """A stored state, or None when some of what is needed is not held.
@@ -202,7 +131,7 @@ class Library:
         row: Row,
         states: Mapping[int, Mapping[str, Tensor]],
         features: Floats | None = None,
-        vector: Floats | None = None,
+        vectors: Mapping[int, Floats] | None = None,
     ) -> bool:
         """Store a request's states and let it be found.
 
@@ -210,8 +139,9 @@ class Library:
             scope: Its scope.
             row: The request.
             states: Named tensors by layer; layers without a bank are not allowed.
-            features: What the fingerprint reads (F0,), or None when it is not to be searched.
-            vector: Its projection (F,), where that is known already.
+            features: What its fingerprint is projected from (F0,), where it must wait for the fingerprint to be fitted.
+            vectors: Its fingerprint (F,) by layer of `states`, where known already. With neither it is not found by
+                others.
 
         Returns:
             False when a state is larger than its bank and was left out.
@@ -229,8 +159,8 @@ class Library:
             try:
                 for layer in stored:
                     self.banks[layer].put(row.key, encoded[layer], partial(self._let_go, layer=layer))
-                if features is not None:
-                    self._shelve(request, row, features, vector, stored)
+                if vectors or features is not None:
+                    self._shelve(request, row, features, vectors, stored)
             except Exception:
                 self._forget(row.key)  # half a request must not be found
                 raise
@@ -242,7 +172,7 @@ class Library:
             keys = [key for key, request in self._requests.items() if request.scope.namespace == namespace]
             for key in keys:
                 self._forget(key)
-            self._shelves = {key: shelf for key, shelf in self._shelves.items() if key[0].namespace != namespace}
+            self._shelves.purge(namespace)
             return len(keys)
 
     def clear(self) -> None:
@@ -275,7 +205,7 @@ class Library:
             for layer, entry in record.entries.items():
                 self.banks[layer].put(record.key, entry, partial(self._let_go, layer=layer))
             for place in record.places:
-                self._place(record.key, request, place)
+                self._shelves.place(record.key, request, place)
 
     def _encode(self, tensors: Mapping[str, Tensor]) -> Entry:
         with torch.inference_mode(False), torch.no_grad():
@@ -301,33 +231,29 @@ class Library:
         return kv
 
     def _shelve(
-        self, request: Request, row: Row, features: Floats, vector: Floats | None, layers: Iterable[int]
+        self,
+        request: Request,
+        row: Row,
+        features: Floats | None,
+        vectors: Mapping[int, Floats] | None,
+        layers: Collection[int],
     ) -> None:
-        """Make a request findable, at once or when the fingerprint has seen enough to be fitted."""
-        assert self.fingerprint is not None
-        if needed := self.fingerprint.n_fit:
-            self._waiting[row.key] = (row, features)
-            if len(self._waiting) >= needed:
-                self._fit()
-            return
-        if vector is None:
-            vector = self.fingerprint.project(features[None])[0]
-        for layer in layers if self._by_layer else (None,):
-            self._place(row.key, request, Place(layer, self._length(row), vector))
+        """Make a request findable at some layers, at once or when the fingerprint has seen enough to be fitted."""
+        if not vectors:
+            assert self.fingerprint is not None and features is not None
+            if needed := self.fingerprint.n_fit:
+                self._waiting[row.key] = (row, features)
+                if len(self._waiting) >= needed:
+                    self._fit()
+                return
+            vectors = dict.fromkeys(layers, self.fingerprint.project(features[None])[0])
+        length = self._length(row)
+        places = [Place(layer, length, vectors[layer]) for layer in layers if layer in vectors]
+        for place in places if self._by_layer else [Place(None, length, next(iter(vectors.values())))]:
+            self._shelves.place(row.key, request, place)
 
     def _length(self, row: Row) -> int:
         return row.n_valid if self._by_length else 0
-
-    def _place(self, key: str, request: Request, place: Place) -> None:
-        """Put a request on the shelf it belongs to, unless it stands there already."""
-        if any(shelf.layer == place.layer for shelf, _ in request.places):
-            return
-        assert self._make_index is not None
-        shelf_key = (request.scope, place.length, place.layer)
-        shelf = self._shelves.get(shelf_key)
-        if shelf is None:
-            shelf = self._shelves[shelf_key] = Shelf(*shelf_key, self._make_index(len(place.vector)))
-        request.places = (*request.places, (shelf, shelf.add(key, place.vector)))
 
     def _fit(self) -> None:
         assert self.fingerprint is not None
@@ -353,7 +279,7 @@ class Library:
             gone = [place for place in request.places if place[0].layer == layer]
             request.places = tuple(place for place in request.places if place[0].layer != layer)
             for shelf, slot in gone:
-                self._take_down(shelf, slot)
+                self._shelves.take_down(shelf, slot)
 
     def _forget(self, key: str) -> None:
         """Drop all traces of a request. If a part fails, the others are dropped all the same."""
@@ -363,10 +289,4 @@ class Library:
             for bank in self.banks.values():
                 stack.callback(bank.remove, key)
             for shelf, slot in () if request is None else request.places:
-                stack.callback(self._take_down, shelf, slot)
-
-    def _take_down(self, shelf: Shelf, slot: int) -> None:
-        """Remove a request from its shelf, and an empty shelf with it: scopes come and go with weights and tenants."""
-        shelf.remove(slot)
-        if len(shelf) == 0:
-            self._shelves.pop((shelf.scope, shelf.length, shelf.layer), None)
+                stack.callback(self._shelves.take_down, shelf, slot)

@@ -27,7 +27,8 @@ from torch import Tensor
 from llmcache.config import CacheConfig
 from llmcache.context import KEY_LENGTH, Scope
 from llmcache.errors import BankFileError, StoreError
-from llmcache.library import Library, Record
+from llmcache.library import Library
+from llmcache.records import Record
 from llmcache.shelf import Place
 from llmcache.stores import Entry
 

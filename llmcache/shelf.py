@@ -3,12 +3,10 @@
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from llmcache.arrays import Floats
 from llmcache.context import Scope
 from llmcache.index import Index
-
-Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +59,10 @@ class Shelf:
         self._index.add(np.array([slot]), vector[None])
         self._keys[slot] = key
         return slot
+
+    def replace(self, slot: int, vector: Floats) -> None:
+        """Put another vector (F,) in a slot that is taken."""
+        self._index.add(np.array([slot]), vector[None])
 
     def remove(self, slot: int) -> None:
         """Free a slot."""

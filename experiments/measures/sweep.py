@@ -23,7 +23,6 @@ from experiments.replay import Recording, Replay, Units, by_request, make_finger
 from experiments.tasks import build
 from experiments.workload import Answer, Workload
 
-
 WARMUP = 20
 
 

@@ -1,11 +1,11 @@
 """llmcache itself."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments.methods.base import BYPASSED, COMPUTED, Served, twin
 from experiments.workload import Answer, Workload
-from llmcache import CacheConfig, LLMCache, Stats
+from llmcache import CacheConfig, LLMCache, Outcome, Stats
 from llmcache.errors import ConfigError
 
 
@@ -29,6 +29,9 @@ class Cached:
         self._module = twin(workload.module)
         self._cache: LLMCache | None = None
         self._seen = Stats()
+        self._asked = 0
+        self._evicted = 0
+        self._numbers: dict[str, int] = {}  # request by key, so that a source can be told
 
     @classmethod
     def check(cls, options: Mapping[str, Any], name: str) -> None:
@@ -42,23 +45,29 @@ class Cached:
         """Wrap the model anew."""
         self.end()
         self._cache = LLMCache.wrap(self._module, config=self._config, tokenizer=self._workload.tokenizer)
-        self._seen = self._cache.stats()
+        self._evicted = 0
+        self._numbers.clear()
 
     def ask(self, number: int) -> Answer:
         """Ask the wrapped model."""
+        self._asked = number
         return self._workload.answer(self._module(**self._workload.requests[number].inputs), number)
 
     def last(self) -> Served:
-        """Told from the counters: what served any of the request's rows, the least exact rung first."""
-        now, before = self.stats, self._seen
-        self._seen = now
-        rungs = [rung for rung, n in now.hits.items() if n > before.hits.get(rung, 0)]
-        by = COMPUTED
-        if rungs:
-            by = next((rung for rung in rungs if rung != "exact"), rungs[0])
-        elif sum(now.bypassed.values()) > sum(before.bypassed.values()):
-            by = BYPASSED
-        return Served(by, is_evicting=sum(now.n_evicted.values()) > sum(before.n_evicted.values()))
+        """Of the request's rows, the one that was served least exactly says what happened."""
+        assert self._cache is not None
+        evicted = sum(self._cache.stats().n_evicted.values())
+        is_evicting, self._evicted = evicted > self._evicted, evicted
+        outcomes = self._cache.last
+        for outcome in outcomes:
+            self._numbers[outcome.key] = self._asked
+        served = [outcome for outcome in outcomes if outcome.rung is not None]
+        if not served:
+            is_bypassed = any(outcome.bypassed for outcome in outcomes)
+            return Served(BYPASSED if is_bypassed else COMPUTED, None, _nearest(outcomes), is_evicting)
+        told = min(served, key=lambda outcome: (outcome.rung == "exact", outcome.similarity or 0.0))
+        source = None if told.source is None else self._numbers.get(told.source)
+        return Served(str(told.rung), source, told.similarity, is_evicting)
 
     def end(self) -> None:
         """Take the cache off."""
@@ -88,3 +97,8 @@ class Cached:
     def n_entries(self) -> int:
         """Requests known."""
         return self.stats.n_stored
+
+
+def _nearest(outcomes: Sequence[Outcome]) -> float | None:
+    """Similarity of the nearest stored request to any row, where one was searched for."""
+    return max((outcome.similarity for outcome in outcomes if outcome.similarity is not None), default=None)

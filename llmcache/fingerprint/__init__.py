@@ -1,7 +1,7 @@
-"""(1) Input Fingerprint Generator: one vector a request, whose cosine says how alike two requests are.
+"""(1) Input Fingerprint Generator: one vector a request; how like two requests are is told from theirs.
 
-A fingerprint has two halves. `features` runs on the model's device, on the hidden states that enter layer 0; `project`
-runs on the host, on what came back. Search, storage and decision see only the projected vectors.
+A fingerprint has two halves. `features` runs on the model's device, on what a call shows (`View`); `project` runs on
+the host, on what came back. Search, storage and decision see only the projected vectors.
 
 Sizes: B rows, T tokens, D hidden width, F fingerprint width.
 """
@@ -9,32 +9,51 @@ Sizes: B rows, T tokens, D hidden width, F fingerprint width.
 from collections.abc import Mapping
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
+from llmcache.arrays import Floats
+from llmcache.fingerprint.attention import AttentionMean
 from llmcache.fingerprint.mean import MeanEmbedding
+from llmcache.fingerprint.minhash import ShingleMinHash
 from llmcache.fingerprint.pca import PCAEmbedding
 from llmcache.fingerprint.simhash import SimHash
+from llmcache.fingerprint.view import View
 
-Floats = NDArray[np.float32]
+__all__ = [
+    "FINGERPRINTS",
+    "AttentionMean",
+    "Fingerprint",
+    "MeanEmbedding",
+    "PCAEmbedding",
+    "ShingleMinHash",
+    "SimHash",
+    "View",
+]
 
 
 class Fingerprint(Protocol):
-    """Turns the embedding output into a search vector."""
+    """Turns what a call shows into search vectors.
+
+    Attributes:
+        reads_attention: `View.attention` is read, so layer 0 is run before anything is looked up.
+        fits_any_layer: It may as well be taken from the states that enter a later layer.
+    """
+
+    reads_attention: bool
+    fits_any_layer: bool
 
     @property
     def n_fit(self) -> int:
         """Requests it must see before it can project; 0 when it is ready."""
 
-    def features(self, hidden: Tensor, content: Tensor) -> Tensor:
-        """Float32 (B, F0) from hidden states (B, T, D) and which tokens carry content, bool (B, T)."""
+    def features(self, view: View) -> Tensor:
+        """Float32 (B, F0) on the view's device; F0 may differ from call to call only if nothing is to be fitted."""
 
     def fit(self, features: Floats) -> None:
         """Learn from features (N, F0) of the first `n_fit` requests."""
 
     def project(self, features: Floats) -> Floats:
-        """Float32 (B, F) of L2 norm 1 from features (B, F0)."""
+        """Float32 (B, F) from features (B, F0), as the index that goes with it takes them: all but `lsh`, L2 norm 1."""
 
     def state(self) -> dict[str, Floats]:
         """Arrays that `restore` needs; empty when nothing was learned."""
@@ -43,4 +62,10 @@ class Fingerprint(Protocol):
         """Take up a saved state."""
 
 
-FINGERPRINTS: dict[str, type[Fingerprint]] = {"mean": MeanEmbedding, "simhash": SimHash, "pca": PCAEmbedding}
+FINGERPRINTS: dict[str, type[Fingerprint]] = {
+    "mean": MeanEmbedding,
+    "simhash": SimHash,
+    "pca": PCAEmbedding,
+    "minhash": ShingleMinHash,
+    "attention": AttentionMean,
+}

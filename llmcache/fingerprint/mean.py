@@ -1,46 +1,36 @@
 """The paper's fingerprint: mean of the embedding output (Bansal 2025, section on the Input Fingerprint Generator)."""
 
-from collections.abc import Mapping
-
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-Floats = NDArray[np.float32]
+from llmcache.arrays import Floats
+from llmcache.fingerprint.view import Unlearned, View
 
 
-class MeanEmbedding:
+class MeanEmbedding(Unlearned):
     """Mean of the hidden states that enter layer 0, over tokens that carry content.
 
     Special and padding tokens are left out (the paper does not say): they are the same in every request and only make
     all of them look alike.
     """
 
-    @property
-    def n_fit(self) -> int:
-        """Nothing to learn: ready at once."""
-        return 0
+    fits_any_layer = True
 
-    def features(self, hidden: Tensor, content: Tensor) -> Tensor:
+    def features(self, view: View) -> Tensor:
         """Mean over content tokens, float32 (B, D); zeros for a row without any."""
-        # One product reads the hidden states once; a mask, a sum and a division would read them three times.
-        total = torch.bmm(content.unsqueeze(1).to(hidden.dtype), hidden).squeeze(1)
-        return total.float() / content.sum(dim=1, keepdim=True).clamp(min=1)
-
-    def fit(self, features: Floats) -> None:
-        """Nothing to learn."""
+        return content_mean(view.hidden, view.content)
 
     def project(self, features: Floats) -> Floats:
         """Features scaled to L2 norm 1, (B, D)."""
         return normalise(features)
 
-    def state(self) -> dict[str, Floats]:
-        """Nothing to save."""
-        return {}
 
-    def restore(self, state: Mapping[str, Floats]) -> None:
-        """Nothing to take up."""
+def content_mean(hidden: Tensor, content: Tensor) -> Tensor:
+    """Mean of states (B, T, D) over tokens that carry content, bool (B, T): float32 (B, D), zeros where none does."""
+    # One product reads the hidden states once; a mask, a sum and a division would read them three times.
+    total = torch.bmm(content.unsqueeze(1).to(hidden.dtype), hidden).squeeze(1)
+    return total.float() / content.sum(dim=1, keepdim=True).clamp(min=1)
 
 
 def normalise(x: Floats) -> Floats:

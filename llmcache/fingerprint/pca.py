@@ -3,11 +3,9 @@
 from collections.abc import Mapping
 
 import numpy as np
-from numpy.typing import NDArray
 
+from llmcache.arrays import Floats
 from llmcache.fingerprint.mean import MeanEmbedding, normalise
-
-Floats = NDArray[np.float32]
 
 
 class PCAEmbedding(MeanEmbedding):
@@ -16,6 +14,8 @@ class PCAEmbedding(MeanEmbedding):
     Fitted once, on the first `n_fit` requests; until then nothing is searched. Cosines are lower than those of the raw
     mean embedding, whose large common part is gone.
     """
+
+    fits_any_layer = False  # centre and axes are those of the embedding output
 
     def __init__(self, dim: int = 128, fit_on: int = 512) -> None:
         """Choose the size.

@@ -1,11 +1,9 @@
 """SimHash: signs of random projections (Charikar 2002, section 3), searched as bits."""
 
 import numpy as np
-from numpy.typing import NDArray
 
+from llmcache.arrays import Floats
 from llmcache.fingerprint.mean import MeanEmbedding
-
-Floats = NDArray[np.float32]
 
 
 class SimHash(MeanEmbedding):

@@ -10,13 +10,17 @@ from typing import Any, Protocol
 from llmcache.index.binary import BinaryIndex
 from llmcache.index.flat import FlatIndex, Ids, Rows
 from llmcache.index.hnsw import HNSWIndex
+from llmcache.index.lsh import LSHIndex
 from llmcache.index.refined import RefinedIndex
 
-__all__ = ["INDEXES", "BinaryIndex", "FlatIndex", "HNSWIndex", "Ids", "Index", "RefinedIndex", "Rows"]
+__all__ = ["INDEXES", "BinaryIndex", "FlatIndex", "HNSWIndex", "Ids", "Index", "LSHIndex", "RefinedIndex", "Rows"]
 
 
 class Index(Protocol):
-    """Rows of L2 norm 1 under integer ids, searched by inner product. The caller's arrays are never modified."""
+    """Rows of L2 norm 1 under integer ids, searched by inner product. The caller's arrays are never modified.
+
+    `lsh` alone holds rows of any norm and tells their share of equal entries instead.
+    """
 
     def __init__(self, dim: int, **options: Any) -> None:
         """Open an empty index.
@@ -88,4 +92,5 @@ INDEXES: dict[str, type[Index]] = {
     "hnsw": HNSWIndex,
     "binary": BinaryIndex,
     "refined": RefinedIndex,
+    "lsh": LSHIndex,
 }

@@ -26,5 +26,5 @@ class Exact:
             return None
         for layer in reversed(self._library.held(row.key)):
             if state := self._library.read(row.key, layer, with_kv=call.kv_cache is not None):
-                return Reuse(row.number, layer, self.name, state.hidden, state.kv, row.key)
+                return Reuse(row.number, layer, self.name, state.hidden, state.kv, row.key, stores_above=True)
         return None

@@ -1,7 +1,10 @@
 """The paper rung: Algorithm 1 of LLMCache (Bansal 2025) as written, a search per layer. The reference.
 
 Before layer l runs, that layer's bank is searched; a stored fingerprint at least tau alike replaces the layer's output,
-otherwise the layer is computed from whatever came below and the result is stored. Departures: `>=` where the paper also
+otherwise the layer is computed from whatever came below and the result is stored as the request's own. The fingerprint
+is that of the embedding output, or with `fingerprint_per_layer` that of h_(l-1), the states that enter the layer. Above
+a reused state those are the source's, so its entries are found at similarity 1 as long as the banks hold them, and what
+is computed is stored under the fingerprint of the states it was computed from. Departures: `>=` where the paper also
 writes `>`, and an entry serves only rows with as many valid tokens.
 
 It gives what the semantic rung gives wherever both find the same entry. They differ when banks differ: after uneven
@@ -29,17 +32,27 @@ class Paper:
         return layer in self._tau
 
     def decide(self, call: Call, rows: Sequence[Row], layer: int) -> list[Reuse]:
-        if call.fingerprints is None or call.scope is None:
+        vectors = call.fingerprints.get(layer)
+        if vectors is None or call.scope is None:
             return []
-        vectors = call.fingerprints[[row.number for row in rows]]
-        found = self._library.search(call.scope, rows, vectors, layer=layer)
+        found = self._library.search(call.scope, rows, vectors[[row.number for row in rows]], layer=layer)
         return [reuse for row, near in zip(rows, found, strict=True) if (reuse := self._decide(call, row, near, layer))]
 
     def _decide(self, call: Call, row: Row, neighbours: Sequence[Neighbour], layer: int) -> Reuse | None:
         for near in neighbours:
+            call.saw(row, near.similarity)
             if near.similarity >= self._tau[layer]:
                 with_kv = call.kv_cache is not None
                 state = self._library.read(near.key, layer, with_kv, is_single=True)
                 if state is not None:
-                    return Reuse(row.number, layer, self.name, state.hidden, state.kv, near.key, near.similarity)
+                    return Reuse(
+                        row.number,
+                        layer,
+                        self.name,
+                        state.hidden,
+                        state.kv,
+                        near.key,
+                        near.similarity,
+                        stores_above=True,
+                    )
         return None

@@ -45,8 +45,11 @@ class Runner:
         """
         number = layer.number
         rows = [row for row in range(call.n_rows) if not _skips(call.reused.get(row), number)]
-        if len(rows) == call.n_rows or self._skipped is None:
-            output = layer.original(*args, **kwargs)
+        ran_ahead = number == 0 and call.first_output is not None
+        if ran_ahead or len(rows) == call.n_rows or self._skipped is None:
+            output = call.first_output if ran_ahead else layer.original(*args, **kwargs)
+            if ran_ahead and call.kv_cache is not None:
+                _replace_kv(call, number)
             if self._skipped is None:
                 self._skipped = _learn(output)
                 self.cannot_skip = self._skipped is None
@@ -123,14 +126,22 @@ def _learn(output: Any) -> Callable[[Tensor, Any, Mapping[str, Any]], Any] | Non
 
 
 def _skips(reuse: Reuse | None, number: int) -> bool:
-    """Whether a decision makes its row skip this layer. The paper's rung decides each layer by itself."""
-    return reuse is not None and (reuse.layer == number or (reuse.layer > number and reuse.rung != "paper"))
+    """Whether a decision makes its row skip this layer."""
+    return reuse is not None and reuse.layer >= number
 
 
 def _new_cache() -> Any:
     from transformers import DynamicCache
 
     return DynamicCache()
+
+
+def _replace_kv(call: Call, number: int) -> None:
+    """Write stored K/V over those that a layer run for all rows gave to rows that take its output from the store."""
+    layer = call.kv_cache.layers[number]
+    for reuse in (reuse for reuse in call.reused.values() if _skips(reuse, number)):
+        for written, stored in zip((layer.keys, layer.values), reuse.kv[number], strict=True):
+            written[reuse.row][:, call.rows[reuse.row].valid] = stored.to(written.device)
 
 
 def _fill_cache(call: Call, number: int, rows: list[int], kv: tuple[Tensor, Tensor] | None, length: int) -> None:

@@ -2,7 +2,7 @@
 
 One search a call serves all layers, and the deepest stored layer of the neighbour is taken: what the layers above it
 would compute from its state is what they computed for it before, so reusing a lower one gives the same answer for more
-work.
+work. What is computed on top of another request's state is not stored: it is not this request's.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,14 +27,15 @@ class Semantic:
         return layer == 0
 
     def decide(self, call: Call, rows: Sequence[Row], layer: int) -> list[Reuse]:
-        if call.fingerprints is None or call.scope is None:
+        vectors = call.fingerprints.get(self._library.layers[-1])  # all layers have the same
+        if vectors is None or call.scope is None:
             return []
-        vectors = call.fingerprints[[row.number for row in rows]]
-        found = self._library.search(call.scope, rows, vectors)
+        found = self._library.search(call.scope, rows, vectors[[row.number for row in rows]])
         return [reuse for row, near in zip(rows, found, strict=True) if (reuse := self._decide(call, row, near))]
 
     def _decide(self, call: Call, row: Row, neighbours: Sequence[Neighbour]) -> Reuse | None:
         for near in neighbours:
+            call.saw(row, near.similarity)
             layer = deepest_layer(near.similarity, self._tau, self._library.held(near.key))
             if layer is None:
                 continue

@@ -8,16 +8,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmcache.index import INDEXES, HNSWIndex, Ids, Index, Rows
+from llmcache.index import INDEXES, HNSWIndex, Ids, Index, LSHIndex, Rows
+from llmcache.index.lsh import chance_to_meet
 
 DIM = 32
 
+# Bands of one entry: a row is overlooked only if it has not a single entry in common.
+OPTIONS = {"lsh": {"threshold": 0.01}}
+
 
 class Twin:
-    """What an index must do, in the plainest way."""
+    """What an index must do, in the plainest way. Similarity is the inner product; to `lsh`, the share equal."""
 
-    def __init__(self) -> None:
+    def __init__(self, like: Index | None = None) -> None:
         self.rows: dict[int, Rows] = {}
+        self.alike = (lambda a, b: np.mean(a == b)) if isinstance(like, LSHIndex) else np.dot
 
     def add(self, ids: Ids, x: Rows) -> None:
         self.rows.update(zip(ids.tolist(), x.copy(), strict=True))
@@ -27,10 +32,10 @@ class Twin:
             self.rows.pop(name, None)
 
     def similarity(self, query: Rows, ids: Ids) -> Rows:
-        return np.array([query @ self.rows[name] for name in ids.tolist()], np.float32)
+        return np.array([self.alike(query, self.rows[name]) for name in ids.tolist()], np.float32)
 
     def best(self, query: Rows, k: int) -> Rows:
-        return np.sort([query @ row for row in self.rows.values()])[::-1][:k].astype(np.float32)
+        return np.sort([self.alike(query, row) for row in self.rows.values()])[::-1][:k].astype(np.float32)
 
 
 def signs(rng: np.random.Generator, n: int) -> Rows:
@@ -83,13 +88,13 @@ def rng() -> np.random.Generator:
 
 @pytest.fixture(params=sorted(INDEXES))
 def index(request: pytest.FixtureRequest) -> Index:
-    return INDEXES[request.param](DIM)
+    return INDEXES[request.param](DIM, **OPTIONS.get(request.param, {}))
 
 
 @pytest.mark.parametrize("k", [1, 7, 1000])
 @pytest.mark.parametrize("n", [1, 300])
 def test_finds_the_best_first(index: Index, rng: np.random.Generator, n: int, k: int) -> None:
-    twin, ids, x = Twin(), rng.permutation(10**12 + np.arange(n)), signs(rng, n)
+    twin, ids, x = Twin(index), rng.permutation(10**12 + np.arange(n)), signs(rng, n)
     twin.add(ids, x)
     for start in range(0, n, 90):
         index.add(ids[start : start + 90], x[start : start + 90])
@@ -106,7 +111,7 @@ def test_finds_directions(name: str, rng: np.random.Generator) -> None:
 
 def test_empty_gives_empty_arrays(index: Index, rng: np.random.Generator) -> None:
     for _ in "never filled", "emptied":
-        check_exact(index, Twin(), signs(rng, 3), 4)
+        check_exact(index, Twin(index), signs(rng, 3), 4)
         index.add(np.arange(5), signs(rng, 5))
         index.remove(np.arange(5))
 
@@ -123,7 +128,7 @@ def test_nothing_asked_or_given_is_fine(index: Index, rng: np.random.Generator) 
 
 
 def test_known_id_is_overwritten(index: Index, rng: np.random.Generator) -> None:
-    twin = Twin()
+    twin = Twin(index)
     for _ in range(3):
         ids, x = rng.permutation(40)[:30], signs(rng, 30)
         for held in index, twin:
@@ -141,7 +146,7 @@ def test_of_an_id_given_twice_the_last_row_counts(index: Index, rng: np.random.G
 
 
 def test_removed_rows_are_gone(index: Index, rng: np.random.Generator) -> None:
-    twin, x = Twin(), signs(rng, 100)
+    twin, x = Twin(index), signs(rng, 100)
     for held in index, twin:
         held.add(np.arange(100), x)
         held.remove(np.array([0, 99, 50, 50, 12345, -1]))
@@ -152,9 +157,10 @@ def test_removed_rows_are_gone(index: Index, rng: np.random.Generator) -> None:
     check_exact(index, twin, x[:60], 100)
 
 
-def test_dead_rows_do_not_hide_opposite_ones(index: Index, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("name", sorted(set(INDEXES) - {"lsh"}))  # which finds nothing that has nothing in common
+def test_dead_rows_do_not_hide_opposite_ones(name: str, rng: np.random.Generator) -> None:
     """What is left of a removed row, zeros say, is more similar than rows that point away."""
-    query = signs(rng, 1)
+    index, query = INDEXES[name](DIM), signs(rng, 1)
     index.add(np.arange(20), np.repeat(query, 20, axis=0))
     index.add(np.arange(20, 25), np.repeat(-query, 5, axis=0))
     index.remove(np.arange(20))
@@ -177,7 +183,7 @@ def test_arrays_of_the_caller_stay_his(index: Index, rng: np.random.Generator) -
 
 
 def test_layout_in_memory_does_not_matter(index: Index, rng: np.random.Generator) -> None:
-    twin, x = Twin(), np.asfortranarray(np.repeat(signs(rng, 40), 2, axis=0))[::2]
+    twin, x = Twin(index), np.asfortranarray(np.repeat(signs(rng, 40), 2, axis=0))[::2]
     for held in index, twin:
         held.add(np.arange(80)[::2], x)
     check_exact(index, twin, x[::3], 5)
@@ -200,7 +206,7 @@ def test_layout_in_memory_does_not_matter(index: Index, rng: np.random.Generator
 def test_wrong_rows_are_refused_whole(
     index: Index, rng: np.random.Generator, change: Callable[[Ids, Rows], tuple[Ids, Rows]], message: str
 ) -> None:
-    twin, x = Twin(), signs(rng, 5)
+    twin, x = Twin(index), signs(rng, 5)
     for held in index, twin:
         held.add(np.arange(5), x)
     ids, wrong = change(np.arange(5), signs(rng, 5))
@@ -250,7 +256,8 @@ STEPS = st.lists(
 @settings(deadline=None)
 @given(steps=STEPS)
 def test_any_sequence_agrees_with_the_twin(name: str, steps: list[tuple[str, list[int], int]]) -> None:
-    index, twin = INDEXES[name](DIM), Twin()
+    index = INDEXES[name](DIM, **OPTIONS.get(name, {}))
+    twin = Twin(index)
     for verb, names, seed in steps:
         rng, ids = np.random.default_rng(seed), np.array(names, np.int64)
         x = signs(rng, len(ids))
@@ -419,3 +426,50 @@ def test_refined_overlooks_next_to_nothing_and_stays_right_as_rows_come_and_go(d
 def test_refined_refuses_useless_sizes(option: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="at least 1"):
         INDEXES["refined"](8, **option)
+
+
+def sets_and_signatures(rng: np.random.Generator, jaccard: float, n: int, dim: int) -> tuple[Rows, Rows]:
+    """Signatures of pairs of sets, by definition of MinHash: each entry agrees with probability `jaccard`."""
+    first, other = (rng.integers(2**24, size=(n, dim)).astype(np.float32) for _ in range(2))
+    return first, np.where(rng.random((n, dim)) < jaccard, first, other)
+
+
+@pytest.mark.parametrize("threshold", [0.3, 0.5, 0.8])
+def test_lsh_finds_what_reaches_its_threshold(threshold: float, rng: np.random.Generator) -> None:
+    """Against the exact twin, on rows at, above and far under the threshold."""
+    stored, asked = sets_and_signatures(rng, threshold, 600, 128)
+    index, twin = LSHIndex(128, threshold=threshold, recall=0.95), Twin(LSHIndex(2))
+    for held in index, twin:
+        held.add(np.arange(600), stored)
+    ids, similarity = index.search(asked, 1)
+    found = ids[:, 0] == np.arange(600)
+    np.testing.assert_allclose(similarity[found, 0], (asked == stored)[found].mean(axis=1), atol=1e-6)
+    promised = chance_to_meet(threshold, 128, index.width)
+    assert promised >= 0.95
+    assert found.mean() == pytest.approx(promised, abs=4 * np.sqrt(promised * (1 - promised) / 600) + 1e-9)
+    nearly = np.where(rng.random((600, 128)) < 0.1, asked, stored)
+    assert recall(index, twin, nearly[:100], 1) > 0.99
+    far, _ = sets_and_signatures(rng, 0.0, 100, 128)
+    assert (index.search(far, 1)[0] == -1).all()
+
+
+def test_lsh_looks_at_few_rows_where_the_threshold_is_high(rng: np.random.Generator) -> None:
+    """What makes it an index: unlike rows are not compared."""
+    stored, asked = sets_and_signatures(rng, 0.2, 500, 128)
+    index = LSHIndex(128, threshold=0.8)
+    index.add(np.arange(500), stored)
+    assert (index.search(asked, 1)[0] == -1).mean() > 0.99
+
+
+@pytest.mark.parametrize("recall", [0.5, 0.9, 0.99])
+def test_lsh_takes_the_widest_bands_that_keep_the_recall(recall: float) -> None:
+    for threshold in (0.1, 0.5, 0.9, 1.0):
+        width = LSHIndex(128, threshold, recall).width
+        assert chance_to_meet(threshold, 128, width) >= recall
+        assert width == 64 or chance_to_meet(threshold, 128, width + 1) < recall
+
+
+@pytest.mark.parametrize("option", [{"threshold": 0.0}, {"threshold": 1.1}, {"recall": 0.0}, {"recall": 1.0}])
+def test_lsh_refuses_shares_out_of_range(option: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(option))}={next(iter(option.values()))}"):
+        LSHIndex(8, **option)

@@ -5,30 +5,34 @@ import pytest
 import torch
 
 from llmcache import LLMCache
-from llmcache.fingerprint import FINGERPRINTS, MeanEmbedding, PCAEmbedding, SimHash
-from tests.models import CLASSIFIERS, build, padded
+from llmcache.fingerprint import FINGERPRINTS, MeanEmbedding, PCAEmbedding, ShingleMinHash, SimHash, View
+from tests.models import CLASSIFIERS, build, padded, tokens
+
+
+def view(hidden: torch.Tensor, content: torch.Tensor, attention: torch.Tensor | None = None) -> View:
+    return View(hidden, content, torch.zeros(content.shape, dtype=torch.int64), attention)
 
 
 def test_mean_leaves_out_tokens_without_content() -> None:
     hidden = torch.randn(2, 4, 3)
     content = torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1]]).bool()
-    features = MeanEmbedding().features(hidden, content)
+    features = MeanEmbedding().features(view(hidden, content))
     torch.testing.assert_close(features[0], hidden[0, 1:3].mean(0))
     torch.testing.assert_close(features[1], hidden[1].mean(0))
 
 
 def test_mean_of_a_row_without_content_is_zero_and_like_nothing() -> None:
-    features = MeanEmbedding().features(torch.randn(1, 4, 3), torch.zeros(1, 4, dtype=torch.bool))
+    features = MeanEmbedding().features(view(torch.randn(1, 4, 3), torch.zeros(1, 4).bool()))
     assert not MeanEmbedding().project(features.numpy()).any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_features_are_float32_whatever_the_model(dtype: torch.dtype) -> None:
     hidden = torch.randn(2, 4, 8).to(dtype)
-    assert MeanEmbedding().features(hidden, torch.ones(2, 4).bool()).dtype is torch.float32
+    assert MeanEmbedding().features(view(hidden, torch.ones(2, 4).bool())).dtype is torch.float32
 
 
-@pytest.mark.parametrize("name", FINGERPRINTS)
+@pytest.mark.parametrize("name", sorted(set(FINGERPRINTS) - {"minhash"}))  # whose signatures need no norm
 def test_projections_are_float32_of_norm_one_and_leave_the_input_alone(name: str) -> None:
     fingerprint = FINGERPRINTS[name]()
     features = np.random.default_rng(0).standard_normal((600, 24)).astype(np.float32)
@@ -93,3 +97,74 @@ def test_pca_serves_nothing_until_it_is_fitted_and_then_all_it_saw() -> None:
         cache(**padded([8], seed=40))
         cache(**first)
         assert cache.stats().hits == {"semantic": 3}
+
+
+def words(*rows: list[int]) -> View:
+    """A call of these tokens, 0 for padding, without hidden states."""
+    width = max(map(len, rows))
+    ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+    return View(torch.empty(0), ids != 0, ids)
+
+
+def signatures(*rows: list[int], **options: int) -> np.ndarray:
+    fingerprint = ShingleMinHash(**options)
+    return fingerprint.project(fingerprint.features(words(*rows)).numpy())
+
+
+def test_minhash_reads_content_tokens_only_wherever_they_stand() -> None:
+    left, right, between = signatures([0, 0, 7, 8, 9], [7, 8, 9, 0, 0], [7, 0, 8, 0, 9])
+    np.testing.assert_array_equal(left, right)
+    np.testing.assert_array_equal(left, between)
+
+
+@pytest.mark.parametrize("width", [1, 2, 3])
+def test_minhash_estimates_the_jaccard_similarity_of_shingles(width: int) -> None:
+    rng = np.random.default_rng(0)
+    one = rng.integers(1, 60_000, 400).tolist()
+    two = one[:200] + rng.integers(1, 60_000, 200).tolist()
+    sets = [{tuple(row[i : i + width]) for i in range(len(row) - width + 1)} for row in (one, two)]
+    jaccard = len(sets[0] & sets[1]) / len(sets[0] | sets[1])
+    a, b = signatures(one, two, width=width, n_hashes=4096)
+    assert np.mean(a == b) == pytest.approx(jaccard, abs=4 * 0.5 / 64)  # four standard errors of 4096 hashes
+
+
+def test_minhash_of_shorter_requests_uses_what_they_have() -> None:
+    one, same, other, longer = signatures([5], [5], [6], [5, 6], width=3)
+    np.testing.assert_array_equal(one, same)
+    assert not (one == other).any()
+    assert not (one == longer).any()
+
+
+def test_minhash_order_counts_within_a_shingle() -> None:
+    a, b = signatures([1, 2, 3], [3, 2, 1], width=1)
+    np.testing.assert_array_equal(a, b)
+    a, b = signatures([1, 2, 3], [3, 2, 1], width=2)
+    assert not (a == b).any()
+
+
+def test_signatures_are_whole_numbers_that_float32_holds() -> None:
+    signature = signatures(list(range(1, 500)), n_hashes=1024)[0]
+    assert signature.dtype == np.float32
+    assert (signature == np.floor(signature)).all()
+    assert signature.min() >= 0 and 2**23 < signature.max() < 2**24  # the lowest bits, so spread whatever the length
+
+
+@pytest.mark.parametrize("option", [{"width": 0}, {"n_hashes": 1}, {"seed": -1}])
+def test_minhash_refuses_useless_sizes(option: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(option))}={next(iter(option.values()))}"):
+        ShingleMinHash(**option)
+
+
+@pytest.mark.parametrize("mode", ["semantic", "paper"])
+def test_minhash_serves_requests_that_share_their_pairs(mode: str) -> None:
+    base = tokens(1, 12, seed=1)
+    near, far = base.clone(), tokens(1, 12, seed=2)
+    near[0, -1] = 7  # 10 of 12 pairs in common
+    with LLMCache.wrap(build(CLASSIFIERS["bert"]), mode=mode, tau=0.6, fingerprint="minhash") as cache:
+        answer = cache(input_ids=base).logits
+        torch.testing.assert_close(cache(input_ids=near).logits, answer)
+        assert cache.last[0].rung == mode
+        assert cache.last[0].similarity == pytest.approx(10 / 12, abs=0.13)
+        cache(input_ids=far)
+        assert cache.last[0].rung is None
+        assert cache.stats().errors == 0

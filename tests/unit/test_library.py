@@ -193,7 +193,7 @@ def test_a_store_that_fails_half_way_leaves_nothing_behind() -> None:
 
 def test_a_request_of_an_approximate_index_survives_drain_and_rebuild() -> None:
     lib = library(max_entries=20)
-    lib._make_index = lambda dim: HNSWIndex(dim, buffer=4, block=2)
+    lib._shelves.make_index = lambda dim: HNSWIndex(dim, buffer=4, block=2)
     for name in range(60):
         put(lib, name)
     assert len(lib) == 20

@@ -16,6 +16,7 @@ SETTINGS = [
     {"tau": 0.999},
     {"tau": 0.999, "compression": "int8"},
     {"tau": 0.9, "fingerprint": "simhash"},
+    {"tau": 0.6, "fingerprint": "minhash"},
     {"tau": 0.9, "fingerprint": {"name": "pca", "dim": 4, "fit_on": 2}},
     {"tau": 0.9, "mode": "paper"},
     {"layers": [1, 3], "payload": "sequence"},

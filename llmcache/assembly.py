@@ -1,0 +1,147 @@
+"""From settings and a model to the parts that serve its calls; what does not fit together is refused here."""
+
+import torch
+from torch import nn
+
+from llmcache.adapters import Trunk, device_of, first_attention, locate
+from llmcache.bank import Bank
+from llmcache.compression import CODECS, Codec
+from llmcache.config import CacheConfig
+from llmcache.decide import thresholds
+from llmcache.errors import ConfigError, UnsafeReuseError
+from llmcache.fingerprint import FINGERPRINTS, Fingerprint
+from llmcache.heads import Head, find_head
+from llmcache.index import INDEXES
+from llmcache.library import Library
+from llmcache.parts import Parts
+from llmcache.payloads import PAYLOADS, Payload
+from llmcache.policies import POLICIES
+from llmcache.reuse import Rung
+from llmcache.reuse.exact import Exact
+from llmcache.reuse.paper import Paper
+from llmcache.reuse.semantic import Semantic
+from llmcache.stores.memory import MemoryStore
+from llmcache.weights import Weights
+
+
+def assemble(model: nn.Module, config: CacheConfig) -> Parts:
+    """Build the parts that the settings and the model ask for.
+
+    Raises:
+        ConfigError: A setting is wrong, or does not suit the model.
+        UnsafeReuseError: `tau` with a head that answers token by token.
+        UnsupportedModelError: The layers were not found.
+    """
+    trunk = locate(model)
+    head = find_head(model, trunk.adapter.family)
+    _refuse_unsafe(head, config)
+    payload = _choose_payload(trunk, head, config)
+    layers = _choose_layers(trunk, payload, config)
+    codec: Codec = config.compression.build(CODECS, "compression")
+    # Built in any case, so that a wrong name is told now and not at the first request that needs it.
+    fingerprint = _make_fingerprint(config)
+    config.index_component.build(INDEXES, "index", 8)
+    searched_by = None if config.tau is None else fingerprint
+    library = Library(
+        {layer: _make_bank(trunk, config, len(layers)) for layer in layers},
+        codec,
+        searched_by,
+        lambda dim: config.index_component.build(INDEXES, "index", dim),
+        by_length=not payload.fits_any_length,
+        by_layer=config.mode == "paper",
+    )
+    rungs = _choose_rungs(library, trunk, config, codec)
+    reads_attention = searched_by is not None and searched_by.reads_attention
+    attention = first_attention(trunk) if reads_attention else None
+    per_layer = config.fingerprint_per_layer
+    return Parts(trunk, head, payload, library, rungs, searched_by, per_layer, attention, Weights(trunk.module))
+
+
+def _make_fingerprint(config: CacheConfig) -> Fingerprint:
+    fingerprint: Fingerprint = config.fingerprint.build(FINGERPRINTS, "fingerprint")
+    if config.max_entries is not None and config.max_entries < fingerprint.n_fit:
+        raise ConfigError(
+            f"max_entries={config.max_entries}: fingerprint {config.fingerprint.name!r} is fitted on "
+            f"{fingerprint.n_fit} stored requests, which would never be there; raise it, or lower fit_on"
+        )
+    if config.fingerprint_per_layer and not fingerprint.fits_any_layer:
+        fitting = [name for name, kind in FINGERPRINTS.items() if kind.fits_any_layer]
+        raise ConfigError(
+            f"fingerprint_per_layer=True: fingerprint {config.fingerprint.name!r} cannot be taken from the states that "
+            f"enter any layer; use one of {', '.join(fitting)}, or leave it out"
+        )
+    return fingerprint
+
+
+def _refuse_unsafe(head: Head, config: CacheConfig) -> None:
+    if config.tau is None or not head.why_unsafe or config.allow_unsafe:
+        return
+    raise UnsafeReuseError(
+        f"tau={config.tau} with a model that has a {head.name}: reusing a layer's whole output replaces everything "
+        f"above it by what the stored request computed. {head.why_unsafe} Leave tau out (exact repeats are still "
+        "served), or set allow_unsafe=True to measure what that costs."
+    )
+
+
+def _choose_payload(trunk: Trunk, head: Head, config: CacheConfig) -> Payload:
+    name: str = config.payload
+    if name == "auto":
+        # Embeddings served losslessly keep all tokens: the caller may ask for token embeddings too.
+        wants_all = config.mode == "paper" or (head.name == "sentence embedding" and config.tau is None)
+        name = "sequence" if wants_all or trunk.adapter.is_guess else head.payload
+    if name == "mean" and trunk.adapter.is_guess:
+        raise ConfigError(
+            f"payload='mean': {type(trunk.module).__name__} is not in the adapter table, so whether a norm follows its "
+            "last layer is unknown; register an adapter for it, or use payload='sequence'"
+        )
+    is_enough = name in ("sequence", head.payload) or head.reads == "states" or config.allow_unsafe
+    if not is_enough:
+        raise ConfigError(
+            f"payload={name!r}: this model's {head.name} reads more than that; use payload={head.payload!r}, "
+            "'sequence' or 'auto'"
+        )
+    return PAYLOADS[name]()
+
+
+def _choose_layers(trunk: Trunk, payload: Payload, config: CacheConfig) -> list[int]:
+    """Stored layers, first to last."""
+    last = trunk.depth - 1
+    if config.layers == "all" or (config.layers == "auto" and config.mode == "paper" and not payload.fits_any_length):
+        chosen = list(range(trunk.depth))
+    elif config.layers in ("last", "auto"):
+        chosen = [last]
+    else:
+        chosen = sorted({int(layer) + trunk.depth * (int(layer) < 0) for layer in config.layers})
+    if not chosen or chosen[0] < 0 or chosen[-1] > last:
+        raise ConfigError(f"layers={config.layers}: this model has layers 0 to {last}; name at least one of them")
+    if payload.fits_any_length and chosen != [last]:
+        raise ConfigError(
+            f"layers={config.layers}: payload {payload.name!r} keeps one vector, from which no further layer can be "
+            "computed; store the last layer only, or use payload='sequence'"
+        )
+    return chosen
+
+
+def _make_bank(trunk: Trunk, config: CacheConfig, n_banks: int) -> Bank:
+    device = device_of(trunk.module) if config.device == "model" else torch.device("cpu")
+    policy = config.policy.build(POLICIES, "policy")
+    return Bank(MemoryStore(device), policy, max(1, config.max_bytes // n_banks), config.max_entries)
+
+
+def _choose_rungs(library: Library, trunk: Trunk, config: CacheConfig, codec: Codec) -> list[Rung]:
+    """Rungs in the order in which rows are offered to them, safest first."""
+    try:
+        tau = thresholds(config.tau, library.layers, trunk.depth)
+    except ValueError as error:
+        raise ConfigError(f"tau: {error}") from error
+    rungs: list[Rung] = []
+    if config.serves_exact and codec.is_lossless(next(trunk.module.parameters()).dtype):
+        rungs.append(Exact(library))
+    if tau:
+        rungs.append(Paper(library, tau) if config.mode == "paper" else Semantic(library, tau))
+    if not rungs:
+        raise ConfigError(
+            f"no rung is left: exact={config.serves_exact}, tau={config.tau}, compression={config.compression.name!r} "
+            "(lossless rungs do not serve states that compression changed); set tau, or compression 'none'"
+        )
+    return rungs

@@ -1,0 +1,47 @@
+"""What a fingerprint is made from, and what fingerprints that learn nothing have in common."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from llmcache.arrays import Floats
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What a fingerprint may read of a call, on the model's device.
+
+    Attributes:
+        hidden: States that enter a layer, (B, T, D); of layer 0, the embedding output.
+        content: Which tokens carry content (are neither special nor padding), bool (B, T).
+        ids: Token ids, int64 (B, T).
+        attention: Output of layer 0's self-attention (B, T, D), or None where the fingerprint does not read it.
+    """
+
+    hidden: Tensor
+    content: Tensor
+    ids: Tensor
+    attention: Tensor | None = None
+
+
+class Unlearned:
+    """A fingerprint that is ready at once and has nothing to save."""
+
+    reads_attention = False
+    fits_any_layer = False
+
+    @property
+    def n_fit(self) -> int:
+        """Nothing to learn."""
+        return 0
+
+    def fit(self, features: Floats) -> None:
+        """Nothing to learn."""
+
+    def state(self) -> dict[str, Floats]:
+        """Nothing to save."""
+        return {}
+
+    def restore(self, state: Mapping[str, Floats]) -> None:
+        """Nothing to take up."""

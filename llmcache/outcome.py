@@ -1,0 +1,41 @@
+"""What became of each request of one call."""
+
+from dataclasses import dataclass
+
+from llmcache.context import Call, Row
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One row of a call. Plain values only: it keeps no state of the model alive.
+
+    Attributes:
+        key: The row's own exact key, under which a miss is stored; "" when the call was bypassed before it was known.
+        rung: What served it: `exact`, `semantic`, `paper`, or None when it was computed.
+        layer: The deepest layer reused, or None.
+        source: Key of the stored request whose state was reused, or None.
+        similarity: To that request; of a row that was computed, to the nearest one found, over all searches made for
+            it. None when no search was made or nothing was there to be found.
+        bypassed: Why the cache was not used (`llmcache.bypass.CURES`), or None.
+    """
+
+    key: str = ""
+    rung: str | None = None
+    layer: int | None = None
+    source: str | None = None
+    similarity: float | None = None
+    bypassed: str | None = None
+
+
+def outcomes(call: Call) -> tuple[Outcome, ...]:
+    """What became of the rows of a call that was not bypassed, in their order."""
+    return tuple(_outcome(call, row) for row in call.rows)
+
+
+def _outcome(call: Call, row: Row) -> Outcome:
+    if row.refused:
+        return Outcome(row.key, bypassed=row.refused)
+    reuse = call.reused.get(row.number)
+    if reuse is None:
+        return Outcome(row.key, similarity=call.nearest.get(row.number))
+    return Outcome(row.key, reuse.rung, reuse.layer, reuse.key, reuse.similarity)

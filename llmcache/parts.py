@@ -1,0 +1,44 @@
+"""What a cache is made of, put together once and handed to those who serve calls with it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from llmcache.adapters import Trunk
+from llmcache.fingerprint import Fingerprint
+from llmcache.heads import Head
+from llmcache.library import Library
+from llmcache.payloads import Payload
+from llmcache.reuse import Rung
+from llmcache.stats import Counters
+from llmcache.weights import Weights
+
+
+@dataclass(slots=True)
+class Parts:
+    """What a call is served with.
+
+    Attributes:
+        trunk: What is hooked.
+        head: What reads the trunk's output.
+        payload: What of a state is kept.
+        library: What is remembered.
+        rungs: Ways to serve a row, in the order in which they are asked.
+        fingerprint: How requests are compared; None when nothing is reused approximately.
+        is_per_layer: Each layer's bank is searched with the fingerprint of the states that enter the layer.
+        attention: The first layer's self-attention where the fingerprint reads it, else None.
+        weights: What states depend on.
+        counters: What was done.
+    """
+
+    trunk: Trunk
+    head: Head
+    payload: Payload
+    library: Library
+    rungs: Sequence[Rung]
+    fingerprint: Fingerprint | None
+    is_per_layer: bool
+    attention: nn.Module | None
+    weights: Weights
+    counters: Counters = field(default_factory=Counters)

@@ -1,0 +1,99 @@
+"""What of a call is read on the host: its scope, its rows with their exact keys, and what fingerprints are made of.
+
+Sizes: B rows, T tokens, D hidden width.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llmcache.adapters import special_ids, vocabulary_size
+from llmcache.context import Call, Inputs, Row, Scope, read_rows, to_host
+from llmcache.fingerprint import View
+from llmcache.parts import Parts
+from llmcache.payloads import head_reads_padding
+
+
+class Reader:
+    """Reads the calls of one wrapped model. Thread-safe."""
+
+    def __init__(self, parts: Parts, tokenizer: Any = None) -> None:
+        """Prepare for calls.
+
+        Args:
+            parts: What calls are served with.
+            tokenizer: Names the special tokens; without one the config and the family do.
+        """
+        self._parts = parts
+        self._tokenizer = tokenizer
+        self._table: tuple[object, Tensor] | None = None
+        self._head_reads = _reads(parts)
+
+    def scope(self, call: Call, hidden: Tensor) -> Scope:
+        """Scope of a call whose first layer receives these hidden states (B, T, D)."""
+        dtype = str(hidden.dtype)
+        if torch.is_autocast_enabled(hidden.device.type):
+            dtype += f" autocast {torch.get_autocast_dtype(hidden.device.type)}"
+        attention = str(getattr(self._parts.trunk.config, "_attn_implementation", ""))
+        return Scope(call.namespace, self._parts.weights.digest(), dtype, attention)
+
+    def read(self, call: Call, hidden: Tensor) -> None:
+        """Everything that needs the host, in one transfer."""
+        ids, mask = call.arguments["input_ids"], call.arguments.get("attention_mask")
+        valid = None if mask is None else mask != 0
+        assert call.scope is not None
+        table = self._content_table(ids.device, call.scope.weights)
+        content = table[ids]
+        content = call.content = content if valid is None else content & valid
+        fingerprint = self._parts.fingerprint
+        features = None if fingerprint is None else fingerprint.features(View(hidden, content, ids, call.attention))
+        types, positions = call.arguments.get("token_type_ids"), call.arguments.get("position_ids")
+        inputs = Inputs(*to_host(ids, valid, types, positions, content.any(dim=1), features))
+        id_dtype = np.dtype(np.uint16 if len(table) <= 2**16 else np.int32)
+        call.rows = read_rows(call.scope, inputs, id_dtype, self._parts.trunk.adapter.is_guess)
+        call.features = None if self._parts.is_per_layer else inputs.features
+        for row in call.rows:
+            row.refused = self._refusal(row, inputs)
+            if row.refused:
+                self._parts.counters.bypass(row.refused, 1)
+        if fingerprint is not None and fingerprint.n_fit == 0:
+            layers = (0,) if self._parts.is_per_layer else self._parts.library.layers
+            call.fingerprints = dict.fromkeys(layers, fingerprint.project(inputs.features))
+
+    def read_layer(self, call: Call, layer: int, hidden: Tensor) -> None:
+        """Fingerprints of the states (B, T, D) that enter a later layer, in a transfer of their own."""
+        fingerprint = self._parts.fingerprint
+        assert fingerprint is not None and call.content is not None
+        (features,) = to_host(fingerprint.features(View(hidden, call.content, call.arguments["input_ids"])))
+        assert features is not None
+        call.fingerprints[layer] = fingerprint.project(features)
+
+    def _refusal(self, row: Row, inputs: Inputs) -> str:
+        if not inputs.has_content[row.number]:
+            return "no_content"
+        pad_id = getattr(self._parts.trunk.config, "pad_token_id", None)
+        ids = inputs.ids[row.number]
+        return "head_reads_padding" if head_reads_padding(self._head_reads, row.valid, ids, pad_id) else ""
+
+    def _content_table(self, device: torch.device, weights: str) -> Tensor:
+        """Bool (vocabulary,): whether a token carries content. Made anew when the weights, and so maybe it, changed."""
+        if self._table is None or self._table[0] != (device, weights):
+            with torch.inference_mode(False):
+                table = torch.ones(vocabulary_size(self._parts.trunk), dtype=torch.bool, device=device)
+                table[list(special_ids(self._parts.trunk, self._tokenizer))] = False
+            self._table = ((device, weights), table)
+            return table
+        return self._table[1]
+
+
+def _reads(parts: Parts) -> str:
+    """Which row a head reads by its place, whatever the mask says: `first`, `last`, or none of these."""
+    if (
+        parts.head.payload == "cls"
+        or parts.payload.name == "cls"
+        or getattr(parts.trunk.module, "pooler", None) is not None
+    ):
+        return "first"
+    return "last" if parts.head.name == "classifier" and parts.head.payload == "last" else ""

@@ -1,0 +1,72 @@
+"""What is known of one request, and the forms in which it is handed out."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmcache.context import Scope
+from llmcache.shelf import Place, Shelf
+from llmcache.stores import Entry
+
+KV = dict[int, tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A stored state, decoded: hidden rows (R, D) and the K/V (H, n, D_h) of the layers it stands for."""
+
+    hidden: Tensor
+    kv: KV
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """All that is held of one request, for saving and restoring.
+
+    Attributes:
+        key: Its exact key.
+        scope: Its scope.
+        ids: Its packed token ids.
+        dtype: Dtype of its states as the model made them.
+        entries: Encoded states by layer.
+        places: Where it is found.
+    """
+
+    key: str
+    scope: Scope
+    ids: bytes
+    dtype: torch.dtype
+    entries: dict[int, Entry]
+    places: tuple[Place, ...]
+
+
+class Request:
+    """What is known of one stored request besides its states."""
+
+    __slots__ = ("_places", "dtype", "ids", "scope")
+
+    def __init__(self, scope: Scope, ids: bytes, dtype: torch.dtype) -> None:
+        """A request that no index finds yet.
+
+        Args:
+            scope: Its scope.
+            ids: Its packed token ids.
+            dtype: Dtype of its states as the model made them.
+        """
+        self.scope = scope
+        self.ids = ids
+        self.dtype = dtype
+        self._places: tuple[Any, ...] = ()  # flat: a pair of its own would cost 70 bytes a request
+
+    @property
+    def places(self) -> tuple[tuple[Shelf, int], ...]:
+        """Shelves and slots where it is found."""
+        return tuple(zip(self._places[::2], self._places[1::2], strict=True))
+
+    @places.setter
+    def places(self, pairs: Iterable[tuple[Shelf, int]]) -> None:
+        self._places = tuple(chain.from_iterable(pairs))
