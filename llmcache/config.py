@@ -64,7 +64,9 @@ class CacheConfig(BaseModel):
         fingerprint: Vector that similarity is measured on: `mean`, `simhash` or `pca`.
         index: `flat` (exact), `refined` (bits first, then exact), `hnsw` (a graph, for more than some 100,000 entries),
             `binary` (for `simhash`), or `auto`: `binary` for `simhash`, else `refined`.
-        policy: Who leaves a full bank: `lru`, `lfu`, `fifo` or `ttl`.
+        policy: Who leaves a full bank: `lru`, `lfu`, `fifo`, `ttl` (`ttl_s`, seconds), `staleness` (matches that count
+            half after every `half_life_s` seconds), or `divergence` (checks a share `check_rate` of approximate reuses
+            by computing them; entries over `limit` leave at once).
         compression: Codec of stored states: `none`, `fp16` or `int8`.
         max_entries: Most entries a bank, or None.
         max_bytes: Budget in bytes of the states of all banks together; each bank gets an equal share. Fingerprints and

@@ -97,6 +97,7 @@ class Call:
         features: What the fingerprint reads, float32 (B, F0) on the host, or None when nothing is searched.
         fingerprints: float32 (B, F), or None.
         reused: Latest decision by row number.
+        doubted: Decisions that are not carried out: their rows are computed, and compared with the stored state.
         is_served: Every row takes its state at the last layer, so that all layers below are skipped.
         kv_cache: The caller's K/V cache object, or None.
         captured: Payloads to store: row number, then layer, then named tensors.
@@ -113,6 +114,7 @@ class Call:
     features: NDArray[np.float32] | None = None
     fingerprints: NDArray[np.float32] | None = None
     reused: dict[int, Reuse] = field(default_factory=dict)
+    doubted: dict[int, Reuse] = field(default_factory=dict)
     is_served: bool = False
     kv_cache: Any = None
     captured: dict[int, dict[int, dict[str, Tensor]]] = field(default_factory=dict)

@@ -236,6 +236,17 @@ class Library:
                 raise
         return len(stored) == len(encoded)
 
+    def should_check(self, key: str, layer: int) -> bool:
+        """Whether an approximate reuse is to be computed instead, and compared: the layer's policy decides."""
+        with self._lock:
+            return self.banks[layer].should_check(key)
+
+    def checked(self, key: str, layer: int, divergence: float) -> None:
+        """Note how a check came out, 1 - cosine of fresh and stored state, and let go of what must leave for it."""
+        with self._lock:
+            self.banks[layer].checked(key, divergence)
+            self._expire()
+
     def purge(self, namespace: str) -> int:
         """Forget every request of a namespace and return how many there were."""
         with self._lock:

@@ -20,6 +20,8 @@ class Stats:
         hits: Hits by rung.
         hits_by_layer: Hits by the deepest layer reused.
         n_misses: Rows computed in full and eligible to be stored.
+        n_revalidated: Rows that could have been reused approximately, and were computed to check the entry (policy
+            `divergence`): neither hits nor misses, and not stored.
         bypassed: Rows computed as if there were no cache, by reason (`llmcache.bypass.CURES`); decode steps here.
         n_layers_skipped: Layer executions saved, summed over rows.
         n_entries: Entries by layer.
@@ -36,6 +38,7 @@ class Stats:
     hits: dict[str, int] = field(default_factory=dict)
     hits_by_layer: dict[int, int] = field(default_factory=dict)
     n_misses: int = 0
+    n_revalidated: int = 0
     bypassed: dict[str, int] = field(default_factory=dict)
     n_layers_skipped: int = 0
     n_entries: dict[int, int] = field(default_factory=dict)
@@ -106,6 +109,12 @@ class Counters:
         if is_first:
             logger.warning("llmcache: a state is larger than its bank's budget and was not stored; raise max_bytes")
 
+    def revalidated(self, n_rows: int) -> None:
+        """Count rows that were computed to check an entry."""
+        with self._lock:
+            self._totals["requests"] += n_rows
+            self._totals["revalidated"] += n_rows
+
     def call(self, hits: list[tuple[str, int]], n_misses: int, skipped: int, lookup_s: float, storing_s: float) -> None:
         """Count one forward.
 
@@ -133,6 +142,7 @@ class Counters:
                 hits=dict(self._hits),
                 hits_by_layer=dict(self._hits_by_layer),
                 n_misses=self._totals["misses"],
+                n_revalidated=self._totals["revalidated"],
                 bypassed=dict(self._bypassed),
                 n_layers_skipped=self._totals["skipped"],
                 lookup_ms=self._lookup_s * 1e3,
