@@ -61,6 +61,11 @@ class Bank:
         """Tell the policy how such a check came out: 1 - cosine of the fresh state and the stored one."""
         self._policy.on_check(key, divergence)
 
+    def repack(self, pack: Callable[[Entry], Entry]) -> None:
+        """Replace each entry by what `pack` makes of it, no larger. Ranks stay: the policy is not told."""
+        for key in self.keys():
+            self._store[key] = pack(self._store[key])
+
     def fits(self, entry: Entry) -> bool:
         """Whether the entry could be held at all. Larger than the whole bank is refused, not an eviction storm."""
         return entry.nbytes <= self.max_bytes

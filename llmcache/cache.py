@@ -147,10 +147,12 @@ class LLMCache:
             n_evicted={layer: bank.n_evicted for layer, bank in library.banks.items()},
             n_stored=len(library),
             nbytes=library.nbytes,
+            reconstruction_error={n: packer.loss.relative_error for n, packer in library.packers.items()},
+            reconstruction_distance={n: packer.loss.cosine_distance for n, packer in library.packers.items()},
         )
 
     def clear(self) -> None:
-        """Forget all entries; counters and what the fingerprint learned stay."""
+        """Forget all entries; counters and what fingerprint and codecs learned stay."""
         self._parts.library.clear()
 
     def purge(self, *, namespace: str) -> int:
@@ -209,7 +211,7 @@ def _assemble(model: nn.Module, config: CacheConfig) -> Parts:
     searched_by = None if config.tau is None else fingerprint
     library = Library(
         {layer: _make_bank(trunk, config, len(layers)) for layer in layers},
-        codec,
+        lambda: config.compression.build(CODECS, "compression"),
         searched_by,
         lambda dim: config.index_component.build(INDEXES, "index", dim),
         by_length=not payload.fits_any_length,

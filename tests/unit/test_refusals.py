@@ -108,7 +108,7 @@ def test_one_vector_serves_the_last_layer_only() -> None:
         ({"index": "annoy", "tau": 0.9}, ["index", "'annoy'", "binary, flat, hnsw"]),
         ({"index": {"name": "flat", "trees": 3}, "tau": 0.9}, ["index", "flat", "trees"]),
         ({"fingerprint": {"name": "pca", "size": 3}, "tau": 0.9}, ["fingerprint", "pca", "size"]),
-        ({"compression": "zip"}, ["compression", "'zip'", "fp16, int8, none"]),
+        ({"compression": "zip"}, ["compression", "'zip'", "autoencoder, fp16, int8, none, pca"]),
         ({"fingerprint": "bag"}, ["fingerprint", "'bag'", "mean", "pca", "simhash"]),
         ({"mode": "magic"}, ["mode", "'magic'", "semantic"]),
         ({"payload": "max"}, ["payload", "'max'", "cls"]),
@@ -140,6 +140,11 @@ def test_one_vector_serves_the_last_layer_only() -> None:
         ({"fingerprint": "simhash", "index": "flat", "tau": 0.9}, ["simhash", "binary"]),
         ({"exact": False}, ["no rung", "exact=False", "tau"]),
         ({"compression": "int8"}, ["no rung", "'int8'", "tau"]),
+        ({"compression": "pca"}, ["no rung", "'pca'", "tau"]),
+        ({"compression": {"name": "pca", "dim": 0}}, ["compression", "dim=0", "at least 1"]),
+        ({"compression": {"name": "pca", "dim": 8, "fit_on": 8}}, ["compression", "fit_on=8", "raise fit_on"]),
+        ({"compression": {"name": "autoencoder", "epochs": 0}}, ["compression", "epochs=0", "at least 1"]),
+        ({"compression": {"name": "autoencoder", "width": 9}}, ["compression", "autoencoder", "width"]),
     ],
 )
 def test_wrong_settings(settings: dict[str, Any], parts: list[str]) -> None:
