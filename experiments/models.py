@@ -76,8 +76,8 @@ def load(
         model, report = getattr(transformers, auto).from_pretrained(source, output_loading_info=True, **config)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
-            f"model: {name!r} could not be loaded; give {MINILM!r}, a folder with config.json, weights and tokenizer, a "
-            f"name that `llmcache prepare` made, or a hub name that can be reached: {str(error).splitlines()[0]}"
+            f"model: {name!r} could not be loaded; give {MINILM!r}, a folder with config.json, weights and tokenizer, "
+            f"a name that `llmcache prepare` made, or a hub name that can be reached: {str(error).splitlines()[0]}"
         ) from error
     if kind != "states" and not is_new_head and report["missing_keys"]:
         missing = ", ".join(sorted(report["missing_keys"]))

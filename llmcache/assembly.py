@@ -44,7 +44,7 @@ def assemble(model: nn.Module, config: CacheConfig) -> Parts:
     searched_by = None if config.tau is None else fingerprint
     library = Library(
         {layer: _make_bank(trunk, config, len(layers)) for layer in layers},
-        codec,
+        lambda: config.compression.build(CODECS, "compression"),
         searched_by,
         lambda dim: config.index_component.build(INDEXES, "index", dim),
         by_length=not payload.fits_any_length,

@@ -53,6 +53,19 @@ class Bank:
         """Tell the policy that the entry served a request."""
         self._policy.on_hit(key)
 
+    def should_check(self, key: str) -> bool:
+        """Whether the policy wants a reuse of the entry computed and compared."""
+        return self._policy.should_check(key)
+
+    def checked(self, key: str, divergence: float) -> None:
+        """Tell the policy how such a check came out: 1 - cosine of the fresh state and the stored one."""
+        self._policy.on_check(key, divergence)
+
+    def repack(self, pack: Callable[[Entry], Entry]) -> None:
+        """Replace each entry by what `pack` makes of it, no larger. Ranks stay: the policy is not told."""
+        for key in self.keys():
+            self._store[key] = pack(self._store[key])
+
     def fits(self, entry: Entry) -> bool:
         """Whether the entry could be held at all. Larger than the whole bank is refused, not an eviction storm."""
         return entry.nbytes <= self.max_bytes

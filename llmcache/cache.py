@@ -135,6 +135,8 @@ class LLMCache:
             n_evicted={layer: bank.n_evicted for layer, bank in library.banks.items()},
             n_stored=len(library),
             nbytes=library.nbytes,
+            reconstruction_error={n: packer.loss.relative_error for n, packer in library.packers.items()},
+            reconstruction_distance={n: packer.loss.cosine_distance for n, packer in library.packers.items()},
         )
 
     @property
@@ -152,7 +154,7 @@ class LLMCache:
         return self._flow.last
 
     def clear(self) -> None:
-        """Forget all entries; counters and what the fingerprint learned stay."""
+        """Forget all entries; counters and what fingerprint and codecs learned stay."""
         self._parts.library.clear()
 
     def purge(self, *, namespace: str) -> int:

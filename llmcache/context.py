@@ -105,6 +105,7 @@ class Call:
         fingerprints: What each layer's bank is searched with, float32 (B, F), by layer; empty when nothing is searched.
         nearest: Similarity of the nearest stored request that a search found, by row number.
         reused: Latest decision by row number.
+        doubted: Decisions that are not carried out: their rows are computed, and compared with the stored state.
         is_served: Every row takes its state at the last layer, so that all layers below are skipped.
         kv_cache: The caller's K/V cache object, or None.
         captured: Payloads to store: row number, then layer, then named tensors.
@@ -125,6 +126,7 @@ class Call:
     fingerprints: dict[int, Floats] = field(default_factory=dict)
     nearest: dict[int, float] = field(default_factory=dict)
     reused: dict[int, Reuse] = field(default_factory=dict)
+    doubted: dict[int, Reuse] = field(default_factory=dict)
     is_served: bool = False
     kv_cache: Any = None
     captured: dict[int, dict[int, dict[str, Tensor]]] = field(default_factory=dict)

@@ -3,7 +3,7 @@
     opened   -> may this call use the cache at all?
     layer 0  -> rows and exact keys, fingerprint, then the rungs decide
     layer l  -> rows to compute are computed, stored states put in, misses captured
-    closed   -> misses stored, counters updated
+    closed   -> doubted states compared, misses stored, counters updated
 
 Trouble here costs speed, never correctness: a failing lookup or store is counted, logged once, and computed around.
 """
@@ -24,6 +24,7 @@ from llmcache.context import Call, Reuse, Row
 from llmcache.hooks import LayerSwap
 from llmcache.outcome import Outcome, outcomes
 from llmcache.parts import Parts
+from llmcache.payloads import cosine_distance
 from llmcache.reading import Reader
 from llmcache.reuse.runner import Runner
 
@@ -119,6 +120,7 @@ class Flow:
             return
         started = perf_counter()
         self._thread.last = outcomes(call)
+        self._check(call)
         self._store(call)
         self._count(call, perf_counter() - started)
 
@@ -181,7 +183,11 @@ class Flow:
             if not rung.asks_at(number):
                 continue
             started = perf_counter()
-            rows = [row for row in call.active_rows if _is_open(call.reused.get(row.number), number)]
+            rows = [
+                row
+                for row in call.active_rows
+                if _is_open(call.reused.get(row.number), number) and row.number not in call.doubted
+            ]
             try:
                 decided = rung.decide(call, rows, number) if rows else []
             except Exception as error:
@@ -189,6 +195,8 @@ class Flow:
                 decided = []
             if decided and not can_select_rows(swap.arguments, args, kwargs, call.n_rows):
                 decided = []  # rows could not be taken out of the batch safely
+            if not rung.is_lossless:
+                decided = self._doubt(call, decided)
             call.reused |= {reuse.row: reuse for reuse in decided}
             call.is_served = len(call.reused) == call.n_rows and all(
                 reuse.layer == self._last for reuse in call.reused.values()
@@ -204,6 +212,17 @@ class Flow:
         except Exception as error:
             self._parts.counters.error("take a layer's fingerprint", error)
         call.lookup_s += perf_counter() - started
+
+    def _doubt(self, call: Call, decided: list[Reuse]) -> list[Reuse]:
+        """Set aside what is to be checked: those rows are computed as if nothing had been found. Returns the others."""
+        try:
+            for reuse in decided:
+                # A row that stands on another request's state would compute nothing to compare with.
+                if reuse.row not in call.reused and self._parts.library.should_check(reuse.key, reuse.layer):
+                    call.doubted[reuse.row] = reuse
+        except Exception as error:
+            self._parts.counters.error("choose what to check", error)
+        return [reuse for reuse in decided if reuse.row not in call.doubted]
 
     def _try_to_capture(self, call: Call, number: int, hidden: Tensor) -> None:
         try:
@@ -234,6 +253,21 @@ class Flow:
             "values": torch.stack([layer.values[row.number][:, row.valid] for layer in layers]),
         }
 
+    def _check(self, call: Call) -> None:
+        """Compare what doubted rows computed with what they would have got. They are not stored: a stored one is near.
+
+        A row may be missing from what was captured, if that failed.
+        """
+        for number, reuse in call.doubted.items():
+            fresh = call.captured.pop(number, None)
+            try:
+                if fresh is not None:
+                    divergence = cosine_distance(fresh[reuse.layer]["hidden"], reuse.entry)
+                    self._parts.library.checked(reuse.key, reuse.layer, divergence)
+            except Exception as error:
+                self._parts.counters.error("check a reuse", error)
+        self._parts.counters.revalidated(len(call.doubted))
+
     def _store(self, call: Call) -> None:
         assert call.scope is not None
         for number, states in call.captured.items():
@@ -247,7 +281,7 @@ class Flow:
 
     def _count(self, call: Call, storing_s: float) -> None:
         hits = [(reuse.rung, reuse.layer) for reuse in call.reused.values()]
-        n_misses = sum(row.number not in call.reused for row in call.active_rows)
+        n_misses = sum(row.number not in call.reused and row.number not in call.doubted for row in call.active_rows)
         self._parts.counters.call(hits, n_misses, call.n_skipped, call.lookup_s, storing_s)
 
     def _bypass(self, reason: str, n_rows: int) -> None:

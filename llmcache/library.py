@@ -16,6 +16,7 @@ from torch import Tensor
 from llmcache.arrays import Floats
 from llmcache.bank import Bank
 from llmcache.compression import Codec
+from llmcache.compression.packer import Packer
 from llmcache.context import Row, Scope
 from llmcache.fingerprint import Fingerprint
 from llmcache.index import Index
@@ -31,7 +32,7 @@ class Library:
     def __init__(
         self,
         banks: Mapping[int, Bank],
-        codec: Codec,
+        make_codec: Callable[[], Codec],
         fingerprint: Fingerprint | None = None,
         make_index: Callable[[int], Index] | None = None,
         by_length: bool = False,
@@ -41,14 +42,14 @@ class Library:
 
         Args:
             banks: By layer, at least one.
-            codec: Encodes states before they are stored.
+            make_codec: Makes one for each layer, which encodes states before they are stored.
             fingerprint: Projects features to search vectors; None when nothing is searched.
             make_index: `dim -> empty index`; needed with a fingerprint.
             by_length: Requests of different lengths never find each other.
             by_layer: Each layer is searched by itself, as the paper does.
         """
         self.banks = dict(sorted(banks.items()))
-        self.codec = codec
+        self.packers = {layer: Packer(make_codec()) for layer in self.banks}
         self.fingerprint = fingerprint
         self._by_length = by_length
         self._by_layer = by_layer
@@ -80,7 +81,8 @@ class Library:
         """Whether the request's states come back bit for bit."""
         with self._lock:
             request = self._requests.get(key)
-            return request is not None and self.codec.is_lossless(request.dtype)
+            codecs = (packer.codec for packer in self.packers.values())
+            return request is not None and all(codec.is_lossless(request.dtype) for codec in codecs)
 
     def held(self, key: str) -> list[int]:
         """Layers whose bank holds a state of the request."""
@@ -123,7 +125,7 @@ class Library:
             for served_by in self.layers if with_kv and not is_single else (layer,):
                 if served_by <= layer:  # banks that gave K/V served the request too
                     self.banks[served_by].used(key)
-        return State(self.codec.decode("hidden", entry.tensors, request.dtype), kv)
+        return State(self.packers[layer].unpack("hidden", entry, request.dtype), kv)
 
     def put(
         self,
@@ -133,7 +135,7 @@ class Library:
         features: Floats | None = None,
         vectors: Mapping[int, Floats] | None = None,
     ) -> bool:
-        """Store a request's states and let it be found.
+        """Store a request's states and let it be found. A codec that has seen enough by now is fitted meanwhile.
 
         Args:
             scope: Its scope.
@@ -146,8 +148,8 @@ class Library:
         Returns:
             False when a state is larger than its bank and was left out.
         """
-        encoded = {layer: self._encode(tensors) for layer, tensors in states.items()}
         with self._lock:
+            encoded = {layer: self.packers[layer].pack(tensors) for layer, tensors in states.items()}
             stored = [layer for layer, entry in encoded.items() if self.banks[layer].fits(entry)]
             if not stored:
                 return False
@@ -161,10 +163,23 @@ class Library:
                     self.banks[layer].put(row.key, encoded[layer], partial(self._let_go, layer=layer))
                 if vectors or features is not None:
                     self._shelve(request, row, features, vectors, stored)
+                for layer in stored:
+                    self._learn(row.key, layer, encoded[layer])
             except Exception:
                 self._forget(row.key)  # half a request must not be found
                 raise
         return len(stored) == len(encoded)
+
+    def should_check(self, key: str, layer: int) -> bool:
+        """Whether an approximate reuse is to be computed instead, and compared: the layer's policy decides."""
+        with self._lock:
+            return self.banks[layer].should_check(key)
+
+    def checked(self, key: str, layer: int, divergence: float) -> None:
+        """Note how a check came out, 1 - cosine of fresh and stored state, and let go of what must leave for it."""
+        with self._lock:
+            self.banks[layer].checked(key, divergence)
+            self._expire()
 
     def purge(self, namespace: str) -> int:
         """Forget every request of a namespace and return how many there were."""
@@ -172,14 +187,16 @@ class Library:
             keys = [key for key, request in self._requests.items() if request.scope.namespace == namespace]
             for key in keys:
                 self._forget(key)
+                self._unlearn(key)
             self._shelves.purge(namespace)
             return len(keys)
 
     def clear(self) -> None:
-        """Forget everything but what the fingerprint learned."""
+        """Forget everything but what fingerprint and codecs learned."""
         with self._lock:
             for key in list(self._requests):
                 self._forget(key)
+                self._unlearn(key)
             self._shelves.clear()
 
     def records(self) -> list[Record]:
@@ -204,15 +221,20 @@ class Library:
             request = self._requests[record.key] = Request(record.scope, record.ids, record.dtype)
             for layer, entry in record.entries.items():
                 self.banks[layer].put(record.key, entry, partial(self._let_go, layer=layer))
+                self._learn(record.key, layer, entry)
             for place in record.places:
                 self._shelves.place(record.key, request, place)
 
-    def _encode(self, tensors: Mapping[str, Tensor]) -> Entry:
-        with torch.inference_mode(False), torch.no_grad():
-            encoded: dict[str, Tensor] = {}
-            for name, tensor in tensors.items():
-                encoded |= self.codec.encode(name, tensor)
-            return Entry(encoded)
+    def _learn(self, key: str, layer: int, entry: Entry) -> None:
+        """Show a stored entry to its layer's codec. Once that is fitted, what is held so far is packed, too."""
+        packer = self.packers[layer]
+        if packer.learn(key, entry):
+            self.banks[layer].repack(packer.repack)
+
+    def _unlearn(self, key: str) -> None:
+        """Have no codec fitted on a request that was forgotten on demand; one that was evicted may still serve."""
+        for packer in self.packers.values():
+            packer.forget(key)
 
     def _read_kv(self, key: str, layer: int, is_single: bool, dtype: torch.dtype) -> KV | None:
         """K/V of the layers that a reuse at `layer` skips; each entry holds those since the stored layer below it."""
@@ -225,7 +247,7 @@ class Library:
             entry = self.banks[stored].read(key)
             if entry is None or "keys" not in entry.tensors:
                 return None
-            keys, values = (self.codec.decode(name, entry.tensors, dtype) for name in ("keys", "values"))
+            keys, values = (self.packers[stored].unpack(name, entry, dtype) for name in ("keys", "values"))
             first = stored + 1 - len(keys)
             kv |= {first + i: pair for i, pair in enumerate(zip(keys, values, strict=True))}
         return kv

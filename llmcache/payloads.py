@@ -126,5 +126,11 @@ def head_reads_padding(reads: str, valid: Positions, ids: NDArray[np.int64], pad
     return False
 
 
+def cosine_distance(x: Tensor, y: Tensor) -> float:
+    """Mean over rows of 1 - cosine, 0 to 2, of two payloads (R, D) on any devices; a row of zeros is 1 from all."""
+    cosine = torch.nn.functional.cosine_similarity(x.double(), y.to(x.device).double(), dim=-1)
+    return max(0.0, 1.0 - float(cosine.mean()))  # rounding may put a cosine over 1
+
+
 def _index(valid: Positions, like: Tensor) -> slice | Tensor:
     return valid if isinstance(valid, slice) else torch.as_tensor(valid, device=like.device)

@@ -2,12 +2,13 @@
 
     manifest.json               settings, weights digest, scopes, names and SHA-256 of the files below
     requests-<id>.safetensors   keys, token ids, fingerprints
-    states-<id>.safetensors     entries, stacked by layer and shape
+    states-<id>.safetensors     entries, stacked by layer and shape, and what each layer's codec learned
 
 The manifest is replaced last and in one step, so a save that is cut short leaves the earlier one whole. What is read is
-checked against the manifest's hashes before it is used. Order of arrival survives; recency, counts of use and ages do
-not: what has expired is not saved, and the rest begins a new life. Requests saved before a fingerprint was fitted serve
-exact repeats, but are not found by others.
+checked against the manifest's hashes before it is used. Order of arrival survives; recency, counts of use, scores,
+divergences and ages do not: what has expired is not saved, and the rest begins a new life. Requests saved before a
+fingerprint was fitted serve exact repeats, but are not found by others. A codec that was not fitted yet goes on with
+the entries that were saved. What was measured (counters, reconstruction errors) is not saved.
 """
 
 import hashlib
@@ -77,7 +78,10 @@ def save(library: Library, weights: str, config: CacheConfig, special_ids: Itera
     folder = Path(folder)
     records = [record for record in library.records() if record.scope.weights == weights]
     scopes = list(dict.fromkeys(record.scope for record in records))
-    parts = {"requests": _pack_requests(records, scopes, library), "states": _pack_states(records)}
+    parts = {
+        "requests": _pack_requests(records, scopes, library),
+        "states": _pack_states(records) | _pack_codecs(library),
+    }
     tag = uuid.uuid4().hex[:12]
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -159,6 +163,11 @@ def restore(library: Library, weights: str, manifest: Manifest, folder: str | Pa
         if library.fingerprint is not None:
             learned = {name[12:]: t.numpy() for name, t in parts["requests"].items() if name.startswith("fingerprint.")}
             library.fingerprint.restore(learned)
+        for layer, packer in library.packers.items():
+            prefix = f"{layer}/codec/"
+            packer.codec.restore(
+                {name.removeprefix(prefix): t for name, t in parts["states"].items() if name.startswith(prefix)}
+            )
         for record in _unpack(parts["requests"], parts["states"], scopes):
             library.adopt(record)
     except (KeyError, IndexError, ValueError, RuntimeError) as error:
@@ -197,6 +206,15 @@ def _pack_states(records: list[Record]) -> dict[str, Tensor]:
         for name in members[0][1].tensors:
             packed[f"{layer}/{g}/state/{name}"] = torch.stack([entry.tensors[name].cpu() for _, entry in members])
     return packed
+
+
+def _pack_codecs(library: Library) -> dict[str, Tensor]:
+    """What codecs learned. Taken after the records: an entry that is packed needs its codec, a plain one does not."""
+    return {
+        f"{layer}/codec/{name}": tensor.cpu().contiguous()
+        for layer, packer in library.packers.items()
+        for name, tensor in packer.codec.state().items()
+    }
 
 
 def _unpack(requests: dict[str, Tensor], states: dict[str, Tensor], scopes: list[Scope]) -> Iterable[Record]:

@@ -16,9 +16,9 @@ from experiments.data.wikitext import UNK
 _SPAN = re.compile(r"(?:[A-Z][\w'-]+|\d[\d,.]*\d)(?: (?:of |the |de )?(?:[A-Z][\w'-]+|\d[\d,.]*\d))*")
 _SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z\"])")
 _COMMON_WORDS = """
-The This That These Those There Their They Then Thus When Where While Which What Who With Within Without His Her He She It
-Its In On At By For From After Before During Although However Some Many Most Other Another Both One Two Three As An And But
-Not No Despite Since Until Under Over Also Because If To Of Each All Only Once Later Such Additionally
+The This That These Those There Their They Then Thus When Where While Which What Who With Within Without His Her He She
+It Its In On At By For From After Before During Although However Some Many Most Other Another Both One Two Three As An
+And But Not No Despite Since Until Under Over Also Because If To Of Each All Only Once Later Such Additionally
 """
 _COMMON = frozenset(_COMMON_WORDS.split())
 FEWEST_WORDS, MOST_WORDS = 60, 220

@@ -10,8 +10,8 @@ class TaskSettings(Section):
 
     Attributes:
         name: A key of `experiments.tasks.TASKS`.
-        model: `minilm` (all-MiniLM-L6-v2 from its package), a local folder, the name of a prepared model, or a name on the
-            Hugging Face hub.
+        model: `minilm` (all-MiniLM-L6-v2 from its package), a local folder, the name of a prepared model, or a name on
+            the Hugging Face hub.
         limit: Ask that many requests only, from the beginning of the data.
     """
 

@@ -14,7 +14,7 @@ def command(
     seq_len: Annotated[int, typer.Option(min=4, help="Tokens a request.")] = 128,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows a call.")] = 8,
     payload: Annotated[str, typer.Option(help="What entries keep: cls, last, mean or sequence.")] = "cls",
-    compression: Annotated[str, typer.Option(help="Codec: none, fp16 or int8.")] = "fp16",
+    compression: Annotated[str, typer.Option(help="Codec: none, fp16, int8, pca or autoencoder.")] = "fp16",
     fingerprint: Annotated[
         str, typer.Option(help="mean, simhash (leaves the fingerprint out of the figure) or pca.")
     ] = "simhash",

@@ -13,6 +13,7 @@ class Rung(Protocol):
     """One way to serve rows from what is stored."""
 
     name: str
+    is_lossless: bool  # whether what it serves is what the row would have computed; otherwise it may be checked
 
     def asks_at(self, layer: int) -> bool:
         """Whether rows are to be decided before this layer runs."""

@@ -10,6 +10,7 @@ class Exact:
     """Serves a request from its own stored state, at the deepest layer that is still held."""
 
     name = "exact"
+    is_lossless = True
 
     def __init__(self, library: Library) -> None:
         """Look in `library`."""

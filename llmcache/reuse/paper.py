@@ -22,6 +22,7 @@ class Paper:
     """Serves each layer from its own bank, or computes it."""
 
     name = "paper"
+    is_lossless = False
 
     def __init__(self, library: Library, tau: Mapping[int, float]) -> None:
         """Look in `library`, with a threshold by layer."""

@@ -17,6 +17,7 @@ class Semantic:
     """Serves a request from its nearest stored neighbour when that is near enough."""
 
     name = "semantic"
+    is_lossless = False
 
     def __init__(self, library: Library, tau: Mapping[int, float]) -> None:
         """Look in `library`, with a threshold by layer."""

@@ -10,7 +10,9 @@ from llmcache.compression import CODECS, Codec, Half, Int8
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 # Largest relative error of a value that is neither subnormal nor out of range, for values about as large as their row.
-TOLERANCE = {"none": 0.0, "fp16": 2.0**-11, "int8": 1.0001 / 254}
+# PCA keeps all its axes here, so that only rounding is left; an autoencoder gives no bound.
+TOLERANCE = {"none": 0.0, "fp16": 2.0**-11, "int8": 1.0001 / 254, "pca": 2.0**-9, "autoencoder": float("inf")}
+LEARNED = [name for name, codec in CODECS.items() if codec().n_fit]
 
 
 @pytest.fixture(params=sorted(CODECS))
@@ -18,22 +20,30 @@ def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+def ready(name: str, width: int = 8) -> Codec:
+    """A codec that packs rows of this width, as well as it can."""
+    codec = CODECS[name](**({"dim": width, "fit_on": 4 * width} if name in LEARNED else {}))
+    if codec.n_fit:
+        codec.fit(torch.randn(codec.n_fit, width))
+    return codec
+
+
 @pytest.fixture
 def codec(name: str) -> Codec:
-    return CODECS[name]()
+    return ready(name)
 
 
 def there_and_back(codec: Codec, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    return codec.decode("h", codec.encode("h", x), dtype or x.dtype)
+    return codec.decode("hidden", codec.encode("hidden", x), dtype or x.dtype)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("shape", [(5,), (3, 4, 7), (1, 1), (0, 6)])
-def test_shape_type_and_value_come_back(name: str, codec: Codec, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_shape_type_and_value_come_back(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     x = (torch.randn(shape) + 3).to(dtype)
-    back = there_and_back(codec, x)
+    back = there_and_back(ready(name, shape[-1]), x)
     assert back.dtype == dtype and back.shape == x.shape
-    narrow = torch.finfo(dtype).eps if name == "int8" else 0.0  # the result is rounded once more
+    narrow = torch.finfo(dtype).eps if name in ("int8", "pca") else 0.0  # the result is rounded once more
     limit = (TOLERANCE[name] + narrow) * (x.double().abs().amax() if x.numel() else 0)
     assert ((back.double() - x.double()).abs() <= limit).all()
 
@@ -48,17 +58,37 @@ def test_lossless_means_bit_for_bit(codec: Codec, dtype: torch.dtype) -> None:
     assert is_equal == codec.is_lossless(dtype)
 
 
+@pytest.mark.parametrize("name", LEARNED)
+def test_what_is_plain_until_fitted_is_not_called_lossless(name: str) -> None:
+    """A cache must not serve as exact today what it packs tomorrow."""
+    codec = CODECS[name](dim=2, fit_on=4)
+    x = torch.randn(3, 8)
+    assert torch.equal(there_and_back(codec, x), x)
+    assert not codec.is_lossless(x.dtype)
+    early = codec.encode("hidden", x)
+    codec.fit(torch.randn(4, 8))
+    assert torch.equal(codec.decode("hidden", early, x.dtype), x)
+
+
+def test_state_restores(name: str, codec: Codec) -> None:
+    x = torch.randn(3, 8)
+    fresh = CODECS[name](**({"dim": 8, "fit_on": 32} if name in LEARNED else {}))
+    fresh.restore(codec.state())
+    assert fresh.n_fit == 0
+    assert torch.equal(there_and_back(fresh, x), there_and_back(codec, x))
+
+
 def test_who_is_lossless() -> None:
     table = {name: [dtype for dtype in FLOATS if codec().is_lossless(dtype)] for name, codec in CODECS.items()}
-    assert table == {"none": FLOATS, "fp16": [torch.float16], "int8": []}
+    assert table == {"none": FLOATS, "fp16": [torch.float16], "int8": [], "pca": [], "autoencoder": []}
 
 
 def test_names_begin_with_the_name(codec: Codec) -> None:
     first, second = torch.randn(2, 8), torch.randn(2, 8)
-    both = codec.encode("h", first) | codec.encode("k", second)
-    assert {name.split(".")[0] for name in both} == {"h", "k"}
-    for name, x in ("h", first), ("k", second):
-        assert torch.equal(codec.decode(name, both, x.dtype), there_and_back(codec, x))
+    both = codec.encode("hidden", first) | codec.encode("keys", second)
+    assert {name.split(".")[0] for name in both} == {"hidden", "keys"}
+    for name, x in ("hidden", first), ("keys", second):
+        assert torch.equal(codec.decode(name, both, x.dtype), codec.decode(name, codec.encode(name, x), x.dtype))
     with pytest.raises(KeyError):
         codec.decode("v", both, torch.float32)
 
@@ -66,10 +96,10 @@ def test_names_begin_with_the_name(codec: Codec) -> None:
 def test_the_callers_tensors_stay_his(codec: Codec) -> None:
     x = torch.randn(3, 8, requires_grad=True)
     kept = x.detach().clone()
-    tensors = codec.encode("h", x)
+    tensors = codec.encode("hidden", x)
     assert not any(part.requires_grad for part in tensors.values())
     parts = {name: part.clone() for name, part in tensors.items()}
-    codec.decode("h", tensors, torch.bfloat16)
+    codec.decode("hidden", tensors, torch.bfloat16)
     assert torch.equal(x.detach(), kept)
     assert all(torch.equal(part, parts[name]) for name, part in tensors.items())
 
@@ -82,7 +112,7 @@ def test_rows_may_lie_anywhere(codec: Codec) -> None:
 @pytest.mark.parametrize("x", [torch.arange(4), torch.tensor([True]), torch.zeros(2, dtype=torch.complex64)])
 def test_only_floats_are_packed(codec: Codec, x: Tensor) -> None:
     with pytest.raises(ValueError, match=str(x.dtype)):
-        codec.encode("h", x)
+        codec.encode("hidden", x)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -100,7 +130,10 @@ def test_half_passes_its_own_type_untouched() -> None:
 
 def test_half_halves_and_int8_quarters() -> None:
     x = torch.randn(4, 768)
-    nbytes = {name: sum(part.nbytes for part in codec().encode("h", x).values()) for name, codec in CODECS.items()}
+    nbytes = {
+        name: sum(part.nbytes for part in CODECS[name]().encode("hidden", x).values())
+        for name in ("none", "fp16", "int8")
+    }
     assert nbytes == {"none": x.nbytes, "fp16": x.nbytes // 2, "int8": x.nbytes // 4 + 4 * 4}
 
 
@@ -128,15 +161,15 @@ def test_int8_keeps_its_bound_between_two_steps() -> None:
 def test_int8_keeps_its_bound_at_any_scale() -> None:
     x = torch.randn(84, 16) * 10.0 ** torch.arange(-46, 38)[:, None]
     check_bound(x)
-    scale = Int8().encode("h", x)["h.scale"]
+    scale = Int8().encode("hidden", x)["hidden.scale"]
     assert (scale > 0).all() and scale.isfinite().all()  # none divides zero by zero
 
 
 def test_int8_scales_each_row_alone() -> None:
     x = torch.randn(4, 16) * torch.tensor([[1e-6], [1.0], [1e6], [0.0]])
-    parts = Int8().encode("h", x)
-    assert parts["h"].dtype == torch.int8 and parts["h.scale"].shape == (4, 1)
-    assert parts["h.scale"].dtype == torch.float32
+    parts = Int8().encode("hidden", x)
+    assert parts["hidden"].dtype == torch.int8 and parts["hidden.scale"].shape == (4, 1)
+    assert parts["hidden.scale"].dtype == torch.float32
     check_bound(x)
     back = there_and_back(Int8(), x)
     assert torch.equal(back[3], x[3])
@@ -152,19 +185,23 @@ def test_int8_does_not_round_over_the_end() -> None:
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_int8_refuses_what_is_not_finite(value: float, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("name", ["int8", *LEARNED])
+def test_what_is_not_finite_is_refused(name: str, value: float, dtype: torch.dtype) -> None:
     x = torch.ones(2, 3, dtype=dtype)
     x[1, 2] = value
-    with pytest.raises(ValueError, match=str(value)):
-        Int8().encode("h", x)
+    for codec in CODECS[name](), ready(name, 3):  # before a fit and after it
+        with pytest.raises(ValueError, match=str(value)):
+            codec.encode("hidden", x)
 
 
-def test_int8_refuses_what_float32_cannot_hold() -> None:
+@pytest.mark.parametrize("name", ["int8", *LEARNED])
+def test_what_float32_cannot_hold_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="finite in float32"):
-        Int8().encode("h", torch.tensor([1e300], dtype=torch.float64))
+        CODECS[name]().encode("hidden", torch.tensor([1e300], dtype=torch.float64))
 
 
 @pytest.mark.parametrize("x", [torch.tensor(1.0), torch.ones(3, 0)])
-def test_int8_needs_rows(x: Tensor) -> None:
-    with pytest.raises(ValueError, match="'h'"):
-        Int8().encode("h", x)
+@pytest.mark.parametrize("name", ["int8", *LEARNED])
+def test_rows_are_needed(name: str, x: Tensor) -> None:
+    with pytest.raises(ValueError, match="'hidden'"):
+        CODECS[name]().encode("hidden", x)

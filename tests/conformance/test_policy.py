@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmcache.policies import LFU, LRU, POLICIES, TTL, Policy
+from llmcache.policies import LFU, LRU, POLICIES, TTL, Divergence, Policy, Staleness
 
 TTL_S = 10.0
+HALF_LIFE_S = 7.0  # no multiple of the steps in which time passes here: sums of different matches never tie
+LIMIT = 0.15
 
 
 @dataclass
@@ -31,6 +33,8 @@ class Record:
     used: int
     n_uses: int
     put_s: float
+    matched_s: list[float]
+    average: float = 0.0
 
 
 @dataclass
@@ -40,19 +44,25 @@ class Oracle:
     rank: Callable[[Record], Any]
     clock: Clock
     lives_s: float = float("inf")
+    limit: float = 2.0
     records: dict[str, Record] = field(default_factory=dict)
     tick: int = 0
 
     def on_put(self, key: str) -> None:
         self.tick += 1
         n_uses = self.records[key].n_uses if key in self.records else 0
-        self.records[key] = Record(self.tick, self.tick, n_uses + 1, self.clock())
+        self.records[key] = Record(self.tick, self.tick, n_uses + 1, self.clock(), [self.clock()])
 
     def on_hit(self, key: str) -> None:
         self.tick += 1
         if key in self.records:
             self.records[key].used = self.tick
             self.records[key].n_uses += 1
+            self.records[key].matched_s.append(self.clock())
+
+    def on_check(self, key: str, divergence: float) -> None:
+        if key in self.records:
+            self.records[key].average = (self.records[key].average + divergence) / 2
 
     def on_remove(self, key: str) -> None:
         self.records.pop(key, None)
@@ -61,13 +71,24 @@ class Oracle:
         return min(self.records, key=lambda key: self.rank(self.records[key]), default=None)
 
     def expired(self) -> set[str]:
-        return {key for key, record in self.records.items() if self.clock() - record.put_s >= self.lives_s}
+        return {
+            key
+            for key, record in self.records.items()
+            if self.clock() - record.put_s >= self.lives_s or record.average > self.limit
+        }
+
+
+def score(record: Record) -> float:
+    """Sum of its matches, each halved once a half-life; seen from a fixed time, which changes no order."""
+    return sum(2 ** (matched_s / HALF_LIFE_S) for matched_s in record.matched_s)
 
 
 RANKS: dict[str, Callable[[Record], Any]] = {
+    "divergence": lambda record: (-record.average, record.used),
     "fifo": lambda record: record.put,
     "lfu": lambda record: (record.n_uses, record.used),
     "lru": lambda record: record.used,
+    "staleness": lambda record: (round(score(record), 3), record.put),
     "ttl": lambda record: record.put,
 }
 
@@ -76,6 +97,10 @@ def make(name: str, clock: Clock) -> tuple[Policy, Oracle]:
     """A policy and its oracle."""
     if name == "ttl":
         return TTL(TTL_S, now=clock), Oracle(RANKS[name], clock, TTL_S)
+    if name == "staleness":
+        return Staleness(HALF_LIFE_S, now=clock), Oracle(RANKS[name], clock)
+    if name == "divergence":
+        return Divergence(limit=LIMIT), Oracle(RANKS[name], clock, limit=LIMIT)
     return POLICIES[name](), Oracle(RANKS[name], clock)
 
 
@@ -145,10 +170,13 @@ def test_asking_changes_nothing(policy: Policy, clock: Clock) -> None:
 
 def test_unknown_keys_are_ignored(policy: Policy) -> None:
     policy.on_hit("x")
+    policy.on_check("x", 1.0)
     policy.on_remove("x")
     policy.on_put("a", 1)
     policy.on_hit("x")
+    policy.on_check("x", 1.0)
     policy.on_remove("x")
+    assert policy.expired() == []
     assert victims(policy) == ["a"]
 
 
@@ -168,7 +196,9 @@ def test_a_removed_key_starts_anew(policy: Policy) -> None:
 
 
 STEPS = st.lists(
-    st.tuples(st.sampled_from(["put", "put", "hit", "hit", "remove", "evict", "wait"]), st.sampled_from("abcdef")),
+    st.tuples(
+        st.sampled_from(["put", "put", "hit", "hit", "check", "remove", "evict", "wait"]), st.sampled_from("abcdef")
+    ),
     max_size=50,
 )
 
@@ -186,6 +216,10 @@ def test_any_sequence_agrees_with_the_oracle(name: str, steps: list[tuple[str, s
         elif verb == "hit":
             policy.on_hit(key)
             oracle.on_hit(key)
+        elif verb == "check":
+            divergence = 0.1 * "abcdef".index(key)  # from faithful to far off
+            policy.on_check(key, divergence)
+            oracle.on_check(key, divergence)
         elif verb == "wait":
             clock.time_s += TTL_S / 3
         else:
@@ -272,3 +306,102 @@ def test_ttl_has_a_clock_of_its_own() -> None:
 def test_ttl_refuses_an_age_that_makes_no_sense(ttl_s: float) -> None:
     with pytest.raises(ValueError, match=f"got {ttl_s}"):
         TTL(ttl_s)
+
+
+def test_a_match_counts_half_after_a_half_life(clock: Clock) -> None:
+    """Three old matches and one new one, in either order of age: the score decides, not the count or the last use."""
+    policy = Staleness(HALF_LIFE_S, now=clock)
+    policy.on_put("often", 1)
+    policy.on_hit("often")
+    policy.on_hit("often")  # 3
+    clock.time_s += HALF_LIFE_S
+    policy.on_put("lately", 1)
+    assert policy.victim() == "lately"  # 3 / 2 against 1
+    clock.time_s += HALF_LIFE_S
+    policy.on_hit("lately")
+    assert policy.victim() == "often"  # 3 / 4 against 1.5
+
+
+def test_equally_stale_the_one_put_first_leaves(clock: Clock) -> None:
+    policy = Staleness(HALF_LIFE_S, now=clock)
+    for key in "ab":
+        policy.on_put(key, 1)
+    for key in "ba":
+        policy.on_hit(key)
+    assert victims(policy) == ["a", "b"]
+
+
+def test_scores_do_not_overflow(clock: Clock) -> None:
+    """Ten years in half-lives of a millisecond."""
+    policy = Staleness(1e-3, now=clock)
+    policy.on_put("a", 1)
+    clock.time_s += 10 * 365 * 86400
+    policy.on_put("b", 1)
+    policy.on_hit("a")
+    policy.on_hit("a")
+    assert victims(policy) == ["b", "a"]
+
+
+@pytest.mark.parametrize("half_life_s", [0, -1, 1e-4, float("nan"), float("inf")])
+def test_staleness_refuses_a_half_life_that_makes_no_sense(half_life_s: float) -> None:
+    with pytest.raises(ValueError, match=f"got {half_life_s}"):
+        Staleness(half_life_s)
+
+
+@pytest.mark.parametrize("name", ["staleness", "divergence"])
+def test_a_ranking_does_not_grow_with_what_happened(name: str, clock: Clock) -> None:
+    policy, _ = make(name, clock)
+    for i in range(2000):
+        clock.time_s += 1
+        policy.on_remove(str(i - 5))
+        policy.on_put(str(i), 1)
+        policy.on_hit(str(i - 2))
+        policy.on_check(str(i), 0.1 * (i % 2))
+    assert len(policy._ranking._heap) <= 2 * 5 + 1
+    assert len(victims(policy)) == 5
+
+
+def test_what_diverged_most_leaves_first_and_over_the_limit_at_once() -> None:
+    policy = Divergence(limit=0.3, weight=0.5)
+    for key in "abcd":
+        policy.on_put(key, 1)
+    policy.on_check("c", 0.4)
+    policy.on_check("d", 0.2)
+    assert policy.expired() == []
+    policy.on_check("c", 0.5)  # 0.35
+    assert policy.expired() == ["c"]
+    policy.on_check("c", 0.0)  # a check that comes too early to evict it may still save it
+    assert policy.expired() == []
+    assert victims(policy) == ["c", "d", "a", "b"]
+
+
+def test_a_new_entry_under_the_key_is_not_blamed_for_the_old_one() -> None:
+    policy = Divergence(limit=0.3)
+    policy.on_put("a", 1)
+    policy.on_check("a", 2.0)
+    policy.on_put("a", 1)
+    assert policy.expired() == []
+
+
+@pytest.mark.parametrize(("rate", "least", "most"), [(0.0, 0, 0), (0.2, 160, 240), (1.0, 1000, 1000)])
+def test_checks_are_drawn_at_their_rate_and_seeded(rate: float, least: int, most: int) -> None:
+    drawn = [[policy.should_check("a") for _ in range(1000)] for policy in (Divergence(rate), Divergence(rate))]
+    assert drawn[0] == drawn[1]
+    assert least <= sum(drawn[0]) <= most
+    if 0 < rate < 1:
+        assert drawn[0] != [Divergence(rate, seed=1).should_check("a") for _ in range(1000)]
+
+
+@pytest.mark.parametrize("divergence", [-0.1, float("nan")])
+def test_what_is_no_divergence_is_refused(divergence: float) -> None:
+    policy = Divergence()
+    policy.on_put("a", 1)
+    with pytest.raises(ValueError, match=f"divergence={divergence}"):
+        policy.on_check("a", divergence)
+
+
+@pytest.mark.parametrize("name", sorted(set(POLICIES) - {"divergence"}))
+def test_the_others_check_nothing(name: str, clock: Clock) -> None:
+    policy, _ = make(name, clock)
+    policy.on_put("a", 1)
+    assert not any(policy.should_check("a") for _ in range(100))

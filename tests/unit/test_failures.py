@@ -140,6 +140,22 @@ def test_a_broken_part_costs_speed_only(part: str, caplog: pytest.LogCaptureFixt
     assert sum(len(shelf) for shelf in shelves) == healed.n_stored
 
 
+@pytest.mark.parametrize("method", ["should_check", "on_check"])
+def test_a_check_that_breaks_costs_the_check_only(method: str) -> None:
+    model = build(CLASSIFIERS["bert"])
+    policy = {"name": "divergence", "check_rate": 1.0}
+    cache = LLMCache.wrap(model, tau=-1.0, exact=False, policy=policy)
+    stored = cache(input_ids=tokens(1, 5)).logits
+    break_policy(method)(cache)
+    ids = tokens(1, 5, seed=1)
+    answer = cache(input_ids=ids).logits
+    with cache.disabled():
+        plain = cache(input_ids=ids).logits
+    torch.testing.assert_close(answer, stored if method == "should_check" else plain)
+    stats = cache.stats()
+    assert (stats.errors, stats.n_hits, stats.n_revalidated) == (1, *((1, 0) if method == "should_check" else (0, 1)))
+
+
 def test_a_store_that_fails_while_it_evicts_keeps_no_ghosts() -> None:
     """Entries evicted for one that could not be stored must leave the index too, or they hide real neighbours."""
     model = build(CLASSIFIERS["bert"])

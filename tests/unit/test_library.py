@@ -46,7 +46,7 @@ def library(
     by_length: bool = False,
 ) -> Library:
     banks = {layer: Bank(MemoryStore(), policy(), max_bytes, max_entries) for layer in LAYERS}
-    return Library(banks, CODECS["none"](), MeanEmbedding(), FlatIndex, by_length, by_layer)
+    return Library(banks, CODECS["none"], MeanEmbedding(), FlatIndex, by_length, by_layer)
 
 
 def put(lib: Library, name: int, namespace: str = "default", layers: Sequence[int] = LAYERS) -> None:

@@ -103,12 +103,12 @@ def test_one_vector_serves_the_last_layer_only() -> None:
     [
         ({"taus": 0.9}, ["taus", "unknown setting", "did you mean 'tau'", "policy", "max_bytes"]),
         ({"zzz": 1}, ["zzz", "unknown setting", "known: mode, tau"]),
-        ({"policy": "mru"}, ["policy", "'mru'", "fifo, lfu, lru, ttl"]),
+        ({"policy": "mru"}, ["policy", "'mru'", "divergence, fifo, lfu, lru, staleness, ttl"]),
         ({"index": "annoy"}, ["index", "'annoy'", "binary, flat, hnsw"]),
         ({"index": "annoy", "tau": 0.9}, ["index", "'annoy'", "binary, flat, hnsw"]),
         ({"index": {"name": "flat", "trees": 3}, "tau": 0.9}, ["index", "flat", "trees"]),
         ({"fingerprint": {"name": "pca", "size": 3}, "tau": 0.9}, ["fingerprint", "pca", "size"]),
-        ({"compression": "zip"}, ["compression", "'zip'", "fp16, int8, none"]),
+        ({"compression": "zip"}, ["compression", "'zip'", "autoencoder, fp16, int8, none, pca"]),
         ({"fingerprint": "bag"}, ["fingerprint", "'bag'", "mean", "pca", "simhash"]),
         ({"mode": "magic"}, ["mode", "'magic'", "semantic"]),
         ({"payload": "max"}, ["payload", "'max'", "cls"]),
@@ -128,6 +128,11 @@ def test_one_vector_serves_the_last_layer_only() -> None:
         ({"policy": {"name": "ttl", "ttl_s": 0}}, ["policy", "ttl_s", "0"]),
         ({"policy": {"name": "ttl", "ttl_s": "soon"}}, ["policy", "ttl", "soon"]),
         ({"policy": {"name": "lru", "size": 3}}, ["policy", "lru", "size"]),
+        ({"policy": "staleness"}, ["policy", "staleness", "half_life_s"]),
+        ({"policy": {"name": "staleness", "half_life_s": 0}}, ["policy", "half_life_s", "0.001", "got 0"]),
+        ({"policy": {"name": "divergence", "check_rate": 1.5}}, ["policy", "check_rate=1.5", "0 to 1"]),
+        ({"policy": {"name": "divergence", "limit": 0}}, ["policy", "limit=0", "at most 2"]),
+        ({"policy": {"name": "divergence", "weight": 2}}, ["policy", "weight=2", "at most 1"]),
         ({"policy": {"ttl_s": 3}}, ["policy", "name"]),
         ({"policy": 7}, ["policy", "7"]),
         ({"mode": "paper"}, ["paper", "tau"]),
@@ -140,6 +145,11 @@ def test_one_vector_serves_the_last_layer_only() -> None:
         ({"fingerprint": {"name": "minhash", "width": 0}, "tau": 0.5}, ["fingerprint", "minhash", "width=0"]),
         ({"exact": False}, ["no rung", "exact=False", "tau"]),
         ({"compression": "int8"}, ["no rung", "'int8'", "tau"]),
+        ({"compression": "pca"}, ["no rung", "'pca'", "tau"]),
+        ({"compression": {"name": "pca", "dim": 0}}, ["compression", "dim=0", "at least 1"]),
+        ({"compression": {"name": "pca", "dim": 8, "fit_on": 8}}, ["compression", "fit_on=8", "raise fit_on"]),
+        ({"compression": {"name": "autoencoder", "epochs": 0}}, ["compression", "epochs=0", "at least 1"]),
+        ({"compression": {"name": "autoencoder", "width": 9}}, ["compression", "autoencoder", "width"]),
     ],
 )
 def test_wrong_settings(settings: dict[str, Any], parts: list[str]) -> None:
@@ -199,7 +209,7 @@ def test_a_missing_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_budgets_hold(policy: str) -> None:
-    options = {"ttl_s": 1000} if policy == "ttl" else {}
+    options = {"ttl": {"ttl_s": 1000}, "staleness": {"half_life_s": 1000}}.get(policy, {})
     model = build(CLASSIFIERS["bert"])
     cache = LLMCache.wrap(model, tau=0.9999, policy={"name": policy, **options}, max_entries=3)
     for seed in range(9):
@@ -222,9 +232,8 @@ def test_states_larger_than_the_budget_are_left_out(caplog: pytest.LogCaptureFix
     assert sum("max_bytes" in record.getMessage() for record in caplog.records) == 1
 
 
-def test_entries_expire(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entries_expire() -> None:
     now = [0.0]
-    monkeypatch.setattr("llmcache.policies.time.monotonic", lambda: now[0])
     policy = {"name": "ttl", "ttl_s": 60, "now": lambda: now[0]}
     cache = LLMCache.wrap(build(CLASSIFIERS["bert"]), tau=-1.0, policy=policy)
     first, second = {"input_ids": tokens(1, 5, seed=1)}, {"input_ids": tokens(1, 5, seed=2)}

@@ -1,50 +1,21 @@
-"""How a stored state is packed. A codec turns one named tensor into named tensors, and back."""
+"""Codecs that round each value by itself, and learn nothing."""
 
 from collections.abc import Mapping
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 
-class Codec(Protocol):
-    """Packs floating-point tensors of any shape. Stateless, hence safe in any thread. Arguments are never modified."""
-
-    def encode(self, name: str, x: Tensor) -> dict[str, Tensor]:
-        """Pack a tensor.
-
-        Args:
-            name: Name under which `x` is stored; every name in the result begins with it.
-            x: Floating-point tensor, any shape and device. It may require a gradient; the result does not.
-
-        Returns:
-            Tensors by name, on the device of `x`. They may share its memory: a store copies them.
-
-        Raises:
-            ValueError: `x` is not a floating-point tensor, or has values that the codec cannot hold.
-        """
-
-    def decode(self, name: str, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        """Unpack what `encode` returned under `name`.
-
-        Args:
-            name: As given to `encode`.
-            tensors: What `encode` returned; other names may be among them.
-            dtype: Floating-point type of the result, usually that of the encoded tensor.
-
-        Returns:
-            Tensor of the encoded shape. It may share memory with `tensors`.
-
-        Raises:
-            KeyError: A tensor of that name is missing.
-        """
-
-    def is_lossless(self, dtype: torch.dtype) -> bool:
-        """Say whether any tensor of this type comes back bit for bit."""
-
-
 class Plain:
-    """`none`: the tensor as it is."""
+    """`none`: the tensor as it is. Learns nothing, like all codecs here."""
+
+    @property
+    def n_fit(self) -> int:
+        """Nothing to learn: ready at once."""
+        return 0
+
+    def fit(self, rows: Tensor) -> None:
+        """Nothing to learn."""
 
     def encode(self, name: str, x: Tensor) -> dict[str, Tensor]:
         """Return `x` itself, detached."""
@@ -58,8 +29,15 @@ class Plain:
         """Always."""
         return True
 
+    def state(self) -> dict[str, Tensor]:
+        """Nothing to save."""
+        return {}
 
-class Half:
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Nothing to take up."""
+
+
+class Half(Plain):
     """`fp16`: IEEE half precision, 11 significant bits.
 
     Values beyond its range (65,504), infinities among them, become the largest finite value of their sign; NaN stays.
@@ -71,16 +49,12 @@ class Half:
         x = check_floating(x)
         return {name: x if x.dtype == torch.float16 else saturate(x, torch.float16)}
 
-    def decode(self, name: str, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        """Widen to `dtype`."""
-        return tensors[name].to(dtype)
-
     def is_lossless(self, dtype: torch.dtype) -> bool:
         """For float16 only: bfloat16 has a wider range."""
         return dtype == torch.float16
 
 
-class Int8:
+class Int8(Plain):
     """`int8`: symmetric, one float32 scale a row (the last dimension), stored beside it as `<name>.scale`.
 
     With m the largest absolute value of a row, each of its values comes back within m / 254 * 1.0001 in float32
@@ -95,11 +69,7 @@ class Int8:
             ValueError: `x` is not floating point, has no last dimension of at least 1, or has a value that is not
                 finite in float32.
         """
-        values = check_floating(x).float()
-        if not values.dim() or not values.shape[-1]:
-            raise ValueError(f"int8 needs rows of at least one value, got {name!r} of shape {tuple(x.shape)}")
-        if not values.isfinite().all():
-            raise ValueError(f"int8 needs values that are finite in float32, got {values[~values.isfinite()][0]}")
+        values = check_rows(name, x)
         # The least scale is a normal number: it divides rows of zeros safely, and subnormal scales lose precision.
         scale = (values.abs().amax(-1, keepdim=True) / 127).clamp(min=torch.finfo(torch.float32).tiny)
         steps = (values / scale).round().clamp(-127, 127).to(torch.int8)
@@ -121,11 +91,28 @@ def check_floating(x: Tensor) -> Tensor:
     return x.detach()
 
 
+def check_rows(name: str, x: Tensor) -> Tensor:
+    """Return `x` detached, as float32.
+
+    Args:
+        name: Named in the error.
+        x: The tensor.
+
+    Raises:
+        ValueError: `x` is not floating point, has no last dimension of at least 1, or has a value that is not finite in
+            float32.
+    """
+    values = check_floating(x).float()
+    if not values.dim() or not values.shape[-1]:
+        raise ValueError(f"this codec needs rows of at least one value, got {name!r} of shape {tuple(x.shape)}")
+    if not values.isfinite().all():
+        wrong = values[~values.isfinite()][0]
+        raise ValueError(f"this codec needs values that are finite in float32, got {wrong} in {name!r}")
+    return values
+
+
 def saturate(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert to `dtype`; values beyond its range become its largest finite value of their sign, NaN stays NaN."""
     limit = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
     # By way of float32, for 65,504 in bfloat16 is 65,536, which float16 does not hold.
     return x.float().clamp(-limit, limit).to(dtype)
-
-
-CODECS: dict[str, type[Codec]] = {"none": Plain, "fp16": Half, "int8": Int8}

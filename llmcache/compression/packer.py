@@ -1,0 +1,120 @@
+"""A codec at work on one layer: what it is fitted on, and what it loses."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from llmcache.compression import Codec
+from llmcache.payloads import cosine_distance
+from llmcache.stores import Entry
+
+MEASURED_EVERY = 16  # entries: unpacking each one only to look at it would double the cost of packing
+
+
+class Packer:
+    """Packs the states of one layer. Not thread-safe: the library above holds a lock.
+
+    Entries are packed plainly until the codec has seen enough rows; the caller then packs the earlier ones again.
+    """
+
+    def __init__(self, codec: Codec) -> None:
+        """Begin with a codec that serves no other layer.
+
+        Args:
+            codec: Fitted here when it asks for it.
+        """
+        self.codec = codec
+        self.loss = Loss()
+        self._waiting: dict[str, Tensor] = {}  # rows by request, until the codec is fitted
+        self._n_packed = 0
+
+    def pack(self, tensors: Mapping[str, Tensor]) -> Entry:
+        """An entry of named tensors, `hidden` (R, D) among them. Now and then it is unpacked to measure the loss."""
+        with torch.inference_mode(False), torch.no_grad():
+            entry = self._encode(tensors)
+            hidden = tensors["hidden"]
+            if self.codec.n_fit == 0 and not self.codec.is_lossless(hidden.dtype):
+                if self._n_packed % MEASURED_EVERY == 0:
+                    self.loss.add(hidden, self.unpack("hidden", entry, hidden.dtype))
+                self._n_packed += 1
+            return entry
+
+    def unpack(self, name: str, entry: Entry, dtype: torch.dtype) -> Tensor:
+        """One tensor of an entry, as the model made it or nearly so."""
+        return self.codec.decode(name, entry.tensors, dtype)
+
+    def learn(self, key: str, entry: Entry) -> bool:
+        """Show the codec an entry that was stored, as long as it has not seen enough.
+
+        Returns:
+            True if the codec was fitted just now: entries stored before, plain ones, may be packed with `repack`.
+        """
+        needed = self.codec.n_fit
+        if not needed:
+            return False
+        self._waiting[key] = entry.tensors["hidden"].to(torch.float32, copy=True)
+        if sum(len(rows) for rows in self._waiting.values()) < needed:
+            return False
+        waiting, self._waiting = self._waiting, {}  # should the fit fail, later rows get their chance
+        self.codec.fit(torch.cat(list(waiting.values()))[:needed])
+        return True
+
+    def forget(self, key: str) -> None:
+        """Do not fit the codec on this request."""
+        self._waiting.pop(key, None)
+
+    def repack(self, entry: Entry) -> Entry:
+        """What a plain entry is now that the codec is fitted. Not measured: the codec may have been fitted on it."""
+        with torch.inference_mode(False), torch.no_grad():
+            return self._encode(entry.tensors)
+
+    def _encode(self, tensors: Mapping[str, Tensor]) -> Entry:
+        encoded: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            encoded |= self.codec.encode(name, tensor)
+        return Entry(encoded)
+
+
+class Loss:
+    """How far unpacked rows are from the packed ones: running sums over rows, in float64."""
+
+    def __init__(self) -> None:
+        """Nothing measured yet."""
+        self._n_rows = 0
+        self._first: Tensor | None = None
+        self._total = torch.zeros(())  # sum of rows less the first: nearer to the mean, so less cancels
+        self._squares = 0.0
+        self._errors = 0.0
+        self._distances = 0.0
+
+    def add(self, x: Tensor, unpacked: Tensor) -> None:
+        """Count rows (R, D) and what came back of them. Rows with a value that is not finite are left out."""
+        keep = x.isfinite().all(dim=-1)
+        x, unpacked = x[keep].double(), unpacked[keep].double()
+        if len(x) == 0:
+            return
+        if self._first is None:
+            self._first = x[0].clone()
+        shifted = x - self._first
+        self._n_rows += len(x)
+        self._total = self._total + shifted.sum(dim=0)
+        self._squares += float(shifted.square().sum())
+        self._errors += float((x - unpacked).square().sum())
+        self._distances += cosine_distance(x, unpacked) * len(x)
+
+    @property
+    def relative_error(self) -> float | None:
+        """Sum of |x - x'|^2 over sum of |x - mean|^2: 0 is lossless, 1 no better than the mean.
+
+        None before two rows that differ were measured.
+        """
+        if self._n_rows == 0:
+            return None
+        spread = self._squares - float(self._total.square().sum()) / self._n_rows
+        return self._errors / spread if spread > 0 else None
+
+    @property
+    def cosine_distance(self) -> float | None:
+        """Mean of 1 - cosine(x, x') over rows, or None before the first."""
+        return self._distances / self._n_rows if self._n_rows else None

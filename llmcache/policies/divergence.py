@@ -1,0 +1,85 @@
+"""Divergence: entries that no longer stand for what they are taken for leave first."""
+
+import random
+from itertools import count
+
+from llmcache.policies.ranking import Ranking
+
+
+class Divergence:
+    """The entry whose checks diverged most leaves first, among equals the least recently used.
+
+    An approximate reuse is checked with probability `check_rate`: the request is computed, which is its answer, and
+    1 - cosine of its fresh state and the stored one goes into the entry's exponential moving average, which begins at
+    0: an entry is faithful until shown otherwise. One whose average exceeds `limit` leaves at once. Bansal (2025) names
+    divergence-aware eviction among the duties of the refresh and replacement controller and does not define it; this is
+    our reading.
+    """
+
+    def __init__(self, check_rate: float = 0.05, limit: float = 0.15, weight: float = 0.5, seed: int = 0) -> None:
+        """Open an empty policy.
+
+        Args:
+            check_rate: Probability of a check, 0 to 1. The default gives up one in 20 of the reuses.
+            limit: Largest average with which an entry stays, over 0 and at most 2. By default a state must be as alike
+                (cosine 0.85) as the paper's tau asks inputs to be.
+            weight: Of the latest check in the average, over 0 and at most 1. Checks of one entry are rare, so by
+                default the latest weighs as much as all before it.
+            seed: Of the choice of what is checked.
+
+        Raises:
+            ValueError: A number is out of its range.
+        """
+        if not 0 <= check_rate <= 1:
+            raise ValueError(f"check_rate={check_rate}: give a probability from 0 to 1")
+        if not 0 < limit <= 2:
+            raise ValueError(f"limit={limit}: give a number over 0 and at most 2, the range of 1 - cosine")
+        if not 0 < weight <= 1:
+            raise ValueError(f"weight={weight}: give a number over 0 and at most 1")
+        self.check_rate = check_rate
+        self.limit = limit
+        self.weight = weight
+        self._random = random.Random(seed)
+        self._ranking = Ranking()  # by average, highest first, then by use
+        self._uses = count()
+        self._over: dict[str, None] = {}
+
+    def on_put(self, key: str, nbytes: int) -> None:
+        """Begin anew, with an average of 0 and just used."""
+        self.on_remove(key)
+        self._ranking[key] = (0.0, next(self._uses))
+
+    def on_hit(self, key: str) -> None:
+        """Note the use. An unknown key is ignored."""
+        if key in self._ranking:
+            self._ranking[key] = (self._ranking[key][0], next(self._uses))
+
+    def on_remove(self, key: str) -> None:
+        """Forget a key and its checks. An unknown one is ignored."""
+        self._ranking.discard(key)
+        self._over.pop(key, None)
+
+    def victim(self) -> str:
+        """Name the key that diverged most; `KeyError` when there is none."""
+        return self._ranking.first()
+
+    def expired(self) -> list[str]:
+        """Name the keys whose average exceeds the limit, in the order in which it did."""
+        return list(self._over)
+
+    def should_check(self, key: str) -> bool:
+        """Draw with probability `check_rate`."""
+        return self._random.random() < self.check_rate
+
+    def on_check(self, key: str, divergence: float) -> None:
+        """Move the key's average; the first check sets it."""
+        if not divergence >= 0:
+            raise ValueError(f"divergence={divergence}: 1 - cosine is a number from 0 to 2")
+        if key not in self._ranking:
+            return
+        average, use = -self._ranking[key][0], self._ranking[key][1]
+        average += self.weight * (divergence - average)
+        self._ranking[key] = (-average, use)
+        self._over.pop(key, None)
+        if average > self.limit:
+            self._over[key] = None

@@ -1,0 +1,56 @@
+"""Keys in order of a rank that may change at any time."""
+
+import heapq
+
+Rank = tuple[float, int]
+
+
+class Ranking:
+    """Keys by rank, least first.
+
+    A heap that learns late: of each key it holds an item with the key's rank or a lower, earlier one. So the first item
+    names the least key if its rank is still true, and is put right otherwise. Raising a rank is O(1), the rest
+    O(log n), averaged over calls.
+    """
+
+    def __init__(self) -> None:
+        """Open an empty ranking."""
+        self._ranks: dict[str, Rank] = {}
+        self._heap: list[tuple[Rank, str]] = []
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._ranks
+
+    def __getitem__(self, key: str) -> Rank:
+        return self._ranks[key]
+
+    def __setitem__(self, key: str, rank: Rank) -> None:
+        held = self._ranks.get(key)
+        self._ranks[key] = rank
+        if held is not None and held <= rank:
+            return
+        heapq.heappush(self._heap, (rank, key))
+        if len(self._heap) > 2 * len(self._ranks):  # most are out of date; as many pushes as items pay for new ones
+            self._heap = [(rank, key) for key, rank in self._ranks.items()]
+            heapq.heapify(self._heap)
+
+    def discard(self, key: str) -> None:
+        """Forget a key. An unknown one is ignored."""
+        self._ranks.pop(key, None)
+
+    def first(self) -> str:
+        """The key of the least rank.
+
+        Raises:
+            KeyError: There is none.
+        """
+        while self._heap:
+            rank, key = self._heap[0]
+            now = self._ranks.get(key)
+            if now == rank:
+                return key
+            if now is None:
+                heapq.heappop(self._heap)
+            else:
+                heapq.heapreplace(self._heap, (now, key))
+        raise KeyError("no key to evict: the policy is empty")

@@ -1,0 +1,65 @@
+"""Staleness: the rate at which an entry is matched, old matches counting less."""
+
+import math
+import time
+from collections.abc import Callable
+from itertools import count
+
+from llmcache.policies.ranking import Ranking
+from llmcache.policies.trusting import Trusting
+
+LEAST_S = 1e-3  # with a shorter half-life, float64 would no longer tell single matches apart after years of service
+
+
+class Staleness(Trusting):
+    """The entry with the lowest score leaves first, among equals the one put longest ago.
+
+    The score is the number of matches, each of which counts half as much after every `half_life_s`. Storing an entry is
+    its first match: were it none, newcomers would leave before any entry that was ever hit. Bansal (2025) names
+    staleness, a decayed match rate, among the duties of the refresh and replacement controller and gives no formula;
+    this is our reading.
+
+    A score s at time t is kept as log2(s) + t / half-life, which time leaves alone and which does not overflow: scores
+    compare as these levels do, at any time.
+    """
+
+    def __init__(self, half_life_s: float, now: Callable[[], float] = time.monotonic) -> None:
+        """Open an empty policy.
+
+        Args:
+            half_life_s: Seconds after which a match counts half, at least 0.001.
+            now: Clock in seconds; never runs backwards.
+
+        Raises:
+            ValueError: `half_life_s` is too small or not finite.
+        """
+        if not LEAST_S <= half_life_s < math.inf:
+            raise ValueError(f"half_life_s must be at least {LEAST_S} and finite, got {half_life_s}")
+        self.half_life_s = half_life_s
+        self._now = now
+        self._start_s = now()
+        self._ranking = Ranking()  # by level, then by arrival
+        self._arrivals = count()
+
+    def on_put(self, key: str, nbytes: int) -> None:
+        """Begin anew, with a score of 1."""
+        self._ranking[key] = (self._half_lives(), next(self._arrivals))
+
+    def on_hit(self, key: str) -> None:
+        """Add 1 to the score. An unknown key is ignored."""
+        if key in self._ranking:
+            level, arrival = self._ranking[key]
+            low, high = sorted((level, self._half_lives()))
+            self._ranking[key] = (high + math.log2(1 + 2 ** (low - high)), arrival)
+
+    def on_remove(self, key: str) -> None:
+        """Forget a key and its score. An unknown one is ignored."""
+        self._ranking.discard(key)
+
+    def victim(self) -> str:
+        """Name the stalest key; `KeyError` when there is none."""
+        return self._ranking.first()
+
+    def _half_lives(self) -> float:
+        """Half-lives since the start: the level of a score of 1 now."""
+        return (self._now() - self._start_s) / self.half_life_s
