@@ -19,7 +19,19 @@ from experiments.section import choose
 from llmcache.config import read_yaml
 from llmcache.errors import ConfigError
 
-LISTS = ("task.data.path", "cache.layers", "methods", "taus", "live_taus", "models", "fingerprints")
+LISTS = (
+    "task.data.path",
+    "cache.layers",
+    "methods",
+    "taus",
+    "live_taus",
+    "models",
+    "fingerprints",
+    "kept",
+    "batch_sizes",
+    "dtypes",
+    "generate",
+)
 
 
 def make_experiment(values: Mapping[str, Any]) -> Experiment:

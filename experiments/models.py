@@ -69,7 +69,7 @@ def load(
     import transformers
 
     auto, head = KINDS[kind]
-    source = _find(name, models_dir)
+    source = find(name, models_dir)
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source)
@@ -85,7 +85,7 @@ def load(
     return Loaded(model.eval(), tokenizer)
 
 
-def _find(name: str, models_dir: Path | None) -> str:
+def find(name: str, models_dir: Path | None) -> str:
     """Folder or hub name that stands for a model."""
     if name == MINILM:
         return str(_find_minilm())

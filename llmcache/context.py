@@ -109,6 +109,7 @@ class Call:
         is_served: Every row takes its state at the last layer, so that all layers below are skipped.
         kv_cache: The caller's K/V cache object, or None.
         captured: Payloads to store: row number, then layer, then named tensors.
+        reused_at: Layer of every decision, in order; in `paper` mode a row may have one at each layer.
         n_skipped: Layer executions saved so far, summed over rows.
         is_complete: The last layer was passed.
         lookup_s: Seconds spent on fingerprint, search and decision.
@@ -130,6 +131,7 @@ class Call:
     is_served: bool = False
     kv_cache: Any = None
     captured: dict[int, dict[int, dict[str, Tensor]]] = field(default_factory=dict)
+    reused_at: list[int] = field(default_factory=list)
     n_skipped: int = 0
     is_complete: bool = False
     lookup_s: float = 0.0

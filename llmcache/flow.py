@@ -198,6 +198,7 @@ class Flow:
             if not rung.is_lossless:
                 decided = self._doubt(call, decided)
             call.reused |= {reuse.row: reuse for reuse in decided}
+            call.reused_at += [reuse.layer for reuse in decided]
             call.is_served = len(call.reused) == call.n_rows and all(
                 reuse.layer == self._last for reuse in call.reused.values()
             )
@@ -282,7 +283,7 @@ class Flow:
     def _count(self, call: Call, storing_s: float) -> None:
         hits = [(reuse.rung, reuse.layer) for reuse in call.reused.values()]
         n_misses = sum(row.number not in call.reused and row.number not in call.doubted for row in call.active_rows)
-        self._parts.counters.call(hits, n_misses, call.n_skipped, call.lookup_s, storing_s)
+        self._parts.counters.call(hits, call.reused_at, n_misses, call.n_skipped, (call.lookup_s, storing_s))
 
     def _bypass(self, reason: str, n_rows: int) -> None:
         """Count and note rows of a call that goes by the cache as a whole."""

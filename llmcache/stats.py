@@ -19,6 +19,8 @@ class Stats:
         n_requests: Rows seen, bypassed ones included; decode steps are parts of a request and not counted here.
         hits: Hits by rung.
         hits_by_layer: Hits by the deepest layer reused.
+        reuses_by_layer: Reuses by layer. In `paper` mode a hit counts at each layer whose output was taken from the
+            store, else once, at the deepest.
         n_misses: Rows computed in full and eligible to be stored.
         n_revalidated: Rows that could have been reused approximately, and were computed to check the entry (policy
             `divergence`): neither hits nor misses, and not stored.
@@ -41,6 +43,7 @@ class Stats:
     n_requests: int = 0
     hits: dict[str, int] = field(default_factory=dict)
     hits_by_layer: dict[int, int] = field(default_factory=dict)
+    reuses_by_layer: dict[int, int] = field(default_factory=dict)
     n_misses: int = 0
     n_revalidated: int = 0
     bypassed: dict[str, int] = field(default_factory=dict)
@@ -79,6 +82,7 @@ class Counters:
         self._lock = threading.Lock()
         self._hits: Counter[str] = Counter()
         self._hits_by_layer: Counter[int] = Counter()
+        self._reuses_by_layer: Counter[int] = Counter()
         self._bypassed: Counter[str] = Counter()
         self._totals: Counter[str] = Counter()
         self._lookup_s = 0.0
@@ -121,24 +125,32 @@ class Counters:
             self._totals["requests"] += n_rows
             self._totals["revalidated"] += n_rows
 
-    def call(self, hits: list[tuple[str, int]], n_misses: int, skipped: int, lookup_s: float, storing_s: float) -> None:
+    def call(
+        self,
+        hits: list[tuple[str, int]],
+        reused_at: list[int],
+        n_misses: int,
+        skipped: int,
+        seconds: tuple[float, float],
+    ) -> None:
         """Count one forward.
 
         Args:
             hits: Rung and deepest reused layer of each hit.
+            reused_at: Layer of every reuse.
             n_misses: Rows computed in full.
             skipped: Layer executions saved.
-            lookup_s: Seconds before the layers.
-            storing_s: Seconds after them.
+            seconds: Spent before the layers, and after them.
         """
         with self._lock:
             self._hits.update(rung for rung, _ in hits)
             self._hits_by_layer.update(layer for _, layer in hits)
+            self._reuses_by_layer.update(reused_at)
             self._totals["requests"] += len(hits) + n_misses
             self._totals["misses"] += n_misses
             self._totals["skipped"] += skipped
-            self._lookup_s += lookup_s
-            self._storing_s += storing_s
+            self._lookup_s += seconds[0]
+            self._storing_s += seconds[1]
 
     def snapshot(self, **held: Any) -> Stats:
         """The counts, joined with what the library holds now."""
@@ -147,6 +159,7 @@ class Counters:
                 n_requests=self._totals["requests"],
                 hits=dict(self._hits),
                 hits_by_layer=dict(self._hits_by_layer),
+                reuses_by_layer=dict(self._reuses_by_layer),
                 n_misses=self._totals["misses"],
                 n_revalidated=self._totals["revalidated"],
                 bypassed=dict(self._bypassed),

@@ -17,7 +17,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from experiments.bench.models import Pair, Requests, Shortcut, build, check_device, check_length, find_layers
+from experiments.bench.models import (
+    Pair,
+    Requests,
+    Shortcut,
+    build,
+    check_device,
+    check_length,
+    find_layers,
+    synchronise,
+)
 from llmcache import ConfigError, LLMCache
 
 MOST_DRAWS = 10
@@ -40,6 +49,7 @@ class Settings:
         index: Index name.
         tau: Threshold between random requests (misses) and those with one token changed (hits).
         device: Torch device.
+        dtype: Of weights and states.
         rounds: Calls of each kind, 200 or more for percentiles.
         seed: Of weights and requests.
     """
@@ -53,6 +63,7 @@ class Settings:
     index: str = "auto"
     tau: float = 0.98
     device: str = "cpu"
+    dtype: str = "float32"
     rounds: int = 200
     seed: int = 0
 
@@ -71,16 +82,17 @@ def measure(settings: Settings, advance: Callable[[str, int, int], None] | None 
     check_device(settings.device)
     if settings.entries < 4 * settings.batch_size:
         raise ConfigError(f"--entries {settings.entries}: give at least {4 * settings.batch_size}, four calls' rows")
-    pair = build(settings.model, settings.seed, settings.device)
+    pair = build(settings.model, settings.seed, settings.device, dtype=settings.dtype)
     check_length(pair.model.config, settings.seq_len)
     bench = Bench(settings, pair)
     bench.fill(advance)
     with torch.inference_mode():
         times = bench.run(advance)
-    figures: dict[str, Any] = {f"{kind}_ms": _summary(values) for kind, values in times.items()}
+    figures: dict[str, Any] = {f"{kind}_ms": summarise(values) for kind, values in times.items()}
     figures["ratios"] = _ratios(times)
     figures |= asdict(settings) | {
         "weights": pair.weights,
+        "model_bytes": sum(parameter.nbytes for parameter in pair.model.parameters()),
         "n_overlooked": bench.n_overlooked,
         "threads": torch.get_num_threads(),
         "entry_bytes": bench.cache.stats().nbytes // max(1, settings.entries),
@@ -135,7 +147,7 @@ class Bench:
         warm_up = max(3, self._settings.rounds // 50)
         total = self._settings.rounds + warm_up
         for round_number in range(total):
-            for kind in _rotated(list(kinds), round_number):
+            for kind in rotated(list(kinds), round_number):
                 spent = self._measure(kind, kinds[kind])
                 if round_number >= warm_up:
                     times[kind].append(spent * 1e3)
@@ -182,10 +194,10 @@ class Bench:
         """Seconds of one call, from arguments to output, and the hits it counted."""
         inputs = self._requests.inputs(ids)
         before = self.cache.stats()
-        self._synchronise()
+        synchronise(self._settings.device)
         started = perf_counter()
         model(**inputs)
-        self._synchronise()
+        synchronise(self._settings.device)
         spent = perf_counter() - started
         after = self.cache.stats()
         if kind in ("miss", "mixed"):
@@ -194,18 +206,14 @@ class Bench:
         hits = {rung: n - before.hits.get(rung, 0) for rung, n in after.hits.items() if n != before.hits.get(rung, 0)}
         return spent, hits
 
-    def _synchronise(self) -> None:
-        if self._settings.device.startswith("cuda"):
-            torch.cuda.synchronize()
 
-
-def _rotated(kinds: Sequence[str], by: int) -> Iterator[str]:
+def rotated(kinds: Sequence[str], by: int) -> Iterator[str]:
     """The kinds in an order that changes from round to round, so that none always follows the same one."""
     turned = [*kinds[by % len(kinds) :], *kinds[: by % len(kinds)]]
     return iter(turned if by // len(kinds) % 2 == 0 else turned[::-1])
 
 
-def _summary(values: Sequence[float]) -> dict[str, float]:
+def summarise(values: Sequence[float]) -> dict[str, float]:
     """Median, p90, p99 (ms) and n."""
     return {
         "median": statistics.median(values),

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from llmcache import ConfigError
 
+HEADS = {"class": "AutoModelForSequenceClassification", "token": "AutoModelForCausalLM"}
 ARCHITECTURES = {"bert-base": "bert", "distilbert": "distilbert", "gpt2": "gpt2"}
 
 
@@ -25,13 +26,15 @@ class Pair:
     weights: str
 
 
-def build(name: str, seed: int, device: str) -> Pair:
-    """A sequence classifier and the same one with zero layers (embeddings and head only).
+def build(name: str, seed: int, device: str, head: str = "class", dtype: str = "float32") -> Pair:
+    """A model with a head and the same one with zero layers (embeddings and head only).
 
     Args:
         name: A key of `ARCHITECTURES`, or a folder or hub name for `from_pretrained`.
         seed: Of random weights.
         device: Torch device.
+        head: `class`, a sequence classifier, or `token`, a causal language model.
+        dtype: Of the weights.
 
     Raises:
         ConfigError: Neither a known name nor a model.
@@ -39,7 +42,7 @@ def build(name: str, seed: int, device: str) -> Pair:
     import transformers
 
     torch.manual_seed(seed)
-    auto = transformers.AutoModelForSequenceClassification
+    auto = getattr(transformers, HEADS[head])
     if name in ARCHITECTURES:
         config = transformers.AutoConfig.for_model(ARCHITECTURES[name], num_labels=2, pad_token_id=0)
         model, weights = auto.from_config(config), "random"
@@ -51,7 +54,14 @@ def build(name: str, seed: int, device: str) -> Pair:
             raise ConfigError(f"--model {name}: not one of {known}, nor a model folder: {error}") from error
     config = copy.deepcopy(model.config)
     config.num_hidden_layers = 0
-    return Pair(model.eval().to(device), auto.from_config(config).eval().to(device), weights)
+    target = {"device": device, "dtype": getattr(torch, dtype)}
+    return Pair(model.eval().to(**target), auto.from_config(config).eval().to(**target), weights)
+
+
+def synchronise(device: Any) -> None:
+    """Wait until an accelerator has done what it was given."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from experiments.folders import Folders
-from experiments.measures import serve, sweep
+from experiments.measures import latency, layers, observe, serve, sweep
 from experiments.measures.base import Experiment, Outcome
 
 
@@ -24,5 +24,8 @@ class Measure:
 
 MEASURES: Mapping[str, Measure] = {
     "serve": Measure(serve.Serve, serve.run),
+    "observe": Measure(observe.Observe, observe.run),
     "sweep": Measure(sweep.Sweep, sweep.run),
+    "layers": Measure(layers.Layers, layers.run),
+    "latency": Measure(latency.Latency, latency.run),
 }

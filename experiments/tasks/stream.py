@@ -18,6 +18,7 @@ from experiments.data.labelled import Data, Labelled, read_requests
 from experiments.folders import Folders
 from experiments.heads import Classifier, Head, fit_logistic, ready
 from experiments.models import check_length, encode, load
+from experiments.streams.traffic import Traffic, draw
 from experiments.tasks.settings import TaskSettings
 from experiments.tasks.split import split
 from experiments.workload import Request
@@ -29,20 +30,22 @@ class Settings(TaskSettings):
     Attributes:
         data: Labelled requests.
         head: What answers.
+        traffic: Draw a stream from the requests, in which some come again; without it each is asked once.
         max_length: Most tokens a request, special tokens included; longer ones are cut.
     """
 
     name: Literal["stream"]
     data: Data
     head: Head = Head()
+    traffic: Traffic | None = None
     max_length: int = Field(default=128, ge=3)
 
     @classmethod
     def make(cls, values: Any, name: str = "") -> "Settings":
         """Check all settings, section by section; see `Section.make`."""
         parts = dict(values)
-        for key, section in (("data", Data), ("head", Head)):
-            if key in parts:
+        for key, section in (("data", Data), ("head", Head), ("traffic", Traffic)):
+            if parts.get(key) is not None:
                 parts[key] = section.make(parts[key], f"{name}.{key}" if name else key)
         return super().make(parts, name)
 
@@ -56,7 +59,7 @@ def build(settings: Settings, folders: Folders, seed: int) -> "Stream":
     """Load data and model, and fit the head where it has to be."""
     data = read_requests(settings.data, folders.data, seed)
     fit, requests = split(data, settings.head.fit_share, seed) if settings.head.fit_share else ([], data)
-    requests = requests[: settings.limit]
+    requests = (draw(requests, settings.traffic) if settings.traffic else requests)[: settings.limit]
     is_ready = settings.head.kind == "ready"
     loaded = load(settings.model, "class" if is_ready else "states", folders.models)
     check_length(loaded, settings.max_length)
@@ -79,7 +82,8 @@ class Stream:
         Args:
             classifier: What answers.
             requests: In the order in which they are asked.
-            max_length: Most tokens of a request.
+            traffic: Draw a stream from the requests, in which some come again; without it each is asked once.
+        max_length: Most tokens of a request.
             payload: What the head reads, where the library cannot see it from outside.
         """
         self.module: nn.Module = classifier.module

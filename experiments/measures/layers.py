@@ -1,0 +1,180 @@
+"""Measure `layers`: where, layer by layer, a causal model's states could be reused, and what reusing them costs.
+
+Three runs of the cache in `paper` mode: as written (one fingerprint of the embeddings, one tau), with the fingerprint
+of the states that enter each layer and the same tau, and with a tau of its own for each layer, chosen on the first half
+of the requests. Beside them, how alike the states really are: the share of requests for which the output of layer l has
+a cosine of at least `alike` with that of the nearest earlier request.
+
+Sizes: N requests, L layers, T tokens, D hidden width.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import Field
+
+from experiments.folders import Folders
+from experiments.measures.base import Outcome, TaskExperiment
+from experiments.methods.cached import Cached
+from experiments.metrics import quality
+from experiments.progress import tracked
+from experiments.replay import Recording
+from experiments.tasks import build
+from experiments.workload import Workload
+
+Floats = NDArray[np.float32]
+
+
+class Layers(TaskExperiment):
+    """Settings of the measure.
+
+    Attributes:
+        tau: Threshold of all layers.
+        alike: Cosine of two layer outputs from which on they count as alike.
+        purity: Share of hits whose states must be alike, by which a layer's own tau is chosen.
+    """
+
+    tau: float = Field(default=0.85, ge=-1.0, le=1.0)
+    alike: float = Field(default=0.95, ge=-1.0, le=1.0)
+    purity: float = Field(default=0.95, gt=0.0, le=1.0)
+
+
+def run(experiment: Layers, folders: Folders) -> Outcome:
+    """Measure every layer.
+
+    Raises:
+        ConfigError: The data or the model does not fit the settings.
+        FileNotFoundError: A data file is missing.
+    """
+    workload = build(experiment.task, folders, experiment.seed)
+    recording = Recording(workload)
+    entering, leaving = _states(recording)
+    nearest, similarity = _nearest_earlier(entering)
+    likeness = np.stack([_cosines(states, nearest[layer]) for layer, states in enumerate(leaving)])
+    by_embedding = np.stack([_cosines(states, nearest[0]) for states in leaving])
+    taus = choose_taus(similarity, likeness, experiment.alike, experiment.purity)
+    runs = {
+        "as_written": {"tau": experiment.tau},
+        "per_layer": {"tau": experiment.tau, "fingerprint_per_layer": True},
+        "own_tau": {"tau": taus, "fingerprint_per_layer": True},
+    }
+    figures = {name: _serve(experiment, recording, options) for name, options in runs.items()}
+    rows = [
+        {
+            "layer": layer,
+            **{f"hit_rate_{name}": figures[name]["hit_rate_by_layer"].get(layer, 0.0) for name in runs},
+            "own_tau": taus.get(layer),
+            "alike_by_embedding": float((by_embedding[layer, 1:] >= experiment.alike).mean()),
+            "alike_by_layer": float((likeness[layer, 1:] >= experiment.alike).mean()),
+            "median_cosine": float(np.median(by_embedding[layer, 1:])),
+        }
+        for layer in range(len(leaving))
+    ]
+    metrics = {
+        "task": experiment.task.title,
+        "model": experiment.task.model,
+        "n": len(workload.requests),
+        "limit": experiment.task.limit,
+        "metric": workload.metric,
+        "facts": workload.facts,
+        "layers": rows,
+        "runs": figures,
+        "summary": rows,
+    }
+    return Outcome(rows, metrics)
+
+
+def _states(recording: Recording) -> tuple[list[Floats], list[Floats]]:
+    """For each layer: means of the states that enter it (N, D), and the states that leave it (N, T * D), float16."""
+    layers = recording.trunk.layers
+    entering: list[list[Any]] = [[] for _ in layers]
+    leaving: list[list[Any]] = [[] for _ in layers]
+
+    def hook(number: int) -> Any:
+        def note(layer: Any, args: tuple[Any, ...], output: Any) -> None:
+            left = output[0] if isinstance(output, tuple) else output
+            entering[number].append(args[0][0].mean(dim=0).numpy())
+            leaving[number].append(left[0].flatten().half().numpy())
+
+        return note
+
+    requests = recording.workload.requests
+    handles = [layer.register_forward_hook(hook(number)) for number, layer in enumerate(layers)]
+    try:
+        with torch.inference_mode():
+            for request in tracked(requests, len(requests), "Recording the layers"):
+                recording.workload.module(**request.inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [np.stack(rows) for rows in entering], [np.stack(rows) for rows in leaving]
+
+
+def _nearest_earlier(entering: list[Floats]) -> tuple[NDArray[np.int64], Floats]:
+    """For each layer and request: the earlier request whose mean entering state is nearest, and how near, (L, N).
+
+    The first request has none: itself, at -1.
+    """
+    nearest, similarity = [], []
+    for states in entering:
+        unit = states / np.linalg.norm(states, axis=1, keepdims=True)
+        alike = np.tril(unit @ unit.T + 2, k=-1) - 2  # what is not earlier is at -2
+        nearest.append(alike.argmax(axis=1))
+        similarity.append(np.maximum(alike.max(axis=1), -1))
+    return np.stack(nearest), np.stack(similarity)
+
+
+def _cosines(states: Floats, others: NDArray[np.int64]) -> Floats:
+    """Cosine of each request's state (N, T * D) with that of another one (N,), (N,)."""
+    found = [
+        float(np.dot(one, two) / max(float(np.linalg.norm(one) * np.linalg.norm(two)), 1e-12))
+        for one, two in ((states[i].astype(np.float32), states[j].astype(np.float32)) for i, j in enumerate(others))
+    ]
+    return np.array(found, dtype=np.float32)
+
+
+def choose_taus(similarity: Floats, likeness: Floats, alike: float, purity: float) -> dict[int, float]:
+    """The lowest threshold of each layer at which enough of the hits have states that are alike.
+
+    Args:
+        similarity: Of each request to the nearest earlier one, by layer, (L, N); the first half is looked at.
+        likeness: Cosine of their layer outputs, (L, N).
+        alike: From where on they count as alike.
+        purity: Share of hits that have to be.
+
+    Returns:
+        Threshold by layer; a layer where none is enough gets 1.
+    """
+    half = similarity.shape[1] // 2
+    taus = {}
+    for layer in range(len(similarity)):
+        order = np.argsort(-similarity[layer, 1:half], kind="stable")
+        ranked = similarity[layer, 1:half][order]
+        share = np.cumsum(likeness[layer, 1:half][order] >= alike) / np.arange(1, len(order) + 1)
+        good = np.flatnonzero(share >= purity)
+        taus[layer] = float(np.clip(ranked[good[-1]], -1.0, 1.0)) if len(good) else 1.0
+    return taus
+
+
+def _serve(experiment: Layers, recording: Recording, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Hit rate of each layer, and what became of the answers."""
+    workload: Workload = recording.workload
+    n = len(workload.requests)
+    method = Cached(workload, {"mode": "paper", "allow_unsafe": True, **options})
+    with torch.inference_mode():
+        method.begin()
+        told = [method.ask(number) for number in tracked(range(n), n, "Serving")]
+        notes = method.stats
+        method.end()
+    hits = np.zeros(n, dtype=bool)
+    hits[: notes.n_hits] = True  # which they are plays no part in the shares
+    return {
+        "options": {name: value for name, value in options.items() if name != "tau" or not isinstance(value, dict)},
+        "hit_rate": notes.hit_rate,
+        "hit_rate_by_layer": {layer: count / n for layer, count in sorted(notes.reuses_by_layer.items())},
+        "layers_skipped": notes.n_layers_skipped / (n * len(recording.trunk.layers)),
+        **quality(workload, recording.answers, told, hits, experiment.seed),
+    }

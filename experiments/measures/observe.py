@@ -1,0 +1,154 @@
+"""Measure `observe`: one llmcache setting serves the task once, untimed: hits, quality, bytes and its counters.
+
+For questions that need the real banks, codecs and policies, but no clock.
+"""
+
+import inspect
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic import Field
+
+from experiments.folders import Folders
+from experiments.measures.base import Outcome, TaskExperiment
+from experiments.methods.base import Served
+from experiments.methods.cached import Cached
+from experiments.methods.nocache import NoCache
+from experiments.metrics import hit_rates, quality
+from experiments.progress import tracked
+from experiments.tasks import build
+from experiments.workload import Answer, Workload
+from llmcache.policies import POLICIES
+
+
+class Observe(TaskExperiment):
+    """Settings of the measure.
+
+    Attributes:
+        cache: Settings of llmcache.
+        seconds_per_request: The clock of policies that look at one moves by that much a request; None: the real one.
+    """
+
+    cache: dict[str, Any] = Field(default_factory=dict)
+    seconds_per_request: float | None = Field(default=None, gt=0.0)
+
+    @classmethod
+    def make(cls, values: Any, name: str = "") -> "Observe":
+        """Check all settings, section by section; see `Section.make`."""
+        Cached.check(dict(values).get("cache", {}), "cache")
+        return super().make(values, name)
+
+
+def run(experiment: Observe, folders: Folders) -> Outcome:
+    """Serve the task once.
+
+    Raises:
+        ConfigError: The data, the model or the cache's settings do not fit each other.
+        FileNotFoundError: A data file is missing.
+    """
+    workload, base = _alone.of(experiment, folders)
+    clock = _Clock(experiment.seconds_per_request)
+    method = Cached(workload, clock.given_to(experiment.cache))
+    told, notes = [], []
+    with torch.inference_mode():
+        method.begin()
+        for number in tracked(range(len(workload.requests)), len(workload.requests), "Serving"):
+            clock.number = number
+            told.append(method.ask(number))
+            notes.append(method.last())
+        stats = method.stats
+        method.end()
+    served = np.array([note.by for note in notes])
+    hits = np.array([note.is_hit for note in notes])
+    figures = {
+        **hit_rates(served, experiment.seed),
+        **quality(workload, base, told, hits, experiment.seed),
+        "bytes": stats.nbytes,
+        "entries": stats.n_stored,
+        "evicted": sum(stats.n_evicted.values()),
+        "revalidated": stats.n_revalidated,
+        "reconstruction_error": _mean(stats.reconstruction_error),
+        "layers_skipped": stats.n_layers_skipped,
+        "hits_by_layer": stats.hits_by_layer,
+        "errors": stats.errors,
+    }
+    shown = ("hit_rate", "accuracy", "accuracy_drop", "changed_answers", "bytes", "entries", "evicted")
+    metrics = {
+        "task": experiment.task.title,
+        "model": experiment.task.model,
+        "n": len(workload.requests),
+        "metric": workload.metric,
+        "limit": experiment.task.limit,
+        "facts": workload.facts,
+        **figures,
+        "summary": [{name: figures[name] for name in shown}],
+    }
+    return Outcome(_rows(workload, base, told, notes), metrics)
+
+
+class _Clock:
+    """Seconds that pass with requests, so that a run does not depend on how fast the machine is."""
+
+    def __init__(self, seconds_per_request: float | None) -> None:
+        self._seconds = seconds_per_request
+        self.number = 0
+
+    def __call__(self) -> float:
+        """Seconds since the first request."""
+        return self.number * (self._seconds or 0.0)
+
+    def given_to(self, cache: Mapping[str, Any]) -> dict[str, Any]:
+        """The cache's settings, with this clock for a policy that takes one."""
+        policy = cache.get("policy")
+        if self._seconds is None or not isinstance(policy, Mapping) or "now" not in _takes(policy["name"]):
+            return dict(cache)
+        return {**cache, "policy": {**policy, "now": self}}
+
+
+def _takes(policy: str) -> Collection[str]:
+    """Names of the settings of a policy's class."""
+    return inspect.signature(POLICIES[policy]).parameters
+
+
+class _Alone:
+    """The latest task and what the model alone answers: runs of a grid differ in their caches, not in their tasks."""
+
+    def __init__(self) -> None:
+        self._known: tuple[Any, Workload, list[Answer]] | None = None
+
+    def of(self, experiment: Observe, folders: Folders) -> tuple[Workload, list[Answer]]:
+        """Workload and answers, N."""
+        key = (experiment.task, experiment.seed, folders)
+        if self._known is None or self._known[0] != key:
+            workload = build(experiment.task, folders, experiment.seed)
+            alone = NoCache(workload, {})
+            n = len(workload.requests)
+            with torch.inference_mode():
+                self._known = key, workload, [alone.ask(i) for i in tracked(range(n), n, "The model alone")]
+        return self._known[1:]
+
+
+_alone = _Alone()
+
+
+def _mean(by_layer: Mapping[int, float | None]) -> float | None:
+    """Mean over the layers where it was measured."""
+    known = [value for value in by_layer.values() if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _rows(workload: Workload, base: list[Answer], told: list[Answer], notes: list[Served]) -> list[dict[str, Any]]:
+    scores = workload.scores(told)
+    return [
+        {
+            "id": request.id,
+            "served": note.by,
+            "source": None if note.source is None else workload.requests[note.source].id,
+            "similarity": None if note.similarity is None else round(note.similarity, 5),
+            "is_changed": int(workload.is_changed(base[i], told[i])),
+            "score": round(float(scores[i]), 5),
+        }
+        for i, (request, note) in enumerate(zip(workload.requests, notes, strict=True))
+    ]
