@@ -16,9 +16,9 @@ from experiments.data.wikitext import UNK
 _SPAN = re.compile(r"(?:[A-Z][\w'-]+|\d[\d,.]*\d)(?: (?:of |the |de )?(?:[A-Z][\w'-]+|\d[\d,.]*\d))*")
 _SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z\"])")
 _COMMON_WORDS = """
-The This That These Those There Their They Then Thus When Where While Which What Who With Within Without His Her He She It
-Its In On At By For From After Before During Although However Some Many Most Other Another Both One Two Three As An And But
-Not No Despite Since Until Under Over Also Because If To Of Each All Only Once Later Such Additionally
+The This That These Those There Their They Then Thus When Where While Which What Who With Within Without His Her He She
+It Its In On At By For From After Before During Although However Some Many Most Other Another Both One Two Three As An
+And But Not No Despite Since Until Under Over Also Because If To Of Each All Only Once Later Such Additionally
 """
 _COMMON = frozenset(_COMMON_WORDS.split())
 FEWEST_WORDS, MOST_WORDS = 60, 220
@@ -73,8 +73,10 @@ def _cloze(passage: str, name: str, is_answerable: bool, rng: random.Random) -> 
     if not rest:
         return None
     context = " ".join(rest)
-    text = _hide(sentences[hidden], span)
-    return Question(name, "cloze", text, context, _occurrences(span, context) if is_answerable else ())
+    answers = _occurrences(span, context) if is_answerable else ()
+    if is_answerable and not answers:  # found as a part of longer words only
+        return None
+    return Question(name, "cloze", _hide(sentences[hidden], span), context, answers)
 
 
 def _hide(sentence: str, span: str) -> str:

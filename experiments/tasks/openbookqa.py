@@ -1,6 +1,7 @@
-"""Task `openbookqa`: one of four choices. A request is a question; its four rows go through the model together."""
+"""Task `openbookqa`: one of several choices. A request is a question; the rows of its choices go in together."""
 
 from collections.abc import Sequence
+from string import ascii_uppercase
 from typing import Any
 
 import numpy as np
@@ -53,7 +54,7 @@ class OpenBookQA:
 
     def show(self, answer: int) -> str:
         """Its letter."""
-        return "ABCDEFGH"[answer]
+        return ascii_uppercase[answer]
 
 
 def encode(tokenizer: Any, question: Choice, max_length: int) -> Inputs:
