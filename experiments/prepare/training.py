@@ -60,7 +60,7 @@ class Schedule:
 def train(
     model: nn.Module, examples: Sequence[Any], collate: Any, schedule: Schedule, folder: Path, seed: int, phase: str
 ) -> None:
-    """Train a model in place. A run that was interrupted goes on from its last checkpoint.
+    """Train a model in place, left in eval mode. A run that was interrupted goes on from its last checkpoint.
 
     Args:
         model: A transformers model that returns its loss.
@@ -87,6 +87,8 @@ def train(
     with Progress() as progress:
         trainer.add_callback(_Bar(progress, f"Training ({phase})"))
         trainer.train(resume_from_checkpoint=_last(checkpoints))
+    # Mixed precision wraps the model's forward for good; figures and threshold are those of the model as it will serve.
+    trainer.accelerator.unwrap_model(model, keep_fp32_wrapper=False)
     model.eval().to("cpu")
 
 

@@ -38,7 +38,8 @@ def command(
         try:
             figures, is_new = prepare(recipe, models_dir, data_dir, base=base, seed=seed, limit=limit, epochs=epochs)
         except KeyboardInterrupt:
-            typer.echo(f"llmcache: {recipe}: interrupted; the same command goes on from the last checkpoint", err=True)
+            told = "interrupted; the same command goes on from the last checkpoint, if there is one"
+            typer.echo(f"llmcache: {recipe}: {told}", err=True)
             raise typer.Exit(INTERRUPTED) from None
         console.print(_table(recipe, figures))
         typer.echo(f"{'trained' if is_new else 'there already'}: {models_dir / recipe}")
