@@ -1,6 +1,8 @@
 """Tokenizer and model by name: the packaged MiniLM, a local folder, or the Hugging Face hub."""
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,7 +45,7 @@ def encode(tokenizer: Any, text: str, max_length: int) -> Inputs:
 
 #: Model with a head, by what the head answers; and what it is called in messages.
 KINDS = {
-    "states": ("AutoModel", "hidden states"),
+    "states": ("AutoModel", "layers"),
     "class": ("AutoModelForSequenceClassification", "classifier"),
     "span": ("AutoModelForQuestionAnswering", "span head"),
     "choice": ("AutoModelForMultipleChoice", "multiple-choice head"),
@@ -67,22 +69,48 @@ def load(
         ConfigError: It was not found, is damaged, or has no such head.
     """
     import transformers
+    from safetensors import SafetensorError
 
     auto, head = KINDS[kind]
     source = find(name, models_dir)
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source)
-        model, report = getattr(transformers, auto).from_pretrained(source, output_loading_info=True, **config)
-    except (OSError, ValueError, KeyError) as error:
+        with quiet():
+            tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+            model, report = getattr(transformers, auto).from_pretrained(source, output_loading_info=True, **config)
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ConfigError(
             f"model: {name!r} could not be loaded; give {MINILM!r}, a folder with config.json, weights and tokenizer, "
-            f"a name that `llmcache prepare` made, or a hub name that can be reached: {str(error).splitlines()[0]}"
+            f"a name that `llmcache prepare` made, or a hub name that can be reached: {' '.join(str(error).split())}"
         ) from error
-    if kind != "states" and not is_new_head and report["missing_keys"]:
-        missing = ", ".join(sorted(report["missing_keys"]))
-        raise ConfigError(f"model: {name!r} holds no trained {head} (missing: {missing}); give a model that has one")
+    body = "" if kind == "states" else f"{model.base_model_prefix}."
+    may_lack_head = kind == "states" or is_new_head
+    missing = [key for key in sorted(report["missing_keys"]) if not may_lack_head or _is_needed(key, body)]
+    if missing:
+        raise ConfigError(
+            f"model: {name!r} holds no trained {head} (missing: {', '.join(missing)}); give a model that has one"
+        )
     return Loaded(model.eval(), tokenizer)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Let transformers report nothing but errors and draw no bars: what matters of its reports is raised here."""
+    from transformers.utils import logging
+
+    level, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if has_bars:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+def _is_needed(key: str, body: str) -> bool:
+    """Whether weights belong to the layers below the head; many models come without the pooler, which is no layer."""
+    return key.startswith(body) and "pooler" not in key
 
 
 def find(name: str, models_dir: Path | None) -> str:

@@ -1,6 +1,7 @@
 """Tiny models of every supported family, built from configs with seeded weights. No network, no files."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import transformers as tf
@@ -285,3 +286,22 @@ def tokenizer(side: str = "right") -> tf.PreTrainedTokenizerFast:
     )
     names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), special, strict=True))
     return tf.PreTrainedTokenizerFast(tokenizer_object=backend, padding_side=side, model_max_length=32, **names)
+
+
+def save_bert(folder: Path, text: str, n_layers: int = 2) -> Path:
+    """Save a tiny bare BERT with random weights, and a tokenizer of the words of a text: lower case, no accents."""
+    cleaned = tf.BertTokenizer(vocab={"[UNK]": 0}).backend_tokenizer
+    plain = cleaned.normalizer.normalize_str(text)
+    found = (word for word, _ in cleaned.pre_tokenizer.pre_tokenize_str(plain))
+    words = dict.fromkeys(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *found])
+    config = tf.BertConfig(
+        vocab_size=len(words),
+        hidden_size=32,
+        num_hidden_layers=n_layers,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=512,
+    )
+    build(lambda: tf.BertModel(config)).save_pretrained(folder)
+    tf.BertTokenizer(vocab={word: i for i, word in enumerate(words)}).save_pretrained(folder)
+    return folder

@@ -4,6 +4,7 @@ import csv
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
@@ -69,7 +70,7 @@ class Labelled:
 
 
 def read_requests(data: Data, folder: Path | None, seed: int = 0) -> list[Labelled]:
-    """Read all labelled requests, in data order.
+    """Read all labelled requests, in the order that the settings ask for.
 
     Args:
         data: Where they are.
@@ -82,18 +83,22 @@ def read_requests(data: Data, folder: Path | None, seed: int = 0) -> list[Labell
     """
     name = data.path[0] if len(data.path) == 1 else ""
     if made := STREAMS.get(name):
-        n = data.limit or DEFAULT_N
-        return [Labelled(i, record.text, record.label) for i, record in enumerate(made(n, seed))]
-    paths, text, label = SETS.get(name, (data.path, data.text, data.label))
+        records = [Labelled(i, x.text, x.label) for i, x in enumerate(made(data.limit or DEFAULT_N, seed))]
+    else:
+        records = _read_all(data, SETS.get(name, (data.path, data.text, data.label)), folder)
+    if data.limit is not None and data.limit < len(records):
+        records = [records[i] for i in sorted(random.Random(seed).sample(range(len(records)), data.limit))]
+    if data.order == "shuffled":
+        random.Random(seed).shuffle(records)
+    return records
+
+
+def _read_all(data: Data, source: tuple[tuple[str, ...], str, str], folder: Path | None) -> list[Labelled]:
+    paths, text, label = source
     pairs = [pair for path in paths for pair in _read_file(_locate(path, folder), text, label)]
     if not pairs:
         raise ConfigError(f"data.path: {', '.join(data.path)}: no records, so there is nothing to stream")
-    chosen = list(range(len(pairs)))
-    if data.limit is not None and data.limit < len(pairs):
-        chosen = sorted(random.Random(seed).sample(chosen, data.limit))
-    if data.order == "shuffled":
-        random.Random(seed).shuffle(chosen)
-    return [Labelled(i, *pairs[i]) for i in chosen]
+    return [Labelled(i, *pair) for i, pair in enumerate(pairs)]
 
 
 def _locate(name: str, folder: Path | None) -> Path:
@@ -115,6 +120,8 @@ def _read_file(path: Path, text: str, label: str) -> Iterator[tuple[str, str]]:
             yield _field(record, "text", text, where), _field(record, "label", label, where)
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
+    except csv.Error as error:
+        raise ConfigError(f"{path}: not a CSV file ({error})") from error
 
 
 def _field(record: Mapping[str, Any], key: str, name: str, where: str) -> str:
@@ -142,7 +149,7 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 def _read_rasa(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Rasa's JSON: `rasa_nlu_data.common_examples`, each with `text` and `intent`."""
-    examples = build(str(path), lambda: list(read_json(path)["rasa_nlu_data"]["common_examples"]))
+    examples = build(str(path), lambda values: list(values["rasa_nlu_data"]["common_examples"]), read_json(path))
     for number, record in enumerate(examples):
         if not isinstance(record, dict):
             raise ConfigError(f"{path}: example {number} is not an object (got {record!r})")
@@ -155,12 +162,12 @@ def _read_lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     if not beside.is_file():
         raise FileNotFoundError(f"data.path: no file {beside}, which holds the labels of {path.name}")
     texts, labels = (read_text(file).split("\n") for file in (path, beside))
-    pairs = [(text.strip(), label.strip()) for text, label in zip(texts, labels, strict=False)]
-    if len(texts) != len(labels) or any(bool(text) != bool(label) for text, label in pairs):
-        raise ConfigError(f"{path} and {beside.name} do not belong together: their lines do not match")
-    for number, (text, label) in enumerate(pairs, start=1):
-        if text:
-            yield f"{path}, line {number}", {"text": text, "label": label}
+    for number, (text, label) in enumerate(zip_longest(texts, labels, fillvalue=""), start=1):
+        where = f"{path}, line {number}"
+        if bool(text.strip()) != bool(label.strip()):
+            raise ConfigError(f"{where}: {beside.name} does not match (text {text!r}, label {label!r})")
+        if text.strip():
+            yield where, {"text": text.strip(), "label": label.strip()}
 
 
 _READERS: Mapping[str, Callable[[Path], Iterator[tuple[str, Mapping[str, Any]]]]] = {

@@ -1,10 +1,11 @@
 """OpenBookQA (Mihaylov et al. 2018): school science questions with four choices. The facts are not given."""
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from experiments.data.source import build, find_file, from_hub, read_jsonl
+from experiments.data.source import build, find_file, from_hub, read_jsonl, some, typed
 
 HUB = "allenai/openbookqa"
 FILES = {
@@ -21,7 +22,7 @@ class Choice:
     Attributes:
         id: The data set's own.
         stem: The question, often the beginning of a sentence.
-        choices: Four ways to go on.
+        choices: Ways to go on: four, in the published sets.
         right: Number of the right one, from 0.
     """
 
@@ -43,18 +44,22 @@ def read_openbookqa(split: Literal["train", "validation", "test"], folder: Path 
         FileNotFoundError: The file is missing.
     """
     if folder is None:
-        return [_from_row(row) for row in from_hub(HUB, "main", split)]
-    lines = read_jsonl(find_file(folder, FILES[split]))
-    return [build(where, lambda row=row: _from_line(row)) for where, row in lines]
+        return [build(where, _from_row, row) for where, row in from_hub(HUB, "main", split)]
+    path = find_file(folder, FILES[split])
+    return some([build(where, _from_line, row) for where, row in read_jsonl(path)], path)
 
 
-def _from_row(row: Any) -> Choice:
+def _from_row(row: Mapping[str, Any]) -> Choice:
     choices = row["choices"]
-    return Choice(row["id"], row["question_stem"], tuple(choices["text"]), choices["label"].index(row["answerKey"]))
+    return _choice(row, row["question_stem"], zip(choices["label"], choices["text"], strict=True))
 
 
-def _from_line(row: Any) -> Choice:
+def _from_line(row: Mapping[str, Any]) -> Choice:
     question = row["question"]
-    labels = [choice["label"] for choice in question["choices"]]
-    texts = tuple(choice["text"] for choice in question["choices"])
-    return Choice(row["id"], question["stem"], texts, labels.index(row["answerKey"]))
+    return _choice(row, question["stem"], [(choice["label"], choice["text"]) for choice in question["choices"]])
+
+
+def _choice(row: Mapping[str, Any], stem: Any, choices: Iterable[tuple[Any, Any]]) -> Choice:
+    labels, texts = zip(*choices, strict=True)
+    right = labels.index(row["answerKey"])
+    return Choice(typed(row["id"], str), typed(stem, str), tuple(typed(text, str) for text in texts), right)

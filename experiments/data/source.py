@@ -1,15 +1,20 @@
-"""Where records come from: a file of the data folder if one is given, else the hub."""
+"""Where records come from: a file of the data folder if one is given, else the hub.
+
+A record comes with the words that say where it stands, so that an error can name it.
+"""
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from llmcache.errors import ConfigError
 
+_T = TypeVar("_T")
 
-def from_hub(name: str, config: str | None, split: str) -> Iterable[Mapping[str, Any]]:
-    """Rows of a data set on the hub.
+
+def from_hub(name: str, config: str | None, split: str) -> list[tuple[str, Mapping[str, Any]]]:
+    """Rows of a data set on the hub, each with where it stands.
 
     Args:
         name: Owner and name, `rajpurkar/squad_v2` for instance.
@@ -26,13 +31,13 @@ def from_hub(name: str, config: str | None, split: str) -> Iterable[Mapping[str,
             f"data: {name} comes from the hub, which needs a package: pip install 'llmcache[exp]'"
         ) from None
     try:
-        rows: Iterable[Mapping[str, Any]] = datasets.load_dataset(name, config, split=split)
+        rows = datasets.load_dataset(name, config, split=split)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"data: {name} could not be loaded from the hub ({str(error).splitlines()[0]}); "
+            f"data: {name} could not be loaded from the hub ({' '.join(str(error).split())}); "
             "give a folder that holds its files with --data-dir or LLMCACHE_DATA"
         ) from error
-    return rows
+    return [(f"{name}, {split}, row {number}", row) for number, row in enumerate(rows)]
 
 
 def find_file(folder: Path, name: str) -> Path:
@@ -48,7 +53,7 @@ def find_file(folder: Path, name: str) -> Path:
 
 
 def read_text(path: Path) -> str:
-    """All of a UTF-8 file.
+    r"""All of a UTF-8 file, with `\n` as the end of each line whatever the file has.
 
     Raises:
         ConfigError: It is not UTF-8.
@@ -65,7 +70,11 @@ def read_json(path: Path) -> Any:
     Raises:
         ConfigError: It is not JSON.
     """
-    return _parse(read_text(path), str(path))
+    text = read_text(path)
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}, line {error.lineno}: not valid JSON: {error.msg}") from error
 
 
 def read_jsonl(path: Path) -> list[tuple[str, Any]]:
@@ -74,24 +83,45 @@ def read_jsonl(path: Path) -> list[tuple[str, Any]]:
     Raises:
         ConfigError: A line is not JSON.
     """
-    lines = enumerate(read_text(path).split("\n"), start=1)
-    return [(f"{path}, line {i}", _parse(line, f"{path}, line {i}")) for i, line in lines if line.strip()]
+    values = []
+    for number, line in enumerate(read_text(path).split("\n"), start=1):
+        try:
+            if line.strip():
+                values.append((f"{path}, line {number}", json.loads(line)))
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{path}, line {number}: not valid JSON: {error.msg}") from error
+    return values
 
 
-def build(where: str, make: Callable[[], Any]) -> Any:
+def build(where: str, make: Callable[[Any], _T], record: Any) -> _T:
     """What `make` makes of a record.
 
     Raises:
         ConfigError: The record lacks something or holds another type; names where it stands.
     """
     try:
-        return make()
+        return make(record)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise ConfigError(f"{where}: not a record of this data set ({type(error).__name__}: {error})") from error
 
 
-def _parse(text: str, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{where}: not valid JSON: {error.msg} (line {error.lineno})") from error
+def typed(value: Any, kind: type[_T]) -> _T:
+    """A value that is of this type, for use inside `build`.
+
+    Raises:
+        TypeError: It is not.
+    """
+    if type(value) is not kind:
+        raise TypeError(f"expected {kind.__name__}, got {value!r}")
+    return value
+
+
+def some(records: list[_T], where: object) -> list[_T]:
+    """The records, if there are any.
+
+    Raises:
+        ConfigError: There are none.
+    """
+    if not records:
+        raise ConfigError(f"{where}: holds no records; is the file complete?")
+    return records

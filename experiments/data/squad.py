@@ -1,11 +1,11 @@
 """SQuAD v2 (Rajpurkar, Jia and Liang 2018): questions on Wikipedia passages, about half without an answer there."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from experiments.data.source import build, find_file, from_hub, read_json
+from experiments.data.source import build, find_file, from_hub, read_json, some, typed
 
 HUB = "rajpurkar/squad_v2"
 FILES = {"train": "squad_v2/train-subset.json", "validation": "squad_v2/eval.json"}
@@ -42,23 +42,34 @@ def read_squad(split: Literal["train", "validation"], folder: Path | None) -> li
         FileNotFoundError: The file is missing.
     """
     if folder is None:
-        return [_from_row(row) for row in from_hub(HUB, None, split)]
+        return [build(where, _from_row, row) for where, row in from_hub(HUB, None, split)]
     path = find_file(folder, FILES[split])
-    questions: list[Question] = build(str(path), lambda: list(_from_file(read_json(path))))
-    return questions
+    records = build(str(path), _flatten, read_json(path))
+    return some([build(f"{path}, {where}", _from_record, row) for where, row in records], path)
 
 
-def _from_row(row: Any) -> Question:
+def _flatten(values: Any) -> list[tuple[str, Mapping[str, Any]]]:
+    """Each question of the official format, with its article's title and its passage."""
+    found: list[tuple[str, Mapping[str, Any]]] = []
+    for number, article in enumerate(values["data"]):
+        for place, paragraph in enumerate(article["paragraphs"]):
+            for turn, asked in enumerate(paragraph["qas"]):
+                where = f"article {number}, paragraph {place}, question {turn}"
+                found.append((where, {**asked, "title": article["title"], "context": paragraph["context"]}))
+    return found
+
+
+def _from_record(record: Mapping[str, Any]) -> Question:
+    answers = () if record.get("is_impossible") else record["answers"]
+    return _question(record, [(answer["text"], answer["answer_start"]) for answer in answers])
+
+
+def _from_row(row: Mapping[str, Any]) -> Question:
     answers = row["answers"]
-    found = tuple(zip(answers["text"], answers["answer_start"], strict=True))
-    return Question(row["id"], row["title"], row["question"], row["context"], found)
+    return _question(row, zip(answers["text"], answers["answer_start"], strict=True))
 
 
-def _from_file(values: Any) -> Iterator[Question]:
-    for article in values["data"]:
-        for paragraph in article["paragraphs"]:
-            context = paragraph["context"]
-            for asked in paragraph["qas"]:
-                answers = () if asked.get("is_impossible") else asked["answers"]
-                found = tuple((answer["text"], answer["answer_start"]) for answer in answers)
-                yield Question(asked["id"], article["title"], asked["question"], context, found)
+def _question(row: Mapping[str, Any], answers: Iterable[tuple[Any, Any]]) -> Question:
+    found = tuple((typed(text, str), typed(start, int)) for text, start in answers)
+    name, title, text, context = (typed(row[key], str) for key in ("id", "title", "question", "context"))
+    return Question(name, title, text, context, found)

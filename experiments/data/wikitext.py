@@ -1,13 +1,14 @@
 """WikiText (Merity et al. 2016): Wikipedia articles in tokenised lines.
 
-The hub's `raw` configurations hold every word; the files of the data folder are taken as they are, and may have rare
-words replaced by `<unk>`: `unk_rate` says how many.
+The hub's `raw` configuration of WikiText-103 holds every word; WikiText-2 and the files of the data folder are taken as
+they are, and may have rare words replaced by `<unk>`: `unk_rate` says how many.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from experiments.data.source import find_file, from_hub, read_text
+from experiments.data.source import build, find_file, from_hub, read_text, some, typed
 
 HUB = "Salesforce/wikitext"
 UNK = "<unk>"
@@ -27,18 +28,22 @@ def read_wikitext(split: Literal["train", "validation", "test"], folder: Path | 
         folder: Data folder with the files under `wikitext/`; None for the hub.
 
     Raises:
-        ConfigError: The file is not UTF-8, or the hub cannot be reached.
+        ConfigError: The file is not UTF-8 or holds nothing, or the hub cannot be reached.
         FileNotFoundError: The file is missing.
     """
     config, there, file = SPLITS[split]
     if folder is None:
-        lines = [row["text"] for row in from_hub(HUB, config, there)]
+        lines = [build(where, _text, row) for where, row in from_hub(HUB, config, there)]
     else:
         lines = read_text(find_file(folder, file)).split("\n")
-    return [line.strip() for line in lines if line.strip()]
+    return some([line.strip() for line in lines if line.strip()], HUB if folder is None else folder / file)
 
 
 def unk_rate(lines: list[str]) -> float:
     """Share of white-space separated words that are `<unk>`, 0 to 1."""
     words = [word for line in lines for word in line.split()]
     return sum(word == UNK for word in words) / max(1, len(words))
+
+
+def _text(row: Mapping[str, Any]) -> str:
+    return typed(row["text"], str)

@@ -8,9 +8,9 @@ from typing import Any
 
 from experiments.environment import describe
 from experiments.files import write_whole
-from experiments.models import MINILM, Loaded
+from experiments.models import MINILM, Loaded, quiet
 from experiments.prepare import intent, openbookqa, squad_v2, wikitext
-from experiments.prepare.training import Order, finish
+from experiments.prepare.training import Order, begin, finish
 from llmcache.errors import ConfigError
 
 #: By the name of the folder that the model goes to.
@@ -50,20 +50,39 @@ def prepare(
         Its figures, as its folder has them in `metrics.json`; and whether it was trained now.
 
     Raises:
-        ConfigError: No such recipe, or the data is wrong.
+        ConfigError: No such recipe, the data is wrong, or the model there was made, or begun, with other options.
     """
-    if recipe not in RECIPES:
-        raise ConfigError(f"recipe: {recipe!r} is not known; known: {', '.join(RECIPES)}")
+    check(recipe)
+    if epochs is not None and epochs <= 0:
+        raise ConfigError(f"epochs: must be more than 0 (got {epochs})")
     folder = models_dir / recipe
-    if (folder / FIGURES).is_file():
-        return json.loads((folder / FIGURES).read_text(encoding="utf-8")), False
-    folder.mkdir(parents=True, exist_ok=True)
-    order = Order(base, folder, data_dir, seed, limit, epochs)
-    loaded, figures = RECIPES[recipe](order)
-    loaded.model.save_pretrained(folder)  # type: ignore[operator]
-    loaded.tokenizer.save_pretrained(folder)
     options = {"base": base, "seed": seed, "limit": limit, "epochs": epochs}
+    if (folder / FIGURES).is_file():
+        return _there(folder, options), False
+    begin(folder, options)
+    with quiet():
+        loaded, figures = RECIPES[recipe](Order(base, folder, data_dir, seed, limit, epochs))
+        loaded.model.save_pretrained(folder)  # type: ignore[operator]
+        loaded.tokenizer.save_pretrained(folder)
     figures = {"recipe": recipe, "options": options, **figures, "environment": describe(seed)}
     write_whole(folder / FIGURES, json.dumps(figures, indent=2) + "\n")
     finish(folder)
     return figures, True
+
+
+def check(recipe: str) -> None:
+    """Refuse a name that is none of `RECIPES`.
+
+    Raises:
+        ConfigError: It is not.
+    """
+    if recipe not in RECIPES:
+        raise ConfigError(f"recipe: {recipe!r} is not known; known: {', '.join(RECIPES)}")
+
+
+def _there(folder: Path, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Figures of a model that was made before."""
+    figures: dict[str, Any] = json.loads((folder / FIGURES).read_text(encoding="utf-8"))
+    if figures["options"] != options:
+        raise ConfigError(f"{folder}: made with {figures['options']}, not {options}; give those, or delete the folder")
+    return figures

@@ -73,8 +73,10 @@ def _cloze(passage: str, name: str, is_answerable: bool, rng: random.Random) -> 
     if not rest:
         return None
     context = " ".join(rest)
-    text = _hide(sentences[hidden], span)
-    return Question(name, "cloze", text, context, _occurrences(span, context) if is_answerable else ())
+    answers = _occurrences(span, context) if is_answerable else ()
+    if is_answerable and not answers:  # found as a part of longer words only
+        return None
+    return Question(name, "cloze", _hide(sentences[hidden], span), context, answers)
 
 
 def _hide(sentence: str, span: str) -> str:

@@ -33,7 +33,10 @@ def prepare(order: Order, data: str) -> tuple[Loaded, dict[str, Any]]:
     requests = read_requests(Data.make({"path": data, "limit": order.limit}), order.data_dir, order.seed)
     seen, unseen = split(requests, FIT_SHARE, order.seed)
     labels = sorted({request.label for request in requests})
-    names = {"id2label": dict(enumerate(labels)), "label2id": {label: i for i, label in enumerate(labels)}}
+    names: dict[str, Any] = {
+        "id2label": dict(enumerate(labels)),
+        "label2id": {label: i for i, label in enumerate(labels)},
+    }
     torch.manual_seed(order.seed)
     base = load(order.base, "class", is_new_head=True, num_labels=len(labels), **names)
     schedule = Schedule(epochs=order.epochs or 6, batch_size=64, learning_rate=5e-4)

@@ -10,6 +10,7 @@ from experiments.models import Loaded, load
 from experiments.prepare.training import Order, Schedule, train
 from experiments.progress import tracked
 from experiments.tasks.openbookqa import OpenBookQA
+from llmcache.errors import ConfigError
 
 MAX_LENGTH = 64
 
@@ -19,21 +20,27 @@ def prepare(order: Order) -> tuple[Loaded, dict[str, Any]]:
 
     Returns:
         It, and its accuracy on the validation and test sets, beside chance.
+
+    Raises:
+        ConfigError: The training questions have different numbers of choices.
     """
     torch.manual_seed(order.seed)
     base = load(order.base, "choice", is_new_head=True)
     questions = read_openbookqa("train", order.data_dir)[: order.limit]
+    n_choices = {len(question.choices) for question in questions}
+    if len(n_choices) > 1:
+        raise ConfigError(f"openbookqa: training takes questions with one number of choices (got {sorted(n_choices)})")
     schedule = Schedule(epochs=order.epochs or 3, batch_size=8, learning_rate=1e-4)
     train(base.model, questions, Collator(base.tokenizer), schedule, order.folder, order.seed, "openbookqa")
     figures = {
-        split: _accuracy(base, read_openbookqa(split, order.data_dir)[: order.limit])  # type: ignore[arg-type]
+        split: _accuracy(base, read_openbookqa(split, order.data_dir)[: order.limit])
         for split in ("validation", "test")
     }
-    return base, {"n_train": len(questions), **figures, "chance": 1 / len(questions[0].choices)}
+    return base, {"n_train": len(questions), **figures, "chance": 1 / n_choices.pop()}
 
 
 class Collator:
-    """Makes batches of questions: tensors (B, choices, T), and the right choices (B,)."""
+    """Makes batches of questions, all with as many choices: tensors (B, choices, T), and the right choices (B,)."""
 
     def __init__(self, tokenizer: Any) -> None:
         """Tokenise and pad with `tokenizer`."""

@@ -18,6 +18,7 @@ from experiments.prepare.training import Order, Padding, Schedule, train
 from experiments.progress import tracked
 from experiments.scorers.squad_v2 import f1
 from experiments.tasks.squad_v2 import THRESHOLD, SquadV2, encode, figures, in_context
+from llmcache.errors import ConfigError
 
 MAX_LENGTH = 384
 TRAIN_LENGTH = 256
@@ -25,6 +26,7 @@ STRIDE = 96
 N_CLOZES = 8000
 SHARE_UNANSWERABLE = 0.3
 N_HELD_OUT = 2
+MIXED = (0.3, 0.7)  # share without an answer, of an article whose threshold fits others: over all it is a third
 
 
 def prepare(order: Order) -> tuple[Loaded, dict[str, Any]]:
@@ -62,20 +64,26 @@ def prepare(order: Order) -> tuple[Loaded, dict[str, Any]]:
 
 
 def choose_articles(questions: Sequence[Question], seed: int) -> set[str]:
-    """Titles of the articles held out to tune the threshold on: such as have both kinds of questions."""
-    titles = sorted({question.title for question in questions})
-    shares = {
-        title: float(np.mean([not question.answers for question in questions if question.title == title]))
-        for title in titles
-    }
-    mixed = [title for title in titles if 0.3 <= shares[title] <= 0.7] or titles
-    return set(random.Random(seed).sample(mixed, min(N_HELD_OUT, len(mixed) - 1)))
+    """Titles of the articles held out to tune the threshold on: such as have both kinds of questions.
+
+    Raises:
+        ConfigError: All questions are about one article, so that none would be left to train on.
+    """
+    kinds: dict[str, list[bool]] = {}
+    for question in questions:
+        kinds.setdefault(question.title, []).append(not question.answers)
+    if len(kinds) < 2:
+        raise ConfigError(f"squad_v2: the training data has one article only ({next(iter(kinds))!r}); it takes two")
+    low, high = MIXED
+    mixed = [title for title in sorted(kinds) if low <= float(np.mean(kinds[title])) <= high] or sorted(kinds)
+    return set(random.Random(seed).sample(mixed, min(N_HELD_OUT, len(mixed), len(kinds) - 1)))
 
 
 def windows(tokenizer: Any, questions: Sequence[Question]) -> list[dict[str, Any]]:
     """Training examples: each window of each passage, with the tokens where the first accepted answer begins and ends.
 
-    A window without the whole answer is an example of no answer: both are then 0, the first token.
+    A window without the whole answer is an example of no answer: both are then 0, the first token. White space around
+    an answer counts for nothing: no token stands for it.
     """
     examples = []
     for question in questions:
@@ -94,8 +102,9 @@ def _find(question: Question, places: Any) -> tuple[int, int]:
     if not question.answers:
         return 0, 0
     text, begin = question.answers[0]
+    begin, end = begin + len(text) - len(text.lstrip()), begin + len(text.rstrip())
     first = np.flatnonzero((places[:, 0] <= begin) & (places[:, 1] > begin))
-    last = np.flatnonzero((places[:, 0] < begin + len(text)) & (places[:, 1] >= begin + len(text)))
+    last = np.flatnonzero((places[:, 0] < end) & (places[:, 1] >= end))
     return (int(first[0]), int(last[0])) if len(first) and len(last) else (0, 0)
 
 
@@ -117,19 +126,24 @@ def best_threshold(advantages: Sequence[float], gains: Sequence[float], is_unans
     """The threshold with the highest sum of scores.
 
     Args:
-        advantages: How far each answer scores above none (N,); it is given from the threshold on.
+        advantages: How far each answer scores above none (N,); it is given from the threshold on. An infinite one,
+            of a question without a passage, draws no line.
         gains: What the answer scores when it is given.
         is_unanswerable: Whether giving none scores 1 instead, and else 0.
 
     Returns:
-        Half way between two advantages, or beyond the last one.
+        Half way between two advantages, or beyond the first or last one; 0 where there are none.
     """
     order = np.argsort(advantages)
     ranked = np.array(advantages)[order]
     withheld = np.concatenate([[0.0], np.cumsum(np.array(is_unanswerable, dtype=float)[order])])
     given = np.concatenate([np.cumsum(np.array(gains, dtype=float)[order][::-1])[::-1], [0.0]])
-    cuts = np.concatenate([[ranked[0] - 1], (ranked[1:] + ranked[:-1]) / 2, [ranked[-1] + 1]])
-    return float(cuts[int((withheld + given).argmax())])
+    values = np.unique(ranked[np.isfinite(ranked)])
+    if not len(values):
+        return 0.0
+    cuts = np.concatenate([[values[0] - 1], (values[1:] + values[:-1]) / 2, [values[-1] + 1]])
+    n_withheld = np.searchsorted(ranked, cuts)
+    return float(cuts[int((withheld + given)[n_withheld].argmax())])
 
 
 def _read(model: Loaded, questions: Sequence[Question]) -> list[tuple[str, float]]:

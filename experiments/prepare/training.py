@@ -1,16 +1,22 @@
-"""One training run with transformers' Trainer: seeded, resumable, with a progress bar where there is a terminal."""
+"""Training runs with transformers' Trainer: seeded, resumable, with a progress bar where there is a terminal."""
 
+import json
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
+from experiments.files import write_whole
+from experiments.progress import Progress
 from llmcache.errors import ConfigError
 
 CHECKPOINTS = "checkpoints"
+SAVE_EVERY = 200  # steps: little work is lost with an interrupted run, and little time goes into saving
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +60,7 @@ class Schedule:
 def train(
     model: nn.Module, examples: Sequence[Any], collate: Any, schedule: Schedule, folder: Path, seed: int, phase: str
 ) -> None:
-    """Train a model in place. A run that was interrupted goes on from its last checkpoint.
+    """Train a model in place, left in eval mode. A run that was interrupted goes on from its last checkpoint.
 
     Args:
         model: A transformers model that returns its loss.
@@ -66,14 +72,29 @@ def train(
         phase: Names the checkpoints, where a model is trained in several phases.
 
     Raises:
-        ConfigError: `accelerate`, which the Trainer needs, is missing.
+        ConfigError: There is nothing to train on, or `accelerate`, which the Trainer needs, is missing.
     """
-    import torch
-    import transformers
-
+    if not examples:
+        raise ConfigError(f"prepare: {phase}: no examples to train on; give more data, or a higher limit")
     checkpoints = folder / CHECKPOINTS / phase
+    trainer = Trainer(
+        model=model,
+        args=_arguments(schedule, checkpoints, isinstance(examples[0], Mapping), seed),
+        train_dataset=list(examples),
+        data_collator=collate,
+    )
+    trainer.remove_callback(PrinterCallback)
+    with Progress() as progress:
+        trainer.add_callback(_Bar(progress, f"Training ({phase})"))
+        trainer.train(resume_from_checkpoint=_last(checkpoints))
+    # Mixed precision wraps the model's forward for good; figures and threshold are those of the model as it will serve.
+    trainer.accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+    model.eval().to("cpu")
+
+
+def _arguments(schedule: Schedule, checkpoints: Path, is_by_length: bool, seed: int) -> TrainingArguments:
     try:
-        args = transformers.TrainingArguments(
+        return TrainingArguments(
             output_dir=str(checkpoints),
             num_train_epochs=schedule.epochs,
             per_device_train_batch_size=schedule.batch_size,
@@ -81,23 +102,38 @@ def train(
             weight_decay=schedule.weight_decay,
             warmup_steps=0.1,
             lr_scheduler_type="linear",
-            train_sampling_strategy="group_by_length" if isinstance(examples[0], Mapping) else "random",
+            train_sampling_strategy="group_by_length" if is_by_length else "random",
             bf16=_has_fast_bf16(),
             use_cpu=not torch.cuda.is_available(),
             seed=seed,
             save_strategy="steps",
-            save_steps=200,
+            save_steps=SAVE_EVERY,
             save_total_limit=1,
-            logging_steps=50,
+            logging_strategy="no",
+            disable_tqdm=True,
             report_to=[],
             remove_unused_columns=False,
             dataloader_pin_memory=False,
         )
     except ImportError as error:
         raise ConfigError("prepare: training needs a package: pip install 'llmcache[exp]'") from error
-    trainer = transformers.Trainer(model=model, args=args, train_dataset=list(examples), data_collator=collate)
-    trainer.train(resume_from_checkpoint=any(checkpoints.glob("checkpoint-*")))
-    model.eval().to("cpu")
+
+
+class _Bar(TrainerCallback):
+    """Shows the steps done; where the Trainer would print its own."""
+
+    def __init__(self, progress: Progress, what: str) -> None:
+        self._progress = progress
+        self._what = what
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._progress.advance(self._what, state.global_step, state.max_steps)
+
+
+def _last(checkpoints: Path) -> str | None:
+    """Folder of the last checkpoint that is whole: its state is written last."""
+    whole = [path.parent for path in checkpoints.glob("checkpoint-*/trainer_state.json")]
+    return str(max(whole, key=lambda path: int(path.name.partition("-")[2]))) if whole else None
 
 
 class Padding:
@@ -112,6 +148,22 @@ class Padding:
         return dict(self._tokenizer.pad(list(examples), return_tensors="pt"))
 
 
+def begin(folder: Path, options: Mapping[str, Any]) -> None:
+    """Make the folder of a model, and note what its checkpoints will have been made with.
+
+    Raises:
+        ConfigError: It holds the checkpoints of another training.
+    """
+    note = folder / CHECKPOINTS / "options.json"
+    if note.is_file() and (other := json.loads(note.read_text(encoding="utf-8"))) != options:
+        told = ", ".join(f"{name}={other.get(name)}" for name in options if other.get(name) != options[name])
+        raise ConfigError(
+            f"{folder}: a training with {told} was interrupted here; give that again, or delete the folder"
+        )
+    note.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(note, json.dumps(options))
+
+
 def finish(folder: Path) -> None:
     """Drop the checkpoints of a model that is done."""
     shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
@@ -119,9 +171,7 @@ def finish(folder: Path) -> None:
 
 def _has_fast_bf16() -> bool:
     """Whether bfloat16 products are done in hardware: on a GPU of the kind, or with the CPU's own instructions."""
-    import torch
-
     if torch.cuda.is_available():
-        return torch.cuda.is_bf16_supported()
+        return bool(torch.cuda.is_bf16_supported())
     can = torch.cpu.get_capabilities()
     return bool(can.get("avx512_bf16") or can.get("amx_bf16"))

@@ -43,7 +43,7 @@ def prepare(order: Order) -> tuple[Loaded, dict[str, Any]]:
     loaded = Loaded(model, tokenizer)
     figures: dict[str, Any] = {"n_train_tokens": blocks.size, "train_unk_rate": unk_rate(lines)}
     for split in ("validation", "test"):
-        task = WikiText(loaded, read_wikitext(split, order.data_dir), BLOCK, order.limit, None)  # type: ignore[arg-type]
+        task = WikiText(loaded, read_wikitext(split, order.data_dir), BLOCK, order.limit, None)
         figures[split] = {**_evaluate(task), "unk_rate": task.facts["unk_rate"], "unigram": unigram(ids, task)}
     return loaded, figures
 
@@ -55,7 +55,7 @@ def make_tokenizer(lines: Sequence[str]) -> Any:
 
     bpe = ByteLevelBPETokenizer()
     bpe.train_from_iterator(lines, vocab_size=VOCABULARY, special_tokens=[END, UNK], show_progress=False)
-    return transformers.PreTrainedTokenizerFast(
+    return transformers.PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=bpe._tokenizer, bos_token=END, eos_token=END, unk_token=UNK, pad_token=END
     )
 

@@ -1,7 +1,8 @@
-"""Task `openbookqa`: one of four choices. A request is a question; its four rows go through the model together."""
+"""Task `openbookqa`: one of several choices. A request is a question; the rows of its choices go in together."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from string import ascii_uppercase
 from typing import Any, Literal
 
 import numpy as np
@@ -94,7 +95,7 @@ class OpenBookQA:
 
     def show(self, answer: int) -> str:
         """Its letter."""
-        return "ABCDEFGH"[answer]
+        return ascii_uppercase[answer]
 
 
 def encode(tokenizer: Any, question: Choice, max_length: int) -> Inputs:

@@ -67,7 +67,8 @@ class SquadV2:
         self._offsets: list[NDArray[np.int64]] = []
         self._contexts = [question.context for question in questions]
         self.requests = [self._encode(question, max_length) for question in questions]
-        cut = [len(o) == max_length and o[-2, 1] < len(c) for o, c in zip(self._offsets, self._contexts, strict=True)]
+        pairs = zip(self._offsets, self._contexts, strict=True)
+        cut = [len(offsets) == max_length and offsets[:, 1].max() < len(text.rstrip()) for offsets, text in pairs]
         self.facts = {
             "n_passages": len({question.context for question in questions}),
             "share_unanswerable": float(np.mean([not question.answers for question in questions])),
@@ -124,14 +125,15 @@ def encode(tokenizer: Any, question: str, context: str, max_length: int, stride:
 
     Args:
         tokenizer: A fast one.
-        question: Cut after `MOST_ASKED` tokens, as the reference implementations do.
+        question: Cut after `MOST_ASKED` tokens, as the reference implementations do, or half of what fits.
         context: Cut at its end where it does not fit.
         max_length: Most tokens.
         stride: Instead of cutting, give all windows of the passage, overlapping by that many tokens.
     """
     options = {} if stride is None else {"stride": stride, "return_overflowing_tokens": True}
     asked = tokenizer(question.strip(), add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
-    end = asked[:MOST_ASKED][-1][1] if asked else 0
+    kept = asked[: min(MOST_ASKED, max_length // 2)]
+    end = kept[-1][1] if kept else 0
     return tokenizer(
         question.strip()[:end],
         context,

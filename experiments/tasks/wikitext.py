@@ -45,7 +45,7 @@ class Repeats(Section):
     Attributes:
         whole: The same window.
         prefix: Its first half, then new text.
-        changed: The same window with some tokens replaced.
+        changed: The same window with some tokens replaced by others of the text.
         share_replaced: Of the tokens, in a changed window.
         seed: Of the draws.
     """
@@ -58,7 +58,7 @@ class Repeats(Section):
 
     @model_validator(mode="after")
     def _leave_something_new(self) -> Self:
-        if self.whole + self.prefix + self.changed > 1:
+        if round(self.whole + self.prefix + self.changed, 9) > 1:
             raise ValueError("whole, prefix and changed are shares of all requests: their sum is at most 1")
         return self
 
@@ -116,18 +116,24 @@ class WikiText:
             window: Tokens of a window.
             limit: Use that many windows, from the beginning of the text.
             repeats: Bring earlier windows back; None for the text as it is.
+
+        Raises:
+            ConfigError: The text does not fill a window.
         """
         self.module: nn.Module = loaded.model
         self.tokenizer = loaded.tokenizer
         text = "\n".join(lines)
-        ids = np.array(loaded.tokenizer(text)["input_ids"], dtype=np.int64)
+        ids = np.array(loaded.tokenizer(text, verbose=False)["input_ids"], dtype=np.int64)
         fresh = ids[: len(ids) // window * window].reshape(-1, window)[:limit]
+        if not len(fresh):
+            raise ConfigError(f"wikitext: the text has {len(ids)} tokens, which is less than one window of {window}")
         kinds = ["new"] * len(fresh)
         windows = fresh
         if repeats is not None:
             windows, kinds = repeat(fresh, repeats)
         self._words_per_token = len(text.split()) / len(ids)
-        self._unk = loaded.tokenizer.convert_tokens_to_ids(UNK)
+        # Of tokenizers without such a token it is a word like others, in as many tokens as they make of it.
+        self._unk = loaded.tokenizer.get_vocab().get(UNK, -1)
         self.requests = [self._encode(i, row, kind) for i, (row, kind) in enumerate(zip(windows, kinds, strict=True))]
         self.facts = {
             "unk_rate": unk_rate(list(lines)),
@@ -164,9 +170,9 @@ class WikiText:
         return np.array([self._share_right(told, i) for i, told in enumerate(answers)])
 
     def extras(self, answers: Sequence[Read]) -> dict[str, float | None]:
-        """Perplexity a token and a word (white-space separated), `<unk>` as a target left out."""
+        """Perplexity a token and a word (white-space separated), `<unk>` as a target left out; None without targets."""
         nll = np.concatenate([told.nll[self._counts(i)] for i, told in enumerate(answers)])
-        if np.isnan(nll).any():
+        if not nll.size or np.isnan(nll).any():
             return {"perplexity": None, "word_perplexity": None}
         mean = float(nll.mean())
         return {"perplexity": math.exp(mean), "word_perplexity": math.exp(min(700.0, mean / self._words_per_token))}
@@ -200,20 +206,19 @@ def repeat(fresh: NDArray[np.int64], repeats: Repeats) -> tuple[NDArray[np.int64
     kinds: list[str] = []
     unused = iter(fresh)
     for _ in range(len(fresh)):
-        kind = rng.choices(("whole", "prefix", "changed", "new"), (*shares, 1 - sum(shares)))[0] if rows else "new"
-        kinds.append(kind)
-        rows.append(_next(kind, rows, unused, rng, repeats.share_replaced))
+        kind = rng.choices(("whole", "prefix", "changed", "new"), (*shares, max(0.0, 1 - sum(shares))))[0]
+        kinds.append(kind if rows else "new")
+        row = next(unused) if kinds[-1] == "new" else rng.choice(rows).copy()
+        if kinds[-1] == "prefix":
+            half = len(row) // 2
+            row[half:] = next(unused)[half:]
+        elif kinds[-1] == "changed":
+            _replace(row, fresh.ravel(), repeats.share_replaced, rng)
+        rows.append(row)
     return np.stack(rows), kinds
 
 
-def _next(kind: str, rows: list[NDArray[np.int64]], unused: Any, rng: random.Random, share: float) -> Any:
-    if kind == "new":
-        return next(unused)
-    row = rng.choice(rows).copy()
-    if kind == "prefix":
-        half = len(row) // 2
-        row[half:] = next(unused)[half:]
-    elif kind == "changed":
-        places = rng.sample(range(len(row)), max(1, round(share * len(row))))
-        row[places] = rng.choice(rows)[places]  # tokens of the same text, so that they are as frequent
-    return row
+def _replace(row: NDArray[np.int64], text: NDArray[np.int64], share: float, rng: random.Random) -> None:
+    """Put other tokens, drawn as often as they are in the text, into a share of the places, one at least."""
+    for place in rng.sample(range(len(row)), max(1, round(share * len(row)))):
+        row[place] = rng.choice(text[text != row[place]])

@@ -2,13 +2,18 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from experiments.config import Data
 from experiments.data.labelled import Labelled, read_requests
-from experiments.tasks.stream import split
+from experiments.tasks.split import split
 from llmcache.errors import ConfigError
+
+
+def rasa(*examples: Any) -> str:
+    return json.dumps({"rasa_nlu_data": {"common_examples": examples}})
 
 
 def data(*path: str, text: str = "text", label: str = "label") -> Data:
@@ -40,6 +45,84 @@ def test_a_made_stream_needs_no_file() -> None:
     assert read_requests(data("support_desk"), None, 1, 5) != read_requests(data("support_desk"), None, 2, 5)
 
 
+def write(folder: Path, **files: str) -> None:
+    for name, text in files.items():
+        path = folder / name.replace("__", "/").replace("_in", ".seq.in").replace("_", ".")
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+
+KNOWN = {
+    "banking77": {
+        "banking77__train_csv": 'text,category\n"Lost, my card",lost\n',
+        "banking77__test_csv": "text,category\nété,other\n",
+    },
+    "snips": {
+        "snips__train_in": "Lost, my card \n\n",
+        "snips__train_label": "lost\n",  # one empty line less
+        "snips__valid_in": "",
+        "snips__valid_label": "",
+        "snips__test_in": "été\r\n",
+        "snips__test_label": "other",
+    },
+    "hwu64": {
+        "hwu64__train_json": json.dumps(
+            {
+                "rasa_nlu_data": {
+                    "common_examples": [
+                        {"text": "Lost, my card", "intent": "lost", "entities": [{"start": 0}]},
+                        {"text": "été", "intent": "other"},
+                    ]
+                }
+            }
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_known_sets_by_name(name: str, tmp_path: Path) -> None:
+    write(tmp_path, **KNOWN[name])
+    expected = [Labelled(0, "Lost, my card", "lost"), Labelled(1, "été", "other")]
+    assert read_requests(data(name, text="ignored", label="too"), tmp_path) == expected
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_known_sets_that_are_not_there(name: str, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=rf"no file .*{name}.*; say where the data is with --data-dir"):
+        read_requests(data(name), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("texts", "labels", "line"),
+    [("a\nb\n", "x\n", 2), ("a\n", "x\ny\n", 2), ("a\n\nb\n", "x\ny\nz\n", 2), ("\na\n", "x\n\n", 1)],
+)
+def test_lines_and_labels_that_do_not_match(texts: str, labels: str, line: int, tmp_path: Path) -> None:
+    write(tmp_path, mine_in=texts, mine_label=labels)
+    with pytest.raises(ConfigError, match=rf"mine.seq.in, line {line}: mine.label does not match") as error:
+        read_requests(data("mine.seq.in"), tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_lines_without_labels(tmp_path: Path) -> None:
+    write(tmp_path, mine_in="a\n")
+    with pytest.raises(FileNotFoundError, match=r"no file .*mine.label, which holds the labels of mine.seq.in"):
+        read_requests(data("mine.seq.in"), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["a.csv", "support_desk"])
+def test_shuffled_is_seeded_and_keeps_ids(name: str, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text,label\n" + "".join(f"t{i},x\n" for i in range(50)), encoding="utf-8")
+
+    def read(order: Any, seed: int) -> list[Labelled]:
+        return read_requests(Data(path=(name,), order=order), tmp_path, seed, 40)
+
+    for seed in (0, 1):
+        assert read("shuffled", seed) == read("shuffled", seed) != read("file", seed)
+        assert sorted(read("shuffled", seed), key=lambda x: x.id) == read("file", seed)
+    assert [x.id for x in read("shuffled", 0)] != [x.id for x in read("shuffled", 1)]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "error"),
     [
@@ -54,6 +137,13 @@ def test_a_made_stream_needs_no_file() -> None:
         ("a.jsonl", '{"text": "a", "label": "x"}\n{"text"', "a.jsonl, line 2: not valid JSON"),
         ("a.jsonl", "[1]\n", "line 1: expected one JSON object a line"),
         ("a.jsonl", '{"text": ["a"], "label": "x"}\n', "line 1: column 'text' holds no single value"),
+        ("a.jsonl", "", "a.jsonl: no records"),
+        ("a.csv", "text,label\n" + "a" * 200_000 + ",x\n", r"a.csv: not a CSV file \(field larger"),
+        ("a.json", "", "a.json, line 1: not valid JSON"),
+        ("a.json", '{"rasa_nlu_data": {}}', "a.json: not a record of this data set .*'common_examples'"),
+        ("a.json", "[1]", "a.json: not a record of this data set"),
+        ("a.json", rasa({"text": "a", "label": "x"}, "b"), "example 1 is not an object"),
+        ("a.json", rasa({"text": "a", "intent": "x"}), "data.label: .*example 0 has no column 'label'"),
         (
             "a.txt",
             "hello",
@@ -67,10 +157,26 @@ def test_bad_files(name: str, content: str, error: str, tmp_path: Path) -> None:
         read_requests(data(name), tmp_path)
 
 
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl", "a.json", "a.seq.in"])
+def test_a_mark_and_line_ends_of_windows(name: str, tmp_path: Path) -> None:
+    texts = {
+        "a.csv": "text,label\na,x\n",
+        "a.jsonl": '{"text": "a", "label": "x"}\n\n',
+        "a.json": rasa({"text": "a", "label": "x"}).replace("[", "\n["),
+        "a.seq.in": "a\n",
+        "a.label": "x\n",
+    }
+    for file, text in texts.items():
+        (tmp_path / file).write_bytes(b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode())
+    assert read_requests(data(name), tmp_path) == [Labelled(0, "a", "x")]
+
+
 def test_not_text(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_bytes(b"text,label\n\xff\xfe,x\n")
-    with pytest.raises(ConfigError, match=r"a\.csv: not UTF-8"):
-        read_requests(data("a.csv"), tmp_path)
+    for name in ("a.csv", "a.jsonl", "a.json", "a.seq.in", "a.label"):
+        (tmp_path / name).write_bytes(b"text,label\n\xff\xfe,x\n")
+    for name in ("a.csv", "a.jsonl", "a.json", "a.seq.in"):
+        with pytest.raises(ConfigError, match=rf"{name}: not UTF-8"):
+            read_requests(data(name), tmp_path)
 
 
 def test_missing_file(tmp_path: Path) -> None:
@@ -85,6 +191,14 @@ def test_split_is_seeded_disjoint_and_in_order() -> None:
     assert sorted([*fit, *stream], key=lambda x: x.id) == everything
     assert [x.id for x in stream] == sorted(x.id for x in stream)
     assert split(everything, 0.25, 3) == (fit, stream) != split(everything, 0.25, 4)
+
+
+def test_which_part_a_record_is_in_depends_on_its_id_alone() -> None:
+    everything = [Labelled(3 * i, f"t{i}", "x") for i in range(40)]
+    fit, stream = split(everything, 0.25, seed=3)
+    other = [Labelled(x.id, "other", "y") for x in reversed(everything)]
+    parts = split(other, 0.25, seed=3)
+    assert [[x.id for x in part] for part in parts] == [[x.id for x in reversed(part)] for part in (fit, stream)]
 
 
 @pytest.mark.parametrize("share", [0.01, 0.99])

@@ -1,0 +1,356 @@
+"""`llmcache prepare`: every recipe from end to end on tiny data, interrupted, resumed, repeated, refused."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from experiments import prepare as recipes
+from experiments.config import Data
+from experiments.data.labelled import read_requests
+from experiments.data.openbookqa import read_openbookqa
+from experiments.data.squad import Question, read_squad
+from experiments.data.wikitext import read_wikitext
+from experiments.models import load
+from experiments.prepare import RECIPES, squad_v2, training
+from experiments.tasks.openbookqa import OpenBookQA
+from experiments.tasks.split import split
+from experiments.tasks.squad_v2 import SquadV2
+from experiments.tasks.wikitext import WikiText
+from experiments.workload import Workload
+from llmcache import cli
+from tests.models import save_bert
+
+NAMES = ("Ada Lovelace", "Paris", "Zoë", "1999", "Rome")
+KINDS = {"squad_v2": "span", "openbookqa": "choice", "wikitext": "token"}  # of the others: class
+
+
+def passage(seed: int) -> str:
+    """Sentences that mention the same few names again and again, long enough for clozes."""
+    rng = random.Random(seed)
+    return " ".join(f"{name} went to {rng.choice(NAMES)} by train in winter ." for name in rng.choices(NAMES, k=10))
+
+
+def write_data(folder: Path) -> Path:
+    """All data sets, tiny, as their authors publish them."""
+
+    def write(name: str, text: str) -> None:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text, encoding="utf-8")
+
+    def article(title: str, seed: int) -> dict[str, Any]:
+        context = passage(seed)
+        asked = []
+        for turn, name in enumerate(NAMES):
+            answers = [{"text": name, "answer_start": context.index(name)}] if turn % 2 and name in context else []
+            question = f"who or what is {name} in {turn}?"
+            asked.append(
+                {"id": f"{title}-{turn}", "question": question, "answers": answers, "is_impossible": not answers}
+            )
+        return {"title": title, "paragraphs": [{"context": context, "qas": asked}]}
+
+    for name, seeds in (("train-subset", range(6)), ("eval", range(10, 13))):
+        write(f"squad_v2/{name}.json", json.dumps({"data": [article(f"{name} {seed}", seed) for seed in seeds]}))
+    for name, n in (("train", 40), ("dev", 8), ("test", 8)):
+        lines = [
+            {
+                "id": f"{name}-{i}",
+                "question": {
+                    "stem": f"train {i % 3} went to",
+                    "choices": [{"text": NAMES[(i + j) % 5], "label": "ABCD"[j]} for j in range(4)],
+                },
+                "answerKey": "ABCD"[i % 4],
+            }
+            for i in range(n)
+        ]
+        write(f"openbookqa/{name}.jsonl", "\n".join(map(json.dumps, lines)))
+    for name in ("wikitext-2_train.tokens", "wikitext-103_valid", "wikitext-103_test"):
+        write(f"wikitext/{name}.txt", "\n".join(f" {passage(seed)} \n" for seed in range(20)))
+    asked = [(f"went to {NAMES[i % 5]} by train {i}", f"intent {i % 5}") for i in range(60)]
+    write("banking77/train.csv", "text,category\n" + "".join(f"{text},{label}\n" for text, label in asked[:40]))
+    write("banking77/test.csv", "text,category\n" + "".join(f"{text},{label}\n" for text, label in asked[40:]))
+    for name, part in (("train", asked[:40]), ("valid", asked[40:50]), ("test", asked[50:])):
+        write(f"snips/{name}.seq.in", "".join(f"{text}\n" for text, _ in part))
+        write(f"snips/{name}.label", "".join(f"{label}\n" for _, label in part))
+    examples = [{"text": text, "intent": label, "entities": []} for text, label in asked]
+    write("hwu64/train.json", json.dumps({"rasa_nlu_data": {"common_examples": examples}}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    text = " ".join(passage(seed) for seed in range(20)) + " who or what is in ? 0 1 2 3 4 5 6 7 8 9"
+    return save_bert(tmp_path_factory.mktemp("base") / "tiny", text)
+
+
+@pytest.fixture
+def call(data: Path, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> "Call":
+    return Call(data, base, tmp_path / "models", capsys)
+
+
+class Call:
+    """Runs the command with the tiny data and base, and keeps what it printed."""
+
+    def __init__(self, data: Path, base: Path, models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.models = models
+        self.out = ""
+        self.err = ""
+        self._options = [f"--data-dir={data}", f"--base={base}", "--limit=24", "--epochs=1"]
+        self._capsys = capsys
+
+    def __call__(self, *words: str, models: Path | None = None) -> int:
+        """Exit status; words come last, so that their options win."""
+        with pytest.raises(SystemExit) as done:
+            cli.main(["prepare", *self._options, f"--models-dir={models or self.models}", *words])
+        self.out, self.err = self._capsys.readouterr()
+        return int(done.value.code or 0)
+
+    def weights(self, recipe: str) -> dict[str, Tensor]:
+        kind = KINDS.get(recipe.partition("-")[2], "class")
+        return load(recipe, kind, self.models).model.state_dict()
+
+
+def never(*args: object, **options: object) -> None:
+    raise AssertionError("it trains again")
+
+
+#: By recipe: the figure of the model, and the one of knowing nothing that stands beside it.
+FIGURES = {
+    "minilm-squad_v2": (("evaluation", "f1"), ("always_no_answer", "f1")),
+    "minilm-openbookqa": (("test",), ("chance",)),
+    "minilm-banking77": (("accuracy",), ("commonest",)),
+    "minilm-snips": (("accuracy",), ("commonest",)),
+    "minilm-hwu64": (("accuracy",), ("commonest",)),
+    "gpt2-wikitext": (("test", "accuracy"), ("test", "unigram", "accuracy")),
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe(recipe: str, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert call(recipe) == 0
+    assert call.err == ""
+    *table, last = call.out.splitlines()
+    assert last == f"trained: {call.models / recipe}"
+    assert table[1].strip() == recipe
+    figures = json.loads((call.models / recipe / "metrics.json").read_text())
+    for path in FIGURES[recipe]:
+        value = figures
+        for key in path:
+            value = value[key]
+        assert 0 <= value <= 1
+        assert f"{': '.join(path).replace('_', ' ')} " in call.out
+    assert figures["recipe"] == recipe and figures["options"]["limit"] == 24
+    assert not (call.models / recipe / "checkpoints").exists()
+    assert call.weights(recipe)
+    monkeypatch.setattr(training.Trainer, "train", never)
+    assert call(recipe) == 0
+    assert call.out.splitlines() == [*table, f"there already: {call.models / recipe}"]
+
+
+def figures_of(call: Call, recipe: str) -> dict[str, Any]:
+    return json.loads((call.models / recipe / "metrics.json").read_text())  # type: ignore[no-any-return]
+
+
+def answers(task: Workload) -> list[Any]:
+    with torch.inference_mode():
+        return [task.answer(task.module(**request.inputs), i) for i, request in enumerate(task.requests)]
+
+
+def test_a_prepared_classifier_gives_its_figure_on_the_other_half(call: Call, data: Path) -> None:
+    assert call("minilm-snips", "--epochs=30") == 0
+    loaded, figures = load("minilm-snips", "class", call.models), figures_of(call, "minilm-snips")
+    assert loaded.model.config.id2label == {i: f"intent {i}" for i in range(5)}
+    requests = read_requests(Data.make({"path": "snips"}), data, seed=0, limit=24)
+    seen, unseen = split(requests, figures["fit_share"], figures["seed"])
+    assert (figures["n_train"], figures["n_test"]) == (len(seen), len(unseen)) == (12, 12)
+    n_right = 0
+    for request in unseen:
+        with torch.inference_mode():
+            told = int(loaded.model(**loaded.tokenizer(request.text, return_tensors="pt")).logits.argmax())
+        n_right += loaded.model.config.id2label[told] == request.label
+    assert figures["accuracy"] == n_right / 12
+    commonest = max({request.label for request in seen}, key=[request.label for request in seen].count)
+    assert figures["commonest"] == sum(request.label == commonest for request in unseen) / 12
+
+
+def test_a_prepared_span_model_gives_its_figures_with_its_threshold(call: Call, data: Path) -> None:
+    assert call("minilm-squad_v2", "--epochs=2") == 0
+    loaded, figures = load("minilm-squad_v2", "span", call.models), figures_of(call, "minilm-squad_v2")
+    task = SquadV2(loaded, read_squad("validation", data)[:24], 384)
+    assert task.facts["no_answer_threshold"] == figures["threshold"]
+    assert task.extras(answers(task)) == pytest.approx(figures["evaluation"])
+    assert figures["always_no_answer"]["f1"] == task.facts["share_unanswerable"]
+
+
+def test_a_prepared_language_model_gives_its_figures(call: Call, data: Path) -> None:
+    assert call("gpt2-wikitext") == 0
+    loaded, figures = load("gpt2-wikitext", "token", call.models), figures_of(call, "gpt2-wikitext")
+    task = WikiText(loaded, read_wikitext("test", data), 128, 24, None)
+    told = answers(task)
+    assert figures["test"]["accuracy"] == pytest.approx(task.scores(told).mean())
+    assert figures["test"]["perplexity"] == pytest.approx(task.extras(told)["perplexity"], rel=1e-4)
+
+
+def test_held_out_articles_are_not_trained_on(call: Call, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained: list[Question] = []
+    given: list[str] = []
+    monkeypatch.setattr(squad_v2, "windows", lambda tokenizer, asked: trained.extend(asked) or [{"input_ids": [0]}])
+    monkeypatch.setattr(squad_v2, "train", lambda *args: None)
+    monkeypatch.setattr(squad_v2, "make_clozes", lambda passages, *args: given.extend(passages) or [])
+    assert call("minilm-squad_v2") == 0
+    held_out = set(figures_of(call, "minilm-squad_v2")["held_out_articles"])
+    questions = read_squad("train", data)
+    assert held_out and held_out < {question.title for question in questions}
+    assert {question.title for question in trained} == {question.title for question in questions} - held_out
+    assert not {question.context for question in questions if question.title in held_out} & set(given)
+
+
+class Interrupting:
+    """Ends the training with Ctrl-C after some steps, and notes which steps were done."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, last: int) -> None:
+        self.steps: list[int] = []
+        self.last = last
+        monkeypatch.setattr(training, "SAVE_EVERY", 2)
+        monkeypatch.setattr(training._Bar, "on_step_end", self.on_step_end)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        self.steps.append(state.global_step)
+        if state.global_step == self.last:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(("recipe", "phase"), [("minilm-openbookqa", "openbookqa"), ("minilm-squad_v2", "squad")])
+def test_an_interrupted_training_goes_on(recipe: str, phase: str, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(squad_v2, "N_CLOZES", 1)  # one step
+    options = (recipe, "--epochs=2")
+    assert call(*options) == 0
+    expected = call.weights(recipe)
+    call.models = call.models.with_name("interrupted")
+    steps = Interrupting(monkeypatch, last=3)
+    assert call(*options) == cli.prepare.INTERRUPTED
+    assert call.err.startswith(f"llmcache: {recipe}: interrupted; the same command goes on from the last checkpoint")
+    assert call.out == ""
+    checkpoints = call.models / recipe / "checkpoints" / phase
+    assert [path.name for path in checkpoints.glob("checkpoint-*")] == ["checkpoint-2"]
+    (checkpoints / "checkpoint-4").mkdir()  # one that was being written
+    steps.steps.clear()
+    steps.last = -1
+    assert call(*options) == 0
+    assert steps.steps[0] == 3
+    found = call.weights(recipe)
+    assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
+
+
+def test_seeds(call: Call) -> None:
+    found = []
+    for folder, seed in (("a", 0), ("b", 0), ("c", 1)):
+        call.models = call.models.with_name(folder)
+        assert call("minilm-banking77", "gpt2-wikitext", f"--seed={seed}") == 0
+        found.append({**call.weights("minilm-banking77"), **call.weights("gpt2-wikitext")})
+    same, other = ([name for name, tensor in found[0].items() if torch.equal(tensor, more[name])] for more in found[1:])
+    assert len(same) == len(found[0])
+    assert "classifier.weight" not in other and "transformer.wte.weight" not in other
+
+
+@pytest.mark.parametrize("change", ["--seed=1", "--limit=25", "--epochs=2"])
+def test_other_options_are_no_second_half(change: str, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        Interrupting(patched, last=1)
+        assert call("minilm-openbookqa") == cli.prepare.INTERRUPTED
+    assert call("minilm-openbookqa", change) == 2
+    assert "was interrupted here; give that again, or delete the folder" in call.err
+    assert call("minilm-openbookqa") == 0
+    assert call("minilm-openbookqa", change) == 2
+    assert "give those, or delete the folder" in call.err
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["no-such"], "recipe: 'no-such' is not known; known: minilm-squad_v2, "),
+        (["minilm-snips", "no-such"], "recipe: 'no-such' is not known"),
+        (["minilm-snips", "--epochs=0"], "epochs: must be more than 0 (got 0.0)"),
+        (["minilm-snips", "--base=/no/such"], "model: '/no/such' could not be loaded; "),
+        (["minilm-snips", "--data-dir=/no/such"], "data.path: no file /no/such/snips/train.seq.in; say where"),
+        (["minilm-squad_v2", "--data-dir=/no/such"], "data: no file /no/such/squad_v2/train-subset.json; say where"),
+        (["minilm-openbookqa", "--data-dir=/no/such"], "data: no file /no/such/openbookqa/train.jsonl; say where"),
+        (["gpt2-wikitext", "--data-dir=/no/such"], "data: no file /no/such/wikitext/wikitext-2_train.tokens.txt;"),
+    ],
+)
+def test_one_line_errors(words: list[str], line: str, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training.Trainer, "train", never)
+    assert call(*words) == 2
+    assert call.err.startswith(f"llmcache: {line}") and call.err.count("\n") == 1
+    assert call.out == ""
+    assert not list(call.models.glob("*/metrics.json"))
+
+
+def test_a_folder_that_cannot_be_made(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert call("minilm-snips", models=tmp_path / "file") == 2
+    assert call.err == f"llmcache: {tmp_path}/file/minilm-snips/checkpoints: Not a directory\n"
+
+
+def test_too_little_text(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "wikitext").mkdir()
+    (tmp_path / "wikitext" / "wikitext-2_train.tokens.txt").write_text("three words only")
+    assert call("gpt2-wikitext", f"--data-dir={tmp_path}") == 2
+    assert call.err == "llmcache: prepare: wikitext: no examples to train on; give more data, or a higher limit\n"
+
+
+def test_questions_with_different_numbers_of_choices(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "openbookqa").mkdir()
+    lines = [
+        {"id": "x", "question": {"stem": "s", "choices": [{"text": "t", "label": x} for x in labels]}, "answerKey": "A"}
+        for labels in ("ABC", "ABCDE")
+    ]
+    (tmp_path / "openbookqa" / "train.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert call("minilm-openbookqa", f"--data-dir={tmp_path}") == 2
+    assert call.err == "llmcache: openbookqa: training takes questions with one number of choices (got [3, 5])\n"
+
+
+def test_training_needs_its_package(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(**options: object) -> None:
+        raise ImportError("no accelerate")
+
+    monkeypatch.setattr(training, "TrainingArguments", fail)
+    assert call("minilm-snips") == 2
+    assert call.err == "llmcache: prepare: training needs a package: pip install 'llmcache[exp]'\n"
+
+
+def test_all_is_every_recipe(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    def note(recipe: str, *args: object, **options: object) -> tuple[dict[str, Any], bool]:
+        made.append(recipe)
+        return {"n": 1234, "f1": 0.123456, "missing": None, "titles": ["a", "b"], "test": {"x_y": 2}}, True
+
+    monkeypatch.setattr(recipes, "prepare", note)
+    assert call("all") == 0
+    assert made == list(RECIPES)
+    rows = [line.split() for line in call.out.splitlines()[3:8]]
+    assert rows == [["n", "1,234"], ["f1", "0.1235"], ["missing"], ["titles", "a,", "b"], ["test:", "x", "y", "2"]]
+
+
+def test_a_trained_model_computes_as_a_loaded_one(
+    data: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "_has_fast_bf16", lambda: True)
+    order = training.Order(str(base), tmp_path / "m", data, limit=24, epochs=1)
+    loaded, _ = RECIPES["minilm-openbookqa"](order)
+    loaded.model.save_pretrained(tmp_path / "m")  # type: ignore[operator]
+    loaded.tokenizer.save_pretrained(tmp_path / "m")
+    again = load(str(tmp_path / "m"), "choice")
+    inputs = OpenBookQA(loaded, read_openbookqa("test", data)[:1], 64).requests[0].inputs
+    with torch.inference_mode():
+        assert torch.equal(loaded.model(**inputs).logits, again.model(**inputs).logits)
