@@ -1,4 +1,4 @@
-"""Tokenizer and model by name: the packaged MiniLM, a local folder, or the Hugging Face hub."""
+"""Tokenizer and model by name: the packaged MiniLM, a folder, a name on the hub, or a tiny one that nobody trained."""
 
 import hashlib
 from dataclasses import dataclass
@@ -11,6 +11,7 @@ from torch import nn
 from llmcache.errors import ConfigError
 
 MINILM = "minilm"
+UNTRAINED = "untrained"
 MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 
 Inputs = dict[str, torch.Tensor]
@@ -57,7 +58,8 @@ def load(
     """Load a model.
 
     Args:
-        name: `minilm`; a folder that holds a config.json, or the name of one in `models_dir`; or a name on the hub.
+        name: `minilm`; `untrained`: tiny, with random weights; a folder that holds a config.json, or the name of one in
+            `models_dir`; or a name on the hub.
         kind: A key of `KINDS`.
         models_dir: Where prepared models lie.
         is_new_head: The head may be missing from the weights, and then is made new, from torch's random numbers.
@@ -69,6 +71,8 @@ def load(
     import transformers
 
     auto, head = KINDS[kind]
+    if name == UNTRAINED:
+        return _make_untrained(auto, **config)
     source = _find(name, models_dir)
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
@@ -76,12 +80,27 @@ def load(
         model, report = getattr(transformers, auto).from_pretrained(source, output_loading_info=True, **config)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
-            f"model: {name!r} could not be loaded; give {MINILM!r}, a folder with config.json, weights and tokenizer, a "
-            f"name that `llmcache prepare` made, or a hub name that can be reached: {str(error).splitlines()[0]}"
+            f"model: {name!r} could not be loaded; give {MINILM!r}, a folder with config.json, weights and tokenizer, "
+            f"a name that `llmcache prepare` made, or a hub name that can be reached: {str(error).splitlines()[0]}"
         ) from error
     if kind != "states" and not is_new_head and report["missing_keys"]:
         missing = ", ".join(sorted(report["missing_keys"]))
         raise ConfigError(f"model: {name!r} holds no trained {head} (missing: {missing}); give a model that has one")
+    return Loaded(model.eval(), tokenizer)
+
+
+def _make_untrained(auto: str, **config: Any) -> Loaded:
+    """Random weights, the same ones each time, and all-MiniLM's tokenizer: to try the chain out, not for figures."""
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(_find_minilm())
+    family = "gpt2" if auto == KINDS["token"][0] else "bert"
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 512}
+    special = {"bos_token_id": tokenizer.cls_token_id, "eos_token_id": tokenizer.sep_token_id, "pad_token_id": 0}
+    made = transformers.AutoConfig.for_model(family, vocab_size=len(tokenizer), **shape, **special, **config)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = getattr(transformers, auto).from_config(made)
     return Loaded(model.eval(), tokenizer)
 
 
