@@ -19,7 +19,7 @@ from experiments.methods.nocache import NoCache
 from experiments.methods.responses import ExactResponse, SemanticResponse
 from experiments.section import Section, choose
 from experiments.workload import Workload
-from llmcache.errors import ConfigError
+from llmcache.errors import ConfigError, LLMCacheError
 
 METHODS: Mapping[str, type[Method]] = {
     "nocache": NoCache,
@@ -56,8 +56,15 @@ class MethodSettings(Section):
         return super().make({"method": values["method"], "label": known, "options": options}, name)
 
     def build(self, workload: Workload) -> Method:
-        """The method at work on a task."""
-        return METHODS[self.method](workload, self.options)
+        """The method at work on a task.
+
+        Raises:
+            ConfigError: It does not fit the task's model; names the method.
+        """
+        try:
+            return METHODS[self.method](workload, self.options)
+        except LLMCacheError as error:
+            raise ConfigError(f"methods: {self.label}: {error}") from error
 
 
 def make_methods(values: Any) -> tuple[MethodSettings, ...]:
