@@ -24,6 +24,8 @@ from llmcache.errors import ConfigError
 
 Row = Mapping[str, Any]
 
+_NAME_LENGTH = 150  # file systems take names of 255 bytes; hash and lock file need some of them
+
 
 class RunFolder:
     """The folder of one run."""
@@ -93,7 +95,7 @@ class RunFolder:
 def run_id(name: str, config: Mapping[str, Any]) -> str:
     """Readable name and short hash of the settings, fit for a folder name."""
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
-    return f"{re.sub(r'[^A-Za-z0-9._=+-]+', '_', name)}-{digest[:8]}"
+    return f"{re.sub(r'[^A-Za-z0-9._=+-]+', '_', name)[:_NAME_LENGTH]}-{digest[:8]}"
 
 
 def _json(values: Mapping[str, Any]) -> str:

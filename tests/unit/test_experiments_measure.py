@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from experiments.measure import Trace, is_hit, measure, order_of, twin
 
 from experiments.data.labelled import Labelled
 from experiments.heads import PooledClassifier, _fit_linear, fit_logistic, pooled_states, ready
-from experiments.measure import Trace, is_hit, measure, order_of, twin
 from experiments.metrics import hit_rates, latencies, percentiles, quality, speed
 from experiments.models import Inputs, Loaded, encode, load
 from experiments.replay import record, replay
