@@ -62,7 +62,8 @@ class Cached:
         is_evicting, self._evicted = evicted > self._evicted, evicted
         outcomes = self._cache.last
         for outcome in outcomes:
-            self._numbers[outcome.key] = self._asked
+            if outcome.rung != "exact":  # which has the key of the request that it repeats
+                self._numbers[outcome.key] = self._asked
         served = [outcome for outcome in outcomes if outcome.rung is not None]
         if not served:
             is_bypassed = any(outcome.bypassed for outcome in outcomes)
