@@ -3,7 +3,7 @@
 import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -16,13 +16,13 @@ class InUseError(LLMCacheError):
 
 @contextmanager
 def held(path: Path) -> Iterator[None]:
-    """Hold a lock file, made here with the folders above it and taken away afterwards.
+    """Hold a lock file, made here with its folder, and take the file away afterwards.
 
     The operating system lets go of the lock when a process dies, however it dies; a file that is left over is no
     obstacle.
 
     Args:
-        path: The lock file. Its folder is taken away as well when nothing else is in it.
+        path: The lock file.
 
     Raises:
         InUseError: Another process holds it.
@@ -34,17 +34,12 @@ def held(path: Path) -> Iterator[None]:
     finally:
         with file:
             path.unlink(missing_ok=True)  # while it is still held: nobody else removes the one made next
-        with suppress(OSError):
-            path.parent.rmdir()
 
 
 def _take(path: Path) -> IO[bytes]:
+    path.parent.mkdir(parents=True, exist_ok=True)
     while True:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            file = path.open("ab")
-        except FileNotFoundError:  # its last user took the folder away just now
-            continue
+        file = path.open("ab")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -2,7 +2,7 @@
 
 The run id is the readable name and a hash of all settings, so the path is the configuration: the same settings meet the
 same folder on every machine. Nothing is there before the run is over; then `metrics.json` comes last. While a run is
-measured, a lock beside its folder keeps other processes away from it.
+measured, a lock file in `<results-dir>` keeps other processes away from it.
 """
 
 import csv
@@ -39,6 +39,7 @@ class RunFolder:
         """
         self._config = run.experiment.to_dict()
         self.path = results_dir / run.group / run_id(run.name, self._config)
+        self._lock = results_dir / f".{run.group}.{self.path.name}.lock"
 
     @property
     def is_done(self) -> bool:
@@ -60,7 +61,7 @@ class RunFolder:
 
     def held(self) -> AbstractContextManager[None]:
         """Keep other processes away from this run; see `experiments.lock.held`."""
-        return held(self.path.with_name(f".{self.path.name}.lock"))
+        return held(self._lock)
 
     def write(self, env: Mapping[str, Any], rows: Sequence[Row], metrics: Mapping[str, Any]) -> None:
         """Write everything, in place of what an earlier run left.
