@@ -1,6 +1,6 @@
 """What one experiment is: a YAML file, checked, with lists spread out to one run each.
 
-    runs = load_experiments("configs/table2_accuracy.yaml", ["methods=[{method: llmcache, tau: 0.9}]"])
+    runs = load_experiments("configs/banking77.yaml", ["methods=[{method: llmcache, tau: 0.9}]"])
 
 A list is a grid: one run for each of its values. Keys in `LISTS` hold a list by nature; there, a list of lists is one.
 """

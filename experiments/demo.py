@@ -11,17 +11,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from experiments.data.labelled import Labelled
 from experiments.environment import describe
 from experiments.heads import fit_logistic
-from experiments.measure import Trace, is_hit, measure
+from experiments.measures.serve import Trace, is_hit, measure
+from experiments.methods.base import Method
+from experiments.methods.cached import Cached
+from experiments.methods.nocache import NoCache
 from experiments.metrics import hit_rates, percentiles, quality, summary
-from experiments.models import Loaded, encode
-from experiments.replay import Recording, Replay, record, replay
+from experiments.models import Loaded
+from experiments.replay import Recording, Replay, Units, by_request, make_fingerprint, replay
 from experiments.streams.support_desk import support_desk
-from llmcache import CacheConfig
+from experiments.tasks.stream import Stream
 
 PAPER_TAU = 0.85
 FIT_SHARE = 0.3
@@ -46,11 +47,6 @@ class Setting:
     name: str
     tau: float | None
     is_live: bool
-
-    @property
-    def cache(self) -> CacheConfig:
-        """Settings of the cache. The head reads the mean, which no library could see from outside."""
-        return CacheConfig(tau=self.tau, payload="mean")
 
 
 SETTINGS = (
@@ -84,15 +80,16 @@ def run_demo(loaded: Loaded, n: int, seed: int = 0) -> dict[str, Any]:
     n_fit = round(n * FIT_SHARE)
     stream = data[n_fit:]
     classifier = fit_logistic(loaded, "mean", data[:n_fit], stream, MAX_LENGTH)
-    requests = [encode(loaded.tokenizer, request.text, MAX_LENGTH) for request in stream]
-    recording = record(classifier, requests)
-    replays = replay(recording, [math.inf if setting.tau is None else setting.tau for setting in SETTINGS])
-    arms = {NOCACHE: None, **{setting.name: setting.cache for setting in SETTINGS if setting.is_live}}
-    traces = measure(classifier, arms, requests, ROUNDS, WARMUP, BUDGET_S)
-    labels = np.array([classifier.labels.index(request.label) for request in stream])
-    rows = [_row(setting, again, recording, traces, labels) for setting, again in zip(SETTINGS, replays, strict=True)]
+    workload = Stream(classifier, stream, MAX_LENGTH, payload="mean")
+    recording = Recording(workload)
+    units = recording.rows(make_fingerprint("mean"), fits_any_length=True)
+    replays = replay(units, [math.inf if setting.tau is None else setting.tau for setting in SETTINGS])
+    methods: dict[str, Method] = {NOCACHE: NoCache(workload, {})}
+    methods |= {setting.name: Cached(workload, {"tau": setting.tau}) for setting in SETTINGS if setting.is_live}
+    traces = measure(workload, methods, ROUNDS, WARMUP, BUDGET_S)
+    rows = [_row(setting, again, recording, units, traces) for setting, again in zip(SETTINGS, replays, strict=True)]
     return {
-        "settings": [_nocache(traces[NOCACHE], labels), *rows],
+        "settings": [_nocache(workload, traces[NOCACHE]), *rows],
         "conclusion": conclude(rows),
         "n": len(stream),
         "n_fit": n_fit,
@@ -101,29 +98,30 @@ def run_demo(loaded: Loaded, n: int, seed: int = 0) -> dict[str, Any]:
     }
 
 
-def _nocache(base: Trace, labels: Any) -> dict[str, Any]:
+def _nocache(workload: Stream, base: Trace) -> dict[str, Any]:
     """The row of the model alone, against which the others are read."""
     return {
         "name": NOCACHE,
         "tau": None,
         "is_live": True,
-        "accuracy": float((base.answers[0] == labels).mean()),
+        "accuracy": float(workload.scores(base.answers).mean()),
         "latency_ms": percentiles(base.ms),
     }
 
 
 def _row(
-    setting: Setting, again: Replay, recording: Recording, traces: Mapping[str, Trace], labels: Any
+    setting: Setting, again: Replay, recording: Recording, units: Units, traces: Mapping[str, Trace]
 ) -> dict[str, Any]:
     """One row: live figures where there are any, else what the replay says, without times."""
     head = {"name": setting.name, "tau": setting.tau, "is_live": setting.is_live}
-    answers = recording.answers[again.source]
+    answers = recording.reread(units, again)
     if not setting.is_live:
-        figures = quality(recording.answers, answers, labels, is_hit(again.served))
-        return {**head, **hit_rates(again.served), **figures, "latency_ms": None, "speedup": None, "bytes": None}
+        served = by_request(units, again)
+        figures = quality(recording.workload, recording.answers, answers, is_hit(served))
+        return {**head, **hit_rates(served), **figures, "latency_ms": None, "speedup": None, "bytes": None}
     trace = traces[setting.name]
-    figures = summary(traces[NOCACHE], trace, labels)
-    differs = int((trace.answers[0] != answers).sum())
+    figures = summary(recording.workload, traces[NOCACHE], trace)
+    differs = sum(live != told for live, told in zip(trace.answers, answers, strict=True))
     return {**head, **figures, "latency_ms": figures["cache_ms"], "replay_differs": differs}
 
 

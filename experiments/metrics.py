@@ -37,8 +37,8 @@ def quality(
 
     Returns:
         `accuracy` (the mean of the task's own score), `accuracy_nocache`, their difference `accuracy_drop`,
-        `changed_answers` (over all requests), `changed_per_hit` (over hits; None without any), the intervals of drop
-        and changes, and under `extras` what else the task counts.
+        `changed_answers` (over all requests), `changed_per_hit` (over hits; None without any), the intervals of the
+        first, the third and the fourth, and under `extras` what else the task counts.
     """
     pairs = zip(base, answers, strict=True)
     changed = np.array([workload.is_changed(one, other) for one, other in pairs], dtype=np.float64)

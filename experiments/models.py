@@ -1,4 +1,4 @@
-"""Tokenizer and model by name: the packaged MiniLM, a local folder, or the Hugging Face hub."""
+"""Tokenizer and model by name: the packaged MiniLM, a folder, a name on the hub, or a tiny one that nobody trained."""
 
 import hashlib
 from collections.abc import Iterator
@@ -13,6 +13,7 @@ from torch import nn
 from llmcache.errors import ConfigError
 
 MINILM = "minilm"
+UNTRAINED = "untrained"
 MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 
 Inputs = dict[str, torch.Tensor]
@@ -59,7 +60,8 @@ def load(
     """Load a model.
 
     Args:
-        name: `minilm`; a folder that holds a config.json, or the name of one in `models_dir`; or a name on the hub.
+        name: `minilm`; `untrained`: tiny, with random weights; a folder that holds a config.json, or the name of one in
+            `models_dir`; or a name on the hub.
         kind: A key of `KINDS`.
         models_dir: Where prepared models lie.
         is_new_head: The head may be missing from the weights, and then is made new, from torch's random numbers.
@@ -72,6 +74,8 @@ def load(
     from safetensors import SafetensorError
 
     auto, head = KINDS[kind]
+    if name == UNTRAINED:
+        return _make_untrained(auto, **config)
     source = find(name, models_dir)
     try:
         with quiet():
@@ -89,6 +93,21 @@ def load(
         raise ConfigError(
             f"model: {name!r} holds no trained {head} (missing: {', '.join(missing)}); give a model that has one"
         )
+    return Loaded(model.eval(), tokenizer)
+
+
+def _make_untrained(auto: str, **config: Any) -> Loaded:
+    """Random weights, the same ones each time, and all-MiniLM's tokenizer: to try the chain out, not for figures."""
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(_find_minilm())
+    family = "gpt2" if auto == KINDS["token"][0] else "bert"
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 512}
+    special = {"bos_token_id": tokenizer.cls_token_id, "eos_token_id": tokenizer.sep_token_id, "pad_token_id": 0}
+    made = transformers.AutoConfig.for_model(family, vocab_size=len(tokenizer), **shape, **special, **config)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = getattr(transformers, auto).from_config(made)
     return Loaded(model.eval(), tokenizer)
 
 

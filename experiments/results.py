@@ -1,23 +1,30 @@
 """Where results lie: `<results-dir>/<experiment>/<run-id>/{config.yaml, env.json, rows.csv, metrics.json}`.
 
 The run id is the readable name and a hash of all settings, so the path is the configuration: the same settings meet the
-same folder on every machine. `metrics.json` comes last and whole; a folder without it is a run that did not finish.
+same folder on every machine. Nothing is there before the run is over; then `metrics.json` comes last. While a run is
+measured, a lock file in `<results-dir>` keeps other processes away from it.
 """
 
 import csv
 import hashlib
+import io
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from experiments.config import Named
+from experiments.files import write_together
+from experiments.lock import held
+from llmcache.errors import ConfigError
 
 Row = Mapping[str, Any]
+
+_NAME_LENGTH = 150  # file systems take names of 255 bytes; hash and lock file need some of them
 
 
 class RunFolder:
@@ -32,6 +39,7 @@ class RunFolder:
         """
         self._config = run.experiment.to_dict()
         self.path = results_dir / run.group / run_id(run.name, self._config)
+        self._lock = results_dir / f".{run.group}.{self.path.name}.lock"
 
     @property
     def is_done(self) -> bool:
@@ -40,29 +48,45 @@ class RunFolder:
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """The figures of a finished run."""
-        figures: dict[str, Any] = json.loads(self._metrics.read_text(encoding="utf-8"))
+        """The figures of a finished run.
+
+        Raises:
+            ConfigError: The file was damaged by something else.
+        """
+        try:
+            figures: dict[str, Any] = json.loads(self._metrics.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ConfigError(f"{self._metrics}: not valid JSON; measure again with --force") from error
         return figures
 
-    def begin(self, env: Mapping[str, Any]) -> None:
-        """Write settings and surroundings, before anything is measured; figures of an earlier run go."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._metrics.unlink(missing_ok=True)
-        _write(self.path / "config.yaml", yaml.safe_dump(self._config, sort_keys=False, allow_unicode=True))
-        _write(self.path / "env.json", _json(env))
+    def held(self) -> AbstractContextManager[None]:
+        """Keep other processes away from this run; see `experiments.lock.held`."""
+        return held(self._lock)
 
-    def finish(self, rows: Sequence[Row], metrics: Mapping[str, Any]) -> None:
-        """Write the rows, then the figures.
+    def write(self, env: Mapping[str, Any], rows: Sequence[Row], metrics: Mapping[str, Any]) -> None:
+        """Write everything, in place of what an earlier run left.
 
         Args:
-            rows: One a request, all with the same keys; None becomes an empty field.
+            env: Surroundings of the run.
+            rows: All with the same keys; None becomes an empty field.
             metrics: The figures; None stays null.
+
+        Raises:
+            OSError: Something could not be written; what was there before is untouched.
         """
-        with (self.path / "rows.csv").open("w", encoding="utf-8", newline="") as file:
-            writer = csv.DictWriter(file, fieldnames=list(rows[0]) if rows else [])
-            writer.writeheader()
-            writer.writerows(rows)
-        _write(self._metrics, _json(metrics))
+        texts = {
+            self.path / "config.yaml": yaml.safe_dump(self._config, sort_keys=False, allow_unicode=True),
+            self.path / "env.json": _json(env),
+            self.path / "rows.csv": _csv(rows),
+            self._metrics: _json(metrics),
+        }
+        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            write_together(texts)
+        except BaseException:
+            with suppress(OSError):
+                self.path.rmdir()  # empty unless there were results before
+            raise
 
     @property
     def _metrics(self) -> Path:
@@ -72,15 +96,18 @@ class RunFolder:
 def run_id(name: str, config: Mapping[str, Any]) -> str:
     """Readable name and short hash of the settings, fit for a folder name."""
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
-    return f"{re.sub(r'[^A-Za-z0-9._=+-]+', '_', name)}-{digest[:8]}"
+    return f"{re.sub(r'[^A-Za-z0-9._=+-]+', '_', name)[:_NAME_LENGTH]}-{digest[:8]}"
 
 
 def _json(values: Mapping[str, Any]) -> str:
     return json.dumps(values, indent=2, allow_nan=False) + "\n"
 
 
-def _write(path: Path, text: str) -> None:
-    """Write a file as a whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+def _csv(rows: Sequence[Row]) -> str:
+    if not rows:
+        return ""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()

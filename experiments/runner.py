@@ -1,8 +1,9 @@
 """Run experiments from their files: those that are not there yet, one after another."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 from experiments.config import Named, load_experiments
@@ -19,7 +20,7 @@ class Finished:
     Attributes:
         run: Name and settings.
         path: Its folder.
-        metrics: Its figures.
+        metrics: Its figures; beside those of its measure `seconds`, the wall time that it took.
         is_new: Measured now, not found from before.
     """
 
@@ -29,31 +30,45 @@ class Finished:
     is_new: bool
 
 
-def run_all(
-    configs: Sequence[Path],
-    results_dir: Path,
-    folders: Folders,
-    changes: Sequence[str] = (),
-    force: bool = False,
-) -> Iterator[Finished]:
-    """Run everything that the files ask for. All files are read and checked before the first run.
+def load_all(configs: Sequence[Path], changes: Sequence[str] = ()) -> list[Named]:
+    """Everything that the files ask for, read and checked.
 
     Args:
         configs: YAML files.
-        results_dir: Root of all results.
-        folders: Where data and models lie.
         changes: `key=value` for every file.
-        force: Measure again what is there already.
 
     Raises:
-        ConfigError: A setting or the data is wrong.
+        ConfigError: A setting is wrong.
         FileNotFoundError: A file is missing.
     """
-    for run in [run for path in configs for run in load_experiments(path, changes)]:
-        folder = RunFolder(results_dir, run)
-        is_new = force or not folder.is_done
-        if is_new:
-            folder.begin(describe(run.experiment.seed))
-            outcome = MEASURES[run.experiment.measure].run(run.experiment, folders)
-            folder.finish(outcome.rows, outcome.metrics)
-        yield Finished(run, folder.path, folder.metrics, is_new)
+    return [run for path in configs for run in load_experiments(path, changes)]
+
+
+def run_one(run: Named, results_dir: Path, folders: Folders, force: bool = False) -> Finished:
+    """Measure a run, unless it is there. One that is refused or interrupted leaves what was there before.
+
+    Args:
+        run: Name and settings.
+        results_dir: Root of all results.
+        folders: Where data and models lie.
+        force: Measure it even if it is there.
+
+    Raises:
+        ConfigError: The data, the model or a method does not fit the settings.
+        FileNotFoundError: A data file is missing.
+        InUseError: Another process is measuring it.
+        OSError: The results could not be written.
+    """
+    folder, is_new = RunFolder(results_dir, run), False
+    if force or not folder.is_done:
+        with folder.held():
+            is_new = force or not folder.is_done  # another process may have finished it just now
+            if is_new:
+                _measure(run, folder, folders)
+    return Finished(run, folder.path, folder.metrics, is_new)
+
+
+def _measure(run: Named, folder: RunFolder, folders: Folders) -> None:
+    env, started = describe(run.experiment.seed), perf_counter()
+    outcome = MEASURES[run.experiment.measure].run(run.experiment, folders)
+    folder.write(env, outcome.rows, {"seconds": round(perf_counter() - started, 3), **outcome.metrics})

@@ -3,7 +3,7 @@
 Sizes: N requests.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -50,7 +50,7 @@ class Workload(Protocol):
     requests: Sequence[Request]
     payload: str | None
     metric: str
-    facts: Mapping[str, Any]
+    facts: dict[str, Any]
 
     def answer(self, output: Any, number: int) -> Answer:
         """What request `number` is told, given an output of the model: its own, or one that was made for another."""

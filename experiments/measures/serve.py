@@ -21,14 +21,12 @@ from pydantic import Field
 
 from experiments.folders import Folders
 from experiments.measures.base import Outcome, TaskExperiment
-from experiments.methods import Method, MethodSettings, make_methods
+from experiments.methods import NOCACHE, Method, MethodSettings, make_methods
 from experiments.methods.base import COMPUTED, Served
 from experiments.metrics import summary
 from experiments.progress import tracked
 from experiments.tasks import build
 from experiments.workload import Answer, Workload
-
-NOCACHE = "nocache"
 
 
 class Serve(TaskExperiment):

@@ -19,10 +19,12 @@ from experiments.methods.nocache import NoCache
 from experiments.methods.responses import ExactResponse, SemanticResponse
 from experiments.section import Section, choose
 from experiments.workload import Workload
-from llmcache.errors import ConfigError
+from llmcache.errors import ConfigError, LLMCacheError
+
+NOCACHE = "nocache"
 
 METHODS: Mapping[str, type[Method]] = {
-    "nocache": NoCache,
+    NOCACHE: NoCache,
     "llmcache": Cached,
     "doccache": DocCache,
     "exact_response": ExactResponse,
@@ -50,14 +52,24 @@ class MethodSettings(Section):
             return values
         kind, rest = choose(METHODS, values, "method", name)
         label = rest.pop("label", None)
-        options = rest.pop("options", rest)
+        nested = rest.pop("options", {})  # as they are kept beside results
+        if not isinstance(nested, Mapping):
+            raise ConfigError(f"{name}.options: expected a mapping of settings (got {nested!r})")
+        options = {**nested, **rest}
         kind.check(options, name)
         known = label or "-".join([values["method"], *(f"{key}={value}" for key, value in options.items())])
         return super().make({"method": values["method"], "label": known, "options": options}, name)
 
     def build(self, workload: Workload) -> Method:
-        """The method at work on a task."""
-        return METHODS[self.method](workload, self.options)
+        """The method at work on a task.
+
+        Raises:
+            ConfigError: It does not fit the task's model; names the method.
+        """
+        try:
+            return METHODS[self.method](workload, self.options)
+        except LLMCacheError as error:
+            raise ConfigError(f"methods: {self.label}: {error}") from error
 
 
 def make_methods(values: Any) -> tuple[MethodSettings, ...]:
@@ -72,7 +84,9 @@ def make_methods(values: Any) -> tuple[MethodSettings, ...]:
     labels = [method.label for method in made]
     if twice := next((label for label in labels if labels.count(label) > 1), None):
         raise ConfigError(f"methods: two are called {twice!r}; give each a label of its own")
+    if any(method.label == NOCACHE and method.method != NOCACHE for method in made):
+        raise ConfigError(f"methods: the label {NOCACHE!r} is that of the model alone; give another one")
     return made
 
 
-__all__ = ["METHODS", "Method", "MethodSettings", "Served", "make_methods"]
+__all__ = ["METHODS", "NOCACHE", "Method", "MethodSettings", "Served", "make_methods"]

@@ -16,14 +16,14 @@ class Cached:
         """Take a copy of the model.
 
         Raises:
-            ConfigError: The payload keeps another vector than the head reads.
+            LLMCacheError: The settings do not fit the model, or the payload keeps another vector than the head reads.
         """
         if workload.payload is not None and options.get("mode") != "paper":  # which stores whole sequences
             options = {"payload": workload.payload, **options}
         self._config = CacheConfig.make(options)
         if workload.payload not in (None, self._config.payload) and self._config.payload not in ("sequence", "auto"):
             raise ConfigError(
-                f"methods: payload: the head reads {workload.payload!r} (got {self._config.payload!r}); leave it out"
+                f"payload: the head reads {workload.payload!r} (got {self._config.payload!r}); leave it out"
             )
         self._workload = workload
         self._module = twin(workload.module)
@@ -32,6 +32,8 @@ class Cached:
         self._asked = 0
         self._evicted = 0
         self._numbers: dict[str, int] = {}  # request by key, so that a source can be told
+        self.begin()  # what does not fit the model is refused before anything is measured
+        self.end()
 
     @classmethod
     def check(cls, options: Mapping[str, Any], name: str) -> None:
@@ -60,7 +62,8 @@ class Cached:
         is_evicting, self._evicted = evicted > self._evicted, evicted
         outcomes = self._cache.last
         for outcome in outcomes:
-            self._numbers[outcome.key] = self._asked
+            if outcome.rung != "exact":  # which has the key of the request that it repeats
+                self._numbers[outcome.key] = self._asked
         served = [outcome for outcome in outcomes if outcome.rung is not None]
         if not served:
             is_bypassed = any(outcome.bypassed for outcome in outcomes)

@@ -135,4 +135,4 @@ def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
             if child is old:
                 setattr(module, name, new)
                 return
-    raise ConfigError(f"methods: doccache needs a model with a head, got a bare {type(model).__name__}")
+    raise ConfigError(f"this method needs a model with a head, got a bare {type(model).__name__}; leave the method out")

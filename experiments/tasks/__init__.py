@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from experiments.folders import Folders
+from experiments.models import UNTRAINED
 from experiments.section import Section, choose
 from experiments.tasks import openbookqa, squad_v2, stream, wikitext
 from experiments.workload import Workload
@@ -51,4 +52,7 @@ def build(settings: Any, folders: Folders, seed: int) -> Workload:
         ConfigError: They do not fit the settings, or each other.
         FileNotFoundError: A file is missing.
     """
-    return TASKS[settings.name].build(settings, folders, seed)
+    workload = TASKS[settings.name].build(settings, folders, seed)
+    if settings.model == UNTRAINED:
+        workload.facts["weights"] = "random"
+    return workload

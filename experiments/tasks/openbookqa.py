@@ -11,14 +11,15 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor, nn
 
+from experiments.data.made import make_choices
 from experiments.data.openbookqa import Choice, read_openbookqa
 from experiments.folders import Folders
 from experiments.models import Inputs, Loaded, check_length, load
-from experiments.tasks.settings import TaskSettings
+from experiments.tasks.settings import OfficialSettings
 from experiments.workload import Request
 
 
-class Settings(TaskSettings):
+class Settings(OfficialSettings):
     """Settings of the task.
 
     Attributes:
@@ -32,10 +33,11 @@ class Settings(TaskSettings):
 
 def build(settings: Settings, folders: Folders, seed: int) -> "OpenBookQA":
     """Load data and model."""
-    questions = read_openbookqa("test", folders.data)[: settings.limit]
+    is_made = settings.data == "made"
+    questions = make_choices(seed) if is_made else read_openbookqa("test", folders.data)
     loaded = load(settings.model, "choice", folders.models)
     check_length(loaded, settings.max_length)
-    return OpenBookQA(loaded, questions, settings.max_length)
+    return OpenBookQA(loaded, questions[: settings.limit], settings.max_length)
 
 
 @dataclass(frozen=True, slots=True)

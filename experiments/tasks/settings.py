@@ -1,5 +1,7 @@
 """What every task is told."""
 
+from typing import Literal
+
 from pydantic import Field
 
 from experiments.section import Section
@@ -10,8 +12,8 @@ class TaskSettings(Section):
 
     Attributes:
         name: A key of `experiments.tasks.TASKS`.
-        model: `minilm` (all-MiniLM-L6-v2 from its package), a local folder, the name of a prepared model, or a name on
-            the Hugging Face hub.
+        model: `minilm` (all-MiniLM-L6-v2 from its package), a local folder, the name of a prepared model, a name on the
+            Hugging Face hub, or `untrained` (tiny, with random weights).
         limit: Ask that many requests only, from the beginning of the data.
     """
 
@@ -23,3 +25,14 @@ class TaskSettings(Section):
     def title(self) -> str:
         """What results call the task."""
         return self.name
+
+
+class OfficialSettings(TaskSettings):
+    """Settings of a task on a published data set.
+
+    Attributes:
+        data: `official`: the set as published, from the data folder or the hub. `made`: small records that the project
+            makes itself (`experiments.data.made`), to try things out.
+    """
+
+    data: Literal["official", "made"] = "official"

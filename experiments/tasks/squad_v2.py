@@ -12,11 +12,12 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import nn
 
+from experiments.data.made import make_questions
 from experiments.data.squad import Question, read_squad
 from experiments.folders import Folders
 from experiments.models import Inputs, Loaded, check_length, load
 from experiments.scorers import squad_v2 as scorer
-from experiments.tasks.settings import TaskSettings
+from experiments.tasks.settings import OfficialSettings
 from experiments.workload import Request
 
 MOST_TOKENS = 30  # of an answer, as in the reference implementations
@@ -24,7 +25,7 @@ MOST_ASKED = 64  # tokens of a question
 THRESHOLD = "no_answer_threshold"  # key of the model's config
 
 
-class Settings(TaskSettings):
+class Settings(OfficialSettings):
     """Settings of the task.
 
     Attributes:
@@ -38,10 +39,11 @@ class Settings(TaskSettings):
 
 def build(settings: Settings, folders: Folders, seed: int) -> "SquadV2":
     """Load data and model."""
-    questions = read_squad("validation", folders.data)[: settings.limit]
+    is_made = settings.data == "made"
+    questions = make_questions(seed) if is_made else read_squad("validation", folders.data)
     loaded = load(settings.model, "span", folders.models)
     check_length(loaded, settings.max_length)
-    return SquadV2(loaded, questions, settings.max_length)
+    return SquadV2(loaded, questions[: settings.limit], settings.max_length)
 
 
 class SquadV2:

@@ -18,12 +18,14 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 from torch import nn
 
+from experiments.data.made import make_lines
 from experiments.data.wikitext import UNK, read_wikitext, unk_rate
 from experiments.folders import Folders
 from experiments.models import Loaded, check_length, load
 from experiments.section import Section
-from experiments.tasks.settings import TaskSettings
+from experiments.tasks.settings import OfficialSettings
 from experiments.workload import Request
+from llmcache.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ class Repeats(Section):
         return self
 
 
-class Settings(TaskSettings):
+class Settings(OfficialSettings):
     """Settings of the task.
 
     Attributes:
@@ -92,7 +94,7 @@ class Settings(TaskSettings):
 
 def build(settings: Settings, folders: Folders, seed: int) -> "WikiText":
     """Load data and model."""
-    lines = read_wikitext("test", folders.data)
+    lines = make_lines(seed) if settings.data == "made" else read_wikitext("test", folders.data)
     loaded = load(settings.model, "token", folders.models)
     loaded.model.config.use_cache = False  # a window is read once: nothing follows that would use its K/V
     check_length(loaded, settings.window)
@@ -178,8 +180,9 @@ class WikiText:
         return {"perplexity": math.exp(mean), "word_perplexity": math.exp(min(700.0, mean / self._words_per_token))}
 
     def show(self, answer: Read) -> str:
-        """Its negative log likelihood a token."""
-        return f"{answer.nll.mean():.4f}"
+        """Its negative log likelihood a token; empty where that is not known."""
+        mean = float(answer.nll.mean())
+        return "" if math.isnan(mean) else f"{mean:.4f}"
 
     def _share_right(self, told: Read, number: int) -> float:
         right = (told.tokens == self.requests[number].reference[1:])[self._counts(number)]

@@ -10,7 +10,7 @@ from typing import Annotated, Final
 import typer
 
 from llmcache import __version__
-from llmcache.cli import bench_latency, bench_memory, demo, info, prepare, run
+from llmcache.cli import bench_latency, bench_memory, demo, info, prepare, run, sweep
 from llmcache.errors import LLMCacheError
 
 #: Groups of commands and what they are for.
@@ -21,20 +21,14 @@ COMMANDS: Final[Mapping[str, Callable[..., None]]] = {
     "demo": demo.command,
     "prepare": prepare.command,
     "run": run.command,
+    "sweep": sweep.command,
     "bench latency": bench_latency.command,
     "bench memory": bench_memory.command,
     "info": info.command,
 }
 
 #: What a user can put right: shown as one line, without a traceback.
-USER_ERRORS: Final = (
-    LLMCacheError,
-    FileExistsError,
-    FileNotFoundError,
-    IsADirectoryError,
-    NotADirectoryError,
-    PermissionError,
-)
+USER_ERRORS: Final = (LLMCacheError, OSError)
 
 
 def build_app(commands: Mapping[str, Callable[..., None]]) -> typer.Typer:

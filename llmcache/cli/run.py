@@ -1,6 +1,6 @@
 """`llmcache run`: run experiments from their YAML files."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,6 +9,8 @@ import typer
 if TYPE_CHECKING:
     from experiments.runner import Finished
 
+_NAME_WIDTH = 17  # of the first column, which is what gives way; the others then fit into 80
+
 
 def command(
     configs: Annotated[
@@ -16,48 +18,71 @@ def command(
         typer.Argument(metavar="CONFIG...", help="YAML files, one experiment each; a list in one is a grid."),
     ],
     data_dir: Annotated[
-        Path | None, typer.Option(envvar="LLMCACHE_DATA", help="Folder that relative data paths are relative to.")
+        Path | None,
+        typer.Option(envvar="LLMCACHE_DATA", help="Folder with the data sets. Default: official ones from the hub."),
+    ] = None,
+    models_dir: Annotated[
+        Path | None, typer.Option(envvar="LLMCACHE_MODELS", help="Folder with what `llmcache prepare` made.")
     ] = None,
     results_dir: Annotated[Path, typer.Option(help="Folder that results are written under.")] = Path("results"),
     changes: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Replace a setting, e.g. cache.tau=0.9; may be repeated."),
+        typer.Option("--set", metavar="KEY=VALUE", help="Replace a setting, e.g. rounds=3; may be repeated."),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Measure again what was measured before.")] = False,
 ) -> None:
     """Run experiments and keep settings, surroundings, rows and figures of each in a folder of its own."""
     from rich.console import Console
 
-    from experiments.runner import run_all
+    from experiments.folders import Folders
+    from experiments.runner import load_all, run_one
 
-    finished = list(run_all(configs, results_dir, data_dir, changes or (), force))
     console = Console()
-    console.print(_table(finished))
-    for done in finished:
-        typer.echo(f"{'measured' if done.is_new else 'kept from before'}: {done.path}")
+    for run in load_all(configs, changes or ()):
+        done = run_one(run, results_dir, Folders(data_dir, models_dir), force)
+        console.print(_table(done))
+        typer.echo(f"{'measured' if done.is_new else 'kept from before'}: {done.path}\n")
 
 
-def _table(finished: "list[Finished]") -> Any:
+def _table(done: "Finished") -> Any:
+    """The methods of a run, or the rows of `summary` that another measure gives."""
     from rich import box
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, padding=0, collapse_padding=True)
-    table.add_column("run", overflow="fold")
-    for heading in ("requests", "hits", "speed-\nup", "of all\nrounds", "accu-\nracy", "drop\npoints"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("changed\nanswers", justify="right", no_wrap=True)
-    for done in finished:
-        table.add_row(f"{done.run.group} {done.run.name}", *_cells(done.metrics))
+    metrics = done.metrics
+    rows = metrics["summary"] if "summary" in metrics else _method_rows(metrics)
+    about = f": {metrics['n']:,} requests" if "n" in metrics else ""
+    title = f"{done.run.group} {done.run.name}{about}"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0, collapse_padding=True)
+    first, *others = rows[0] if rows else ("nothing",)
+    table.add_column(first, overflow="fold", min_width=_NAME_WIDTH)
+    for heading in others:
+        table.add_column(heading, justify="right", overflow="fold")
+    for row in rows:
+        table.add_row(*(_show(value) for value in row.values()))
     return table
 
 
-def _cells(metrics: Mapping[str, Any]) -> list[str]:
-    return [
-        f"{metrics['n']:,}",
-        f"{metrics['hit_rate']:.1%}",
-        f"{metrics['speedup']:.2f}",
-        f"{metrics['speedup_min']:.2f} to {metrics['speedup_max']:.2f}",
-        f"{metrics['accuracy']:.1%}",
-        f"{100 * metrics['accuracy_drop']:.2f}",
-        f"{metrics['changed_answers']:.2%}",
-    ]
+def _method_rows(metrics: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """What the measure `serve` says of each method, as cells by column."""
+    return [{"method": label, **_cells(figures, metrics["metric"])} for label, figures in metrics["methods"].items()]
+
+
+def _cells(figures: Mapping[str, Any], metric: str) -> Mapping[str, str]:
+    low, high = (100 * bound for bound in figures["accuracy_drop_ci"])
+    return {
+        "hits": f"{figures['hit_rate']:.1%}",
+        "speed-\nup": f"{figures['speedup']:.2f}",
+        "of all\nrounds": f"{figures['speedup_min']:.2f} … {figures['speedup_max']:.2f}",
+        metric: f"{figures['accuracy']:.1%}",
+        "drop\npoints": f"{100 * figures['accuracy_drop']:.2f}",
+        "95 % of\ndrop": f"{low:.2f} … {high:.2f}",
+        "changed\nanswers": f"{figures['changed_answers']:.2%}",
+    }
+
+
+def _show(value: Any) -> str:
+    """A figure as text; missing is empty, never 0."""
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -6,12 +6,13 @@ from typing import Any
 import pytest
 import yaml
 
-from experiments.config import Experiment, load_experiments
+from experiments.config import load_experiments, make_experiment
 from experiments.results import run_id
 from llmcache.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
-LEAST = {"task": "stream", "data": {"path": "a.csv"}, "model": "minilm"}
+TASK = {"name": "stream", "model": "minilm", "data": {"path": "a.csv"}}
+LEAST = {"measure": "serve", "task": TASK, "methods": [{"method": "llmcache"}]}
 
 
 def write(folder: Path, **values: Any) -> Path:
@@ -27,93 +28,127 @@ def test_every_config_of_ours_is_valid(path: Path) -> None:
 
 def test_defaults_and_one_file_alone(tmp_path: Path) -> None:
     (run,) = load_experiments(write(tmp_path))
-    assert (run.group, run.name) == ("some", "minilm")
-    assert run.experiment.data.path == ("a.csv",)
-    assert run.experiment.rounds == 5
-    assert run.experiment.cache.tau is None
+    assert (run.group, run.name) == ("some", "a-minilm")
+    assert run.experiment.task.data.path == ("a.csv",)
+    assert (run.experiment.rounds, run.experiment.seed) == (5, 0)
+    (method,) = run.experiment.methods
+    assert (method.method, method.label, method.options) == ("llmcache", "llmcache", {})
 
 
-def test_the_fitted_head_decides_the_payload(tmp_path: Path) -> None:
-    (mean,) = load_experiments(write(tmp_path))
-    (cls,) = load_experiments(write(tmp_path, head={"pool": "cls"}))
-    (ready,) = load_experiments(write(tmp_path, head={"kind": "ready"}))
-    assert [run.experiment.cache.payload for run in (mean, cls, ready)] == ["mean", "cls", "auto"]
-    with pytest.raises(ConfigError, match=r"cache.payload: the head reads 'mean' \(got 'cls'\)"):
-        load_experiments(write(tmp_path, cache={"payload": "cls"}))
+def test_tasks_are_a_grid_and_named_by_themselves(tmp_path: Path) -> None:
+    tasks = [
+        TASK,
+        {"name": "squad_v2", "model": "some/where/spanner"},
+        {"name": "openbookqa", "model": "untrained", "data": "made"},
+        {"name": "wikitext", "model": "gpt"},
+        {"name": "wikitext", "model": "gpt", "repeats": {"whole": 0.5}},
+    ]
+    runs = load_experiments(write(tmp_path, task=tasks))
+    assert [run.name for run in runs] == [
+        "a-minilm",
+        "squad_v2-spanner",
+        "openbookqa-untrained",
+        "wikitext-gpt",
+        "wikitext-repeats-gpt",
+    ]
 
 
-def test_lists_are_a_grid_but_files_are_joined(tmp_path: Path) -> None:
-    path = write(tmp_path, data={"path": ["a.csv", "b.csv"]}, cache={"tau": [0.8, 0.9]}, seed=[0, 1])
-    runs = load_experiments(path)
-    assert [run.name for run in runs] == [f"minilm-tau={t}-seed={s}" for t in (0.8, 0.9) for s in (0, 1)]
-    assert [(run.experiment.cache.tau, run.experiment.seed) for run in runs] == [(0.8, 0), (0.8, 1), (0.9, 0), (0.9, 1)]
-    assert {run.experiment.data.path for run in runs} == {("a.csv", "b.csv")}
-    layers = load_experiments(
-        path, ["cache.tau=0.9", "seed=0", "cache.payload=sequence", "cache.layers=[[0, 1], [-1]]"]
-    )
-    assert [run.experiment.cache.layers for run in layers] == [[0, 1], [-1]]
+def test_lists_are_a_grid_but_files_and_methods_are_not(tmp_path: Path) -> None:
+    methods = [{"method": "llmcache", "tau": 0.9}, {"method": "exact_response"}]
+    path = write(tmp_path, rounds=[1, 2], seed=[0, 1], methods=methods)
+    runs = load_experiments(path, ["task.data.path=[a.csv, b.csv]"])
+    assert [run.name for run in runs] == [f"stream-minilm-rounds={r}-seed={s}" for r in (1, 2) for s in (0, 1)]
+    assert [(run.experiment.rounds, run.experiment.seed) for run in runs] == [(1, 0), (1, 1), (2, 0), (2, 1)]
+    assert {run.experiment.task.data.path for run in runs} == {("a.csv", "b.csv")}
+    assert {tuple(method.label for method in run.experiment.methods) for run in runs} == {
+        ("llmcache-tau=0.9", "exact_response")
+    }
+    grid = load_experiments(path, ["rounds=1", "seed=0", "methods=[[{method: nocache}], [{method: doccache}]]"])
+    assert [run.experiment.methods[0].method for run in grid] == ["nocache", "doccache"]
 
 
 def test_set_replaces_and_adds(tmp_path: Path) -> None:
-    changes = ["cache.tau=0.85", "head.pool=cls", "limit=null", "cache.policy={name: ttl, ttl_s: 5}"]
-    (run,) = load_experiments(write(tmp_path, cache={"tau": 0.9}, limit=5), changes)
-    assert run.experiment.cache.tau == 0.85
-    assert run.experiment.cache.policy.options == {"ttl_s": 5}
-    assert run.experiment.head.pool == "cls"
-    assert run.experiment.limit is None
+    changes = ["rounds=2", "task.head.pool=cls", "task.limit=null", "methods=[{method: doccache, threshold: 0.7}]"]
+    (run,) = load_experiments(write(tmp_path, rounds=3, task=TASK | {"limit": 5}), changes)
+    assert run.experiment.rounds == 2
+    assert run.experiment.task.head.pool == "cls"
+    assert run.experiment.task.limit is None
+    assert run.experiment.methods[0].options == {"threshold": 0.7}
 
 
 @pytest.mark.parametrize(
     ("values", "changes", "error"),
     [
-        ({"ruonds": 3}, [], "some.yaml: ruonds: unknown setting; did you mean 'rounds'[?] known: task, seed"),
+        ({"ruonds": 3}, [], "some.yaml: ruonds: unknown setting; did you mean 'rounds'[?] known: measure, seed"),
+        ({"measure": "guess"}, [], "some.yaml: measure: 'guess' is not known; known: serve"),
+        ({"measure": None}, [], "measure: missing"),
+        ({"task": {"name": "guess"}}, [], "task.name: 'guess' is not known; known: stream, squad_v2"),
+        ({"task": "stream"}, [], "task: expected a mapping of settings"),
+        ({"task": {"name": "stream", "model": "x"}}, [], "task.data: missing"),
+        ({"task": {"name": "stream", "data": {"path": "x"}}}, [], "task.model: missing"),
+        ({}, ["task.data.labl=x"], "task.data.labl: unknown setting; did you mean 'label'[?] known: path"),
+        ({}, ["task.data={}"], "task.data.path: missing"),
+        ({}, ["task.data.path=[]"], r"task.data.path: .*got \(\)|task.data.path: .*got \[\]"),
+        ({}, ["task.data=a.csv"], "task.data: expected a mapping of settings"),
+        ({}, ["task.head.fit_share=1.0"], r"task.head.fit_share: .*got 1.0"),
+        ({"task": {"name": "squad_v2", "model": "m", "data": "mine"}}, [], "task.data: .*'official' or 'made'.*'mine'"),
+        ({"task": {"name": "wikitext", "model": "m", "repeats": {"whole": 2}}}, [], r"task.repeats.whole: .*got 2"),
+        ({"methods": "llmcache"}, [], r"methods: give a list of at least one method \(got 'llmcache'\)"),
+        ({"methods": {"method": "llmcache"}}, [], "methods: give a list of at least one method"),
+        ({"methods": []}, [], "methods: give a list of at least one method"),
+        ({"methods": ["llmcache"]}, [], r"methods\[0\]: expected a mapping of settings \(got 'llmcache'\)"),
+        ({"methods": [{"tau": 0.9}]}, [], r"methods\[0\].method: missing; known: nocache, llmcache, doccache"),
+        ({"methods": [{"method": "magic"}]}, [], r"methods\[0\].method: 'magic' is not known; known: nocache"),
         (
-            {"data": {"path": "a.csv", "labl": "x"}},
+            {"methods": [{"method": "llmcache", "tua": 0.9}]},
             [],
-            "data.labl: unknown setting; did you mean 'label'[?] known: path",
+            r"methods\[0\].tua: unknown setting; did you mean 'tau'",
         ),
-        ({"cache": {"tua": 0.9}}, [], "cache.tua: unknown setting; did you mean 'tau'"),
-        ({"cache": {"tau": 1.5}}, [], r"cache.tau: tau is a cosine similarity.*got 1.5"),
-        ({"head": {"fit_share": 1.0}}, [], r"head.fit_share: .*got 1.0"),
-        ({"data": {}}, [], "data.path: missing"),
-        ({"data": {"path": []}}, [], r"data.path: .*got \(\)|data.path: .*got \[\]"),
-        ({"data": "a.csv"}, [], "data: expected a mapping of settings"),
-        ({"cache": None}, [], "cache: expected a mapping of settings"),
-        ({"task": "guess"}, [], "task: .*'stream'.*got 'guess'"),
+        ({"methods": [{"method": "llmcache", "tau": 1.5}]}, [], r"methods\[0\].tau: tau is a cosine.*got 1.5"),
+        ({"methods": [{"method": "doccache", "tau": 0.9}]}, [], r"methods\[0\].tau: unknown setting; known: threshold"),
+        ({"methods": [{"method": "exact_response", "x": 1}]}, [], r"methods\[0\].x: unknown setting"),
+        ({"methods": [{"method": "nocache", "x": 1}]}, [], r"methods\[0\].x: unknown setting"),
+        ({"methods": [{"method": "semantic_response", "threshold": 2}]}, [], r"methods\[0\].threshold: .*got 2"),
+        ({"methods": [{"method": "doccache", "options": 3}]}, [], r"methods\[0\].options: expected a mapping"),
+        ({"methods": [{"method": "doccache", "options": {}, "x": 1}]}, [], r"methods\[0\].x: unknown setting"),
+        ({"methods": [{"method": "doccache"}] * 2}, [], "methods: two are called 'doccache'"),
+        ({"methods": [{"method": "llmcache", "label": "nocache"}]}, [], "methods: the label 'nocache' is that of"),
         ({"seed": []}, [], "seed: the list is empty"),
-        ({}, ["tau"], "--set 'tau': write key=value"),
-        ({}, ["seed.x=1"], "--set 'seed.x=1': "),
-        ({}, ["cache.tau=[0.8"], "not valid YAML"),
-        ({}, ["cash.tau=0.8"], "cash: unknown setting; did you mean 'cache'"),
+        ({}, ["rounds"], "--set 'rounds': write key=value"),
+        ({}, ["rounds.x=1"], "--set 'rounds.x=1': "),
+        ({}, ["rounds=[1"], "not valid YAML"),
     ],
 )
 def test_bad_settings(values: Any, changes: list[str], error: str, tmp_path: Path) -> None:
-    path = write(tmp_path, seed=values.pop("seed", 0), **values)
+    path = write(tmp_path, **{"rounds": 1, **values})
     with pytest.raises(ConfigError, match=error) as raised:
         load_experiments(path, changes)
     assert "\n" not in str(raised.value)
 
 
-def test_a_config_without_a_model(tmp_path: Path) -> None:
-    path = tmp_path / "x.yaml"
-    path.write_text("task: stream\ndata: {path: a.csv}\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match="model: missing"):
-        load_experiments(path)
-
-
 def test_what_is_kept_can_be_run_again(tmp_path: Path) -> None:
     """The resolved settings are a config, and have the same run id."""
-    values = {"tau": {0: 0.9, -1: 0.8}, "layers": [0, 1], "payload": "sequence", "policy": {"name": "ttl", "ttl_s": 5}}
-    (run,) = load_experiments(write(tmp_path, cache=values))
+    tau = {"method": "llmcache", "tau": {0: 0.9, -1: 0.8}, "layers": [0, 1], "policy": {"name": "ttl", "ttl_s": 5}}
+    methods = [tau, {"method": "doccache", "threshold": 0.8, "label": "documents"}]
+    (run,) = load_experiments(write(tmp_path, methods=methods))
     kept = tmp_path / "config.yaml"
     kept.write_text(yaml.safe_dump(run.experiment.to_dict()), encoding="utf-8")
     (again,) = load_experiments(kept)
-    assert again.experiment == run.experiment
+    assert again.experiment.to_dict() == run.experiment.to_dict()
     assert run_id("x", again.experiment.to_dict()) == run_id("x", run.experiment.to_dict())
 
 
 def test_run_ids_follow_every_setting() -> None:
-    base = Experiment.make(LEAST).to_dict()
-    other = Experiment.make({**LEAST, "cache": {"max_entries": 7}}).to_dict()
-    assert run_id("a b/c", base) != run_id("a b/c", other)
-    assert run_id("a b/c", base).startswith("a_b_c-")
+    base = make_experiment(LEAST).to_dict()
+    other = make_experiment({**LEAST, "methods": [{"method": "llmcache", "max_entries": 7}]}).to_dict()
+    assert run_id("a", base) != run_id("a", other)
+
+
+def test_run_ids_are_the_same_everywhere() -> None:
+    assert run_id("a b/c", {"b": [1, None], "a": {"c": 0.1, "d": "ü"}}) == "a_b_c-b335881a"
+    assert run_id("a", {"x": 1, "y": 2}) == run_id("a", {"y": 2, "x": 1})
+
+
+def test_a_long_name_still_is_a_file_name() -> None:
+    one, other = (run_id("m" * 400, {"x": i}) for i in (1, 2))
+    assert one != other and len(one) < 200

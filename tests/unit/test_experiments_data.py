@@ -5,9 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from experiments.config import Data
-from experiments.data.labelled import Labelled, read_requests
+from experiments.data.labelled import Data, Labelled, read_requests
+from experiments.data.made import N_CHOICES, N_LINES, N_PASSAGES, make_choices, make_lines, make_questions
+from experiments.streams.support_desk import support_desk
 from experiments.tasks.split import split
 from llmcache.errors import ConfigError
 
@@ -16,8 +19,8 @@ def rasa(*examples: Any) -> str:
     return json.dumps({"rasa_nlu_data": {"common_examples": examples}})
 
 
-def data(*path: str, text: str = "text", label: str = "label") -> Data:
-    return Data(path=path, text=text, label=label)
+def data(*path: str, **more: Any) -> Data:
+    return Data.make({"path": path, **more})
 
 
 def test_files_are_joined_in_order(tmp_path: Path) -> None:
@@ -34,15 +37,41 @@ def test_files_are_joined_in_order(tmp_path: Path) -> None:
 
 def test_a_limit_is_a_seeded_sample_in_data_order(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("text,label\n" + "".join(f"t{i},x\n" for i in range(50)), encoding="utf-8")
-    ids = [[x.id for x in read_requests(data("a.csv"), tmp_path, seed, 10)] for seed in (0, 0, 1)]
+    ids = [[x.id for x in read_requests(data("a.csv", limit=10), tmp_path, seed)] for seed in (0, 0, 1)]
     assert ids[0] == ids[1] == sorted(ids[0]) != ids[2]
     assert len(set(ids[0])) == 10 and ids[0] != list(range(10))
-    assert len(read_requests(data("a.csv"), tmp_path, 0, 99)) == 50
+    assert len(read_requests(data("a.csv", limit=99), tmp_path)) == 50
 
 
 def test_a_made_stream_needs_no_file() -> None:
-    assert len(read_requests(data("support_desk"), None, limit=30)) == 30
-    assert read_requests(data("support_desk"), None, 1, 5) != read_requests(data("support_desk"), None, 2, 5)
+    few = data("support_desk", limit=30)
+    assert len(read_requests(few, None)) == 30
+    assert read_requests(few, None, seed=1) == read_requests(few, None, seed=1) != read_requests(few, None, seed=2)
+
+
+@given(seed=st.integers(0, 10_000))
+def test_made_answers_stand_where_they_say(seed: int) -> None:
+    questions = make_questions(seed)
+    for question in questions:
+        assert all(question.context[start:].startswith(text) for text, start in question.answers)
+    absent = [question for question in questions if not question.answers]
+    assert N_PASSAGES <= len(absent) <= 2 * N_PASSAGES  # one fact a passage, which may be the one asked twice
+    assert len({question.id for question in questions}) == len(questions)
+
+
+def test_made_choices_hold_the_right_one_once() -> None:
+    labels = [request.label.replace("_", " ") for request in support_desk(N_CHOICES, 3)]
+    questions = make_choices(3)
+    assert [question.choices[question.right] for question in questions] == labels
+    assert {len(set(question.choices)) for question in questions} == {4}
+    assert len({question.right for question in questions}) == 4
+    assert len({question.stem for question in questions}) == len({(q.stem, q.choices) for q in questions}) < N_CHOICES
+
+
+def test_made_records_follow_the_seed() -> None:
+    for make in (make_questions, make_choices, make_lines):
+        assert make(1) == make(1) != make(2)
+    assert len(make_lines(0)) == N_LINES
 
 
 def write(folder: Path, **files: str) -> None:
@@ -115,7 +144,7 @@ def test_shuffled_is_seeded_and_keeps_ids(name: str, tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("text,label\n" + "".join(f"t{i},x\n" for i in range(50)), encoding="utf-8")
 
     def read(order: Any, seed: int) -> list[Labelled]:
-        return read_requests(Data(path=(name,), order=order), tmp_path, seed, 40)
+        return read_requests(Data(path=(name,), order=order, limit=40), tmp_path, seed)
 
     for seed in (0, 1):
         assert read("shuffled", seed) == read("shuffled", seed) != read("file", seed)

@@ -1,22 +1,34 @@
-"""Heads, interleaving, figures, and the replay that must tell what a live run does."""
+"""Heads, the interleaved loop, figures by hand, and the replay that must tell what a live run does."""
 
+import csv
+import io
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
 
+from experiments.config import make_experiment
 from experiments.data.labelled import Labelled
+from experiments.folders import Folders
 from experiments.heads import PooledClassifier, _fit_linear, fit_logistic, pooled_states, ready
-from experiments.measure import Trace, is_hit, measure, order_of, twin
-from experiments.metrics import hit_rates, latencies, percentiles, quality, speed
-from experiments.models import Inputs, Loaded, encode, load
-from experiments.replay import record, replay
+from experiments.measures.serve import NOCACHE, Trace, is_hit, measure, order_of, rows, run
+from experiments.methods.base import COMPUTED, Method, Served
+from experiments.methods.cached import Cached
+from experiments.metrics import hit_rates, interval, latencies, percentiles, quality, speed, summary
+from experiments.models import Loaded, encode, load
+from experiments.replay import Recording, by_request, make_fingerprint, replay
+from experiments.results import _csv
 from experiments.streams.support_desk import support_desk
-from llmcache import CacheConfig, LLMCache, Stats
+from experiments.tasks.stream import Stream
+from experiments.workload import Request
 from llmcache.errors import ConfigError
 from tests.unit.test_experiments_models import save_tiny
 
@@ -31,8 +43,8 @@ def requests_of(n: int) -> list[Labelled]:
     return [Labelled(i, r.text, r.label) for i, r in enumerate(support_desk(n, intents=chosen))]
 
 
-def encoded(loaded: Loaded, stream: Sequence[Labelled]) -> list[Inputs]:
-    return [encode(loaded.tokenizer, request.text, 48) for request in stream]
+def workload_of(loaded: Loaded, fit: Sequence[Labelled], stream: Sequence[Labelled]) -> Stream:
+    return Stream(fit_logistic(loaded, "mean", fit, stream, 48), stream, 48, payload="mean")
 
 
 @pytest.mark.parametrize("pool", ["mean", "cls"])
@@ -74,105 +86,245 @@ def test_a_ready_model_knows_its_labels(tmp_path: Path) -> None:
         ready(loaded, [Labelled(0, "hello", "w")])
 
 
-def test_a_twin_shares_weights_and_nothing_else(loaded: Loaded) -> None:
-    other = twin(loaded.model)
-    parameters = dict(loaded.model.named_parameters())
-    assert all(parameter is parameters[name] for name, parameter in other.named_parameters())
-    with LLMCache.wrap(other):
-        assert "forward" not in vars(next(m for n, m in loaded.model.named_modules() if n == "encoder.layer.0"))
+class Words:
+    """A workload without a model: the answer to a number is that number, and even ones are right."""
+
+    module, tokenizer, payload, metric = nn.Identity(), None, None, "accuracy"
+
+    def __init__(self, numbers: Sequence[int]) -> None:
+        self.numbers = numbers
+        tensors = [torch.tensor([[number]]) for number in numbers]
+        self.requests = [Request(f"r{i}", {"input_ids": ids}, "text", 0) for i, ids in enumerate(tensors)]
+        self.facts: dict[str, Any] = {}
+
+    def answer(self, output: Any, number: int) -> int:
+        return int(output)
+
+    def mix(self, parts: Any) -> Any:
+        return parts[0][0]
+
+    def borrowed(self, answer: int) -> int:
+        return answer
+
+    def is_changed(self, one: int, other: int) -> bool:
+        return one != other
+
+    def scores(self, answers: Sequence[int]) -> Any:
+        return np.array([float(answer % 2 == 0) for answer in answers])
+
+    def extras(self, answers: Sequence[int]) -> dict[str, float | None]:
+        return {"largest": float(max(answers))}
+
+    def show(self, answer: int) -> str:
+        return f"<{answer}>"
 
 
-def test_the_order_alternates() -> None:
-    assert [order_of("ab", i, 0) for i in range(3)] == [["a", "b"], ["b", "a"], ["a", "b"]]
-    assert [order_of("ab", i, 1) for i in range(3)] == [["b", "a"], ["a", "b"], ["b", "a"]]
-    firsts = [order_of("abc", i, 0)[0] for i in range(6)]
-    assert firsts == ["a", "b", "c", "a", "b", "c"]
+class Remembers:
+    """A method that answers each number again when it was asked since the round began, and writes down all calls."""
+
+    nbytes = n_entries = 7
+
+    def __init__(self, workload: Words, name: str, calls: list[tuple[str, Any]]) -> None:
+        self.workload, self.name, self.calls = workload, name, calls
+        self.seen: dict[int, int] = {}
+        self.note = Served()
+
+    @classmethod
+    def check(cls, options: Mapping[str, Any], name: str) -> None:
+        pass
+
+    def begin(self) -> None:
+        self.calls.append((self.name, "begin"))
+        self.seen.clear()
+
+    def ask(self, number: int) -> int:
+        self.calls.append((self.name, number))
+        asked = self.workload.numbers[number]
+        source = self.seen.setdefault(asked, number)
+        self.note = Served("exact", source, 1.0) if source != number else Served(COMPUTED, is_evicting=number == 2)
+        return asked
+
+    def last(self) -> Served:
+        return self.note
+
+    def end(self) -> None:
+        self.calls.append((self.name, "end"))
 
 
-def test_arms_see_every_request_and_rounds_begin_cold(loaded: Loaded) -> None:
-    data = requests_of(100)
-    stream = data[60:] + data[60:70]
-    classifier = fit_logistic(loaded, "mean", data[:60], stream, 48)
-    arms = {"alone": None, "exact": CacheConfig(payload="mean")}
-    traces = measure(classifier, arms, encoded(loaded, stream), rounds=3, warmup=5)
-    alone, exact = traces["alone"], traces["exact"]
-    assert alone.ms.shape == exact.ms.shape == (3, 50)
-    assert not is_hit(alone.served).any()
-    texts = [tuple(inputs["input_ids"][0].tolist()) for inputs in encoded(loaded, stream)]
-    expected = ["exact" if text in texts[:i] else "computed" for i, text in enumerate(texts)]
-    assert exact.served.tolist() == [expected] * 3  # a warm round, or a counted warm-up, would have more hits
-    assert (exact.answers == alone.answers).all()
-    assert alone.stats is None
-    assert exact.stats is not None and exact.stats.n_stored == len(set(texts))
+def test_methods_take_turns_and_rounds_begin_cold() -> None:
+    calls: list[tuple[str, Any]] = []
+    workload = Words([5, 6, 5])
+    methods: dict[str, Method] = {name: Remembers(workload, name, calls) for name in ("a", "b")}
+    traces = measure(workload, methods, rounds=2, warmup=2)
+    preparation = [(name, what) for name in "ab" for what in ("begin", 0, 1, "begin")]
+    first = [("a", 0), ("b", 0), ("b", 1), ("a", 1), ("a", 2), ("b", 2)]
+    second = [("b", 0), ("a", 0), ("a", 1), ("b", 1), ("b", 2), ("a", 2)]
+    assert calls == [*preparation, *first, *preparation, *second, ("a", "end"), ("b", "end")]
+    for trace in traces.values():
+        assert trace.ms.shape == (2, 3) and (trace.ms >= 0).all()
+        assert trace.served.tolist() == [[COMPUTED, COMPUTED, "exact"]] * 2  # a counted warm-up would have more hits
+        assert trace.evicting.tolist() == [[False, False, False]] * 2
+        assert (trace.answers, trace.nbytes, trace.n_entries) == ([5, 6, 5], 7, 7)
+        assert [note.source for note in trace.notes] == [None, None, 0]
 
 
-def test_a_budget_stops_after_the_first_round(loaded: Loaded) -> None:
-    data = requests_of(40)
-    classifier = fit_logistic(loaded, "mean", data, data, 48)
-    traces = measure(classifier, {"alone": None}, encoded(loaded, data[:5]), rounds=4, warmup=0, budget_s=0.0)
-    assert traces["alone"].ms.shape == (1, 5)
+def test_a_warm_up_longer_than_the_stream() -> None:
+    workload = Words([1, 2])
+    calls: list[tuple[str, Any]] = []
+    measure(workload, {"a": Remembers(workload, "a", calls)}, rounds=1, warmup=9)
+    assert [what for _, what in calls] == ["begin", 0, 1, "begin", 0, 1, "end"]
+
+
+def test_a_budget_stops_after_the_first_round() -> None:
+    workload = Words([1, 2, 3])
+    traces = measure(workload, {"a": Remembers(workload, "a", [])}, rounds=4, warmup=0, budget_s=0.0)
+    assert traces["a"].ms.shape == (1, 3)
+
+
+@given(n=st.integers(1, 6), request=st.integers(0, 40), number=st.integers(0, 5))
+def test_the_order_is_fair(n: int, request: int, number: int) -> None:
+    names = [str(i) for i in range(n)]
+    order = order_of(names, request, number)
+    assert sorted(order) == names
+    assert order_of(names, request, number + 1) == order[::-1]
+    firsts = Counter(order_of(names, request + i, number)[0] for i in range(n))
+    assert set(firsts.values()) == {1}
+
+
+def test_rows_say_what_happened() -> None:
+    workload = Words([4, 5, 4])
+    alone = trace_of([[1, 1, 1]], [[COMPUTED] * 3], answers=[4, 5, 4], notes=[Served()] * 3)
+    notes = [Served(), Served(COMPUTED, None, 0.25), Served("semantic", 1, 0.123456)]
+    other = trace_of([[1, 2, 3.00004]], [[COMPUTED, COMPUTED, "semantic"]], answers=[4, 5, 5], notes=notes)
+    found = rows(workload, {NOCACHE: alone, "other": other})
+    assert [row["method"] for row in found] == [NOCACHE] * 3 + ["other"] * 3
+    assert found[-1] == {
+        "id": "r2",
+        "method": "other",
+        "served": "semantic",
+        "source": "r1",
+        "similarity": 0.12346,
+        "answer": "<5>",
+        "is_changed": 1,
+        "score": 0.0,
+        "ms": 3.0,
+    }
+    read = list(csv.DictReader(io.StringIO(_csv(found))))
+    assert (read[3]["source"], read[3]["similarity"], read[4]["similarity"]) == ("", "", "0.25")  # missing is empty
+
+
+def test_serve_states_what_was_measured(tmp_path: Path) -> None:
+    task = {"name": "stream", "model": str(save_tiny(tmp_path / "tiny")), "limit": 20}
+    methods = [{"method": "llmcache", "tau": 0.8}, {"method": "doccache", "label": "documents"}]
+    values = {"measure": "serve", "task": task | {"data": {"path": "support_desk", "limit": 300}}, "methods": methods}
+    outcome = run(make_experiment({**values, "rounds": 2, "keeps_rows": False}), Folders())
+    assert outcome.rows == []
+    assert outcome.metrics["n"] == outcome.metrics["limit"] == 20
+    assert (outcome.metrics["rounds"], outcome.metrics["metric"]) == (2, "accuracy")
+    found = outcome.metrics["methods"]
+    assert list(found) == [NOCACHE, "llmcache-tau=0.8", "documents"]
+    assert [(figures["method"], figures["options"]) for figures in found.values()] == [
+        (NOCACHE, {}),
+        ("llmcache", {"tau": 0.8}),
+        ("doccache", {}),
+    ]
+    assert found[NOCACHE]["speedup"] == 1.0 and found[NOCACHE]["bytes"] is None
+    assert found["documents"]["nocache_ms"]["n"] == found["documents"]["cache_ms"]["n"] == 40
 
 
 def test_bypasses_and_evictions_are_told_apart(loaded: Loaded) -> None:
     data = requests_of(60)
-    classifier = fit_logistic(loaded, "mean", data, data, 48)
-    stream = [encode(loaded.tokenizer, text, 48) for text in ("", "where is my order", "", "cancel it", "keep it")]
-    trace = measure(classifier, {"x": CacheConfig(payload="mean", max_entries=2)}, stream, 1, 0)["x"]
+    texts = ("", "where is my order", "", "cancel it", "keep it")
+    workload = workload_of(loaded, data, [Labelled(i, text, "keep_order") for i, text in enumerate(texts)])
+    trace = measure(workload, {"x": Cached(workload, {"max_entries": 2})}, 1, 0)["x"]
     assert trace.served[0].tolist() == ["bypassed", "computed", "bypassed", "computed", "computed"]
     assert trace.evicting[0].tolist() == [False, False, False, False, True]
+    figures = summary(workload, trace, trace)
+    assert (figures["bypassed"], figures["hit_rate"], figures["entries"]) == (2, 0.0, 2)
 
 
 def test_replay_equals_a_live_run(loaded: Loaded) -> None:
     """Same hits, same rungs, same answers, for each threshold, requests without content included."""
     data = requests_of(400)
-    fit, stream = data[:150], data[150:]
-    classifier = fit_logistic(loaded, "mean", fit, stream, 48)
-    nothing = encode(loaded.tokenizer, "", 48)
-    requests = [nothing, *encoded(loaded, stream), nothing]
+    nothing = Labelled(400, "", "keep_order")
+    workload = workload_of(loaded, data[:150], [nothing, *data[150:], nothing])
     taus = [math.inf, 0.95, 0.8, 0.6, 0.3]
-    arms = {str(tau): CacheConfig(payload="mean", tau=None if tau > 1 else tau) for tau in taus}
-    live = measure(classifier, arms, requests, rounds=1, warmup=3)
-    recording = record(classifier, requests)
-    replays = replay(recording, taus)
+    methods: dict[str, Method] = {str(tau): Cached(workload, {} if tau > 1 else {"tau": tau}) for tau in taus}
+    live = measure(workload, methods, rounds=1, warmup=3)
+    recording = Recording(workload)
+    units = recording.rows(make_fingerprint("mean"), fits_any_length=True)
+    replays = replay(units, taus)
     for tau, again in zip(taus, replays, strict=True):
-        trace = live[str(tau)]
-        assert again.served.tolist() == trace.served[0].tolist()
-        assert recording.answers[again.source].tolist() == trace.answers[0].tolist()
+        trace, served = live[str(tau)], by_request(units, again)
+        assert np.where(served == "near", "semantic", served).tolist() == trace.served[0].tolist()
+        assert recording.reread(units, again) == trace.answers
     rates = [is_hit(again.served).mean() for again in replays]
     assert rates == sorted(rates) and rates[0] < rates[1] < rates[-1]  # the thresholds do differ here
-    assert (recording.answers[replays[-1].source] != recording.answers).any()  # and answers do change
-    assert replays[2].similarity[is_hit(replays[2].served)].min() >= 0.8
+    assert recording.reread(units, replays[-1]) != recording.answers  # and answers do change
+    assert replays[2].similarity[replays[2].served == "near"].min() >= 0.8
 
 
 def test_recording_leaves_the_model_as_it_was(loaded: Loaded) -> None:
     data = requests_of(40)
-    classifier = fit_logistic(loaded, "mean", data, data, 48)
-    record(classifier, encoded(loaded, data[:3]))
-    assert not any(module._forward_pre_hooks for module in classifier.module.modules())
+    workload = workload_of(loaded, data, data[:3])
+    Recording(workload).rows(make_fingerprint("mean"), fits_any_length=True)
+    assert not any(module._forward_pre_hooks for module in workload.module.modules())
 
 
-def trace_of(ms: Any, served: Any, evicting: Any = None) -> Trace:
+def trace_of(ms: Any, served: Any, evicting: Any = None, answers: Any = (), notes: Any = ()) -> Trace:
     times, rungs = np.array(ms, dtype=np.float64), np.array(served)
     evicted = np.zeros(times.shape, dtype=bool) if evicting is None else np.array(evicting)
-    return Trace(times, np.zeros(times.shape, dtype=np.int64), rungs, evicted, Stats())
+    return Trace(times, rungs, evicted, answers, notes)
 
 
 def test_quality_by_hand() -> None:
-    base, answers = np.array([0, 1, 2, 3, 4]), np.array([0, 1, 9, 8, 4])
-    labels, hits = np.array([0, 1, 2, 8, 5]), np.array([False, True, True, True, True])
-    assert quality(base, answers, labels, hits) == {
+    base, answers = [0, 1, 2, 4, 4], [0, 1, 9, 8, 4]
+    hits = np.array([False, True, True, True, True])
+    figures = quality(Words([0] * 5), base, answers, hits)
+    assert figures["accuracy_drop"] == pytest.approx(0.2)
+    assert {name: value for name, value in figures.items() if not name.endswith(("_ci", "drop"))} == {
         "accuracy": 0.6,
-        "accuracy_nocache": 0.6,
-        "accuracy_drop": 0.0,
+        "accuracy_nocache": 0.8,
         "changed_answers": 0.4,
         "changed_per_hit": 0.5,
+        "extras": {"largest": 9.0},
     }
-    assert quality(base, base, labels, ~hits & False)["changed_per_hit"] is None
+    for name in ("accuracy", "accuracy_drop", "changed_answers"):
+        low, high = figures[f"{name}_ci"]
+        assert low < figures[name] < high
+    assert quality(Words([0] * 5), base, base, ~hits & False)["changed_per_hit"] is None
+
+
+def test_an_interval_by_hand() -> None:
+    """Of n requests of which a share p is right, the bootstrap mean has standard deviation sqrt(p (1 - p) / n)."""
+    values = np.repeat([1.0, 0.0], [300, 700])
+    low, high = interval(values)
+    deviation = math.sqrt(0.3 * 0.7 / 1000)
+    assert low == pytest.approx(0.3 - 1.96 * deviation, abs=0.003)
+    assert high == pytest.approx(0.3 + 1.96 * deviation, abs=0.003)
+    assert interval(values) == interval(values, seed=0) != interval(values, seed=1)
+    assert interval(np.full(5, 0.25)) == [0.25, 0.25]
+
+
+def test_the_drop_is_paired() -> None:
+    """The same requests are right before and after, so there is no doubt that nothing was lost."""
+    answers = list(range(50))
+    figures = quality(Words(answers), answers, answers, np.ones(50, dtype=bool))
+    assert figures["accuracy_drop_ci"] == [0.0, 0.0]
+    assert figures["accuracy_ci"][0] < 0.5 < figures["accuracy_ci"][1]
 
 
 def test_hit_rates_by_hand() -> None:
     served = np.array(["computed", "bypassed", "exact", "semantic", "semantic"])
-    assert hit_rates(served) == {"hit_rate": 0.6, "hits_by_rung": {"exact": 0.2, "semantic": 0.4}}
+    figures = hit_rates(served)
+    low, high = figures.pop("hit_rate_ci")
+    assert figures == {"hit_rate": 0.6, "hits_by_rung": {"exact": 0.2, "semantic": 0.4}}
+    assert 0 <= low < 0.6 < high <= 1
+    assert hit_rates(np.array(["computed", "bypassed"])) == {
+        "hit_rate": 0.0,
+        "hit_rate_ci": [0.0, 0.0],
+        "hits_by_rung": {},
+    }
 
 
 def test_speed_by_hand() -> None:

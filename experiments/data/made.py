@@ -1,0 +1,62 @@
+"""Small records in place of the official data sets, made from the support desk's phrases: no download, no folder.
+
+They let the whole chain run anywhere. They say nothing about a model: their answers are easy and their number is small.
+"""
+
+from random import Random
+
+from experiments.data.openbookqa import Choice
+from experiments.data.squad import Question
+from experiments.streams.support_desk import INTENTS, support_desk
+from experiments.streams.support_desk_phrases import FILLERS
+
+#: As many as a trial run could want; the tasks' `limit` takes fewer.
+N_PASSAGES, N_CHOICES, N_LINES = 40, 200, 400
+
+#: By slot of the phrases: what a passage says of it, and how it is asked.
+FACTS = {
+    "order": ("The number on the label was {}.", "What number was on the label?"),
+    "product": ("In the box was one {}.", "What was in the box?"),
+    "city": ("It went to a customer in {}.", "In which city does the customer live?"),
+    "amount": ("The price came to {}.", "How much did it cost?"),
+    "date": ("It left the warehouse on {}.", "When did it leave the warehouse?"),
+}
+
+
+def make_questions(seed: int) -> list[Question]:
+    """Passages, each with a question a fact; one fact of each is left out, and the first question comes twice."""
+    rng = Random(seed)
+    return [question for number in range(N_PASSAGES) for question in _ask_about(number, rng)]
+
+
+def _ask_about(number: int, rng: Random) -> list[Question]:
+    values = {slot: _fill(slot, rng) for slot in FACTS}
+    absent = rng.choice(list(FACTS))
+    context = " ".join(fact.format(values[slot]) for slot, (fact, _) in FACTS.items() if slot != absent)
+    questions = []
+    for turn, slot in enumerate([*FACTS, next(iter(FACTS))]):
+        answers = () if slot == absent else ((values[slot], context.index(values[slot])),)
+        questions.append(Question(f"{number}-{turn}", f"Parcel {number}", FACTS[slot][1], context, answers))
+    return questions
+
+
+def _fill(slot: str, rng: Random) -> str:
+    chosen = rng.choice(FILLERS[slot].split("|"))
+    return "".join(str(rng.randrange(10)) if sign == "#" else sign for sign in chosen)
+
+
+def make_choices(seed: int) -> list[Choice]:
+    """Requests, each with four intents to choose from; the same request comes with the same four."""
+    questions = []
+    for number, request in enumerate(support_desk(N_CHOICES, seed)):
+        rng = Random(request.text)
+        intents = [request.label, *rng.sample([intent for intent in INTENTS if intent != request.label], 3)]
+        rng.shuffle(intents)
+        choices = tuple(intent.replace("_", " ") for intent in intents)
+        questions.append(Choice(str(number), request.text, choices, intents.index(request.label)))
+    return questions
+
+
+def make_lines(seed: int) -> list[str]:
+    """Lines of text: one request each."""
+    return [request.text for request in support_desk(N_LINES, seed)]

@@ -1,0 +1,64 @@
+"""`llmcache sweep`: everything behind the results, resumable."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from llmcache.errors import ConfigError, LLMCacheError
+
+CONFIGS = Path("configs")
+SMOKE = "smoke.yaml"  # tries out the chain; its figures are no results
+
+
+def command(
+    configs: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[CONFIG...]", help="YAML files. Default: all in configs/ but smoke.yaml."),
+    ] = None,
+    data_dir: Annotated[
+        Path | None,
+        typer.Option(envvar="LLMCACHE_DATA", help="Folder with the data sets. Default: official ones from the hub."),
+    ] = None,
+    models_dir: Annotated[
+        Path | None, typer.Option(envvar="LLMCACHE_MODELS", help="Folder with what `llmcache prepare` made.")
+    ] = None,
+    results_dir: Annotated[Path, typer.Option(help="Folder that results are written under.")] = Path("results"),
+) -> None:
+    """Run all experiments that are not there yet; one that fails for its data or model does not stop the others.
+
+    May be interrupted and started again, and started twice: what is finished stays, what another process is measuring
+    is left to it.
+    """
+    from experiments.folders import Folders
+    from experiments.lock import InUseError
+    from experiments.runner import load_all, run_one
+
+    runs, failed = load_all(configs or _all_configs()), []
+    for number, run in enumerate(runs, start=1):
+        name = f"{run.group} {run.name}"
+        typer.echo(f"[{number}/{len(runs)}] {name}")
+        try:
+            done = run_one(run, results_dir, Folders(data_dir, models_dir))
+        except InUseError:
+            typer.echo("  skipped: another process is measuring it")
+        except (LLMCacheError, FileNotFoundError) as error:  # anything else, a full disk say, would stop the others too
+            typer.echo(f"  failed: {error}")
+            failed.append(f"{name}: {error}")
+        else:
+            typer.echo(f"  {'measured' if done.is_new else 'kept'}, {done.metrics['seconds']:.1f} s: {done.path}")
+    if failed:
+        typer.echo("\n".join([f"{len(failed)} of {len(runs)} failed:", *failed]), err=True)
+        raise typer.Exit(1)
+
+
+def _all_configs() -> list[Path]:
+    """All YAML files in the folder `configs` but the smoke test.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    found = [path for path in sorted(CONFIGS.glob("*.yaml")) if path.name != SMOKE]
+    if not found:
+        raise ConfigError(f"no YAML file in {CONFIGS.absolute()}; change to the project's folder, or name the files")
+    return found
