@@ -26,7 +26,9 @@ def command(
     from experiments.bench.latency import Settings, measure
     from experiments.progress import Progress
 
-    settings = Settings(model, batch_size, seq_len, entries, payload, layers, index, tau, device, rounds, seed)
+    settings = Settings(
+        model, batch_size, seq_len, entries, payload, layers, index, tau, device, rounds=rounds, seed=seed
+    )
     check_writable(json_file)
     with Progress() as progress:
         figures = measure(settings, progress.advance)

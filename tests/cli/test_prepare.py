@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from experiments import prepare as recipes
-from experiments.config import Data
+from experiments.data.labelled import Data
 from experiments.data.labelled import read_requests
 from experiments.data.openbookqa import read_openbookqa
 from experiments.data.squad import Question, read_squad
@@ -169,7 +169,7 @@ def test_a_prepared_classifier_gives_its_figure_on_the_other_half(call: Call, da
     assert call("minilm-snips", "--epochs=30") == 0
     loaded, figures = load("minilm-snips", "class", call.models), figures_of(call, "minilm-snips")
     assert loaded.model.config.id2label == {i: f"intent {i}" for i in range(5)}
-    requests = read_requests(Data.make({"path": "snips"}), data, seed=0, limit=24)
+    requests = read_requests(Data.make({"path": "snips", "limit": 24}), data, seed=0)
     seen, unseen = split(requests, figures["fit_share"], figures["seed"])
     assert (figures["n_train"], figures["n_test"]) == (len(seen), len(unseen)) == (12, 12)
     n_right = 0
