@@ -14,7 +14,7 @@ SMOKE = "smoke.yaml"  # tries out the chain; its figures are no results
 def command(
     configs: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="[CONFIG...]", help="YAML files. Default: all in configs/ but smoke.yaml."),
+        typer.Argument(metavar="CONFIG...", help="YAML files. Default: all in configs/ but smoke.yaml."),
     ] = None,
     data_dir: Annotated[
         Path | None,
