@@ -60,8 +60,7 @@ def _flatten(values: Any) -> list[tuple[str, Mapping[str, Any]]]:
 
 
 def _from_record(record: Mapping[str, Any]) -> Question:
-    answers = () if record.get("is_impossible") else record["answers"]
-    return _question(record, [(answer["text"], answer["answer_start"]) for answer in answers])
+    return _question(record, [(answer["text"], answer["answer_start"]) for answer in record["answers"]])
 
 
 def _from_row(row: Mapping[str, Any]) -> Question:

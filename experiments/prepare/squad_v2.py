@@ -138,7 +138,7 @@ def best_threshold(advantages: Sequence[float], gains: Sequence[float], is_unans
     ranked = np.array(advantages)[order]
     withheld = np.concatenate([[0.0], np.cumsum(np.array(is_unanswerable, dtype=float)[order])])
     given = np.concatenate([np.cumsum(np.array(gains, dtype=float)[order][::-1])[::-1], [0.0]])
-    values = np.unique(ranked[np.isfinite(ranked)])
+    values = ranked[np.isfinite(ranked)]
     if not len(values):
         return 0.0
     cuts = np.concatenate([[values[0] - 1], (values[1:] + values[:-1]) / 2, [values[-1] + 1]])

@@ -1,7 +1,6 @@
 """`llmcache prepare`: every recipe from end to end on tiny data, interrupted, resumed, repeated, refused."""
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
@@ -12,73 +11,18 @@ from torch import Tensor
 from experiments import prepare as recipes
 from experiments.data.labelled import Data
 from experiments.data.labelled import read_requests
-from experiments.data.openbookqa import read_openbookqa
 from experiments.data.squad import Question, read_squad
 from experiments.data.wikitext import read_wikitext
 from experiments.models import load
 from experiments.prepare import RECIPES, squad_v2, training
-from experiments.tasks.openbookqa import OpenBookQA
 from experiments.tasks.split import split
 from experiments.tasks.squad_v2 import SquadV2
 from experiments.tasks.wikitext import WikiText
 from experiments.workload import Workload
 from llmcache import cli
-from tests.models import save_bert
+from tests.tiny_data import save_base, write_data
 
-NAMES = ("Ada Lovelace", "Paris", "Zoë", "1999", "Rome")
 KINDS = {"squad_v2": "span", "openbookqa": "choice", "wikitext": "token"}  # of the others: class
-
-
-def passage(seed: int) -> str:
-    """Sentences that mention the same few names again and again, long enough for clozes."""
-    rng = random.Random(seed)
-    return " ".join(f"{name} went to {rng.choice(NAMES)} by train in winter ." for name in rng.choices(NAMES, k=10))
-
-
-def write_data(folder: Path) -> Path:
-    """All data sets, tiny, as their authors publish them."""
-
-    def write(name: str, text: str) -> None:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text, encoding="utf-8")
-
-    def article(title: str, seed: int) -> dict[str, Any]:
-        context = passage(seed)
-        asked = []
-        for turn, name in enumerate(NAMES):
-            answers = [{"text": name, "answer_start": context.index(name)}] if turn % 2 and name in context else []
-            question = f"who or what is {name} in {turn}?"
-            asked.append(
-                {"id": f"{title}-{turn}", "question": question, "answers": answers, "is_impossible": not answers}
-            )
-        return {"title": title, "paragraphs": [{"context": context, "qas": asked}]}
-
-    for name, seeds in (("train-subset", range(6)), ("eval", range(10, 13))):
-        write(f"squad_v2/{name}.json", json.dumps({"data": [article(f"{name} {seed}", seed) for seed in seeds]}))
-    for name, n in (("train", 40), ("dev", 8), ("test", 8)):
-        lines = [
-            {
-                "id": f"{name}-{i}",
-                "question": {
-                    "stem": f"train {i % 3} went to",
-                    "choices": [{"text": NAMES[(i + j) % 5], "label": "ABCD"[j]} for j in range(4)],
-                },
-                "answerKey": "ABCD"[i % 4],
-            }
-            for i in range(n)
-        ]
-        write(f"openbookqa/{name}.jsonl", "\n".join(map(json.dumps, lines)))
-    for name in ("wikitext-2_train.tokens", "wikitext-103_valid", "wikitext-103_test"):
-        write(f"wikitext/{name}.txt", "\n".join(f" {passage(seed)} \n" for seed in range(20)))
-    asked = [(f"went to {NAMES[i % 5]} by train {i}", f"intent {i % 5}") for i in range(60)]
-    write("banking77/train.csv", "text,category\n" + "".join(f"{text},{label}\n" for text, label in asked[:40]))
-    write("banking77/test.csv", "text,category\n" + "".join(f"{text},{label}\n" for text, label in asked[40:]))
-    for name, part in (("train", asked[:40]), ("valid", asked[40:50]), ("test", asked[50:])):
-        write(f"snips/{name}.seq.in", "".join(f"{text}\n" for text, _ in part))
-        write(f"snips/{name}.label", "".join(f"{label}\n" for _, label in part))
-    examples = [{"text": text, "intent": label, "entities": []} for text, label in asked]
-    write("hwu64/train.json", json.dumps({"rasa_nlu_data": {"common_examples": examples}}))
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -88,8 +32,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    text = " ".join(passage(seed) for seed in range(20)) + " who or what is in ? 0 1 2 3 4 5 6 7 8 9"
-    return save_bert(tmp_path_factory.mktemp("base") / "tiny", text)
+    return save_base(tmp_path_factory.mktemp("base") / "tiny")
 
 
 @pytest.fixture
@@ -340,17 +283,3 @@ def test_all_is_every_recipe(call: Call, monkeypatch: pytest.MonkeyPatch) -> Non
     assert made == list(RECIPES)
     rows = [line.split() for line in call.out.splitlines()[3:8]]
     assert rows == [["n", "1,234"], ["f1", "0.1235"], ["missing"], ["titles", "a,", "b"], ["test:", "x", "y", "2"]]
-
-
-def test_a_trained_model_computes_as_a_loaded_one(
-    data: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(training, "_has_fast_bf16", lambda: True)
-    order = training.Order(str(base), tmp_path / "m", data, limit=24, epochs=1)
-    loaded, _ = RECIPES["minilm-openbookqa"](order)
-    loaded.model.save_pretrained(tmp_path / "m")  # type: ignore[operator]
-    loaded.tokenizer.save_pretrained(tmp_path / "m")
-    again = load(str(tmp_path / "m"), "choice")
-    inputs = OpenBookQA(loaded, read_openbookqa("test", data)[:1], 64).requests[0].inputs
-    with torch.inference_mode():
-        assert torch.equal(loaded.model(**inputs).logits, again.model(**inputs).logits)
