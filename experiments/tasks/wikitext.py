@@ -55,7 +55,7 @@ class Repeats(Section):
     whole: float = Field(default=0.2, ge=0.0, le=1.0)
     prefix: float = Field(default=0.1, ge=0.0, le=1.0)
     changed: float = Field(default=0.2, ge=0.0, le=1.0)
-    share_replaced: float = Field(default=0.1, gt=0.0, le=1.0)
+    share_replaced: float = Field(default=0.1, ge=0.0, le=1.0)
     seed: int = Field(default=0, ge=0)
 
     @model_validator(mode="after")

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from experiments import prepare as recipes
-from experiments.data.labelled import Data
-from experiments.data.labelled import read_requests
+from experiments.data.labelled import Data, read_requests
 from experiments.data.squad import Question, read_squad
 from experiments.data.wikitext import read_wikitext
 from experiments.models import load

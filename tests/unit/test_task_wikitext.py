@@ -29,6 +29,11 @@ def loaded() -> Loaded:
     return Loaded(build(GENERATORS["gpt2"]), Splitting(words))
 
 
+def repeats_of(whole: float, prefix: float, changed: float, share_replaced: float, seed: int) -> Repeats:
+    values = {"whole": whole, "prefix": prefix, "changed": changed, "share_replaced": share_replaced, "seed": seed}
+    return Repeats.make(values, "repeats")
+
+
 class Splitting:
     """A tokenizer of whole words, without frame, in which `<unk>` has a token of its own."""
 
@@ -133,7 +138,7 @@ FRESH = np.arange(400 * 8).reshape(400, 8)  # no token twice: it is seen where e
     seed=st.integers(0, 99),
 )
 def test_windows_come_back_as_said(shares: tuple[float, float, float], share_replaced: float, seed: int) -> None:
-    repeats = Repeats(*shares, share_replaced, seed)
+    repeats = repeats_of(*shares, share_replaced, seed)
     rows, kinds = repeat(FRESH, repeats)
     again, _ = repeat(FRESH, repeats)
     assert rows.shape == FRESH.shape and (rows == again).all() and kinds[0] == "new"
@@ -152,13 +157,13 @@ def test_windows_come_back_as_said(shares: tuple[float, float, float], share_rep
             assert kind == "changed" and 8 - n_replaced in same
     for kind, share in zip(("whole", "prefix", "changed"), shares, strict=True):
         assert kinds.count(kind) / 400 == pytest.approx(share, abs=0.13)  # over five standard deviations
-    assert repeat(FRESH, Repeats(*shares, share_replaced, seed + 1))[1] != kinds or sum(shares) < 0.05
+    assert repeat(FRESH, repeats_of(*shares, share_replaced, seed + 1))[1] != kinds or sum(shares) < 0.05
 
 
 def test_a_changed_window_is_never_the_same() -> None:
     few = np.array([[1, 1, 1, 1], [1, 1, 1, 2], [2, 1, 1, 1]])
     for seed in range(20):
-        rows, kinds = repeat(few, Repeats(0.0, 0.0, 1.0, 0.3, seed))
+        rows, kinds = repeat(few, repeats_of(0.0, 0.0, 1.0, 0.3, seed))
         assert kinds == ["new", "changed", "changed"]
         assert (rows[1] != rows[0]).sum() == 1
         assert {(rows[2] != row).sum() for row in rows[:2]} & {1}
@@ -166,7 +171,7 @@ def test_a_changed_window_is_never_the_same() -> None:
 
 def test_the_task_streams_them(loaded: Loaded) -> None:
     lines = [" ".join(f"w{i % 80}" for i in range(600))]
-    task = WikiText(loaded, lines, WINDOW, 100, Repeats(0.5, 0.25, 0.0, 0.1, 3))
+    task = WikiText(loaded, lines, WINDOW, 100, repeats_of(0.5, 0.25, 0.0, 0.1, 3))
     assert len(task.requests) == 100
     kinds = [request.id.partition("-")[2] for request in task.requests]
     assert task.facts["shares"] == {kind: kinds.count(kind) / 100 for kind in ("new", "prefix", "whole")}
@@ -175,12 +180,15 @@ def test_the_task_streams_them(loaded: Loaded) -> None:
 
 @pytest.mark.parametrize("shares", [(-0.1, 0.2, 0.2, 0.1), (0.5, 0.5, 0.1, 0.1), (0.1, 0.1, 0.1, 1.1)])
 def test_shares_that_are_none(shares: tuple[float, float, float, float]) -> None:
-    with pytest.raises(ConfigError, match=r"are no shares; give numbers from 0, together at most 1"):
-        Repeats(*shares, seed=0)
+    with pytest.raises(
+        ConfigError,
+        match=r"^repeats\.(whole|share_replaced): |their sum is at most 1",
+    ):
+        repeats_of(*shares, seed=0)
 
 
 def test_shares_may_be_everything() -> None:
-    assert set(repeat(FRESH, Repeats(0.7, 0.2, 0.1, 0.1, 0))[1][1:]) == {"whole", "prefix", "changed"}
+    assert set(repeat(FRESH, repeats_of(0.7, 0.2, 0.1, 0.1, 0))[1][1:]) == {"whole", "prefix", "changed"}
 
 
 # What the recipe brings.
