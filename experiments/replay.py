@@ -96,10 +96,10 @@ class Recording:
         features = self._features(fingerprint)
         n_fit = fingerprint.n_fit
         if n_fit:
-            fingerprint.fit(features[:n_fit])
+            fingerprint.fit(np.concatenate(features)[:n_fit])
         return Units(
             request=self._request,
-            vectors=fingerprint.project(features),
+            vectors=np.concatenate([fingerprint.project(rows) for rows in features]),
             keys=[tokens.tobytes() for tokens in self._tokens],
             lengths=None if fits_any_length else np.array([len(tokens) for tokens in self._tokens]),
             n_fit=n_fit,
@@ -121,8 +121,8 @@ class Recording:
             vectors = [encode(request.text) for request in tracked(requests, len(requests), "Embedding texts")]
         return Units(np.arange(len(vectors)), np.stack(vectors))
 
-    def _features(self, fingerprint: Fingerprint) -> Floats:
-        """What the fingerprint reads of each row, (M, F0)."""
+    def _features(self, fingerprint: Fingerprint) -> list[Floats]:
+        """What the fingerprint reads of each request's rows, (rows, F0); F0 may follow a request's length."""
         specials = torch.tensor(special_ids(self.trunk, self.workload.tokenizer))
         found: list[Floats] = []
         with torch.inference_mode():
@@ -132,7 +132,7 @@ class Recording:
                 content = ~torch.isin(ids, specials) & mask.bool()
                 hidden, attention = first_states(self.workload, self.trunk, request.inputs, fingerprint.reads_attention)
                 found.append(fingerprint.features(View(hidden, content, ids, attention)).numpy())
-        return np.concatenate(found)
+        return found
 
     def reread(self, units: Units, replay: Replay) -> list[Answer]:
         """What each request is told when states are reused: outputs of the sources, read as its own."""

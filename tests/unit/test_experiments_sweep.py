@@ -1,0 +1,104 @@
+"""Sweeps, observed runs and layers, on tiny models: a replay must tell what a live run does."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from experiments.config import make_experiment
+from experiments.folders import Folders
+from experiments.measures import MEASURES
+from experiments.measures.layers import choose_taus
+from experiments.methods.cached import Cached
+from experiments.replay import Recording, by_request, make_fingerprint, replay
+from experiments.streams.traffic import Traffic, draw
+from experiments.tasks import build, make_task
+
+TASKS: dict[str, dict[str, Any]] = {
+    "openbookqa": {"name": "openbookqa", "model": "untrained", "data": "made", "limit": 20},
+    "squad_v2": {"name": "squad_v2", "model": "untrained", "data": "made", "limit": 20, "max_length": 128},
+    "wikitext": {"name": "wikitext", "model": "untrained", "data": "made", "window": 16, "limit": 24, "repeats": {}},
+}
+
+
+def run(values: dict[str, Any]) -> Any:
+    experiment = make_experiment(values)
+    return MEASURES[experiment.measure].run(experiment, Folders())
+
+
+@pytest.mark.parametrize("fingerprint", ["mean", "attention", "minhash"])
+@pytest.mark.parametrize("task", TASKS)
+def test_replay_equals_a_live_run(task: str, fingerprint: str) -> None:
+    workload = build(make_task(TASKS[task]), Folders(), 0)
+    options = {"tau": 0.8, "fingerprint": fingerprint, "allow_unsafe": True}
+    live = Cached(workload, options)
+    with torch.inference_mode():
+        live.begin()
+        fits_any_length = live.payload != "sequence"
+        told, served = [], []
+        for number in range(len(workload.requests)):
+            told.append(live.ask(number))
+            served.append(live.last().by)
+        live.end()
+    recording = Recording(workload)
+    units = recording.rows(make_fingerprint(fingerprint), fits_any_length)
+    (again,) = replay(units, [0.8])
+    names = {"semantic": "near"}
+    assert by_request(units, again).tolist() == [names.get(by, by) for by in served]
+    answers = recording.reread(units, again)
+    assert not any(workload.is_changed(one, other) for one, other in zip(told, answers, strict=True))
+    assert "near" in again.served or fingerprint == "minhash"  # which random requests rarely share enough for
+
+
+def test_a_sweep_has_a_point_for_every_threshold() -> None:
+    outcome = run(
+        {
+            "measure": "sweep",
+            "task": TASKS["openbookqa"],
+            "taus": [0.5, 0.9],
+            "methods": ["llmcache", "doccache"],
+            "fingerprints": ["mean", "minhash"],
+        }
+    )
+    points = [(row["method"], row["fingerprint"], row["tau"]) for row in outcome.rows]
+    curves = [("llmcache", "mean"), ("llmcache", "minhash")]
+    assert points == [(*curve, tau) for curve in curves for tau in (None, 0.5, 0.9)] + [
+        ("doccache", None, tau) for tau in (0.5, 0.9)
+    ]
+    rates = [row["hit_rate"] for row in outcome.rows[:3]]
+    assert rates[1] >= rates[2] >= rates[0]
+
+
+def test_an_observed_run_moves_the_clock_by_requests() -> None:
+    values = {"measure": "observe", "task": TASKS["wikitext"], "cache": {"policy": {"name": "ttl", "ttl_s": 3}}}
+    outcome = run({**values, "seconds_per_request": 1.0})
+    kept = run({**values, "seconds_per_request": 0.001})
+    assert outcome.metrics["entries"] <= 4 < kept.metrics["entries"]
+    assert outcome.metrics["changed_answers"] == 0.0
+
+
+def test_as_written_every_layer_is_hit_alike() -> None:
+    outcome = run({"measure": "layers", "task": TASKS["wikitext"], "tau": 0.8})
+    rates = {row["hit_rate_as_written"] for row in outcome.rows}
+    assert len(rates) == 1 and rates.pop() > 0
+    own = [row["hit_rate_per_layer"] for row in outcome.rows]
+    assert own == sorted(own)  # a row on a stored state meets its entry again in every later layer
+
+
+def test_the_lowest_threshold_that_is_pure_enough() -> None:
+    similarity = np.array([[-1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1]], dtype=np.float32)
+    likeness = np.array([[0, 1, 1, 0, 0, 1, 0, 0, 0, 0, 0, 0]], dtype=np.float32)
+    assert choose_taus(similarity, likeness, 0.95, 1.0) == {0: pytest.approx(0.8)}
+    assert choose_taus(similarity, likeness * 0, 0.95, 1.0) == {0: 1.0}
+
+
+def test_traffic_is_seeded_skewed_and_changes_by_phases() -> None:
+    pool = list(range(100))
+    steady = draw(pool, Traffic(n=4000, skew=1.2, phases=1))
+    assert steady == draw(pool, Traffic(n=4000, skew=1.2, phases=1)) and len(steady) == 4000
+    most = max(set(steady), key=steady.count)
+    assert steady.count(most) > 5 * 4000 / 100
+    shifting = draw(pool, Traffic(n=4000, skew=1.2, phases=2))
+    halves = [max(set(half), key=half.count) for half in (shifting[:2000], shifting[2000:])]
+    assert halves[0] != halves[1]
