@@ -1,6 +1,7 @@
 """Tokenizer and model by name: the packaged MiniLM, a folder, a name on the hub, or a tiny one that nobody trained."""
 
 import hashlib
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from llmcache.errors import ConfigError
 
 MINILM = "minilm"
 UNTRAINED = "untrained"
+FIGURES = "metrics.json"  # beside a prepared model: how good it is
 MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 
 Inputs = dict[str, torch.Tensor]
@@ -138,6 +140,22 @@ def find(name: str, models_dir: Path | None) -> str:
         return str(_find_minilm())
     prepared = [] if models_dir is None else [models_dir / name]
     return next((str(folder) for folder in (*prepared, Path(name).expanduser()) if folder.is_dir()), name)
+
+
+def prepared_figures(name: str, models_dir: Path | None) -> dict[str, Any] | None:
+    """What `llmcache prepare` measured of a model when it was made; None of other models.
+
+    Raises:
+        ConfigError: The file was damaged.
+    """
+    path = Path(find(name, models_dir)) / FIGURES
+    if not path.is_file():
+        return None
+    try:
+        figures: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path}: not valid JSON; prepare the model again") from error
+    return {key: value for key, value in figures.items() if key != "environment"}
 
 
 def _find_minilm() -> Path:

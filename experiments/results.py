@@ -24,6 +24,7 @@ from llmcache.errors import ConfigError
 
 Row = Mapping[str, Any]
 
+METRICS = "metrics.json"
 _NAME_LENGTH = 150  # file systems take names of 255 bytes; hash and lock file need some of them
 
 
@@ -90,7 +91,7 @@ class RunFolder:
 
     @property
     def _metrics(self) -> Path:
-        return self.path / "metrics.json"
+        return self.path / METRICS
 
 
 def run_id(name: str, config: Mapping[str, Any]) -> str:

@@ -120,6 +120,8 @@ def run(experiment: Serve, folders: Folders) -> Outcome:
     traces = measure(workload, at_work, experiment.rounds, experiment.warmup)
     base = traces[NOCACHE]
     metrics = {
+        "task": experiment.task.title,
+        "model": experiment.task.model,
         "n": len(workload.requests),
         "metric": workload.metric,
         "limit": experiment.task.limit,

@@ -8,7 +8,7 @@ from typing import Any
 
 from experiments.environment import describe
 from experiments.files import write_whole
-from experiments.models import MINILM, Loaded, quiet
+from experiments.models import FIGURES, MINILM, Loaded, quiet
 from experiments.prepare import intent, openbookqa, squad_v2, wikitext
 from experiments.prepare.training import Order, begin, finish
 from llmcache.errors import ConfigError
@@ -22,7 +22,6 @@ RECIPES: Mapping[str, Callable[[Order], tuple[Loaded, dict[str, Any]]]] = {
     "minilm-hwu64": partial(intent.prepare, data="hwu64"),
     "gpt2-wikitext": wikitext.prepare,
 }
-FIGURES = "metrics.json"
 
 
 def prepare(

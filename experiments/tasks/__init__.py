@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from experiments.folders import Folders
-from experiments.models import UNTRAINED
+from experiments.models import UNTRAINED, prepared_figures
 from experiments.section import Section, choose
 from experiments.tasks import openbookqa, squad_v2, stream, wikitext
 from experiments.workload import Workload
@@ -55,4 +55,6 @@ def build(settings: Any, folders: Folders, seed: int) -> Workload:
     workload = TASKS[settings.name].build(settings, folders, seed)
     if settings.model == UNTRAINED:
         workload.facts["weights"] = "random"
+    elif figures := prepared_figures(settings.model, folders.models):
+        workload.facts["prepared"] = figures
     return workload

@@ -10,7 +10,7 @@ from typing import Annotated, Final
 import typer
 
 from llmcache import __version__
-from llmcache.cli import bench_latency, bench_memory, demo, info, prepare, run, sweep
+from llmcache.cli import bench_latency, bench_memory, demo, info, prepare, report, run, sweep
 from llmcache.errors import LLMCacheError
 
 #: Groups of commands and what they are for.
@@ -22,6 +22,7 @@ COMMANDS: Final[Mapping[str, Callable[..., None]]] = {
     "prepare": prepare.command,
     "run": run.command,
     "sweep": sweep.command,
+    "report": report.command,
     "bench latency": bench_latency.command,
     "bench memory": bench_memory.command,
     "info": info.command,

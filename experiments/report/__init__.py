@@ -1,0 +1,180 @@
+"""`REPORT.md`: what was measured, and what became of the paper's claims. Made from files of results alone.
+
+results -> read_runs -> judge (claims) + tables -> REPORT.md
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.files import write_whole
+from experiments.report import tables
+from experiments.report.claims import Claim, judge
+from experiments.report.markdown import number, percent, table
+from experiments.report.verdict import Judgement, Verdict
+from experiments.runs import Figures, Run, groups, read_runs
+from llmcache.errors import ConfigError
+
+REPORT = "REPORT.md"
+
+#: Experiments in the order of the report, and what they ask.
+ABOUT: Mapping[str, str] = {
+    "table1_latency": "Table 1: what one request of 128 tokens costs, by what happens to it.",
+    "table2_accuracy": "Table 2: quality on the paper's three tasks, for every method, interleaved.",
+    "fig3_hit_rate_by_layer": "Figure 3: where, layer by layer, states could be reused.",
+    "fig4_memory": "Figure 4: hit rate over cache sizes and compressions.",
+    "fig5_tau": "Figure 5: hits, quality and speed over the threshold, on every task and model.",
+    "ablation_fingerprint": "Every fingerprint. Similarities are different scales: compare curves, not thresholds.",
+    "ablation_eviction": "Every policy, where popular requests stay the same and where they change six times.",
+    "ablation_layers": "Which layers are stored.",
+    "banking77": "One stream at one threshold, as one would serve it.",
+}
+
+HOW = """\
+- *Hit rate*: hits over all measured requests, bypasses included. *Changed answers*: requests with another answer than
+  the model alone gives, over all requests; *of hits*: over hits; *precision*: share of hits whose answer stays.
+- *Drop*: quality of the model alone minus that with the method, on the same requests; for SQuAD v2 quality is F1.
+- Brackets after shares and drops: 95 % of 2,000 paired bootstrap resamples of the requests. Questions on one passage
+  are drawn apart, so for SQuAD v2 the intervals are somewhat narrow. After speed-ups: slowest and fastest round.
+- *Speed-up*: sum of the times without a cache over the sum with it, same requests, lookup, copying and storing
+  included, methods interleaved request by request. *o*: what a miss costs more. *c*: time of a hit over its time
+  without a cache.
+- *Most hits in hindsight* is the best threshold chosen on the very requests it is then counted on: an upper limit.
+- Hits and quality over many thresholds are replayed from one pass of the model; a test holds the replay to live runs.
+"""
+
+
+def write_report(results_dir: Path) -> Path:
+    """Write the report beside the results that it is made of.
+
+    Args:
+        results_dir: Root of the results.
+
+    Returns:
+        The file.
+
+    Raises:
+        ConfigError: There are no results, or some are damaged.
+    """
+    runs = [run for run in read_runs(results_dir) if run.group in ABOUT]
+    if not runs:
+        raise ConfigError(f"{results_dir}: no results of {', '.join(ABOUT)}; measure first: llmcache sweep")
+    path = results_dir / REPORT
+    write_whole(path, "\n\n".join(_parts(runs)) + "\n")
+    return path
+
+
+def _parts(runs: Sequence[Run]) -> Iterator[str]:
+    yield "# What was measured, and what holds"
+    yield (
+        "Written by `llmcache report` from the files in this folder. The claims are those of *LLMCache: Layer-Wise "
+        "Caching Strategies for Accelerated Reuse in Transformer Inference* (Bansal 2025); the rules behind the "
+        "verdicts are in [docs/claims.md](../docs/claims.md)."
+    )
+    by_group = dict(groups(runs))
+    judged = judge(by_group)
+    yield "## Verdicts"
+    yield table(
+        ("claim of the paper", "verdict", "shown by"),
+        [(claim.said, _verdict(judgement), f"`configs/{claim.config}.yaml`") for claim, judgement in judged],
+    ).replace("---:", "---")
+    yield from (_paragraph(number, *pair) for number, pair in enumerate(judged, start=1))
+    yield "## How it was measured"
+    yield HOW.rstrip()
+    yield "\n".join(f"- {line}" for line in _surroundings(runs))
+    yield "## The models alone"
+    yield from _models(runs)
+    for group, about in ABOUT.items():
+        if group in by_group:
+            seconds = sum(run.metrics["seconds"] for run in by_group[group])
+            yield f"## {group}"
+            yield f"{about} `llmcache run configs/{group}.yaml`, {seconds / 60:.1f} minutes."
+            yield tables.of_runs(by_group[group])
+
+
+def _verdict(judgement: Judgement) -> str:
+    if judgement.verdict is Verdict.HOLDS_UNDER:
+        return f"**{judgement.verdict}** {judgement.condition}"
+    return f"**{judgement.verdict}**"
+
+
+def _paragraph(number: int, claim: Claim, judgement: Judgement) -> str:
+    if judgement.verdict is Verdict.NOT_MEASURED:
+        return f"{number}. *{claim.said}.* Not measured: run `llmcache run configs/{claim.config}.yaml`."
+    return "\n".join(
+        [
+            f"{number}. *{claim.said}.* {_verdict(judgement)}.",
+            f"   - Measured: {judgement.measured}.",
+            f"   - Why: {judgement.why}",
+        ]
+    )
+
+
+def _surroundings(runs: Sequence[Run]) -> Iterator[str]:
+    minutes = sum(run.metrics["seconds"] for run in runs) / 60
+    yield f"{len(runs)} runs, {minutes:.0f} minutes together, after `llmcache prepare all`."
+    yield f"CPU: {_all(runs, 'cpu')}, {_all(runs, 'n_cpus')} cores; GPU: {_all(runs, 'gpu') or 'none'}."
+    threads = sorted({f"{run.env['threads']['torch']} torch, {run.env['threads']['faiss']} FAISS" for run in runs})
+    yield f"Threads: {'; '.join(threads)}. Seeds: {_all(runs, 'seed')}."
+    versions = {f"{name} {version}" for run in runs for name, version in run.env["versions"].items() if version}
+    yield f"Python {_all(runs, 'python')}, {', '.join(sorted(versions))}."
+    commits = sorted(
+        {f"{run.env['git'] or 'unknown'}{' with changes' if run.env['git_dirty'] else ''}" for run in runs}
+    )
+    yield f"Code: {', '.join(commits)}."
+    limited = sorted({f"{group}: {run.task} {run.metrics['n']:,}" for group, run in _limited(runs)})
+    yield f"Of these only the first requests were used, for time: {'; '.join(limited) or 'none'}."
+
+
+def _all(runs: Sequence[Run], key: str) -> str:
+    return ", ".join(sorted({str(run.env[key]) for run in runs if run.env.get(key) is not None}))
+
+
+def _limited(runs: Sequence[Run]) -> Iterator[tuple[str, Run]]:
+    return ((run.group, run) for run in runs if run.metrics.get("limit") is not None)
+
+
+def _models(runs: Sequence[Run]) -> Iterator[str]:
+    """Figures that `llmcache prepare` wrote beside the models, as the runs quote them."""
+    found: dict[str, Figures] = {}
+    for run in runs:
+        known = run.metrics.get("facts", {}).get("prepared")
+        if known:
+            found[Path(run.config["task"]["model"]).name] = known
+    rows = [(name, what, shown, trivial) for name in sorted(found) for what, shown, trivial in _lines(found[name])]
+    yield (
+        "Trained by `llmcache prepare` on public data; every method serves the same model. A model under its trivial "
+        "baseline would measure nothing."
+    )
+    yield table(("model", "figure", "the model", "trivial baseline"), rows)
+
+
+def _lines(figures: Figures) -> Iterator[tuple[str, str, str]]:
+    """What a model reaches, and what one reaches without a model."""
+    if "evaluation" in figures:
+        reached, trivial = figures["evaluation"], figures["always_no_answer"]
+        for name in reached:
+            yield (
+                f"SQuAD v2, {name.replace('_', ' ')}",
+                _share(reached[name]),
+                f"{_share(trivial[name])} (no answer ever)",
+            )
+        yield "threshold for no answer, logits", number(figures["threshold"], 2), ""
+    elif "chance" in figures:
+        for split in ("validation", "test"):
+            yield f"OpenBookQA {split}, accuracy", percent(figures[split]), f"{percent(figures['chance'])} (chance)"
+    elif "commonest" in figures:
+        about = f"accuracy on {figures['n_test']:,} unseen requests"
+        yield about, percent(figures["accuracy"]), f"{percent(figures['commonest'])} (commonest intent)"
+    else:
+        for split in ("validation", "test"):
+            own, trivial = figures[split], figures[split]["unigram"]
+            yield f"WikiText {split}, next token", percent(own["accuracy"]), f"{percent(trivial['accuracy'])} (unigram)"
+            told = (f"{value:,.1f}" for value in (own["perplexity"], trivial["perplexity"]))
+            yield f"WikiText {split}, perplexity a token", next(told), f"{next(told)} (unigram)"
+            yield f"WikiText {split}, perplexity a word", number(own["word_perplexity"]), ""
+            yield f"WikiText {split}, share of `<unk>`, never a target", percent(own["unk_rate"]), ""
+
+
+def _share(value: Any) -> str:
+    return percent(value) if isinstance(value, float) else str(value)

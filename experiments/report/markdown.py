@@ -1,0 +1,51 @@
+"""Figures as Markdown. Missing is empty, never 0; shares are per cent, drops are points."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A table; the first column is text, the others are figures, aligned to the right."""
+    lines = ["| " + " | ".join(headings) + " |", "|---" + "|---:" * (len(headings) - 1) + "|"]
+    lines += ["| " + " | ".join(map(str, row)) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def number(value: float | None, digits: int = 1) -> str:
+    """With that many decimals."""
+    return "" if value is None else f"{value:,.{digits}f}"
+
+
+def percent(share: float | None, digits: int = 1) -> str:
+    """A share of 1 as per cent."""
+    return "" if share is None else f"{100 * share:.{digits}f} %"
+
+
+def points(share: float | None, bounds: Sequence[float] | None = None) -> str:
+    """A difference of shares as percentage points, with its interval where there is one."""
+    if share is None:
+        return ""
+    shown = f"{100 * share:.2f}"
+    return shown if bounds is None else f"{shown} ({100 * bounds[0]:.2f} to {100 * bounds[1]:.2f})"
+
+
+def share(value: float | None, bounds: Sequence[float]) -> str:
+    """A share of 1 as per cent, with its interval."""
+    return "" if value is None else f"{100 * value:.1f} % ({100 * bounds[0]:.1f} to {100 * bounds[1]:.1f})"
+
+
+def speed(figures: Mapping[str, Any]) -> str:
+    """A speed-up with the slowest and fastest round; empty where nothing was run live."""
+    if figures.get("speedup") is None:
+        return ""
+    return f"{figures['speedup']:.2f} ({figures['speedup_min']:.2f} to {figures['speedup_max']:.2f})"
+
+
+def size(nbytes: float | None) -> str:
+    """Bytes in the unit that suits them."""
+    if nbytes is None:
+        return ""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= factor:
+            return f"{nbytes / factor:,.1f} {unit}"
+    return f"{nbytes:.0f} B"

@@ -1,0 +1,248 @@
+"""The tables of one experiment, by kind of run."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from experiments import paper
+from experiments.frontier import Curve, at_tau, best, curves
+from experiments.plots import CURVES, LAYERS
+from experiments.report.markdown import number, percent, points, share, size, speed, table
+from experiments.runs import Figures, Run, at, by_size, label_of, varied
+
+COSTS = ("drop, points", "changed answers", "of hits")
+LIKENESS = ("states alike, nearest by embedding", "nearest by what enters the layer", "median cosine")
+SHOWN_TAUS = (None, 0.7, 0.8, 0.82, 0.85, 0.88, 0.9, 0.94, 0.98)
+
+
+def of_runs(runs: Sequence[Run]) -> str:
+    """Tables of all runs of one experiment, which are of one kind."""
+    return "\n\n".join(TABLES[runs[0].measure](runs))
+
+
+def _latency(runs: Sequence[Run]) -> Iterator[str]:
+    headings = ("model", "entries keep", "rows", "dtype", "no cache, ms", "miss", "hit", "exact hit", "no layers")
+    headings += ("no cache / hit", "miss / no cache", "model", "entry", "cache", "paper, ms")
+    calls = [row for run in runs for row in run.metrics["calls"]]
+    times = ("nocache_ms", "miss_ms", "hit_ms", "exact_hit_ms", "floor_ms")
+    yield table(
+        headings,
+        [
+            (
+                f"{row['model']} ({_weights(row)})",
+                row["kept"],
+                row["batch_size"],
+                row["dtype"],
+                *(number(row[key], 2) for key in times),
+                number(row["hit_speedup"]),
+                number(row["miss_ratio"], 3),
+                f"{row['model_mb']:.0f} MB",
+                f"{row['entry_kb']:,.1f} kB",
+                f"{row['cache_mb']:,.1f} MB",
+                " to ".join(map(str, paper.MS.get(row["model"], ()))),
+            )
+            for row in calls
+        ],
+    )
+    n = {row["detail"]["nocache_ms"]["n"] for row in calls}
+    yield (
+        f"Medians of {_numbers(n)} calls of each kind, interleaved in one process; the bank is full, so a miss also "
+        f"evicts; {_numbers({row['entries'] for row in calls})} entries. `no layers` is the same model without any: "
+        "nothing can be faster."
+    )
+    made = [row for run in runs for row in run.metrics["generation"]]
+    yield table(
+        (
+            "generation",
+            "prompt",
+            "new tokens",
+            "no cache, ms",
+            "K/V cache",
+            "llmcache, new prompt",
+            "known prompt",
+            "n",
+        ),
+        [
+            (
+                f"{row['model']} ({_weights(row)})",
+                row["prompt_tokens"],
+                row["new_tokens"],
+                *(number(row[f"{kind}_ms"]["median"]) for kind in ("nocache", "kv_cache", "miss", "exact_hit")),
+                row["nocache_ms"]["n"],
+            )
+            for row in made
+        ],
+    )
+
+
+def _weights(row: Figures) -> str:
+    return "random weights" if row["weights"] == "random" else "trained"
+
+
+def _numbers(values: set[int]) -> str:
+    return " or ".join(f"{value:,}" for value in sorted(values))
+
+
+def _serve(runs: Sequence[Run]) -> Iterator[str]:
+    for run in runs:
+        metrics = run.metrics
+        yield f"**{run.task}**, {metrics['n']:,} requests{_sample(run)}, {metrics['rounds']} rounds"
+        yield table(
+            ("method", "hit rate", "of it exact", metrics["metric"], *COSTS, "speed-up", "o", "c", "cache"),
+            [_method(label, figures) for label, figures in metrics["methods"].items()],
+        )
+        yield from _extras(metrics["methods"])
+
+
+def _method(label: str, figures: Figures) -> tuple[Any, ...]:
+    return (
+        label,
+        share(figures["hit_rate"], figures["hit_rate_ci"]),
+        percent(figures["hits_by_rung"].get("exact")),
+        percent(figures["accuracy"]),
+        points(figures["accuracy_drop"], figures["accuracy_drop_ci"]),
+        share(figures["changed_answers"], figures["changed_answers_ci"]),
+        percent(figures["changed_per_hit"]),
+        speed(figures),
+        percent(figures["miss_overhead"]),
+        percent(figures["hit_cost"]),
+        size(figures["bytes"]),
+    )
+
+
+def _extras(methods: Mapping[str, Figures]) -> Iterator[str]:
+    """What else a task counts, where it does."""
+    names = list(next(iter(methods.values()))["extras"])
+    if names:
+        yield table(
+            ("method", *(name.replace("_", " ") for name in names)),
+            [(label, *(_extra(figures["extras"][name]) for name in names)) for label, figures in methods.items()],
+        )
+
+
+def _extra(value: float | None) -> str:
+    return "" if value is None else f"{value:,.4g}"
+
+
+def _sweep(runs: Sequence[Run]) -> Iterator[str]:
+    yield "Most hits in hindsight, by what may be lost:"
+    yield table(
+        ("stream", "curve", "drop <= 0.5 points: hits", "tau", "changed answers <= 0.5 %: hits", "tau", "n"),
+        [_frontier(run, curve) for run in runs for curve in curves(run.metrics["points"])],
+    )
+    for run in runs:
+        yield f"**{run.task}**, {run.metrics['n']:,} requests{_sample(run)}"
+        yield f"![Precision and hit rate of {run.task}]({run.group}/{run.path.name}/{CURVES})"
+        first = curves(run.metrics["points"])[0]
+        shown = [point for tau in SHOWN_TAUS if (point := at_tau(run.metrics["points"], first, tau))]
+        yield table(
+            ("tau", "hit rate", run.metrics["metric"], "drop, points", "changed answers", "precision"),
+            [_point(point) for point in shown],
+        )
+        if run.metrics["live"]:
+            yield table(
+                ("live, tau", "hit rate", "drop, points", "speed-up", "o", "c", "n"),
+                [_live(row) for row in run.metrics["live"]],
+            )
+
+
+def _frontier(run: Run, curve: Curve) -> tuple[Any, ...]:
+    found = [best(run.metrics["points"], curve, loss) for loss in ("accuracy_drop", "changed_answers")]
+    cells = [cell for point in found for cell in (("", "") if point is None else _hits_and_tau(point))]
+    return (run.task, " ".join(name for name in curve if name), *cells, f"{run.metrics['n']:,}")
+
+
+def _hits_and_tau(point: Figures) -> tuple[str, str]:
+    return percent(point["hit_rate"]), "exact only" if point["tau"] is None else str(point["tau"])
+
+
+def _point(point: Figures) -> tuple[Any, ...]:
+    return (
+        "exact only" if point["tau"] is None else point["tau"],
+        share(point["hit_rate"], point["hit_rate_ci"]),
+        percent(point["accuracy"]),
+        points(point["accuracy_drop"], point["accuracy_drop_ci"]),
+        share(point["changed_answers"], point["changed_answers_ci"]),
+        percent(point["precision"]),
+    )
+
+
+def _live(row: Figures) -> tuple[Any, ...]:
+    return (
+        row["tau"],
+        percent(row["hit_rate"]),
+        points(row["accuracy_drop"], row["accuracy_drop_ci"]),
+        speed(row),
+        percent(row["miss_overhead"]),
+        percent(row["hit_cost"]),
+        f"{row['n']:,} x {row['rounds']}",
+    )
+
+
+def _layers(runs: Sequence[Run]) -> Iterator[str]:
+    for run in runs:
+        yield f"**{run.task}**, {run.metrics['n']:,} requests{_sample(run)}"
+        yield f"![Hit rate by layer of {run.task}]({run.group}/{run.path.name}/{LAYERS})"
+        yield table(
+            ("layer", "hits as written", "fingerprint a layer", "and a tau a layer", "that tau", *LIKENESS),
+            [
+                (
+                    row["layer"],
+                    *(percent(row[f"hit_rate_{name}"]) for name in ("as_written", "per_layer", "own_tau")),
+                    number(row["own_tau"], 3),
+                    percent(row["alike_by_embedding"]),
+                    percent(row["alike_by_layer"]),
+                    number(row["median_cosine"], 3),
+                )
+                for row in run.metrics["layers"]
+            ],
+        )
+        yield table(
+            ("run", "hit rate", "layers skipped", "drop, points", "changed answers", "of hits"),
+            [
+                (
+                    name.replace("_", " "),
+                    percent(figures["hit_rate"]),
+                    percent(figures["layers_skipped"]),
+                    points(figures["accuracy_drop"], figures["accuracy_drop_ci"]),
+                    share(figures["changed_answers"], figures["changed_answers_ci"]),
+                    percent(figures["changed_per_hit"]),
+                )
+                for name, figures in run.metrics["runs"].items()
+            ],
+        )
+
+
+def _observe(runs: Sequence[Run]) -> Iterator[str]:
+    names = varied([run.config for run in runs])
+    yield f"![Hit rates of {runs[0].group}]({runs[0].group}/{runs[0].group}.png)"
+    yield table(
+        (*map(label_of, names), "hit rate", *COSTS[:2], "bytes", "entries", "evicted", "revalidated", "codec's error"),
+        [
+            (
+                *(at(run.config, name) for name in names),
+                share(run.metrics["hit_rate"], run.metrics["hit_rate_ci"]),
+                points(run.metrics["accuracy_drop"], run.metrics["accuracy_drop_ci"]),
+                percent(run.metrics["changed_answers"], 2),
+                size(run.metrics["bytes"]),
+                f"{run.metrics['entries']:,}",
+                f"{run.metrics['evicted']:,}",
+                f"{run.metrics['revalidated']:,}",
+                number(run.metrics["reconstruction_error"], 4),
+            )
+            for run in sorted(runs, key=lambda run: [by_size(at(run.config, name)) for name in names])
+        ],
+    )
+
+
+def _sample(run: Run) -> str:
+    """Says when not all of the data was used."""
+    return " (the first of the data)" if run.metrics["limit"] is not None else ""
+
+
+TABLES: Mapping[str, Callable[[Sequence[Run]], Iterator[str]]] = {
+    "latency": _latency,
+    "serve": _serve,
+    "sweep": _sweep,
+    "layers": _layers,
+    "observe": _observe,
+}

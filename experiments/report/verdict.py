@@ -1,0 +1,39 @@
+"""What can become of a claim."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from experiments.runs import Run
+
+#: Finished runs by experiment.
+Results = Mapping[str, Sequence[Run]]
+
+
+class Verdict(StrEnum):
+    """What became of a claim."""
+
+    HOLDS = "holds"
+    HOLDS_UNDER = "holds under"
+    DOES_NOT_HOLD = "does not hold"
+    NOT_MEASURED = "not measured"
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What was found.
+
+    Attributes:
+        verdict: Of the claim as it is written.
+        condition: Under which it holds, with `HOLDS_UNDER`.
+        measured: The figures that decide.
+        why: What explains them.
+    """
+
+    verdict: Verdict
+    measured: str
+    why: str
+    condition: str = ""
+
+
+NOTHING = Judgement(Verdict.NOT_MEASURED, "", "")

@@ -1,0 +1,106 @@
+"""What lies in a results folder, read again."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from experiments.results import METRICS
+from llmcache.errors import ConfigError
+
+Figures = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A finished run.
+
+    Attributes:
+        group: Name of the experiment.
+        path: Its folder.
+        config: Its settings.
+        env: Its surroundings.
+        metrics: Its figures.
+    """
+
+    group: str
+    path: Path
+    config: Figures
+    env: Figures
+    metrics: Figures
+
+    @property
+    def measure(self) -> str:
+        """What kind of run it was."""
+        return str(self.config["measure"])
+
+    @property
+    def task(self) -> str:
+        """What its requests are: `wikitext-repeats`, or the name of the labelled set."""
+        known: str = self.metrics["task"]
+        return known
+
+
+def read_runs(results_dir: Path) -> list[Run]:
+    """Every finished run, by experiment, in the order of their folders' names.
+
+    Raises:
+        ConfigError: A file of a run is missing or damaged.
+    """
+    return [_read(path.parent) for path in sorted(results_dir.glob(f"*/*/{METRICS}"))]
+
+
+def _read(folder: Path) -> Run:
+    try:
+        config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+        env = json.loads((folder / "env.json").read_text(encoding="utf-8"))
+        metrics = json.loads((folder / METRICS).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(
+            f"{folder}: not a whole run; measure it again with --force, or delete it ({error})"
+        ) from error
+    return Run(folder.parent.name, folder, config, env, metrics)
+
+
+def groups(runs: Sequence[Run]) -> Iterator[tuple[str, list[Run]]]:
+    """Experiments and their runs."""
+    for group in dict.fromkeys(run.group for run in runs):
+        yield group, [run for run in runs if run.group == group]
+
+
+def varied(configs: Sequence[Figures]) -> list[tuple[str, ...]]:
+    """Keys, as paths, whose values differ between settings; of a named component, its name alone."""
+    paths = dict.fromkeys(path for config in configs for path in _paths(config))
+    return [path for path in paths if len({str(at(config, path)) for config in configs}) > 1]
+
+
+def _paths(config: Figures, above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for key, value in config.items():
+        if isinstance(value, Mapping) and "name" in value and above:
+            yield (*above, key, "name")
+        elif isinstance(value, Mapping):
+            yield from _paths(value, (*above, key))
+        else:
+            yield (*above, key)
+
+
+def at(config: Figures, path: Sequence[str]) -> Any:
+    """The value at a path; None where there is none."""
+    value: Any = config
+    for key in path:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def by_size(value: Any) -> tuple[bool, Any]:
+    """Numbers by size, before texts by letters."""
+    is_number = isinstance(value, int | float)
+    return not is_number, value if is_number else str(value)
+
+
+def label_of(path: Sequence[str]) -> str:
+    """What a column calls a setting."""
+    return (path[-2] if path[-1] == "name" else path[-1]).replace("_", " ")
