@@ -81,8 +81,9 @@ def _sweep(runs: Sequence[Run]) -> Iterator[Path]:
         figure, (left, right) = _panels(2)
         names = curves(run.metrics["points"])
         for name in names:
-            hit = [point for point in of_curve(run.metrics["points"], name) if point["precision"] is not None]
-            x, y = ([100 * point[key] for point in hit] for key in ("hit_rate", "precision"))
+            served = [point for point in of_curve(run.metrics["points"], name) if point["precision"] is not None]
+            served.sort(key=lambda point: point["hit_rate"])
+            x, y = ([100 * point[key] for point in served] for key in ("hit_rate", "precision"))
             left.plot(x, y, marker=".", label=" ".join(part for part in name if part))
         _label(left, "hit rate (% of all requests)", "hits whose answer stays (%)")
         left.legend(fontsize=8)
@@ -128,9 +129,11 @@ def _observe(runs: Sequence[Run]) -> Iterator[Path]:
         for what, members in series.items():
             kept = [run.metrics["bytes"] / 1e3 for run in members]
             axes.plot(kept, [100 * run.metrics["hit_rate"] for run in members], marker="o", label=what)
-        axes.set_xscale("log")
+        axes.set_xscale("log", base=2)  # a cache twice as large is one step to the right
+        axes.xaxis.set_major_formatter("{x:,.0f}")
         _label(axes, "entries in memory (kB)", "hit rate (% of all requests)")
-        axes.legend(fontsize=8, title=" ".join(map(label_of, others)))
+        if others:
+            axes.legend(fontsize=8, title=" ".join(map(label_of, others)))
     else:
         rates = [100 * members[0].metrics["hit_rate"] for members in series.values()]
         axes.barh(list(series), rates)

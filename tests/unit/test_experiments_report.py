@@ -1,0 +1,367 @@
+"""The report: verdicts follow from figures, and everything in it comes from files."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from experiments import paper
+from experiments.frontier import at_tau, best, curves
+from experiments.plots import draw_all
+from experiments.report import markdown, write_report
+from experiments.report.claims import CLAIMS, explained_by_line, hits_needed, judge
+from experiments.report.verdict import Judgement, Verdict
+from experiments.runs import Run, at, by_size, label_of, read_runs, varied
+from llmcache.errors import ConfigError
+
+ENV = {
+    "cpu": "a processor",
+    "n_cpus": 2,
+    "gpu": None,
+    "threads": {"torch": 2, "faiss": 2},
+    "seed": 0,
+    "python": "3.11",
+    "versions": {"torch": "2"},
+    "git": "abc",
+    "git_dirty": False,
+}
+HEAD = {"seconds": 1.0, "task": "stream", "model": "m", "n": 100, "limit": None, "metric": "accuracy", "facts": {}}
+QUALITY = {
+    "hit_rate": 0.5,
+    "hit_rate_ci": [0.4, 0.6],
+    "hits_by_rung": {"semantic": 0.5},
+    "accuracy": 0.9,
+    "accuracy_drop": 0.0,
+    "accuracy_drop_ci": [0.0, 0.0],
+    "changed_answers": 0.02,
+    "changed_answers_ci": [0.0, 0.04],
+    "changed_per_hit": 0.04,
+    "extras": {},
+}
+SPEED = {"speedup": 2.0, "speedup_min": 1.9, "speedup_max": 2.1, "miss_overhead": 0.02, "hit_cost": 0.01}
+
+
+def run(group: str, measure: str = "sweep", config: Mapping[str, Any] | None = None, **metrics: Any) -> Run:
+    settings = {"measure": measure, "task": {"model": "m"}, **(config or {})}
+    return Run(group, Path(group) / "run", settings, ENV, {**HEAD, **metrics})
+
+
+def point(tau: float | None, hit_rate: float, drop: float, method: str = "llmcache", **more: Any) -> dict[str, Any]:
+    named = {"method": method, "fingerprint": "mean" if method == "llmcache" else None, "tau": tau}
+    return {**QUALITY, **named, "precision": 0.9, "hit_rate": hit_rate, "accuracy_drop": drop, **more}
+
+
+def call(model: str = "bert-base", nocache: float = 100.0, miss: float = 102.0, hit: float = 2.0) -> dict[str, Any]:
+    ms = {"nocache_ms": nocache, "miss_ms": miss, "hit_ms": hit, "exact_hit_ms": 1.0, "floor_ms": 0.5}
+    return {
+        "model": model,
+        "weights": "random",
+        "kept": "as the paper",
+        "batch_size": 1,
+        "dtype": "float32",
+        **ms,
+        "hit_speedup": nocache / hit,
+        "miss_ratio": miss / nocache,
+        "model_mb": 400.0,
+        "entry_kb": 4700.0,
+        "cache_mb": 940.0,
+        "entries": 200,
+        "detail": {"nocache_ms": {"n": 60}},
+    }
+
+
+def generation(kv_cache: float, miss: float, exact_hit: float) -> dict[str, Any]:
+    ms = {"nocache": 1000.0, "kv_cache": kv_cache, "miss": miss, "exact_hit": exact_hit}
+    made = {f"{kind}_ms": {"median": value, "n": 20} for kind, value in ms.items()}
+    return {"model": "gpt2", "weights": "random", "prompt_tokens": 112, "new_tokens": 16, **made}
+
+
+def live(task_speedup: float, drop: float, tau: float = 0.85) -> dict[str, Any]:
+    return {**QUALITY, **SPEED, "tau": tau, "n": 100, "rounds": 3, "speedup": task_speedup, "accuracy_drop": drop}
+
+
+def served(drop: float, ci: Sequence[float]) -> dict[str, Any]:
+    figures = {**QUALITY, **SPEED, "accuracy_drop": drop, "accuracy_drop_ci": list(ci), "bytes": 1000}
+    nocache = {**QUALITY, **SPEED, "bytes": None, "method": "nocache", "options": {}}
+    return {
+        "rounds": 3,
+        "methods": {"nocache": nocache, "tau": {**figures, "method": "llmcache", "options": {"tau": 0.85}}},
+    }
+
+
+def layers(low: float, high: float, alike: float) -> dict[str, Any]:
+    rows = [
+        {
+            "layer": layer,
+            "hit_rate_as_written": 0.5,
+            "hit_rate_per_layer": rate,
+            "hit_rate_own_tau": 0.1,
+            "own_tau": 0.9,
+            "alike_by_embedding": 0.1,
+            "alike_by_layer": alike,
+            "median_cosine": 0.3,
+        }
+        for layer, rate in enumerate((low, high))
+    ]
+    figures = {**QUALITY, "layers_skipped": 0.5}
+    return {"layers": rows, "runs": dict.fromkeys(("as_written", "per_layer", "own_tau"), figures)}
+
+
+def observed(max_entries: int, hit_rate: float, compression: str = "none") -> Run:
+    config = {"cache": {"max_entries": max_entries, "compression": {"name": compression}}}
+    counters = {"bytes": 1000 * max_entries, "entries": max_entries, "evicted": 3, "revalidated": 0}
+    figures = {**QUALITY, **counters, "reconstruction_error": None, "hit_rate": hit_rate}
+    return run("fig4_memory", "observe", config, **figures)
+
+
+def judged(name: str, *runs: Run) -> Judgement:
+    """What becomes of the claim whose text holds `name`."""
+    results: dict[str, list[Run]] = {}
+    for one in runs:
+        results.setdefault(one.group, []).append(one)
+    (found,) = [judgement for claim, judgement in judge(results) if name in claim.said]
+    return found
+
+
+def test_what_was_not_run_is_not_measured() -> None:
+    assert [judgement.verdict for _, judgement in judge({})] == [Verdict.NOT_MEASURED] * len(CLAIMS)
+
+
+@pytest.mark.parametrize(("miss", "hit", "verdict"), [(102, 2, Verdict.HOLDS_UNDER), (102, 90, Verdict.DOES_NOT_HOLD)])
+def test_latency_is_a_matter_of_how_many_requests_hit(miss: float, hit: float, verdict: Verdict) -> None:
+    found = judged(
+        "Table 1: latency", run("table1_latency", "latency", calls=[call(miss=miss, hit=hit)], generation=[])
+    )
+    assert found.verdict is verdict
+
+
+def test_hits_needed_give_the_ratio() -> None:
+    row = call(nocache=100, miss=110, hit=10)
+    share = hits_needed(row, 2.0)
+    assert (1 - share) * 110 + share * 10 == pytest.approx(50)
+    assert hits_needed(call(miss=50, hit=60), 2.0) == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("figures", "verdict"),
+    [
+        ([live(3.2, 0.004)], Verdict.HOLDS),
+        ([live(3.2, 0.02), live(1.2, 0.0)], Verdict.HOLDS_UNDER),
+        ([live(2.0, 0.0)], Verdict.DOES_NOT_HOLD),
+        ([], Verdict.NOT_MEASURED),
+    ],
+)
+def test_speed_counts_with_what_it_costs(figures: list[dict[str, Any]], verdict: Verdict) -> None:
+    assert judged("3.1 times", run("fig5_tau", live=figures, points=[])).verdict is verdict
+
+
+def test_speed_may_hold_for_a_larger_model_where_enough_requests_hit() -> None:
+    runs = [
+        run("fig5_tau", live=[live(1.5, 0.0)], points=[point(0.8, 0.9, 0.001)]),
+        run("table1_latency", "latency", calls=[call()], generation=[]),
+    ]
+    found = judged("3.1 times", *runs)
+    assert found.verdict is Verdict.HOLDS_UNDER and "90.0 %" in found.condition
+    assert f"{100 / (0.1 * 102 + 0.9 * 2):.2f} times" in found.measured
+
+
+@pytest.mark.parametrize(
+    ("kv_cache", "miss", "exact_hit", "verdict"),
+    [
+        (200, 190, 150, Verdict.HOLDS),
+        (200, 210, 150, Verdict.HOLDS_UNDER),
+        (200, 210, 205, Verdict.DOES_NOT_HOLD),
+    ],
+)
+def test_generation_is_compared_with_kv_caching(
+    kv_cache: float, miss: float, exact_hit: float, verdict: Verdict
+) -> None:
+    rows = [generation(kv_cache, miss, exact_hit)]
+    assert judged("K/V caching", run("table1_latency", "latency", calls=[], generation=rows)).verdict is verdict
+
+
+@pytest.mark.parametrize(
+    ("drop", "ci", "verdict"),
+    [
+        (0.001, (-0.001, 0.003), Verdict.HOLDS),
+        (0.004, (-0.01, 0.02), Verdict.HOLDS_UNDER),
+        (0.1, (0.05, 0.15), Verdict.DOES_NOT_HOLD),
+    ],
+)
+def test_accuracy_is_judged_by_the_interval_of_its_drop(drop: float, ci: tuple[float, float], verdict: Verdict) -> None:
+    assert judged("falls by less", run("table2_accuracy", "serve", **served(drop, ci))).verdict is verdict
+
+
+@pytest.mark.parametrize(
+    ("rates", "verdict"),
+    [
+        ([(0.3, 0.2)], Verdict.HOLDS),
+        ([(0.3, 0.2), (0.1, 0.2)], Verdict.HOLDS_UNDER),
+        ([(0.1, 0.2)], Verdict.DOES_NOT_HOLD),
+        ([(0.0, 0.0)], Verdict.DOES_NOT_HOLD),
+    ],
+)
+def test_documents_are_compared_by_harmless_hits(rates: list[tuple[float, float]], verdict: Verdict) -> None:
+    runs = [
+        run("fig5_tau", live=[], points=[point(0.8, ours, 0.0), point(0.9, theirs, 0.0, "doccache")])
+        for ours, theirs in rates
+    ]
+    assert judged("DocCache", *runs).verdict is verdict
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "alike", "verdict"),
+    [
+        (0.95, 0.5, 0.95, Verdict.HOLDS),
+        (0.95, 0.5, 0.1, Verdict.DOES_NOT_HOLD),
+        (0.9, 0.95, 0.95, Verdict.DOES_NOT_HOLD),
+    ],
+)
+def test_layers_have_to_fall_from_the_papers_rate_and_be_alike(
+    low: float, high: float, alike: float, verdict: Verdict
+) -> None:
+    assert judged("Figure 3", run("fig3_hit_rate_by_layer", "layers", **layers(low, high, alike))).verdict is verdict
+
+
+@pytest.mark.parametrize(
+    ("rates", "verdict"),
+    [
+        ((0.1, 0.2, 0.3, 0.4), Verdict.HOLDS),
+        ((0.1, 0.4, 0.4, 0.4), Verdict.DOES_NOT_HOLD),
+        ((0.1, 0.2), Verdict.NOT_MEASURED),
+    ],
+)
+def test_memory_is_logarithmic_when_every_doubling_gains_the_same(rates: Sequence[float], verdict: Verdict) -> None:
+    runs = [observed(2**number, rate) for number, rate in enumerate(rates, start=5)]
+    others = [observed(2**number, 0.9, "int8") for number in range(5, 9)]  # not looked at
+    assert judged("logarithm", *runs, *others).verdict is verdict
+
+
+def test_a_line_explains_what_numpy_says() -> None:
+    x, y = np.array([1.0, 2.0, 3.0, 4.0]), np.array([1.0, 2.5, 2.8, 4.2])
+    residual = y - np.polyval(np.polyfit(x, y, 1), x)
+    assert explained_by_line(x, y) == pytest.approx(1 - residual.var() / y.var())
+    assert explained_by_line(x, np.ones(4)) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("taus", "verdict"),
+    [
+        ((0.84, 0.86), Verdict.HOLDS),
+        ((0.84, 0.95), Verdict.HOLDS_UNDER),
+        ((0.7, None), Verdict.DOES_NOT_HOLD),
+    ],
+)
+def test_best_taus_are_looked_for_in_the_papers_interval(taus: Sequence[float | None], verdict: Verdict) -> None:
+    runs = [run("fig5_tau", live=[], points=[point(0.82, 0.9, 0.3), point(tau, 0.2, 0.0)]) for tau in taus]
+    assert judged("Figure 5", *runs).verdict is verdict
+
+
+def test_the_frontier_is_the_most_hits_within_the_limit() -> None:
+    points = [point(0.7, 0.9, 0.1), point(0.8, 0.6, 0.005), point(0.9, 0.3, 0.0), point(0.8, 0.7, 0.0, "doccache")]
+    curve = ("llmcache", "mean")
+    assert curves(points) == [curve, ("doccache", None)]
+    assert best(points, curve) == points[1]
+    assert best(points, curve, limit=0.2) == points[0]
+    assert best(points, curve, "changed_answers", 0.001) is None
+    assert at_tau(points, curve, 0.9) == points[2] and at_tau(points, curve, 0.91) is None
+
+
+def test_settings_that_differ_are_found_by_their_paths() -> None:
+    configs = [
+        {"cache": {"policy": {"name": "lru", "a": 1}, "tau": 0.9}, "seed": 0},
+        {"cache": {"policy": {"name": "ttl", "ttl_s": 3}, "tau": 0.9}, "seed": 1},
+    ]
+    assert varied(configs) == [("cache", "policy", "name"), ("seed",)]
+    assert at(configs[1], ("cache", "policy", "name")) == "ttl" and at(configs[0], ("cache", "none", "name")) is None
+    assert label_of(("cache", "policy", "name")) == "policy" and label_of(("cache", "max_entries")) == "max entries"
+    assert sorted([128, "a", 32, None], key=by_size) == [32, 128, None, "a"]
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (markdown.percent(0.1234), "12.3 %"),
+        (markdown.percent(None), ""),
+        (markdown.points(0.0123, (-0.001, 0.02)), "1.23 (-0.10 to 2.00)"),
+        (markdown.points(None), ""),
+        (markdown.share(0.5, (0.4, 0.6)), "50.0 % (40.0 to 60.0)"),
+        (markdown.speed({"speedup": None}), ""),
+        (markdown.speed(SPEED), "2.00 (1.90 to 2.10)"),
+        (markdown.number(1234.56), "1,234.6"),
+        (markdown.number(None), ""),
+        (markdown.size(2_500_000), "2.5 MB"),
+        (markdown.size(12), "12 B"),
+        (markdown.size(None), ""),
+    ],
+)
+def test_figures_are_written_with_their_units_and_missing_ones_not_at_all(text: str, shown: str) -> None:
+    assert text == shown
+
+
+def write(results: Path, one: Run, name: str = "run") -> Path:
+    folder = results / one.group / name
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(dict(one.config)))
+    (folder / "env.json").write_text(json.dumps(one.env))
+    (folder / "metrics.json").write_text(json.dumps(one.metrics))
+    return folder
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    prepared = {"n_test": 50, "accuracy": 0.9137, "commonest": 0.016}
+    sweep = [point(None, 0.0, 0.0), point(0.82, 0.4, 0.2), point(0.9, 0.2, 0.0), point(0.9, 0.1, 0.0, "doccache")]
+    write(tmp_path, run("fig5_tau", live=[live(1.5, 0.0)], points=sweep, facts={"prepared": prepared}))
+    write(tmp_path, run("table1_latency", "latency", calls=[call()], generation=[generation(200, 210, 150)]))
+    write(tmp_path, run("table2_accuracy", "serve", **served(0.1, (0.05, 0.15)), limit=100))
+    write(tmp_path, run("fig3_hit_rate_by_layer", "layers", **layers(0.5, 0.6, 0.1)))
+    for size in (32, 64, 128):
+        write(tmp_path, observed(size, 0.1 + size / 1000), str(size))
+    write(tmp_path, run("smoke", "serve"))  # whose figures are no results
+    return tmp_path
+
+
+def test_a_report_has_a_verdict_for_every_claim_and_a_table_for_every_experiment(results: Path) -> None:
+    text = write_report(results).read_text()
+    assert all(claim.said in text for claim in CLAIMS)
+    assert "Not measured" not in text and "smoke" not in text
+    for group in ("fig5_tau", "table1_latency", "table2_accuracy", "fig3_hit_rate_by_layer", "fig4_memory"):
+        assert f"## {group}" in text
+    assert "91.4 % | 1.6 % (commonest intent)" in text
+    assert "7 runs" in text and "table2_accuracy: stream 100" in text
+    assert f"{paper.MS['bert-base'][0]} to {paper.MS['bert-base'][1]}" in text
+    assert "nan" not in text.lower() and "None" not in text
+
+
+def test_a_report_names_pictures_that_are_drawn(results: Path) -> None:
+    text = write_report(results).read_text()
+    pictures = [path.relative_to(results).as_posix() for path in draw_all(results)]
+    assert len(pictures) == 3
+    assert all(f"]({name})" in text and (results / name).read_bytes().startswith(b"\x89PNG") for name in pictures)
+
+
+def test_the_same_files_give_the_same_report(results: Path) -> None:
+    assert write_report(results).read_bytes() == write_report(results).read_bytes()
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "env.json", "metrics.json"])
+def test_a_damaged_run_is_named(results: Path, name: str) -> None:
+    (results / "fig5_tau" / "run" / name).write_text("{")
+    with pytest.raises(ConfigError, match=r"fig5_tau.run: not a whole run"):
+        read_runs(results)
+
+
+def test_a_run_without_figures_did_not_finish_and_is_left_out(results: Path) -> None:
+    n = len(read_runs(results))
+    (results / "fig5_tau" / "run" / "metrics.json").unlink()
+    assert len(read_runs(results)) == n - 1
+
+
+def test_no_results_are_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="measure first"):
+        write_report(tmp_path)
