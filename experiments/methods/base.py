@@ -3,10 +3,11 @@
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import nn
 
+from experiments.section import Section
 from experiments.workload import Answer, Workload
 
 COMPUTED, BYPASSED = "computed", "bypassed"
@@ -63,6 +64,43 @@ class Method(Protocol):
     @property
     def n_entries(self) -> int | None:
         """Entries held; None where nothing is ever held."""
+
+
+class NoSettings(Section):
+    """There are no options."""
+
+
+class Twinned:
+    """What methods have in common that keep their hands off all but their own copy of the model.
+
+    Attributes:
+        Settings: Options of the method.
+    """
+
+    Settings: ClassVar[type[Section]] = NoSettings
+
+    def __init__(self, workload: Workload, options: Mapping[str, Any]) -> None:
+        """Take a copy of the model."""
+        self._workload = workload
+        self._settings: Any = self.Settings.make(options)
+        self._module = twin(workload.module)
+        self.begin()
+
+    @classmethod
+    def check(cls, options: Mapping[str, Any], name: str) -> None:
+        """Check the options."""
+        cls.Settings.make(options, name)
+
+    def begin(self) -> None:
+        """Nothing was asked yet."""
+        self._last = Served()
+
+    def last(self) -> Served:
+        """What happened to the latest request."""
+        return self._last
+
+    def end(self) -> None:
+        """The copy is the method's own."""
 
 
 def twin(module: nn.Module) -> nn.Module:
