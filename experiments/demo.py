@@ -14,8 +14,8 @@ from typing import Any
 from experiments.data.labelled import Labelled
 from experiments.environment import describe
 from experiments.heads import fit_logistic
-from experiments.measures.serve import Trace, is_hit, measure
-from experiments.methods.base import Method
+from experiments.measures.serve import Trace, measure
+from experiments.methods.base import Method, is_hit
 from experiments.methods.cached import Cached
 from experiments.methods.nocache import NoCache
 from experiments.metrics import hit_rates, percentiles, quality, summary

@@ -13,8 +13,9 @@ from pydantic import Field
 
 from experiments.folders import Folders
 from experiments.measures.base import Outcome, TaskExperiment
-from experiments.measures.serve import NOCACHE, measure
-from experiments.methods.base import Method
+from experiments.measures.serve import measure
+from experiments.methods import NOCACHE
+from experiments.methods.base import Method, is_hit
 from experiments.methods.cached import Cached
 from experiments.methods.nocache import NoCache
 from experiments.metrics import hit_rates, quality, summary
@@ -107,8 +108,7 @@ def _points(
     for tau, told in tracked(list(zip(taus, again, strict=True)), len(taus), f"Replaying {name[1] or name[0]}"):
         served = by_request(units, told)
         answers = answers_of(units, told)
-        hits = np.isin(served, ("exact", "near"))
-        figures = quality(recording.workload, recording.answers, answers, hits, experiment.seed)
+        figures = quality(recording.workload, recording.answers, answers, is_hit(served), experiment.seed)
         per_hit = figures["changed_per_hit"]
         found.append(
             {

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import nn
 
 from experiments.section import Section
@@ -32,7 +34,13 @@ class Served:
     @property
     def is_hit(self) -> bool:
         """Whether something stored served it."""
-        return self.by not in (COMPUTED, BYPASSED)
+        return bool(is_hit(self.by))
+
+
+def is_hit(served: NDArray[np.str_] | str) -> NDArray[np.bool_]:
+    """Whether something stored served each request, same shape, told from what served it."""
+    hit: NDArray[np.bool_] = ~np.isin(served, (COMPUTED, BYPASSED))
+    return hit
 
 
 class Method(Protocol):
