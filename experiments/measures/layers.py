@@ -21,7 +21,7 @@ from experiments.measures.base import Outcome, TaskExperiment
 from experiments.methods.cached import Cached
 from experiments.metrics import quality
 from experiments.progress import tracked
-from experiments.replay import Recording
+from experiments.recording import Recording
 from experiments.tasks import build
 from experiments.workload import Workload
 

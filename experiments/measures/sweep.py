@@ -20,7 +20,8 @@ from experiments.methods.cached import Cached
 from experiments.methods.nocache import NoCache
 from experiments.metrics import hit_rates, quality, summary
 from experiments.progress import tracked
-from experiments.replay import Recording, Replay, Units, by_request, make_fingerprint, replay
+from experiments.recording import Recording, make_fingerprint
+from experiments.replay import Replay, Units, by_request, replay
 from experiments.tasks import build
 from experiments.workload import Answer, Workload
 

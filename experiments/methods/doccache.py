@@ -15,7 +15,7 @@ from torch import nn
 
 from experiments.methods.base import COMPUTED, Served, Twinned
 from experiments.methods.nearest import Nearest, nbytes_of, unit
-from experiments.models import Inputs
+from experiments.models import Inputs, token_rows
 from experiments.section import Section
 from experiments.workload import Answer, Workload
 from llmcache.adapters import locate, special_ids
@@ -100,11 +100,8 @@ class DocCache(Twinned):
 
     def embed(self, inputs: Inputs) -> Any:
         """Mean word embedding of all rows' content, float32 (D,) of L2 norm 1."""
-        ids = inputs["input_ids"].flatten()
-        content = ~torch.isin(ids, self._specials)
-        if "attention_mask" in inputs:
-            content &= inputs["attention_mask"].flatten().bool()
-        kept = ids[content]
+        ids, valid = token_rows(inputs)
+        kept = ids[valid & ~torch.isin(ids, self._specials)]
         mean = self._words(kept).mean(dim=0) if len(kept) else torch.zeros(self._words.weight.shape[1])
         return unit(mean.float().numpy())
 

@@ -25,7 +25,8 @@ from experiments.methods.base import COMPUTED, Method, Served, is_hit
 from experiments.methods.cached import Cached
 from experiments.metrics import hit_rates, interval, latencies, percentiles, quality, speed, summary
 from experiments.models import Loaded, encode, load
-from experiments.replay import Recording, by_request, make_fingerprint, replay
+from experiments.recording import Recording, make_fingerprint
+from experiments.replay import by_request, replay
 from experiments.results import _csv
 from experiments.streams.support_desk import support_desk
 from experiments.tasks.stream import Stream

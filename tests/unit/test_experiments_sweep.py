@@ -11,9 +11,11 @@ from experiments.folders import Folders
 from experiments.measures import MEASURES
 from experiments.measures.layers import choose_taus
 from experiments.methods.cached import Cached
-from experiments.replay import Recording, by_request, make_fingerprint, replay
+from experiments.recording import Recording, make_fingerprint
+from experiments.replay import by_request, replay
 from experiments.streams.traffic import Traffic, draw
 from experiments.tasks import build, make_task
+from llmcache.errors import ConfigError
 
 TASKS: dict[str, dict[str, Any]] = {
     "openbookqa": {"name": "openbookqa", "model": "untrained", "data": "made", "limit": 20},
@@ -68,6 +70,12 @@ def test_a_sweep_has_a_point_for_every_threshold() -> None:
     ]
     rates = [row["hit_rate"] for row in outcome.rows[:3]]
     assert rates[1] >= rates[2] >= rates[0]
+
+
+@pytest.mark.parametrize("options", ["median", {"name": "median", "bits": 64}])
+def test_an_unknown_fingerprint_is_refused_by_name(options: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^fingerprint: unknown name 'median'; known: attention, mean, minhash"):
+        make_fingerprint(options)
 
 
 def test_an_observed_run_moves_the_clock_by_requests() -> None:
