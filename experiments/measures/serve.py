@@ -190,14 +190,11 @@ def rows(workload: Workload, traces: Mapping[str, Trace]) -> list[dict[str, Any]
     for label, trace in traces.items():
         scores = workload.scores(trace.answers)
         for i, request in enumerate(workload.requests):
-            note = trace.notes[i]
             found.append(
                 {
                     "id": request.id,
                     "method": label,
-                    "served": note.by,
-                    "source": None if note.source is None else workload.requests[note.source].id,
-                    "similarity": None if note.similarity is None else round(note.similarity, 5),
+                    **trace.notes[i].cells(workload.requests),
                     "answer": workload.show(trace.answers[i]),
                     "is_changed": int(workload.is_changed(base[i], trace.answers[i])),
                     "score": round(float(scores[i]), 5),

@@ -6,7 +6,7 @@ hits that leave the answer as it was: against the hit rate it tells more than ei
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from pydantic import Field
@@ -33,7 +33,7 @@ class Sweep(TaskExperiment):
 
     Attributes:
         taus: Thresholds.
-        methods: Curves to draw: of `llmcache`, `doccache`, `semantic_response`.
+        methods: Curves to draw.
         fingerprints: Of llmcache, one curve each: names, or mappings with `name` and settings.
         encoder: Sentence encoder of the semantic response cache.
         live_taus: Thresholds of llmcache that are also run, for their speed.
@@ -43,7 +43,7 @@ class Sweep(TaskExperiment):
     """
 
     taus: tuple[float, ...] = Field(min_length=1)
-    methods: tuple[str, ...] = ("llmcache",)
+    methods: tuple[Literal["llmcache", "doccache", "semantic_response"], ...] = ("llmcache",)
     fingerprints: tuple[Any, ...] = ("mean",)
     encoder: str = "minilm"
     live_taus: tuple[float, ...] = ()
@@ -65,12 +65,7 @@ def run(experiment: Sweep, folders: Folders) -> Outcome:
     points = [point for curve in _curves(experiment, recording) for point in curve]
     nothing = np.zeros(len(recording.answers), dtype=bool)
     metrics = {
-        "task": experiment.task.title,
-        "model": experiment.task.model,
-        "n": len(workload.requests),
-        "metric": workload.metric,
-        "limit": experiment.task.limit,
-        "facts": workload.facts,
+        **experiment.about(workload),
         "nocache": quality(workload, recording.answers, recording.answers, nothing, experiment.seed),
         "points": points,
         "live": live,
@@ -84,8 +79,9 @@ def _curves(experiment: Sweep, recording: Recording) -> Any:
     taus = (math.inf, *experiment.taus)  # exact repeats alone come first
     for method in experiment.methods:
         if method == "llmcache":
+            fits_any_length = _fits_any_length(experiment, recording.workload)
             for options in experiment.fingerprints:
-                units = recording.rows(make_fingerprint(options), _fits_any_length(experiment, recording.workload))
+                units = recording.rows(make_fingerprint(options), fits_any_length)
                 name = options if isinstance(options, str) else "-".join(str(value) for value in options.values())
                 yield _points(experiment, recording, units, taus, recording.reread, (method, name))
         elif method == "doccache":

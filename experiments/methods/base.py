@@ -1,7 +1,7 @@
 """The interface of a method."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from experiments.section import Section
-from experiments.workload import Answer, Workload
+from experiments.workload import Answer, Request, Workload
 
 COMPUTED, BYPASSED = "computed", "bypassed"
 
@@ -35,6 +35,14 @@ class Served:
     def is_hit(self) -> bool:
         """Whether something stored served it."""
         return bool(is_hit(self.by))
+
+    def cells(self, requests: Sequence[Request]) -> dict[str, Any]:
+        """What rows of results say of it, given the requests of the workload."""
+        return {
+            "served": self.by,
+            "source": None if self.source is None else requests[self.source].id,
+            "similarity": None if self.similarity is None else round(self.similarity, 5),
+        }
 
 
 def is_hit(served: NDArray[np.str_] | str) -> NDArray[np.bool_]:

@@ -72,6 +72,12 @@ def test_a_sweep_has_a_point_for_every_threshold() -> None:
     assert rates[1] >= rates[2] >= rates[0]
 
 
+def test_an_unknown_curve_is_refused_by_name() -> None:
+    values = {"measure": "sweep", "task": TASKS["openbookqa"], "taus": [0.9], "methods": ["llmcache", "exact_response"]}
+    with pytest.raises(ConfigError, match=r"^methods\.1: .*'llmcache', 'doccache' or 'semantic_response' .*'exact_re"):
+        make_experiment(values)
+
+
 @pytest.mark.parametrize("options", ["median", {"name": "median", "bits": 64}])
 def test_an_unknown_fingerprint_is_refused_by_name(options: Any) -> None:
     with pytest.raises(ConfigError, match=r"^fingerprint: unknown name 'median'; known: attention, mean, minhash"):
