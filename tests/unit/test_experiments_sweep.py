@@ -4,11 +4,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from experiments.config import make_experiment
 from experiments.folders import Folders
 from experiments.measures import MEASURES
+from experiments.measures.base import serve_once
 from experiments.measures.layers import choose_taus
 from experiments.methods.cached import Cached
 from experiments.recording import Recording, make_fingerprint
@@ -35,19 +35,14 @@ def test_replay_equals_a_live_run(task: str, fingerprint: str) -> None:
     workload = build(make_task(TASKS[task]), Folders(), 0)
     options = {"tau": 0.8, "fingerprint": fingerprint, "allow_unsafe": True}
     live = Cached(workload, options)
-    with torch.inference_mode():
-        live.begin()
-        fits_any_length = live.payload != "sequence"
-        told, served = [], []
-        for number in range(len(workload.requests)):
-            told.append(live.ask(number))
-            served.append(live.last().by)
-        live.end()
+    live.begin()
+    fits_any_length = live.payload != "sequence"
+    told, notes = serve_once(live, range(len(workload.requests)))
     recording = Recording(workload)
     units = recording.rows(make_fingerprint(fingerprint), fits_any_length)
     (again,) = replay(units, [0.8])
     names = {"semantic": "near"}
-    assert by_request(units, again).tolist() == [names.get(by, by) for by in served]
+    assert by_request(units, again).tolist() == [names.get(note.by, note.by) for note in notes]
     answers = recording.reread(units, again)
     assert not any(workload.is_changed(one, other) for one, other in zip(told, answers, strict=True))
     assert "near" in again.served or fingerprint == "minhash"  # which random requests rarely share enough for
