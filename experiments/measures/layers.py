@@ -94,7 +94,7 @@ def _record(workload: Workload) -> tuple[Recording, list[Floats], list[NDArray[n
         return note
 
     handles = [layer.register_forward_hook(hook(number)) for number, layer in enumerate(layers)]
-    try:
+    try:  # a recording runs each request once, in order
         recording = Recording(workload)
     finally:
         for handle in handles:
