@@ -14,13 +14,14 @@ from typing import Any
 from experiments.data.labelled import Labelled
 from experiments.environment import describe
 from experiments.heads import fit_logistic
-from experiments.measures.serve import Trace, is_hit, measure
-from experiments.methods.base import Method
+from experiments.measures.serve import Trace, measure
+from experiments.methods.base import Method, is_hit
 from experiments.methods.cached import Cached
 from experiments.methods.nocache import NoCache
 from experiments.metrics import hit_rates, percentiles, quality, summary
 from experiments.models import Loaded
-from experiments.replay import Recording, Replay, Units, by_request, make_fingerprint, replay
+from experiments.recording import Recording, make_fingerprint
+from experiments.replay import Replay, Units, by_request, replay
 from experiments.streams.support_desk import support_desk
 from experiments.tasks.stream import Stream
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from experiments.methods.base import BYPASSED, COMPUTED
+from experiments.methods.base import BYPASSED, COMPUTED, is_hit
 from experiments.workload import Answer, Workload
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def hit_rates(served: NDArray[np.str_], seed: int = 0) -> dict[str, Any]:
 
     Bypasses are no hits, and stay in the denominator.
     """
-    hits = ~np.isin(served, (COMPUTED, BYPASSED))
+    hits = is_hit(served)
     rungs, counts = np.unique(served[hits], return_counts=True)
     by_rung = {str(rung): int(count) / len(served) for rung, count in zip(rungs, counts, strict=True)}
     return {

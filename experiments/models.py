@@ -46,6 +46,12 @@ def encode(tokenizer: Any, text: str, max_length: int) -> Inputs:
     return dict(tokenizer(text, truncation=True, max_length=max_length, return_tensors="pt"))
 
 
+def token_rows(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids (rows, T) of a request, which may have several choices, and which of them are not padding (bool)."""
+    ids = inputs["input_ids"].flatten(end_dim=-2)
+    return ids, inputs.get("attention_mask", torch.ones_like(ids)).reshape(ids.shape).bool()
+
+
 #: Model with a head, by what the head answers; and what it is called in messages.
 KINDS = {
     "states": ("AutoModel", "layers"),

@@ -1,14 +1,17 @@
 """What every measure is told, and what it gives."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+import torch
 from pydantic import Field
 
+from experiments.methods.base import Method, Served
 from experiments.section import Section
 from experiments.tasks import make_task
+from experiments.workload import Answer, Workload
 
 
 class Experiment(Section):
@@ -54,6 +57,17 @@ class TaskExperiment(Experiment):
         """Task and model."""
         return f"{self.task.title}-{Path(self.task.model).name}"
 
+    def about(self, workload: Workload) -> dict[str, Any]:
+        """What metrics begin with: of which task, model and requests they are."""
+        return {
+            "task": self.task.title,
+            "model": self.task.model,
+            "n": len(workload.requests),
+            "metric": workload.metric,
+            "limit": self.task.limit,
+            "facts": workload.facts,
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -66,3 +80,23 @@ class Outcome:
 
     rows: Sequence[Mapping[str, Any]]
     metrics: Mapping[str, Any]
+
+
+def serve_once(method: Method, numbers: Iterable[int]) -> tuple[list[Answer], list[Served]]:
+    """Let a method answer requests from cold, untimed.
+
+    Args:
+        method: It is begun and ended here.
+        numbers: Of the requests, in the order in which they are asked.
+
+    Returns:
+        Answers, and what happened to each request.
+    """
+    answers, notes = [], []
+    with torch.inference_mode():
+        method.begin()
+        for number in numbers:
+            answers.append(method.ask(number))
+            notes.append(method.last())
+        method.end()
+    return answers, notes

@@ -12,20 +12,19 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from pydantic import Field
 
 from experiments.folders import Folders
-from experiments.measures.base import Outcome, TaskExperiment
+from experiments.measures.base import Outcome, TaskExperiment, serve_once
 from experiments.methods.cached import Cached
 from experiments.metrics import quality
 from experiments.progress import tracked
-from experiments.replay import Recording
+from experiments.recording import Recording
 from experiments.tasks import build
 from experiments.workload import Workload
-
-Floats = NDArray[np.float32]
+from llmcache.adapters import locate, unpack
+from llmcache.arrays import Floats
 
 
 class Layers(TaskExperiment):
@@ -50,13 +49,12 @@ def run(experiment: Layers, folders: Folders) -> Outcome:
         FileNotFoundError: A data file is missing.
     """
     workload = build(experiment.task, folders, experiment.seed)
-    recording = Recording(workload)
-    entering, leaving = _states(recording)
+    recording, entering, leaving = _record(workload)
     nearest, similarity = _nearest_earlier(entering)
     likeness = np.stack([_cosines(states, nearest[layer]) for layer, states in enumerate(leaving)])
     by_embedding = np.stack([_cosines(states, nearest[0]) for states in leaving])
     taus = choose_taus(similarity, likeness, experiment.alike, experiment.purity)
-    runs = {
+    runs: dict[str, dict[str, Any]] = {
         "as_written": {"tau": experiment.tau},
         "per_layer": {"tau": experiment.tau, "fingerprint_per_layer": True},
         "own_tau": {"tau": taus, "fingerprint_per_layer": True},
@@ -74,12 +72,7 @@ def run(experiment: Layers, folders: Folders) -> Outcome:
         for layer in range(len(leaving))
     ]
     metrics = {
-        "task": experiment.task.title,
-        "model": experiment.task.model,
-        "n": len(workload.requests),
-        "limit": experiment.task.limit,
-        "metric": workload.metric,
-        "facts": workload.facts,
+        **experiment.about(workload),
         "layers": rows,
         "runs": figures,
         "summary": rows,
@@ -87,30 +80,26 @@ def run(experiment: Layers, folders: Folders) -> Outcome:
     return Outcome(rows, metrics)
 
 
-def _states(recording: Recording) -> tuple[list[Floats], list[Floats]]:
-    """For each layer: means of the states that enter it (N, D), and the states that leave it (N, T * D), float16."""
-    layers = recording.trunk.layers
+def _record(workload: Workload) -> tuple[Recording, list[Floats], list[NDArray[np.float16]]]:
+    """A recording; and for each layer, means of the states that enter it (N, D), and what leaves it (N, T * D)."""
+    layers = locate(workload.module).layers
     entering: list[list[Any]] = [[] for _ in layers]
     leaving: list[list[Any]] = [[] for _ in layers]
 
     def hook(number: int) -> Any:
         def note(layer: Any, args: tuple[Any, ...], output: Any) -> None:
-            left = output[0] if isinstance(output, tuple) else output
             entering[number].append(args[0][0].mean(dim=0).numpy())
-            leaving[number].append(left[0].flatten().half().numpy())
+            leaving[number].append(unpack(output)[0].flatten().half().numpy())
 
         return note
 
-    requests = recording.workload.requests
     handles = [layer.register_forward_hook(hook(number)) for number, layer in enumerate(layers)]
-    try:
-        with torch.inference_mode():
-            for request in tracked(requests, len(requests), "Recording the layers"):
-                recording.workload.module(**request.inputs)
+    try:  # a recording runs each request once, in order
+        recording = Recording(workload)
     finally:
         for handle in handles:
             handle.remove()
-    return [np.stack(rows) for rows in entering], [np.stack(rows) for rows in leaving]
+    return recording, [np.stack(rows) for rows in entering], [np.stack(rows) for rows in leaving]
 
 
 def _nearest_earlier(entering: list[Floats]) -> tuple[NDArray[np.int64], Floats]:
@@ -127,7 +116,7 @@ def _nearest_earlier(entering: list[Floats]) -> tuple[NDArray[np.int64], Floats]
     return np.stack(nearest), np.stack(similarity)
 
 
-def _cosines(states: Floats, others: NDArray[np.int64]) -> Floats:
+def _cosines(states: NDArray[np.float16], others: NDArray[np.int64]) -> Floats:
     """Cosine of each request's state (N, T * D) with that of another one (N,), (N,)."""
     found = [
         float(np.dot(one, two) / max(float(np.linalg.norm(one) * np.linalg.norm(two)), 1e-12))
@@ -161,20 +150,16 @@ def choose_taus(similarity: Floats, likeness: Floats, alike: float, purity: floa
 
 def _serve(experiment: Layers, recording: Recording, options: Mapping[str, Any]) -> dict[str, Any]:
     """Hit rate of each layer, and what became of the answers."""
-    workload: Workload = recording.workload
+    workload = recording.workload
     n = len(workload.requests)
     method = Cached(workload, {"mode": "paper", "allow_unsafe": True, **options})
-    with torch.inference_mode():
-        method.begin()
-        told = [method.ask(number) for number in tracked(range(n), n, "Serving")]
-        notes = method.stats
-        method.end()
-    hits = np.zeros(n, dtype=bool)
-    hits[: notes.n_hits] = True  # which they are plays no part in the shares
+    told, notes = serve_once(method, tracked(range(n), n, "Serving"))
+    hits = np.array([note.is_hit for note in notes])
+    stats = method.stats
     return {
         "options": {name: value for name, value in options.items() if name != "tau" or not isinstance(value, dict)},
-        "hit_rate": notes.hit_rate,
-        "hit_rate_by_layer": {layer: count / n for layer, count in sorted(notes.reuses_by_layer.items())},
-        "layers_skipped": notes.n_layers_skipped / (n * len(recording.trunk.layers)),
+        "hit_rate": stats.hit_rate,
+        "hit_rate_by_layer": {layer: count / n for layer, count in sorted(stats.reuses_by_layer.items())},
+        "layers_skipped": stats.n_layers_skipped / (n * len(recording.trunk.layers)),
         **quality(workload, recording.answers, told, hits, experiment.seed),
     }

@@ -4,16 +4,15 @@ For questions that need the real banks, codecs and policies, but no clock.
 """
 
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
-import torch
 from pydantic import Field
 
 from experiments.folders import Folders
-from experiments.measures.base import Outcome, TaskExperiment
-from experiments.methods.base import Served
+from experiments.measures.base import Outcome, TaskExperiment, serve_once
+from experiments.methods.base import Served, is_hit
 from experiments.methods.cached import Cached
 from experiments.methods.nocache import NoCache
 from experiments.metrics import hit_rates, quality
@@ -51,20 +50,13 @@ def run(experiment: Observe, folders: Folders) -> Outcome:
     workload, base = _alone.of(experiment, folders)
     clock = _Clock(experiment.seconds_per_request)
     method = Cached(workload, clock.given_to(experiment.cache))
-    told, notes = [], []
-    with torch.inference_mode():
-        method.begin()
-        for number in tracked(range(len(workload.requests)), len(workload.requests), "Serving"):
-            clock.number = number
-            told.append(method.ask(number))
-            notes.append(method.last())
-        stats = method.stats
-        method.end()
+    n = len(workload.requests)
+    told, notes = serve_once(method, clock.following(tracked(range(n), n, "Serving")))
+    stats = method.stats
     served = np.array([note.by for note in notes])
-    hits = np.array([note.is_hit for note in notes])
     figures = {
         **hit_rates(served, experiment.seed),
-        **quality(workload, base, told, hits, experiment.seed),
+        **quality(workload, base, told, is_hit(served), experiment.seed),
         "bytes": stats.nbytes,
         "entries": stats.n_stored,
         "evicted": sum(stats.n_evicted.values()),
@@ -76,12 +68,7 @@ def run(experiment: Observe, folders: Folders) -> Outcome:
     }
     shown = ("hit_rate", "accuracy", "accuracy_drop", "changed_answers", "bytes", "entries", "evicted")
     metrics = {
-        "task": experiment.task.title,
-        "model": experiment.task.model,
-        "n": len(workload.requests),
-        "metric": workload.metric,
-        "limit": experiment.task.limit,
-        "facts": workload.facts,
+        **experiment.about(workload),
         **figures,
         "summary": [{name: figures[name] for name in shown}],
     }
@@ -93,11 +80,16 @@ class _Clock:
 
     def __init__(self, seconds_per_request: float | None) -> None:
         self._seconds = seconds_per_request
-        self.number = 0
+        self._number = 0
 
     def __call__(self) -> float:
         """Seconds since the first request."""
-        return self.number * (self._seconds or 0.0)
+        return self._number * (self._seconds or 0.0)
+
+    def following(self, numbers: Iterable[int]) -> Iterator[int]:
+        """Hand on the numbers of requests; the clock moves with them."""
+        for self._number in numbers:
+            yield self._number
 
     def given_to(self, cache: Mapping[str, Any]) -> dict[str, Any]:
         """The cache's settings, with this clock for a policy that takes one."""
@@ -123,10 +115,9 @@ class _Alone:
         key = (experiment.task, experiment.seed, folders)
         if self._known is None or self._known[0] != key:
             workload = build(experiment.task, folders, experiment.seed)
-            alone = NoCache(workload, {})
             n = len(workload.requests)
-            with torch.inference_mode():
-                self._known = key, workload, [alone.ask(i) for i in tracked(range(n), n, "The model alone")]
+            answers, _ = serve_once(NoCache(workload, {}), tracked(range(n), n, "The model alone"))
+            self._known = key, workload, answers
         return self._known[1:]
 
 
@@ -144,9 +135,7 @@ def _rows(workload: Workload, base: list[Answer], told: list[Answer], notes: lis
     return [
         {
             "id": request.id,
-            "served": note.by,
-            "source": None if note.source is None else workload.requests[note.source].id,
-            "similarity": None if note.similarity is None else round(note.similarity, 5),
+            **note.cells(workload.requests),
             "is_changed": int(workload.is_changed(base[i], told[i])),
             "score": round(float(scores[i]), 5),
         }

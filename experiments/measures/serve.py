@@ -22,7 +22,7 @@ from pydantic import Field
 from experiments.folders import Folders
 from experiments.measures.base import Outcome, TaskExperiment
 from experiments.methods import NOCACHE, Method, MethodSettings, make_methods
-from experiments.methods.base import COMPUTED, Served
+from experiments.methods.base import Served, is_hit
 from experiments.metrics import summary
 from experiments.progress import tracked
 from experiments.tasks import build
@@ -79,12 +79,6 @@ class Trace:
     def is_hit(self) -> NDArray[np.bool_]:
         """Whether something stored served it, (R, N)."""
         return is_hit(self.served)
-
-
-def is_hit(served: NDArray[np.str_]) -> NDArray[np.bool_]:
-    """Whether something stored served each request, same shape."""
-    hit: NDArray[np.bool_] = ~np.isin(served, (COMPUTED, "bypassed"))
-    return hit
 
 
 @dataclass(slots=True)
@@ -198,14 +192,11 @@ def rows(workload: Workload, traces: Mapping[str, Trace]) -> list[dict[str, Any]
     for label, trace in traces.items():
         scores = workload.scores(trace.answers)
         for i, request in enumerate(workload.requests):
-            note = trace.notes[i]
             found.append(
                 {
                     "id": request.id,
                     "method": label,
-                    "served": note.by,
-                    "source": None if note.source is None else workload.requests[note.source].id,
-                    "similarity": None if note.similarity is None else round(note.similarity, 5),
+                    **trace.notes[i].cells(workload.requests),
                     "answer": workload.show(trace.answers[i]),
                     "is_changed": int(workload.is_changed(base[i], trace.answers[i])),
                     "score": round(float(scores[i]), 5),

@@ -6,20 +6,22 @@ hits that leave the answer as it was: against the hit rate it tells more than ei
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from pydantic import Field
 
 from experiments.folders import Folders
 from experiments.measures.base import Outcome, TaskExperiment
-from experiments.measures.serve import NOCACHE, measure
-from experiments.methods.base import Method
+from experiments.measures.serve import measure
+from experiments.methods import NOCACHE
+from experiments.methods.base import Method, is_hit
 from experiments.methods.cached import Cached
 from experiments.methods.nocache import NoCache
 from experiments.metrics import hit_rates, quality, summary
 from experiments.progress import tracked
-from experiments.replay import Recording, Replay, Units, by_request, make_fingerprint, replay
+from experiments.recording import Recording, make_fingerprint
+from experiments.replay import Replay, Units, by_request, replay
 from experiments.tasks import build
 from experiments.workload import Answer, Workload
 
@@ -31,7 +33,7 @@ class Sweep(TaskExperiment):
 
     Attributes:
         taus: Thresholds.
-        methods: Curves to draw: of `llmcache`, `doccache`, `semantic_response`.
+        methods: Curves to draw.
         fingerprints: Of llmcache, one curve each: names, or mappings with `name` and settings.
         encoder: Sentence encoder of the semantic response cache.
         live_taus: Thresholds of llmcache that are also run, for their speed.
@@ -41,7 +43,7 @@ class Sweep(TaskExperiment):
     """
 
     taus: tuple[float, ...] = Field(min_length=1)
-    methods: tuple[str, ...] = ("llmcache",)
+    methods: tuple[Literal["llmcache", "doccache", "semantic_response"], ...] = ("llmcache",)
     fingerprints: tuple[Any, ...] = ("mean",)
     encoder: str = "minilm"
     live_taus: tuple[float, ...] = ()
@@ -63,12 +65,7 @@ def run(experiment: Sweep, folders: Folders) -> Outcome:
     points = [point for curve in _curves(experiment, recording) for point in curve]
     nothing = np.zeros(len(recording.answers), dtype=bool)
     metrics = {
-        "task": experiment.task.title,
-        "model": experiment.task.model,
-        "n": len(workload.requests),
-        "metric": workload.metric,
-        "limit": experiment.task.limit,
-        "facts": workload.facts,
+        **experiment.about(workload),
         "nocache": quality(workload, recording.answers, recording.answers, nothing, experiment.seed),
         "points": points,
         "live": live,
@@ -82,8 +79,9 @@ def _curves(experiment: Sweep, recording: Recording) -> Any:
     taus = (math.inf, *experiment.taus)  # exact repeats alone come first
     for method in experiment.methods:
         if method == "llmcache":
+            fits_any_length = _fits_any_length(experiment, recording.workload)
             for options in experiment.fingerprints:
-                units = recording.rows(make_fingerprint(options), _fits_any_length(experiment, recording.workload))
+                units = recording.rows(make_fingerprint(options), fits_any_length)
                 name = options if isinstance(options, str) else "-".join(str(value) for value in options.values())
                 yield _points(experiment, recording, units, taus, recording.reread, (method, name))
         elif method == "doccache":
@@ -107,8 +105,7 @@ def _points(
     for tau, told in tracked(list(zip(taus, again, strict=True)), len(taus), f"Replaying {name[1] or name[0]}"):
         served = by_request(units, told)
         answers = answers_of(units, told)
-        hits = np.isin(served, ("exact", "near"))
-        figures = quality(recording.workload, recording.answers, answers, hits, experiment.seed)
+        figures = quality(recording.workload, recording.answers, answers, is_hit(served), experiment.seed)
         per_hit = figures["changed_per_hit"]
         found.append(
             {

@@ -1,13 +1,16 @@
 """The interface of a method."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import nn
 
-from experiments.workload import Answer, Workload
+from experiments.section import Section
+from experiments.workload import Answer, Request, Workload
 
 COMPUTED, BYPASSED = "computed", "bypassed"
 
@@ -31,7 +34,21 @@ class Served:
     @property
     def is_hit(self) -> bool:
         """Whether something stored served it."""
-        return self.by not in (COMPUTED, BYPASSED)
+        return bool(is_hit(self.by))
+
+    def cells(self, requests: Sequence[Request]) -> dict[str, Any]:
+        """What rows of results say of it, given the requests of the workload."""
+        return {
+            "served": self.by,
+            "source": None if self.source is None else requests[self.source].id,
+            "similarity": None if self.similarity is None else round(self.similarity, 5),
+        }
+
+
+def is_hit(served: NDArray[np.str_] | str) -> NDArray[np.bool_]:
+    """Whether something stored served each request, same shape, told from what served it."""
+    hit: NDArray[np.bool_] = ~np.isin(served, (COMPUTED, BYPASSED))
+    return hit
 
 
 class Method(Protocol):
@@ -63,6 +80,43 @@ class Method(Protocol):
     @property
     def n_entries(self) -> int | None:
         """Entries held; None where nothing is ever held."""
+
+
+class NoSettings(Section):
+    """There are no options."""
+
+
+class Twinned:
+    """What methods have in common that keep their hands off all but their own copy of the model.
+
+    Attributes:
+        Settings: Options of the method.
+    """
+
+    Settings: ClassVar[type[Section]] = NoSettings
+
+    def __init__(self, workload: Workload, options: Mapping[str, Any]) -> None:
+        """Take a copy of the model."""
+        self._workload = workload
+        self._settings: Any = self.Settings.make(options)
+        self._module = twin(workload.module)
+        self.begin()
+
+    @classmethod
+    def check(cls, options: Mapping[str, Any], name: str) -> None:
+        """Check the options."""
+        cls.Settings.make(options, name)
+
+    def begin(self) -> None:
+        """Nothing was asked yet."""
+        self._last = Served()
+
+    def last(self) -> Served:
+        """What happened to the latest request."""
+        return self._last
+
+    def end(self) -> None:
+        """The copy is the method's own."""
 
 
 def twin(module: nn.Module) -> nn.Module:

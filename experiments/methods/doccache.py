@@ -13,9 +13,9 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from experiments.methods.base import COMPUTED, Served, twin
+from experiments.methods.base import COMPUTED, Served, Twinned
 from experiments.methods.nearest import Nearest, nbytes_of, unit
-from experiments.models import Inputs
+from experiments.models import Inputs, token_rows
 from experiments.section import Section
 from experiments.workload import Answer, Workload
 from llmcache.adapters import locate, special_ids
@@ -52,7 +52,7 @@ class Recall(nn.Module):
             return getattr(super().__getattr__("trunk"), name)
 
 
-class DocCache:
+class DocCache(Twinned):
     """Reuses final states of whole documents."""
 
     class Settings(Section):
@@ -62,25 +62,17 @@ class DocCache:
 
     def __init__(self, workload: Workload, options: Mapping[str, Any]) -> None:
         """Take a copy of the model and put `Recall` in its trunk's place."""
-        self._workload = workload
-        self._settings = self.Settings.make(options)
-        self._module = twin(workload.module)
+        super().__init__(workload, options)
         trunk = locate(self._module)
         self._words = trunk.module.get_input_embeddings()
         self._specials = torch.tensor(special_ids(trunk, workload.tokenizer))
         self._recall = Recall(trunk.module)
         _replace(self._module, trunk.module, self._recall)
-        self.begin()
-
-    @classmethod
-    def check(cls, options: Mapping[str, Any], name: str) -> None:
-        """Check the threshold."""
-        cls.Settings.make(options, name)
 
     def begin(self) -> None:
         """Forget all documents."""
         self._documents = Nearest()
-        self._last = Served()
+        super().begin()
 
     def ask(self, number: int) -> Answer:
         """Let the head read the nearest document's final states, or compute and keep them."""
@@ -95,13 +87,6 @@ class DocCache:
         self._last = Served(COMPUTED if found is None else "document", found and found.number, alike)
         return answer
 
-    def last(self) -> Served:
-        """What happened to the latest request."""
-        return self._last
-
-    def end(self) -> None:
-        """The copy is this method's own."""
-
     @property
     def nbytes(self) -> int:
         """Bytes of embeddings, final states and tokens."""
@@ -115,11 +100,8 @@ class DocCache:
 
     def embed(self, inputs: Inputs) -> Any:
         """Mean word embedding of all rows' content, float32 (D,) of L2 norm 1."""
-        ids = inputs["input_ids"].flatten()
-        content = ~torch.isin(ids, self._specials)
-        if "attention_mask" in inputs:
-            content &= inputs["attention_mask"].flatten().bool()
-        kept = ids[content]
+        ids, valid = token_rows(inputs)
+        kept = ids[valid & ~torch.isin(ids, self._specials)]
         mean = self._words(kept).mean(dim=0) if len(kept) else torch.zeros(self._words.weight.shape[1])
         return unit(mean.float().numpy())
 

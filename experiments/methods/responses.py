@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from experiments.heads import pool_mean
-from experiments.methods.base import COMPUTED, Served, twin
+from experiments.methods.base import COMPUTED, Served, Twinned
 from experiments.methods.nearest import Nearest, unit
 from experiments.models import MINILM, encode, load
 from experiments.section import Section
@@ -17,27 +17,13 @@ from experiments.workload import Answer, Workload
 ENCODED_TOKENS = 256  # all-MiniLM-L6-v2 was trained on no more
 
 
-class ExactResponse:
+class ExactResponse(Twinned):
     """Answers again what was asked with the very same tokens."""
-
-    class Settings(Section):
-        """None."""
-
-    def __init__(self, workload: Workload, options: Mapping[str, Any]) -> None:
-        """Take a copy of the model."""
-        self._workload = workload
-        self._module = twin(workload.module)
-        self.begin()
-
-    @classmethod
-    def check(cls, options: Mapping[str, Any], name: str) -> None:
-        """There are no options."""
-        cls.Settings.make(options, name)
 
     def begin(self) -> None:
         """Forget all answers."""
         self._kept: dict[bytes, tuple[int, Answer]] = {}
-        self._last = Served()
+        super().begin()
 
     def ask(self, number: int) -> Answer:
         """Look the tokens up, or compute and keep the answer."""
@@ -52,13 +38,6 @@ class ExactResponse:
         self._last = Served()
         return answer
 
-    def last(self) -> Served:
-        """What happened to the latest request."""
-        return self._last
-
-    def end(self) -> None:
-        """The copy is this method's own."""
-
     @property
     def nbytes(self) -> int:
         """Bytes of the keys; answers are small."""
@@ -70,7 +49,7 @@ class ExactResponse:
         return len(self._kept)
 
 
-class SemanticResponse:
+class SemanticResponse(Twinned):
     """Answers again what was asked in other words, as GPTCache does.
 
     The request's text is embedded with all-MiniLM-L6-v2 (mean pooling), the nearest stored request is searched with
@@ -90,21 +69,13 @@ class SemanticResponse:
 
     def __init__(self, workload: Workload, options: Mapping[str, Any]) -> None:
         """Take a copy of the model and load the encoder."""
-        self._workload = workload
-        self._settings = self.Settings.make(options)
-        self._module = twin(workload.module)
+        super().__init__(workload, options)
         self._encode = Encoder(self._settings.encoder)
-        self.begin()
-
-    @classmethod
-    def check(cls, options: Mapping[str, Any], name: str) -> None:
-        """Check threshold and encoder."""
-        cls.Settings.make(options, name)
 
     def begin(self) -> None:
         """Forget all answers."""
         self._answers = Nearest()
-        self._last = Served()
+        super().begin()
 
     def ask(self, number: int) -> Answer:
         """Embed, search, and give the neighbour's answer, or compute and keep it."""
@@ -118,13 +89,6 @@ class SemanticResponse:
         self._answers.add(vector, (number, answer))
         self._last = Served(COMPUTED, None, alike)
         return answer
-
-    def last(self) -> Served:
-        """What happened to the latest request."""
-        return self._last
-
-    def end(self) -> None:
-        """The copy is this method's own."""
 
     @property
     def nbytes(self) -> int:

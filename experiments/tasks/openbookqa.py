@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor, nn
 
@@ -15,6 +14,7 @@ from experiments.data.made import make_choices
 from experiments.data.openbookqa import Choice, read_openbookqa
 from experiments.folders import Folders
 from experiments.models import Inputs, Loaded, check_length, load
+from experiments.tasks.plain import Plain
 from experiments.tasks.settings import OfficialSettings
 from experiments.workload import Request
 
@@ -47,11 +47,8 @@ class Scores:
     logits: Tensor
 
 
-class OpenBookQA:
+class OpenBookQA(Plain):
     """Multiple choice with a model that scores each choice beside the question."""
-
-    metric = "accuracy"
-    payload = None
 
     def __init__(self, loaded: Loaded, questions: Sequence[Choice], max_length: int) -> None:
         """Tokenise the questions.
@@ -77,23 +74,6 @@ class OpenBookQA:
     def mix(self, parts: Sequence[tuple[Any, int]]) -> Any:
         """The score of each choice from a row of its own."""
         return Scores(torch.stack([output.logits[0, row] for output, row in parts])[None])
-
-    def borrowed(self, answer: int) -> int:
-        """The same letter."""
-        return answer
-
-    def is_changed(self, one: int, other: int) -> bool:
-        """Whether another choice was taken."""
-        return one != other
-
-    def scores(self, answers: Sequence[int]) -> NDArray[np.float64]:
-        """1 for the right choice, else 0."""
-        pairs = zip(answers, self.requests, strict=True)
-        return np.array([float(told == request.reference) for told, request in pairs])
-
-    def extras(self, answers: Sequence[int]) -> dict[str, float | None]:
-        """Nothing more."""
-        return {}
 
     def show(self, answer: int) -> str:
         """Its letter."""

@@ -17,6 +17,7 @@ from experiments.data.squad import Question, read_squad
 from experiments.folders import Folders
 from experiments.models import Inputs, Loaded, check_length, load
 from experiments.scorers import squad_v2 as scorer
+from experiments.tasks.plain import Plain
 from experiments.tasks.settings import OfficialSettings
 from experiments.workload import Request
 
@@ -46,14 +47,13 @@ def build(settings: Settings, folders: Folders, seed: int) -> "SquadV2":
     return SquadV2(loaded, questions[: settings.limit], settings.max_length)
 
 
-class SquadV2:
+class SquadV2(Plain):
     """Extractive question answering with a model that has two columns: where the answer begins, where it ends.
 
     One window a request: what of a passage does not fit is cut, equally for every method.
     """
 
     metric = "f1"
-    payload = None
 
     def __init__(self, loaded: Loaded, questions: Sequence[Question], max_length: int) -> None:
         """Tokenise the questions.
@@ -95,18 +95,6 @@ class SquadV2:
         starts, ends = (logits[0].float().numpy() for logits in (output.start_logits, output.end_logits))
         span, advantage = best_span(starts, ends, self._offsets[number])
         return ("" if span is None else self._contexts[number][span[0] : span[1]]), advantage
-
-    def mix(self, parts: Sequence[tuple[Any, int]]) -> Any:
-        """A request is one row: the one part's output."""
-        return parts[0][0]
-
-    def borrowed(self, answer: str) -> str:
-        """The same text."""
-        return answer
-
-    def is_changed(self, one: str, other: str) -> bool:
-        """Whether the texts differ."""
-        return one != other
 
     def scores(self, answers: Sequence[str]) -> NDArray[np.float64]:
         """F1 of each answer."""

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor, nn
 
@@ -19,6 +17,7 @@ from experiments.folders import Folders
 from experiments.heads import Classifier, Head, fit_logistic, ready
 from experiments.models import check_length, encode, load
 from experiments.streams.traffic import Traffic, draw
+from experiments.tasks.plain import Plain
 from experiments.tasks.settings import TaskSettings
 from experiments.tasks.split import split
 from experiments.workload import Request
@@ -69,10 +68,8 @@ def build(settings: Settings, folders: Folders, seed: int) -> "Stream":
     return Stream(classifier, requests, settings.max_length, payload=settings.head.pool)
 
 
-class Stream:
+class Stream(Plain):
     """Intent classification."""
-
-    metric = "accuracy"
 
     def __init__(
         self, classifier: Classifier, requests: Sequence[Labelled], max_length: int, payload: str | None
@@ -82,8 +79,7 @@ class Stream:
         Args:
             classifier: What answers.
             requests: In the order in which they are asked.
-            traffic: Draw a stream from the requests, in which some come again; without it each is asked once.
-        max_length: Most tokens of a request.
+            max_length: Most tokens of a request.
             payload: What the head reads, where the library cannot see it from outside.
         """
         self.module: nn.Module = classifier.module
@@ -108,27 +104,6 @@ class Stream:
     def answer(self, output: Tensor, number: int) -> int:
         """Column of the highest logit."""
         return int(output.argmax(dim=-1))
-
-    def mix(self, parts: Sequence[tuple[Any, int]]) -> Any:
-        """A request is one row: the one part's output."""
-        return parts[0][0]
-
-    def borrowed(self, answer: int) -> int:
-        """The same label."""
-        return answer
-
-    def is_changed(self, one: int, other: int) -> bool:
-        """Whether the labels differ."""
-        return one != other
-
-    def scores(self, answers: Sequence[int]) -> NDArray[np.float64]:
-        """1 for the right label, else 0."""
-        pairs = zip(answers, self.requests, strict=True)
-        return np.array([float(told == request.reference) for told, request in pairs])
-
-    def extras(self, answers: Sequence[int]) -> dict[str, float | None]:
-        """Nothing more."""
-        return {}
 
     def show(self, answer: int) -> str:
         """The label's name."""

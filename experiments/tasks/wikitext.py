@@ -23,6 +23,7 @@ from experiments.data.wikitext import UNK, read_wikitext, unk_rate
 from experiments.folders import Folders
 from experiments.models import Loaded, check_length, load
 from experiments.section import Section
+from experiments.tasks.plain import Plain
 from experiments.tasks.settings import OfficialSettings
 from experiments.workload import Request
 from llmcache.errors import ConfigError
@@ -101,11 +102,8 @@ def build(settings: Settings, folders: Folders, seed: int) -> "WikiText":
     return WikiText(loaded, lines, settings.window, settings.limit, settings.repeats)
 
 
-class WikiText:
+class WikiText(Plain):
     """Language modelling with a causal model, window by window, no context carried over."""
-
-    metric = "accuracy"
-    payload = None
 
     def __init__(
         self, loaded: Loaded, lines: Sequence[str], window: int, limit: int | None, repeats: Repeats | None
@@ -154,10 +152,6 @@ class WikiText:
         right = torch.from_numpy(self.requests[number].reference[1:])
         nll = nn.functional.cross_entropy(logits, right, reduction="none")
         return Read(logits.argmax(dim=-1).numpy(), nll.double().numpy())
-
-    def mix(self, parts: Sequence[tuple[Any, int]]) -> Any:
-        """A request is one row: the one part's output."""
-        return parts[0][0]
 
     def borrowed(self, answer: Read) -> Read:
         """The same tokens; how likely this request's own would have been is not known from them."""

@@ -6,16 +6,18 @@ from typing import Annotated, Any
 
 import typer
 
+from llmcache.cli.options import DATA_VARIABLE, MODELS_VARIABLE
+
 INTERRUPTED = 130  # exit status of a shell's command that Ctrl-C ended: 128 + SIGINT
 
 
 def command(
     recipes: Annotated[list[str], typer.Argument(help="Names of models, or `all`.", show_default=False)],
-    models_dir: Annotated[Path, typer.Option(envvar="LLMCACHE_MODELS", help="Each model gets a folder in it.")] = Path(
+    models_dir: Annotated[Path, typer.Option(envvar=MODELS_VARIABLE, help="Each model gets a folder in it.")] = Path(
         "models"
     ),
     data_dir: Annotated[
-        Path | None, typer.Option(envvar="LLMCACHE_DATA", help="Folder with the data sets. Default: the hub.")
+        Path | None, typer.Option(envvar=DATA_VARIABLE, help="Folder with the data sets. Default: the hub.")
     ] = None,
     base: Annotated[str, typer.Option(help="Model to fine-tune: minilm, a folder or a hub name.")] = "minilm",
     seed: Annotated[int, typer.Option(min=0, help="Of everything drawn.")] = 0,

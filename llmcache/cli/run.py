@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from llmcache.cli.options import RESULTS, DataDir, ModelsDir, ResultsDir
+
 if TYPE_CHECKING:
     from experiments.runner import Finished
 
@@ -17,14 +19,9 @@ def command(
         list[Path],
         typer.Argument(metavar="CONFIG...", help="YAML files, one experiment each; a list in one is a grid."),
     ],
-    data_dir: Annotated[
-        Path | None,
-        typer.Option(envvar="LLMCACHE_DATA", help="Folder with the data sets. Default: official ones from the hub."),
-    ] = None,
-    models_dir: Annotated[
-        Path | None, typer.Option(envvar="LLMCACHE_MODELS", help="Folder with what `llmcache prepare` made.")
-    ] = None,
-    results_dir: Annotated[Path, typer.Option(help="Folder that results are written under.")] = Path("results"),
+    data_dir: DataDir = None,
+    models_dir: ModelsDir = None,
+    results_dir: ResultsDir = RESULTS,
     changes: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Replace a setting, e.g. rounds=3; may be repeated."),

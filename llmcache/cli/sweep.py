@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from llmcache.cli.options import RESULTS, DataDir, ModelsDir, ResultsDir
 from llmcache.errors import ConfigError, LLMCacheError
 
 CONFIGS = Path("configs")
@@ -16,14 +17,9 @@ def command(
         list[Path] | None,
         typer.Argument(metavar="CONFIG...", help="YAML files. Default: all in configs/ but smoke.yaml."),
     ] = None,
-    data_dir: Annotated[
-        Path | None,
-        typer.Option(envvar="LLMCACHE_DATA", help="Folder with the data sets. Default: official ones from the hub."),
-    ] = None,
-    models_dir: Annotated[
-        Path | None, typer.Option(envvar="LLMCACHE_MODELS", help="Folder with what `llmcache prepare` made.")
-    ] = None,
-    results_dir: Annotated[Path, typer.Option(help="Folder that results are written under.")] = Path("results"),
+    data_dir: DataDir = None,
+    models_dir: ModelsDir = None,
+    results_dir: ResultsDir = RESULTS,
 ) -> None:
     """Run all experiments that are not there yet; one that fails for its data or model does not stop the others.
 

@@ -59,7 +59,7 @@ class LSHIndex:
         similarity = np.full((len(x), width), -np.inf, np.float32)
         for i, row in enumerate(x):
             candidates = np.sort(np.array(self._bands.query(_sketch(row)), np.int64))
-            share = (self._rows.vectors(candidates) == row).mean(axis=1, dtype=np.float32)
+            share = share_equal(self._rows.vectors(candidates), row)
             best = np.argsort(-share, kind="stable")[:width]
             ids[i, : len(best)], similarity[i, : len(best)] = candidates[best], share[best]
         return ids, similarity
@@ -86,6 +86,12 @@ class LSHIndex:
     def _leave_bands(self, name: int) -> None:
         if name in self._bands:
             self._bands.remove(name)
+
+
+def share_equal(rows: Rows, row: Rows) -> Rows:
+    """Share (N,) of the entries at which rows (N, F) equal one (F,): what MinHash estimates Jaccard similarity by."""
+    share: Rows = (rows == row).mean(axis=1, dtype=np.float32)
+    return share
 
 
 def widest_band(dim: int, threshold: float, recall: float) -> int:

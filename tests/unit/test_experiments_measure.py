@@ -19,12 +19,14 @@ from experiments.config import make_experiment
 from experiments.data.labelled import Labelled
 from experiments.folders import Folders
 from experiments.heads import PooledClassifier, _fit_linear, fit_logistic, pooled_states, ready
-from experiments.measures.serve import NOCACHE, Trace, is_hit, measure, order_of, rows, run
-from experiments.methods.base import COMPUTED, Method, Served
+from experiments.measures.serve import Trace, measure, order_of, rows, run
+from experiments.methods import NOCACHE
+from experiments.methods.base import COMPUTED, Method, Served, is_hit
 from experiments.methods.cached import Cached
 from experiments.metrics import hit_rates, interval, latencies, percentiles, quality, speed, summary
 from experiments.models import Loaded, encode, load
-from experiments.replay import Recording, by_request, make_fingerprint, replay
+from experiments.recording import Recording, make_fingerprint
+from experiments.replay import by_request, replay
 from experiments.results import _csv
 from experiments.streams.support_desk import support_desk
 from experiments.tasks.stream import Stream

@@ -4,16 +4,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from experiments.config import make_experiment
 from experiments.folders import Folders
 from experiments.measures import MEASURES
+from experiments.measures.base import serve_once
 from experiments.measures.layers import choose_taus
 from experiments.methods.cached import Cached
-from experiments.replay import Recording, by_request, make_fingerprint, replay
+from experiments.recording import Recording, make_fingerprint
+from experiments.replay import by_request, replay
 from experiments.streams.traffic import Traffic, draw
 from experiments.tasks import build, make_task
+from llmcache.errors import ConfigError
 
 TASKS: dict[str, dict[str, Any]] = {
     "openbookqa": {"name": "openbookqa", "model": "untrained", "data": "made", "limit": 20},
@@ -33,19 +35,14 @@ def test_replay_equals_a_live_run(task: str, fingerprint: str) -> None:
     workload = build(make_task(TASKS[task]), Folders(), 0)
     options = {"tau": 0.8, "fingerprint": fingerprint, "allow_unsafe": True}
     live = Cached(workload, options)
-    with torch.inference_mode():
-        live.begin()
-        fits_any_length = live.payload != "sequence"
-        told, served = [], []
-        for number in range(len(workload.requests)):
-            told.append(live.ask(number))
-            served.append(live.last().by)
-        live.end()
+    live.begin()
+    fits_any_length = live.payload != "sequence"
+    told, notes = serve_once(live, range(len(workload.requests)))
     recording = Recording(workload)
     units = recording.rows(make_fingerprint(fingerprint), fits_any_length)
     (again,) = replay(units, [0.8])
     names = {"semantic": "near"}
-    assert by_request(units, again).tolist() == [names.get(by, by) for by in served]
+    assert by_request(units, again).tolist() == [names.get(note.by, note.by) for note in notes]
     answers = recording.reread(units, again)
     assert not any(workload.is_changed(one, other) for one, other in zip(told, answers, strict=True))
     assert "near" in again.served or fingerprint == "minhash"  # which random requests rarely share enough for
@@ -68,6 +65,18 @@ def test_a_sweep_has_a_point_for_every_threshold() -> None:
     ]
     rates = [row["hit_rate"] for row in outcome.rows[:3]]
     assert rates[1] >= rates[2] >= rates[0]
+
+
+def test_an_unknown_curve_is_refused_by_name() -> None:
+    values = {"measure": "sweep", "task": TASKS["openbookqa"], "taus": [0.9], "methods": ["llmcache", "exact_response"]}
+    with pytest.raises(ConfigError, match=r"^methods\.1: .*'llmcache', 'doccache' or 'semantic_response' .*'exact_re"):
+        make_experiment(values)
+
+
+@pytest.mark.parametrize("options", ["median", {"name": "median", "bits": 64}])
+def test_an_unknown_fingerprint_is_refused_by_name(options: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^fingerprint: unknown name 'median'; known: attention, mean, minhash"):
+        make_fingerprint(options)
 
 
 def test_an_observed_run_moves_the_clock_by_requests() -> None:

@@ -188,7 +188,17 @@ def test_half_a_request_is_never_found() -> None:
     assert is_right(cache, model, tokens(2, 5))
 
 
-def test_a_state_that_cannot_be_kept_costs_speed_only(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("step", "error", "bypassed"),
+    [
+        ("llmcache.payloads.Cls.take", MemoryError("no room"), {}),
+        ("llmcache.flow.find_reason", AttributeError("a tuple has no get_seq_length"), {"error": 2}),
+    ],
+    ids=["keeping a state", "looking at arguments"],
+)
+def test_a_step_that_breaks_costs_speed_only(
+    step: str, error: Exception, bypassed: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = build(CLASSIFIERS["bert"])
     inputs = padded([6, 4])
     with torch.inference_mode():
@@ -196,27 +206,13 @@ def test_a_state_that_cannot_be_kept_costs_speed_only(monkeypatch: pytest.Monkey
     cache = LLMCache.wrap(model)
 
     def fail(*_: object) -> None:
-        raise MemoryError("no room")
+        raise error
 
     with monkeypatch.context() as broken:
-        broken.setattr(cache._parts.payload, "take", fail)
+        broken.setattr(step, fail)
         assert torch.equal(cache(**inputs).logits, plain)
-    assert (cache.stats().errors, cache.stats().n_stored) == (1, 0)
+    stats = cache.stats()
+    assert (stats.errors, stats.n_stored, stats.bypassed) == (1, 0, bypassed)
     cache(**inputs)
     cache(**inputs)
     assert cache.stats().hits == {"exact": 2}
-
-
-def test_arguments_that_cannot_be_looked_at_go_by(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = build(CLASSIFIERS["bert"])
-    inputs = padded([6, 4])
-    with torch.inference_mode():
-        plain = model(**inputs).logits
-    cache = LLMCache.wrap(model)
-
-    def fail(*_: object) -> None:
-        raise AttributeError("a tuple has no get_seq_length")
-
-    monkeypatch.setattr("llmcache.flow.find_reason", fail)
-    assert torch.equal(cache(**inputs).logits, plain)
-    assert (cache.stats().errors, cache.stats().bypassed) == (1, {"error": 2})
