@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmcache.adapters import CACHE, Arguments, can_select_rows, unpack
+from llmcache.adapters import CACHE, unpack
+from llmcache.arguments import Arguments, can_select_rows
 from llmcache.bypass import find_reason, is_plain_cache
 from llmcache.context import Call, Reuse, Row
 from llmcache.hooks import LayerSwap

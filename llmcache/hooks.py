@@ -13,7 +13,8 @@ from typing import Any, NoReturn, Protocol
 
 from torch import nn
 
-from llmcache.adapters import Arguments, Trunk
+from llmcache.adapters import Trunk
+from llmcache.arguments import Arguments
 from llmcache.errors import WrapError
 
 

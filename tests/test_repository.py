@@ -12,7 +12,7 @@ import llmcache
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 CONSTRAINTS = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-TARGETS = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+TARGETS = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
 
 
 def package_name(requirement: str) -> str:
@@ -23,7 +23,7 @@ def package_name(requirement: str) -> str:
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", ".ci/run"])
 def test_targets_that_are_named_exist(name: str) -> None:
     text = (ROOT / name).read_text(encoding="utf-8")
-    named = set(re.findall(r"(?:^|`)make ([a-z]+)", text, re.MULTILINE))
+    named = set(re.findall(r"(?:^|`)make ([a-z-]+)", text, re.MULTILINE))
     assert named
     assert named <= set(TARGETS)
 

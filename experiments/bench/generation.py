@@ -13,14 +13,21 @@ import torch
 from torch import Tensor
 
 from experiments.bench.latency import rotated, summarise
-from experiments.bench.models import Requests, build, synchronise
+from experiments.bench.models import Requests, build, check, check_target, synchronise
 from llmcache import LLMCache
 
 MAX_ENTRIES = 64
 
 
 def measure(
-    model: str, *, prompt_tokens: int, new_tokens: int, rounds: int, device: str = "cpu", seed: int = 0
+    model: str,
+    *,
+    prompt_tokens: int,
+    new_tokens: int,
+    rounds: int,
+    device: str = "cpu",
+    dtype: str = "float32",
+    seed: int = 0,
 ) -> dict[str, Any]:
     """Run the benchmark.
 
@@ -30,16 +37,19 @@ def measure(
         new_tokens: Tokens generated, always as many.
         rounds: Generations of each kind, after one unmeasured.
         device: Torch device.
+        dtype: Of weights and states.
         seed: Of random weights and prompts.
 
     Returns:
         Times of whole generations in milliseconds by kind, medians and percentiles.
 
     Raises:
-        ConfigError: The model is no causal language model.
+        ConfigError: The model is no causal language model or takes fewer tokens, or device or dtype cannot be measured.
         RuntimeError: A hit gave other tokens than the model alone.
     """
-    pair = build(model, seed, device, head="token")
+    check_target(device, dtype)
+    check(model, prompt_tokens + new_tokens, head="token")
+    pair = build(model, seed, device, head="token", dtype=dtype)
     plain, wrapped = pair.model, copy.deepcopy(pair.model)
     requests = Requests(plain.config, 1, prompt_tokens, seed, device)
     times: dict[str, list[float]] = {kind: [] for kind in ("nocache", "kv_cache", "miss", "exact_hit")}
@@ -58,6 +68,7 @@ def measure(
     return {
         "model": model,
         "weights": pair.weights,
+        "dtype": dtype,
         "prompt_tokens": prompt_tokens,
         "new_tokens": new_tokens,
         **{f"{kind}_ms": summarise(values) for kind, values in times.items()},

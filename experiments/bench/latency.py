@@ -17,20 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from experiments.bench.models import (
-    Pair,
-    Requests,
-    Shortcut,
-    build,
-    check_device,
-    check_length,
-    find_layers,
-    synchronise,
-)
+from experiments.bench.models import Pair, Requests, Shortcut, build, check, check_target, find_layers, synchronise
 from llmcache import ConfigError, LLMCache
 
 MOST_DRAWS = 10
 FILL_ROWS = 64  # rows stored per call while the banks are filled
+CALLS_HELD = 4  # a bank holds the rows of as many calls, so that a miss does not evict what the next hit asks for
 
 Draw = Callable[[], tuple[Any, Tensor, dict[str, int]]]
 
@@ -43,7 +35,7 @@ class Settings:
         model: Architecture or folder.
         batch_size: Rows a call.
         seq_len: Tokens a row.
-        entries: Entries that fill each bank before measuring, at least 4 rows a call.
+        entries: Entries that fill each bank before measuring, at least `CALLS_HELD` a row of a call.
         payload: What entries keep.
         layers: Stored layers: `last` or `all`.
         index: Index name.
@@ -77,22 +69,28 @@ def measure(settings: Settings, advance: Callable[[str, int, int], None] | None 
 
     Returns:
         The figures as `llmcache bench latency` prints them, times in milliseconds. `n_overlooked` calls were drawn
-        again because the index had overlooked a neighbour.
+        again because the index had overlooked a neighbour. `exact_hit_is_equal`: whether an exact hit of a whole call,
+        tried once on this device before the clock runs, gave the stored run's output bit for bit.
+
+    Raises:
+        ConfigError: Device, dtype, model or number of entries cannot be measured.
     """
-    check_device(settings.device)
-    if settings.entries < 4 * settings.batch_size:
-        raise ConfigError(f"--entries {settings.entries}: give at least {4 * settings.batch_size}, four calls' rows")
+    check_target(settings.device, settings.dtype)
+    if settings.entries < (needed := CALLS_HELD * settings.batch_size):
+        raise ConfigError(f"entries: give at least {needed}, the rows of {CALLS_HELD} calls (got {settings.entries})")
+    check(settings.model, settings.seq_len)
     pair = build(settings.model, settings.seed, settings.device, dtype=settings.dtype)
-    check_length(pair.model.config, settings.seq_len)
     bench = Bench(settings, pair)
     bench.fill(advance)
     with torch.inference_mode():
+        is_equal = bench.is_exact_hit_equal()
         times = bench.run(advance)
     figures: dict[str, Any] = {f"{kind}_ms": summarise(values) for kind, values in times.items()}
     figures["ratios"] = _ratios(times)
     figures |= asdict(settings) | {
         "weights": pair.weights,
         "model_bytes": sum(parameter.nbytes for parameter in pair.model.parameters()),
+        "exact_hit_is_equal": is_equal,
         "n_overlooked": bench.n_overlooked,
         "threads": torch.get_num_threads(),
         "entry_bytes": bench.cache.stats().nbytes // max(1, settings.entries),
@@ -136,9 +134,21 @@ class Bench:
                 self._known += ids.unsqueeze(1)
                 if advance:
                     advance("filling", done + len(ids), total)
-        while (missing := total - self.cache.stats().n_stored) > 0:  # a chance hit is not stored
+        for _ in range(MOST_DRAWS):  # a chance hit is not stored
+            if (missing := total - self.cache.stats().n_stored) == 0:
+                return
             with self._shortcut.opened():
                 self.cache(**self._requests.inputs(self._requests.fresh(missing)))
+        stats = self.cache.stats()
+        raise RuntimeError(f"{stats.n_stored} of {total} entries were stored, with {stats.errors} errors (see the log)")
+
+    def is_exact_hit_equal(self) -> bool:
+        """Whether a call's output is bit for bit the same when it is computed and stored, and when it is served."""
+        rows = self._settings.batch_size
+        _, computed = self._measure("miss", self._kinds()["miss"])
+        ids = torch.cat(self._known[-rows:])
+        _, served = self._measure("exact_hit", lambda: (self._model, ids, {"exact": rows}))
+        return torch.equal(computed, served)
 
     def run(self, advance: Callable[[str, int, int], None] | None) -> dict[str, list[float]]:
         """Milliseconds of every call, by kind."""
@@ -148,7 +158,7 @@ class Bench:
         total = self._settings.rounds + warm_up
         for round_number in range(total):
             for kind in rotated(list(kinds), round_number):
-                spent = self._measure(kind, kinds[kind])
+                spent, _ = self._measure(kind, kinds[kind])
                 if round_number >= warm_up:
                     times[kind].append(spent * 1e3)
             if advance:
@@ -180,23 +190,23 @@ class Bench:
         picked = torch.randint(newer, len(self._known), (n_rows,)).tolist()
         return torch.cat([self._known[i] for i in picked])
 
-    def _measure(self, kind: str, draw: Draw) -> float:
-        """Seconds of one call of a kind. An approximate index overlooks some neighbours; such calls are drawn again."""
+    def _measure(self, kind: str, draw: Draw) -> tuple[float, Tensor]:
+        """Seconds and logits of one call of a kind; drawn again when an approximate index overlooked a neighbour."""
         for _ in range(MOST_DRAWS):
             model, ids, expected = draw()
-            spent, hits = self._call(kind, model, ids)
+            spent, logits, hits = self._call(kind, model, ids)
             if hits == expected:
-                return spent
+                return spent, logits
             self.n_overlooked += 1
         raise RuntimeError(f"a {kind} call counted hits {hits}, expected {expected}, {MOST_DRAWS} times in a row")
 
-    def _call(self, kind: str, model: Any, ids: Tensor) -> tuple[float, dict[str, int]]:
-        """Seconds of one call, from arguments to output, and the hits it counted."""
+    def _call(self, kind: str, model: Any, ids: Tensor) -> tuple[float, Tensor, dict[str, int]]:
+        """Seconds of one call, from arguments to output, its logits, and the hits it counted."""
         inputs = self._requests.inputs(ids)
         before = self.cache.stats()
         synchronise(self._settings.device)
         started = perf_counter()
-        model(**inputs)
+        output = model(**inputs)
         synchronise(self._settings.device)
         spent = perf_counter() - started
         after = self.cache.stats()
@@ -204,7 +214,7 @@ class Bench:
             stored = after.n_misses - before.n_misses
             self._known = [*self._known[stored:], *ids[len(ids) - stored :].unsqueeze(1)]
         hits = {rung: n - before.hits.get(rung, 0) for rung, n in after.hits.items() if n != before.hits.get(rung, 0)}
-        return spent, hits
+        return spent, output.logits, hits
 
 
 def rotated(kinds: Sequence[str], by: int) -> Iterator[str]:

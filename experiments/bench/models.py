@@ -6,15 +6,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from llmcache import ConfigError
+from llmcache.adapters import locate
 
 HEADS = {"class": "AutoModelForSequenceClassification", "token": "AutoModelForCausalLM"}
 ARCHITECTURES = {"bert-base": "bert", "distilbert": "distilbert", "gpt2": "gpt2"}
+
+#: Of weights and states.
+Dtype = Literal["float32", "bfloat16"]
 
 
 @dataclass(slots=True)
@@ -37,25 +41,79 @@ def build(name: str, seed: int, device: str, head: str = "class", dtype: str = "
         dtype: Of the weights.
 
     Raises:
-        ConfigError: Neither a known name nor a model.
+        ConfigError: Neither a known name nor a model; or the device is not there, or the dtype is none of `Dtype`.
     """
     import transformers
 
+    check_target(device, dtype)
+    config = _configure(name)
     torch.manual_seed(seed)
     auto = getattr(transformers, HEADS[head])
-    if name in ARCHITECTURES:
-        config = transformers.AutoConfig.for_model(ARCHITECTURES[name], num_labels=2, pad_token_id=0)
-        model, weights = auto.from_config(config), "random"
-    else:
-        try:
-            model, weights = auto.from_pretrained(name), str(Path(name).name)
-        except (OSError, ValueError) as error:
-            known = ", ".join(ARCHITECTURES)
-            raise ConfigError(f"--model {name}: not one of {known}, nor a model folder: {error}") from error
+    with _explained(name):
+        is_random = name in ARCHITECTURES
+        model = auto.from_config(config) if is_random else auto.from_pretrained(name)
+    # A classifier reads no K/V: to make them would slow the plain model, and layers that pass their input make none.
+    model.config.use_cache = head == "token"
+    weights = "random" if is_random else Path(name).name
     config = copy.deepcopy(model.config)
     config.num_hidden_layers = 0
     target = {"device": device, "dtype": getattr(torch, dtype)}
     return Pair(model.eval().to(**target), auto.from_config(config).eval().to(**target), weights)
+
+
+def check(name: str, seq_len: int, head: str = "class") -> None:
+    """See without loading weights whether a model can be measured.
+
+    Args:
+        name: As in `build`.
+        seq_len: Tokens a row.
+        head: As in `build`; `token` asks for a causal model.
+
+    Raises:
+        ConfigError: There is no such model, it takes fewer tokens, or it cannot generate.
+    """
+    import transformers
+
+    config = _configure(name)
+    most = getattr(config, "max_position_embeddings", None)
+    if most is not None and seq_len > most:
+        raise ConfigError(f"seq_len: {name} takes at most {most} tokens (got {seq_len})")
+    with _explained(name), torch.device("meta"):
+        model = getattr(transformers, HEADS[head]).from_config(config)
+    # transformers puts a language-model head on an encoder, too; what comes out is no generation.
+    if head == "token" and not locate(model).makes_kv:
+        raise ConfigError(f"generate: {name} is no causal language model; give one, gpt2 for instance")
+
+
+def _configure(name: str) -> Any:
+    """The model's transformers config."""
+    import transformers
+
+    if name in ARCHITECTURES:
+        return transformers.AutoConfig.for_model(ARCHITECTURES[name], num_labels=2, pad_token_id=0)
+    with _explained(name):
+        return transformers.AutoConfig.from_pretrained(name)
+
+
+@contextmanager
+def _explained(name: str) -> Iterator[None]:
+    """Within: what transformers cannot load is a `ConfigError`."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        known = ", ".join(ARCHITECTURES)
+        raise ConfigError(f"model: {name} is none of {known}, nor a folder of such a model: {error}") from error
+
+
+def check_target(device: str, dtype: str) -> None:
+    """Raise `ConfigError` unless a tensor of a dtype that is measured can be made there."""
+    if dtype not in get_args(Dtype):
+        raise ConfigError(f"dtype: give {' or '.join(get_args(Dtype))} (got {dtype!r})")
+    try:
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"device: {reason} (got {device!r}); give one that this machine has, or cpu") from error
 
 
 def synchronise(device: Any) -> None:
@@ -102,21 +160,6 @@ def find_layers(model: nn.Module) -> nn.ModuleList:
     if not lists:
         raise ConfigError(f"{type(model).__name__} has no list of layers to measure")
     return max(lists, key=len)
-
-
-def check_device(device: str) -> None:
-    """Raise `ConfigError` unless a tensor can be made there."""
-    try:
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"--device {device}: {str(error).splitlines()[0]}") from error
-
-
-def check_length(config: Any, seq_len: int) -> None:
-    """Raise `ConfigError` unless the model has a position for every token."""
-    most = getattr(config, "max_position_embeddings", None)
-    if most is not None and seq_len > most:
-        raise ConfigError(f"--seq-len {seq_len}: this model takes at most {most} tokens")
 
 
 class Requests:

@@ -4,12 +4,13 @@ Real architectures with random weights, or trained models from folders. `as the 
 searched with the mean embedding; `pooled` keeps what the head reads of the last layer.
 """
 
-from typing import Any
+from typing import Any, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, PositiveInt, model_validator
 
 from experiments.bench import generation, latency
+from experiments.bench.models import Dtype, check, check_target
 from experiments.folders import Folders
 from experiments.measures.base import Experiment, Outcome
 from experiments.models import find
@@ -31,34 +32,56 @@ class Latency(Experiment):
         kept: What entries keep: keys of `KEPT`.
         batch_sizes: Rows a call.
         seq_len: Tokens a row.
-        entries: Entries that fill each bank, by what is kept: whole sequences are large.
+        entries: Entries that fill each bank, by what is kept, at least four a row of the largest batch. Whole sequences
+            are large: of BERT-base, 128 tokens of all layers in float32 take 4.7 MB.
         rounds: Calls of each kind.
         device: Torch device.
-        dtypes: Of weights and states: `float32`, `bfloat16`.
+        dtypes: Of weights and states: `float32`, `bfloat16`; generation included.
         generate: Models that also generate: prompt and new tokens together are `seq_len` long.
         new_tokens: Tokens generated.
         generate_rounds: Generations of each kind.
     """
 
     models: tuple[str, ...] = Field(min_length=1)
-    kept: tuple[str, ...] = ("as the paper", "pooled")
-    batch_sizes: tuple[int, ...] = (1,)
+    kept: tuple[str, ...] = Field(default=("as the paper", "pooled"), min_length=1)
+    batch_sizes: tuple[PositiveInt, ...] = Field(default=(1,), min_length=1)
     seq_len: int = Field(default=128, ge=8)
     entries: dict[str, int] = {"as the paper": 200, "pooled": 10_000}  # noqa: RUF012 - pydantic copies it
     rounds: int = Field(default=100, ge=10)
     device: str = "cpu"
-    dtypes: tuple[str, ...] = ("float32",)
+    dtypes: tuple[Dtype, ...] = Field(default=("float32",), min_length=1)
     generate: tuple[str, ...] = ()
     new_tokens: int = Field(default=16, ge=1)
     generate_rounds: int = Field(default=20, ge=3)
 
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        needed = latency.CALLS_HELD * max(self.batch_sizes)
+        for kept in self.kept:
+            if kept not in KEPT:
+                raise ValueError(f"kept: {kept!r} is not known; known: {', '.join(KEPT)}")
+            if self.entries.get(kept, 0) < needed:
+                raise ValueError(
+                    f"entries: {kept!r} needs {needed} or more, the rows of {latency.CALLS_HELD} calls of the largest "
+                    f"batch (got {self.entries.get(kept)})"
+                )
+        if self.generate and self.new_tokens >= self.seq_len:
+            raise ValueError(f"new_tokens: a prompt needs some of the {self.seq_len} tokens (got {self.new_tokens})")
+        return self
+
 
 def run(experiment: Latency, folders: Folders) -> Outcome:
-    """Measure every model.
+    """Measure every model, once all are known to be there and to suit the settings.
 
     Raises:
-        ConfigError: A model was not found, or a setting does not suit it.
+        ConfigError: A model was not found, or a setting does not suit it or this machine.
     """
+    for dtype in experiment.dtypes:
+        check_target(experiment.device, dtype)
+    for model in experiment.models:
+        check(find(model, folders.models), experiment.seq_len)
+    for model in experiment.generate:
+        check(find(model, folders.models), experiment.seq_len, head="token")
     rows = [
         _row(experiment, folders, model, kept, batch_size, dtype)
         for model in experiment.models
@@ -73,9 +96,11 @@ def run(experiment: Latency, folders: Folders) -> Outcome:
             new_tokens=experiment.new_tokens,
             rounds=experiment.generate_rounds,
             device=experiment.device,
+            dtype=dtype,
             seed=experiment.seed,
         )
         for model in experiment.generate
+        for dtype in experiment.dtypes
     ]
     shown = [{name: value for name, value in row.items() if not isinstance(value, dict)} for row in rows]
     return Outcome(
@@ -105,6 +130,7 @@ def _row(experiment: Latency, folders: Folders, model: str, kept: str, batch_siz
         "kept": kept,
         "batch_size": batch_size,
         "dtype": dtype,
+        "mixed_ms": None,  # a single row cannot be half hit
         **medians,
         "hit_speedup": medians["nocache_ms"] / medians["hit_ms"],
         "miss_ratio": figures["ratios"]["miss/nocache"]["median"],
@@ -112,5 +138,6 @@ def _row(experiment: Latency, folders: Folders, model: str, kept: str, batch_siz
         "entry_kb": figures["entry_bytes"] / 1e3,
         "cache_mb": figures["entry_bytes"] * experiment.entries[kept] / MEGABYTE,
         "entries": experiment.entries[kept],
+        "exact_hit_is_equal": figures["exact_hit_is_equal"],
         "detail": {key: value for key, value in figures.items() if key.endswith("_ms") or key == "ratios"},
     }

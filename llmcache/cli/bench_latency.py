@@ -18,22 +18,22 @@ def command(
     index: Annotated[str, typer.Option(help="Index: auto, flat, refined or hnsw.")] = "auto",
     tau: Annotated[float, typer.Option(help="Similarity from which the near requests of the benchmark hit.")] = 0.98,
     device: Annotated[str, typer.Option(help="Torch device, cpu or cuda.")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="Of weights and states: float32 or bfloat16.")] = "float32",
     rounds: Annotated[int, typer.Option(min=10, help="Calls of each kind; 200 or more for percentiles.")] = 200,
     seed: Annotated[int, typer.Option(help="Of random weights and requests.")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
 ) -> None:
     """Measure no cache, miss, semantic hit, exact hit and floor (zero layers), interleaved in one process."""
     from experiments.bench.latency import Settings, measure
+    from experiments.environment import describe
     from experiments.progress import Progress
 
-    settings = Settings(
-        model, batch_size, seq_len, entries, payload, layers, index, tau, device, rounds=rounds, seed=seed
-    )
+    settings = Settings(model, batch_size, seq_len, entries, payload, layers, index, tau, device, dtype, rounds, seed)
     check_writable(json_file)
     with Progress() as progress:
         figures = measure(settings, progress.advance)
     _print(figures)
-    write_json(json_file, figures)
+    write_json(json_file, figures | {"environment": describe(seed)})
 
 
 def _print(figures: dict[str, Any]) -> None:
@@ -42,8 +42,9 @@ def _print(figures: dict[str, Any]) -> None:
 
     weights = "random weights" if figures["weights"] == "random" else f"weights of {figures['weights']}"
     table = Table(
-        title=f"{figures['model']} ({weights}), batch {figures['batch_size']}, {figures['seq_len']} tokens, "
-        f"{figures['entries']} entries of {figures['entry_bytes']} bytes, {figures['threads']} threads"
+        title=f"{figures['model']} ({weights}), {figures['dtype']} on {figures['device']}, "
+        f"{figures['threads']} threads, batch {figures['batch_size']}, {figures['seq_len']} tokens, "
+        f"{figures['entries']} entries of {figures['entry_bytes']} bytes"
     )
     for column in ("call", "median ms", "p90 ms", "p99 ms", "n", "ratio to no cache (p5 to p95)"):
         table.add_column(column, justify="left" if column == "call" else "right")
@@ -55,6 +56,8 @@ def _print(figures: dict[str, Any]) -> None:
             cells = (f"{times[which]:.3f}" for which in ("median", "p90", "p99"))
             table.add_row(kind, *cells, str(times["n"]), shown)
     Console().print(table)
+    is_equal = "equal" if figures["exact_hit_is_equal"] else "not equal"
+    typer.echo(f"an exact hit is {is_equal} to the stored run, bit for bit")
     if figures["n_overlooked"]:
         typer.echo(f"{figures['n_overlooked']} calls were drawn again: the index had overlooked a neighbour")
     if figures["nocache_ms"]["n"] < 200:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmcache.adapters import CACHE, Adapter, repack, select_rows, unpack
+from llmcache.adapters import CACHE, Adapter, repack, unpack
+from llmcache.arguments import select_rows
 from llmcache.context import Call, Reuse
 from llmcache.hooks import LayerSwap
 from llmcache.payloads import Payload

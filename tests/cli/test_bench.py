@@ -70,7 +70,7 @@ def test_memory_counts_what_was_stored() -> None:
     ("options", "part"),
     [
         ("latency --model nowhere", "bert-base"),
-        ("latency --device cuda:99", "--device cuda:99"),
+        ("latency --device cuda:99", "(got 'cuda:99')"),
         ("latency --model {folder} --seq-len 500", "at most 64"),
         ("latency --model {folder} --batch-size 64 --entries 64", "at least 256"),
         ("latency --json {folder}/none/figures.json", "folder that exists"),

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from llmcache import Adapter, ConfigError, LLMCache, UnsupportedModelError, register_adapter
-from llmcache.adapters import ADAPTERS, Arguments, can_select_rows, locate, select_rows, special_ids
+from llmcache.adapters import ADAPTERS, locate, special_ids
+from llmcache.arguments import Arguments, can_select_rows, select_rows
 from tests.models import (
     BARE,
     CLASSIFIERS,

@@ -1,0 +1,93 @@
+"""What a forward is passed: its arguments by name, and those of a layer for some rows of a batch only."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+# Arguments of a layer that hold one row a request. A table shared by all rows may happen to have as many.
+_BY_ROW = frozenset(
+    (
+        *("hidden_states", "hidden_state", "x", "attention_mask", "position_ids", "position_embeddings"),
+        *("position_bias", "token_type_ids", "encoder_hidden_states", "encoder_attention_mask"),
+        *("encoder_decoder_position_bias", "relative_pos"),
+    )
+)
+_SHARED = frozenset({"rel_embeddings", "cache_position"})
+
+
+class Arguments:
+    """Reads and replaces arguments of a forward by name, whether the caller passes them by position or by name."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        """Ask the signature of `forward` once."""
+        parameters = inspect.signature(forward).parameters.values()
+        catch_all = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        self.names = tuple(parameter.name for parameter in parameters if parameter.kind not in catch_all)
+        self._position = {name: i for i, name in enumerate(self.names)}
+
+    def get(self, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
+        """The argument's value, or None when it was not passed."""
+        if name in kwargs:
+            return kwargs[name]
+        position = self._position.get(name, len(args))
+        return args[position] if position < len(args) else None
+
+    def replace(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, value: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with one of them replaced; the caller's are left as they are."""
+        position = self._position.get(name, len(args))
+        if name not in kwargs and position < len(args):
+            return (*args[:position], value, *args[position + 1 :]), kwargs
+        return args, {**kwargs, name: value}
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """All arguments by name; one that the signature does not name by its place, as `*0`."""
+        named = {self.names[i] if i < len(self.names) else f"*{i}": value for i, value in enumerate(args)}
+        return {**named, **kwargs}
+
+
+def select_rows(
+    arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any], rows: Tensor, n_rows: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Keep some rows of what a layer is passed.
+
+    Args:
+        arguments: Names of the layer's arguments.
+        args: Passed by position.
+        kwargs: Passed by name.
+        rows: Row numbers, int64 (R,), on the tensors' device.
+        n_rows: B of the call.
+
+    Returns:
+        The arguments; of tensors that hold one row a request, the chosen rows.
+    """
+    chosen = {
+        name: _select(value, rows, n_rows) if name in _BY_ROW or name == arguments.names[0] else value
+        for name, value in arguments.bind(args, kwargs).items()
+    }
+    by_position = list(chosen.values())[: len(args)]
+    return tuple(by_position), {name: chosen[name] for name in kwargs}
+
+
+def _select(value: Any, rows: Tensor, n_rows: int) -> Any:
+    if isinstance(value, Tensor):  # a single row is a mask or a rotary table that is the same for all
+        return value.index_select(0, rows) if value.ndim and value.shape[0] == n_rows else value
+    if isinstance(value, tuple):
+        return tuple(_select(part, rows, n_rows) for part in value)
+    return value
+
+
+def can_select_rows(arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any], n_rows: int) -> bool:
+    """Whether it is known of every argument if it holds one row a request; see `select_rows`."""
+    known = _BY_ROW | _SHARED | {arguments.names[0]}
+    passed = arguments.bind(args, kwargs)
+    return n_rows == 1 or all(name in known or not _may_be_by_row(value, n_rows) for name, value in passed.items())
+
+
+def _may_be_by_row(value: Any, n_rows: int) -> bool:
+    if isinstance(value, Tensor):
+        return value.ndim > 0 and value.shape[0] == n_rows
+    return isinstance(value, tuple | list) and any(_may_be_by_row(part, n_rows) for part in value)

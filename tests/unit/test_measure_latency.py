@@ -1,0 +1,217 @@
+"""The measure `latency` and the benchmark of generation: what their figures say, and what they refuse before measuring.
+
+Holds the tiny GPT-2 that both measure.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+
+from experiments.bench import generation, latency
+from experiments.bench import models as bench_models
+from experiments.config import make_experiment
+from experiments.folders import Folders
+from experiments.measures.latency import run
+from llmcache.errors import ConfigError
+from llmcache.library import Library
+from tests.models import BARE, PAD, VOCABULARY, build
+
+WIDTH, LAYERS, TOKENS = 32, 3, 16
+SMALL = {"measure": "latency", "seq_len": TOKENS, "rounds": 10, "entries": {"as the paper": 64, "pooled": 80}}
+
+
+def save_gpt2(folder: Path) -> Path:
+    """Save a tiny language model that takes 128 tokens, no tokenizer."""
+    config = tf.GPT2Config(
+        vocab_size=VOCABULARY,
+        n_embd=WIDTH,
+        n_layer=LAYERS,
+        n_head=4,
+        n_positions=128,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=PAD,
+    )
+    build(lambda: tf.GPT2LMHeadModel(config)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    """Two prepared models: `tiny`, which generates, and `encoder`, which does not."""
+    path = tmp_path_factory.mktemp("models")
+    save_gpt2(path / "tiny")
+    build(BARE["bert"]).save_pretrained(path / "encoder")
+    return Folders(models=path)
+
+
+@pytest.fixture
+def _unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No weights are loaded, so nothing can be measured."""
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(latency, "build", fail)
+    monkeypatch.setattr(generation, "build", fail)
+
+
+def measured(folders: Folders, **more: Any) -> Any:
+    return run(make_experiment({**SMALL, "models": ["tiny"], **more}), folders)
+
+
+def n_weights(folders: Folders) -> int:
+    """Numbers in the classifier that is measured."""
+    model = tf.AutoModelForSequenceClassification.from_pretrained(folders.models / "tiny")
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_rows_say_what_was_measured_and_its_bytes(folders: Folders) -> None:
+    outcome = measured(folders, dtypes=["float32", "bfloat16"], batch_sizes=[1, 2])
+    rows = outcome.rows
+    assert [(row["kept"], row["batch_size"], row["dtype"]) for row in rows] == [
+        (kept, rows, dtype)
+        for kept in ("as the paper", "pooled")
+        for rows in (1, 2)
+        for dtype in ("float32", "bfloat16")
+    ]
+    for row in rows:
+        itemsize = 4 if row["dtype"] == "float32" else 2
+        n_numbers = LAYERS * TOKENS * WIDTH if row["kept"] == "as the paper" else WIDTH
+        assert row["model_mb"] == n_weights(folders) * itemsize / 1e6
+        assert row["entry_kb"] == n_numbers * itemsize / 1e3
+        assert row["entries"] == SMALL["entries"][row["kept"]]
+        assert row["cache_mb"] == pytest.approx(row["entry_kb"] * row["entries"] / 1e3)
+        assert row["hit_speedup"] == row["nocache_ms"] / row["hit_ms"]
+        assert (row["model"], row["weights"], row["exact_hit_is_equal"]) == ("tiny", "tiny", True)
+        assert (row["mixed_ms"] is None) == (row["batch_size"] == 1)
+        assert row.keys() == rows[0].keys()
+
+
+def test_metrics_hold_the_rows_with_their_percentiles(folders: Folders) -> None:
+    outcome = measured(folders, kept=["pooled"])
+    (row,), (call,) = outcome.rows, outcome.metrics["calls"]
+    assert outcome.metrics["summary"] == outcome.rows
+    assert row == {name: value for name, value in call.items() if name != "detail"}
+    kinds = {"nocache", "miss", "hit", "exact_hit", "floor"}
+    assert set(call["detail"]) == {*(f"{kind}_ms" for kind in kinds), "ratios"}
+    for kind in kinds:
+        assert row[f"{kind}_ms"] == call["detail"][f"{kind}_ms"]["median"]
+        assert call["detail"][f"{kind}_ms"]["n"] == 10
+    assert row["miss_ratio"] == call["detail"]["ratios"]["miss/nocache"]["median"]
+    assert outcome.metrics["generation"] == []
+    assert outcome.metrics["threads"] == torch.get_num_threads()
+    json.dumps(outcome.metrics, allow_nan=False)
+
+
+def test_generation_is_measured_in_every_dtype(folders: Folders) -> None:
+    outcome = measured(
+        folders, kept=["pooled"], generate=["tiny"], new_tokens=4, generate_rounds=3, dtypes=["float32", "bfloat16"]
+    )
+    for figures, dtype in zip(outcome.metrics["generation"], ("float32", "bfloat16"), strict=True):
+        assert (figures["dtype"], figures["weights"]) == (dtype, "tiny")
+        assert (figures["prompt_tokens"], figures["new_tokens"]) == (TOKENS - 4, 4)
+        assert [figures[f"{kind}_ms"]["n"] for kind in ("nocache", "kv_cache", "miss", "exact_hit")] == [3] * 4
+
+
+def test_generation_runs_in_the_dtype_it_names(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[bench_models.Pair] = []
+
+    def remember(*args: Any, **kwargs: Any) -> bench_models.Pair:
+        built.append(bench_models.build(*args, **kwargs))
+        return built[-1]
+
+    monkeypatch.setattr(generation, "build", remember)
+    generation.measure(str(folders.models / "tiny"), prompt_tokens=4, new_tokens=2, rounds=1, dtype="bfloat16")
+    assert {parameter.dtype for parameter in built[0].model.parameters()} == {torch.bfloat16}
+
+
+def test_a_hit_with_other_tokens_stops_the_benchmark(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = generation._timed
+
+    def other_tokens(*args: Any) -> tuple[float, torch.Tensor, int]:
+        spent, tokens, n_hits = honest(*args)
+        return spent, tokens + 1, n_hits
+
+    monkeypatch.setattr(generation, "_timed", other_tokens)
+    with pytest.raises(RuntimeError, match="exact_hit had 1 hits, or other tokens"):
+        generation.measure(str(folders.models / "tiny"), prompt_tokens=4, new_tokens=2, rounds=1)
+
+
+def test_entries_that_cannot_be_stored_end_the_filling(folders: Folders) -> None:
+    settings = latency.Settings(str(folders.models / "tiny"), seq_len=TOKENS, entries=64, payload="sequence")
+    pair = bench_models.build(settings.model, 0, "cpu")
+    pair.model.config.use_cache = True  # K/V are wanted, which layers that compute nothing do not make
+    with pytest.raises(RuntimeError, match=r"0 of 64 entries were stored, with [1-9]"):
+        latency.Bench(settings, pair).fill(None)
+
+
+def test_a_hit_that_is_not_the_stored_run_is_said(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = latency.Settings(str(folders.models / "tiny"), seq_len=TOKENS, entries=64, payload="last", rounds=10)
+    assert latency.measure(settings)["exact_hit_is_equal"] is True
+
+    def read_wrongly(*args: Any, **kwargs: Any) -> Any:
+        state = honest(*args, **kwargs)
+        return state and replace(state, hidden=state.hidden + 1)
+
+    honest = Library.read
+    monkeypatch.setattr(Library, "read", read_wrongly)
+    assert latency.measure(settings)["exact_hit_is_equal"] is False
+
+
+@pytest.mark.usefixtures("_unmeasured")
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ({"kept": ["pooled", "everything"]}, r"kept: 'everything' is not known; known: as the paper, pooled"),
+        ({"dtypes": ["float32", "float64"]}, r"dtypes\.1: .*'float32' or 'bfloat16' \(got 'float64'\)"),
+        ({"device": "cuda:99"}, r"device: .*\(got 'cuda:99'\)"),
+        ({"device": "abacus"}, r"device: .*\(got 'abacus'\)"),
+        ({"batch_sizes": [1, 17]}, r"entries: 'as the paper' needs 68 or more.*\(got 64\)"),
+        ({"entries": {"as the paper": 64}}, r"entries: 'pooled' needs 4 or more.*\(got None\)"),
+        ({"batch_sizes": [0]}, r"batch_sizes\.0: .*greater than 0"),
+        ({"batch_sizes": []}, r"batch_sizes: .*at least 1 item"),
+        ({"models": ["tiny", "nowhere"]}, r"model: nowhere is none of bert-base, distilbert, gpt2"),
+        ({"seq_len": 129}, r"seq_len: .*at most 128 tokens \(got 129\)"),
+        ({"generate": ["tiny", "encoder"], "new_tokens": 4}, r"generate: .*encoder is no causal language model"),
+        ({"generate": ["distilbert"], "new_tokens": 4}, r"model: distilbert is none of"),
+        ({"generate": ["tiny"], "new_tokens": 16}, r"new_tokens: .*some of the 16 tokens \(got 16\)"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_first(folders: Folders, change: dict[str, Any], part: str) -> None:
+    with pytest.raises(ConfigError, match=part):
+        measured(folders, **change)
+
+
+@pytest.mark.usefixtures("_unmeasured")
+@pytest.mark.parametrize(
+    ("model", "more", "part"),
+    [
+        ("encoder", {}, "no causal language model"),
+        ("tiny", {"new_tokens": 128}, "at most 128 tokens"),
+        ("tiny", {"dtype": "int8"}, r"dtype: give float32 or bfloat16 \(got 'int8'\)"),
+        ("tiny", {"device": "cuda:99"}, r"device: .*\(got 'cuda:99'\)"),
+    ],
+)
+def test_generation_refuses_by_itself(folders: Folders, model: str, more: dict[str, Any], part: str) -> None:
+    with pytest.raises(ConfigError, match=part):
+        generation.measure(str(folders.models / model), **{"prompt_tokens": 4, "new_tokens": 2, "rounds": 1} | more)
+
+
+@pytest.mark.usefixtures("_unmeasured")
+@pytest.mark.parametrize(
+    ("settings", "part"),
+    [
+        (latency.Settings(dtype="half"), "dtype: .*got 'half'"),
+        (latency.Settings(batch_size=16, entries=63), r"entries: give at least 64.*\(got 63\)"),
+        (latency.Settings("nowhere"), "model: nowhere"),
+    ],
+)
+def test_calls_are_refused_before_weights_are_loaded(settings: latency.Settings, part: str) -> None:
+    with pytest.raises(ConfigError, match=part):
+        latency.measure(settings)
