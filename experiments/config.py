@@ -26,6 +26,7 @@ LISTS = (
     "taus",
     "live_taus",
     "models",
+    "token_heads",
     "fingerprints",
     "kept",
     "batch_sizes",

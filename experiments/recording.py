@@ -41,6 +41,7 @@ class Recording:
         self.workload = workload
         self.trunk = locate(workload.module)
         self.outputs = Outputs(workload)
+        self._read_before: dict[tuple[int, tuple[tuple[int, int], ...]], Answer] = {}
         with torch.inference_mode():
             numbers = tracked(range(len(workload.requests)), len(workload.requests), "Recording the model alone")
             self.answers: list[Answer] = [workload.answer(self.outputs[number], number) for number in numbers]
@@ -119,9 +120,12 @@ class Recording:
         return told
 
     def _read(self, number: int, rows: list[tuple[int, int]]) -> Answer:
-        with torch.inference_mode():
-            output = self.workload.mix([(self.outputs[owner], row) for owner, row in rows])
-            return self.workload.answer(output, number)
+        known = number, tuple(rows)  # the same at many thresholds
+        if known not in self._read_before:
+            with torch.inference_mode():
+                output = self.workload.mix([(self.outputs[owner], row) for owner, row in rows])
+                self._read_before[known] = self.workload.answer(output, number)
+        return self._read_before[known]
 
 
 class Outputs:

@@ -52,8 +52,8 @@ def build(name: str, seed: int, device: str, head: str = "class", dtype: str = "
     with _explained(name):
         is_random = name in ARCHITECTURES
         model = auto.from_config(config) if is_random else auto.from_pretrained(name)
-    # A classifier reads no K/V: to make them would slow the plain model, and layers that pass their input make none.
-    model.config.use_cache = head == "token"
+    # One call reads no K/V: to make them would slow the plain model, and layers that pass their input make none.
+    model.config.use_cache = False  # generation asks for it itself
     weights = "random" if is_random else Path(name).name
     config = copy.deepcopy(model.config)
     config.num_hidden_layers = 0

@@ -4,6 +4,7 @@ Real architectures with random weights, or trained models from folders. `as the 
 searched with the mean embedding; `pooled` keeps what the head reads of the last layer.
 """
 
+from collections.abc import Iterator
 from typing import Any, Self
 
 import torch
@@ -17,9 +18,11 @@ from experiments.models import find
 
 MEGABYTE = 1e6
 
+AS_THE_PAPER = "as the paper"
+
 #: Two ways to keep entries, as settings of the benchmark.
 KEPT = {
-    "as the paper": {"payload": "sequence", "layers": "all"},
+    AS_THE_PAPER: {"payload": "sequence", "layers": "all"},
     "pooled": {"payload": "auto", "layers": "last"},
 }
 
@@ -29,6 +32,8 @@ class Latency(Experiment):
 
     Attributes:
         models: Architectures (`bert-base`, `distilbert`, `gpt2`, with random weights), or prepared models and folders.
+        token_heads: Causal models that are measured with their language-model head, too. It answers at every token, so
+            entries are kept as the paper does, all else being refused.
         kept: What entries keep: keys of `KEPT`.
         batch_sizes: Rows a call.
         seq_len: Tokens a row.
@@ -43,6 +48,7 @@ class Latency(Experiment):
     """
 
     models: tuple[str, ...] = Field(min_length=1)
+    token_heads: tuple[str, ...] = ()
     kept: tuple[str, ...] = Field(default=("as the paper", "pooled"), min_length=1)
     batch_sizes: tuple[PositiveInt, ...] = Field(default=(1,), min_length=1)
     seq_len: int = Field(default=128, ge=8)
@@ -57,7 +63,7 @@ class Latency(Experiment):
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         needed = latency.CALLS_HELD * max(self.batch_sizes)
-        for kept in self.kept:
+        for kept in (*self.kept, *([AS_THE_PAPER] if self.token_heads else [])):
             if kept not in KEPT:
                 raise ValueError(f"kept: {kept!r} is not known; known: {', '.join(KEPT)}")
             if self.entries.get(kept, 0) < needed:
@@ -80,25 +86,27 @@ def run(experiment: Latency, folders: Folders) -> Outcome:
         check_target(experiment.device, dtype)
     for model in experiment.models:
         check(find(model, folders.models), experiment.seq_len)
-    for model in experiment.generate:
+    for model in (*experiment.generate, *experiment.token_heads):
         check(find(model, folders.models), experiment.seq_len, head="token")
     rows = [
-        _row(experiment, folders, model, kept, batch_size, dtype)
-        for model in experiment.models
-        for kept in experiment.kept
+        _row(experiment, folders, model, head, kept, batch_size, dtype)
+        for model, head, kept in _ways(experiment)
         for batch_size in experiment.batch_sizes
         for dtype in experiment.dtypes
     ]
     generated = [
-        generation.measure(
-            find(model, folders.models),
-            prompt_tokens=experiment.seq_len - experiment.new_tokens,
-            new_tokens=experiment.new_tokens,
-            rounds=experiment.generate_rounds,
-            device=experiment.device,
-            dtype=dtype,
-            seed=experiment.seed,
-        )
+        {
+            **generation.measure(
+                find(model, folders.models),
+                prompt_tokens=experiment.seq_len - experiment.new_tokens,
+                new_tokens=experiment.new_tokens,
+                rounds=experiment.generate_rounds,
+                device=experiment.device,
+                dtype=dtype,
+                seed=experiment.seed,
+            ),
+            "model": model,
+        }
         for model in experiment.generate
         for dtype in experiment.dtypes
     ]
@@ -108,7 +116,15 @@ def run(experiment: Latency, folders: Folders) -> Outcome:
     )
 
 
-def _row(experiment: Latency, folders: Folders, model: str, kept: str, batch_size: int, dtype: str) -> dict[str, Any]:
+def _ways(experiment: Latency) -> Iterator[tuple[str, str, str]]:
+    """Model, head, and what entries keep."""
+    yield from ((model, "class", kept) for model in experiment.models for kept in experiment.kept)
+    yield from ((model, "token", AS_THE_PAPER) for model in experiment.token_heads)
+
+
+def _row(
+    experiment: Latency, folders: Folders, model: str, head: str, kept: str, batch_size: int, dtype: str
+) -> dict[str, Any]:
     """Figures of one model and way to keep entries."""
     figures = latency.measure(
         latency.Settings(
@@ -120,12 +136,14 @@ def _row(experiment: Latency, folders: Folders, model: str, kept: str, batch_siz
             device=experiment.device,
             dtype=dtype,
             seed=experiment.seed,
+            head=head,
             **KEPT[kept],
         )
     )
     medians = {key: value["median"] for key, value in figures.items() if key.endswith("_ms")}
     return {
         "model": model,
+        "head": head,
         "weights": figures["weights"],
         "kept": kept,
         "batch_size": batch_size,

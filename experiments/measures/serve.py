@@ -114,14 +114,9 @@ def run(experiment: Serve, folders: Folders) -> Outcome:
     traces = measure(workload, at_work, experiment.rounds, experiment.warmup)
     base = traces[NOCACHE]
     metrics = {
-        "task": experiment.task.title,
-        "model": experiment.task.model,
-        "n": len(workload.requests),
-        "metric": workload.metric,
-        "limit": experiment.task.limit,
+        **experiment.about(workload),
         "mean_tokens": float(np.mean([request.inputs["input_ids"].shape[-1] for request in workload.requests])),
         "rounds": experiment.rounds,
-        "facts": workload.facts,
         "methods": {
             label: summary(workload, base, trace, experiment.seed)
             | {"method": methods[label].method, "options": methods[label].options}

@@ -82,8 +82,7 @@ def _curves(experiment: Sweep, recording: Recording) -> Any:
             fits_any_length = _fits_any_length(experiment, recording.workload)
             for options in experiment.fingerprints:
                 units = recording.rows(make_fingerprint(options), fits_any_length)
-                name = options if isinstance(options, str) else "-".join(str(value) for value in options.values())
-                yield _points(experiment, recording, units, taus, recording.reread, (method, name))
+                yield _points(experiment, recording, units, taus, recording.reread, (method, _label(options)))
         elif method == "doccache":
             yield _points(experiment, recording, recording.documents(), taus[1:], recording.reread, (method, None))
         else:
@@ -118,6 +117,14 @@ def _points(
             }
         )
     return found
+
+
+def _label(fingerprint: str | Mapping[str, Any]) -> str:
+    """Its name and then its settings: `pca dim=128`."""
+    if isinstance(fingerprint, str):
+        return fingerprint
+    settings = (f"{key}={value}" for key, value in fingerprint.items() if key != "name")
+    return " ".join([str(fingerprint["name"]), *settings])
 
 
 def _fits_any_length(experiment: Sweep, workload: Workload) -> bool:

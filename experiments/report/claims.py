@@ -44,8 +44,9 @@ def judge(results: Results) -> list[tuple[Claim, Judgement]]:
 def _latency(runs: Sequence[Run], results: Results) -> Judgement:
     told, needed = [], []
     for row in runs[0].metrics["calls"]:
-        if row["model"] in paper.MS and row["kept"] == "as the paper" and row["batch_size"] == 1:
-            without, with_cache = paper.MS[row["model"]]
+        known = paper.MS.get((row["model"], row["head"]))
+        if known is not None and row["kept"] == "as the paper" and row["batch_size"] == 1:
+            without, with_cache = known
             share = hits_needed(row, without / with_cache)
             needed.append(share)
             told.append(

@@ -20,7 +20,18 @@ def of_runs(runs: Sequence[Run]) -> str:
 
 
 def _latency(runs: Sequence[Run]) -> Iterator[str]:
-    headings = ("model", "entries keep", "rows", "dtype", "no cache, ms", "miss", "hit", "exact hit", "no layers")
+    headings = (
+        "model",
+        "head",
+        "entries keep",
+        "rows",
+        "dtype",
+        "no cache, ms",
+        "miss",
+        "hit",
+        "exact hit",
+        "no layers",
+    )
     headings += ("no cache / hit", "miss / no cache", "model", "entry", "cache", "paper, ms")
     calls = [row for run in runs for row in run.metrics["calls"]]
     times = ("nocache_ms", "miss_ms", "hit_ms", "exact_hit_ms", "floor_ms")
@@ -29,6 +40,7 @@ def _latency(runs: Sequence[Run]) -> Iterator[str]:
         [
             (
                 f"{row['model']} ({_weights(row)})",
+                row["head"],
                 row["kept"],
                 row["batch_size"],
                 row["dtype"],
@@ -38,7 +50,7 @@ def _latency(runs: Sequence[Run]) -> Iterator[str]:
                 f"{row['model_mb']:.0f} MB",
                 f"{row['entry_kb']:,.1f} kB",
                 f"{row['cache_mb']:,.1f} MB",
-                " to ".join(map(str, paper.MS.get(row["model"], ()))),
+                " to ".join(map(str, paper.MS.get((row["model"], row["head"]), ()))),
             )
             for row in calls
         ],

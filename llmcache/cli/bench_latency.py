@@ -16,6 +16,7 @@ def command(
     payload: Annotated[str, typer.Option(help="What entries keep: cls, last, mean or sequence.")] = "cls",
     layers: Annotated[str, typer.Option(help="Stored layers: last or all.")] = "last",
     index: Annotated[str, typer.Option(help="Index: auto, flat, refined or hnsw.")] = "auto",
+    head: Annotated[str, typer.Option(help="class, or token: a causal language model's, at every token.")] = "class",
     tau: Annotated[float, typer.Option(help="Similarity from which the near requests of the benchmark hit.")] = 0.98,
     device: Annotated[str, typer.Option(help="Torch device, cpu or cuda.")] = "cpu",
     dtype: Annotated[str, typer.Option(help="Of weights and states: float32 or bfloat16.")] = "float32",
@@ -28,7 +29,9 @@ def command(
     from experiments.environment import describe
     from experiments.progress import Progress
 
-    settings = Settings(model, batch_size, seq_len, entries, payload, layers, index, tau, device, dtype, rounds, seed)
+    settings = Settings(
+        model, batch_size, seq_len, entries, payload, layers, index, head, tau, device, dtype, rounds, seed
+    )
     check_writable(json_file)
     with Progress() as progress:
         figures = measure(settings, progress.advance)

@@ -24,12 +24,14 @@ def command(
     """Run all experiments that are not there yet; one that fails for its data or model does not stop the others.
 
     May be interrupted and started again, and started twice: what is finished stays, what another process is measuring
-    is left to it.
+    is left to it. At the end the pictures are drawn.
     """
     from experiments.folders import Folders
     from experiments.lock import InUseError
+    from experiments.plots import draw_all, require_matplotlib
     from experiments.runner import load_all, run_one
 
+    require_matplotlib()
     runs, failed = load_all(configs or _all_configs()), []
     for number, run in enumerate(runs, start=1):
         name = f"{run.group} {run.name}"
@@ -43,6 +45,7 @@ def command(
             failed.append(f"{name}: {error}")
         else:
             typer.echo(f"  {'measured' if done.is_new else 'kept'}, {done.metrics['seconds']:.1f} s: {done.path}")
+    typer.echo(f"{len(draw_all(results_dir))} pictures; `llmcache report` tells what holds")
     if failed:
         typer.echo("\n".join([f"{len(failed)} of {len(runs)} failed:", *failed]), err=True)
         raise typer.Exit(1)

@@ -4,15 +4,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from transformers import GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
-from experiments.folders import Folders
-from experiments.runner import load_all, run_one
 from llmcache.cli import app, main
+from tests.unit.test_measure_latency import save_gpt2
 
 TEXT = {"name": "wikitext", "model": "untrained", "limit": 12, "data": "made", "window": 16}
-LABELS = {"name": "stream", "model": "minilm", "limit": 30, "data": {"path": "support_desk", "limit": 90}}
+LABELS = {"name": "stream", "model": "minilm", "limit": 30, "data": {"path": "support_desk", "limit": 300}}
 TAU = {"method": "llmcache", "tau": 0.8, "allow_unsafe": True}
 
 
@@ -26,6 +24,7 @@ def configs(model: Path) -> dict[str, dict[str, object]]:
             "seq_len": 16,
             "rounds": 10,
             "entries": {"as the paper": 8, "pooled": 64},
+            "token_heads": [str(model)],
             "generate": [str(model)],
             "new_tokens": 4,
             "generate_rounds": 3,
@@ -33,7 +32,15 @@ def configs(model: Path) -> dict[str, dict[str, object]]:
         "table2_accuracy": {"measure": "serve", "task": TEXT, "methods": [TAU], "rounds": 1, "warmup": 0},
         "fig3_hit_rate_by_layer": {"measure": "layers", "task": TEXT},
         "fig4_memory": {"measure": "observe", "task": LABELS, "cache": cached},
-        "fig5_tau": {"measure": "sweep", "task": TEXT, "taus": [0.82, 0.9], "methods": ["llmcache", "doccache"]},
+        "fig5_tau": {
+            "measure": "sweep",
+            "task": TEXT,
+            "taus": [0.82, 0.9],
+            "methods": ["llmcache", "doccache"],
+            "live_taus": [0.9],
+            "rounds": 1,
+            "cache": {"allow_unsafe": True},
+        },
     }
 
 
@@ -41,13 +48,18 @@ def configs(model: Path) -> dict[str, dict[str, object]]:
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("report")
     model = folder / "gpt2-tiny"
-    GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=32, n_embd=16, n_layer=2, n_head=2)).save_pretrained(model)
+    save_gpt2(model)
     for name, config in configs(model).items():
-        path = folder / f"{name}.yaml"
-        path.write_text(yaml.safe_dump(config))
-        for run in load_all([path]):
-            run_one(run, folder / "results", Folders())
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(config))
+    paths = [str(path) for path in sorted(folder.glob("*.yaml"))]
+    swept = CliRunner().invoke(app, ["sweep", *paths, "--results-dir", str(folder / "results")])
+    assert swept.exit_code == 0, swept.output
+    assert "3 pictures" in swept.output
     return folder / "results"
+
+
+def test_a_sweep_leaves_its_pictures(results: Path) -> None:
+    assert all(len(list(results.glob(f"{name}*/**/*.png"))) == 1 for name in ("fig3", "fig4", "fig5"))
 
 
 def test_report_reads_what_every_measure_writes(results: Path) -> None:
@@ -56,7 +68,6 @@ def test_report_reads_what_every_measure_writes(results: Path) -> None:
     assert "REPORT.md and 3 pictures" in told.output
     text = (results / "REPORT.md").read_text()
     assert all(f"## {name}" in text for name in ("table1_latency", "table2_accuracy", "fig3_hit_rate_by_layer"))
-    assert all(len(list(results.glob(f"{name}/**/*.png"))) == 1 for name in ("fig3*", "fig4*", "fig5*"))
 
 
 def test_report_without_results_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -59,6 +59,7 @@ def call(model: str = "bert-base", nocache: float = 100.0, miss: float = 102.0, 
     ms = {"nocache_ms": nocache, "miss_ms": miss, "hit_ms": hit, "exact_hit_ms": 1.0, "floor_ms": 0.5}
     return {
         "model": model,
+        "head": "token" if model == "gpt2" else "class",
         "weights": "random",
         "kept": "as the paper",
         "batch_size": 1,
@@ -334,7 +335,7 @@ def test_a_report_has_a_verdict_for_every_claim_and_a_table_for_every_experiment
         assert f"## {group}" in text
     assert "91.4 % | 1.6 % (commonest intent)" in text
     assert "7 runs" in text and "table2_accuracy: stream 100" in text
-    assert f"{paper.MS['bert-base'][0]} to {paper.MS['bert-base'][1]}" in text
+    assert f"{paper.MS['bert-base', 'class'][0]} to {paper.MS['bert-base', 'class'][1]}" in text
     assert "nan" not in text.lower() and "None" not in text
 
 
