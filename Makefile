@@ -42,8 +42,8 @@ fix: setup ## Format, and repair what ruff can repair.
 	$(BIN)/ruff format .
 
 # Both commands keep 4 rows of the largest batch at least. At 128 rows that is 512 entries, and where each holds 128 tokens
-# of all layers of BERT-base (4.7 MB in float32) 2.4 GB of memory. To try it out, in a minute:
-#   make bench-gpu DEVICE=cpu MODELS=gpt2 BATCH_SIZES=1,2 ROUNDS=10 SEQUENCES=8 ENTRIES=64
+# of all layers of BERT-base (4.7 MB in float32) 2.4 GB of memory. To try it out, in some minutes:
+#   make bench-gpu DEVICE=cpu MODELS=distilbert GENERATE= BATCH_SIZES=1,2 ROUNDS=10 SEQUENCES=8 ENTRIES=64
 # Models may also be folders, or names in $LLMCACHE_MODELS. `bench latency` measures the first.
 DEVICE      ?= cuda
 DTYPES      ?= float32,bfloat16
