@@ -1,13 +1,18 @@
-"""Greedy generation of a few tokens: recomputing everything, with a K/V cache, and with llmcache around the prefill.
+"""Greedy generation of a few tokens, in each of the ways that one would serve it.
 
-Kinds: `nocache` (each step runs the whole sequence), `kv_cache` (transformers' `DynamicCache`), `miss` and `exact_hit`
-(K/V cache and llmcache, the prompt new or seen before). Each round makes one generation of each kind, the order
-rotating; a hit's tokens are checked, outside the timer, to be those of `kv_cache`.
+| way | what it keeps |
+|---|---|
+| `Recompute` | nothing: each step runs the whole sequence |
+| `KVCache` | keys and values within a generation: transformers' `DynamicCache` |
+| `Remembering` | those, and with llmcache the prefill of prompts across generations |
+
+Each round makes one generation of each kind (the third for a prompt that is new, `miss`, and for one seen before,
+`exact_hit`), the order rotating; a hit's tokens are checked, outside the timer, to be those of `KVCache`.
 """
 
 import copy
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +22,61 @@ from experiments.bench.models import Requests, build, check, check_target, synch
 from llmcache import LLMCache
 
 MAX_ENTRIES = 64
+
+
+class Way(Protocol):
+    """One way to generate; made of a model that is in eval mode and stays as it is."""
+
+    @property
+    def n_hits(self) -> int:
+        """Prompts that were served from memory so far."""
+
+    def __call__(self, ids: Tensor, new_tokens: int) -> Tensor:
+        """The prompt (1, T) and as many tokens more, int64 (1, T + new_tokens)."""
+
+
+class Recompute:
+    """Runs the whole sequence for every token."""
+
+    n_hits = 0
+    uses_kv = False
+
+    def __init__(self, model: Any) -> None:
+        """Generate with `model`."""
+        self._model = model
+
+    def __call__(self, ids: Tensor, new_tokens: int) -> Tensor:
+        """Prompt and continuation."""
+        tokens: Tensor = self._model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            min_new_tokens=new_tokens,
+            max_new_tokens=new_tokens,
+            use_cache=self.uses_kv,
+            pad_token_id=0,
+        )
+        return tokens
+
+
+class KVCache(Recompute):
+    """Runs the prompt once and then one token a step."""
+
+    uses_kv = True
+
+
+class Remembering(KVCache):
+    """As `KVCache`, on a copy of the model that is wrapped."""
+
+    def __init__(self, model: Any) -> None:
+        """Copy and wrap `model`."""
+        super().__init__(copy.deepcopy(model))
+        self._cache = LLMCache.wrap(self._model, max_entries=MAX_ENTRIES)
+
+    @property
+    def n_hits(self) -> int:  # type: ignore[override]
+        """Prompts that were served from memory so far."""
+        return self._cache.stats().n_hits
 
 
 def measure(
@@ -50,18 +110,24 @@ def measure(
     check_target(device, dtype)
     check(model, prompt_tokens + new_tokens, head="token")
     pair = build(model, seed, device, head="token", dtype=dtype)
-    plain, wrapped = pair.model, copy.deepcopy(pair.model)
-    requests = Requests(plain.config, 1, prompt_tokens, seed, device)
-    times: dict[str, list[float]] = {kind: [] for kind in ("nocache", "kv_cache", "miss", "exact_hit")}
-    with LLMCache.wrap(wrapped, max_entries=MAX_ENTRIES) as cache, torch.inference_mode():
+    known: Way = Remembering(pair.model)
+    ways: dict[str, Way] = {
+        "nocache": Recompute(pair.model),
+        "kv_cache": KVCache(pair.model),
+        "miss": known,
+        "exact_hit": known,
+    }
+    requests = Requests(pair.model.config, 1, prompt_tokens, seed, device)
+    times: dict[str, list[float]] = {kind: [] for kind in ways}
+    with torch.inference_mode():
         for number in range(rounds + 1):
-            prompt = requests.fresh().to(device)
-            seen = requests.fresh().to(device)
-            expected = _generate(plain, seen, new_tokens)
-            _generate(wrapped, seen, new_tokens)
-            for kind in rotated(list(times), number):
-                spent, tokens, n_hits = _timed(cache, plain, wrapped, kind, prompt, seen, new_tokens)
-                if n_hits != (kind == "exact_hit") or (kind == "exact_hit" and not torch.equal(tokens, expected)):
+            prompt, seen = (requests.fresh().to(device) for _ in range(2))
+            expected = ways["kv_cache"](seen, new_tokens)
+            known(seen, new_tokens)
+            for kind in rotated(list(ways), number):
+                is_hit = kind == "exact_hit"
+                spent, tokens, n_hits = _timed(ways[kind], seen if is_hit else prompt, new_tokens)
+                if n_hits != is_hit or (is_hit and not torch.equal(tokens, expected)):
                     raise RuntimeError(f"a generation counted as {kind} had {n_hits} hits, or other tokens")
                 if number:
                     times[kind].append(spent * 1e3)
@@ -75,28 +141,11 @@ def measure(
     }
 
 
-def _timed(
-    cache: LLMCache, plain: Any, wrapped: Any, kind: str, prompt: Tensor, seen: Tensor, new_tokens: int
-) -> tuple[float, Tensor, int]:
+def _timed(way: Way, ids: Tensor, new_tokens: int) -> tuple[float, Tensor, int]:
     """Seconds of one generation, its tokens, and the hits it counted."""
-    model = wrapped if kind in ("miss", "exact_hit") else plain
-    ids = seen if kind == "exact_hit" else prompt
-    before = cache.stats().n_hits
+    before = way.n_hits
     synchronise(ids.device)
     started = perf_counter()
-    tokens = _generate(model, ids, new_tokens, use_cache=kind != "nocache")
+    tokens = way(ids, new_tokens)
     synchronise(ids.device)
-    return perf_counter() - started, tokens, cache.stats().n_hits - before
-
-
-def _generate(model: Any, ids: Tensor, new_tokens: int, use_cache: bool = True) -> Tensor:
-    tokens: Tensor = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        min_new_tokens=new_tokens,
-        max_new_tokens=new_tokens,
-        use_cache=use_cache,
-        pad_token_id=0,
-    )
-    return tokens
+    return perf_counter() - started, tokens, way.n_hits - before
