@@ -7,7 +7,7 @@ Sizes: B rows, T tokens, D hidden width; others as in `experiments.replay`.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,7 +41,7 @@ class Recording:
         self.workload = workload
         self.trunk = locate(workload.module)
         self.outputs = Outputs(workload)
-        self._read_before: dict[tuple[int, tuple[tuple[int, int], ...]], Answer] = {}
+        self._read_before: dict[str, dict[tuple[Any, ...], Answer]] = {}  # by way of reading, then request and sources
         with torch.inference_mode():
             numbers = tracked(range(len(workload.requests)), len(workload.requests), "Recording the model alone")
             self.answers: list[Answer] = [workload.answer(self.outputs[number], number) for number in numbers]
@@ -57,17 +57,25 @@ class Recording:
             fits_any_length: Whether a stored state serves rows of other lengths.
         """
         features = self._features(fingerprint)
-        n_fit = fingerprint.n_fit
-        if n_fit:
-            fingerprint.fit(np.concatenate(features)[:n_fit])
+        keys = [tokens.tobytes() for tokens in self._tokens]
+        first_searched = self._fit(fingerprint, features, keys) if fingerprint.n_fit else 0
+        is_fitted = first_searched < len(features)  # what has too little to learn from finds nothing
         return Units(
             request=self._request,
-            vectors=np.concatenate([fingerprint.project(rows) for rows in features]),
-            keys=[tokens.tobytes() for tokens in self._tokens],
+            vectors=np.concatenate([fingerprint.project(rows) if is_fitted else rows for rows in features]),
+            keys=keys,
             lengths=None if fits_any_length else np.array([len(tokens) for tokens in self._tokens]),
-            n_fit=n_fit,
+            first_searched=first_searched,
             compare=share_equal if isinstance(fingerprint, ShingleMinHash) else np.matmul,
         )
+
+    def _fit(self, fingerprint: Fingerprint, features: Sequence[Floats], keys: Sequence[bytes]) -> int:
+        """Fit on the first rows that a cache would store, which repeats are not; number of the next request."""
+        first = np.sort(np.unique(np.array(keys, dtype=object), return_index=True)[1])[: fingerprint.n_fit]
+        if len(first) < fingerprint.n_fit:
+            return len(features)
+        fingerprint.fit(np.concatenate(features)[first])
+        return int(self._request[first[-1]]) + 1
 
     def documents(self) -> Units:
         """Units of DocCache: whole requests by their mean word embedding."""
@@ -100,13 +108,18 @@ class Recording:
         """What each request is told when states are reused: outputs of the sources, read as its own."""
         return self._answers(units, replay, self._read)
 
+    def handed(self, units: Units, replay: Replay) -> list[Answer]:
+        """What each request is told when the whole output of another one is read as its own."""
+        return self._answers(units, replay, self._read_whole)
+
     def borrowed(self, units: Units, replay: Replay) -> list[Answer]:
         """What each request is told when answers are given again word for word."""
-        return self._answers(units, replay, lambda number, rows: self.workload.borrowed(self.answers[rows[0][0]]))
+        return self._answers(units, replay, self._borrow)
 
     def _answers(
         self, units: Units, replay: Replay, read: Callable[[int, list[tuple[int, int]]], Answer]
     ) -> list[Answer]:
+        known = self._read_before.setdefault(read.__name__, {})
         first = np.searchsorted(units.request, np.arange(len(self.answers)))
         ends = np.append(first[1:], len(units.request))
         told = []
@@ -116,16 +129,22 @@ class Recording:
                 told.append(self.answers[number])
                 continue
             owners = units.request[sources]
-            told.append(read(number, list(zip(owners.tolist(), (sources - first[owners]).tolist(), strict=True))))
+            rows = list(zip(owners.tolist(), (sources - first[owners]).tolist(), strict=True))
+            if (number, *rows) not in known:  # at many thresholds it is the same
+                known[number, *rows] = read(number, rows)
+            told.append(known[number, *rows])
         return told
 
+    def _borrow(self, number: int, rows: list[tuple[int, int]]) -> Answer:
+        return self.workload.borrowed(self.answers[rows[0][0]])
+
     def _read(self, number: int, rows: list[tuple[int, int]]) -> Answer:
-        known = number, tuple(rows)  # the same at many thresholds
-        if known not in self._read_before:
-            with torch.inference_mode():
-                output = self.workload.mix([(self.outputs[owner], row) for owner, row in rows])
-                self._read_before[known] = self.workload.answer(output, number)
-        return self._read_before[known]
+        with torch.inference_mode():
+            return self.workload.answer(self.workload.mix([(self.outputs[owner], row) for owner, row in rows]), number)
+
+    def _read_whole(self, number: int, rows: list[tuple[int, int]]) -> Answer:
+        with torch.inference_mode():
+            return self.workload.answer(self.outputs[rows[0][0]], number)
 
 
 class Outputs:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from experiments.methods.base import BYPASSED, COMPUTED
+from experiments.methods.base import BYPASSED, COMPUTED, is_hit
 from llmcache.arrays import Floats
 
 
@@ -26,7 +26,7 @@ class Units:
         vectors: float32 (M, F); a zero vector takes no part.
         keys: Equal for units that are the same; None where nothing is served for being the same.
         lengths: A unit serves only others of its length (M,); None where any length fits.
-        n_fit: Requests at the beginning that a fingerprint had to see before anything was searched.
+        first_searched: Request from which on near ones are searched: before it, a fingerprint was still learning.
         compare: `(vectors (B, F), vector (F,)) -> similarity (B,)`.
     """
 
@@ -34,7 +34,7 @@ class Units:
     vectors: Floats
     keys: Sequence[bytes] | None = None
     lengths: NDArray[np.int64] | None = None
-    n_fit: int = 0
+    first_searched: int = 0
     compare: Callable[[Floats, Floats], Floats] = np.matmul
 
 
@@ -74,7 +74,7 @@ def replay(units: Units, thresholds: Sequence[float]) -> list[Replay]:
         for i in range(begin, end):
             if not vectors[i].any():
                 served[:, i] = BYPASSED
-            elif begin and units.request[i] >= units.n_fit:
+            elif begin and units.request[i] >= units.first_searched:
                 _find_near(units, i, begin, stored, limits, source, nearest, served)
             if units.keys is not None:
                 for earlier in seen.get(units.keys[i], []):  # of equal units, at most one is stored
@@ -112,6 +112,11 @@ def _groups(request: NDArray[np.int64]) -> list[tuple[int, int]]:
     """Begin and end of each request's rows."""
     begins = np.flatnonzero(np.diff(request, prepend=-1)).tolist()
     return list(zip(begins, [*begins[1:], len(request)], strict=True))
+
+
+def rows_served(units: Units, replay: Replay) -> float:
+    """Share of units that something stored served: less than the hit rate where a request is served in part."""
+    return float(is_hit(replay.served).mean())
 
 
 def by_request(units: Units, replay: Replay) -> NDArray[np.str_]:

@@ -1,7 +1,7 @@
 """`LLMCache`: what a user holds. Its parts are put together in `assembly`; the order of a call is in `flow`."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -40,6 +40,8 @@ class LLMCache:
         self._tokenizer = tokenizer
         self._parts = assemble(model, config)
         self._flow = Flow(self._parts, tokenizer)
+        with suppress(RuntimeError):  # weights that cannot be read yet are read at the first call that can
+            self._parts.weights.digest()  # now, so that the first request does not wait for it
         self._installed = install(self._parts.trunk, self._flow, self._parts.attention)
 
     @classmethod
@@ -135,6 +137,7 @@ class LLMCache:
             n_evicted={layer: bank.n_evicted for layer, bank in library.banks.items()},
             n_stored=len(library),
             nbytes=library.nbytes,
+            index_nbytes=library.index_nbytes,
             reconstruction_error={n: packer.loss.relative_error for n, packer in library.packers.items()},
             reconstruction_distance={n: packer.loss.cosine_distance for n, packer in library.packers.items()},
         )

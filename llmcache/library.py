@@ -71,6 +71,11 @@ class Library:
         """Bytes of all states held."""
         return sum(bank.nbytes for bank in self.banks.values())
 
+    @property
+    def index_nbytes(self) -> int:
+        """Bytes of the fingerprints that requests are found by."""
+        return sum(shelf.nbytes for shelf in self._shelves.values())
+
     def known(self, row: Row) -> bool:
         """Whether the very same request is stored; a row of the same key but other tokens is not."""
         with self._lock:

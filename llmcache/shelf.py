@@ -51,6 +51,11 @@ class Shelf:
     def __len__(self) -> int:
         return len(self._index)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the index."""
+        return self._index.nbytes
+
     def add(self, key: str, vector: Floats) -> int:
         """Add a vector (F,) and return its slot."""
         slot = self._free.pop() if self._free else len(self._keys)

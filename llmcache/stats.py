@@ -30,6 +30,7 @@ class Stats:
         n_evicted: Entries that left for others, by layer.
         n_stored: Requests known.
         nbytes: Bytes of the entries held, all layers.
+        index_nbytes: Bytes of the fingerprints that they are found by, room for more included.
         reconstruction_error: What compression loses, by layer: sum of |x - x'|^2 over sum of |x - mean|^2, rows x of
             every 16th entry packed (x' is what comes back), entries that the codec was fitted on left out. 0 is
             lossless, 1 no better than the mean of all rows. None before anything was measured; a lossless codec is not.
@@ -52,6 +53,7 @@ class Stats:
     n_evicted: dict[int, int] = field(default_factory=dict)
     n_stored: int = 0
     nbytes: int = 0
+    index_nbytes: int = 0
     reconstruction_error: dict[int, float | None] = field(default_factory=dict)
     reconstruction_distance: dict[int, float | None] = field(default_factory=dict)
     lookup_ms: float = 0.0

@@ -55,9 +55,10 @@ def run(experiment: Observe, folders: Folders) -> Outcome:
     stats = method.stats
     served = np.array([note.by for note in notes])
     figures = {
-        **hit_rates(served, experiment.seed),
+        **hit_rates(served),
         **quality(workload, base, told, is_hit(served), experiment.seed),
-        "bytes": stats.nbytes,
+        "bytes": method.nbytes,
+        "state_bytes": stats.nbytes,
         "entries": stats.n_stored,
         "evicted": sum(stats.n_evicted.values()),
         "revalidated": stats.n_revalidated,

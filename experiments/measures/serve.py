@@ -1,6 +1,6 @@
 """Measure `serve`: several methods answer the same requests, interleaved: all answer one before any sees the next.
 
-The order of the methods alternates from request to request and from round to round. Each has its own copy of the
+The order of the methods is drawn for each request and turned round in every other round. Each has its own copy of the
 layers, whose weights are shared, and its own store, which is cold when a round begins. The model alone is always among
 them.
 
@@ -9,6 +9,7 @@ Sizes: R rounds, N requests.
 
 import gc
 import math
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from time import monotonic, perf_counter
@@ -174,9 +175,12 @@ def _ask(method: Method, request: int, log: _Log, keeps_answer: bool) -> None:
 
 
 def order_of(names: Sequence[str], request: int, number: int) -> list[str]:
-    """Order of the methods at one request: rotated by one a request, backwards in every other round."""
-    first = request % len(names)
-    order = [*names[first:], *names[:first]]
+    """Order of the methods at one request: drawn anew for each, and turned round in every other round.
+
+    Drawn, since in a rotation each would nearly always follow the same one and find the caches of the processor as that
+    one left them.
+    """
+    order = random.Random(f"{number // 2} {request}").sample(names, len(names))
     return order[::-1] if number % 2 else order
 
 

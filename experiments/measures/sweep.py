@@ -21,11 +21,12 @@ from experiments.methods.nocache import NoCache
 from experiments.metrics import hit_rates, quality, summary
 from experiments.progress import tracked
 from experiments.recording import Recording, make_fingerprint
-from experiments.replay import Replay, Units, by_request, replay
+from experiments.replay import Replay, Units, by_request, replay, rows_served
 from experiments.tasks import build
 from experiments.workload import Answer, Workload
 
 WARMUP = 20
+SAME = 0.9999  # cosine of requests that are the same, but for rounding: what exact repeats alone are to llmcache
 
 
 class Sweep(TaskExperiment):
@@ -63,6 +64,7 @@ def run(experiment: Sweep, folders: Folders) -> Outcome:
     live = _live(experiment, folders)
     recording = Recording(workload)
     points = [point for curve in _curves(experiment, recording) for point in curve]
+    live = [row | _at_length(row, points) for row in live]
     nothing = np.zeros(len(recording.answers), dtype=bool)
     metrics = {
         **experiment.about(workload),
@@ -76,18 +78,19 @@ def run(experiment: Sweep, folders: Folders) -> Outcome:
 
 def _curves(experiment: Sweep, recording: Recording) -> Any:
     """The points of each curve."""
-    taus = (math.inf, *experiment.taus)  # exact repeats alone come first
     for method in experiment.methods:
         if method == "llmcache":
             fits_any_length = _fits_any_length(experiment, recording.workload)
             for options in experiment.fingerprints:
                 units = recording.rows(make_fingerprint(options), fits_any_length)
+                taus = (math.inf, *experiment.taus)  # exact repeats alone come first
                 yield _points(experiment, recording, units, taus, recording.reread, (method, _label(options)))
         elif method == "doccache":
-            yield _points(experiment, recording, recording.documents(), taus[1:], recording.reread, (method, None))
+            units, taus = recording.documents(), (SAME, *experiment.taus)
+            yield _points(experiment, recording, units, taus, recording.handed, (method, None))
         else:
-            units = recording.texts(experiment.encoder)
-            yield _points(experiment, recording, units, taus[1:], recording.borrowed, (method, None))
+            units, taus = recording.texts(experiment.encoder), (SAME, *experiment.taus)
+            yield _points(experiment, recording, units, taus, recording.borrowed, (method, None))
 
 
 def _points(
@@ -111,7 +114,8 @@ def _points(
                 "method": name[0],
                 "fingerprint": name[1],
                 "tau": None if math.isinf(tau) else tau,
-                **hit_rates(served, experiment.seed),
+                **hit_rates(served),
+                "rows_served": rows_served(units, told),
                 **figures,
                 "precision": None if per_hit is None else 1 - per_hit,
             }
@@ -150,6 +154,21 @@ def _live(experiment: Sweep, folders: Folders) -> list[dict[str, Any]]:
         | summary(workload, traces[NOCACHE], traces[str(tau)], experiment.seed)
         for tau in experiment.live_taus
     ]
+
+
+def _at_length(row: Mapping[str, Any], points: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+    """What a live run comes to on the whole stream, whose later requests find more than its first ones.
+
+    Returns:
+        `hit_rate_all`: of the whole stream at the same threshold, replayed, if the curve has it. `speedup_all`: with
+        that hit rate h, and the costs o of a miss and c of a hit as they were live, 1 / ((1 - h)(1 + o) + h c).
+    """
+    same = [point for point in points if point["method"] == row["method"] and point["tau"] == row["tau"]]
+    rate = same[0]["hit_rate"] if same else None
+    over, cost = row["miss_overhead"], row["hit_cost"]
+    if rate is None or over is None or cost is None:
+        return {"hit_rate_all": rate, "speedup_all": None}
+    return {"hit_rate_all": rate, "speedup_all": 1 / ((1 - rate) * (1 + over) + rate * cost)}
 
 
 def _shown(points: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -24,12 +24,14 @@ class Served:
         source: Number of the request that it was served from; None where it is not known or there was none.
         similarity: To that request, or to the nearest one where none served; None where nothing was compared.
         is_evicting: An entry had to leave for it.
+        share: Of its rows, where any was served, those that were: one of four may be.
     """
 
     by: str = COMPUTED
     source: int | None = None
     similarity: float | None = None
     is_evicting: bool = False
+    share: float = 1.0
 
     @property
     def is_hit(self) -> bool:

@@ -70,7 +70,7 @@ class Cached:
             return Served(BYPASSED if is_bypassed else COMPUTED, None, _nearest(outcomes), is_evicting)
         told = min(served, key=lambda outcome: (outcome.rung == "exact", outcome.similarity or 0.0))
         source = None if told.source is None else self._numbers.get(told.source)
-        return Served(str(told.rung), source, told.similarity, is_evicting)
+        return Served(str(told.rung), source, told.similarity, is_evicting, len(served) / len(outcomes))
 
     def end(self) -> None:
         """Take the cache off."""
@@ -93,8 +93,8 @@ class Cached:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the entries."""
-        return self.stats.nbytes
+        """Bytes of the entries and of the fingerprints that they are found by."""
+        return self.stats.nbytes + self.stats.index_nbytes
 
     @property
     def n_entries(self) -> int:

@@ -1,6 +1,8 @@
 """Caches in front of the model: they keep answers, and give them again word for word."""
 
 from collections.abc import Mapping
+from dataclasses import fields as fields_of
+from dataclasses import is_dataclass
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from experiments.models import MINILM, encode, load
 from experiments.section import Section
 from experiments.workload import Answer, Workload
 
+NUMBER_BYTES = 8
 ENCODED_TOKENS = 256  # all-MiniLM-L6-v2 was trained on no more
 
 
@@ -40,8 +43,8 @@ class ExactResponse(Twinned):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the keys; answers are small."""
-        return sum(len(key) for key in self._kept)
+        """Bytes of keys and answers."""
+        return sum(len(key) + size_of(answer) for key, (_, answer) in self._kept.items())
 
     @property
     def n_entries(self) -> int:
@@ -92,13 +95,21 @@ class SemanticResponse(Twinned):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the embeddings; answers are small."""
-        return self._answers.nbytes
+        """Bytes of embeddings and answers."""
+        return self._answers.nbytes + sum(size_of(answer) for _, answer in self._answers.kept)
 
     @property
     def n_entries(self) -> int:
         """Answers held."""
         return len(self._answers.kept)
+
+
+def size_of(answer: Answer) -> int:
+    """Bytes of an answer: its text, its arrays, or one number."""
+    if isinstance(answer, str):
+        return len(answer.encode())
+    fields = [getattr(answer, field.name) for field in fields_of(answer)] if is_dataclass(answer) else []
+    return sum(int(value.nbytes) for value in fields) or NUMBER_BYTES
 
 
 class Encoder:
