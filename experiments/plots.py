@@ -55,11 +55,11 @@ def plot_speed_against_changes(report: Mapping[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def draw_all(results_dir: Path) -> list[Path]:
-    """Draw every picture that the results hold figures for.
+def draw_all(folders: Sequence[Path]) -> list[Path]:
+    """Draw every picture that finished runs hold figures for.
 
     Args:
-        results_dir: Root of the results.
+        folders: Of the runs, finished or not.
 
     Returns:
         The pictures: those of one run in its folder, those of several in the folder of their experiment.
@@ -68,7 +68,7 @@ def draw_all(results_dir: Path) -> list[Path]:
         ConfigError: matplotlib is missing, or a run's files are damaged.
     """
     require_matplotlib()
-    return [path for _, runs in groups(read_runs(results_dir)) for path in PLOTS.get(runs[0].measure, _nothing)(runs)]
+    return [path for _, runs in groups(read_runs(folders)) for path in PLOTS.get(runs[0].measure, _nothing)(runs)]
 
 
 def _nothing(runs: Sequence[Run]) -> Iterator[Path]:

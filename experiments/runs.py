@@ -1,14 +1,15 @@
 """What lies in a results folder, read again."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from experiments.results import METRICS
+from experiments.results import METRICS, RunFolder
+from experiments.runner import load_all
 from llmcache.errors import ConfigError
 
 Figures = Mapping[str, Any]
@@ -44,13 +45,23 @@ class Run:
         return known
 
 
-def read_runs(results_dir: Path) -> list[Run]:
-    """Every finished run, by experiment, in the order of their folders' names.
+def folders_of(configs: Sequence[Path], results_dir: Path) -> list[Path]:
+    """The folders of what YAML files ask for, there or not. What other settings left beside them is no part of it.
+
+    Raises:
+        ConfigError: A setting is wrong.
+        FileNotFoundError: A file is missing.
+    """
+    return [RunFolder(results_dir, run).path for run in load_all(configs)]
+
+
+def read_runs(folders: Iterable[Path]) -> list[Run]:
+    """The runs that are finished, in this order.
 
     Raises:
         ConfigError: A file of a run is missing or damaged.
     """
-    return [_read(path.parent) for path in sorted(results_dir.glob(f"*/*/{METRICS}"))]
+    return [_read(folder) for folder in folders if (folder / METRICS).is_file()]
 
 
 def _read(folder: Path) -> Run:

@@ -2,13 +2,15 @@
 
 Three runs of the cache in `paper` mode: as written (one fingerprint of the embeddings, one tau), with the fingerprint
 of the states that enter each layer and the same tau, and with a tau of its own for each layer, chosen on the first half
-of the requests. Beside them, how alike the states really are: the share of requests for which the output of layer l has
-a cosine of at least `alike` with that of the nearest earlier request.
+of the requests. All are counted on the second half. Beside them, how alike the states really are: the share of requests
+for which the output of layer l has a cosine of at least `alike` with that of the nearest earlier request.
 
 Sizes: N requests, L layers, T tokens, D hidden width.
 """
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ from experiments.progress import tracked
 from experiments.recording import Recording
 from experiments.tasks import build
 from experiments.workload import Workload
+from llmcache import Stats
 from llmcache.adapters import locate, unpack
 from llmcache.arrays import Floats
 
@@ -59,15 +62,16 @@ def run(experiment: Layers, folders: Folders) -> Outcome:
         "per_layer": {"tau": experiment.tau, "fingerprint_per_layer": True},
         "own_tau": {"tau": taus, "fingerprint_per_layer": True},
     }
+    half = len(workload.requests) // 2
     figures = {name: _serve(experiment, recording, options) for name, options in runs.items()}
     rows = [
         {
             "layer": layer,
             **{f"hit_rate_{name}": figures[name]["hit_rate_by_layer"].get(layer, 0.0) for name in runs},
             "own_tau": taus.get(layer),
-            "alike_by_embedding": float((by_embedding[layer, 1:] >= experiment.alike).mean()),
-            "alike_by_layer": float((likeness[layer, 1:] >= experiment.alike).mean()),
-            "median_cosine": float(np.median(by_embedding[layer, 1:])),
+            "alike_by_embedding": float((by_embedding[layer, half:] >= experiment.alike).mean()),
+            "alike_by_layer": float((likeness[layer, half:] >= experiment.alike).mean()),
+            "median_cosine": float(np.median(by_embedding[layer, half:])),
         }
         for layer in range(len(leaving))
     ]
@@ -149,17 +153,32 @@ def choose_taus(similarity: Floats, likeness: Floats, alike: float, purity: floa
 
 
 def _serve(experiment: Layers, recording: Recording, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Hit rate of each layer, and what became of the answers."""
+    """Hit rate of each layer, and what became of the answers, in the second half; the first fills the banks."""
     workload = recording.workload
     n = len(workload.requests)
+    half = n // 2
     method = Cached(workload, {"mode": "paper", "allow_unsafe": True, **options})
-    told, notes = serve_once(method, tracked(range(n), n, "Serving"))
-    hits = np.array([note.is_hit for note in notes])
-    stats = method.stats
+    filled = Stats()
+
+    def numbers() -> Iterator[int]:
+        nonlocal filled
+        for number in tracked(range(n), n, "Serving"):
+            if number == half:
+                filled = method.stats
+            yield number
+
+    told, notes = serve_once(method, numbers())
+    hits = np.array([note.is_hit for note in notes[half:]])
+    reuses = Counter(method.stats.reuses_by_layer)
+    reuses.subtract(filled.reuses_by_layer)
+    n_skipped = method.stats.n_layers_skipped - filled.n_layers_skipped
+    second = copy(workload)
+    second.requests = workload.requests[half:]
     return {
         "options": {name: value for name, value in options.items() if name != "tau" or not isinstance(value, dict)},
-        "hit_rate": stats.hit_rate,
-        "hit_rate_by_layer": {layer: count / n for layer, count in sorted(stats.reuses_by_layer.items())},
-        "layers_skipped": stats.n_layers_skipped / (n * len(recording.trunk.layers)),
-        **quality(workload, recording.answers, told, hits, experiment.seed),
+        "n": n - half,
+        "hit_rate": float(hits.mean()),
+        "hit_rate_by_layer": {layer: count / (n - half) for layer, count in sorted(reuses.items())},
+        "layers_skipped": n_skipped / ((n - half) * len(recording.trunk.layers)),
+        **quality(second, recording.answers[half:], told[half:], hits, experiment.seed),
     }

@@ -17,7 +17,7 @@ from llmcache.errors import ConfigError
 
 REPORT = "REPORT.md"
 
-#: Experiments in the order of the report, and what they ask.
+#: What the experiments ask, in the order of the report; others follow.
 ABOUT: Mapping[str, str] = {
     "table1_latency": "Table 1: what one request of 128 tokens costs, by what happens to it.",
     "table2_accuracy": "Table 2: quality on the paper's three tasks, for every method, interleaved.",
@@ -34,33 +34,45 @@ HOW = """\
 - *Hit rate*: hits over all measured requests, bypasses included. *Changed answers*: requests with another answer than
   the model alone gives, over all requests; *of hits*: over hits; *precision*: share of hits whose answer stays.
 - *Drop*: quality of the model alone minus that with the method, on the same requests; for SQuAD v2 quality is F1.
-- Brackets after shares and drops: 95 % of 2,000 paired bootstrap resamples of the requests. Questions on one passage
-  are drawn apart, so for SQuAD v2 the intervals are somewhat narrow. After speed-ups: slowest and fastest round.
+- Brackets: 95 %. Of shares that of Clopper and Pearson; of drops 2,000 paired bootstrap resamples of the requests, or,
+  where no hit changed a score, what as many hits without a change leave open. Requests count as independent; questions
+  on one passage and requests that come again are not quite, so there the brackets are somewhat narrow. After speed-ups:
+  slowest and fastest round.
+- *Rows served*: an OpenBookQA question has four rows, one a choice. It counts as a hit when any was served; the share
+  of rows says how much was.
 - *Speed-up*: sum of the times without a cache over the sum with it, same requests, lookup, copying and storing
   included, methods interleaved request by request. *o*: what a miss costs more. *c*: time of a hit over its time
   without a cache.
 - *Most hits in hindsight* is the best threshold chosen on the very requests it is then counted on: an upper limit.
-- Hits and quality over many thresholds are replayed from one pass of the model; a test holds the replay to live runs.
+- Hits and quality over many thresholds are replayed from one pass of the model. For every fingerprint, DocCache and the
+  semantic response cache, on every task, tests hold the replay to live runs.
 """
 
 
-def write_report(results_dir: Path) -> Path:
+def write_report(results_dir: Path, folders: Sequence[Path]) -> Path:
     """Write the report beside the results that it is made of.
 
     Args:
         results_dir: Root of the results.
+        folders: Of the runs that it is about, in it, finished or not.
 
     Returns:
         The file.
 
     Raises:
-        ConfigError: There are no results, or some are damaged.
+        ConfigError: There are no results, or some are damaged or of another version.
     """
-    runs = [run for run in read_runs(results_dir) if run.group in ABOUT]
+    runs = read_runs(folders)
     if not runs:
-        raise ConfigError(f"{results_dir}: no results of {', '.join(ABOUT)}; measure first: llmcache sweep")
+        raise ConfigError(f"{results_dir}: no results of these experiments; measure first: llmcache sweep")
+    try:
+        text = "\n\n".join(_parts(runs)) + "\n"
+    except (KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{results_dir}: written by another version ({error!r}); measure again with --force"
+        ) from error
     path = results_dir / REPORT
-    write_whole(path, "\n\n".join(_parts(runs)) + "\n")
+    write_whole(path, text)
     return path
 
 
@@ -84,12 +96,11 @@ def _parts(runs: Sequence[Run]) -> Iterator[str]:
     yield "\n".join(f"- {line}" for line in _surroundings(runs))
     yield "## The models alone"
     yield from _models(runs)
-    for group, about in ABOUT.items():
-        if group in by_group:
-            seconds = sum(run.metrics["seconds"] for run in by_group[group])
-            yield f"## {group}"
-            yield f"{about} `llmcache run configs/{group}.yaml`, {seconds / 60:.1f} minutes."
-            yield tables.of_runs(by_group[group])
+    for group in (*(name for name in ABOUT if name in by_group), *(name for name in by_group if name not in ABOUT)):
+        seconds = sum(run.metrics["seconds"] for run in by_group[group])
+        yield f"## {group}"
+        yield f"{ABOUT.get(group, '')} `llmcache run configs/{group}.yaml`, {seconds / 60:.1f} minutes.".lstrip()
+        yield tables.of_runs(by_group[group])
 
 
 def _verdict(judgement: Judgement) -> str:

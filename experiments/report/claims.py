@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from experiments import paper
-from experiments.frontier import Curve, at_tau, best
+from experiments.frontier import Curve, at_tau, best, of_curve
 from experiments.report.markdown import number, percent, points
 from experiments.report.verdict import NOTHING, Judgement, Results, Verdict
 from experiments.runs import Figures, Run
@@ -32,6 +32,8 @@ class Claim:
 
 
 PAPERS_CURVE = ("llmcache", "mean")  # method and fingerprint
+#: By what a loss is told, where 500 questions make half a point two and a half of them; elsewhere by the drop.
+LOSS = {"openbookqa": "changed_answers"}
 STRAIGHT = 0.95  # share of the variance that a line has to explain to be called one
 
 
@@ -76,7 +78,7 @@ def _speed(runs: Sequence[Run], results: Results) -> Judgement:
     live = [(run.task, figures) for run in runs for figures in run.metrics["live"]]
     if not live:
         return NOTHING
-    harmless = [pair for pair in live if pair[1]["accuracy_drop"] <= paper.DROP]
+    harmless = [pair for pair in live if _is_harmless(*pair)]
     fastest = max(live, key=_by_speed)
     told = [f"fastest of {len(live)} live runs: {_run(*fastest)}"]
     if harmless:
@@ -88,8 +90,8 @@ def _speed(runs: Sequence[Run], results: Results) -> Judgement:
             f"{large:.2f} times"
         )
     why = (
-        "Speed is bought with hits, and hits at a threshold on mean embeddings with answers that belong to other "
-        "requests: the faster a run, the more of its answers changed."
+        "A hit saves all layers, but not the embedding, the lookup and the head, and a miss costs the lookup on top. "
+        "So speed is a matter of the hit rate, and the hit rate of how many answers may be another request's."
     )
     if harmless and max(map(_by_speed, harmless)) >= paper.SPEEDUP:
         return Judgement(Verdict.HOLDS, "; ".join(told), why)
@@ -104,8 +106,8 @@ def _speed(runs: Sequence[Run], results: Results) -> Judgement:
 def _large_model(runs: Sequence[Run], results: Results) -> tuple[float | None, str]:
     """Speed-up of BERT-base at the highest hit rate of any stream that costs half a point at most, and that stream."""
     calls = [row for run in results.get("table1_latency", ()) for row in run.metrics["calls"]]
-    costs = next((row for row in calls if row["model"] == "bert-base" and row["batch_size"] == 1), None)
-    allowed = [(point["hit_rate"], run.task) for run in runs if (point := best(run.metrics["points"], PAPERS_CURVE))]
+    costs = next((row for row in calls if row["model"] == "bert-base" and row["kept"] == "pooled"), None)
+    allowed = [(_harmless_rows(run, PAPERS_CURVE), run.task) for run in runs]
     if costs is None or not allowed:
         return None, ""
     rate, task = max(allowed)
@@ -114,14 +116,21 @@ def _large_model(runs: Sequence[Run], results: Results) -> tuple[float | None, s
 
 
 def _by_speed(pair: tuple[str, Figures]) -> float:
-    speedup: float = pair[1]["speedup"]
-    return speedup
+    """Measured, or what the costs measured come to at the hit rate of the whole stream, whichever is more."""
+    figures = pair[1]
+    return max(figures["speedup"], figures["speedup_all"] or 0.0)
+
+
+def _is_harmless(task: str, figures: Figures) -> bool:
+    return bool(figures[LOSS.get(task, "accuracy_drop")] <= paper.DROP)
 
 
 def _run(task: str, figures: Figures) -> str:
+    whole = "" if figures["speedup_all"] is None else f" ({figures['speedup_all']:.2f} at the whole stream's hit rate)"
     return (
-        f"{task} at tau {figures['tau']}, {number(figures['speedup'], 2)} times, {percent(figures['hit_rate'])} hits, "
-        f"drop {points(figures['accuracy_drop'])} points"
+        f"{task} at tau {figures['tau']}, {number(figures['speedup'], 2)} times{whole}, {percent(figures['hit_rate'])} "
+        f"hits, drop {points(figures['accuracy_drop'])} points, {percent(figures['changed_answers'])} of the answers "
+        "changed"
     )
 
 
@@ -153,8 +162,9 @@ def _accuracy(runs: Sequence[Run], results: Results) -> Judgement:
         for label, figures in run.metrics["methods"].items():
             if figures["method"] == "llmcache" and "tau" in figures["options"]:
                 low, high = figures["accuracy_drop_ci"]
-                is_below.append(high < paper.DROP)
-                is_above.append(low > paper.DROP)
+                if figures["hit_rate"]:  # where nothing hits, nothing can be lost
+                    is_below.append(high < paper.DROP)
+                    is_above.append(low > paper.DROP)
                 told.append(
                     f"{run.task} ({label}): drop {points(figures['accuracy_drop'], (low, high))} points at "
                     f"{percent(figures['hit_rate'])} hits, {percent(figures['changed_answers'])} of the answers changed"
@@ -165,7 +175,7 @@ def _accuracy(runs: Sequence[Run], results: Results) -> Judgement:
         "When a layer's whole output is replaced, the layers above compute the earlier request's answer: spans point "
         "into another passage, next tokens follow another text. Only requests with the same answer survive that."
     )
-    if all(is_below):
+    if is_below and all(is_below):
         return Judgement(Verdict.HOLDS, "; ".join(told), why)
     if any(is_above):
         return Judgement(Verdict.DOES_NOT_HOLD, "; ".join(told), why)
@@ -175,13 +185,13 @@ def _accuracy(runs: Sequence[Run], results: Results) -> Judgement:
 def _documents(runs: Sequence[Run], results: Results) -> Judgement:
     told, is_ahead = [], []
     for run in runs:
-        layers, documents = (_harmless_hits(run, curve) for curve in (PAPERS_CURVE, ("doccache", None)))
+        layers, documents = (_harmless_rows(run, curve) for curve in (PAPERS_CURVE, ("doccache", None)))
         if layers or documents:  # else neither serves anything there
             is_ahead.append(layers >= documents)
         told.append(f"{run.task} {percent(layers)} against {percent(documents)}")
     if not told:
         return NOTHING
-    measured = "hits at a drop of half a point at most, llmcache against DocCache: " + "; ".join(told)
+    measured = "rows served at a loss of half a point at most, llmcache against DocCache: " + "; ".join(told)
     why = (
         "Both compare mean embeddings and hand out another request's final states; whether they do it layer by layer "
         "changes what it costs, not what is answered. Rows of equal length only, as llmcache keeps whole sequences "
@@ -195,10 +205,15 @@ def _documents(runs: Sequence[Run], results: Results) -> Judgement:
     return Judgement(Verdict.DOES_NOT_HOLD, measured, why)
 
 
-def _harmless_hits(run: Run, curve: Curve) -> float:
-    """The highest hit rate of a curve that costs half a point at most; 0 where every point costs more."""
-    point = best(run.metrics["points"], curve)
-    return 0.0 if point is None else float(point["hit_rate"])
+def _harmless(run: Run, curve: Curve) -> Figures | None:
+    """The point of a curve with most hits that loses half a point at most; None where every point loses more."""
+    return best(run.metrics["points"], curve, LOSS.get(run.task, "accuracy_drop"))
+
+
+def _harmless_rows(run: Run, curve: Curve) -> float:
+    """Share of rows that such a point serves; 0 where there is none."""
+    point = _harmless(run, curve)
+    return 0.0 if point is None else float(point["rows_served"])
 
 
 def _layers(runs: Sequence[Run], results: Results) -> Judgement:
@@ -206,19 +221,19 @@ def _layers(runs: Sequence[Run], results: Results) -> Judgement:
     for run in runs:
         layers, written = run.metrics["layers"], run.metrics["runs"]["as_written"]
         half = len(layers) // 2
-        low, high = layers[0]["hit_rate_per_layer"], layers[-1]["hit_rate_per_layer"]
-        alike = max(row["alike_by_layer"] for row in layers[:half])
-        is_right.append(low > high and low >= paper.HIT_RATE and alike >= paper.HIT_RATE)
+        alike = [row["alike_by_layer"] for row in layers]
+        is_right.append(max(alike[:half]) >= paper.HIT_RATE and alike[-1] < max(alike[:half]))
         told.append(
             f"{run.task}: as written {percent(written['hit_rate'])} in every layer, "
             f"{percent(written['changed_per_hit'])} of these hits with another answer; with a fingerprint a layer "
-            f"{percent(low)} in the lowest and {percent(high)} in the highest; states really alike in the lower half: "
-            f"{percent(alike)} of the requests at most"
+            f"{percent(layers[0]['hit_rate_per_layer'])} in the lowest and {percent(layers[-1]['hit_rate_per_layer'])} "
+            f"in the highest; states that are alike, by layer: {', '.join(map(percent, alike))}"
         )
     why = (
         "One fingerprint and one tau decide for all layers at once, so the rate cannot differ between them. With a "
         "fingerprint of what enters each layer it can only rise with depth: who took a stored state meets the same "
-        "entry again, at similarity 1, in the next layer. And a hit is not a state that is alike."
+        "entry again, at similarity 1, in the next layer. So the claim is judged by the states: a hit is worth "
+        "something where the stored state is like the one that it replaces."
     )
     verdict = Verdict.HOLDS if all(is_right) else Verdict.DOES_NOT_HOLD
     return Judgement(verdict, "; ".join(told), why)
@@ -255,23 +270,26 @@ def _taus(runs: Sequence[Run], results: Results) -> Judgement:
     told, is_inside = [], []
     low, high = paper.TAUS
     for run in runs:
-        found = best(run.metrics["points"], PAPERS_CURVE)
-        worst = at_tau(run.metrics["points"], PAPERS_CURVE, low)
+        found, worst = _harmless(run, PAPERS_CURVE), at_tau(run.metrics["points"], PAPERS_CURVE, low)
         if found is None or worst is None:
             continue
-        tau = found["tau"]
-        is_inside.append(tau is not None and low <= tau <= high)
-        chosen = "no threshold, exact repeats only" if tau is None else f"tau {tau}"
+        equal = [
+            point["tau"]
+            for point in of_curve(run.metrics["points"], PAPERS_CURVE)
+            if point["hit_rate"] == found["hit_rate"]
+        ]
+        is_inside.append(None not in equal and any(low <= tau <= high for tau in equal))
+        chosen = "no threshold, exact repeats only" if None in equal else f"tau {equal[0]}"
         told.append(
             f"{run.task}: {chosen} ({percent(found['hit_rate'])} hits); at {low} a drop of "
             f"{points(worst['accuracy_drop'])} points"
         )
     if not told:
         return NOTHING
-    measured = "the threshold with most hits at a drop of half a point at most, in hindsight: " + "; ".join(told)
+    measured = "the threshold with most hits at a loss of half a point at most, in hindsight: " + "; ".join(told)
     why = (
-        "Similarity of mean embeddings has another scale for every model and length of request: windows of 128 tokens "
-        "of any text are alike, short questions are not. No one interval can fit."
+        "Similarity of mean embeddings has another scale for every model and length of request: long texts of any "
+        "content are more alike than short ones. No one interval can fit all."
     )
     if all(is_inside):
         return Judgement(Verdict.HOLDS, measured, why)

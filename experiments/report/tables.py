@@ -99,7 +99,18 @@ def _serve(runs: Sequence[Run]) -> Iterator[str]:
         metrics = run.metrics
         yield f"**{run.task}**, {metrics['n']:,} requests{_sample(run)}, {metrics['rounds']} rounds"
         yield table(
-            ("method", "hit rate", "of it exact", metrics["metric"], *COSTS, "speed-up", "o", "c", "cache"),
+            (
+                "method",
+                "hit rate",
+                "of it exact",
+                "rows served",
+                metrics["metric"],
+                *COSTS,
+                "speed-up",
+                "o",
+                "c",
+                "cache",
+            ),
             [_method(label, figures) for label, figures in metrics["methods"].items()],
         )
         yield from _extras(metrics["methods"])
@@ -110,6 +121,7 @@ def _method(label: str, figures: Figures) -> tuple[Any, ...]:
         label,
         share(figures["hit_rate"], figures["hit_rate_ci"]),
         percent(figures["hits_by_rung"].get("exact")),
+        percent(figures["rows_served"]),
         percent(figures["accuracy"]),
         points(figures["accuracy_drop"], figures["accuracy_drop_ci"]),
         share(figures["changed_answers"], figures["changed_answers_ci"]),
@@ -147,12 +159,22 @@ def _sweep(runs: Sequence[Run]) -> Iterator[str]:
         first = curves(run.metrics["points"])[0]
         shown = [point for tau in SHOWN_TAUS if (point := at_tau(run.metrics["points"], first, tau))]
         yield table(
-            ("tau", "hit rate", run.metrics["metric"], "drop, points", "changed answers", "precision"),
+            ("tau", "hit rate", "rows served", run.metrics["metric"], "drop, points", "changed answers", "precision"),
             [_point(point) for point in shown],
         )
         if run.metrics["live"]:
             yield table(
-                ("live, tau", "hit rate", "drop, points", "speed-up", "o", "c", "n"),
+                (
+                    "live, tau",
+                    "hit rate",
+                    "drop, points",
+                    "speed-up",
+                    "o",
+                    "c",
+                    "n",
+                    "whole stream: hits",
+                    "speed-up of o, c",
+                ),
                 [_live(row) for row in run.metrics["live"]],
             )
 
@@ -171,6 +193,7 @@ def _point(point: Figures) -> tuple[Any, ...]:
     return (
         "exact only" if point["tau"] is None else point["tau"],
         share(point["hit_rate"], point["hit_rate_ci"]),
+        percent(point["rows_served"]),
         percent(point["accuracy"]),
         points(point["accuracy_drop"], point["accuracy_drop_ci"]),
         share(point["changed_answers"], point["changed_answers_ci"]),
@@ -187,6 +210,8 @@ def _live(row: Figures) -> tuple[Any, ...]:
         percent(row["miss_overhead"]),
         percent(row["hit_cost"]),
         f"{row['n']:,} x {row['rounds']}",
+        percent(row["hit_rate_all"]),
+        number(row["speedup_all"], 2),
     )
 
 
@@ -228,7 +253,17 @@ def _observe(runs: Sequence[Run]) -> Iterator[str]:
     names = varied([run.config for run in runs])
     yield f"![Hit rates of {runs[0].group}]({runs[0].group}/{runs[0].group}.png)"
     yield table(
-        (*map(label_of, names), "hit rate", *COSTS[:2], "bytes", "entries", "evicted", "revalidated", "codec's error"),
+        (
+            *map(label_of, names),
+            "hit rate",
+            *COSTS[:2],
+            "bytes",
+            "of states",
+            "entries",
+            "evicted",
+            "revalidated",
+            "codec's error",
+        ),
         [
             (
                 *(at(run.config, name) for name in names),
@@ -236,6 +271,7 @@ def _observe(runs: Sequence[Run]) -> Iterator[str]:
                 points(run.metrics["accuracy_drop"], run.metrics["accuracy_drop_ci"]),
                 percent(run.metrics["changed_answers"], 2),
                 size(run.metrics["bytes"]),
+                size(run.metrics["state_bytes"]),
                 f"{run.metrics['entries']:,}",
                 f"{run.metrics['evicted']:,}",
                 f"{run.metrics['revalidated']:,}",

@@ -32,10 +32,12 @@ class Settings(OfficialSettings):
     Attributes:
         model: A model with a span head: a folder, a prepared model's name, or a name on the hub.
         max_length: Most tokens a request; the end of a longer passage is cut.
+        every: Of the passages, take each that many-th, with all its questions: a sample from all articles, in order.
     """
 
     name: Literal["squad_v2"]
     max_length: int = Field(default=384, ge=96)
+    every: int = Field(default=1, ge=1)
 
 
 def build(settings: Settings, folders: Folders, seed: int) -> "SquadV2":
@@ -44,7 +46,13 @@ def build(settings: Settings, folders: Folders, seed: int) -> "SquadV2":
     questions = make_questions(seed) if is_made else read_squad("validation", folders.data)
     loaded = load(settings.model, "span", folders.models)
     check_length(loaded, settings.max_length)
-    return SquadV2(loaded, questions[: settings.limit], settings.max_length)
+    return SquadV2(loaded, _sample(questions, settings.every)[: settings.limit], settings.max_length)
+
+
+def _sample(questions: Sequence[Question], every: int) -> list[Question]:
+    """All questions of each `every`-th passage, in order."""
+    kept = set(list(dict.fromkeys(question.context for question in questions))[::every])
+    return [question for question in questions if question.context in kept]
 
 
 class SquadV2(Plain):

@@ -1,9 +1,11 @@
-"""Options that commands share: where data, models and results lie."""
+"""Options that commands share: which experiments, and where data, models and results lie."""
 
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
 import typer
+
+from llmcache.errors import ConfigError
 
 DATA_VARIABLE = "LLMCACHE_DATA"
 MODELS_VARIABLE = "LLMCACHE_MODELS"
@@ -17,3 +19,21 @@ ModelsDir: TypeAlias = Annotated[
 ]
 ResultsDir: TypeAlias = Annotated[Path, typer.Option(help="Folder that results are written under.")]
 RESULTS = Path("results")
+Configs: TypeAlias = Annotated[
+    list[Path] | None,
+    typer.Argument(metavar="CONFIG...", help="YAML files. Default: all in configs/ but smoke.yaml."),
+]
+CONFIGS = Path("configs")
+SMOKE = "smoke.yaml"  # tries out the chain; its figures are no results
+
+
+def all_configs() -> list[Path]:
+    """All YAML files in the folder `configs` but the smoke test.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    found = [path for path in sorted(CONFIGS.glob("*.yaml")) if path.name != SMOKE]
+    if not found:
+        raise ConfigError(f"no YAML file in {CONFIGS.absolute()}; change to the project's folder, or name the files")
+    return found

@@ -1,22 +1,13 @@
 """`llmcache sweep`: everything behind the results, resumable."""
 
-from pathlib import Path
-from typing import Annotated
-
 import typer
 
-from llmcache.cli.options import RESULTS, DataDir, ModelsDir, ResultsDir
-from llmcache.errors import ConfigError, LLMCacheError
-
-CONFIGS = Path("configs")
-SMOKE = "smoke.yaml"  # tries out the chain; its figures are no results
+from llmcache.cli.options import RESULTS, Configs, DataDir, ModelsDir, ResultsDir, all_configs
+from llmcache.errors import LLMCacheError
 
 
 def command(
-    configs: Annotated[
-        list[Path] | None,
-        typer.Argument(metavar="CONFIG...", help="YAML files. Default: all in configs/ but smoke.yaml."),
-    ] = None,
+    configs: Configs = None,
     data_dir: DataDir = None,
     models_dir: ModelsDir = None,
     results_dir: ResultsDir = RESULTS,
@@ -30,9 +21,11 @@ def command(
     from experiments.lock import InUseError
     from experiments.plots import draw_all, require_matplotlib
     from experiments.runner import load_all, run_one
+    from experiments.runs import folders_of
 
     require_matplotlib()
-    runs, failed = load_all(configs or _all_configs()), []
+    files = configs or all_configs()
+    runs, failed = load_all(files), []
     for number, run in enumerate(runs, start=1):
         name = f"{run.group} {run.name}"
         typer.echo(f"[{number}/{len(runs)}] {name}")
@@ -45,19 +38,7 @@ def command(
             failed.append(f"{name}: {error}")
         else:
             typer.echo(f"  {'measured' if done.is_new else 'kept'}, {done.metrics['seconds']:.1f} s: {done.path}")
-    typer.echo(f"{len(draw_all(results_dir))} pictures; `llmcache report` tells what holds")
+    typer.echo(f"{len(draw_all(folders_of(files, results_dir)))} pictures; `llmcache report` tells what holds")
     if failed:
         typer.echo("\n".join([f"{len(failed)} of {len(runs)} failed:", *failed]), err=True)
         raise typer.Exit(1)
-
-
-def _all_configs() -> list[Path]:
-    """All YAML files in the folder `configs` but the smoke test.
-
-    Raises:
-        ConfigError: There is none.
-    """
-    found = [path for path in sorted(CONFIGS.glob("*.yaml")) if path.name != SMOKE]
-    if not found:
-        raise ConfigError(f"no YAML file in {CONFIGS.absolute()}; change to the project's folder, or name the files")
-    return found

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 from llmcache.cli import app, main
 from tests.unit.test_measure_latency import save_gpt2
 
+SMOKE = Path(__file__).parents[2] / "configs" / "smoke.yaml"
 TEXT = {"name": "wikitext", "model": "untrained", "limit": 12, "data": "made", "window": 16}
 LABELS = {"name": "stream", "model": "minilm", "limit": 30, "data": {"path": "support_desk", "limit": 300}}
 TAU = {"method": "llmcache", "tau": 0.8, "allow_unsafe": True}
@@ -63,7 +64,8 @@ def test_a_sweep_leaves_its_pictures(results: Path) -> None:
 
 
 def test_report_reads_what_every_measure_writes(results: Path) -> None:
-    told = CliRunner().invoke(app, ["report", "--results-dir", str(results)])
+    paths = [str(path) for path in sorted(results.parent.glob("*.yaml"))]
+    told = CliRunner().invoke(app, ["report", *paths, "--results-dir", str(results)])
     assert told.exit_code == 0, told.output
     assert "REPORT.md and 3 pictures" in told.output
     text = (results / "REPORT.md").read_text()
@@ -72,6 +74,6 @@ def test_report_reads_what_every_measure_writes(results: Path) -> None:
 
 def test_report_without_results_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_info:
-        main(["report", "--results-dir", str(tmp_path)])
+        main(["report", str(SMOKE), "--results-dir", str(tmp_path)])
     assert exit_info.value.code == 2
     assert "measure first" in capsys.readouterr().err

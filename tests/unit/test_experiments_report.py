@@ -34,6 +34,7 @@ QUALITY = {
     "hit_rate": 0.5,
     "hit_rate_ci": [0.4, 0.6],
     "hits_by_rung": {"semantic": 0.5},
+    "rows_served": 0.5,
     "accuracy": 0.9,
     "accuracy_drop": 0.0,
     "accuracy_drop_ci": [0.0, 0.0],
@@ -42,7 +43,15 @@ QUALITY = {
     "changed_per_hit": 0.04,
     "extras": {},
 }
-SPEED = {"speedup": 2.0, "speedup_min": 1.9, "speedup_max": 2.1, "miss_overhead": 0.02, "hit_cost": 0.01}
+SPEED = {
+    "hit_rate_all": 0.6,
+    "speedup_all": None,
+    "speedup": 2.0,
+    "speedup_min": 1.9,
+    "speedup_max": 2.1,
+    "miss_overhead": 0.02,
+    "hit_cost": 0.01,
+}
 
 
 def run(group: str, measure: str = "sweep", config: Mapping[str, Any] | None = None, **metrics: Any) -> Run:
@@ -52,16 +61,19 @@ def run(group: str, measure: str = "sweep", config: Mapping[str, Any] | None = N
 
 def point(tau: float | None, hit_rate: float, drop: float, method: str = "llmcache", **more: Any) -> dict[str, Any]:
     named = {"method": method, "fingerprint": "mean" if method == "llmcache" else None, "tau": tau}
-    return {**QUALITY, **named, "precision": 0.9, "hit_rate": hit_rate, "accuracy_drop": drop, **more}
+    rates = {"hit_rate": hit_rate, "rows_served": hit_rate}
+    return {**QUALITY, **named, "precision": 0.9, **rates, "accuracy_drop": drop, **more}
 
 
-def call(model: str = "bert-base", nocache: float = 100.0, miss: float = 102.0, hit: float = 2.0) -> dict[str, Any]:
+def call(
+    model: str = "bert-base", nocache: float = 100.0, miss: float = 102.0, hit: float = 2.0, kept: str = "as the paper"
+) -> dict[str, Any]:
     ms = {"nocache_ms": nocache, "miss_ms": miss, "hit_ms": hit, "exact_hit_ms": 1.0, "floor_ms": 0.5}
     return {
         "model": model,
         "head": "token" if model == "gpt2" else "class",
         "weights": "random",
-        "kept": "as the paper",
+        "kept": kept,
         "batch_size": 1,
         "dtype": "float32",
         **ms,
@@ -94,19 +106,19 @@ def served(drop: float, ci: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def layers(low: float, high: float, alike: float) -> dict[str, Any]:
+def layers(*alike: float) -> dict[str, Any]:
     rows = [
         {
             "layer": layer,
             "hit_rate_as_written": 0.5,
-            "hit_rate_per_layer": rate,
+            "hit_rate_per_layer": 0.6,
             "hit_rate_own_tau": 0.1,
             "own_tau": 0.9,
             "alike_by_embedding": 0.1,
-            "alike_by_layer": alike,
+            "alike_by_layer": share,
             "median_cosine": 0.3,
         }
-        for layer, rate in enumerate((low, high))
+        for layer, share in enumerate(alike)
     ]
     figures = {**QUALITY, "layers_skipped": 0.5}
     return {"layers": rows, "runs": dict.fromkeys(("as_written", "per_layer", "own_tau"), figures)}
@@ -114,7 +126,13 @@ def layers(low: float, high: float, alike: float) -> dict[str, Any]:
 
 def observed(max_entries: int, hit_rate: float, compression: str = "none") -> Run:
     config = {"cache": {"max_entries": max_entries, "compression": {"name": compression}}}
-    counters = {"bytes": 1000 * max_entries, "entries": max_entries, "evicted": 3, "revalidated": 0}
+    counters = {
+        "bytes": 1000 * max_entries,
+        "state_bytes": 900 * max_entries,
+        "entries": max_entries,
+        "evicted": 3,
+        "revalidated": 0,
+    }
     figures = {**QUALITY, **counters, "reconstruction_error": None, "hit_rate": hit_rate}
     return run("fig4_memory", "observe", config, **figures)
 
@@ -151,6 +169,7 @@ def test_hits_needed_give_the_ratio() -> None:
     ("figures", "verdict"),
     [
         ([live(3.2, 0.004)], Verdict.HOLDS),
+        ([{**live(2.0, 0.004), "speedup_all": 3.2}], Verdict.HOLDS),  # the first requests find less than all do
         ([live(3.2, 0.02), live(1.2, 0.0)], Verdict.HOLDS_UNDER),
         ([live(2.0, 0.0)], Verdict.DOES_NOT_HOLD),
         ([], Verdict.NOT_MEASURED),
@@ -163,7 +182,7 @@ def test_speed_counts_with_what_it_costs(figures: list[dict[str, Any]], verdict:
 def test_speed_may_hold_for_a_larger_model_where_enough_requests_hit() -> None:
     runs = [
         run("fig5_tau", live=[live(1.5, 0.0)], points=[point(0.8, 0.9, 0.001)]),
-        run("table1_latency", "latency", calls=[call()], generation=[]),
+        run("table1_latency", "latency", calls=[call(), call(hit=50.0), call(kept="pooled")], generation=[]),
     ]
     found = judged("3.1 times", *runs)
     assert found.verdict is Verdict.HOLDS_UNDER and "90.0 %" in found.condition
@@ -215,17 +234,11 @@ def test_documents_are_compared_by_harmless_hits(rates: list[tuple[float, float]
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "alike", "verdict"),
-    [
-        (0.95, 0.5, 0.95, Verdict.HOLDS),
-        (0.95, 0.5, 0.1, Verdict.DOES_NOT_HOLD),
-        (0.9, 0.95, 0.95, Verdict.DOES_NOT_HOLD),
-    ],
+    ("alike", "verdict"),
+    [((0.95, 0.5), Verdict.HOLDS), ((0.95, 0.97), Verdict.DOES_NOT_HOLD), ((0.5, 0.4), Verdict.DOES_NOT_HOLD)],
 )
-def test_layers_have_to_fall_from_the_papers_rate_and_be_alike(
-    low: float, high: float, alike: float, verdict: Verdict
-) -> None:
-    assert judged("Figure 3", run("fig3_hit_rate_by_layer", "layers", **layers(low, high, alike))).verdict is verdict
+def test_states_have_to_be_alike_below_and_less_so_above(alike: tuple[float, float], verdict: Verdict) -> None:
+    assert judged("Figure 3", run("fig3_hit_rate_by_layer", "layers", **layers(*alike))).verdict is verdict
 
 
 @pytest.mark.parametrize(
@@ -313,6 +326,10 @@ def write(results: Path, one: Run, name: str = "run") -> Path:
     return folder
 
 
+def folders(results: Path) -> list[Path]:
+    return sorted(results.glob("*/*/"))
+
+
 @pytest.fixture
 def results(tmp_path: Path) -> Path:
     prepared = {"n_test": 50, "accuracy": 0.9137, "commonest": 0.016}
@@ -320,17 +337,16 @@ def results(tmp_path: Path) -> Path:
     write(tmp_path, run("fig5_tau", live=[live(1.5, 0.0)], points=sweep, facts={"prepared": prepared}))
     write(tmp_path, run("table1_latency", "latency", calls=[call()], generation=[generation(200, 210, 150)]))
     write(tmp_path, run("table2_accuracy", "serve", **served(0.1, (0.05, 0.15)), limit=100))
-    write(tmp_path, run("fig3_hit_rate_by_layer", "layers", **layers(0.5, 0.6, 0.1)))
+    write(tmp_path, run("fig3_hit_rate_by_layer", "layers", **layers(0.1, 0.2)))
     for size in (32, 64, 128):
         write(tmp_path, observed(size, 0.1 + size / 1000), str(size))
-    write(tmp_path, run("smoke", "serve"))  # whose figures are no results
     return tmp_path
 
 
 def test_a_report_has_a_verdict_for_every_claim_and_a_table_for_every_experiment(results: Path) -> None:
-    text = write_report(results).read_text()
+    text = write_report(results, folders(results)).read_text()
     assert all(claim.said in text for claim in CLAIMS)
-    assert "Not measured" not in text and "smoke" not in text
+    assert "Not measured" not in text
     for group in ("fig5_tau", "table1_latency", "table2_accuracy", "fig3_hit_rate_by_layer", "fig4_memory"):
         assert f"## {group}" in text
     assert "91.4 % | 1.6 % (commonest intent)" in text
@@ -340,29 +356,44 @@ def test_a_report_has_a_verdict_for_every_claim_and_a_table_for_every_experiment
 
 
 def test_a_report_names_pictures_that_are_drawn(results: Path) -> None:
-    text = write_report(results).read_text()
-    pictures = [path.relative_to(results).as_posix() for path in draw_all(results)]
+    text = write_report(results, folders(results)).read_text()
+    pictures = [path.relative_to(results).as_posix() for path in draw_all(folders(results))]
     assert len(pictures) == 3
     assert all(f"]({name})" in text and (results / name).read_bytes().startswith(b"\x89PNG") for name in pictures)
 
 
 def test_the_same_files_give_the_same_report(results: Path) -> None:
-    assert write_report(results).read_bytes() == write_report(results).read_bytes()
+    assert write_report(results, folders(results)).read_bytes() == write_report(results, folders(results)).read_bytes()
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "env.json", "metrics.json"])
 def test_a_damaged_run_is_named(results: Path, name: str) -> None:
     (results / "fig5_tau" / "run" / name).write_text("{")
     with pytest.raises(ConfigError, match=r"fig5_tau.run: not a whole run"):
-        read_runs(results)
+        read_runs(folders(results))
 
 
 def test_a_run_without_figures_did_not_finish_and_is_left_out(results: Path) -> None:
-    n = len(read_runs(results))
+    n = len(read_runs(folders(results)))
     (results / "fig5_tau" / "run" / "metrics.json").unlink()
-    assert len(read_runs(results)) == n - 1
+    assert len(read_runs(folders(results))) == n - 1
+
+
+def test_what_another_version_wrote_is_told(results: Path) -> None:
+    write(results, run("ablation_fingerprint", points=[{"method": "llmcache"}], live=[]))
+    with pytest.raises(ConfigError, match="written by another version"):
+        write_report(results, folders(results))
+
+
+def test_losses_of_few_questions_are_told_by_changed_answers() -> None:
+    """Half a point of 500 questions is two and a half: as many may be won by chance as are lost."""
+    changed = point(0.8, 0.9, 0.0, changed_answers=0.3)
+    kept = point(0.86, 0.2, 0.0, changed_answers=0.004)
+    for task, verdict in (("openbookqa", Verdict.HOLDS), ("stream", Verdict.DOES_NOT_HOLD)):
+        runs = run("fig5_tau", task=task, live=[], points=[point(0.82, 0.95, 0.3), changed, kept])
+        assert judged("Figure 5", runs).verdict is verdict
 
 
 def test_no_results_are_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="measure first"):
-        write_report(tmp_path)
+        write_report(tmp_path, [])

@@ -194,6 +194,13 @@ def test_the_threshold_of_the_config_decides(loaded: Loaded, monkeypatch: pytest
         assert task.facts["no_answer_threshold"] == threshold
 
 
+def test_a_sample_keeps_passages_whole_and_in_order() -> None:
+    asked = [question(f"{passage} {number}", str(passage)) for passage in range(5) for number in range(3)]
+    sample = squad_v2._sample(asked, 2)
+    assert [one.text for one in sample] == [f"{passage} {number}" for passage in (0, 2, 4) for number in range(3)]
+    assert squad_v2._sample(asked, 1) == asked
+
+
 def test_figures_are_fractions() -> None:
     found = squad_v2.figures(["x", "y z", ""], [["x"], ["y"], []])
     assert found == {
