@@ -101,7 +101,7 @@ def measure(
         seed: Of random weights and prompts.
 
     Returns:
-        Times of whole generations in milliseconds by kind, medians and percentiles.
+        Times of whole generations in milliseconds by kind, as `summarise` gives them.
 
     Raises:
         ConfigError: The model is no causal language model or takes fewer tokens, or device or dtype cannot be measured.
