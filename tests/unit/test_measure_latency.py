@@ -171,6 +171,8 @@ def test_generation_is_measured_in_every_dtype(folders: Folders) -> None:
         assert (figures["dtype"], figures["weights"]) == (dtype, "tiny")
         assert (figures["prompt_tokens"], figures["new_tokens"]) == (TOKENS - 4, 4)
         assert [figures[f"{kind}_ms"]["n"] for kind in ("nocache", "kv_cache", "miss", "exact_hit")] == [3] * 4
+        assert set(figures["ratios"]) == {"nocache/kv_cache", "miss/kv_cache", "exact_hit/kv_cache"}
+        assert all(0 < spread["p5"] <= spread["median"] <= spread["p95"] for spread in figures["ratios"].values())
 
 
 def test_generation_runs_in_the_dtype_it_names(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
