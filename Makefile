@@ -67,7 +67,7 @@ endef
 bench-gpu: setup ## Measure latency on a GPU (DEVICE=cuda), into results/gpu; the Makefile says how to shorten it.
 	$(BIN)/llmcache run configs/table1_latency.yaml --results-dir $(GPU_RESULTS) --set device=$(DEVICE) \
 	    --set 'dtypes=[$(DTYPES)]' --set 'batch_sizes=[$(BATCH_SIZES)]' --set rounds=$(ROUNDS) \
-	    --set 'entries={as the paper: $(SEQUENCES), pooled: $(ENTRIES)}' \
+	    --set 'entries={as the paper: $(SEQUENCES), all tokens: $(SEQUENCES), pooled: $(ENTRIES)}' \
 	    --set 'models=[$(MODELS)]' --set 'token_heads=[$(GENERATE)]' --set 'generate=[$(GENERATE)]' --set generate_rounds=$(ROUNDS)
 	$(foreach dtype,$(call items,$(DTYPES)),$(foreach rows,$(call items,$(BATCH_SIZES)),$(call bench-latency,$(dtype),$(rows))))
 

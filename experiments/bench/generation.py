@@ -11,13 +11,14 @@ Each round makes one generation of each kind (the third for a prompt that is new
 """
 
 import copy
+from collections.abc import Mapping
 from time import perf_counter
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from experiments.bench.latency import rotated, summarise
+from experiments.bench.latency import ratios, rotated, summarise
 from experiments.bench.models import Requests, build, check, check_target, synchronise
 from llmcache import LLMCache
 
@@ -101,7 +102,8 @@ def measure(
         seed: Of random weights and prompts.
 
     Returns:
-        Times of whole generations in milliseconds by kind, medians and percentiles.
+        Times of whole generations in milliseconds by kind, as `summarise` gives them; and in `ratios` each kind against
+        `kv_cache` of the same round, as `latency.ratios` gives them.
 
     Raises:
         ConfigError: The model is no causal language model or takes fewer tokens, or device or dtype cannot be measured.
@@ -110,27 +112,15 @@ def measure(
     check_target(device, dtype)
     check(model, prompt_tokens + new_tokens, head="token")
     pair = build(model, seed, device, head="token", dtype=dtype)
-    known: Way = Remembering(pair.model)
-    ways: dict[str, Way] = {
-        "nocache": Recompute(pair.model),
-        "kv_cache": KVCache(pair.model),
-        "miss": known,
-        "exact_hit": known,
-    }
+    ways = _ways(pair.model)
     requests = Requests(pair.model.config, 1, prompt_tokens, seed, device)
     times: dict[str, list[float]] = {kind: [] for kind in ways}
     with torch.inference_mode():
         for number in range(rounds + 1):
-            prompt, seen = (requests.fresh().to(device) for _ in range(2))
-            expected = ways["kv_cache"](seen, new_tokens)
-            known(seen, new_tokens)
-            for kind in rotated(list(ways), number):
-                is_hit = kind == "exact_hit"
-                spent, tokens, n_hits = _timed(ways[kind], seen if is_hit else prompt, new_tokens)
-                if n_hits != is_hit or (is_hit and not torch.equal(tokens, expected)):
-                    raise RuntimeError(f"a generation counted as {kind} had {n_hits} hits, or other tokens")
+            new, known = (requests.fresh().to(device) for _ in range(2))
+            for kind, ms in _round(ways, new, known, new_tokens, number).items():
                 if number:
-                    times[kind].append(spent * 1e3)
+                    times[kind].append(ms)
     return {
         "model": model,
         "weights": pair.weights,
@@ -138,7 +128,41 @@ def measure(
         "prompt_tokens": prompt_tokens,
         "new_tokens": new_tokens,
         **{f"{kind}_ms": summarise(values) for kind, values in times.items()},
+        "ratios": ratios(times, "kv_cache"),
     }
+
+
+def _ways(model: Any) -> dict[str, Way]:
+    """The way that each kind of generation is made in; both with llmcache are made by one cache."""
+    remembering = Remembering(model)
+    return {
+        "nocache": Recompute(model),
+        "kv_cache": KVCache(model),
+        "miss": remembering,
+        "exact_hit": remembering,
+    }
+
+
+def _round(ways: Mapping[str, Way], new: Tensor, known: Tensor, new_tokens: int, number: int) -> dict[str, float]:
+    """Milliseconds of one generation of each kind.
+
+    Args:
+        ways: By kind.
+        new: A prompt (1, T) for every kind but the hit.
+        known: The hit's; it is made known here, before the clock runs.
+        new_tokens: Tokens generated.
+        number: Of the round, which decides the order.
+    """
+    expected = ways["kv_cache"](known, new_tokens)
+    ways["exact_hit"](known, new_tokens)
+    spent = {}
+    for kind in rotated(list(ways), number):
+        is_hit = kind == "exact_hit"
+        seconds, tokens, n_hits = _timed(ways[kind], known if is_hit else new, new_tokens)
+        if n_hits != is_hit or (is_hit and not torch.equal(tokens, expected)):
+            raise RuntimeError(f"a generation counted as {kind} had {n_hits} hits, or other tokens")
+        spent[kind] = seconds * 1e3
+    return spent
 
 
 def _timed(way: Way, ids: Tensor, new_tokens: int) -> tuple[float, Tensor, int]:

@@ -1,14 +1,16 @@
 """Latency of each kind of call, interleaved in one process.
 
-Kinds: `nocache` (an untouched copy of the model), `miss` (banks full, so it also evicts), `hit` (a semantic hit of an
-input that is not stored, search and decision included), `exact_hit`, `floor` (the same model with zero layers), and for
-batches `mixed` (half the rows are semantic hits). Each round makes one call of each kind, the order rotating; every
-call is checked afterwards, outside the timer, to have been what it is counted as.
+Kinds: `nocache` (an untouched copy of the model), `miss` (banks full, so it also evicts), `hit` (an input that is not
+stored, served by one that is, search and decision included), `exact_hit` (an input that is stored), `floor` (the same
+model with zero layers), and for batches `mixed` (half the rows are hits). Each round makes one call of each kind, the
+order rotating; every call is checked afterwards, outside the timer, to have been what it is counted as: a hit runs no
+layer, and in mode `paper` searches the bank of each.
 """
 
 import copy
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import Any
@@ -19,10 +21,15 @@ from torch import Tensor
 
 from experiments.bench.models import Pair, Requests, Shortcut, build, check, check_target, find_layers, synchronise
 from llmcache import ConfigError, LLMCache
+from llmcache.adapters import locate
 
 MOST_DRAWS = 10
 FILL_ROWS = 64  # rows stored per call while the banks are filled
+QUOTABLE = 200  # calls that p90 and p99 are taken from, at least
 CALLS_HELD = 4  # a bank holds the rows of as many calls, so that a miss does not evict what the next hit asks for
+
+#: What serves a near request and an exact repeat, by mode; to the paper's algorithm both are the same.
+RUNGS = {"semantic": ("semantic", "exact"), "paper": ("paper", "paper")}
 
 Draw = Callable[[], tuple[Any, Tensor, dict[str, int]]]
 
@@ -39,11 +46,12 @@ class Settings:
         payload: What entries keep.
         layers: Stored layers: `last` or `all`.
         index: Index name.
+        mode: Of the cache: `semantic`, one search a call, or `paper`, one a layer.
         head: `class`, a classifier, or `token`, a causal language model's, with logits at every token.
         tau: Threshold between random requests (misses) and those with one token changed (hits).
         device: Torch device.
         dtype: Of weights and states.
-        rounds: Calls of each kind, 200 or more for percentiles.
+        rounds: Calls of each kind; p90 and p99 take `QUOTABLE` or more.
         seed: Of weights and requests.
     """
 
@@ -54,6 +62,7 @@ class Settings:
     payload: str = "cls"
     layers: str = "last"
     index: str = "auto"
+    mode: str = "semantic"
     head: str = "class"
     tau: float = 0.98
     device: str = "cpu"
@@ -75,12 +84,9 @@ def measure(settings: Settings, advance: Callable[[str, int, int], None] | None 
         tried once on this device before the clock runs, gave the stored run's output bit for bit.
 
     Raises:
-        ConfigError: Device, dtype, model or number of entries cannot be measured.
+        ConfigError: Device, dtype, mode, model or number of entries cannot be measured.
     """
-    check_target(settings.device, settings.dtype)
-    if settings.entries < (needed := CALLS_HELD * settings.batch_size):
-        raise ConfigError(f"entries: give at least {needed}, the rows of {CALLS_HELD} calls (got {settings.entries})")
-    check(settings.model, settings.seq_len, settings.head)
+    _check(settings)
     pair = build(settings.model, settings.seed, settings.device, settings.head, settings.dtype)
     bench = Bench(settings, pair)
     bench.fill(advance)
@@ -88,7 +94,7 @@ def measure(settings: Settings, advance: Callable[[str, int, int], None] | None 
         is_equal = bench.is_exact_hit_equal()
         times = bench.run(advance)
     figures: dict[str, Any] = {f"{kind}_ms": summarise(values) for kind, values in times.items()}
-    figures["ratios"] = _ratios(times)
+    figures["ratios"] = ratios(times, "nocache")
     figures |= asdict(settings) | {
         "weights": pair.weights,
         "model_bytes": sum(parameter.nbytes for parameter in pair.model.parameters()),
@@ -100,6 +106,21 @@ def measure(settings: Settings, advance: Callable[[str, int, int], None] | None 
     return figures
 
 
+def _check(settings: Settings) -> None:
+    """Raise `ConfigError` for what is seen without loading weights."""
+    check_target(settings.device, settings.dtype)
+    if settings.entries < (needed := CALLS_HELD * settings.batch_size):
+        raise ConfigError(f"entries: give at least {needed}, the rows of {CALLS_HELD} calls (got {settings.entries})")
+    if settings.mode not in RUNGS:
+        raise ConfigError(f"mode: give {' or '.join(RUNGS)} (got {settings.mode!r})")
+    if settings.mode == "paper" and settings.layers != "all":
+        raise ConfigError(
+            f"layers: mode paper skips a layer only where its own bank serves it; give all, with payload sequence "
+            f"(got {settings.layers!r})"
+        )
+    check(settings.model, settings.seq_len, settings.head)
+
+
 class Bench:
     """A filled cache on one model, beside an untouched copy and a twin without layers."""
 
@@ -109,8 +130,11 @@ class Bench:
         self._plain = copy.deepcopy(pair.model)
         self._model = pair.model
         self._floor = pair.floor
+        self._trunk = locate(pair.model).module
+        layers = find_layers(pair.model)
+        self._depth = len(layers)
         self._shortcut = Shortcut()
-        self._shortcut.install(find_layers(pair.model))
+        self._shortcut.install(layers)
         self._requests = Requests(
             pair.model.config, settings.batch_size, settings.seq_len, settings.seed, settings.device
         )
@@ -122,35 +146,40 @@ class Bench:
             payload=settings.payload,
             layers=settings.layers,
             index=settings.index,
+            mode=settings.mode,
             max_entries=settings.entries,
             max_bytes=2**40,
             allow_unsafe=settings.head == "token",  # what is measured here is the clock
         )
+        self._near_rung, self._exact_rung = RUNGS[settings.mode]
 
     def fill(self, advance: Callable[[str, int, int], None] | None) -> None:
-        """Fill every bank to its last entry, without computing layers."""
+        """Fill every bank to its last entry."""
         total = self._settings.entries
-        with self._shortcut.opened():
-            for done in range(0, total, FILL_ROWS):
-                ids = self._requests.fresh(min(FILL_ROWS, total - done))
-                self.cache(**self._requests.inputs(ids))
-                self._known += ids.unsqueeze(1)
-                if advance:
-                    advance("filling", done + len(ids), total)
+        for done in range(0, total, FILL_ROWS):
+            ids = self._requests.fresh(min(FILL_ROWS, total - done))
+            self._store(ids)
+            self._known += ids.unsqueeze(1)
+            if advance:
+                advance("filling", done + len(ids), total)
         for _ in range(MOST_DRAWS):  # a chance hit is not stored
             if (missing := total - self.cache.stats().n_stored) == 0:
                 return
-            with self._shortcut.opened():
-                self.cache(**self._requests.inputs(self._requests.fresh(missing)))
+            self._store(self._requests.fresh(missing))
         stats = self.cache.stats()
         raise RuntimeError(f"{stats.n_stored} of {total} entries were stored, with {stats.errors} errors (see the log)")
+
+    def _store(self, ids: Tensor) -> None:
+        """Have requests (B, T) stored without computing layers, nor the head: logits at every token are large."""
+        with self._shortcut.opened(), torch.inference_mode():
+            self._trunk(**self._requests.inputs(ids))
 
     def is_exact_hit_equal(self) -> bool:
         """Whether a call's output is bit for bit the same when it is computed and stored, and when it is served."""
         rows = self._settings.batch_size
         _, computed = self._measure("miss", self._kinds()["miss"])
         ids = torch.cat(self._known[-rows:])
-        _, served = self._measure("exact_hit", lambda: (self._model, ids, {"exact": rows}))
+        _, served = self._measure("exact_hit", lambda: (self._model, ids, {self._exact_rung: rows}))
         return torch.equal(computed, served)
 
     def run(self, advance: Callable[[str, int, int], None] | None) -> dict[str, list[float]]:
@@ -174,8 +203,8 @@ class Bench:
         kinds: dict[str, Draw] = {
             "nocache": lambda: (self._plain, self._requests.fresh(), {}),
             "miss": lambda: (self._model, self._requests.fresh(), {}),
-            "hit": lambda: (self._model, self._requests.near(self._stored(rows)), {"semantic": rows}),
-            "exact_hit": lambda: (self._model, self._stored(rows), {"exact": rows}),
+            "hit": lambda: (self._model, self._requests.near(self._stored(rows)), {self._near_rung: rows}),
+            "exact_hit": lambda: (self._model, self._stored(rows), {self._exact_rung: rows}),
             "floor": lambda: (self._floor, self._requests.fresh(), {}),
         }
         if rows > 1:
@@ -183,7 +212,7 @@ class Bench:
             kinds["mixed"] = lambda: (
                 self._model,
                 torch.cat([self._requests.near(self._stored(half)), self._requests.fresh(rows - half)]),
-                {"semantic": half},
+                {self._near_rung: half},
             )
         return kinds
 
@@ -204,7 +233,11 @@ class Bench:
         raise RuntimeError(f"a {kind} call counted hits {hits}, expected {expected}, {MOST_DRAWS} times in a row")
 
     def _call(self, kind: str, model: Any, ids: Tensor) -> tuple[float, Tensor, dict[str, int]]:
-        """Seconds of one call, from arguments to output, its logits, and the hits it counted."""
+        """Seconds of one call, from arguments to output, its logits, and the hits it counted.
+
+        Layers that ran for a row that hit are told among the hits: where layers are searched one by one, some may serve
+        and others not.
+        """
         inputs = self._requests.inputs(ids)
         before = self.cache.stats()
         synchronise(self._settings.device)
@@ -216,8 +249,11 @@ class Bench:
         if kind in ("miss", "mixed"):
             stored = after.n_misses - before.n_misses
             self._known = [*self._known[stored:], *ids[len(ids) - stored :].unsqueeze(1)]
-        hits = {rung: n - before.hits.get(rung, 0) for rung, n in after.hits.items() if n != before.hits.get(rung, 0)}
-        return spent, output.logits, hits
+        hits = Counter(after.hits) - Counter(before.hits)
+        n_skipped = after.n_layers_skipped - before.n_layers_skipped
+        if n_run := hits.total() * self._depth - n_skipped:
+            hits["layers run"] = n_run
+        return spent, output.logits, dict(hits)
 
 
 def rotated(kinds: Sequence[str], by: int) -> Iterator[str]:
@@ -226,25 +262,26 @@ def rotated(kinds: Sequence[str], by: int) -> Iterator[str]:
     return iter(turned if by // len(kinds) % 2 == 0 else turned[::-1])
 
 
-def summarise(values: Sequence[float]) -> dict[str, float]:
-    """Median, p90, p99 (ms) and n."""
-    return {
-        "median": statistics.median(values),
-        "p90": float(np.percentile(values, 90)),
-        "p99": float(np.percentile(values, 99)),
-        "n": len(values),
-    }
+def summarise(values: Sequence[float]) -> dict[str, float | None]:
+    """Median, p90, p99 (ms) and n; too few values (`QUOTABLE`) have no p90 and p99."""
+    is_quotable = len(values) >= QUOTABLE
+    p90, p99 = (float(np.percentile(values, share)) if is_quotable else None for share in (90, 99))
+    return {"median": statistics.median(values), "p90": p90, "p99": p99, "n": len(values)}
 
 
-def _ratios(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
-    """Each kind against `nocache` of the same round: median, and the 5th and 95th percentile."""
-    base = np.array(times["nocache"])
-    ratios = {f"{kind}/nocache": np.array(values) / base for kind, values in times.items() if kind != "nocache"}
-    return {
-        name: {
-            "median": float(np.median(values)),
-            "p5": float(np.percentile(values, 5)),
-            "p95": float(np.percentile(values, 95)),
-        }
-        for name, values in ratios.items()
-    }
+def ratios(times: Mapping[str, Sequence[float]], base: str) -> dict[str, dict[str, float]]:
+    """Each kind of call against another one of the same round.
+
+    Args:
+        times: By kind, one a round.
+        base: The kind that the others are divided by.
+
+    Returns:
+        By `kind/base`: median, and the 5th and 95th percentile, between which nine rounds of ten lie.
+    """
+    found = {}
+    for kind in (kind for kind in times if kind != base):
+        values = np.array(times[kind]) / np.array(times[base])
+        p5, median, p95 = (float(value) for value in np.percentile(values, (5, 50, 95)))
+        found[f"{kind}/{base}"] = {"median": median, "p5": p5, "p95": p95}
+    return found

@@ -56,29 +56,12 @@ def measure(settings: Settings, advance: Callable[[str, int, int], None] | None 
         `bytes_per_entry` (process growth), `payload_bytes_per_entry`, entries per second of whole calls
         (`calls_entries_per_s`) and of storing alone (`storing_entries_per_s`), and the settings.
     """
-    import transformers
-
     if settings.width % 8:
         raise ConfigError(f"--width {settings.width}: give a multiple of 8")
     if settings.seq_len > MOST_TOKENS:
         raise ConfigError(f"--seq-len {settings.seq_len}: give at most {MOST_TOKENS}")
-    torch.manual_seed(settings.seed)
-    config = transformers.BertConfig(
-        hidden_size=settings.width, num_hidden_layers=1, num_attention_heads=8, max_position_embeddings=MOST_TOKENS
-    )
-    model = transformers.BertForSequenceClassification(config).eval()
-    shortcut = Shortcut(is_open=True)
-    shortcut.install(find_layers(model))
-    cache = LLMCache.wrap(
-        model,
-        tau=1.0,
-        exact=False,
-        payload=settings.payload,
-        compression=settings.compression,
-        fingerprint=settings.fingerprint,
-        max_bytes=2**40,
-    )
-    requests = Requests(config, settings.batch_size, settings.seq_len, settings.seed, "cpu")
+    cache = _wrap(settings)
+    requests = Requests(cache.model.config, settings.batch_size, settings.seq_len, settings.seed, "cpu")
     start, resident_before, stored_before, spent = settings.entries // 10, 0, 0, 0.0
     while (done := cache.stats().n_stored) < settings.entries:
         if done >= start and not resident_before:
@@ -98,6 +81,28 @@ def measure(settings: Settings, advance: Callable[[str, int, int], None] | None 
         "n_stored": stats.n_stored,
         "threads": torch.get_num_threads(),
     }
+
+
+def _wrap(settings: Settings) -> LLMCache:
+    """A cache around a classifier of one layer that computes nothing."""
+    import transformers
+
+    torch.manual_seed(settings.seed)
+    config = transformers.BertConfig(
+        hidden_size=settings.width, num_hidden_layers=1, num_attention_heads=8, max_position_embeddings=MOST_TOKENS
+    )
+    model = transformers.BertForSequenceClassification(config).eval()
+    shortcut = Shortcut(is_open=True)
+    shortcut.install(find_layers(model))
+    return LLMCache.wrap(
+        model,
+        tau=1.0,
+        exact=False,
+        payload=settings.payload,
+        compression=settings.compression,
+        fingerprint=settings.fingerprint,
+        max_bytes=2**40,
+    )
 
 
 def _resident_bytes() -> int:

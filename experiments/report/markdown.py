@@ -41,6 +41,11 @@ def speed(figures: Mapping[str, Any]) -> str:
     return f"{figures['speedup']:.2f} ({figures['speedup_min']:.2f} to {figures['speedup_max']:.2f})"
 
 
+def ratio(spread: Mapping[str, float]) -> str:
+    """A ratio that was taken in every round: its median, and the 5th and 95th percentile."""
+    return f"{spread['median']:.3f} ({spread['p5']:.3f} to {spread['p95']:.3f})"
+
+
 def size(nbytes: float | None) -> str:
     """Bytes in the unit that suits them."""
     if nbytes is None:

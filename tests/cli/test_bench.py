@@ -25,24 +25,33 @@ def run_main(*args: str) -> int:
     return int(exit_info.value.code or 0)
 
 
-@pytest.mark.parametrize("payload", ["cls", "sequence"])
-def test_latency_writes_every_figure(folder: Path, tmp_path: Path, payload: str) -> None:
+@pytest.mark.parametrize("kept", [{"payload": "cls"}, {"payload": "sequence", "layers": "all", "mode": "paper"}])
+def test_latency_writes_every_figure(
+    folder: Path, tmp_path: Path, kept: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "figures.json"
-    options = f"--seq-len 32 --entries 64 --rounds 10 --payload {payload} --json {path}".split()
+    options = f"--seq-len 32 --entries 64 --rounds 10 --json {path}".split()
+    options += [word for name, value in kept.items() for word in (f"--{name}", value)]
     assert run_main("bench", "latency", "--model", str(folder), *options) == 0
+    assert "10 calls of each kind: too few for p90 and p99" in (shown := capsys.readouterr().out)
+    assert "nan" not in shown.lower() and "None" not in shown
     figures = json.loads(path.read_text())
     for kind in KINDS:
         assert figures[kind]["n"] == 10
-        assert 0 < figures[kind]["median"] <= figures[kind]["p90"] <= figures[kind]["p99"]
-    assert {
-        "batch_size": 1,
-        "seq_len": 32,
-        "entries": 64,
-        "payload": payload,
-        "device": "cpu",
-    }.items() <= figures.items()
+        assert figures[kind]["median"] > 0
+        assert figures[kind]["p90"] is figures[kind]["p99"] is None
+    assert ({"batch_size": 1, "seq_len": 32, "entries": 64, "device": "cpu"} | kept).items() <= figures.items()
     assert figures["weights"] == folder.name
     assert set(figures["ratios"]) == {f"{kind.removesuffix('_ms')}/nocache" for kind in KINDS if kind != "nocache_ms"}
+
+
+def test_enough_calls_have_percentiles(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "figures.json"
+    options = f"--seq-len 8 --entries 64 --rounds 200 --json {path}".split()
+    assert run_main("bench", "latency", "--model", str(folder), *options) == 0
+    assert "too few" not in capsys.readouterr().out
+    figures = json.loads(path.read_text())
+    assert all(0 < figures[kind]["median"] <= figures[kind]["p90"] <= figures[kind]["p99"] for kind in KINDS)
 
 
 def test_banks_are_full_so_every_miss_evicts(folder: Path) -> None:

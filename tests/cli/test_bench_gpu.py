@@ -44,9 +44,13 @@ def test_every_dtype_and_batch_size_is_measured(tmp_path: Path, monkeypatch: pyt
 
     (path,) = results.glob("table1_latency/*/metrics.json")
     metrics = json.loads(path.read_text())
-    assert len(metrics["calls"]) == 3 * len(expected)  # two ways to keep entries, and two heads with one of them
+    assert len(metrics["calls"]) == 5 * len(expected)  # three ways to keep entries, and another head with two of them
     assert {(row["dtype"], row["batch_size"]) for row in metrics["calls"]} == expected
-    assert {(row["kept"], row["entries"]) for row in metrics["calls"]} == {("as the paper", 8), ("pooled", 64)}
+    assert {(row["kept"], row["entries"]) for row in metrics["calls"]} == {
+        ("as the paper", 8),
+        ("all tokens", 8),
+        ("pooled", 64),
+    }
     assert all(row["exact_hit_is_equal"] for row in metrics["calls"])
     assert [figures["dtype"] for figures in metrics["generation"]] == ["float32", "bfloat16"]
     assert all(figures["exact_hit_ms"]["n"] == 10 for figures in metrics["generation"])

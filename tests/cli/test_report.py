@@ -24,7 +24,7 @@ def configs(model: Path) -> dict[str, dict[str, object]]:
             "models": [str(model)],
             "seq_len": 16,
             "rounds": 10,
-            "entries": {"as the paper": 8, "pooled": 64},
+            "entries": {"as the paper": 8, "all tokens": 8, "pooled": 64},
             "token_heads": [str(model)],
             "generate": [str(model)],
             "new_tokens": 4,

@@ -22,7 +22,8 @@ from llmcache.library import Library
 from tests.models import BARE, PAD, VOCABULARY, build
 
 WIDTH, LAYERS, TOKENS = 32, 3, 16
-SMALL = {"measure": "latency", "seq_len": TOKENS, "rounds": 10, "entries": {"as the paper": 64, "pooled": 80}}
+ENTRIES = {"as the paper": 64, "all tokens": 72, "pooled": 80}
+SMALL = {"measure": "latency", "seq_len": TOKENS, "rounds": 10, "entries": ENTRIES}
 
 
 def save_gpt2(folder: Path) -> Path:
@@ -75,22 +76,75 @@ def test_rows_say_what_was_measured_and_its_bytes(folders: Folders) -> None:
     outcome = measured(folders, dtypes=["float32", "bfloat16"], batch_sizes=[1, 2])
     rows = outcome.rows
     assert [(row["kept"], row["batch_size"], row["dtype"]) for row in rows] == [
-        (kept, rows, dtype)
-        for kept in ("as the paper", "pooled")
-        for rows in (1, 2)
-        for dtype in ("float32", "bfloat16")
+        (kept, rows, dtype) for kept in ENTRIES for rows in (1, 2) for dtype in ("float32", "bfloat16")
     ]
     for row in rows:
         itemsize = 4 if row["dtype"] == "float32" else 2
-        n_numbers = LAYERS * TOKENS * WIDTH if row["kept"] == "as the paper" else WIDTH
+        n_numbers = WIDTH if row["kept"] == "pooled" else LAYERS * TOKENS * WIDTH
         assert row["model_mb"] == n_weights(folders) * itemsize / 1e6
         assert row["entry_kb"] == n_numbers * itemsize / 1e3
-        assert row["entries"] == SMALL["entries"][row["kept"]]
+        assert row["entries"] == ENTRIES[row["kept"]]
         assert row["cache_mb"] == pytest.approx(row["entry_kb"] * row["entries"] / 1e3)
         assert row["hit_speedup"] == row["nocache_ms"] / row["hit_ms"]
         assert (row["model"], row["weights"], row["exact_hit_is_equal"]) == ("tiny", "tiny", True)
         assert (row["mixed_ms"] is None) == (row["batch_size"] == 1)
         assert row.keys() == rows[0].keys()
+
+
+def test_only_as_the_paper_every_layer_is_searched_and_serves(
+    folders: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    benches: list[latency.Bench] = []
+
+    class Remembered(latency.Bench):
+        def __init__(self, settings: latency.Settings, pair: bench_models.Pair) -> None:
+            super().__init__(settings, pair)
+            benches.append(self)
+
+    monkeypatch.setattr(latency, "Bench", Remembered)
+    rows = measured(folders, token_heads=["tiny"]).rows
+    of_models, of_tokens = (
+        [("class", kept) for kept in ENTRIES],
+        [("token", kept) for kept in ENTRIES if kept != "pooled"],
+    )
+    assert [(row["head"], row["kept"]) for row in rows] == of_models + of_tokens
+    for row, bench in zip(rows, benches, strict=True):
+        stats = bench.cache.stats()
+        is_paper = row["kept"] == "as the paper"
+        assert set(stats.hits) == ({"paper"} if is_paper else {"semantic", "exact"})
+        assert stats.reuses_by_layer == dict.fromkeys(range(LAYERS) if is_paper else [LAYERS - 1], stats.n_hits)
+        assert stats.n_layers_skipped == LAYERS * stats.n_hits
+
+
+def test_a_hit_that_runs_layers_stops_the_benchmark(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = latency.Settings(
+        str(folders.models / "tiny"), seq_len=TOKENS, entries=64, payload="sequence", layers="all", mode="paper"
+    )
+    bench = latency.Bench(settings, bench_models.build(settings.model, 0, "cpu"))
+    bench.fill(None)
+    honest = Library.read
+
+    def read_all_but_one(self: Library, key: str, layer: int, *rest: Any, **more: Any) -> Any:
+        return None if layer == 1 else honest(self, key, layer, *rest, **more)
+
+    monkeypatch.setattr(Library, "read", read_all_but_one)
+    with torch.inference_mode(), pytest.raises(RuntimeError, match=r"hits \{'paper': 1, 'layers run': 1\}"):
+        bench.run(None)
+
+
+@pytest.mark.parametrize(("n", "p90", "p99"), [(199, None, None), (200, 179.1, 197.01)])
+def test_percentiles_take_200_calls(n: int, p90: float | None, p99: float | None) -> None:
+    assert latency.summarise(range(n)) == {
+        "median": (n - 1) / 2,
+        "p90": pytest.approx(p90),
+        "p99": pytest.approx(p99),
+        "n": n,
+    }
+
+
+def test_ratios_are_those_of_one_round() -> None:
+    found = latency.ratios({"base": [1.0, 2.0, 4.0], "other": [3.0, 4.0, 4.0]}, "base")
+    assert found == {"other/base": {"median": 2.0, "p5": pytest.approx(1.1), "p95": pytest.approx(2.9)}}
 
 
 def test_metrics_hold_the_rows_with_their_percentiles(folders: Folders) -> None:
@@ -117,6 +171,8 @@ def test_generation_is_measured_in_every_dtype(folders: Folders) -> None:
         assert (figures["dtype"], figures["weights"]) == (dtype, "tiny")
         assert (figures["prompt_tokens"], figures["new_tokens"]) == (TOKENS - 4, 4)
         assert [figures[f"{kind}_ms"]["n"] for kind in ("nocache", "kv_cache", "miss", "exact_hit")] == [3] * 4
+        assert set(figures["ratios"]) == {"nocache/kv_cache", "miss/kv_cache", "exact_hit/kv_cache"}
+        assert all(0 < spread["p5"] <= spread["median"] <= spread["p95"] for spread in figures["ratios"].values())
 
 
 def test_generation_runs_in_the_dtype_it_names(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,12 +224,19 @@ def test_a_hit_that_is_not_the_stored_run_is_said(folders: Folders, monkeypatch:
 @pytest.mark.parametrize(
     ("change", "part"),
     [
-        ({"kept": ["pooled", "everything"]}, r"kept: 'everything' is not known; known: as the paper, pooled"),
+        (
+            {"kept": ["pooled", "everything"]},
+            r"kept: 'everything' is not known; known: as the paper, all tokens, pooled",
+        ),
         ({"dtypes": ["float32", "float64"]}, r"dtypes\.1: .*'float32' or 'bfloat16' \(got 'float64'\)"),
         ({"device": "cuda:99"}, r"device: .*\(got 'cuda:99'\)"),
         ({"device": "abacus"}, r"device: .*\(got 'abacus'\)"),
         ({"batch_sizes": [1, 17]}, r"entries: 'as the paper' needs 68 or more.*\(got 64\)"),
-        ({"entries": {"as the paper": 64}}, r"entries: 'pooled' needs 4 or more.*\(got None\)"),
+        ({"entries": {"as the paper": 64, "pooled": 64}}, r"entries: 'all tokens' needs 4 or more.*\(got None\)"),
+        (
+            {"entries": {"as the paper": 64, "pooled": 64}, "kept": ["pooled"], "token_heads": ["tiny"]},
+            r"entries: 'all tokens' needs 4 or more.*\(got None\)",
+        ),
         ({"batch_sizes": [0]}, r"batch_sizes\.0: .*greater than 0"),
         ({"batch_sizes": []}, r"batch_sizes: .*at least 1 item"),
         ({"models": ["tiny", "nowhere"]}, r"model: nowhere is none of bert-base, distilbert, gpt2"),
@@ -210,6 +273,8 @@ def test_generation_refuses_by_itself(folders: Folders, model: str, more: dict[s
         (latency.Settings(dtype="half"), "dtype: .*got 'half'"),
         (latency.Settings(batch_size=16, entries=63), r"entries: give at least 64.*\(got 63\)"),
         (latency.Settings("nowhere"), "model: nowhere"),
+        (latency.Settings(mode="papers"), "mode: give semantic or paper.*got 'papers'"),
+        (latency.Settings(mode="paper", payload="sequence"), "layers: mode paper .*give all.*got 'last'"),
     ],
 )
 def test_calls_are_refused_before_weights_are_loaded(settings: latency.Settings, part: str) -> None:
