@@ -41,7 +41,9 @@ def _read_code() -> dict[str, Any]:
     return {"git": _git("rev-parse", "HEAD"), "git_dirty": None if changes is None else bool(changes)}
 
 
-_CODE = _read_code()  # now, as the code is read that will run: a commit or an edit during a long sweep changes it no more
+_CODE = (
+    _read_code()
+)  # now, as the code is read that will run: a commit or an edit during a long sweep changes it no more
 
 
 def describe(seed: int) -> dict[str, Any]:

@@ -15,14 +15,17 @@ from experiments import prepare as recipes
 from experiments.data.labelled import Data, read_requests
 from experiments.data.squad import Question, read_squad
 from experiments.data.wikitext import read_wikitext
+from experiments.folders import Folders
 from experiments.lock import held
 from experiments.models import load
 from experiments.prepare import RECIPES, squad_v2, training
+from experiments.tasks import build, make_task
 from experiments.tasks.split import split
 from experiments.tasks.squad_v2 import SquadV2
 from experiments.tasks.wikitext import WikiText
 from experiments.workload import Workload
 from llmcache import cli
+from llmcache.errors import ConfigError
 from tests.tiny_data import save_base, write_data
 
 KINDS = {"squad_v2": "span", "openbookqa": "choice", "wikitext": "token"}  # of the others: class
@@ -126,6 +129,30 @@ def test_a_prepared_classifier_gives_its_figure_on_the_other_half(call: Call, da
     assert figures["accuracy"] == n_right / 12
     commonest = max({request.label for request in seen}, key=[request.label for request in seen].count)
     assert figures["commonest"] == sum(request.label == commonest for request in unseen) / 12
+
+
+def test_a_prepared_classifier_is_not_asked_what_it_was_trained_on(call: Call, data: Path) -> None:
+    assert call("minilm-snips") == 0
+
+    def asked(seed: int = 0, fit_share: float = 0.5, **source: Any) -> list[str]:
+        head = {"kind": "ready", "fit_share": fit_share}
+        values = {"name": "stream", "model": "minilm-snips", "head": head, "data": {"path": "snips", **source}}
+        return [request.text for request in build(make_task(values), Folders(data, call.models), seed).requests]
+
+    _, unseen = split(read_requests(Data.make({"path": "snips", "limit": 24}), data), 0.5, 0)
+    assert sorted(asked(limit=24, order="shuffled")) == sorted(request.text for request in unseen)
+    with pytest.raises(
+        ConfigError, match=r"^model: 'minilm-snips' was trained on a part of snips; .* seed=0 \(got 1\)$"
+    ):
+        asked(limit=24, seed=1)
+    with pytest.raises(ConfigError, match=r" with data.limit=24 \(got None\)$"):
+        asked()
+    with pytest.raises(ConfigError, match=r" with data.limit=24 \(got 8\), head.fit_share=0.5 \(got 0.0\)$"):
+        asked(limit=8, fit_share=0.0)
+    with pytest.raises(ConfigError, match=r" with data.path=snips \(got snips/train.seq.in, mine.csv\)$"):
+        asked(limit=24, path=["snips/train.seq.in", "mine.csv"])
+    (data / "mine.csv").write_text("text,label\nto Paris,intent 0\n", encoding="utf-8")
+    assert asked(path="mine.csv", fit_share=0.0, seed=1) == ["to Paris"]  # of other data it saw nothing
 
 
 def test_a_prepared_span_model_gives_its_figures_with_its_threshold(call: Call, data: Path) -> None:
