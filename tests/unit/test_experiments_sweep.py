@@ -4,10 +4,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from experiments.config import make_experiment
 from experiments.folders import Folders
-from experiments.measures import MEASURES
+from experiments.measures import MEASURES, layers
 from experiments.measures.base import serve_once
 from experiments.measures.layers import choose_taus
 from experiments.methods.cached import Cached
@@ -15,6 +16,7 @@ from experiments.recording import Recording, make_fingerprint
 from experiments.replay import by_request, replay
 from experiments.streams.traffic import Traffic, draw
 from experiments.tasks import build, make_task
+from experiments.workload import Request
 from llmcache.errors import ConfigError
 
 TASKS: dict[str, dict[str, Any]] = {
@@ -79,6 +81,22 @@ def test_an_unknown_fingerprint_is_refused_by_name(options: Any) -> None:
         make_fingerprint(options)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        ({"fingerprints": ["mean", "median"]}, "^fingerprint: unknown name 'median'; known: "),
+        ({"fingerprints": [{"name": "pca", "dims": 8}]}, "^fingerprint: pca does not accept {'dims': 8}"),
+        ({"cache": {"max_entrys": 8}}, "^cache.max_entrys: unknown setting; did you mean 'max_entries'"),
+        ({"live_taus": [1.5]}, r"^cache.tau: .*got 1.5"),
+    ],
+)
+def test_a_sweep_is_refused_before_anything_is_loaded(wrong: dict[str, Any], error: str) -> None:
+    values = {"measure": "sweep", "task": TASKS["openbookqa"], "taus": [0.9]}
+    assert make_experiment({**values, "cache": {"mode": "paper"}})  # to which the sweep gives the tau that it needs
+    with pytest.raises(ConfigError, match=error):
+        make_experiment({**values, **wrong})
+
+
 def test_an_observed_run_moves_the_clock_by_requests() -> None:
     values = {"measure": "observe", "task": TASKS["wikitext"], "cache": {"policy": {"name": "ttl", "ttl_s": 3}}}
     outcome = run({**values, "seconds_per_request": 1.0})
@@ -93,6 +111,31 @@ def test_as_written_every_layer_is_hit_alike() -> None:
     assert len(rates) == 1 and rates.pop() > 0
     own = [row["hit_rate_per_layer"] for row in outcome.rows]
     assert own == sorted(own)  # a row on a stored state meets its entry again in every later layer
+
+
+def test_layers_of_what_cannot_be_compared_are_refused() -> None:
+    def refused(task: dict[str, Any], *shapes: tuple[int, ...]) -> str:
+        """What is said of the task, with requests of these shapes in place of its own."""
+        workload = build(make_task(task), Folders(), 0)
+        inputs = [{"input_ids": torch.ones(shape, dtype=torch.int64)} for shape in shapes]
+        workload.requests = [Request("x", tensors, "", None) for tensors in inputs] or workload.requests
+        with pytest.raises(ConfigError, match=r"^task: ") as raised:
+            layers._check(workload)
+        return str(raised.value)
+
+    wikitext, fitting = TASKS["wikitext"], "a causal model and requests of one row and one length"
+    assert fitting in refused(TASKS["squad_v2"], *[(1, 8)] * 4)
+    assert fitting in refused(wikitext, (1, 8), (1, 8), (1, 8), (1, 9))
+    assert fitting in refused(wikitext, *[(4, 8)] * 4)
+    assert fitting in refused(wikitext, *[(1, 1, 8)] * 4)
+    assert "3 requests are too few; give at least 4" in refused({**wikitext, "limit": 3})
+    with pytest.raises(ConfigError, match=fitting):
+        run({"measure": "layers", "task": TASKS["openbookqa"]})
+
+
+def test_four_requests_give_figures_of_layers() -> None:
+    outcome = run({"measure": "layers", "task": {**TASKS["wikitext"], "limit": 4}})
+    assert all(np.isfinite(list(row.values())).all() for row in outcome.rows)
 
 
 def test_the_lowest_threshold_that_is_pure_enough() -> None:
