@@ -1,5 +1,7 @@
 """Sweeps, observed runs and layers, on tiny models: a replay must tell what a live run does."""
 
+import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -8,16 +10,19 @@ import torch
 
 from experiments.config import make_experiment
 from experiments.folders import Folders
-from experiments.measures import MEASURES, layers
+from experiments.measures import MEASURES, layers, observe
 from experiments.measures.base import serve_once
 from experiments.measures.layers import choose_taus
 from experiments.methods.cached import Cached
+from experiments.methods.nocache import NoCache
 from experiments.recording import Recording, make_fingerprint
 from experiments.replay import by_request, replay
 from experiments.streams.traffic import Traffic, draw
 from experiments.tasks import build, make_task
 from experiments.workload import Request
 from llmcache.errors import ConfigError
+from llmcache.policies import POLICIES
+from llmcache.policies.order import TTL
 
 TASKS: dict[str, dict[str, Any]] = {
     "openbookqa": {"name": "openbookqa", "model": "untrained", "data": "made", "limit": 20},
@@ -103,6 +108,48 @@ def test_an_observed_run_moves_the_clock_by_requests() -> None:
     kept = run({**values, "seconds_per_request": 0.001})
     assert outcome.metrics["entries"] <= 4 < kept.metrics["entries"]
     assert outcome.metrics["changed_answers"] == 0.0
+
+
+def test_a_policy_named_alone_gets_the_clock_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Brief(TTL):
+        def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+            super().__init__(ttl_s=3, now=now)
+
+    monkeypatch.setitem(POLICIES, "brief", Brief)
+    values = {"measure": "observe", "task": TASKS["wikitext"], "cache": {"policy": "brief"}}
+    assert run({**values, "seconds_per_request": 1.0}).metrics["entries"] <= 4
+
+
+@pytest.mark.parametrize("policy", ["newest", {"name": "newest", "ttl_s": 3}])
+def test_an_unknown_policy_is_refused_at_once(policy: Any) -> None:
+    values = {"measure": "observe", "task": TASKS["wikitext"], "cache": {"policy": policy}, "seconds_per_request": 1.0}
+    with pytest.raises(ConfigError, match=r"^cache\.policy: unknown name 'newest'; known: divergence, fifo"):
+        make_experiment(values)
+
+
+def test_what_the_model_does_not_take_is_refused_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(observe, "NoCache", None)
+    with pytest.raises(ConfigError, match=r"^tau=0\.8 with a model that has a"):
+        run({"measure": "observe", "task": {**TASKS["squad_v2"], "limit": 5}, "cache": {"tau": 0.8}})
+
+
+def test_a_grid_asks_the_model_alone_once_and_says_what_that_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+
+    def slow(*args: Any) -> Any:
+        clock[0] += 5
+        return build(*args)
+
+    def alone(*args: Any) -> NoCache:
+        clock[0] += 2
+        return NoCache(*args)
+
+    monkeypatch.setattr(observe, "build", slow)
+    monkeypatch.setattr(observe, "NoCache", alone)
+    monkeypatch.setattr(observe, "perf_counter", lambda: clock[0])
+    values = {"measure": "observe", "task": {**TASKS["wikitext"], "limit": 6}}
+    grid = [{"cache": {"max_entries": 1}}, {"cache": {"max_entries": 2}}, {"seed": 1}]
+    assert [run({**values, **point}).metrics["seconds_preparing"] for point in grid] == [7.0, 0.0, 7.0]
 
 
 def test_as_written_every_layer_is_hit_alike() -> None:
