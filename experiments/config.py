@@ -69,7 +69,8 @@ def load_experiments(path: str | Path, changes: Sequence[str] = ()) -> list[Name
 
     Args:
         path: YAML file.
-        changes: `key=value` with dotted keys, values in YAML; they replace what the file says.
+        changes: `key=value` with dotted keys, values in YAML; they replace what the file says. A key below a list of
+            mappings is that of each: `task.limit=50` cuts every task of a grid.
 
     Raises:
         ConfigError: A setting is wrong; names the file, the key, the value and the fix.
@@ -104,11 +105,20 @@ def _set(values: dict[str, Any], change: str) -> None:
     except yaml.YAMLError as error:
         raise ConfigError(f"--set {change!r}: the value is not valid YAML") from error
     *path, last = key.split(".")
+    sections = [values]
     for part in path:
-        values = values.setdefault(part, {})
-        if not isinstance(values, dict):
-            raise ConfigError(f"--set {change!r}: {part} is a single value and has no keys below it")
-    values[last] = value
+        below = [_mappings(section.setdefault(part, {})) for section in sections]
+        if not all(below):
+            raise ConfigError(f"--set {change!r}: {part} is no mapping, nor a list of them, and has no keys below it")
+        sections = list(itertools.chain(*below))
+    for section in sections:
+        section[last] = value
+
+
+def _mappings(value: Any) -> list[dict[str, Any]]:
+    """The mapping itself, or all those of a list of nothing else; none of other values."""
+    found = value if isinstance(value, list) else [value]
+    return found if all(isinstance(item, dict) for item in found) else []
 
 
 def _spread(values: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:

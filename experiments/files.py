@@ -1,7 +1,8 @@
-"""Files that are there as a whole or not at all."""
+"""Files that are there as a whole or not at all, and errors of those that cannot be."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -32,3 +33,21 @@ def write_together(texts: Mapping[Path, str]) -> None:
         for partial in partials.values():
             partial.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def written_by_others(folder: Path) -> Iterator[None]:
+    """Let other libraries write files, and tell of what they could not write as the system would.
+
+    Args:
+        folder: Where they write, for the error text.
+
+    Raises:
+        OSError: Something could not be written, whatever the library made of it.
+    """
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:  # of torch a RuntimeError, of safetensors one of its own, of tokenizers a bare Exception
+        raise OSError(f"{folder}: could not be written; is the disk full? ({error})") from error

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from llmcache.adapters import locate
 from llmcache.errors import ConfigError
 
 MINILM = "minilm"
@@ -77,6 +78,7 @@ def load(
 
     Raises:
         ConfigError: It was not found, is damaged, or has no such head.
+        UnsupportedModelError: Of a language model the layers were not found, nor so whether it is causal.
     """
     import transformers
     from safetensors import SafetensorError
@@ -101,6 +103,9 @@ def load(
         raise ConfigError(
             f"model: {name!r} holds no trained {head} (missing: {', '.join(missing)}); give a model that has one"
         )
+    # transformers puts a language-model head on an encoder, too: each of its states has seen the token to predict.
+    if kind == "token" and not locate(model).makes_kv:
+        raise ConfigError(f"model: {name!r} is no causal language model; give one that is, GPT-2 for instance")
     return Loaded(model.eval(), tokenizer)
 
 

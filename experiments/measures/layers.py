@@ -28,6 +28,9 @@ from experiments.workload import Workload
 from llmcache import Stats
 from llmcache.adapters import locate, unpack
 from llmcache.arrays import Floats
+from llmcache.errors import ConfigError
+
+FEWEST = 4  # requests: the first half, on which a tau is chosen, then has one with another before it
 
 
 class Layers(TaskExperiment):
@@ -52,6 +55,7 @@ def run(experiment: Layers, folders: Folders) -> Outcome:
         FileNotFoundError: A data file is missing.
     """
     workload = build(experiment.task, folders, experiment.seed)
+    _check(workload)
     recording, entering, leaving = _record(workload)
     nearest, similarity = _nearest_earlier(entering)
     likeness = np.stack([_cosines(states, nearest[layer]) for layer, states in enumerate(leaving)])
@@ -82,6 +86,17 @@ def run(experiment: Layers, folders: Folders) -> Outcome:
         "summary": rows,
     }
     return Outcome(rows, metrics)
+
+
+def _check(workload: Workload) -> None:
+    """Refuse what has no states that could be compared place by place, or too few of them."""
+    shapes = {tuple(request.inputs["input_ids"].shape) for request in workload.requests}
+    if not locate(workload.module).makes_kv or len(shapes) > 1 or shapes.pop()[:-1] != (1,):
+        raise ConfigError(
+            "task: layers are measured of a causal model and requests of one row and one length: wikitext"
+        )
+    if (n := len(workload.requests)) < FEWEST:
+        raise ConfigError(f"task: {n} requests are too few; give at least {FEWEST}, or a higher task.limit")
 
 
 def _record(workload: Workload) -> tuple[Recording, list[Floats], list[NDArray[np.float16]]]:

@@ -4,8 +4,10 @@ For questions that need the real banks, codecs and policies, but no clock.
 """
 
 import inspect
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
+from time import perf_counter
+from typing import Any, Self
 
 import numpy as np
 from pydantic import Field
@@ -19,6 +21,7 @@ from experiments.metrics import hit_rates, quality
 from experiments.progress import tracked
 from experiments.tasks import build
 from experiments.workload import Answer, Workload
+from llmcache import CacheConfig
 from llmcache.policies import POLICIES
 
 
@@ -34,22 +37,30 @@ class Observe(TaskExperiment):
     seconds_per_request: float | None = Field(default=None, gt=0.0)
 
     @classmethod
-    def make(cls, values: Any, name: str = "") -> "Observe":
-        """Check all settings, section by section; see `Section.make`."""
-        Cached.check(dict(values).get("cache", {}), "cache")
-        return super().make(values, name)
+    def make(cls, values: Any, name: str = "") -> Self:
+        """Check all settings, those of llmcache included; see `Section.make`."""
+        made = super().make(values, name)
+        Cached.check(made.cache, "cache")
+        CacheConfig.make(made.cache).policy.build(POLICIES, "cache.policy")
+        return made
 
 
 def run(experiment: Observe, folders: Folders) -> Outcome:
     """Serve the task once.
 
+    Of a run's time, `seconds_preparing` goes to data, model and its answers without a cache; the next run finds them
+    there if it is on the same task.
+
     Raises:
         ConfigError: The data, the model or the cache's settings do not fit each other.
         FileNotFoundError: A data file is missing.
     """
-    workload, base = _alone.of(experiment, folders)
+    started = perf_counter()
+    workload = _load(experiment.task, experiment.seed, folders)
     clock = _Clock(experiment.seconds_per_request)
-    method = Cached(workload, clock.given_to(experiment.cache))
+    method = Cached(workload, clock.given_to(experiment.cache))  # what does not fit is refused before the model runs
+    base = _alone(workload)
+    seconds_preparing = perf_counter() - started
     n = len(workload.requests)
     told, notes = serve_once(method, clock.following(tracked(range(n), n, "Serving")))
     stats = method.stats
@@ -70,6 +81,7 @@ def run(experiment: Observe, folders: Folders) -> Outcome:
     shown = ("hit_rate", "accuracy", "accuracy_drop", "changed_answers", "bytes", "entries", "evicted")
     metrics = {
         **experiment.about(workload),
+        "seconds_preparing": round(seconds_preparing, 3),
         **figures,
         "summary": [{name: figures[name] for name in shown}],
     }
@@ -94,35 +106,23 @@ class _Clock:
 
     def given_to(self, cache: Mapping[str, Any]) -> dict[str, Any]:
         """The cache's settings, with this clock for a policy that takes one."""
-        policy = cache.get("policy")
-        if self._seconds is None or not isinstance(policy, Mapping) or "now" not in _takes(policy["name"]):
+        policy = CacheConfig.make(cache).policy
+        if self._seconds is None or "now" not in inspect.signature(POLICIES[policy.name]).parameters:
             return dict(cache)
-        return {**cache, "policy": {**policy, "now": self}}
+        return {**cache, "policy": {"name": policy.name, **policy.options, "now": self}}
 
 
-def _takes(policy: str) -> Collection[str]:
-    """Names of the settings of a policy's class."""
-    return inspect.signature(POLICIES[policy]).parameters
+@lru_cache(maxsize=1)  # runs of a grid differ in their caches, not in their tasks
+def _load(task: Any, seed: int, folders: Folders) -> Workload:
+    """The task; the latest is kept."""
+    return build(task, folders, seed)
 
 
-class _Alone:
-    """The latest task and what the model alone answers: runs of a grid differ in their caches, not in their tasks."""
-
-    def __init__(self) -> None:
-        self._known: tuple[Any, Workload, list[Answer]] | None = None
-
-    def of(self, experiment: Observe, folders: Folders) -> tuple[Workload, list[Answer]]:
-        """Workload and answers, N."""
-        key = (experiment.task, experiment.seed, folders)
-        if self._known is None or self._known[0] != key:
-            workload = build(experiment.task, folders, experiment.seed)
-            n = len(workload.requests)
-            answers, _ = serve_once(NoCache(workload, {}), tracked(range(n), n, "The model alone"))
-            self._known = key, workload, answers
-        return self._known[1:]
-
-
-_alone = _Alone()
+@lru_cache(maxsize=1)
+def _alone(workload: Workload) -> list[Answer]:
+    """What the model alone answers, N; kept with the task."""
+    n = len(workload.requests)
+    return serve_once(NoCache(workload, {}), tracked(range(n), n, "The model alone"))[0]
 
 
 def _mean(by_layer: Mapping[int, float | None]) -> float | None:

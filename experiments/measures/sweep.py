@@ -6,7 +6,7 @@ hits that leave the answer as it was: against the hit rate it tells more than ei
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 from pydantic import Field
@@ -51,6 +51,16 @@ class Sweep(TaskExperiment):
     live_limit: int = Field(default=300, ge=1)
     rounds: int = Field(default=3, ge=1)
     cache: dict[str, Any] = Field(default_factory=dict)
+
+    @classmethod
+    def make(cls, values: Any, name: str = "") -> Self:
+        """Check all settings, those of llmcache included; see `Section.make`."""
+        made = super().make(values, name)
+        for tau in (max(made.taus), *made.live_taus):
+            Cached.check({**made.cache, "tau": tau}, "cache")
+        for options in made.fingerprints:
+            make_fingerprint(options)
+        return made
 
 
 def run(experiment: Sweep, folders: Folders) -> Outcome:

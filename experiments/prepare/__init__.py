@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments.environment import describe
-from experiments.files import write_whole
+from experiments.files import write_whole, written_by_others
+from experiments.lock import held
 from experiments.models import FIGURES, MINILM, Loaded, quiet
 from experiments.prepare import intent, openbookqa, squad_v2, wikitext
 from experiments.prepare.training import Order, begin, finish
@@ -50,23 +51,33 @@ def prepare(
 
     Raises:
         ConfigError: No such recipe, the data is wrong, or the model there was made, or begun, with other options.
+        InUseError: Another process is training it.
+        OSError: It, or a checkpoint, could not be written.
     """
     check(recipe)
     if epochs is not None and epochs <= 0:
         raise ConfigError(f"epochs: must be more than 0 (got {epochs})")
     folder = models_dir / recipe
     options = {"base": base, "seed": seed, "limit": limit, "epochs": epochs}
-    if (folder / FIGURES).is_file():
-        return _there(folder, options), False
-    begin(folder, options)
+    if not (folder / FIGURES).is_file():
+        with held(models_dir / f".{recipe}.lock"):
+            if not (folder / FIGURES).is_file():  # another process may have finished it just now
+                return _make(recipe, Order(base, folder, data_dir, seed, limit, epochs), options), True
+    return _there(folder, options), False
+
+
+def _make(recipe: str, order: Order, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Train a model and write it down, its figures last."""
+    begin(order.folder, options)
     with quiet():
-        loaded, figures = RECIPES[recipe](Order(base, folder, data_dir, seed, limit, epochs))
-        loaded.model.save_pretrained(folder)  # type: ignore[operator]
-        loaded.tokenizer.save_pretrained(folder)
-    figures = {"recipe": recipe, "options": options, **figures, "environment": describe(seed)}
-    write_whole(folder / FIGURES, json.dumps(figures, indent=2) + "\n")
-    finish(folder)
-    return figures, True
+        loaded, figures = RECIPES[recipe](order)
+        with written_by_others(order.folder):
+            loaded.model.save_pretrained(order.folder)  # type: ignore[operator]
+            loaded.tokenizer.save_pretrained(order.folder)
+    figures = {"recipe": recipe, "options": options, **figures, "environment": describe(order.seed)}
+    write_whole(order.folder / FIGURES, json.dumps(figures, indent=2) + "\n")
+    finish(order.folder)
+    return figures
 
 
 def check(recipe: str) -> None:

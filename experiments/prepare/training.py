@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
-from experiments.files import write_whole
+from experiments.files import write_whole, written_by_others
 from experiments.progress import Progress
 from llmcache.errors import ConfigError
 
@@ -73,11 +73,12 @@ def train(
 
     Raises:
         ConfigError: There is nothing to train on, or `accelerate`, which the Trainer needs, is missing.
+        OSError: A checkpoint could not be written.
     """
     if not examples:
         raise ConfigError(f"prepare: {phase}: no examples to train on; give more data, or a higher limit")
     checkpoints = folder / CHECKPOINTS / phase
-    trainer = Trainer(
+    trainer = _Trainer(
         model=model,
         args=_arguments(schedule, checkpoints, isinstance(examples[0], Mapping), seed),
         train_dataset=list(examples),
@@ -117,6 +118,14 @@ def _arguments(schedule: Schedule, checkpoints: Path, is_by_length: bool, seed: 
         )
     except ImportError as error:
         raise ConfigError("prepare: training needs a package: pip install 'llmcache[exp]'") from error
+
+
+class _Trainer(Trainer):
+    """Tells of a checkpoint that cannot be written as `OSError`, which a user can put right."""
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        with written_by_others(Path(self.args.output_dir)):
+            super()._save_checkpoint(model, trial)
 
 
 class _Bar(TrainerCallback):

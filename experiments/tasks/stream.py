@@ -5,22 +5,23 @@ labelled data -> a seeded part fits the head -> the rest is the stream
 Sizes: N requests.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
 from torch import Tensor, nn
 
-from experiments.data.labelled import Data, Labelled, read_requests
+from experiments.data.labelled import SETS, Data, Labelled, read_requests
 from experiments.folders import Folders
 from experiments.heads import Classifier, Head, fit_logistic, ready
-from experiments.models import check_length, encode, load
+from experiments.models import check_length, encode, load, prepared_figures
 from experiments.streams.traffic import Traffic, draw
 from experiments.tasks.plain import Plain
 from experiments.tasks.settings import TaskSettings
 from experiments.tasks.split import split
 from experiments.workload import Request
+from llmcache.errors import ConfigError
 
 
 class Settings(TaskSettings):
@@ -55,7 +56,12 @@ class Settings(TaskSettings):
 
 
 def build(settings: Settings, folders: Folders, seed: int) -> "Stream":
-    """Load data and model, and fit the head where it has to be."""
+    """Load data and model, and fit the head where it has to be.
+
+    Raises:
+        ConfigError: Data and model do not fit each other, or the model was trained on what would be asked.
+    """
+    check_unseen(settings, prepared_figures(settings.model, folders.models) or {}, seed)
     data = read_requests(settings.data, folders.data, seed)
     fit, requests = split(data, settings.head.fit_share, seed) if settings.head.fit_share else ([], data)
     requests = (draw(requests, settings.traffic) if settings.traffic else requests)[: settings.limit]
@@ -66,6 +72,34 @@ def build(settings: Settings, folders: Folders, seed: int) -> "Stream":
         return Stream(ready(loaded, requests), requests, settings.max_length, payload=None)
     classifier = fit_logistic(loaded, settings.head.pool, fit, requests, settings.max_length)
     return Stream(classifier, requests, settings.max_length, payload=settings.head.pool)
+
+
+def check_unseen(settings: Settings, figures: Mapping[str, Any], seed: int) -> None:
+    """Refuse to ask a prepared model what it was trained on.
+
+    Its part of the data set hangs on seed, limit and share; only with the same ones is the rest what it did not see.
+
+    Args:
+        settings: Of the task.
+        figures: Those in the model's folder; empty where it was not prepared.
+        seed: Of the split.
+
+    Raises:
+        ConfigError: They are not the same.
+    """
+    known = str(figures.get("recipe")).partition("-")[2]  # a recipe is called after its model and its data
+    files = SETS[known][0] if known in SETS else ()
+    if "fit_share" not in figures or not {known, *files} & set(settings.data.path):
+        return
+    trained = (known, figures["options"]["limit"], figures["fit_share"], figures["seed"])
+    asked = (", ".join(settings.data.path), settings.data.limit, settings.head.fit_share, seed)
+    names = ("data.path", "data.limit", "head.fit_share", "seed")
+    wrong = [
+        f"{name}={right} (got {got})" for name, right, got in zip(names, trained, asked, strict=True) if right != got
+    ]
+    if wrong:
+        seen = f"model: {settings.model!r} was trained on a part of {known}"
+        raise ConfigError(f"{seen}; the rest, which it did not see, is asked with {', '.join(wrong)}")
 
 
 class Stream(Plain):

@@ -1,6 +1,9 @@
 """`llmcache prepare`: every recipe from end to end on tiny data, interrupted, resumed, repeated, refused."""
 
 import json
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +15,17 @@ from experiments import prepare as recipes
 from experiments.data.labelled import Data, read_requests
 from experiments.data.squad import Question, read_squad
 from experiments.data.wikitext import read_wikitext
+from experiments.folders import Folders
+from experiments.lock import held
 from experiments.models import load
 from experiments.prepare import RECIPES, squad_v2, training
+from experiments.tasks import build, make_task
 from experiments.tasks.split import split
 from experiments.tasks.squad_v2 import SquadV2
 from experiments.tasks.wikitext import WikiText
 from experiments.workload import Workload
 from llmcache import cli
+from llmcache.errors import ConfigError
 from tests.tiny_data import save_base, write_data
 
 KINDS = {"squad_v2": "span", "openbookqa": "choice", "wikitext": "token"}  # of the others: class
@@ -122,6 +129,30 @@ def test_a_prepared_classifier_gives_its_figure_on_the_other_half(call: Call, da
     assert figures["accuracy"] == n_right / 12
     commonest = max({request.label for request in seen}, key=[request.label for request in seen].count)
     assert figures["commonest"] == sum(request.label == commonest for request in unseen) / 12
+
+
+def test_a_prepared_classifier_is_not_asked_what_it_was_trained_on(call: Call, data: Path) -> None:
+    assert call("minilm-snips") == 0
+
+    def asked(seed: int = 0, fit_share: float = 0.5, **source: Any) -> list[str]:
+        head = {"kind": "ready", "fit_share": fit_share}
+        values = {"name": "stream", "model": "minilm-snips", "head": head, "data": {"path": "snips", **source}}
+        return [request.text for request in build(make_task(values), Folders(data, call.models), seed).requests]
+
+    _, unseen = split(read_requests(Data.make({"path": "snips", "limit": 24}), data), 0.5, 0)
+    assert sorted(asked(limit=24, order="shuffled")) == sorted(request.text for request in unseen)
+    with pytest.raises(
+        ConfigError, match=r"^model: 'minilm-snips' was trained on a part of snips; .* seed=0 \(got 1\)$"
+    ):
+        asked(limit=24, seed=1)
+    with pytest.raises(ConfigError, match=r" with data.limit=24 \(got None\)$"):
+        asked()
+    with pytest.raises(ConfigError, match=r" with data.limit=24 \(got 8\), head.fit_share=0.5 \(got 0.0\)$"):
+        asked(limit=8, fit_share=0.0)
+    with pytest.raises(ConfigError, match=r" with data.path=snips \(got snips/train.seq.in, mine.csv\)$"):
+        asked(limit=24, path=["snips/train.seq.in", "mine.csv"])
+    (data / "mine.csv").write_text("text,label\nto Paris,intent 0\n", encoding="utf-8")
+    assert asked(path="mine.csv", fit_share=0.0, seed=1) == ["to Paris"]  # of other data it saw nothing
 
 
 def test_a_prepared_span_model_gives_its_figures_with_its_threshold(call: Call, data: Path) -> None:
@@ -240,7 +271,66 @@ def test_one_line_errors(words: list[str], line: str, call: Call, monkeypatch: p
 def test_a_folder_that_cannot_be_made(call: Call, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert call("minilm-snips", models=tmp_path / "file") == 2
-    assert call.err == f"llmcache: {tmp_path}/file/minilm-snips/checkpoints: Not a directory\n"
+    assert call.err == f"llmcache: {tmp_path}/file: File exists\n"
+
+
+@pytest.mark.parametrize(
+    ("has_checkpoints", "n_bytes", "folder"),
+    [
+        (True, 20_000, "minilm-openbookqa/checkpoints/openbookqa"),  # a checkpoint's weights
+        (True, 200_000, "minilm-openbookqa/checkpoints/openbookqa"),  # its optimizer's state, which is twice their size
+        (False, 20_000, "minilm-openbookqa"),  # weights of the model itself
+    ],
+)
+def test_a_full_disk_is_one_line(
+    has_checkpoints: bool, n_bytes: int, folder: str, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is there of a checkpoint does no harm: with more room, the same command goes on."""
+    if not has_checkpoints:
+        monkeypatch.setattr(training._Trainer, "_save_checkpoint", lambda *args: None)
+    with files_of_at_most(n_bytes):
+        assert call("minilm-openbookqa") == 2
+    assert call.err.count("\n") == 1
+    assert call.err.startswith(f"llmcache: {call.models / folder}: could not be written; is the disk full? (")
+    assert call.out == ""
+    assert call("minilm-openbookqa") == 0
+
+
+@contextmanager
+def files_of_at_most(n_bytes: int) -> Iterator[None]:
+    """Let the system refuse to write more into a file, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_one_process_trains_a_model(call: Call) -> None:
+    with held(call.models / ".minilm-snips.lock"):
+        assert call("minilm-snips") == 2
+        assert call.err == f"llmcache: {call.models}: another process holds .minilm-snips.lock; wait for it to end\n"
+    assert call("minilm-snips") == 0
+    assert [path.name for path in call.models.iterdir()] == ["minilm-snips"]
+    with held(call.models / ".minilm-snips.lock"):
+        assert call("minilm-snips") == 0  # what is there needs nobody's leave
+
+
+def test_a_model_that_another_process_finished_meanwhile_is_kept(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert call("minilm-snips") == 0
+    metrics = call.models / "minilm-snips" / "metrics.json"
+    hidden = metrics.rename(metrics.with_name("hidden"))
+
+    @contextmanager
+    def finished(lock: Path) -> Iterator[None]:
+        hidden.rename(metrics)
+        yield
+
+    monkeypatch.setattr(recipes, "held", finished)
+    monkeypatch.setattr(training.Trainer, "train", never)
+    assert call("minilm-snips") == 0
+    assert "there already" in call.out
 
 
 def test_too_little_text(call: Call, tmp_path: Path) -> None:

@@ -76,6 +76,17 @@ def test_set_replaces_and_adds(tmp_path: Path) -> None:
     assert run.experiment.methods[0].options == {"threshold": 0.7}
 
 
+def test_set_reaches_every_mapping_of_a_list(tmp_path: Path) -> None:
+    squad = {"name": "squad_v2", "model": "spanner", "data": "made", "limit": 7}
+    methods = [{"method": "doccache"}, {"method": "semantic_response", "threshold": 0.9}]
+    path = write(tmp_path, task=[TASK, squad], methods=methods)
+    stream, spans = load_experiments(path, ["task.limit=5", "methods.threshold=0.7", "rounds=1"])
+    assert (stream.experiment.task.limit, spans.experiment.task.limit) == (5, 5)
+    assert [method.options for method in spans.experiment.methods] == [{"threshold": 0.7}] * 2
+    with pytest.raises(ConfigError, match=r"'task.data.limit=5': data is no mapping, nor a list of them"):
+        load_experiments(path, ["task.data.limit=5"])  # which the second has no place for
+
+
 @pytest.mark.parametrize(
     ("values", "changes", "error"),
     [
@@ -115,7 +126,8 @@ def test_set_replaces_and_adds(tmp_path: Path) -> None:
         ({"methods": [{"method": "llmcache", "label": "nocache"}]}, [], "methods: the label 'nocache' is that of"),
         ({"seed": []}, [], "seed: the list is empty"),
         ({}, ["rounds"], "--set 'rounds': write key=value"),
-        ({}, ["rounds.x=1"], "--set 'rounds.x=1': "),
+        ({}, ["rounds.x=1"], "--set 'rounds.x=1': rounds is no mapping"),
+        ({"seed": [0, 1]}, ["seed.x=1"], "--set 'seed.x=1': seed is no mapping, nor a list of them"),
         ({}, ["rounds=[1"], "not valid YAML"),
     ],
 )

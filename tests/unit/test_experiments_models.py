@@ -13,7 +13,7 @@ from experiments import models
 from experiments.models import Loaded, encode, load
 from experiments.streams.support_desk import support_desk
 from llmcache.errors import ConfigError
-from tests.models import build
+from tests.models import build, save_bert
 
 SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
@@ -58,6 +58,19 @@ def test_a_bare_model_has_no_ready_head(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "tiny")
     with pytest.raises(ConfigError, match=r"no trained classifier \(missing: classifier"):
         load(str(folder), "class")
+
+
+def test_an_encoder_is_no_language_model(tmp_path: Path) -> None:
+    """transformers loads its head for masked tokens as one for the next token, and nothing is missing."""
+    folder = save_bert(tmp_path / "masked", "a few words")
+    bare = load(str(folder)).model
+    tf.BertForMaskedLM(bare.config).save_pretrained(folder)
+    with pytest.raises(
+        ConfigError, match=r"masked' is no causal language model; give one that is, GPT-2 for instance$"
+    ):
+        load(str(folder), "token")
+    tf.GPT2LMHeadModel(tf.GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=32)).save_pretrained(folder)
+    assert load(str(folder), "token").model.config.n_layer == 1
 
 
 def packaged(folder: Path) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from experiments import runner
+from experiments import environment, runner
 from experiments.config import Named, make_experiment
 from experiments.environment import PACKAGES, describe
 from experiments.files import write_together, write_whole
@@ -184,3 +184,10 @@ def test_surroundings_are_complete() -> None:
     assert None not in env["versions"].values()
     assert env["threads"]["torch"] == 1 and env["n_cpus"] >= 1 and env["memory_bytes"] > 2**28
     json.dumps(env)
+
+
+def test_a_commit_during_a_sweep_is_not_what_its_later_runs_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = describe(0)
+    monkeypatch.setattr(environment, "_git", lambda *args: "0" * 40)
+    after = describe(0)
+    assert [after[name] for name in ("git", "git_dirty")] == [before[name] for name in ("git", "git_dirty")]

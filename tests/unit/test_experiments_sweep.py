@@ -1,23 +1,30 @@
 """Sweeps, observed runs and layers, on tiny models: a replay must tell what a live run does."""
 
+import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from experiments.config import make_experiment
 from experiments.folders import Folders
-from experiments.measures import MEASURES
+from experiments.measures import MEASURES, layers, observe
 from experiments.measures.base import serve_once
 from experiments.measures.layers import choose_taus
 from experiments.methods import METHODS
 from experiments.methods.base import COMPUTED
 from experiments.methods.cached import Cached
+from experiments.methods.nocache import NoCache
 from experiments.recording import Recording, make_fingerprint
 from experiments.replay import by_request, replay, rows_served
 from experiments.streams.traffic import Traffic, draw
 from experiments.tasks import build, make_task
+from experiments.workload import Request
 from llmcache.errors import ConfigError
+from llmcache.policies import POLICIES
+from llmcache.policies.order import TTL
 
 TASKS: dict[str, dict[str, Any]] = {
     "openbookqa": {"name": "openbookqa", "model": "untrained", "data": "made", "limit": 20},
@@ -109,6 +116,22 @@ def test_an_unknown_fingerprint_is_refused_by_name(options: Any) -> None:
         make_fingerprint(options)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        ({"fingerprints": ["mean", "median"]}, "^fingerprint: unknown name 'median'; known: "),
+        ({"fingerprints": [{"name": "pca", "dims": 8}]}, "^fingerprint: pca does not accept {'dims': 8}"),
+        ({"cache": {"max_entrys": 8}}, "^cache.max_entrys: unknown setting; did you mean 'max_entries'"),
+        ({"live_taus": [1.5]}, r"^cache.tau: .*got 1.5"),
+    ],
+)
+def test_a_sweep_is_refused_before_anything_is_loaded(wrong: dict[str, Any], error: str) -> None:
+    values = {"measure": "sweep", "task": TASKS["openbookqa"], "taus": [0.9]}
+    assert make_experiment({**values, "cache": {"mode": "paper"}})  # to which the sweep gives the tau that it needs
+    with pytest.raises(ConfigError, match=error):
+        make_experiment({**values, **wrong})
+
+
 def test_an_observed_run_moves_the_clock_by_requests() -> None:
     values = {"measure": "observe", "task": TASKS["wikitext"], "cache": {"policy": {"name": "ttl", "ttl_s": 3}}}
     outcome = run({**values, "seconds_per_request": 1.0})
@@ -117,12 +140,79 @@ def test_an_observed_run_moves_the_clock_by_requests() -> None:
     assert outcome.metrics["changed_answers"] == 0.0
 
 
+def test_a_policy_named_alone_gets_the_clock_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Brief(TTL):
+        def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+            super().__init__(ttl_s=3, now=now)
+
+    monkeypatch.setitem(POLICIES, "brief", Brief)
+    values = {"measure": "observe", "task": TASKS["wikitext"], "cache": {"policy": "brief"}}
+    assert run({**values, "seconds_per_request": 1.0}).metrics["entries"] <= 4
+
+
+@pytest.mark.parametrize("policy", ["newest", {"name": "newest", "ttl_s": 3}])
+def test_an_unknown_policy_is_refused_at_once(policy: Any) -> None:
+    values = {"measure": "observe", "task": TASKS["wikitext"], "cache": {"policy": policy}, "seconds_per_request": 1.0}
+    with pytest.raises(ConfigError, match=r"^cache\.policy: unknown name 'newest'; known: divergence, fifo"):
+        make_experiment(values)
+
+
+def test_what_the_model_does_not_take_is_refused_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(observe, "NoCache", None)
+    with pytest.raises(ConfigError, match=r"^tau=0\.8 with a model that has a"):
+        run({"measure": "observe", "task": {**TASKS["squad_v2"], "limit": 5}, "cache": {"tau": 0.8}})
+
+
+def test_a_grid_asks_the_model_alone_once_and_says_what_that_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+
+    def slow(*args: Any) -> Any:
+        clock[0] += 5
+        return build(*args)
+
+    def alone(*args: Any) -> NoCache:
+        clock[0] += 2
+        return NoCache(*args)
+
+    monkeypatch.setattr(observe, "build", slow)
+    monkeypatch.setattr(observe, "NoCache", alone)
+    monkeypatch.setattr(observe, "perf_counter", lambda: clock[0])
+    values = {"measure": "observe", "task": {**TASKS["wikitext"], "limit": 6}}
+    grid = [{"cache": {"max_entries": 1}}, {"cache": {"max_entries": 2}}, {"seed": 1}]
+    assert [run({**values, **point}).metrics["seconds_preparing"] for point in grid] == [7.0, 0.0, 7.0]
+
+
 def test_as_written_every_layer_is_hit_alike() -> None:
     outcome = run({"measure": "layers", "task": TASKS["wikitext"], "tau": 0.8})
     rates = {row["hit_rate_as_written"] for row in outcome.rows}
     assert len(rates) == 1 and rates.pop() > 0
     own = [row["hit_rate_per_layer"] for row in outcome.rows]
     assert own == sorted(own)  # a row on a stored state meets its entry again in every later layer
+
+
+def test_layers_of_what_cannot_be_compared_are_refused() -> None:
+    def refused(task: dict[str, Any], *shapes: tuple[int, ...]) -> str:
+        """What is said of the task, with requests of these shapes in place of its own."""
+        workload = build(make_task(task), Folders(), 0)
+        inputs = [{"input_ids": torch.ones(shape, dtype=torch.int64)} for shape in shapes]
+        workload.requests = [Request("x", tensors, "", None) for tensors in inputs] or workload.requests
+        with pytest.raises(ConfigError, match=r"^task: ") as raised:
+            layers._check(workload)
+        return str(raised.value)
+
+    wikitext, fitting = TASKS["wikitext"], "a causal model and requests of one row and one length"
+    assert fitting in refused(TASKS["squad_v2"], *[(1, 8)] * 4)
+    assert fitting in refused(wikitext, (1, 8), (1, 8), (1, 8), (1, 9))
+    assert fitting in refused(wikitext, *[(4, 8)] * 4)
+    assert fitting in refused(wikitext, *[(1, 1, 8)] * 4)
+    assert "3 requests are too few; give at least 4" in refused({**wikitext, "limit": 3})
+    with pytest.raises(ConfigError, match=fitting):
+        run({"measure": "layers", "task": TASKS["openbookqa"]})
+
+
+def test_four_requests_give_figures_of_layers() -> None:
+    outcome = run({"measure": "layers", "task": {**TASKS["wikitext"], "limit": 4}})
+    assert all(np.isfinite(list(row.values())).all() for row in outcome.rows)
 
 
 def test_the_lowest_threshold_that_is_pure_enough() -> None:
