@@ -1,0 +1,57 @@
+"""The paper's claims, each with a rule that turns what was measured into a verdict.
+
+Rules look at figures only, and were fixed before the run whose results lie in this repository.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from experiments.report.claims import quality, speed
+from experiments.report.verdict import NOTHING, Judgement, Results
+from experiments.runs import Run
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """One claim of LLMCache (Bansal 2025).
+
+    Attributes:
+        said: The claim.
+        config: The experiment that tests it.
+        judge: Runs of that experiment, at least one, and those of all experiments by name, to a judgement.
+    """
+
+    said: str
+    config: str
+    judge: Callable[[Sequence[Run], Results], Judgement]
+
+
+def judge(results: Results) -> list[tuple[Claim, Judgement]]:
+    """Every claim and what became of it, given the runs of each experiment."""
+    own = [(claim, results.get(claim.config)) for claim in CLAIMS]
+    return [(claim, claim.judge(runs, results) if runs else NOTHING) for claim, runs in own]
+
+
+CLAIMS: Sequence[Claim] = (
+    Claim(
+        "Table 1: latency falls from 218.6 to 91.3 ms (BERT-base), 123.4 to 57.9 (DistilBERT), 304.8 to 112.5 (GPT-2 "
+        "small) at batch 1 and 128 tokens",
+        "table1_latency",
+        speed.latency,
+    ),
+    Claim("Inference is up to 3.1 times as fast", "fig5_tau", speed.speed),
+    Claim("Table 1: GPT-2 is faster than with K/V caching (177.3 ms)", "table1_latency", speed.generation),
+    Claim(
+        "Table 2: accuracy falls by less than half a point on WikiText-103, SQuAD v2 and OpenBookQA",
+        "table2_accuracy",
+        quality.accuracy,
+    ),
+    Claim("Table 2: accuracy stays nearer to that of the model than with DocCache", "fig5_tau", quality.documents),
+    Claim(
+        "Figure 3: up to 92 % of requests hit in low and middle layers, fewer above",
+        "fig3_hit_rate_by_layer",
+        quality.layers,
+    ),
+    Claim("Figure 4: the hit rate grows with the logarithm of the cache size", "fig4_memory", quality.memory),
+    Claim("Figure 5: the best thresholds lie between 0.82 and 0.88", "fig5_tau", quality.taus),
+)
