@@ -55,11 +55,11 @@ def run(experiment: Observe, folders: Folders) -> Outcome:
         ConfigError: The data, the model or the cache's settings do not fit each other.
         FileNotFoundError: A data file is missing.
     """
-    started = perf_counter()
-    workload = _load(experiment.task, experiment.seed, folders)
+    started, task = perf_counter(), (experiment.task, experiment.seed, folders)
+    workload = _load(*task)
     clock = _Clock(experiment.seconds_per_request)
     method = Cached(workload, clock.given_to(experiment.cache))  # what does not fit is refused before the model runs
-    base = _alone(workload)
+    base = _alone(*task)
     seconds_preparing = perf_counter() - started
     n = len(workload.requests)
     told, notes = serve_once(method, clock.following(tracked(range(n), n, "Serving")))
@@ -119,8 +119,9 @@ def _load(task: Any, seed: int, folders: Folders) -> Workload:
 
 
 @lru_cache(maxsize=1)
-def _alone(workload: Workload) -> list[Answer]:
-    """What the model alone answers, N; kept with the task."""
+def _alone(task: Any, seed: int, folders: Folders) -> list[Answer]:
+    """What the model alone answers, N; likewise."""
+    workload = _load(task, seed, folders)
     n = len(workload.requests)
     return serve_once(NoCache(workload, {}), tracked(range(n), n, "The model alone"))[0]
 

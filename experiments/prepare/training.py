@@ -124,7 +124,7 @@ class _Trainer(Trainer):
     """Tells of a checkpoint that cannot be written as `OSError`, which a user can put right."""
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        with written_by_others(Path(self.args.output_dir)):
+        with written_by_others(Path(str(self.args.output_dir))):
             super()._save_checkpoint(model, trial)
 
 
