@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmcache import kv
 from llmcache.adapters import CACHE, unpack
 from llmcache.arguments import Arguments, can_select_rows
 from llmcache.bypass import find_reason, is_plain_cache
@@ -25,7 +26,6 @@ from llmcache.context import Call, Reuse, Row
 from llmcache.hooks import LayerSwap
 from llmcache.outcome import Outcome, outcomes
 from llmcache.parts import Parts
-from llmcache.payloads import cosine_distance
 from llmcache.reading import Reader
 from llmcache.reuse.runner import Runner
 
@@ -243,17 +243,8 @@ class Flow:
                 continue
             tensors = {"hidden": self._parts.payload.take(hidden[row.number], row.valid)}
             if call.kv_cache is not None:
-                tensors |= self._capture_kv(call, row, number)
+                tensors |= kv.capture(call.kv_cache, row, number, self._parts.library.layers)
             call.captured.setdefault(row.number, {})[number] = tensors
-
-    def _capture_kv(self, call: Call, row: Row, number: int) -> dict[str, Tensor]:
-        """K and V (S, H, n, D_h) of this layer and the S - 1 layers since the stored one below it."""
-        below = max((layer for layer in self._parts.library.layers if layer < number), default=-1)
-        layers = call.kv_cache.layers[below + 1 : number + 1]
-        return {
-            "keys": torch.stack([layer.keys[row.number][:, row.valid] for layer in layers]),
-            "values": torch.stack([layer.values[row.number][:, row.valid] for layer in layers]),
-        }
 
     def _check(self, call: Call) -> None:
         """Compare what doubted rows computed with what they would have got. They are not stored: a stored one is near.
@@ -264,8 +255,7 @@ class Flow:
             fresh = call.captured.pop(number, None)
             try:
                 if fresh is not None:
-                    divergence = cosine_distance(fresh[reuse.layer]["hidden"], reuse.entry)
-                    self._parts.library.checked(reuse.key, reuse.layer, divergence)
+                    self._parts.library.check(reuse.key, reuse.layer, fresh[reuse.layer]["hidden"], reuse.entry)
             except Exception as error:
                 self._parts.counters.error("check a reuse", error)
         self._parts.counters.revalidated(len(call.doubted))

@@ -13,14 +13,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from llmcache import kv
 from llmcache.arrays import Floats
 from llmcache.bank import Bank
 from llmcache.compression import Codec
-from llmcache.compression.packer import Packer
+from llmcache.compression.packer import Loss, Packer
+from llmcache.compression.packers import Packers
 from llmcache.context import Row, Scope
 from llmcache.fingerprint import Fingerprint
 from llmcache.index import Index
-from llmcache.records import KV, Record, Request, State
+from llmcache.payloads import cosine_distance
+from llmcache.records import Record, Request, State
 from llmcache.shelf import Neighbour, Place
 from llmcache.shelves import Shelves
 from llmcache.stores import Entry
@@ -42,14 +45,14 @@ class Library:
 
         Args:
             banks: By layer, at least one.
-            make_codec: Makes one for each layer, which encodes states before they are stored.
+            make_codec: Makes one for each layer and state of the weights, which encodes states before they are stored.
             fingerprint: Projects features to search vectors; None when nothing is searched.
             make_index: `dim -> empty index`; needed with a fingerprint.
             by_length: Requests of different lengths never find each other.
             by_layer: Each layer is searched by itself, as the paper does.
         """
         self.banks = dict(sorted(banks.items()))
-        self.packers = {layer: Packer(make_codec()) for layer in self.banks}
+        self.packers = Packers(make_codec, self.banks)
         self.fingerprint = fingerprint
         self._by_length = by_length
         self._by_layer = by_layer
@@ -71,6 +74,11 @@ class Library:
         """Bytes of all states held."""
         return sum(bank.nbytes for bank in self.banks.values())
 
+    @property
+    def losses(self) -> dict[int, Loss]:
+        """What compression lost by layer, of states of the weights that stored last."""
+        return {layer: packer.loss for layer, packer in self.packers.latest.items()}
+
     def known(self, row: Row) -> bool:
         """Whether the very same request is stored; a row of the same key but other tokens is not."""
         with self._lock:
@@ -81,8 +89,10 @@ class Library:
         """Whether the request's states come back bit for bit."""
         with self._lock:
             request = self._requests.get(key)
-            codecs = (packer.codec for packer in self.packers.values())
-            return request is not None and all(codec.is_lossless(request.dtype) for codec in codecs)
+            if request is None:
+                return False
+            packers = self.packers[request.scope.weights].values()
+            return all(packer.codec.is_lossless(request.dtype) for packer in packers)
 
     def held(self, key: str) -> list[int]:
         """Layers whose bank holds a state of the request."""
@@ -119,13 +129,15 @@ class Library:
             request, entry = self._requests.get(key), self.banks[layer].read(key)
             if request is None or entry is None:
                 return None
-            kv = self._read_kv(key, layer, is_single, request.dtype) if with_kv else {}
-            if kv is None:
+            packers = self.packers[request.scope.weights]
+            serving = [n for n in self.layers if n <= layer] if with_kv and not is_single else [layer]
+            entries = {n: self.banks[n].read(key) for n in serving}
+            pairs = kv.read(entries, packers, request.dtype) if with_kv else {}
+            if pairs is None:
                 return None
-            for served_by in self.layers if with_kv and not is_single else (layer,):
-                if served_by <= layer:  # banks that gave K/V served the request too
-                    self.banks[served_by].used(key)
-        return State(self.packers[layer].unpack("hidden", entry, request.dtype), kv)
+            for served_by in serving:  # banks that gave K/V served the request too
+                self.banks[served_by].used(key)
+        return State(packers[layer].unpack("hidden", entry, request.dtype), pairs)
 
     def put(
         self,
@@ -149,22 +161,20 @@ class Library:
             False when a state is larger than its bank and was left out.
         """
         with self._lock:
-            encoded = {layer: self.packers[layer].pack(tensors) for layer, tensors in states.items()}
-            stored = [layer for layer, entry in encoded.items() if self.banks[layer].fits(entry)]
+            packers = self._packers_of(scope)
+            encoded = {
+                layer: self._learn(row.key, scope, layer, packers[layer].pack(tensors))
+                for layer, tensors in states.items()
+            }
+            stored = {layer: entry for layer, entry in encoded.items() if self.banks[layer].fits(entry)}
             if not stored:
                 return False
-            request = self._requests.get(row.key)
-            if request is None or request.ids != row.ids:
-                self._forget(row.key)
-                dtype = next(iter(states.values()))["hidden"].dtype
-                request = self._requests[row.key] = Request(scope, row.ids, dtype)
             try:
-                for layer in stored:
-                    self.banks[layer].put(row.key, encoded[layer], partial(self._let_go, layer=layer))
+                request = self._know(scope, row, next(iter(states.values()))["hidden"].dtype)
+                for layer, entry in stored.items():
+                    self.banks[layer].put(row.key, entry, partial(self._let_go, layer=layer))
                 if vectors or features is not None:
                     self._shelve(request, row, features, vectors, stored)
-                for layer in stored:
-                    self._learn(row.key, layer, encoded[layer])
             except Exception:
                 self._forget(row.key)  # half a request must not be found
                 raise
@@ -175,19 +185,34 @@ class Library:
         with self._lock:
             return self.banks[layer].should_check(key)
 
-    def checked(self, key: str, layer: int, divergence: float) -> None:
-        """Note how a check came out, 1 - cosine of fresh and stored state, and let go of what must leave for it."""
+    def check(self, key: str, layer: int, fresh: Tensor, stored: Tensor) -> None:
+        """Compare states (R, D) of a reuse that was computed instead, and let go of what must leave for it.
+
+        The computed state goes through the codec first, so that what compression loses is not taken for a difference.
+
+        Args:
+            key: The stored request.
+            layer: The layer that would have been reused.
+            fresh: What was computed at it.
+            stored: What would have been taken for it.
+        """
         with self._lock:
-            self.banks[layer].checked(key, divergence)
+            request, bank = self._requests.get(key), self.banks[layer]
+            if request is None or key not in bank:  # it left meanwhile
+                return
+            returned = self.packers[request.scope.weights][layer].there_and_back(fresh)
+            bank.checked(key, cosine_distance(returned, stored))
             self._expire()
+            if key not in bank and not self._by_layer:
+                self._forget(key)  # a lower layer of it would give the same answer
 
     def purge(self, namespace: str) -> int:
-        """Forget every request of a namespace and return how many there were."""
+        """Forget every request of a namespace and return how many there were. No codec is fitted on them later."""
         with self._lock:
             keys = [key for key, request in self._requests.items() if request.scope.namespace == namespace]
             for key in keys:
                 self._forget(key)
-                self._unlearn(key)
+            self.packers.forget(namespace)
             self._shelves.purge(namespace)
             return len(keys)
 
@@ -196,7 +221,7 @@ class Library:
         with self._lock:
             for key in list(self._requests):
                 self._forget(key)
-                self._unlearn(key)
+            self.packers.forget()
             self._shelves.clear()
 
     def records(self) -> list[Record]:
@@ -220,37 +245,34 @@ class Library:
         with self._lock:
             request = self._requests[record.key] = Request(record.scope, record.ids, record.dtype)
             for layer, entry in record.entries.items():
+                entry = self._learn(record.key, record.scope, layer, entry)
                 self.banks[layer].put(record.key, entry, partial(self._let_go, layer=layer))
-                self._learn(record.key, layer, entry)
             for place in record.places:
                 self._shelves.place(record.key, request, place)
 
-    def _learn(self, key: str, layer: int, entry: Entry) -> None:
-        """Show a stored entry to its layer's codec. Once that is fitted, what is held so far is packed, too."""
-        packer = self.packers[layer]
-        if packer.learn(key, entry):
-            self.banks[layer].repack(packer.repack)
+    def _packers_of(self, scope: Scope) -> dict[int, Packer]:
+        """The packers for states of a scope, which are about to be stored."""
+        if scope.weights not in self.packers:
+            self.packers.keep({request.scope.weights for request in self._requests.values()})
+        self.packers.latest = self.packers[scope.weights]
+        return self.packers.latest
 
-    def _unlearn(self, key: str) -> None:
-        """Have no codec fitted on a request that was forgotten on demand; one that was evicted may still serve."""
-        for packer in self.packers.values():
-            packer.forget(key)
+    def _learn(self, key: str, scope: Scope, layer: int, entry: Entry) -> Entry:
+        """Show an entry to its codec. Once that is fitted, what it was shown is packed; returns the entry to store."""
+        packer, bank = self.packers[scope.weights][layer], self.banks[layer]
+        if not packer.learn(key, scope.namespace, entry):
+            return entry
+        held = [other for other, known in self._requests.items() if known.scope.weights == scope.weights]
+        bank.repack([other for other in held if other in bank], packer.repack)
+        return packer.repack(entry)
 
-    def _read_kv(self, key: str, layer: int, is_single: bool, dtype: torch.dtype) -> KV | None:
-        """K/V of the layers that a reuse at `layer` skips; each entry holds those since the stored layer below it."""
-        kv: KV = {}
-        for stored in self.layers:
-            if stored > layer:
-                break
-            if is_single and stored < layer:
-                continue
-            entry = self.banks[stored].read(key)
-            if entry is None or "keys" not in entry.tensors:
-                return None
-            keys, values = (self.packers[stored].unpack(name, entry, dtype) for name in ("keys", "values"))
-            first = stored + 1 - len(keys)
-            kv |= {first + i: pair for i, pair in enumerate(zip(keys, values, strict=True))}
-        return kv
+    def _know(self, scope: Scope, row: Row, dtype: torch.dtype) -> Request:
+        """What is known of a request from now on; another one of the same key is forgotten."""
+        request = self._requests.get(row.key)
+        if request is None or request.ids != row.ids:
+            self._forget(row.key)
+            request = self._requests[row.key] = Request(scope, row.ids, dtype)
+        return request
 
     def _shelve(
         self,

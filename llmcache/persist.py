@@ -80,7 +80,7 @@ def save(library: Library, weights: str, config: CacheConfig, special_ids: Itera
     scopes = list(dict.fromkeys(record.scope for record in records))
     parts = {
         "requests": _pack_requests(records, scopes, library),
-        "states": _pack_states(records) | _pack_codecs(library),
+        "states": _pack_states(records) | _pack_codecs(library, weights),
     }
     tag = uuid.uuid4().hex[:12]
     try:
@@ -163,7 +163,7 @@ def restore(library: Library, weights: str, manifest: Manifest, folder: str | Pa
         if library.fingerprint is not None:
             learned = {name[12:]: t.numpy() for name, t in parts["requests"].items() if name.startswith("fingerprint.")}
             library.fingerprint.restore(learned)
-        for layer, packer in library.packers.items():
+        for layer, packer in library.packers[weights].items():
             prefix = f"{layer}/codec/"
             packer.codec.restore(
                 {name.removeprefix(prefix): t for name, t in parts["states"].items() if name.startswith(prefix)}
@@ -208,11 +208,11 @@ def _pack_states(records: list[Record]) -> dict[str, Tensor]:
     return packed
 
 
-def _pack_codecs(library: Library) -> dict[str, Tensor]:
-    """What codecs learned. Taken after the records: an entry that is packed needs its codec, a plain one does not."""
+def _pack_codecs(library: Library, weights: str) -> dict[str, Tensor]:
+    """What codecs learned of these weights' states. Taken after the records: a packed entry needs its codec."""
     return {
         f"{layer}/codec/{name}": tensor.cpu().contiguous()
-        for layer, packer in library.packers.items()
+        for layer, packer in library.packers.get(weights, {}).items()
         for name, tensor in packer.codec.state().items()
     }
 
