@@ -40,7 +40,7 @@ def test_a_checked_row_gets_its_own_answer_and_is_counted_apart(mode: str, paylo
     assert stats.n_layers_skipped == 0
 
 
-@pytest.mark.parametrize("payload", ["cls", "sequence"])
+@pytest.mark.parametrize("payload", ["cls", "last", "mean", "sequence"])
 def test_what_is_compared_is_the_state_that_would_have_been_reused(payload: str) -> None:
     model = build(BARE["bert"])
     policy = {"name": "divergence", "check_rate": 1.0, "limit": 2.0, "weight": 1.0}
@@ -48,8 +48,13 @@ def test_what_is_compared_is_the_state_that_would_have_been_reused(payload: str)
     stored, fresh = (model(tokens(1, 6, seed=seed)).last_hidden_state[0].detach() for seed in (1, 2))
     cache(input_ids=tokens(1, 6, seed=1))
     cache(input_ids=tokens(1, 6, seed=2))
-    n_rows = 1 if payload == "cls" else 6
-    cosine = torch.nn.functional.cosine_similarity(stored[:n_rows], fresh[:n_rows]).mean()
+    kept = {
+        "cls": lambda x: x[:1],
+        "last": lambda x: x[-1:],
+        "mean": lambda x: x.mean(dim=0, keepdim=True),
+        "sequence": lambda x: x,
+    }[payload]
+    cosine = torch.nn.functional.cosine_similarity(kept(stored), kept(fresh)).mean()
     assert averages(cache) == [pytest.approx(1 - float(cosine), abs=1e-5)]
     cache(input_ids=tokens(1, 6, seed=1))  # the very request: nothing diverges
     assert averages(cache) == [pytest.approx(0.0, abs=1e-6)]
