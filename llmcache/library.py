@@ -5,11 +5,10 @@ Absent or expired is a miss, never an error. One lock guards everything; tensors
 """
 
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -53,12 +52,8 @@ class Library:
         """
         self.banks = dict(sorted(banks.items()))
         self.packers = Packers(make_codec, self.banks)
-        self.fingerprint = fingerprint
-        self._by_length = by_length
-        self._by_layer = by_layer
         self._requests: dict[str, Request] = {}
-        self._shelves = Shelves(make_index)
-        self._waiting: dict[str, tuple[Row, Floats]] = {}  # until the fingerprint is fitted
+        self._shelves = Shelves(fingerprint, make_index, self._layers_of, by_length, by_layer)
         self._lock = threading.RLock()
 
     def __len__(self) -> int:
@@ -73,6 +68,11 @@ class Library:
     def nbytes(self) -> int:
         """Bytes of all states held."""
         return sum(bank.nbytes for bank in self.banks.values())
+
+    @property
+    def fingerprint(self) -> Fingerprint | None:
+        """Projects features to search vectors; None when nothing is searched."""
+        return self._shelves.fingerprint
 
     @property
     def losses(self) -> dict[int, Loss]:
@@ -98,7 +98,7 @@ class Library:
         """Layers whose bank holds a state of the request."""
         with self._lock:
             self._expire()
-            return [layer for layer, bank in self.banks.items() if key in bank]
+            return self._layers_of(key)
 
     def search(
         self, scope: Scope, rows: Sequence[Row], vectors: Floats, k: int = 1, layer: int | None = None
@@ -114,7 +114,7 @@ class Library:
         """
         with self._lock:
             self._expire()
-            return self._shelves.search(scope, [self._length(row) for row in rows], vectors, k, layer)
+            return self._shelves.search(scope, rows, vectors, k, layer)
 
     def read(self, key: str, layer: int, with_kv: bool, is_single: bool = False) -> State | None:
         """A stored state, or None when some of what is needed is not held.
@@ -173,8 +173,7 @@ class Library:
                 request = self._know(scope, row, next(iter(states.values()))["hidden"].dtype)
                 for layer, entry in stored.items():
                     self.banks[layer].put(row.key, entry, partial(self._let_go, layer=layer))
-                if vectors or features is not None:
-                    self._shelve(request, row, features, vectors, stored)
+                self._shelves.put(request, row, features, vectors, stored)
             except Exception:
                 self._forget(row.key)  # half a request must not be found
                 raise
@@ -203,7 +202,7 @@ class Library:
             returned = self.packers[request.scope.weights][layer].there_and_back(fresh)
             bank.checked(key, cosine_distance(returned, stored))
             self._expire()
-            if key not in bank and not self._by_layer:
+            if key not in bank and not self._shelves.by_layer:
                 self._forget(key)  # a lower layer of it would give the same answer
 
     def purge(self, namespace: str) -> int:
@@ -274,38 +273,8 @@ class Library:
             request = self._requests[row.key] = Request(scope, row.ids, dtype)
         return request
 
-    def _shelve(
-        self,
-        request: Request,
-        row: Row,
-        features: Floats | None,
-        vectors: Mapping[int, Floats] | None,
-        layers: Collection[int],
-    ) -> None:
-        """Make a request findable at some layers, at once or when the fingerprint has seen enough to be fitted."""
-        if not vectors:
-            assert self.fingerprint is not None and features is not None
-            if needed := self.fingerprint.n_fit:
-                self._waiting[row.key] = (row, features)
-                if len(self._waiting) >= needed:
-                    self._fit()
-                return
-            vectors = dict.fromkeys(layers, self.fingerprint.project(features[None])[0])
-        length = self._length(row)
-        places = [Place(layer, length, vectors[layer]) for layer in layers if layer in vectors]
-        for place in places if self._by_layer else [Place(None, length, next(iter(vectors.values())))]:
-            self._shelves.place(row.key, request, place)
-
-    def _length(self, row: Row) -> int:
-        return row.n_valid if self._by_length else 0
-
-    def _fit(self) -> None:
-        assert self.fingerprint is not None
-        waiting, self._waiting = self._waiting, {}
-        self.fingerprint.fit(np.stack([features for _, features in waiting.values()]))
-        for key, (row, features) in waiting.items():
-            if request := self._requests.get(key):
-                self._shelve(request, row, features, None, [layer for layer, bank in self.banks.items() if key in bank])
+    def _layers_of(self, key: str) -> list[int]:
+        return [layer for layer, bank in self.banks.items() if key in bank]
 
     def _expire(self) -> None:
         for layer, bank in self.banks.items():
@@ -314,23 +283,18 @@ class Library:
 
     def _let_go(self, key: str, layer: int) -> None:
         """A layer's bank no longer holds this: drop its index row there, and everything with the last bank."""
-        request = self._requests.get(key)
-        if request is None:
+        if (request := self._requests.get(key)) is None:
             return
-        if not any(key in bank for bank in self.banks.values()):
+        if self._layers_of(key):
+            self._shelves.leave(request, layer)
+        else:
             self._forget(key)
-        elif self._by_layer:
-            gone = [place for place in request.places if place[0].layer == layer]
-            request.places = tuple(place for place in request.places if place[0].layer != layer)
-            for shelf, slot in gone:
-                self._shelves.take_down(shelf, slot)
 
     def _forget(self, key: str) -> None:
         """Drop all traces of a request. If a part fails, the others are dropped all the same."""
-        self._waiting.pop(key, None)
         request = self._requests.pop(key, None)
         with ExitStack() as stack:
             for bank in self.banks.values():
                 stack.callback(bank.remove, key)
-            for shelf, slot in () if request is None else request.places:
-                stack.callback(self._shelves.take_down, shelf, slot)
+            if request is not None:
+                stack.callback(self._shelves.forget, key, request)

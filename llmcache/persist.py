@@ -73,7 +73,6 @@ def save(library: Library, weights: str, config: CacheConfig, special_ids: Itera
         StoreError: Writing failed. An earlier save in the folder is still whole.
     """
     from safetensors import SafetensorError
-    from safetensors.torch import save_file
 
     folder = Path(folder)
     records = [record for record in library.records() if record.scope.weights == weights]
@@ -85,11 +84,7 @@ def save(library: Library, weights: str, config: CacheConfig, special_ids: Itera
     tag = uuid.uuid4().hex[:12]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        files = {}
-        for part, tensors in parts.items():
-            name = f"{part}-{tag}.safetensors"
-            save_file(tensors, folder / name)
-            files[name] = _sha256(folder / name)
+        files = _write(folder, parts, tag)
         manifest = Manifest(
             format=FORMAT,
             config=config.model_dump(mode="json", exclude_unset=True),
@@ -261,6 +256,18 @@ def _read_checked(path: Path, sha: str) -> dict[str, Tensor]:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _write(folder: Path, parts: dict[str, dict[str, Tensor]], tag: str) -> dict[str, str]:
+    """Write each part to a file of its own and return their SHA-256 by name."""
+    from safetensors.torch import save_file
+
+    files = {}
+    for part, tensors in parts.items():
+        name = f"{part}-{tag}.safetensors"
+        save_file(tensors, folder / name)
+        files[name] = _sha256(folder / name)
+    return files
 
 
 def _replace(path: Path, text: str) -> None:
