@@ -85,9 +85,9 @@ class CacheConfig(BaseModel):
             half after every `half_life_s` seconds), or `divergence` (checks a share `check_rate` of approximate reuses
             by computing them; entries over `limit` leave at once).
         compression: Codec of stored states: `none`, `fp16`, `int8`, `pca` or `autoencoder`. The last two keep `dim`
-            float16 numbers of each row of a layer. They are fitted on the first `fit_on` rows that the layer stores, in
-            the call that brings the last of them, which takes up to a few seconds a layer; what was stored plainly
-            until then is packed, too. `Stats.reconstruction_error` says what is lost.
+            float16 numbers of each row of a layer. They are fitted on the first `fit_on` rows that are to be stored in
+            the layer, anew for other weights, in the call that brings the last of them, which takes up to a few seconds
+            a layer; what was stored plainly until then is packed, too. `Stats.reconstruction_error` says what is lost.
         max_entries: Most entries a bank, or None.
         max_bytes: Budget in bytes of the states of all banks together; each bank gets an equal share. Fingerprints and
             bookkeeping come on top: 4 bytes a dimension and some 1 kB a request.
