@@ -1,6 +1,6 @@
 """(2) Layer-wise Cache Bank: the entries of one layer, within budgets. The only place that evicts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from llmcache.policies import Policy
 from llmcache.stores import Entry, Store
@@ -26,6 +26,7 @@ class Bank:
         self.max_bytes = max_bytes
         self.max_entries = max_entries
         self.n_evicted = 0
+        self.n_expelled = 0
 
     def __contains__(self, key: str) -> bool:
         return key in self._store
@@ -61,9 +62,9 @@ class Bank:
         """Tell the policy how such a check came out: 1 - cosine of the fresh state and the stored one."""
         self._policy.on_check(key, divergence)
 
-    def repack(self, pack: Callable[[Entry], Entry]) -> None:
-        """Replace each entry by what `pack` makes of it, no larger. Ranks stay: the policy is not told."""
-        for key in self.keys():
+    def repack(self, keys: Iterable[str], pack: Callable[[Entry], Entry]) -> None:
+        """Replace entries by what `pack` makes of them, no larger. Ranks stay: the policy is not told."""
+        for key in keys:
             self._store[key] = pack(self._store[key])
 
     def fits(self, entry: Entry) -> bool:
@@ -98,6 +99,7 @@ class Bank:
         due = self._policy.expired()
         for key in due:
             self.remove(key)
+        self.n_expelled += len(due)
         return due
 
     def remove(self, key: str) -> None:

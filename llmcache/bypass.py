@@ -29,6 +29,7 @@ CURES: dict[str, str] = {
     "kv_cache_with_pooled_payload": "K/V was asked for, but a classifier's entries keep one vector: pass "
     "use_cache=False, or wrap with payload='sequence'",
     "no_content": "the input is empty or holds special tokens only",
+    "not_finite": "the states that the fingerprint is made of are not finite: run the model in a wider dtype",
     "head_reads_padding": "the head would read another token than entries keep: pad on the other side",
     "error": "the cache failed and the model computed instead; see the log",
 }

@@ -135,11 +135,12 @@ class LLMCache:
         return self._parts.counters.snapshot(
             n_entries={layer: len(bank) for layer, bank in library.banks.items()},
             n_evicted={layer: bank.n_evicted for layer, bank in library.banks.items()},
+            n_expelled={layer: bank.n_expelled for layer, bank in library.banks.items()},
             n_stored=len(library),
             nbytes=library.nbytes,
             index_nbytes=library.index_nbytes,
-            reconstruction_error={n: packer.loss.relative_error for n, packer in library.packers.items()},
-            reconstruction_distance={n: packer.loss.cosine_distance for n, packer in library.packers.items()},
+            reconstruction_error={layer: loss.relative_error for layer, loss in library.losses.items()},
+            reconstruction_distance={layer: loss.cosine_distance for layer, loss in library.losses.items()},
         )
 
     @property

@@ -7,10 +7,10 @@ fingerprint, codec) are given as a name, or as `{name: ..., option: value}`.
 import difflib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_type_hints
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
 
 from llmcache.errors import ConfigError
 
@@ -41,12 +41,21 @@ class Component(BaseModel):
             *args: Positional arguments that the library itself supplies.
 
         Raises:
-            ConfigError: The name is unknown, or the options do not fit the class.
+            ConfigError: The name is unknown, or the options do not fit the class: in name, type or value.
         """
         if self.name not in registry:
             raise ConfigError(f"{kind}: unknown name {self.name!r}; known: {', '.join(sorted(registry))}")
+        make = registry[self.name]
+        hints = get_type_hints(make.__init__)
+        for option, value in self.options.items():
+            try:
+                # Strict: 2.5 tokens or the text "64" would pass for what they are not until a request needs them.
+                TypeAdapter(hints.get(option, Any)).validate_python(value, strict=True)
+            except ValidationError as error:
+                wrong = error.errors()[0]["msg"]
+                raise ConfigError(f"{kind}: {self.name}: {option}={value!r}: {wrong}") from error
         try:
-            return registry[self.name](*args, **self.options)
+            return make(*args, **self.options)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{kind}: {self.name} does not accept {self.options}: {error}") from error
 
@@ -76,9 +85,9 @@ class CacheConfig(BaseModel):
             half after every `half_life_s` seconds), or `divergence` (checks a share `check_rate` of approximate reuses
             by computing them; entries over `limit` leave at once).
         compression: Codec of stored states: `none`, `fp16`, `int8`, `pca` or `autoencoder`. The last two keep `dim`
-            float16 numbers of each row of a layer. They are fitted on the first `fit_on` rows that the layer stores, in
-            the call that brings the last of them, which takes up to a few seconds a layer; what was stored plainly
-            until then is packed, too. `Stats.reconstruction_error` says what is lost.
+            float16 numbers of each row of a layer. They are fitted on the first `fit_on` rows that are to be stored in
+            the layer, anew for other weights, in the call that brings the last of them, which takes up to a few seconds
+            a layer; what was stored plainly until then is packed, too. `Stats.reconstruction_error` says what is lost.
         max_entries: Most entries a bank, or None.
         max_bytes: Budget in bytes of the states of all banks together; each bank gets an equal share. Fingerprints and
             bookkeeping come on top: 4 bytes a dimension and some 1 kB a request.
@@ -116,7 +125,9 @@ class CacheConfig(BaseModel):
             raise ValueError("no layer is named: leave tau out, or give a number")
         for tau in _values(value):
             if not -1.0 <= tau <= 1.0:  # also refuses NaN
-                raise ValueError("tau is a cosine similarity: give a number from -1 to 1")
+                raise ValueError(
+                    "tau is a similarity: give a cosine from -1 to 1 (for 'minhash' a Jaccard over 0, at most 1)"
+                )
         return value
 
     @model_validator(mode="after")

@@ -18,14 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmcache import kv
 from llmcache.adapters import CACHE, unpack
 from llmcache.arguments import Arguments, can_select_rows
 from llmcache.bypass import find_reason, is_plain_cache
-from llmcache.context import Call, Reuse, Row
+from llmcache.checks import Checks
+from llmcache.context import Call, Reuse
 from llmcache.hooks import LayerSwap
 from llmcache.outcome import Outcome, outcomes
 from llmcache.parts import Parts
-from llmcache.payloads import cosine_distance
 from llmcache.reading import Reader
 from llmcache.reuse.runner import Runner
 
@@ -46,6 +47,7 @@ class Flow:
         self._arguments = Arguments(parts.trunk.module.forward)
         self._runner = Runner(parts.payload, parts.trunk.adapter)
         self._reader = Reader(parts, tokenizer)
+        self._checks = Checks(parts.library, parts.counters)
         self._last = parts.trunk.depth - 1
         self._thread = threading.local()
         # Context variables follow async tasks too: a tenant's namespace must not leak into another's request.
@@ -121,7 +123,7 @@ class Flow:
             return
         started = perf_counter()
         self._thread.last = outcomes(call)
-        self._check(call)
+        self._checks.compare(call)
         self._store(call)
         self._count(call, perf_counter() - started)
 
@@ -197,7 +199,7 @@ class Flow:
             if decided and not can_select_rows(swap.arguments, args, kwargs, call.n_rows):
                 decided = []  # rows could not be taken out of the batch safely
             if not rung.is_lossless:
-                decided = self._doubt(call, decided)
+                decided = self._checks.doubt(call, decided)
             call.reused |= {reuse.row: reuse for reuse in decided}
             call.reused_at += [reuse.layer for reuse in decided]
             call.is_served = len(call.reused) == call.n_rows and all(
@@ -214,17 +216,6 @@ class Flow:
         except Exception as error:
             self._parts.counters.error("take a layer's fingerprint", error)
         call.lookup_s += perf_counter() - started
-
-    def _doubt(self, call: Call, decided: list[Reuse]) -> list[Reuse]:
-        """Set aside what is to be checked: those rows are computed as if nothing had been found. Returns the others."""
-        try:
-            for reuse in decided:
-                # A row that stands on another request's state would compute nothing to compare with.
-                if reuse.row not in call.reused and self._parts.library.should_check(reuse.key, reuse.layer):
-                    call.doubted[reuse.row] = reuse
-        except Exception as error:
-            self._parts.counters.error("choose what to check", error)
-        return [reuse for reuse in decided if reuse.row not in call.doubted]
 
     def _try_to_capture(self, call: Call, number: int, hidden: Tensor) -> None:
         try:
@@ -243,32 +234,8 @@ class Flow:
                 continue
             tensors = {"hidden": self._parts.payload.take(hidden[row.number], row.valid)}
             if call.kv_cache is not None:
-                tensors |= self._capture_kv(call, row, number)
+                tensors |= kv.capture(call.kv_cache, row, number, self._parts.library.layers)
             call.captured.setdefault(row.number, {})[number] = tensors
-
-    def _capture_kv(self, call: Call, row: Row, number: int) -> dict[str, Tensor]:
-        """K and V (S, H, n, D_h) of this layer and the S - 1 layers since the stored one below it."""
-        below = max((layer for layer in self._parts.library.layers if layer < number), default=-1)
-        layers = call.kv_cache.layers[below + 1 : number + 1]
-        return {
-            "keys": torch.stack([layer.keys[row.number][:, row.valid] for layer in layers]),
-            "values": torch.stack([layer.values[row.number][:, row.valid] for layer in layers]),
-        }
-
-    def _check(self, call: Call) -> None:
-        """Compare what doubted rows computed with what they would have got. They are not stored: a stored one is near.
-
-        A row may be missing from what was captured, if that failed.
-        """
-        for number, reuse in call.doubted.items():
-            fresh = call.captured.pop(number, None)
-            try:
-                if fresh is not None:
-                    divergence = cosine_distance(fresh[reuse.layer]["hidden"], reuse.entry)
-                    self._parts.library.checked(reuse.key, reuse.layer, divergence)
-            except Exception as error:
-                self._parts.counters.error("check a reuse", error)
-        self._parts.counters.revalidated(len(call.doubted))
 
     def _store(self, call: Call) -> None:
         assert call.scope is not None

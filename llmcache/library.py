@@ -5,22 +5,24 @@ Absent or expired is a miss, never an error. One lock guards everything; tensors
 """
 
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from llmcache import kv
 from llmcache.arrays import Floats
 from llmcache.bank import Bank
 from llmcache.compression import Codec
-from llmcache.compression.packer import Packer
+from llmcache.compression.packer import Loss, Packer
+from llmcache.compression.packers import Packers
 from llmcache.context import Row, Scope
 from llmcache.fingerprint import Fingerprint
 from llmcache.index import Index
-from llmcache.records import KV, Record, Request, State
+from llmcache.payloads import cosine_distance
+from llmcache.records import Record, Request, State
 from llmcache.shelf import Neighbour, Place
 from llmcache.shelves import Shelves
 from llmcache.stores import Entry
@@ -42,20 +44,16 @@ class Library:
 
         Args:
             banks: By layer, at least one.
-            make_codec: Makes one for each layer, which encodes states before they are stored.
+            make_codec: Makes one for each layer and state of the weights, which encodes states before they are stored.
             fingerprint: Projects features to search vectors; None when nothing is searched.
             make_index: `dim -> empty index`; needed with a fingerprint.
             by_length: Requests of different lengths never find each other.
             by_layer: Each layer is searched by itself, as the paper does.
         """
         self.banks = dict(sorted(banks.items()))
-        self.packers = {layer: Packer(make_codec()) for layer in self.banks}
-        self.fingerprint = fingerprint
-        self._by_length = by_length
-        self._by_layer = by_layer
+        self.packers = Packers(make_codec, self.banks)
         self._requests: dict[str, Request] = {}
-        self._shelves = Shelves(make_index)
-        self._waiting: dict[str, tuple[Row, Floats]] = {}  # until the fingerprint is fitted
+        self._shelves = Shelves(fingerprint, make_index, self._layers_of, by_length, by_layer)
         self._lock = threading.RLock()
 
     def __len__(self) -> int:
@@ -76,6 +74,16 @@ class Library:
         """Bytes of the fingerprints that requests are found by."""
         return sum(shelf.nbytes for shelf in self._shelves.values())
 
+    @property
+    def fingerprint(self) -> Fingerprint | None:
+        """Projects features to search vectors; None when nothing is searched."""
+        return self._shelves.fingerprint
+
+    @property
+    def losses(self) -> dict[int, Loss]:
+        """What compression lost by layer, of states of the weights that stored last."""
+        return {layer: packer.loss for layer, packer in self.packers.latest.items()}
+
     def known(self, row: Row) -> bool:
         """Whether the very same request is stored; a row of the same key but other tokens is not."""
         with self._lock:
@@ -86,14 +94,16 @@ class Library:
         """Whether the request's states come back bit for bit."""
         with self._lock:
             request = self._requests.get(key)
-            codecs = (packer.codec for packer in self.packers.values())
-            return request is not None and all(codec.is_lossless(request.dtype) for codec in codecs)
+            if request is None:
+                return False
+            packers = self.packers[request.scope.weights].values()
+            return all(packer.codec.is_lossless(request.dtype) for packer in packers)
 
     def held(self, key: str) -> list[int]:
         """Layers whose bank holds a state of the request."""
         with self._lock:
             self._expire()
-            return [layer for layer, bank in self.banks.items() if key in bank]
+            return self._layers_of(key)
 
     def search(
         self, scope: Scope, rows: Sequence[Row], vectors: Floats, k: int = 1, layer: int | None = None
@@ -109,7 +119,7 @@ class Library:
         """
         with self._lock:
             self._expire()
-            return self._shelves.search(scope, [self._length(row) for row in rows], vectors, k, layer)
+            return self._shelves.search(scope, rows, vectors, k, layer)
 
     def read(self, key: str, layer: int, with_kv: bool, is_single: bool = False) -> State | None:
         """A stored state, or None when some of what is needed is not held.
@@ -124,13 +134,15 @@ class Library:
             request, entry = self._requests.get(key), self.banks[layer].read(key)
             if request is None or entry is None:
                 return None
-            kv = self._read_kv(key, layer, is_single, request.dtype) if with_kv else {}
-            if kv is None:
+            packers = self.packers[request.scope.weights]
+            serving = [n for n in self.layers if n <= layer] if with_kv and not is_single else [layer]
+            entries = {n: self.banks[n].read(key) for n in serving}
+            pairs = kv.read(entries, packers, request.dtype) if with_kv else {}
+            if pairs is None:
                 return None
-            for served_by in self.layers if with_kv and not is_single else (layer,):
-                if served_by <= layer:  # banks that gave K/V served the request too
-                    self.banks[served_by].used(key)
-        return State(self.packers[layer].unpack("hidden", entry, request.dtype), kv)
+            for served_by in serving:  # banks that gave K/V served the request too
+                self.banks[served_by].used(key)
+        return State(packers[layer].unpack("hidden", entry, request.dtype), pairs)
 
     def put(
         self,
@@ -154,22 +166,19 @@ class Library:
             False when a state is larger than its bank and was left out.
         """
         with self._lock:
-            encoded = {layer: self.packers[layer].pack(tensors) for layer, tensors in states.items()}
-            stored = [layer for layer, entry in encoded.items() if self.banks[layer].fits(entry)]
+            packers = self._packers_of(scope)
+            encoded = {
+                layer: self._learn(row.key, scope, layer, packers[layer].pack(tensors))
+                for layer, tensors in states.items()
+            }
+            stored = {layer: entry for layer, entry in encoded.items() if self.banks[layer].fits(entry)}
             if not stored:
                 return False
-            request = self._requests.get(row.key)
-            if request is None or request.ids != row.ids:
-                self._forget(row.key)
-                dtype = next(iter(states.values()))["hidden"].dtype
-                request = self._requests[row.key] = Request(scope, row.ids, dtype)
             try:
-                for layer in stored:
-                    self.banks[layer].put(row.key, encoded[layer], partial(self._let_go, layer=layer))
-                if vectors or features is not None:
-                    self._shelve(request, row, features, vectors, stored)
-                for layer in stored:
-                    self._learn(row.key, layer, encoded[layer])
+                request = self._know(scope, row, next(iter(states.values()))["hidden"].dtype)
+                for layer, entry in stored.items():
+                    self.banks[layer].put(row.key, entry, partial(self._let_go, layer=layer))
+                self._shelves.put(request, row, features, vectors, stored)
             except Exception:
                 self._forget(row.key)  # half a request must not be found
                 raise
@@ -180,19 +189,34 @@ class Library:
         with self._lock:
             return self.banks[layer].should_check(key)
 
-    def checked(self, key: str, layer: int, divergence: float) -> None:
-        """Note how a check came out, 1 - cosine of fresh and stored state, and let go of what must leave for it."""
+    def check(self, key: str, layer: int, fresh: Tensor, stored: Tensor) -> None:
+        """Compare states (R, D) of a reuse that was computed instead, and let go of what must leave for it.
+
+        The computed state goes through the codec first, so that what compression loses is not taken for a difference.
+
+        Args:
+            key: The stored request.
+            layer: The layer that would have been reused.
+            fresh: What was computed at it.
+            stored: What would have been taken for it.
+        """
         with self._lock:
-            self.banks[layer].checked(key, divergence)
+            request, bank = self._requests.get(key), self.banks[layer]
+            if request is None or key not in bank:  # it left meanwhile
+                return
+            returned = self.packers[request.scope.weights][layer].there_and_back(fresh)
+            bank.checked(key, cosine_distance(returned, stored))
             self._expire()
+            if key not in bank and not self._shelves.by_layer:
+                self._forget(key)  # a lower layer of it would give the same answer
 
     def purge(self, namespace: str) -> int:
-        """Forget every request of a namespace and return how many there were."""
+        """Forget every request of a namespace and return how many there were. No codec is fitted on them later."""
         with self._lock:
             keys = [key for key, request in self._requests.items() if request.scope.namespace == namespace]
             for key in keys:
                 self._forget(key)
-                self._unlearn(key)
+            self.packers.forget(namespace)
             self._shelves.purge(namespace)
             return len(keys)
 
@@ -201,7 +225,7 @@ class Library:
         with self._lock:
             for key in list(self._requests):
                 self._forget(key)
-                self._unlearn(key)
+            self.packers.forget()
             self._shelves.clear()
 
     def records(self) -> list[Record]:
@@ -225,70 +249,37 @@ class Library:
         with self._lock:
             request = self._requests[record.key] = Request(record.scope, record.ids, record.dtype)
             for layer, entry in record.entries.items():
+                entry = self._learn(record.key, record.scope, layer, entry)
                 self.banks[layer].put(record.key, entry, partial(self._let_go, layer=layer))
-                self._learn(record.key, layer, entry)
             for place in record.places:
                 self._shelves.place(record.key, request, place)
 
-    def _learn(self, key: str, layer: int, entry: Entry) -> None:
-        """Show a stored entry to its layer's codec. Once that is fitted, what is held so far is packed, too."""
-        packer = self.packers[layer]
-        if packer.learn(key, entry):
-            self.banks[layer].repack(packer.repack)
+    def _packers_of(self, scope: Scope) -> dict[int, Packer]:
+        """The packers for states of a scope, which are about to be stored."""
+        if scope.weights not in self.packers:
+            self.packers.keep({request.scope.weights for request in self._requests.values()})
+        self.packers.latest = self.packers[scope.weights]
+        return self.packers.latest
 
-    def _unlearn(self, key: str) -> None:
-        """Have no codec fitted on a request that was forgotten on demand; one that was evicted may still serve."""
-        for packer in self.packers.values():
-            packer.forget(key)
+    def _learn(self, key: str, scope: Scope, layer: int, entry: Entry) -> Entry:
+        """Show an entry to its codec. Once that is fitted, what it was shown is packed; returns the entry to store."""
+        packer, bank = self.packers[scope.weights][layer], self.banks[layer]
+        if not packer.learn(key, scope.namespace, entry):
+            return entry
+        held = [other for other, known in self._requests.items() if known.scope.weights == scope.weights]
+        bank.repack([other for other in held if other in bank], packer.repack)
+        return packer.repack(entry)
 
-    def _read_kv(self, key: str, layer: int, is_single: bool, dtype: torch.dtype) -> KV | None:
-        """K/V of the layers that a reuse at `layer` skips; each entry holds those since the stored layer below it."""
-        kv: KV = {}
-        for stored in self.layers:
-            if stored > layer:
-                break
-            if is_single and stored < layer:
-                continue
-            entry = self.banks[stored].read(key)
-            if entry is None or "keys" not in entry.tensors:
-                return None
-            keys, values = (self.packers[stored].unpack(name, entry, dtype) for name in ("keys", "values"))
-            first = stored + 1 - len(keys)
-            kv |= {first + i: pair for i, pair in enumerate(zip(keys, values, strict=True))}
-        return kv
+    def _know(self, scope: Scope, row: Row, dtype: torch.dtype) -> Request:
+        """What is known of a request from now on; another one of the same key is forgotten."""
+        request = self._requests.get(row.key)
+        if request is None or request.ids != row.ids:
+            self._forget(row.key)
+            request = self._requests[row.key] = Request(scope, row.ids, dtype)
+        return request
 
-    def _shelve(
-        self,
-        request: Request,
-        row: Row,
-        features: Floats | None,
-        vectors: Mapping[int, Floats] | None,
-        layers: Collection[int],
-    ) -> None:
-        """Make a request findable at some layers, at once or when the fingerprint has seen enough to be fitted."""
-        if not vectors:
-            assert self.fingerprint is not None and features is not None
-            if needed := self.fingerprint.n_fit:
-                self._waiting[row.key] = (row, features)
-                if len(self._waiting) >= needed:
-                    self._fit()
-                return
-            vectors = dict.fromkeys(layers, self.fingerprint.project(features[None])[0])
-        length = self._length(row)
-        places = [Place(layer, length, vectors[layer]) for layer in layers if layer in vectors]
-        for place in places if self._by_layer else [Place(None, length, next(iter(vectors.values())))]:
-            self._shelves.place(row.key, request, place)
-
-    def _length(self, row: Row) -> int:
-        return row.n_valid if self._by_length else 0
-
-    def _fit(self) -> None:
-        assert self.fingerprint is not None
-        waiting, self._waiting = self._waiting, {}
-        self.fingerprint.fit(np.stack([features for _, features in waiting.values()]))
-        for key, (row, features) in waiting.items():
-            if request := self._requests.get(key):
-                self._shelve(request, row, features, None, [layer for layer, bank in self.banks.items() if key in bank])
+    def _layers_of(self, key: str) -> list[int]:
+        return [layer for layer, bank in self.banks.items() if key in bank]
 
     def _expire(self) -> None:
         for layer, bank in self.banks.items():
@@ -297,23 +288,18 @@ class Library:
 
     def _let_go(self, key: str, layer: int) -> None:
         """A layer's bank no longer holds this: drop its index row there, and everything with the last bank."""
-        request = self._requests.get(key)
-        if request is None:
+        if (request := self._requests.get(key)) is None:
             return
-        if not any(key in bank for bank in self.banks.values()):
+        if self._layers_of(key):
+            self._shelves.leave(request, layer)
+        else:
             self._forget(key)
-        elif self._by_layer:
-            gone = [place for place in request.places if place[0].layer == layer]
-            request.places = tuple(place for place in request.places if place[0].layer != layer)
-            for shelf, slot in gone:
-                self._shelves.take_down(shelf, slot)
 
     def _forget(self, key: str) -> None:
         """Drop all traces of a request. If a part fails, the others are dropped all the same."""
-        self._waiting.pop(key, None)
         request = self._requests.pop(key, None)
         with ExitStack() as stack:
             for bank in self.banks.values():
                 stack.callback(bank.remove, key)
-            for shelf, slot in () if request is None else request.places:
-                stack.callback(self._shelves.take_down, shelf, slot)
+            if request is not None:
+                stack.callback(self._shelves.forget, key, request)

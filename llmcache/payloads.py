@@ -8,6 +8,7 @@ not take it for a state.
 Sizes: T tokens of the row, n valid ones, D hidden width.
 """
 
+import math
 from typing import Protocol
 
 import numpy as np
@@ -127,9 +128,13 @@ def head_reads_padding(reads: str, valid: Positions, ids: NDArray[np.int64], pad
 
 
 def cosine_distance(x: Tensor, y: Tensor) -> float:
-    """Mean over rows of 1 - cosine, 0 to 2, of two payloads (R, D) on any devices; a row of zeros is 1 from all."""
-    cosine = torch.nn.functional.cosine_similarity(x.double(), y.to(x.device).double(), dim=-1)
-    return max(0.0, 1.0 - float(cosine.mean()))  # rounding may put a cosine over 1
+    """Mean over rows of 1 - cosine, 0 to 2, of two payloads (R, D) on any devices; a row of zeros is 1 from all.
+
+    2 where a value is not finite: such states stand for nothing. Computed on the host, as some devices lack float64.
+    """
+    cosine = torch.nn.functional.cosine_similarity(x.cpu().double(), y.cpu().double(), dim=-1)
+    distance = 1.0 - float(cosine.mean())
+    return max(0.0, distance) if math.isfinite(distance) else 2.0  # rounding may put a cosine over 1
 
 
 def _index(valid: Positions, like: Tensor) -> slice | Tensor:

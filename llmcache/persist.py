@@ -73,23 +73,18 @@ def save(library: Library, weights: str, config: CacheConfig, special_ids: Itera
         StoreError: Writing failed. An earlier save in the folder is still whole.
     """
     from safetensors import SafetensorError
-    from safetensors.torch import save_file
 
     folder = Path(folder)
     records = [record for record in library.records() if record.scope.weights == weights]
     scopes = list(dict.fromkeys(record.scope for record in records))
     parts = {
         "requests": _pack_requests(records, scopes, library),
-        "states": _pack_states(records) | _pack_codecs(library),
+        "states": _pack_states(records) | _pack_codecs(library, weights),
     }
     tag = uuid.uuid4().hex[:12]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        files = {}
-        for part, tensors in parts.items():
-            name = f"{part}-{tag}.safetensors"
-            save_file(tensors, folder / name)
-            files[name] = _sha256(folder / name)
+        files = _write(folder, parts, tag)
         manifest = Manifest(
             format=FORMAT,
             config=config.model_dump(mode="json", exclude_unset=True),
@@ -163,7 +158,7 @@ def restore(library: Library, weights: str, manifest: Manifest, folder: str | Pa
         if library.fingerprint is not None:
             learned = {name[12:]: t.numpy() for name, t in parts["requests"].items() if name.startswith("fingerprint.")}
             library.fingerprint.restore(learned)
-        for layer, packer in library.packers.items():
+        for layer, packer in library.packers[weights].items():
             prefix = f"{layer}/codec/"
             packer.codec.restore(
                 {name.removeprefix(prefix): t for name, t in parts["states"].items() if name.startswith(prefix)}
@@ -208,11 +203,11 @@ def _pack_states(records: list[Record]) -> dict[str, Tensor]:
     return packed
 
 
-def _pack_codecs(library: Library) -> dict[str, Tensor]:
-    """What codecs learned. Taken after the records: an entry that is packed needs its codec, a plain one does not."""
+def _pack_codecs(library: Library, weights: str) -> dict[str, Tensor]:
+    """What codecs learned of these weights' states. Taken after the records: a packed entry needs its codec."""
     return {
         f"{layer}/codec/{name}": tensor.cpu().contiguous()
-        for layer, packer in library.packers.items()
+        for layer, packer in library.packers.get(weights, {}).items()
         for name, tensor in packer.codec.state().items()
     }
 
@@ -261,6 +256,18 @@ def _read_checked(path: Path, sha: str) -> dict[str, Tensor]:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _write(folder: Path, parts: dict[str, dict[str, Tensor]], tag: str) -> dict[str, str]:
+    """Write each part to a file of its own and return their SHA-256 by name."""
+    from safetensors.torch import save_file
+
+    files = {}
+    for part, tensors in parts.items():
+        name = f"{part}-{tag}.safetensors"
+        save_file(tensors, folder / name)
+        files[name] = _sha256(folder / name)
+    return files
 
 
 def _replace(path: Path, text: str) -> None:

@@ -73,6 +73,8 @@ class Reader:
     def _refusal(self, row: Row, inputs: Inputs) -> str:
         if not inputs.has_content[row.number]:
             return "no_content"
+        if inputs.features is not None and not np.isfinite(inputs.features[row.number]).all():
+            return "not_finite"  # no index takes such a vector, nor the other rows searched with it
         pad_id = getattr(self._parts.trunk.config, "pad_token_id", None)
         ids = inputs.ids[row.number]
         return "head_reads_padding" if head_reads_padding(self._head_reads, row.valid, ids, pad_id) else ""

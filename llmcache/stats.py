@@ -28,15 +28,18 @@ class Stats:
         n_layers_skipped: Layer executions saved, summed over rows.
         n_entries: Entries by layer.
         n_evicted: Entries that left for others, by layer.
+        n_expelled: Entries that their policy sent away whatever the budget, by layer: `ttl`, which were too old;
+            `divergence`, whose checks exceeded the limit.
         n_stored: Requests known.
         nbytes: Bytes of the entries held, all layers.
         index_nbytes: Bytes of the fingerprints that they are found by, room for more included.
         reconstruction_error: What compression loses, by layer: sum of |x - x'|^2 over sum of |x - mean|^2, rows x of
-            every 16th entry packed (x' is what comes back), entries that the codec was fitted on left out. 0 is
-            lossless, 1 no better than the mean of all rows. None before anything was measured; a lossless codec is not.
+            every 16th entry packed (x' is what comes back), of the weights that stored last. Entries that a codec is
+            fitted on are left out, but not the same requests if they are stored again later. 0 is lossless, 1 no better
+            than the mean of all rows. None before anything was measured; a lossless codec is not.
         reconstruction_distance: Mean of 1 - cosine(x, x') over the same rows, 0 to 2, or None.
         lookup_ms: Total time in fingerprint, search and decision.
-        storing_ms: Total time in storing misses.
+        storing_ms: Total time after the layers: checks, storing misses, fitting codecs.
         n_too_large: Requests with a state larger than its bank, which was not stored.
         errors: Failures of index or store that were computed around.
     """
@@ -51,6 +54,7 @@ class Stats:
     n_layers_skipped: int = 0
     n_entries: dict[int, int] = field(default_factory=dict)
     n_evicted: dict[int, int] = field(default_factory=dict)
+    n_expelled: dict[int, int] = field(default_factory=dict)
     n_stored: int = 0
     nbytes: int = 0
     index_nbytes: int = 0

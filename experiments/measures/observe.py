@@ -73,6 +73,7 @@ def run(experiment: Observe, folders: Folders) -> Outcome:
         "entries": stats.n_stored,
         "evicted": sum(stats.n_evicted.values()),
         "revalidated": stats.n_revalidated,
+        "expelled": sum(stats.n_expelled.values()),
         "reconstruction_error": _mean(stats.reconstruction_error),
         "layers_skipped": stats.n_layers_skipped,
         "hits_by_layer": stats.hits_by_layer,

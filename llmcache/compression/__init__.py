@@ -1,6 +1,7 @@
 """How a stored state is packed. A codec turns one named tensor into named tensors, and back.
 
-A codec serves one layer: layers differ in distribution, and some codecs are fitted on what they first see.
+A codec serves one layer and one state of the weights: both decide the distribution, and some codecs are fitted on what
+they first see.
 Sizes: R rows of a tensor, N rows to fit on, D hidden width.
 """
 

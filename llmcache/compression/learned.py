@@ -40,6 +40,7 @@ class Learned(Plain, ABC):
         self.dim = dim
         self.fit_on = fit_on
         self._learned: dict[str, Tensor] = {}
+        self._copies: dict[torch.device, dict[str, Tensor]] = {}  # made once: every encode and decode needs one
 
     @property
     def n_fit(self) -> int:
@@ -98,7 +99,11 @@ class Learned(Plain, ABC):
         self._learned = learned
 
     def _on(self, device: torch.device) -> dict[str, Tensor]:
-        return {name: x.to(device) for name, x in self._learned.items()}
+        """What was learned, on the device where it is needed: a model may run on one and its bank be on another."""
+        if device not in self._copies:
+            with torch.inference_mode(False):
+                self._copies[device] = {name: x.to(device) for name, x in self._learned.items()}
+        return self._copies[device]
 
     @abstractmethod
     def _learn(self, rows: Tensor) -> dict[str, Tensor]:

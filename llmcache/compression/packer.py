@@ -1,5 +1,6 @@
 """A codec at work on one layer: what it is fitted on, and what it loses."""
 
+import logging
 from collections.abc import Mapping
 
 import torch
@@ -9,65 +10,97 @@ from llmcache.compression import Codec
 from llmcache.payloads import cosine_distance
 from llmcache.stores import Entry
 
+logger = logging.getLogger("llmcache")
+
 MEASURED_EVERY = 16  # entries: unpacking each one only to look at it would double the cost of packing
 
 
 class Packer:
-    """Packs the states of one layer. Not thread-safe: the library above holds a lock.
+    """Packs the states of one layer and one state of the weights. Not thread-safe: the library above holds a lock.
 
     Entries are packed plainly until the codec has seen enough rows; the caller then packs the earlier ones again.
     """
 
     def __init__(self, codec: Codec) -> None:
-        """Begin with a codec that serves no other layer.
+        """Begin with a codec that serves nothing else.
 
         Args:
             codec: Fitted here when it asks for it.
         """
         self.codec = codec
         self.loss = Loss()
-        self._waiting: dict[str, Tensor] = {}  # rows by request, until the codec is fitted
+        # Namespace and rows by request, until the codec is fitted. Rows of evicted requests count, so that a bank that
+        # never holds enough at once is packed all the same; whose they are must then be known without the bank.
+        self._waiting: dict[str, tuple[str, Tensor]] = {}
         self._n_packed = 0
+        self._is_measured = True
 
     def pack(self, tensors: Mapping[str, Tensor]) -> Entry:
         """An entry of named tensors, `hidden` (R, D) among them. Now and then it is unpacked to measure the loss."""
         with torch.inference_mode(False), torch.no_grad():
             entry = self._encode(tensors)
-            hidden = tensors["hidden"]
-            if self.codec.n_fit == 0 and not self.codec.is_lossless(hidden.dtype):
-                if self._n_packed % MEASURED_EVERY == 0:
-                    self.loss.add(hidden, self.unpack("hidden", entry, hidden.dtype))
+            if self.codec.n_fit == 0 and not self.codec.is_lossless(tensors["hidden"].dtype):
                 self._n_packed += 1
+                if self._n_packed % MEASURED_EVERY == 1:
+                    self._measure(tensors["hidden"], entry)
             return entry
 
     def unpack(self, name: str, entry: Entry, dtype: torch.dtype) -> Tensor:
         """One tensor of an entry, as the model made it or nearly so."""
         return self.codec.decode(name, entry.tensors, dtype)
 
-    def learn(self, key: str, entry: Entry) -> bool:
-        """Show the codec an entry that was stored, as long as it has not seen enough.
+    def there_and_back(self, hidden: Tensor) -> Tensor:
+        """What comes back of rows (R, D) once they are packed; rows with a value that is not finite stay as they are.
+
+        No lossy codec holds such rows.
+        """
+        if not hidden.isfinite().all():
+            return hidden
+        with torch.inference_mode(False), torch.no_grad():
+            return self.unpack("hidden", self._encode({"hidden": hidden}), hidden.dtype)
+
+    def learn(self, key: str, namespace: str, entry: Entry) -> bool:
+        """Show the codec an entry that is to be stored, as long as it has not seen enough.
+
+        Args:
+            key: Of the request; shown again, its rows count once.
+            namespace: Of the request.
+            entry: As `pack` made it.
 
         Returns:
-            True if the codec was fitted just now: entries stored before, plain ones, may be packed with `repack`.
+            True if the codec was fitted just now: this entry and those before, plain ones, may be packed with `repack`.
         """
         needed = self.codec.n_fit
         if not needed:
             return False
-        self._waiting[key] = entry.tensors["hidden"].to(torch.float32, copy=True)
-        if sum(len(rows) for rows in self._waiting.values()) < needed:
+        shown = entry.tensors["hidden"].to(torch.float32, copy=True)
+        self._waiting[key] = (namespace, shown)
+        if sum(len(rows) for _, rows in self._waiting.values()) < needed:
             return False
         waiting, self._waiting = self._waiting, {}  # should the fit fail, later rows get their chance
-        self.codec.fit(torch.cat(list(waiting.values()))[:needed])
+        # The model may have moved to another device meanwhile.
+        self.codec.fit(torch.cat([rows.to(shown.device) for _, rows in waiting.values()])[:needed])
         return True
 
-    def forget(self, key: str) -> None:
-        """Do not fit the codec on this request."""
-        self._waiting.pop(key, None)
+    def forget(self, namespace: str | None = None) -> None:
+        """Do not fit the codec on what it was shown of a namespace, or on anything that it was shown."""
+        self._waiting = {
+            key: shown for key, shown in self._waiting.items() if namespace is not None and shown[0] != namespace
+        }
 
     def repack(self, entry: Entry) -> Entry:
         """What a plain entry is now that the codec is fitted. Not measured: the codec may have been fitted on it."""
         with torch.inference_mode(False), torch.no_grad():
             return self._encode(entry.tensors)
+
+    def _measure(self, hidden: Tensor, entry: Entry) -> None:
+        """Count what packing lost. A failure costs this figure, not the entry; the first is logged."""
+        try:
+            self.loss.add(hidden, self.unpack("hidden", entry, hidden.dtype))
+        except Exception:
+            if self._is_measured:
+                logger.warning("llmcache failed to measure what compression loses; storing anyway", exc_info=True)
+            self._is_measured = False
 
     def _encode(self, tensors: Mapping[str, Tensor]) -> Entry:
         encoded: dict[str, Tensor] = {}
@@ -77,7 +110,10 @@ class Packer:
 
 
 class Loss:
-    """How far unpacked rows are from the packed ones: running sums over rows, in float64."""
+    """How far unpacked rows are from the packed ones: running sums over rows, in float64 on the host.
+
+    On the host, since a model may move between devices, and some of them have no float64.
+    """
 
     def __init__(self) -> None:
         """Nothing measured yet."""
@@ -91,7 +127,7 @@ class Loss:
     def add(self, x: Tensor, unpacked: Tensor) -> None:
         """Count rows (R, D) and what came back of them. Rows with a value that is not finite are left out."""
         keep = x.isfinite().all(dim=-1)
-        x, unpacked = x[keep].double(), unpacked[keep].double()
+        x, unpacked = x[keep].cpu().double(), unpacked[keep].cpu().double()
         if len(x) == 0:
             return
         if self._first is None:

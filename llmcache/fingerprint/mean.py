@@ -28,9 +28,11 @@ class MeanEmbedding(Unlearned):
 
 def content_mean(hidden: Tensor, content: Tensor) -> Tensor:
     """Mean of states (B, T, D) over tokens that carry content, bool (B, T): float32 (B, D), zeros where none does."""
-    # One product reads the hidden states once; a mask, a sum and a division would read them three times.
-    total = torch.bmm(content.unsqueeze(1).to(hidden.dtype), hidden).squeeze(1)
-    return total.float() / content.sum(dim=1, keepdim=True).clamp(min=1)
+    # One product reads the states once; a mask, a sum and a division would read them three times. In float32, whatever
+    # autocast says: 700 tokens of 100 are more than float16 holds.
+    with torch.autocast(hidden.device.type, enabled=False):
+        total = torch.bmm(content.unsqueeze(1).float(), hidden.float()).squeeze(1)
+    return total / content.sum(dim=1, keepdim=True).clamp(min=1)
 
 
 def normalise(x: Floats) -> Floats:

@@ -10,10 +10,10 @@ class Divergence:
     """The entry whose checks diverged most leaves first, among equals the least recently used.
 
     An approximate reuse is checked with probability `check_rate`: the request is computed, which is its answer, and
-    1 - cosine of its fresh state and the stored one goes into the entry's exponential moving average, which begins at
-    0: an entry is faithful until shown otherwise. One whose average exceeds `limit` leaves at once. Bansal (2025) names
-    divergence-aware eviction among the duties of the refresh and replacement controller and does not define it; this is
-    our reading.
+    1 - cosine of its fresh state and the stored one, both as compression leaves them, goes into the entry's exponential
+    moving average, which begins at 0: an entry is faithful until shown otherwise. One whose average exceeds `limit`
+    leaves at once. Bansal (2025) names divergence-aware eviction among the duties of the refresh and replacement
+    controller and does not define it; this is our reading.
     """
 
     def __init__(self, check_rate: float = 0.05, limit: float = 0.15, weight: float = 0.5, seed: int = 0) -> None:
@@ -72,7 +72,11 @@ class Divergence:
         return self._random.random() < self.check_rate
 
     def on_check(self, key: str, divergence: float) -> None:
-        """Move the key's average; the first check sets it."""
+        """Move the key's average by `weight` towards the divergence.
+
+        Raises:
+            ValueError: `divergence` is not a number of at least 0.
+        """
         if not divergence >= 0:
             raise ValueError(f"divergence={divergence}: 1 - cosine is a number from 0 to 2")
         if key not in self._ranking:

@@ -70,6 +70,14 @@ def test_what_is_plain_until_fitted_is_not_called_lossless(name: str) -> None:
     assert torch.equal(codec.decode("hidden", early, x.dtype), x)
 
 
+@pytest.mark.parametrize("name", LEARNED)
+def test_what_is_learned_is_copied_to_a_device_once(codec: Codec) -> None:
+    elsewhere = torch.device("meta")
+    copies = codec._on(elsewhere)
+    assert {part.device for part in copies.values()} == {elsewhere}
+    assert codec._on(elsewhere) is copies
+
+
 def test_state_restores(name: str, codec: Codec) -> None:
     x = torch.randn(3, 8)
     fresh = CODECS[name](**({"dim": 8, "fit_on": 32} if name in LEARNED else {}))

@@ -30,11 +30,13 @@ def batch(rows: list[tuple[int, int]], left: bool, more: int) -> dict[str, torch
     family=st.sampled_from(sorted(MODELS)),
     layers=st.sets(st.integers(0, 3), min_size=1),
     max_entries=st.sampled_from([None, 1, 3]),
-    policy=st.sampled_from(["lru", "lfu", "fifo"]),
+    policy=st.sampled_from(
+        ["lru", "lfu", "fifo", "divergence", {"name": "ttl", "ttl_s": 60}, {"name": "staleness", "half_life_s": 60}]
+    ),
     batches=st.lists(BATCH, min_size=2, max_size=6),
 )
 def test_outputs_are_the_plain_ones(
-    family: str, layers: set[int], max_entries: int | None, policy: str, batches: list[Any]
+    family: str, layers: set[int], max_entries: int | None, policy: Any, batches: list[Any]
 ) -> None:
     model = MODELS[family]
     inputs = [batch(*one) for one in batches]

@@ -113,9 +113,9 @@ def test_the_callers_mode_changes_nothing(name: str, mode: Callable[[], object])
     """Inference tensors cannot be trained on, and autocast would halve the digits, each without a word."""
     plain, packer = (Packer(CODECS[name](dim=3, fit_on=20)) for _ in range(2))
     rows, x = low_rank(20), low_rank(4, seed=1)
-    plain.learn("a", plain.pack({"hidden": rows}))
+    plain.learn("a", "", plain.pack({"hidden": rows}))
     with mode():
-        assert packer.learn("a", packer.pack({"hidden": rows * 1.0}))
+        assert packer.learn("a", "", packer.pack({"hidden": rows * 1.0}))
         entry = packer.pack({"hidden": x})
         back = packer.unpack("hidden", entry, torch.float32)
     expected = plain.pack({"hidden": x})
@@ -202,7 +202,7 @@ def test_what_is_fitted_on_is_not_measured_and_later_one_entry_in_sixteen_is() -
     counted: list[int] = []
     packer.loss.add = lambda x, unpacked: counted.append(len(x))  # type: ignore[method-assign]
     for number in range(10):
-        packer.learn(str(number), packer.pack({"hidden": low_rank(2, seed=number)}))
+        packer.learn(str(number), "", packer.pack({"hidden": low_rank(2, seed=number)}))
     assert counted == []
     for _ in range(2 * MEASURED_EVERY + 1):
         packer.pack({"hidden": low_rank(2)})
@@ -246,7 +246,7 @@ def test_each_layer_is_fitted_for_itself_and_what_was_stored_before_is_packed() 
         rows = low_rank(2, seed=name)
         torch.testing.assert_close(hidden(lib, name, 0), rows, atol=0.01, rtol=0.0)
         torch.testing.assert_close(hidden(lib, name, 1), 100 * rows.flip(dims=(1,)), atol=1.0, rtol=0.0)
-    assert not torch.equal(*(packer.codec.state()["axes"] for packer in lib.packers.values()))
+    assert not torch.equal(*(packer.codec.state()["axes"] for packer in lib.packers["w"].values()))
 
 
 def test_packing_again_is_no_use_of_an_entry() -> None:
@@ -267,7 +267,7 @@ def test_entries_that_left_meanwhile_still_count() -> None:
     lib = library(lambda: PCA(dim=3, fit_on=10), max_entries=2)
     for name in range(5):
         put(lib, name)
-    assert lib.packers[0].codec.n_fit == 0
+    assert lib.packers["w"][0].codec.n_fit == 0
     assert lib.nbytes == 2 * 2 * 2 * 3 * 2
 
 
@@ -278,10 +278,10 @@ def test_nothing_is_learned_from_what_was_forgotten_on_demand(forget: Callable[[
         put(lib, name, namespace="tenant")
     forget(lib)
     put(lib, 4)
-    assert lib.packers[0].codec.n_fit == 10
+    assert lib.packers["w"][0].codec.n_fit == 10
     for name in range(5, 9):
         put(lib, name)
-    assert lib.packers[0].codec.n_fit == 0
+    assert lib.packers["w"][0].codec.n_fit == 0
 
 
 def test_a_fit_that_fails_is_tried_again_with_later_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,9 +292,9 @@ def test_a_fit_that_fails_is_tried_again_with_later_rows(monkeypatch: pytest.Mon
         with pytest.raises(ZeroDivisionError):
             put(lib, 1)
     put(lib, 2)
-    assert lib.packers[0].codec.n_fit == 4
+    assert lib.packers["w"][0].codec.n_fit == 4
     put(lib, 3)
-    assert [packer.codec.n_fit for packer in lib.packers.values()] == [0, 0]
+    assert [packer.codec.n_fit for packer in lib.packers["w"].values()] == [0, 0]
 
 
 def test_many_threads_fit_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -362,15 +362,21 @@ def test_kv_of_a_decoder_is_whole_beside_packed_states() -> None:
 SETTINGS = {"tau": 0.999, "compression": {"name": "pca", "dim": 4, "fit_on": 6}}
 
 
+def only_packer(cache: LLMCache) -> Packer:
+    """The packer of the last layer, where states of one set of weights were stored."""
+    (packers,) = cache._parts.library.packers.values()
+    return packers[3]
+
+
 @pytest.mark.parametrize("n_before", [4, 8])
 def test_a_saved_codec_goes_on(tmp_path: Path, n_before: int) -> None:
     """Saved before the fit, it is fitted after loading, on what was saved and what follows."""
     with LLMCache.wrap(build(CLASSIFIERS["bert"]), **SETTINGS) as cache:
         cache(input_ids=tokens(n_before, 6))
-        state = cache._parts.library.packers[3].codec.state()
+        state = only_packer(cache).codec.state()
         cache.save(tmp_path)
     with LLMCache.load(build(CLASSIFIERS["bert"]), tmp_path) as again:
-        codec = again._parts.library.packers[3].codec
+        codec = only_packer(again).codec
         assert codec.n_fit == (6 if n_before == 4 else 0)
         assert all(torch.equal(part, codec.state()[name]) for name, part in state.items())
         again(input_ids=tokens(2, 6, seed=1))
@@ -402,5 +408,5 @@ def test_a_codec_that_does_not_fit_the_entries_is_refused(tmp_path: Path, damage
 def test_padding_reaches_no_codec() -> None:
     cache = LLMCache.wrap(build(BARE["bert"]), tau=0.999, compression={"name": "pca", "dim": 2, "fit_on": 100})
     cache(**padded([6, 3]))
-    waiting = cache._parts.library.packers[3]._waiting
-    assert sorted(len(rows) for rows in waiting.values()) == [3, 6]
+    waiting = only_packer(cache)._waiting
+    assert sorted(len(rows) for _, rows in waiting.values()) == [3, 6]

@@ -115,7 +115,7 @@ def test_set_reaches_every_mapping_of_a_list(tmp_path: Path) -> None:
             [],
             r"methods\[0\].tua: unknown setting; did you mean 'tau'",
         ),
-        ({"methods": [{"method": "llmcache", "tau": 1.5}]}, [], r"methods\[0\].tau: tau is a cosine.*got 1.5"),
+        ({"methods": [{"method": "llmcache", "tau": 1.5}]}, [], r"methods\[0\].tau: tau is a .*cosine.*got 1.5"),
         ({"methods": [{"method": "doccache", "tau": 0.9}]}, [], r"methods\[0\].tau: unknown setting; known: threshold"),
         ({"methods": [{"method": "exact_response", "x": 1}]}, [], r"methods\[0\].x: unknown setting"),
         ({"methods": [{"method": "nocache", "x": 1}]}, [], r"methods\[0\].x: unknown setting"),

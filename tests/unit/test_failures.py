@@ -71,7 +71,7 @@ def break_policy(*methods: str) -> Callable[[LLMCache], Breakable]:
 def break_fingerprint(*methods: str) -> Callable[[LLMCache], Breakable]:
     def act(cache: LLMCache) -> Breakable:
         broken = Breakable(cache._parts.fingerprint, *methods)
-        cache._parts.fingerprint = cache._parts.library.fingerprint = broken  # type: ignore[assignment]
+        cache._parts.fingerprint = cache._parts.library._shelves.fingerprint = broken
         return broken
 
     return act

@@ -1,5 +1,7 @@
 """Fingerprints: what is left out, what is scaled, what is learned."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -168,3 +170,54 @@ def test_minhash_serves_requests_that_share_their_pairs(mode: str) -> None:
         cache(input_ids=far)
         assert cache.last[0].rung is None
         assert cache.stats().errors == 0
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_long_request_in_half_precision_has_a_mean(autocast: bool) -> None:
+    """The sum is more than float16 holds, and one such row would fail the lookup of its whole batch."""
+    hidden = torch.full((1, 700, 4), 100.0, dtype=torch.float32 if autocast else torch.float16)
+    with torch.autocast("cpu", torch.float16, enabled=autocast):
+        features = MeanEmbedding().features(view(hidden, torch.ones(1, 700).bool()))
+    torch.testing.assert_close(features, torch.full((1, 4), 100.0))
+
+
+def test_a_row_that_is_not_finite_costs_the_others_nothing() -> None:
+    model = build(CLASSIFIERS["bert"])
+    with torch.no_grad():
+        model.bert.embeddings.word_embeddings.weight[90] = torch.inf
+    ids = tokens(3, 6) % 90
+    ids[1, 2] = 90
+    with LLMCache.wrap(model, tau=0.9999, exact=False) as cache:
+        cache(input_ids=ids)
+        cache(input_ids=ids)
+        stats = cache.stats()
+    assert (stats.hits, stats.bypassed, stats.errors) == ({"semantic": 2}, {"not_finite": 2}, 0)
+
+
+HALF = [
+    {"fingerprint": "attention"},
+    {"fingerprint": "minhash"},
+    {"fingerprint": {"name": "pca", "dim": 8, "fit_on": 4}},
+    {"mode": "paper", "payload": "sequence", "fingerprint_per_layer": True},
+    {"compression": {"name": "pca", "dim": 32, "fit_on": 33}, "payload": "sequence"},
+    {"compression": {"name": "autoencoder", "dim": 4, "fit_on": 5}},
+    {"policy": {"name": "divergence", "check_rate": 1.0}},
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("settings", HALF, ids=str)
+def test_repeats_are_found_on_a_model_in_half_precision(settings: dict[str, Any], dtype: torch.dtype) -> None:
+    ids = tokens(6, 6)
+    cache = LLMCache.wrap(build(CLASSIFIERS["bert"]).to(dtype), tau=0.999, **{"exact": False, **settings})
+    computed = cache(input_ids=ids).logits
+    served = cache(input_ids=ids).logits
+    stats = cache.stats()
+    assert stats.errors == 0
+    assert served.dtype == dtype and served.isfinite().all()
+    if "policy" in settings:
+        assert (stats.n_revalidated, stats.n_stored, stats.n_expelled) == (6, 6, {3: 0})
+    else:
+        assert stats.hits == {settings.get("mode", "semantic"): 6}
+    if settings.get("compression", {}).get("dim") != 4:
+        torch.testing.assert_close(served, computed, atol=0.1, rtol=0.1)

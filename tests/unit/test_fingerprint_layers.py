@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -18,6 +20,7 @@ from llmcache.adapters import ADAPTERS, first_attention, locate, unpack
 from llmcache.fingerprint import AttentionMean, View
 from tests.models import BARE, CLASSIFIERS, STRANGERS, TOKEN_HEADS, build, padded, states, tokens
 
+SPECIAL = SimpleNamespace(all_special_ids=[0, 7])
 WITH_ATTENTION = {**BARE, **{name: STRANGERS[name] for name in ("qwen3", "modernbert")}}
 
 
@@ -41,6 +44,13 @@ def seen_by_first_attention(model: nn.Module, **inputs: Tensor) -> tuple[Tensor,
         handle.remove()
     hidden, attended = seen
     return hidden, attended
+
+
+def with_special_tokens(left: bool) -> tuple[dict[str, Tensor], Tensor]:
+    """Padded rows with a special token in the middle of each, and which tokens carry content (B, T)."""
+    inputs = padded([9, 6], left=left)
+    inputs["input_ids"][:, 4] = 7
+    return inputs, inputs["attention_mask"].bool() & (inputs["input_ids"] != 7)
 
 
 def mean_over(hidden: Tensor, mask: Tensor) -> Tensor:
@@ -209,6 +219,19 @@ def test_threads_see_their_own_attention() -> None:
         assert list(pool.map(work, range(8))) == [[key] * 10 for key in keys]
 
 
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize("family", ["distilbert", "gpt2", "llama"])
+def test_both_halves_are_means_over_content_tokens(family: str, left: bool) -> None:
+    model = build(WITH_ATTENTION[family])
+    inputs, content = with_special_tokens(left)
+    halves = [normalize(mean_over(x, content)) for x in seen_by_first_attention(model, **inputs)]
+    with LLMCache.wrap(model, tau=0.9999, fingerprint="attention", tokenizer=SPECIAL, allow_unsafe=True) as cache:
+        cache(**inputs)
+        vectors = [record.places[0].vector for record in cache._parts.library.records()]
+    expected = torch.cat([halves[1], halves[0]], dim=1) * 0.5**0.5
+    torch.testing.assert_close(torch.from_numpy(np.stack(vectors)), expected, atol=1e-5, rtol=1e-5)
+
+
 # -- the states that enter each layer ----------------------------------------------------------------------------------
 
 
@@ -301,6 +324,24 @@ def test_a_fingerprint_that_fails_at_a_layer_leaves_it_to_be_computed(monkeypatc
     monkeypatch.undo()
     cache(input_ids=tokens(1, 6, seed=3))
     assert (cache.last[0].layer, cache.stats().errors) == (3, 3)
+
+
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize("family", ["distilbert", "gpt2", "llama"])
+def test_what_enters_a_layer_is_averaged_over_content_tokens(family: str, left: bool) -> None:
+    model = build(BARE[family])
+    inputs, content = with_special_tokens(left)
+    with torch.no_grad():
+        entered = model(**inputs, output_hidden_states=True).hidden_states[:4]
+    settings = {"mode": "paper", "tau": 0.9999, "fingerprint_per_layer": True, "tokenizer": SPECIAL}
+    with LLMCache.wrap(model, allow_unsafe=True, **settings) as cache:
+        cache(**inputs)
+        records = cache._parts.library.records()
+    for layer, hidden in enumerate(entered):
+        expected = normalize(mean_over(hidden, content))
+        vectors = [record.places[layer].vector for record in records]
+        assert [record.places[layer].layer for record in records] == [layer, layer]
+        torch.testing.assert_close(torch.from_numpy(np.stack(vectors)), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("fingerprint", ["minhash", "attention", "pca"])

@@ -246,3 +246,32 @@ def test_entries_expire() -> None:
     cache(**first)
     assert cache.stats().hits == {"exact": 1, "semantic": 1}  # the second was stored at 60, the first forgotten
     assert cache.stats().n_stored == 1
+
+
+@pytest.mark.parametrize(
+    ("setting", "component", "message"),
+    [
+        ("fingerprint", {"name": "minhash", "width": 2.5}, "fingerprint: minhash: width=2.5: .*integer"),
+        ("compression", {"name": "autoencoder", "epochs": 1.5}, "compression: autoencoder: epochs=1.5: .*integer"),
+        ("compression", {"name": "pca", "fit_on": 512.5}, "compression: pca: fit_on=512.5: .*integer"),
+        ("compression", {"name": "pca", "dim": "64"}, "compression: pca: dim='64': .*integer"),
+        ("index", {"name": "hnsw", "M": True}, "index: hnsw: M=True: .*integer"),
+        ("policy", {"name": "ttl", "ttl_s": "1h"}, "policy: ttl: ttl_s='1h': .*number"),
+        ("policy", {"name": "divergence", "seed": 0.5}, "policy: divergence: seed=0.5: .*integer"),
+    ],
+)
+def test_an_option_of_the_wrong_type_is_refused_at_once(setting: str, component: dict[str, Any], message: str) -> None:
+    """And not at the first request that needs it, nor at every request from then on."""
+    with pytest.raises(ConfigError, match=message):
+        LLMCache.wrap(build(CLASSIFIERS["bert"]), tau=0.9, **{setting: component})
+
+
+def test_whole_numbers_and_clocks_are_taken_for_what_they_are() -> None:
+    policy = {"name": "ttl", "ttl_s": 60, "now": lambda: 0.0}
+    LLMCache.wrap(build(CLASSIFIERS["bert"]), policy=policy)
+
+
+@pytest.mark.parametrize("fingerprint", ["mean", "minhash"])
+def test_a_tau_out_of_range_is_told_both_ranges(fingerprint: str) -> None:
+    with pytest.raises(ConfigError, match=r"tau: .*cosine from -1 to 1 .*'minhash'.* Jaccard over 0.*got 1\.5"):
+        CacheConfig.make(None, tau=1.5, fingerprint=fingerprint)

@@ -40,7 +40,7 @@ def test_a_checked_row_gets_its_own_answer_and_is_counted_apart(mode: str, paylo
     assert stats.n_layers_skipped == 0
 
 
-@pytest.mark.parametrize("payload", ["cls", "sequence"])
+@pytest.mark.parametrize("payload", ["cls", "last", "mean", "sequence"])
 def test_what_is_compared_is_the_state_that_would_have_been_reused(payload: str) -> None:
     model = build(BARE["bert"])
     policy = {"name": "divergence", "check_rate": 1.0, "limit": 2.0, "weight": 1.0}
@@ -48,8 +48,13 @@ def test_what_is_compared_is_the_state_that_would_have_been_reused(payload: str)
     stored, fresh = (model(tokens(1, 6, seed=seed)).last_hidden_state[0].detach() for seed in (1, 2))
     cache(input_ids=tokens(1, 6, seed=1))
     cache(input_ids=tokens(1, 6, seed=2))
-    n_rows = 1 if payload == "cls" else 6
-    cosine = torch.nn.functional.cosine_similarity(stored[:n_rows], fresh[:n_rows]).mean()
+    kept = {
+        "cls": lambda x: x[:1],
+        "last": lambda x: x[-1:],
+        "mean": lambda x: x.mean(dim=0, keepdim=True),
+        "sequence": lambda x: x,
+    }[payload]
+    cosine = torch.nn.functional.cosine_similarity(kept(stored), kept(fresh)).mean()
     assert averages(cache) == [pytest.approx(1 - float(cosine), abs=1e-5)]
     cache(input_ids=tokens(1, 6, seed=1))  # the very request: nothing diverges
     assert averages(cache) == [pytest.approx(0.0, abs=1e-6)]
@@ -143,7 +148,7 @@ def test_full_banks_let_the_most_divergent_go() -> None:
     cache(input_ids=tokens(1, 6, seed=2))
     library = cache._parts.library
     recent = library.banks[3].keys()[1]
-    library.checked(recent, 3, 0.5)
+    library.check(recent, 3, torch.ones(1, 32), torch.randn(1, 32))
     cache(input_ids=tokens(1, 6, seed=3))
     assert recent not in library.banks[3]
     assert len(library) == 2
@@ -162,3 +167,56 @@ def test_a_state_that_could_not_be_kept_is_not_compared(monkeypatch: pytest.Monk
         torch.testing.assert_close(cache(input_ids=ids).logits, plain(cache, ids))
     assert (cache.stats().errors, cache.stats().n_revalidated) == (1, 1)
     assert averages(cache) == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("compression", "which"),  # what is stored is finite with the others
+    [("none", "stored"), ("none", "fresh"), ("fp16", "fresh"), ({"name": "pca", "dim": 2, "fit_on": 3}, "fresh")],
+)
+def test_a_state_that_is_not_finite_is_like_nothing(
+    compression: Any, which: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or an entry without a number in it would pass for perfectly faithful."""
+    cache = wrap(limit=0.99, compression=compression)
+    take = cache._parts.payload.take
+
+    def take_infinite(hidden: Tensor, valid: Any) -> Tensor:
+        return take(hidden, valid) / 0
+
+    def ask(seed: int, is_broken: bool) -> None:
+        with monkeypatch.context() as broken:
+            if is_broken:
+                broken.setattr(cache._parts.payload, "take", take_infinite)
+            cache(input_ids=tokens(1, 6, seed=seed))
+
+    ask(1, is_broken=which == "stored")
+    ask(2, is_broken=which == "fresh")
+    stats = cache.stats()
+    assert (stats.n_revalidated, stats.n_entries, stats.errors) == (1, {3: 0}, 0)
+
+
+def test_what_compression_loses_is_no_divergence() -> None:
+    policy = {"name": "divergence", "check_rate": 1.0, "limit": 2.0, "weight": 1.0}
+    compression = {"name": "pca", "dim": 2, "fit_on": 8}
+    cache = LLMCache.wrap(build(CLASSIFIERS["bert"]), tau=0.9999, policy=policy, compression=compression)
+    cache(input_ids=tokens(9, 6))
+    lost = cache.stats().reconstruction_distance[3]
+    assert lost is not None and lost > 0.01
+    cache(input_ids=tokens(9, 6))
+    assert cache.stats().n_revalidated == 9
+    assert averages(cache) == pytest.approx([0.0] * 9, abs=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["semantic", "paper"])
+def test_what_must_leave_serves_from_no_lower_layer_either(mode: str) -> None:
+    """Where one search serves all layers, a lower one gives the same answer; the paper judges each layer by itself."""
+    cache = wrap(limit=1e-6, mode=mode, exact=None if mode == "paper" else False, payload="sequence", layers=[1, 3])
+    cache(input_ids=tokens(1, 6, seed=1))
+    cache(input_ids=tokens(1, 6, seed=2))
+    stats = cache.stats()
+    if mode == "semantic":
+        assert (stats.n_stored, stats.n_entries, stats.n_expelled) == (0, {1: 0, 3: 0}, {1: 0, 3: 1})
+        cache(input_ids=tokens(1, 6, seed=2))
+        assert cache.stats().n_misses == 2
+    else:
+        assert (stats.n_stored, stats.n_entries, stats.n_expelled) == (1, {1: 0, 3: 1}, {1: 1, 3: 0})

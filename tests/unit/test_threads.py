@@ -46,6 +46,41 @@ def test_eight_threads_get_the_plain_answers(layers: str, max_entries: int | Non
     assert all(n <= (max_entries or 12) for n in stats.n_entries.values())
 
 
+@pytest.mark.parametrize(
+    ("settings", "tolerance"),
+    [
+        ({"policy": {"name": "divergence", "check_rate": 0.5}}, 1e-4),
+        ({"compression": {"name": "pca", "dim": 32, "fit_on": 40}}, 0.05),  # all axes: what is left is float16
+    ],
+    ids=["divergence", "pca"],
+)
+def test_eight_threads_check_and_fit(settings: dict[str, object], tolerance: float) -> None:
+    model = build(BARE["bert"])
+    rows = padded([3, 4, 5, 6, 7, 8, 5, 6, 3, 8, 4, 7], seed=11)
+    valid = rows["attention_mask"].bool()
+    with torch.inference_mode():
+        plain = model(**rows).last_hidden_state
+    cache = LLMCache.wrap(model, tau=0.9999, exact=False, payload="sequence", **settings)
+    barrier = threading.Barrier(N_THREADS)
+
+    def work(seed: int) -> None:
+        chance = random.Random(seed)
+        barrier.wait()
+        for _ in range(8):
+            picked = chance.sample(range(12), 3)
+            output = cache(**{name: value[picked] for name, value in rows.items()}).last_hidden_state
+            close = {"atol": tolerance, "rtol": tolerance}
+            torch.testing.assert_close(output[valid[picked]], plain[picked][valid[picked]], **close)
+
+    with ThreadPoolExecutor(N_THREADS) as pool:
+        list(pool.map(work, range(N_THREADS)))
+    stats = cache.stats()
+    assert stats.n_requests == N_THREADS * 8 * 3 == stats.n_hits + stats.n_misses + stats.n_revalidated
+    assert stats.n_hits > 0
+    assert (stats.n_revalidated > 0) == ("policy" in settings)
+    assert (stats.errors, stats.n_stored) == (0, 12)
+
+
 def test_wrong_inputs_of_one_thread_do_not_disturb_the_others() -> None:
     model = build(CLASSIFIERS["bert"])
     rows = padded([6, 4])

@@ -1,0 +1,46 @@
+"""Checks of approximate reuses (policy `divergence`): a row is computed, and compared with what it would have got."""
+
+from collections.abc import Sequence
+
+from llmcache.context import Call, Reuse
+from llmcache.library import Library
+from llmcache.stats import Counters
+
+
+class Checks:
+    """Sets reuses aside, and compares them once their rows are computed. A failure is counted and costs the check."""
+
+    def __init__(self, library: Library, counters: Counters) -> None:
+        """Remember whom to ask.
+
+        Args:
+            library: Its policies choose what is checked, and are told how it came out.
+            counters: Told of failures, and of rows that were checked.
+        """
+        self._library = library
+        self._counters = counters
+
+    def doubt(self, call: Call, decided: Sequence[Reuse]) -> list[Reuse]:
+        """Set aside what is to be checked: those rows are computed as if nothing had been found. Returns the others."""
+        try:
+            for reuse in decided:
+                # A row that stands on another request's state would compute nothing to compare with.
+                if reuse.row not in call.reused and self._library.should_check(reuse.key, reuse.layer):
+                    call.doubted[reuse.row] = reuse
+        except Exception as error:
+            self._counters.error("choose what to check", error)
+        return [reuse for reuse in decided if reuse.row not in call.doubted]
+
+    def compare(self, call: Call) -> None:
+        """Compare what doubted rows computed with what they would have got. They are not stored: a stored one is near.
+
+        A row may be missing from what was captured, if that failed.
+        """
+        for number, reuse in call.doubted.items():
+            fresh = call.captured.pop(number, None)
+            try:
+                if fresh is not None:
+                    self._library.check(reuse.key, reuse.layer, fresh[reuse.layer]["hidden"], reuse.entry)
+            except Exception as error:
+                self._counters.error("check a reuse", error)
+        self._counters.revalidated(len(call.doubted))
