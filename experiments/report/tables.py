@@ -251,6 +251,7 @@ def _observe(runs: Sequence[Run]) -> Iterator[str]:
             "entries",
             "evicted",
             "revalidated",
+            "expelled",
             "codec's error",
         ),
         [
@@ -264,6 +265,7 @@ def _observe(runs: Sequence[Run]) -> Iterator[str]:
                 f"{run.metrics['entries']:,}",
                 f"{run.metrics['evicted']:,}",
                 f"{run.metrics['revalidated']:,}",
+                f"{run.metrics['expelled']:,}",
                 number(run.metrics["reconstruction_error"], 4),
             )
             for run in sorted(runs, key=lambda run: [by_size(at(run.config, name)) for name in names])

@@ -139,6 +139,7 @@ def observed(max_entries: int, hit_rate: float, compression: str = "none") -> Ru
         "entries": max_entries,
         "evicted": 3,
         "revalidated": 0,
+        "expelled": 0,
     }
     figures = {**QUALITY, **counters, "reconstruction_error": None, "hit_rate": hit_rate}
     return run("fig4_memory", "observe", config, **figures)
