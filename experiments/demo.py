@@ -18,7 +18,7 @@ from experiments.measures.serve import Trace, measure
 from experiments.methods.base import Method, is_hit
 from experiments.methods.cached import Cached
 from experiments.methods.nocache import NoCache
-from experiments.metrics import hit_rates, percentiles, quality, summary
+from experiments.metrics import clusters, hit_rates, percentiles, quality, summary
 from experiments.models import Loaded
 from experiments.recording import Recording, make_fingerprint
 from experiments.replay import Replay, Units, by_request, replay
@@ -119,7 +119,14 @@ def _row(
     if not setting.is_live:
         served = by_request(units, again)
         figures = quality(recording.workload, recording.answers, answers, is_hit(served))
-        return {**head, **hit_rates(served), **figures, "latency_ms": None, "speedup": None, "bytes": None}
+        return {
+            **head,
+            **hit_rates(served, clusters(recording.workload)),
+            **figures,
+            "latency_ms": None,
+            "speedup": None,
+            "bytes": None,
+        }
     trace = traces[setting.name]
     figures = summary(recording.workload, traces[NOCACHE], trace)
     differs = sum(live != told for live, told in zip(trace.answers, answers, strict=True))

@@ -1,7 +1,8 @@
 """Figures from traces: pure functions. Terms mean what docs and results say everywhere.
 
 A share or rate is a fraction of 1. Missing is None, never 0. Intervals cover 95 %: of shares that of Clopper and
-Pearson, of means and of differences a paired bootstrap over requests.
+Pearson, of means and of differences a paired bootstrap over requests. Where requests come in clusters (one text asked
+again and again, questions on one passage), all are a bootstrap over clusters: one text can hold many of the answers.
 
 Sizes: R rounds, N requests.
 """
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 Bools = NDArray[np.bool_]
 Times = NDArray[np.float64]
 N_RESAMPLES = 2000
+QUOTABLE = 200  # times that a 90th and a 99th percentile take
 
 
 def quality(
@@ -45,28 +47,42 @@ def quality(
     pairs = zip(base, answers, strict=True)
     changed = np.array([workload.is_changed(one, other) for one, other in pairs], dtype=np.float64)
     before, after = workload.scores(base), workload.scores(answers)
-    n_hits = int(hits.sum())
-    drops = before - after
-    most = share_interval(0, n_hits)[1] * n_hits / len(drops) if n_hits else 0.0
+    n_hits, drops, groups = int(hits.sum()), before - after, clusters(workload)
+    most = share_interval(0, len(set(groups[hits])))[1] * n_hits / len(drops) if n_hits else 0.0
     return {
         "accuracy": float(after.mean()),
         "accuracy_nocache": float(before.mean()),
-        "accuracy_ci": interval(after, seed),
+        "accuracy_ci": interval(after, groups, seed),
         "accuracy_drop": float(drops.mean()),
-        "accuracy_drop_ci": interval(drops, seed) if drops.any() else [-most, most],
+        "accuracy_drop_ci": interval(drops, groups, seed) if drops.any() else [-most, most],
         "changed_answers": float(changed.mean()),
-        "changed_answers_ci": share_interval(int(changed.sum()), len(changed)),
+        "changed_answers_ci": _of_share(changed, groups, seed),
         "changed_per_hit": float(changed.sum()) / n_hits if n_hits else None,
         "extras": workload.extras(answers),
     }
 
 
-def interval(values: NDArray[np.float64], seed: int = 0) -> list[float]:
-    """Where the mean of `values` (N,) lies in 95 % of bootstrap resamples of the requests."""
+def clusters(workload: Workload) -> NDArray[np.int64]:
+    """Number of each request's cluster (N,)."""
+    names = np.array([request.cluster or request.id for request in workload.requests])
+    numbers: NDArray[np.int64] = np.unique(names, return_inverse=True)[1]
+    return numbers
+
+
+def interval(values: NDArray[np.float64], groups: NDArray[np.int64], seed: int = 0) -> list[float]:
+    """Where the mean of `values` (N,) lies in 95 % of bootstrap resamples of the clusters (N,)."""
     rng = np.random.default_rng(seed)
-    n = len(values)
-    means = [float(values[rng.integers(n, size=n)].mean()) for _ in range(N_RESAMPLES)]
+    sums, sizes = np.bincount(groups, values), np.bincount(groups)
+    draws = (rng.integers(len(sums), size=len(sums)) for _ in range(N_RESAMPLES))
+    means = [float(sums[drawn].sum() / sizes[drawn].sum()) for drawn in draws]
     return [float(bound) for bound in np.percentile(means, (2.5, 97.5))]
+
+
+def _of_share(is_counted: NDArray[Any], groups: NDArray[np.int64], seed: int) -> list[float]:
+    """Interval of a share, given what counts (N,): exact where each request stands for itself."""
+    if len(set(groups)) < len(groups):
+        return interval(is_counted.astype(np.float64), groups, seed)
+    return share_interval(int(is_counted.sum()), len(is_counted))
 
 
 def share_interval(k: int, n: int) -> list[float]:
@@ -75,17 +91,22 @@ def share_interval(k: int, n: int) -> list[float]:
     return [float(bounds.low), float(bounds.high)]
 
 
-def hit_rates(served: NDArray[np.str_]) -> dict[str, Any]:
-    """`hit_rate`, its interval, and `hits_by_rung` as shares of all requests, from what served each (N,).
+def hit_rates(served: NDArray[np.str_], groups: NDArray[np.int64], seed: int = 0) -> dict[str, Any]:
+    """`hit_rate`, its interval, and `hits_by_rung` as shares of all requests.
 
     Bypasses are no hits, and stay in the denominator.
+
+    Args:
+        served: What served each request (N,).
+        groups: Their clusters (N,).
+        seed: Of the bootstrap.
     """
     hits = is_hit(served)
     rungs, counts = np.unique(served[hits], return_counts=True)
     by_rung = {str(rung): int(count) / len(served) for rung, count in zip(rungs, counts, strict=True)}
     return {
         "hit_rate": float(hits.mean()),
-        "hit_rate_ci": share_interval(int(hits.sum()), len(hits)),
+        "hit_rate_ci": _of_share(hits, groups, seed),
         "hits_by_rung": by_rung,
     }
 
@@ -114,7 +135,7 @@ def _ratio(ms: Times, base_ms: Times, where: Bools) -> float | None:
     return float(ms[where].sum() / base_ms[where].sum()) if where.any() else None
 
 
-def latencies(base: "Trace", trace: "Trace") -> dict[str, dict[str, float | int] | None]:
+def latencies(base: "Trace", trace: "Trace") -> dict[str, dict[str, float | int | None] | None]:
     """Percentiles of wall time over all rounds, by what happened to the request.
 
     Returns:
@@ -124,8 +145,8 @@ def latencies(base: "Trace", trace: "Trace") -> dict[str, dict[str, float | int]
     """
     computed = trace.served == COMPUTED
     return {
-        "nocache_ms": percentiles(base.ms),
-        "cache_ms": percentiles(trace.ms),
+        "nocache_ms": percentiles(base.ms.ravel()),
+        "cache_ms": percentiles(trace.ms.ravel()),
         "hit_ms": percentiles(trace.ms[trace.is_hit & (trace.served != "exact")]),
         "exact_hit_ms": percentiles(trace.ms[trace.served == "exact"]),
         "miss_ms": percentiles(trace.ms[computed & trace.evicting]),
@@ -133,18 +154,22 @@ def latencies(base: "Trace", trace: "Trace") -> dict[str, dict[str, float | int]
     }
 
 
-def percentiles(ms: Times) -> dict[str, float | int] | None:
-    """Median, 90th and 99th percentile in milliseconds, and how many times there were; None without any."""
-    if ms.size == 0:
+def percentiles(ms: Sequence[float] | Times) -> dict[str, float | int | None] | None:
+    """Median, 90th and 99th percentile in milliseconds, and how many times there were; None without any.
+
+    The percentiles are None below `QUOTABLE` times.
+    """
+    if len(ms) == 0:
         return None
-    median, p90, p99 = (float(value) for value in np.percentile(ms, (50, 90, 99)))
-    return {"median": median, "p90": p90, "p99": p99, "n": int(ms.size)}
+    median, *tails = (float(value) for value in np.percentile(ms, (50, 90, 99)))
+    p90, p99 = tails if np.size(ms) >= QUOTABLE else (None, None)
+    return {"median": median, "p90": p90, "p99": p99, "n": np.size(ms)}
 
 
 def summary(workload: Workload, base: "Trace", trace: "Trace", seed: int = 0) -> dict[str, Any]:
     """All figures of one method against the model alone. Answers are those of the first round."""
     return {
-        **hit_rates(trace.served[0]),
+        **hit_rates(trace.served[0], clusters(workload), seed),
         "rows_served": float(np.mean([note.share * note.is_hit for note in trace.notes])),
         **speed(base, trace),
         **quality(workload, base.answers, trace.answers, trace.is_hit[0], seed),

@@ -25,12 +25,15 @@ class Request:
         inputs: As the model takes it: tensors with one request in the first dimension.
         text: What a user would have typed: what response caches and document embeddings look at.
         reference: What the task scores an answer against.
+        cluster: Requests that share it are not independent: questions on one passage, windows made of one window. Those
+            of one id are so in any case.
     """
 
     id: str
     inputs: Inputs
     text: str
     reference: Any
+    cluster: str | None = None
 
 
 class Workload(Protocol):

@@ -18,8 +18,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from experiments.bench.latency import ratios, rotated, summarise
+from experiments.bench.latency import ratios, rotated
 from experiments.bench.models import Requests, build, check, check_target, synchronise
+from experiments.metrics import percentiles
 from llmcache import LLMCache
 
 MAX_ENTRIES = 64
@@ -102,8 +103,8 @@ def measure(
         seed: Of random weights and prompts.
 
     Returns:
-        Times of whole generations in milliseconds by kind, as `summarise` gives them; and in `ratios` each kind against
-        `kv_cache` of the same round, as `latency.ratios` gives them.
+        Times of whole generations in milliseconds by kind, as `experiments.metrics.percentiles` gives them; and in
+        `ratios` each kind against `kv_cache`, round by round.
 
     Raises:
         ConfigError: The model is no causal language model or takes fewer tokens, or device or dtype cannot be measured.
@@ -127,7 +128,7 @@ def measure(
         "dtype": dtype,
         "prompt_tokens": prompt_tokens,
         "new_tokens": new_tokens,
-        **{f"{kind}_ms": summarise(values) for kind, values in times.items()},
+        **{f"{kind}_ms": percentiles(values) for kind, values in times.items()},
         "ratios": ratios(times, "kv_cache"),
     }
 

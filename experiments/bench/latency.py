@@ -8,7 +8,6 @@ layer, and in mode `paper` searches the bank of each.
 """
 
 import copy
-import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -20,12 +19,12 @@ import torch
 from torch import Tensor
 
 from experiments.bench.models import Pair, Requests, Shortcut, build, check, check_target, find_layers, synchronise
+from experiments.metrics import percentiles
 from llmcache import ConfigError, LLMCache
 from llmcache.adapters import locate
 
 MOST_DRAWS = 10
 FILL_ROWS = 64  # rows stored per call while the banks are filled
-QUOTABLE = 200  # calls that p90 and p99 are taken from, at least
 CALLS_HELD = 4  # a bank holds the rows of as many calls, so that a miss does not evict what the next hit asks for
 
 #: What serves a near request and an exact repeat, by mode; to the paper's algorithm both are the same.
@@ -51,7 +50,7 @@ class Settings:
         tau: Threshold between random requests (misses) and those with one token changed (hits).
         device: Torch device.
         dtype: Of weights and states.
-        rounds: Calls of each kind; p90 and p99 take `QUOTABLE` or more.
+        rounds: Calls of each kind; p90 and p99 take 200 or more.
         seed: Of weights and requests.
     """
 
@@ -93,7 +92,8 @@ def measure(settings: Settings, advance: Callable[[str, int, int], None] | None 
     with torch.inference_mode():
         is_equal = bench.is_exact_hit_equal()
         times = bench.run(advance)
-    figures: dict[str, Any] = {f"{kind}_ms": summarise(values) for kind, values in times.items()}
+    figures: dict[str, Any] = {f"{kind}_ms": percentiles(values) for kind, values in times.items()}
+    stats = bench.cache.stats()
     figures["ratios"] = ratios(times, "nocache")
     figures |= asdict(settings) | {
         "weights": pair.weights,
@@ -101,7 +101,7 @@ def measure(settings: Settings, advance: Callable[[str, int, int], None] | None 
         "exact_hit_is_equal": is_equal,
         "n_overlooked": bench.n_overlooked,
         "threads": torch.get_num_threads(),
-        "entry_bytes": bench.cache.stats().nbytes // max(1, settings.entries),
+        "entry_bytes": (stats.nbytes + stats.index_nbytes) // settings.entries,
     }
     return figures
 
@@ -260,13 +260,6 @@ def rotated(kinds: Sequence[str], by: int) -> Iterator[str]:
     """The kinds in an order that changes from round to round, so that none always follows the same one."""
     turned = [*kinds[by % len(kinds) :], *kinds[: by % len(kinds)]]
     return iter(turned if by // len(kinds) % 2 == 0 else turned[::-1])
-
-
-def summarise(values: Sequence[float]) -> dict[str, float | None]:
-    """Median, p90, p99 (ms) and n; too few values (`QUOTABLE`) have no p90 and p99."""
-    is_quotable = len(values) >= QUOTABLE
-    p90, p99 = (float(np.percentile(values, share)) if is_quotable else None for share in (90, 99))
-    return {"median": statistics.median(values), "p90": p90, "p99": p99, "n": len(values)}
 
 
 def ratios(times: Mapping[str, Sequence[float]], base: str) -> dict[str, dict[str, float]]:

@@ -82,7 +82,7 @@ def check(name: str, seq_len: int, head: str = "class") -> None:
         model = getattr(transformers, HEADS[head]).from_config(config)
     # transformers puts a language-model head on an encoder, too; what comes out is no generation.
     if head == "token" and not locate(model).makes_kv:
-        raise ConfigError(f"generate: {name} is no causal language model; give one, gpt2 for instance")
+        raise ConfigError(f"{name} is no causal language model; give one, gpt2 for instance")
 
 
 def _configure(name: str) -> Any:

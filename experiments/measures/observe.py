@@ -17,7 +17,7 @@ from experiments.measures.base import Outcome, TaskExperiment, serve_once
 from experiments.methods.base import Served, is_hit
 from experiments.methods.cached import Cached
 from experiments.methods.nocache import NoCache
-from experiments.metrics import hit_rates, quality
+from experiments.metrics import clusters, hit_rates, quality
 from experiments.progress import tracked
 from experiments.tasks import build
 from experiments.workload import Answer, Workload
@@ -66,7 +66,7 @@ def run(experiment: Observe, folders: Folders) -> Outcome:
     stats = method.stats
     served = np.array([note.by for note in notes])
     figures = {
-        **hit_rates(served),
+        **hit_rates(served, clusters(workload), experiment.seed),
         **quality(workload, base, told, is_hit(served), experiment.seed),
         "bytes": method.nbytes,
         "state_bytes": stats.nbytes,

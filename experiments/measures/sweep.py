@@ -18,7 +18,7 @@ from experiments.methods import NOCACHE
 from experiments.methods.base import Method, is_hit
 from experiments.methods.cached import Cached
 from experiments.methods.nocache import NoCache
-from experiments.metrics import hit_rates, quality, summary
+from experiments.metrics import clusters, hit_rates, quality, summary
 from experiments.progress import tracked
 from experiments.recording import Recording, make_fingerprint
 from experiments.replay import Replay, Units, by_request, replay, rows_served
@@ -71,10 +71,12 @@ def run(experiment: Sweep, folders: Folders) -> Outcome:
         FileNotFoundError: A data file is missing.
     """
     workload = build(experiment.task, folders, experiment.seed)
+    fits_any_length = _fits_any_length(experiment, workload)  # told first: it refuses what does not suit the model
     live = _live(experiment, folders)
     recording = Recording(workload)
-    points = [point for curve in _curves(experiment, recording) for point in curve]
-    live = [row | _at_length(row, points) for row in live]
+    points = [point for curve in _curves(experiment, recording, fits_any_length) for point in curve]
+    own = _label(experiment.cache.get("fingerprint", "mean"))
+    live = [row | _at_length(row, own, points) for row in live]
     nothing = np.zeros(len(recording.answers), dtype=bool)
     metrics = {
         **experiment.about(workload),
@@ -86,14 +88,13 @@ def run(experiment: Sweep, folders: Folders) -> Outcome:
     return Outcome(points, metrics)
 
 
-def _curves(experiment: Sweep, recording: Recording) -> Any:
+def _curves(experiment: Sweep, recording: Recording, fits_any_length: bool) -> Any:
     """The points of each curve."""
     for method in experiment.methods:
         if method == "llmcache":
-            fits_any_length = _fits_any_length(experiment, recording.workload)
             for options in experiment.fingerprints:
                 units = recording.rows(make_fingerprint(options), fits_any_length)
-                taus = (math.inf, *experiment.taus)  # exact repeats alone come first
+                taus = (math.inf, *sorted({*experiment.taus, *experiment.live_taus}))  # exact repeats alone come first
                 yield _points(experiment, recording, units, taus, recording.reread, (method, _label(options)))
         elif method == "doccache":
             units, taus = recording.documents(), (SAME, *experiment.taus)
@@ -124,7 +125,7 @@ def _points(
                 "method": name[0],
                 "fingerprint": name[1],
                 "tau": None if math.isinf(tau) else tau,
-                **hit_rates(served),
+                **hit_rates(served, clusters(recording.workload), experiment.seed),
                 "rows_served": rows_served(units, told),
                 **figures,
                 "precision": None if per_hit is None else 1 - per_hit,
@@ -166,14 +167,17 @@ def _live(experiment: Sweep, folders: Folders) -> list[dict[str, Any]]:
     ]
 
 
-def _at_length(row: Mapping[str, Any], points: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+def _at_length(
+    row: Mapping[str, Any], fingerprint: str, points: Sequence[Mapping[str, Any]]
+) -> dict[str, float | None]:
     """What a live run comes to on the whole stream, whose later requests find more than its first ones.
 
     Returns:
         `hit_rate_all`: of the whole stream at the same threshold, replayed, if the curve has it. `speedup_all`: with
         that hit rate h, and the costs o of a miss and c of a hit as they were live, 1 / ((1 - h)(1 + o) + h c).
     """
-    same = [point for point in points if point["method"] == row["method"] and point["tau"] == row["tau"]]
+    what = (row["method"], fingerprint, row["tau"])
+    same = [point for point in points if (point["method"], point["fingerprint"], point["tau"]) == what]
     rate = same[0]["hit_rate"] if same else None
     over, cost = row["miss_overhead"], row["hit_cost"]
     if rate is None or over is None or cost is None:

@@ -5,7 +5,6 @@ results -> read_runs -> judge (claims) + tables -> REPORT.md
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from experiments.files import write_whole
 from experiments.report import tables
@@ -35,17 +34,17 @@ HOW = """\
   the model alone gives, over all requests; *of hits*: over hits; *precision*: share of hits whose answer stays.
 - *Drop*: quality of the model alone minus that with the method, on the same requests; for SQuAD v2 quality is F1.
 - Brackets: 95 %. Of shares that of Clopper and Pearson; of drops 2,000 paired bootstrap resamples of the requests, or,
-  where no hit changed a score, what as many hits without a change leave open. Requests count as independent; questions
-  on one passage and requests that come again are not quite, so there the brackets are somewhat narrow. After speed-ups:
-  slowest and fastest round.
+  where no hit changed a score, what as many hits without a change leave open. Where requests come in clusters (a text
+  asked again and again, questions on one passage, windows made of one window) all are resamples of clusters. After
+  speed-ups: slowest and fastest round.
 - *Rows served*: an OpenBookQA question has four rows, one a choice. It counts as a hit when any was served; the share
   of rows says how much was.
 - *Speed-up*: sum of the times without a cache over the sum with it, same requests, lookup, copying and storing
   included, methods interleaved request by request. *o*: what a miss costs more. *c*: time of a hit over its time
   without a cache.
 - *Most hits in hindsight* is the best threshold chosen on the very requests it is then counted on: an upper limit.
-- Hits and quality over many thresholds are replayed from one pass of the model. For every fingerprint, DocCache and the
-  semantic response cache, on every task, tests hold the replay to live runs.
+- Hits and quality over many thresholds are replayed from one pass of the model. Tests hold the replay to live runs, for
+  every fingerprint, DocCache and the semantic response cache, on every task.
 """
 
 
@@ -133,16 +132,20 @@ def _surroundings(runs: Sequence[Run]) -> Iterator[str]:
         {f"{run.env['git'] or 'unknown'}{' with changes' if run.env['git_dirty'] else ''}" for run in runs}
     )
     yield f"Code: {', '.join(commits)}."
-    limited = sorted({f"{group}: {run.task} {run.metrics['n']:,}" for group, run in _limited(runs)})
-    yield f"Of these only the first requests were used, for time: {'; '.join(limited) or 'none'}."
+    cut = sorted({f"{run.group}: {run.task} {run.metrics['n']:,}" for run in runs if _is_cut(run)})
+    yield f"Not all requests of these were used, for time: {'; '.join(cut) or 'none'}."
+    few = sorted({f"{run.group} {rounds}" for run in runs if (rounds := run.config.get("rounds", 5)) < 5})
+    yield f"Streams with fewer than five timed rounds, for time: {'; '.join(few) or 'none'}."
 
 
 def _all(runs: Sequence[Run], key: str) -> str:
     return ", ".join(sorted({str(run.env[key]) for run in runs if run.env.get(key) is not None}))
 
 
-def _limited(runs: Sequence[Run]) -> Iterator[tuple[str, Run]]:
-    return ((run.group, run) for run in runs if run.metrics.get("limit") is not None)
+def _is_cut(run: Run) -> bool:
+    """Whether its data set has more requests than were asked."""
+    n_all = run.metrics.get("facts", {}).get("n_all", 0)
+    return run.metrics.get("limit") is not None or n_all > run.metrics.get("n", n_all)
 
 
 def _models(runs: Sequence[Run]) -> Iterator[str]:
@@ -187,5 +190,5 @@ def _lines(figures: Figures) -> Iterator[tuple[str, str, str]]:
             yield f"WikiText {split}, share of `<unk>`, never a target", percent(own["unk_rate"]), ""
 
 
-def _share(value: Any) -> str:
-    return percent(value) if isinstance(value, float) else str(value)
+def _share(value: float | None) -> str:
+    return "" if value is None else percent(value)

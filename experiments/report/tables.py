@@ -109,7 +109,7 @@ def _method(label: str, figures: Figures) -> tuple[Any, ...]:
     return (
         label,
         share(figures["hit_rate"], figures["hit_rate_ci"]),
-        percent(figures["hits_by_rung"].get("exact")),
+        percent(figures["hits_by_rung"].get("exact", 0.0)),
         percent(figures["rows_served"]),
         percent(figures["accuracy"]),
         points(figures["accuracy_drop"], figures["accuracy_drop_ci"]),
@@ -206,7 +206,10 @@ def _live(row: Figures) -> tuple[Any, ...]:
 
 def _layers(runs: Sequence[Run]) -> Iterator[str]:
     for run in runs:
-        yield f"**{run.task}**, {run.metrics['n']:,} requests{_sample(run)}"
+        yield (
+            f"**{run.task}**, {run.metrics['n']:,} requests{_sample(run)}: the first half fills the banks, the second "
+            "is counted"
+        )
         yield f"![Hit rate by layer of {run.task}]({run.group}/{run.path.name}/{LAYERS})"
         yield table(
             ("layer", "hits as written", "fingerprint a layer", "and a tau a layer", "that tau", *LIKENESS),
@@ -275,6 +278,9 @@ def _observe(runs: Sequence[Run]) -> Iterator[str]:
 
 def _sample(run: Run) -> str:
     """Says when not all of the data was used."""
+    n_all = run.metrics["facts"].get("n_all")
+    if n_all is not None and n_all > run.metrics["n"]:
+        return f" of {n_all:,}, from {run.metrics['facts']['n_articles']} articles"
     return " (the first of the data)" if run.metrics["limit"] is not None else ""
 
 

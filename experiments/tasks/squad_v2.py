@@ -46,7 +46,10 @@ def build(settings: Settings, folders: Folders, seed: int) -> "SquadV2":
     questions = make_questions(seed) if is_made else read_squad("validation", folders.data)
     loaded = load(settings.model, "span", folders.models)
     check_length(loaded, settings.max_length)
-    return SquadV2(loaded, _sample(questions, settings.every)[: settings.limit], settings.max_length)
+    asked = _sample(questions, settings.every)[: settings.limit]
+    workload = SquadV2(loaded, asked, settings.max_length)
+    workload.facts |= {"n_all": len(questions), "n_articles": len({question.title for question in asked})}
+    return workload
 
 
 def _sample(questions: Sequence[Question], every: int) -> list[Question]:
@@ -91,7 +94,7 @@ class SquadV2(Plain):
         self._offsets.append(in_context(encoded))
         inputs: Inputs = dict(encoded.convert_to_tensors("pt", prepend_batch_axis=True))
         references = [text for text, _ in question.answers]
-        return Request(question.id, inputs, f"{question.text} {question.context}", references)
+        return Request(question.id, inputs, f"{question.text} {question.context}", references, question.context)
 
     def answer(self, output: Any, number: int) -> str:
         """The best span of this request's passage; empty where no answer scores higher by more than the threshold."""

@@ -89,7 +89,8 @@ def check_unseen(settings: Settings, figures: Mapping[str, Any], seed: int) -> N
     """
     known = str(figures.get("recipe")).partition("-")[2]  # a recipe is called after its model and its data
     files = SETS[known][0] if known in SETS else ()
-    if "fit_share" not in figures or not {known, *files} & set(settings.data.path):
+    given = {known if path == known else _end(path) for path in settings.data.path}
+    if "fit_share" not in figures or not {known, *map(_end, files)} & given:
         return
     trained = (known, figures["options"]["limit"], figures["fit_share"], figures["seed"])
     asked = (", ".join(settings.data.path), settings.data.limit, settings.head.fit_share, seed)
@@ -100,6 +101,11 @@ def check_unseen(settings: Settings, figures: Mapping[str, Any], seed: int) -> N
     if wrong:
         seen = f"model: {settings.model!r} was trained on a part of {known}"
         raise ConfigError(f"{seen}; the rest, which it did not see, is asked with {', '.join(wrong)}")
+
+
+def _end(path: str) -> str:
+    """Folder and name of a file: what stays of it, wherever the data lie."""
+    return "/".join(Path(path).parts[-2:])
 
 
 class Stream(Plain):

@@ -124,27 +124,28 @@ class WikiText(Plain):
         self.tokenizer = loaded.tokenizer
         text = "\n".join(lines)
         ids = np.array(loaded.tokenizer(text, verbose=False)["input_ids"], dtype=np.int64)
-        fresh = ids[: len(ids) // window * window].reshape(-1, window)[:limit]
+        fresh = ids[: len(ids) // window * window].reshape(-1, window)
         if not len(fresh):
             raise ConfigError(f"wikitext: the text has {len(ids)} tokens, which is less than one window of {window}")
-        kinds = ["new"] * len(fresh)
-        windows = fresh
+        n = min(limit or len(fresh), len(fresh))
+        windows, kinds, sources = fresh[:n], ["new"] * n, list(range(n))
         if repeats is not None:
-            windows, kinds = repeat(fresh, repeats)
+            windows, kinds, sources = repeat(fresh, repeats, n)
         self._words_per_token = len(text.split()) / len(ids)
         # Of tokenizers without such a token it is a word like others, in as many tokens as they make of it.
         self._unk = loaded.tokenizer.get_vocab().get(UNK, -1)
-        self.requests = [self._encode(i, row, kind) for i, (row, kind) in enumerate(zip(windows, kinds, strict=True))]
+        told = zip(windows, kinds, sources, strict=True)
+        self.requests = [self._encode(i, *window) for i, window in enumerate(told)]
         self.facts = {
             "unk_rate": unk_rate(list(lines)),
             "words_per_token": self._words_per_token,
             "shares": {kind: kinds.count(kind) / len(kinds) for kind in sorted(set(kinds))},
         }
 
-    def _encode(self, number: int, row: NDArray[np.int64], kind: str) -> Request:
+    def _encode(self, number: int, row: NDArray[np.int64], kind: str, source: int) -> Request:
         ids = torch.from_numpy(row.copy())[None]
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        return Request(f"{number}-{kind}", inputs, self.tokenizer.decode(row), row)
+        return Request(f"{number}-{kind}", inputs, self.tokenizer.decode(row), row, f"window {source}")
 
     def answer(self, output: Any, number: int) -> Read:
         """Most likely tokens, and how likely this request's own tokens are under them."""
@@ -187,32 +188,37 @@ class WikiText(Plain):
         return counts
 
 
-def repeat(fresh: NDArray[np.int64], repeats: Repeats) -> tuple[NDArray[np.int64], list[str]]:
-    """A stream in which earlier windows come back.
+def repeat(fresh: NDArray[np.int64], repeats: Repeats, n: int) -> tuple[NDArray[np.int64], list[str], list[int]]:
+    """A stream in which earlier windows come back. A shorter one is the beginning of a longer one.
 
     Args:
-        fresh: Windows (N, T) that are all new, in order; not all of them are used.
+        fresh: Windows (M, T) that are all new, in order; not all of them are used.
         repeats: How often.
+        n: Windows of the stream, at most M.
 
     Returns:
-        Windows (N, T) and the kind of each: `new`, `whole`, `prefix` or `changed`.
+        Windows (N, T), the kind of each (`new`, `whole`, `prefix` or `changed`), and the number of the new window that
+        it goes back to.
     """
     rng = random.Random(repeats.seed)
     shares = (repeats.whole, repeats.prefix, repeats.changed)
     rows: list[NDArray[np.int64]] = []
     kinds: list[str] = []
+    sources: list[int] = []
     unused = iter(fresh)
-    for _ in range(len(fresh)):
+    for number in range(n):
         kind = rng.choices(("whole", "prefix", "changed", "new"), (*shares, max(0.0, 1 - sum(shares))))[0]
         kinds.append(kind if rows else "new")
-        row = next(unused) if kinds[-1] == "new" else rng.choice(rows).copy()
+        earlier = None if kinds[-1] == "new" else rng.randrange(len(rows))
+        row = next(unused) if earlier is None else rows[earlier].copy()
         if kinds[-1] == "prefix":
             half = len(row) // 2
             row[half:] = next(unused)[half:]
         elif kinds[-1] == "changed":
             _replace(row, fresh.ravel(), repeats.share_replaced, rng)
         rows.append(row)
-    return np.stack(rows), kinds
+        sources.append(number if earlier is None else sources[earlier])
+    return np.stack(rows), kinds, sources
 
 
 def _replace(row: NDArray[np.int64], text: NDArray[np.int64], share: float, rng: random.Random) -> None:

@@ -5,11 +5,14 @@ from typing import Annotated, Any
 
 import typer
 
+from llmcache.cli.options import ModelsDir
 from llmcache.cli.output import check_writable, write_json
 
 
 def command(
-    model: Annotated[str, typer.Option(help="bert-base, distilbert, gpt2, or a model folder.")] = "bert-base",
+    model: Annotated[
+        str, typer.Option(help="bert-base, distilbert, gpt2, a model folder, or a name in the models folder.")
+    ] = "bert-base",
     batch_size: Annotated[int, typer.Option(min=1, help="Rows a call.")] = 1,
     seq_len: Annotated[int, typer.Option(min=4, help="Tokens a row.")] = 128,
     entries: Annotated[int, typer.Option(min=64, help="Entries in each bank, filled before measuring.")] = 10_000,
@@ -23,15 +26,18 @@ def command(
     dtype: Annotated[str, typer.Option(help="Of weights and states: float32 or bfloat16.")] = "float32",
     rounds: Annotated[int, typer.Option(min=10, help="Calls of each kind; p90 and p99 take 200 or more.")] = 200,
     seed: Annotated[int, typer.Option(help="Of random weights and requests.")] = 0,
+    models_dir: ModelsDir = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
 ) -> None:
     """Measure no cache, miss, hit, exact hit and floor (zero layers), interleaved in one process."""
     from experiments.bench.latency import Settings, measure
     from experiments.environment import describe
+    from experiments.models import find
     from experiments.progress import Progress
 
+    source = find(model, models_dir)
     settings = Settings(
-        model, batch_size, seq_len, entries, payload, layers, index, mode, head, tau, device, dtype, rounds, seed
+        source, batch_size, seq_len, entries, payload, layers, index, mode, head, tau, device, dtype, rounds, seed
     )
     check_writable(json_file)
     with Progress() as progress:

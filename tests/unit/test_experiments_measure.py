@@ -5,6 +5,7 @@ import io
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -308,12 +309,13 @@ def test_quality_by_hand() -> None:
 def test_an_interval_by_hand() -> None:
     """Of n requests of which a share p is right, the bootstrap mean has standard deviation sqrt(p (1 - p) / n)."""
     values = np.repeat([1.0, 0.0], [300, 700])
-    low, high = interval(values)
+    low, high = interval(values, np.arange(len(values)))
     deviation = math.sqrt(0.3 * 0.7 / 1000)
     assert low == pytest.approx(0.3 - 1.96 * deviation, abs=0.003)
     assert high == pytest.approx(0.3 + 1.96 * deviation, abs=0.003)
-    assert interval(values) == interval(values, seed=0) != interval(values, seed=1)
-    assert interval(np.full(5, 0.25)) == [0.25, 0.25]
+    alone = np.arange(len(values))
+    assert interval(values, alone) == interval(values, alone, seed=0) != interval(values, alone, seed=1)
+    assert interval(np.full(5, 0.25), np.arange(5)) == [0.25, 0.25]
 
 
 def test_the_drop_is_paired() -> None:
@@ -332,13 +334,28 @@ def test_hits_that_changed_nothing_leave_something_open() -> None:
     assert figures["changed_answers_ci"] == pytest.approx([0.0, 1 - 0.025 ** (1 / 200)])
 
 
+def test_one_text_that_is_asked_often_is_one_witness() -> None:
+    """Of 200 requests 100 are one text, whose answer changed each time: that says little about other texts."""
+    asked = [0] * 100 + list(range(1, 101))
+    before, after = asked, [-1] * 100 + asked[100:]
+    workload = Words(asked)
+    workload.requests = [replace(request, cluster=str(n)) for request, n in zip(workload.requests, asked, strict=True)]
+    figures = quality(workload, before, after, np.ones(200, dtype=bool))
+    assert figures["changed_answers"] == 0.5
+    low, high = figures["changed_answers_ci"]
+    assert low == 0.0 and high > 0.65  # each resample holds the text never, once or several times
+    others = list(range(200))
+    alone = quality(Words(others), others, [-1] * 100 + others[100:], np.ones(200, dtype=bool))
+    assert alone["changed_answers_ci"] == pytest.approx([0.429, 0.571], abs=0.001)
+
+
 def test_hit_rates_by_hand() -> None:
     served = np.array(["computed", "bypassed", "exact", "semantic", "semantic"])
-    figures = hit_rates(served)
+    figures = hit_rates(served, np.arange(5))
     low, high = figures.pop("hit_rate_ci")
     assert figures == {"hit_rate": 0.6, "hits_by_rung": {"exact": 0.2, "semantic": 0.4}}
     assert 0 <= low < 0.6 < high <= 1
-    assert hit_rates(np.array(["computed", "bypassed"])) == {
+    assert hit_rates(np.array(["computed", "bypassed"]), np.arange(2)) == {
         "hit_rate": 0.0,
         "hit_rate_ci": pytest.approx([0.0, 1 - 0.025**0.5]),
         "hits_by_rung": {},
@@ -373,5 +390,6 @@ def test_latencies_by_hand() -> None:
 
 
 def test_percentiles_by_hand() -> None:
-    assert percentiles(np.arange(101.0)) == {"median": 50, "p90": 90, "p99": 99, "n": 101}
+    assert percentiles(np.arange(201.0)) == {"median": 100, "p90": 180, "p99": 198, "n": 201}
+    assert percentiles(np.arange(101.0)) == {"median": 50, "p90": None, "p99": None, "n": 101}
     assert percentiles(np.array([])) is None

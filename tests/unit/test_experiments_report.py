@@ -68,9 +68,18 @@ def point(tau: float | None, hit_rate: float, drop: float, method: str = "llmcac
 
 
 def call(
-    model: str = "bert-base", nocache: float = 100.0, miss: float = 102.0, hit: float = 2.0, kept: str = "as the paper"
+    model: str = "bert-base",
+    nocache: float = 100.0,
+    miss: float = 102.0,
+    hit: float = 2.0,
+    kept: str = "as the paper",
+    spread: float = 0.0,
 ) -> dict[str, Any]:
     ms = {"nocache_ms": nocache, "miss_ms": miss, "hit_ms": hit, "exact_hit_ms": 1.0, "floor_ms": 0.5}
+    ratios = {
+        f"{kind}/nocache": {"median": ms / nocache, "p5": (ms - spread) / nocache, "p95": (ms + spread) / nocache}
+        for kind, ms in (("miss", miss), ("hit", hit))
+    }
     return {
         "model": model,
         "head": "token" if model == "gpt2" else "class",
@@ -85,7 +94,7 @@ def call(
         "entry_kb": 4700.0,
         "cache_mb": 940.0,
         "entries": 200,
-        "detail": {"nocache_ms": {"n": 60}},
+        "detail": {"nocache_ms": {"n": 60}, "ratios": ratios},
     }
 
 
@@ -102,6 +111,11 @@ def generation(miss: float, exact_hit: float, spread: float = 0.02) -> dict[str,
 
 def live(task_speedup: float, drop: float, tau: float = 0.85) -> dict[str, Any]:
     return {**QUALITY, **SPEED, "tau": tau, "n": 100, "rounds": 3, "speedup": task_speedup, "accuracy_drop": drop}
+
+
+def whole(speedup: float) -> dict[str, Any]:
+    """A live run whose costs come to a speed-up at the hit rate of the whole stream."""
+    return {**live(2.0, 0.001), "speedup_all": speedup}
 
 
 def served(drop: float, ci: Sequence[float]) -> dict[str, Any]:
@@ -167,24 +181,34 @@ def test_latency_is_a_matter_of_how_many_requests_hit(miss: float, hit: float, v
 
 
 def test_hits_needed_give_the_ratio() -> None:
-    row = call(nocache=100, miss=110, hit=10)
-    share = hits_needed(row, 2.0)
+    ratios = call(nocache=100, miss=110, hit=10)["detail"]["ratios"]
+    share = hits_needed(ratios, 2.0)
     assert (1 - share) * 110 + share * 10 == pytest.approx(50)
-    assert hits_needed(call(miss=50, hit=60), 2.0) == float("inf")
+    assert hits_needed(call(miss=50, hit=60)["detail"]["ratios"], 2.0) == float("inf")
+
+
+def test_a_ratio_that_hits_may_just_reach_is_left_open() -> None:
+    """The paper's 2.39 times as fast takes a hit of 0.418: this one is that on the median, and more in some rounds."""
+    rows = [call(hit=41.0, spread=5.0), call("distilbert", hit=2.0), call("gpt2", hit=90.0)]
+    found = judged("Table 1: latency", run("table1_latency", "latency", calls=rows, generation=[]))
+    assert found.verdict is Verdict.HOLDS_UNDER
+    assert found.condition.endswith("(distilbert); if at all with hits only for bert-base; at none for gpt2")
 
 
 @pytest.mark.parametrize(
     ("figures", "verdict"),
     [
         ([live(3.2, 0.004)], Verdict.HOLDS),
-        ([{**live(2.0, 0.004), "speedup_all": 3.2}], Verdict.HOLDS),  # the first requests find less than all do
+        ([whole(3.2)], Verdict.HOLDS),  # the first requests find less than all do
+        ([{**whole(3.2), "tau": 0.7}], Verdict.HOLDS_UNDER),  # where all lose more
         ([live(3.2, 0.02), live(1.2, 0.0)], Verdict.HOLDS_UNDER),
         ([live(2.0, 0.0)], Verdict.DOES_NOT_HOLD),
         ([], Verdict.NOT_MEASURED),
     ],
 )
 def test_speed_counts_with_what_it_costs(figures: list[dict[str, Any]], verdict: Verdict) -> None:
-    assert judged("3.1 times", run("fig5_tau", live=figures, points=[])).verdict is verdict
+    curve = [point(0.7, 0.9, 0.2), point(0.85, 0.6, 0.001)]
+    assert judged("3.1 times", run("fig5_tau", live=figures, points=curve)).verdict is verdict
 
 
 def test_speed_may_hold_for_a_larger_model_where_enough_requests_hit() -> None:
@@ -228,6 +252,13 @@ def test_accuracy_is_judged_by_the_interval_of_its_drop(drop: float, ci: tuple[f
     assert judged("falls by less", run("table2_accuracy", "serve", **served(drop, ci))).verdict is verdict
 
 
+def test_where_nothing_hits_nothing_is_shown() -> None:
+    figures = served(0.0, (0.0, 0.0))
+    figures["methods"]["tau"]["hit_rate"] = 0.0
+    found = judged("falls by less", run("table2_accuracy", "serve", **figures))
+    assert found.verdict is Verdict.HOLDS_UNDER and "nothing hit" in found.condition
+
+
 @pytest.mark.parametrize(
     ("rates", "verdict"),
     [
@@ -258,6 +289,8 @@ def test_states_have_to_be_alike_below_and_less_so_above(alike: tuple[float, flo
     [
         ((0.1, 0.2, 0.3, 0.4), Verdict.HOLDS),
         ((0.1, 0.4, 0.4, 0.4), Verdict.DOES_NOT_HOLD),
+        ((0.3, 0.3, 0.3, 0.3), Verdict.DOES_NOT_HOLD),
+        ((0.4, 0.3, 0.2, 0.1), Verdict.DOES_NOT_HOLD),
         ((0.1, 0.2), Verdict.NOT_MEASURED),
     ],
 )

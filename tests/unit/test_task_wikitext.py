@@ -139,8 +139,8 @@ FRESH = np.arange(400 * 8).reshape(400, 8)  # no token twice: it is seen where e
 )
 def test_windows_come_back_as_said(shares: tuple[float, float, float], share_replaced: float, seed: int) -> None:
     repeats = repeats_of(*shares, share_replaced, seed)
-    rows, kinds = repeat(FRESH, repeats)
-    again, _ = repeat(FRESH, repeats)
+    rows, kinds, sources = repeat(FRESH, repeats, len(FRESH))
+    again, *_ = repeat(FRESH, repeats, len(FRESH))
     assert rows.shape == FRESH.shape and (rows == again).all() and kinds[0] == "new"
     n_replaced = max(1, round(share_replaced * 8))
     unused = iter(FRESH)
@@ -157,13 +157,16 @@ def test_windows_come_back_as_said(shares: tuple[float, float, float], share_rep
             assert kind == "changed" and 8 - n_replaced in same
     for kind, share in zip(("whole", "prefix", "changed"), shares, strict=True):
         assert kinds.count(kind) / 400 == pytest.approx(share, abs=0.13)  # over five standard deviations
-    assert repeat(FRESH, repeats_of(*shares, share_replaced, seed + 1))[1] != kinds or sum(shares) < 0.05
+    shorter, _, _ = repeat(FRESH, repeats, 150)
+    assert (shorter == rows[:150]).all()
+    assert {kinds[source] for source in sources} == {"new"}
+    assert repeat(FRESH, repeats_of(*shares, share_replaced, seed + 1), len(FRESH))[1] != kinds or sum(shares) < 0.05
 
 
 def test_a_changed_window_is_never_the_same() -> None:
     few = np.array([[1, 1, 1, 1], [1, 1, 1, 2], [2, 1, 1, 1]])
     for seed in range(20):
-        rows, kinds = repeat(few, repeats_of(0.0, 0.0, 1.0, 0.3, seed))
+        rows, kinds, _ = repeat(few, repeats_of(0.0, 0.0, 1.0, 0.3, seed), len(few))
         assert kinds == ["new", "changed", "changed"]
         assert (rows[1] != rows[0]).sum() == 1
         assert {(rows[2] != row).sum() for row in rows[:2]} & {1}
@@ -188,7 +191,7 @@ def test_shares_that_are_none(shares: tuple[float, float, float, float]) -> None
 
 
 def test_shares_may_be_everything() -> None:
-    assert set(repeat(FRESH, repeats_of(0.7, 0.2, 0.1, 0.1, 0))[1][1:]) == {"whole", "prefix", "changed"}
+    assert set(repeat(FRESH, repeats_of(0.7, 0.2, 0.1, 0.1, 0), len(FRESH))[1][1:]) == {"whole", "prefix", "changed"}
 
 
 # What the recipe brings.

@@ -1,22 +1,23 @@
 """Points of curves that lose half a point at most: in hindsight, so an upper limit of what could be chosen."""
 
-from experiments import paper
 from experiments.frontier import Curve, best
 from experiments.runs import Figures, Run
 
 PAPERS_CURVE = ("llmcache", "mean")  # method and fingerprint
 #: By what a loss is told, where 500 questions make half a point two and a half of them; elsewhere by the drop.
 LOSS = {"openbookqa": "changed_answers"}
+#: What these figures are called.
+LOST = {"accuracy_drop": "drop", "changed_answers": "changed answers"}
 
 
-def is_harmless(task: str, figures: Figures) -> bool:
-    """Whether a run of a task lost half a point at most."""
-    return bool(figures[LOSS.get(task, "accuracy_drop")] <= paper.DROP)
+def loss_of(task: str) -> str:
+    """By what figure a task's loss is told."""
+    return LOSS.get(task, "accuracy_drop")
 
 
 def harmless_point(run: Run, curve: Curve) -> Figures | None:
     """The point of a curve with most hits that loses half a point at most; None where every point loses more."""
-    return best(run.metrics["points"], curve, LOSS.get(run.task, "accuracy_drop"))
+    return best(run.metrics["points"], curve, loss_of(run.task))
 
 
 def harmless_rows(run: Run, curve: Curve) -> float:

@@ -34,7 +34,9 @@ def accuracy(runs: Sequence[Run], results: Results) -> Judgement:
         "When a layer's whole output is replaced, the layers above compute the earlier request's answer: spans point "
         "into another passage, next tokens follow another text. Only requests with the same answer survive that."
     )
-    if is_below and all(is_below):
+    if not is_below:
+        return Judgement(Verdict.HOLDS_UNDER, "; ".join(told), why, "no reuse at all: nothing hit")
+    if all(is_below):
         return Judgement(Verdict.HOLDS, "; ".join(told), why)
     if any(is_above):
         return Judgement(Verdict.DOES_NOT_HOLD, "; ".join(told), why)
@@ -103,7 +105,8 @@ def memory(runs: Sequence[Run], results: Results) -> Judgement:
         "With requests as frequent as one over a power of their rank, twice the entries cover a share of traffic that "
         "changes slowly with size; once everything that repeats is held, more entries gain nothing."
     )
-    verdict = Verdict.HOLDS if straightness >= STRAIGHT else Verdict.DOES_NOT_HOLD
+    holds = straightness >= STRAIGHT and rates[-1] > rates[0]
+    verdict = Verdict.HOLDS if holds else Verdict.DOES_NOT_HOLD
     return Judgement(verdict, measured, why)
 
 
