@@ -1,27 +1,28 @@
 """The best point of a curve in hindsight: an upper limit, which nobody could have chosen in advance."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from experiments import paper
-from experiments.runs import Figures
+
+#: Figures of a curve at one threshold.
+Point = Mapping[str, Any]
 
 #: Method and fingerprint; None for methods that have no choice of one.
 Curve = tuple[str, str | None]
 
 
-def curves(points: Sequence[Figures]) -> list[Curve]:
+def curves(points: Sequence[Point]) -> list[Curve]:
     """Names of the curves, in their order."""
     return list(dict.fromkeys((point["method"], point["fingerprint"]) for point in points))
 
 
-def of_curve(points: Sequence[Figures], curve: Curve) -> list[Figures]:
+def of_curve(points: Sequence[Point], curve: Curve) -> list[Point]:
     """The points of one curve."""
     return [point for point in points if (point["method"], point["fingerprint"]) == curve]
 
 
-def best(
-    points: Sequence[Figures], curve: Curve, loss: str = "accuracy_drop", limit: float = paper.DROP
-) -> Figures | None:
+def best(points: Sequence[Point], curve: Curve, loss: str = "accuracy_drop", limit: float = paper.DROP) -> Point | None:
     """The point with most hits whose loss stays within the limit; None where every point loses more, or none is there.
 
     Args:
@@ -34,6 +35,6 @@ def best(
     return max(allowed, key=lambda point: point["hit_rate"], default=None)
 
 
-def at_tau(points: Sequence[Figures], curve: Curve, tau: float) -> Figures | None:
+def at_tau(points: Sequence[Point], curve: Curve, tau: float) -> Point | None:
     """The point at a threshold, if the curve has it."""
     return next((point for point in of_curve(points, curve) if point["tau"] == tau), None)

@@ -12,6 +12,7 @@ import numpy as np
 from pydantic import Field
 
 from experiments.folders import Folders
+from experiments.frontier import at_tau
 from experiments.measures.base import Outcome, TaskExperiment
 from experiments.measures.serve import measure
 from experiments.methods import NOCACHE
@@ -71,7 +72,8 @@ def run(experiment: Sweep, folders: Folders) -> Outcome:
         FileNotFoundError: A data file is missing.
     """
     workload = build(experiment.task, folders, experiment.seed)
-    fits_any_length = _fits_any_length(experiment, workload)  # told first: it refuses what does not suit the model
+    # Told first: it refuses what does not suit the model.
+    fits_any_length = "llmcache" in experiment.methods and _fits_any_length(experiment, workload)
     live = _live(experiment, folders)
     recording = Recording(workload)
     points = [point for curve in _curves(experiment, recording, fits_any_length) for point in curve]
@@ -114,7 +116,7 @@ def _points(
 ) -> list[dict[str, Any]]:
     """Figures of one curve, one mapping a threshold."""
     found = []
-    again = replay(units, taus)
+    again, groups = replay(units, taus), clusters(recording.workload)
     for tau, told in tracked(list(zip(taus, again, strict=True)), len(taus), f"Replaying {name[1] or name[0]}"):
         served = by_request(units, told)
         answers = answers_of(units, told)
@@ -125,7 +127,7 @@ def _points(
                 "method": name[0],
                 "fingerprint": name[1],
                 "tau": None if math.isinf(tau) else tau,
-                **hit_rates(served, clusters(recording.workload), experiment.seed),
+                **hit_rates(served, groups, experiment.seed),
                 "rows_served": rows_served(units, told),
                 **figures,
                 "precision": None if per_hit is None else 1 - per_hit,
@@ -176,9 +178,8 @@ def _at_length(
         `hit_rate_all`: of the whole stream at the same threshold, replayed, if the curve has it. `speedup_all`: with
         that hit rate h, and the costs o of a miss and c of a hit as they were live, 1 / ((1 - h)(1 + o) + h c).
     """
-    what = (row["method"], fingerprint, row["tau"])
-    same = [point for point in points if (point["method"], point["fingerprint"], point["tau"]) == what]
-    rate = same[0]["hit_rate"] if same else None
+    whole = at_tau(points, (row["method"], fingerprint), row["tau"])
+    rate = None if whole is None else whole["hit_rate"]
     over, cost = row["miss_overhead"], row["hit_cost"]
     if rate is None or over is None or cost is None:
         return {"hit_rate_all": rate, "speedup_all": None}

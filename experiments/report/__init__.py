@@ -134,7 +134,8 @@ def _surroundings(runs: Sequence[Run]) -> Iterator[str]:
     yield f"Code: {', '.join(commits)}."
     cut = sorted({f"{run.group}: {run.task} {run.metrics['n']:,}" for run in runs if _is_cut(run)})
     yield f"Not all requests of these were used, for time: {'; '.join(cut) or 'none'}."
-    few = sorted({f"{run.group} {rounds}" for run in runs if (rounds := run.config.get("rounds", 5)) < 5})
+    timed = [run for run in runs if run.measure == "serve" or run.metrics.get("live")]
+    few = sorted({f"{run.group} {run.config['rounds']}" for run in timed if run.config["rounds"] < 5})
     yield f"Streams with fewer than five timed rounds, for time: {'; '.join(few) or 'none'}."
 
 

@@ -26,19 +26,8 @@ from experiments.tasks.wikitext import WikiText
 from experiments.workload import Workload
 from llmcache import cli
 from llmcache.errors import ConfigError
-from tests.tiny_data import save_base, write_data
 
 KINDS = {"squad_v2": "span", "openbookqa": "choice", "wikitext": "token"}  # of the others: class
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_data(tmp_path_factory.mktemp("data"))
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_base(tmp_path_factory.mktemp("base") / "tiny")
 
 
 @pytest.fixture

@@ -57,7 +57,7 @@ SPEED = {
 
 
 def run(group: str, measure: str = "sweep", config: Mapping[str, Any] | None = None, **metrics: Any) -> Run:
-    settings = {"measure": measure, "task": {"model": "m"}, **(config or {})}
+    settings = {"measure": measure, "rounds": 3, "task": {"model": "m"}, **(config or {})}
     return Run(group, Path(group) / "run", settings, ENV, {**HEAD, **metrics})
 
 

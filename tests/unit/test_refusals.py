@@ -268,7 +268,8 @@ def test_an_option_of_the_wrong_type_is_refused_at_once(setting: str, component:
 
 def test_whole_numbers_and_clocks_are_taken_for_what_they_are() -> None:
     policy = {"name": "ttl", "ttl_s": 60, "now": lambda: 0.0}
-    LLMCache.wrap(build(CLASSIFIERS["bert"]), policy=policy)
+    with LLMCache.wrap(build(CLASSIFIERS["bert"]), policy=policy) as cache:
+        assert cache.config.policy.options == {"ttl_s": 60, "now": policy["now"]}
 
 
 @pytest.mark.parametrize("fingerprint", ["mean", "minhash"])

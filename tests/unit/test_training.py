@@ -10,17 +10,6 @@ from experiments.models import load
 from experiments.prepare import RECIPES, training
 from experiments.prepare.openbookqa import Collator
 from experiments.tasks.openbookqa import OpenBookQA
-from tests.tiny_data import save_base, write_data
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_data(tmp_path_factory.mktemp("data"))
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_base(tmp_path_factory.mktemp("base") / "tiny")
 
 
 def test_the_seed_decides_order_and_dropout_too(data: Path, base: Path, tmp_path: Path) -> None:
