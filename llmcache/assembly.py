@@ -1,31 +1,47 @@
 """From settings and a model to the parts that serve its calls; what does not fit together is refused here."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
-from llmcache.adapters import Trunk, device_of, first_attention, locate
+from llmcache.adapters import Trunk, device_of, first_attention, locate, vocabulary_size
+from llmcache.answers import Reading, find_answers, read_logits
 from llmcache.bank import Bank
+from llmcache.calibration import check_size
 from llmcache.compression import CODECS, Codec
 from llmcache.config import CacheConfig
-from llmcache.decide import thresholds
-from llmcache.errors import ConfigError, UnsafeReuseError
-from llmcache.fingerprint import FINGERPRINTS, Fingerprint
+from llmcache.context import id_dtype
+from llmcache.decide import DECISIONS, Decision, thresholds
+from llmcache.errors import CalibrationError, ConfigError, UnsafeReuseError
+from llmcache.fingerprint import FINGERPRINTS, Fingerprint, Learned
+from llmcache.fingerprint.tokens import TokenVectors
+from llmcache.gate import ContentGate
 from llmcache.heads import Head, find_head
+from llmcache.hooks import plain_forward
 from llmcache.index import INDEXES
 from llmcache.library import Library
+from llmcache.observation import Observer
 from llmcache.parts import Parts
 from llmcache.payloads import PAYLOADS, Payload
 from llmcache.policies import POLICIES
 from llmcache.reuse import Rung
 from llmcache.reuse.exact import Exact
 from llmcache.reuse.paper import Paper
-from llmcache.reuse.semantic import Semantic
+from llmcache.reuse.semantic import Chooser, Fixed, Semantic
 from llmcache.stores.memory import MemoryStore
+from llmcache.trust import Claim, Trust
 from llmcache.weights import Weights
 
 
-def assemble(model: nn.Module, config: CacheConfig) -> Parts:
+def assemble(model: nn.Module, config: CacheConfig, tokenizer: Any = None, answer_of: Reading = read_logits) -> Parts:
     """Build the parts that the settings and the model ask for.
+
+    Args:
+        model: As given to `wrap`.
+        config: Settings.
+        tokenizer: Tells the content gate what tokens stand for.
+        answer_of: Finds the answer in what the model returned.
 
     Raises:
         ConfigError: A setting is wrong, or does not suit the model.
@@ -34,7 +50,8 @@ def assemble(model: nn.Module, config: CacheConfig) -> Parts:
     """
     trunk = locate(model)
     head = find_head(model, trunk.adapter.family)
-    _refuse_unsafe(head, config)
+    if config.tau is not None:
+        _refuse_unsafe(f"tau={config.tau}", head, config)
     payload = _choose_payload(trunk, head, config)
     layers = _choose_layers(trunk, payload, config)
     codec: Codec = config.compression.build(CODECS, "compression")
@@ -45,23 +62,89 @@ def assemble(model: nn.Module, config: CacheConfig) -> Parts:
     library = Library(
         {layer: _make_bank(trunk, config, len(layers)) for layer in layers},
         lambda: config.compression.build(CODECS, "compression"),
-        searched_by,
+        None if config.tau is None else fingerprint,
         lambda dim: config.index_component.build(INDEXES, "index", dim),
         by_length=not payload.fits_any_length,
         by_layer=config.mode == "paper",
     )
-    rungs = _choose_rungs(library, trunk, config, codec)
+    observer = None
+    decision: Decision = config.decide_component.build(DECISIONS, "decide")
+    if config.tau is not None and decision.reads_answers:
+        observer = Observer(library, find_answers(config.answer, head, model), answer_of)
+    chooser = Chooser(
+        library, decision, None if observer is None else observer.answers, _make_gate(trunk, config, tokenizer)
+    )
+    rungs = _choose_rungs(library, trunk, config, codec, chooser)
     reads_attention = searched_by is not None and searched_by.reads_attention
     attention = first_attention(trunk) if reads_attention else None
     per_layer = config.fingerprint_per_layer
-    return Parts(trunk, head, payload, library, rungs, searched_by, per_layer, attention, Weights(trunk.module))
+    weights = Weights(trunk.module)
+    return Parts(trunk, head, payload, library, rungs, searched_by, per_layer, attention, weights, observer)
+
+
+def add_trust(parts: Parts, model: nn.Module, config: CacheConfig, tokenizer: Any, answer_of: Reading) -> None:
+    """Make parts ready to be calibrated. Nothing is reused approximately until they are.
+
+    Raises:
+        ConfigError: A setting is wrong, or does not suit the model.
+        UnsafeReuseError: The head answers token by token.
+    """
+    if config.tau is not None:
+        raise ConfigError(
+            f"tau={config.tau} is your own choice of what may be reused; to have it calibrated, wrap without tau"
+        )
+    _refuse_unsafe("a calibration", parts.head, config)
+    _check_learn(config)
+    fingerprint = _make_fingerprint(config)
+    if fingerprint.reads_attention:
+        parts.attention = first_attention(parts.trunk)
+    answers = find_answers(config.answer, parts.head, model)
+    observer = Observer(parts.library, answers, answer_of)
+    decision: Decision = config.decide_component.build(DECISIONS, "decide")
+    gate = _make_gate(parts.trunk, config, tokenizer)
+    claim = Claim(config.max_drop, config.delta, sources=config.sources)
+    tokens = (
+        TokenVectors(parts.trunk, parts.payload, plain_forward(parts.trunk.module))
+        if isinstance(fingerprint, Learned)
+        else None
+    )
+    if isinstance(fingerprint, Learned) and tokens is not None:
+        fingerprint.bind(tokens.embed, tokens.think)
+    trust = Trust(parts.library, fingerprint, tokens, decision, answers, gate, parts.counters, config.learn, claim)
+    observer.learner = trust
+    parts.fingerprint, parts.observer, parts.trust = fingerprint, observer, trust
+    parts.rungs = [*parts.rungs, Semantic(parts.library, trust.chooser, trust)]
+
+
+def _check_learn(config: CacheConfig) -> None:
+    """Refuse to learn from requests that could not carry the claim, or would not be there."""
+    if config.learn is None:
+        return
+    try:
+        check_size(config.learn, config.max_drop, config.delta)
+    except CalibrationError as error:
+        raise ConfigError(f"learn={config.learn}: {error}") from error
+    if config.max_entries is not None and config.max_entries < config.learn:
+        raise ConfigError(
+            f"max_entries={config.max_entries}: some of the learn={config.learn} requests would have left before they "
+            "could serve; raise it, or lower learn"
+        )
+
+
+def _make_gate(trunk: Trunk, config: CacheConfig, tokenizer: Any) -> ContentGate | None:
+    if config.gate is False:
+        return None
+    if tokenizer is None:
+        raise ConfigError(f"gate={config.gate}: it compares words, so give wrap() the tokenizer")
+    options = {} if config.gate is True else config.gate
+    return ContentGate(tokenizer, id_dtype(vocabulary_size(trunk)), **options)
 
 
 def _make_fingerprint(config: CacheConfig) -> Fingerprint:
-    fingerprint: Fingerprint = config.fingerprint.build(FINGERPRINTS, "fingerprint")
+    fingerprint: Fingerprint = config.fingerprint_component.build(FINGERPRINTS, "fingerprint")
     if config.max_entries is not None and config.max_entries < fingerprint.n_fit:
         raise ConfigError(
-            f"max_entries={config.max_entries}: fingerprint {config.fingerprint.name!r} is fitted on "
+            f"max_entries={config.max_entries}: fingerprint {config.fingerprint_component.name!r} is fitted on "
             f"{fingerprint.n_fit} stored requests, which would never be there; raise it, or lower fit_on"
         )
     if config.fingerprint_per_layer and not fingerprint.fits_any_layer:
@@ -73,11 +156,11 @@ def _make_fingerprint(config: CacheConfig) -> Fingerprint:
     return fingerprint
 
 
-def _refuse_unsafe(head: Head, config: CacheConfig) -> None:
-    if config.tau is None or not head.why_unsafe or config.allow_unsafe:
+def _refuse_unsafe(what: str, head: Head, config: CacheConfig) -> None:
+    if not head.why_unsafe or config.allow_unsafe:
         return
     raise UnsafeReuseError(
-        f"tau={config.tau} with a model that has a {head.name}: reusing a layer's whole output replaces everything "
+        f"{what} with a model that has a {head.name}: reusing a layer's whole output replaces everything "
         f"above it by what the stored request computed. {head.why_unsafe} Leave tau out (exact repeats are still "
         "served), or set allow_unsafe=True to measure what that costs."
     )
@@ -87,7 +170,9 @@ def _choose_payload(trunk: Trunk, head: Head, config: CacheConfig) -> Payload:
     name: str = config.payload
     if name == "auto":
         # Embeddings served losslessly keep all tokens: the caller may ask for token embeddings too.
-        wants_all = config.mode == "paper" or (head.name == "sentence embedding" and config.tau is None)
+        wants_all = config.mode == "paper" or (
+            head.name == "sentence embedding" and config.tau is None and config.learn is None
+        )
         name = "sequence" if wants_all or trunk.adapter.is_guess else head.payload
     if name == "mean" and trunk.adapter.is_guess:
         raise ConfigError(
@@ -128,7 +213,7 @@ def _make_bank(trunk: Trunk, config: CacheConfig, n_banks: int) -> Bank:
     return Bank(MemoryStore(device), policy, max(1, config.max_bytes // n_banks), config.max_entries)
 
 
-def _choose_rungs(library: Library, trunk: Trunk, config: CacheConfig, codec: Codec) -> list[Rung]:
+def _choose_rungs(library: Library, trunk: Trunk, config: CacheConfig, codec: Codec, chooser: Chooser) -> list[Rung]:
     """Rungs in the order in which rows are offered to them, safest first."""
     try:
         tau = thresholds(config.tau, library.layers, trunk.depth)
@@ -138,8 +223,8 @@ def _choose_rungs(library: Library, trunk: Trunk, config: CacheConfig, codec: Co
     if config.serves_exact and codec.is_lossless(next(trunk.module.parameters()).dtype):
         rungs.append(Exact(library))
     if tau:
-        rungs.append(Paper(library, tau) if config.mode == "paper" else Semantic(library, tau))
-    if not rungs:
+        rungs.append(Paper(library, tau) if config.mode == "paper" else Semantic(library, chooser, Fixed(tau)))
+    if not rungs and config.learn is None:
         raise ConfigError(
             f"no rung is left: exact={config.serves_exact}, tau={config.tau}, compression={config.compression.name!r} "
             "(lossless rungs do not serve states that compression changed); set tau, or compression 'none'"

@@ -9,12 +9,21 @@ from llmcache.context import Scope
 from llmcache.index import Index
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Neighbour:
-    """A stored request that a search found."""
+    """A stored request that a search found.
+
+    Attributes:
+        key: Its exact key.
+        similarity: To the request that was searched for.
+        answer: Signature of its answer (S,), where that is known.
+        ids: Its valid token ids, packed.
+    """
 
     key: str
     similarity: float
+    answer: Floats | None = None
+    ids: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
