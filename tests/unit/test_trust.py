@@ -313,3 +313,38 @@ def test_unwrapping_leaves_the_model_as_it_was(model: nn.Module) -> None:
     cache.calibrate(requests(N)[0], **LOOSE)
     cache.unwrap()
     assert {name: dict(module.__dict__) for name, module in model.named_modules()} == before
+
+
+def test_consensus_at_ones_own_threshold_serves_less_and_better(model: nn.Module) -> None:
+    first, fresh = requests(500)[0], requests(200, seed=7)[0]
+    served, changed = {}, {}
+    for decide in ("threshold", "consensus"):
+        with LLMCache.wrap(model, tau=0.5, decide=decide) as cache:
+            ask(cache, first)
+            answers, rungs = ask(cache, fresh)
+            own = alone(cache, fresh)
+            served[decide] = rungs.count("semantic")
+            changed[decide] = sum(a != b for a, b in zip(answers, own, strict=True)) / max(served[decide], 1)
+            assert cache.stats().errors == 0
+    assert 0 < served["consensus"] < served["threshold"]
+    assert changed["consensus"] < changed["threshold"]
+
+
+def test_the_gate_keeps_apart_what_the_vote_would_serve(model: nn.Module) -> None:
+    class Words:
+        def get_vocab(self) -> dict[str, int]:
+            return {f"word{i}" if i != 20 else "not": i for i in range(96)}
+
+        all_special_ids = (0, 1, 2)
+
+    fresh = requests(300, seed=7)[0]
+    has_not = [bool((one["input_ids"] == 20).any()) for one in fresh]
+    rates = {}
+    for gate in (False, True):
+        with LLMCache.wrap(model, tokenizer=Words(), gate=gate) as cache:
+            cache.calibrate(requests(N)[0], **LOOSE)
+            rungs = ask(cache, fresh)[1]
+            rates[gate] = [rung == "semantic" for rung, has in zip(rungs, has_not, strict=True) if has]
+    assert sum(rates[True]) < sum(rates[False])
+    with pytest.raises(ConfigError, match="tokenizer"), LLMCache.wrap(model, gate=True, learn=N, **LOOSE):
+        pass
