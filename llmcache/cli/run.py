@@ -66,14 +66,14 @@ def _method_rows(metrics: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
 
 
 def _cells(figures: Mapping[str, Any], metric: str) -> Mapping[str, str]:
-    low, high = (100 * bound for bound in figures["accuracy_drop_ci"])
+    bounds = figures["accuracy_drop_ci"]
     return {
         "hits": f"{figures['hit_rate']:.1%}",
         "speed-\nup": f"{figures['speedup']:.2f}",
         "of all\nrounds": f"{figures['speedup_min']:.2f} … {figures['speedup_max']:.2f}",
         metric: f"{figures['accuracy']:.1%}",
         "drop\npoints": f"{100 * figures['accuracy_drop']:.2f}",
-        "95 % of\ndrop": f"{low:.2f} … {high:.2f}",
+        "95 % of\ndrop": "" if bounds is None else f"{100 * bounds[0]:.2f} … {100 * bounds[1]:.2f}",
         "changed\nanswers": f"{figures['changed_answers']:.2%}",
     }
 
