@@ -1,6 +1,7 @@
 """The paper's claims, each with a rule that turns what was measured into a verdict.
 
-Rules look at figures only, and were fixed before the run whose results lie in this repository.
+Rules look at figures only. They were fixed before the run whose results lie in this repository; reading it made some of
+them stricter afterwards, and none more lenient: `docs/claims.md` says which.
 """
 
 from collections.abc import Callable, Mapping, Sequence
