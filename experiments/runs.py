@@ -55,6 +55,13 @@ def folders_of(configs: Sequence[Path], results_dir: Path) -> list[Path]:
     return [RunFolder(results_dir, run).path for run in load_all(configs)]
 
 
+def others_beside(folders: Sequence[Path]) -> list[Path]:
+    """Folders of finished runs of the same experiments, made with other settings."""
+    groups = dict.fromkeys(folder.parent for folder in folders)
+    found = [path.parent for group in groups for path in sorted(group.glob(f"*/{METRICS}"))]
+    return [folder for folder in found if folder not in folders]
+
+
 def read_runs(folders: Iterable[Path]) -> list[Run]:
     """The runs that are finished, in this order.
 
