@@ -26,12 +26,23 @@ def write_together(texts: Mapping[Path, str]) -> None:
     partials = {path: path.with_name(f".{path.name}.{os.getpid()}.partial") for path in texts}
     try:
         for path, text in texts.items():
-            partials[path].write_text(text, encoding="utf-8")
+            with naming(path):
+                partials[path].write_text(text, encoding="utf-8")
         for path, partial in partials.items():
             os.replace(partial, path)
     except BaseException:
         for partial in partials.values():
             partial.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Within: an error of the system names this file. Of a disk that is full it names none by itself."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
         raise
 
 

@@ -3,6 +3,7 @@
 A share or rate is a fraction of 1. Missing is None, never 0. Intervals cover 95 %: of shares that of Clopper and
 Pearson, of means and of differences a paired bootstrap over requests. Where requests come in clusters (one text asked
 again and again, questions on one passage), all are a bootstrap over clusters: one text can hold many of the answers.
+Where a bootstrap has nothing to draw from, there is no interval, rather than one without width.
 
 Sizes: R rounds, N requests.
 """
@@ -24,6 +25,8 @@ Bools = NDArray[np.bool_]
 Times = NDArray[np.float64]
 N_RESAMPLES = 2000
 QUOTABLE = 200  # times that a 90th and a 99th percentile take
+#: Fewest values that span where they come from with 95 %: of n, all fall on one side of its median in 2 of 2**n cases.
+FEWEST = 6
 
 
 def quality(
@@ -42,24 +45,32 @@ def quality(
         `accuracy` (the mean of the task's own score), `accuracy_nocache`, their difference `accuracy_drop`,
         `changed_answers` (over all requests), `changed_per_hit` (over hits; None without any), the intervals of the
         first, the third and the fourth, and under `extras` what else the task counts. Where no score changed, a
-        bootstrap would call that certain: the drop's interval is then what as many hits without a change leave open.
+        bootstrap would call that certain: the drop's interval is then what as many hits without a change leave open,
+        and None without hits, when there is nothing to lose.
     """
     pairs = zip(base, answers, strict=True)
     changed = np.array([workload.is_changed(one, other) for one, other in pairs], dtype=np.float64)
     before, after = workload.scores(base), workload.scores(answers)
     n_hits, drops, groups = int(hits.sum()), before - after, clusters(workload)
-    most = share_interval(0, len(set(groups[hits])))[1] * n_hits / len(drops) if n_hits else 0.0
     return {
         "accuracy": float(after.mean()),
         "accuracy_nocache": float(before.mean()),
         "accuracy_ci": interval(after, groups, seed),
         "accuracy_drop": float(drops.mean()),
-        "accuracy_drop_ci": interval(drops, groups, seed) if drops.any() else [-most, most],
+        "accuracy_drop_ci": interval(drops, groups, seed) if drops.any() else _open(hits, groups),
         "changed_answers": float(changed.mean()),
         "changed_answers_ci": _of_share(changed, groups, seed),
         "changed_per_hit": float(changed.sum()) / n_hits if n_hits else None,
         "extras": workload.extras(answers),
     }
+
+
+def _open(hits: Bools, groups: NDArray[np.int64]) -> list[float] | None:
+    """What hits (N,) that changed no score leave open, given their clusters (N,); None without any."""
+    if not hits.any():
+        return None
+    most = share_interval(0, len(set(groups[hits])))[1] * float(hits.mean())
+    return [-most, most]
 
 
 def clusters(workload: Workload) -> NDArray[np.int64]:
@@ -69,20 +80,28 @@ def clusters(workload: Workload) -> NDArray[np.int64]:
     return numbers
 
 
-def interval(values: NDArray[np.float64], groups: NDArray[np.int64], seed: int = 0) -> list[float]:
-    """Where the mean of `values` (N,) lies in 95 % of bootstrap resamples of the clusters (N,)."""
-    rng = np.random.default_rng(seed)
+def interval(values: NDArray[np.float64], groups: NDArray[np.int64], seed: int = 0) -> list[float] | None:
+    """Where the mean of `values` (N,) lies in 95 % of bootstrap resamples of the clusters (N,).
+
+    None where the resamples would say nothing: fewer than `FEWEST` clusters, or values that are all the same.
+    """
     sums, sizes = np.bincount(groups, values), np.bincount(groups)
+    if len(sums) < FEWEST or np.ptp(values) == 0:
+        return None
+    rng = np.random.default_rng(seed)
     draws = (rng.integers(len(sums), size=len(sums)) for _ in range(N_RESAMPLES))
     means = [float(sums[drawn].sum() / sizes[drawn].sum()) for drawn in draws]
     return [float(bound) for bound in np.percentile(means, (2.5, 97.5))]
 
 
-def _of_share(is_counted: NDArray[Any], groups: NDArray[np.int64], seed: int) -> list[float]:
-    """Interval of a share, given what counts (N,): exact where each request stands for itself."""
-    if len(set(groups)) < len(groups):
-        return interval(is_counted.astype(np.float64), groups, seed)
-    return share_interval(int(is_counted.sum()), len(is_counted))
+def _of_share(is_counted: NDArray[Any], groups: NDArray[np.int64], seed: int) -> list[float] | None:
+    """Interval of a share, given what counts (N,): exact where each stands for itself, or all clusters agree."""
+    n_clusters = len(set(groups))
+    if n_clusters == len(groups):
+        return share_interval(int(is_counted.sum()), len(groups))
+    if is_counted.all() or not is_counted.any():
+        return share_interval(n_clusters if is_counted.any() else 0, n_clusters)
+    return interval(is_counted.astype(np.float64), groups, seed)
 
 
 def share_interval(k: int, n: int) -> list[float]:

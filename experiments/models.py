@@ -2,8 +2,6 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from experiments.hub import asking, cause, quiet
 from llmcache.adapters import locate
 from llmcache.errors import ConfigError
 
@@ -88,13 +87,13 @@ def load(
         return _make_untrained(auto, **config)
     source = find(name, models_dir)
     try:
-        with quiet():
+        with asking(source) if source == name else quiet():
             tokenizer = transformers.AutoTokenizer.from_pretrained(source)
             model, report = getattr(transformers, auto).from_pretrained(source, output_loading_info=True, **config)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ConfigError(
-            f"model: {name!r} could not be loaded; give {MINILM!r}, a folder with config.json, weights and tokenizer, "
-            f"a name that `llmcache prepare` made, or a hub name that can be reached: {' '.join(str(error).split())}"
+            f"model: {name!r} could not be loaded ({cause(error)}); give {MINILM!r}, a folder with config.json, "
+            "weights and tokenizer, a name that `llmcache prepare` made, or a hub name that can be reached"
         ) from error
     body = "" if kind == "states" else f"{model.base_model_prefix}."
     may_lack_head = kind == "states" or is_new_head
@@ -124,33 +123,32 @@ def _make_untrained(auto: str, **config: Any) -> Loaded:
     return Loaded(model.eval(), tokenizer)
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Let transformers report nothing but errors and draw no bars: what matters of its reports is raised here."""
-    from transformers.utils import logging
-
-    level, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if has_bars:
-            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
-
-
 def _is_needed(key: str, body: str) -> bool:
     """Whether weights belong to the layers below the head; many models come without the pooler, which is no layer."""
     return key.startswith(body) and "pooler" not in key
 
 
 def find(name: str, models_dir: Path | None) -> str:
-    """Folder or hub name that stands for a model."""
+    """Folder or hub name that stands for a model.
+
+    Raises:
+        ConfigError: It is one of those that `llmcache prepare` makes, which the hub has not, and it was not made.
+    """
     if name == MINILM:
         return str(_find_minilm())
     prepared = [] if models_dir is None else [models_dir / name]
-    return next((str(folder) for folder in (*prepared, Path(name).expanduser()) if folder.is_dir()), name)
+    for folder in (*prepared, Path(name).expanduser()):
+        if folder.is_dir():
+            return str(folder)
+    from experiments.prepare import RECIPES  # not above: recipes load models, and bring all that training takes
+
+    if name in RECIPES:
+        there = models_dir or Path("models")
+        raise ConfigError(
+            f"model: {name!r} is not in {Path.cwd() if models_dir is None else models_dir.absolute()}; "
+            f"make it: llmcache prepare {name} --models-dir {there}; then give --models-dir {there}"
+        )
+    return name
 
 
 def prepared_figures(name: str, models_dir: Path | None) -> dict[str, Any] | None:

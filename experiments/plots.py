@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments import paper
+from experiments.files import naming
 from experiments.frontier import curves, of_curve
 from experiments.runs import Figures, Run, at, by_size, groups, label_of, read_runs, varied
 from llmcache.errors import ConfigError
@@ -52,7 +53,8 @@ def plot_speed_against_changes(report: Mapping[str, Any], path: Path) -> None:
     axes.set_ylabel("speed-up (times, whole stream)")
     axes.set_title(f"Support desk, {report['n']:,} requests, MiniLM, median of {report['rounds']} round(s)")
     axes.margins(x=0.15, y=0.15)
-    figure.savefig(path, dpi=150)
+    with naming(path):
+        figure.savefig(path, dpi=150)
 
 
 def draw_all(folders: Sequence[Path]) -> list[Path]:
@@ -158,7 +160,8 @@ def _save(figure: Any, run: Run, path: Path) -> Path:
     """Write the picture, under a title that says what it is of."""
     metrics: Figures = run.metrics
     figure.suptitle(f"{run.group}: {run.task}, {Path(metrics['model']).name}, n = {metrics['n']:,}")
-    figure.savefig(path, dpi=DPI, metadata={"Software": None})  # the same picture from the same figures
+    with naming(path):
+        figure.savefig(path, dpi=DPI, metadata={"Software": None})  # the same picture from the same figures
     return path
 
 

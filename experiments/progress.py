@@ -1,5 +1,6 @@
-"""A progress bar that keeps out of what is timed: no thread, drawn between steps at most a few times a second."""
+"""Progress that keeps out of what is timed: no thread, shown between steps, at most a few times a second."""
 
+import math
 import sys
 from collections.abc import Iterable, Iterator
 from time import monotonic
@@ -11,11 +12,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, Tim
 from rich.progress import Progress as Bars
 
 _T = TypeVar("_T")
-_EVERY_S = 0.25
+_EVERY_S = 0.25  # of a bar
+_LINE_EVERY_S = 10.0  # of a line, where there is no terminal: a log wants few, and of what is quick none
 
 
 class Progress:
-    """One bar a phase, on the error stream; nothing where that is not a terminal."""
+    """One bar a phase, on the error stream; where that is not a terminal, a line now and then."""
 
     def __init__(self) -> None:
         """Nothing is drawn before the first `advance`."""
@@ -23,7 +25,7 @@ class Progress:
         console = Console(file=sys.stderr)
         self._bars = Bars(*columns, console=console, auto_refresh=False, disable=not console.is_terminal)
         self._tasks: dict[str, TaskID] = {}
-        self._drawn = -_EVERY_S
+        self._shown = monotonic() if self._bars.disable else -math.inf
 
     def __enter__(self) -> Self:
         """Begin drawing."""
@@ -36,11 +38,19 @@ class Progress:
 
     def advance(self, phase: str, done: int, total: int) -> None:
         """Show that `done` of `total` steps of a phase are done, unless something was shown just now."""
+        if self._bars.disable:
+            self._write(f"{phase}: {done:,} of {total:,}")
+            return
         if phase not in self._tasks:
             self._tasks[phase] = self._bars.add_task(phase, total=total)
-        if monotonic() - self._drawn >= _EVERY_S or done == total:
+        if monotonic() - self._shown >= _EVERY_S or done == total:
             self._bars.update(self._tasks[phase], completed=done, refresh=True)
-            self._drawn = monotonic()
+            self._shown = monotonic()
+
+    def _write(self, line: str) -> None:
+        if monotonic() - self._shown >= _LINE_EVERY_S:
+            sys.stderr.write(f"{line}\n")
+            self._shown = monotonic()
 
 
 def tracked(items: Iterable[_T], total: int, what: str) -> Iterator[_T]:

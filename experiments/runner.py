@@ -11,6 +11,7 @@ from experiments.environment import describe
 from experiments.folders import Folders
 from experiments.measures import MEASURES
 from experiments.results import RunFolder
+from llmcache.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +39,12 @@ def load_all(configs: Sequence[Path], changes: Sequence[str] = ()) -> list[Named
         changes: `key=value` for every file.
 
     Raises:
-        ConfigError: A setting is wrong.
+        ConfigError: A setting is wrong, or a folder was given.
         FileNotFoundError: A file is missing.
     """
+    for path in configs:
+        if path.is_dir():
+            raise ConfigError(f"{path}: is a folder; name the YAML files in it: {path / '*.yaml'}")
     return [run for path in configs for run in load_experiments(path, changes)]
 
 

@@ -55,6 +55,13 @@ def folders_of(configs: Sequence[Path], results_dir: Path) -> list[Path]:
     return [RunFolder(results_dir, run).path for run in load_all(configs)]
 
 
+def others_beside(folders: Sequence[Path]) -> list[Path]:
+    """Folders of finished runs of the same experiments, made with other settings."""
+    groups = dict.fromkeys(folder.parent for folder in folders)
+    found = [path.parent for group in groups for path in sorted(group.glob(f"*/{METRICS}"))]
+    return [folder for folder in found if folder not in folders]
+
+
 def read_runs(folders: Iterable[Path]) -> list[Run]:
     """The runs that are finished, in this order.
 
@@ -68,12 +75,29 @@ def _read(folder: Path) -> Run:
     try:
         config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
         env = json.loads((folder / "env.json").read_text(encoding="utf-8"))
-        metrics = json.loads((folder / METRICS).read_text(encoding="utf-8"))
+        metrics = json.loads((folder / METRICS).read_text(encoding="utf-8"), object_hook=_without_points)
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(
             f"{folder}: not a whole run; measure it again with --force, or delete it ({error})"
         ) from error
     return Run(folder.parent.name, folder, config, env, metrics)
+
+
+def _without_points(figures: dict[str, Any]) -> dict[str, Any]:
+    """Figures with None for intervals of no width: a bootstrap that saw no event, or one cluster, knows no bounds."""
+    return {
+        name: None if name.endswith("_ci") and value is not None and value[0] == value[1] else value
+        for name, value in figures.items()
+    }
+
+
+def unfinished(folders: Iterable[Path]) -> dict[str, list[str]]:
+    """What was asked for and is not there: names of runs, without their hash, by experiment."""
+    found: dict[str, list[str]] = {}
+    for folder in folders:
+        if not (folder / METRICS).is_file():
+            found.setdefault(folder.parent.name, []).append(folder.name.rpartition("-")[0])
+    return found
 
 
 def groups(runs: Sequence[Run]) -> Iterator[tuple[str, list[Run]]]:

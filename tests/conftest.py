@@ -11,6 +11,7 @@ import faiss
 import pytest
 import torch
 
+from experiments import hub
 from tests.tiny_data import save_base, write_data
 
 # Tiny models gain nothing from threads, and on a busy machine they wait for each other.
@@ -21,6 +22,11 @@ faiss.omp_set_num_threads(1)
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _asks_the_hub_anew() -> None:
+    hub.FAILED.clear()
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from experiments.hub import asking, cause, quiet
 from llmcache import ConfigError
 from llmcache.adapters import locate
 
@@ -99,10 +100,13 @@ def _configure(name: str) -> Any:
 def _explained(name: str) -> Iterator[None]:
     """Within: what transformers cannot load is a `ConfigError`."""
     try:
-        yield
+        with quiet() if Path(name).is_dir() else asking(name):
+            yield
     except (OSError, ValueError) as error:
         known = ", ".join(ARCHITECTURES)
-        raise ConfigError(f"model: {name} is none of {known}, nor a folder of such a model: {error}") from error
+        raise ConfigError(
+            f"model: {name} is none of {known}, nor a model that can be loaded ({cause(error)})"
+        ) from error
 
 
 def check_target(device: str, dtype: str) -> None:

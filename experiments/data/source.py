@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from experiments.hub import asking, cause
 from llmcache.errors import ConfigError
 
 _T = TypeVar("_T")
@@ -31,10 +32,11 @@ def from_hub(name: str, config: str | None, split: str) -> list[tuple[str, Mappi
             f"data: {name} comes from the hub, which needs a package: pip install 'llmcache[exp]'"
         ) from None
     try:
-        rows = datasets.load_dataset(name, config, split=split)
+        with asking(name):
+            rows = datasets.load_dataset(name, config, split=split)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"data: {name} could not be loaded from the hub ({' '.join(str(error).split())}); "
+            f"data: {name} could not be loaded from the hub ({cause(error)}); "
             "give a folder that holds its files with --data-dir or LLMCACHE_DATA"
         ) from error
     return [(f"{name}, {split}, row {number}", row) for number, row in enumerate(rows)]

@@ -34,6 +34,10 @@ KEPT = {
 OF_TOKENS = tuple(kept for kept, settings in KEPT.items() if settings["payload"] == "sequence")
 
 
+#: What a table on the screen has of each row; the files have all.
+SHOWN = ("model", "head", "kept", "batch_size", "dtype", "nocache_ms", "miss_ms", "hit_ms", "hit_speedup")
+
+
 class Latency(Experiment):
     """Settings of the measure.
 
@@ -117,10 +121,9 @@ def run(experiment: Latency, folders: Folders) -> Outcome:
         for model in experiment.generate
         for dtype in experiment.dtypes
     ]
-    shown = [{name: value for name, value in row.items() if not isinstance(value, dict)} for row in rows]
-    return Outcome(
-        shown, {"calls": rows, "generation": generated, "summary": shown, "threads": torch.get_num_threads()}
-    )
+    flat = [{name: value for name, value in row.items() if not isinstance(value, dict)} for row in rows]
+    shown = [{name: row[name] for name in SHOWN} for row in rows]
+    return Outcome(flat, {"calls": rows, "generation": generated, "summary": shown, "threads": torch.get_num_threads()})
 
 
 def _ways(experiment: Latency) -> Iterator[tuple[str, str, str]]:

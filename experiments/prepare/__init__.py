@@ -8,10 +8,11 @@ from typing import Any
 
 from experiments.environment import describe
 from experiments.files import write_whole, written_by_others
+from experiments.hub import quiet
 from experiments.lock import held
-from experiments.models import FIGURES, MINILM, Loaded, quiet
+from experiments.models import FIGURES, MINILM, Loaded
 from experiments.prepare import intent, openbookqa, squad_v2, wikitext
-from experiments.prepare.training import Order, begin, finish
+from experiments.prepare.training import Order, as_words, begin, finish
 from llmcache.errors import ConfigError
 
 #: By the name of the folder that the model goes to.
@@ -93,6 +94,9 @@ def check(recipe: str) -> None:
 def _there(folder: Path, options: Mapping[str, Any]) -> dict[str, Any]:
     """Figures of a model that was made before."""
     figures: dict[str, Any] = json.loads((folder / FIGURES).read_text(encoding="utf-8"))
-    if figures["options"] != options:
-        raise ConfigError(f"{folder}: made with {figures['options']}, not {options}; give those, or delete the folder")
+    if (theirs := figures["options"]) != options:
+        raise ConfigError(
+            f"{folder}: made with {as_words(theirs, options)}, not with {as_words(options, theirs)}; "
+            "give what it was made with, or delete the folder"
+        )
     return figures

@@ -165,12 +165,18 @@ def begin(folder: Path, options: Mapping[str, Any]) -> None:
     """
     note = folder / CHECKPOINTS / "options.json"
     if note.is_file() and (other := json.loads(note.read_text(encoding="utf-8"))) != options:
-        told = ", ".join(f"{name}={other.get(name)}" for name in options if other.get(name) != options[name])
         raise ConfigError(
-            f"{folder}: a training with {told} was interrupted here; give that again, or delete the folder"
+            f"{folder}: a training with {as_words(other, options)} was interrupted here; "
+            "give that again, or delete the folder"
         )
     note.parent.mkdir(parents=True, exist_ok=True)
     write_whole(note, json.dumps(options))
+
+
+def as_words(options: Mapping[str, Any], others: Mapping[str, Any]) -> str:
+    """Options that differ from others, as they are typed: `--limit 24, no --epochs`."""
+    differing = [name for name in options if options[name] != others.get(name)]
+    return ", ".join(f"no --{name}" if options[name] is None else f"--{name} {options[name]}" for name in differing)
 
 
 def finish(folder: Path) -> None:

@@ -11,7 +11,7 @@ from experiments.report import tables
 from experiments.report.claims import Claim, judge
 from experiments.report.markdown import number, percent, table
 from experiments.report.verdict import Judgement, Verdict
-from experiments.runs import Figures, Run, groups, read_runs
+from experiments.runs import Figures, Run, groups, read_runs, unfinished
 from llmcache.errors import ConfigError
 
 REPORT = "REPORT.md"
@@ -35,8 +35,11 @@ HOW = """\
 - *Drop*: quality of the model alone minus that with the method, on the same requests; for SQuAD v2 quality is F1.
 - Brackets: 95 %. Of shares that of Clopper and Pearson; of drops 2,000 paired bootstrap resamples of the requests, or,
   where no hit changed a score, what as many hits without a change leave open. Where requests come in clusters (a text
-  asked again and again, questions on one passage, windows made of one window) all are resamples of clusters. After
-  speed-ups: slowest and fastest round.
+  asked again and again, questions on one passage, windows made of one window) all are resamples of clusters. No
+  bracket: nothing was served, so nothing can be lost; or resamples of clusters, all alike, would feign certainty.
+  After speed-ups: slowest and fastest round.
+- *Exact hits*: share of all requests that llmcache served from their own repeat. They are fewer with a tau than
+  without: a request that another one's states served is not stored, so its repeats are served as it was.
 - *Rows served*: an OpenBookQA question has four rows, one a choice. It counts as a hit when any was served; the share
   of rows says how much was.
 - *Speed-up*: sum of the times without a cache over the sum with it, same requests, lookup, copying and storing
@@ -65,7 +68,7 @@ def write_report(results_dir: Path, folders: Sequence[Path]) -> Path:
     if not runs:
         raise ConfigError(f"{results_dir}: no results of these experiments; measure first: llmcache sweep")
     try:
-        text = "\n\n".join(_parts(runs)) + "\n"
+        text = "\n\n".join(_parts(runs, unfinished(folders))) + "\n"
     except (KeyError, TypeError) as error:
         raise ConfigError(
             f"{results_dir}: written by another version ({error!r}); measure again with --force"
@@ -75,7 +78,7 @@ def write_report(results_dir: Path, folders: Sequence[Path]) -> Path:
     return path
 
 
-def _parts(runs: Sequence[Run]) -> Iterator[str]:
+def _parts(runs: Sequence[Run], missing: Mapping[str, Sequence[str]]) -> Iterator[str]:
     yield "# What was measured, and what holds"
     yield (
         "Written by `llmcache report` from the files in this folder. The claims are those of *LLMCache: Layer-Wise "
@@ -83,7 +86,7 @@ def _parts(runs: Sequence[Run]) -> Iterator[str]:
         "verdicts are in [docs/claims.md](../docs/claims.md)."
     )
     by_group = dict(groups(runs))
-    judged = judge(by_group)
+    judged = judge(by_group, missing)
     yield "## Verdicts"
     yield table(
         ("claim of the paper", "verdict", "shown by"),
@@ -103,9 +106,7 @@ def _parts(runs: Sequence[Run]) -> Iterator[str]:
 
 
 def _verdict(judgement: Judgement) -> str:
-    if judgement.verdict is Verdict.HOLDS_UNDER:
-        return f"**{judgement.verdict}** {judgement.condition}"
-    return f"**{judgement.verdict}**"
+    return f"**{judgement.verdict}** {judgement.condition}".rstrip()
 
 
 def _paragraph(number: int, claim: Claim, judgement: Judgement) -> str:

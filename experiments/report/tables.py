@@ -3,21 +3,14 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from experiments import paper
-from experiments.frontier import Curve, at_tau, best, curves
+from experiments.frontier import Curve, best, curves, of_curve
 from experiments.plots import CURVES, LAYERS
-from experiments.report.markdown import number, percent, points, ratio, share, size, speed, table
+from experiments.report.calls import latency
+from experiments.report.claims.harmless import PAPERS_CURVE, harmless_tau
+from experiments.report.markdown import number, percent, points, share, size, speed, table
 from experiments.runs import Figures, Run, at, by_size, label_of, varied
 
-CALL_HEADINGS = (
-    *("model", "head", "entries keep", "rows", "dtype"),
-    *("no cache, ms", "miss", "hit", "exact hit", "no layers"),
-    *("no cache / hit", "miss / no cache", "model", "entry", "cache", "paper, ms"),
-)
-GENERATION_HEADINGS = (
-    *("generation", "prompt", "new tokens"),
-    *("no cache, ms", "K/V cache", "llmcache, new prompt", "known prompt", "new / K/V", "known / K/V", "n"),
-)
+LOSSES = ("accuracy_drop", "changed_answers")
 COSTS = ("drop, points", "changed answers", "of hits")
 LIKENESS = ("states alike, nearest by embedding", "nearest by what enters the layer", "median cosine")
 SHOWN_TAUS = (None, 0.7, 0.8, 0.82, 0.85, 0.88, 0.9, 0.94, 0.98)
@@ -28,61 +21,6 @@ def of_runs(runs: Sequence[Run]) -> str:
     return "\n\n".join(TABLES[runs[0].measure](runs))
 
 
-def _latency(runs: Sequence[Run]) -> Iterator[str]:
-    calls = [row for run in runs for row in run.metrics["calls"]]
-    yield table(CALL_HEADINGS, map(_call, calls))
-    n = {row["detail"]["nocache_ms"]["n"] for row in calls}
-    yield (
-        f"Medians of {_numbers(n)} calls of each kind, interleaved in one process; the bank is full, so a miss also "
-        f"evicts; {_numbers({row['entries'] for row in calls})} entries. `as the paper` searches the bank of every "
-        "layer, `all tokens` keeps the same and searches once, `pooled` keeps what the head reads of the last layer. "
-        "`no layers` is the same model without any: nothing can be faster."
-    )
-    if made := [row for run in runs for row in run.metrics["generation"]]:
-        yield table(GENERATION_HEADINGS, map(_generation, made))
-        yield (
-            "Medians of whole generations. The ratios to K/V caching are taken within each round: median, 5th and 95th "
-            "percentile. A prompt is known when it was asked before."
-        )
-
-
-def _call(row: Figures) -> tuple[Any, ...]:
-    times = ("nocache_ms", "miss_ms", "hit_ms", "exact_hit_ms", "floor_ms")
-    return (
-        f"{row['model']} ({_weights(row)})",
-        row["head"],
-        row["kept"],
-        row["batch_size"],
-        row["dtype"],
-        *(number(row[key], 2) for key in times),
-        number(row["hit_speedup"]),
-        number(row["miss_ratio"], 3),
-        f"{row['model_mb']:.0f} MB",
-        f"{row['entry_kb']:,.1f} kB",
-        f"{row['cache_mb']:,.1f} MB",
-        " to ".join(map(str, paper.MS.get((row["model"], row["head"]), ()))),
-    )
-
-
-def _generation(row: Figures) -> tuple[Any, ...]:
-    return (
-        f"{row['model']} ({_weights(row)})",
-        row["prompt_tokens"],
-        row["new_tokens"],
-        *(number(row[f"{kind}_ms"]["median"]) for kind in ("nocache", "kv_cache", "miss", "exact_hit")),
-        *(ratio(row["ratios"][f"{kind}/kv_cache"]) for kind in ("miss", "exact_hit")),
-        row["nocache_ms"]["n"],
-    )
-
-
-def _weights(row: Figures) -> str:
-    return "random weights" if row["weights"] == "random" else "trained"
-
-
-def _numbers(values: set[int]) -> str:
-    return " or ".join(f"{value:,}" for value in sorted(values))
-
-
 def _serve(runs: Sequence[Run]) -> Iterator[str]:
     for run in runs:
         metrics = run.metrics
@@ -91,7 +29,7 @@ def _serve(runs: Sequence[Run]) -> Iterator[str]:
             (
                 "method",
                 "hit rate",
-                "of it exact",
+                "exact hits",
                 "rows served",
                 metrics["metric"],
                 *COSTS,
@@ -109,7 +47,7 @@ def _method(label: str, figures: Figures) -> tuple[Any, ...]:
     return (
         label,
         share(figures["hit_rate"], figures["hit_rate_ci"]),
-        percent(figures["hits_by_rung"].get("exact", 0.0)),
+        percent(figures["hits_by_rung"].get("exact", 0.0)) if figures["method"] == "llmcache" else "",
         percent(figures["rows_served"]),
         percent(figures["accuracy"]),
         points(figures["accuracy_drop"], figures["accuracy_drop_ci"]),
@@ -145,11 +83,9 @@ def _sweep(runs: Sequence[Run]) -> Iterator[str]:
     for run in runs:
         yield f"**{run.task}**, {run.metrics['n']:,} requests{_sample(run)}"
         yield f"![Precision and hit rate of {run.task}]({run.group}/{run.path.name}/{CURVES})"
-        first = curves(run.metrics["points"])[0]
-        shown = [point for tau in SHOWN_TAUS if (point := at_tau(run.metrics["points"], first, tau))]
         yield table(
             ("tau", "hit rate", "rows served", run.metrics["metric"], "drop, points", "changed answers", "precision"),
-            [_point(point) for point in shown],
+            [_point(point) for point in _shown(run)],
         )
         if run.metrics["live"]:
             yield table(
@@ -168,8 +104,16 @@ def _sweep(runs: Sequence[Run]) -> Iterator[str]:
             )
 
 
+def _shown(run: Run) -> list[Figures]:
+    """Points of the first curve: some, and those that are best in hindsight."""
+    points, first = run.metrics["points"], curves(run.metrics["points"])[0]
+    told = [best(points, first, loss) for loss in LOSSES] + [harmless_tau(run) if first == PAPERS_CURVE else None]
+    taus = {*SHOWN_TAUS, *(point["tau"] for point in told if point is not None)}
+    return [point for point in of_curve(points, first) if point["tau"] in taus]
+
+
 def _frontier(run: Run, curve: Curve) -> tuple[Any, ...]:
-    found = [best(run.metrics["points"], curve, loss) for loss in ("accuracy_drop", "changed_answers")]
+    found = [best(run.metrics["points"], curve, loss) for loss in LOSSES]
     cells = [cell for point in found for cell in (("", "") if point is None else _hits_and_tau(point))]
     return (run.task, " ".join(name for name in curve if name), *cells, f"{run.metrics['n']:,}")
 
@@ -285,7 +229,7 @@ def _sample(run: Run) -> str:
 
 
 TABLES: Mapping[str, Callable[[Sequence[Run]], Iterator[str]]] = {
-    "latency": _latency,
+    "latency": latency,
     "serve": _serve,
     "sweep": _sweep,
     "layers": _layers,

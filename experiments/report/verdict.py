@@ -16,6 +16,7 @@ class Verdict(StrEnum):
     HOLDS = "holds"
     HOLDS_UNDER = "holds under"
     DOES_NOT_HOLD = "does not hold"
+    INCOMPLETE = "incomplete"
     NOT_MEASURED = "not measured"
 
 
@@ -25,7 +26,7 @@ class Judgement:
 
     Attributes:
         verdict: Of the claim as it is written.
-        condition: Under which it holds, with `HOLDS_UNDER`.
+        condition: Under which it holds, with `HOLDS_UNDER`; else what has to be said with the verdict.
         measured: The figures that decide.
         why: What explains them.
     """

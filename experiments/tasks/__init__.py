@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from experiments.folders import Folders
-from experiments.models import UNTRAINED, prepared_figures
+from experiments.models import UNTRAINED, find, prepared_figures
 from experiments.section import Section, choose
 from experiments.tasks import openbookqa, squad_v2, stream, wikitext
 from experiments.workload import Workload
@@ -52,6 +52,8 @@ def build(settings: Any, folders: Folders, seed: int) -> Workload:
         ConfigError: They do not fit the settings, or each other.
         FileNotFoundError: A file is missing.
     """
+    if settings.model != UNTRAINED:
+        find(settings.model, folders.models)  # what was not prepared is told before data is fetched
     workload = TASKS[settings.name].build(settings, folders, seed)
     if settings.model == UNTRAINED:
         workload.facts["weights"] = "random"

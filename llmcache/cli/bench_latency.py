@@ -1,5 +1,6 @@
 """`llmcache bench latency`: what each kind of call costs."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -7,6 +8,7 @@ import typer
 
 from llmcache.cli.options import ModelsDir
 from llmcache.cli.output import check_writable, write_json
+from llmcache.cli.table import show_table
 
 
 def command(
@@ -47,28 +49,29 @@ def command(
 
 
 def _print(figures: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     weights = "random weights" if figures["weights"] == "random" else f"weights of {figures['weights']}"
-    table = Table(
-        title=f"{figures['model']} ({weights}), {figures['dtype']} on {figures['device']}, "
-        f"{figures['threads']} threads, batch {figures['batch_size']}, {figures['seq_len']} tokens, "
-        f"{figures['entries']} entries of {figures['entry_bytes']} bytes"
+    title = (
+        f"{figures['model']} ({weights}), {figures['dtype']} on {figures['device']}, {figures['threads']} threads, "
+        f"batch {figures['batch_size']}, {figures['seq_len']} tokens, "
+        f"{figures['entries']:,} entries of {figures['entry_bytes']:,} bytes"
     )
-    for column in ("call", "median ms", "p90 ms", "p99 ms", "n", "ratio to no cache (p5 to p95)"):
-        table.add_column(column, justify="left" if column == "call" else "right")
-    for key, times in figures.items():
-        if key.endswith("_ms"):
-            kind = key.removesuffix("_ms")
-            ratio = figures["ratios"].get(f"{kind}/nocache")
-            shown = f"{ratio['median']:.4f} ({ratio['p5']:.4f} to {ratio['p95']:.4f})" if ratio else ""
-            cells = ("" if times[which] is None else f"{times[which]:.3f}" for which in ("median", "p90", "p99"))
-            table.add_row(kind, *cells, str(times["n"]), shown)
-    Console().print(table)
+    times = {key.removesuffix("_ms"): times for key, times in figures.items() if key.endswith("_ms")}
+    show_table(title, [_row(kind, times[kind], figures["ratios"].get(f"{kind}/nocache")) for kind in times])
     is_equal = "equal" if figures["exact_hit_is_equal"] else "not equal"
     typer.echo(f"an exact hit is {is_equal} to the stored run, bit for bit")
     if figures["n_overlooked"]:
         typer.echo(f"{figures['n_overlooked']} calls were drawn again: the index had overlooked a neighbour")
     if figures["nocache_ms"]["p90"] is None:
         typer.echo(f"{figures['nocache_ms']['n']} calls of each kind: too few for p90 and p99")
+
+
+def _row(kind: str, times: Mapping[str, Any], ratio: Mapping[str, float] | None) -> Mapping[str, Any]:
+    """What the table says of one kind of call."""
+    return {
+        "call": kind,
+        **{
+            f"{which} ms": None if times[which] is None else f"{times[which]:.3f}" for which in ("median", "p90", "p99")
+        },
+        "n": times["n"],
+        "ratio to no cache (p5 to p95)": ratio and f"{ratio['median']:.4f} ({ratio['p5']:.4f} to {ratio['p95']:.4f})",
+    }

@@ -1,13 +1,44 @@
-"""Where commands write their figures."""
+"""Where commands write, and what they say of work that could not be done or was interrupted."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import typer
 
 from llmcache.errors import ConfigError
+
+INTERRUPTED: Final = 130  # exit status of a shell's command that Ctrl-C ended: 128 + SIGINT
+
+
+@contextmanager
+def interruptible(told: str) -> Iterator[None]:
+    """Within: Ctrl-C ends the command with one line that says what becomes of its work: `told`.
+
+    Raises:
+        typer.Exit: It was pressed.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo(f"llmcache: {told}", err=True)
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def make_results_folder(path: Path) -> None:
+    """Make the folder of all results, if it is not there, before a long run that writes into it.
+
+    Raises:
+        ConfigError: There can be no such folder.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"--results-dir {path}: cannot be made a folder ({error.strerror}); give one that can be written"
+        ) from error
 
 
 def check_writable(path: Path | None) -> None:
@@ -21,7 +52,14 @@ def check_writable(path: Path | None) -> None:
 
 
 def write_json(path: Path | None, figures: Mapping[str, Any]) -> None:
-    """Write figures, if a path was given, and say where."""
+    """Write figures, if a path was given, and say where.
+
+    Raises:
+        OSError: They could not be written; names the path.
+    """
+    from experiments.files import naming
+
     if path is not None:
-        path.write_text(json.dumps(figures, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        with naming(path):
+            path.write_text(json.dumps(figures, indent=2, allow_nan=False) + "\n", encoding="utf-8")
         typer.echo(f"written to {path}")

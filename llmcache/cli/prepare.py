@@ -7,8 +7,8 @@ from typing import Annotated, Any
 import typer
 
 from llmcache.cli.options import DATA_VARIABLE, MODELS_VARIABLE
-
-INTERRUPTED = 130  # exit status of a shell's command that Ctrl-C ended: 128 + SIGINT
+from llmcache.cli.output import interruptible
+from llmcache.cli.table import show_table
 
 
 def command(
@@ -28,49 +28,26 @@ def command(
 
     A training that was interrupted goes on from its last checkpoint.
     """
-    from rich.console import Console
-
     from experiments.prepare import RECIPES, check, prepare
 
     chosen = list(RECIPES) if recipes == ["all"] else recipes
     for recipe in chosen:
         check(recipe)
-    console = Console()
     for recipe in chosen:
-        try:
+        with interruptible(
+            f"{recipe}: interrupted; the same command goes on from the last checkpoint, if there is one"
+        ):
             figures, is_new = prepare(recipe, models_dir, data_dir, base=base, seed=seed, limit=limit, epochs=epochs)
-        except KeyboardInterrupt:
-            told = "interrupted; the same command goes on from the last checkpoint, if there is one"
-            typer.echo(f"llmcache: {recipe}: {told}", err=True)
-            raise typer.Exit(INTERRUPTED) from None
-        console.print(_table(recipe, figures))
+        shown = {name: value for name, value in figures.items() if name not in ("recipe", "options", "environment")}
+        show_table(recipe, [{"figure": name, "value": value} for name, value in _flatten(shown)], n_names=2)
         typer.echo(f"{'trained' if is_new else 'there already'}: {models_dir / recipe}")
 
 
-def _table(recipe: str, figures: Mapping[str, Any]) -> Any:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, padding=0, collapse_padding=True)
-    table.add_column(recipe, overflow="fold")
-    table.add_column("", justify="right", overflow="fold")
-    shown = {name: value for name, value in figures.items() if name not in ("recipe", "options", "environment")}
-    for row in _rows(shown):
-        table.add_row(*row)
-    return table
-
-
-def _rows(figures: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def _flatten(figures: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Name and value of each figure, those of inner mappings with the outer name before theirs."""
     for name, value in figures.items():
         label = prefix + name.replace("_", " ")
         if isinstance(value, Mapping):
-            yield from _rows(value, f"{label}: ")
+            yield from _flatten(value, f"{label}: ")
         else:
-            yield label, _cell(value)
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, list):
-        return ", ".join(map(str, value))
-    return {int: "{:,}", float: "{:,.4g}", type(None): ""}.get(type(value), "{}").format(value)
+            yield label, value

@@ -3,6 +3,7 @@
 import typer
 
 from llmcache.cli.options import RESULTS, Configs, ResultsDir, all_configs
+from llmcache.errors import ConfigError
 
 
 def command(configs: Configs = None, results_dir: ResultsDir = RESULTS) -> None:
@@ -12,8 +13,13 @@ def command(configs: Configs = None, results_dir: ResultsDir = RESULTS) -> None:
     """
     from experiments.plots import draw_all
     from experiments.report import write_report
-    from experiments.runs import folders_of
+    from experiments.runs import folders_of, others_beside, read_runs
 
     folders = folders_of(configs or all_configs(), results_dir)
+    if not read_runs(folders) and (others := others_beside(folders)):
+        raise ConfigError(
+            f"{results_dir}: no results with the settings of these files, but {len(others)} with others "
+            f"(of --set, or of the files before a change), {others[0].name} for instance; measure first: llmcache sweep"
+        )
     path = write_report(results_dir, folders)
     typer.echo(f"{path} and {len(draw_all(folders))} pictures")

@@ -1,5 +1,6 @@
 """`llmcache run`: run experiments from their YAML files."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -7,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from llmcache.cli.options import RESULTS, DataDir, ModelsDir, ResultsDir
+from llmcache.cli.output import make_results_folder
+from llmcache.cli.table import show_table
 
 if TYPE_CHECKING:
     from experiments.runner import Finished
-
-_NAME_WIDTH = 17  # of the first column, which is what gives way; the others then fit into 80
 
 
 def command(
@@ -29,35 +30,28 @@ def command(
     force: Annotated[bool, typer.Option("--force", help="Measure again what was measured before.")] = False,
 ) -> None:
     """Run experiments and keep settings, surroundings, rows and figures of each in a folder of its own."""
-    from rich.console import Console
-
     from experiments.folders import Folders
     from experiments.runner import load_all, run_one
 
-    console = Console()
-    for run in load_all(configs, changes or ()):
+    runs = load_all(configs, changes or ())
+    make_results_folder(results_dir)
+    for run in runs:
         done = run_one(run, results_dir, Folders(data_dir, models_dir), force)
-        console.print(_table(done))
+        _show(done)
         typer.echo(f"{'measured' if done.is_new else 'kept from before'}: {done.path}\n")
 
 
-def _table(done: "Finished") -> Any:
+def _show(done: "Finished") -> None:
     """The methods of a run, or the rows of `summary` that another measure gives."""
-    from rich import box
-    from rich.table import Table
-
-    metrics = done.metrics
-    rows = metrics["summary"] if "summary" in metrics else _method_rows(metrics)
+    metrics, n_names = done.metrics, 1
+    if "summary" in metrics:
+        rows = metrics["summary"]
+        texts = itertools.takewhile(lambda value: isinstance(value, str), rows[0].values() if rows else ())
+        n_names = max(1, len(list(texts)))
+    else:
+        rows = _method_rows(metrics)
     about = f": {metrics['n']:,} requests" if "n" in metrics else ""
-    title = f"{done.run.group} {done.run.name}{about}"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0, collapse_padding=True)
-    first, *others = rows[0] if rows else ("nothing",)
-    table.add_column(first, overflow="fold", min_width=_NAME_WIDTH)
-    for heading in others:
-        table.add_column(heading, justify="right", overflow="fold")
-    for row in rows:
-        table.add_row(*(_show(value) for value in row.values()))
-    return table
+    show_table(f"{done.run.group} {done.run.name}{about}", rows, n_names)
 
 
 def _method_rows(metrics: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
@@ -66,20 +60,13 @@ def _method_rows(metrics: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
 
 
 def _cells(figures: Mapping[str, Any], metric: str) -> Mapping[str, str]:
-    low, high = (100 * bound for bound in figures["accuracy_drop_ci"])
+    bounds = figures["accuracy_drop_ci"]
     return {
         "hits": f"{figures['hit_rate']:.1%}",
-        "speed-\nup": f"{figures['speedup']:.2f}",
-        "of all\nrounds": f"{figures['speedup_min']:.2f} … {figures['speedup_max']:.2f}",
+        "speed-up": f"{figures['speedup']:.2f}",
+        "of all rounds": f"{figures['speedup_min']:.2f}…{figures['speedup_max']:.2f}",
         metric: f"{figures['accuracy']:.1%}",
-        "drop\npoints": f"{100 * figures['accuracy_drop']:.2f}",
-        "95 % of\ndrop": f"{low:.2f} … {high:.2f}",
-        "changed\nanswers": f"{figures['changed_answers']:.2%}",
+        "drop, points": f"{100 * figures['accuracy_drop']:.2f}",
+        "95 % of drop": "" if bounds is None else f"{100 * bounds[0]:.2f}…{100 * bounds[1]:.2f}",
+        "changed answers": f"{figures['changed_answers']:.2%}",
     }
-
-
-def _show(value: Any) -> str:
-    """A figure as text; missing is empty, never 0."""
-    if value is None:
-        return ""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

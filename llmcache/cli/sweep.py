@@ -1,9 +1,18 @@
 """`llmcache sweep`: everything behind the results, resumable."""
 
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 import typer
 
 from llmcache.cli.options import RESULTS, Configs, DataDir, ModelsDir, ResultsDir, all_configs
+from llmcache.cli.output import interruptible, make_results_folder
 from llmcache.errors import LLMCacheError
+
+if TYPE_CHECKING:
+    from experiments.config import Named
+    from experiments.folders import Folders
 
 
 def command(
@@ -18,19 +27,33 @@ def command(
     is left to it. At the end the pictures are drawn.
     """
     from experiments.folders import Folders
-    from experiments.lock import InUseError
     from experiments.plots import draw_all, require_matplotlib
-    from experiments.runner import load_all, run_one
+    from experiments.runner import load_all
     from experiments.runs import folders_of
 
     require_matplotlib()
     files = configs or all_configs()
-    runs, failed = load_all(files), []
+    runs = load_all(files)
+    make_results_folder(results_dir)
+    with interruptible("interrupted; what is finished stays, and the same command goes on with the rest"):
+        failed = _run_all(runs, results_dir, Folders(data_dir, models_dir))
+    typer.echo(f"{len(draw_all(folders_of(files, results_dir)))} pictures; `llmcache report` tells what holds")
+    if failed:
+        typer.echo("\n".join([f"{len(failed)} of {len(runs)} failed:", *failed]), err=True)
+        raise typer.Exit(1)
+
+
+def _run_all(runs: Sequence["Named"], results_dir: Path, folders: "Folders") -> list[str]:
+    """Run what is not there yet; the names of what failed, and why."""
+    from experiments.lock import InUseError
+    from experiments.runner import run_one
+
+    failed = []
     for number, run in enumerate(runs, start=1):
         name = f"{run.group} {run.name}"
         typer.echo(f"[{number}/{len(runs)}] {name}")
         try:
-            done = run_one(run, results_dir, Folders(data_dir, models_dir))
+            done = run_one(run, results_dir, folders)
         except InUseError:
             typer.echo("  skipped: another process is measuring it")
         except (LLMCacheError, FileNotFoundError) as error:  # anything else, a full disk say, would stop the others too
@@ -38,7 +61,4 @@ def command(
             failed.append(f"{name}: {error}")
         else:
             typer.echo(f"  {'measured' if done.is_new else 'kept'}, {done.metrics['seconds']:.1f} s: {done.path}")
-    typer.echo(f"{len(draw_all(folders_of(files, results_dir)))} pictures; `llmcache report` tells what holds")
-    if failed:
-        typer.echo("\n".join([f"{len(failed)} of {len(runs)} failed:", *failed]), err=True)
-        raise typer.Exit(1)
+    return failed

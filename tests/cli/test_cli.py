@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 import llmcache
 from llmcache import cli
 from llmcache.cli import reference
+from llmcache.cli.output import write_json
 from llmcache.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -94,6 +95,16 @@ def test_user_errors_are_one_line(
     captured = capsys.readouterr()
     assert captured.err == f"llmcache: {line}\n"
     assert captured.out == ""
+
+
+def test_a_full_disk_is_told_with_the_file(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def command() -> None:
+        """Write where there is never room."""
+        write_json(Path("/dev/full"), {"figure": 1})
+
+    monkeypatch.setattr(cli, "app", cli.build_app({"fail": command}))
+    assert run_main("fail") == 2
+    assert capsys.readouterr().err == "llmcache: /dev/full: No space left on device\n"
 
 
 def test_other_errors_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:

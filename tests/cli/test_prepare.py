@@ -25,6 +25,7 @@ from experiments.tasks.squad_v2 import SquadV2
 from experiments.tasks.wikitext import WikiText
 from experiments.workload import Workload
 from llmcache import cli
+from llmcache.cli.output import INTERRUPTED
 from llmcache.errors import ConfigError
 
 KINDS = {"squad_v2": "span", "openbookqa": "choice", "wikitext": "token"}  # of the others: class
@@ -78,7 +79,7 @@ def test_every_recipe(recipe: str, call: Call, monkeypatch: pytest.MonkeyPatch) 
     assert call.err == ""
     *table, last = call.out.splitlines()
     assert last == f"trained: {call.models / recipe}"
-    assert table[1].strip() == recipe
+    assert table[0] == recipe
     figures = json.loads((call.models / recipe / "metrics.json").read_text())
     for path in FIGURES[recipe]:
         value = figures
@@ -199,7 +200,7 @@ def test_an_interrupted_training_goes_on(recipe: str, phase: str, call: Call, mo
     expected = call.weights(recipe)
     call.models = call.models.with_name("interrupted")
     steps = Interrupting(monkeypatch, last=3)
-    assert call(*options) == cli.prepare.INTERRUPTED
+    assert call(*options) == INTERRUPTED
     assert call.err.startswith(f"llmcache: {recipe}: interrupted; the same command goes on from the last checkpoint")
     assert call.out == ""
     checkpoints = call.models / recipe / "checkpoints" / phase
@@ -228,12 +229,14 @@ def test_seeds(call: Call) -> None:
 def test_other_options_are_no_second_half(change: str, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         Interrupting(patched, last=1)
-        assert call("minilm-openbookqa") == cli.prepare.INTERRUPTED
+        assert call("minilm-openbookqa") == INTERRUPTED
     assert call("minilm-openbookqa", change) == 2
-    assert "was interrupted here; give that again, or delete the folder" in call.err
+    theirs = {"--seed=1": "--seed 0", "--limit=25": "--limit 24", "--epochs=2": "--epochs 1.0"}[change]
+    assert f": a training with {theirs} was interrupted here; give that again, or delete the folder" in call.err
     assert call("minilm-openbookqa") == 0
     assert call("minilm-openbookqa", change) == 2
-    assert "give those, or delete the folder" in call.err
+    assert f": made with {theirs}, not with {change.replace('=', ' ')}" in call.err
+    assert "; give what it was made with, or delete the folder" in call.err
 
 
 @pytest.mark.parametrize(
@@ -242,7 +245,7 @@ def test_other_options_are_no_second_half(change: str, call: Call, monkeypatch: 
         (["no-such"], "recipe: 'no-such' is not known; known: minilm-squad_v2, "),
         (["minilm-snips", "no-such"], "recipe: 'no-such' is not known"),
         (["minilm-snips", "--epochs=0"], "epochs: must be more than 0 (got 0.0)"),
-        (["minilm-snips", "--base=/no/such"], "model: '/no/such' could not be loaded; "),
+        (["minilm-snips", "--base=/no/such"], "model: '/no/such' could not be loaded (Repo id must"),
         (["minilm-snips", "--data-dir=/no/such"], "data.path: no file /no/such/snips/train.seq.in; say where"),
         (["minilm-squad_v2", "--data-dir=/no/such"], "data: no file /no/such/squad_v2/train-subset.json; say where"),
         (["minilm-openbookqa", "--data-dir=/no/such"], "data: no file /no/such/openbookqa/train.jsonl; say where"),
@@ -359,5 +362,5 @@ def test_all_is_every_recipe(call: Call, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(recipes, "prepare", note)
     assert call("all") == 0
     assert made == list(RECIPES)
-    rows = [line.split() for line in call.out.splitlines()[3:8]]
+    rows = [line.split() for line in call.out.splitlines()[4:9]]
     assert rows == [["n", "1,234"], ["f1", "0.1235"], ["missing"], ["titles", "a,", "b"], ["test:", "x", "y", "2"]]

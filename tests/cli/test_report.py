@@ -72,6 +72,16 @@ def test_report_reads_what_every_measure_writes(results: Path) -> None:
     assert all(f"## {name}" in text for name in ("table1_latency", "table2_accuracy", "fig3_hit_rate_by_layer"))
 
 
+def test_results_of_other_settings_are_told_apart(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changed = results.parent / "changed" / "fig4_memory.yaml"
+    changed.parent.mkdir()
+    changed.write_text((results.parent / "fig4_memory.yaml").read_text() + "seed: 7\n")
+    with pytest.raises(SystemExit) as exit_info:
+        main(["report", str(changed), "--results-dir", str(results)])
+    assert exit_info.value.code == 2
+    assert "no results with the settings of these files, but 6 with others" in capsys.readouterr().err
+
+
 def test_report_without_results_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_info:
         main(["report", str(SMOKE), "--results-dir", str(tmp_path)])

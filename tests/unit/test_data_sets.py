@@ -1,6 +1,7 @@
 """The known data sets: the same rows from the hub and from a folder, and one clear line for whatever is wrong."""
 
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -163,14 +164,40 @@ def test_a_hub_that_cannot_be_reached(reader: Callable[..., Any]) -> None:
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("message", ["", "two\n\nlines"])
-def test_whatever_the_hub_says_is_one_line(message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [("", "OSError"), ("no route\n\nSee the manual", "no route"), ("Not there. Log in at hub.co!", "Not there")],
+)
+def test_of_what_the_hub_says_the_first_sentence_is_told(
+    message: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*args: object, **options: object) -> None:
         raise OSError(message)
 
     monkeypatch.setattr(datasets, "load_dataset", fail)
-    with pytest.raises(ConfigError, match=rf"the hub \({' '.join(message.split())}\); give a folder"):
+    with pytest.raises(ConfigError, match=rf"the hub \({told}\); give a folder"):
         read_squad("train", None)
+
+
+def test_the_hub_is_asked_in_silence_and_once_for_what_it_cannot_give(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = []
+
+    def fail(name: str, config: str | None, split: str) -> None:
+        asked.append(name)
+        logging.getLogger("huggingface_hub.utils").warning("Retrying in 1s [Retry 1/5].")
+        raise OSError("no route")
+
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    for split in ("train", "validation"):
+        with pytest.raises(ConfigError, match=r"the hub \(no route\); give a folder"):
+            read_squad(split, None)
+    assert asked == ["rajpurkar/squad_v2"]
+    with pytest.raises(ConfigError, match="no route"):
+        read_wikitext("train", None)
+    assert len(asked) == 2
+    assert caplog.text == ""
 
 
 def test_lines_may_end_as_on_windows_and_begin_with_a_mark(name: str, tmp_path: Path) -> None:

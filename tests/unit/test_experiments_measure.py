@@ -289,9 +289,9 @@ def trace_of(ms: Any, served: Any, evicting: Any = None, answers: Any = (), note
 
 
 def test_quality_by_hand() -> None:
-    base, answers = [0, 1, 2, 4, 4], [0, 1, 9, 8, 4]
-    hits = np.array([False, True, True, True, True])
-    figures = quality(Words([0] * 5), base, answers, hits)
+    base, answers = [0, 1, 2, 4, 4, 0, 1, 2, 4, 4], [0, 1, 9, 8, 4, 0, 1, 9, 8, 4]
+    hits = np.array([False, True, True, True, True] * 2)
+    figures = quality(Words([0] * 10), base, answers, hits)
     assert figures["accuracy_drop"] == pytest.approx(0.2)
     assert {name: value for name, value in figures.items() if not name.endswith(("_ci", "drop"))} == {
         "accuracy": 0.6,
@@ -303,7 +303,7 @@ def test_quality_by_hand() -> None:
     for name in ("accuracy", "accuracy_drop", "changed_answers"):
         low, high = figures[f"{name}_ci"]
         assert low < figures[name] < high
-    assert quality(Words([0] * 5), base, base, ~hits & False)["changed_per_hit"] is None
+    assert quality(Words([0] * 10), base, base, ~hits & False)["changed_per_hit"] is None
 
 
 def test_an_interval_by_hand() -> None:
@@ -315,14 +315,29 @@ def test_an_interval_by_hand() -> None:
     assert high == pytest.approx(0.3 + 1.96 * deviation, abs=0.003)
     alone = np.arange(len(values))
     assert interval(values, alone) == interval(values, alone, seed=0) != interval(values, alone, seed=1)
-    assert interval(np.full(5, 0.25), np.arange(5)) == [0.25, 0.25]
+
+
+def test_there_is_no_interval_without_width() -> None:
+    """Of five values all lie on one side of where they come from in 2 of 32 cases: more often than 5 %."""
+    assert interval(np.full(50, 0.25), np.arange(50)) is None
+    assert interval(np.arange(50.0), np.zeros(50, dtype=np.int64)) is None
+    assert interval(np.arange(50.0), np.arange(50) % 5) is None
+    assert interval(np.arange(50.0), np.arange(50) % 6) is not None
+
+
+@pytest.mark.parametrize(("by", "rate", "bounds"), [("computed", 0.0, [0, 0.3085]), ("exact", 1.0, [0.6915, 1])])
+def test_clusters_that_agree_are_as_many_witnesses(by: str, rate: float, bounds: list[float]) -> None:
+    """Clopper and Pearson: none of 10 clusters, and all of them, though each was asked five times."""
+    figures = hit_rates(np.array([by] * 50), np.arange(50) % 10)
+    assert figures["hit_rate"] == rate
+    assert figures["hit_rate_ci"] == pytest.approx(bounds, abs=1e-4)
 
 
 def test_the_drop_is_paired() -> None:
     """The same requests are right before and after, so there is no doubt that nothing was lost."""
     answers = list(range(50))
     figures = quality(Words(answers), answers, answers, np.zeros(50, dtype=bool))
-    assert figures["accuracy_drop_ci"] == [0.0, 0.0]
+    assert figures["accuracy_drop_ci"] is None
     assert figures["accuracy_ci"][0] < 0.5 < figures["accuracy_ci"][1]
 
 

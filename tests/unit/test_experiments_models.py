@@ -49,9 +49,24 @@ def test_a_folder_is_loaded(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["no/such-model", "/no/such/folder", "."])
 def test_a_model_that_is_not_there(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"^model: .* could not be loaded; give 'minilm', a folder") as error:
+    with pytest.raises(ConfigError, match=r"^model: .* could not be loaded \(.*\); give 'minilm', a folder") as error:
         load(name)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("is_given", [True, False])
+def test_a_model_that_was_not_prepared(is_given: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Told at once: the hub does not know these names, and is not asked."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tf.AutoTokenizer, "from_pretrained", None)
+    folder = tmp_path / "mine" if is_given else None
+    with pytest.raises(ConfigError) as error:
+        load("minilm-squad_v2", "span", folder)
+    looked_in, there = (tmp_path / "mine",) * 2 if is_given else (tmp_path, "models")
+    assert str(error.value) == (
+        f"model: 'minilm-squad_v2' is not in {looked_in}; make it: llmcache prepare minilm-squad_v2 "
+        f"--models-dir {there}; then give --models-dir {there}"
+    )
 
 
 def test_a_bare_model_has_no_ready_head(tmp_path: Path) -> None:

@@ -1,18 +1,20 @@
 """Claims about what reuse does to answers, and about how many requests hit."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from experiments import paper
 from experiments.frontier import at_tau, of_curve
-from experiments.report.claims.harmless import PAPERS_CURVE, harmless_point, harmless_rows
-from experiments.report.markdown import percent, points
+from experiments.metrics import FEWEST, share_interval
+from experiments.report.claims.harmless import PAPERS_CURVE, harmless_rows, harmless_tau, n_hits, rule_of
+from experiments.report.markdown import percent, points, share
 from experiments.report.verdict import NOTHING, Judgement, Results, Verdict
-from experiments.runs import Run
+from experiments.runs import Figures, Run
 
 STRAIGHT = 0.95  # share of the variance that a line has to explain to be called one
+MORE, FEWER, CHANCE = "more", "fewer", "no difference beyond chance"
 
 
 def accuracy(runs: Sequence[Run], results: Results) -> Judgement:
@@ -20,12 +22,12 @@ def accuracy(runs: Sequence[Run], results: Results) -> Judgement:
     for run in runs:
         for label, figures in run.metrics["methods"].items():
             if figures["method"] == "llmcache" and "tau" in figures["options"]:
-                low, high = figures["accuracy_drop_ci"]
+                bounds = figures["accuracy_drop_ci"]
                 if figures["hit_rate"]:  # where nothing hits, nothing can be lost
-                    is_below.append(high < paper.DROP)
-                    is_above.append(low > paper.DROP)
+                    is_below.append(bounds is not None and bounds[1] < paper.DROP)
+                    is_above.append(bounds is not None and bounds[0] > paper.DROP)
                 told.append(
-                    f"{run.task} ({label}): drop {points(figures['accuracy_drop'], (low, high))} points at "
+                    f"{run.task} ({label}): drop {points(figures['accuracy_drop'], bounds)} points at "
                     f"{percent(figures['hit_rate'])} hits, {percent(figures['changed_answers'])} of the answers changed"
                 )
     if not told:
@@ -44,26 +46,39 @@ def accuracy(runs: Sequence[Run], results: Results) -> Judgement:
 
 
 def documents(runs: Sequence[Run], results: Results) -> Judgement:
-    told, is_ahead = [], []
+    told, found = [], []
     for run in runs:
-        layers, documents = (harmless_rows(run, curve) for curve in (PAPERS_CURVE, ("doccache", None)))
-        if layers or documents:  # else neither serves anything there
-            is_ahead.append(layers >= documents)
-        told.append(f"{run.task} {percent(layers)} against {percent(documents)}")
+        ours, theirs = (harmless_rows(run, curve) for curve in (PAPERS_CURVE, ("doccache", None)))
+        if ours[0] or theirs[0]:  # else neither serves anything there
+            found.append(_difference(ours[1], theirs[1]))
+            told.append(f"{run.task} {share(*ours)} against {share(*theirs)}: {found[-1]}")
     if not told:
         return NOTHING
-    measured = "rows served at a loss of half a point at most, llmcache against DocCache: " + "; ".join(told)
+    counts = ", ".join(f"{what} on {found.count(what)}" for what in (MORE, FEWER, CHANCE))
+    measured = (
+        f"rows served {rule_of(runs)}, llmcache against DocCache: {'; '.join(told)}. So {counts} of {len(found)} "
+        "streams, where intervals that overlap are taken for chance"
+    )
     why = (
         "Both compare mean embeddings and hand out another request's final states; whether they do it layer by layer "
         "changes what it costs, not what is answered. Rows of equal length only, as llmcache keeps whole sequences "
         "under heads that read tokens, mean fewer hits and fewer mistakes."
     )
-    if is_ahead and all(is_ahead):
+    n_ahead = found.count(MORE)
+    if n_ahead == len(found):
         return Judgement(Verdict.HOLDS, measured, why)
-    if any(is_ahead):
-        where = f"{sum(is_ahead)} of {len(is_ahead)} streams"
-        return Judgement(Verdict.HOLDS_UNDER, measured, why, where)
+    if n_ahead:
+        return Judgement(Verdict.HOLDS_UNDER, measured, why, f"{n_ahead} of {len(found)} streams")
     return Judgement(Verdict.DOES_NOT_HOLD, measured, why)
+
+
+def _difference(ours: Sequence[float] | None, theirs: Sequence[float] | None) -> str:
+    """Whether one share is larger than the other by more than chance, given their intervals."""
+    if ours is None or theirs is None:
+        return CHANCE
+    if ours[0] > theirs[1]:
+        return MORE
+    return FEWER if ours[1] < theirs[0] else CHANCE
 
 
 def layers(runs: Sequence[Run], results: Results) -> Judgement:
@@ -74,10 +89,10 @@ def layers(runs: Sequence[Run], results: Results) -> Judgement:
         alike = [row["alike_by_layer"] for row in layers]
         is_right.append(max(alike[:half]) >= paper.HIT_RATE and alike[-1] < max(alike[:half]))
         told.append(
-            f"{run.task}: as written {percent(written['hit_rate'])} in every layer, "
+            f"{run.task} (n = {written['n']:,}): as written {_exactly(run, written['hit_rate'])} in every layer, "
             f"{percent(written['changed_per_hit'])} of these hits with another answer; with a fingerprint a layer "
             f"{percent(layers[0]['hit_rate_per_layer'])} in the lowest and {percent(layers[-1]['hit_rate_per_layer'])} "
-            f"in the highest; states that are alike, by layer: {', '.join(map(percent, alike))}"
+            f"in the highest; states that are alike, by layer: {', '.join(_exactly(run, value) for value in alike)}"
         )
     why = (
         "One fingerprint and one tau decide for all layers at once, so the rate cannot differ between them. With a "
@@ -89,25 +104,50 @@ def layers(runs: Sequence[Run], results: Results) -> Judgement:
     return Judgement(verdict, "; ".join(told), why)
 
 
+def _exactly(run: Run, value: float) -> str:
+    """A share of the requests that were counted, with its interval where each window of text stands for itself."""
+    if run.config["task"].get("repeats") is not None:  # windows made of one window are one cluster
+        return percent(value)
+    n = run.metrics["runs"]["as_written"]["n"]
+    return share(value, share_interval(round(value * n), n))
+
+
 def memory(runs: Sequence[Run], results: Results) -> Judgement:
     plain = [run for run in runs if run.config["cache"]["compression"]["name"] == "none"]
-    by_size = sorted((run.config["cache"]["max_entries"], run.metrics["hit_rate"]) for run in plain)
-    if len(by_size) < 3:
+    if len(plain) < 3:
         return NOTHING
-    sizes, rates = (np.array(values, dtype=float) for values in zip(*by_size, strict=True))
+    plain.sort(key=_size)
+    sizes, rates = np.array([_size(run) for run in plain]), np.array([run.metrics["hit_rate"] for run in plain])
     straightness, gains = explained_by_line(np.log2(sizes), rates), np.diff(rates)
-    steps = ", ".join(f"{size:.0f} entries {percent(rate)}" for size, rate in by_size)
+    steps = ", ".join(f"{size} entries {percent(rate)}" for size, rate in zip(sizes, rates, strict=True))
     measured = (
-        f"{steps}; a line in the logarithm of the size explains {percent(straightness)} of the variance; gains a "
-        f"doubling between {points(gains.min())} and {points(gains.max())} points"
+        f"{steps}; a line in the logarithm of the size explains {percent(straightness)} of the variance of these "
+        f"{len(plain)} rates; gains a doubling between {points(gains.min())} and {points(gains.max())} points"
     )
     why = (
         "With requests as frequent as one over a power of their rank, twice the entries cover a share of traffic that "
         "changes slowly with size; once everything that repeats is held, more entries gain nothing."
     )
-    holds = straightness >= STRAIGHT and rates[-1] > rates[0]
-    verdict = Verdict.HOLDS if holds else Verdict.DOES_NOT_HOLD
-    return Judgement(verdict, measured, why)
+    if straightness < STRAIGHT or rates[-1] <= rates[0]:
+        return Judgement(Verdict.DOES_NOT_HOLD, measured, why)
+    if conditions := "; ".join(_limits(plain)):
+        return Judgement(Verdict.HOLDS_UNDER, measured, why, conditions)
+    return Judgement(Verdict.HOLDS, measured, why)
+
+
+def _limits(runs: Sequence[Run]) -> Iterator[str]:
+    """What keeps hit rates by size from speaking for all traffic and all sizes."""
+    traffic = runs[0].config["task"].get("traffic")
+    if traffic is not None:
+        yield f"one stream of {runs[0].metrics['n']:,} requests, drawn with a popularity skew of {traffic['skew']}"
+    for run in runs:
+        if not run.metrics["evicted"] and not run.metrics["expelled"]:
+            yield f"{_size(run):,} entries are more than it fills: {run.metrics['entries']:,} stored, none evicted"
+
+
+def _size(run: Run) -> int:
+    size: int = run.config["cache"]["max_entries"]
+    return size
 
 
 def explained_by_line(x: Any, y: Any) -> float:
@@ -118,32 +158,50 @@ def explained_by_line(x: Any, y: Any) -> float:
 
 
 def taus(runs: Sequence[Run], results: Results) -> Judgement:
-    told, is_inside = [], []
+    told, inside, judged = list[str](), list[str](), list[Run]()
     low, high = paper.TAUS
     for run in runs:
-        found, worst = harmless_point(run, PAPERS_CURVE), at_tau(run.metrics["points"], PAPERS_CURVE, low)
-        if found is None or worst is None:
+        worst = at_tau(run.metrics["points"], PAPERS_CURVE, low)
+        if worst is None:
             continue
-        equal = [
-            point["tau"]
-            for point in of_curve(run.metrics["points"], PAPERS_CURVE)
-            if point["hit_rate"] == found["hit_rate"]
-        ]
-        is_inside.append(None not in equal and any(low <= tau <= high for tau in equal))
-        chosen = "no threshold, exact repeats only" if None in equal else f"tau {equal[0]}"
+        judged.append(run)
+        found = harmless_tau(run)
+        equal = [] if found is None else _taus_with_as_many_hits(run, found)
+        if None not in equal and any(tau is not None and low <= tau <= high for tau in equal):
+            inside.append(run.task)
         told.append(
-            f"{run.task}: {chosen} ({percent(found['hit_rate'])} hits); at {low} a drop of "
-            f"{points(worst['accuracy_drop'])} points"
+            f"{run.task} (n = {run.metrics['n']:,}): {_chosen(run, found, equal)}; at {low} a drop of "
+            f"{points(worst['accuracy_drop'], worst['accuracy_drop_ci'])} points"
         )
     if not told:
         return NOTHING
-    measured = "the threshold with most hits at a loss of half a point at most, in hindsight: " + "; ".join(told)
+    measured = (
+        f"the threshold with most hits {rule_of(judged)}, of those with {FEWEST} hits or more, not all wrong, in "
+        f"hindsight: {'; '.join(told)}"
+    )
     why = (
         "Similarity of mean embeddings has another scale for every model and length of request: long texts of any "
         "content are more alike than short ones. No one interval can fit all."
     )
-    if all(is_inside):
+    if len(inside) == len(told):
         return Judgement(Verdict.HOLDS, measured, why)
-    if any(is_inside):
-        return Judgement(Verdict.HOLDS_UNDER, measured, why, f"{sum(is_inside)} of {len(is_inside)} streams")
+    if inside:
+        return Judgement(
+            Verdict.HOLDS_UNDER, measured, why, f"{len(inside)} of {len(told)} streams ({', '.join(inside)})"
+        )
     return Judgement(Verdict.DOES_NOT_HOLD, measured, why)
+
+
+def _taus_with_as_many_hits(run: Run, found: Figures) -> list[float | None]:
+    curve = of_curve(run.metrics["points"], PAPERS_CURVE)
+    return [point["tau"] for point in curve if point["hit_rate"] == found["hit_rate"]]
+
+
+def _chosen(run: Run, found: Figures | None, equal: Sequence[float | None]) -> str:
+    if found is None:
+        return "no threshold"
+    chosen = "no threshold, exact repeats only" if None in equal else f"tau {found['tau']}"
+    return (
+        f"{chosen}, {n_hits(run, found):,} hits ({percent(found['hit_rate'])}), a drop of "
+        f"{points(found['accuracy_drop'], found['accuracy_drop_ci'])} points"
+    )

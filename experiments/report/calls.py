@@ -1,0 +1,76 @@
+"""The tables of latency: single calls, and generation."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from experiments import paper
+from experiments.report.markdown import number, ratio, table
+from experiments.runs import Figures, Run
+
+CALL_HEADINGS = (
+    *("model", "head", "entries keep", "rows", "dtype"),
+    *("no cache, ms", "miss", "hit", "exact hit", "no layers"),
+    *("no cache / hit", "miss / no cache", "model", "entry", "cache", "paper, ms"),
+)
+GENERATION_HEADINGS = (
+    *("generation", "prompt", "new tokens"),
+    *("no cache, ms", "K/V cache", "llmcache, new prompt", "known prompt", "new / K/V", "known / K/V", "n"),
+)
+
+
+def latency(runs: Sequence[Run]) -> Iterator[str]:
+    """What a call costs by what happens to it, and what a generation does."""
+    calls = [row for run in runs for row in run.metrics["calls"]]
+    yield table(CALL_HEADINGS, map(_call, calls))
+    n = {row["detail"]["nocache_ms"]["n"] for row in calls}
+    yield (
+        f"Medians of {_numbers(n)} calls of each kind, interleaved in one process; the bank is full, so a miss also "
+        f"evicts; {_numbers({row['entries'] for row in calls})} entries. `as the paper` searches the bank of every "
+        "layer, `all tokens` keeps the same and searches once, `pooled` keeps what the head reads of the last layer. "
+        "`no layers` is the same model without any: nothing can be faster. "
+        "Rows were measured minutes apart, and absolute times differ between them as the machine did: compare within a "
+        "row. `miss / no cache` is taken within each round: median, 5th and 95th percentile."
+    )
+    if made := [row for run in runs for row in run.metrics["generation"]]:
+        yield table(GENERATION_HEADINGS, map(_generation, made))
+        yield (
+            "Medians of whole generations. The ratios to K/V caching are taken within each round: median, 5th and 95th "
+            "percentile. A prompt is known when it was asked before."
+        )
+
+
+def _call(row: Figures) -> tuple[Any, ...]:
+    times = ("nocache_ms", "miss_ms", "hit_ms", "exact_hit_ms", "floor_ms")
+    return (
+        f"{row['model']} ({_weights(row)})",
+        row["head"],
+        row["kept"],
+        row["batch_size"],
+        row["dtype"],
+        *(number(row[key], 2) for key in times),
+        number(row["hit_speedup"]),
+        ratio(row["detail"]["ratios"]["miss/nocache"]),
+        f"{row['model_mb']:.0f} MB",
+        f"{row['entry_kb']:,.1f} kB",
+        f"{row['cache_mb']:,.1f} MB",
+        " to ".join(map(str, paper.MS.get((row["model"], row["head"]), ()))),
+    )
+
+
+def _generation(row: Figures) -> tuple[Any, ...]:
+    return (
+        f"{row['model']} ({_weights(row)})",
+        row["prompt_tokens"],
+        row["new_tokens"],
+        *(number(row[f"{kind}_ms"]["median"]) for kind in ("nocache", "kv_cache", "miss", "exact_hit")),
+        *(ratio(row["ratios"][f"{kind}/kv_cache"]) for kind in ("miss", "exact_hit")),
+        row["nocache_ms"]["n"],
+    )
+
+
+def _weights(row: Figures) -> str:
+    return "random weights" if row["weights"] == "random" else "trained"
+
+
+def _numbers(values: set[int]) -> str:
+    return " or ".join(f"{value:,}" for value in sorted(values))
