@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from llmcache.adapters import Adapter, register_adapter
     from llmcache.cache import LLMCache
-    from llmcache.calibration import Calibration, Metric
+    from llmcache.calibration import Calibration
+    from llmcache.claim import Metric
     from llmcache.config import CacheConfig
     from llmcache.errors import (
         BankFileError,
@@ -40,7 +41,7 @@ _HOME = {
     "ConfigError": "errors",
     "LLMCache": "cache",
     "LLMCacheError": "errors",
-    "Metric": "calibration",
+    "Metric": "claim",
     "Outcome": "outcome",
     "Stats": "stats",
     "StoreError": "errors",

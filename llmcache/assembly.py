@@ -8,17 +8,14 @@ from torch import nn
 from llmcache.adapters import Trunk, device_of, first_attention, locate, vocabulary_size
 from llmcache.answers import Reading, find_answers, read_logits
 from llmcache.bank import Bank
-from llmcache.calibration import check_size
 from llmcache.compression import CODECS, Codec
 from llmcache.config import CacheConfig
 from llmcache.context import id_dtype
 from llmcache.decide import DECISIONS, Decision, thresholds
-from llmcache.errors import CalibrationError, ConfigError, UnsafeReuseError
-from llmcache.fingerprint import FINGERPRINTS, Fingerprint, Learned
-from llmcache.fingerprint.tokens import TokenVectors
+from llmcache.errors import ConfigError, UnsafeReuseError
+from llmcache.fingerprint import FINGERPRINTS, Fingerprint
 from llmcache.gate import ContentGate
 from llmcache.heads import Head, find_head
-from llmcache.hooks import plain_forward
 from llmcache.index import INDEXES
 from llmcache.library import Library
 from llmcache.observation import Observer
@@ -30,7 +27,6 @@ from llmcache.reuse.exact import Exact
 from llmcache.reuse.paper import Paper
 from llmcache.reuse.semantic import Chooser, Fixed, Semantic
 from llmcache.stores.memory import MemoryStore
-from llmcache.trust import Claim, Trust
 from llmcache.weights import Weights
 
 
@@ -51,12 +47,12 @@ def assemble(model: nn.Module, config: CacheConfig, tokenizer: Any = None, answe
     trunk = locate(model)
     head = find_head(model, trunk.adapter.family)
     if config.tau is not None:
-        _refuse_unsafe(f"tau={config.tau}", head, config)
+        refuse_unsafe(f"tau={config.tau}", head, config)
     payload = _choose_payload(trunk, head, config)
     layers = _choose_layers(trunk, payload, config)
     codec: Codec = config.compression.build(CODECS, "compression")
     # Built in any case, so that a wrong name is told now and not at the first request that needs it.
-    fingerprint = _make_fingerprint(config)
+    fingerprint = make_fingerprint(config)
     config.index_component.build(INDEXES, "index", 8)
     searched_by = None if config.tau is None else fingerprint
     library = Library(
@@ -72,7 +68,7 @@ def assemble(model: nn.Module, config: CacheConfig, tokenizer: Any = None, answe
     if config.tau is not None and decision.reads_answers:
         observer = Observer(library, find_answers(config.answer, head, model), answer_of)
     chooser = Chooser(
-        library, decision, None if observer is None else observer.answers, _make_gate(trunk, config, tokenizer)
+        library, decision, None if observer is None else observer.answers, make_gate(trunk, config, tokenizer)
     )
     rungs = _choose_rungs(library, trunk, config, codec, chooser)
     reads_attention = searched_by is not None and searched_by.reads_attention
@@ -82,65 +78,29 @@ def assemble(model: nn.Module, config: CacheConfig, tokenizer: Any = None, answe
     return Parts(trunk, head, payload, library, rungs, searched_by, per_layer, attention, weights, observer)
 
 
-def add_trust(parts: Parts, model: nn.Module, config: CacheConfig, tokenizer: Any, answer_of: Reading) -> None:
-    """Make parts ready to be calibrated. Nothing is reused approximately until they are.
+def make_gate(trunk: Trunk, config: CacheConfig, tokenizer: Any) -> ContentGate | None:
+    """The content gate, where it is asked for.
 
     Raises:
-        ConfigError: A setting is wrong, or does not suit the model.
-        UnsafeReuseError: The head answers token by token.
+        ConfigError: It has no tokenizer, or does not know an option.
     """
-    if config.tau is not None:
-        raise ConfigError(
-            f"tau={config.tau} is your own choice of what may be reused; to have it calibrated, wrap without tau"
-        )
-    _refuse_unsafe("a calibration", parts.head, config)
-    _check_learn(config)
-    fingerprint = _make_fingerprint(config)
-    if fingerprint.reads_attention:
-        parts.attention = first_attention(parts.trunk)
-    answers = find_answers(config.answer, parts.head, model)
-    observer = Observer(parts.library, answers, answer_of)
-    decision: Decision = config.decide_component.build(DECISIONS, "decide")
-    gate = _make_gate(parts.trunk, config, tokenizer)
-    claim = Claim(config.max_drop, config.delta, sources=config.sources)
-    tokens = (
-        TokenVectors(parts.trunk, parts.payload, plain_forward(parts.trunk.module))
-        if isinstance(fingerprint, Learned)
-        else None
-    )
-    if isinstance(fingerprint, Learned) and tokens is not None:
-        fingerprint.bind(tokens.embed, tokens.think)
-    trust = Trust(parts.library, fingerprint, tokens, decision, answers, gate, parts.counters, config.learn, claim)
-    observer.learner = trust
-    parts.fingerprint, parts.observer, parts.trust = fingerprint, observer, trust
-    parts.rungs = [*parts.rungs, Semantic(parts.library, trust.chooser, trust)]
-
-
-def _check_learn(config: CacheConfig) -> None:
-    """Refuse to learn from requests that could not carry the claim, or would not be there."""
-    if config.learn is None:
-        return
-    try:
-        check_size(config.learn, config.max_drop, config.delta)
-    except CalibrationError as error:
-        raise ConfigError(f"learn={config.learn}: {error}") from error
-    if config.max_entries is not None and config.max_entries < config.learn:
-        raise ConfigError(
-            f"max_entries={config.max_entries}: some of the learn={config.learn} requests would have left before they "
-            "could serve; raise it, or lower learn"
-        )
-
-
-def _make_gate(trunk: Trunk, config: CacheConfig, tokenizer: Any) -> ContentGate | None:
     if config.gate is False:
         return None
     if tokenizer is None:
         raise ConfigError(f"gate={config.gate}: it compares words, so give wrap() the tokenizer")
     options = {} if config.gate is True else config.gate
-    return ContentGate(tokenizer, id_dtype(vocabulary_size(trunk)), **options)
+    try:
+        return ContentGate(tokenizer, id_dtype(vocabulary_size(trunk)), **options)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"gate: {options}: {error}") from error
 
 
-def _make_fingerprint(config: CacheConfig) -> Fingerprint:
+def make_fingerprint(config: CacheConfig) -> Fingerprint:
+    """The fingerprint that the settings name.
+
+    Raises:
+        ConfigError: Its options are wrong, or it could never be fitted, or does not suit the mode.
+    """
     fingerprint: Fingerprint = config.fingerprint_component.build(FINGERPRINTS, "fingerprint")
     if config.max_entries is not None and config.max_entries < fingerprint.n_fit:
         raise ConfigError(
@@ -156,7 +116,12 @@ def _make_fingerprint(config: CacheConfig) -> Fingerprint:
     return fingerprint
 
 
-def _refuse_unsafe(what: str, head: Head, config: CacheConfig) -> None:
+def refuse_unsafe(what: str, head: Head, config: CacheConfig) -> None:
+    """Refuse approximate reuse under a head whose answers it would replace by those of another input.
+
+    Raises:
+        UnsafeReuseError: It is such a head, and nobody allowed it.
+    """
     if not head.why_unsafe or config.allow_unsafe:
         return
     raise UnsafeReuseError(

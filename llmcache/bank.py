@@ -78,6 +78,12 @@ class Bank:
             self._kept[key] = self._store[key].nbytes
             self._policy.on_remove(key)
 
+    def release(self) -> None:
+        """Let all entries leave again, as if they had just been put."""
+        kept, self._kept, self._kept_bytes = self._kept, {}, 0
+        for key, nbytes in kept.items():
+            self._policy.on_put(key, nbytes)
+
     def fits(self, entry: Entry) -> bool:
         """Whether the entry could be held, if all left that may. Else it is refused: not an eviction storm."""
         has_place = self.max_entries is None or len(self._kept) < self.max_entries

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 Doubles = NDArray[np.float64]
 
 N_BETS = 24
+_LEAST_STAKE = 1e-5  # of what is watched without end: stakes may not follow the number of observations
 _PRECISION = 1e-6  # of a limit that is searched for, as a share of the range
 
 
@@ -105,7 +106,7 @@ class Rate:
 
     def lower(self, alpha: float) -> float:
         """The rate is at least this at all times, but for a chance of `alpha`."""
-        stakes = _stakes(1 / max(self.n, 1))
+        stakes = _stakes(_LEAST_STAKE)
 
         def is_possible(rate: float) -> bool:
             won = sum(n * np.log1p(-stakes * floor) for floor, n in self._seen.items())
@@ -117,7 +118,7 @@ class Rate:
 
     def upper(self, alpha: float) -> float:
         """The rate is at most this at all times, but for a chance of `alpha`."""
-        stakes = _stakes(1 / max(self.n, 1))
+        stakes = _stakes(_LEAST_STAKE)
 
         def is_refuted(rate: float) -> bool:
             won = sum(n * np.log1p(stakes * rate / (1 / floor - rate)) for floor, n in self._seen.items())

@@ -1,5 +1,6 @@
 """`LLMCache`: what a user holds. Its parts are put together in `assembly`; the order of a call is in `flow`."""
 
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -11,16 +12,17 @@ from torch import nn
 
 from llmcache.adapters import locate, special_ids
 from llmcache.answers import Reading, read_logits
-from llmcache.assembly import add_trust, assemble
-from llmcache.calibration import Calibration, Metric
+from llmcache.assembly import assemble
+from llmcache.calibration import Calibration
+from llmcache.claim import Claim, Metric
 from llmcache.config import CacheConfig
-from llmcache.errors import ConfigError
+from llmcache.errors import ConfigError, WrapError
 from llmcache.flow import Flow
-from llmcache.hooks import install, watch
-from llmcache.observation import collect, with_labels
+from llmcache.hooks import install, listen, watch
+from llmcache.learning import make_learning
+from llmcache.observation import Observer, collect, tokenised, with_labels
 from llmcache.outcome import Outcome
 from llmcache.stats import Stats
-from llmcache.trust import Claim
 from llmcache.weights import Weights
 
 
@@ -47,13 +49,19 @@ class LLMCache:
         self._tokenizer = tokenizer
         self._answer_of = answer_of
         self._parts = assemble(model, config, tokenizer, answer_of)
-        if config.learn is not None:
-            add_trust(self._parts, model, config, tokenizer, answer_of)
         self._flow = Flow(self._parts, tokenizer)
         with suppress(RuntimeError):  # weights that cannot be read yet are read at the first call that can
             self._parts.weights.digest()  # now, so that the first request does not wait for it
         self._installed = install(self._parts.trunk, self._flow, self._parts.attention)
-        self._watch_answers()
+        self._calibrating = threading.Lock()
+        try:
+            if self._parts.observer is not None:
+                self._watch(self._parts.observer)
+            if config.learn is not None:
+                self._begin_learning()
+        except BaseException:
+            self._installed.remove()
+            raise
 
     @classmethod
     def wrap(
@@ -107,8 +115,7 @@ class LLMCache:
         cache = cls(model, CacheConfig.make(manifest.config), tokenizer, answer_of)
         try:
             if manifest.calibration is not None and cache._parts.trust is None:
-                add_trust(cache._parts, model, cache.config, tokenizer, answer_of)
-                cache._watch_answers()
+                cache._begin_learning()
             persist.restore(cache._parts, manifest, folder)
         except BaseException:
             cache.unwrap()
@@ -158,14 +165,12 @@ class LLMCache:
         Raises:
             CalibrationError: The requests cannot carry the claim (it says how many can), or one could not be computed,
                 or a label is unknown, or the metric failed. Nothing is reused approximately then.
-            ConfigError: A setting is wrong, or `tau` was chosen.
+            ConfigError: A setting is wrong, or rules out a bound; what was calibrated before then stays.
             UnsafeReuseError: The head answers token by token.
+            WrapError: The cache was unwrapped.
         """
-        if self._parts.trust is None:
-            add_trust(self._parts, self.model, self.config, self._tokenizer, self._answer_of)
-            self._watch_answers()
-        trust, observer = self._parts.trust, self._parts.observer
-        assert trust is not None and observer is not None
+        if self._installed.is_empty:
+            raise WrapError("this cache was unwrapped: wrap the model again, and calibrate that cache")
         claim = Claim(
             self.config.max_drop if max_drop is None else max_drop,
             self.config.delta if delta is None else delta,
@@ -173,9 +178,14 @@ class LLMCache:
             self.config.sources if sources is None else sources,
             seed,
         )
-        trust.stop()
-        observed = collect(self._compute, observer, requests, self._tokenizer)
-        return trust.calibrate(with_labels(observed, labels, self.model), claim)
+        with self._calibrating:
+            if self._parts.trust is None:
+                self._begin_learning()
+            trust, observer = self._parts.trust, self._parts.observer
+            assert trust is not None and observer is not None
+            trust.end()
+            observed = collect(self._compute, observer, tokenised(requests, self._tokenizer, self._parts.trunk))
+            return trust.calibrate(with_labels(observed, labels, self.model), claim)
 
     @property
     def calibration(self) -> Calibration | None:
@@ -247,12 +257,20 @@ class LLMCache:
         return self._flow.last
 
     def clear(self) -> None:
-        """Forget all entries; counters and what fingerprint and codecs learned stay."""
+        """Forget all entries, and the calibration that rests on them; counters and what codecs learned stay."""
         self._parts.library.clear()
+        if self._parts.trust is not None:
+            self._parts.trust.forget()
 
     def purge(self, *, namespace: str) -> int:
-        """Forget all entries of a namespace and return how many requests they were."""
-        return self._parts.library.purge(namespace)
+        """Forget all entries of a namespace and return how many requests they were.
+
+        A calibration that rests on any of them ends, and nothing is learned from them.
+        """
+        n_requests = self._parts.library.purge(namespace)
+        if self._parts.trust is not None:
+            self._parts.trust.forget(namespace)
+        return n_requests
 
     @contextmanager
     def namespace(self, name: str) -> Iterator[Self]:
@@ -285,10 +303,17 @@ class LLMCache:
         """Call the model with tokenised inputs, which sentence-transformers takes in one argument."""
         return self(dict(inputs)) if self._parts.head.name == "sentence embedding" else self(**inputs)
 
-    def _watch_answers(self) -> None:
+    def _begin_learning(self) -> None:
+        """Make the cache ready to be calibrated: first hook what it must hear of the model, then rely on that."""
+        learning = make_learning(self._parts, self.model, self.config, self._tokenizer, self._answer_of)
+        self._watch(learning.observer)
+        if learning.attention is not None:
+            self._installed.add(listen(learning.attention, self._flow))
+        learning.add_to(self._parts)
+
+    def _watch(self, observer: Observer) -> None:
         """See what the whole model puts out, where answers are read from that."""
-        observer = self._parts.observer
-        if observer is not None and not observer.answers.reads_payload:
+        if not observer.answers.reads_payload:
             self._installed.add(watch(self.model, self._flow, self._parts.trunk).remove)
 
     def __repr__(self) -> str:

@@ -9,20 +9,19 @@ requests of A and B, and afterwards the same ones serve: a bank that grows has a
 Sizes: N requests of C, K settings.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from math import ceil, isfinite
-from typing import Any, Literal
+from math import ceil
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llmcache.bounds import draws_needed, mean_upper, share_upper
-from llmcache.errors import CalibrationError, ConfigError
+from llmcache.claim import Metric, Sources
+from llmcache.errors import CalibrationError
 
 Doubles = NDArray[np.float64]
-Bools = NDArray[np.bool_]
-Sources = Literal["frozen", "growing"]
 
 SHARES = (0.35, 0.15, 0.5)  # of A, B and C
 LEAST_SOURCES = 50  # distinct requests in A: of fewer, neither fingerprint nor decision learns anything
@@ -61,8 +60,8 @@ class Calibration:
         n_tested: Requests that the bound was measured on (C).
         sources: `frozen`: the bound holds. `growing`: later misses serve, too, and the bound is that of the start.
         weights: Digest of the weights that it was made for.
+        head: Digest of the weights outside the trunk, which make the answers.
         seconds: Time that it took, computing the requests left out.
-        speedup: What to expect, from times measured so far; None where none were.
     """
 
     chosen: Setting | None
@@ -75,8 +74,8 @@ class Calibration:
     n_tested: int
     sources: Sources
     weights: str
+    head: str
     seconds: float = 0.0
-    speedup: float | None = None
 
     @property
     def is_certified(self) -> bool:
@@ -86,35 +85,6 @@ class Calibration:
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
         return {**asdict(self), "is_certified": self.is_certified}
-
-
-@dataclass(frozen=True)
-class Metric:
-    """A quality that is bounded, so that a bound on its mean loss can be measured.
-
-    Attributes:
-        score: `(output, label) -> float`: how good an output of the model is for one request. `output` is its row (C,).
-        low: Least possible score.
-        high: Largest possible score.
-        name: What reports call it.
-    """
-
-    score: Callable[[Any, Any], float]
-    low: float = 0.0
-    high: float = 1.0
-    name: str = "score"
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot be bounded.
-
-        Raises:
-            ConfigError: The range is not finite, or empty.
-        """
-        if not (isfinite(self.low) and isfinite(self.high) and self.low < self.high):
-            raise ConfigError(
-                f"metric {self.name!r}: scores from {self.low} to {self.high}; a bound on the mean needs a finite "
-                "range: give low and high, or a metric that has them"
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,19 +116,28 @@ def split(n: int, seed: int) -> tuple[list[int], list[int], list[int]]:
     return a, b, c
 
 
-def check_size(n: int, max_drop: float, delta: float) -> None:
+def check_size(n: int, max_drop: float, delta: float, metric: Metric | str = "changed") -> None:
     """Refuse a sample that could not carry the claim however well reuse did.
 
     Raises:
         CalibrationError: It says how many requests are needed.
     """
-    c = draws_needed(max_drop, delta)
+    c = draws_needed(max_drop, delta) if isinstance(metric, str) else _draws_of(metric, max_drop, delta)
     needed = max(ceil(c / SHARES[2]), ceil(LEAST_SOURCES / SHARES[0]))
     if n < needed:
         raise CalibrationError(
             f"{n} requests cannot show a loss of at most {max_drop:g} with confidence {1 - delta:g}: at least {needed} "
             f"are needed, of which {c} measure the bound; give more, or allow a larger max_drop or delta"
         )
+
+
+def _draws_of(metric: Metric, max_drop: float, delta: float) -> int:
+    """Least number of requests, none of which loses anything, that bound a metric's mean loss: within a hundredth."""
+    span = metric.high - metric.low
+    n = draws_needed(min(max_drop / span, 0.5), delta)
+    while mean_upper(np.zeros(n), -span, span, delta) > max_drop:
+        n = ceil(1.01 * n)
+    return n
 
 
 def settings(doubt: Doubles) -> Doubles:

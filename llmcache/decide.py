@@ -135,7 +135,8 @@ class Risk:
             return chosen, np.full(len(chosen), inf, np.float32)
         odds = features @ self.weights[:-1] + self.weights[-1]
         doubt = 1 / (1 + np.exp(-odds))
-        return chosen, np.where(similarity[:, -1] > -1, doubt, inf).astype(np.float32)
+        is_known = agree[np.arange(len(chosen)), chosen, chosen] & (similarity[:, -1] > -1)
+        return chosen, np.where(is_known, doubt, inf).astype(np.float32)
 
     def fit(self, similarity: Floats, agree: Bools, is_right: Bools) -> None:
         """Learn the chance; see `Decision.fit`."""

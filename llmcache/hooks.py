@@ -145,6 +145,11 @@ class Installed:
         """Remember how to take one thing off."""
         self._removals.append(remove)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing hangs on the model any more."""
+        return not self._removals
+
     def remove(self) -> None:
         """Take everything off, last first. What cannot be taken off now is tried again at the next call.
 
@@ -186,6 +191,11 @@ def watch(model: nn.Module, listener: Listener, trunk: Trunk) -> Swap:
     return ModelSwap(model, listener)
 
 
+def listen(attention: nn.Module, listener: Listener) -> Callable[[], None]:
+    """Show what a module of the first layer puts out; returns what takes the hook off."""
+    return attention.register_forward_hook(_OutputHook(listener.attended)).remove
+
+
 def install(trunk: Trunk, listener: Listener, attention: nn.Module | None = None) -> Installed:
     """Swap the forward of the trunk and of every layer, and hook the final norm.
 
@@ -209,7 +219,7 @@ def install(trunk: Trunk, listener: Listener, attention: nn.Module | None = None
         if trunk.norm is not None:
             installed.add(trunk.norm.register_forward_hook(_OutputHook(listener.normed)).remove)
         if attention is not None:
-            installed.add(attention.register_forward_hook(_OutputHook(listener.attended)).remove)
+            installed.add(listen(attention, listener))
         installed.add(TrunkSwap(trunk.module, listener).remove)
     except BaseException:
         installed.remove()

@@ -5,7 +5,7 @@ Absent or expired is a miss, never an error. One lock guards everything; tensors
 """
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import chain
@@ -220,11 +220,17 @@ class Library:
         with self._lock:
             self._forget(key)
 
-    def search_by(self, fingerprint: Fingerprint) -> None:
-        """Compare requests by another fingerprint from now on. None of those held is found until it stands anew."""
+    def search_by(self, fingerprint: Fingerprint | None) -> None:
+        """Compare requests by another fingerprint from now on. None held is found, nor kept, until it stands anew.
+
+        Args:
+            fingerprint: Fitted, or None: nothing is searched.
+        """
         with self._lock:
             for request in self._requests.values():
-                request.places = ()
+                request.places, request.is_kept = (), False
+            for bank in self.banks.values():
+                bank.release()
             self._shelves.use(fingerprint)
 
     def should_check(self, key: str, layer: int) -> bool:
@@ -282,7 +288,7 @@ class Library:
                     request.ids,
                     request.dtype,
                     {layer: entry for layer, bank in self.banks.items() if (entry := bank.read(key))},
-                    tuple(Place(shelf.layer, shelf.length, shelf.vector(slot)) for shelf, slot in request.places),
+                    tuple(Place(shelf.layer, shelf.length, shelf.vector(slot), slot) for shelf, slot in request.places),
                     request.answer,
                     request.is_kept,
                 )
@@ -290,17 +296,23 @@ class Library:
             ]
 
     def adopt(self, record: Record) -> None:
-        """Hold a saved request as if it had been put."""
+        """Hold a saved request as if it had been put. Nothing finds it yet."""
         with self._lock:
             request = self._requests[record.key] = Request(record.scope, record.ids, record.dtype)
             for layer, entry in record.entries.items():
                 entry = self._learn(record.key, record.scope, layer, entry)
                 self.banks[layer].put(record.key, entry, partial(self._let_go, layer=layer))
-            for place in record.places:
-                self._shelves.place(record.key, request, place)
             request.answer = record.answer
             if record.is_kept:
                 self._keep(record.key, request)
+
+    def place(self, records: Iterable[Record]) -> None:
+        """Let adopted requests be found, in the order in which they came to their shelves."""
+        places = [(place, record.key) for record in records for place in record.places]
+        with self._lock:
+            for place, key in sorted(places, key=lambda one: one[0].slot):
+                if (request := self._requests.get(key)) is not None:
+                    self._shelves.place(key, request, place)
 
     def _packers_of(self, scope: Scope) -> dict[int, Packer]:
         """The packers for states of a scope, which are about to be stored."""

@@ -3,14 +3,16 @@
 Sizes: B rows, F0 features, D hidden width, S width of a signature, C logits.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from llmcache.adapters import Trunk, device_of
 from llmcache.answers import Answers, Reading
 from llmcache.arrays import Floats
 from llmcache.context import Call, Row, Scope, to_host
@@ -122,59 +124,76 @@ class Observer:
 
 
 def collect(
-    compute: Callable[[Mapping[str, Any]], Any],
-    observer: Observer,
-    requests: Iterable[Mapping[str, Any] | str],
-    tokenizer: Any,
+    compute: Callable[[Mapping[str, Any]], Any], observer: Observer, requests: Iterable[Mapping[str, Any]]
 ) -> list[Observation]:
     """Compute requests and see all of them, in order.
 
     Args:
         compute: Runs the model on tokenised inputs, in inference mode.
         observer: Sees its calls.
-        requests: Tokenised inputs, or texts.
-        tokenizer: Of the texts.
+        requests: Tokenised inputs.
 
     Raises:
         CalibrationError: One could not be computed, or could not be seen.
     """
     seen: list[Observation] = []
-    token = observer.collected.set(seen)
-    try:
-        for number, request in enumerate(requests):
-            inputs = _tokenised(request, tokenizer) if isinstance(request, str) else request
-            n_rows, n_seen = len(inputs["input_ids"]), len(seen)
-            try:
-                compute(inputs)
-            except Exception as error:
-                raise CalibrationError(f"request {number} could not be computed: {error}") from error
-            if len(seen) != n_seen + n_rows:
-                raise CalibrationError(
-                    f"request {number}: {len(seen) - n_seen} of its {n_rows} rows went through the cache; the log and "
-                    "stats().bypassed say why"
-                )
-    finally:
-        observer.collected.reset(token)
+    for number, inputs in enumerate(requests):
+        n_seen = len(seen)
+        token = observer.collected.set(seen)  # for our own calls only: making the next request may call the model, too
+        try:
+            compute(inputs)
+        except Exception as error:
+            raise CalibrationError(f"request {number} could not be computed: {error!r}") from error
+        finally:
+            observer.collected.reset(token)
+        n_rows = len(inputs["input_ids"]) if "input_ids" in inputs else 0
+        if len(seen) != n_seen + n_rows or not n_rows:
+            raise CalibrationError(
+                f"request {number}: {len(seen) - n_seen} of its {n_rows} rows went through the cache; the log and "
+                "stats().bypassed say why"
+            )
+        if not all(np.isfinite(case.target).all() for case in seen[n_seen:]):
+            raise CalibrationError(f"request {number}: the model's states are not finite: run it in a wider dtype")
     return seen
 
 
-def with_labels(observed: Sequence[Observation], labels: Sequence[Any] | None, model: Any) -> list[Observation]:
+def tokenised(requests: Any, tokenizer: Any, trunk: Trunk) -> Iterator[Mapping[str, Any]]:
+    """Inputs of the model for each request.
+
+    Args:
+        requests: Tokenised inputs, or texts.
+        tokenizer: Of the texts, which are cut to what the model takes; None if there are none.
+        trunk: Of the model.
+
+    Raises:
+        CalibrationError: It is no collection of requests, or texts come without a tokenizer.
+    """
+    if isinstance(requests, str | bytes | Mapping) or not isinstance(requests, Iterable):
+        raise CalibrationError(f"requests: give a list of tokenised inputs or of texts (got {type(requests).__name__})")
+    for number, request in enumerate(requests):
+        if isinstance(request, Mapping):
+            yield request
+        elif not isinstance(request, str):
+            raise CalibrationError(f"request {number} is a {type(request).__name__}: give tokenised inputs or a text")
+        elif tokenizer is None:
+            raise CalibrationError("texts need the tokenizer: give it to wrap(), or give tokenised inputs")
+        else:
+            longest = getattr(trunk.config, "max_position_embeddings", None)
+            made = tokenizer(request, return_tensors="pt", truncation=longest is not None, max_length=longest)
+            yield {name: tensor.to(device_of(trunk.module)) for name, tensor in made.items()}
+
+
+def with_labels(observed: Sequence[Observation], labels: Iterable[Any] | None, model: Any) -> list[Observation]:
     """The same with labels, where any are given; names become the numbers that the model's config gives them.
 
     Raises:
-        CalibrationError: There are more or fewer labels than requests, or one that the head does not know.
+        CalibrationError: There are more or fewer labels than requests.
     """
     if labels is None:
         return list(observed)
-    if len(labels) != len(observed):
-        raise CalibrationError(f"{len(labels)} labels for {len(observed)} requests: give one each")
+    told = list(labels)
+    if len(told) != len(observed):
+        raise CalibrationError(f"{len(told)} labels for {len(observed)} requests: give one each")
     numbers = getattr(getattr(model, "config", None), "label2id", None) or {}
-    known = [numbers.get(label, label) if isinstance(label, str) else label for label in labels]
+    known = [numbers.get(label, label) if isinstance(label, str) else label for label in told]
     return [replace(case, label=label) for case, label in zip(observed, known, strict=True)]
-
-
-def _tokenised(text: str, tokenizer: Any) -> Mapping[str, Any]:
-    if tokenizer is None:
-        raise CalibrationError("texts need the tokenizer: give it to wrap(), or give tokenised inputs")
-    inputs: Mapping[str, Any] = tokenizer(text, return_tensors="pt")
-    return inputs

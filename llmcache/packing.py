@@ -33,6 +33,7 @@ def pack_requests(records: list[Record], scopes: list[Scope]) -> dict[str, Tenso
         "place.request": np.array([i for i, _ in places], np.int64),
         "place.layer": np.array([-1 if p.layer is None else p.layer for _, p in places], np.int64),
         "place.length": np.array([p.length for _, p in places], np.int64),
+        "place.slot": np.array([p.slot for _, p in places], np.int64),
         "place.vector": np.stack([p.vector for _, p in places]) if places else np.zeros((0, 0), np.float32),
     }
     return arrays_to_tensors(packed)
@@ -80,10 +81,10 @@ def unpack(requests: dict[str, Tensor], states: dict[str, Tensor], scopes: list[
             for row, i in enumerate(numbers.tolist()):
                 entries[i][int(layer)] = Entry({n: stack[row] for n, stack in stacks.items()})
     places: dict[int, list[Place]] = defaultdict(list)
-    for i, layer, length, vector in zip(
-        *(arrays[f"place.{what}"] for what in ("request", "layer", "length", "vector")), strict=True
+    for i, layer, length, slot, vector in zip(
+        *(arrays[f"place.{what}"] for what in ("request", "layer", "length", "slot", "vector")), strict=True
     ):
-        places[int(i)].append(Place(None if layer < 0 else int(layer), int(length), vector))
+        places[int(i)].append(Place(None if layer < 0 else int(layer), int(length), vector, int(slot)))
     ends = np.cumsum(arrays["n_id_bytes"])
     ids = arrays["ids"].tobytes()
     for i, end in enumerate(ends):

@@ -152,7 +152,7 @@ def restore(served: Parts, manifest: Manifest, folder: str | Path) -> None:
         folder: Where the data files are.
 
     Raises:
-        BankFileError: A file is missing, cut short or changed.
+        BankFileError: A file is missing, cut short or changed, or the calibration is one of another head.
     """
     parts = {name.split("-")[0]: _read_checked(Path(folder) / name, sha) for name, sha in manifest.files.items()}
     library, weights = served.library, manifest.weights
@@ -167,10 +167,16 @@ def restore(served: Parts, manifest: Manifest, folder: str | Path) -> None:
             packer.codec.restore(
                 {name.removeprefix(prefix): t for name, t in parts["states"].items() if name.startswith(prefix)}
             )
-        for record in unpack(parts["requests"], parts["states"], scopes):
+        records = list(unpack(parts["requests"], parts["states"], scopes))
+        for record in records:
             library.adopt(record)
+        library.place(records)
     except (KeyError, IndexError, ValueError, RuntimeError) as error:
         raise BankFileError(f"{folder}: the files do not fit each other: {error!r}") from error
+    if served.trust is not None and manifest.calibration is not None and not served.trust.is_made_for(weights):
+        raise BankFileError(
+            f"{folder}: calibrated for a head with other weights; load the model that it was saved from"
+        )
 
 
 def _pack_learned(library: Library, trust: Trust | None) -> dict[str, Tensor]:

@@ -28,11 +28,19 @@ class Neighbour:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a request is found: the layer searched (None: all at once), the length kept apart (0: none), its vector."""
+    """Where a request is found.
+
+    Attributes:
+        layer: The layer that is searched; None: all at once.
+        length: The length that is kept apart; 0: none is.
+        vector: Its fingerprint (F,).
+        slot: Its number on the shelf. Searches that are not exact depend on the order in which requests came.
+    """
 
     layer: int | None
     length: int
     vector: Floats
+    slot: int = 0
 
 
 class Shelf:

@@ -124,7 +124,7 @@ class Shelves(dict[tuple[Scope, int, int | None], Shelf]):
             for shelf, slot in request.places:
                 stack.callback(self._take_down, shelf, slot)
 
-    def use(self, fingerprint: Fingerprint) -> None:
+    def use(self, fingerprint: Fingerprint | None) -> None:
         """Begin again, empty, with another fingerprint."""
         self.clear()
         self._waiting.clear()

@@ -10,46 +10,25 @@ Until a calibration has succeeded, and after one that failed, nothing is reused 
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
 from math import inf
 from time import perf_counter
-from typing import Literal
 
 import numpy as np
 
 from llmcache import calibration as cal
 from llmcache.answers import Answers
 from llmcache.arrays import Floats
-from llmcache.calibration import Calibration, Metric, Sources, Trial
+from llmcache.calibration import Calibration, Trial
+from llmcache.claim import Claim, Metric
 from llmcache.context import Scope
-from llmcache.decide import Decision
 from llmcache.errors import CalibrationError
 from llmcache.fingerprint import Fingerprint
 from llmcache.fingerprint.tokens import TokenVectors
-from llmcache.gate import ContentGate
 from llmcache.library import Library
 from llmcache.observation import Observation
 from llmcache.reuse.semantic import Chooser
 from llmcache.stats import Counters
-
-
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """What a calibration is to show.
-
-    Attributes:
-        max_drop: Largest loss, a fraction of 1.
-        delta: Chance that the loss is larger all the same.
-        metric: `changed` answers; `accuracy`, which counts right answers that became wrong; or one of the user's.
-        sources: `frozen`, or `growing`: later misses serve, too.
-        seed: Of the draw of A, B and C.
-    """
-
-    max_drop: float = 0.005
-    delta: float = 0.05
-    metric: Literal["changed", "accuracy"] | Metric = "changed"
-    sources: Sources = "frozen"
-    seed: int = 0
+from llmcache.weights import Weights
 
 
 class Trust:
@@ -60,9 +39,9 @@ class Trust:
         library: Library,
         fingerprint: Fingerprint,
         tokens: TokenVectors | None,
-        decision: Decision,
+        chooser: Chooser,
         answers: Answers,
-        gate: ContentGate | None,
+        head: Weights,
         counters: Counters,
         learn: int | None,
         claim: Claim,
@@ -73,25 +52,25 @@ class Trust:
             library: Where sources are held.
             fingerprint: Not fitted yet.
             tokens: Where it takes vectors of tokens from, or None.
-            decision: Not taught yet.
+            chooser: Not taught yet.
             answers: The kind of the model's answers.
-            gate: Compares tokens, or None.
+            head: What of the model makes the answers.
             counters: Told of failures.
             learn: Requests after which it calibrates by itself; None: when told.
             claim: What it then shows.
         """
-        self.chooser = Chooser(library, decision, answers, gate)
-        self.answers = answers
-        self.decision = decision
+        self.chooser = chooser
         self.calibration: Calibration | None = None
         self.tightened: ContextVar[float] = ContextVar("llmcache_tightened", default=inf)
+        self._answers = answers
         self._library = library
         self._fingerprint = fingerprint
         self._tokens = tokens
-        self._gate = gate
+        self._head = head
         self._counters = counters
         self._learn = learn
         self._claim = claim
+        self._namespaces: set[str] = set()  # of those who serve
         self._observed: list[Observation] = []
         self._limits: dict[int, float] = {}
         self._lock = threading.RLock()
@@ -107,24 +86,36 @@ class Trust:
         return bool(self._limits) and self.calibration is not None and self.calibration.sources == "growing"
 
     def allowed(self, scope: Scope) -> Mapping[int, float]:
-        """Largest doubt by layer: nothing for other weights than those of the calibration."""
-        if not self._limits or self.calibration is None or scope.weights != self.calibration.weights:
+        """Largest doubt by layer: nothing for other weights than those of the calibration, the head's included."""
+        if not self._limits or not self.is_made_for(scope.weights):
             return {}
         least = self.tightened.get()
         return self._limits if least == inf else {layer: min(limit, least) for layer, limit in self._limits.items()}
 
-    def stop(self) -> None:
-        """Reuse nothing approximately, and learn nothing by the way."""
+    def is_made_for(self, weights: str) -> bool:
+        """Whether there is a calibration, and it is one of this trunk and of the head as it is now."""
+        made = self.calibration
+        return made is not None and made.weights == weights and made.head == self._head.digest()
+
+    def end(self) -> None:
+        """Reuse nothing approximately any more; what served may leave."""
         with self._lock:
-            self._limits, self.calibration, self._learn = {}, None, None
-            self._observed.clear()
+            self._limits, self.calibration = {}, None
+            self._library.search_by(None)
+
+    def forget(self, namespace: str | None = None) -> None:
+        """Learn nothing from requests seen so far, of one namespace or all; a calibration that rests on them ends."""
+        with self._lock:
+            self._observed = [case for case in self._observed if namespace not in (None, case.scope.namespace)]
+            if self.calibration is not None and namespace in (None, *self._namespaces):
+                self.end()
 
     def observe(self, observations: Sequence[Observation]) -> None:
         """Take in requests that were computed; with the last one that is needed, calibrate."""
         with self._lock:
             if not self.is_learning:
                 return
-            self._observed += observations
+            self._observed += [case for case in observations if np.isfinite(case.target).all()]
             if len(self._observed) < (self._learn or 0):
                 return
             observed, self._observed = self._observed, []
@@ -135,7 +126,7 @@ class Trust:
                 self._counters.error("calibrate", error)
 
     def calibrate(self, observed: Sequence[Observation], claim: Claim) -> Calibration:
-        """Learn from requests, choose the limit and serve within it.
+        """Learn from requests, choose the limit and serve within it. What was calibrated before ends.
 
         Args:
             observed: Requests that were computed, with labels where the metric asks for them.
@@ -145,50 +136,53 @@ class Trust:
             CalibrationError: They cannot carry the claim, or the metric failed; nothing is reused approximately then.
         """
         with self._lock:
-            self._limits, self.calibration = {}, None
-            started = perf_counter()
-            a, b, c = self._divide(observed, claim)
-            self._fit(a)
-            known = {case.row.key for case in a}
-            limits = cal.settings(self._teach([case for case in b if case.row.key not in known]))
-            self._stand(b, is_kept=True)
-            trial = self._try(c, {case.row.key: case for case in (*a, *b)}, claim)
-            tested = cal.try_settings(trial, limits, claim.max_drop, claim.delta)
-            if claim.sources == "growing":
-                self._stand(c, is_kept=False)
-            calibration = Calibration(
-                chosen=cal.chosen(tested, claim.max_drop),
-                curve=tested,
-                metric=claim.metric if isinstance(claim.metric, str) else claim.metric.name,
-                max_drop=claim.max_drop,
-                delta=claim.delta,
-                n_sources=len(a) + len(b),
-                n_fitted=len(a),
-                n_tested=len(c),
-                sources=claim.sources,
-                weights=a[0].scope.weights,
-                seconds=perf_counter() - started,
-            )
-            self._serve(calibration)
-            return calibration
+            self.end()
+            try:
+                return self._calibrate(observed, claim)
+            except Exception as error:
+                self.end()
+                if isinstance(error, CalibrationError):
+                    raise
+                raise CalibrationError(f"could not learn from these requests: {error!r}") from error
 
-    def is_made_for(self, weights: str) -> bool:
-        """Whether there is a calibration, and it is one of these weights."""
-        return self.calibration is not None and self.calibration.weights == weights
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def _calibrate(self, observed: Sequence[Observation], claim: Claim) -> Calibration:
+        started = perf_counter()
+        a, b, c = self._divide(observed, claim)
+        self._fit(a)
+        known = {case.row.key: case for case in a}
+        limits = cal.settings(self._teach([case for case in b if case.row.key not in known]))
+        self._stand(b, is_kept=True)
+        trial = self._try(c, known | {case.row.key: case for case in b}, claim)
+        tested = cal.try_settings(trial, limits, claim.max_drop, claim.delta)
+        if claim.sources == "growing":
+            self._stand(c, is_kept=False)
+        calibration = Calibration(
+            chosen=cal.chosen(tested, claim.max_drop),
+            curve=tested,
+            metric=claim.name,
+            max_drop=claim.max_drop,
+            delta=claim.delta,
+            n_sources=len(known | {case.row.key: case for case in b}),
+            n_fitted=len(a),
+            n_tested=len(c),
+            sources=claim.sources,
+            weights=a[0].scope.weights,
+            head=self._head.digest(),
+            seconds=perf_counter() - started,
+        )
+        self._namespaces = {case.scope.namespace for case in (*a, *b)}
+        self._serve(calibration)
+        return calibration
 
     def state(self) -> dict[str, Floats]:
         """What was learned, but for the fingerprint, which the library has."""
-        learned = {"decision": self.decision.state(), "answers": self.answers.state()}
-        if self._gate is not None:
-            learned["gate"] = self._gate.state()
-        return {f"{part}.{name}": array for part, state in learned.items() for name, array in state.items()}
+        return self.chooser.state()
 
     def restore(self, calibration: Calibration, state: Mapping[str, Floats]) -> None:
         """Take up a calibration, and what was learned for it. The library is filled afterwards."""
-        self.decision.restore(_below("decision.", state))
-        self.answers.restore(_below("answers.", state))
-        if self._gate is not None:
-            self._gate.restore(_below("gate.", state))
+        self.chooser.restore(state)
         self._library.search_by(self._fingerprint)
         self._serve(calibration)
 
@@ -197,11 +191,9 @@ class Trust:
         if calibration.chosen is not None:
             self._limits = dict.fromkeys(self._library.layers, calibration.chosen.limit)
 
-    # -- steps ---------------------------------------------------------------------------------------------------------
-
     def _divide(self, observed: Sequence[Observation], claim: Claim) -> list[list[Observation]]:
         """Parts A, B and C of requests that can carry the claim."""
-        cal.check_size(len(observed), claim.max_drop, claim.delta)
+        cal.check_size(len(observed), claim.max_drop, claim.delta, claim.metric)
         if len(weights := {case.scope.weights for case in observed}) > 1:
             raise CalibrationError(
                 f"the requests were computed with {len(weights)} different weights: do not edit the model meanwhile"
@@ -215,17 +207,15 @@ class Trust:
         if claim.metric != "changed" and any(case.label is None for case in observed):
             raise CalibrationError(f"metric {claim.metric!r} needs a label for every request: give labels=[...]")
         if claim.metric == "accuracy":
-            _check_labels(observed)
+            _check_labels(observed, self._answers)
         return parts
 
     def _fit(self, a: Sequence[Observation]) -> None:
         """Fit the fingerprint on A, and let A be found."""
         if self._tokens is not None:
             self._tokens.frame(a[0].row, a[0].features)
-        self._fingerprint.fit([case.features for case in a], _targets(a, self.answers))
-        self.answers.learn(np.stack([case.answer for case in a]))
-        if self._gate is not None:
-            self._gate.learn(case.row.ids for case in a)
+        self._fingerprint.fit([case.features for case in a], _targets(a, self._answers))
+        self.chooser.learn(a)
         self._library.search_by(self._fingerprint)
         self._stand(a, is_kept=True)
 
@@ -267,18 +257,21 @@ class Trust:
             if case.states:
                 self._library.put(case.scope, case.row, case.states)
             self._library.sign(case.row.key, case.answer)
-            self._library.stand(case.row, vector, is_kept)
+            if not self._library.stand(case.row, vector, is_kept) and is_kept:
+                raise CalibrationError(
+                    "not all requests that are to serve are held: raise max_entries or max_bytes, or give fewer"
+                )
 
     def _vectors(self, cases: Sequence[Observation]) -> Floats:
         return np.concatenate([self._fingerprint.project(case.features[None]) for case in cases])
 
     def _is_changed(self, case: Observation, source: Observation) -> bool:
-        return not self.answers.agree(case.answer, source.answer)
+        return not self._answers.agree(case.answer, source.answer)
 
     def _goes_wrong(self, case: Observation, source: Observation) -> bool:
         """Whether the answer was right and no longer is."""
         right = np.array([case.label], np.float32)
-        return bool(self.answers.agree(case.answer, right) and not self.answers.agree(source.answer, right))
+        return bool(self._answers.agree(case.answer, right) and not self._answers.agree(source.answer, right))
 
 
 def _targets(cases: Sequence[Observation], answers: Answers) -> Floats:
@@ -291,12 +284,12 @@ def _targets(cases: Sequence[Observation], answers: Answers) -> Floats:
     return np.concatenate([kind / max(float(np.sqrt((kind**2).sum(axis=1).mean())), 1e-6) for kind in centred], axis=1)
 
 
-def _below(prefix: str, state: Mapping[str, Floats]) -> dict[str, Floats]:
-    return {name.removeprefix(prefix): array for name, array in state.items() if name.startswith(prefix)}
-
-
-def _check_labels(cases: Sequence[Observation]) -> None:
-    """Refuse labels that the head does not know."""
+def _check_labels(cases: Sequence[Observation], answers: Answers) -> None:
+    """Refuse labels that the head does not know, and answers that no label is compared with."""
+    if answers.name != "class":
+        raise CalibrationError(
+            f"metric 'accuracy' is one of classes, and this model answers with kind {answers.name!r}: give a Metric"
+        )
     known = range(len(cases[0].output))
     if strange := sorted({repr(case.label) for case in cases if case.label not in known}):
         raise CalibrationError(

@@ -101,11 +101,12 @@ class Learned:
         self._fitted = pool, learned
 
     def project(self, features: Floats) -> Floats:
-        """Fingerprints (B, F), L2 norm 1, from features (B, T)."""
+        """Fingerprints (B, F), L2 norm 1, from features (B, T); of a row without content, zeros."""
         if self._fitted is None:
             raise RuntimeError("fit() comes first")
         pool, learned = self._fitted
-        pooled = np.stack([pool(_content(row)) for row in features])
+        contents = [_content(row) for row in features]
+        pooled = np.stack([pool(ids) if len(ids) else learned["centre"] for ids in contents])
         projected: Floats = ((pooled - learned["centre"]) @ learned["map"]).astype(np.float32)
         return normalise(projected)
 

@@ -51,9 +51,9 @@ class Chooser:
             answers: Tells which answers are the same; needed by decisions that read them.
             gate: Compares the tokens, or None.
         """
+        self.answers = answers
         self._library = library
         self._decision = decision
-        self._answers = answers
         self._gate = gate
 
     def choose(self, scope: Scope, rows: Sequence[Row], vectors: Floats) -> list[Choice | None]:
@@ -61,19 +61,39 @@ class Chooser:
         found = self._library.search(scope, rows, vectors, self._decision.k)
         return [self._choose(row, near) if near else None for row, near in zip(rows, found, strict=True)]
 
+    def learn(self, cases: Sequence[Observation]) -> None:
+        """Take in what answers look like, and how rare tokens are."""
+        if self.answers is not None:
+            self.answers.learn(np.stack([case.answer for case in cases]))
+        if self._gate is not None:
+            self._gate.learn(case.row.ids for case in cases)
+
+    def state(self) -> dict[str, Floats]:
+        """What decision, answers and gate learned."""
+        parts = {"decision": self._decision, "answers": self.answers, "gate": self._gate}
+        learned = {part: learner.state() for part, learner in parts.items() if learner is not None}
+        return {f"{part}.{name}": array for part, state in learned.items() for name, array in state.items()}
+
+    def restore(self, state: Mapping[str, Floats]) -> None:
+        """Take up what they learned."""
+        for part, learner in (("decision", self._decision), ("answers", self.answers), ("gate", self._gate)):
+            if learner is not None:
+                prefix = f"{part}."
+                learner.restore({n.removeprefix(prefix): a for n, a in state.items() if n.startswith(prefix)})
+
     def teach(self, cases: Sequence[Observation], vectors: Floats) -> None:
         """Let the decision learn from requests whose answers are known, given their fingerprints (N, F)."""
         k = self._decision.k
         searches = (self._library.search(case.scope, [case.row], vectors[i : i + 1], k) for i, case in enumerate(cases))
         found = [near for (near,) in searches]
         full = [i for i, near in enumerate(found) if len(near) == k]
-        if not full or self._answers is None:
+        if not full or self.answers is None:
             return
         own = np.stack([case.answer for case in cases])
         similarity = np.array([[n.similarity for n in found[i]] for i in full], np.float32)
         agree = np.concatenate([self._agreement(found[i]) for i in full])
         told = np.stack([np.stack([n.answer for n in found[i] if n.answer is not None]) for i in full])
-        self._decision.fit(similarity, agree, self._answers.agree(told, own[full][:, None]))
+        self._decision.fit(similarity, agree, self.answers.agree(told, own[full][:, None]))
 
     def _choose(self, row: Row, near: Sequence[Neighbour]) -> Choice:
         similarity = np.full((1, self._decision.k), -1, np.float32)
@@ -88,13 +108,13 @@ class Chooser:
         """Which neighbours have the same answer, (1, k, k); one without an answer agrees with none."""
         k = self._decision.k
         agree = np.zeros((1, k, k), np.bool_)
-        if self._decision.reads_answers and self._answers is not None:
+        if self._decision.reads_answers and self.answers is not None:
             width = max((len(n.answer) for n in near if n.answer is not None), default=1)
             signatures = np.full((len(near), width), np.nan, np.float32)
             for signature, neighbour in zip(signatures, near, strict=True):
                 if neighbour.answer is not None:
                     signature[:] = neighbour.answer
-            agree[0, : len(near), : len(near)] = self._answers.agree(signatures[:, None], signatures[None])
+            agree[0, : len(near), : len(near)] = self.answers.agree(signatures[:, None], signatures[None])
         return agree
 
 

@@ -5,7 +5,6 @@ import pytest
 
 from llmcache.calibration import (
     SHARES,
-    Metric,
     Trial,
     check_size,
     chosen,
@@ -14,6 +13,7 @@ from llmcache.calibration import (
     split,
     try_settings,
 )
+from llmcache.claim import Metric
 from llmcache.errors import CalibrationError, ConfigError
 
 

@@ -1,16 +1,20 @@
 """Calibrated reuse in a cache: what is turned on, what it rests on, and what turns nothing on."""
 
+import threading
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from llmcache import LLMCache
-from llmcache.calibration import Metric
-from llmcache.errors import BankFileError, CalibrationError, ConfigError, UnsafeReuseError
+from llmcache.claim import Metric
+from llmcache.decide import Risk
+from llmcache.errors import BankFileError, CalibrationError, ConfigError, UnsafeReuseError, WrapError
 from tests.models import TOKEN_HEADS, build
 from tests.topics import classifier, requests
 
@@ -348,3 +352,173 @@ def test_the_gate_keeps_apart_what_the_vote_would_serve(model: nn.Module) -> Non
     assert sum(rates[True]) < sum(rates[False])
     with pytest.raises(ConfigError, match="tokenizer"), LLMCache.wrap(model, gate=True, learn=N, **LOOSE):
         pass
+
+
+# -- what could make the bound a lie -----------------------------------------------------------------------------------
+
+
+def test_another_head_ends_it(cache: LLMCache, model: nn.Module, tmp_path: Path) -> None:
+    cache.calibrate(requests(N)[0], **LOOSE)
+    cache.save(tmp_path)
+    fresh = requests(80, seed=7)[0]
+    assert "semantic" in ask(cache, fresh)[1]
+    with torch.no_grad():
+        model.classifier.bias.add_(1.0)
+    try:
+        assert "semantic" not in ask(cache, requests(80, seed=8)[0])[1]
+        cache.unwrap()
+        with pytest.raises(BankFileError, match="other weights"):
+            LLMCache.load(model, tmp_path)
+    finally:
+        with torch.no_grad():
+            model.classifier.bias.sub_(1.0)
+
+
+def test_requests_that_call_the_model_while_they_are_made_are_counted_once(cache: LLMCache) -> None:
+    def made() -> Iterator[dict[str, torch.Tensor]]:
+        for one in requests(N)[0]:
+            cache(**one)
+            yield one
+
+    found = cache.calibrate(made(), **LOOSE)
+    assert found.n_fitted + found.n_tested <= N
+
+
+def test_calibrating_in_two_threads_leaves_one_of_them(cache: LLMCache) -> None:
+    inputs = requests(N)[0]
+    found: list[Any] = []
+    threads = [threading.Thread(target=lambda: found.append(cache.calibrate(inputs, **LOOSE))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 2 and found[0].curve == found[1].curve
+    assert [rung.name for rung in cache._parts.rungs] == ["exact", "semantic"]
+    check_serves_within(cache, most=0.1)
+
+
+def test_an_unwrapped_cache_is_not_calibrated(model: nn.Module) -> None:
+    cache = LLMCache.wrap(model)
+    cache.unwrap()
+    with pytest.raises(WrapError, match="unwrapped"):
+        cache.calibrate(requests(N)[0], **LOOSE)
+    assert "forward" not in model.__dict__
+
+
+def test_the_attention_fingerprint_is_calibrated_without_learn(model: nn.Module) -> None:
+    with LLMCache.wrap(model, fingerprint="attention") as cache:
+        cache.calibrate(requests(N)[0], max_drop=0.2)
+        assert "semantic" in ask(cache, requests(60, seed=7)[0])[1]
+        assert cache.stats().errors == 0
+
+
+def test_a_row_without_content_costs_the_others_nothing(model: nn.Module) -> None:
+    with LLMCache.wrap(model, tokenizer=types.SimpleNamespace(all_special_ids=[0, 1, 2])) as cache:
+        cache.calibrate(requests(N)[0], **LOOSE)
+        one = requests(1, seed=70)[0][0]["input_ids"]
+        cache(input_ids=one)
+        mask = torch.tensor([[1] * 8, [1, 1, 0, 0, 0, 0, 0, 0]])
+        cache(input_ids=torch.cat([one, torch.tensor([[1, 2, 0, 0, 0, 0, 0, 0]])]), attention_mask=mask)
+        assert cache.last[0].rung is not None
+        assert cache.last[1].bypassed == "no_content"
+        assert cache.stats().errors == 0
+
+
+def test_calibrating_again_and_again_lets_earlier_sources_leave(model: nn.Module) -> None:
+    with LLMCache.wrap(model, max_entries=N) as cache:
+        for seed in range(3):
+            found = cache.calibrate(requests(N, seed=seed)[0], **LOOSE)
+            (shelf,) = cache._parts.library._shelves.values()
+            assert found.chosen is not None and len(shelf) == found.n_sources
+        again = requests(3, seed=50)[0]
+        ask(cache, again)
+        assert ask(cache, again)[1].count("exact") + ask(cache, again)[1].count("semantic") >= 3
+
+
+def test_sources_that_do_not_fit_are_told(model: nn.Module) -> None:
+    with LLMCache.wrap(model, max_entries=100) as cache:
+        with pytest.raises(CalibrationError, match="raise max_entries"):
+            cache.calibrate(requests(N)[0], **LOOSE)
+        nothing_is_reused(cache)
+
+
+@pytest.mark.parametrize("forget", [lambda cache: cache.clear(), lambda cache: cache.purge(namespace="default")])
+def test_forgetting_the_sources_ends_it(cache: LLMCache, forget: Any) -> None:
+    cache.calibrate(requests(N)[0], **LOOSE)
+    assert cache.purge(namespace="another") == 0 and cache.calibration is not None
+    forget(cache)
+    assert cache.calibration is None
+    nothing_is_reused(cache)
+
+
+def test_what_was_purged_is_not_learned_from(model: nn.Module) -> None:
+    with LLMCache.wrap(model, learn=N, **LOOSE) as cache:
+        with cache.namespace("tenant"):
+            ask(cache, requests(N - 10, seed=1)[0])
+        cache.purge(namespace="tenant")
+        ask(cache, requests(200, seed=2)[0])
+        assert cache.calibration is None
+        assert all(case.scope.namespace == "default" for case in cache._parts.trust._observed)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"compression": "fp16"}, {"policy": {"name": "ttl", "ttl_s": 9}}, {"policy": "divergence"}, {"exact": False}],
+)
+def test_settings_under_which_no_bound_holds_are_refused(model: nn.Module, settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        LLMCache.wrap(model, learn=N, **LOOSE, **settings)
+    assert "forward" not in model.__dict__
+
+
+@pytest.mark.parametrize("answer", ["labels", "score", "embedding"])
+def test_accuracy_is_one_of_classes(model: nn.Module, answer: str) -> None:
+    inputs, labels = requests(N)
+    with LLMCache.wrap(model, answer=answer) as cache, pytest.raises(CalibrationError, match="one of classes"):
+        cache.calibrate(inputs, labels=labels, metric="accuracy", **LOOSE)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_drop": 0.0},
+        {"max_drop": 1.5},
+        {"max_drop": float("nan")},
+        {"max_drop": "0.05"},
+        {"delta": 0.0},
+        {"delta": 1.0},
+        {"metric": "f1"},
+        {"metric": print},
+        {"sources": "frozn"},
+        {"seed": -1},
+    ],
+)
+def test_a_wrong_claim_is_refused_and_leaves_the_one_before(cache: LLMCache, wrong: dict[str, Any]) -> None:
+    found = cache.calibrate(requests(N)[0], **LOOSE)
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        cache.calibrate(requests(N)[0], **{**LOOSE, **wrong})
+    assert cache.calibration is found
+
+
+@pytest.mark.parametrize("wrong", [None, 5, "text", {"input_ids": 1}, [1, 2], [{"x": torch.ones(1)}], []])
+def test_what_is_no_request_is_refused(cache: LLMCache, wrong: Any) -> None:
+    with pytest.raises(CalibrationError):
+        cache.calibrate(wrong, **LOOSE)
+    nothing_is_reused(cache)
+    again = requests(2, seed=60)[0]
+    ask(cache, again)
+    assert ask(cache, again)[1] == ["exact", "exact"]
+
+
+def test_a_metric_needs_more_requests_than_a_share(cache: LLMCache) -> None:
+    inputs, labels = requests(1300)
+    with pytest.raises(CalibrationError, match="at least 23"):
+        cache.calibrate(inputs, labels=labels, metric=Metric(lambda output, label: 1.0))
+
+
+def test_neighbours_without_an_answer_serve_nothing() -> None:
+    risk = Risk(k=3)
+    similarity = np.float32([[0.9, 0.8, 0.7]])
+    risk.restore({"weights": np.full(10, -1.0, np.float32)})
+    assert np.isfinite(risk.choose(similarity, np.ones((1, 3, 3), bool))[1]).all()
+    assert np.isinf(risk.choose(similarity, np.zeros((1, 3, 3), bool))[1]).all()
