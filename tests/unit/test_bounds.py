@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmcache.bounds import Alarm, Rate, draws_needed, mean_upper, share_upper
+from llmcache.bounds import draws_needed, mean_upper, share_upper
 
 
 @pytest.mark.parametrize(
@@ -47,78 +47,3 @@ def test_mean_upper_covers_a_difference_that_can_be_negative() -> None:
 
 def test_mean_upper_of_nothing_is_all() -> None:
     assert mean_upper(np.empty(0), 0, 1, 0.05) == pytest.approx(1.0)
-
-
-@pytest.mark.parametrize("rate", [0.002, 0.02])
-def test_limits_of_a_rate_hold_at_every_moment(rate: float) -> None:
-    rng = np.random.default_rng(2)
-    n_wrong = [0, 0]
-    for _ in range(60):
-        seen = Rate()
-        wrong = [False, False]
-        for _ in range(12):
-            n_found = int((rng.random(250) < rate * 0.1).sum())
-            for _ in range(250):
-                seen.see(floor=0.1)
-            for _ in range(n_found):
-                seen.found(10.0, floor=0.1)
-            wrong[0] |= seen.lower(0.05) > rate
-            wrong[1] |= seen.upper(0.05) < rate
-        n_wrong[0] += wrong[0]
-        n_wrong[1] += wrong[1]
-    assert max(n_wrong) <= 7
-    assert seen.lower(0.05) <= rate * 5
-    assert rate / 5 <= seen.upper(0.05) <= rate + 0.05
-
-
-def test_a_rate_without_observations_may_be_anything() -> None:
-    seen = Rate()
-    assert (seen.lower(0.05), seen.upper(0.05), seen.mean) == (0.0, 1.0, None)
-
-
-def test_a_rate_is_estimated_without_bias() -> None:
-    seen = Rate()
-    for _ in range(100):
-        seen.see(floor=0.1)
-    seen.found(10.0, floor=0.1)
-    for _ in range(9):
-        seen.found(2.0, floor=0.1)
-    assert seen.mean == pytest.approx(0.28)
-
-
-def passes(alarm: Alarm, has_event: bool, weight: float) -> bool:
-    """Whether the alarm rings at one more observation."""
-    number = alarm.see()
-    return bool(has_event) and alarm.found(number, weight)
-
-
-def test_an_event_that_is_found_late_counts_for_those_who_had_bet_on_it() -> None:
-    at_once, late = Alarm(0.05, floor=0.5, epoch=10), Alarm(0.05, floor=0.5, epoch=10)
-    for n in range(25):
-        for alarm in (at_once, late):
-            number = alarm.see()
-            if alarm is at_once and n == 3:
-                alarm.found(number, 2.0)
-    late.found(3, 2.0)
-    np.testing.assert_allclose(at_once._wealth, late._wealth)
-
-
-def test_an_alarm_seldom_rings_while_all_is_in_order() -> None:
-    rng = np.random.default_rng(3)
-    rang = 0
-    for _ in range(60):
-        alarm = Alarm(0.01, floor=0.2)
-        rang += any(passes(alarm, has_event, 5.0) for has_event in rng.random(4000) < 0.01 * 0.2)
-    assert rang <= 7
-
-
-def test_an_alarm_rings_about_when_expected_after_a_late_change() -> None:
-    rng = np.random.default_rng(4)
-    heard = []
-    for _ in range(40):
-        alarm = Alarm(0.01, floor=0.2)
-        assert not any(passes(alarm, rng.random() < 0.002 * 0.2, 5.0) for _ in range(3000))
-        expected = alarm.needed(0.1, probability=0.2)
-        after = next(n for n in range(1, 20_000) if passes(alarm, rng.random() < 0.1 * 0.2, 5.0))
-        heard.append(after / expected)
-    assert 0.2 < np.median(heard) < 1.3
