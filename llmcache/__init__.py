@@ -13,9 +13,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from llmcache.adapters import Adapter, register_adapter
     from llmcache.cache import LLMCache
+    from llmcache.calibration import Calibration
+    from llmcache.claim import Metric
     from llmcache.config import CacheConfig
     from llmcache.errors import (
         BankFileError,
+        CalibrationError,
         ConfigError,
         LLMCacheError,
         StoreError,
@@ -32,10 +35,13 @@ __version__ = "0.1.0"
 _HOME = {
     "Adapter": "adapters",
     "BankFileError": "errors",
+    "Calibration": "calibration",
+    "CalibrationError": "errors",
     "CacheConfig": "config",
     "ConfigError": "errors",
     "LLMCache": "cache",
     "LLMCacheError": "errors",
+    "Metric": "claim",
     "Outcome": "outcome",
     "Stats": "stats",
     "StoreError": "errors",
@@ -49,9 +55,12 @@ __all__ = [
     "Adapter",
     "BankFileError",
     "CacheConfig",
+    "Calibration",
+    "CalibrationError",
     "ConfigError",
     "LLMCache",
     "LLMCacheError",
+    "Metric",
     "Outcome",
     "Stats",
     "StoreError",

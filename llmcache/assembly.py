@@ -1,31 +1,43 @@
 """From settings and a model to the parts that serve its calls; what does not fit together is refused here."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
-from llmcache.adapters import Trunk, device_of, first_attention, locate
+from llmcache.adapters import Trunk, device_of, first_attention, locate, vocabulary_size
+from llmcache.answers import Reading, find_answers, read_logits
 from llmcache.bank import Bank
 from llmcache.compression import CODECS, Codec
 from llmcache.config import CacheConfig
-from llmcache.decide import thresholds
+from llmcache.context import id_dtype
+from llmcache.decide import DECISIONS, Decision, thresholds
 from llmcache.errors import ConfigError, UnsafeReuseError
 from llmcache.fingerprint import FINGERPRINTS, Fingerprint
+from llmcache.gate import ContentGate
 from llmcache.heads import Head, find_head
 from llmcache.index import INDEXES
 from llmcache.library import Library
+from llmcache.observation import Observer
 from llmcache.parts import Parts
 from llmcache.payloads import PAYLOADS, Payload
 from llmcache.policies import POLICIES
 from llmcache.reuse import Rung
 from llmcache.reuse.exact import Exact
 from llmcache.reuse.paper import Paper
-from llmcache.reuse.semantic import Semantic
+from llmcache.reuse.semantic import Chooser, Fixed, Semantic
 from llmcache.stores.memory import MemoryStore
 from llmcache.weights import Weights
 
 
-def assemble(model: nn.Module, config: CacheConfig) -> Parts:
+def assemble(model: nn.Module, config: CacheConfig, tokenizer: Any = None, answer_of: Reading = read_logits) -> Parts:
     """Build the parts that the settings and the model ask for.
+
+    Args:
+        model: As given to `wrap`.
+        config: Settings.
+        tokenizer: Tells the content gate what tokens stand for.
+        answer_of: Finds the answer in what the model returned.
 
     Raises:
         ConfigError: A setting is wrong, or does not suit the model.
@@ -34,34 +46,65 @@ def assemble(model: nn.Module, config: CacheConfig) -> Parts:
     """
     trunk = locate(model)
     head = find_head(model, trunk.adapter.family)
-    _refuse_unsafe(head, config)
+    if config.tau is not None:
+        refuse_unsafe(f"tau={config.tau}", head, config)
     payload = _choose_payload(trunk, head, config)
     layers = _choose_layers(trunk, payload, config)
     codec: Codec = config.compression.build(CODECS, "compression")
     # Built in any case, so that a wrong name is told now and not at the first request that needs it.
-    fingerprint = _make_fingerprint(config)
+    fingerprint = make_fingerprint(config)
     config.index_component.build(INDEXES, "index", 8)
     searched_by = None if config.tau is None else fingerprint
     library = Library(
         {layer: _make_bank(trunk, config, len(layers)) for layer in layers},
         lambda: config.compression.build(CODECS, "compression"),
-        searched_by,
+        None if config.tau is None else fingerprint,
         lambda dim: config.index_component.build(INDEXES, "index", dim),
         by_length=not payload.fits_any_length,
         by_layer=config.mode == "paper",
     )
-    rungs = _choose_rungs(library, trunk, config, codec)
+    observer = None
+    decision: Decision = config.decide_component.build(DECISIONS, "decide")
+    if config.tau is not None and decision.reads_answers:
+        observer = Observer(library, find_answers(config.answer, head, model), answer_of)
+    chooser = Chooser(
+        library, decision, None if observer is None else observer.answers, make_gate(trunk, config, tokenizer)
+    )
+    rungs = _choose_rungs(library, trunk, config, codec, chooser)
     reads_attention = searched_by is not None and searched_by.reads_attention
     attention = first_attention(trunk) if reads_attention else None
     per_layer = config.fingerprint_per_layer
-    return Parts(trunk, head, payload, library, rungs, searched_by, per_layer, attention, Weights(trunk.module))
+    weights = Weights(trunk.module)
+    return Parts(trunk, head, payload, library, rungs, searched_by, per_layer, attention, weights, observer)
 
 
-def _make_fingerprint(config: CacheConfig) -> Fingerprint:
-    fingerprint: Fingerprint = config.fingerprint.build(FINGERPRINTS, "fingerprint")
+def make_gate(trunk: Trunk, config: CacheConfig, tokenizer: Any) -> ContentGate | None:
+    """The content gate, where it is asked for.
+
+    Raises:
+        ConfigError: It has no tokenizer, or does not know an option.
+    """
+    if config.gate is False:
+        return None
+    if tokenizer is None:
+        raise ConfigError(f"gate={config.gate}: it compares words, so give wrap() the tokenizer")
+    options = {} if config.gate is True else config.gate
+    try:
+        return ContentGate(tokenizer, id_dtype(vocabulary_size(trunk)), **options)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"gate: {options}: {error}") from error
+
+
+def make_fingerprint(config: CacheConfig) -> Fingerprint:
+    """The fingerprint that the settings name.
+
+    Raises:
+        ConfigError: Its options are wrong, or it could never be fitted, or does not suit the mode.
+    """
+    fingerprint: Fingerprint = config.fingerprint_component.build(FINGERPRINTS, "fingerprint")
     if config.max_entries is not None and config.max_entries < fingerprint.n_fit:
         raise ConfigError(
-            f"max_entries={config.max_entries}: fingerprint {config.fingerprint.name!r} is fitted on "
+            f"max_entries={config.max_entries}: fingerprint {config.fingerprint_component.name!r} is fitted on "
             f"{fingerprint.n_fit} stored requests, which would never be there; raise it, or lower fit_on"
         )
     if config.fingerprint_per_layer and not fingerprint.fits_any_layer:
@@ -73,11 +116,16 @@ def _make_fingerprint(config: CacheConfig) -> Fingerprint:
     return fingerprint
 
 
-def _refuse_unsafe(head: Head, config: CacheConfig) -> None:
-    if config.tau is None or not head.why_unsafe or config.allow_unsafe:
+def refuse_unsafe(what: str, head: Head, config: CacheConfig) -> None:
+    """Refuse approximate reuse under a head whose answers it would replace by those of another input.
+
+    Raises:
+        UnsafeReuseError: It is such a head, and nobody allowed it.
+    """
+    if not head.why_unsafe or config.allow_unsafe:
         return
     raise UnsafeReuseError(
-        f"tau={config.tau} with a model that has a {head.name}: reusing a layer's whole output replaces everything "
+        f"{what} with a model that has a {head.name}: reusing a layer's whole output replaces everything "
         f"above it by what the stored request computed. {head.why_unsafe} Leave tau out (exact repeats are still "
         "served), or set allow_unsafe=True to measure what that costs."
     )
@@ -87,7 +135,9 @@ def _choose_payload(trunk: Trunk, head: Head, config: CacheConfig) -> Payload:
     name: str = config.payload
     if name == "auto":
         # Embeddings served losslessly keep all tokens: the caller may ask for token embeddings too.
-        wants_all = config.mode == "paper" or (head.name == "sentence embedding" and config.tau is None)
+        wants_all = config.mode == "paper" or (
+            head.name == "sentence embedding" and config.tau is None and config.learn is None
+        )
         name = "sequence" if wants_all or trunk.adapter.is_guess else head.payload
     if name == "mean" and trunk.adapter.is_guess:
         raise ConfigError(
@@ -128,7 +178,7 @@ def _make_bank(trunk: Trunk, config: CacheConfig, n_banks: int) -> Bank:
     return Bank(MemoryStore(device), policy, max(1, config.max_bytes // n_banks), config.max_entries)
 
 
-def _choose_rungs(library: Library, trunk: Trunk, config: CacheConfig, codec: Codec) -> list[Rung]:
+def _choose_rungs(library: Library, trunk: Trunk, config: CacheConfig, codec: Codec, chooser: Chooser) -> list[Rung]:
     """Rungs in the order in which rows are offered to them, safest first."""
     try:
         tau = thresholds(config.tau, library.layers, trunk.depth)
@@ -138,8 +188,8 @@ def _choose_rungs(library: Library, trunk: Trunk, config: CacheConfig, codec: Co
     if config.serves_exact and codec.is_lossless(next(trunk.module.parameters()).dtype):
         rungs.append(Exact(library))
     if tau:
-        rungs.append(Paper(library, tau) if config.mode == "paper" else Semantic(library, tau))
-    if not rungs:
+        rungs.append(Paper(library, tau) if config.mode == "paper" else Semantic(library, chooser, Fixed(tau)))
+    if not rungs and config.learn is None:
         raise ConfigError(
             f"no rung is left: exact={config.serves_exact}, tau={config.tau}, compression={config.compression.name!r} "
             "(lossless rungs do not serve states that compression changed); set tau, or compression 'none'"

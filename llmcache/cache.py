@@ -1,20 +1,26 @@
 """`LLMCache`: what a user holds. Its parts are put together in `assembly`; the order of a call is in `flow`."""
 
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import nn
 
 from llmcache.adapters import locate, special_ids
+from llmcache.answers import Reading, read_logits
 from llmcache.assembly import assemble
+from llmcache.calibration import Calibration
+from llmcache.claim import Claim, Metric
 from llmcache.config import CacheConfig
-from llmcache.errors import ConfigError
+from llmcache.errors import ConfigError, WrapError
 from llmcache.flow import Flow
-from llmcache.hooks import install
+from llmcache.hooks import install, listen, watch
+from llmcache.learning import make_learning
+from llmcache.observation import Observer, collect, tokenised, with_labels
 from llmcache.outcome import Outcome
 from llmcache.stats import Stats
 from llmcache.weights import Weights
@@ -27,22 +33,35 @@ class LLMCache:
     needs a threshold `tau`, which is the user's own choice.
     """
 
-    def __init__(self, model: nn.Module, config: CacheConfig, tokenizer: Any = None) -> None:
+    def __init__(
+        self, model: nn.Module, config: CacheConfig, tokenizer: Any = None, answer_of: Reading = read_logits
+    ) -> None:
         """Use `wrap` or `load`.
 
         Args:
             model: Wrapped at once.
             config: Checked settings.
             tokenizer: Names the special tokens.
+            answer_of: Finds the answer in what the model returned.
         """
         self.model = model
         self.config = config
         self._tokenizer = tokenizer
-        self._parts = assemble(model, config)
+        self._answer_of = answer_of
+        self._parts = assemble(model, config, tokenizer, answer_of)
         self._flow = Flow(self._parts, tokenizer)
         with suppress(RuntimeError):  # weights that cannot be read yet are read at the first call that can
             self._parts.weights.digest()  # now, so that the first request does not wait for it
         self._installed = install(self._parts.trunk, self._flow, self._parts.attention)
+        self._calibrating = threading.Lock()
+        try:
+            if self._parts.observer is not None:
+                self._watch(self._parts.observer)
+            if config.learn is not None:
+                self._begin_learning()
+        except BaseException:
+            self._installed.remove()
+            raise
 
     @classmethod
     def wrap(
@@ -51,6 +70,7 @@ class LLMCache:
         *,
         config: CacheConfig | Mapping[str, Any] | str | Path | None = None,
         tokenizer: Any = None,
+        answer_of: Reading = read_logits,
         **settings: Any,
     ) -> Self:
         """Make a model remember.
@@ -61,6 +81,8 @@ class LLMCache:
             config: Settings, as `CacheConfig`, a mapping or the path of a YAML file.
             tokenizer: Its special tokens are left out of fingerprints. Without one, those that the model's config
                 names, and for BERT's relatives the customary ids.
+            answer_of: `output -> logits (B, C)`: finds the answer in what the model returned, where it is neither a
+                tensor nor has `logits`. Decisions that compare answers use it.
             **settings: Single settings, before those of `config`; see `CacheConfig`.
 
         Returns:
@@ -72,11 +94,13 @@ class LLMCache:
             UnsupportedModelError: The layers were not found.
             WrapError: The model is wrapped already.
         """
-        return cls(model, CacheConfig.make(config, **settings), tokenizer)
+        return cls(model, CacheConfig.make(config, **settings), tokenizer, answer_of)
 
     @classmethod
-    def load(cls, model: nn.Module, folder: str | Path, *, tokenizer: Any = None) -> Self:
-        """Wrap a model with a saved cache's settings and entries.
+    def load(
+        cls, model: nn.Module, folder: str | Path, *, tokenizer: Any = None, answer_of: Reading = read_logits
+    ) -> Self:
+        """Wrap a model with a saved cache's settings, entries and calibration.
 
         Raises:
             BankFileError: The folder is incomplete, damaged, or was saved from other weights or another tokenizer.
@@ -88,16 +112,18 @@ class LLMCache:
         trunk = locate(model)
         weights = Weights(trunk.module).digest()
         persist.check(manifest, weights, special_ids(trunk, tokenizer), folder)
-        cache = cls(model, CacheConfig.make(manifest.config), tokenizer)
+        cache = cls(model, CacheConfig.make(manifest.config), tokenizer, answer_of)
         try:
-            persist.restore(cache._parts.library, weights, manifest, folder)
+            if manifest.calibration is not None and cache._parts.trust is None:
+                cache._begin_learning()
+            persist.restore(cache._parts, manifest, folder)
         except BaseException:
             cache.unwrap()
             raise
         return cache
 
     def save(self, folder: str | Path) -> None:
-        """Write settings and entries to a folder, atomically; an earlier save there is replaced.
+        """Write settings, entries and calibration to a folder, atomically; an earlier save there is replaced.
 
         Raises:
             StoreError: Writing failed; an earlier save is still whole.
@@ -105,7 +131,80 @@ class LLMCache:
         from llmcache import persist
 
         specials = special_ids(self._parts.trunk, self._tokenizer)
-        persist.save(self._parts.library, self._parts.weights.digest(), self.config, specials, folder)
+        persist.save(self._parts, self.config, specials, folder)
+
+    def calibrate(
+        self,
+        requests: Iterable[Mapping[str, Any] | str],
+        *,
+        labels: Sequence[Any] | None = None,
+        max_drop: float | None = None,
+        delta: float | None = None,
+        metric: Literal["changed", "accuracy"] | Metric = "changed",
+        sources: Literal["frozen", "growing"] | None = None,
+        seed: int = 0,
+    ) -> Calibration:
+        """Turn approximate reuse on, as far as these requests show that it loses no more than allowed.
+
+        All of them are computed. Part of them serve from then on; what was calibrated before no longer does.
+
+        Args:
+            requests: Tokenised inputs of the model, each with one request or several; or texts, if `wrap` was given the
+                tokenizer. They must be drawn like the requests to come: the bound is on requests of their kind.
+            labels: What each should be answered, in order: a class's number, or its name in the model's config.
+            max_drop: Largest loss, a fraction of 1; None: as in the settings.
+            delta: Chance that it is larger all the same, over 0, under 1; None: as in the settings.
+            metric: `changed`: answers that are not what the model computes, as a share of all requests. `accuracy`:
+                right answers that become wrong, likewise; needs labels. Or a bounded `Metric` of your own.
+            sources: `frozen`, or `growing`: later misses serve, too, and no bound holds; None: as in the settings.
+            seed: Of the draw of the three parts.
+
+        Returns:
+            What was chosen, and what it rests on. Nothing is reused approximately where `chosen` is None.
+
+        Raises:
+            CalibrationError: The requests cannot carry the claim (it says how many can), or one could not be computed,
+                or a label is unknown, or the metric failed. Nothing is reused approximately then.
+            ConfigError: A setting is wrong, or rules out a bound; what was calibrated before then stays.
+            UnsafeReuseError: The head answers token by token.
+            WrapError: The cache was unwrapped.
+        """
+        if self._installed.is_empty:
+            raise WrapError("this cache was unwrapped: wrap the model again, and calibrate that cache")
+        claim = Claim(
+            self.config.max_drop if max_drop is None else max_drop,
+            self.config.delta if delta is None else delta,
+            metric,
+            self.config.sources if sources is None else sources,
+            seed,
+        )
+        with self._calibrating:
+            if self._parts.trust is None:
+                self._begin_learning()
+            trust, observer = self._parts.trust, self._parts.observer
+            assert trust is not None and observer is not None
+            trust.end()
+            observed = collect(self._compute, observer, tokenised(requests, self._tokenizer, self._parts.trunk))
+            return trust.calibrate(with_labels(observed, labels, self.model), claim)
+
+    @property
+    def calibration(self) -> Calibration | None:
+        """What approximate reuse rests on; None before the first calibration, and after one that failed."""
+        return None if self._parts.trust is None else self._parts.trust.calibration
+
+    @contextmanager
+    def tightened(self, limit: float) -> Iterator[Self]:
+        """Within: no reuse whose doubt exceeds `limit`, nor what the calibration allows. Per thread and async task.
+
+        The doubt of `risk` is the estimated chance that reuse changes the answer, 0 to 1.
+        """
+        if self._parts.trust is None:
+            raise ConfigError("nothing is reused approximately by a calibration: call calibrate() first, or set learn")
+        token = self._parts.trust.tightened.set(min(limit, self._parts.trust.tightened.get()))
+        try:
+            yield self
+        finally:
+            self._parts.trust.tightened.reset(token)
 
     def unwrap(self) -> nn.Module:
         """Take the cache off the model, which is then exactly as before, and return the model. Twice does nothing.
@@ -158,12 +257,20 @@ class LLMCache:
         return self._flow.last
 
     def clear(self) -> None:
-        """Forget all entries; counters and what fingerprint and codecs learned stay."""
+        """Forget all entries, and the calibration that rests on them; counters and what codecs learned stay."""
         self._parts.library.clear()
+        if self._parts.trust is not None:
+            self._parts.trust.forget()
 
     def purge(self, *, namespace: str) -> int:
-        """Forget all entries of a namespace and return how many requests they were."""
-        return self._parts.library.purge(namespace)
+        """Forget all entries of a namespace and return how many requests they were.
+
+        A calibration that rests on any of them ends, and nothing is learned from them.
+        """
+        n_requests = self._parts.library.purge(namespace)
+        if self._parts.trust is not None:
+            self._parts.trust.forget(namespace)
+        return n_requests
 
     @contextmanager
     def namespace(self, name: str) -> Iterator[Self]:
@@ -191,6 +298,23 @@ class LLMCache:
             yield self
         finally:
             self._flow.is_disabled.reset(token)
+
+    def _compute(self, inputs: Mapping[str, Any]) -> Any:
+        """Call the model with tokenised inputs, which sentence-transformers takes in one argument."""
+        return self(dict(inputs)) if self._parts.head.name == "sentence embedding" else self(**inputs)
+
+    def _begin_learning(self) -> None:
+        """Make the cache ready to be calibrated: first hook what it must hear of the model, then rely on that."""
+        learning = make_learning(self._parts, self.model, self.config, self._tokenizer, self._answer_of)
+        self._watch(learning.observer)
+        if learning.attention is not None:
+            self._installed.add(listen(learning.attention, self._flow))
+        learning.add_to(self._parts)
+
+    def _watch(self, observer: Observer) -> None:
+        """See what the whole model puts out, where answers are read from that."""
+        if not observer.answers.reads_payload:
+            self._installed.add(watch(self.model, self._flow, self._parts.trunk).remove)
 
     def __repr__(self) -> str:
         """Model, payload and rungs."""

@@ -75,7 +75,20 @@ class CacheConfig(BaseModel):
         layers: Layers whose output is stored: `last`, `all`, or layer numbers (negative ones count from the end).
             `auto` is `all` in `paper` mode, else `last`.
         fingerprint: Vector that similarity is measured on: `mean`, `simhash`, `pca`, `attention` (layer 0 has to run
-            first) or `minhash` (token shingles).
+            first), `minhash` (token shingles), `learned` (from the model's own states, by a calibration), or `auto`:
+            `mean` with `tau`, else `learned`.
+        decide: Which neighbour serves, and how doubtful that is: `threshold` (the nearest), `consensus` (the nearest,
+            if the `k` nearest have one answer), `risk` (a vote of `k`, and the learned chance that the answer changes),
+            or `auto`: `threshold` with `tau`, else `risk`.
+        answer: What the model answers: `class`, `labels` (any number of them), `score` or `embedding`; `auto` follows
+            the model's head, and takes what it does not know for embeddings.
+        gate: Compare tokens as well (`llmcache.gate.ContentGate` and its options): true, false or options. Needs the
+            tokenizer.
+        learn: Compute the first requests, that many, and calibrate on them; None: when `calibrate` is called.
+        max_drop: Largest loss that a calibration may leave, a fraction of 1.
+        delta: Chance that the loss is larger all the same, over 0, under 1.
+        sources: Who serves after a calibration: `frozen`, the requests it was made with, for which the bound holds; or
+            `growing`, later misses as well, without a bound.
         fingerprint_per_layer: Search each layer's bank with the fingerprint of the states that enter this layer, not
             with that of the embedding output. In `paper` mode, with `mean` or `simhash`.
         index: `flat` (exact), `refined` (bits first, then exact), `hnsw` (a graph, for more than some 100,000 entries),
@@ -103,7 +116,14 @@ class CacheConfig(BaseModel):
     exact: bool | None = None
     payload: Literal["auto", "sequence", "cls", "last", "mean"] = "auto"
     layers: Literal["auto", "last", "all"] | list[int] = "auto"
-    fingerprint: Component = Component(name="mean")
+    fingerprint: Component = Component(name="auto")
+    decide: Component = Component(name="auto")
+    answer: Literal["auto", "class", "labels", "score", "embedding"] = "auto"
+    gate: bool | dict[str, Any] = False
+    learn: int | None = Field(default=None, ge=1)
+    max_drop: float = Field(default=0.005, gt=0.0, lt=1.0)
+    delta: float = Field(default=0.05, gt=0.0, lt=1.0)
+    sources: Literal["frozen", "growing"] = "frozen"
     fingerprint_per_layer: bool = False
     index: Component = Component(name="auto")
     policy: Component = Component(name="lru")
@@ -113,7 +133,7 @@ class CacheConfig(BaseModel):
     device: Literal["cpu", "model"] = "cpu"
     allow_unsafe: bool = False
 
-    @field_validator("fingerprint", "index", "policy", "compression", mode="before")
+    @field_validator("fingerprint", "decide", "index", "policy", "compression", mode="before")
     @classmethod
     def _name_alone(cls, value: Any) -> Any:
         return {"name": value} if isinstance(value, str) else value
@@ -134,6 +154,17 @@ class CacheConfig(BaseModel):
     def _parts_fit_together(self) -> Self:
         if self.mode == "paper" and self.tau is None:
             raise ValueError("mode 'paper' needs tau, for instance tau=0.85")
+        if self.tau is not None and self.learn is not None:
+            raise ValueError(
+                f"tau={self.tau} and learn={self.learn}: either you choose the threshold, or a calibration does; leave "
+                "one out"
+            )
+        if self.tau is not None and self.decide.name == "risk":
+            raise ValueError(
+                "decide 'risk' is calibrated, not set by tau: leave tau out, and call calibrate() or set learn"
+            )
+        if self.tau is not None and self.fingerprint.name == "learned":
+            raise ValueError("fingerprint 'learned' is fitted by a calibration: leave tau out, and set learn")
         if self.mode == "paper" and self.exact:
             raise ValueError("mode 'paper' has no exact rung: leave 'exact' out")
         if self.fingerprint_per_layer and self.mode != "paper":
@@ -157,6 +188,20 @@ class CacheConfig(BaseModel):
     def serves_exact(self) -> bool:
         """Whether the exact rung is asked for."""
         return self.mode != "paper" if self.exact is None else self.exact
+
+    @property
+    def fingerprint_component(self) -> Component:
+        """The fingerprint to build, with `auto` resolved."""
+        if self.fingerprint.name != "auto":
+            return self.fingerprint
+        return Component(name="mean" if self.tau is not None else "learned", **self.fingerprint.options)
+
+    @property
+    def decide_component(self) -> Component:
+        """The decision to build, with `auto` resolved."""
+        if self.decide.name != "auto":
+            return self.decide
+        return Component(name="threshold" if self.tau is not None else "risk", **self.decide.options)
 
     @property
     def index_component(self) -> Component:

@@ -193,7 +193,12 @@ def to_host(*tensors: Tensor | None) -> list[NDArray[Any] | None]:
     return [None if tensor is None else tensor.numpy() for tensor in copies]
 
 
-def read_rows(scope: Scope, inputs: Inputs, id_dtype: np.dtype[Any], padding_counts: bool = False) -> list[Row]:
+def id_dtype(vocabulary: int) -> np.dtype[Any]:
+    """Smallest integer dtype in which token ids are packed."""
+    return np.dtype(np.uint16 if vocabulary <= 2**16 else np.int32)
+
+
+def read_rows(scope: Scope, inputs: Inputs, dtype: np.dtype[Any], padding_counts: bool = False) -> list[Row]:
     """Work out each row's valid tokens and exact key.
 
     The key covers what the output at valid tokens depends on. With positions given, other padding gives the same key.
@@ -202,7 +207,7 @@ def read_rows(scope: Scope, inputs: Inputs, id_dtype: np.dtype[Any], padding_cou
     Args:
         scope: Scope of the call.
         inputs: The call's inputs, arrays on the host.
-        id_dtype: Smallest integer dtype that holds the vocabulary.
+        dtype: Of packed ids; see `id_dtype`.
         padding_counts: The model may treat padding as it likes: all tokens are kept, and the mask is part of the key.
     """
     prefix = _sha_of(scope)
@@ -222,7 +227,7 @@ def read_rows(scope: Scope, inputs: Inputs, id_dtype: np.dtype[Any], padding_cou
             _update(sha, b"where", np.arange(end)[valid])
         elif not isinstance(valid, slice):
             _update(sha, b"gaps", valid - valid[0])
-        packed = row_ids[valid].astype(id_dtype).tobytes()
+        packed = row_ids[valid].astype(dtype).tobytes()
         rows.append(Row(number, _name(sha), packed, valid, n_valid))
     return rows
 

@@ -1,22 +1,203 @@
-"""(3) From what a search found to what is reused: pure functions, no state, no I/O."""
+"""(3) From what a search found to what is reused: pure functions of numbers, no torch, no I/O.
+
+A decision looks at the nearest stored requests and says which of them would serve best, and how doubtful that is. The
+request is served if the doubt is within a limit. What the doubt is, is the decision's own affair: a negated similarity,
+or the estimated chance that reuse changes the answer.
+
+Sizes: N requests, k neighbours, F features.
+"""
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from math import inf
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmcache.arrays import Floats
+
+Bools = NDArray[np.bool_]
+Choice = tuple[NDArray[np.int64], Floats]
 
 
-def deepest_layer(similarity: float, tau: Mapping[int, float], held: Collection[int]) -> int | None:
-    """The deepest layer whose bank holds the neighbour and whose threshold it reaches.
+class Decision(Protocol):
+    """Chooses among neighbours.
 
-    The paper writes both `>` and `>=` for tau; this is `>=`.
+    Attributes:
+        k: How many it looks at.
+        reads_answers: It compares their answers, so entries without one are never served.
+    """
+
+    k: int
+    reads_answers: bool
+
+    def choose(self, similarity: Floats, agree: Bools) -> Choice:
+        """The neighbour that would serve each request, and how doubtful that is.
+
+        Args:
+            similarity: To the neighbours, best first, (N, k); where fewer were found, the rest is -1.
+            agree: Which pairs of neighbours have the same answer, (N, k, k); those that were not found agree with none.
+
+        Returns:
+            Its number (N,), and the doubt, float32 (N,); infinite where none may serve.
+        """
+
+    def fit(self, similarity: Floats, agree: Bools, is_right: Bools) -> None:
+        """Learn from requests whose own answers are known.
+
+        Args:
+            similarity: See `choose`.
+            agree: See `choose`.
+            is_right: Whether each neighbour has the request's own answer, (N, k).
+        """
+
+    def state(self) -> dict[str, Floats]:
+        """What was learned."""
+
+    def restore(self, state: Mapping[str, Floats]) -> None:
+        """Take up what was learned."""
+
+
+class _Untaught:
+    """A decision that learns nothing."""
+
+    def fit(self, similarity: Floats, agree: Bools, is_right: Bools) -> None:
+        """Nothing to learn."""
+
+    def state(self) -> dict[str, Floats]:
+        """Nothing to save."""
+        return {}
+
+    def restore(self, state: Mapping[str, Floats]) -> None:
+        """Nothing to take up."""
+
+
+class Threshold(_Untaught):
+    """The nearest one serves; the doubt is its similarity, negated (Bansal 2025, Algorithm 1, with `>=` for `>`)."""
+
+    k = 1
+    reads_answers = False
+
+    def choose(self, similarity: Floats, agree: Bools) -> Choice:
+        return np.zeros(len(similarity), np.int64), -similarity[:, 0]
+
+
+class Consensus(_Untaught):
+    """The nearest one serves if the `k` nearest all have its answer; the doubt is its similarity, negated."""
+
+    reads_answers = True
+
+    def __init__(self, k: int = 3) -> None:
+        """Choose how many must agree.
+
+        Args:
+            k: At least 2.
+
+        Raises:
+            ValueError: `k` is less.
+        """
+        if k < 2:
+            raise ValueError(f"k={k}: one neighbour agrees with itself; give at least 2")
+        self.k = k
+
+    def choose(self, similarity: Floats, agree: Bools) -> Choice:
+        doubt = np.where(agree[:, 0].all(axis=1), -similarity[:, 0], inf).astype(np.float32)
+        return np.zeros(len(similarity), np.int64), doubt
+
+
+@dataclass
+class Risk:
+    """The nearest one of those with the commonest answer serves; the doubt is the chance that the answer changes.
+
+    Neighbours vote with weights that fall with similarity. The chance is a logistic regression on what the vote looked
+    like, learned from requests whose own answers are known.
+
+    Attributes:
+        k: Neighbours that vote, at least 3.
+        width: Similarity lost at which a vote counts 1 / e, over 0.
+        weights: Of the features, float32 (F + 1,), the constant last; empty until learned.
+    """
+
+    k: int = 8
+    width: float = 0.05
+    weights: Floats = field(default_factory=lambda: np.empty(0, np.float32))
+    reads_answers = True
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot vote."""
+        if self.k < 3 or not self.width > 0:
+            raise ValueError(f"k={self.k}, width={self.width}: k must be at least 3, width over 0")
+
+    def choose(self, similarity: Floats, agree: Bools) -> Choice:
+        chosen, features = self._describe(similarity, agree)
+        if not len(self.weights):
+            return chosen, np.full(len(chosen), inf, np.float32)
+        odds = features @ self.weights[:-1] + self.weights[-1]
+        doubt = 1 / (1 + np.exp(-odds))
+        is_known = agree[np.arange(len(chosen)), chosen, chosen] & (similarity[:, -1] > -1)
+        return chosen, np.where(is_known, doubt, inf).astype(np.float32)
+
+    def fit(self, similarity: Floats, agree: Bools, is_right: Bools) -> None:
+        """Learn the chance; see `Decision.fit`."""
+        from sklearn.linear_model import LogisticRegression
+
+        chosen, features = self._describe(similarity, agree)
+        changes = ~np.take_along_axis(is_right, chosen[:, None], axis=1)[:, 0]
+        centre, scale = features.mean(axis=0), features.std(axis=0) + 1e-6
+        # Two made-up requests, one each way, let it learn from answers that all stayed, or all changed.
+        seen = np.vstack([(features - centre) / scale, np.zeros((2, features.shape[1]))])
+        told = np.append(changes, [True, False])
+        fitted = LogisticRegression(max_iter=1000).fit(seen, told)
+        weights = fitted.coef_[0] / scale
+        self.weights = np.append(weights, fitted.intercept_ - weights @ centre).astype(np.float32)
+
+    def state(self) -> dict[str, Floats]:
+        """Weights of the features."""
+        return {"weights": self.weights}
+
+    def restore(self, state: Mapping[str, Floats]) -> None:
+        """Take up weights."""
+        self.weights = state["weights"]
+
+    def _describe(self, similarity: Floats, agree: Bools) -> tuple[NDArray[np.int64], Floats]:
+        """Who would serve, and what the vote looked like (N, F)."""
+        votes = np.exp((similarity - similarity[:, :1]) / self.width)
+        support = np.einsum("nij,nj->ni", agree, votes) / votes.sum(axis=1, keepdims=True)
+        chosen = support.argmax(axis=1)
+        rows = np.arange(len(chosen))
+        same, share, nearest = agree[rows, chosen], support[rows, chosen], similarity[rows, chosen]
+        rival = np.where(same, -1, similarity).max(axis=1)
+        rival = np.where(rival > -1, rival, similarity[:, -1] - self.width / 2)
+        features = [
+            nearest,
+            nearest - rival,
+            same.mean(axis=1),
+            share,
+            np.log(share + 1e-3),
+            similarity[:, 2],
+            similarity.mean(axis=1),
+            same[:, :3].all(axis=1),
+            chosen == 0,
+        ]
+        return chosen, np.stack(features, axis=1).astype(np.float32)
+
+
+DECISIONS: dict[str, type[Decision]] = {"threshold": Threshold, "consensus": Consensus, "risk": Risk}
+
+
+def deepest_layer(doubt: float, limits: Mapping[int, float], held: Collection[int]) -> int | None:
+    """The deepest layer whose bank holds the neighbour and whose limit the doubt keeps to.
 
     Args:
-        similarity: To the nearest neighbour.
-        tau: Threshold by layer; a layer without one never reuses.
+        doubt: About the neighbour.
+        limits: Largest doubt by layer; a layer without one never reuses.
         held: Layers whose bank still holds the neighbour.
 
     Returns:
         The layer, or None for a miss.
     """
-    return max((layer for layer in held if layer in tau and similarity >= tau[layer]), default=None)
+    return max((layer for layer in held if layer in limits and doubt <= limits[layer]), default=None)
 
 
 def thresholds(tau: float | Mapping[int, float] | None, layers: Collection[int], depth: int) -> dict[int, float]:

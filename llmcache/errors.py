@@ -3,6 +3,7 @@
 LLMCacheError
 ├── ConfigError (ValueError)        a setting: names the key, the value and the fix
 │   └── UnsafeReuseError            approximate reuse asked for on a head that reads single tokens
+├── CalibrationError (ValueError)   the requests cannot carry the claim, or the metric failed
 ├── UnsupportedModelError (TypeError)   no layer list of a known shape in the model
 ├── WrapError (RuntimeError)        wrapped twice, or copied while wrapped
 ├── StoreError (RuntimeError)       a store is broken; the cache computes instead
@@ -20,6 +21,10 @@ class ConfigError(LLMCacheError, ValueError):
 
 class UnsafeReuseError(ConfigError):
     """Whole-sequence reuse of a different input was asked for on a head that answers token by token."""
+
+
+class CalibrationError(LLMCacheError, ValueError):
+    """The requests cannot carry the claim, or the metric failed on them. The cache stays as it was."""
 
 
 class UnsupportedModelError(LLMCacheError, TypeError):

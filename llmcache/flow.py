@@ -68,7 +68,7 @@ class Flow:
         if torch.compiler.is_compiling():
             self._count_compiled(_count_rows(arguments))
             return args, kwargs
-        self._thread.call = None
+        self._thread.call = self._thread.unanswered = None
         if torch.is_grad_enabled():
             self._parts.weights.suspect()
         reason = "disabled" if self.is_disabled.get() else self._find_reason(arguments)
@@ -124,8 +124,20 @@ class Flow:
         started = perf_counter()
         self._thread.last = outcomes(call)
         self._checks.compare(call)
-        self._store(call)
-        self._count(call, perf_counter() - started)
+        if not self._is_collecting:
+            self._store(call)
+            self._count(call, perf_counter() - started)
+        if self._parts.observer is not None and self._parts.observer.answers.reads_payload:
+            self._observe(call, None)
+        elif self._parts.observer is not None:
+            self._thread.unanswered = call
+
+    def answered(self, output: Any) -> None:
+        """After the whole model: what it put out for the call that has just ended."""
+        call: Call | None = None if torch.compiler.is_compiling() else getattr(self._thread, "unanswered", None)
+        if call is not None:
+            self._thread.unanswered = None
+            self._observe(call, output)
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -180,6 +192,8 @@ class Flow:
     def _decide(self, call: Call, swap: LayerSwap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Ask each rung in turn for the rows that none has served at this depth."""
         number = swap.number
+        if self._is_collecting:
+            return
         if self._parts.is_per_layer and number > 0 and number in self._parts.library.banks:
             self._read_layer(call, swap, args, kwargs)
         for rung in self._parts.rungs:
@@ -237,11 +251,20 @@ class Flow:
                 tensors |= kv.capture(call.kv_cache, row, number, self._parts.library.layers)
             call.captured.setdefault(row.number, {})[number] = tensors
 
+    def _observe(self, call: Call, output: Any) -> None:
+        assert self._parts.observer is not None
+        try:
+            self._parts.observer.see(call, output)
+        except Exception as error:
+            self._parts.counters.error("read an answer", error)
+
     def _store(self, call: Call) -> None:
         assert call.scope is not None
+        trust = self._parts.trust
+        is_found = trust is None or trust.is_growing  # sources that were calibrated are joined by no other
         for number, states in call.captured.items():
-            features = None if call.features is None else call.features[number]
-            vectors = {layer: rows[number] for layer, rows in call.fingerprints.items() if layer in states}
+            features = None if call.features is None or trust is not None else call.features[number]
+            vectors = {layer: rows[number] for layer, rows in call.fingerprints.items() if layer in states and is_found}
             try:
                 if not self._parts.library.put(call.scope, call.rows[number], states, features, vectors):
                     self._parts.counters.too_large()
@@ -258,6 +281,11 @@ class Flow:
         self._parts.counters.bypass(reason, n_rows)
         if reason != "decode":  # a step of a generation belongs to the request that its prefill was
             self._thread.last = (Outcome(bypassed=reason),) * n_rows
+
+    @property
+    def _is_collecting(self) -> bool:
+        """Whether rows are computed to be shown, and neither served nor stored."""
+        return self._parts.observer is not None and self._parts.observer.collected.get() is not None
 
     # -- small facts ---------------------------------------------------------------------------------------------------
 

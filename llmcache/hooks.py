@@ -15,7 +15,7 @@ from torch import nn
 
 from llmcache.adapters import Trunk
 from llmcache.arguments import Arguments
-from llmcache.errors import WrapError
+from llmcache.errors import ConfigError, WrapError
 
 
 class Listener(Protocol):
@@ -30,6 +30,8 @@ class Listener(Protocol):
     def attended(self, output: Any) -> None: ...
 
     def closed(self) -> None: ...
+
+    def answered(self, output: Any) -> None: ...
 
 
 class Swap:
@@ -107,6 +109,15 @@ class TrunkSwap(Swap):
             self._listener.closed()
 
 
+class ModelSwap(Swap):
+    """Stands in for the whole model's forward: shows what it put out."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = self.original(*args, **kwargs)
+        self._listener.answered(output)
+        return output
+
+
 class _OutputHook:
     """Hands a module's output to the listener; in a copy of the model it does nothing."""
 
@@ -134,6 +145,11 @@ class Installed:
         """Remember how to take one thing off."""
         self._removals.append(remove)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing hangs on the model any more."""
+        return not self._removals
+
     def remove(self) -> None:
         """Take everything off, last first. What cannot be taken off now is tried again at the next call.
 
@@ -153,9 +169,31 @@ class Installed:
             raise trouble
 
 
+def plain_forward(module: nn.Module) -> Callable[..., Any]:
+    """What a trunk's forward does where no cache hangs on it."""
+    forward: Callable[..., Any] = module.forward
+    return forward.original if isinstance(forward, Swap) else forward
+
+
 def is_wrapped(trunk: Trunk) -> bool:
     """Whether a cache already hangs on this trunk or a layer of it."""
     return any(isinstance(module.__dict__.get("forward"), Swap) for module in (trunk.module, *trunk.layers))
+
+
+def watch(model: nn.Module, listener: Listener, trunk: Trunk) -> Swap:
+    """Swap the forward of a whole model, around an installed trunk, to show what it puts out.
+
+    Raises:
+        ConfigError: The model is its trunk, which puts out states and no answer.
+    """
+    if model is trunk.module:
+        raise ConfigError("answer: a model without a head puts out states and no answer; leave it 'auto'")
+    return ModelSwap(model, listener)
+
+
+def listen(attention: nn.Module, listener: Listener) -> Callable[[], None]:
+    """Show what a module of the first layer puts out; returns what takes the hook off."""
+    return attention.register_forward_hook(_OutputHook(listener.attended)).remove
 
 
 def install(trunk: Trunk, listener: Listener, attention: nn.Module | None = None) -> Installed:
@@ -181,7 +219,7 @@ def install(trunk: Trunk, listener: Listener, attention: nn.Module | None = None
         if trunk.norm is not None:
             installed.add(trunk.norm.register_forward_hook(_OutputHook(listener.normed)).remove)
         if attention is not None:
-            installed.add(attention.register_forward_hook(_OutputHook(listener.attended)).remove)
+            installed.add(listen(attention, listener))
         installed.add(TrunkSwap(trunk.module, listener).remove)
     except BaseException:
         installed.remove()

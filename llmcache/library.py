@@ -5,9 +5,10 @@ Absent or expired is a miss, never an error. One lock guards everything; tensors
 """
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -119,7 +120,11 @@ class Library:
         """
         with self._lock:
             self._expire()
-            return self._shelves.search(scope, rows, vectors, k, layer)
+            found = self._shelves.search(scope, rows, vectors, k, layer)
+            for near in chain.from_iterable(found):
+                request = self._requests[near.key]
+                near.answer, near.ids = request.answer, request.ids
+            return found
 
     def read(self, key: str, layer: int, with_kv: bool, is_single: bool = False) -> State | None:
         """A stored state, or None when some of what is needed is not held.
@@ -184,6 +189,50 @@ class Library:
                 raise
         return len(stored) == len(encoded)
 
+    def sign(self, key: str, answer: Floats) -> None:
+        """Note what a stored request was answered: its signature (S,). A request that has left is ignored."""
+        with self._lock:
+            if (request := self._requests.get(key)) is not None:
+                request.answer = answer
+
+    def stand(self, row: Row, vector: Floats, is_kept: bool = False) -> bool:
+        """Let others find a stored request.
+
+        Args:
+            row: The request.
+            vector: Its fingerprint (F,).
+            is_kept: From now on nothing makes it leave but `purge`, `clear` and `forget`.
+
+        Returns:
+            Whether it is there.
+        """
+        with self._lock:
+            request = self._requests.get(row.key)
+            if request is None:
+                return False
+            self._shelves.put(request, row, None, dict.fromkeys(self.layers, vector), self._layers_of(row.key))
+            if is_kept:
+                self._keep(row.key, request)
+            return True
+
+    def forget(self, key: str) -> None:
+        """Forget one request; an unknown one is ignored."""
+        with self._lock:
+            self._forget(key)
+
+    def search_by(self, fingerprint: Fingerprint | None) -> None:
+        """Compare requests by another fingerprint from now on. None held is found, nor kept, until it stands anew.
+
+        Args:
+            fingerprint: Fitted, or None: nothing is searched.
+        """
+        with self._lock:
+            for request in self._requests.values():
+                request.places, request.is_kept = (), False
+            for bank in self.banks.values():
+                bank.release()
+            self._shelves.use(fingerprint)
+
     def should_check(self, key: str, layer: int) -> bool:
         """Whether an approximate reuse is to be computed instead, and compared: the layer's policy decides."""
         with self._lock:
@@ -239,20 +288,31 @@ class Library:
                     request.ids,
                     request.dtype,
                     {layer: entry for layer, bank in self.banks.items() if (entry := bank.read(key))},
-                    tuple(Place(shelf.layer, shelf.length, shelf.vector(slot)) for shelf, slot in request.places),
+                    tuple(Place(shelf.layer, shelf.length, shelf.vector(slot), slot) for shelf, slot in request.places),
+                    request.answer,
+                    request.is_kept,
                 )
                 for key, request in self._requests.items()
             ]
 
     def adopt(self, record: Record) -> None:
-        """Hold a saved request as if it had been put."""
+        """Hold a saved request as if it had been put. Nothing finds it yet."""
         with self._lock:
             request = self._requests[record.key] = Request(record.scope, record.ids, record.dtype)
             for layer, entry in record.entries.items():
                 entry = self._learn(record.key, record.scope, layer, entry)
                 self.banks[layer].put(record.key, entry, partial(self._let_go, layer=layer))
-            for place in record.places:
-                self._shelves.place(record.key, request, place)
+            request.answer = record.answer
+            if record.is_kept:
+                self._keep(record.key, request)
+
+    def place(self, records: Iterable[Record]) -> None:
+        """Let adopted requests be found, in the order in which they came to their shelves."""
+        places = [(place, record.key) for record in records for place in record.places]
+        with self._lock:
+            for place, key in sorted(places, key=lambda one: one[0].slot):
+                if (request := self._requests.get(key)) is not None:
+                    self._shelves.place(key, request, place)
 
     def _packers_of(self, scope: Scope) -> dict[int, Packer]:
         """The packers for states of a scope, which are about to be stored."""
@@ -277,6 +337,11 @@ class Library:
             self._forget(row.key)
             request = self._requests[row.key] = Request(scope, row.ids, dtype)
         return request
+
+    def _keep(self, key: str, request: Request) -> None:
+        request.is_kept = True
+        for bank in self.banks.values():
+            bank.keep(key)
 
     def _layers_of(self, key: str) -> list[int]:
         return [layer for layer, bank in self.banks.items() if key in bank]

@@ -9,9 +9,11 @@ from llmcache.adapters import Trunk
 from llmcache.fingerprint import Fingerprint
 from llmcache.heads import Head
 from llmcache.library import Library
+from llmcache.observation import Observer
 from llmcache.payloads import Payload
 from llmcache.reuse import Rung
 from llmcache.stats import Counters
+from llmcache.trust import Trust
 from llmcache.weights import Weights
 
 
@@ -29,6 +31,8 @@ class Parts:
         is_per_layer: Each layer's bank is searched with the fingerprint of the states that enter the layer.
         attention: The first layer's self-attention where the fingerprint reads it, else None.
         weights: What states depend on.
+        observer: Reads the model's answers, where decisions compare them; else None.
+        trust: Approximate reuse that is calibrated, or None.
         counters: What was done.
     """
 
@@ -41,4 +45,6 @@ class Parts:
     is_per_layer: bool
     attention: nn.Module | None
     weights: Weights
+    observer: Observer | None = None
+    trust: Trust | None = None
     counters: Counters = field(default_factory=Counters)

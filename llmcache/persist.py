@@ -1,7 +1,7 @@
 """Saving and loading a cache: safetensors for arrays, one JSON manifest for the rest, no pickle.
 
     manifest.json               settings, weights digest, scopes, names and SHA-256 of the files below
-    requests-<id>.safetensors   keys, token ids, fingerprints
+    requests-<id>.safetensors   keys, token ids, fingerprints, answers; what fingerprint and calibration learned
     states-<id>.safetensors     entries, stacked by layer and shape, and what each layer's codec learned
 
 The manifest is replaced last and in one step, so a save that is cut short leaves the earlier one whole. What is read is
@@ -15,25 +15,24 @@ import hashlib
 import json
 import os
 import uuid
-from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
+from llmcache.arrays import Floats
+from llmcache.calibration import Calibration
 from llmcache.config import CacheConfig
-from llmcache.context import KEY_LENGTH, Scope
+from llmcache.context import Scope
 from llmcache.errors import BankFileError, StoreError
 from llmcache.library import Library
-from llmcache.records import Record
-from llmcache.shelf import Place
-from llmcache.stores import Entry
+from llmcache.packing import arrays_to_tensors, pack_requests, pack_states, unpack
+from llmcache.parts import Parts
+from llmcache.trust import Trust
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 
 
@@ -47,6 +46,7 @@ class Manifest(BaseModel):
         special_ids: Ids that fingerprints leave out; others would make fingerprints of other requests.
         scopes: Namespace, dtype and attention of each scope; requests name theirs by number.
         files: SHA-256 of each data file by name.
+        calibration: What approximate reuse rests on, where it was calibrated.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -57,14 +57,14 @@ class Manifest(BaseModel):
     special_ids: list[int]
     scopes: list[tuple[str, str, str]]
     files: dict[str, str]
+    calibration: Calibration | None = None
 
 
-def save(library: Library, weights: str, config: CacheConfig, special_ids: Iterable[int], folder: str | Path) -> None:
+def save(served: Parts, config: CacheConfig, special_ids: Iterable[int], folder: str | Path) -> None:
     """Write a cache. Entries of other weights, which could not be served anyway, are left out.
 
     Args:
-        library: What to save.
-        weights: Digest of the model's weights now.
+        served: What to save.
         config: Settings to save with it.
         special_ids: Ids that fingerprints leave out.
         folder: Made if needed.
@@ -75,11 +75,13 @@ def save(library: Library, weights: str, config: CacheConfig, special_ids: Itera
     from safetensors import SafetensorError
 
     folder = Path(folder)
+    library, weights = served.library, served.weights.digest()
+    trust = served.trust if served.trust is not None and served.trust.is_made_for(weights) else None
     records = [record for record in library.records() if record.scope.weights == weights]
     scopes = list(dict.fromkeys(record.scope for record in records))
     parts = {
-        "requests": _pack_requests(records, scopes, library),
-        "states": _pack_states(records) | _pack_codecs(library, weights),
+        "requests": pack_requests(records, scopes) | _pack_learned(library, trust),
+        "states": pack_states(records) | _pack_codecs(library, weights),
     }
     tag = uuid.uuid4().hex[:12]
     try:
@@ -92,6 +94,7 @@ def save(library: Library, weights: str, config: CacheConfig, special_ids: Itera
             special_ids=list(special_ids),
             scopes=[(scope.namespace, scope.dtype, scope.attention) for scope in scopes],
             files=files,
+            calibration=None if trust is None else trust.calibration,
         )
         _replace(folder / MANIFEST, manifest.model_dump_json(indent=2))
         _remove_others(folder, files)
@@ -140,67 +143,53 @@ def check(manifest: Manifest, weights: str, special_ids: Iterable[int], folder: 
         raise BankFileError(f"{folder}: saved with other special tokens; give load() the tokenizer that wrap() had")
 
 
-def restore(library: Library, weights: str, manifest: Manifest, folder: str | Path) -> None:
-    """Fill an empty library with what was saved.
+def restore(served: Parts, manifest: Manifest, folder: str | Path) -> None:
+    """Fill an empty library with what was saved, and serve within the calibration that was saved.
 
     Args:
-        library: Made with the manifest's settings.
-        weights: Digest of the model's weights now.
+        served: Made with the manifest's settings; can be calibrated if it was.
         manifest: Of `folder`, checked.
         folder: Where the data files are.
 
     Raises:
-        BankFileError: A file is missing, cut short or changed.
+        BankFileError: A file is missing, cut short or changed, or the calibration is one of another head.
     """
     parts = {name.split("-")[0]: _read_checked(Path(folder) / name, sha) for name, sha in manifest.files.items()}
+    library, weights = served.library, manifest.weights
     scopes = [Scope(namespace, weights, dtype, attention) for namespace, dtype, attention in manifest.scopes]
     try:
+        if served.trust is not None and manifest.calibration is not None:
+            served.trust.restore(manifest.calibration, _unpack_learned(parts["requests"], "trust."))
         if library.fingerprint is not None:
-            learned = {name[12:]: t.numpy() for name, t in parts["requests"].items() if name.startswith("fingerprint.")}
-            library.fingerprint.restore(learned)
+            library.fingerprint.restore(_unpack_learned(parts["requests"], "fingerprint."))
         for layer, packer in library.packers[weights].items():
             prefix = f"{layer}/codec/"
             packer.codec.restore(
                 {name.removeprefix(prefix): t for name, t in parts["states"].items() if name.startswith(prefix)}
             )
-        for record in _unpack(parts["requests"], parts["states"], scopes):
+        records = list(unpack(parts["requests"], parts["states"], scopes))
+        for record in records:
             library.adopt(record)
+        library.place(records)
     except (KeyError, IndexError, ValueError, RuntimeError) as error:
         raise BankFileError(f"{folder}: the files do not fit each other: {error!r}") from error
+    if served.trust is not None and manifest.calibration is not None and not served.trust.is_made_for(weights):
+        raise BankFileError(
+            f"{folder}: calibrated for a head with other weights; load the model that it was saved from"
+        )
 
 
-def _pack_requests(records: list[Record], scopes: list[Scope], library: Library) -> dict[str, Tensor]:
-    number = {scope: i for i, scope in enumerate(scopes)}
-    places = [(i, place) for i, record in enumerate(records) for place in record.places]
-    packed = {
-        "keys": np.frombuffer("".join(r.key for r in records).encode(), np.uint8).reshape(-1, KEY_LENGTH),
-        "ids": np.frombuffer(b"".join(r.ids for r in records), np.uint8),
-        "n_id_bytes": np.array([len(r.ids) for r in records], np.int64),
-        "scope": np.array([number[r.scope] for r in records], np.int64),
-        "dtype": np.array([_DTYPES.index(r.dtype) for r in records], np.int64),
-        "place.request": np.array([i for i, _ in places], np.int64),
-        "place.layer": np.array([-1 if p.layer is None else p.layer for _, p in places], np.int64),
-        "place.length": np.array([p.length for _, p in places], np.int64),
-        "place.vector": np.stack([p.vector for _, p in places]) if places else np.zeros((0, 0), np.float32),
-    }
-    if library.fingerprint is not None:
-        packed |= {f"fingerprint.{name}": array for name, array in library.fingerprint.state().items()}
-    return {name: torch.from_numpy(np.array(array)) for name, array in packed.items()}
+def _pack_learned(library: Library, trust: Trust | None) -> dict[str, Tensor]:
+    """What fingerprint and calibration learned."""
+    fingerprint = {} if library.fingerprint is None else library.fingerprint.state()
+    learned = {f"fingerprint.{name}": array for name, array in fingerprint.items()}
+    if trust is not None:
+        learned |= {f"trust.{name}": array for name, array in trust.state().items()}
+    return arrays_to_tensors(learned)
 
 
-def _pack_states(records: list[Record]) -> dict[str, Tensor]:
-    """Entries of one layer and shape stacked into one tensor a name, beside the numbers of their requests."""
-    groups: dict[tuple[Any, ...], list[tuple[int, Entry]]] = defaultdict(list)
-    for i, record in enumerate(records):
-        for layer, entry in record.entries.items():
-            shapes = tuple((name, t.dtype, t.shape) for name, t in sorted(entry.tensors.items()))
-            groups[layer, shapes].append((i, entry))
-    packed: dict[str, Tensor] = {}
-    for g, ((layer, _), members) in enumerate(groups.items()):
-        packed[f"{layer}/{g}/requests"] = torch.tensor([i for i, _ in members])
-        for name in members[0][1].tensors:
-            packed[f"{layer}/{g}/state/{name}"] = torch.stack([entry.tensors[name].cpu() for _, entry in members])
-    return packed
+def _unpack_learned(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Floats]:
+    return {name.removeprefix(prefix): t.numpy() for name, t in tensors.items() if name.startswith(prefix)}
 
 
 def _pack_codecs(library: Library, weights: str) -> dict[str, Tensor]:
@@ -210,37 +199,6 @@ def _pack_codecs(library: Library, weights: str) -> dict[str, Tensor]:
         for layer, packer in library.packers.get(weights, {}).items()
         for name, tensor in packer.codec.state().items()
     }
-
-
-def _unpack(requests: dict[str, Tensor], states: dict[str, Tensor], scopes: list[Scope]) -> Iterable[Record]:
-    arrays = {name: tensor.numpy() for name, tensor in requests.items()}
-    entries: dict[int, dict[int, Entry]] = defaultdict(dict)
-    for name, numbers in states.items():
-        if name.endswith("/requests"):
-            layer, group, _ = name.split("/")
-            prefix = f"{layer}/{group}/state/"
-            stacks = {n.removeprefix(prefix): t for n, t in states.items() if n.startswith(prefix)}
-            for row, i in enumerate(numbers.tolist()):
-                entries[i][int(layer)] = Entry({n: stack[row] for n, stack in stacks.items()})
-    places: dict[int, list[Place]] = defaultdict(list)
-    for i, layer, length, vector in zip(
-        *(arrays[f"place.{what}"] for what in ("request", "layer", "length", "vector")), strict=True
-    ):
-        places[int(i)].append(Place(None if layer < 0 else int(layer), int(length), vector))
-    ends = np.cumsum(arrays["n_id_bytes"])
-    ids = arrays["ids"].tobytes()
-    for i, end in enumerate(ends):
-        yield Record(
-            arrays["keys"][i].tobytes().decode(),
-            scopes[arrays["scope"][i]],
-            ids[end - arrays["n_id_bytes"][i] : end],
-            _DTYPES[arrays["dtype"][i]],
-            entries[i],
-            tuple(places[i]),
-        )
-
-
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def _read_checked(path: Path, sha: str) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from llmcache.adapters import special_ids, vocabulary_size
-from llmcache.context import Call, Inputs, Row, Scope, read_rows, to_host
+from llmcache.context import Call, Inputs, Row, Scope, id_dtype, read_rows, to_host
 from llmcache.fingerprint import View
 from llmcache.parts import Parts
 from llmcache.payloads import head_reads_padding
@@ -51,8 +51,7 @@ class Reader:
         features = None if fingerprint is None else fingerprint.features(View(hidden, content, ids, call.attention))
         types, positions = call.arguments.get("token_type_ids"), call.arguments.get("position_ids")
         inputs = Inputs(*to_host(ids, valid, types, positions, content.any(dim=1), features))
-        id_dtype = np.dtype(np.uint16 if len(table) <= 2**16 else np.int32)
-        call.rows = read_rows(call.scope, inputs, id_dtype, self._parts.trunk.adapter.is_guess)
+        call.rows = read_rows(call.scope, inputs, id_dtype(len(table)), self._parts.trunk.adapter.is_guess)
         call.features = None if self._parts.is_per_layer else inputs.features
         for row in call.rows:
             row.refused = self._refusal(row, inputs)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmcache.arrays import Floats
 from llmcache.context import Scope
 from llmcache.shelf import Place, Shelf
 from llmcache.stores import Entry
@@ -34,6 +35,8 @@ class Record:
         dtype: Dtype of its states as the model made them.
         entries: Encoded states by layer.
         places: Where it is found.
+        answer: Signature of its answer (S,), where that is known.
+        is_kept: Nothing makes it leave.
     """
 
     key: str
@@ -42,12 +45,14 @@ class Record:
     dtype: torch.dtype
     entries: dict[int, Entry]
     places: tuple[Place, ...]
+    answer: Floats | None = None
+    is_kept: bool = False
 
 
 class Request:
     """What is known of one stored request besides its states."""
 
-    __slots__ = ("_places", "dtype", "ids", "scope")
+    __slots__ = ("_places", "answer", "dtype", "ids", "is_kept", "scope")
 
     def __init__(self, scope: Scope, ids: bytes, dtype: torch.dtype) -> None:
         """A request that no index finds yet.
@@ -60,6 +65,8 @@ class Request:
         self.scope = scope
         self.ids = ids
         self.dtype = dtype
+        self.answer: Floats | None = None  # signature (S,), once the model has given it
+        self.is_kept = False
         self._places: tuple[Any, ...] = ()  # flat: a pair of its own would cost 70 bytes a request
 
     @property

@@ -9,21 +9,38 @@ from llmcache.context import Scope
 from llmcache.index import Index
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Neighbour:
-    """A stored request that a search found."""
+    """A stored request that a search found.
+
+    Attributes:
+        key: Its exact key.
+        similarity: To the request that was searched for.
+        answer: Signature of its answer (S,), where that is known.
+        ids: Its valid token ids, packed.
+    """
 
     key: str
     similarity: float
+    answer: Floats | None = None
+    ids: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a request is found: the layer searched (None: all at once), the length kept apart (0: none), its vector."""
+    """Where a request is found.
+
+    Attributes:
+        layer: The layer that is searched; None: all at once.
+        length: The length that is kept apart; 0: none is.
+        vector: Its fingerprint (F,).
+        slot: Its number on the shelf. Searches that are not exact depend on the order in which requests came.
+    """
 
     layer: int | None
     length: int
     vector: Floats
+    slot: int = 0
 
 
 class Shelf:

@@ -6,8 +6,6 @@ Sizes: B rows, F0 features, F fingerprint width.
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 
-import numpy as np
-
 from llmcache.arrays import Floats
 from llmcache.context import Row, Scope
 from llmcache.fingerprint import Fingerprint
@@ -126,6 +124,12 @@ class Shelves(dict[tuple[Scope, int, int | None], Shelf]):
             for shelf, slot in request.places:
                 stack.callback(self._take_down, shelf, slot)
 
+    def use(self, fingerprint: Fingerprint | None) -> None:
+        """Begin again, empty, with another fingerprint."""
+        self.clear()
+        self._waiting.clear()
+        self.fingerprint = fingerprint
+
     def purge(self, namespace: str) -> None:
         """Drop the shelves of a namespace."""
         for name in [name for name in self if name[0].namespace == namespace]:
@@ -134,7 +138,7 @@ class Shelves(dict[tuple[Scope, int, int | None], Shelf]):
     def _fit(self) -> None:
         assert self.fingerprint is not None
         waiting, self._waiting = self._waiting, {}
-        self.fingerprint.fit(np.stack([features for _, _, features in waiting.values()]))
+        self.fingerprint.fit([features for _, _, features in waiting.values()])
         for request, row, features in waiting.values():
             self.put(request, row, features, None, self._held(row.key))
 

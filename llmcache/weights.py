@@ -22,13 +22,15 @@ _VERSION, _DTYPE = attrgetter("_version"), attrgetter("dtype")
 class Weights:
     """Watches one module. Thread-safe."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, without: nn.Module | None = None) -> None:
         """Remember the module; nothing is read until `digest` is called.
 
         Args:
-            module: The trunk. Parameters outside it (the head's) do not decide its hidden states.
+            module: The trunk, whose parameters alone decide its hidden states; or a whole model.
+            without: A part of it that is not looked at: of a model without its trunk, the head is left.
         """
         self._module = module
+        self._without = without
         self._lock = threading.Lock()
         self._holders: list[dict[str, Any]] = []
         self._tensors: list[Tensor] = []
@@ -72,7 +74,8 @@ class Weights:
 
     def _refresh(self) -> None:
         self._is_suspect = False  # before anything is read: what another thread suspects meanwhile must stay
-        parts = list(self._module.modules())
+        left_out = set() if self._without is None else set(self._without.modules())
+        parts = [part for part in self._module.modules() if part not in left_out]
         self._dropouts = [part for part in parts if isinstance(part, nn.modules.dropout._DropoutNd)]
         self._holders = [
             holder for part in parts for holder in (part._parameters, part._buffers, part._modules) if holder
@@ -113,7 +116,11 @@ class Weights:
         sha = hashlib.sha256("|".join(self._adapters()).encode())
         with torch.no_grad():
             # Not state_dict(): buffers that are not saved (rotary tables) decide the output as well.
+            other = self._without
+            left_out = set() if other is None else set(map(id, chain(other.parameters(), other.buffers())))
             for name, tensor in (*self._module.named_parameters(), *self._module.named_buffers()):
+                if id(tensor) in left_out:
+                    continue
                 sha.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)};".encode())
                 sha.update(tensor.detach().reshape(-1).cpu().view(torch.uint8).numpy().data)
         return sha.hexdigest()

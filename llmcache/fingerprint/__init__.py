@@ -6,13 +6,14 @@ the host, on what came back. Search, storage and decision see only the projected
 Sizes: B rows, T tokens, D hidden width, F fingerprint width.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
 
 from llmcache.arrays import Floats
 from llmcache.fingerprint.attention import AttentionMean
+from llmcache.fingerprint.learned import Learned
 from llmcache.fingerprint.mean import MeanEmbedding
 from llmcache.fingerprint.minhash import ShingleMinHash
 from llmcache.fingerprint.pca import PCAEmbedding
@@ -23,6 +24,7 @@ __all__ = [
     "FINGERPRINTS",
     "AttentionMean",
     "Fingerprint",
+    "Learned",
     "MeanEmbedding",
     "PCAEmbedding",
     "ShingleMinHash",
@@ -49,8 +51,13 @@ class Fingerprint(Protocol):
     def features(self, view: View) -> Tensor:
         """Float32 (B, F0) on the view's device; F0 may differ from call to call only if nothing is to be fitted."""
 
-    def fit(self, features: Floats) -> None:
-        """Learn from features (N, F0) of the first `n_fit` requests."""
+    def fit(self, features: Sequence[Floats], targets: Floats | None = None) -> None:
+        """Learn from requests.
+
+        Args:
+            features: Of N requests, (F0,) each: of the first `n_fit` ones, or as many as a calibration gives.
+            targets: What the model made of them (N, T), where a calibration knows it.
+        """
 
     def project(self, features: Floats) -> Floats:
         """Float32 (B, F) from features (B, F0), as the index that goes with it takes them: all but `lsh`, L2 norm 1."""
@@ -68,4 +75,5 @@ FINGERPRINTS: dict[str, type[Fingerprint]] = {
     "pca": PCAEmbedding,
     "minhash": ShingleMinHash,
     "attention": AttentionMean,
+    "learned": Learned,
 }

@@ -1,6 +1,6 @@
 """PCA of the mean embedding: shorter, centred, and so less prone to find all requests alike."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -39,11 +39,12 @@ class PCAEmbedding(MeanEmbedding):
         """Requests still needed before it can project."""
         return self.fit_on if self._axes is None else 0
 
-    def fit(self, features: Floats) -> None:
+    def fit(self, features: Sequence[Floats], targets: Floats | None = None) -> None:
         """Learn centre and axes from features (N, D)."""
         from sklearn.decomposition import PCA
 
-        pca = PCA(n_components=min(self.dim, *features.shape), svd_solver="full").fit(features)
+        seen = np.stack(features)
+        pca = PCA(n_components=min(self.dim, *seen.shape), svd_solver="full").fit(seen)
         self._centre = pca.mean_.astype(np.float32)
         self._axes = np.ascontiguousarray(pca.components_.T, dtype=np.float32)
 

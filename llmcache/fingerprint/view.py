@@ -1,6 +1,6 @@
 """What a fingerprint is made from, and what fingerprints that learn nothing have in common."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -36,7 +36,7 @@ class Unlearned:
         """Nothing to learn."""
         return 0
 
-    def fit(self, features: Floats) -> None:
+    def fit(self, features: Sequence[Floats], targets: Floats | None = None) -> None:
         """Nothing to learn."""
 
     def state(self) -> dict[str, Floats]:

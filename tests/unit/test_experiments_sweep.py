@@ -124,7 +124,9 @@ def test_an_unknown_curve_is_refused_by_name() -> None:
 
 @pytest.mark.parametrize("options", ["median", {"name": "median", "bits": 64}])
 def test_an_unknown_fingerprint_is_refused_by_name(options: Any) -> None:
-    with pytest.raises(ConfigError, match=r"^fingerprint: unknown name 'median'; known: attention, mean, minhash"):
+    with pytest.raises(
+        ConfigError, match=r"^fingerprint: unknown name 'median'; known: attention, learned, mean, minhash"
+    ):
         make_fingerprint(options)
 
 

@@ -146,6 +146,23 @@ def test_sentence_transformers_called_with_features(tmp_path: Path) -> None:
     assert cache.stats().hits == {"exact": 3}
 
 
+def test_sentence_transformers_are_calibrated_on_texts(tmp_path: Path) -> None:
+    model = embedder(tmp_path)
+    rng = np.random.default_rng(0)
+    texts = [" ".join(f"w{word}" for word in rng.integers(5, 40, 6)) for _ in range(800)]
+    with LLMCache.wrap(model, tokenizer=tokenizer(), payload="mean") as cache:
+        found = cache.calibrate(texts[:700], max_drop=0.05)
+        assert found.metric == "changed" and found.n_sources + found.n_tested == 700
+        assert found.chosen is not None and found.chosen.hit_rate > 0
+        served = model.encode(texts[700:], batch_size=8)
+        assert cache.stats().hits["semantic"] > 0
+        with cache.disabled():
+            own = model.encode(texts[700:], batch_size=8)
+        cosine = (served * own).sum(axis=1) / np.linalg.norm(served, axis=1) / np.linalg.norm(own, axis=1)
+        assert (cosine < 0.98).mean() <= 0.15
+        assert cache.stats().errors == 0
+
+
 def test_a_similar_sentence_gets_the_stored_embedding(tmp_path: Path) -> None:
     model = embedder(tmp_path)
     cache = LLMCache.wrap(model, tau=-1.0)

@@ -153,8 +153,8 @@ def test_another_format_is_refused(tmp_path: Path) -> None:
     with LLMCache.wrap(build(BARE["bert"])) as cache:
         cache.save(tmp_path)
     path = tmp_path / "manifest.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 2}))
-    with pytest.raises(BankFileError, match="format 2"):
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 1}))
+    with pytest.raises(BankFileError, match="format 1"):
         LLMCache.load(build(BARE["bert"]), tmp_path)
 
 

@@ -1,0 +1,185 @@
+"""What a model answers, in the form in which answers are kept and compared: the signature of a request.
+
+Whether reuse changed an answer is told from signatures alone: of a class its number, of scores the scores, of an
+embedding the vector. They are taken from the model's own output, or by a function that the user gives; of an embedding
+from the payload, which is what the embedding is made of.
+
+Sizes: B rows, C logits, S width of a signature.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from llmcache.arrays import Floats
+from llmcache.errors import ConfigError
+from llmcache.heads import Head
+
+Bools = NDArray[np.bool_]
+
+_ALIKE = 0.98  # cosine at which two embeddings are the same answer
+_SHARE_OF_RANGE = 0.05  # by which two scores may differ
+
+
+class Answers(Protocol):
+    """A kind of answer.
+
+    Attributes:
+        name: What it is called in settings.
+        reads_payload: It is made of the state that an entry keeps, not of the model's output.
+    """
+
+    name: str
+    reads_payload: bool
+
+    def sign(self, output: Tensor) -> Tensor:
+        """Signatures, float32 (B, S), of what the model put out for B rows, or of their payloads."""
+
+    def learn(self, signatures: Floats) -> None:
+        """Take in signatures (N, S) of the first requests."""
+
+    def state(self) -> dict[str, Floats]:
+        """What was learned."""
+
+    def restore(self, state: Mapping[str, Floats]) -> None:
+        """Take up what was learned."""
+
+    def agree(self, one: Floats, other: Floats) -> Bools:
+        """Whether signatures (..., S) are the same answer, pair by pair, bool (...); NaN agrees with nothing."""
+
+
+class _Plain:
+    """A kind of answer that needs no learning."""
+
+    reads_payload = False
+
+    def learn(self, signatures: Floats) -> None:
+        """Nothing to learn."""
+
+    def state(self) -> dict[str, Floats]:
+        """Nothing to save."""
+        return {}
+
+    def restore(self, state: Mapping[str, Floats]) -> None:
+        """Nothing to take up."""
+
+
+class Classes(_Plain):
+    """One of C classes: that with the largest logit."""
+
+    name = "class"
+
+    def sign(self, output: Tensor) -> Tensor:
+        return output.argmax(dim=-1, keepdim=True).float()
+
+    def agree(self, one: Floats, other: Floats) -> Bools:
+        same: Bools = one[..., 0] == other[..., 0]
+        return same
+
+
+class Labels(_Plain):
+    """Any of C labels: those with a logit over 0."""
+
+    name = "labels"
+
+    def sign(self, output: Tensor) -> Tensor:
+        return (output > 0).float()
+
+    def agree(self, one: Floats, other: Floats) -> Bools:
+        same: Bools = (one == other).all(axis=-1)
+        return same
+
+
+class Scores(_Plain):
+    """Numbers: the same while none differs by more than a twentieth of the range that the first requests spanned."""
+
+    name = "score"
+
+    def __init__(self) -> None:
+        """Nothing is the same before a range is known, but what is equal."""
+        self._most: Floats = np.zeros(1, np.float32)
+
+    def sign(self, output: Tensor) -> Tensor:
+        return output.float().reshape(len(output), -1)
+
+    def learn(self, signatures: Floats) -> None:
+        """Measure how far scores reach."""
+        self._most = (_SHARE_OF_RANGE * np.ptp(signatures, axis=0)).astype(np.float32)
+
+    def state(self) -> dict[str, Floats]:
+        """How far scores may differ (S,)."""
+        return {"most": self._most}
+
+    def restore(self, state: Mapping[str, Floats]) -> None:
+        """Take up how far scores may differ."""
+        self._most = state["most"]
+
+    def agree(self, one: Floats, other: Floats) -> Bools:
+        same: Bools = (np.abs(one - other) <= self._most).all(axis=-1)
+        return same
+
+
+class Embeddings(_Plain):
+    """A vector: the same answer at a cosine of 0.98."""
+
+    name = "embedding"
+    reads_payload = True
+
+    def sign(self, output: Tensor) -> Tensor:
+        return torch.nn.functional.normalize(output.float(), dim=-1)
+
+    def agree(self, one: Floats, other: Floats) -> Bools:
+        same: Bools = np.einsum("...s,...s->...", one, other) >= _ALIKE
+        return same
+
+
+ANSWERS: Mapping[str, type[Answers]] = {kind.name: kind for kind in (Classes, Labels, Scores, Embeddings)}
+
+Reading = Callable[[Any], Tensor]
+
+
+def find_answers(name: str, head: Head, model: nn.Module) -> Answers:
+    """The kind of a model's answers.
+
+    Args:
+        name: A key of `ANSWERS`, or `auto`: as the head tells. Under a head that is not known, answers are taken for
+            embeddings, the strictest kind.
+        head: The model's head.
+        model: As given to `wrap`.
+
+    Raises:
+        ConfigError: There is no such kind.
+    """
+    if name == "auto":
+        config = getattr(model, "config", None)
+        if head.name != "classifier":
+            name = "embedding"
+        elif getattr(config, "num_labels", 2) == 1 or getattr(config, "problem_type", None) == "regression":
+            name = "score"
+        else:
+            name = "labels" if getattr(config, "problem_type", None) == "multi_label_classification" else "class"
+    if name not in ANSWERS:
+        raise ConfigError(f"answer: unknown name {name!r}; known: auto, {', '.join(sorted(ANSWERS))}")
+    return ANSWERS[name]()
+
+
+def read_logits(output: Any) -> Tensor:
+    """Logits (B, C) of what a model returned: the tensor itself, its `logits`, or the first of a tuple.
+
+    Raises:
+        TypeError: None of them is a floating (B, C).
+    """
+    if isinstance(output, Mapping):
+        output = output.get("logits")
+    elif isinstance(output, tuple):
+        output = output[0]
+    if not isinstance(output, Tensor) or output.ndim != 2 or not output.is_floating_point():
+        raise TypeError(
+            f"the model returned {type(output).__name__}, in which no logits (B, C) were found: give wrap() a function "
+            "that finds the answer, answer_of=lambda output: ..."
+        )
+    return output

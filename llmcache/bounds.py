@@ -1,0 +1,90 @@
+"""What can be said of a rate with stated confidence: pure functions of what was counted.
+
+Shares by Clopper and Pearson (1934), exact. Means of bounded numbers by betting (Waudby-Smith and Ramdas 2024,
+"Estimating means of bounded random variables by betting", sections 3 and 4): a gambler who stakes part of his wealth on
+the truth being worse than claimed multiplies it, if the claim holds, by more than 1 / delta with probability delta at
+most. Theirs are bets that follow the data; ours is a mixture of fixed ones, whose wealth depends on counts alone.
+
+Sizes: N observations, J bets.
+"""
+
+from collections.abc import Callable
+from math import log
+
+import numpy as np
+from numpy.typing import NDArray
+
+Doubles = NDArray[np.float64]
+
+N_BETS = 24
+_PRECISION = 1e-6  # of a limit that is searched for, as a share of the range
+
+
+def share_upper(k: int, n: int, delta: float) -> float:
+    """Upper limit of a share when `k` of `n` independent draws were seen to have it (Clopper and Pearson 1934).
+
+    Args:
+        k: 0 to `n`.
+        n: At least 1.
+        delta: Chance that the share is larger than the limit, over 0, under 1.
+    """
+    from scipy.stats import beta
+
+    return 1.0 if k >= n else float(beta.ppf(1 - delta, k + 1, n - k))
+
+
+def draws_needed(limit: float, delta: float, k: int = 0) -> int:
+    """Least number of draws at which `k` of them with the property still bound its share by `limit`.
+
+    Args:
+        limit: Over 0, under 1.
+        delta: Chance of error, over 0, under 1.
+        k: Draws that have the property.
+    """
+    low, high = k, max(1, k)
+    while share_upper(k, high, delta) > limit:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if share_upper(k, middle, delta) <= limit else (middle, high)
+    return high
+
+
+def mean_upper(x: Doubles, low: float, high: float, delta: float) -> float:
+    """Upper limit of the mean of independent draws.
+
+    Args:
+        x: Draws (N,).
+        low: Their least possible value.
+        high: Their largest possible value.
+        delta: Chance that the mean is larger than the limit, over 0, under 1.
+    """
+    values, counts = np.unique(x, return_counts=True)
+    stakes = _stakes(1 / max(len(x), 1))
+
+    def is_refuted(mean: float) -> bool:
+        """Whether a gambler on a smaller mean got rich; the more so, the larger the mean that he bets against."""
+        won = np.log1p(stakes[:, None] * ((mean - values) / (high - mean))[None])
+        return _mixed(won @ counts) >= log(1 / delta)
+
+    return _edge(is_refuted, low, high)
+
+
+def _stakes(least: float) -> Doubles:
+    """Shares of the wealth that are staked (J,), evenly spread in their logarithm: at any rate one is good."""
+    return np.geomspace(min(least, 0.5), 0.99, N_BETS)
+
+
+def _mixed(wealth: Doubles, n_bets: int | None = None) -> float:
+    """Logarithm of the wealth of a gambler who spreads his money evenly over bets, given the logarithms of each."""
+    most = float(wealth.max())
+    return most + log(float(np.exp(wealth - most).sum()) / (n_bets or len(wealth)))
+
+
+def _edge(holds: Callable[[float], bool], low: float, high: float) -> float:
+    """The least value at which a statement begins to hold that is false below and true above, between two limits."""
+    precision = (high - low) * _PRECISION
+    while high - low > precision:
+        middle = (low + high) / 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high

@@ -1,0 +1,206 @@
+"""Choosing how much doubt to allow, with a bound that was measured.
+
+The first requests are divided, by a seeded draw, into three parts. On A the fingerprint is fitted; B teaches the
+decision and gives the settings, strictest first; C, which neither was shown to, is what the bound is measured on. The
+settings are tested on C in their order, each at level delta, and the first failure ends it (fixed-sequence testing):
+the last one that passed is used, and the chance that it is worse than claimed is delta at most. What serves C are the
+requests of A and B, and afterwards the same ones serve: a bank that grows has another error rate.
+
+Sizes: N requests of C, K settings.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from math import ceil
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmcache.bounds import draws_needed, mean_upper, share_upper
+from llmcache.claim import Metric, Sources
+from llmcache.errors import CalibrationError
+
+Doubles = NDArray[np.float64]
+
+SHARES = (0.35, 0.15, 0.5)  # of A, B and C
+LEAST_SOURCES = 50  # distinct requests in A: of fewer, neither fingerprint nor decision learns anything
+N_SETTINGS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One largest doubt, and what was seen on C with it.
+
+    Attributes:
+        limit: The largest doubt.
+        hit_rate: Share of C that would be served, 0 to 1.
+        loss: What the metric lost: of `changed`, the share of all requests whose answer changed.
+        bound: The loss is at most this, at the calibration's confidence if the order of settings is kept to.
+    """
+
+    limit: float
+    hit_rate: float
+    loss: float
+    bound: float
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """What was found, and what it rests on.
+
+    Attributes:
+        chosen: The setting in use; None where not even the strictest one held: nothing is reused approximately then.
+        curve: Settings that were tested, strictest first; the last one failed, if any did.
+        metric: What the bound is on.
+        max_drop: The largest loss that is allowed.
+        delta: Chance that the loss is larger all the same.
+        n_sources: Requests that serve (A and B).
+        n_fitted: Requests that the fingerprint was fitted on (A).
+        n_tested: Requests that the bound was measured on (C).
+        sources: `frozen`: the bound holds. `growing`: later misses serve, too, and the bound is that of the start.
+        weights: Digest of the weights that it was made for.
+        head: Digest of the weights outside the trunk, which make the answers.
+        seconds: Time that it took, computing the requests left out.
+    """
+
+    chosen: Setting | None
+    curve: tuple[Setting, ...]
+    metric: str
+    max_drop: float
+    delta: float
+    n_sources: int
+    n_fitted: int
+    n_tested: int
+    sources: Sources
+    weights: str
+    head: str
+    seconds: float = 0.0
+
+    @property
+    def is_certified(self) -> bool:
+        """Whether the bound holds for what is served."""
+        return self.chosen is not None and self.sources == "frozen"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {**asdict(self), "is_certified": self.is_certified}
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Requests of C, as they would be served without a limit.
+
+    Attributes:
+        doubt: About each, float64 (N,); infinite where it is computed at any setting, -infinite where it was stored
+            itself.
+        loss: What serving it would lose, float64 (N,): of shares, 1 or 0.
+        low: Least possible loss.
+        high: Largest possible loss. For shares, 0 and 1.
+        is_share: Losses are 0 or 1, so that the exact bound on a share applies.
+    """
+
+    doubt: Doubles
+    loss: Doubles
+    low: float = 0.0
+    high: float = 1.0
+    is_share: bool = True
+
+
+def split(n: int, seed: int) -> tuple[list[int], list[int], list[int]]:
+    """Numbers of the requests of A, B and C, each in order."""
+    order = np.random.default_rng(seed).permutation(n)
+    n_a, n_b = round(n * SHARES[0]), round(n * SHARES[1])
+    parts = order[:n_a], order[n_a : n_a + n_b], order[n_a + n_b :]
+    a, b, c = (sorted(part.tolist()) for part in parts)
+    return a, b, c
+
+
+def check_size(n: int, max_drop: float, delta: float, metric: Metric | str = "changed") -> None:
+    """Refuse a sample that could not carry the claim however well reuse did.
+
+    Raises:
+        CalibrationError: It says how many requests are needed.
+    """
+    c = draws_needed(max_drop, delta) if isinstance(metric, str) else _draws_of(metric, max_drop, delta)
+    needed = max(ceil(c / SHARES[2]), ceil(LEAST_SOURCES / SHARES[0]))
+    if n < needed:
+        raise CalibrationError(
+            f"{n} requests cannot show a loss of at most {max_drop:g} with confidence {1 - delta:g}: at least {needed} "
+            f"are needed, of which {c} measure the bound; give more, or allow a larger max_drop or delta"
+        )
+
+
+def _draws_of(metric: Metric, max_drop: float, delta: float) -> int:
+    """Least number of requests, none of which loses anything, that bound a metric's mean loss: within a hundredth."""
+    span = metric.high - metric.low
+    n = draws_needed(min(max_drop / span, 0.5), delta)
+    while mean_upper(np.zeros(n), -span, span, delta) > max_drop:
+        n = ceil(1.01 * n)
+    return n
+
+
+def settings(doubt: Doubles) -> Doubles:
+    """Limits to test, strictest first (K,), from doubts about the requests of B."""
+    finite = np.unique(doubt[np.isfinite(doubt)])
+    if len(finite) <= N_SETTINGS:
+        return finite
+    return np.unique(np.quantile(finite, np.linspace(0, 1, N_SETTINGS)))
+
+
+def try_settings(trial: Trial, limits: Doubles, max_drop: float, delta: float) -> tuple[Setting, ...]:
+    """Test settings in their order until one fails, which comes last.
+
+    Args:
+        trial: Of C.
+        limits: Strictest first (K,).
+        max_drop: The largest loss that is allowed.
+        delta: Level of each test, and of all together.
+    """
+    tested: list[Setting] = []
+    for limit in limits:
+        served = trial.doubt <= limit
+        losses = np.where(served, trial.loss, 0.0)
+        if trial.is_share:
+            bound = share_upper(int(losses.sum()), len(losses), delta)
+        else:
+            bound = mean_upper(losses, trial.low, trial.high, delta)
+        tested.append(Setting(float(limit), float(served.mean()), float(losses.mean()), bound))
+        if bound > max_drop:
+            break
+    return tuple(tested)
+
+
+def chosen(tested: Sequence[Setting], max_drop: float) -> Setting | None:
+    """The last setting that passed."""
+    passed = [setting for setting in tested if setting.bound <= max_drop]
+    return passed[-1] if passed else None
+
+
+def losses(metric: Metric, own: Sequence[Any], reused: Sequence[Any], labels: Sequence[Any]) -> Doubles:
+    """What each request loses in a metric when it gets the output that was made for another.
+
+    Args:
+        metric: Scores an output.
+        own: The request's own output, N.
+        reused: The one that would be reused; None where there is none.
+        labels: What outputs are scored against, N.
+
+    Raises:
+        CalibrationError: The metric failed, or gave a score out of its range.
+    """
+
+    def score(output: Any, label: Any) -> float:
+        try:
+            value = float(metric.score(output, label))
+        except Exception as error:
+            raise CalibrationError(f"metric {metric.name!r} failed on label {label!r}: {error!r}") from error
+        if not metric.low <= value <= metric.high:
+            raise CalibrationError(f"metric {metric.name!r} gave {value}, out of {metric.low} to {metric.high}")
+        return value
+
+    lost = [
+        0.0 if other is None else score(output, label) - score(other, label)
+        for output, other, label in zip(own, reused, labels, strict=True)
+    ]
+    return np.array(lost, np.float64)

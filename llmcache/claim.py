@@ -1,0 +1,84 @@
+"""What a calibration is to show: on which metric, how little may be lost, and how surely."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any, Literal, get_args
+
+from llmcache.errors import ConfigError
+
+Sources = Literal["frozen", "growing"]
+MetricName = Literal["changed", "accuracy"]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A quality that is bounded, so that a bound on its mean loss can be measured.
+
+    Attributes:
+        score: `(output, label) -> float`: how good an output of the model is for one request. `output` is its row (C,).
+        low: Least possible score.
+        high: Largest possible score.
+        name: What reports call it.
+    """
+
+    score: Callable[[Any, Any], float]
+    low: float = 0.0
+    high: float = 1.0
+    name: str = "score"
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be bounded.
+
+        Raises:
+            ConfigError: The range is not finite, or empty.
+        """
+        if not callable(self.score):
+            raise ConfigError(f"metric {self.name!r}: score={self.score!r} is no function of an output and a label")
+        if not (isfinite(self.low) and isfinite(self.high) and self.low < self.high):
+            raise ConfigError(
+                f"metric {self.name!r}: scores from {self.low} to {self.high}; a bound on the mean needs a finite "
+                "range: give low and high, or a metric that has them"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What a calibration is to show.
+
+    Attributes:
+        max_drop: Largest loss, a fraction of 1, or in units of the metric; over 0.
+        delta: Chance that the loss is larger all the same, over 0, under 1.
+        metric: `changed` answers; `accuracy`, which counts right answers that become wrong; or one of the user's.
+        sources: `frozen`, or `growing`: later misses serve, too.
+        seed: Of the draw of A, B and C, at least 0.
+    """
+
+    max_drop: float
+    delta: float
+    metric: MetricName | Metric
+    sources: Sources
+    seed: int
+
+    def __post_init__(self) -> None:
+        """Refuse what nobody can show.
+
+        Raises:
+            ConfigError: With the setting, its value and what would be accepted.
+        """
+        most = self.metric.high - self.metric.low if isinstance(self.metric, Metric) else 1.0
+        for name, value, limit in (("max_drop", self.max_drop, most), ("delta", self.delta, 1.0)):
+            if not isinstance(value, int | float) or not 0 < value < limit:
+                raise ConfigError(f"{name}: give a number over 0, under {limit:g} (got {value!r})")
+        if not isinstance(self.metric, Metric) and self.metric not in get_args(MetricName):
+            names = " or ".join(map(repr, get_args(MetricName)))
+            raise ConfigError(f"metric: give {names}, or a llmcache.Metric (got {self.metric!r})")
+        if self.sources not in get_args(Sources):
+            raise ConfigError(f"sources: give {' or '.join(map(repr, get_args(Sources)))} (got {self.sources!r})")
+        if not isinstance(self.seed, int) or self.seed < 0:
+            raise ConfigError(f"seed: give a whole number, 0 or more (got {self.seed!r})")
+
+    @property
+    def name(self) -> str:
+        """What the metric is called."""
+        return self.metric if isinstance(self.metric, str) else self.metric.name

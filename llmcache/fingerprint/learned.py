@@ -1,0 +1,218 @@
+"""A fingerprint that is learned from the wrapped model itself, so that similarity tells whether its answers are alike.
+
+    token ids -> rows of token vectors -> pooled -> scaled -> one linear map -> unit vector
+
+The map is a ridge regression from the pooled vectors of requests to what the model made of them (its final states and
+its logits), so nobody has to label anything; it is solved in closed form. A token has two vectors: its input embedding,
+and a static one, which is the model's final state for a request of this token alone (Minishlab's model2vec pools such
+vectors). The latter are computed for tokens of the requests that are learned from, and estimated for others by a second
+ridge regression, from their input embeddings.
+
+Sizes: N requests, n content tokens, D hidden width, P pooled width (6 D), T target width, F dimensions.
+"""
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from llmcache.arrays import Floats
+from llmcache.fingerprint.mean import normalise
+from llmcache.fingerprint.view import View
+
+Ids = NDArray[np.int64]
+Lookup = Callable[[Ids], Floats]
+
+_N_POOLED = 6  # mean, max and min of input embeddings; weighted mean, max and min of static ones
+
+
+class Learned:
+    """Pooled token vectors through a fitted linear map. Ready once it was fitted, by a calibration. Thread-safe."""
+
+    reads_attention = False
+    fits_any_layer = False
+
+    def __init__(self, dim: int = 128, ridge: float = 1.0) -> None:
+        """Choose the size.
+
+        Args:
+            dim: F, 2 to 384; at most the hidden width and the number of logits together are used.
+            ridge: How much larger weights cost, over 0. More fits less closely.
+
+        Raises:
+            ValueError: A number is out of its range.
+        """
+        if not 2 <= dim <= 384 or not ridge > 0:
+            raise ValueError(f"dim={dim}, ridge={ridge}: dim must be from 2 to 384, ridge over 0")
+        self.dim = dim
+        self.ridge = ridge
+        self._embed: Lookup | None = None
+        self._think: Lookup | None = None
+        self._fitted: tuple[_Pool, dict[str, Floats]] | None = None  # replaced as a whole: others may be reading it
+
+    def bind(self, embed: Lookup, think: Lookup) -> None:
+        """Say where vectors of tokens come from.
+
+        Args:
+            embed: `ids (m,) -> input embeddings (m, D)`.
+            think: `ids (m,) -> final states (m, D)` of requests of one token each.
+        """
+        self._embed, self._think = embed, think
+
+    @property
+    def n_fit(self) -> int:
+        """0 once it is fitted, else 1: how many it takes, its teacher decides."""
+        return 1 if self._fitted is None else 0
+
+    def features(self, view: View) -> Tensor:
+        """Content tokens as float32 (B, T), -1 elsewhere; exact, as no vocabulary has 2**24 tokens."""
+        return torch.where(view.content, view.ids, -1).float()
+
+    def fit(self, features: Sequence[Floats], targets: Floats | None = None) -> None:
+        """Learn from requests.
+
+        Args:
+            features: Of N requests, (T,) each.
+            targets: What their fingerprints are to resemble (N, T).
+        """
+        assert targets is not None and self._think is not None and self._embed is not None
+        requests = [_content(row) for row in features]
+        tokens, counts = np.unique(np.concatenate([np.unique(ids) for ids in requests]), return_counts=True)
+        embedded, static = self._embed(tokens), self._think(tokens)
+        guess = _Ridge(embedded, static, self.ridge / (embedded.shape[1] * len(tokens) ** 0.5))
+        learned = {
+            "tokens": tokens.astype(np.float32),
+            "static": static,
+            "idf": np.log((len(requests) + 1) / (counts + 1)).astype(np.float32) + 1,
+            "rarest": np.array([np.log(len(requests) + 1) + 1], np.float32),
+            "guess": guess.weights,
+            "guess_centre": guess.centre,
+            "guess_mean": guess.mean,
+        }
+        pool = _Pool(learned, self._embed)
+        pooled = np.stack([pool(ids) for ids in requests])
+        scale = _scale(pooled)
+        aims = (targets - targets.mean(axis=0)) @ _axes(targets, self.dim)
+        fitted = _Ridge(pooled * scale, aims, self.ridge / len(pooled))
+        learned |= {"centre": pooled.mean(axis=0), "map": (scale[:, None] * fitted.weights).astype(np.float32)}
+        self._fitted = pool, learned
+
+    def project(self, features: Floats) -> Floats:
+        """Fingerprints (B, F), L2 norm 1, from features (B, T); of a row without content, zeros."""
+        if self._fitted is None:
+            raise RuntimeError("fit() comes first")
+        pool, learned = self._fitted
+        contents = [_content(row) for row in features]
+        pooled = np.stack([pool(ids) if len(ids) else learned["centre"] for ids in contents])
+        projected: Floats = ((pooled - learned["centre"]) @ learned["map"]).astype(np.float32)
+        return normalise(projected)
+
+    def state(self) -> dict[str, Floats]:
+        """What was learned."""
+        return {} if self._fitted is None else dict(self._fitted[1])
+
+    def restore(self, state: Mapping[str, Floats]) -> None:
+        """Take up what was learned."""
+        assert self._embed is not None
+        self._fitted = (_Pool(state, self._embed), dict(state)) if state else None
+
+
+class _Pool:
+    """Makes one vector of a request's tokens. Vectors of tokens that were met are kept. Thread-safe."""
+
+    def __init__(self, learned: Mapping[str, Floats], embed: Lookup) -> None:
+        """Begin with no token met.
+
+        Args:
+            learned: Static vectors and weights, and how static vectors are guessed; see `Learned.fit`.
+            embed: See `Learned.bind`.
+        """
+        self._learned = learned
+        self._embed = embed
+        self._lock = threading.Lock()
+        self._place: dict[int, int] = {}
+        self._table: Floats = np.empty((0, 0), np.float32)
+
+    def __call__(self, ids: Ids) -> Floats:
+        """Pooled vector (P,) of tokens (n,), at least one."""
+        rows = self._rows(ids)
+        width = (rows.shape[1] - 1) // 2
+        embedded, static, weights = rows[:, :width], rows[:, width:-1], rows[:, -1]
+        kinds = [
+            embedded.mean(axis=0),
+            embedded.max(axis=0),
+            embedded.min(axis=0),
+            weights @ static / weights.sum(),
+            static.max(axis=0),
+            static.min(axis=0),
+        ]
+        return np.concatenate(kinds)
+
+    def _rows(self, ids: Ids) -> Floats:
+        """Vectors of tokens (n, 2 D + 1), those of new ones made first."""
+        names = ids.tolist()
+        with self._lock:
+            if new := [name for name in dict.fromkeys(names) if name not in self._place]:
+                self._add(new, self._make(np.array(new, np.int64)))
+            return self._table[[self._place[name] for name in names]]
+
+    def _add(self, names: list[int], made: Floats) -> None:
+        first = len(self._place)
+        if first + len(names) > len(self._table):
+            room = np.empty((2 * first + len(names) + 256, made.shape[1]), np.float32)
+            room[:first] = self._table[:first] if first else 0
+            self._table = room
+        self._table[first : first + len(names)] = made
+        self._place |= {name: first + i for i, name in enumerate(names)}
+
+    def _make(self, ids: Ids) -> Floats:
+        """Input embedding, static vector and weight of tokens, (m, 2 D + 1)."""
+        learned, embedded = self._learned, self._embed(ids)
+        static = (embedded - learned["guess_centre"]) @ learned["guess"] + learned["guess_mean"]
+        weights = np.full((len(ids), 1), learned["rarest"][0], np.float32)
+        place = np.searchsorted(learned["tokens"], ids).clip(max=len(learned["tokens"]) - 1)
+        is_known = learned["tokens"][place] == ids
+        static[is_known] = learned["static"][place[is_known]]
+        weights[is_known, 0] = learned["idf"][place[is_known]]
+        return np.concatenate([embedded, static, weights], axis=1).astype(np.float32)
+
+
+class _Ridge:
+    """Least squares with a price on large weights, in whichever of two forms is smaller."""
+
+    def __init__(self, x: Floats, y: Floats, price: float) -> None:
+        """Fit rows (N, T) to rows (N, P); inputs are taken to their mean, and to a mean square of 1 a row."""
+        self.centre, self.mean = x.mean(axis=0), y.mean(axis=0)
+        a = (x - self.centre).astype(np.float64)
+        b = (y - self.mean).astype(np.float64)
+        least = price * max(float((a**2).sum()), 1e-12)
+        if a.shape[1] <= len(a):
+            weights = np.linalg.solve(a.T @ a + least * np.eye(a.shape[1]), a.T @ b)
+        else:
+            weights = a.T @ np.linalg.solve(a @ a.T + least * np.eye(len(a)), b)
+        self.weights: Floats = weights.astype(np.float32)
+
+
+def _content(features: Floats) -> Ids:
+    """Token ids of a request's features."""
+    ids: Ids = features[features >= 0].astype(np.int64)
+    return ids
+
+
+def _scale(pooled: Floats) -> Floats:
+    """By what each pooled number is multiplied (P,): each to spread 1, and each kind of pooling to the same share."""
+    spread = pooled.std(axis=0)
+    kinds = np.split(spread, _N_POOLED)
+    steady = np.concatenate([kind + 0.01 * kind.mean() + 1e-6 for kind in kinds])
+    scale: Floats = (1 / steady / np.sqrt(len(spread))).astype(np.float32)
+    return scale
+
+
+def _axes(targets: Floats, dim: int) -> Floats:
+    """Directions (T, F) in which targets differ most."""
+    _, _, axes = np.linalg.svd((targets - targets.mean(axis=0)).astype(np.float32), full_matrices=False)
+    chosen: Floats = np.ascontiguousarray(axes[:dim].T)
+    return chosen

@@ -1,0 +1,81 @@
+"""Vectors of single tokens, which learned fingerprints pool.
+
+Sizes: m tokens, D hidden width.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from llmcache.adapters import Trunk, unpack
+from llmcache.arrays import Floats
+from llmcache.context import Row
+from llmcache.errors import ConfigError
+from llmcache.payloads import Payload
+
+_BATCH = 256
+
+Ids = NDArray[np.int64]
+
+
+class TokenVectors:
+    """Asks a model for vectors of tokens. Nothing that it computes is cached or counted."""
+
+    def __init__(self, trunk: Trunk, payload: Payload, forward: Callable[..., Any]) -> None:
+        """Prepare to ask.
+
+        Args:
+            trunk: Of the model.
+            payload: What of a state is kept.
+            forward: Computes as the trunk itself does, unseen by the cache.
+
+        Raises:
+            ConfigError: The trunk does not say where its input embeddings are.
+        """
+        find = getattr(trunk.module, "get_input_embeddings", None)
+        table = find() if callable(find) else None
+        if not isinstance(table, torch.nn.Embedding):
+            raise ConfigError(
+                f"fingerprint 'learned': {type(trunk.module).__name__} does not say where its input embeddings are "
+                "(get_input_embeddings); use another fingerprint"
+            )
+        self._table = table
+        self._payload = payload
+        self._forward = forward
+        self._frame: tuple[list[int], list[int]] = ([], [])
+
+    def frame(self, row: Row, content: Floats) -> None:
+        """Learn from one request which special tokens come before and after its content.
+
+        Args:
+            row: The request.
+            content: Its tokens (T,), -1 where they carry no content.
+        """
+        ids = np.frombuffer(row.ids, f"u{len(row.ids) // row.n_valid}").tolist()
+        where = np.flatnonzero(content[row.valid] >= 0)
+        self._frame = (ids[: where[0]], ids[where[-1] + 1 :])
+
+    def embed(self, ids: Ids) -> Floats:
+        """Input embeddings, float32 (m, D)."""
+        with torch.inference_mode():
+            chosen = self._table.weight[torch.from_numpy(ids).to(self._table.weight.device)]
+            return np.asarray(chosen.float().cpu().numpy())
+
+    def think(self, ids: Ids) -> Floats:
+        """What an entry would keep of requests of one token each, averaged over its rows: float32 (m, D)."""
+        before, after = self._frame
+        batches = [ids[start : start + _BATCH].tolist() for start in range(0, len(ids), _BATCH)]
+        made = []
+        with torch.inference_mode():
+            for batch in batches:
+                rows = [[*before, token, *after] for token in batch]
+                hidden = unpack(
+                    self._forward(input_ids=torch.tensor(rows, device=self._table.weight.device), return_dict=False)
+                )
+                made += [
+                    self._payload.take(row, slice(0, len(rows[0]))).float().mean(dim=0).cpu().numpy() for row in hidden
+                ]
+        return np.stack(made)

@@ -1,0 +1,108 @@
+"""What a cache needs to be calibrated, put together; what does not fit the model is refused here."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from llmcache.adapters import first_attention
+from llmcache.answers import Reading, find_answers
+from llmcache.assembly import make_fingerprint, make_gate, refuse_unsafe
+from llmcache.calibration import check_size
+from llmcache.claim import Claim
+from llmcache.config import CacheConfig
+from llmcache.decide import DECISIONS, Decision
+from llmcache.errors import CalibrationError, ConfigError
+from llmcache.fingerprint import Fingerprint, Learned
+from llmcache.fingerprint.tokens import TokenVectors
+from llmcache.hooks import plain_forward
+from llmcache.observation import Observer
+from llmcache.parts import Parts
+from llmcache.reuse.semantic import Chooser, Semantic
+from llmcache.trust import Trust
+from llmcache.weights import Weights
+
+_LEAVING = ("ttl", "divergence")  # policies that make entries leave, or be computed, whatever was calibrated
+
+
+@dataclass(frozen=True, slots=True)
+class Learning:
+    """What is added to the parts of a cache.
+
+    Attributes:
+        fingerprint: Not fitted yet.
+        attention: The first layer's self-attention where the fingerprint reads it, else None.
+        observer: Reads the model's answers.
+        trust: Not calibrated yet.
+    """
+
+    fingerprint: Fingerprint
+    attention: nn.Module | None
+    observer: Observer
+    trust: Trust
+
+    def add_to(self, parts: Parts) -> None:
+        """Serve calls with it from now on. Nothing is reused approximately until it is calibrated."""
+        parts.fingerprint, parts.attention, parts.observer = self.fingerprint, self.attention, self.observer
+        parts.rungs = [*parts.rungs, Semantic(parts.library, self.trust.chooser, self.trust)]
+        parts.trust = self.trust
+
+
+def make_learning(parts: Parts, model: nn.Module, config: CacheConfig, tokenizer: Any, answer_of: Reading) -> Learning:
+    """Build what calibrates a cache.
+
+    Raises:
+        ConfigError: A setting is wrong, or does not suit the model.
+        UnsafeReuseError: The head answers token by token.
+    """
+    _check(parts, config)
+    fingerprint = make_fingerprint(config)
+    tokens = None
+    if isinstance(fingerprint, Learned):
+        tokens = TokenVectors(parts.trunk, parts.payload, plain_forward(parts.trunk.module))
+        fingerprint.bind(tokens.embed, tokens.think)
+    answers = find_answers(config.answer, parts.head, model)
+    decision: Decision = config.decide_component.build(DECISIONS, "decide")
+    chooser = Chooser(parts.library, decision, answers, make_gate(parts.trunk, config, tokenizer))
+    head = Weights(model, without=parts.trunk.module)
+    claim = Claim(config.max_drop, config.delta, "changed", config.sources, 0)
+    trust = Trust(parts.library, fingerprint, tokens, chooser, answers, head, parts.counters, config.learn, claim)
+    observer = Observer(parts.library, answers, answer_of)
+    observer.learner = trust
+    attention = first_attention(parts.trunk) if fingerprint.reads_attention else None
+    return Learning(fingerprint, attention, observer, trust)
+
+
+def _check(parts: Parts, config: CacheConfig) -> None:
+    """Refuse settings under which no bound could be kept."""
+    if config.tau is not None:
+        raise ConfigError(
+            f"tau={config.tau} is your own choice of what may be reused; to have it calibrated, wrap without tau"
+        )
+    refuse_unsafe("a calibration", parts.head, config)
+    if parts.head.name == "multiple-choice head":
+        raise ConfigError("a multiple-choice head answers several rows together: it cannot be calibrated row by row")
+    if config.compression.name != "none":
+        raise ConfigError(
+            f"compression={config.compression.name!r}: what it changes is not part of the bound; calibrate with 'none'"
+        )
+    if not config.serves_exact:
+        raise ConfigError(
+            "exact=False: a calibration counts on repeats being served from their own states; leave it out"
+        )
+    if config.policy.name in _LEAVING:
+        raise ConfigError(
+            f"policy={config.policy.name!r}: the requests that a calibration rests on stay; use 'lru', 'lfu', 'fifo' "
+            "or 'staleness'"
+        )
+    if config.learn is None:
+        return
+    try:
+        check_size(config.learn, config.max_drop, config.delta)
+    except CalibrationError as error:
+        raise ConfigError(f"learn={config.learn}: {error}") from error
+    if config.max_entries is not None and config.max_entries < config.learn:
+        raise ConfigError(
+            f"max_entries={config.max_entries}: some of the learn={config.learn} requests would have left before they "
+            "could serve; raise it, or lower learn"
+        )

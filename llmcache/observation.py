@@ -1,0 +1,199 @@
+"""What is learned from: requests that were computed, with all that was seen of them.
+
+Sizes: B rows, F0 features, D hidden width, S width of a signature, C logits.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llmcache.adapters import Trunk, device_of
+from llmcache.answers import Answers, Reading
+from llmcache.arrays import Floats
+from llmcache.context import Call, Row, Scope, to_host
+from llmcache.errors import CalibrationError
+from llmcache.library import Library
+
+
+@dataclass(slots=True)
+class Observation:
+    """One request that was computed.
+
+    Attributes:
+        scope: Its scope.
+        row: The request.
+        features: What its fingerprint is projected from (F0,).
+        target: What its fingerprint is to resemble: the mean row of the payload of the last layer, float32 (D,).
+        answer: Signature of its answer (S,).
+        output: What the model put out for it, float32 (C,).
+        states: What would be stored of it, by layer; empty where it is stored already.
+        label: What it should have been answered, where that was given.
+    """
+
+    scope: Scope
+    row: Row
+    features: Floats
+    target: Floats
+    answer: Floats
+    output: Floats
+    states: Mapping[int, Mapping[str, Tensor]]
+    label: Any = None
+
+
+class Learner(Protocol):
+    """Who wants observations."""
+
+    @property
+    def is_learning(self) -> bool:
+        """Whether they are wanted now."""
+
+    def observe(self, observations: list[Observation]) -> None:
+        """Take some in."""
+
+
+class Observer:
+    """Reads the answers of calls that have ended: notes them beside entries, and shows whole requests to a learner."""
+
+    def __init__(self, library: Library, answers: Answers, read: Reading) -> None:
+        """Remember whom to tell.
+
+        Args:
+            library: Holds the entries.
+            answers: The kind of the model's answers.
+            read: Finds logits (B, C) in what the model returned.
+        """
+        self.answers = answers
+        self.learner: Learner | None = None
+        #: Within: rows are computed, and shown to this list instead of being stored.
+        self.collected: ContextVar[list[Observation] | None] = ContextVar("llmcache_collected", default=None)
+        self._library = library
+        self._read = read
+
+    def see(self, call: Call, output: Any) -> None:
+        """Take in a call whose rows were computed or served, and what the model returned for it.
+
+        Args:
+            call: It has ended.
+            output: Of the whole model; not looked at where answers are read from payloads.
+
+        Raises:
+            TypeError: No answer was found in the output.
+            ValueError: It is not one answer a row.
+        """
+        computed = {number: states for number, states in call.captured.items() if number not in call.reused}
+        if not computed:
+            return
+        last = self._library.layers[-1]
+        targets = torch.stack([states[last]["hidden"].float().mean(dim=0) for states in computed.values()])
+        logits = targets if self.answers.reads_payload else self._logits(call, output)[list(computed)]
+        signatures, outputs, vectors = to_host(self.answers.sign(logits), logits.float(), targets)
+        assert call.scope is not None and signatures is not None and outputs is not None and vectors is not None
+        collected = self.collected.get()
+        for i, number in enumerate(computed):
+            if collected is None:
+                self._library.sign(call.rows[number].key, signatures[i])
+        if call.features is None or (collected is None and not (self.learner and self.learner.is_learning)):
+            return
+        observations = [
+            Observation(
+                call.scope,
+                call.rows[number],
+                call.features[number].copy(),
+                vectors[i],
+                signatures[i],
+                outputs[i],
+                {} if collected is None else states,
+            )
+            for i, (number, states) in enumerate(computed.items())
+        ]
+        if collected is not None:
+            collected += observations
+        elif self.learner is not None:
+            self.learner.observe(observations)
+
+    def _logits(self, call: Call, output: Any) -> Tensor:
+        logits = self._read(output)
+        if len(logits) != call.n_rows:
+            raise ValueError(f"{len(logits)} answers for {call.n_rows} requests")
+        return logits
+
+
+def collect(
+    compute: Callable[[Mapping[str, Any]], Any], observer: Observer, requests: Iterable[Mapping[str, Any]]
+) -> list[Observation]:
+    """Compute requests and see all of them, in order.
+
+    Args:
+        compute: Runs the model on tokenised inputs, in inference mode.
+        observer: Sees its calls.
+        requests: Tokenised inputs.
+
+    Raises:
+        CalibrationError: One could not be computed, or could not be seen.
+    """
+    seen: list[Observation] = []
+    for number, inputs in enumerate(requests):
+        n_seen = len(seen)
+        token = observer.collected.set(seen)  # for our own calls only: making the next request may call the model, too
+        try:
+            compute(inputs)
+        except Exception as error:
+            raise CalibrationError(f"request {number} could not be computed: {error!r}") from error
+        finally:
+            observer.collected.reset(token)
+        n_rows = len(inputs["input_ids"]) if "input_ids" in inputs else 0
+        if len(seen) != n_seen + n_rows or not n_rows:
+            raise CalibrationError(
+                f"request {number}: {len(seen) - n_seen} of its {n_rows} rows went through the cache; the log and "
+                "stats().bypassed say why"
+            )
+        if not all(np.isfinite(case.target).all() for case in seen[n_seen:]):
+            raise CalibrationError(f"request {number}: the model's states are not finite: run it in a wider dtype")
+    return seen
+
+
+def tokenised(requests: Any, tokenizer: Any, trunk: Trunk) -> Iterator[Mapping[str, Any]]:
+    """Inputs of the model for each request.
+
+    Args:
+        requests: Tokenised inputs, or texts.
+        tokenizer: Of the texts, which are cut to what the model takes; None if there are none.
+        trunk: Of the model.
+
+    Raises:
+        CalibrationError: It is no collection of requests, or texts come without a tokenizer.
+    """
+    if isinstance(requests, str | bytes | Mapping) or not isinstance(requests, Iterable):
+        raise CalibrationError(f"requests: give a list of tokenised inputs or of texts (got {type(requests).__name__})")
+    for number, request in enumerate(requests):
+        if isinstance(request, Mapping):
+            yield request
+        elif not isinstance(request, str):
+            raise CalibrationError(f"request {number} is a {type(request).__name__}: give tokenised inputs or a text")
+        elif tokenizer is None:
+            raise CalibrationError("texts need the tokenizer: give it to wrap(), or give tokenised inputs")
+        else:
+            longest = getattr(trunk.config, "max_position_embeddings", None)
+            made = tokenizer(request, return_tensors="pt", truncation=longest is not None, max_length=longest)
+            yield {name: tensor.to(device_of(trunk.module)) for name, tensor in made.items()}
+
+
+def with_labels(observed: Sequence[Observation], labels: Iterable[Any] | None, model: Any) -> list[Observation]:
+    """The same with labels, where any are given; names become the numbers that the model's config gives them.
+
+    Raises:
+        CalibrationError: There are more or fewer labels than requests.
+    """
+    if labels is None:
+        return list(observed)
+    told = list(labels)
+    if len(told) != len(observed):
+        raise CalibrationError(f"{len(told)} labels for {len(observed)} requests: give one each")
+    numbers = getattr(getattr(model, "config", None), "label2id", None) or {}
+    known = [numbers.get(label, label) if isinstance(label, str) else label for label in told]
+    return [replace(case, label=label) for case, label in zip(observed, known, strict=True)]

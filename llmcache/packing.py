@@ -1,0 +1,103 @@
+"""Records of a cache as named tensors, for files, and back.
+
+Sizes: N requests, P places, F fingerprint width, S width of a signature.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llmcache.arrays import Floats
+from llmcache.context import KEY_LENGTH, Scope
+from llmcache.records import Record
+from llmcache.shelf import Place
+from llmcache.stores import Entry
+
+
+def pack_requests(records: list[Record], scopes: list[Scope]) -> dict[str, Tensor]:
+    """All of records but their states; a scope is named by its number."""
+    number = {scope: i for i, scope in enumerate(scopes)}
+    places = [(i, place) for i, record in enumerate(records) for place in record.places]
+    packed = {
+        "answers": _answers(records),
+        "is_kept": np.array([record.is_kept for record in records], np.bool_),
+        "keys": np.frombuffer("".join(r.key for r in records).encode(), np.uint8).reshape(-1, KEY_LENGTH),
+        "ids": np.frombuffer(b"".join(r.ids for r in records), np.uint8),
+        "n_id_bytes": np.array([len(r.ids) for r in records], np.int64),
+        "scope": np.array([number[r.scope] for r in records], np.int64),
+        "dtype": np.array([_DTYPES.index(r.dtype) for r in records], np.int64),
+        "place.request": np.array([i for i, _ in places], np.int64),
+        "place.layer": np.array([-1 if p.layer is None else p.layer for _, p in places], np.int64),
+        "place.length": np.array([p.length for _, p in places], np.int64),
+        "place.slot": np.array([p.slot for _, p in places], np.int64),
+        "place.vector": np.stack([p.vector for _, p in places]) if places else np.zeros((0, 0), np.float32),
+    }
+    return arrays_to_tensors(packed)
+
+
+def arrays_to_tensors(arrays: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Copies of arrays, as tensors."""
+    return {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
+
+
+def _answers(records: list[Record]) -> Floats:
+    """Signatures (N, S), NaN where there is none."""
+    width = max((len(record.answer) for record in records if record.answer is not None), default=0)
+    answers = np.full((len(records), width), np.nan, np.float32)
+    for row, record in zip(answers, records, strict=True):
+        if record.answer is not None:
+            row[:] = record.answer
+    return answers
+
+
+def pack_states(records: list[Record]) -> dict[str, Tensor]:
+    """Entries of one layer and shape stacked into one tensor a name, beside the numbers of their requests."""
+    groups: dict[tuple[Any, ...], list[tuple[int, Entry]]] = defaultdict(list)
+    for i, record in enumerate(records):
+        for layer, entry in record.entries.items():
+            shapes = tuple((name, t.dtype, t.shape) for name, t in sorted(entry.tensors.items()))
+            groups[layer, shapes].append((i, entry))
+    packed: dict[str, Tensor] = {}
+    for g, ((layer, _), members) in enumerate(groups.items()):
+        packed[f"{layer}/{g}/requests"] = torch.tensor([i for i, _ in members])
+        for name in members[0][1].tensors:
+            packed[f"{layer}/{g}/state/{name}"] = torch.stack([entry.tensors[name].cpu() for _, entry in members])
+    return packed
+
+
+def unpack(requests: dict[str, Tensor], states: dict[str, Tensor], scopes: list[Scope]) -> Iterator[Record]:
+    """Records from the tensors of both files."""
+    arrays = {name: tensor.numpy() for name, tensor in requests.items()}
+    entries: dict[int, dict[int, Entry]] = defaultdict(dict)
+    for name, numbers in states.items():
+        if name.endswith("/requests"):
+            layer, group, _ = name.split("/")
+            prefix = f"{layer}/{group}/state/"
+            stacks = {n.removeprefix(prefix): t for n, t in states.items() if n.startswith(prefix)}
+            for row, i in enumerate(numbers.tolist()):
+                entries[i][int(layer)] = Entry({n: stack[row] for n, stack in stacks.items()})
+    places: dict[int, list[Place]] = defaultdict(list)
+    for i, layer, length, slot, vector in zip(
+        *(arrays[f"place.{what}"] for what in ("request", "layer", "length", "slot", "vector")), strict=True
+    ):
+        places[int(i)].append(Place(None if layer < 0 else int(layer), int(length), vector, int(slot)))
+    ends = np.cumsum(arrays["n_id_bytes"])
+    ids = arrays["ids"].tobytes()
+    for i, end in enumerate(ends):
+        yield Record(
+            arrays["keys"][i].tobytes().decode(),
+            scopes[arrays["scope"][i]],
+            ids[end - arrays["n_id_bytes"][i] : end],
+            _DTYPES[arrays["dtype"][i]],
+            entries[i],
+            tuple(places[i]),
+            None if np.isnan(arrays["answers"][i]).any() or not arrays["answers"].shape[1] else arrays["answers"][i],
+            bool(arrays["is_kept"][i]),
+        )
+
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)

@@ -1,0 +1,49 @@
+"""Bounds hold as often as they promise, agree with known values, and are not vacuous."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmcache.bounds import draws_needed, mean_upper, share_upper
+
+
+@pytest.mark.parametrize(
+    ("k", "n", "limit"),
+    [(0, 598, 0.004997), (0, 59, 0.04951), (2, 1250, 0.005031), (5, 5, 1.0), (3, 10, 0.6066)],
+)
+def test_share_upper_gives_known_values(k: int, n: int, limit: float) -> None:
+    assert share_upper(k, n, 0.05) == pytest.approx(limit, rel=1e-3)
+
+
+@pytest.mark.parametrize(("limit", "k", "n"), [(0.005, 0, 598), (0.005, 1, 947), (0.01, 0, 299), (0.02, 0, 149)])
+def test_draws_needed_are_the_least(limit: float, k: int, n: int) -> None:
+    assert draws_needed(limit, 0.05, k) == n
+    assert share_upper(k, n, 0.05) <= limit < share_upper(k, n - 1, 0.05)
+
+
+@given(st.integers(0, 40), st.integers(1, 400))
+@settings(max_examples=50, deadline=None)
+def test_share_upper_grows_with_events_and_falls_with_draws(k: int, n: int) -> None:
+    k = min(k, n)
+    assert share_upper(k, n + 1, 0.05) <= share_upper(k, n, 0.05) <= share_upper(min(k + 1, n), n, 0.05)
+
+
+@pytest.mark.parametrize("mean", [0.002, 0.02, 0.2])
+def test_mean_upper_covers_a_share(mean: float) -> None:
+    rng = np.random.default_rng(0)
+    limits = [mean_upper((rng.random(1000) < mean).astype(float), 0, 1, 0.05) for _ in range(200)]
+    assert sum(limit < mean for limit in limits) <= 20
+    assert np.median(limits) < mean + 5 * np.sqrt(mean / 1000) + 0.008
+
+
+def test_mean_upper_covers_a_difference_that_can_be_negative() -> None:
+    rng = np.random.default_rng(1)
+    draws = [rng.choice([-1.0, 0.0, 0.5], p=[0.02, 0.94, 0.04], size=800) for _ in range(200)]
+    limits = [mean_upper(x, -1, 1, 0.05) for x in draws]
+    assert sum(limit < 0.0 for limit in limits) <= 20
+    assert np.median(limits) < 0.03
+
+
+def test_mean_upper_of_nothing_is_all() -> None:
+    assert mean_upper(np.empty(0), 0, 1, 0.05) == pytest.approx(1.0)

@@ -1,0 +1,107 @@
+"""Settings are tested in their order, on requests of their own, at the level that was asked for."""
+
+import numpy as np
+import pytest
+
+from llmcache.calibration import (
+    SHARES,
+    Trial,
+    check_size,
+    chosen,
+    losses,
+    settings,
+    split,
+    try_settings,
+)
+from llmcache.claim import Metric
+from llmcache.errors import CalibrationError, ConfigError
+
+
+def test_the_parts_are_disjoint_and_whole() -> None:
+    parts = split(1000, seed=3)
+    assert sorted(number for part in parts for number in part) == list(range(1000))
+    assert [len(part) for part in parts] == [round(1000 * share) for share in SHARES]
+    assert split(1000, seed=3) == parts != split(1000, seed=4)
+
+
+@pytest.mark.parametrize(("n", "max_drop"), [(1195, 0.005), (597, 0.01), (100, 0.02)])
+def test_too_few_requests_are_refused_with_the_number_that_would_do(n: int, max_drop: float) -> None:
+    with pytest.raises(CalibrationError, match="at least") as refused:
+        check_size(n, max_drop, 0.05)
+    needed = int(str(refused.value).split("at least ")[1].split()[0])
+    check_size(needed, max_drop, 0.05)
+    with pytest.raises(CalibrationError):
+        check_size(needed - 1, max_drop, 0.05)
+
+
+def test_settings_are_doubts_that_occur_strictest_first() -> None:
+    doubt = np.array([0.3, np.inf, 0.1, 0.3, -np.inf])
+    assert settings(doubt).tolist() == [0.1, 0.3]
+    many = settings(np.random.default_rng(0).random(5000))
+    assert len(many) == 200 and (np.diff(many) > 0).all()
+
+
+def test_testing_stops_at_the_first_failure() -> None:
+    doubt = np.linspace(0, 1, 1000)
+    loss = ((doubt > 0.5) & (np.arange(1000) % 10 == 0)).astype(float)  # above 0.5, one in ten is wrong
+    tested = try_settings(Trial(doubt, loss), np.array([0.2, 0.4, 0.5, 0.9, 0.95]), max_drop=0.01, delta=0.05)
+    assert [setting.limit for setting in tested] == [0.2, 0.4, 0.5, 0.9]
+    best = chosen(tested, 0.01)
+    assert best is not None and best.limit == 0.5
+    assert best.hit_rate == pytest.approx(0.5, abs=0.002)
+    assert best.bound == pytest.approx(0.003, abs=1e-4)  # no error in 1,000
+
+
+def test_nothing_is_chosen_where_the_strictest_setting_fails() -> None:
+    trial = Trial(np.zeros(400), np.ones(400))
+    assert chosen(try_settings(trial, np.array([0.0, 1.0]), 0.01, 0.05), 0.01) is None
+    assert chosen(try_settings(trial, np.empty(0), 0.01, 0.05), 0.01) is None
+
+
+def test_requests_without_a_neighbour_lose_nothing() -> None:
+    trial = Trial(np.array([np.inf] * 299 + [0.1]), np.ones(300))
+    (setting,) = try_settings(trial, np.array([0.5]), 0.02, 0.05)
+    assert setting.hit_rate == setting.loss == pytest.approx(1 / 300)
+
+
+def test_the_chosen_setting_is_seldom_worse_than_claimed() -> None:
+    rng = np.random.default_rng(0)
+    n_wrong, rates = 0, []
+    for _ in range(300):
+        doubt = rng.random(900)
+        loss = (rng.random(900) < 0.05 * doubt).astype(float)
+        best = chosen(try_settings(Trial(doubt, loss), np.linspace(0.01, 1, 100), 0.01, 0.05), 0.01)
+        if best is not None:
+            n_wrong += 0.05 * best.limit**2 / 2 > 0.01  # expected loss at this limit
+            rates.append(best.limit)
+    assert n_wrong <= 24
+    assert np.median(rates) > 0.3
+
+
+def test_a_metric_that_is_not_a_share_is_bounded_by_betting() -> None:
+    rng = np.random.default_rng(1)
+    doubt = rng.random(2000)
+    loss = np.where(doubt < 0.5, rng.choice([-0.1, 0.0, 0.1], 2000), rng.choice([0.0, 0.5], 2000))
+    trial = Trial(doubt, loss, -1.0, 1.0, is_share=False)
+    best = chosen(try_settings(trial, np.array([0.1, 0.3, 0.5, 0.8]), 0.02, 0.05), 0.02)
+    assert best is not None and best.limit in (0.3, 0.5)
+
+
+@pytest.mark.parametrize("bounds", [(0.0, np.inf), (1.0, 1.0), (np.nan, 1.0)])
+def test_unbounded_metrics_are_refused(bounds: tuple[float, float]) -> None:
+    with pytest.raises(ConfigError, match="finite range"):
+        Metric(lambda output, label: 0.0, *bounds)
+
+
+def test_losses_are_differences_of_scores() -> None:
+    metric = Metric(lambda output, label: float(output == label))
+    assert losses(metric, ["a", "b", "c"], ["a", "a", None], ["a", "b", "c"]).tolist() == [0.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("score", "message"),
+    [(lambda output, label: 1 / 0, "failed on label 'x'"), (lambda output, label: 7.0, "out of 0.0 to 1.0")],
+)
+def test_a_metric_that_fails_is_named(score: object, message: str) -> None:
+    with pytest.raises(CalibrationError, match=message):
+        losses(Metric(score, name="mine"), ["o"], ["p"], ["x"])  # type: ignore[arg-type]

@@ -1,0 +1,524 @@
+"""Calibrated reuse in a cache: what is turned on, what it rests on, and what turns nothing on."""
+
+import threading
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from llmcache import LLMCache
+from llmcache.claim import Metric
+from llmcache.decide import Risk
+from llmcache.errors import BankFileError, CalibrationError, ConfigError, UnsafeReuseError, WrapError
+from tests.models import TOKEN_HEADS, build
+from tests.topics import classifier, requests
+
+N = 700
+LOOSE = {"max_drop": 0.05}
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    return classifier()
+
+
+@pytest.fixture
+def cache(model: nn.Module) -> Iterator[LLMCache]:
+    with LLMCache.wrap(model) as cache:
+        yield cache
+
+
+def ask(cache: LLMCache, inputs: list[dict[str, torch.Tensor]]) -> tuple[list[int], list[str | None]]:
+    """Answers, and which rung gave each."""
+    answers, rungs = [], []
+    for one in inputs:
+        answers.append(int(cache(**one).logits.argmax()))
+        rungs.append(cache.last[0].rung)
+    return answers, rungs
+
+
+def alone(cache: LLMCache, inputs: list[dict[str, torch.Tensor]]) -> list[int]:
+    with cache.disabled():
+        return [int(cache(**one).logits.argmax()) for one in inputs]
+
+
+def check_serves_within(cache: LLMCache, most: float) -> None:
+    """New requests are served from others, and few are answered otherwise."""
+    fresh = requests(400, seed=7)[0]
+    answers, rungs = ask(cache, fresh)
+    own = alone(cache, fresh)
+    assert rungs.count("semantic") > 100
+    assert sum(a != b for a, b in zip(answers, own, strict=True)) / len(fresh) <= most
+
+
+def test_calibrating_turns_reuse_on_within_the_bound(cache: LLMCache) -> None:
+    found = cache.calibrate(requests(N)[0], **LOOSE)
+    assert found is cache.calibration
+    assert found.chosen is not None and found.is_certified
+    assert found.chosen.bound <= 0.05 and found.chosen.hit_rate > 0.2
+    assert found.n_sources + found.n_tested == N
+    assert [setting.limit for setting in found.curve] == sorted(setting.limit for setting in found.curve)
+    check_serves_within(cache, most=0.1)
+
+
+def test_learning_by_the_way_turns_it_on_as_well(model: nn.Module) -> None:
+    with LLMCache.wrap(model, learn=N, **LOOSE) as cache:
+        first = requests(N + 1)[0]
+        _, rungs = ask(cache, first[:-1])
+        assert set(rungs) <= {None, "exact"}
+        ask(cache, requests(50, seed=5)[0])  # repeats were not learned from, so a few more may be needed
+        assert cache.calibration is not None and cache.calibration.chosen is not None
+        check_serves_within(cache, most=0.1)
+        assert cache.stats().errors == 0
+
+
+def test_frozen_sources_are_joined_by_no_other(cache: LLMCache) -> None:
+    cache.calibrate(requests(N)[0], **LOOSE)
+    library = cache._parts.library
+    (shelf,) = library._shelves.values()
+    held = len(shelf)
+    ask(cache, requests(200, seed=8)[0])
+    assert len(shelf) == held <= cache.calibration.n_sources
+    assert len(library) > held  # misses are stored all the same, for exact repeats
+
+
+def test_growing_sources_are(cache: LLMCache) -> None:
+    found = cache.calibrate(requests(N)[0], sources="growing", **LOOSE)
+    assert not found.is_certified
+    (shelf,) = cache._parts.library._shelves.values()
+    held = len(shelf)
+    ask(cache, requests(200, seed=8)[0])
+    assert len(shelf) > held
+
+
+def test_frozen_sources_stay_whatever_comes(model: nn.Module) -> None:
+    with LLMCache.wrap(model, max_entries=N) as cache:
+        found = cache.calibrate(requests(N)[0], **LOOSE)
+        ask(cache, requests(600, seed=9)[0])
+        (shelf,) = cache._parts.library._shelves.values()
+        assert len(shelf) > 0.9 * found.n_sources
+        assert len(cache._parts.library) <= N
+
+
+def test_calibrating_again_replaces_what_was_found(cache: LLMCache) -> None:
+    first = cache.calibrate(requests(N)[0], **LOOSE)
+    again = cache.calibrate(requests(N, seed=3)[0], max_drop=0.1, seed=1)
+    assert again is cache.calibration is not first
+    assert again.max_drop == 0.1
+    check_serves_within(cache, most=0.15)
+
+
+def test_the_same_seed_finds_the_same(model: nn.Module) -> None:
+    found = []
+    for _ in range(2):
+        with LLMCache.wrap(model) as cache:
+            found.append(cache.calibrate(requests(N)[0], **LOOSE).curve)
+    assert found[0] == found[1]
+
+
+def test_a_tightened_caller_gets_fewer_hits_and_never_more(cache: LLMCache) -> None:
+    found = cache.calibrate(requests(N)[0], **LOOSE)
+    fresh = requests(300, seed=7)[0]
+    with cache.tightened(0.0):
+        none = ask(cache, fresh[:150])[1].count("semantic")
+    with cache.tightened(1.0):
+        loosened = [cache._parts.trust.allowed(scope) for scope in [_scope(cache)]]
+    assert none == 0
+    assert list(loosened[0].values()) == [found.chosen.limit]
+    assert ask(cache, fresh[150:])[1].count("semantic") > 30
+
+
+def _scope(cache: LLMCache) -> Any:
+    return next(iter(cache._parts.library._requests.values())).scope
+
+
+def test_other_weights_end_it(cache: LLMCache, model: nn.Module) -> None:
+    cache.calibrate(requests(N)[0], **LOOSE)
+    weight = model.bert.encoder.layer[0].output.dense.weight
+    with torch.no_grad():
+        weight.add_(0.01)
+    try:
+        assert "semantic" not in ask(cache, requests(60, seed=7)[0])[1]
+    finally:
+        with torch.no_grad():
+            weight.sub_(0.01)
+
+
+@pytest.mark.parametrize("settings", [{"decide": "consensus"}, {"decide": "threshold"}, {"fingerprint": "mean"}])
+def test_other_decisions_and_fingerprints_are_calibrated_alike(model: nn.Module, settings: dict[str, str]) -> None:
+    with LLMCache.wrap(model, **settings) as cache:
+        found = cache.calibrate(requests(N)[0], max_drop=0.2)
+        assert found.chosen is not None
+        own, (answers, rungs) = alone(cache, fresh := requests(200, seed=7)[0]), ask(cache, fresh)
+        assert "semantic" in rungs
+        assert sum(a != b for a, b in zip(answers, own, strict=True)) <= 60
+
+
+def test_accuracy_counts_right_answers_that_become_wrong(cache: LLMCache) -> None:
+    inputs, labels = requests(N)
+    changed = cache.calibrate(inputs, **LOOSE)
+    accuracy = cache.calibrate(inputs, labels=labels, metric="accuracy", **LOOSE)
+    assert accuracy.metric == "accuracy" and accuracy.chosen is not None and changed.chosen is not None
+    assert accuracy.chosen.limit >= changed.chosen.limit  # less is counted
+
+
+def test_names_of_labels_are_those_of_the_models_config(cache: LLMCache) -> None:
+    inputs, labels = requests(N)
+    named = cache.calibrate(inputs, labels=[f"LABEL_{label}" for label in labels], metric="accuracy", **LOOSE)
+    assert named.curve == cache.calibrate(inputs, labels=labels, metric="accuracy", **LOOSE).curve
+
+
+def test_a_metric_of_ones_own_is_bounded(cache: LLMCache) -> None:
+    inputs, labels = requests(1200)
+    metric = Metric(lambda output, label: float(torch.tensor(output).softmax(0)[label]), name="confidence")
+    found = cache.calibrate(inputs, labels=labels, metric=metric, max_drop=0.1)
+    assert found.metric == "confidence"
+    assert found.chosen is not None and found.chosen.bound <= 0.1
+
+
+# -- what turns nothing on ---------------------------------------------------------------------------------------------
+
+
+def nothing_is_reused(cache: LLMCache) -> None:
+    assert cache.calibration is None or cache.calibration.chosen is None
+    assert "semantic" not in ask(cache, requests(60, seed=7)[0])[1]
+
+
+def test_too_few_requests_are_refused_with_the_number_needed(cache: LLMCache) -> None:
+    with pytest.raises(CalibrationError, match="at least 1196 are needed"):
+        cache.calibrate(requests(300)[0])
+    nothing_is_reused(cache)
+
+
+def test_requests_that_are_all_the_same_are_refused(cache: LLMCache) -> None:
+    with pytest.raises(CalibrationError, match="different requests"):
+        cache.calibrate(requests(1)[0] * N, **LOOSE)
+    nothing_is_reused(cache)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"metric": "accuracy"}, "needs a label"),
+        ({"metric": "accuracy", "labels": [0] * 3}, "3 labels for 700 requests"),
+        ({"metric": "accuracy", "labels": [77] * N}, "does not know: 77"),
+        ({"metric": "accuracy", "labels": ["nonsense"] * N}, "does not know: 'nonsense'"),
+        ({"metric": Metric(lambda output, label: 1 / 0), "labels": [0] * N}, "failed on label 0"),
+    ],
+)
+def test_wrong_labels_and_metrics_are_refused(cache: LLMCache, more: dict[str, Any], message: str) -> None:
+    with pytest.raises(CalibrationError, match=message):
+        cache.calibrate(requests(N)[0], **LOOSE, **more)
+    nothing_is_reused(cache)
+
+
+def test_a_failed_calibration_ends_the_one_before(cache: LLMCache) -> None:
+    cache.calibrate(requests(N)[0], **LOOSE)
+    with pytest.raises(CalibrationError):
+        cache.calibrate(requests(30)[0], **LOOSE)
+    nothing_is_reused(cache)
+
+
+def test_a_request_that_the_model_cannot_take_is_named(cache: LLMCache) -> None:
+    inputs = requests(N)[0]
+    inputs[3] = {"input_ids": torch.full((1, 500), 12)}
+    with pytest.raises(CalibrationError, match="request 3 could not be computed"):
+        cache.calibrate(inputs, **LOOSE)
+    nothing_is_reused(cache)
+
+
+def test_a_request_that_goes_by_the_cache_is_named(cache: LLMCache) -> None:
+    inputs = requests(N)[0]
+    inputs[5] = {"input_ids": torch.full((1, 4), 0), "attention_mask": torch.zeros(1, 4, dtype=torch.long)}
+    with pytest.raises(CalibrationError, match="request 5: 0 of its 1 rows"):
+        cache.calibrate(inputs, **LOOSE)
+
+
+def test_texts_need_the_tokenizer(cache: LLMCache) -> None:
+    with pytest.raises(CalibrationError, match="tokenizer"):
+        cache.calibrate(["a text"] * N, **LOOSE)
+
+
+def test_a_bound_that_nothing_keeps_turns_nothing_on(model: nn.Module) -> None:
+    """Answers that have nothing to do with the request."""
+    with LLMCache.wrap(model, answer_of=lambda output: torch.randn(len(output.logits), 5)) as cache:
+        found = cache.calibrate(requests(N)[0], max_drop=0.01)
+        assert found.chosen is None
+        nothing_is_reused(cache)
+
+
+def test_ones_own_threshold_is_not_calibrated(model: nn.Module) -> None:
+    with LLMCache.wrap(model, tau=0.9) as cache, pytest.raises(ConfigError, match="your own choice"):
+        cache.calibrate(requests(N)[0], **LOOSE)
+
+
+def test_heads_that_answer_by_token_are_refused() -> None:
+    model = build(next(iter(TOKEN_HEADS.values())))
+    with LLMCache.wrap(model) as cache, pytest.raises(UnsafeReuseError):
+        cache.calibrate(requests(N)[0], **LOOSE)
+    with pytest.raises(UnsafeReuseError):
+        LLMCache.wrap(model, learn=N)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"tau": 0.9, "learn": 100}, {"tau": 0.9, "decide": "risk"}, {"tau": 0.9, "fingerprint": "learned"}]
+)
+def test_settings_that_contradict_each_other_are_refused(model: nn.Module, settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        LLMCache.wrap(model, **settings)
+
+
+def test_too_few_requests_to_learn_from_are_refused_at_once(model: nn.Module) -> None:
+    with pytest.raises(ConfigError, match=r"learn=100: 100 requests cannot show .* at least 1196"):
+        LLMCache.wrap(model, learn=100)
+    with pytest.raises(ConfigError, match="max_entries=500"):
+        LLMCache.wrap(model, learn=2000, max_entries=500)
+
+
+def test_answers_that_cannot_be_read_leave_the_lossless_rungs(model: nn.Module) -> None:
+    with LLMCache.wrap(model, learn=N, answer_of=lambda output: output.nothing, **LOOSE) as cache:
+        ask(cache, requests(N)[0])
+        nothing_is_reused(cache)
+        assert cache.stats().errors > 0
+        assert ask(cache, requests(N)[0][:3])[1] == ["exact"] * 3
+
+
+def test_a_calibration_survives_saving_and_loading(cache: LLMCache, model: nn.Module, tmp_path: Path) -> None:
+    found = cache.calibrate(requests(N)[0], **LOOSE)
+    cache.save(tmp_path)
+    fresh = requests(200, seed=7)[0]
+    before = ask(cache, fresh)
+    cache.unwrap()
+    with LLMCache.load(model, tmp_path) as loaded:
+        assert loaded.calibration == found
+        assert ask(loaded, fresh) == before
+        (shelf,) = loaded._parts.library._shelves.values()
+        assert len(shelf) <= found.n_sources
+
+
+def test_a_calibration_for_other_weights_is_refused(cache: LLMCache, tmp_path: Path) -> None:
+    cache.calibrate(requests(N)[0], **LOOSE)
+    cache.save(tmp_path)
+    other = classifier()
+    with torch.no_grad():
+        other.bert.encoder.layer[0].output.dense.weight.add_(0.01)
+    with pytest.raises(BankFileError, match="other weights"):
+        LLMCache.load(other, tmp_path)
+
+
+def test_unwrapping_leaves_the_model_as_it_was(model: nn.Module) -> None:
+    before = {name: dict(module.__dict__) for name, module in model.named_modules()}
+    cache = LLMCache.wrap(model)
+    cache.calibrate(requests(N)[0], **LOOSE)
+    cache.unwrap()
+    assert {name: dict(module.__dict__) for name, module in model.named_modules()} == before
+
+
+def test_consensus_at_ones_own_threshold_serves_less_and_better(model: nn.Module) -> None:
+    first, fresh = requests(500)[0], requests(200, seed=7)[0]
+    served, changed = {}, {}
+    for decide in ("threshold", "consensus"):
+        with LLMCache.wrap(model, tau=0.5, decide=decide) as cache:
+            ask(cache, first)
+            answers, rungs = ask(cache, fresh)
+            own = alone(cache, fresh)
+            served[decide] = rungs.count("semantic")
+            changed[decide] = sum(a != b for a, b in zip(answers, own, strict=True)) / max(served[decide], 1)
+            assert cache.stats().errors == 0
+    assert 0 < served["consensus"] < served["threshold"]
+    assert changed["consensus"] < changed["threshold"]
+
+
+def test_the_gate_keeps_apart_what_the_vote_would_serve(model: nn.Module) -> None:
+    class Words:
+        def get_vocab(self) -> dict[str, int]:
+            return {f"word{i}" if i != 20 else "not": i for i in range(96)}
+
+        all_special_ids = (0, 1, 2)
+
+    fresh = requests(300, seed=7)[0]
+    has_not = [bool((one["input_ids"] == 20).any()) for one in fresh]
+    rates = {}
+    for gate in (False, True):
+        with LLMCache.wrap(model, tokenizer=Words(), gate=gate) as cache:
+            cache.calibrate(requests(N)[0], **LOOSE)
+            rungs = ask(cache, fresh)[1]
+            rates[gate] = [rung == "semantic" for rung, has in zip(rungs, has_not, strict=True) if has]
+    assert sum(rates[True]) < sum(rates[False])
+    with pytest.raises(ConfigError, match="tokenizer"), LLMCache.wrap(model, gate=True, learn=N, **LOOSE):
+        pass
+
+
+# -- what could make the bound a lie -----------------------------------------------------------------------------------
+
+
+def test_another_head_ends_it(cache: LLMCache, model: nn.Module, tmp_path: Path) -> None:
+    cache.calibrate(requests(N)[0], **LOOSE)
+    cache.save(tmp_path)
+    fresh = requests(80, seed=7)[0]
+    assert "semantic" in ask(cache, fresh)[1]
+    with torch.no_grad():
+        model.classifier.bias.add_(1.0)
+    try:
+        assert "semantic" not in ask(cache, requests(80, seed=8)[0])[1]
+        cache.unwrap()
+        with pytest.raises(BankFileError, match="other weights"):
+            LLMCache.load(model, tmp_path)
+    finally:
+        with torch.no_grad():
+            model.classifier.bias.sub_(1.0)
+
+
+def test_requests_that_call_the_model_while_they_are_made_are_counted_once(cache: LLMCache) -> None:
+    def made() -> Iterator[dict[str, torch.Tensor]]:
+        for one in requests(N)[0]:
+            cache(**one)
+            yield one
+
+    found = cache.calibrate(made(), **LOOSE)
+    assert found.n_fitted + found.n_tested <= N
+
+
+def test_calibrating_in_two_threads_leaves_one_of_them(cache: LLMCache) -> None:
+    inputs = requests(N)[0]
+    found: list[Any] = []
+    threads = [threading.Thread(target=lambda: found.append(cache.calibrate(inputs, **LOOSE))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 2 and found[0].curve == found[1].curve
+    assert [rung.name for rung in cache._parts.rungs] == ["exact", "semantic"]
+    check_serves_within(cache, most=0.1)
+
+
+def test_an_unwrapped_cache_is_not_calibrated(model: nn.Module) -> None:
+    cache = LLMCache.wrap(model)
+    cache.unwrap()
+    with pytest.raises(WrapError, match="unwrapped"):
+        cache.calibrate(requests(N)[0], **LOOSE)
+    assert "forward" not in model.__dict__
+
+
+def test_the_attention_fingerprint_is_calibrated_without_learn(model: nn.Module) -> None:
+    with LLMCache.wrap(model, fingerprint="attention") as cache:
+        cache.calibrate(requests(N)[0], max_drop=0.2)
+        assert "semantic" in ask(cache, requests(60, seed=7)[0])[1]
+        assert cache.stats().errors == 0
+
+
+def test_a_row_without_content_costs_the_others_nothing(model: nn.Module) -> None:
+    with LLMCache.wrap(model, tokenizer=types.SimpleNamespace(all_special_ids=[0, 1, 2])) as cache:
+        cache.calibrate(requests(N)[0], **LOOSE)
+        one = requests(1, seed=70)[0][0]["input_ids"]
+        cache(input_ids=one)
+        mask = torch.tensor([[1] * 8, [1, 1, 0, 0, 0, 0, 0, 0]])
+        cache(input_ids=torch.cat([one, torch.tensor([[1, 2, 0, 0, 0, 0, 0, 0]])]), attention_mask=mask)
+        assert cache.last[0].rung is not None
+        assert cache.last[1].bypassed == "no_content"
+        assert cache.stats().errors == 0
+
+
+def test_calibrating_again_and_again_lets_earlier_sources_leave(model: nn.Module) -> None:
+    with LLMCache.wrap(model, max_entries=N) as cache:
+        for seed in range(3):
+            found = cache.calibrate(requests(N, seed=seed)[0], **LOOSE)
+            (shelf,) = cache._parts.library._shelves.values()
+            assert found.chosen is not None and len(shelf) == found.n_sources
+        again = requests(3, seed=50)[0]
+        ask(cache, again)
+        assert ask(cache, again)[1].count("exact") + ask(cache, again)[1].count("semantic") >= 3
+
+
+def test_sources_that_do_not_fit_are_told(model: nn.Module) -> None:
+    with LLMCache.wrap(model, max_entries=100) as cache:
+        with pytest.raises(CalibrationError, match="raise max_entries"):
+            cache.calibrate(requests(N)[0], **LOOSE)
+        nothing_is_reused(cache)
+
+
+@pytest.mark.parametrize("forget", [lambda cache: cache.clear(), lambda cache: cache.purge(namespace="default")])
+def test_forgetting_the_sources_ends_it(cache: LLMCache, forget: Any) -> None:
+    cache.calibrate(requests(N)[0], **LOOSE)
+    assert cache.purge(namespace="another") == 0 and cache.calibration is not None
+    forget(cache)
+    assert cache.calibration is None
+    nothing_is_reused(cache)
+
+
+def test_what_was_purged_is_not_learned_from(model: nn.Module) -> None:
+    with LLMCache.wrap(model, learn=N, **LOOSE) as cache:
+        with cache.namespace("tenant"):
+            ask(cache, requests(N - 10, seed=1)[0])
+        cache.purge(namespace="tenant")
+        ask(cache, requests(200, seed=2)[0])
+        assert cache.calibration is None
+        assert all(case.scope.namespace == "default" for case in cache._parts.trust._observed)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"compression": "fp16"}, {"policy": {"name": "ttl", "ttl_s": 9}}, {"policy": "divergence"}, {"exact": False}],
+)
+def test_settings_under_which_no_bound_holds_are_refused(model: nn.Module, settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        LLMCache.wrap(model, learn=N, **LOOSE, **settings)
+    assert "forward" not in model.__dict__
+
+
+@pytest.mark.parametrize("answer", ["labels", "score", "embedding"])
+def test_accuracy_is_one_of_classes(model: nn.Module, answer: str) -> None:
+    inputs, labels = requests(N)
+    with LLMCache.wrap(model, answer=answer) as cache, pytest.raises(CalibrationError, match="one of classes"):
+        cache.calibrate(inputs, labels=labels, metric="accuracy", **LOOSE)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_drop": 0.0},
+        {"max_drop": 1.5},
+        {"max_drop": float("nan")},
+        {"max_drop": "0.05"},
+        {"delta": 0.0},
+        {"delta": 1.0},
+        {"metric": "f1"},
+        {"metric": print},
+        {"sources": "frozn"},
+        {"seed": -1},
+    ],
+)
+def test_a_wrong_claim_is_refused_and_leaves_the_one_before(cache: LLMCache, wrong: dict[str, Any]) -> None:
+    found = cache.calibrate(requests(N)[0], **LOOSE)
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        cache.calibrate(requests(N)[0], **{**LOOSE, **wrong})
+    assert cache.calibration is found
+
+
+@pytest.mark.parametrize("wrong", [None, 5, "text", {"input_ids": 1}, [1, 2], [{"x": torch.ones(1)}], []])
+def test_what_is_no_request_is_refused(cache: LLMCache, wrong: Any) -> None:
+    with pytest.raises(CalibrationError):
+        cache.calibrate(wrong, **LOOSE)
+    nothing_is_reused(cache)
+    again = requests(2, seed=60)[0]
+    ask(cache, again)
+    assert ask(cache, again)[1] == ["exact", "exact"]
+
+
+def test_a_metric_needs_more_requests_than_a_share(cache: LLMCache) -> None:
+    inputs, labels = requests(1300)
+    with pytest.raises(CalibrationError, match="at least 23"):
+        cache.calibrate(inputs, labels=labels, metric=Metric(lambda output, label: 1.0))
+
+
+def test_neighbours_without_an_answer_serve_nothing() -> None:
+    risk = Risk(k=3)
+    similarity = np.float32([[0.9, 0.8, 0.7]])
+    risk.restore({"weights": np.full(10, -1.0, np.float32)})
+    assert np.isfinite(risk.choose(similarity, np.ones((1, 3, 3), bool))[1]).all()
+    assert np.isinf(risk.choose(similarity, np.zeros((1, 3, 3), bool))[1]).all()
