@@ -27,10 +27,12 @@ class Decision(Protocol):
     Attributes:
         k: How many it looks at.
         reads_answers: It compares their answers, so entries without one are never served.
+        most: The largest doubt that a calibration may allow.
     """
 
     k: int
     reads_answers: bool
+    most: float
 
     def choose(self, similarity: Floats, agree: Bools) -> Choice:
         """The neighbour that would serve each request, and how doubtful that is.
@@ -60,7 +62,9 @@ class Decision(Protocol):
 
 
 class _Untaught:
-    """A decision that learns nothing."""
+    """A decision that learns nothing, and whose doubts are no chances."""
+
+    most = inf
 
     def fit(self, similarity: Floats, agree: Bools, is_right: Bools) -> None:
         """Nothing to learn."""
@@ -123,6 +127,7 @@ class Risk:
     width: float = 0.05
     weights: Floats = field(default_factory=lambda: np.empty(0, np.float32))
     reads_answers = True
+    most = 0.5  # what more likely changes than not is not served, even if it is so rare that the bound would allow it
 
     def __post_init__(self) -> None:
         """Refuse what cannot vote."""

@@ -155,7 +155,7 @@ class Trust:
         limits = cal.settings(self._teach([case for case in b if case.row.key not in known]))
         self._stand(b, is_kept=True)
         trial = self._try(c, known | {case.row.key: case for case in b}, claim)
-        tested = cal.try_settings(trial, limits, claim.max_drop, claim.delta)
+        tested = cal.try_settings(trial, limits[limits <= self.chooser.most], claim.max_drop, claim.delta)
         if claim.sources == "growing":
             self._stand(c, is_kept=False)
         calibration = Calibration(

@@ -61,6 +61,11 @@ class Chooser:
         found = self._library.search(scope, rows, vectors, self._decision.k)
         return [self._choose(row, near) if near else None for row, near in zip(rows, found, strict=True)]
 
+    @property
+    def most(self) -> float:
+        """The largest doubt that a calibration may allow."""
+        return self._decision.most
+
     def learn(self, cases: Sequence[Observation]) -> None:
         """Take in what answers look like, and how rare tokens are."""
         if self.answers is not None:

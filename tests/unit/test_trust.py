@@ -252,6 +252,14 @@ def test_a_bound_that_nothing_keeps_turns_nothing_on(model: nn.Module) -> None:
         nothing_is_reused(cache)
 
 
+def test_what_more_likely_changes_than_not_is_not_served(model: nn.Module) -> None:
+    """However much may be lost: hits that are nearly all wrong are no use."""
+    with LLMCache.wrap(model, answer_of=lambda output: torch.randn(len(output.logits), 5)) as cache:
+        found = cache.calibrate(requests(N)[0], max_drop=0.9)
+        assert all(setting.limit <= 0.5 for setting in found.curve)
+        assert ask(cache, requests(60, seed=7)[0])[1].count("semantic") <= 6
+
+
 def test_ones_own_threshold_is_not_calibrated(model: nn.Module) -> None:
     with LLMCache.wrap(model, tau=0.9) as cache, pytest.raises(ConfigError, match="your own choice"):
         cache.calibrate(requests(N)[0], **LOOSE)
