@@ -149,7 +149,9 @@ def test_sentence_transformers_called_with_features(tmp_path: Path) -> None:
 def test_sentence_transformers_are_calibrated_on_texts(tmp_path: Path) -> None:
     model = embedder(tmp_path)
     rng = np.random.default_rng(0)
-    texts = [" ".join(f"w{word}" for word in rng.integers(5, 40, 6)) for _ in range(800)]
+    subjects = rng.integers(5, 90, (12, 12))  # a text is about one of them, and has two words of its own
+    words = [[*subjects[rng.integers(12)], *rng.integers(5, 90, 2)] for _ in range(800)]
+    texts = [" ".join(f"w{word}" for word in rng.permutation(row)) for row in words]
     with LLMCache.wrap(model, tokenizer=tokenizer(), payload="mean") as cache:
         found = cache.calibrate(texts[:700], max_drop=0.05)
         assert found.metric == "changed" and found.n_sources + found.n_tested == 700
