@@ -140,7 +140,7 @@ def find(name: str, models_dir: Path | None) -> str:
     for folder in (*prepared, Path(name).expanduser()):
         if folder.is_dir():
             return str(folder)
-    from experiments.prepare import RECIPES  # not above: recipes load models, and bring all that training takes
+    from experiments.prepare import RECIPES  # not above: recipes load models
 
     if name in RECIPES:
         there = models_dir or Path("models")

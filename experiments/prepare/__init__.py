@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
-from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +11,30 @@ from experiments.files import write_whole, written_by_others
 from experiments.hub import quiet
 from experiments.lock import held
 from experiments.models import FIGURES, MINILM, Loaded
-from experiments.prepare import intent, openbookqa, squad_v2, wikitext
 from experiments.prepare.training import Order, as_words, begin, finish
 from llmcache.errors import ConfigError
 
+Recipe = Callable[[Order], tuple[Loaded, dict[str, Any]]]
+
+
+def _of(module: str, **options: str) -> Recipe:
+    """A recipe by the module it is in, which is imported when it is used: most who ask want the names of recipes."""
+
+    def prepare(order: Order) -> tuple[Loaded, dict[str, Any]]:
+        made: tuple[Loaded, dict[str, Any]] = import_module(f"{__name__}.{module}").prepare(order, **options)
+        return made
+
+    return prepare
+
+
 #: By the name of the folder that the model goes to.
-RECIPES: Mapping[str, Callable[[Order], tuple[Loaded, dict[str, Any]]]] = {
-    "minilm-squad_v2": squad_v2.prepare,
-    "minilm-openbookqa": openbookqa.prepare,
-    "minilm-banking77": partial(intent.prepare, data="banking77"),
-    "minilm-snips": partial(intent.prepare, data="snips"),
-    "minilm-hwu64": partial(intent.prepare, data="hwu64"),
-    "gpt2-wikitext": wikitext.prepare,
+RECIPES: Mapping[str, Recipe] = {
+    "minilm-squad_v2": _of("squad_v2"),
+    "minilm-openbookqa": _of("openbookqa"),
+    "minilm-banking77": _of("intent", data="banking77"),
+    "minilm-snips": _of("intent", data="snips"),
+    "minilm-hwu64": _of("intent", data="hwu64"),
+    "gpt2-wikitext": _of("wikitext"),
 }
 
 

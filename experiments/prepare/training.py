@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
-from experiments.files import write_whole, written_by_others
+from experiments.files import write_whole
 from experiments.progress import Progress
 from llmcache.errors import ConfigError
 
@@ -75,10 +74,15 @@ def train(
         ConfigError: There is nothing to train on, or `accelerate`, which the Trainer needs, is missing.
         OSError: A checkpoint could not be written.
     """
+    # Not above: they take seconds to import, and whoever only asks for the names of recipes trains nothing.
+    from transformers import PrinterCallback
+
+    from experiments.prepare.trainer import Bar, SavingTrainer
+
     if not examples:
         raise ConfigError(f"prepare: {phase}: no examples to train on; give more data, or a higher limit")
     checkpoints = folder / CHECKPOINTS / phase
-    trainer = _Trainer(
+    trainer = SavingTrainer(
         model=model,
         args=_arguments(schedule, checkpoints, isinstance(examples[0], Mapping), seed),
         train_dataset=list(examples),
@@ -86,14 +90,17 @@ def train(
     )
     trainer.remove_callback(PrinterCallback)
     with Progress() as progress:
-        trainer.add_callback(_Bar(progress, f"Training ({phase})"))
+        trainer.add_callback(Bar(progress, f"Training ({phase})"))
         trainer.train(resume_from_checkpoint=_last(checkpoints))
     # Mixed precision wraps the model's forward for good; figures and threshold are those of the model as it will serve.
     trainer.accelerator.unwrap_model(model, keep_fp32_wrapper=False)
     model.eval().to("cpu")
 
 
-def _arguments(schedule: Schedule, checkpoints: Path, is_by_length: bool, seed: int) -> TrainingArguments:
+def _arguments(schedule: Schedule, checkpoints: Path, is_by_length: bool, seed: int) -> Any:
+    """What transformers' Trainer is told."""
+    from transformers import TrainingArguments
+
     try:
         return TrainingArguments(
             output_dir=str(checkpoints),
@@ -118,25 +125,6 @@ def _arguments(schedule: Schedule, checkpoints: Path, is_by_length: bool, seed: 
         )
     except ImportError as error:
         raise ConfigError("prepare: training needs a package: pip install 'llmcache[exp]'") from error
-
-
-class _Trainer(Trainer):
-    """Tells of a checkpoint that cannot be written as `OSError`, which a user can put right."""
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        with written_by_others(Path(str(self.args.output_dir))):
-            super()._save_checkpoint(model, trial)
-
-
-class _Bar(TrainerCallback):
-    """Shows the steps done; where the Trainer would print its own."""
-
-    def __init__(self, progress: Progress, what: str) -> None:
-        self._progress = progress
-        self._what = what
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._progress.advance(self._what, state.global_step, state.max_steps)
 
 
 def _last(checkpoints: Path) -> str | None:

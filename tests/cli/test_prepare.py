@@ -18,7 +18,7 @@ from experiments.data.wikitext import read_wikitext
 from experiments.folders import Folders
 from experiments.lock import held
 from experiments.models import load
-from experiments.prepare import RECIPES, squad_v2, training
+from experiments.prepare import RECIPES, squad_v2, trainer, training
 from experiments.tasks import build, make_task
 from experiments.tasks.split import split
 from experiments.tasks.squad_v2 import SquadV2
@@ -90,7 +90,7 @@ def test_every_recipe(recipe: str, call: Call, monkeypatch: pytest.MonkeyPatch) 
     assert figures["recipe"] == recipe and figures["options"]["limit"] == 24
     assert not (call.models / recipe / "checkpoints").exists()
     assert call.weights(recipe)
-    monkeypatch.setattr(training.Trainer, "train", never)
+    monkeypatch.setattr(trainer.SavingTrainer, "train", never)
     assert call(recipe) == 0
     assert call.out.splitlines() == [*table, f"there already: {call.models / recipe}"]
 
@@ -184,7 +184,7 @@ class Interrupting:
         self.steps: list[int] = []
         self.last = last
         monkeypatch.setattr(training, "SAVE_EVERY", 2)
-        monkeypatch.setattr(training._Bar, "on_step_end", self.on_step_end)
+        monkeypatch.setattr(trainer.Bar, "on_step_end", self.on_step_end)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         self.steps.append(state.global_step)
@@ -253,7 +253,7 @@ def test_other_options_are_no_second_half(change: str, call: Call, monkeypatch: 
     ],
 )
 def test_one_line_errors(words: list[str], line: str, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training.Trainer, "train", never)
+    monkeypatch.setattr(trainer.SavingTrainer, "train", never)
     assert call(*words) == 2
     assert call.err.startswith(f"llmcache: {line}") and call.err.count("\n") == 1
     assert call.out == ""
@@ -279,7 +279,7 @@ def test_a_full_disk_is_one_line(
 ) -> None:
     """What is there of a checkpoint does no harm: with more room, the same command goes on."""
     if not has_checkpoints:
-        monkeypatch.setattr(training._Trainer, "_save_checkpoint", lambda *args: None)
+        monkeypatch.setattr(trainer.SavingTrainer, "_save_checkpoint", lambda *args: None)
     with files_of_at_most(n_bytes):
         assert call("minilm-openbookqa") == 2
     assert call.err.count("\n") == 1
@@ -320,7 +320,7 @@ def test_a_model_that_another_process_finished_meanwhile_is_kept(call: Call, mon
         yield
 
     monkeypatch.setattr(recipes, "held", finished)
-    monkeypatch.setattr(training.Trainer, "train", never)
+    monkeypatch.setattr(trainer.SavingTrainer, "train", never)
     assert call("minilm-snips") == 0
     assert "there already" in call.out
 
@@ -347,7 +347,7 @@ def test_training_needs_its_package(call: Call, monkeypatch: pytest.MonkeyPatch)
     def fail(**options: object) -> None:
         raise ImportError("no accelerate")
 
-    monkeypatch.setattr(training, "TrainingArguments", fail)
+    monkeypatch.setattr("transformers.TrainingArguments", fail)
     assert call("minilm-snips") == 2
     assert call.err == "llmcache: prepare: training needs a package: pip install 'llmcache[exp]'\n"
 

@@ -1,0 +1,30 @@
+"""Transformers' Trainer as recipes use it. Importing it takes seconds: only a training does."""
+
+from pathlib import Path
+from typing import Any
+
+from transformers import Trainer, TrainerCallback
+
+from experiments.files import written_by_others
+from experiments.progress import Progress
+
+
+class SavingTrainer(Trainer):
+    """Tells of a checkpoint that cannot be written as `OSError`, which a user can put right."""
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        with written_by_others(Path(str(self.args.output_dir))):
+            super()._save_checkpoint(model, trial)
+
+
+class Bar(TrainerCallback):
+    """Shows the steps done; where the Trainer would print its own."""
+
+    def __init__(self, progress: Progress, what: str) -> None:
+        """Show on `progress` what is being done: `what`."""
+        self._progress = progress
+        self._what = what
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """A step is done."""
+        self._progress.advance(self._what, state.global_step, state.max_steps)
