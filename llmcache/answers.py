@@ -12,14 +12,11 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from llmcache.arrays import Floats
+from llmcache.arrays import Bools, Floats
 from llmcache.errors import ConfigError
 from llmcache.heads import Head
-
-Bools = NDArray[np.bool_]
 
 _ALIKE = 0.98  # cosine at which two embeddings are the same answer
 _SHARE_OF_RANGE = 0.05  # by which two scores may differ

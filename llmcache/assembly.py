@@ -58,7 +58,7 @@ def assemble(model: nn.Module, config: CacheConfig, tokenizer: Any = None, answe
     library = Library(
         {layer: _make_bank(trunk, config, len(layers)) for layer in layers},
         lambda: config.compression.build(CODECS, "compression"),
-        None if config.tau is None else fingerprint,
+        searched_by,
         lambda dim: config.index_component.build(INDEXES, "index", dim),
         by_length=not payload.fits_any_length,
         by_layer=config.mode == "paper",
@@ -67,23 +67,18 @@ def assemble(model: nn.Module, config: CacheConfig, tokenizer: Any = None, answe
     decision: Decision = config.decide_component.build(DECISIONS, "decide")
     if config.tau is not None and decision.reads_answers:
         observer = Observer(library, find_answers(config.answer, head, model), answer_of)
-    chooser = Chooser(
-        library, decision, None if observer is None else observer.answers, make_gate(trunk, config, tokenizer)
-    )
+    gate = _make_gate(trunk, config, tokenizer)
+    chooser = Chooser(library, decision, None if observer is None else observer.answers, gate)
     rungs = _choose_rungs(library, trunk, config, codec, chooser)
     reads_attention = searched_by is not None and searched_by.reads_attention
     attention = first_attention(trunk) if reads_attention else None
     per_layer = config.fingerprint_per_layer
     weights = Weights(trunk.module)
-    return Parts(trunk, head, payload, library, rungs, searched_by, per_layer, attention, weights, observer)
+    return Parts(trunk, head, payload, library, rungs, searched_by, per_layer, attention, weights, gate, observer)
 
 
-def make_gate(trunk: Trunk, config: CacheConfig, tokenizer: Any) -> ContentGate | None:
-    """The content gate, where it is asked for.
-
-    Raises:
-        ConfigError: It has no tokenizer, or does not know an option.
-    """
+def _make_gate(trunk: Trunk, config: CacheConfig, tokenizer: Any) -> ContentGate | None:
+    """The content gate, where it is asked for."""
     if config.gate is False:
         return None
     if tokenizer is None:

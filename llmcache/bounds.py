@@ -12,9 +12,8 @@ from collections.abc import Callable
 from math import log
 
 import numpy as np
-from numpy.typing import NDArray
 
-Doubles = NDArray[np.float64]
+from llmcache.arrays import Doubles
 
 N_BETS = 24
 _PRECISION = 1e-6  # of a limit that is searched for, as a share of the range

@@ -305,7 +305,7 @@ class LLMCache:
 
     def _begin_learning(self) -> None:
         """Make the cache ready to be calibrated: first hook what it must hear of the model, then rely on that."""
-        learning = make_learning(self._parts, self.model, self.config, self._tokenizer, self._answer_of)
+        learning = make_learning(self._parts, self.model, self.config, self._answer_of)
         self._watch(learning.observer)
         if learning.attention is not None:
             self._installed.add(listen(learning.attention, self._flow))

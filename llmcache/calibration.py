@@ -15,13 +15,11 @@ from math import ceil
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from llmcache.arrays import Doubles
 from llmcache.bounds import draws_needed, mean_upper, share_upper
 from llmcache.claim import Metric, Sources
 from llmcache.errors import CalibrationError
-
-Doubles = NDArray[np.float64]
 
 SHARES = (0.35, 0.15, 0.5)  # of A, B and C
 LEAST_SOURCES = 50  # distinct requests in A: of fewer, neither fingerprint nor decision learns anything

@@ -15,9 +15,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from llmcache.arrays import Floats
+from llmcache.arrays import Bools, Floats
 
-Bools = NDArray[np.bool_]
 Choice = tuple[NDArray[np.int64], Floats]
 
 

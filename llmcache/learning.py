@@ -1,13 +1,12 @@
 """What a cache needs to be calibrated, put together; what does not fit the model is refused here."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
 from llmcache.adapters import first_attention
 from llmcache.answers import Reading, find_answers
-from llmcache.assembly import make_fingerprint, make_gate, refuse_unsafe
+from llmcache.assembly import make_fingerprint, refuse_unsafe
 from llmcache.calibration import check_size
 from llmcache.claim import Claim
 from llmcache.config import CacheConfig
@@ -48,7 +47,7 @@ class Learning:
         parts.trust = self.trust
 
 
-def make_learning(parts: Parts, model: nn.Module, config: CacheConfig, tokenizer: Any, answer_of: Reading) -> Learning:
+def make_learning(parts: Parts, model: nn.Module, config: CacheConfig, answer_of: Reading) -> Learning:
     """Build what calibrates a cache.
 
     Raises:
@@ -63,7 +62,7 @@ def make_learning(parts: Parts, model: nn.Module, config: CacheConfig, tokenizer
         fingerprint.bind(tokens.embed, tokens.think)
     answers = find_answers(config.answer, parts.head, model)
     decision: Decision = config.decide_component.build(DECISIONS, "decide")
-    chooser = Chooser(parts.library, decision, answers, make_gate(parts.trunk, config, tokenizer))
+    chooser = Chooser(parts.library, decision, answers, parts.gate)
     head = Weights(model, without=parts.trunk.module)
     claim = Claim(config.max_drop, config.delta, "changed", config.sources, 0)
     trust = Trust(parts.library, fingerprint, tokens, chooser, answers, head, parts.counters, config.learn, claim)

@@ -201,7 +201,7 @@ class Library:
         Args:
             row: The request.
             vector: Its fingerprint (F,).
-            is_kept: From now on nothing makes it leave but `purge`, `clear` and `forget`.
+            is_kept: From now on nothing makes it leave but `purge`, `clear` and `search_by`.
 
         Returns:
             Whether it is there.
@@ -214,11 +214,6 @@ class Library:
             if is_kept:
                 self._keep(row.key, request)
             return True
-
-    def forget(self, key: str) -> None:
-        """Forget one request; an unknown one is ignored."""
-        with self._lock:
-            self._forget(key)
 
     def search_by(self, fingerprint: Fingerprint | None) -> None:
         """Compare requests by another fingerprint from now on. None held is found, nor kept, until it stands anew.

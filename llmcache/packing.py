@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmcache.arrays import Floats
+from llmcache.arrays import Floats, below
 from llmcache.context import KEY_LENGTH, Scope
 from llmcache.records import Record
 from llmcache.shelf import Place
@@ -76,8 +76,7 @@ def unpack(requests: dict[str, Tensor], states: dict[str, Tensor], scopes: list[
     for name, numbers in states.items():
         if name.endswith("/requests"):
             layer, group, _ = name.split("/")
-            prefix = f"{layer}/{group}/state/"
-            stacks = {n.removeprefix(prefix): t for n, t in states.items() if n.startswith(prefix)}
+            stacks = below(f"{layer}/{group}/state/", states)
             for row, i in enumerate(numbers.tolist()):
                 entries[i][int(layer)] = Entry({n: stack[row] for n, stack in stacks.items()})
     places: dict[int, list[Place]] = defaultdict(list)

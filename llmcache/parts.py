@@ -7,6 +7,7 @@ from torch import nn
 
 from llmcache.adapters import Trunk
 from llmcache.fingerprint import Fingerprint
+from llmcache.gate import ContentGate
 from llmcache.heads import Head
 from llmcache.library import Library
 from llmcache.observation import Observer
@@ -31,6 +32,7 @@ class Parts:
         is_per_layer: Each layer's bank is searched with the fingerprint of the states that enter the layer.
         attention: The first layer's self-attention where the fingerprint reads it, else None.
         weights: What states depend on.
+        gate: Compares tokens after a neighbour was chosen, or None.
         observer: Reads the model's answers, where decisions compare them; else None.
         trust: Approximate reuse that is calibrated, or None.
         counters: What was done.
@@ -45,6 +47,7 @@ class Parts:
     is_per_layer: bool
     attention: nn.Module | None
     weights: Weights
+    gate: ContentGate | None
     observer: Observer | None = None
     trust: Trust | None = None
     counters: Counters = field(default_factory=Counters)

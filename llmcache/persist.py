@@ -15,14 +15,14 @@ import hashlib
 import json
 import os
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
-from llmcache.arrays import Floats
+from llmcache.arrays import below
 from llmcache.calibration import Calibration
 from llmcache.config import CacheConfig
 from llmcache.context import Scope
@@ -158,15 +158,13 @@ def restore(served: Parts, manifest: Manifest, folder: str | Path) -> None:
     library, weights = served.library, manifest.weights
     scopes = [Scope(namespace, weights, dtype, attention) for namespace, dtype, attention in manifest.scopes]
     try:
+        learned = {name: tensor.numpy() for name, tensor in parts["requests"].items()}
         if served.trust is not None and manifest.calibration is not None:
-            served.trust.restore(manifest.calibration, _unpack_learned(parts["requests"], "trust."))
+            served.trust.restore(manifest.calibration, below("trust.", learned))
         if library.fingerprint is not None:
-            library.fingerprint.restore(_unpack_learned(parts["requests"], "fingerprint."))
+            library.fingerprint.restore(below("fingerprint.", learned))
         for layer, packer in library.packers[weights].items():
-            prefix = f"{layer}/codec/"
-            packer.codec.restore(
-                {name.removeprefix(prefix): t for name, t in parts["states"].items() if name.startswith(prefix)}
-            )
+            packer.codec.restore(below(f"{layer}/codec/", parts["states"]))
         records = list(unpack(parts["requests"], parts["states"], scopes))
         for record in records:
             library.adopt(record)
@@ -186,10 +184,6 @@ def _pack_learned(library: Library, trust: Trust | None) -> dict[str, Tensor]:
     if trust is not None:
         learned |= {f"trust.{name}": array for name, array in trust.state().items()}
     return arrays_to_tensors(learned)
-
-
-def _unpack_learned(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Floats]:
-    return {name.removeprefix(prefix): t.numpy() for name, t in tensors.items() if name.startswith(prefix)}
 
 
 def _pack_codecs(library: Library, weights: str) -> dict[str, Tensor]:

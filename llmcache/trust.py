@@ -17,7 +17,7 @@ import numpy as np
 
 from llmcache import calibration as cal
 from llmcache.answers import Answers
-from llmcache.arrays import Floats
+from llmcache.arrays import Doubles, Floats
 from llmcache.calibration import Calibration, Trial
 from llmcache.claim import Claim, Metric
 from llmcache.context import Scope
@@ -219,7 +219,7 @@ class Trust:
         self._library.search_by(self._fingerprint)
         self._stand(a, is_kept=True)
 
-    def _teach(self, b: Sequence[Observation]) -> cal.Doubles:
+    def _teach(self, b: Sequence[Observation]) -> Doubles:
         """Teach the decision by B, and return its doubts about B."""
         self.chooser.teach(b, self._vectors(b))
         return self._doubts(b, set())[0]
@@ -239,7 +239,7 @@ class Trust:
             doubt, np.array([source is not None and counts(case, source) for case, source in pairs], np.float64)
         )
 
-    def _doubts(self, cases: Sequence[Observation], repeated: Collection[str]) -> tuple[cal.Doubles, list[str | None]]:
+    def _doubts(self, cases: Sequence[Observation], repeated: Collection[str]) -> tuple[Doubles, list[str | None]]:
         """The doubt about each request (N,), and who would serve it; those that are stored themselves have no doubt."""
         doubt = np.full(len(cases), inf)
         found: list[str | None] = [None] * len(cases)

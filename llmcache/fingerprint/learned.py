@@ -16,14 +16,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from llmcache.arrays import Floats
+from llmcache.arrays import Floats, Ids
 from llmcache.fingerprint.mean import normalise
 from llmcache.fingerprint.view import View
 
-Ids = NDArray[np.int64]
 Lookup = Callable[[Ids], Floats]
 
 _N_POOLED = 6  # mean, max and min of input embeddings; weighted mean, max and min of static ones

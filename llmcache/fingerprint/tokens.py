@@ -8,17 +8,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from llmcache.adapters import Trunk, unpack
-from llmcache.arrays import Floats
+from llmcache.arrays import Floats, Ids
 from llmcache.context import Row
 from llmcache.errors import ConfigError
 from llmcache.payloads import Payload
 
 _BATCH = 256
-
-Ids = NDArray[np.int64]
 
 
 class TokenVectors:

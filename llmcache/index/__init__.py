@@ -7,8 +7,9 @@ An index knows vectors and integer ids, nothing of entries, keys or budgets. It 
 
 from typing import Any, Protocol
 
+from llmcache.arrays import Ids
 from llmcache.index.binary import BinaryIndex
-from llmcache.index.flat import FlatIndex, Ids, Rows
+from llmcache.index.flat import FlatIndex, Rows
 from llmcache.index.hnsw import HNSWIndex
 from llmcache.index.lsh import LSHIndex
 from llmcache.index.refined import RefinedIndex

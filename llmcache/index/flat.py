@@ -6,7 +6,8 @@ from typing import Any, ClassVar, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-Ids: TypeAlias = npt.NDArray[np.int64]
+from llmcache.arrays import Ids
+
 Rows: TypeAlias = npt.NDArray[np.float32]
 
 

@@ -4,7 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from llmcache.index.flat import FlatIndex, Ids, Rows
+from llmcache.arrays import Ids
+from llmcache.index.flat import FlatIndex, Rows
 
 
 class HNSWIndex:

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from llmcache.index.flat import FlatIndex, Ids, Rows, check_k, check_rows
+from llmcache.arrays import Ids
+from llmcache.index.flat import FlatIndex, Rows, check_k, check_rows
 
 
 class LSHIndex:

@@ -2,8 +2,9 @@
 
 import numpy as np
 
+from llmcache.arrays import Ids
 from llmcache.index.binary import BinaryIndex
-from llmcache.index.flat import FlatIndex, Ids, Rows, check_k, check_rows
+from llmcache.index.flat import FlatIndex, Rows, check_k, check_rows
 
 
 class RefinedIndex:

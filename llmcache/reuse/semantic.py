@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from llmcache.answers import Answers
-from llmcache.arrays import Floats
+from llmcache.arrays import Bools, Floats, below
 from llmcache.context import Call, Reuse, Row, Scope
 from llmcache.decide import Decision, deepest_layer
 from llmcache.gate import ContentGate
@@ -83,8 +83,7 @@ class Chooser:
         """Take up what they learned."""
         for part, learner in (("decision", self._decision), ("answers", self.answers), ("gate", self._gate)):
             if learner is not None:
-                prefix = f"{part}."
-                learner.restore({n.removeprefix(prefix): a for n, a in state.items() if n.startswith(prefix)})
+                learner.restore(below(f"{part}.", state))
 
     def teach(self, cases: Sequence[Observation], vectors: Floats) -> None:
         """Let the decision learn from requests whose answers are known, given their fingerprints (N, F)."""
@@ -109,7 +108,7 @@ class Chooser:
             return Choice(chosen, inf)
         return Choice(chosen, float(doubt[0]))
 
-    def _agreement(self, near: Sequence[Neighbour]) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+    def _agreement(self, near: Sequence[Neighbour]) -> Bools:
         """Which neighbours have the same answer, (1, k, k); one without an answer agrees with none."""
         k = self._decision.k
         agree = np.zeros((1, k, k), np.bool_)
