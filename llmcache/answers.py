@@ -4,7 +4,9 @@ Whether reuse changed an answer is told from signatures alone: of a class its nu
 embedding the vector. They are taken from the model's own output, or by a function that the user gives; of an embedding
 from the payload, which is what the embedding is made of.
 
-Sizes: B rows, C logits, S width of a signature.
+A forecast is what a fingerprint lets expect of the output, before any layer has run: rough, but of this very request.
+
+Sizes: N requests, k neighbours, B rows, C logits, S width of a signature.
 """
 
 from collections.abc import Callable, Mapping
@@ -48,6 +50,17 @@ class Answers(Protocol):
     def agree(self, one: Floats, other: Floats) -> Bools:
         """Whether signatures (..., S) are the same answer, pair by pair, bool (...); NaN agrees with nothing."""
 
+    def favour(self, forecast: Floats, signatures: Floats) -> Floats:
+        """How much forecasts of outputs speak for answers: the more, the larger; over 0 a class is the one expected.
+
+        Args:
+            forecast: Of N requests (N, C); of payloads where answers are made of these.
+            signatures: Of the answers (N, k, S).
+
+        Returns:
+            Float32 (N, k).
+        """
+
 
 class _Plain:
     """A kind of answer that needs no learning."""
@@ -77,6 +90,14 @@ class Classes(_Plain):
         same: Bools = one[..., 0] == other[..., 0]
         return same
 
+    def favour(self, forecast: Floats, signatures: Floats) -> Floats:
+        """Its logit over the largest of the others."""
+        classes = np.nan_to_num(signatures[..., 0]).astype(np.int64)
+        own = np.take_along_axis(forecast, classes, axis=1)
+        first, second = np.partition(forecast, -2, axis=1)[:, :-3:-1].T
+        margin: Floats = own - np.where(classes == forecast.argmax(axis=1)[:, None], second[:, None], first[:, None])
+        return margin
+
 
 class Labels(_Plain):
     """Any of C labels: those with a logit over 0."""
@@ -89,6 +110,11 @@ class Labels(_Plain):
     def agree(self, one: Floats, other: Floats) -> Bools:
         same: Bools = (one == other).all(axis=-1)
         return same
+
+    def favour(self, forecast: Floats, signatures: Floats) -> Floats:
+        """How far the label that is least sure is on the right side."""
+        least: Floats = np.where(signatures > 0, forecast[:, None], -forecast[:, None]).min(axis=-1)
+        return least
 
 
 class Scores(_Plain):
@@ -119,6 +145,11 @@ class Scores(_Plain):
         same: Bools = (np.abs(one - other) <= self._most).all(axis=-1)
         return same
 
+    def favour(self, forecast: Floats, signatures: Floats) -> Floats:
+        """How near the score is that differs most, negated."""
+        nearness: Floats = -np.abs(forecast[:, None] - signatures).max(axis=-1)
+        return nearness
+
 
 class Embeddings(_Plain):
     """A vector: the same answer at a cosine of 0.98."""
@@ -132,6 +163,12 @@ class Embeddings(_Plain):
     def agree(self, one: Floats, other: Floats) -> Bools:
         same: Bools = np.einsum("...s,...s->...", one, other) >= _ALIKE
         return same
+
+    def favour(self, forecast: Floats, signatures: Floats) -> Floats:
+        """Cosine."""
+        length = np.linalg.norm(forecast, axis=1, keepdims=True)
+        cosine: Floats = np.einsum("nc,nkc->nk", forecast / np.maximum(length, 1e-12), signatures)
+        return cosine
 
 
 ANSWERS: Mapping[str, type[Answers]] = {kind.name: kind for kind in (Classes, Labels, Scores, Embeddings)}

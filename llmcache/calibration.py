@@ -1,16 +1,18 @@
 """Choosing how much doubt to allow, with a bound that was measured.
 
-The first requests are divided, by a seeded draw, into three parts. On A the fingerprint is fitted; B teaches the
-decision and gives the settings, strictest first; C, which neither was shown to, is what the bound is measured on. The
-settings are tested on C in their order, each at level delta, and the first failure ends it (fixed-sequence testing):
-the last one that passed is used, and the chance that it is worse than claimed is delta at most. What serves C are the
-requests of A and B, and afterwards the same ones serve: a bank that grows has another error rate.
+The first requests are divided by a seeded draw. Of those to learn from, four fifths are A and one fifth is B, in turns:
+on A the fingerprint is fitted; B, looked up among A, teaches the decision and gives the settings, strictest first
+(`teacher.py`). C, which neither was shown to, is what the bound is measured on. The settings are tested on C in their
+order, each at level delta, and the first failure ends it (fixed-sequence testing): the last one that passed is used,
+and the chance that it is worse than claimed is delta at most. What serves C are the requests of A and B, and afterwards
+the same ones serve: a bank that grows has another error rate.
 
 Sizes: N requests of C, K settings.
 """
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import count, takewhile
 from math import ceil
 from typing import Any
 
@@ -18,11 +20,11 @@ import numpy as np
 
 from llmcache.arrays import Doubles
 from llmcache.bounds import draws_needed, mean_upper, share_upper
-from llmcache.claim import Metric, Sources
+from llmcache.claim import Claim, Metric, Sources
 from llmcache.errors import CalibrationError
 
-SHARES = (0.35, 0.15, 0.5)  # of A, B and C
-LEAST_SOURCES = 50  # distinct requests in A: of fewer, neither fingerprint nor decision learns anything
+TESTED = 0.5  # share of the requests that the bound is measured on, about
+LEAST_SOURCES = 50  # distinct requests: of fewer, neither fingerprint nor decision learns anything
 N_SETTINGS = 200
 
 
@@ -53,8 +55,7 @@ class Calibration:
         metric: What the bound is on.
         max_drop: The largest loss that is allowed.
         delta: Chance that the loss is larger all the same.
-        n_sources: Requests that serve (A and B).
-        n_fitted: Requests that the fingerprint was fitted on (A).
+        n_sources: Requests that serve, and that were learned from (A and B; of growing ones C, too).
         n_tested: Requests that the bound was measured on (C).
         sources: `frozen`: the bound holds. `growing`: later misses serve, too, and the bound is that of the start.
         weights: Digest of the weights that it was made for.
@@ -68,7 +69,6 @@ class Calibration:
     max_drop: float
     delta: float
     n_sources: int
-    n_fitted: int
     n_tested: int
     sources: Sources
     weights: str
@@ -105,13 +105,18 @@ class Trial:
     is_share: bool = True
 
 
-def split(n: int, seed: int) -> tuple[list[int], list[int], list[int]]:
-    """Numbers of the requests of A, B and C, each in order."""
-    order = np.random.default_rng(seed).permutation(n)
-    n_a, n_b = round(n * SHARES[0]), round(n * SHARES[1])
-    parts = order[:n_a], order[n_a : n_a + n_b], order[n_a + n_b :]
-    a, b, c = (sorted(part.tolist()) for part in parts)
-    return a, b, c
+def split(n: int, claim: Claim) -> tuple[list[int], list[int]]:
+    """Numbers of the requests to learn from (A and B, which take turns), and of those to test (C), each in order.
+
+    The bound on a share gets better in steps, with each changed answer more that C could have and still pass. So C is
+    as large as the step nearest to half of all; what is over serves better as a source.
+    """
+    n_tested = round(n * TESTED)
+    if isinstance(claim.metric, str):
+        steps = takewhile(lambda step: step < n, (draws_needed(claim.max_drop, claim.delta, k) for k in count()))
+        n_tested = min(steps, key=lambda step: abs(step - n_tested))
+    order = np.random.default_rng(claim.seed).permutation(n)
+    return sorted(order[n_tested:].tolist()), sorted(order[:n_tested].tolist())
 
 
 def check_size(n: int, max_drop: float, delta: float, metric: Metric | str = "changed") -> None:
@@ -121,7 +126,7 @@ def check_size(n: int, max_drop: float, delta: float, metric: Metric | str = "ch
         CalibrationError: It says how many requests are needed.
     """
     c = draws_needed(max_drop, delta) if isinstance(metric, str) else _draws_of(metric, max_drop, delta)
-    needed = max(ceil(c / SHARES[2]), ceil(LEAST_SOURCES / SHARES[0]))
+    needed = max(ceil(c / TESTED), ceil(LEAST_SOURCES / (1 - TESTED)))
     if n < needed:
         raise CalibrationError(
             f"{n} requests cannot show a loss of at most {max_drop:g} with confidence {1 - delta:g}: at least {needed} "

@@ -103,6 +103,7 @@ class Call:
         attention: Output of layer 0's self-attention (B, T, D), where it was asked for.
         features: What the fingerprint is projected from, float32 (B, F0) on the host, or None when nothing is searched.
         fingerprints: What each layer's bank is searched with, float32 (B, F), by layer; empty when nothing is searched.
+        forecasts: What the fingerprint lets expect of the outputs, float32 (B, C), or None.
         nearest: Similarity of the nearest stored request that a search found, by row number.
         reused: Latest decision by row number.
         doubted: Decisions that are not carried out: their rows are computed, and compared with the stored state.
@@ -125,6 +126,7 @@ class Call:
     attention: Tensor | None = None
     features: Floats | None = None
     fingerprints: dict[int, Floats] = field(default_factory=dict)
+    forecasts: Floats | None = None
     nearest: dict[int, float] = field(default_factory=dict)
     reused: dict[int, Reuse] = field(default_factory=dict)
     doubted: dict[int, Reuse] = field(default_factory=dict)

@@ -20,6 +20,21 @@ from llmcache.arrays import Bools, Floats
 Choice = tuple[NDArray[np.int64], Floats]
 
 
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What is known of the nearest stored requests of N requests.
+
+    Attributes:
+        similarity: To each, best first, float32 (N, k); where fewer were found, the rest is -1.
+        agree: Which pairs of them have the same answer, bool (N, k, k); those that were not found agree with none.
+        favour: How much the forecast of the request speaks for the answer of each, float32 (N, k); zero without one.
+    """
+
+    similarity: Floats
+    agree: Bools
+    favour: Floats
+
+
 class Decision(Protocol):
     """Chooses among neighbours.
 
@@ -33,23 +48,18 @@ class Decision(Protocol):
     reads_answers: bool
     most: float
 
-    def choose(self, similarity: Floats, agree: Bools) -> Choice:
+    def choose(self, seen: Evidence) -> Choice:
         """The neighbour that would serve each request, and how doubtful that is.
-
-        Args:
-            similarity: To the neighbours, best first, (N, k); where fewer were found, the rest is -1.
-            agree: Which pairs of neighbours have the same answer, (N, k, k); those that were not found agree with none.
 
         Returns:
             Its number (N,), and the doubt, float32 (N,); infinite where none may serve.
         """
 
-    def fit(self, similarity: Floats, agree: Bools, is_right: Bools) -> None:
+    def fit(self, seen: Evidence, is_right: Bools) -> None:
         """Learn from requests whose own answers are known.
 
         Args:
-            similarity: See `choose`.
-            agree: See `choose`.
+            seen: Of these requests.
             is_right: Whether each neighbour has the request's own answer, (N, k).
         """
 
@@ -65,7 +75,7 @@ class _Untaught:
 
     most = inf
 
-    def fit(self, similarity: Floats, agree: Bools, is_right: Bools) -> None:
+    def fit(self, seen: Evidence, is_right: Bools) -> None:
         """Nothing to learn."""
 
     def state(self) -> dict[str, Floats]:
@@ -82,8 +92,8 @@ class Threshold(_Untaught):
     k = 1
     reads_answers = False
 
-    def choose(self, similarity: Floats, agree: Bools) -> Choice:
-        return np.zeros(len(similarity), np.int64), -similarity[:, 0]
+    def choose(self, seen: Evidence) -> Choice:
+        return np.zeros(len(seen.similarity), np.int64), -seen.similarity[:, 0]
 
 
 class Consensus(_Untaught):
@@ -104,17 +114,17 @@ class Consensus(_Untaught):
             raise ValueError(f"k={k}: one neighbour agrees with itself; give at least 2")
         self.k = k
 
-    def choose(self, similarity: Floats, agree: Bools) -> Choice:
-        doubt = np.where(agree[:, 0].all(axis=1), -similarity[:, 0], inf).astype(np.float32)
-        return np.zeros(len(similarity), np.int64), doubt
+    def choose(self, seen: Evidence) -> Choice:
+        doubt = np.where(seen.agree[:, 0].all(axis=1), -seen.similarity[:, 0], inf).astype(np.float32)
+        return np.zeros(len(doubt), np.int64), doubt
 
 
 @dataclass
 class Risk:
-    """The nearest one of those with the commonest answer serves; the doubt is the chance that the answer changes.
+    """The neighbour with the least doubtful answer serves; the doubt is the chance that the request's own is another.
 
-    Neighbours vote with weights that fall with similarity. The chance is a logistic regression on what the vote looked
-    like, learned from requests whose own answers are known.
+    Neighbours vote with weights that fall with similarity, and the forecast favours some of their answers. The chance
+    is a logistic regression on what vote and forecast say of an answer, learned from requests whose own are known.
 
     Attributes:
         k: Neighbours that vote, at least 3.
@@ -133,26 +143,27 @@ class Risk:
         if self.k < 3 or not self.width > 0:
             raise ValueError(f"k={self.k}, width={self.width}: k must be at least 3, width over 0")
 
-    def choose(self, similarity: Floats, agree: Bools) -> Choice:
-        chosen, features = self._describe(similarity, agree)
+    def choose(self, seen: Evidence) -> Choice:
+        n = len(seen.similarity)
         if not len(self.weights):
-            return chosen, np.full(len(chosen), inf, np.float32)
-        odds = features @ self.weights[:-1] + self.weights[-1]
-        doubt = 1 / (1 + np.exp(-odds))
-        is_known = agree[np.arange(len(chosen)), chosen, chosen] & (similarity[:, -1] > -1)
-        return chosen, np.where(is_known, doubt, inf).astype(np.float32)
+            return np.zeros(n, np.int64), np.full(n, inf, np.float32)
+        odds = self._describe(seen) @ self.weights[:-1] + self.weights[-1]
+        doubt = np.where(_is_candidate(seen), 1 / (1 + np.exp(-odds)), inf).astype(np.float32)
+        chosen = doubt.argmin(axis=1)
+        return chosen, doubt[np.arange(n), chosen]
 
-    def fit(self, similarity: Floats, agree: Bools, is_right: Bools) -> None:
+    def fit(self, seen: Evidence, is_right: Bools) -> None:
         """Learn the chance; see `Decision.fit`."""
         from sklearn.linear_model import LogisticRegression
 
-        chosen, features = self._describe(similarity, agree)
-        changes = ~np.take_along_axis(is_right, chosen[:, None], axis=1)[:, 0]
+        told = _is_candidate(seen)
+        features, changes = self._describe(seen)[told], ~is_right[told]
+        if not len(features):
+            return
         centre, scale = features.mean(axis=0), features.std(axis=0) + 1e-6
         # Two made-up requests, one each way, let it learn from answers that all stayed, or all changed.
-        seen = np.vstack([(features - centre) / scale, np.zeros((2, features.shape[1]))])
-        told = np.append(changes, [True, False])
-        fitted = LogisticRegression(max_iter=1000).fit(seen, told)
+        shown = np.vstack([(features - centre) / scale, np.zeros((2, features.shape[1]))])
+        fitted = LogisticRegression(max_iter=1000).fit(shown, np.append(changes, [True, False]))
         weights = fitted.coef_[0] / scale
         self.weights = np.append(weights, fitted.intercept_ - weights @ centre).astype(np.float32)
 
@@ -164,27 +175,35 @@ class Risk:
         """Take up weights."""
         self.weights = state["weights"]
 
-    def _describe(self, similarity: Floats, agree: Bools) -> tuple[NDArray[np.int64], Floats]:
-        """Who would serve, and what the vote looked like (N, F)."""
-        votes = np.exp((similarity - similarity[:, :1]) / self.width)
-        support = np.einsum("nij,nj->ni", agree, votes) / votes.sum(axis=1, keepdims=True)
-        chosen = support.argmax(axis=1)
-        rows = np.arange(len(chosen))
-        same, share, nearest = agree[rows, chosen], support[rows, chosen], similarity[rows, chosen]
-        rival = np.where(same, -1, similarity).max(axis=1)
-        rival = np.where(rival > -1, rival, similarity[:, -1] - self.width / 2)
-        features = [
-            nearest,
-            nearest - rival,
-            same.mean(axis=1),
-            share,
-            np.log(share + 1e-3),
-            similarity[:, 2],
-            similarity.mean(axis=1),
-            same[:, :3].all(axis=1),
-            chosen == 0,
-        ]
-        return chosen, np.stack(features, axis=1).astype(np.float32)
+    def _describe(self, seen: Evidence) -> Floats:
+        """What vote and forecast say of each neighbour's answer (N, k, F)."""
+        similarity, agree = seen.similarity, seen.agree
+        nearest, last = similarity[:, :1], similarity[:, -1:]
+        votes = np.exp((similarity - nearest) / self.width)
+        share = np.einsum("nij,nj->ni", agree, votes) / votes.sum(axis=1, keepdims=True)
+        rival = np.where(agree, -1, similarity[:, None]).max(axis=2)
+        rival = np.where(rival > -1, rival, last - self.width / 2)
+        features = np.empty((*similarity.shape, 10), np.float32)
+        features[..., 0] = similarity
+        features[..., 1] = similarity - rival
+        features[..., 2] = agree.mean(axis=2)
+        features[..., 3] = share
+        features[..., 4] = np.log(share + 1e-3)
+        features[..., 5] = similarity[:, 2:3]
+        features[..., 6] = similarity.mean(axis=1, keepdims=True)
+        features[..., 7] = agree[..., :3].all(axis=2)
+        features[..., 8] = similarity == nearest
+        features[..., 9] = seen.favour
+        return features
+
+
+def _is_candidate(seen: Evidence) -> Bools:
+    """Which neighbours may serve (N, k): of those with the same answer, the nearest; none where too few were found."""
+    k = seen.similarity.shape[1]
+    is_answered = seen.agree[:, range(k), range(k)]
+    is_first = ~(seen.agree & np.tri(k, k=-1, dtype=np.bool_)).any(axis=2)
+    may: Bools = is_answered & is_first & (seen.similarity[:, -1:] > -1)
+    return may
 
 
 DECISIONS: dict[str, type[Decision]] = {"threshold": Threshold, "consensus": Consensus, "risk": Risk}

@@ -18,6 +18,7 @@ from llmcache.hooks import plain_forward
 from llmcache.observation import Observer
 from llmcache.parts import Parts
 from llmcache.reuse.semantic import Chooser, Semantic
+from llmcache.teacher import Teacher
 from llmcache.trust import Trust
 from llmcache.weights import Weights
 
@@ -65,7 +66,8 @@ def make_learning(parts: Parts, model: nn.Module, config: CacheConfig, answer_of
     chooser = Chooser(parts.library, decision, answers, parts.gate)
     head = Weights(model, without=parts.trunk.module)
     claim = Claim(config.max_drop, config.delta, "changed", config.sources, 0)
-    trust = Trust(parts.library, fingerprint, tokens, chooser, answers, head, parts.counters, config.learn, claim)
+    teacher = Teacher(parts.library, fingerprint, tokens, chooser, answers)
+    trust = Trust(parts.library, teacher, chooser, answers, head, parts.counters, config.learn, claim)
     observer = Observer(parts.library, answers, answer_of)
     observer.learner = trust
     attention = first_attention(parts.trunk) if fingerprint.reads_attention else None

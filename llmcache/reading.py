@@ -11,7 +11,7 @@ from torch import Tensor
 
 from llmcache.adapters import special_ids, vocabulary_size
 from llmcache.context import Call, Inputs, Row, Scope, id_dtype, read_rows, to_host
-from llmcache.fingerprint import View
+from llmcache.fingerprint import View, foresee
 from llmcache.parts import Parts
 from llmcache.payloads import head_reads_padding
 
@@ -59,7 +59,8 @@ class Reader:
                 self._parts.counters.bypass(row.refused, 1)
         if fingerprint is not None and fingerprint.n_fit == 0:
             layers = (0,) if self._parts.is_per_layer else self._parts.library.layers
-            call.fingerprints = dict.fromkeys(layers, fingerprint.project(inputs.features))
+            vectors, call.forecasts = foresee(fingerprint, inputs.features)
+            call.fingerprints = dict.fromkeys(layers, vectors)
 
     def read_layer(self, call: Call, layer: int, hidden: Tensor) -> None:
         """Fingerprints of the states (B, T, D) that enter a later layer, in a transfer of their own."""

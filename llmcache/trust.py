@@ -8,7 +8,7 @@ Until a calibration has succeeded, and after one that failed, nothing is reused 
 """
 
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from math import inf
 from time import perf_counter
@@ -17,17 +17,16 @@ import numpy as np
 
 from llmcache import calibration as cal
 from llmcache.answers import Answers
-from llmcache.arrays import Doubles, Floats
+from llmcache.arrays import Floats
 from llmcache.calibration import Calibration, Trial
 from llmcache.claim import Claim, Metric
 from llmcache.context import Scope
 from llmcache.errors import CalibrationError
-from llmcache.fingerprint import Fingerprint
-from llmcache.fingerprint.tokens import TokenVectors
 from llmcache.library import Library
 from llmcache.observation import Observation
 from llmcache.reuse.semantic import Chooser
 from llmcache.stats import Counters
+from llmcache.teacher import Teacher
 from llmcache.weights import Weights
 
 
@@ -37,8 +36,7 @@ class Trust:
     def __init__(
         self,
         library: Library,
-        fingerprint: Fingerprint,
-        tokens: TokenVectors | None,
+        teacher: Teacher,
         chooser: Chooser,
         answers: Answers,
         head: Weights,
@@ -50,8 +48,7 @@ class Trust:
 
         Args:
             library: Where sources are held.
-            fingerprint: Not fitted yet.
-            tokens: Where it takes vectors of tokens from, or None.
+            teacher: Of fingerprint and decision.
             chooser: Not taught yet.
             answers: The kind of the model's answers.
             head: What of the model makes the answers.
@@ -64,8 +61,7 @@ class Trust:
         self.tightened: ContextVar[float] = ContextVar("llmcache_tightened", default=inf)
         self._answers = answers
         self._library = library
-        self._fingerprint = fingerprint
-        self._tokens = tokens
+        self._teacher = teacher
         self._head = head
         self._counters = counters
         self._learn = learn
@@ -149,30 +145,29 @@ class Trust:
 
     def _calibrate(self, observed: Sequence[Observation], claim: Claim) -> Calibration:
         started = perf_counter()
-        a, b, c = self._divide(observed, claim)
-        self._fit(a)
-        known = {case.row.key: case for case in a}
-        limits = cal.settings(self._teach([case for case in b if case.row.key not in known]))
-        self._stand(b, is_kept=True)
-        trial = self._try(c, known | {case.row.key: case for case in b}, claim)
-        tested = cal.try_settings(trial, limits[limits <= self.chooser.most], claim.max_drop, claim.delta)
+        learned, tested = self._divide(observed, claim)
+        sources = {case.row.key: case for case in learned}
+        limits = cal.settings(self._teacher.teach(list(sources.values())))
+        curve = cal.try_settings(
+            self._try(tested, sources, claim), limits[limits <= self.chooser.most], claim.max_drop, claim.delta
+        )
         if claim.sources == "growing":
-            self._stand(c, is_kept=False)
+            sources |= {case.row.key: case for case in tested}
+            self._teacher.teach(list(sources.values()))
         calibration = Calibration(
-            chosen=cal.chosen(tested, claim.max_drop),
-            curve=tested,
+            chosen=cal.chosen(curve, claim.max_drop),
+            curve=curve,
             metric=claim.name,
             max_drop=claim.max_drop,
             delta=claim.delta,
-            n_sources=len(known | {case.row.key: case for case in b}),
-            n_fitted=len(a),
-            n_tested=len(c),
+            n_sources=len(sources),
+            n_tested=len(tested),
             sources=claim.sources,
-            weights=a[0].scope.weights,
+            weights=learned[0].scope.weights,
             head=self._head.digest(),
             seconds=perf_counter() - started,
         )
-        self._namespaces = {case.scope.namespace for case in (*a, *b)}
+        self._namespaces = {case.scope.namespace for case in sources.values()}
         self._serve(calibration)
         return calibration
 
@@ -183,7 +178,7 @@ class Trust:
     def restore(self, calibration: Calibration, state: Mapping[str, Floats]) -> None:
         """Take up a calibration, and what was learned for it. The library is filled afterwards."""
         self.chooser.restore(state)
-        self._library.search_by(self._fingerprint)
+        self._teacher.resume()
         self._serve(calibration)
 
     def _serve(self, calibration: Calibration) -> None:
@@ -192,16 +187,16 @@ class Trust:
             self._limits = dict.fromkeys(self._library.layers, calibration.chosen.limit)
 
     def _divide(self, observed: Sequence[Observation], claim: Claim) -> list[list[Observation]]:
-        """Parts A, B and C of requests that can carry the claim."""
+        """Requests to learn from, and those to measure the bound on, of requests that can carry the claim."""
         cal.check_size(len(observed), claim.max_drop, claim.delta, claim.metric)
         if len(weights := {case.scope.weights for case in observed}) > 1:
             raise CalibrationError(
                 f"the requests were computed with {len(weights)} different weights: do not edit the model meanwhile"
             )
-        parts = [[observed[i] for i in part] for part in cal.split(len(observed), claim.seed)]
+        parts = [[observed[i] for i in part] for part in cal.split(len(observed), claim)]
         if (n := len({case.row.key for case in parts[0]})) < cal.LEAST_SOURCES:
             raise CalibrationError(
-                f"only {n} different requests among the {len(parts[0])} that the fingerprint is fitted on; at least "
+                f"only {n} different requests among the {len(parts[0])} that are to be learned from; at least "
                 f"{cal.LEAST_SOURCES} are needed: give more requests that differ"
             )
         if claim.metric != "changed" and any(case.label is None for case in observed):
@@ -210,60 +205,20 @@ class Trust:
             _check_labels(observed, self._answers)
         return parts
 
-    def _fit(self, a: Sequence[Observation]) -> None:
-        """Fit the fingerprint on A, and let A be found."""
-        if self._tokens is not None:
-            self._tokens.frame(a[0].row, a[0].features)
-        self._fingerprint.fit([case.features for case in a], _targets(a, self._answers))
-        self.chooser.learn(a)
-        self._library.search_by(self._fingerprint)
-        self._stand(a, is_kept=True)
-
-    def _teach(self, b: Sequence[Observation]) -> Doubles:
-        """Teach the decision by B, and return its doubts about B."""
-        self.chooser.teach(b, self._vectors(b))
-        return self._doubts(b, set())[0]
-
-    def _try(self, c: Sequence[Observation], sources: Mapping[str, Observation], claim: Claim) -> Trial:
-        """What would become of C, served by A and B."""
-        doubt, found = self._doubts(c, set(sources))
+    def _try(self, tested: Sequence[Observation], sources: Mapping[str, Observation], claim: Claim) -> Trial:
+        """What would become of requests that were not learned from."""
+        doubt, found = self._teacher.doubts(tested, set(sources))
         served_by = [None if key is None else sources[key] for key in found]
         if isinstance(claim.metric, Metric):
             outputs = [None if source is None else source.output for source in served_by]
-            loss = cal.losses(claim.metric, [case.output for case in c], outputs, [case.label for case in c])
+            loss = cal.losses(claim.metric, [case.output for case in tested], outputs, [case.label for case in tested])
             span = claim.metric.high - claim.metric.low
             return Trial(doubt, loss, -span, span, is_share=False)
-        pairs = list(zip(c, served_by, strict=True))
+        pairs = list(zip(tested, served_by, strict=True))
         counts = self._is_changed if claim.metric == "changed" else self._goes_wrong
         return Trial(
             doubt, np.array([source is not None and counts(case, source) for case, source in pairs], np.float64)
         )
-
-    def _doubts(self, cases: Sequence[Observation], repeated: Collection[str]) -> tuple[Doubles, list[str | None]]:
-        """The doubt about each request (N,), and who would serve it; those that are stored themselves have no doubt."""
-        doubt = np.full(len(cases), inf)
-        found: list[str | None] = [None] * len(cases)
-        vectors = self._vectors(cases)
-        for i, case in enumerate(cases):
-            if case.row.key in repeated:
-                doubt[i], found[i] = -inf, case.row.key
-            elif (choice := self.chooser.choose(case.scope, [case.row], vectors[i : i + 1])[0]) is not None:
-                doubt[i], found[i] = choice.doubt, choice.neighbour.key
-        return doubt, found
-
-    def _stand(self, cases: Sequence[Observation], is_kept: bool) -> None:
-        """Let requests serve others."""
-        for case, vector in zip(cases, self._vectors(cases), strict=True):
-            if case.states:
-                self._library.put(case.scope, case.row, case.states)
-            self._library.sign(case.row.key, case.answer)
-            if not self._library.stand(case.row, vector, is_kept) and is_kept:
-                raise CalibrationError(
-                    "not all requests that are to serve are held: raise max_entries or max_bytes, or give fewer"
-                )
-
-    def _vectors(self, cases: Sequence[Observation]) -> Floats:
-        return np.concatenate([self._fingerprint.project(case.features[None]) for case in cases])
 
     def _is_changed(self, case: Observation, source: Observation) -> bool:
         return not self._answers.agree(case.answer, source.answer)
@@ -272,16 +227,6 @@ class Trust:
         """Whether the answer was right and no longer is."""
         right = np.array([case.label], np.float32)
         return bool(self._answers.agree(case.answer, right) and not self._answers.agree(source.answer, right))
-
-
-def _targets(cases: Sequence[Observation], answers: Answers) -> Floats:
-    """What the model made of requests (N, T): final states, and beside them logits, of as much weight."""
-    kinds = [np.stack([case.target for case in cases])]
-    if not answers.reads_payload:
-        logits = np.stack([case.output for case in cases])
-        kinds.append(logits - logits.mean(axis=1, keepdims=True))
-    centred = [kind - kind.mean(axis=0) for kind in kinds]
-    return np.concatenate([kind / max(float(np.sqrt((kind**2).sum(axis=1).mean())), 1e-6) for kind in centred], axis=1)
 
 
 def _check_labels(cases: Sequence[Observation], answers: Answers) -> None:

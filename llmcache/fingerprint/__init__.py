@@ -30,6 +30,7 @@ __all__ = [
     "ShingleMinHash",
     "SimHash",
     "View",
+    "foresee",
 ]
 
 
@@ -51,12 +52,13 @@ class Fingerprint(Protocol):
     def features(self, view: View) -> Tensor:
         """Float32 (B, F0) on the view's device; F0 may differ from call to call only if nothing is to be fitted."""
 
-    def fit(self, features: Sequence[Floats], targets: Floats | None = None) -> None:
+    def fit(self, features: Sequence[Floats], targets: Floats | None = None, outputs: Floats | None = None) -> None:
         """Learn from requests.
 
         Args:
             features: Of N requests, (F0,) each: of the first `n_fit` ones, or as many as a calibration gives.
             targets: What the model made of them (N, T), where a calibration knows it.
+            outputs: What of it may be forecast (N, C), likewise.
         """
 
     def project(self, features: Floats) -> Floats:
@@ -77,3 +79,10 @@ FINGERPRINTS: dict[str, type[Fingerprint]] = {
     "attention": AttentionMean,
     "learned": Learned,
 }
+
+
+def foresee(fingerprint: Fingerprint, features: Floats) -> tuple[Floats, Floats | None]:
+    """Fingerprints (B, F) from features (B, F0), and what they let expect of the outputs (B, C), or None."""
+    if isinstance(fingerprint, Learned):
+        return fingerprint.foresee(features)
+    return fingerprint.project(features), None

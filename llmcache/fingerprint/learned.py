@@ -3,12 +3,13 @@
     token ids -> rows of token vectors -> pooled -> scaled -> one linear map -> unit vector
 
 The map is a ridge regression from the pooled vectors of requests to what the model made of them (its final states and
-its logits), so nobody has to label anything; it is solved in closed form. A token has two vectors: its input embedding,
-and a static one, which is the model's final state for a request of this token alone (Minishlab's model2vec pools such
-vectors). The latter are computed for tokens of the requests that are learned from, and estimated for others by a second
-ridge regression, from their input embeddings.
+its logits), so nobody has to label anything; it is solved in closed form. Before it is scaled to unit length, the
+vector forecasts the model's output as well: roughly, but from the request itself, where neighbours only tell of others.
+A token has two vectors: its input embedding, and a static one, which is the model's final state for a request of this
+token alone (Minishlab's model2vec pools such vectors). The latter are computed for tokens of the requests that are
+learned from, and estimated for others by a second ridge regression, from their input embeddings.
 
-Sizes: N requests, n content tokens, D hidden width, P pooled width (6 D), T target width, F dimensions.
+Sizes: N requests, n content tokens, D hidden width, P pooled width (6 D), T target width, C outputs, F dimensions.
 """
 
 import threading
@@ -24,6 +25,7 @@ from llmcache.fingerprint.view import View
 
 Lookup = Callable[[Ids], Floats]
 
+_EXACT = 1e-6  # price of weights where there is nothing to guard against: outputs are made of what is aimed at
 _N_POOLED = 6  # mean, max and min of input embeddings; weighted mean, max and min of static ones
 
 
@@ -69,14 +71,15 @@ class Learned:
         """Content tokens as float32 (B, T), -1 elsewhere; exact, as no vocabulary has 2**24 tokens."""
         return torch.where(view.content, view.ids, -1).float()
 
-    def fit(self, features: Sequence[Floats], targets: Floats | None = None) -> None:
+    def fit(self, features: Sequence[Floats], targets: Floats | None = None, outputs: Floats | None = None) -> None:
         """Learn from requests.
 
         Args:
             features: Of N requests, (T,) each.
             targets: What their fingerprints are to resemble (N, T).
+            outputs: What is to be forecast (N, C).
         """
-        assert targets is not None and self._think is not None and self._embed is not None
+        assert targets is not None and outputs is not None and self._think is not None and self._embed is not None
         requests = [_content(row) for row in features]
         tokens, counts = np.unique(np.concatenate([np.unique(ids) for ids in requests]), return_counts=True)
         embedded, static = self._embed(tokens), self._think(tokens)
@@ -96,17 +99,24 @@ class Learned:
         aims = (targets - targets.mean(axis=0)) @ _axes(targets, self.dim)
         fitted = _Ridge(pooled * scale, aims, self.ridge / len(pooled))
         learned |= {"centre": pooled.mean(axis=0), "map": (scale[:, None] * fitted.weights).astype(np.float32)}
+        told = _Ridge(aims, outputs, _EXACT)
+        learned |= {"outputs": told.weights, "outputs_mean": told.mean.astype(np.float32)}
         self._fitted = pool, learned
 
     def project(self, features: Floats) -> Floats:
         """Fingerprints (B, F), L2 norm 1, from features (B, T); of a row without content, zeros."""
+        return self.foresee(features)[0]
+
+    def foresee(self, features: Floats) -> tuple[Floats, Floats]:
+        """Fingerprints (B, F) from features (B, T), and forecasts of the outputs (B, C)."""
         if self._fitted is None:
             raise RuntimeError("fit() comes first")
         pool, learned = self._fitted
         contents = [_content(row) for row in features]
         pooled = np.stack([pool(ids) if len(ids) else learned["centre"] for ids in contents])
-        projected: Floats = ((pooled - learned["centre"]) @ learned["map"]).astype(np.float32)
-        return normalise(projected)
+        projected: Floats = ((pooled - learned["centre"]) @ learned["map"]).astype(np.float32, copy=False)
+        forecasts: Floats = projected @ learned["outputs"] + learned["outputs_mean"]
+        return normalise(projected), forecasts
 
     def state(self) -> dict[str, Floats]:
         """What was learned."""

@@ -39,7 +39,7 @@ class PCAEmbedding(MeanEmbedding):
         """Requests still needed before it can project."""
         return self.fit_on if self._axes is None else 0
 
-    def fit(self, features: Sequence[Floats], targets: Floats | None = None) -> None:
+    def fit(self, features: Sequence[Floats], targets: Floats | None = None, outputs: Floats | None = None) -> None:
         """Learn centre and axes from features (N, D)."""
         from sklearn.decomposition import PCA
 

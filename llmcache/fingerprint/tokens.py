@@ -43,9 +43,10 @@ class TokenVectors:
         self._payload = payload
         self._forward = forward
         self._frame: tuple[list[int], list[int]] = ([], [])
+        self._thought: dict[int, Floats] = {}
 
     def frame(self, row: Row, content: Floats) -> None:
-        """Learn from one request which special tokens come before and after its content.
+        """Learn from one request which special tokens come before and after its content, and forget what was computed.
 
         Args:
             row: The request.
@@ -54,6 +55,7 @@ class TokenVectors:
         ids = np.frombuffer(row.ids, f"u{len(row.ids) // row.n_valid}").tolist()
         where = np.flatnonzero(content[row.valid] >= 0)
         self._frame = (ids[: where[0]], ids[where[-1] + 1 :])
+        self._thought.clear()
 
     def embed(self, ids: Ids) -> Floats:
         """Input embeddings, float32 (m, D)."""
@@ -63,16 +65,18 @@ class TokenVectors:
 
     def think(self, ids: Ids) -> Floats:
         """What an entry would keep of requests of one token each, averaged over its rows: float32 (m, D)."""
+        names = ids.tolist()
+        new = [name for name in names if name not in self._thought]
+        for start in range(0, len(new), _BATCH):
+            batch = new[start : start + _BATCH]
+            self._thought |= zip(batch, self._compute(batch), strict=True)
+        return np.stack([self._thought[name] for name in names])
+
+    @torch.inference_mode()
+    def _compute(self, tokens: list[int]) -> list[Floats]:
         before, after = self._frame
-        batches = [ids[start : start + _BATCH].tolist() for start in range(0, len(ids), _BATCH)]
-        made = []
-        with torch.inference_mode():
-            for batch in batches:
-                rows = [[*before, token, *after] for token in batch]
-                hidden = unpack(
-                    self._forward(input_ids=torch.tensor(rows, device=self._table.weight.device), return_dict=False)
-                )
-                made += [
-                    self._payload.take(row, slice(0, len(rows[0]))).float().mean(dim=0).cpu().numpy() for row in hidden
-                ]
-        return np.stack(made)
+        rows = [[*before, token, *after] for token in tokens]
+        ids = torch.tensor(rows, device=self._table.weight.device)
+        hidden = unpack(self._forward(input_ids=ids, return_dict=False))
+        states = [self._payload.take(row, slice(0, len(rows[0]))) for row in hidden]
+        return list(torch.stack([state.float().mean(dim=0) for state in states]).cpu().numpy())

@@ -36,7 +36,7 @@ class Unlearned:
         """Nothing to learn."""
         return 0
 
-    def fit(self, features: Sequence[Floats], targets: Floats | None = None) -> None:
+    def fit(self, features: Sequence[Floats], targets: Floats | None = None, outputs: Floats | None = None) -> None:
         """Nothing to learn."""
 
     def state(self) -> dict[str, Floats]:

@@ -13,9 +13,9 @@ from typing import Protocol
 import numpy as np
 
 from llmcache.answers import Answers
-from llmcache.arrays import Bools, Floats, below
+from llmcache.arrays import Bools, Doubles, Floats, below
 from llmcache.context import Call, Reuse, Row, Scope
-from llmcache.decide import Decision, deepest_layer
+from llmcache.decide import Decision, Evidence, deepest_layer
 from llmcache.gate import ContentGate
 from llmcache.library import Library
 from llmcache.observation import Observation
@@ -51,15 +51,27 @@ class Chooser:
             answers: Tells which answers are the same; needed by decisions that read them.
             gate: Compares the tokens, or None.
         """
-        self.answers = answers
         self._library = library
         self._decision = decision
+        self._answers = answers
         self._gate = gate
 
-    def choose(self, scope: Scope, rows: Sequence[Row], vectors: Floats) -> list[Choice | None]:
-        """The best neighbour of each row, given fingerprints (B, F); None where nothing was found."""
+    def choose(
+        self, scope: Scope, rows: Sequence[Row], vectors: Floats, forecasts: Floats | None
+    ) -> list[Choice | None]:
+        """The best neighbour of each row; None where nothing was found.
+
+        Args:
+            scope: Only requests of this scope are found.
+            rows: The requests.
+            vectors: Their fingerprints (B, F).
+            forecasts: Of their outputs (B, C), or None where there is none.
+        """
         found = self._library.search(scope, rows, vectors, self._decision.k)
-        return [self._choose(row, near) if near else None for row, near in zip(rows, found, strict=True)]
+        return [
+            self._choose(row, near, None if forecasts is None else forecasts[i]) if near else None
+            for i, (row, near) in enumerate(zip(rows, found, strict=True))
+        ]
 
     @property
     def most(self) -> float:
@@ -68,58 +80,69 @@ class Chooser:
 
     def learn(self, cases: Sequence[Observation]) -> None:
         """Take in what answers look like, and how rare tokens are."""
-        if self.answers is not None:
-            self.answers.learn(np.stack([case.answer for case in cases]))
+        if self._answers is not None:
+            self._answers.learn(np.stack([case.answer for case in cases]))
         if self._gate is not None:
             self._gate.learn(case.row.ids for case in cases)
 
+    def look(self, case: Observation, vector: Floats, forecast: Floats | None) -> tuple[Evidence, Bools]:
+        """What the neighbours of a request are like, and which have its own answer, (1, k).
+
+        Args:
+            case: The request.
+            vector: Its fingerprint (F,).
+            forecast: Of its output (C,), or None.
+        """
+        (near,) = self._library.search(case.scope, [case.row], vector[None], self._decision.k)
+        is_right = np.zeros((1, self._decision.k), np.bool_)
+        if self._answers is not None and near:
+            is_right[0, : len(near)] = self._answers.agree(_signatures(near), case.answer[None])
+        return self._see(near, forecast), is_right
+
+    def teach(self, looks: Sequence[tuple[Evidence, Bools]]) -> Doubles:
+        """Let the decision learn from requests whose answers are known, and return its doubts about them (N,)."""
+        seen = Evidence(*(np.concatenate([getattr(one, part) for one, _ in looks]) for part in Evidence.__slots__))
+        self._decision.fit(seen, np.concatenate([is_right for _, is_right in looks]))
+        return self._decision.choose(seen)[1].astype(np.float64)
+
     def state(self) -> dict[str, Floats]:
         """What decision, answers and gate learned."""
-        parts = {"decision": self._decision, "answers": self.answers, "gate": self._gate}
+        parts = {"decision": self._decision, "answers": self._answers, "gate": self._gate}
         learned = {part: learner.state() for part, learner in parts.items() if learner is not None}
         return {f"{part}.{name}": array for part, state in learned.items() for name, array in state.items()}
 
     def restore(self, state: Mapping[str, Floats]) -> None:
         """Take up what they learned."""
-        for part, learner in (("decision", self._decision), ("answers", self.answers), ("gate", self._gate)):
+        for part, learner in (("decision", self._decision), ("answers", self._answers), ("gate", self._gate)):
             if learner is not None:
                 learner.restore(below(f"{part}.", state))
 
-    def teach(self, cases: Sequence[Observation], vectors: Floats) -> None:
-        """Let the decision learn from requests whose answers are known, given their fingerprints (N, F)."""
-        k = self._decision.k
-        searches = (self._library.search(case.scope, [case.row], vectors[i : i + 1], k) for i, case in enumerate(cases))
-        found = [near for (near,) in searches]
-        full = [i for i, near in enumerate(found) if len(near) == k]
-        if not full or self.answers is None:
-            return
-        own = np.stack([case.answer for case in cases])
-        similarity = np.array([[n.similarity for n in found[i]] for i in full], np.float32)
-        agree = np.concatenate([self._agreement(found[i]) for i in full])
-        told = np.stack([np.stack([n.answer for n in found[i] if n.answer is not None]) for i in full])
-        self._decision.fit(similarity, agree, self.answers.agree(told, own[full][:, None]))
-
-    def _choose(self, row: Row, near: Sequence[Neighbour]) -> Choice:
-        similarity = np.full((1, self._decision.k), -1, np.float32)
-        similarity[0, : len(near)] = [neighbour.similarity for neighbour in near]
-        number, doubt = self._decision.choose(similarity, self._agreement(near))
+    def _choose(self, row: Row, near: Sequence[Neighbour], forecast: Floats | None) -> Choice:
+        number, doubt = self._decision.choose(self._see(near, forecast))
         chosen = near[int(number[0])]
         if self._gate is not None and self._gate.refuses(row.ids, chosen.ids):
             return Choice(chosen, inf)
         return Choice(chosen, float(doubt[0]))
 
-    def _agreement(self, near: Sequence[Neighbour]) -> Bools:
-        """Which neighbours have the same answer, (1, k, k); one without an answer agrees with none."""
-        k = self._decision.k
-        agree = np.zeros((1, k, k), np.bool_)
-        if self._decision.reads_answers and self.answers is not None:
-            width = max((len(n.answer) for n in near if n.answer is not None), default=1)
-            signatures = np.full((len(near), width), np.nan, np.float32)
-            for signature, neighbour in zip(signatures, near, strict=True):
-                if neighbour.answer is not None:
-                    signature[:] = neighbour.answer
-            agree[0, : len(near), : len(near)] = self.answers.agree(signatures[:, None], signatures[None])
-        return agree
+    def _see(self, near: Sequence[Neighbour], forecast: Floats | None) -> Evidence:
+        """What the neighbours of one request are like; one without an answer agrees with none, not even itself."""
+        k, n = self._decision.k, len(near)
+        similarity = np.full((1, k), -1, np.float32)
+        similarity[0, :n] = [neighbour.similarity for neighbour in near]
+        agree, favour = np.zeros((1, k, k), np.bool_), np.zeros((1, k), np.float32)
+        if self._decision.reads_answers and self._answers is not None and near:
+            signatures = _signatures(near)
+            agree[0, :n, :n] = self._answers.agree(signatures[:, None], signatures[None])
+            if forecast is not None:
+                favour[:, :n] = np.nan_to_num(self._answers.favour(forecast[None], signatures[None]))
+        return Evidence(similarity, agree, favour)
+
+
+def _signatures(near: Sequence[Neighbour]) -> Floats:
+    """Of the answers of neighbours (k, S); NaN where one has none."""
+    width = max((len(n.answer) for n in near if n.answer is not None), default=1)
+    unknown = np.full(width, np.nan, np.float32)
+    return np.stack([unknown if neighbour.answer is None else neighbour.answer for neighbour in near])
 
 
 class Semantic:
@@ -141,7 +164,9 @@ class Semantic:
         vectors = call.fingerprints.get(self._library.layers[-1])  # all layers have the same
         if vectors is None or call.scope is None or not (limits := self._limits.allowed(call.scope)):
             return []
-        chosen = self._chooser.choose(call.scope, rows, vectors[[row.number for row in rows]])
+        numbers = [row.number for row in rows]
+        forecasts = None if call.forecasts is None else call.forecasts[numbers]
+        chosen = self._chooser.choose(call.scope, rows, vectors[numbers], forecasts)
         pairs = zip(rows, chosen, strict=True)
         return [reuse for row, choice in pairs if choice and (reuse := self._reuse(call, row, choice, limits))]
 

@@ -1,10 +1,16 @@
 """Settings are tested in their order, on requests of their own, at the level that was asked for."""
 
+from typing import Any
+
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import settings as settings_
+from hypothesis import strategies as st
 
+from llmcache.bounds import share_upper
 from llmcache.calibration import (
-    SHARES,
+    TESTED,
     Trial,
     check_size,
     chosen,
@@ -13,15 +19,32 @@ from llmcache.calibration import (
     split,
     try_settings,
 )
-from llmcache.claim import Metric
+from llmcache.claim import Claim, Metric
 from llmcache.errors import CalibrationError, ConfigError
 
 
+def claim(max_drop: float, seed: int = 0, metric: Any = "changed") -> Claim:
+    return Claim(max_drop, 0.05, metric, "frozen", seed)
+
+
 def test_the_parts_are_disjoint_and_whole() -> None:
-    parts = split(1000, seed=3)
+    parts = split(1000, claim(0.05, seed=3))
     assert sorted(number for part in parts for number in part) == list(range(1000))
-    assert [len(part) for part in parts] == [round(1000 * share) for share in SHARES]
-    assert split(1000, seed=3) == parts != split(1000, seed=4)
+    assert len(parts[1]) == pytest.approx(1000 * TESTED, rel=0.03)
+    assert split(1000, claim(0.05, seed=3)) == parts != split(1000, claim(0.05, seed=4))
+
+
+@given(n=st.integers(130, 4000), max_drop=st.floats(0.05, 0.3))
+@settings_(max_examples=30, deadline=None)
+def test_no_request_is_tested_that_could_not_bring_the_bound_further(n: int, max_drop: float) -> None:
+    _, tested = split(n, claim(max_drop))
+    allowed = max(k for k in range(n) if share_upper(k, len(tested), 0.05) <= max_drop)
+    assert share_upper(allowed, len(tested) - 1, 0.05) > max_drop
+
+
+def test_other_metrics_are_tested_on_half() -> None:
+    learned, tested = split(3000, claim(0.05, metric=Metric(lambda output, label: 1.0)))
+    assert len(learned) == len(tested) == 1500
 
 
 @pytest.mark.parametrize(("n", "max_drop"), [(1195, 0.005), (597, 0.01), (100, 0.02)])

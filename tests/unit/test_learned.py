@@ -17,6 +17,7 @@ D = 12
 RNG = np.random.default_rng(0)
 TABLE = RNG.standard_normal((VOCABULARY, D)).astype(np.float32)
 MEANING = RNG.standard_normal((D, D)).astype(np.float32)
+OUT = RNG.standard_normal((D, 3)).astype(np.float32)
 
 
 def think(ids: np.ndarray) -> Floats:
@@ -33,7 +34,8 @@ def made(n: int, seed: int = 0) -> tuple[list[Floats], Floats]:
 def fitted(dim: int = 8, n: int = 300) -> Learned:
     learned = Learned(dim=dim)
     learned.bind(lambda ids: TABLE[ids], think)
-    learned.fit(*made(n))
+    features, targets = made(n)
+    learned.fit(features, targets, targets @ OUT)
     return learned
 
 
@@ -59,6 +61,15 @@ def test_they_are_alike_where_what_the_model_made_is_alike() -> None:
     assert told > 0.9 > np.corrcoef(cosines(raw)[off], cosines(targets - targets.mean(axis=0))[off])[0, 1]
 
 
+def test_outputs_are_forecast() -> None:
+    learned = fitted(dim=D)
+    features, targets = made(200, seed=2)
+    forecasts = np.concatenate([learned.foresee(one[None])[1] for one in features])
+    outputs = targets @ OUT
+    assert forecasts.shape == (200, 3) and forecasts.dtype == np.float32
+    assert ((forecasts - outputs) ** 2).mean() < 0.1 * outputs.var(axis=0).mean()
+
+
 def test_padding_and_other_rows_change_nothing() -> None:
     learned = fitted()
     features = made(5, seed=3)[0]
@@ -81,7 +92,7 @@ def test_tokens_that_were_not_learned_from_are_guessed() -> None:
     features, targets = made(200)
     few = [one[one < 60] for one in features]
     kept = [i for i, one in enumerate(few) if len(one)]
-    learned.fit([few[i] for i in kept], targets[kept])
+    learned.fit([few[i] for i in kept], targets[kept], targets[kept] @ OUT)
     assert max(asked) < 60
     vector = learned.project(np.float32([[70, 80, 90]]))
     assert np.isfinite(vector).all()

@@ -13,7 +13,7 @@ from torch import nn
 
 from llmcache import LLMCache
 from llmcache.claim import Metric
-from llmcache.decide import Risk
+from llmcache.decide import Evidence, Risk
 from llmcache.errors import BankFileError, CalibrationError, ConfigError, UnsafeReuseError, WrapError
 from tests.models import TOKEN_HEADS, build
 from tests.topics import classifier, requests
@@ -389,7 +389,7 @@ def test_requests_that_call_the_model_while_they_are_made_are_counted_once(cache
             yield one
 
     found = cache.calibrate(made(), **LOOSE)
-    assert found.n_fitted + found.n_tested <= N
+    assert found.n_sources + found.n_tested <= N
 
 
 def test_calibrating_in_two_threads_leaves_one_of_them(cache: LLMCache) -> None:
@@ -526,7 +526,7 @@ def test_a_metric_needs_more_requests_than_a_share(cache: LLMCache) -> None:
 
 def test_neighbours_without_an_answer_serve_nothing() -> None:
     risk = Risk(k=3)
-    similarity = np.float32([[0.9, 0.8, 0.7]])
-    risk.restore({"weights": np.full(10, -1.0, np.float32)})
-    assert np.isfinite(risk.choose(similarity, np.ones((1, 3, 3), bool))[1]).all()
-    assert np.isinf(risk.choose(similarity, np.zeros((1, 3, 3), bool))[1]).all()
+    similarity, favour = np.float32([[0.9, 0.8, 0.7]]), np.zeros((1, 3), np.float32)
+    risk.restore({"weights": np.full(11, -1.0, np.float32)})
+    assert np.isfinite(risk.choose(Evidence(similarity, np.ones((1, 3, 3), bool), favour))[1]).all()
+    assert np.isinf(risk.choose(Evidence(similarity, np.zeros((1, 3, 3), bool), favour))[1]).all()
