@@ -99,6 +99,10 @@ class Call:
         rows: Filled when layer 0 is reached.
         scope: Likewise.
         content: Which tokens carry content, bool (B, T) on the model's device.
+        was_asked: The rungs were asked what may be reused at layer 0.
+        has_begun: Layer 0 was reached, or the call was answered before.
+        entering: Dtype of the states that entered layer 0.
+        states: Last states (B, T, D), as the trunk went on with them.
         first_output: What layer 0 returned, where it was run for all rows before anything was looked up, else None.
         attention: Output of layer 0's self-attention (B, T, D), where it was asked for.
         features: What the fingerprint is projected from, float32 (B, F0) on the host, or None when nothing is searched.
@@ -122,6 +126,10 @@ class Call:
     rows: list[Row] = field(default_factory=list)
     scope: Scope | None = None
     content: Tensor | None = None
+    was_asked: bool = False
+    has_begun: bool = False
+    entering: torch.dtype | None = None
+    states: Tensor | None = None
     first_output: Any = None
     attention: Tensor | None = None
     features: Floats | None = None
@@ -148,6 +156,12 @@ class Call:
     def active_rows(self) -> list[Row]:
         """Rows that take part in caching."""
         return [row for row in self.rows if not row.refused]
+
+    def begin_again(self) -> None:
+        """Forget what was read and decided."""
+        self.entering, self.was_asked, self.is_served = None, False, False
+        for decided in (self.reused, self.doubted, self.reused_at, self.fingerprints, self.nearest):
+            decided.clear()
 
     def saw(self, row: Row, similarity: float) -> None:
         """Take note of how like a stored request is to a row; the most alike counts."""

@@ -1,6 +1,7 @@
 """The order of a call, from the trunk's first argument to the stats. Every step is a function of another module.
 
     opened   -> may this call use the cache at all?
+    at door  -> where tokens are all that fingerprints are made of, what follows is done here, and hits end here
     layer 0  -> rows and exact keys, fingerprint, then the rungs decide
     layer l  -> rows to compute are computed, stored states put in, misses captured
     closed   -> doubted states compared, misses stored, counters updated
@@ -9,7 +10,6 @@ Trouble here costs speed, never correctness: a failing lookup or store is counte
 """
 
 import threading
-from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial
 from time import perf_counter
@@ -20,14 +20,15 @@ from torch import Tensor
 
 from llmcache import kv
 from llmcache.adapters import CACHE, unpack
-from llmcache.arguments import Arguments, can_select_rows
+from llmcache.arguments import Arguments
 from llmcache.bypass import find_reason, is_plain_cache
 from llmcache.checks import Checks
-from llmcache.context import Call, Reuse
+from llmcache.context import Call
+from llmcache.door import Door, Packing
 from llmcache.hooks import LayerSwap
+from llmcache.lookup import Lookup
 from llmcache.outcome import Outcome, outcomes
 from llmcache.parts import Parts
-from llmcache.reading import Reader
 from llmcache.reuse.runner import Runner
 
 DEFAULT_NAMESPACE = "default"
@@ -46,8 +47,9 @@ class Flow:
         self._parts = parts
         self._arguments = Arguments(parts.trunk.module.forward)
         self._runner = Runner(parts.payload, parts.trunk.adapter)
-        self._reader = Reader(parts, tokenizer)
         self._checks = Checks(parts.library, parts.counters)
+        self._lookup = Lookup(parts, self._checks, tokenizer)
+        self._door = Door(parts.trunk, parts.payload)
         self._last = parts.trunk.depth - 1
         self._thread = threading.local()
         # Context variables follow async tasks too: a tenant's namespace must not leak into another's request.
@@ -79,23 +81,34 @@ class Flow:
         self._thread.call = Call(arguments, self.namespace.get())
         return self._arguments.replace(args, kwargs, "use_cache", False) if self._keeps_no_kv else (args, kwargs)
 
+    def answer_at_door(self) -> Any:
+        """The trunk's output for a call that is served before the trunk runs; else None."""
+        call: Call | None = None if torch.compiler.is_compiling() else getattr(self._thread, "call", None)
+        if call is None or self._lookup.needs_states or (packing := self._door.packing(call)) is None:
+            return None
+        if not self._lookup.read_early(call, packing.entering):
+            return None
+        self._lookup.ask(call, 0)
+        return self._answer(call, packing) if call.is_served else None
+
     def layer(self, swap: LayerSwap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one layer for the rows that need it."""
         call: Call | None = None if torch.compiler.is_compiling() else getattr(self._thread, "call", None)
         if call is not None and swap.number == 0 and not self._begin(call, swap, args, kwargs):
             self._thread.call = None
             return swap.original(*args, **kwargs) if call.first_output is None else call.first_output
-        if call is None or call.scope is None:  # bypassed, or layer 0 was not run through its swap
+        if call is None or not call.has_begun:  # bypassed, or layer 0 was not run through its swap
             return swap.original(*args, **kwargs)
         is_last = swap.number == self._last
         if call.is_served and not is_last:
             return self._runner.skip(call, swap, args, kwargs)
-        self._decide(call, swap, args, kwargs)
+        self._lookup.decide(call, swap, args, kwargs)
         ends_here = not (is_last and self._ends_after_norm)
         output = self._runner.run(call, swap, args, kwargs, places=ends_here)
         call.is_complete = is_last
         if ends_here:
-            self._try_to_capture(call, swap.number, unpack(output))
+            call.states = unpack(output)
+            self._try_to_capture(call, swap.number, call.states)
         return output
 
     def normed(self, output: Tensor) -> Tensor | None:
@@ -103,7 +116,7 @@ class Flow:
         call: Call | None = None if torch.compiler.is_compiling() else getattr(self._thread, "call", None)
         if call is None or not self._ends_after_norm or not call.is_complete:
             return None
-        output = self._runner.place(call, self._last, output)
+        output = call.states = self._runner.place(call, self._last, output)
         self._try_to_capture(call, self._last, output)
         return output
 
@@ -113,18 +126,20 @@ class Flow:
         if call is not None:
             call.attention = unpack(output)
 
-    def closed(self) -> None:
+    def closed(self, output: Any) -> None:
         """End a forward: store what was computed, count what was done. A call that failed half-way leaves nothing."""
         if torch.compiler.is_compiling():
             return
         call: Call | None = getattr(self._thread, "call", None)
         self._thread.call = None
-        if call is None or call.scope is None or not call.is_complete:
+        if call is None or not call.has_begun or not call.is_complete:
             return
         started = perf_counter()
+        if call.states is not None and call.entering is not None:
+            self._door.learn(call, call.entering, call.states, output)
         self._thread.last = outcomes(call)
         self._checks.compare(call)
-        if not self._is_collecting:
+        if not self._lookup.is_collecting:
             self._store(call)
             self._count(call, perf_counter() - started)
         if self._parts.observer is not None and self._parts.observer.answers.reads_payload:
@@ -142,37 +157,30 @@ class Flow:
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def _find_reason(self, arguments: dict[str, Any]) -> str | None:
-        reason = self._guard("look at the arguments", partial(find_reason, arguments, self._parts.trunk.module))
+        reason = self._lookup.guard("look at the arguments", partial(find_reason, arguments, self._parts.trunk.module))
         if reason is None and self._keeps_no_kv and (arguments.get("use_cache") or arguments.get(CACHE) is not None):
             return "kv_cache_with_pooled_payload"
         return reason
 
-    def _guard(self, what: str, step: Callable[[], str | None]) -> str | None:
-        """Why the cache cannot be used, as a step found; that the step failed is a reason, too."""
-        try:
-            return step()
-        except Exception as error:
-            self._parts.counters.error(what, error)
-            return "error"
-
     def _begin(self, call: Call, swap: LayerSwap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Read the call's rows and fingerprints; False when the call must go by the cache after all."""
-        started = perf_counter()
+        """See to it that rows and fingerprints are read; False when the call must go by the cache after all."""
         call.kv_cache = swap.arguments.get(args, kwargs, CACHE)
         hidden = swap.arguments.get(args, kwargs, swap.arguments.names[0])
-        reason = self._guard("read the request", partial(self._find_late_reason, call, hidden))
-        if reason is None and self._parts.attention is not None:
-            # Not guarded: what fails here is the model itself. Its time is not the lookup's.
-            ran_from = perf_counter()
-            call.first_output = swap.original(*args, **kwargs)
-            started += perf_counter() - ran_from
-        if reason is None:
-            reason = self._guard("read the request", partial(self._reader.read, call, hidden))
+        reason = self._lookup.guard("read the request", partial(self._find_late_reason, call, hidden))
+        if reason is None and call.entering not in (
+            None,
+            hidden.dtype,
+        ):  # read at the door, of another model
+            self._door.forget()
+            call.begin_again()
+        if reason is None and call.entering is None:
+            if self._parts.attention is not None:  # not guarded: what fails here is the model itself
+                call.first_output = swap.original(*args, **kwargs)
+            reason = self._lookup.read(call, hidden, hidden.dtype)
         if reason is not None:
             self._bypass(reason, _count_rows(call.arguments))
-            return False
-        call.lookup_s += perf_counter() - started
-        return True
+        call.has_begun = reason is None
+        return call.has_begun
 
     def _find_late_reason(self, call: Call, hidden: Tensor) -> str | None:
         """Why a call cannot use the cache, as far as it shows only when the first layer is reached."""
@@ -182,54 +190,19 @@ class Flow:
             return "unknown_output"
         if hidden.ndim != 3 or hidden.shape[:2] != call.arguments["input_ids"].shape:
             return "unknown_layout"
-        call.scope = self._reader.scope(call, hidden)
-        if self._parts.weights.samples:
-            return "training"
-        if not self._parts.weights.can_be_watched:
-            return "inference_weights"
-        return "adapter_names" if self._parts.weights.differ_by_row else None
+        return None
 
-    def _decide(self, call: Call, swap: LayerSwap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Ask each rung in turn for the rows that none has served at this depth."""
-        number = swap.number
-        if self._is_collecting:
-            return
-        if self._parts.is_per_layer and number > 0 and number in self._parts.library.banks:
-            self._read_layer(call, swap, args, kwargs)
-        for rung in self._parts.rungs:
-            if not rung.asks_at(number):
-                continue
-            started = perf_counter()
-            rows = [
-                row
-                for row in call.active_rows
-                if _is_open(call.reused.get(row.number), number) and row.number not in call.doubted
-            ]
-            try:
-                decided = rung.decide(call, rows, number) if rows else []
-            except Exception as error:
-                self._parts.counters.error(f"look up ({rung.name})", error)
-                decided = []
-            if decided and not can_select_rows(swap.arguments, args, kwargs, call.n_rows):
-                decided = []  # rows could not be taken out of the batch safely
-            if not rung.is_lossless:
-                decided = self._checks.doubt(call, decided)
-            call.reused |= {reuse.row: reuse for reuse in decided}
-            call.reused_at += [reuse.layer for reuse in decided]
-            call.is_served = len(call.reused) == call.n_rows and all(
-                reuse.layer == self._last for reuse in call.reused.values()
-            )
-            call.lookup_s += perf_counter() - started
-
-    def _read_layer(self, call: Call, swap: LayerSwap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Take the fingerprint that this layer's bank is searched with; without one the layer is computed."""
-        started = perf_counter()
-        hidden = swap.arguments.get(args, kwargs, swap.arguments.names[0])
+    def _answer(self, call: Call, packing: Packing) -> Any:
+        """Output of a call that is served at the door; None where that fails, and it is computed."""
         try:
-            self._reader.read_layer(call, swap.number, hidden)
+            output = self._door.answer(call, packing)
         except Exception as error:
-            self._parts.counters.error("take a layer's fingerprint", error)
-        call.lookup_s += perf_counter() - started
+            self._parts.counters.error("answer at the door", error)
+            call.reused.clear()
+            call.is_served = False
+            return None
+        call.has_begun = call.is_complete = True
+        return output
 
     def _try_to_capture(self, call: Call, number: int, hidden: Tensor) -> None:
         try:
@@ -282,11 +255,6 @@ class Flow:
         if reason != "decode":  # a step of a generation belongs to the request that its prefill was
             self._thread.last = (Outcome(bypassed=reason),) * n_rows
 
-    @property
-    def _is_collecting(self) -> bool:
-        """Whether rows are computed to be shown, and neither served nor stored."""
-        return self._parts.observer is not None and self._parts.observer.collected.get() is not None
-
     # -- small facts ---------------------------------------------------------------------------------------------------
 
     @property
@@ -303,11 +271,6 @@ class Flow:
         """Leave the compiled graph for a moment: counters cannot be part of it."""
         self._thread.call = None
         self._bypass("compiled", n_rows)
-
-
-def _is_open(reuse: Reuse | None, number: int) -> bool:
-    """Whether a row may still be decided at this layer."""
-    return reuse is None or reuse.layer < number
 
 
 def _count_rows(arguments: dict[str, Any]) -> int:

@@ -19,9 +19,14 @@ from llmcache.errors import ConfigError, WrapError
 
 
 class Listener(Protocol):
-    """What the swaps call; one forward of the trunk is `opened`, then `layer` once a layer, then `closed`."""
+    """What the swaps call; one forward of the trunk is `opened`, then `layer` once a layer, then `closed`.
+
+    Between the first two an `answer_at_door` may come, which is the trunk's output: then no layer is called.
+    """
 
     def opened(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]: ...
+
+    def answer_at_door(self) -> Any: ...
 
     def layer(self, layer: "LayerSwap", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
@@ -29,7 +34,7 @@ class Listener(Protocol):
 
     def attended(self, output: Any) -> None: ...
 
-    def closed(self) -> None: ...
+    def closed(self, output: Any) -> None: ...
 
     def answered(self, output: Any) -> None: ...
 
@@ -103,10 +108,14 @@ class TrunkSwap(Swap):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self._listener.opened(args, kwargs)
+        output = None
         try:
-            return self.original(*args, **kwargs)
+            output = self._listener.answer_at_door()
+            if output is None:
+                output = self.original(*args, **kwargs)
+            return output
         finally:
-            self._listener.closed()
+            self._listener.closed(output)
 
 
 class ModelSwap(Swap):

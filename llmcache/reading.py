@@ -31,16 +31,21 @@ class Reader:
         self._table: tuple[object, Tensor] | None = None
         self._head_reads = _reads(parts)
 
-    def scope(self, call: Call, hidden: Tensor) -> Scope:
-        """Scope of a call whose first layer receives these hidden states (B, T, D)."""
-        dtype = str(hidden.dtype)
-        if torch.is_autocast_enabled(hidden.device.type):
-            dtype += f" autocast {torch.get_autocast_dtype(hidden.device.type)}"
+    def scope(self, call: Call, entering: torch.dtype) -> Scope:
+        """Scope of a call whose first layer receives states of this dtype."""
+        dtype, device = str(entering), call.arguments["input_ids"].device.type
+        if torch.is_autocast_enabled(device):
+            dtype += f" autocast {torch.get_autocast_dtype(device)}"
         attention = str(getattr(self._parts.trunk.config, "_attn_implementation", ""))
         return Scope(call.namespace, self._parts.weights.digest(), dtype, attention)
 
-    def read(self, call: Call, hidden: Tensor) -> None:
-        """Everything that needs the host, in one transfer."""
+    def read(self, call: Call, hidden: Tensor | None) -> None:
+        """Everything that needs the host, in one transfer.
+
+        Args:
+            call: Its scope is known.
+            hidden: States that enter layer 0 (B, T, D); None where the fingerprint does without.
+        """
         ids, mask = call.arguments["input_ids"], call.arguments.get("attention_mask")
         valid = None if mask is None else mask != 0
         assert call.scope is not None

@@ -39,10 +39,12 @@ class Fingerprint(Protocol):
 
     Attributes:
         reads_attention: `View.attention` is read, so layer 0 is run before anything is looked up.
+        reads_states: `View.hidden` is read; if not, requests can be looked up before the trunk has run.
         fits_any_layer: It may as well be taken from the states that enter a later layer.
     """
 
     reads_attention: bool
+    reads_states: bool
     fits_any_layer: bool
 
     @property

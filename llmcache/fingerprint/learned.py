@@ -33,6 +33,7 @@ class Learned:
     """Pooled token vectors through a fitted linear map. Ready once it was fitted, by a calibration. Thread-safe."""
 
     reads_attention = False
+    reads_states = False
     fits_any_layer = False
 
     def __init__(self, dim: int = 128, ridge: float = 1.0) -> None:

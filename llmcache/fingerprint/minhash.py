@@ -23,6 +23,8 @@ class ShingleMinHash(Unlearned):
     replaced in a request of ten tokens leaves 7 of 11 pairs in common, a similarity of 0.64.
     """
 
+    reads_states = False
+
     def __init__(self, width: int = 2, n_hashes: int = 128, seed: int = 1) -> None:
         """Choose the shingles and the signature.
 

@@ -15,6 +15,7 @@ class PCAEmbedding(MeanEmbedding):
     mean embedding, whose large common part is gone.
     """
 
+    reads_states = True
     fits_any_layer = False  # centre and axes are those of the embedding output
 
     def __init__(self, dim: int = 128, fit_on: int = 512) -> None:

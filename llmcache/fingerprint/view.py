@@ -13,22 +13,30 @@ class View:
     """What a fingerprint may read of a call, on the model's device.
 
     Attributes:
-        hidden: States that enter a layer, (B, T, D); of layer 0, the embedding output.
+        states: States that enter a layer, (B, T, D), of layer 0 the embedding output; None at the trunk's door, where
+            only fingerprints are made that do not read them.
         content: Which tokens carry content (are neither special nor padding), bool (B, T).
         ids: Token ids, int64 (B, T).
         attention: Output of layer 0's self-attention (B, T, D), or None where the fingerprint does not read it.
     """
 
-    hidden: Tensor
+    states: Tensor | None
     content: Tensor
     ids: Tensor
     attention: Tensor | None = None
+
+    @property
+    def hidden(self) -> Tensor:
+        """The states, for those that read them."""
+        assert self.states is not None
+        return self.states
 
 
 class Unlearned:
     """A fingerprint that is ready at once and has nothing to save."""
 
     reads_attention = False
+    reads_states = True
     fits_any_layer = False
 
     @property

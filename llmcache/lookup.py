@@ -1,0 +1,161 @@
+"""From a call to decisions: what is read of it on the host, and what the rungs say may be reused.
+
+Trouble here costs speed, never correctness: it is counted, logged once, and computed around. All time spent here is the
+lookup's.
+
+Sizes: B rows, T tokens, D hidden width.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmcache.arguments import can_select_rows
+from llmcache.checks import Checks
+from llmcache.context import Call, Reuse
+from llmcache.hooks import LayerSwap
+from llmcache.parts import Parts
+from llmcache.reading import Reader
+
+
+class Lookup:
+    """Reads calls of one wrapped model and asks its rungs. Thread-safe."""
+
+    def __init__(self, parts: Parts, checks: Checks, tokenizer: Any = None) -> None:
+        """Prepare for calls.
+
+        Args:
+            parts: What calls are served with.
+            checks: Sets decisions aside that are to be compared.
+            tokenizer: Names the special tokens; without one the config and the family do.
+        """
+        self._parts = parts
+        self._checks = checks
+        self._reader = Reader(parts, tokenizer)
+        self._last = parts.trunk.depth - 1
+
+    @property
+    def needs_states(self) -> bool:
+        """Whether nothing can be told before layer 0: fingerprints are made of states, or K/V has to be filled."""
+        fingerprint, trunk = self._parts.fingerprint, self._parts.trunk
+        fills_kv = trunk.makes_kv and not self._parts.payload.fits_any_length
+        return fills_kv or (fingerprint is not None and fingerprint.reads_states)
+
+    def guard(self, what: str, step: Callable[[], str | None]) -> str | None:
+        """Why the cache cannot be used, as a step found; that the step failed is a reason, too."""
+        try:
+            return step()
+        except Exception as error:
+            self._parts.counters.error(what, error)
+            return "error"
+
+    def read(self, call: Call, hidden: Tensor | None, entering: torch.dtype) -> str | None:
+        """Read the call's rows and fingerprints.
+
+        Args:
+            call: It has just begun.
+            hidden: States that enter layer 0 (B, T, D); None before it is reached.
+            entering: Their dtype.
+
+        Returns:
+            Why the call must go by the cache, or None.
+        """
+        started = perf_counter()
+        reason = self.guard("read the request", partial(self._read, call, hidden, entering))
+        call.lookup_s += perf_counter() - started
+        return reason
+
+    def read_early(self, call: Call, entering: torch.dtype) -> bool:
+        """Read them before layer 0 is reached; False when that is better left until then, which will tell why."""
+        started = perf_counter()
+        try:
+            is_read = self._read(call, None, entering) is None
+        except Exception:
+            is_read = False
+        if not is_read:
+            call.begin_again()
+        call.lookup_s += perf_counter() - started
+        return is_read
+
+    def decide(self, call: Call, swap: LayerSwap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Decide at one layer, if that was not done before it was reached.
+
+        Args:
+            call: It was read.
+            swap: Of the layer.
+            args: What the layer is passed by position.
+            kwargs: What it is passed by name.
+        """
+        number = swap.number
+        if self._parts.is_per_layer and number > 0 and number in self._parts.library.banks:
+            self._read_layer(call, swap, args, kwargs)
+        before, n_before = ({}, 0) if number == 0 else (dict(call.reused), len(call.reused_at))
+        if number > 0 or not call.was_asked:
+            self.ask(call, number)
+        if len(call.reused_at) > n_before and not can_select_rows(swap.arguments, args, kwargs, call.n_rows):
+            call.reused, call.is_served = before, False  # rows could not be taken out of the batch safely
+            del call.reused_at[n_before:]
+
+    def ask(self, call: Call, number: int) -> None:
+        """Ask each rung in turn for the rows that none has served at this depth."""
+        call.was_asked = True
+        if self.is_collecting:
+            return
+        for rung in self._parts.rungs:
+            if not rung.asks_at(number):
+                continue
+            started = perf_counter()
+            rows = [
+                row
+                for row in call.active_rows
+                if _is_open(call.reused.get(row.number), number) and row.number not in call.doubted
+            ]
+            try:
+                decided = rung.decide(call, rows, number) if rows else []
+            except Exception as error:
+                self._parts.counters.error(f"look up ({rung.name})", error)
+                decided = []
+            if not rung.is_lossless:
+                decided = self._checks.doubt(call, decided)
+            call.reused |= {reuse.row: reuse for reuse in decided}
+            call.reused_at += [reuse.layer for reuse in decided]
+            call.is_served = len(call.reused) == call.n_rows and all(
+                reuse.layer == self._last for reuse in call.reused.values()
+            )
+            call.lookup_s += perf_counter() - started
+
+    @property
+    def is_collecting(self) -> bool:
+        """Whether rows are computed to be shown, and neither served nor stored."""
+        return self._parts.observer is not None and self._parts.observer.collected.get() is not None
+
+    def _read(self, call: Call, hidden: Tensor | None, entering: torch.dtype) -> str | None:
+        call.entering, call.scope = entering, self._reader.scope(call, entering)
+        weights = self._parts.weights
+        if weights.samples:
+            return "training"
+        if not weights.can_be_watched:
+            return "inference_weights"
+        if weights.differ_by_row:
+            return "adapter_names"
+        self._reader.read(call, hidden)
+        return None
+
+    def _read_layer(self, call: Call, swap: LayerSwap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Take the fingerprint that this layer's bank is searched with; without one the layer is computed."""
+        started = perf_counter()
+        hidden = swap.arguments.get(args, kwargs, swap.arguments.names[0])
+        try:
+            self._reader.read_layer(call, swap.number, hidden)
+        except Exception as error:
+            self._parts.counters.error("take a layer's fingerprint", error)
+        call.lookup_s += perf_counter() - started
+
+
+def _is_open(reuse: Reuse | None, number: int) -> bool:
+    """Whether a row may still be decided at this layer."""
+    return reuse is None or reuse.layer < number
