@@ -105,13 +105,11 @@ class Trial:
     is_share: bool = True
 
 
-def split(n: int, seed: int) -> tuple[list[int], list[int], list[int]]:
-    """Numbers of the requests of A, B and C, each in order."""
+def split(n: int, seed: int, shares: Sequence[float] = SHARES) -> list[list[int]]:
+    """Numbers of the requests of each part, A, B and C for instance, in order; the last has what the others leave."""
     order = np.random.default_rng(seed).permutation(n)
-    n_a, n_b = round(n * SHARES[0]), round(n * SHARES[1])
-    parts = order[:n_a], order[n_a : n_a + n_b], order[n_a + n_b :]
-    a, b, c = (sorted(part.tolist()) for part in parts)
-    return a, b, c
+    ends = np.cumsum([round(n * share) for share in shares[:-1]])
+    return [sorted(part.tolist()) for part in np.split(order, ends)]
 
 
 def check_size(n: int, max_drop: float, delta: float, metric: Metric | str = "changed") -> None:

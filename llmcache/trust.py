@@ -25,10 +25,13 @@ from llmcache.errors import CalibrationError
 from llmcache.fingerprint import Fingerprint
 from llmcache.fingerprint.tokens import TokenVectors
 from llmcache.library import Library
-from llmcache.observation import Observation
+from llmcache.observation import Observation, check_labels, targets
 from llmcache.reuse.semantic import Chooser
 from llmcache.stats import Counters
 from llmcache.weights import Weights
+
+#: Shares of A and B where nothing is left for C.
+_OF_LEARNING = tuple(share / (1 - cal.SHARES[2]) for share in cal.SHARES[:2])
 
 
 class Trust:
@@ -145,26 +148,101 @@ class Trust:
                     raise
                 raise CalibrationError(f"could not learn from these requests: {error!r}") from error
 
-    # -- steps ---------------------------------------------------------------------------------------------------------
+    # -- steps of a calibration, for replays of observed requests ------------------------------------------------------
+
+    def learn(self, cases: Sequence[Observation], seed: int = 0) -> Doubles:
+        """Fit fingerprint and decision on requests, which all serve from then on. Nothing is allowed yet.
+
+        Args:
+            cases: What a calibration would take for A and B together.
+            seed: Of their division.
+
+        Returns:
+            Limits worth trying, strictest first (K,).
+        """
+        with self._lock:
+            self.end()
+            a, b = cal.split(len(cases), seed, _OF_LEARNING)
+            return self._learn_from([cases[i] for i in a], [cases[i] for i in b])
+
+    def restart(self, cases: Sequence[Observation], is_kept: bool = False) -> None:
+        """Let these requests serve, and no others; what was learned stays. With `is_kept`, nothing makes them leave."""
+        self._library.search_by(self._fingerprint)
+        self.stand(cases, is_kept)
+
+    def stand(self, cases: Sequence[Observation], is_kept: bool = False) -> None:
+        """Let requests serve, too.
+
+        Raises:
+            CalibrationError: They are to be kept, and not all are held.
+        """
+        for case, vector in zip(cases, self._vectors(cases), strict=True):
+            if case.states:
+                self._library.put(case.scope, case.row, case.states)
+            self._library.sign(case.row.key, case.answer)
+            if not self._library.stand(case.row, vector, is_kept) and is_kept:
+                raise CalibrationError(
+                    "not all requests that are to serve are held: raise max_entries or max_bytes, or give fewer"
+                )
+
+    def doubts(self, cases: Sequence[Observation], repeated: Collection[str]) -> tuple[Doubles, list[str | None]]:
+        """The doubt about each request (N,), and the key of who would serve it.
+
+        Args:
+            cases: Requests.
+            repeated: Keys of requests that are stored themselves: about those there is no doubt.
+
+        Returns:
+            Doubts, -infinite of repeats and infinite where none may serve; and keys, None where none was found.
+        """
+        doubt = np.full(len(cases), inf)
+        found: list[str | None] = [None] * len(cases)
+        vectors = self._vectors(cases)
+        for i, case in enumerate(cases):
+            if case.row.key in repeated:
+                doubt[i], found[i] = -inf, case.row.key
+            elif (choice := self.chooser.choose(case.scope, [case.row], vectors[i : i + 1])[0]) is not None:
+                doubt[i], found[i] = choice.doubt, choice.neighbour.key
+        return doubt, found
+
+    def trial(self, cases: Sequence[Observation], sources: Mapping[str, Observation], claim: Claim) -> Trial:
+        """What would become of requests, C for instance, served by those that stand.
+
+        Args:
+            cases: Requests.
+            sources: Those that stand, by key.
+            claim: Says what is lost.
+        """
+        doubt, found = self.doubts(cases, set(sources))
+        served_by = [None if key is None else sources[key] for key in found]
+        if isinstance(claim.metric, Metric):
+            outputs = [None if source is None else source.output for source in served_by]
+            loss = cal.losses(claim.metric, [case.output for case in cases], outputs, [case.label for case in cases])
+            span = claim.metric.high - claim.metric.low
+            return Trial(doubt, loss, -span, span, is_share=False)
+        pairs = list(zip(cases, served_by, strict=True))
+        counts = self._is_changed if claim.metric == "changed" else self._goes_wrong
+        return Trial(
+            doubt, np.array([source is not None and counts(case, source) for case, source in pairs], np.float64)
+        )
+
+    # -- how they are done ---------------------------------------------------------------------------------------------
 
     def _calibrate(self, observed: Sequence[Observation], claim: Claim) -> Calibration:
         started = perf_counter()
         a, b, c = self._divide(observed, claim)
-        self._fit(a)
-        known = {case.row.key: case for case in a}
-        limits = cal.settings(self._teach([case for case in b if case.row.key not in known]))
-        self._stand(b, is_kept=True)
-        trial = self._try(c, known | {case.row.key: case for case in b}, claim)
-        tested = cal.try_settings(trial, limits[limits <= self.chooser.most], claim.max_drop, claim.delta)
+        limits = self._learn_from(a, b)
+        sources = {case.row.key: case for case in (*a, *b)}
+        tested = cal.try_settings(self.trial(c, sources, claim), limits, claim.max_drop, claim.delta)
         if claim.sources == "growing":
-            self._stand(c, is_kept=False)
+            self.stand(c)
         calibration = Calibration(
             chosen=cal.chosen(tested, claim.max_drop),
             curve=tested,
             metric=claim.name,
             max_drop=claim.max_drop,
             delta=claim.delta,
-            n_sources=len(known | {case.row.key: case for case in b}),
+            n_sources=len(sources),
             n_fitted=len(a),
             n_tested=len(c),
             sources=claim.sources,
@@ -207,60 +285,30 @@ class Trust:
         if claim.metric != "changed" and any(case.label is None for case in observed):
             raise CalibrationError(f"metric {claim.metric!r} needs a label for every request: give labels=[...]")
         if claim.metric == "accuracy":
-            _check_labels(observed, self._answers)
+            check_labels(observed, self._answers)
         return parts
+
+    def _learn_from(self, a: Sequence[Observation], b: Sequence[Observation]) -> Doubles:
+        """Fit on A, teach by B, and let both serve; returns limits worth trying."""
+        self._fit(a)
+        known = {case.row.key for case in a}
+        limits = cal.settings(self._teach([case for case in b if case.row.key not in known]))
+        self.stand(b, is_kept=True)
+        allowed: Doubles = limits[limits <= self.chooser.most]
+        return allowed
 
     def _fit(self, a: Sequence[Observation]) -> None:
         """Fit the fingerprint on A, and let A be found."""
         if self._tokens is not None:
             self._tokens.frame(a[0].row, a[0].features)
-        self._fingerprint.fit([case.features for case in a], _targets(a, self._answers))
+        self._fingerprint.fit([case.features for case in a], targets(a, self._answers))
         self.chooser.learn(a)
-        self._library.search_by(self._fingerprint)
-        self._stand(a, is_kept=True)
+        self.restart(a, is_kept=True)
 
     def _teach(self, b: Sequence[Observation]) -> Doubles:
         """Teach the decision by B, and return its doubts about B."""
         self.chooser.teach(b, self._vectors(b))
-        return self._doubts(b, set())[0]
-
-    def _try(self, c: Sequence[Observation], sources: Mapping[str, Observation], claim: Claim) -> Trial:
-        """What would become of C, served by A and B."""
-        doubt, found = self._doubts(c, set(sources))
-        served_by = [None if key is None else sources[key] for key in found]
-        if isinstance(claim.metric, Metric):
-            outputs = [None if source is None else source.output for source in served_by]
-            loss = cal.losses(claim.metric, [case.output for case in c], outputs, [case.label for case in c])
-            span = claim.metric.high - claim.metric.low
-            return Trial(doubt, loss, -span, span, is_share=False)
-        pairs = list(zip(c, served_by, strict=True))
-        counts = self._is_changed if claim.metric == "changed" else self._goes_wrong
-        return Trial(
-            doubt, np.array([source is not None and counts(case, source) for case, source in pairs], np.float64)
-        )
-
-    def _doubts(self, cases: Sequence[Observation], repeated: Collection[str]) -> tuple[Doubles, list[str | None]]:
-        """The doubt about each request (N,), and who would serve it; those that are stored themselves have no doubt."""
-        doubt = np.full(len(cases), inf)
-        found: list[str | None] = [None] * len(cases)
-        vectors = self._vectors(cases)
-        for i, case in enumerate(cases):
-            if case.row.key in repeated:
-                doubt[i], found[i] = -inf, case.row.key
-            elif (choice := self.chooser.choose(case.scope, [case.row], vectors[i : i + 1])[0]) is not None:
-                doubt[i], found[i] = choice.doubt, choice.neighbour.key
-        return doubt, found
-
-    def _stand(self, cases: Sequence[Observation], is_kept: bool) -> None:
-        """Let requests serve others."""
-        for case, vector in zip(cases, self._vectors(cases), strict=True):
-            if case.states:
-                self._library.put(case.scope, case.row, case.states)
-            self._library.sign(case.row.key, case.answer)
-            if not self._library.stand(case.row, vector, is_kept) and is_kept:
-                raise CalibrationError(
-                    "not all requests that are to serve are held: raise max_entries or max_bytes, or give fewer"
-                )
+        return self.doubts(b, set())[0]
 
     def _vectors(self, cases: Sequence[Observation]) -> Floats:
         return np.concatenate([self._fingerprint.project(case.features[None]) for case in cases])
@@ -272,27 +320,3 @@ class Trust:
         """Whether the answer was right and no longer is."""
         right = np.array([case.label], np.float32)
         return bool(self._answers.agree(case.answer, right) and not self._answers.agree(source.answer, right))
-
-
-def _targets(cases: Sequence[Observation], answers: Answers) -> Floats:
-    """What the model made of requests (N, T): final states, and beside them logits, of as much weight."""
-    kinds = [np.stack([case.target for case in cases])]
-    if not answers.reads_payload:
-        logits = np.stack([case.output for case in cases])
-        kinds.append(logits - logits.mean(axis=1, keepdims=True))
-    centred = [kind - kind.mean(axis=0) for kind in kinds]
-    return np.concatenate([kind / max(float(np.sqrt((kind**2).sum(axis=1).mean())), 1e-6) for kind in centred], axis=1)
-
-
-def _check_labels(cases: Sequence[Observation], answers: Answers) -> None:
-    """Refuse labels that the head does not know, and answers that no label is compared with."""
-    if answers.name != "class":
-        raise CalibrationError(
-            f"metric 'accuracy' is one of classes, and this model answers with kind {answers.name!r}: give a Metric"
-        )
-    known = range(len(cases[0].output))
-    if strange := sorted({repr(case.label) for case in cases if case.label not in known}):
-        raise CalibrationError(
-            f"labels that the head does not know: {', '.join(strange[:5])}; it answers with classes 0 to {known[-1]}: "
-            "give their numbers, or their names in the model's config"
-        )
