@@ -23,10 +23,12 @@ class LearningExperiment(TaskExperiment):
 
     Attributes:
         learn: Requests that are learned from, the first ones; all of them are computed.
+        max_drops: Losses that calibrations may leave, a fraction of 1.
         cache: Settings of llmcache. Those of the bound, `delta` for instance, are what calibrations go by.
     """
 
     learn: int = Field(default=2500, ge=1)
+    max_drops: tuple[float, ...] = Field(default=(0.005, 0.01, 0.02), min_length=1)
     cache: dict[str, Any] = Field(default_factory=dict)
 
     @classmethod
@@ -34,23 +36,17 @@ class LearningExperiment(TaskExperiment):
         """Check all settings, those of llmcache included; see `Section.make`."""
         made = super().make(values, name)
         Cached.check(made.cache, "cache")
+        try:
+            for max_drop in made.max_drops:
+                check_size(made.learn, max_drop, made.config.delta)
+        except CalibrationError as error:
+            raise ConfigError(f"learn={made.learn}: {error}") from error
         return made
 
     @property
     def config(self) -> CacheConfig:
         """Settings of llmcache, checked."""
         return CacheConfig.make(self.cache)
-
-    def check_size(self, max_drop: float) -> None:
-        """Refuse to learn from too few requests.
-
-        Raises:
-            ConfigError: They could not show such a loss however well reuse did.
-        """
-        try:
-            check_size(self.learn, max_drop, self.config.delta)
-        except CalibrationError as error:
-            raise ConfigError(f"learn={self.learn}: {error}") from error
 
     def check_stream(self, workload: Workload) -> None:
         """Refuse a stream that is over before anything could be served.

@@ -11,7 +11,7 @@ the hit rate tells them apart.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,7 +42,6 @@ class Trust(LearningExperiment):
     """Settings of the measure.
 
     Attributes:
-        max_drops: Shares of changed answers that calibrations may leave; each is served live.
         sources: Who serves then: the calibration's requests alone, or later misses as well.
         n_limits: Limits of doubt at which reuse is replayed.
         taus: Thresholds of the other ways.
@@ -50,7 +49,6 @@ class Trust(LearningExperiment):
         encoder: Sentence encoder of the semantic response cache.
     """
 
-    max_drops: tuple[float, ...] = Field(default=(0.005, 0.01, 0.02), min_length=1)
     sources: tuple[Sources, ...] = ("frozen", "growing")
     n_limits: int = Field(default=32, ge=2)
     taus: tuple[float, ...] = Field(min_length=1)
@@ -61,14 +59,6 @@ class Trust(LearningExperiment):
         "semantic_response",
     )
     encoder: str = "minilm"
-
-    @classmethod
-    def make(cls, values: Any, name: str = "") -> Self:
-        """Check all settings; see `Section.make`."""
-        made = super().make(values, name)
-        for max_drop in made.max_drops:
-            made.check_size(max_drop)
-        return made
 
 
 def run(experiment: Trust, folders: Folders) -> Outcome:

@@ -32,6 +32,34 @@ def trust(runs: Sequence[Run]) -> Iterator[str]:
     )
 
 
+def bound(runs: Sequence[Run]) -> Iterator[str]:
+    """How often calibrations were worse than they said."""
+    yield table(
+        (
+            *("stream", "asked: changed <=", "calibrations", "violated", "turned on"),
+            *("median hit rate", "10th to 90th percentile", "median of changed answers", "most", "A and B / C / all"),
+        ),
+        [_claim(run, row) for run in runs for row in run.metrics["claims"]],
+    )
+    yield "Violated: of the rest of the stream, more is answered otherwise at the chosen limit than was asked."
+
+
+def _claim(run: Run, row: Figures) -> tuple[Any, ...]:
+    sizes = (run.metrics[key] for key in ("n_sources", "n_tested", "n"))
+    return (
+        run.task,
+        percent(row["max_drop"]),
+        row["n_calibrations"],
+        row["n_violated"],
+        percent(row["turned_on"]),
+        percent(row["hit_rate_median"]),
+        f"{percent(row['hit_rate_p10'])} to {percent(row['hit_rate_p90'])}",
+        percent(row["changed_answers_median"], 2),
+        percent(row["changed_answers_most"], 2),
+        " / ".join(f"{size:,}" for size in sizes),
+    )
+
+
 def _frontier(run: Run, curve: tuple[str, str | None]) -> tuple[Any, ...]:
     found = [best(run.metrics["points"], curve, loss) for loss in LOSSES]
     hits = ("" if point is None else share(point["hit_rate"], point["hit_rate_ci"]) for point in found)
