@@ -25,6 +25,9 @@ LISTS = (
     "methods",
     "taus",
     "live_taus",
+    "max_drops",
+    "sources",
+    "baselines",
     "models",
     "token_heads",
     "fingerprints",
@@ -70,7 +73,8 @@ def load_experiments(path: str | Path, changes: Sequence[str] = ()) -> list[Name
     Args:
         path: YAML file.
         changes: `key=value` with dotted keys, values in YAML; they replace what the file says. A key below a list of
-            mappings is that of each: `task.limit=50` cuts every task of a grid.
+            mappings is that of each: `task.limit=50` cuts every task of a grid. `task.` may be left out where the file
+            has no such section of its own: `data.path=a.csv`.
 
     Raises:
         ConfigError: A setting is wrong; names the file, the key, the value and the fix.
@@ -106,6 +110,8 @@ def _set(values: dict[str, Any], change: str) -> None:
         raise ConfigError(f"--set {change!r}: the value is not valid YAML") from error
     *path, last = key.split(".")
     sections = [values]
+    if path and path[0] not in values and all(path[0] in task for task in _mappings(values.get("task")) or [{}]):
+        path = ["task", *path]
     for part in path:
         below = [_mappings(section.setdefault(part, {})) for section in sections]
         if not all(below):

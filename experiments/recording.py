@@ -32,15 +32,16 @@ N_LARGE = 64  # of those, the latest stay
 class Recording:
     """One pass of the model alone over a workload, from which units of any method can be had."""
 
-    def __init__(self, workload: Workload) -> None:
+    def __init__(self, workload: Workload, outputs: Sequence[Any] = ()) -> None:
         """Run the model over all requests.
 
         Args:
             workload: Its model is not wrapped, and as before when this returns.
+            outputs: What it puts out for each, N, where that is known already: then it is not run.
         """
         self.workload = workload
         self.trunk = locate(workload.module)
-        self.outputs = Outputs(workload)
+        self.outputs = Outputs(workload, outputs)
         self._read_before: dict[str, dict[tuple[Any, ...], Answer]] = {}  # by way of reading, then request and sources
         with torch.inference_mode():
             numbers = tracked(range(len(workload.requests)), len(workload.requests), "Recording the model alone")
@@ -150,10 +151,10 @@ class Recording:
 class Outputs:
     """The model's output for each request: kept where it is small, else computed again."""
 
-    def __init__(self, workload: Workload) -> None:
-        """Keep nothing yet."""
+    def __init__(self, workload: Workload, known: Sequence[Any] = ()) -> None:
+        """Keep what is known already."""
         self._workload = workload
-        self._small: dict[int, Any] = {}
+        self._small: dict[int, Any] = dict(enumerate(known))
         self._large: OrderedDict[int, Any] = OrderedDict()
 
     def __getitem__(self, number: int) -> Any:

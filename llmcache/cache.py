@@ -20,9 +20,10 @@ from llmcache.errors import ConfigError, WrapError
 from llmcache.flow import Flow
 from llmcache.hooks import install, listen, watch
 from llmcache.learning import make_learning
-from llmcache.observation import Observer, collect, tokenised, with_labels
+from llmcache.observation import Observation, Observer, collect, tokenised, with_labels
 from llmcache.outcome import Outcome
 from llmcache.stats import Stats
+from llmcache.trust import Trust
 from llmcache.weights import Weights
 
 
@@ -169,8 +170,6 @@ class LLMCache:
             UnsafeReuseError: The head answers token by token.
             WrapError: The cache was unwrapped.
         """
-        if self._installed.is_empty:
-            raise WrapError("this cache was unwrapped: wrap the model again, and calibrate that cache")
         claim = Claim(
             self.config.max_drop if max_drop is None else max_drop,
             self.config.delta if delta is None else delta,
@@ -179,13 +178,34 @@ class LLMCache:
             seed,
         )
         with self._calibrating:
-            if self._parts.trust is None:
-                self._begin_learning()
-            trust, observer = self._parts.trust, self._parts.observer
-            assert trust is not None and observer is not None
+            trust, observer = self._learners()
             trust.end()
-            observed = collect(self._compute, observer, tokenised(requests, self._tokenizer, self._parts.trunk))
-            return trust.calibrate(with_labels(observed, labels, self.model), claim)
+            return trust.calibrate(with_labels(self._collect(observer, requests), labels, self.model), claim)
+
+    def observe(
+        self, requests: Iterable[Mapping[str, Any] | str], *, labels: Sequence[Any] | None = None
+    ) -> list[Observation]:
+        """Compute requests, and keep all that a calibration looks at: on one pass of the model, `trust` tries many.
+
+        None is served, and none stored.
+
+        Args:
+            requests: See `calibrate`.
+            labels: Likewise.
+
+        Raises:
+            CalibrationError: One could not be computed, or there are more or fewer labels than requests.
+            ConfigError: A setting rules out a calibration.
+            UnsafeReuseError: The head answers token by token.
+            WrapError: The cache was unwrapped.
+        """
+        with self._calibrating:
+            return with_labels(self._collect(self._learners()[1], requests), labels, self.model)
+
+    @property
+    def trust(self) -> Trust | None:
+        """What is reused approximately, step by step: for replays. None before anything was observed or learned."""
+        return self._parts.trust
 
     @property
     def calibration(self) -> Calibration | None:
@@ -298,6 +318,18 @@ class LLMCache:
             yield self
         finally:
             self._flow.is_disabled.reset(token)
+
+    def _learners(self) -> tuple[Trust, Observer]:
+        """Who learns from requests, and who sees them."""
+        if self._installed.is_empty:
+            raise WrapError("this cache was unwrapped: wrap the model again, and calibrate that cache")
+        if self._parts.trust is None:
+            self._begin_learning()
+        assert self._parts.trust is not None and self._parts.observer is not None
+        return self._parts.trust, self._parts.observer
+
+    def _collect(self, observer: Observer, requests: Iterable[Mapping[str, Any] | str]) -> list[Observation]:
+        return collect(self._compute, observer, tokenised(requests, self._tokenizer, self._parts.trunk))
 
     def _compute(self, inputs: Mapping[str, Any]) -> Any:
         """Call the model with tokenised inputs, which sentence-transformers takes in one argument."""

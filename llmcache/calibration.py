@@ -105,18 +105,23 @@ class Trial:
     is_share: bool = True
 
 
-def split(n: int, claim: Claim) -> tuple[list[int], list[int]]:
-    """Numbers of the requests to learn from (A and B, which take turns), and of those to test (C), each in order.
+def n_tested(n: int, claim: Claim) -> int:
+    """How many of `n` requests the bound is measured on (C).
 
     The bound on a share gets better in steps, with each changed answer more that C could have and still pass. So C is
     as large as the step nearest to half of all; what is over serves better as a source.
     """
-    n_tested = round(n * TESTED)
-    if isinstance(claim.metric, str):
-        steps = takewhile(lambda step: step < n, (draws_needed(claim.max_drop, claim.delta, k) for k in count()))
-        n_tested = min(steps, key=lambda step: abs(step - n_tested))
-    order = np.random.default_rng(claim.seed).permutation(n)
-    return sorted(order[n_tested:].tolist()), sorted(order[:n_tested].tolist())
+    half = round(n * TESTED)
+    if not isinstance(claim.metric, str):
+        return half
+    steps = takewhile(lambda step: step < n, (draws_needed(claim.max_drop, claim.delta, k) for k in count()))
+    return min(steps, key=lambda step: abs(step - half))
+
+
+def split(n: int, claim: Claim) -> tuple[list[int], list[int]]:
+    """Numbers of the requests to learn from (A and B, which take turns), and of those to test (C), each in order."""
+    order, n_last = np.random.default_rng(claim.seed).permutation(n), n_tested(n, claim)
+    return sorted(order[n_last:].tolist()), sorted(order[:n_last].tolist())
 
 
 def check_size(n: int, max_drop: float, delta: float, metric: Metric | str = "changed") -> None:

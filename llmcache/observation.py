@@ -197,3 +197,34 @@ def with_labels(observed: Sequence[Observation], labels: Iterable[Any] | None, m
     numbers = getattr(getattr(model, "config", None), "label2id", None) or {}
     known = [numbers.get(label, label) if isinstance(label, str) else label for label in told]
     return [replace(case, label=label) for case, label in zip(observed, known, strict=True)]
+
+
+def targets(cases: Sequence[Observation], answers: Answers) -> Floats:
+    """What the model made of requests (N, T): final states, and beside them what it put out, of as much weight."""
+    kinds = [np.stack([case.target for case in cases])]
+    if not answers.reads_payload:
+        kinds.append(outputs(cases, answers))
+    centred = [kind - kind.mean(axis=0) for kind in kinds]
+    return np.concatenate([kind / max(float(np.sqrt((kind**2).sum(axis=1).mean())), 1e-6) for kind in centred], axis=1)
+
+
+def outputs(cases: Sequence[Observation], answers: Answers) -> Floats:
+    """What answers are made of (N, C). Of logits of classes only the differences count."""
+    if answers.reads_payload:
+        return np.stack([case.target for case in cases])
+    logits = np.stack([case.output for case in cases])
+    return logits - logits.mean(axis=1, keepdims=True) if answers.name == "class" else logits
+
+
+def check_labels(cases: Sequence[Observation], answers: Answers) -> None:
+    """Refuse labels that the head does not know, and answers that no label is compared with."""
+    if answers.name != "class":
+        raise CalibrationError(
+            f"metric 'accuracy' is one of classes, and this model answers with kind {answers.name!r}: give a Metric"
+        )
+    known = range(len(cases[0].output))
+    if strange := sorted({repr(case.label) for case in cases if case.label not in known}):
+        raise CalibrationError(
+            f"labels that the head does not know: {', '.join(strange[:5])}; it answers with classes 0 to {known[-1]}: "
+            "give their numbers, or their names in the model's config"
+        )

@@ -5,18 +5,20 @@ So requests take turns (cross-fitting): each fifth is looked up among the other 
 alone. The decision learns from all such looks; then the fingerprint is fitted once more, on all of them.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import inf
 
 import numpy as np
 
 from llmcache.answers import Answers
 from llmcache.arrays import Doubles, Floats
+from llmcache.calibration import Trial, losses, settings
+from llmcache.claim import Claim, Metric
 from llmcache.errors import CalibrationError
 from llmcache.fingerprint import Fingerprint, foresee
 from llmcache.fingerprint.tokens import TokenVectors
 from llmcache.library import Library
-from llmcache.observation import Observation
+from llmcache.observation import Observation, outputs, targets
 from llmcache.reuse.semantic import Chooser
 
 N_TURNS = 5
@@ -55,12 +57,11 @@ class Teacher:
             cases: Requests that all differ.
 
         Returns:
-            Doubts about them, each looked up among others (N,).
+            Limits worth trying, strictest first (K,): doubts about them, each looked up among others.
 
         Raises:
             CalibrationError: Not all of them are held.
         """
-        self._hold(cases)
         self._chooser.learn(cases)
         if self._tokens is not None:
             self._tokens.frame(cases[0].row, cases[0].features)
@@ -68,9 +69,9 @@ class Teacher:
         for turn in range(N_TURNS):
             self._fit([case for i, case in enumerate(cases) if i % N_TURNS != turn])
             looks += [self._chooser.look(case, *self._foresee(case)) for case in cases[turn::N_TURNS]]
-        doubt = self._chooser.teach(looks)
+        limits = settings(self._chooser.teach(looks))
         self._fit(cases)
-        return doubt
+        return limits[limits <= self._chooser.most]
 
     def resume(self) -> None:
         """Let requests be found by the fingerprint again, which was fitted before."""
@@ -96,42 +97,72 @@ class Teacher:
                 doubt[i], found[i] = choice.doubt, choice.neighbour.key
         return doubt, found
 
+    def trial(self, cases: Sequence[Observation], sources: Mapping[str, Observation], claim: Claim) -> Trial:
+        """What would become of requests that were not learned from, served by those that stand.
+
+        Args:
+            cases: Requests, C for instance.
+            sources: Those that stand, by key.
+            claim: Says what is lost.
+        """
+        doubt, found = self.doubts(cases, set(sources))
+        served_by = [None if key is None else sources[key] for key in found]
+        if isinstance(claim.metric, Metric):
+            outputs = [None if source is None else source.output for source in served_by]
+            loss = losses(claim.metric, [case.output for case in cases], outputs, [case.label for case in cases])
+            span = claim.metric.high - claim.metric.low
+            return Trial(doubt, loss, -span, span, is_share=False)
+        pairs = list(zip(cases, served_by, strict=True))
+        counts = self._is_changed if claim.metric == "changed" else self._goes_wrong
+        return Trial(
+            doubt, np.array([source is not None and counts(case, source) for case, source in pairs], np.float64)
+        )
+
+    def restart(self, cases: Sequence[Observation]) -> None:
+        """Let these requests serve, and no others; what was learned stays."""
+        self.resume()
+        self.stand(cases)
+
+    def stand(self, cases: Sequence[Observation], is_kept: bool = False) -> None:
+        """Let requests serve, too.
+
+        Args:
+            cases: The requests.
+            is_kept: Nothing makes them leave until the next calibration.
+
+        Raises:
+            CalibrationError: They are to be kept, and not all are held.
+        """
+        self._hold(cases)
+        for case in cases:
+            if not self._library.stand(case.row, self._foresee(case)[0], is_kept) and is_kept:
+                raise CalibrationError(
+                    "not all requests that are to serve are held: raise max_entries or max_bytes, or give fewer"
+                )
+
     def _hold(self, cases: Sequence[Observation]) -> None:
         for case in cases:
-            if case.states:
+            if case.states and not self._library.known(case.row):
                 self._library.put(case.scope, case.row, case.states)
             self._library.sign(case.row.key, case.answer)
 
     def _fit(self, cases: Sequence[Observation]) -> None:
         """Fit the fingerprint on requests, which then are the only ones that are found."""
         self._fingerprint.fit(
-            [case.features for case in cases], _targets(cases, self._answers), _outputs(cases, self._answers)
+            [case.features for case in cases], targets(cases, self._answers), outputs(cases, self._answers)
         )
-        self._library.search_by(self._fingerprint)
-        for case in cases:
-            if not self._library.stand(case.row, self._foresee(case)[0], is_kept=True):
-                raise CalibrationError(
-                    "not all requests that are to serve are held: raise max_entries or max_bytes, or give fewer"
-                )
+        self.resume()
+        self.stand(cases, is_kept=True)
+
+    def _is_changed(self, case: Observation, source: Observation) -> bool:
+        return not self._answers.agree(case.answer, source.answer)
+
+    def _goes_wrong(self, case: Observation, source: Observation) -> bool:
+        """Whether the answer was right and no longer is."""
+        right = np.array([case.label], np.float32)
+        return bool(self._answers.agree(case.answer, right) and not self._answers.agree(source.answer, right))
 
     def _foresee(self, case: Observation) -> tuple[Floats, Floats | None]:
         """Fingerprint (F,) of a request, and the forecast of its output (C,), or None."""
         vectors, forecasts = foresee(self._fingerprint, case.features[None])
         return vectors[0], None if forecasts is None else forecasts[0]
-
-
-def _targets(cases: Sequence[Observation], answers: Answers) -> Floats:
-    """What the model made of requests (N, T): final states, and beside them what it put out, of as much weight."""
-    kinds = [np.stack([case.target for case in cases])]
-    if not answers.reads_payload:
-        kinds.append(_outputs(cases, answers))
-    centred = [kind - kind.mean(axis=0) for kind in kinds]
-    return np.concatenate([kind / max(float(np.sqrt((kind**2).sum(axis=1).mean())), 1e-6) for kind in centred], axis=1)
-
-
-def _outputs(cases: Sequence[Observation], answers: Answers) -> Floats:
-    """What answers are made of (N, C). Of logits of classes only the differences count."""
-    if answers.reads_payload:
-        return np.stack([case.target for case in cases])
-    logits = np.stack([case.output for case in cases])
-    return logits - logits.mean(axis=1, keepdims=True) if answers.name == "class" else logits

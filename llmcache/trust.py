@@ -17,13 +17,13 @@ import numpy as np
 
 from llmcache import calibration as cal
 from llmcache.answers import Answers
-from llmcache.arrays import Floats
-from llmcache.calibration import Calibration, Trial
-from llmcache.claim import Claim, Metric
+from llmcache.arrays import Doubles, Floats
+from llmcache.calibration import Calibration
+from llmcache.claim import Claim
 from llmcache.context import Scope
 from llmcache.errors import CalibrationError
 from llmcache.library import Library
-from llmcache.observation import Observation
+from llmcache.observation import Observation, check_labels
 from llmcache.reuse.semantic import Chooser
 from llmcache.stats import Counters
 from llmcache.teacher import Teacher
@@ -61,7 +61,7 @@ class Trust:
         self.tightened: ContextVar[float] = ContextVar("llmcache_tightened", default=inf)
         self._answers = answers
         self._library = library
-        self._teacher = teacher
+        self.teacher = teacher
         self._head = head
         self._counters = counters
         self._learn = learn
@@ -141,19 +141,27 @@ class Trust:
                     raise
                 raise CalibrationError(f"could not learn from these requests: {error!r}") from error
 
+    def learn(self, cases: Sequence[Observation]) -> Doubles:
+        """Learn from requests, of which those that differ serve from then on. Nothing is allowed yet: for replays.
+
+        Returns:
+            Limits worth trying, strictest first (K,).
+        """
+        with self._lock:
+            self.end()
+            return self.teacher.teach(list({case.row.key: case for case in cases}.values()))
+
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def _calibrate(self, observed: Sequence[Observation], claim: Claim) -> Calibration:
         started = perf_counter()
         learned, tested = self._divide(observed, claim)
         sources = {case.row.key: case for case in learned}
-        limits = cal.settings(self._teacher.teach(list(sources.values())))
-        curve = cal.try_settings(
-            self._try(tested, sources, claim), limits[limits <= self.chooser.most], claim.max_drop, claim.delta
-        )
+        limits = self.teacher.teach(list(sources.values()))
+        curve = cal.try_settings(self.teacher.trial(tested, sources, claim), limits, claim.max_drop, claim.delta)
         if claim.sources == "growing":
             sources |= {case.row.key: case for case in tested}
-            self._teacher.teach(list(sources.values()))
+            self.teacher.teach(list(sources.values()))
         calibration = Calibration(
             chosen=cal.chosen(curve, claim.max_drop),
             curve=curve,
@@ -178,7 +186,7 @@ class Trust:
     def restore(self, calibration: Calibration, state: Mapping[str, Floats]) -> None:
         """Take up a calibration, and what was learned for it. The library is filled afterwards."""
         self.chooser.restore(state)
-        self._teacher.resume()
+        self.teacher.resume()
         self._serve(calibration)
 
     def _serve(self, calibration: Calibration) -> None:
@@ -202,42 +210,5 @@ class Trust:
         if claim.metric != "changed" and any(case.label is None for case in observed):
             raise CalibrationError(f"metric {claim.metric!r} needs a label for every request: give labels=[...]")
         if claim.metric == "accuracy":
-            _check_labels(observed, self._answers)
+            check_labels(observed, self._answers)
         return parts
-
-    def _try(self, tested: Sequence[Observation], sources: Mapping[str, Observation], claim: Claim) -> Trial:
-        """What would become of requests that were not learned from."""
-        doubt, found = self._teacher.doubts(tested, set(sources))
-        served_by = [None if key is None else sources[key] for key in found]
-        if isinstance(claim.metric, Metric):
-            outputs = [None if source is None else source.output for source in served_by]
-            loss = cal.losses(claim.metric, [case.output for case in tested], outputs, [case.label for case in tested])
-            span = claim.metric.high - claim.metric.low
-            return Trial(doubt, loss, -span, span, is_share=False)
-        pairs = list(zip(tested, served_by, strict=True))
-        counts = self._is_changed if claim.metric == "changed" else self._goes_wrong
-        return Trial(
-            doubt, np.array([source is not None and counts(case, source) for case, source in pairs], np.float64)
-        )
-
-    def _is_changed(self, case: Observation, source: Observation) -> bool:
-        return not self._answers.agree(case.answer, source.answer)
-
-    def _goes_wrong(self, case: Observation, source: Observation) -> bool:
-        """Whether the answer was right and no longer is."""
-        right = np.array([case.label], np.float32)
-        return bool(self._answers.agree(case.answer, right) and not self._answers.agree(source.answer, right))
-
-
-def _check_labels(cases: Sequence[Observation], answers: Answers) -> None:
-    """Refuse labels that the head does not know, and answers that no label is compared with."""
-    if answers.name != "class":
-        raise CalibrationError(
-            f"metric 'accuracy' is one of classes, and this model answers with kind {answers.name!r}: give a Metric"
-        )
-    known = range(len(cases[0].output))
-    if strange := sorted({repr(case.label) for case in cases if case.label not in known}):
-        raise CalibrationError(
-            f"labels that the head does not know: {', '.join(strange[:5])}; it answers with classes 0 to {known[-1]}: "
-            "give their numbers, or their names in the model's config"
-        )

@@ -34,8 +34,9 @@ class Data(Section):
 
     Attributes:
         path: A known set (`banking77`, `snips`, `hwu64`) whose files lie in the data folder; or a CSV (with a header)
-            or JSONL file, or several, joined in this order, relative to the data folder; or the name of a stream that
-            the project makes itself: `support_desk`.
+            or JSONL file, or several, joined in this order, relative to the data folder; or a folder that holds a file
+            `train` of a known kind, and perhaps a file `test` beside it; or the name of a stream that the project makes
+            itself: `support_desk`.
         text: Column of the request's text; known sets bring their own.
         label: Column of what it is about; likewise.
         limit: Use that many records only: a seeded sample in data order; of a made stream, its beginning.
@@ -62,11 +63,13 @@ class Labelled:
         id: Its number in the data, files joined, from 0.
         text: What was asked.
         label: What it is about.
+        part: Number of the file that it is from, 0 for the first.
     """
 
     id: int
     text: str
     label: str
+    part: int = 0
 
 
 def read_requests(data: Data, folder: Path | None, seed: int = 0) -> list[Labelled]:
@@ -95,23 +98,39 @@ def read_requests(data: Data, folder: Path | None, seed: int = 0) -> list[Labell
 
 def _read_all(data: Data, source: tuple[tuple[str, ...], str, str], folder: Path | None) -> list[Labelled]:
     paths, text, label = source
-    pairs = [pair for path in paths for pair in _read_file(_locate(path, folder), text, label)]
-    if not pairs:
+    files = [file for path in paths for file in _locate(path, folder)]
+    found = [(*pair, part) for part, file in enumerate(files) for pair in _read_file(file, text, label)]
+    if not found:
         raise ConfigError(f"data.path: {', '.join(data.path)}: no records, so there is nothing to stream")
-    return [Labelled(i, *pair) for i, pair in enumerate(pairs)]
+    return [Labelled(i, *record) for i, record in enumerate(found)]
 
 
-def _locate(name: str, folder: Path | None) -> Path:
+def _locate(name: str, folder: Path | None) -> list[Path]:
+    """The file of this name, or those of a folder: its `train`, and its `test` if it has one."""
     path = Path(name).expanduser()
     if folder is not None and not path.is_absolute():
         path = folder / path
+    if path.is_dir():
+        return _inside(path)
     if path.suffix not in _READERS:
         made = ", ".join([*SETS, *STREAMS])
-        known = f"a file ending in {' or '.join(_READERS)}, or a name ({made})"
+        known = f"a file ending in {' or '.join(_READERS)}, a folder that is there, or a name ({made})"
         raise ConfigError(f"data.path: {name!r} is of no known kind; give {known}")
     if not path.is_file():
         raise FileNotFoundError(f"data.path: no file {path}; say where the data is with --data-dir or LLMCACHE_DATA")
-    return path
+    return [path]
+
+
+def _inside(folder: Path) -> list[Path]:
+    files = sorted(path for path in folder.iterdir() if path.suffix in _READERS)
+    train, test = ([path for path in files if path.name.partition(".")[0] == name] for name in ("train", "test"))
+    if len(train) != 1 or len(test) > 1:
+        kinds = " or ".join(_READERS)
+        raise ConfigError(
+            f"data.path: {folder} holds {len(train)} files train and {len(test)} files test ending in {kinds}; one "
+            "train and at most one test are needed: name the files themselves"
+        )
+    return train + test
 
 
 def _read_file(path: Path, text: str, label: str) -> Iterator[tuple[str, str]]:

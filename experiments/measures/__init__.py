@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from experiments.folders import Folders
-from experiments.measures import latency, layers, observe, serve, sweep
+from experiments.measures import bound, latency, layers, observe, serve, sweep, trust
 from experiments.measures.base import Experiment, Outcome
 
 
@@ -28,4 +28,6 @@ MEASURES: Mapping[str, Measure] = {
     "sweep": Measure(sweep.Sweep, sweep.run),
     "layers": Measure(layers.Layers, layers.run),
     "latency": Measure(latency.Latency, latency.run),
+    "trust": Measure(trust.Trust, trust.run),
+    "bound": Measure(bound.Bound, bound.run),
 }

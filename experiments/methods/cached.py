@@ -18,13 +18,7 @@ class Cached:
         Raises:
             LLMCacheError: The settings do not fit the model, or the payload keeps another vector than the head reads.
         """
-        if workload.payload is not None and options.get("mode") != "paper":  # which stores whole sequences
-            options = {"payload": workload.payload, **options}
-        self._config = CacheConfig.make(options)
-        if workload.payload not in (None, self._config.payload) and self._config.payload not in ("sequence", "auto"):
-            raise ConfigError(
-                f"payload: the head reads {workload.payload!r} (got {self._config.payload!r}); leave it out"
-            )
+        self._config = configure(workload, options)
         self._workload = workload
         self._module = twin(workload.module)
         self._cache: LLMCache | None = None
@@ -100,6 +94,20 @@ class Cached:
     def n_entries(self) -> int:
         """Requests known."""
         return self.stats.n_stored
+
+
+def configure(workload: Workload, options: Mapping[str, Any]) -> CacheConfig:
+    """Settings of a cache on a workload's model, which keeps what the head reads.
+
+    Raises:
+        ConfigError: A setting is wrong, or the payload keeps another vector than the head reads.
+    """
+    if workload.payload is not None and options.get("mode") != "paper":  # which stores whole sequences
+        options = {"payload": workload.payload, **options}
+    config = CacheConfig.make(options)
+    if workload.payload not in (None, config.payload) and config.payload not in ("sequence", "auto"):
+        raise ConfigError(f"payload: the head reads {workload.payload!r} (got {config.payload!r}); leave it out")
+    return config
 
 
 def _nearest(outcomes: Sequence[Outcome]) -> float | None:

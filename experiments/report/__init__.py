@@ -27,6 +27,10 @@ ABOUT: Mapping[str, str] = {
     "ablation_eviction": "Every policy, where popular requests stay the same and where they change six times.",
     "ablation_layers": "Which layers are stored.",
     "banking77": "One stream at one threshold, as one would serve it.",
+    "trust_banking77": "Calibrated reuse: bank support requests, 77 intents.",
+    "trust_hwu64": "Calibrated reuse: home assistant requests, 64 intents.",
+    "trust_snips": "Calibrated reuse: voice assistant requests, 7 intents.",
+    "trust_bound": "Whether the bound of a calibration holds as often as it says.",
 }
 
 HOW = """\

@@ -29,11 +29,11 @@ def points(share: float | None, bounds: Sequence[float] | None = None) -> str:
     return shown if bounds is None else f"{shown} ({100 * bounds[0]:.2f} to {100 * bounds[1]:.2f})"
 
 
-def share(value: float | None, bounds: Sequence[float] | None) -> str:
+def share(value: float | None, bounds: Sequence[float] | None, digits: int = 1) -> str:
     """A share of 1 as per cent, with its interval where there is one."""
     if value is None or bounds is None:
-        return percent(value)
-    return f"{percent(value)} ({100 * bounds[0]:.1f} to {100 * bounds[1]:.1f})"
+        return percent(value, digits)
+    return f"{percent(value, digits)} ({100 * bounds[0]:.{digits}f} to {100 * bounds[1]:.{digits}f})"
 
 
 def speed(figures: Mapping[str, Any]) -> str:

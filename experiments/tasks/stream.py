@@ -7,7 +7,7 @@ Sizes: N requests.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field
 from torch import Tensor, nn
@@ -41,7 +41,7 @@ class Settings(TaskSettings):
     max_length: int = Field(default=128, ge=3)
 
     @classmethod
-    def make(cls, values: Any, name: str = "") -> "Settings":
+    def make(cls, values: Any, name: str = "") -> Self:
         """Check all settings, section by section; see `Section.make`."""
         parts = dict(values)
         for key, section in (("data", Data), ("head", Head), ("traffic", Traffic)):
@@ -51,8 +51,9 @@ class Settings(TaskSettings):
 
     @property
     def title(self) -> str:
-        """The data's name, where it has one."""
-        return Path(self.data.path[0]).stem if len(self.data.path) == 1 else self.name
+        """The data's name: of one file or folder its own, of several files that of the folder that they are in."""
+        first = Path(self.data.path[0])
+        return first.stem if len(self.data.path) == 1 else first.parent.name or self.name
 
 
 def build(settings: Settings, folders: Folders, seed: int) -> "Stream":

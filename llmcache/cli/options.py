@@ -1,5 +1,6 @@
 """Options that commands share: which experiments, and where data, models and results lie."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
@@ -23,8 +24,18 @@ Configs: TypeAlias = Annotated[
     list[Path] | None,
     typer.Argument(metavar="CONFIG...", help="YAML files. Default: all in configs/ but smoke.yaml."),
 ]
+Changes: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Replace a setting, e.g. rounds=3; more may follow it."),
+]
 CONFIGS = Path("configs")
 SMOKE = "smoke.yaml"  # tries out the chain; its figures are no results
+
+
+def told_apart(files: Sequence[Path], changes: Sequence[str] | None) -> tuple[list[Path], list[str]]:
+    """Files, and all changes of settings: of `--set a=1 b=2` the second arrives among the files."""
+    more = [path for path in files if "=" in str(path) and not path.exists()]
+    return [path for path in files if path not in more], [*(changes or ()), *map(str, more)]
 
 
 def all_configs() -> list[Path]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from llmcache.cli.options import RESULTS, DataDir, ModelsDir, ResultsDir
+from llmcache.cli.options import RESULTS, Changes, DataDir, ModelsDir, ResultsDir, told_apart
 from llmcache.cli.output import make_results_folder
 from llmcache.cli.table import show_table
 
@@ -23,17 +23,14 @@ def command(
     data_dir: DataDir = None,
     models_dir: ModelsDir = None,
     results_dir: ResultsDir = RESULTS,
-    changes: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Replace a setting, e.g. rounds=3; may be repeated."),
-    ] = None,
+    changes: Changes = None,
     force: Annotated[bool, typer.Option("--force", help="Measure again what was measured before.")] = False,
 ) -> None:
     """Run experiments and keep settings, surroundings, rows and figures of each in a folder of its own."""
     from experiments.folders import Folders
     from experiments.runner import load_all, run_one
 
-    runs = load_all(configs, changes or ())
+    runs = load_all(*told_apart(configs, changes))
     make_results_folder(results_dir)
     for run in runs:
         done = run_one(run, results_dir, Folders(data_dir, models_dir), force)

@@ -145,6 +145,14 @@ def test_a_grid_runs_once_a_point(config: Path, capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out.count("measured: ") == 2
 
 
+def test_several_changes_may_follow_one_set(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_config(config, "--set", "warmup=0", "seed=[0, 1]", "task.limit=20") == 0
+    assert len(folders(config)) == 2
+    assert "20 requests" in capsys.readouterr().out
+    assert run_config(config, "no-such.yaml") == 2
+    assert "no-such.yaml" in capsys.readouterr().err
+
+
 def test_a_ready_model_needs_no_fit(config: Path) -> None:
     save_tiny(config.parent / "models" / "ready", labels=("order_status", "cancel_order"))
     changes = ["--set", "task.model=ready", "--set", "task.head={kind: ready, fit_share: 0}"]

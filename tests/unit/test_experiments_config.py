@@ -93,7 +93,7 @@ def test_set_reaches_every_mapping_of_a_list(tmp_path: Path) -> None:
         ({"ruonds": 3}, [], "some.yaml: ruonds: unknown setting; did you mean 'rounds'[?] known: measure, seed"),
         ({"measure": "guess"}, [], "some.yaml: measure: 'guess' is not known; known: serve"),
         ({"measure": None}, [], "measure: missing"),
-        ({"task": {"name": "guess"}}, [], "task.name: 'guess' is not known; known: stream, squad_v2"),
+        ({"task": {"name": "guess"}}, [], "task.name: 'guess' is not known; known: stream, held_out, squad_v2"),
         ({"task": "stream"}, [], "task: expected a mapping of settings"),
         ({"task": {"name": "stream", "model": "x"}}, [], "task.data: missing"),
         ({"task": {"name": "stream", "data": {"path": "x"}}}, [], "task.model: missing"),
@@ -164,3 +164,11 @@ def test_run_ids_are_the_same_everywhere() -> None:
 def test_a_long_name_still_is_a_file_name() -> None:
     one, other = (run_id("m" * 400, {"x": i}) for i in (1, 2))
     assert one != other and len(one) < 200
+
+
+def test_a_section_of_the_files_own_is_not_sought_in_the_task(tmp_path: Path) -> None:
+    path = write(tmp_path, measure="observe", cache={"tau": 0.9})
+    (path).write_text(path.read_text().replace("methods:\n- method: llmcache\n", ""))
+    (run,) = load_experiments(path, ["cache.tau=0.8", "data.text=q"])
+    assert run.experiment.cache == {"tau": 0.8}
+    assert run.experiment.task.data.text == "q"

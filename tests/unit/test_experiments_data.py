@@ -30,8 +30,8 @@ def test_files_are_joined_in_order(tmp_path: Path) -> None:
     assert read_requests(data("a.csv", "b.jsonl", text="q", label="kind"), tmp_path) == [
         Labelled(0, "one, more", "x"),
         Labelled(1, "two\nlines", "y"),
-        Labelled(2, "three", "3"),
-        Labelled(3, "", "y"),
+        Labelled(2, "three", "3", part=1),
+        Labelled(3, "", "y", part=1),
     ]
 
 
@@ -112,7 +112,8 @@ KNOWN = {
 @pytest.mark.parametrize("name", KNOWN)
 def test_known_sets_by_name(name: str, tmp_path: Path) -> None:
     write(tmp_path, **KNOWN[name])
-    expected = [Labelled(0, "Lost, my card", "lost"), Labelled(1, "été", "other")]
+    last = {"banking77": 1, "snips": 2, "hwu64": 0}[name]
+    expected = [Labelled(0, "Lost, my card", "lost"), Labelled(1, "été", "other", part=last)]
     assert read_requests(data(name, text="ignored", label="too"), tmp_path) == expected
 
 
@@ -176,7 +177,7 @@ def test_shuffled_is_seeded_and_keeps_ids(name: str, tmp_path: Path) -> None:
         (
             "a.txt",
             "hello",
-            "'a.txt' is of no known kind; give a file ending in .csv or .jsonl or .json or .in, or a name",
+            "'a.txt' is of no known kind; give a file ending in .csv or .jsonl or .json or .in, a folder",
         ),
     ],
 )

@@ -1,0 +1,86 @@
+"""What measures of calibrated reuse have in common: the first requests are learned from, the later ones are counted."""
+
+from collections.abc import Sequence
+from copy import copy
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from experiments.measures.base import TaskExperiment
+from experiments.methods.base import is_hit
+from experiments.methods.cached import Cached
+from experiments.metrics import clusters, hit_rates, quality
+from experiments.workload import Answer, Workload
+from llmcache import CacheConfig
+from llmcache.calibration import check_size
+from llmcache.errors import CalibrationError, ConfigError
+
+
+class LearningExperiment(TaskExperiment):
+    """Settings of such a measure.
+
+    Attributes:
+        learn: Requests that are learned from, the first ones; all of them are computed.
+        max_drops: Losses that calibrations may leave, a fraction of 1.
+        cache: Settings of llmcache. Those of the bound, `delta` for instance, are what calibrations go by.
+    """
+
+    learn: int = Field(default=2500, ge=1)
+    max_drops: tuple[float, ...] = Field(default=(0.005, 0.01, 0.02), min_length=1)
+    cache: dict[str, Any] = Field(default_factory=dict)
+
+    @classmethod
+    def make(cls, values: Any, name: str = "") -> Self:
+        """Check all settings, those of llmcache included; see `Section.make`."""
+        made = super().make(values, name)
+        Cached.check(made.cache, "cache")
+        try:
+            for max_drop in made.max_drops:
+                check_size(made.learn, max_drop, made.config.delta)
+        except CalibrationError as error:
+            raise ConfigError(f"learn={made.learn}: {error}") from error
+        return made
+
+    @property
+    def config(self) -> CacheConfig:
+        """Settings of llmcache, checked."""
+        return CacheConfig.make(self.cache)
+
+    def check_stream(self, workload: Workload) -> None:
+        """Refuse a stream that is over before anything could be served.
+
+        Raises:
+            ConfigError: No request is left to be counted.
+        """
+        if (n := len(workload.requests)) <= self.learn:
+            raise ConfigError(f"learn={self.learn}: the stream has {n} requests; learn from fewer, or raise task.limit")
+
+
+def later(workload: Workload, learn: int) -> Workload:
+    """The workload without the requests that are learned from."""
+    rest = copy(workload)
+    rest.requests = workload.requests[learn:]
+    return rest
+
+
+def figures_of(
+    counted: Workload, base: Sequence[Answer], told: Sequence[Answer], served: NDArray[np.str_], seed: int
+) -> dict[str, Any]:
+    """Hits and quality of the counted requests, and `precision`: the share of hits that leave the answer as it was.
+
+    Args:
+        counted: The later requests, N.
+        base: What the model alone answers, N.
+        told: What they were told, N.
+        served: What served each (N,).
+        seed: Of the bootstrap.
+    """
+    figures = quality(counted, base, told, is_hit(served), seed)
+    per_hit = figures["changed_per_hit"]
+    return {
+        **hit_rates(served, clusters(counted), seed),
+        **figures,
+        "precision": None if per_hit is None else 1 - per_hit,
+    }

@@ -1,0 +1,215 @@
+"""Measure `trust`: calibrated reuse on one stream: what could be had, and what is had with a bound.
+
+    first `learn` requests   computed and learned from; stored by every way that is compared
+    the later ones           counted: in hindsight at many limits, replayed; with a limit chosen in advance, live
+
+Curves: llmcache with sources that grow and with those of a calibration alone, the paper's way (mean embedding, nearest
+one above tau), DocCache, the response caches. `precision`, the share of hits that leave the answer as it was, against
+the hit rate tells them apart.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from experiments.folders import Folders
+from experiments.frontier import best, curves
+from experiments.measures.base import Outcome
+from experiments.measures.learning import LearningExperiment, figures_of, later
+from experiments.measures.sweep import SAME
+from experiments.methods.base import COMPUTED
+from experiments.metrics import quality
+from experiments.progress import tracked
+from experiments.recording import Recording, make_fingerprint
+from experiments.rehearsal import Rehearsal, doubts_about, freeze, grow
+from experiments.replay import by_request, replay
+from experiments.tasks import build
+from experiments.workload import Answer
+from llmcache.calibration import split
+from llmcache.claim import Claim, Sources
+
+#: Losses that a frontier is told for.
+LOSSES = {"accuracy_drop": "drop <= 0.5 points", "changed_answers": "changed <= 0.5 %"}
+
+
+class Trust(LearningExperiment):
+    """Settings of the measure.
+
+    Attributes:
+        sources: Who serves then: the calibration's requests alone, or later misses as well.
+        n_limits: Limits of doubt at which reuse is replayed.
+        taus: Thresholds of the other ways.
+        baselines: The other ways.
+        encoder: Sentence encoder of the semantic response cache.
+    """
+
+    sources: tuple[Sources, ...] = ("frozen", "growing")
+    n_limits: int = Field(default=32, ge=2)
+    taus: tuple[float, ...] = Field(min_length=1)
+    baselines: tuple[Literal["paper", "doccache", "exact_response", "semantic_response"], ...] = (
+        "paper",
+        "doccache",
+        "exact_response",
+        "semantic_response",
+    )
+    encoder: str = "minilm"
+
+
+def run(experiment: Trust, folders: Folders) -> Outcome:
+    """Replay every curve, and serve what was calibrated.
+
+    Raises:
+        ConfigError: The data or the model does not fit the settings.
+        FileNotFoundError: A data file is missing.
+    """
+    workload = build(experiment.task, folders, experiment.seed)
+    experiment.check_stream(workload)
+    rehearsal = Rehearsal(workload, experiment.cache)
+    points = [
+        *_points_of_llmcache(experiment, rehearsal),
+        *_points_of_others(experiment, rehearsal),
+    ]
+    calibrated = list(_serve_calibrated(experiment, rehearsal))
+    counted, base = later(workload, experiment.learn), rehearsal.answers[experiment.learn :]
+    metrics = {
+        **experiment.about(workload),
+        "learn": experiment.learn,
+        "n_counted": len(base),
+        "nocache": quality(counted, base, base, np.zeros(len(base), dtype=bool), experiment.seed),
+        "points": points,
+        "calibrated": calibrated,
+        "summary": [*_hindsight(points), *map(_told_in_advance, calibrated)],
+    }
+    return Outcome(points, metrics)
+
+
+def _points_of_llmcache(experiment: Trust, rehearsal: Rehearsal) -> Iterator[dict[str, Any]]:
+    """Both kinds of sources: those that grow begin with all that was learned from, the others with A and B."""
+    cases, seed = rehearsal.observed, experiment.seed
+    first, rest = cases[: experiment.learn], cases[experiment.learn :]
+    limits = _some(rehearsal.trust.learn(first).tolist(), experiment.n_limits)
+    for limit in tracked(limits, len(limits), "Replaying growing sources"):
+        yield _point(experiment, rehearsal, ("llmcache", "growing"), limit, *grow(rehearsal.trust, first, rest, limit))
+    learned, _ = split(len(first), Claim(min(experiment.max_drops), experiment.config.delta, "changed", "frozen", seed))
+    sources = [first[i] for i in learned]
+    limits = _some(rehearsal.trust.learn(sources).tolist(), experiment.n_limits)
+    doubts, kept = doubts_about(rehearsal.trust, sources, rest), {case.row.key for case in sources}
+    for limit in limits:
+        yield _point(experiment, rehearsal, ("llmcache", "frozen"), limit, *freeze(doubts, kept, rest, limit))
+
+
+def _some(limits: Sequence[float], n: int) -> list[float]:
+    """At most `n` of the limits, evenly spread, the first and the last among them."""
+    places = np.linspace(0, len(limits) - 1, min(n, len(limits))).round().astype(int)
+    return [limits[place] for place in places]
+
+
+def _point(
+    experiment: Trust,
+    rehearsal: Rehearsal,
+    curve: tuple[str, str],
+    limit: float,
+    served: NDArray[np.str_],
+    sources: Sequence[str | None],
+) -> dict[str, Any]:
+    """Figures of llmcache at one limit."""
+    told = rehearsal.answers_from(experiment.learn, sources)
+    return _named(curve, limit, None) | _figures(experiment, rehearsal, told, served)
+
+
+def _named(curve: tuple[str, str | None], limit: float | None, tau: float | None) -> dict[str, Any]:
+    return {"method": curve[0], "fingerprint": curve[1], "limit": limit, "tau": tau}
+
+
+def _figures(
+    experiment: Trust, rehearsal: Rehearsal, told: Sequence[Answer], served: NDArray[np.str_]
+) -> dict[str, Any]:
+    counted = later(rehearsal.workload, experiment.learn)
+    return figures_of(counted, rehearsal.answers[experiment.learn :], told, served, experiment.seed)
+
+
+def _points_of_others(experiment: Trust, rehearsal: Rehearsal) -> Iterator[dict[str, Any]]:
+    """The other ways. What llmcache learns from, they store without searching it."""
+    recording = Recording(rehearsal.workload, rehearsal.outputs)
+    mean = recording.rows(make_fingerprint("mean"), fits_any_length=True)
+    ways = {
+        "paper": lambda: (mean, experiment.taus, recording.reread),
+        "doccache": lambda: (recording.documents(), (SAME, *experiment.taus), recording.handed),
+        "exact_response": lambda: (mean, (math.inf,), recording.borrowed),
+        "semantic_response": lambda: (
+            recording.texts(experiment.encoder),
+            (SAME, *experiment.taus),
+            recording.borrowed,
+        ),
+    }
+    for name in experiment.baselines:
+        units, taus, answers_of = ways[name]()
+        units = replace(units, first_searched=experiment.learn)
+        for tau, again in zip(taus, replay(units, taus), strict=True):
+            served, told = by_request(units, again), answers_of(units, again)
+            at = _named((name, None), None, None if math.isinf(tau) else tau)
+            yield at | _figures(experiment, rehearsal, told[experiment.learn :], served[experiment.learn :])
+
+
+def _serve_calibrated(experiment: Trust, rehearsal: Rehearsal) -> Iterator[dict[str, Any]]:
+    """Calibrate on the first requests, for each claim anew, and serve the later ones live and in order."""
+    first = rehearsal.observed[: experiment.learn]
+    for sources in experiment.sources:
+        for max_drop in experiment.max_drops:
+            claim = Claim(max_drop, experiment.config.delta, "changed", sources, experiment.seed)
+            rehearsal.cache.clear()  # what an earlier claim's misses left would serve repeats
+            found = rehearsal.trust.calibrate(first, claim)
+            told, served = _serve(rehearsal, experiment.learn, f"Live: {sources}, {max_drop:g}")
+            yield {
+                "sources": sources,
+                "max_drop": max_drop,
+                "delta": claim.delta,
+                "limit": None if found.chosen is None else found.chosen.limit,
+                "hit_rate_expected": None if found.chosen is None else found.chosen.hit_rate,
+                "bound": None if found.chosen is None else found.chosen.bound,
+                "is_certified": found.is_certified,
+                "n_sources": found.n_sources,
+                "n_tested": found.n_tested,
+                "calibration_s": round(found.seconds, 3),
+                **_figures(experiment, rehearsal, told, served),
+            }
+
+
+def _serve(rehearsal: Rehearsal, first: int, what: str) -> tuple[list[Answer], NDArray[np.str_]]:
+    """What the later requests are told by the cache as it is, and what serves each."""
+    workload, told, served = rehearsal.workload, [], []
+    for number in tracked(range(first, len(workload.requests)), len(workload.requests) - first, what):
+        output = rehearsal.cache(**workload.requests[number].inputs)
+        told.append(workload.answer(output, number))
+        served.append(rehearsal.cache.last[0].rung or COMPUTED)
+    return told, np.array(served)
+
+
+def _hindsight(points: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Most hits of each curve, by what may be lost: what nobody could have chosen in advance."""
+    for loss, within in LOSSES.items():
+        for curve in curves(points):
+            point = best(points, curve, loss)
+            yield _shown(" ".join(name for name in curve if name), within, "hits, in hindsight", point)
+
+
+def _told_in_advance(row: Mapping[str, Any]) -> dict[str, Any]:
+    within = f"changed <= {100 * row['max_drop']:g} %"
+    return _shown(f"llmcache {row['sources']}", within, "hits, calibrated", row) | {"bound": row["bound"]}
+
+
+def _shown(way: str, within: str, column: str, figures: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What a table on the screen has of a setting. Hindsight and what was chosen in advance never share a column."""
+    got = figures or {}
+    row = {"way": way, "loses": within, "hits, in hindsight": None, "hits, calibrated": None}
+    row[column] = got.get("hit_rate")
+    return row | {
+        "changed answers": got.get("changed_answers"),
+        "accuracy drop": got.get("accuracy_drop"),
+        "bound": None,
+    }

@@ -1,0 +1,83 @@
+"""The tables of calibrated reuse: hindsight and what was chosen in advance, each in a table of its own."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from experiments.frontier import best, curves
+from experiments.plots import CURVES
+from experiments.report.markdown import number, percent, points, share, table
+from experiments.runs import Figures, Run
+
+LOSSES = ("accuracy_drop", "changed_answers")
+
+
+def trust(runs: Sequence[Run]) -> Iterator[str]:
+    """Every run: its curves in hindsight, what was calibrated, and the picture."""
+    yield "Most hits in hindsight, by what may be lost, of the requests after those that were learned from:"
+    yield table(
+        ("stream", "seed", "way", "drop <= 0.5 points: hits", "changed answers <= 0.5 %: hits"),
+        [_frontier(run, curve) for run in runs for curve in curves(run.metrics["points"])],
+    )
+    yield "Chosen in advance, from the first requests alone, and then served live and in order:"
+    yield table(
+        (
+            *("stream", "seed", "sources", "asked: changed <=", "bound", "hit rate", "changed answers"),
+            *("drop, points", "calibration, s", "n"),
+        ),
+        [_calibrated(run, row) for run in runs for row in run.metrics["calibrated"]],
+    )
+    yield from (
+        f"![Precision and hit rate of {run.task}, seed {run.config['seed']}]({run.group}/{run.path.name}/{CURVES})"
+        for run in runs
+    )
+
+
+def bound(runs: Sequence[Run]) -> Iterator[str]:
+    """How often calibrations were worse than they said."""
+    yield table(
+        (
+            *("stream", "asked: changed <=", "calibrations", "violated", "turned on"),
+            *("median hit rate", "10th to 90th percentile", "median of changed answers", "most", "A and B / C / all"),
+        ),
+        [_claim(run, row) for run in runs for row in run.metrics["claims"]],
+    )
+    yield "Violated: of the rest of the stream, more is answered otherwise at the chosen limit than was asked."
+
+
+def _claim(run: Run, row: Figures) -> tuple[Any, ...]:
+    sizes = (run.metrics["n_sources"], row["n_tested"], run.metrics["n"])
+    return (
+        run.task,
+        percent(row["max_drop"]),
+        row["n_calibrations"],
+        row["n_violated"],
+        percent(row["turned_on"]),
+        percent(row["hit_rate_median"]),
+        f"{percent(row['hit_rate_p10'])} to {percent(row['hit_rate_p90'])}",
+        percent(row["changed_answers_median"], 2),
+        percent(row["changed_answers_most"], 2),
+        " / ".join(f"{size:,}" for size in sizes),
+    )
+
+
+def _frontier(run: Run, curve: tuple[str, str | None]) -> tuple[Any, ...]:
+    found = [best(run.metrics["points"], curve, loss) for loss in LOSSES]
+    hits = ("" if point is None else share(point["hit_rate"], point["hit_rate_ci"]) for point in found)
+    return (run.task, run.config["seed"], " ".join(name for name in curve if name), *hits)
+
+
+def _calibrated(run: Run, row: Figures) -> tuple[Any, ...]:
+    return (
+        run.task,
+        run.config["seed"],
+        row["sources"],
+        percent(row["max_drop"]),
+        "none"
+        if row["bound"] is None
+        else f"{percent(row['bound'], 2)}{'' if row['is_certified'] else ' at the start'}",
+        share(row["hit_rate"], row["hit_rate_ci"]),
+        share(row["changed_answers"], row["changed_answers_ci"], 2),
+        points(row["accuracy_drop"], row["accuracy_drop_ci"]),
+        number(row["calibration_s"]),
+        f"{run.metrics['n_counted']:,}",
+    )

@@ -1,0 +1,54 @@
+"""Task `held_out`: labelled requests of which some are published for training; the answer is a label.
+
+    first file  -> a seeded half fits the head, the other half is streamed
+    other files -> streamed whole
+
+With one file alone, the stream is its other half.
+"""
+
+from typing import Any, Literal, Self
+
+from experiments.data.labelled import read_requests
+from experiments.folders import Folders
+from experiments.heads import fit_logistic
+from experiments.models import check_length, load
+from experiments.tasks import stream
+from experiments.tasks.split import split
+from llmcache.errors import ConfigError
+
+
+class Settings(stream.Settings):
+    """Settings of the task: those of `stream`, with a head that is fitted here.
+
+    `head.fit_share` is a share of the first file. Its order and that of the others follow from `data.order`.
+    """
+
+    name: Literal["held_out"]  # type: ignore[assignment]
+
+    @classmethod
+    def make(cls, values: Any, name: str = "") -> Self:
+        """Check all settings; see `Section.make`."""
+        made = super().make(values, name)
+        if made.head.kind != "logistic" or made.traffic is not None:
+            raise ConfigError(
+                f"{name}: held_out fits its own head, and asks each request once: leave out head.kind and traffic, or "
+                "take the task stream"
+            )
+        return made
+
+
+def build(settings: Settings, folders: Folders, seed: int) -> stream.Stream:
+    """Load data and model, and fit the head.
+
+    Raises:
+        ConfigError: Data and model do not fit each other.
+        FileNotFoundError: A data file is missing.
+    """
+    data = read_requests(settings.data, folders.data, seed)
+    fit, _ = split([record for record in data if record.part == 0], settings.head.fit_share, seed)
+    seen = {record.id for record in fit}
+    requests = [record for record in data if record.id not in seen][: settings.limit]
+    loaded = load(settings.model, "states", folders.models)
+    check_length(loaded, settings.max_length)
+    classifier = fit_logistic(loaded, settings.head.pool, fit, requests, settings.max_length)
+    return stream.Stream(classifier, requests, settings.max_length, payload=settings.head.pool)

@@ -1,0 +1,104 @@
+"""Measure `bound`: truth and claim are held against each other on requests that the calibration did not learn from."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from experiments.config import make_experiment
+from experiments.folders import Folders
+from experiments.measures import MEASURES, bound
+from experiments.measures.base import Outcome
+from experiments.report.tables import TABLES
+from experiments.runs import Run
+from llmcache.errors import ConfigError
+
+VALUES: dict[str, Any] = {
+    "measure": "bound",
+    "task": {"name": "held_out", "model": "untrained", "limit": 320, "data": {"path": "support_desk", "limit": 700}},
+    "learn": 200,
+    "max_drops": [0.05, 0.2],
+    "parts": 2,
+    "draws": 5,
+    "cache": {"answer": "class"},
+}
+
+
+def run(**changes: Any) -> Outcome:
+    experiment = make_experiment(VALUES | changes)
+    done: Outcome = MEASURES["bound"].run(experiment, Folders())
+    return done
+
+
+@pytest.fixture(scope="module")
+def outcome() -> Outcome:
+    return run()
+
+
+def test_there_is_a_row_a_draw_and_claim(outcome: Outcome) -> None:
+    named = [(row["part"], row["draw"], row["max_drop"]) for row in outcome.rows]
+    assert named == [(part, draw, drop) for part in range(2) for draw in range(5) for drop in (0.05, 0.2)]
+    metrics = outcome.metrics
+    sizes = [claim["n_tested"] for claim in metrics["claims"]]
+    assert all(size == pytest.approx(100, abs=10) for size in sizes)
+    assert metrics["n_sources"] == 200 - max(sizes)
+    assert metrics["n_population"] == 320 - metrics["n_sources"]
+
+
+def test_rows_say_what_the_population_says(outcome: Outcome) -> None:
+    for row in outcome.rows:
+        n = outcome.metrics["n_population"]
+        assert row["hit_rate"] * n == pytest.approx(round(row["hit_rate"] * n))
+        assert row["is_violated"] == (row["changed_answers"] > row["max_drop"])
+        assert row["bound"] is None or row["bound"] <= row["max_drop"]
+        assert row["changed_answers"] <= row["hit_rate"]
+    loose = [row for row in outcome.rows if row["max_drop"] == 0.2]
+    assert any(row["limit"] is not None for row in loose)
+    assert len({row["bound"] for row in loose}) > 3  # draws differ
+
+
+def test_more_may_be_served_where_more_may_be_lost(outcome: Outcome) -> None:
+    strict, loose = outcome.metrics["claims"]
+    assert (strict["max_drop"], loose["max_drop"]) == (0.05, 0.2)
+    assert strict["hit_rate_median"] <= loose["hit_rate_median"]
+    assert strict["n_calibrations"] == loose["n_calibrations"] == 10
+
+
+def test_a_seed_draws_the_same(outcome: Outcome) -> None:
+    assert list(run(parts=1, draws=2).rows) == [row for row in outcome.rows if row["part"] == 0 and row["draw"] < 2]
+
+
+def row(drop: float, changed: float, limit: float | None) -> Mapping[str, Any]:
+    return {
+        "max_drop": drop,
+        "n_tested": 100,
+        "hit_rate": 0.5,
+        "changed_answers": changed,
+        "limit": limit,
+        "is_violated": int(changed > drop),
+    }
+
+
+def test_violations_are_counted() -> None:
+    figures = bound._of_claim([row(0.1, 0.2, 0.3), row(0.1, 0.1, 0.3), row(0.1, 0.0, None)])
+    assert (figures["n_violated"], figures["n_calibrations"]) == (1, 3)
+    assert figures["turned_on"] == pytest.approx(2 / 3)
+    assert figures["changed_answers_most"] == 0.2
+
+
+def test_results_are_told(outcome: Outcome, tmp_path: Any) -> None:
+    text = "\n".join(TABLES["bound"]([Run("trust_bound", tmp_path, {"measure": "bound"}, {}, outcome.metrics)]))
+    assert text.count("| support_desk |") == 2 and "/ 320 |" in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"max_drops": [0.001]}, "learn=200: 200 requests cannot show a loss of at most 0.001"),
+        ({"parts": 0}, "parts"),
+        ({"draws": 0}, "draws"),
+    ],
+)
+def test_settings_that_cannot_be_measured_are_refused(changes: dict[str, Any], error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        make_experiment(VALUES | changes)

@@ -1,0 +1,156 @@
+"""Measure `trust`: a replay equals serving, and hindsight stands apart from what was chosen in advance."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from experiments.config import make_experiment
+from experiments.folders import Folders
+from experiments.frontier import curves, of_curve
+from experiments.measures import MEASURES
+from experiments.measures.base import Outcome
+from experiments.plots import PLOTS
+from experiments.rehearsal import Rehearsal, doubts_about, freeze, grow
+from experiments.report.tables import TABLES
+from experiments.runs import Run
+from experiments.tasks import build, make_task
+from llmcache.claim import Claim, Sources
+from llmcache.errors import ConfigError
+
+LEARN, N = 200, 320
+VALUES: dict[str, Any] = {
+    "measure": "trust",
+    "task": {"name": "held_out", "model": "untrained", "limit": N, "data": {"path": "support_desk", "limit": 700}},
+    "learn": LEARN,
+    "max_drops": [0.05, 0.2],
+    "taus": [0.8, 0.95],
+    "n_limits": 4,
+    "cache": {"answer": "class"},
+}
+
+
+@pytest.fixture(scope="module")
+def rehearsal() -> Rehearsal:
+    """Of a stream in which requests come again, those that were computed later as well."""
+    task = VALUES["task"] | {"name": "stream", "traffic": {"n": N, "skew": 0.5}}
+    return Rehearsal(build(make_task(task), Folders(), 0), {"answer": "class"})
+
+
+@pytest.fixture(scope="module")
+def outcome() -> Outcome:
+    experiment = make_experiment(VALUES)
+    done: Outcome = MEASURES["trust"].run(experiment, Folders())
+    return done
+
+
+def live(rehearsal: Rehearsal, sources: Sources) -> tuple[float, list[Any], list[str]]:
+    """The limit that is chosen, and what the later requests are told and served by."""
+    rehearsal.cache.clear()
+    found = rehearsal.trust.calibrate(rehearsal.observed[:LEARN], Claim(0.2, 0.05, "changed", sources, 0))
+    assert found.chosen is not None
+    told, served = [], []
+    for number in range(LEARN, N):
+        told.append(rehearsal.workload.answer(rehearsal.cache(**rehearsal.workload.requests[number].inputs), number))
+        served.append(rehearsal.cache.last[0].rung or "computed")
+    assert {"semantic", "computed", "exact"} <= set(served)
+    return found.chosen.limit, told, served
+
+
+def test_a_replay_of_growing_sources_equals_serving(rehearsal: Rehearsal) -> None:
+    limit, told, served = live(rehearsal, "growing")
+    again, sources = grow(rehearsal.trust, rehearsal.observed[:LEARN], rehearsal.observed[LEARN:], limit)
+    assert again.tolist() == served
+    assert rehearsal.answers_from(LEARN, sources) == told
+    assert told != rehearsal.answers[LEARN:]
+
+
+def test_a_replay_of_frozen_sources_equals_serving(rehearsal: Rehearsal) -> None:
+    limit, told, served = live(rehearsal, "frozen")
+    held = {record.key for record in rehearsal.cache._parts.library.records() if record.is_kept}
+    sources = [case for case in rehearsal.observed[:LEARN] if case.row.key in held]
+    rehearsal.trust.teacher.restart(sources)
+    doubts = doubts_about(rehearsal.trust, sources, rehearsal.observed[LEARN:])
+    again, found = freeze(doubts, held, rehearsal.observed[LEARN:], limit)
+    assert again.tolist() == served
+    assert rehearsal.answers_from(LEARN, found) == told
+
+
+def test_every_way_is_counted_on_the_later_requests(outcome: Outcome) -> None:
+    metrics = outcome.metrics
+    ways = [("llmcache", "growing"), ("llmcache", "frozen"), *((name, None) for name in BASELINES)]
+    assert curves(metrics["points"]) == ways
+    assert (metrics["learn"], metrics["n_counted"], metrics["n"]) == (LEARN, N - LEARN, N)
+    for point in metrics["points"]:
+        n_hits = point["hit_rate"] * metrics["n_counted"]
+        assert n_hits == pytest.approx(round(n_hits))
+        assert point["accuracy"] == pytest.approx(metrics["nocache"]["accuracy"] - point["accuracy_drop"])
+    (exact,) = of_curve(metrics["points"], ("exact_response", None))
+    assert 0 < exact["hit_rate"] < 1 and exact["changed_answers"] == 0
+    assert all(point["hit_rate"] >= exact["hit_rate"] for point in of_curve(metrics["points"], ("paper", None)))
+    frozen = [point["hit_rate"] for point in of_curve(metrics["points"], ("llmcache", "frozen"))]
+    assert frozen == sorted(frozen) and frozen[0] < frozen[-1]
+
+
+BASELINES = ("paper", "doccache", "exact_response", "semantic_response")
+
+
+def test_what_is_chosen_in_advance_stands_apart(outcome: Outcome) -> None:
+    rows = outcome.metrics["calibrated"]
+    assert [(row["sources"], row["max_drop"]) for row in rows] == [
+        (sources, drop) for sources in ("frozen", "growing") for drop in (0.05, 0.2)
+    ]
+    for row in rows:
+        assert row["is_certified"] == (row["sources"] == "frozen" and row["limit"] is not None)
+        assert row["bound"] is None or row["bound"] <= row["max_drop"]
+    assert any(row["hits_by_rung"].get("semantic", 0) > 0 for row in rows)
+    for shown in outcome.metrics["summary"]:
+        assert shown["hits, in hindsight"] is None or shown["hits, calibrated"] is None
+    assert len({tuple(shown) for shown in outcome.metrics["summary"]}) == 1
+
+
+def test_results_are_drawn_and_told(outcome: Outcome, tmp_path: Path) -> None:
+    folder = tmp_path / "trust_made" / "run"
+    folder.mkdir(parents=True)
+    kept = json.loads(json.dumps(outcome.metrics, allow_nan=False))
+    run = Run("trust_made", folder, {"measure": "trust", "seed": 0}, {}, kept)
+    assert [path.is_file() for path in PLOTS["trust"]([run])] == [True]
+    text = "\n".join(TABLES["trust"]([run]))
+    assert text.count("| support_desk | 0 | frozen |") == 2 and "at the start" in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"max_drops": [0.2, 0.001]}, r"learn=200: 200 requests cannot show a loss of at most 0.001"),
+        ({"learn": 50}, "learn=50: 50 requests cannot show"),
+        ({"cache": {"answer": "class", "delta": 2}}, "cache.delta"),
+        ({"sources": ["thawed"]}, "sources"),
+        ({"taus": []}, "taus"),
+    ],
+)
+def test_settings_that_cannot_be_measured_are_refused(changes: dict[str, Any], error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        make_experiment(VALUES | changes)
+
+
+def test_a_stream_that_ends_too_early_is_refused() -> None:
+    experiment = make_experiment(VALUES | {"task": VALUES["task"] | {"limit": LEARN}})
+    with pytest.raises(ConfigError, match="the stream has 200 requests; learn from fewer"):
+        MEASURES["trust"].run(experiment, Folders())
+
+
+def test_requests_of_several_rows_are_refused() -> None:
+    task = make_task({"name": "openbookqa", "model": "untrained", "data": "made", "limit": 5})
+    with pytest.raises(ConfigError, match="row by row"):
+        Rehearsal(build(task, Folders(), 0), {})
+
+
+def test_answers_are_read_as_serving_reads_them(rehearsal: Rehearsal) -> None:
+    number = LEARN
+    other = rehearsal.observed[0]
+    (told,) = rehearsal.answers_from(number, [other.row.key])[:1]
+    assert told == int(np.argmax(other.output))
+    assert rehearsal.answers_from(number, [None]) == [rehearsal.answers[number]]

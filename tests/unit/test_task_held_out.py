@@ -1,0 +1,84 @@
+"""Task `held_out`: the head sees half of the training file, and the stream is all the rest."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.config import load_experiments
+from experiments.data.labelled import Data, read_requests
+from experiments.folders import Folders
+from experiments.streams.support_desk import support_desk
+from experiments.tasks import build, make_task
+from llmcache.errors import ConfigError
+
+TASK: dict[str, Any] = {"name": "held_out", "model": "untrained", "data": {"path": "set", "order": "shuffled"}}
+N_TRAIN, N_TEST = 80, 30
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with `set/train.csv`, `set/test.csv` and a file beside them that is neither."""
+    requests = support_desk(N_TRAIN + N_TEST, intents=("order_status", "cancel_order"))
+    parts = {"train": requests[:N_TRAIN], "test": requests[N_TRAIN:], "valid": requests}
+    for name, part in parts.items():
+        path = tmp_path / "set" / f"{name}.csv"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("text,label\n" + "".join(f'"{name} {x.text}",{x.label}\n' for x in part), encoding="utf-8")
+    return tmp_path
+
+
+def texts(folder: Path, seed: int = 0, **changes: Any) -> list[str]:
+    return [request.text for request in build(make_task(TASK | changes), Folders(folder), seed).requests]
+
+
+def test_the_stream_is_half_of_train_and_all_of_test(folder: Path) -> None:
+    asked = texts(folder)
+    assert sum(text.startswith("train") for text in asked) == N_TRAIN // 2
+    assert sum(text.startswith("test") for text in asked) == N_TEST
+    assert len(asked) == N_TRAIN // 2 + N_TEST
+    assert len({text.split()[0] for text in asked[:20]}) == 2  # mixed, not one file after the other
+
+
+def test_what_the_head_is_fitted_on_is_not_asked(folder: Path) -> None:
+    workload = build(make_task(TASK), Folders(folder), 0)
+    asked = {int(request.id) for request in workload.requests}
+    assert workload.facts["n_fit"] == N_TRAIN // 2
+    assert len(asked & set(range(N_TRAIN))) == N_TRAIN - workload.facts["n_fit"]
+
+
+def test_the_seed_decides_half_and_order(folder: Path) -> None:
+    assert texts(folder, 1) == texts(folder, 1)
+    assert sorted(texts(folder, 1)) != sorted(texts(folder, 2))
+    assert texts(folder, limit=7) == texts(folder)[:7]
+
+
+def test_train_alone_is_enough(folder: Path) -> None:
+    asked = texts(folder, data={"path": "set/train.csv"})
+    assert len(asked) == N_TRAIN // 2 and all(text.startswith("train") for text in asked)
+    files = texts(folder, data={"path": ["set/train.csv", "set/test.csv"], "order": "shuffled"})
+    assert files == texts(folder)
+
+
+def test_a_folder_without_one_train_is_refused(folder: Path) -> None:
+    (folder / "set" / "train.csv").rename(folder / "set" / "all.csv")
+    with pytest.raises(ConfigError, match=r"set holds 0 files train and 1 files test .*name the files themselves"):
+        read_requests(Data.make({"path": "set"}), folder)
+
+
+@pytest.mark.parametrize("more", [{"head": {"kind": "ready"}}, {"traffic": {"n": 5}}])
+def test_other_heads_and_drawn_traffic_are_refused(more: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="task: held_out fits its own head"):
+        make_task(TASK | more)
+
+
+def test_path_and_columns_are_set_without_naming_the_task(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "measure: observe\ntask: {name: held_out, model: minilm, data: {path: set, order: shuffled}}\n", "utf-8"
+    )
+    changes = ["data.path=[clinc/a.csv, clinc/b.csv]", "data.text=q", "data.label=kind"]
+    (run,) = load_experiments(path, changes)
+    assert run.name == "clinc-minilm"
+    expected = Data(path=("clinc/a.csv", "clinc/b.csv"), text="q", label="kind", order="shuffled")
+    assert run.experiment.task.data == expected
