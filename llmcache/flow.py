@@ -1,9 +1,9 @@
 """The order of a call, from the trunk's first argument to the stats. Every step is a function of another module.
 
-    opened   -> may this call use the cache at all?
+    opened   -> may this call use the cache at all, and would it pay?
     layer 0  -> rows and exact keys, fingerprint, then the rungs decide
     layer l  -> rows to compute are computed, stored states put in, misses captured
-    closed   -> doubted states compared, misses stored, counters updated
+    closed   -> doubted states compared, misses stored, counters updated, times told to the cost model
 
 Trouble here costs speed, never correctness: a failing lookup or store is counted, logged once, and computed around.
 """
@@ -25,6 +25,7 @@ from llmcache.bypass import find_reason, is_plain_cache
 from llmcache.checks import Checks
 from llmcache.context import Call, Reuse
 from llmcache.hooks import LayerSwap
+from llmcache.meter import Meter
 from llmcache.outcome import Outcome, outcomes
 from llmcache.parts import Parts
 from llmcache.reading import Reader
@@ -47,6 +48,7 @@ class Flow:
         self._arguments = Arguments(parts.trunk.module.forward)
         self._runner = Runner(parts.payload, parts.trunk.adapter)
         self._reader = Reader(parts, tokenizer)
+        self._meter = Meter(parts)
         self._checks = Checks(parts.library, parts.counters)
         self._last = parts.trunk.depth - 1
         self._thread = threading.local()
@@ -71,12 +73,14 @@ class Flow:
         self._thread.call = self._thread.unanswered = None
         if torch.is_grad_enabled():
             self._parts.weights.suspect()
+        call = Call(arguments, self.namespace.get())
         reason = "disabled" if self.is_disabled.get() else self._find_reason(arguments)
+        reason = reason or self._guard("ask whether it pays", partial(self._meter.ask, call))
         if reason is not None:
             self._bypass(reason, _count_rows(arguments))
             return args, kwargs
         self._thread.last = ()  # until the call has succeeded
-        self._thread.call = Call(arguments, self.namespace.get())
+        self._thread.call = call
         return self._arguments.replace(args, kwargs, "use_cache", False) if self._keeps_no_kv else (args, kwargs)
 
     def layer(self, swap: LayerSwap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -121,12 +125,15 @@ class Flow:
         self._thread.call = None
         if call is None or call.scope is None or not call.is_complete:
             return
-        started = perf_counter()
+        started = self._meter.now(call)
         self._thread.last = outcomes(call)
         self._checks.compare(call)
         if not self._is_collecting:
             self._store(call)
-            self._count(call, perf_counter() - started)
+            ended = self._meter.now(call)
+            call.storing_s += ended - started
+            self._count(call)
+            self._meter.took(call, ended)
         if self._parts.observer is not None and self._parts.observer.answers.reads_payload:
             self._observe(call, None)
         elif self._parts.observer is not None:
@@ -232,11 +239,13 @@ class Flow:
         call.lookup_s += perf_counter() - started
 
     def _try_to_capture(self, call: Call, number: int, hidden: Tensor) -> None:
+        started = perf_counter()
         try:
             self._capture(call, number, hidden)
         except Exception as error:
             self._parts.counters.error("keep a state", error)
             call.captured.clear()
+        call.storing_s += perf_counter() - started
 
     def _capture(self, call: Call, number: int, hidden: Tensor) -> None:
         """Keep what rows computed at a stored layer, to be stored when the call has succeeded."""
@@ -271,10 +280,10 @@ class Flow:
             except Exception as error:
                 self._parts.counters.error("store a request", error)
 
-    def _count(self, call: Call, storing_s: float) -> None:
+    def _count(self, call: Call) -> None:
         hits = [(reuse.rung, reuse.layer) for reuse in call.reused.values()]
         n_misses = sum(row.number not in call.reused and row.number not in call.doubted for row in call.active_rows)
-        self._parts.counters.call(hits, call.reused_at, n_misses, call.n_skipped, (call.lookup_s, storing_s))
+        self._parts.counters.call(hits, call.reused_at, n_misses, call.n_skipped, (call.lookup_s, call.storing_s))
 
     def _bypass(self, reason: str, n_rows: int) -> None:
         """Count and note rows of a call that goes by the cache as a whole."""
