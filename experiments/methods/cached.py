@@ -10,7 +10,10 @@ from llmcache.errors import ConfigError
 
 
 class Cached:
-    """Serves from a cache wrapped around the model. Options are those of `llmcache.CacheConfig`."""
+    """Serves from a cache wrapped around the model. Options are those of `llmcache.CacheConfig`.
+
+    It does not step aside unless told to: what the cache does is measured, also where it would rather not.
+    """
 
     def __init__(self, workload: Workload, options: Mapping[str, Any]) -> None:
         """Take a copy of the model.
@@ -20,7 +23,7 @@ class Cached:
         """
         if workload.payload is not None and options.get("mode") != "paper":  # which stores whole sequences
             options = {"payload": workload.payload, **options}
-        self._config = CacheConfig.make(options)
+        self._config = CacheConfig.make({"step_aside": False, **options})
         if workload.payload not in (None, self._config.payload) and self._config.payload not in ("sequence", "auto"):
             raise ConfigError(
                 f"payload: the head reads {workload.payload!r} (got {self._config.payload!r}); leave it out"

@@ -27,6 +27,7 @@ ABOUT: Mapping[str, str] = {
     "ablation_eviction": "Every policy, where popular requests stay the same and where they change six times.",
     "ablation_layers": "Which layers are stored.",
     "banking77": "One stream at one threshold, as one would serve it.",
+    "cost_no_repetition": "A stream without repetition, where the cache steps aside: what is left of its cost.",
 }
 
 HOW = """\
