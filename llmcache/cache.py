@@ -260,6 +260,7 @@ class LLMCache:
             index_nbytes=library.index_nbytes,
             reconstruction_error={layer: loss.relative_error for layer, loss in library.losses.items()},
             reconstruction_distance={layer: loss.cosine_distance for layer, loss in library.losses.items()},
+            cost=() if self._parts.cost is None else self._parts.cost.rows(),
         )
 
     @property
@@ -281,6 +282,8 @@ class LLMCache:
         self._parts.library.clear()
         if self._parts.trust is not None:
             self._parts.trust.forget()
+        if self._parts.cost is not None:
+            self._parts.cost.restart()
 
     def purge(self, *, namespace: str) -> int:
         """Forget all entries of a namespace and return how many requests they were.
@@ -290,6 +293,8 @@ class LLMCache:
         n_requests = self._parts.library.purge(namespace)
         if self._parts.trust is not None:
             self._parts.trust.forget(namespace)
+        if self._parts.cost is not None:
+            self._parts.cost.forget()
         return n_requests
 
     @contextmanager

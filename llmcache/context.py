@@ -118,7 +118,9 @@ class Call:
         n_skipped: Layer executions saved so far, summed over rows.
         is_complete: The last layer was passed.
         lookup_s: Seconds spent on fingerprint, search and decision.
-        storing_s: Seconds spent on storing misses.
+        storing_s: Seconds spent on keeping states and storing misses.
+        started: Clock at its beginning, where it is timed for the cost model, else None.
+        is_metered: The cost model wants to know how it comes out.
     """
 
     arguments: dict[str, Any]
@@ -146,6 +148,8 @@ class Call:
     is_complete: bool = False
     lookup_s: float = 0.0
     storing_s: float = 0.0
+    started: float | None = None
+    is_metered: bool = False
 
     @property
     def n_rows(self) -> int:

@@ -1,10 +1,10 @@
 """The order of a call, from the trunk's first argument to the stats. Every step is a function of another module.
 
-    opened   -> may this call use the cache at all?
+    opened   -> may this call use the cache at all, and would it pay?
     at door  -> where tokens are all that fingerprints are made of, what follows is done here, and hits end here
     layer 0  -> rows and exact keys, fingerprint, then the rungs decide
     layer l  -> rows to compute are computed, stored states put in, misses captured
-    closed   -> doubted states compared, misses stored, counters updated
+    closed   -> doubted states compared, misses stored, counters updated, times told to the cost model
 
 Trouble here costs speed, never correctness: a failing lookup or store is counted, logged once, and computed around.
 """
@@ -27,6 +27,7 @@ from llmcache.context import Call
 from llmcache.door import Door, Packing
 from llmcache.hooks import LayerSwap
 from llmcache.lookup import Lookup
+from llmcache.meter import Meter
 from llmcache.outcome import Outcome, outcomes
 from llmcache.parts import Parts
 from llmcache.reuse.runner import Runner
@@ -47,6 +48,7 @@ class Flow:
         self._parts = parts
         self._arguments = Arguments(parts.trunk.module.forward)
         self._runner = Runner(parts.payload, parts.trunk.adapter)
+        self._meter = Meter(parts)
         self._checks = Checks(parts.library, parts.counters)
         self._lookup = Lookup(parts, self._checks, tokenizer)
         self._door = Door(parts.trunk, parts.payload)
@@ -73,12 +75,14 @@ class Flow:
         self._thread.call = self._thread.unanswered = None
         if torch.is_grad_enabled():
             self._parts.weights.suspect()
+        call = Call(arguments, self.namespace.get())
         reason = "disabled" if self.is_disabled.get() else self._find_reason(arguments)
+        reason = reason or self._lookup.guard("ask whether it pays", partial(self._meter.ask, call))
         if reason is not None:
             self._bypass(reason, _count_rows(arguments))
             return args, kwargs
         self._thread.last = ()  # until the call has succeeded
-        self._thread.call = Call(arguments, self.namespace.get())
+        self._thread.call = call
         return self._arguments.replace(args, kwargs, "use_cache", False) if self._keeps_no_kv else (args, kwargs)
 
     def answer_at_door(self) -> Any:
@@ -134,14 +138,17 @@ class Flow:
         self._thread.call = None
         if call is None or not call.has_begun or not call.is_complete:
             return
-        started = perf_counter()
+        started = self._meter.now(call)
         if call.states is not None and call.entering is not None:
             self._door.learn(call, call.entering, call.states, output)
         self._thread.last = outcomes(call)
         self._checks.compare(call)
         if not self._lookup.is_collecting:
             self._store(call)
-            self._count(call, perf_counter() - started)
+            ended = self._meter.now(call)
+            call.storing_s += ended - started
+            self._count(call)
+            self._meter.took(call, ended)
         if self._parts.observer is not None and self._parts.observer.answers.reads_payload:
             self._observe(call, None)
         elif self._parts.observer is not None:
@@ -205,11 +212,13 @@ class Flow:
         return output
 
     def _try_to_capture(self, call: Call, number: int, hidden: Tensor) -> None:
+        started = perf_counter()
         try:
             self._capture(call, number, hidden)
         except Exception as error:
             self._parts.counters.error("keep a state", error)
             call.captured.clear()
+        call.storing_s += perf_counter() - started
 
     def _capture(self, call: Call, number: int, hidden: Tensor) -> None:
         """Keep what rows computed at a stored layer, to be stored when the call has succeeded."""
@@ -244,10 +253,10 @@ class Flow:
             except Exception as error:
                 self._parts.counters.error("store a request", error)
 
-    def _count(self, call: Call, storing_s: float) -> None:
+    def _count(self, call: Call) -> None:
         hits = [(reuse.rung, reuse.layer) for reuse in call.reused.values()]
         n_misses = sum(row.number not in call.reused and row.number not in call.doubted for row in call.active_rows)
-        self._parts.counters.call(hits, call.reused_at, n_misses, call.n_skipped, (call.lookup_s, storing_s))
+        self._parts.counters.call(hits, call.reused_at, n_misses, call.n_skipped, (call.lookup_s, call.storing_s))
 
     def _bypass(self, reason: str, n_rows: int) -> None:
         """Count and note rows of a call that goes by the cache as a whole."""

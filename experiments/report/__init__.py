@@ -31,6 +31,7 @@ ABOUT: Mapping[str, str] = {
     "trust_hwu64": "Calibrated reuse: home assistant requests, 64 intents.",
     "trust_snips": "Calibrated reuse: voice assistant requests, 7 intents.",
     "trust_bound": "Whether the bound of a calibration holds as often as it says.",
+    "cost_no_repetition": "A stream without repetition, where the cache steps aside: what is left of its cost.",
 }
 
 HOW = """\

@@ -42,6 +42,7 @@ def _serve(runs: Sequence[Run]) -> Iterator[str]:
             [_method(label, figures) for label, figures in metrics["methods"].items()],
         )
         yield from _extras(metrics["methods"])
+        yield from _stepped_aside(metrics["methods"])
 
 
 def _method(label: str, figures: Figures) -> tuple[Any, ...]:
@@ -68,6 +69,16 @@ def _extras(methods: Mapping[str, Figures]) -> Iterator[str]:
         yield table(
             ("method", *(name.replace("_", " ") for name in names)),
             [(label, *(_extra(figures["extras"][name]) for name in names)) for label, figures in methods.items()],
+        )
+
+
+def _stepped_aside(methods: Mapping[str, Figures]) -> Iterator[str]:
+    """What is left of the cost where a cache let requests go by."""
+    told = [label for label, figures in methods.items() if figures["options"].get("step_aside")]
+    if told:
+        yield table(
+            ("method", "requests that went by", "speed-up of the stream's latter half"),
+            [(label, number(methods[label]["bypassed"], 0), speed(methods[label]["latter_half"])) for label in told],
         )
 
 

@@ -29,7 +29,7 @@ def model() -> nn.Module:
 
 @pytest.fixture
 def cache(model: nn.Module) -> Iterator[LLMCache]:
-    with LLMCache.wrap(model) as cache:
+    with LLMCache.wrap(model, step_aside=False) as cache:
         yield cache
 
 
@@ -97,7 +97,7 @@ def test_growing_sources_are(cache: LLMCache) -> None:
 
 
 def test_frozen_sources_stay_whatever_comes(model: nn.Module) -> None:
-    with LLMCache.wrap(model, max_entries=N) as cache:
+    with LLMCache.wrap(model, max_entries=N, step_aside=False) as cache:
         found = cache.calibrate(requests(N)[0], **LOOSE)
         ask(cache, requests(600, seed=9)[0])
         (shelf,) = cache._parts.library._shelves.values()
@@ -353,7 +353,7 @@ def test_the_gate_keeps_apart_what_the_vote_would_serve(model: nn.Module) -> Non
     has_not = [bool((one["input_ids"] == 20).any()) for one in fresh]
     rates = {}
     for gate in (False, True):
-        with LLMCache.wrap(model, tokenizer=Words(), gate=gate) as cache:
+        with LLMCache.wrap(model, tokenizer=Words(), gate=gate, step_aside=False) as cache:
             cache.calibrate(requests(N)[0], **LOOSE)
             rungs = ask(cache, fresh)[1]
             rates[gate] = [rung == "semantic" for rung, has in zip(rungs, has_not, strict=True) if has]
@@ -433,7 +433,7 @@ def test_a_row_without_content_costs_the_others_nothing(model: nn.Module) -> Non
 
 
 def test_calibrating_again_and_again_lets_earlier_sources_leave(model: nn.Module) -> None:
-    with LLMCache.wrap(model, max_entries=N) as cache:
+    with LLMCache.wrap(model, max_entries=N, step_aside=False) as cache:
         for seed in range(3):
             found = cache.calibrate(requests(N, seed=seed)[0], **LOOSE)
             (shelf,) = cache._parts.library._shelves.values()
