@@ -21,6 +21,7 @@ from torch import Tensor
 from llmcache import kv
 from llmcache.adapters import CACHE, unpack
 from llmcache.arguments import Arguments, can_select_rows
+from llmcache.audit.audit import Audit
 from llmcache.bypass import find_reason, is_plain_cache
 from llmcache.checks import Checks
 from llmcache.context import Call, Reuse
@@ -69,13 +70,15 @@ class Flow:
             self._count_compiled(_count_rows(arguments))
             return args, kwargs
         self._thread.call = self._thread.unanswered = None
+        self._begin_work()
         if torch.is_grad_enabled():
             self._parts.weights.suspect()
         reason = "disabled" if self.is_disabled.get() else self._find_reason(arguments)
         if reason is not None:
             self._bypass(reason, _count_rows(arguments))
             return args, kwargs
-        self._thread.last = ()  # until the call has succeeded
+        if not self._is_collecting:
+            self._thread.last = ()  # until the call has succeeded
         self._thread.call = Call(arguments, self.namespace.get())
         return self._arguments.replace(args, kwargs, "use_cache", False) if self._keeps_no_kv else (args, kwargs)
 
@@ -119,13 +122,15 @@ class Flow:
             return
         call: Call | None = getattr(self._thread, "call", None)
         self._thread.call = None
+        self._end_work()
         if call is None or call.scope is None or not call.is_complete:
             return
         started = perf_counter()
-        self._thread.last = outcomes(call)
         self._checks.compare(call)
         if not self._is_collecting:
+            self._thread.last = outcomes(call)
             self._store(call)
+            self._have_looked_into(call)
             self._count(call, perf_counter() - started)
         if self._parts.observer is not None and self._parts.observer.answers.reads_payload:
             self._observe(call, None)
@@ -213,13 +218,31 @@ class Flow:
             if decided and not can_select_rows(swap.arguments, args, kwargs, call.n_rows):
                 decided = []  # rows could not be taken out of the batch safely
             if not rung.is_lossless:
-                decided = self._checks.doubt(call, decided)
+                decided = self._draw(call, self._checks.doubt(call, decided))
             call.reused |= {reuse.row: reuse for reuse in decided}
             call.reused_at += [reuse.layer for reuse in decided]
             call.is_served = len(call.reused) == call.n_rows and all(
                 reuse.layer == self._last for reuse in call.reused.values()
             )
             call.lookup_s += perf_counter() - started
+
+    def _draw(self, call: Call, decided: list[Reuse]) -> list[Reuse]:
+        """Let the audit draw among approximate reuses; returns those to carry out."""
+        if self._parts.audit is None:
+            return decided
+        try:
+            return self._parts.audit.draw(call, decided)
+        except Exception as error:
+            self._parts.counters.error("draw for the audit", error)
+            return []
+
+    def _have_looked_into(self, call: Call) -> None:
+        """Hand hits that were drawn to the audit."""
+        try:
+            if self._parts.audit is not None and call.drawn:
+                self._parts.audit.served(call)
+        except Exception as error:
+            self._parts.counters.error("have a hit looked into", error)
 
     def _read_layer(self, call: Call, swap: LayerSwap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Take the fingerprint that this layer's bank is searched with; without one the layer is computed."""
@@ -281,6 +304,19 @@ class Flow:
         self._parts.counters.bypass(reason, n_rows)
         if reason != "decode":  # a step of a generation belongs to the request that its prefill was
             self._thread.last = (Outcome(bypassed=reason),) * n_rows
+
+    def _begin_work(self) -> None:
+        """Tell the audit that the processor is needed."""
+        audit = self._thread.audit = None if self._is_collecting else self._parts.audit
+        if audit is not None:
+            audit.shadow.enter()
+
+    def _end_work(self) -> None:
+        """Tell it that it no longer is, if it was told so."""
+        audit: Audit | None = getattr(self._thread, "audit", None)
+        self._thread.audit = None
+        if audit is not None:
+            audit.shadow.leave()
 
     @property
     def _is_collecting(self) -> bool:

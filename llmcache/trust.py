@@ -10,6 +10,7 @@ Until a calibration has succeeded, and after one that failed, nothing is reused 
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from contextvars import ContextVar
+from dataclasses import replace
 from math import inf
 from time import perf_counter
 
@@ -19,7 +20,7 @@ from llmcache import calibration as cal
 from llmcache.answers import Answers
 from llmcache.arrays import Doubles, Floats
 from llmcache.calibration import Calibration, Trial
-from llmcache.claim import Claim, Metric
+from llmcache.claim import Claim, Metric, MetricName
 from llmcache.context import Scope
 from llmcache.errors import CalibrationError
 from llmcache.fingerprint import Fingerprint
@@ -27,7 +28,7 @@ from llmcache.fingerprint.tokens import TokenVectors
 from llmcache.library import Library
 from llmcache.observation import Observation
 from llmcache.reuse.semantic import Chooser
-from llmcache.stats import Counters
+from llmcache.stats import Counters, Status
 from llmcache.weights import Weights
 
 
@@ -145,6 +146,35 @@ class Trust:
                     raise
                 raise CalibrationError(f"could not learn from these requests: {error!r}") from error
 
+    def renew(self, made: Calibration, observed: Sequence[Observation]) -> None:
+        """Calibrate anew, as before, unless that calibration has ended meanwhile.
+
+        Raises:
+            CalibrationError: They cannot carry the claim, and the calibration stays; or what `calibrate` raises.
+        """
+        with self._lock:
+            if self.calibration is made:
+                claim = Claim(made.max_drop, made.delta, "changed", made.sources, 0)
+                self._divide(observed, claim)
+                self.calibrate(observed, claim)
+
+    def alarm(self, made: Calibration) -> None:
+        """More is lost than a calibration allows: at the first alarm serve half as much, at the second nothing."""
+        with self._lock:
+            if self.calibration is made and made.n_alarms:
+                self.end()
+            elif self.calibration is made:
+                self._serve(replace(made, n_alarms=1))
+
+    def status(self, weights: str) -> Status:
+        """How approximate reuse stands for the weights that the trunk has now."""
+        made = self.calibration
+        if made is None or made.limit is None:
+            return "learning" if self.is_learning else "off"
+        if not self.is_made_for(weights):
+            return "other weights"
+        return "tightened" if made.n_alarms else "growing" if made.sources == "growing" else "certified"
+
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def _calibrate(self, observed: Sequence[Observation], claim: Claim) -> Calibration:
@@ -154,23 +184,27 @@ class Trust:
         known = {case.row.key: case for case in a}
         limits = cal.settings(self._teach([case for case in b if case.row.key not in known]))
         self._stand(b, is_kept=True)
-        trial = self._try(c, known | {case.row.key: case for case in b}, claim)
+        sources = known | {case.row.key: case for case in b}
+        trial = self._try(c, sources, claim.metric)
         tested = cal.try_settings(trial, limits[limits <= self.chooser.most], claim.max_drop, claim.delta)
         if claim.sources == "growing":
             self._stand(c, is_kept=False)
+        chosen, counts_changes = cal.chosen(tested, claim.max_drop), claim.metric == "changed"
+        changes = trial if counts_changes else self._try(c, sources, "changed")
         calibration = Calibration(
-            chosen=cal.chosen(tested, claim.max_drop),
+            chosen=chosen,
             curve=tested,
             metric=claim.name,
             max_drop=claim.max_drop,
             delta=claim.delta,
-            n_sources=len(known | {case.row.key: case for case in b}),
+            n_sources=len(sources),
             n_fitted=len(a),
             n_tested=len(c),
             sources=claim.sources,
             weights=a[0].scope.weights,
             head=self._head.digest(),
             seconds=perf_counter() - started,
+            watch=cal.watch(changes, chosen, claim.max_drop if counts_changes else None, claim.delta),
         )
         self._namespaces = {case.scope.namespace for case in (*a, *b)}
         self._serve(calibration)
@@ -188,8 +222,8 @@ class Trust:
 
     def _serve(self, calibration: Calibration) -> None:
         self.calibration = calibration
-        if calibration.chosen is not None:
-            self._limits = dict.fromkeys(self._library.layers, calibration.chosen.limit)
+        if calibration.limit is not None:
+            self._limits = dict.fromkeys(self._library.layers, calibration.limit)
 
     def _divide(self, observed: Sequence[Observation], claim: Claim) -> list[list[Observation]]:
         """Parts A, B and C of requests that can carry the claim."""
@@ -224,17 +258,17 @@ class Trust:
         self.chooser.teach(b, self._vectors(b))
         return self._doubts(b, set())[0]
 
-    def _try(self, c: Sequence[Observation], sources: Mapping[str, Observation], claim: Claim) -> Trial:
+    def _try(self, c: Sequence[Observation], sources: Mapping[str, Observation], metric: MetricName | Metric) -> Trial:
         """What would become of C, served by A and B."""
         doubt, found = self._doubts(c, set(sources))
         served_by = [None if key is None else sources[key] for key in found]
-        if isinstance(claim.metric, Metric):
+        if isinstance(metric, Metric):
             outputs = [None if source is None else source.output for source in served_by]
-            loss = cal.losses(claim.metric, [case.output for case in c], outputs, [case.label for case in c])
-            span = claim.metric.high - claim.metric.low
+            loss = cal.losses(metric, [case.output for case in c], outputs, [case.label for case in c])
+            span = metric.high - metric.low
             return Trial(doubt, loss, -span, span, is_share=False)
         pairs = list(zip(c, served_by, strict=True))
-        counts = self._is_changed if claim.metric == "changed" else self._goes_wrong
+        counts = self._is_changed if metric == "changed" else self._goes_wrong
         return Trial(
             doubt, np.array([source is not None and counts(case, source) for case, source in pairs], np.float64)
         )
