@@ -226,10 +226,10 @@ class LLMCache:
         return self.model
 
     def drain(self) -> int:
-        """Do now, in this thread, what waits for a moment without calls, and return how many jobs it was.
+        """Do now what waits for a moment without calls, and return how many jobs this thread did.
 
-        Those are hits that the audit looks into, and renewals of a calibration. Timings that are to include that work
-        end after this.
+        Jobs are hits that the audit looks into, and renewals of a calibration. None is left or under way afterwards: a
+        timing that is to include that work ends after this.
         """
         return 0 if self._parts.audit is None else self._parts.audit.shadow.drain()
 

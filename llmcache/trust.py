@@ -74,12 +74,13 @@ class Trust:
         self._namespaces: set[str] = set()  # of those who serve
         self._observed: list[Observation] = []
         self._limits: dict[int, float] = {}
+        self._is_calibrating = False
         self._lock = threading.RLock()
 
     @property
     def is_learning(self) -> bool:
         """Whether computed requests are wanted."""
-        return self._learn is not None and self.calibration is None
+        return self._learn is not None and self.calibration is None and not self._is_calibrating
 
     @property
     def is_growing(self) -> bool:
@@ -138,6 +139,7 @@ class Trust:
         """
         with self._lock:
             self.end()
+            self._is_calibrating = True  # calls that go on meanwhile are not to wait for the lock
             try:
                 return self._calibrate(observed, claim)
             except Exception as error:
@@ -145,6 +147,8 @@ class Trust:
                 if isinstance(error, CalibrationError):
                     raise
                 raise CalibrationError(f"could not learn from these requests: {error!r}") from error
+            finally:
+                self._is_calibrating = False
 
     def renew(self, made: Calibration, observed: Sequence[Observation]) -> None:
         """Calibrate anew, as before, unless that calibration has ended meanwhile.

@@ -135,22 +135,23 @@ class Audit:
 
     def stats(self) -> AuditStats:
         """How it stands now."""
-        trust, made = self._trust, self._trust.calibration
+        made, status = self._trust.calibration, self._trust.status(self._weights.digest())
+        n_waiting, n_struck = len(self.shadow), len(self._library.struck)
         with self._lock:
             account = None if made is None else self._find_account(made.weights)
             lower, upper = (0.0, 1.0) if account is None else account.bounds
             return AuditStats(
-                status=trust.status(self._weights.digest()),
+                status=status,
                 n_requests=0 if account is None else account.rate.n,
                 n_drawn=0 if account is None else account.n_drawn,
                 n_looked=0 if account is None else account.n_looked,
-                n_waiting=len(self.shadow),
+                n_waiting=n_waiting,
                 n_changed=0 if account is None else account.n_changed,
                 rate=None if account is None else account.rate.mean,
                 lower=lower,
                 upper=upper,
                 n_alarms=self._n_alarms,
-                n_struck=len(self._library.struck),
+                n_struck=n_struck,
                 needed=None if account is None else account.needed,
             )
 

@@ -1,4 +1,8 @@
-"""The newest requests that stand for all: drawn with one probability, whether they were hits or misses."""
+"""The newest requests that stand for all: drawn with one probability, whether they were hits or misses.
+
+Repeats that were served from their own states are not among them. Their answers never change, so what is shown for the
+others holds all the more for all.
+"""
 
 from collections import deque
 

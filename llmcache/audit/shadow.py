@@ -11,6 +11,8 @@ from typing import Generic, TypeVar
 
 Owner = TypeVar("Owner")
 
+_SOON_S = 0.001  # after which the thread looks again while a call is under way, at least
+
 
 @dataclass(frozen=True, slots=True)
 class Job(Generic[Owner]):
@@ -85,10 +87,9 @@ class Shadow(Generic[Owner]):
         with self._condition:
             self._n_calls -= 1
             self._last_call_s = monotonic()
-            self._condition.notify()
 
     def drain(self) -> int:
-        """Do all jobs that wait in this thread, after the one under way, and return how many they were."""
+        """Do the jobs that wait, after the one under way, until none is left; returns how many this thread did."""
         n_done = 0
         while self._do_one():
             n_done += 1
@@ -114,6 +115,7 @@ class Shadow(Generic[Owner]):
     def _run(self) -> None:
         while True:
             with self._condition:
+                # Not told when calls end, which would cost each of them: while jobs wait it looks by itself.
                 while not self._is_closed and (wait_s := self._wait_s()) != 0:
                     self._condition.wait(wait_s)
                 if self._is_closed:
@@ -121,14 +123,12 @@ class Shadow(Generic[Owner]):
             self._do_one()
 
     def _wait_s(self) -> float | None:
-        """Seconds until a job may begin, None for as long as it takes, 0 for now."""
+        """Seconds after which to look again, 0 if a job may begin, None while there is none."""
         if not self._jobs:
             return None
         now = monotonic()
-        begins_s = self._jobs[0].added_s + self._patience_s
-        if not self._n_calls:
-            begins_s = min(begins_s, self._last_call_s + self._idle_s)
-        return max(0.0, begins_s - now)
+        idle_s = max(self._idle_s, _SOON_S) if self._n_calls else self._last_call_s + self._idle_s - now
+        return max(0.0, min(idle_s, self._jobs[0].added_s + self._patience_s - now))
 
     def _do_one(self) -> bool:
         """Do the oldest job; whether there was one."""

@@ -1,6 +1,8 @@
 """Jobs wait for idle moments, for their patience or for `drain`; none is lost or done twice."""
 
 import gc
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -138,3 +140,20 @@ def test_jobs_of_many_threads_are_all_done_once() -> None:
     owner.shadow.drain()
     assert sorted(what for what, _ in owner.done) == [(i, n) for i in range(4) for n in range(50)]
     owner.shadow.close()
+
+
+def test_the_interpreter_ends_though_jobs_wait_and_one_is_under_way() -> None:
+    script = """
+import time
+from llmcache.audit.shadow import Job, Shadow
+class Owner: pass
+owner = Owner()
+shadow = Shadow(owner, idle_s=0.0)
+begun = []
+for _ in range(1000):
+    shadow.add(Job(lambda owner: (begun.append(1), time.sleep(0.05))))
+while not begun:
+    time.sleep(0.001)
+"""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30)
+    assert (result.returncode, result.stderr) == (0, "")
