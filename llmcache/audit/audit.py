@@ -163,23 +163,23 @@ class Audit:
         try:
             with torch.autocast(device, dtype=dtype, enabled=is_on):
                 (case,) = collect(partial(self._compute, look.namespace), self._observer, [look.inputs])
-            if case.row.key != look.key or not self._is_made_now():
-                return  # other weights than those that it was served with: no verdict
-            self._keep(case)
-            self._settle(look.drawn, case)
+            if case.row.key == look.key:  # else weights or dtype are others than those that served it: no verdict
+                self._keep(case)
+                self._settle(look.drawn, case)
         except Exception as error:
             self._counters.error("look into a hit", error)
 
     def _keep(self, case: Observation) -> None:
         """Store a computed request for its own repeats; where sources grow, it becomes one."""
-        vector = self._fingerprint.project(case.features[None])[0]
-        vectors = dict.fromkeys(self._library.layers, vector) if self._trust.is_growing else None
+        vectors = None
+        if self._trust.is_growing:
+            vectors = dict.fromkeys(self._library.layers, self._fingerprint.project(case.features[None])[0])
         self._library.put(case.scope, case.row, case.states, vectors=vectors)
         self._library.sign(case.row.key, case.answer)
 
     def _settle(self, drawn: Drawn, case: Observation) -> None:
         """Compare a drawn request's own answer with the one of its source, and draw the consequences."""
-        if not self._is_made_now():
+        if not self._is_made_now():  # other weights, of the trunk or the head: its answer is another model's
             return
         if drawn.sample is not None:
             assert drawn.answer is not None
