@@ -21,6 +21,7 @@ from torch import Tensor
 from llmcache import kv
 from llmcache.adapters import CACHE, unpack
 from llmcache.arguments import Arguments
+from llmcache.audit.audit import Audit
 from llmcache.bypass import find_reason, is_plain_cache
 from llmcache.checks import Checks
 from llmcache.context import Call
@@ -73,6 +74,7 @@ class Flow:
             self._count_compiled(_count_rows(arguments))
             return args, kwargs
         self._thread.call = self._thread.unanswered = None
+        self._begin_work()
         if torch.is_grad_enabled():
             self._parts.weights.suspect()
         call = Call(arguments, self.namespace.get())
@@ -81,7 +83,8 @@ class Flow:
         if reason is not None:
             self._bypass(reason, _count_rows(arguments))
             return args, kwargs
-        self._thread.last = ()  # until the call has succeeded
+        if not self._lookup.is_collecting:
+            self._thread.last = ()  # until the call has succeeded
         self._thread.call = call
         return self._arguments.replace(args, kwargs, "use_cache", False) if self._keeps_no_kv else (args, kwargs)
 
@@ -136,15 +139,17 @@ class Flow:
             return
         call: Call | None = getattr(self._thread, "call", None)
         self._thread.call = None
+        self._end_work()
         if call is None or not call.has_begun or not call.is_complete:
             return
         started = self._meter.now(call)
         if call.states is not None and call.entering is not None:
             self._door.learn(call, call.entering, call.states, output)
-        self._thread.last = outcomes(call)
         self._checks.compare(call)
         if not self._lookup.is_collecting:
+            self._thread.last = outcomes(call)
             self._store(call)
+            self._have_looked_into(call)
             ended = self._meter.now(call)
             call.storing_s += ended - started
             self._count(call)
@@ -198,6 +203,14 @@ class Flow:
         if hidden.ndim != 3 or hidden.shape[:2] != call.arguments["input_ids"].shape:
             return "unknown_layout"
         return None
+
+    def _have_looked_into(self, call: Call) -> None:
+        """Hand hits that were drawn to the audit."""
+        try:
+            if self._parts.audit is not None and call.drawn:
+                self._parts.audit.served(call)
+        except Exception as error:
+            self._parts.counters.error("have a hit looked into", error)
 
     def _answer(self, call: Call, packing: Packing) -> Any:
         """Output of a call that is served at the door; None where that fails, and it is computed."""
@@ -263,6 +276,19 @@ class Flow:
         self._parts.counters.bypass(reason, n_rows)
         if reason != "decode":  # a step of a generation belongs to the request that its prefill was
             self._thread.last = (Outcome(bypassed=reason),) * n_rows
+
+    def _begin_work(self) -> None:
+        """Tell the audit that the processor is needed."""
+        audit = self._thread.audit = None if self._lookup.is_collecting else self._parts.audit
+        if audit is not None:
+            audit.shadow.enter()
+
+    def _end_work(self) -> None:
+        """Tell it that it no longer is, if it was told so."""
+        audit: Audit | None = getattr(self._thread, "audit", None)
+        self._thread.audit = None
+        if audit is not None:
+            audit.shadow.leave()
 
     # -- small facts ---------------------------------------------------------------------------------------------------
 

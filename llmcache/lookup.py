@@ -120,7 +120,7 @@ class Lookup:
                 self._parts.counters.error(f"look up ({rung.name})", error)
                 decided = []
             if not rung.is_lossless:
-                decided = self._checks.doubt(call, decided)
+                decided = self._draw(call, self._checks.doubt(call, decided))
             call.reused |= {reuse.row: reuse for reuse in decided}
             call.reused_at += [reuse.layer for reuse in decided]
             call.is_served = len(call.reused) == call.n_rows and all(
@@ -132,6 +132,16 @@ class Lookup:
     def is_collecting(self) -> bool:
         """Whether rows are computed to be shown, and neither served nor stored."""
         return self._parts.observer is not None and self._parts.observer.collected.get() is not None
+
+    def _draw(self, call: Call, decided: list[Reuse]) -> list[Reuse]:
+        """Let the audit draw among approximate reuses; returns those to carry out."""
+        if self._parts.audit is None:
+            return decided
+        try:
+            return self._parts.audit.draw(call, decided)
+        except Exception as error:
+            self._parts.counters.error("draw for the audit", error)
+            return []
 
     def _read(self, call: Call, hidden: Tensor | None, entering: torch.dtype) -> str | None:
         call.entering, call.scope = entering, self._reader.scope(call, entering)

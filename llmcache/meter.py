@@ -38,7 +38,7 @@ class Meter:
     def ask(self, call: Call) -> str | None:
         """Why a call is to go by the cache, or None; starts the clock of one that is not."""
         cost, ids = self._parts.cost, call.arguments["input_ids"]
-        if cost is None or ids.numel() == 0:
+        if cost is None or ids.numel() == 0 or self._is_collecting:
             return None
         if self._is_learning:
             cost.restart()  # what was seen before does not hold of what can be served afterwards
@@ -74,11 +74,14 @@ class Meter:
         return self._clock()
 
     @property
+    def _is_collecting(self) -> bool:
+        """Whether the call is computed to be shown: it is no request of anybody's."""
+        return self._parts.observer is not None and self._parts.observer.collected.get() is not None
+
+    @property
     def _is_learning(self) -> bool:
         """Whether calls are computed so that something is learned of them: what they cost now says nothing of later."""
         parts = self._parts
-        if parts.observer is not None and parts.observer.collected.get() is not None:
-            return True
         if parts.trust is not None:
             return parts.trust.is_learning
         return parts.fingerprint is not None and parts.fingerprint.n_fit > 0

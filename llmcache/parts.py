@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from llmcache.adapters import Trunk
+from llmcache.audit.audit import Audit
 from llmcache.cost import CostModel
 from llmcache.fingerprint import Fingerprint
 from llmcache.gate import ContentGate
@@ -37,6 +38,7 @@ class Parts:
         observer: Reads the model's answers, where decisions compare them; else None.
         trust: Approximate reuse that is calibrated, or None.
         cost: Tells when the cache does not pay; None where it never steps aside.
+        audit: Looks into what it serves; None without.
         counters: What was done.
     """
 
@@ -53,4 +55,5 @@ class Parts:
     observer: Observer | None = None
     trust: Trust | None = None
     cost: CostModel | None = None
+    audit: Audit | None = None
     counters: Counters = field(default_factory=Counters)

@@ -93,26 +93,24 @@ def collecting(what: list[Any] | None) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("more", "is_asked"),
+    ("more", "is_asked", "is_kept"),
     [
-        ({"trust": Learner(True)}, False),
-        ({"trust": Learner(False)}, True),
-        ({"trust": Learner(False), "observer": collecting([])}, False),
-        ({"trust": Learner(False), "observer": collecting(None)}, True),
-        ({"fingerprint": SimpleNamespace(n_fit=64)}, False),
-        ({"fingerprint": SimpleNamespace(n_fit=0)}, True),
-        ({"trust": Learner(False), "fingerprint": SimpleNamespace(n_fit=64)}, True),
+        ({"trust": Learner(True)}, False, False),
+        ({"trust": Learner(False)}, True, True),
+        ({"trust": Learner(False), "observer": collecting([])}, False, True),
+        ({"trust": Learner(False), "observer": collecting(None)}, True, True),
+        ({"fingerprint": SimpleNamespace(n_fit=64)}, False, False),
+        ({"fingerprint": SimpleNamespace(n_fit=0)}, True, True),
+        ({"trust": Learner(False), "fingerprint": SimpleNamespace(n_fit=64)}, True, True),
     ],
 )
-def test_while_something_is_learned_nothing_is_judged_and_what_was_seen_is_forgotten(
-    more: dict[str, Any], is_asked: bool
-) -> None:
+def test_what_is_computed_to_be_learned_from_is_not_judged(more: dict[str, Any], is_asked: bool, is_kept: bool) -> None:
     served = parts(**more)
     served.cost.pays(LENGTH, 1, (7,))
     call = call_with(tokens(1, LENGTH))
     assert Meter(served).ask(call) is None
     assert call.is_metered is is_asked
-    assert bool(served.cost.rows()) is is_asked
+    assert bool(served.cost.rows()) is is_kept
 
 
 # -- what is timed -----------------------------------------------------------------------------------------------------
