@@ -34,7 +34,8 @@ def calibrate(experiment: Experiment, folders: Folders) -> LLMCache:
     n = min(experiment.learn, experiment.task.limit or experiment.learn)
     check_size(n, experiment.config.max_drop, experiment.config.delta)  # before minutes of computing
     workload = build(experiment.task.model_copy(update={"limit": n}), folders, experiment.seed)
-    cache = LLMCache.wrap(workload.module, config=configure(workload, experiment.cache), tokenizer=workload.tokenizer)
+    config = configure(workload, {"step_aside": True, **experiment.cache})  # it may be kept, to serve with
+    cache = LLMCache.wrap(workload.module, config=config, tokenizer=workload.tokenizer)
     requests = tracked(workload.requests, len(workload.requests), "Calibrating")
     cache.calibrate((request.inputs for request in requests), seed=experiment.seed)
     return cache

@@ -61,7 +61,6 @@ def _show(title: str, found: "Calibration") -> None:
         "changed of those tested": None if chosen is None else chosen.loss,
         "largest doubt allowed": None if chosen is None else chosen.limit,
         "sources": f"{found.sources}, {found.n_sources:,}",
-        "fitted on": found.n_fitted,
         "tested on": found.n_tested,
         "seconds, computing left out": found.seconds,
     }
