@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from experiments.folders import Folders
-from experiments.measures import bound, latency, layers, observe, serve, sweep, trust
+from experiments.measures import bound, latency, layers, observe, payback, serve, sweep, trust
 from experiments.measures.base import Experiment, Outcome
 
 
@@ -30,4 +30,5 @@ MEASURES: Mapping[str, Measure] = {
     "latency": Measure(latency.Latency, latency.run),
     "trust": Measure(trust.Trust, trust.run),
     "bound": Measure(bound.Bound, bound.run),
+    "payback": Measure(payback.Payback, payback.run),
 }

@@ -34,7 +34,7 @@ from llmcache.calibration import split
 from llmcache.claim import Claim, Sources
 
 #: Losses that a frontier is told for.
-LOSSES = {"accuracy_drop": "drop <= 0.5 points", "changed_answers": "changed <= 0.5 %"}
+LOSSES = {"accuracy_drop": "0.5 points", "changed_answers": "0.5 % changed"}
 
 
 class Trust(LearningExperiment):
@@ -138,7 +138,7 @@ def _points_of_others(experiment: Trust, rehearsal: Rehearsal) -> Iterator[dict[
     recording = Recording(rehearsal.workload, rehearsal.outputs)
     mean = recording.rows(make_fingerprint("mean"), fits_any_length=True)
     ways = {
-        "paper": lambda: (mean, experiment.taus, recording.reread),
+        "paper": lambda: (mean, (SAME, *experiment.taus), recording.reread),
         "doccache": lambda: (recording.documents(), (SAME, *experiment.taus), recording.handed),
         "exact_response": lambda: (mean, (math.inf,), recording.borrowed),
         "semantic_response": lambda: (
@@ -195,21 +195,21 @@ def _hindsight(points: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     for loss, within in LOSSES.items():
         for curve in curves(points):
             point = best(points, curve, loss)
-            yield _shown(" ".join(name for name in curve if name), within, "hits, in hindsight", point)
+            yield _shown(" ".join(name for name in curve if name), within, "hindsight hits", point)
 
 
 def _told_in_advance(row: Mapping[str, Any]) -> dict[str, Any]:
-    within = f"changed <= {100 * row['max_drop']:g} %"
-    return _shown(f"llmcache {row['sources']}", within, "hits, calibrated", row) | {"bound": row["bound"]}
+    within = f"{100 * row['max_drop']:g} % changed"
+    return _shown(f"llmcache {row['sources']}", within, "calibrated hits", row) | {"bound": row["bound"]}
 
 
 def _shown(way: str, within: str, column: str, figures: Mapping[str, Any] | None) -> dict[str, Any]:
     """What a table on the screen has of a setting. Hindsight and what was chosen in advance never share a column."""
     got = figures or {}
-    row = {"way": way, "loses": within, "hits, in hindsight": None, "hits, calibrated": None}
+    row = {"way": way, "at most": within, "hindsight hits": None, "calibrated hits": None}
     row[column] = got.get("hit_rate")
     return row | {
-        "changed answers": got.get("changed_answers"),
-        "accuracy drop": got.get("accuracy_drop"),
+        "changed": got.get("changed_answers"),
+        "drop": got.get("accuracy_drop"),
         "bound": None,
     }

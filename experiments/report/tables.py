@@ -8,7 +8,7 @@ from experiments.plots import CURVES, LAYERS
 from experiments.report.calls import latency
 from experiments.report.claims.harmless import PAPERS_CURVE, harmless_tau
 from experiments.report.markdown import number, percent, points, share, size, speed, table
-from experiments.report.trust import bound, trust
+from experiments.report.trust import bound, payback, trust
 from experiments.runs import Figures, Run, at, by_size, label_of, varied
 
 LOSSES = ("accuracy_drop", "changed_answers")
@@ -248,4 +248,5 @@ TABLES: Mapping[str, Callable[[Sequence[Run]], Iterator[str]]] = {
     "observe": _observe,
     "trust": trust,
     "bound": bound,
+    "payback": payback,
 }
