@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, Self
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
 from experiments.bench import pattern
@@ -74,10 +75,11 @@ def run(experiment: Payback, folders: Folders) -> Outcome:
         label: _figures(experiment, workload, traces[NOCACHE], traces[label], learner)
         for label, learner in learners.items()
     }
-    replayed = {
-        label: _replay(experiment.replay, traces[label].after(experiment.learn), experiment)
-        for label in (learners if experiment.replay else ())
-    }
+    replayed = {}
+    if experiment.replay is not None:
+        for label in learners:
+            hits = traces[label].is_hit[0, experiment.learn :]
+            replayed[label] = _replay(experiment.replay, hits, experiment)
     metrics = {
         **experiment.about(workload),
         "learn": experiment.learn,
@@ -145,9 +147,9 @@ def _expected(h: float, o: float | None, c: float | None) -> float | None:
     return None if o is None or c is None else 1 / ((1 - h) * (1 + o) + h * c)
 
 
-def _replay(settings: pattern.Settings, later: Trace, experiment: Payback) -> dict[str, Any]:
-    """Speed of another model on the hits of the first round; those that fill its cache are not counted."""
-    wanted = later.is_hit[0, : settings.limit]
+def _replay(settings: pattern.Settings, hits: NDArray[np.bool_], experiment: Payback) -> dict[str, Any]:
+    """Speed of another model on a pattern of hits (N,); the requests that fill its cache are not counted."""
+    wanted = hits[: settings.limit]
     workload = pattern.Pattern(settings, wanted.tolist(), experiment.seed)
     methods: dict[str, Method] = {NOCACHE: NoCache(workload, {}), "llmcache": Cached(workload, {"tau": settings.tau})}
     traces = measure(workload, methods, experiment.rounds, warmup=0)

@@ -9,7 +9,7 @@ the hit rate tells them apart.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -27,7 +27,7 @@ from experiments.metrics import quality
 from experiments.progress import tracked
 from experiments.recording import Recording, make_fingerprint
 from experiments.rehearsal import Rehearsal, doubts_about, freeze, grow
-from experiments.replay import by_request, replay
+from experiments.replay import Replay, Units, by_request, replay
 from experiments.tasks import build
 from experiments.workload import Answer
 from llmcache.calibration import split
@@ -136,24 +136,24 @@ def _figures(
 def _points_of_others(experiment: Trust, rehearsal: Rehearsal) -> Iterator[dict[str, Any]]:
     """The other ways. What llmcache learns from, they store without searching it."""
     recording = Recording(rehearsal.workload, rehearsal.outputs)
-    mean = recording.rows(make_fingerprint("mean"), fits_any_length=True)
-    ways = {
-        "paper": lambda: (mean, (SAME, *experiment.taus), recording.reread),
-        "doccache": lambda: (recording.documents(), (SAME, *experiment.taus), recording.handed),
-        "exact_response": lambda: (mean, (math.inf,), recording.borrowed),
-        "semantic_response": lambda: (
-            recording.texts(experiment.encoder),
-            (SAME, *experiment.taus),
-            recording.borrowed,
-        ),
-    }
     for name in experiment.baselines:
-        units, taus, answers_of = ways[name]()
+        units, answers_of = _way(name, experiment, recording)
         units = replace(units, first_searched=experiment.learn)
+        taus = (math.inf,) if name == "exact_response" else (SAME, *experiment.taus)
         for tau, again in zip(taus, replay(units, taus), strict=True):
             served, told = by_request(units, again), answers_of(units, again)
             at = _named((name, None), None, None if math.isinf(tau) else tau)
             yield at | _figures(experiment, rehearsal, told[experiment.learn :], served[experiment.learn :])
+
+
+def _way(name: str, experiment: Trust, recording: Recording) -> tuple[Units, Callable[[Units, Replay], list[Answer]]]:
+    """What a way looks up, and how its answers are read."""
+    if name == "doccache":
+        return recording.documents(), recording.handed
+    if name == "semantic_response":
+        return recording.texts(experiment.encoder), recording.borrowed
+    mean = recording.rows(make_fingerprint("mean"), fits_any_length=True)
+    return mean, recording.reread if name == "paper" else recording.borrowed
 
 
 def _serve_calibrated(experiment: Trust, rehearsal: Rehearsal) -> Iterator[dict[str, Any]]:
