@@ -8,6 +8,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -142,6 +143,7 @@ class Call:
         is_complete: The last layer was passed.
         lookup_s: Seconds spent on fingerprint, search and decision.
         storing_s: Seconds spent on keeping states and storing misses.
+        opened: Clock when this was made.
         started: Clock at its beginning, where it is timed for the cost model, else None.
         is_metered: The cost model wants to know how it comes out.
     """
@@ -172,6 +174,7 @@ class Call:
     is_complete: bool = False
     lookup_s: float = 0.0
     storing_s: float = 0.0
+    opened: float = field(default_factory=perf_counter)
     started: float | None = None
     is_metered: bool = False
 

@@ -6,6 +6,7 @@ Sizes: B rows, F0 features, D hidden width, S width of a signature, C logits.
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from time import perf_counter
 from typing import Any, Protocol
 
 import numpy as np
@@ -32,6 +33,7 @@ class Observation:
         answer: Signature of its answer (S,).
         output: What the model put out for it, float32 (C,).
         states: What would be stored of it, by layer; empty where it is stored already, and not to be kept beside that.
+        seconds: From the trunk's arguments to the answer, with what the cache did meanwhile, by the row.
         label: What it should have been answered, where that was given.
     """
 
@@ -42,6 +44,7 @@ class Observation:
     answer: Floats
     output: Floats
     states: Mapping[int, Mapping[str, Tensor]]
+    seconds: float
     label: Any = None
 
 
@@ -99,6 +102,7 @@ class Observer:
         wanted = computed if collected is not None else () if self.learner is None else self.learner.wanted(call)
         if call.features is None or not wanted:
             return
+        seconds = (perf_counter() - call.opened) / call.n_rows
         seen = {
             number: Observation(
                 call.scope,
@@ -108,6 +112,7 @@ class Observer:
                 signatures[i],
                 outputs[i],
                 states if collected is not None or number in call.drawn else {},
+                seconds,
             )
             for i, (number, states) in enumerate(computed.items())
             if number in wanted

@@ -192,7 +192,9 @@ class Trust:
         learned, tested = self._divide(observed, claim)
         sources = {case.row.key: case for case in learned}
         limits = self.teacher.teach(list(sources.values()))
+        looked_from = perf_counter()
         trial = self.teacher.trial(tested, sources, claim.metric)
+        lookup_s = perf_counter() - looked_from
         counts_changes = claim.metric == "changed"
         changes = trial if counts_changes else self.teacher.trial(tested, sources, "changed")
         curve = cal.try_settings(trial, limits, claim.max_drop, claim.delta)
@@ -212,6 +214,8 @@ class Trust:
             weights=learned[0].scope.weights,
             head=self._head.digest(),
             seconds=perf_counter() - started,
+            model_ms=float(np.median([case.seconds for case in tested])) * 1e3,
+            lookup_ms=lookup_s / len(tested) * 1e3,
             watch=cal.watch(changes, chosen, claim.max_drop if counts_changes else None, claim.delta),
         )
         self._namespaces = {case.scope.namespace for case in sources.values()}

@@ -49,7 +49,7 @@ class Trust(LearningExperiment):
     """
 
     sources: tuple[Sources, ...] = ("frozen", "growing")
-    n_limits: int = Field(default=32, ge=2)
+    n_limits: int = Field(default=16, ge=2)
     taus: tuple[float, ...] = Field(min_length=1)
     baselines: tuple[Literal["paper", "doccache", "exact_response", "semantic_response"], ...] = (
         "paper",

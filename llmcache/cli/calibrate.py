@@ -58,6 +58,7 @@ def _show(title: str, found: "Calibration") -> None:
         "bound": "" if chosen is None else f"{100 * chosen.bound:.2f} %",
         "bound holds for what is served": "yes" if found.is_certified else "no",
         "hit rate expected": None if chosen is None else chosen.hit_rate,
+        "speed-up expected": found.speedup,
         "changed of those tested": None if chosen is None else chosen.loss,
         "largest doubt allowed": None if chosen is None else chosen.limit,
         "sources": f"{found.sources}, {found.n_sources:,}",

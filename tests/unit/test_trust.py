@@ -63,6 +63,8 @@ def test_calibrating_turns_reuse_on_within_the_bound(cache: LLMCache) -> None:
     assert found.chosen.bound <= 0.05 and found.chosen.hit_rate > 0.2
     assert found.n_sources + found.n_tested == N
     assert [setting.limit for setting in found.curve] == sorted(setting.limit for setting in found.curve)
+    assert found.model_ms > 0 and found.lookup_ms > 0 and found.speedup is not None
+    assert 1 / found.speedup == pytest.approx(1 - found.chosen.hit_rate + found.lookup_ms / found.model_ms)
     check_serves_within(cache, most=0.1)
 
 
