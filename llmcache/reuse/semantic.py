@@ -134,7 +134,8 @@ class Chooser:
             signatures = _signatures(near)
             agree[0, :n, :n] = self._answers.agree(signatures[:, None], signatures[None])
             if forecast is not None:
-                favour[:, :n] = np.nan_to_num(self._answers.favour(forecast[None], signatures[None]))
+                told = self._answers.favour(forecast[None], signatures[None])
+                favour[:, :n] = np.where(told == told, told, 0)
         return Evidence(similarity, agree, favour)
 
 
