@@ -46,10 +46,10 @@ class Calibrated(Cached):
         if len(self._observed) == self._learn:
             return super().ask(number)
         assert self._cache is not None
-        self._asked = number
         request = self._workload.requests[number]
         (case,) = self._cache.observe([request.inputs], labels=[request.reference])
         self._observed.append(case)
+        self._numbers[case.row.key] = number  # what is observed leaves no outcome
         if len(self._observed) == self._learn:
             assert self._cache.trust is not None
             self.calibration = self._cache.trust.calibrate(self._observed, self._claim)

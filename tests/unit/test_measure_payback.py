@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from experiments.bench.pattern import Pattern, Settings
 from experiments.config import make_experiment
@@ -52,7 +53,7 @@ def outcome(tiny: str) -> Outcome:
 
 def test_a_method_that_learns_serves_as_a_replay_says() -> None:
     workload = build(make_task(VALUES["task"]), Folders(), 0)
-    method = Calibrated(workload, {"answer": "class"}, LEARN, CLAIM)
+    method = Calibrated(workload, {"answer": "class", "audit": 0}, LEARN, CLAIM)
     told, notes = serve_once(method, range(N))
     found = method.calibration
     assert found is not None and found.chosen is not None and found.sources == "growing"
@@ -65,6 +66,22 @@ def test_a_method_that_learns_serves_as_a_replay_says() -> None:
     assert {"semantic", "computed"} <= set(served)
     again, _ = serve_once(method, range(N))  # a second round learns anew
     assert again == told
+
+
+def test_what_the_audit_looks_into_is_done_before_the_next_request() -> None:
+    workload = build(make_task(VALUES["task"]), Folders(), 0)
+    method = Calibrated(workload, {"answer": "class", "audit": 1.0}, LEARN, CLAIM)
+    method.begin()
+    looked = []
+    with torch.inference_mode():
+        for number in range(N):
+            method.ask(number)
+            note = method.last()
+            if note.by == "semantic":
+                looked.append(method.stats.audit.n_looked)  # type: ignore[union-attr]
+                assert note.similarity is not None and note.source is not None
+    assert looked == list(range(1, len(looked) + 1)) and len(looked) > 5
+    method.end()
 
 
 def trace(ms: list[list[float]]) -> Trace:
