@@ -31,7 +31,7 @@ class LLMCache:
     """A cache hung on a model. Made by `wrap`; `unwrap` takes it off again.
 
     The model is used as before, from any number of threads. Lossless rungs are on from the start; approximate reuse
-    needs a threshold `tau`, which is the user's own choice.
+    begins with a calibration (`calibrate`, or `learn` in the settings), or with a threshold `tau` of one's own choice.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class LLMCache:
         with suppress(RuntimeError):  # weights that cannot be read yet are read at the first call that can
             self._parts.weights.digest()  # now, so that the first request does not wait for it
         self._installed = install(self._parts.trunk, self._flow, self._parts.attention)
-        self._calibrating = threading.Lock()
+        self._calibrating = threading.RLock()  # requests that are given may be made by observing others
         try:
             if self._parts.observer is not None:
                 self._watch(self._parts.observer)
@@ -226,6 +226,8 @@ class LLMCache:
 
         The doubt of `risk` is the estimated chance that reuse changes the answer, 0 to 1.
         """
+        if not isinstance(limit, int | float) or limit != limit:
+            raise ConfigError(f"limit: give a number (got {limit!r})")
         if self._parts.trust is None:
             raise ConfigError("nothing is reused approximately by a calibration: call calibrate() first, or set learn")
         token = self._parts.trust.tightened.set(min(limit, self._parts.trust.tightened.get()))
@@ -307,6 +309,7 @@ class LLMCache:
             self._parts.trust.forget()
         if self._parts.cost is not None:
             self._parts.cost.restart()
+        self._flow.forget()
 
     def purge(self, *, namespace: str) -> int:
         """Forget all entries of a namespace and return how many requests they were.

@@ -71,7 +71,8 @@ class Calibration:
         delta: Chance that the loss is larger all the same.
         n_sources: Requests that serve, and that were learned from (A and B; of growing ones C, too).
         n_tested: Requests that the bound was measured on (C).
-        sources: `frozen`: the bound holds. `growing`: later misses serve, too, and the bound is that of the start.
+        sources: `frozen`: the bound holds. `growing`: C serves and was learned from as well, once the limit was chosen,
+            and later misses serve, too: the bound is not one of these.
         weights: Digest of the weights that it was made for.
         head: Digest of the weights outside the trunk, which make the answers.
         seconds: Time that it took, computing the requests left out.

@@ -130,6 +130,7 @@ class Call:
         attention: Output of layer 0's self-attention (B, T, D), where it was asked for.
         features: What the fingerprint is projected from, float32 (B, F0) on the host, or None when nothing is searched.
         fingerprints: What each layer's bank is searched with, float32 (B, F), by layer; empty when nothing is searched.
+        generation: Of the library's fingerprint, when these were made.
         forecasts: What the fingerprint lets expect of the outputs, float32 (B, C), or None.
         nearest: Similarity of the nearest stored request that a search found, by row number.
         reused: Latest decision by row number.
@@ -161,6 +162,7 @@ class Call:
     attention: Tensor | None = None
     features: Floats | None = None
     fingerprints: dict[int, Floats] = field(default_factory=dict)
+    generation: int = 0
     forecasts: Floats | None = None
     nearest: dict[int, float] = field(default_factory=dict)
     reused: dict[int, Reuse] = field(default_factory=dict)

@@ -99,11 +99,12 @@ class Lookup:
         if len(call.reused_at) > n_before and not can_select_rows(swap.arguments, args, kwargs, call.n_rows):
             call.reused, call.is_served = before, False  # rows could not be taken out of the batch safely
             del call.reused_at[n_before:]
+            self.withdraw(call)
 
     def ask(self, call: Call, number: int) -> None:
         """Ask each rung in turn for the rows that none has served at this depth."""
         call.was_asked = True
-        if self.is_collecting:
+        if self._parts.is_collecting:
             return
         for rung in self._parts.rungs:
             if not rung.asks_at(number):
@@ -128,10 +129,10 @@ class Lookup:
             )
             call.lookup_s += perf_counter() - started
 
-    @property
-    def is_collecting(self) -> bool:
-        """Whether rows are computed to be shown, and neither served nor stored."""
-        return self._parts.observer is not None and self._parts.observer.collected.get() is not None
+    def withdraw(self, call: Call) -> None:
+        """Hits of the call that the audit drew are not served after all."""
+        if self._parts.audit is not None and call.drawn:
+            self._parts.audit.withdraw(call)
 
     def _draw(self, call: Call, decided: list[Reuse]) -> list[Reuse]:
         """Let the audit draw among approximate reuses; returns those to carry out."""

@@ -38,7 +38,7 @@ class Meter:
     def ask(self, call: Call) -> str | None:
         """Why a call is to go by the cache, or None; starts the clock of one that is not."""
         cost, ids = self._parts.cost, call.arguments["input_ids"]
-        if cost is None or ids.numel() == 0 or self._is_collecting:
+        if cost is None or ids.numel() == 0 or self._parts.is_collecting:
             return None
         if self._is_learning:
             cost.restart()  # what was seen before does not hold of what can be served afterwards
@@ -72,11 +72,6 @@ class Meter:
         if not ids.is_cpu:
             self._wait(ids.device)
         return self._clock()
-
-    @property
-    def _is_collecting(self) -> bool:
-        """Whether the call is computed to be shown: it is no request of anybody's."""
-        return self._parts.observer is not None and self._parts.observer.collected.get() is not None
 
     @property
     def _is_learning(self) -> bool:

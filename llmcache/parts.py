@@ -57,3 +57,8 @@ class Parts:
     cost: CostModel | None = None
     audit: Audit | None = None
     counters: Counters = field(default_factory=Counters)
+
+    @property
+    def is_collecting(self) -> bool:
+        """Whether the call under way is computed to be shown: neither served nor stored, and no request of a user's."""
+        return self.observer is not None and self.observer.collected.get() is not None

@@ -25,7 +25,7 @@ N_TURNS = 5
 
 
 class Teacher:
-    """Of one wrapped model. The caller holds a lock."""
+    """Of one wrapped model. One thread at a time."""
 
     def __init__(
         self,

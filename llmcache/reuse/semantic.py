@@ -163,6 +163,8 @@ class Semantic:
 
     def decide(self, call: Call, rows: Sequence[Row], layer: int) -> list[Reuse]:
         vectors = call.fingerprints.get(self._library.layers[-1])  # all layers have the same
+        if call.generation != self._library.generation:
+            return []  # fingerprints are others now
         if vectors is None or call.scope is None or not (limits := self._limits.allowed(call.scope)):
             return []
         numbers = [row.number for row in rows]

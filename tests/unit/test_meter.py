@@ -3,7 +3,6 @@
 import copy
 import json
 import logging
-from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,7 +38,8 @@ class Clock:
 
 def parts(**more: Any) -> Any:
     """What a meter looks at, of a cache without calibration."""
-    return SimpleNamespace(**{"cost": CostModel(4), "observer": None, "trust": None, "fingerprint": None, **more})
+    nothing = {"cost": CostModel(4), "trust": None, "fingerprint": None, "is_collecting": False}
+    return SimpleNamespace(**{**nothing, **more})
 
 
 def call_with(ids: Tensor, namespace: str = "default", mask: Tensor | None = None) -> Call:
@@ -88,17 +88,12 @@ class Learner:
         self.is_learning = is_learning
 
 
-def collecting(what: list[Any] | None) -> Any:
-    return SimpleNamespace(collected=ContextVar("collected", default=what))
-
-
 @pytest.mark.parametrize(
     ("more", "is_asked", "is_kept"),
     [
         ({"trust": Learner(True)}, False, False),
         ({"trust": Learner(False)}, True, True),
-        ({"trust": Learner(False), "observer": collecting([])}, False, True),
-        ({"trust": Learner(False), "observer": collecting(None)}, True, True),
+        ({"trust": Learner(False), "is_collecting": True}, False, True),
         ({"fingerprint": SimpleNamespace(n_fit=64)}, False, False),
         ({"fingerprint": SimpleNamespace(n_fit=0)}, True, True),
         ({"trust": Learner(False), "fingerprint": SimpleNamespace(n_fit=64)}, True, True),
@@ -270,7 +265,7 @@ class Machine(Clock):
 
     def __init__(self, cache: LLMCache, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
-        monkeypatch.setattr("llmcache.flow.perf_counter", self)
+        monkeypatch.setattr("llmcache.keeping.perf_counter", self)
         monkeypatch.setattr("llmcache.lookup.perf_counter", self)
         flow, library = cache._flow, cache._parts.library
         flow._meter = Meter(cache._parts, self)
