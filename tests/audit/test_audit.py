@@ -216,6 +216,39 @@ def test_reuse_that_is_not_calibrated_has_no_audit(model: nn.Module) -> None:
         assert cache.drain() == 0
 
 
+def test_states_of_a_model_that_was_edited_meanwhile_are_not_kept(
+    cache: LLMCache, model: nn.Module, reading: Reading
+) -> None:
+    one = next(one for one in fresh(50) if ask(cache, [one]) == ["semantic"])
+    weight = model.bert.encoder.layer[-1].output.dense.weight
+    as_it_was = weight.detach().clone()
+    layer = model.bert.encoder.layer[0]
+
+    def edit(*_: Any) -> None:
+        with torch.no_grad():
+            weight.add_(1.0)
+
+    hook = layer.register_forward_hook(edit)
+    assert cache.drain() > 0
+    hook.remove()
+    with torch.no_grad():
+        weight.copy_(as_it_was)
+    assert ask(cache, [one]) != ["exact"]
+
+
+def test_a_hit_that_is_not_served_after_all_counts_as_none(cache: LLMCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llmcache.lookup.can_select_rows", lambda *_: False)
+    ask(cache, fresh(1, seed=32))  # from here on the output is understood
+    served, undone = [], 0
+    for one, other in zip(fresh(60, seed=33), fresh(60, seed=34), strict=True):
+        cache(input_ids=torch.cat([one["input_ids"], other["input_ids"]]))
+        rungs = [outcome.rung for outcome in cache.last]
+        served += rungs
+        undone += rungs == [None, None]
+    assert undone > 0 < served.count("semantic")
+    assert known(cache).n_drawn == served.count("semantic")
+
+
 # -- what follows ------------------------------------------------------------------------------------------------------
 
 

@@ -132,7 +132,14 @@ def test_each_request_is_decided_by_itself(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "given_", [{"name": "consensus", "k": 1}, {"name": "risk", "k": 2}, {"name": "risk", "width": 0}]
+    "given_",
+    [
+        {"name": "consensus", "k": 1},
+        {"name": "risk", "k": 2},
+        {"name": "risk", "width": 0},
+        {"name": "risk", "k": 65},
+        {"name": "risk", "weights": [1.0]},
+    ],
 )
 def test_what_cannot_vote_is_refused(given_: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="decide"):

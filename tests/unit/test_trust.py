@@ -384,6 +384,48 @@ def test_another_head_ends_it(cache: LLMCache, model: nn.Module, tmp_path: Path)
             model.classifier.bias.sub_(1.0)
 
 
+def test_requests_answered_by_two_heads_are_refused(model: nn.Module) -> None:
+    with LLMCache.wrap(model, learn=N, **LOOSE) as cache:
+        ask(cache, requests(N - 10)[0])
+        with torch.no_grad():
+            model.classifier.bias.add_(1.0)
+        try:
+            ask(cache, requests(10, seed=5)[0])
+            assert cache.calibration is None and cache.stats().errors == 1
+        finally:
+            with torch.no_grad():
+                model.classifier.bias.sub_(1.0)
+
+
+def test_after_loading_a_purge_of_its_sources_ends_it_too(cache: LLMCache, model: nn.Module, tmp_path: Path) -> None:
+    inputs = requests(N)[0]
+    with cache.namespace("tenant"):
+        cache.calibrate(inputs, **LOOSE)
+    cache.save(tmp_path)
+    cache.unwrap()
+    with LLMCache.load(model, tmp_path) as loaded:
+        loaded.purge(namespace="somebody else")
+        assert loaded.calibration is not None
+        loaded.purge(namespace="tenant")
+        assert loaded.calibration is None
+
+
+def test_requests_may_be_made_by_observing_others(cache: LLMCache) -> None:
+    def made() -> Iterator[dict[str, torch.Tensor]]:
+        for one in requests(N)[0]:
+            if cache.trust is None or len(cache.observe([one])) == 1:
+                yield one
+
+    assert cache.calibrate(made(), **LOOSE).n_tested > 0
+
+
+@pytest.mark.parametrize("limit", [float("nan"), "0.1", None])
+def test_what_is_no_limit_is_refused(cache: LLMCache, limit: Any) -> None:
+    cache.calibrate(requests(N)[0], **LOOSE)
+    with pytest.raises(ConfigError, match="give a number"), cache.tightened(limit):
+        pass
+
+
 def test_requests_that_call_the_model_while_they_are_made_are_counted_once(cache: LLMCache) -> None:
     def made() -> Iterator[dict[str, torch.Tensor]]:
         for one in requests(N)[0]:
