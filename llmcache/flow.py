@@ -31,6 +31,7 @@ from llmcache.lookup import Lookup
 from llmcache.meter import Meter
 from llmcache.outcome import Outcome, outcomes
 from llmcache.parts import Parts
+from llmcache.prefix.prefill import Prefiller
 from llmcache.reuse.runner import Runner
 
 DEFAULT_NAMESPACE = "default"
@@ -52,6 +53,7 @@ class Flow:
         self._meter = Meter(parts)
         self._checks = Checks(parts.library, parts.counters)
         self._lookup = Lookup(parts, self._checks, tokenizer)
+        self._prefiller = Prefiller(parts, self._lookup, self._arguments)
         self._door = Door(parts.trunk, parts.payload)
         self._last = parts.trunk.depth - 1
         self._thread = threading.local()
@@ -86,7 +88,9 @@ class Flow:
         if not self._lookup.is_collecting:
             self._thread.last = ()  # until the call has succeeded
         self._thread.call = call
-        return self._arguments.replace(args, kwargs, "use_cache", False) if self._keeps_no_kv else (args, kwargs)
+        if self._keeps_no_kv:
+            return self._arguments.replace(args, kwargs, "use_cache", False)
+        return self._prefiller.begin(call, args, kwargs)
 
     def answer_at_door(self) -> Any:
         """The trunk's output for a call that is served before the trunk runs; else None."""
@@ -101,10 +105,12 @@ class Flow:
     def layer(self, swap: LayerSwap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one layer for the rows that need it."""
         call: Call | None = None if torch.compiler.is_compiling() else getattr(self._thread, "call", None)
-        if call is not None and swap.number == 0 and not self._begin(call, swap, args, kwargs):
+        if call is None or call.served:  # of what comes after a prefix all is computed
+            return swap.original(*args, **kwargs)
+        if swap.number == 0 and not self._begin(call, swap, args, kwargs):
             self._thread.call = None
             return swap.original(*args, **kwargs) if call.first_output is None else call.first_output
-        if call is None or not call.has_begun:  # bypassed, or layer 0 was not run through its swap
+        if not call.has_begun:  # layer 0 was not run through its swap
             return swap.original(*args, **kwargs)
         is_last = swap.number == self._last
         if call.is_served and not is_last:
@@ -133,6 +139,11 @@ class Flow:
         if call is not None:
             call.attention = unpack(output)
 
+    def completed(self, output: Any) -> Any:
+        """The output at all positions, where the trunk ran on those after a stored prefix."""
+        call: Call | None = None if torch.compiler.is_compiling() else getattr(self._thread, "call", None)
+        return output if call is None else self._prefiller.complete(call, output)
+
     def closed(self, output: Any) -> None:
         """End a forward: store what was computed, count what was done. A call that failed half-way leaves nothing."""
         if torch.compiler.is_compiling():
@@ -141,6 +152,8 @@ class Flow:
         self._thread.call = None
         self._end_work()
         if call is None or not call.has_begun or not call.is_complete:
+            if call is not None:
+                self._prefiller.abandon(call)
             return
         started = self._meter.now(call)
         if call.states is not None and call.entering is not None:
@@ -149,6 +162,7 @@ class Flow:
         if not self._lookup.is_collecting:
             self._thread.last = outcomes(call)
             self._store(call)
+            self._prefiller.store(call, output)
             self._have_looked_into(call)
             ended = self._meter.now(call)
             call.storing_s += ended - started
@@ -268,7 +282,12 @@ class Flow:
 
     def _count(self, call: Call) -> None:
         hits = [(reuse.rung, reuse.layer) for reuse in call.reused.values()]
-        n_misses = sum(row.number not in call.reused and row.number not in call.doubted for row in call.active_rows)
+        if call.prefill is not None:
+            n_tokens = sum(row.n_valid for row in call.rows if row.number not in call.reused)
+            self._parts.counters.prefix(sum(call.served.values()), n_tokens)
+            hits += [("prefix", self._last)] * len(call.served)
+        done = {*call.reused, *call.served, *call.doubted}
+        n_misses = sum(row.number not in done for row in call.active_rows)
         self._parts.counters.call(hits, call.reused_at, n_misses, call.n_skipped, (call.lookup_s, call.storing_s))
 
     def _bypass(self, reason: str, n_rows: int) -> None:
