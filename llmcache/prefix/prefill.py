@@ -219,8 +219,8 @@ def _first(row: Row) -> int:
 
 def _has_room(kv_cache: Any, n_columns: int) -> bool:
     """Whether a cache of fixed length can hold a call; what does not fit is left to the model to refuse."""
-    limit = int(kv_cache.get_max_length())
-    return limit < 0 or n_columns <= limit
+    limits = [int(layer.get_max_length()) for layer in kv_cache.layers]  # negative where there is none
+    return all(limit < 0 or n_columns <= limit for limit in limits)
 
 
 def _is_understood(output: Any) -> bool:
