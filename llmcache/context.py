@@ -120,8 +120,9 @@ class Call:
     """One forward of the trunk.
 
     Attributes:
-        arguments: The trunk's arguments by name.
+        arguments: The trunk's arguments by name; the mask as 2-D.
         namespace: Namespace in force when the call began.
+        mask_4d: The mask that was passed, bool (B, 1, T, M), where it is another one.
         rows: Filled when layer 0 is reached.
         scope: Likewise.
         content: Which tokens carry content, bool (B, T) on the model's device.
@@ -154,6 +155,7 @@ class Call:
 
     arguments: dict[str, Any]
     namespace: str
+    mask_4d: Tensor | None = None
     rows: list[Row] = field(default_factory=list)
     scope: Scope | None = None
     content: Tensor | None = None
@@ -219,6 +221,7 @@ class Inputs:
         types: Token type ids (B, T) or (1, T), or None.
         positions: Position ids (B, T) or (1, T), or None.
         has_content: Whether a row holds more than special tokens, bool (B,).
+        is_causal: Whether a row's 4-D mask is that of its valid tokens, bool (B,), or None without such a mask.
         features: What the fingerprint is projected from, float32 (B, F0), or None.
     """
 
@@ -227,6 +230,7 @@ class Inputs:
     types: Any
     positions: Any
     has_content: Any
+    is_causal: Any
     features: Any
 
 

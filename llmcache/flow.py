@@ -28,6 +28,7 @@ from llmcache.context import Call
 from llmcache.door import Door, Packing
 from llmcache.hooks import LayerSwap
 from llmcache.lookup import Lookup
+from llmcache.masks import flatten
 from llmcache.meter import Meter
 from llmcache.outcome import Outcome, outcomes
 from llmcache.parts import Parts
@@ -79,7 +80,8 @@ class Flow:
         self._begin_work()
         if torch.is_grad_enabled():
             self._parts.weights.suspect()
-        call = Call(arguments, self.namespace.get())
+        arguments, mask_4d = flatten(arguments)
+        call = Call(arguments, self.namespace.get(), mask_4d)
         reason = "disabled" if self.is_disabled.get() else self._find_reason(arguments)
         reason = reason or self._lookup.guard("ask whether it pays", partial(self._meter.ask, call))
         if reason is not None:

@@ -20,6 +20,7 @@ from llmcache.arguments import Arguments
 from llmcache.bypass import is_plain_cache
 from llmcache.context import Call, Row
 from llmcache.lookup import Lookup
+from llmcache.masks import cut
 from llmcache.parts import Parts
 from llmcache.prefix.blocks import Block, Blocks
 from llmcache.prefix.chain import links
@@ -151,6 +152,9 @@ class Prefiller:
         for name in _BY_COLUMN:
             if (value := self._arguments.get(args, kwargs, name)) is not None:
                 args, kwargs = self._arguments.replace(args, kwargs, name, value[..., n_cut:])
+        if call.mask_4d is not None:  # a row a token that is run; a 2-D mask is wanted of all tokens
+            mask = cut(self._arguments.get(args, kwargs, "attention_mask"), n_cut)
+            args, kwargs = self._arguments.replace(args, kwargs, "attention_mask", mask)
         return args, kwargs
 
     def _fill(

@@ -108,6 +108,37 @@ def test_rows_with_different_prefixes_and_padding(family: str, left: bool) -> No
     assert cache.stats().errors == 0
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generation_with_a_static_cache(family: str) -> None:
+    """`generate()` makes a 4-D mask for it, of which rows are cut."""
+    model = build(FAMILIES[family])
+    stem = tokens(1, 24)
+    inputs = batch([branch(stem, 20, 22, seed=1), branch(stem, 13, 17, seed=2)], left=True)
+    plain = greedy(model, **inputs, cache_implementation="static")
+    cache = wrapped(model)
+    cache(stem)
+    assert torch.equal(greedy(model, **inputs, cache_implementation="static"), plain)
+    assert [outcome.n_prefix for outcome in cache.last] == [17, 12]
+    assert set(cache.stats().bypassed) == {"decode"}
+    assert cache.stats().errors == 0
+
+
+def test_a_mask_that_is_not_causal_is_left_to_the_model() -> None:
+    model = build(GENERATORS["llama"])
+    stem = tokens(1, 12)
+    seen = torch.ones(12, 12, dtype=torch.bool).tril()
+    seen[5, 3] = False
+    cache = wrapped(model)
+    cache(stem)
+    with cache.disabled():
+        plain = cache(stem, attention_mask=seen[None, None], past_key_values=DynamicCache()).logits
+    assert torch.equal(cache(stem, attention_mask=seen[None, None], past_key_values=DynamicCache()).logits, plain)
+    assert cache.last[0].bypassed == "mask_4d"
+    causal = torch.ones(12, 12, dtype=torch.bool).tril()[None, None]
+    cache(stem, attention_mask=causal, past_key_values=DynamicCache())
+    assert cache.last[0].rung == "exact"
+
+
 def test_positions_that_differ_do_not_share() -> None:
     """Without position_ids a model counts columns, padding included."""
     model = build(GENERATORS["gpt2"])
