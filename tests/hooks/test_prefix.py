@@ -21,6 +21,12 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "qwen3": STRANGE_GENERATORS["qwen3"],
 }
 BLOCK = 4
+WAYS: dict[str, dict[str, Any]] = {
+    "beams": {"num_beams": 3},
+    "sampling": {"do_sample": True, "top_k": 20, "temperature": 1.5},
+    "several samples": {"do_sample": True, "num_return_sequences": 3},
+    "prompt lookup": {"prompt_lookup_num_tokens": 3},
+}
 
 
 def branch(ids: Tensor, n_shared: int, length: int, seed: int) -> Tensor:
@@ -40,7 +46,7 @@ def batch(prompts: list[Tensor], left: bool) -> dict[str, Tensor]:
 
 
 def greedy(model: Any, **inputs: Any) -> Tensor:
-    return model.generate(**inputs, do_sample=False, max_new_tokens=8, pad_token_id=PAD)
+    return model.generate(**{"do_sample": False, "max_new_tokens": 8, "pad_token_id": PAD, **inputs})
 
 
 def wrapped(model: nn.Module, **settings: Any) -> LLMCache:
@@ -61,6 +67,22 @@ def test_greedy_tokens_are_the_same(family: str) -> None:
     assert stats.hits["prefix"] > 20
     assert 0 < stats.n_prefix_tokens < stats.n_prompt_tokens == sum(prompt.shape[1] for prompt in prompts)
     assert stats.errors == 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("way", WAYS)
+def test_other_ways_to_decode(family: str, way: str) -> None:
+    model = build(FAMILIES[family])
+    stem = tokens(1, 24)
+    prompt = branch(stem, 18, 22, seed=1)
+    torch.manual_seed(3)
+    plain = greedy(model, input_ids=prompt, **WAYS[way])
+    cache = wrapped(model)
+    cache(stem)
+    torch.manual_seed(3)
+    assert torch.equal(greedy(model, input_ids=prompt, **WAYS[way]), plain)
+    assert cache.stats().n_prefix_tokens > 0
+    assert cache.stats().errors == 0
 
 
 @pytest.mark.parametrize("family", FAMILIES)
