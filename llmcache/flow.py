@@ -1,6 +1,6 @@
 """The order of a call, from the trunk's first argument to the stats. Every step is a function of another module.
 
-    opened   -> may this call use the cache at all, and would it pay?
+    opened   -> may this call use the cache at all, and would it pay? A stored prefix is put in, the rest run plainly
     at door  -> where tokens are all that fingerprints are made of, what follows is done here, and hits end here
     layer 0  -> rows and exact keys, fingerprint, then the rungs decide
     layer l  -> rows to compute are computed, stored states put in, misses captured

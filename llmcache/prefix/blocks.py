@@ -56,7 +56,7 @@ class Blocks:
 
         Args:
             size: Tokens a block.
-            max_bytes: Budget of bytes of tensors; bookkeeping comes on top, some 0.5 kB a block.
+            max_bytes: Budget of bytes of tensors; bookkeeping comes on top, some 1.6 kB a block on CPU.
             device: Where tensors are kept: those that make blocks put them there.
         """
         self.size = size

@@ -104,6 +104,7 @@ class Prefiller:
             return
         try:
             for row in call.active_rows:
+                # What was reused is stored already, or not this request's own.
                 chain = () if row.number in call.reused else prefill.chains[row.number]
                 n_held = len(blocks.match(chain))
                 if n_held < len(chain):

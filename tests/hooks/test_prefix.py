@@ -161,6 +161,20 @@ def test_a_mask_that_is_not_causal_is_left_to_the_model() -> None:
     assert cache.last[0].rung == "exact"
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_row_that_is_known_as_a_whole_does_not_hold_the_others_up(family: str) -> None:
+    model = build(FAMILIES[family])
+    stem = tokens(1, 24)
+    inputs = batch([stem[:, :8], branch(stem, 20, 24, seed=1)], left=False)
+    with torch.inference_mode():
+        plain = model(**inputs).logits
+    cache = wrapped(model)
+    cache(stem)
+    valid = inputs["attention_mask"].bool()
+    torch.testing.assert_close(cache(**inputs).logits[valid], plain[valid], atol=1e-5, rtol=1e-5)
+    assert [outcome.n_prefix for outcome in cache.last] == [8, 20]
+
+
 def test_positions_that_differ_do_not_share() -> None:
     """Without position_ids a model counts columns, padding included."""
     model = build(GENERATORS["gpt2"])
@@ -220,6 +234,16 @@ def test_exact_repeats_are_served_by_their_own_rung() -> None:
     first = cache(tokens(1, 24)).logits
     assert torch.equal(cache(tokens(1, 24)).logits, first)
     assert cache.stats().hits == {"exact": 1}
+
+
+def test_states_that_were_reused_make_no_blocks() -> None:
+    model = build(GENERATORS["llama"])
+    cache = wrapped(model)
+    cache(tokens(1, 24))
+    assert cache.stats().n_blocks == 6
+    cache._parts.prefix.clear()
+    cache(tokens(1, 24))
+    assert (cache.last[0].rung, cache.stats().n_blocks) == ("exact", 0)
 
 
 def test_namespaces_and_weights_do_not_share() -> None:
