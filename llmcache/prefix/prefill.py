@@ -70,10 +70,12 @@ class Prefiller:
             if not (is_exact and all(self._parts.library.known(row) for row in call.rows)):
                 args, kwargs = self._cut(call, args, kwargs)
             call.lookup_s += perf_counter() - started
-        except Exception as error:
-            self._parts.counters.error("serve a prefix", error)
+        except BaseException as error:  # an interruption must not leave half a past either
             self.abandon(call)
             call.prefill = None
+            if not isinstance(error, Exception):
+                raise
+            self._parts.counters.error("serve a prefix", error)
         return args, kwargs
 
     def complete(self, call: Call, output: Any) -> Any:

@@ -310,10 +310,12 @@ def test_ids_out_of_range_raise_and_leave_no_past() -> None:
     assert kv.get_seq_length() == 0
 
 
-def test_an_interruption_leaves_no_past() -> None:
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_an_interruption_leaves_no_past(kind: str) -> None:
     model = build(GENERATORS["llama"])
     cache = wrapped(model)
-    stem, kv = tokens(1, 24), DynamicCache()
+    stem = tokens(1, 24)
+    kv = DynamicCache() if kind == "dynamic" else StaticCache(config=model.config, max_cache_len=24)
     cache(stem)
     plain = cache(branch(stem, 20, 24, seed=1)).logits
     cache.clear()
@@ -369,7 +371,8 @@ def test_an_empty_prompt_fails_as_without_a_cache() -> None:
     assert cache.stats().errors == 0
 
 
-def test_a_failing_store_costs_the_prefix_only(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_cache_that_is_half_filled_is_emptied(error: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(GENERATORS["llama"])
     cache = wrapped(model)
     stem, prompt, kv = tokens(1, 24), branch(tokens(1, 24), 20, 24, seed=1), DynamicCache()
@@ -381,12 +384,17 @@ def test_a_failing_store_costs_the_prefix_only(monkeypatch: pytest.MonkeyPatch) 
     def fail_once(self: DynamicCache, keys: Tensor, values: Tensor, layer: int, *more: Any, **named: Any) -> Any:
         n_calls.append(layer)
         if len(n_calls) == 2:  # one layer was filled already
-            raise RuntimeError("broken")
+            raise error("broken")
         return update(self, keys, values, layer, *more, **named)
 
     monkeypatch.setattr(DynamicCache, "update", fail_once)
-    assert torch.equal(cache(prompt, past_key_values=kv).logits, plain)
-    assert (cache.stats().errors, kv.get_seq_length(), cache.last[0].rung) == (1, 24, None)
+    if error is KeyboardInterrupt:
+        with pytest.raises(KeyboardInterrupt):
+            cache(prompt, past_key_values=kv)
+        assert kv.get_seq_length() == 0
+    else:
+        assert torch.equal(cache(prompt, past_key_values=kv).logits, plain)
+        assert (cache.stats().errors, kv.get_seq_length(), cache.last[0].rung) == (1, 24, None)
 
 
 def test_threads_that_extend_one_prefix() -> None:
