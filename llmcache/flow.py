@@ -286,8 +286,7 @@ class Flow:
         hits = [(reuse.rung, reuse.layer) for reuse in call.reused.values()]
         if call.prefill is not None:
             n_tokens = sum(row.n_valid for row in call.rows if row.number not in call.reused)
-            self._parts.counters.prefix(sum(call.served.values()), n_tokens)
-            hits += [("prefix", self._last)] * len(call.served)
+            self._parts.counters.prefix(len(call.served), sum(call.served.values()), n_tokens)
         done = {*call.reused, *call.served, *call.doubted}
         n_misses = sum(row.number not in done for row in call.active_rows)
         self._parts.counters.call(hits, call.reused_at, n_misses, call.n_skipped, (call.lookup_s, call.storing_s))

@@ -59,7 +59,7 @@ class Stats:
     Attributes:
         n_requests: Rows seen, bypassed ones included; decode steps are parts of a request and not counted here.
         hits: Hits by rung.
-        hits_by_layer: Hits by the deepest layer reused.
+        hits_by_layer: Hits by the deepest layer reused; those of prefixes, which skip none, are not among them.
         reuses_by_layer: Reuses by layer. In `paper` mode a hit counts at each layer whose output was taken from the
             store, else once, at the deepest.
         n_misses: Rows computed in full and eligible to be stored.
@@ -180,9 +180,18 @@ class Counters:
         if is_first:
             logger.warning("llmcache: a state is larger than its bank's budget and was not stored; raise max_bytes")
 
-    def prefix(self, n_served: int, n_tokens: int) -> None:
-        """Count tokens of requests that the prefix rung was asked about, and those of them that it served."""
+    def prefix(self, n_hits: int, n_served: int, n_tokens: int) -> None:
+        """Count what stored prefixes served.
+
+        Args:
+            n_hits: Requests served.
+            n_served: Their tokens that were.
+            n_tokens: Tokens of all requests that the rung was asked about.
+        """
         with self._lock:
+            if n_hits:
+                self._hits["prefix"] += n_hits
+            self._totals["requests"] += n_hits
             self._totals["prefix tokens"] += n_served
             self._totals["prompt tokens"] += n_tokens
 

@@ -65,6 +65,7 @@ def test_greedy_tokens_are_the_same(family: str) -> None:
         assert torch.equal(greedy(model, input_ids=prompt), expected)
     stats = cache.stats()
     assert stats.hits["prefix"] > 20
+    assert stats.n_requests == stats.n_hits + stats.n_misses == len(prompts)
     assert 0 < stats.n_prefix_tokens < stats.n_prompt_tokens == sum(prompt.shape[1] for prompt in prompts)
     assert stats.errors == 0
 
