@@ -23,6 +23,7 @@ from llmcache.observation import Observer
 from llmcache.parts import Parts
 from llmcache.payloads import PAYLOADS, Payload
 from llmcache.policies import POLICIES
+from llmcache.prefix.blocks import Blocks
 from llmcache.reuse import Rung
 from llmcache.reuse.exact import Exact
 from llmcache.reuse.paper import Paper
@@ -56,8 +57,10 @@ def assemble(model: nn.Module, config: CacheConfig, tokenizer: Any = None, answe
     fingerprint = make_fingerprint(config)
     config.index_component.build(INDEXES, "index", 8)
     searched_by = None if config.tau is None else fingerprint
+    prefix = _make_blocks(trunk, payload, config)
+    bank_bytes = max(1, config.max_bytes // len(layers) // (1 if prefix is None else 2))
     library = Library(
-        {layer: _make_bank(trunk, config, len(layers)) for layer in layers},
+        {layer: _make_bank(trunk, config, bank_bytes) for layer in layers},
         lambda: config.compression.build(CODECS, "compression"),
         searched_by,
         lambda dim: config.index_component.build(INDEXES, "index", dim),
@@ -75,7 +78,9 @@ def assemble(model: nn.Module, config: CacheConfig, tokenizer: Any = None, answe
     attention = first_attention(trunk) if reads_attention else None
     per_layer = config.fingerprint_per_layer
     weights = Weights(trunk.module)
-    parts = Parts(trunk, head, payload, library, rungs, searched_by, per_layer, attention, weights, gate, observer)
+    parts = Parts(
+        trunk, head, payload, library, rungs, searched_by, per_layer, attention, weights, gate, prefix, observer
+    )
     if config.step_aside and config.mode != "paper":  # which is the reference, and measured as written
         parts.cost = CostModel(trunk.depth, PATIENCE if config.tau is None else PATIENCE_OF_TAU)
     return parts
@@ -171,10 +176,23 @@ def _choose_layers(trunk: Trunk, payload: Payload, config: CacheConfig) -> list[
     return chosen
 
 
-def _make_bank(trunk: Trunk, config: CacheConfig, n_banks: int) -> Bank:
-    device = device_of(trunk.module) if config.device == "model" else torch.device("cpu")
+def _device(trunk: Trunk, config: CacheConfig) -> torch.device:
+    """Where states are kept."""
+    return device_of(trunk.module) if config.device == "model" else torch.device("cpu")
+
+
+def _make_bank(trunk: Trunk, config: CacheConfig, max_bytes: int) -> Bank:
     policy = config.policy.build(POLICIES, "policy")
-    return Bank(MemoryStore(device), policy, max(1, config.max_bytes // n_banks), config.max_entries)
+    return Bank(MemoryStore(_device(trunk, config)), policy, max_bytes, config.max_entries)
+
+
+def _make_blocks(trunk: Trunk, payload: Payload, config: CacheConfig) -> Blocks | None:
+    """Where prefixes are kept; None where they cannot serve, or nobody wants it."""
+    # Whether a trunk that was recognised by its shape ignores padding, and what else it puts out, is not known.
+    can_serve = trunk.adapter.is_causal and not trunk.adapter.is_guess and not payload.fits_any_length
+    if not (config.prefix and can_serve and config.tau is None):
+        return None
+    return Blocks(config.prefix_block, config.max_bytes // 2, _device(trunk, config))
 
 
 def _choose_rungs(library: Library, trunk: Trunk, config: CacheConfig, codec: Codec, chooser: Chooser) -> list[Rung]:

@@ -24,8 +24,8 @@ CURES: dict[str, str] = {
     "inference_weights": "the weights were made under torch.inference_mode(), where edits to them cannot be seen: "
     "load the model outside of it",
     "adapter_names": "PEFT serves each row with an adapter of its own: call it with one adapter a batch",
-    "mask_4d": "the attention mask is not (batch, tokens): pass the tokenizer's 2-D mask (generate() "
-    "with a static cache makes a 4-D one itself)",
+    "mask_4d": "the attention mask is neither (batch, tokens) nor the causal one that generate() makes for a static "
+    "cache: pass the tokenizer's 2-D mask",
     "unknown_argument": "an argument of the model is not known to leave the hidden states alone",
     "kv_cache_kind": "this kind of K/V cache cannot be filled from stored states: use DynamicCache or StaticCache",
     "kv_cache_with_pooled_payload": "K/V was asked for, but a classifier's entries keep one vector: pass "

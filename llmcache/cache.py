@@ -272,8 +272,11 @@ class LLMCache:
 
     def stats(self) -> Stats:
         """Counters since wrapping, and what is held now."""
-        library = self._parts.library
+        library, prefix = self._parts.library, self._parts.prefix
         return self._parts.counters.snapshot(
+            n_blocks=0 if prefix is None else len(prefix),
+            n_blocks_evicted=0 if prefix is None else prefix.n_evicted,
+            prefix_nbytes=0 if prefix is None else prefix.nbytes,
             n_entries={layer: len(bank) for layer, bank in library.banks.items()},
             n_evicted={layer: bank.n_evicted for layer, bank in library.banks.items()},
             n_expelled={layer: bank.n_expelled for layer, bank in library.banks.items()},
@@ -305,6 +308,8 @@ class LLMCache:
         if self._parts.audit is not None:
             self._parts.audit.forget()
         self._parts.library.clear()
+        if self._parts.prefix is not None:
+            self._parts.prefix.clear()
         if self._parts.trust is not None:
             self._parts.trust.forget()
         if self._parts.cost is not None:
@@ -319,6 +324,8 @@ class LLMCache:
         if self._parts.audit is not None:
             self._parts.audit.forget(namespace)
         n_requests = self._parts.library.purge(namespace)
+        if self._parts.prefix is not None:
+            self._parts.prefix.purge(namespace)
         if self._parts.trust is not None:
             self._parts.trust.forget(namespace)
         if self._parts.cost is not None:
@@ -388,5 +395,6 @@ class LLMCache:
 
     def __repr__(self) -> str:
         """Model, payload and rungs."""
-        rungs = "+".join(rung.name for rung in self._parts.rungs)
+        names = [rung.name for rung in self._parts.rungs]
+        rungs = "+".join(names if self._parts.prefix is None else [*names, "prefix"])
         return f"LLMCache({type(self.model).__name__}, payload={self._parts.payload.name!r}, rungs={rungs!r})"

@@ -71,6 +71,9 @@ class CacheConfig(BaseModel):
             reuse off.
         exact: Serve requests whose tokens, types and positions were seen before, from their own states. None: yes, but
             not in `paper` mode, whose entries may rest on other requests' states.
+        prefix: Serve the longest beginning that a request shares with a stored one from K/V, and run the layers on what
+            is left. Of causal models in the adapter table that keep K/V, without approximate reuse; others ignore it.
+        prefix_block: Tokens a block: prefixes are known in whole blocks.
         payload: What an entry keeps of a layer's output. `auto` follows the model's head.
         layers: Layers whose output is stored: `last`, `all`, or layer numbers (negative ones count from the end).
             `auto` is `all` in `paper` mode, else `last`.
@@ -109,8 +112,9 @@ class CacheConfig(BaseModel):
         step_aside: Let calls go by the cache where it takes more time than it saves, as measured for calls of their
             length (`Stats.cost`), until it would pay. They are counted in `Stats.bypassed`. Not in `paper` mode.
         max_entries: Most entries a bank, or None.
-        max_bytes: Budget in bytes of the states of all banks together; each bank gets an equal share. Fingerprints and
-            bookkeeping come on top: 4 bytes a dimension and some 1 kB a request.
+        max_bytes: Budget in bytes of the states of all banks together; each bank gets an equal share. Where prefixes
+            are kept, they get one half of it and the banks the other. Fingerprints and bookkeeping come on top: 4 bytes
+            a dimension and some 1 kB a request.
         device: Where entries are kept: `cpu`, or `model` for the model's own device.
         allow_unsafe: Permit approximate reuse under span, token and language-model heads, whose answers it replaces
             by those of another input. For experiments.
@@ -121,6 +125,8 @@ class CacheConfig(BaseModel):
     mode: Literal["semantic", "paper"] = "semantic"
     tau: float | dict[int, float] | None = None
     exact: bool | None = None
+    prefix: bool = True
+    prefix_block: int = Field(default=16, ge=1)
     payload: Literal["auto", "sequence", "cls", "last", "mean"] = "auto"
     layers: Literal["auto", "last", "all"] | list[int] = "auto"
     fingerprint: Component = Component(name="auto")

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from llmcache.arrays import Floats
 from llmcache.audit.auditor import Sample
+from llmcache.prefix.records import Prefill
 
 KEY_LENGTH = 43  # characters of a SHA-256 in base64
 Positions = slice | NDArray[np.int64]
@@ -55,6 +56,7 @@ class Row:
         ids: Its valid token ids, packed; compared on a hit.
         valid: Where the valid tokens are in the row.
         n_valid: How many they are.
+        start: Position of the first valid token where those of the others follow one by one; else None.
         refused: Why the row takes no part in caching, or "".
     """
 
@@ -63,6 +65,7 @@ class Row:
     ids: bytes
     valid: Positions
     n_valid: int
+    start: int | None = None
     refused: str = ""
 
 
@@ -117,8 +120,9 @@ class Call:
     """One forward of the trunk.
 
     Attributes:
-        arguments: The trunk's arguments by name.
+        arguments: The trunk's arguments by name; the mask as 2-D.
         namespace: Namespace in force when the call began.
+        mask_4d: The mask that was passed, bool (B, 1, T, M), where it is another one.
         rows: Filled when layer 0 is reached.
         scope: Likewise.
         content: Which tokens carry content, bool (B, T) on the model's device.
@@ -138,6 +142,7 @@ class Call:
         drawn: Rows that the audit looks into, by number.
         is_served: Every row takes its state at the last layer, so that all layers below are skipped.
         kv_cache: The caller's K/V cache object, or None.
+        prefill: What it has to do with stored prefixes, or None.
         captured: Payloads to store: row number, then layer, then named tensors.
         reused_at: Layer of every decision, in order; in `paper` mode a row may have one at each layer.
         n_skipped: Layer executions saved so far, summed over rows.
@@ -151,6 +156,7 @@ class Call:
 
     arguments: dict[str, Any]
     namespace: str
+    mask_4d: Tensor | None = None
     rows: list[Row] = field(default_factory=list)
     scope: Scope | None = None
     content: Tensor | None = None
@@ -170,6 +176,7 @@ class Call:
     drawn: dict[int, Drawn] = field(default_factory=dict)
     is_served: bool = False
     kv_cache: Any = None
+    prefill: Prefill | None = None
     captured: dict[int, dict[int, dict[str, Tensor]]] = field(default_factory=dict)
     reused_at: list[int] = field(default_factory=list)
     n_skipped: int = 0
@@ -189,6 +196,11 @@ class Call:
     def active_rows(self) -> list[Row]:
         """Rows that take part in caching."""
         return [row for row in self.rows if not row.refused]
+
+    @property
+    def served(self) -> Mapping[int, int]:
+        """Tokens that a stored prefix serves, by row number."""
+        return {} if self.prefill is None else self.prefill.served
 
     def begin_again(self) -> None:
         """Forget what was read and decided."""
@@ -211,6 +223,7 @@ class Inputs:
         types: Token type ids (B, T) or (1, T), or None.
         positions: Position ids (B, T) or (1, T), or None.
         has_content: Whether a row holds more than special tokens, bool (B,).
+        is_causal: Whether a row's 4-D mask is that of its valid tokens, bool (B,), or None without such a mask.
         features: What the fingerprint is projected from, float32 (B, F0), or None.
     """
 
@@ -219,6 +232,7 @@ class Inputs:
     types: Any
     positions: Any
     has_content: Any
+    is_causal: Any
     features: Any
 
 
@@ -277,7 +291,8 @@ def read_rows(scope: Scope, inputs: Inputs, dtype: np.dtype[Any], padding_counts
         elif not isinstance(valid, slice):
             _update(sha, b"gaps", valid - valid[0])
         packed = row_ids[valid].astype(dtype).tobytes()
-        rows.append(Row(number, _name(sha), packed, valid, n_valid))
+        start = _start(_row(inputs.positions, number, valid), valid, n_valid)
+        rows.append(Row(number, _name(sha), packed, valid, n_valid, start))
     return rows
 
 
@@ -301,6 +316,15 @@ def _valid_positions(mask: NDArray[Any] | None, length: int) -> tuple[Positions,
         return slice(0, 0), 0
     start, stop = int(where[0]), int(where[-1]) + 1
     return (slice(start, stop) if stop - start == len(where) else where), len(where)
+
+
+def _start(positions: NDArray[np.int64] | None, valid: Positions, n_valid: int) -> int | None:
+    """See `Row.start`; a model that is given no positions counts columns."""
+    if n_valid == 0 or not isinstance(valid, slice):
+        return None
+    if positions is None:
+        return int(valid.start)
+    return int(positions[0]) if (np.diff(positions) == 1).all() else None
 
 
 def _row(values: NDArray[np.int64] | None, number: int, valid: Positions) -> NDArray[np.int64] | None:

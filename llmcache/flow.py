@@ -1,6 +1,6 @@
 """The order of a call, from the trunk's first argument to the stats. Every step is a function of another module.
 
-    opened   -> may this call use the cache at all, and would it pay?
+    opened   -> may this call use the cache at all, and would it pay? A stored prefix is put in, the rest run plainly
     at door  -> where tokens are all that fingerprints are made of, what follows is done here, and hits end here
     layer 0  -> rows and exact keys, fingerprint, then the rungs decide
     layer l  -> rows to compute are computed, stored states put in, misses captured
@@ -27,9 +27,11 @@ from llmcache.door import Door, Packing
 from llmcache.hooks import LayerSwap
 from llmcache.keeping import Keeper
 from llmcache.lookup import Lookup
+from llmcache.masks import flatten
 from llmcache.meter import Meter
 from llmcache.outcome import Outcome, outcomes
 from llmcache.parts import Parts
+from llmcache.prefix.prefill import Prefiller
 from llmcache.reuse.runner import Runner
 
 DEFAULT_NAMESPACE = "default"
@@ -51,6 +53,7 @@ class Flow:
         self._meter = Meter(parts)
         self._checks = Checks(parts.library, parts.counters)
         self._lookup = Lookup(parts, self._checks, tokenizer)
+        self._prefiller = Prefiller(parts, self._lookup, self._arguments)
         self._door = Door(parts.trunk, parts.payload)
         self._keeper = Keeper(parts)
         self._last = parts.trunk.depth - 1
@@ -77,7 +80,8 @@ class Flow:
         self._begin_work()
         if torch.is_grad_enabled():
             self._parts.weights.suspect()
-        call = Call(arguments, self.namespace.get())
+        arguments, mask_4d = flatten(arguments)
+        call = Call(arguments, self.namespace.get(), mask_4d)
         reason = "disabled" if self.is_disabled.get() else self._find_reason(arguments)
         reason = reason or self._lookup.guard("ask whether it pays", partial(self._meter.ask, call))
         if reason is not None:
@@ -86,7 +90,9 @@ class Flow:
         if not self._parts.is_collecting:
             self._thread.last = ()  # until the call has succeeded
         self._thread.call = call
-        return self._arguments.replace(args, kwargs, "use_cache", False) if self._keeps_no_kv else (args, kwargs)
+        if self._keeps_no_kv:
+            return self._arguments.replace(args, kwargs, "use_cache", False)
+        return self._prefiller.begin(call, args, kwargs)
 
     def answer_at_door(self) -> Any:
         """The trunk's output for a call that is served before the trunk runs; else None."""
@@ -104,11 +110,13 @@ class Flow:
     def layer(self, swap: LayerSwap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one layer for the rows that need it."""
         call: Call | None = None if torch.compiler.is_compiling() else getattr(self._thread, "call", None)
-        if call is not None and swap.number == 0 and not self._begin(call, swap, args, kwargs):
+        if call is None or call.served:  # of what comes after a prefix all is computed
+            return swap.original(*args, **kwargs)
+        if swap.number == 0 and not self._begin(call, swap, args, kwargs):
             self._thread.call = None
             self._lookup.withdraw(call)
             return swap.original(*args, **kwargs) if call.first_output is None else call.first_output
-        if call is None or not call.has_begun:  # bypassed, or layer 0 was not run through its swap
+        if not call.has_begun:  # layer 0 was not run through its swap
             return swap.original(*args, **kwargs)
         is_last = swap.number == self._last
         if call.is_served and not is_last:
@@ -137,6 +145,11 @@ class Flow:
         if call is not None:
             call.attention = unpack(output)
 
+    def completed(self, output: Any) -> Any:
+        """The output at all positions, where the trunk ran on those after a stored prefix."""
+        call: Call | None = None if torch.compiler.is_compiling() else getattr(self._thread, "call", None)
+        return output if call is None else self._prefiller.complete(call, output)
+
     def closed(self, output: Any) -> None:
         """End a forward: store what was computed, count what was done. A call that failed half-way leaves nothing."""
         if torch.compiler.is_compiling():
@@ -148,6 +161,7 @@ class Flow:
             return
         if not (call.has_begun and call.is_complete):
             self._lookup.withdraw(call)
+            self._prefiller.abandon(call)
             return
         started = self._meter.now(call)
         self._learn_packing(call, output)
@@ -158,6 +172,7 @@ class Flow:
         if not self._parts.is_collecting:
             self._thread.last = outcomes(call)
             self._keeper.store(call)
+            self._prefiller.store(call, output)
             self._have_looked_into(call)
             ended = self._meter.now(call)
             call.storing_s += ended - started
@@ -256,7 +271,11 @@ class Flow:
 
     def _count(self, call: Call) -> None:
         hits = [(reuse.rung, reuse.layer) for reuse in call.reused.values()]
-        n_misses = sum(row.number not in call.reused and row.number not in call.doubted for row in call.active_rows)
+        if call.prefill is not None:
+            n_tokens = sum(row.n_valid for row in call.rows if row.number not in call.reused)
+            self._parts.counters.prefix(len(call.served), sum(call.served.values()), n_tokens)
+        done = {*call.reused, *call.served, *call.doubted}
+        n_misses = sum(row.number not in done for row in call.active_rows)
         self._parts.counters.call(hits, call.reused_at, n_misses, call.n_skipped, (call.lookup_s, call.storing_s))
 
     def _bypass(self, reason: str, n_rows: int) -> None:

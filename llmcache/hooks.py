@@ -19,7 +19,7 @@ from llmcache.errors import ConfigError, WrapError
 
 
 class Listener(Protocol):
-    """What the swaps call; one forward of the trunk is `opened`, then `layer` once a layer, then `closed`.
+    """What the swaps call; one forward of the trunk is `opened`, then `layer` once a layer, `completed`, then `closed`.
 
     Between the first two an `answer_at_door` may come, which is the trunk's output: then no layer is called.
     """
@@ -33,6 +33,8 @@ class Listener(Protocol):
     def normed(self, output: Any) -> Any: ...
 
     def attended(self, output: Any) -> None: ...
+
+    def completed(self, output: Any) -> Any: ...
 
     def closed(self, output: Any) -> None: ...
 
@@ -112,7 +114,7 @@ class TrunkSwap(Swap):
         try:
             output = self._listener.answer_at_door()
             if output is None:
-                output = self.original(*args, **kwargs)
+                output = self._listener.completed(self.original(*args, **kwargs))
             return output
         finally:
             self._listener.closed(output)

@@ -65,7 +65,7 @@ class Meter:
         if cost is None or not call.is_metered:
             return
         times = None if call.started is None else Times(ended - call.started, call.lookup_s, call.storing_s)
-        cost.took(ids.numel(), call.n_rows, len(call.reused), times)
+        cost.took(ids.numel(), call.n_rows, len(call.reused) + len(call.served), times)
 
     def _done(self, ids: Tensor) -> float:
         """The time at which the device of these ids has done what it was given."""

@@ -11,11 +11,12 @@ class Outcome:
 
     Attributes:
         key: The row's own exact key, under which a miss is stored; "" when the call was bypassed before it was known.
-        rung: What served it: `exact`, `semantic`, `paper`, or None when it was computed.
+        rung: What served it: `exact`, `prefix`, `semantic`, `paper`, or None when it was computed.
         layer: The deepest layer reused, or None.
         source: Key of the stored request whose state was reused, or None.
         similarity: To that request; of a row that was computed, to the nearest one found, over all searches made for
             it. None when no search was made or nothing was there to be found.
+        n_prefix: First tokens that a stored prefix served, 0 without.
         bypassed: Why the cache was not used (`llmcache.bypass.CURES`), or None.
     """
 
@@ -24,6 +25,7 @@ class Outcome:
     layer: int | None = None
     source: str | None = None
     similarity: float | None = None
+    n_prefix: int = 0
     bypassed: str | None = None
 
 
@@ -35,6 +37,8 @@ def outcomes(call: Call) -> tuple[Outcome, ...]:
 def _outcome(call: Call, row: Row) -> Outcome:
     if row.refused:
         return Outcome(row.key, bypassed=row.refused)
+    if row.number in call.served:
+        return Outcome(row.key, "prefix", n_prefix=call.served[row.number])
     reuse = call.reused.get(row.number)
     if reuse is None:
         return Outcome(row.key, similarity=call.nearest.get(row.number))

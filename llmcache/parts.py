@@ -14,6 +14,7 @@ from llmcache.heads import Head
 from llmcache.library import Library
 from llmcache.observation import Observer
 from llmcache.payloads import Payload
+from llmcache.prefix.blocks import Blocks
 from llmcache.reuse import Rung
 from llmcache.stats import Counters
 from llmcache.trust import Trust
@@ -35,6 +36,7 @@ class Parts:
         attention: The first layer's self-attention where the fingerprint reads it, else None.
         weights: What states depend on.
         gate: Compares tokens after a neighbour was chosen, or None.
+        prefix: What was computed for the beginnings of requests; None where the prefix rung is off.
         observer: Reads the model's answers, where decisions compare them; else None.
         trust: Approximate reuse that is calibrated, or None.
         cost: Tells when the cache does not pay; None where it never steps aside.
@@ -52,6 +54,7 @@ class Parts:
     attention: nn.Module | None
     weights: Weights
     gate: ContentGate | None
+    prefix: Blocks | None = None
     observer: Observer | None = None
     trust: Trust | None = None
     cost: CostModel | None = None

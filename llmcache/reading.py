@@ -12,6 +12,7 @@ from torch import Tensor
 from llmcache.adapters import special_ids, vocabulary_size
 from llmcache.context import Call, Inputs, Row, Scope, id_dtype, read_rows, to_host
 from llmcache.fingerprint import View, foresee
+from llmcache.masks import expand
 from llmcache.parts import Parts
 from llmcache.payloads import head_reads_padding
 
@@ -55,7 +56,10 @@ class Reader:
         fingerprint = self._parts.fingerprint
         features = None if fingerprint is None else fingerprint.features(View(hidden, content, ids, call.attention))
         types, positions = call.arguments.get("token_type_ids"), call.arguments.get("position_ids")
-        inputs = Inputs(*to_host(ids, valid, types, positions, content.any(dim=1), features))
+        is_causal = None
+        if call.mask_4d is not None and valid is not None:
+            is_causal = (call.mask_4d == expand(valid, call.mask_4d.shape[-1])).all(dim=-1).all(dim=-1).flatten()
+        inputs = Inputs(*to_host(ids, valid, types, positions, content.any(dim=1), is_causal, features))
         call.rows = read_rows(call.scope, inputs, id_dtype(len(table)), self._parts.trunk.adapter.is_guess)
         call.features = None if self._parts.is_per_layer else inputs.features
         for row in call.rows:
@@ -75,6 +79,8 @@ class Reader:
         call.fingerprints[layer] = fingerprint.project(features)
 
     def _refusal(self, row: Row, inputs: Inputs) -> str:
+        if inputs.is_causal is not None and not inputs.is_causal[row.number]:
+            return "mask_4d"
         if not inputs.has_content[row.number]:
             return "no_content"
         if inputs.features is not None and not np.isfinite(inputs.features[row.number]).all():

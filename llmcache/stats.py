@@ -59,13 +59,18 @@ class Stats:
     Attributes:
         n_requests: Rows seen, bypassed ones included; decode steps are parts of a request and not counted here.
         hits: Hits by rung.
-        hits_by_layer: Hits by the deepest layer reused.
+        hits_by_layer: Hits by the deepest layer reused; those of prefixes, which skip none, are not among them.
         reuses_by_layer: Reuses by layer. In `paper` mode a hit counts at each layer whose output was taken from the
             store, else once, at the deepest.
         n_misses: Rows computed in full and eligible to be stored.
         n_revalidated: Rows that could have been reused approximately, and were computed to check the entry (policy
             `divergence`): neither hits nor misses, and not stored.
         bypassed: Rows computed as if there were no cache, by reason (`llmcache.bypass.CURES`); decode steps here.
+        n_prefix_tokens: Tokens that stored prefixes served, which no layer was run for.
+        n_prompt_tokens: Tokens of all requests that the prefix rung was asked about.
+        n_blocks: Blocks of tokens that it holds.
+        n_blocks_evicted: Blocks that left for others.
+        prefix_nbytes: Bytes of the blocks held.
         n_layers_skipped: Layer executions saved, summed over rows.
         n_entries: Entries by layer.
         n_evicted: Entries that left for others, by layer.
@@ -94,6 +99,11 @@ class Stats:
     n_misses: int = 0
     n_revalidated: int = 0
     bypassed: dict[str, int] = field(default_factory=dict)
+    n_prefix_tokens: int = 0
+    n_prompt_tokens: int = 0
+    n_blocks: int = 0
+    n_blocks_evicted: int = 0
+    prefix_nbytes: int = 0
     n_layers_skipped: int = 0
     n_entries: dict[int, int] = field(default_factory=dict)
     n_evicted: dict[int, int] = field(default_factory=dict)
@@ -170,6 +180,21 @@ class Counters:
         if is_first:
             logger.warning("llmcache: a state is larger than its bank's budget and was not stored; raise max_bytes")
 
+    def prefix(self, n_hits: int, n_served: int, n_tokens: int) -> None:
+        """Count what stored prefixes served.
+
+        Args:
+            n_hits: Requests served.
+            n_served: Their tokens that were.
+            n_tokens: Tokens of all requests that the rung was asked about.
+        """
+        with self._lock:
+            if n_hits:
+                self._hits["prefix"] += n_hits
+            self._totals["requests"] += n_hits
+            self._totals["prefix tokens"] += n_served
+            self._totals["prompt tokens"] += n_tokens
+
     def revalidated(self, n_rows: int) -> None:
         """Count rows that were computed to check an entry."""
         with self._lock:
@@ -214,6 +239,8 @@ class Counters:
                 n_misses=self._totals["misses"],
                 n_revalidated=self._totals["revalidated"],
                 bypassed=dict(self._bypassed),
+                n_prefix_tokens=self._totals["prefix tokens"],
+                n_prompt_tokens=self._totals["prompt tokens"],
                 n_layers_skipped=self._totals["skipped"],
                 lookup_ms=self._lookup_s * 1e3,
                 storing_ms=self._storing_s * 1e3,

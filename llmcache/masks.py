@@ -1,0 +1,45 @@
+"""4-D attention masks that say no more than a 2-D one: `generate()` makes such for caches of fixed length.
+
+Sizes: B rows, T tokens, M keys that the mask has columns for (M >= T).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmcache.adapters import CACHE
+
+
+def flatten(arguments: dict[str, Any]) -> tuple[dict[str, Any], Tensor | None]:
+    """Put the 2-D mask in place of a 4-D one that may be made of it. Reads no tensor.
+
+    Args:
+        arguments: Of a trunk, by name.
+
+    Returns:
+        The arguments; and the 4-D mask, bool (B, 1, T, M), to be compared with `expand`, or None where there was none.
+    """
+    ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
+    if isinstance(mask, dict) and len(mask) == 1:  # by kind of layer, all of which are of one kind
+        (mask,) = mask.values()
+    if not (isinstance(mask, Tensor) and mask.ndim == 4 and mask.dtype == torch.bool):
+        return arguments, None
+    if arguments.get(CACHE) is None or not isinstance(ids, Tensor) or ids.ndim != 2:
+        return arguments, None
+    n_rows, n_tokens = ids.shape
+    if n_tokens == 0 or mask.shape[:3] != (n_rows, 1, n_tokens) or mask.shape[3] < n_tokens:
+        return arguments, None
+    return {**arguments, "attention_mask": mask[:, 0, -1, :n_tokens]}, mask  # the last token sees all valid ones
+
+
+def cut(mask: Any, n_cut: int) -> Any:
+    """The rows of a 4-D mask from a token on; `mask` is a tensor, or named by kind of layer."""
+    return {kind: cut(one, n_cut) for kind, one in mask.items()} if isinstance(mask, dict) else mask[:, :, n_cut:]
+
+
+def expand(valid: Tensor, n_keys: int) -> Tensor:
+    """The causal mask (B, 1, T, M) of valid tokens, bool (B, T)."""
+    n_tokens = valid.shape[1]
+    causal = torch.ones(n_tokens, n_keys, dtype=torch.bool, device=valid.device).tril()
+    return causal & torch.nn.functional.pad(valid, (0, n_keys - n_tokens))[:, None, None, :]

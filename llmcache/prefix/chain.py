@@ -1,0 +1,32 @@
+"""Names of blocks of tokens: a block's key covers all that its states depend on, so also every block before it.
+
+As in vLLM's automatic prefix caching (block hash of parent hash, tokens and extra keys), but that the root, not each
+block, takes in what is not tokens.
+"""
+
+import hashlib
+
+from llmcache.context import Row, Scope
+from llmcache.prefix.records import Link
+
+
+def links(scope: Scope, row: Row, size: int) -> tuple[Link, ...]:
+    """The full blocks of a request, first to last; tokens that do not fill a block are left out.
+
+    Args:
+        scope: Everything but tokens and positions that decides a state.
+        row: A request with at least one valid token and a position that its tokens count from (`Row.start`).
+        size: Tokens a block.
+
+    Returns:
+        Links of which the first n are those of another request exactly where both have the same root (scope, block
+        size, first position) and the same first n * size tokens.
+    """
+    key = hashlib.sha256(repr((scope.key, row.start, size)).encode()).digest()
+    width = len(row.ids) // row.n_valid * size
+    found = []
+    for begin in range(0, len(row.ids) - width + 1, width):
+        ids = row.ids[begin : begin + width]
+        key = hashlib.sha256(key + ids).digest()
+        found.append(Link(key, ids))
+    return tuple(found)

@@ -1,0 +1,237 @@
+"""Puts stored prefixes into calls: fills the caller's K/V cache, cuts the arguments, completes the output.
+
+The trunk then runs on the columns that are left, as it would in the second half of a prefill in two chunks; masks and
+positions it makes itself. Rows of a batch are cut at one column, so the one with the shortest known prefix decides; of
+a block that reaches beyond it, the first tokens are used.
+
+Sizes: B rows, T tokens a row (padding included), C columns cut, L layers, H K/V heads, D_h width of a head, D hidden
+width, b tokens a block.
+"""
+
+from collections.abc import Mapping, Sequence
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmcache.adapters import CACHE
+from llmcache.arguments import Arguments
+from llmcache.bypass import is_plain_cache
+from llmcache.context import Call, Row
+from llmcache.lookup import Lookup
+from llmcache.masks import cut
+from llmcache.parts import Parts
+from llmcache.prefix.blocks import Block, Blocks
+from llmcache.prefix.chain import links
+from llmcache.prefix.records import Link, Prefill
+from llmcache.stores.memory import own
+
+Passed = tuple[tuple[Any, ...], dict[str, Any]]
+
+_BY_COLUMN = ("input_ids", "position_ids", "cache_position")  # arguments of the trunk whose last dimension is T
+_OUTPUT = {"last_hidden_state", CACHE}  # what a trunk may put out: more might be made of all positions
+
+
+class Prefiller:
+    """Serves the calls of one wrapped model from stored prefixes. Thread-safe."""
+
+    def __init__(self, parts: Parts, lookup: Lookup, arguments: Arguments) -> None:
+        """Prepare for calls.
+
+        Args:
+            parts: What calls are served with.
+            lookup: Reads their rows.
+            arguments: Of the trunk.
+        """
+        self._parts = parts
+        self._lookup = lookup
+        self._arguments = arguments
+
+    def begin(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Passed:
+        """Serve the beginning of a call's rows, if it is known and the exact rung does not know all of them.
+
+        Args:
+            call: It may use the cache; nothing has been read of it.
+            args: The trunk's arguments, passed by position.
+            kwargs: Those passed by name.
+
+        Returns:
+            What to run the trunk with: of its columns those that are left. The call's K/V cache is then filled with the
+            others. After a failure, which is counted, the arguments as they were and an empty cache.
+        """
+        try:
+            call.prefill = self._prepare(call)
+            if call.prefill is None:
+                return args, kwargs
+            args, kwargs = self._arguments.replace(args, kwargs, CACHE, call.prefill.kv_cache)
+            started = perf_counter()
+            is_exact = any(rung.name == "exact" for rung in self._parts.rungs)
+            if not (is_exact and all(self._parts.library.known(row) for row in call.rows)):
+                args, kwargs = self._cut(call, args, kwargs)
+            call.lookup_s += perf_counter() - started
+        except BaseException as error:  # an interruption must not leave half a past either
+            self.abandon(call)
+            call.prefill = None
+            if not isinstance(error, Exception):
+                raise
+            self._parts.counters.error("serve a prefix", error)
+        return args, kwargs
+
+    def complete(self, call: Call, output: Any) -> Any:
+        """The trunk's output at all positions, of a call whose trunk ran on some."""
+        if call.prefill is None or call.prefill.states is None:
+            return output
+        call.has_begun = call.is_complete = True
+        whole = torch.cat([call.prefill.states.to(output[0].dtype), output[0]], dim=1)
+        if isinstance(output, tuple):
+            return (whole, *output[1:])
+        output["last_hidden_state"] = whole
+        return output
+
+    def abandon(self, call: Call) -> None:
+        """Leave the caller an empty K/V cache: what was put there of a call that failed would be taken for a past."""
+        if call.prefill is not None and call.prefill.served:
+            call.prefill.kv_cache.reset()
+
+    def store(self, call: Call, output: Any) -> None:
+        """Keep blocks of rows that were computed, at least in part.
+
+        Args:
+            call: It has succeeded.
+            output: What the trunk put out, at all positions.
+        """
+        blocks, prefill = self._parts.prefix, call.prefill
+        if blocks is None or prefill is None or not _is_understood(output):
+            return
+        try:
+            for row in call.active_rows:
+                # What was reused is stored already, or not this request's own.
+                chain = () if row.number in call.reused else prefill.chains[row.number]
+                n_held = len(blocks.match(chain))
+                if n_held < len(chain):
+                    blocks.put(chain, self._make(blocks, call, row, chain[n_held:], n_held * blocks.size, output[0]))
+        except Exception as error:
+            self._parts.counters.error("store a prefix", error)
+
+    def _prepare(self, call: Call) -> Prefill | None:
+        """What a call has to do with prefixes; None when it must not, or approximate reuse is asked as well."""
+        parts, passed = self._parts, call.arguments
+        if parts.prefix is None or parts.fingerprint is not None or parts.observer is not None:
+            return None
+        if passed.get("token_type_ids") is not None:
+            return None
+        kv_cache = self._kv_cache(passed)
+        if kv_cache is None or not is_plain_cache(kv_cache) or not _has_room(kv_cache, passed["input_ids"].shape[1]):
+            return None
+        if not self._lookup.read_early(call, next(parts.trunk.module.parameters()).dtype):
+            return None
+        if any(row.refused or row.start is None for row in call.rows):
+            return None
+        assert call.scope is not None
+        return Prefill(kv_cache, [links(call.scope, row, parts.prefix.size) for row in call.rows])
+
+    def _kv_cache(self, passed: Mapping[str, Any]) -> Any:
+        """The cache that the trunk is to fill: the caller's, else one as the trunk would make it, or None."""
+        from transformers import DynamicCache
+
+        config, use_cache = self._parts.trunk.config, passed.get("use_cache")
+        if passed.get(CACHE) is not None:
+            return passed[CACHE]
+        return DynamicCache(config=config) if (config.use_cache if use_cache is None else use_cache) else None
+
+    def _cut(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Passed:
+        """Fill the K/V cache with what is known, and take those columns off the arguments."""
+        blocks, prefill, ids = self._parts.prefix, call.prefill, call.arguments["input_ids"]
+        assert blocks is not None and prefill is not None
+        matched = [blocks.match(chain) for chain in prefill.chains]
+        n_known = [len(found) * blocks.size for found in matched]
+        n_cut = cut_column(call.rows, n_known, ids.shape[1])
+        used = [max(0, min(n, n_cut - _first(row))) for row, n in zip(call.rows, n_known, strict=True)]
+        if sum(used) < blocks.size:
+            return args, kwargs
+        prefill.served = {number: n for number, n in enumerate(used) if n}
+        prefill.states = self._fill(call.rows, matched, prefill, n_cut, ids.device)
+        for name in _BY_COLUMN:
+            if (value := self._arguments.get(args, kwargs, name)) is not None:
+                args, kwargs = self._arguments.replace(args, kwargs, name, value[..., n_cut:])
+        if call.mask_4d is not None:  # a row a token that is run; a 2-D mask is wanted of all tokens
+            mask = cut(self._arguments.get(args, kwargs, "attention_mask"), n_cut)
+            args, kwargs = self._arguments.replace(args, kwargs, "attention_mask", mask)
+        return args, kwargs
+
+    def _fill(
+        self, rows: Sequence[Row], matched: Sequence[list[Block]], prefill: Prefill, n_cut: int, device: torch.device
+    ) -> Tensor:
+        """Fill the K/V cache with C columns; returns their states (B, C, D)."""
+        firsts = {row: _first(rows[row]) for row in prefill.served}
+
+        def lay(name: str) -> Tensor:
+            """The first C columns (B, ..., C, D) of a tensor of the blocks; zeros where nothing is served."""
+            parts = {row: torch.cat([getattr(block, name) for block in matched[row]], dim=-2) for row in firsts}
+            sample = next(iter(parts.values()))
+            size = (len(rows), *sample.shape[:-2], n_cut, sample.shape[-1])
+            whole = torch.zeros(size, dtype=sample.dtype, device=device)
+            for row, n in prefill.served.items():
+                whole[row, ..., firsts[row] : firsts[row] + n, :] = parts[row][..., :n, :].to(device)
+            return whole
+
+        keys, values = lay("keys"), lay("values")
+        for layer in range(self._parts.trunk.depth):
+            prefill.kv_cache.update(keys[:, layer], values[:, layer], layer)
+        return lay("states")
+
+    def _make(
+        self, blocks: Blocks, call: Call, row: Row, chain: Sequence[Link], n_before: int, states: Tensor
+    ) -> dict[bytes, Block]:
+        """Blocks of a row, from its K/V and states.
+
+        Args:
+            blocks: Say how large they are, and where they are kept.
+            call: The row's.
+            row: The request.
+            chain: Those of its blocks that are wanted, one after the other.
+            n_before: Its tokens before these.
+            states: What the trunk put out (B, T, D).
+        """
+        assert call.prefill is not None
+        layers, begin = call.prefill.kv_cache.layers, _first(row) + n_before
+        made = {}
+        for link in chain:
+            columns = slice(begin, begin := begin + blocks.size)
+            keys = torch.stack([layer.keys[row.number, :, columns] for layer in layers])
+            values = torch.stack([layer.values[row.number, :, columns] for layer in layers])
+            mine = (own(x, blocks.device) for x in (keys, values, states[row.number, columns]))
+            made[link.key] = Block(link.ids, call.namespace, *mine)
+        return made
+
+
+def cut_column(rows: Sequence[Row], n_known: Sequence[int], n_columns: int) -> int:
+    """How many columns of a batch need not be run.
+
+    Args:
+        rows: The requests; their valid tokens are contiguous.
+        n_known: First tokens of each row that are known.
+        n_columns: T, of which one is run in any case: the trunk has to put out something.
+    """
+    ends = (n_columns if n == row.n_valid else _first(row) + n for row, n in zip(rows, n_known, strict=True))
+    return min(n_columns - 1, *ends)
+
+
+def _first(row: Row) -> int:
+    """Column of the first valid token."""
+    assert isinstance(row.valid, slice)
+    return int(row.valid.start)
+
+
+def _has_room(kv_cache: Any, n_columns: int) -> bool:
+    """Whether a cache of fixed length can hold a call; what does not fit is left to the model to refuse."""
+    limits = [int(layer.get_max_length()) for layer in kv_cache.layers]  # negative where there is none
+    return all(limit < 0 or n_columns <= limit for limit in limits)
+
+
+def _is_understood(output: Any) -> bool:
+    """Whether a trunk put out its last states, its K/V and nothing else."""
+    if isinstance(output, Mapping):
+        return "last_hidden_state" in output and set(output) <= _OUTPUT
+    return isinstance(output, tuple) and 1 <= len(output) <= 2

@@ -1,0 +1,108 @@
+"""Chains of blocks name exactly what they share; the store keeps its budget and never a block without its parent."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmcache.context import Row, Scope
+from llmcache.prefix.blocks import Block, Blocks
+from llmcache.prefix.chain import links
+from llmcache.prefix.records import Link
+
+SCOPE = Scope("default", "weights", "torch.float32", "sdpa")
+CPU = torch.device("cpu")
+IDS = st.lists(st.integers(0, 2), min_size=1, max_size=12)
+
+
+def row(ids: list[int], start: int = 0) -> Row:
+    packed = np.array(ids, dtype=np.uint16).tobytes()
+    return Row(0, "", packed, slice(0, len(ids)), len(ids), start)
+
+
+def n_shared(first: list[int], second: list[int]) -> int:
+    """Tokens that two lists begin with alike."""
+    return next(
+        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
+    )
+
+
+def block(link: Link, namespace: str = "default") -> Block:
+    """A block of 8 bytes."""
+    return Block(link.ids, namespace, torch.zeros(1, dtype=torch.int32), torch.zeros(1), torch.zeros(0))
+
+
+@given(IDS, IDS, st.integers(1, 4))
+def test_equal_leading_keys_are_shared_blocks(first: list[int], second: list[int], size: int) -> None:
+    one, other = (links(SCOPE, row(ids), size) for ids in (first, second))
+    assert (len(one), len(other)) == (len(first) // size, len(second) // size)
+    equal = [a == b for a, b in zip(one, other, strict=False)]
+    assert sum(equal) == n_shared(first, second) // size
+    assert equal == sorted(equal, reverse=True)
+
+
+def test_the_root_takes_in_scope_position_and_size() -> None:
+    ids = [1, 1, 1, 1]
+    tenant = Scope("tenant", "weights", "torch.float32", "sdpa")
+    tuned = Scope("default", "other weights", "torch.float32", "sdpa")
+    roots = [(SCOPE, 0, 2), (SCOPE, 1, 2), (SCOPE, 0, 1), (tenant, 0, 2), (tuned, 0, 2)]
+    assert len({links(scope, row(ids, start), size)[0].key for scope, start, size in roots}) == len(roots)
+
+
+@given(st.lists(st.tuples(st.booleans(), IDS), max_size=30), st.integers(0, 60))
+def test_budget_and_parents_whatever_is_asked(steps: list[tuple[bool, list[int]]], max_bytes: int) -> None:
+    blocks = Blocks(2, max_bytes, CPU)
+    parents: dict[bytes, bytes] = {}
+    for puts, ids in steps:
+        chain = links(SCOPE, row(ids), 2)
+        parents |= {after.key: before.key for before, after in pairwise(chain)}
+        if puts:
+            blocks.put(chain, {link.key: block(link) for link in chain})
+        found = blocks.match(chain)
+        assert [one.ids for one in found] == [link.ids for link in chain[: len(found)]]
+        assert blocks.nbytes == sum(one.nbytes for one in blocks._held.values()) <= max_bytes
+        assert all(parents[key] in blocks._held for key in blocks._held if key in parents)
+        assert not puts or len(found) == min(len(chain), max_bytes // 8)
+
+
+def test_the_least_recently_used_end_leaves_first() -> None:
+    blocks = Blocks(1, 4 * 8, CPU)
+    old, new = links(SCOPE, row([0, 1]), 1), links(SCOPE, row([2, 0]), 1)
+    for chain in (old, new):
+        blocks.put(chain, {link.key: block(link) for link in chain})
+    blocks.match(old)
+    third = links(SCOPE, row([1]), 1)
+    blocks.put(third, {link.key: block(link) for link in third})
+    assert [len(blocks.match(chain)) for chain in (old, new, third)] == [2, 1, 1]
+    assert blocks.n_evicted == 1
+
+
+def test_what_follows_a_block_that_left_is_not_held() -> None:
+    """Another thread let the middle of a chain go between a match and the put of what follows it."""
+    blocks = Blocks(1, 100, CPU)
+    chain = links(SCOPE, row([0, 1, 2]), 1)
+    blocks.put(chain[:1], {chain[0].key: block(chain[0])})
+    blocks.put(chain, {chain[2].key: block(chain[2])})
+    assert len(blocks) == 1
+
+
+def test_equal_keys_with_other_tokens_do_not_match() -> None:
+    blocks = Blocks(1, 100, CPU)
+    chain = links(SCOPE, row([0]), 1)
+    blocks.put(chain, {chain[0].key: block(Link(chain[0].key, b"other"))})
+    assert blocks.match(chain) == []
+
+
+@pytest.mark.parametrize("how", ["purge", "clear"])
+def test_forgetting(how: str) -> None:
+    blocks = Blocks(1, 100, CPU)
+    mine, theirs = (links(Scope(name, "", "", ""), row([0, 1]), 1) for name in ("a", "b"))
+    for name, chain in (("a", mine), ("b", theirs)):
+        blocks.put(chain, {link.key: block(link, name) for link in chain})
+    blocks.purge("a") if how == "purge" else blocks.clear()
+    left = 2 if how == "purge" else 0
+    assert [len(blocks.match(chain)) for chain in (mine, theirs)] == [0, left]
+    assert blocks.nbytes == 8 * left
