@@ -27,13 +27,14 @@ if TYPE_CHECKING:
         WrapError,
     )
     from llmcache.outcome import Outcome
-    from llmcache.stats import Stats
+    from llmcache.stats import AuditStats, Stats
 
 __version__ = "0.1.0"
 
 # Where each public name lives. Imported on first use: `import llmcache` alone must not pay for torch.
 _HOME = {
     "Adapter": "adapters",
+    "AuditStats": "stats",
     "BankFileError": "errors",
     "Calibration": "calibration",
     "CalibrationError": "errors",
@@ -53,6 +54,7 @@ _HOME = {
 
 __all__ = [
     "Adapter",
+    "AuditStats",
     "BankFileError",
     "CacheConfig",
     "Calibration",

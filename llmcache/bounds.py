@@ -59,28 +59,28 @@ def mean_upper(x: Doubles, low: float, high: float, delta: float) -> float:
         delta: Chance that the mean is larger than the limit, over 0, under 1.
     """
     values, counts = np.unique(x, return_counts=True)
-    stakes = _stakes(1 / max(len(x), 1))
+    shares = stakes(1 / max(len(x), 1))
 
     def is_refuted(mean: float) -> bool:
         """Whether a gambler on a smaller mean got rich; the more so, the larger the mean that he bets against."""
-        won = np.log1p(stakes[:, None] * ((mean - values) / (high - mean))[None])
-        return _mixed(won @ counts) >= log(1 / delta)
+        won = np.log1p(shares[:, None] * ((mean - values) / (high - mean))[None])
+        return mixed(won @ counts) >= log(1 / delta)
 
-    return _edge(is_refuted, low, high)
+    return edge(is_refuted, low, high)
 
 
-def _stakes(least: float) -> Doubles:
+def stakes(least: float) -> Doubles:
     """Shares of the wealth that are staked (J,), evenly spread in their logarithm: at any rate one is good."""
     return np.geomspace(min(least, 0.5), 0.99, N_BETS)
 
 
-def _mixed(wealth: Doubles, n_bets: int | None = None) -> float:
+def mixed(wealth: Doubles, n_bets: int | None = None) -> float:
     """Logarithm of the wealth of a gambler who spreads his money evenly over bets, given the logarithms of each."""
     most = float(wealth.max())
     return most + log(float(np.exp(wealth - most).sum()) / (n_bets or len(wealth)))
 
 
-def _edge(holds: Callable[[float], bool], low: float, high: float) -> float:
+def edge(holds: Callable[[float], bool], low: float, high: float) -> float:
     """The least value at which a statement begins to hold that is false below and true above, between two limits."""
     precision = (high - low) * _PRECISION
     while high - low > precision:

@@ -166,7 +166,8 @@ class LLMCache:
         Raises:
             CalibrationError: The requests cannot carry the claim (it says how many can), or one could not be computed,
                 or a label is unknown, or the metric failed. Nothing is reused approximately then.
-            ConfigError: A setting is wrong, or rules out a bound; what was calibrated before then stays.
+            ConfigError: A setting is wrong, or rules out a bound, or `recalibrate` is set and the metric needs labels;
+                what was calibrated before then stays.
             UnsafeReuseError: The head answers token by token.
             WrapError: The cache was unwrapped.
         """
@@ -177,6 +178,11 @@ class LLMCache:
             self.config.sources if sources is None else sources,
             seed,
         )
+        if self.config.recalibrate is not None and claim.metric != "changed":
+            raise ConfigError(
+                f"recalibrate={self.config.recalibrate} with metric {claim.name!r}: requests in service come without "
+                "labels; use metric 'changed', or leave recalibrate out"
+            )
         with self._calibrating:
             trust, observer = self._learners()
             trust.end()
@@ -209,7 +215,7 @@ class LLMCache:
 
     @property
     def calibration(self) -> Calibration | None:
-        """What approximate reuse rests on; None before the first calibration, and after one that failed."""
+        """What approximate reuse rests on; None before one, and after a failure or a second alarm."""
         return None if self._parts.trust is None else self._parts.trust.calibration
 
     @contextmanager
@@ -229,11 +235,23 @@ class LLMCache:
     def unwrap(self) -> nn.Module:
         """Take the cache off the model, which is then exactly as before, and return the model. Twice does nothing.
 
+        What waits to be looked into is dropped.
+
         Raises:
             WrapError: Somebody put another forward on top of one of ours; remove that, then call this again.
         """
+        if self._parts.audit is not None:
+            self._parts.audit.shadow.close()
         self._installed.remove()
         return self.model
+
+    def drain(self) -> int:
+        """Do now what waits for a moment without calls, and return how many jobs this thread did.
+
+        Jobs are hits that the audit looks into, and renewals of a calibration. None is left or under way afterwards: a
+        timing that is to include that work ends after this.
+        """
+        return 0 if self._parts.audit is None else self._parts.audit.shadow.drain()
 
     def __enter__(self) -> Self:
         """Return the cache."""
@@ -260,6 +278,7 @@ class LLMCache:
             index_nbytes=library.index_nbytes,
             reconstruction_error={layer: loss.relative_error for layer, loss in library.losses.items()},
             reconstruction_distance={layer: loss.cosine_distance for layer, loss in library.losses.items()},
+            audit=None if self._parts.audit is None else self._parts.audit.stats(),
         )
 
     @property
@@ -278,6 +297,8 @@ class LLMCache:
 
     def clear(self) -> None:
         """Forget all entries, and the calibration that rests on them; counters and what codecs learned stay."""
+        if self._parts.audit is not None:
+            self._parts.audit.forget()
         self._parts.library.clear()
         if self._parts.trust is not None:
             self._parts.trust.forget()
@@ -287,6 +308,8 @@ class LLMCache:
 
         A calibration that rests on any of them ends, and nothing is learned from them.
         """
+        if self._parts.audit is not None:
+            self._parts.audit.forget(namespace)
         n_requests = self._parts.library.purge(namespace)
         if self._parts.trust is not None:
             self._parts.trust.forget(namespace)
@@ -335,9 +358,14 @@ class LLMCache:
         """Call the model with tokenised inputs, which sentence-transformers takes in one argument."""
         return self(dict(inputs)) if self._parts.head.name == "sentence embedding" else self(**inputs)
 
+    def _compute_in(self, namespace: str, inputs: Mapping[str, Any]) -> Any:
+        """The same in a namespace."""
+        with self.namespace(namespace):
+            return self._compute(inputs)
+
     def _begin_learning(self) -> None:
         """Make the cache ready to be calibrated: first hook what it must hear of the model, then rely on that."""
-        learning = make_learning(self._parts, self.model, self.config, self._answer_of)
+        learning = make_learning(self._parts, self.model, self.config, self._answer_of, self._compute_in)
         self._watch(learning.observer)
         if learning.attention is not None:
             self._installed.add(listen(learning.attention, self._flow))

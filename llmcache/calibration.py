@@ -46,6 +46,20 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
+class Watch:
+    """What the audit of a calibration goes by.
+
+    Attributes:
+        most_changed: Share of changed answers over which the alarm is to ring: what was allowed, or, where the metric
+            is another one, an upper limit of the share that was seen on C.
+        tighter: The limit after a first alarm: at most half of the approximate hits on C were within it.
+    """
+
+    most_changed: float
+    tighter: float
+
+
+@dataclass(frozen=True, slots=True)
 class Calibration:
     """What was found, and what it rests on.
 
@@ -61,6 +75,8 @@ class Calibration:
         weights: Digest of the weights that it was made for.
         head: Digest of the weights outside the trunk, which make the answers.
         seconds: Time that it took, computing the requests left out.
+        watch: What the audit goes by; None where nothing is reused.
+        n_alarms: Alarms of the audit since. The bound is void from the first on.
     """
 
     chosen: Setting | None
@@ -74,11 +90,20 @@ class Calibration:
     weights: str
     head: str
     seconds: float = 0.0
+    watch: Watch | None = None
+    n_alarms: int = 0
 
     @property
     def is_certified(self) -> bool:
-        """Whether the bound holds for what is served."""
-        return self.chosen is not None and self.sources == "frozen"
+        """Whether the bound holds for what is served, as far as is known."""
+        return self.chosen is not None and self.sources == "frozen" and not self.n_alarms
+
+    @property
+    def limit(self) -> float | None:
+        """The largest doubt that is allowed now; None: nothing is reused."""
+        if self.chosen is None or self.watch is None:
+            return None
+        return self.watch.tighter if self.n_alarms else self.chosen.limit
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -130,13 +155,44 @@ def check_size(n: int, max_drop: float, delta: float, metric: Metric | str = "ch
     Raises:
         CalibrationError: It says how many requests are needed.
     """
-    c = draws_needed(max_drop, delta) if isinstance(metric, str) else _draws_of(metric, max_drop, delta)
-    needed = max(ceil(c / TESTED), ceil(LEAST_SOURCES / (1 - TESTED)))
+    needed = size_needed(max_drop, delta, metric)
     if n < needed:
+        c = _draws_needed(max_drop, delta, metric)
         raise CalibrationError(
             f"{n} requests cannot show a loss of at most {max_drop:g} with confidence {1 - delta:g}: at least {needed} "
             f"are needed, of which {c} measure the bound; give more, or allow a larger max_drop or delta"
         )
+
+
+def size_needed(max_drop: float, delta: float, metric: Metric | str = "changed") -> int:
+    """Least number of requests that could carry a claim: those of C without any loss."""
+    c = _draws_needed(max_drop, delta, metric)
+    return max(ceil(c / TESTED), ceil(LEAST_SOURCES / (1 - TESTED)))
+
+
+def watch(trial: Trial, setting: Setting | None, max_changed: float | None, delta: float) -> Watch | None:
+    """What an audit of a setting goes by.
+
+    Args:
+        trial: Of C, with the share of changed answers as its loss.
+        setting: The one in use, or None.
+        max_changed: The largest share of changed answers that is allowed; None where something else is bounded.
+        delta: Chance that the share on C stays under the limit that it is given then.
+    """
+    if setting is None:
+        return None
+    served = trial.doubt <= setting.limit
+    if max_changed is None:
+        # Over one half, where reuse changes more than it keeps, the alarm is to ring in any case.
+        max_changed = min(0.5, share_upper(int(trial.loss[served].sum()), len(served), delta))
+    doubts = np.sort(trial.doubt[served & np.isfinite(trial.doubt)])
+    middle = float(doubts[(len(doubts) - 1) // 2]) if len(doubts) else setting.limit
+    return Watch(max_changed, min(middle, float(np.nextafter(setting.limit, -np.inf))))
+
+
+def _draws_needed(max_drop: float, delta: float, metric: Metric | str) -> int:
+    """Least number of requests of C."""
+    return draws_needed(max_drop, delta) if isinstance(metric, str) else _draws_of(metric, max_drop, delta)
 
 
 def _draws_of(metric: Metric, max_drop: float, delta: float) -> int:

@@ -89,6 +89,11 @@ class CacheConfig(BaseModel):
         delta: Chance that the loss is larger all the same, over 0, under 1.
         sources: Who serves after a calibration: `frozen`, the requests it was made with, for which the bound holds; or
             `growing`, later misses as well, without a bound.
+        audit: Least probability with which each hit of calibrated reuse is computed after all, 0 to 1, to see whether
+            its answer changed: five times as high for the first 500 requests and after an alarm, and up to twice as
+            high for doubtful ones. 0: none is. The work waits until no call is under way, at most 5 s.
+        recalibrate: Requests after which a calibration is renewed from the newest ones that were looked into, if those
+            can carry its claim by then; None: never.
         fingerprint_per_layer: Search each layer's bank with the fingerprint of the states that enter this layer, not
             with that of the embedding output. In `paper` mode, with `mean` or `simhash`.
         index: `flat` (exact), `refined` (bits first, then exact), `hnsw` (a graph, for more than some 100,000 entries),
@@ -124,6 +129,8 @@ class CacheConfig(BaseModel):
     max_drop: float = Field(default=0.005, gt=0.0, lt=1.0)
     delta: float = Field(default=0.05, gt=0.0, lt=1.0)
     sources: Literal["frozen", "growing"] = "frozen"
+    audit: float = Field(default=0.05, ge=0.0, le=1.0)
+    recalibrate: int | None = Field(default=None, ge=1)
     fingerprint_per_layer: bool = False
     index: Component = Component(name="auto")
     policy: Component = Component(name="lru")
@@ -165,6 +172,16 @@ class CacheConfig(BaseModel):
             )
         if self.tau is not None and self.fingerprint.name == "learned":
             raise ValueError("fingerprint 'learned' is fitted by a calibration: leave tau out, and set learn")
+        if self.tau is not None and {"audit", "recalibrate"} & self.model_fields_set:
+            raise ValueError(
+                f"tau={self.tau} with audit or recalibrate: they watch over a calibration, and tau is your own choice; "
+                "leave them out"
+            )
+        if self.recalibrate is not None and not self.audit:
+            raise ValueError(
+                f"recalibrate={self.recalibrate} with audit=0: it is made from requests that were looked into; raise "
+                "audit, or leave it out"
+            )
         if self.mode == "paper" and self.exact:
             raise ValueError("mode 'paper' has no exact rung: leave 'exact' out")
         if self.fingerprint_per_layer and self.mode != "paper":

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from llmcache.arrays import Floats
+from llmcache.audit.auditor import Sample
 
 KEY_LENGTH = 43  # characters of a SHA-256 in base64
 Positions = slice | NDArray[np.int64]
@@ -77,6 +78,8 @@ class Reuse:
         key: Key of the stored request.
         similarity: How like the fingerprints are; 1.0 for exact reuse.
         stores_above: What the layers above compute on top of it is stored as the row's own.
+        answer: Signature (S,) of the stored request's answer, where that is known.
+        share: Of the doubt that was allowed, 0 to 1; 1 where doubts cannot be compared so.
     """
 
     row: int
@@ -87,6 +90,25 @@ class Reuse:
     key: str
     similarity: float = 1.0
     stores_above: bool = False
+    answer: Floats | None = None
+    share: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A row whose own answer the audit wants to know.
+
+    Attributes:
+        sample: Its entry in the account; None for a row that nothing was found for.
+        source: Key of the stored request that it is, or would have been, served from.
+        answer: Signature (S,) of that request's answer, at that time.
+        stands_for_all: It was drawn with the probability that all rows have, hits and misses.
+    """
+
+    sample: Sample | None
+    source: str
+    answer: Floats | None
+    stands_for_all: bool
 
 
 @dataclass(slots=True)
@@ -111,6 +133,7 @@ class Call:
         nearest: Similarity of the nearest stored request that a search found, by row number.
         reused: Latest decision by row number.
         doubted: Decisions that are not carried out: their rows are computed, and compared with the stored state.
+        drawn: Rows that the audit looks into, by number.
         is_served: Every row takes its state at the last layer, so that all layers below are skipped.
         kv_cache: The caller's K/V cache object, or None.
         captured: Payloads to store: row number, then layer, then named tensors.
@@ -138,6 +161,7 @@ class Call:
     nearest: dict[int, float] = field(default_factory=dict)
     reused: dict[int, Reuse] = field(default_factory=dict)
     doubted: dict[int, Reuse] = field(default_factory=dict)
+    drawn: dict[int, Drawn] = field(default_factory=dict)
     is_served: bool = False
     kv_cache: Any = None
     captured: dict[int, dict[int, dict[str, Tensor]]] = field(default_factory=dict)
@@ -160,7 +184,7 @@ class Call:
     def begin_again(self) -> None:
         """Forget what was read and decided."""
         self.entering, self.was_asked, self.is_served = None, False, False
-        for decided in (self.reused, self.doubted, self.reused_at, self.fingerprints, self.nearest):
+        for decided in (self.reused, self.doubted, self.drawn, self.reused_at, self.fingerprints, self.nearest):
             decided.clear()
 
     def saw(self, row: Row, similarity: float) -> None:

@@ -223,6 +223,11 @@ def deepest_layer(doubt: float, limits: Mapping[int, float], held: Collection[in
     return max((layer for layer in held if layer in limits and doubt <= limits[layer]), default=None)
 
 
+def share_of(doubt: float, limit: float) -> float:
+    """How much of the doubt that is allowed there is, 0 to 1; 1 where doubts are no chances and cannot be divided."""
+    return min(1.0, doubt / limit) if doubt >= 0 and 0 < limit < inf else 1.0
+
+
 def thresholds(tau: float | Mapping[int, float] | None, layers: Collection[int], depth: int) -> dict[int, float]:
     """Spread the `tau` setting over the stored layers.
 

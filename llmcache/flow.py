@@ -21,6 +21,7 @@ from torch import Tensor
 from llmcache import kv
 from llmcache.adapters import CACHE, unpack
 from llmcache.arguments import Arguments
+from llmcache.audit.audit import Audit
 from llmcache.bypass import find_reason, is_plain_cache
 from llmcache.checks import Checks
 from llmcache.context import Call
@@ -71,13 +72,15 @@ class Flow:
             self._count_compiled(_count_rows(arguments))
             return args, kwargs
         self._thread.call = self._thread.unanswered = None
+        self._begin_work()
         if torch.is_grad_enabled():
             self._parts.weights.suspect()
         reason = "disabled" if self.is_disabled.get() else self._find_reason(arguments)
         if reason is not None:
             self._bypass(reason, _count_rows(arguments))
             return args, kwargs
-        self._thread.last = ()  # until the call has succeeded
+        if not self._lookup.is_collecting:
+            self._thread.last = ()  # until the call has succeeded
         self._thread.call = Call(arguments, self.namespace.get())
         return self._arguments.replace(args, kwargs, "use_cache", False) if self._keeps_no_kv else (args, kwargs)
 
@@ -132,15 +135,17 @@ class Flow:
             return
         call: Call | None = getattr(self._thread, "call", None)
         self._thread.call = None
+        self._end_work()
         if call is None or not call.has_begun or not call.is_complete:
             return
         started = perf_counter()
         if call.states is not None and call.entering is not None:
             self._door.learn(call, call.entering, call.states, output)
-        self._thread.last = outcomes(call)
         self._checks.compare(call)
         if not self._lookup.is_collecting:
+            self._thread.last = outcomes(call)
             self._store(call)
+            self._lookup.have_looked_into(call)
             self._count(call, perf_counter() - started)
         if self._parts.observer is not None and self._parts.observer.answers.reads_payload:
             self._observe(call, None)
@@ -254,6 +259,19 @@ class Flow:
         self._parts.counters.bypass(reason, n_rows)
         if reason != "decode":  # a step of a generation belongs to the request that its prefill was
             self._thread.last = (Outcome(bypassed=reason),) * n_rows
+
+    def _begin_work(self) -> None:
+        """Tell the audit that the processor is needed."""
+        audit = self._thread.audit = None if self._lookup.is_collecting else self._parts.audit
+        if audit is not None:
+            audit.shadow.enter()
+
+    def _end_work(self) -> None:
+        """Tell it that it no longer is, if it was told so."""
+        audit: Audit | None = getattr(self._thread, "audit", None)
+        self._thread.audit = None
+        if audit is not None:
+            audit.shadow.leave()
 
     # -- small facts ---------------------------------------------------------------------------------------------------
 

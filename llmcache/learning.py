@@ -7,6 +7,7 @@ from torch import nn
 from llmcache.adapters import first_attention
 from llmcache.answers import Reading, find_answers
 from llmcache.assembly import make_fingerprint, refuse_unsafe
+from llmcache.audit.audit import Audit, Compute
 from llmcache.calibration import check_size
 from llmcache.claim import Claim
 from llmcache.config import CacheConfig
@@ -34,22 +35,33 @@ class Learning:
         attention: The first layer's self-attention where the fingerprint reads it, else None.
         observer: Reads the model's answers.
         trust: Not calibrated yet.
+        audit: Looks into what it will serve.
     """
 
     fingerprint: Fingerprint
     attention: nn.Module | None
     observer: Observer
     trust: Trust
+    audit: Audit
 
     def add_to(self, parts: Parts) -> None:
         """Serve calls with it from now on. Nothing is reused approximately until it is calibrated."""
         parts.fingerprint, parts.attention, parts.observer = self.fingerprint, self.attention, self.observer
         parts.rungs = [*parts.rungs, Semantic(parts.library, self.trust.chooser, self.trust)]
-        parts.trust = self.trust
+        parts.trust, parts.audit = self.trust, self.audit
 
 
-def make_learning(parts: Parts, model: nn.Module, config: CacheConfig, answer_of: Reading) -> Learning:
+def make_learning(
+    parts: Parts, model: nn.Module, config: CacheConfig, answer_of: Reading, compute: Compute
+) -> Learning:
     """Build what calibrates a cache.
+
+    Args:
+        parts: To which it will be added.
+        model: As given to `wrap`.
+        config: Settings.
+        answer_of: Finds the answer in what the model returned.
+        compute: Runs the wrapped model in a namespace, on tokenised inputs.
 
     Raises:
         ConfigError: A setting is wrong, or does not suit the model.
@@ -69,9 +81,13 @@ def make_learning(parts: Parts, model: nn.Module, config: CacheConfig, answer_of
     teacher = Teacher(parts.library, fingerprint, tokens, chooser, answers)
     trust = Trust(parts.library, teacher, chooser, answers, head, parts.counters, config.learn, claim)
     observer = Observer(parts.library, answers, answer_of)
-    observer.learner = trust
+    library, counters = parts.library, parts.counters
+    audit = Audit(
+        library, fingerprint, trust, observer, parts.weights, counters, compute, config.audit, config.recalibrate
+    )
+    observer.learner = audit
     attention = first_attention(parts.trunk) if fingerprint.reads_attention else None
-    return Learning(fingerprint, attention, observer, trust)
+    return Learning(fingerprint, attention, observer, trust, audit)
 
 
 def _check(parts: Parts, config: CacheConfig) -> None:

@@ -54,6 +54,7 @@ class Library:
         self.banks = dict(sorted(banks.items()))
         self.packers = Packers(make_codec, self.banks)
         self._requests: dict[str, Request] = {}
+        self._struck: dict[str, str] = {}  # namespaces by key; also of requests that left, as they may come again
         self._shelves = Shelves(fingerprint, make_index, self._layers_of, by_length, by_layer)
         self._lock = threading.RLock()
 
@@ -123,7 +124,7 @@ class Library:
             found = self._shelves.search(scope, rows, vectors, k, layer)
             for near in chain.from_iterable(found):
                 request = self._requests[near.key]
-                near.answer, near.ids = request.answer, request.ids
+                near.answer, near.ids, near.is_struck = request.answer, request.ids, near.key in self._struck
             return found
 
     def read(self, key: str, layer: int, with_kv: bool, is_single: bool = False) -> State | None:
@@ -195,6 +196,24 @@ class Library:
             if (request := self._requests.get(key)) is not None:
                 request.answer = answer
 
+    def strike(self, key: str, namespace: str) -> None:
+        """Let a request serve no other one from now on, only its own repeats, until `purge` or `clear`.
+
+        It is found as before and may vote. So nothing but whether it serves changes for any request.
+
+        Args:
+            key: The request, stored or not.
+            namespace: Where it belongs.
+        """
+        with self._lock:
+            self._struck[key] = namespace
+
+    @property
+    def struck(self) -> dict[str, str]:
+        """Namespace of each request that was struck off, by key."""
+        with self._lock:
+            return dict(self._struck)
+
     def stand(self, row: Row, vector: Floats, is_kept: bool = False) -> bool:
         """Let others find a stored request.
 
@@ -260,6 +279,7 @@ class Library:
             keys = [key for key, request in self._requests.items() if request.scope.namespace == namespace]
             for key in keys:
                 self._forget(key)
+            self._struck = {key: name for key, name in self._struck.items() if name != namespace}
             self.packers.forget(namespace)
             self._shelves.purge(namespace)
             return len(keys)
@@ -269,6 +289,7 @@ class Library:
         with self._lock:
             for key in list(self._requests):
                 self._forget(key)
+            self._struck.clear()
             self.packers.forget()
             self._shelves.clear()
 

@@ -120,13 +120,31 @@ class Lookup:
                 self._parts.counters.error(f"look up ({rung.name})", error)
                 decided = []
             if not rung.is_lossless:
-                decided = self._checks.doubt(call, decided)
+                decided = self._draw(call, self._checks.doubt(call, decided))
             call.reused |= {reuse.row: reuse for reuse in decided}
             call.reused_at += [reuse.layer for reuse in decided]
             call.is_served = len(call.reused) == call.n_rows and all(
                 reuse.layer == self._last for reuse in call.reused.values()
             )
             call.lookup_s += perf_counter() - started
+
+    def have_looked_into(self, call: Call) -> None:
+        """Hand hits that were drawn to the audit."""
+        try:
+            if self._parts.audit is not None and call.drawn:
+                self._parts.audit.served(call)
+        except Exception as error:
+            self._parts.counters.error("have a hit looked into", error)
+
+    def _draw(self, call: Call, decided: list[Reuse]) -> list[Reuse]:
+        """Let the audit draw among approximate reuses; returns those to carry out."""
+        if self._parts.audit is None:
+            return decided
+        try:
+            return self._parts.audit.draw(call, decided)
+        except Exception as error:
+            self._parts.counters.error("draw for the audit", error)
+            return []
 
     @property
     def is_collecting(self) -> bool:

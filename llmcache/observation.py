@@ -3,7 +3,7 @@
 Sizes: B rows, F0 features, D hidden width, S width of a signature, C logits.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -31,7 +31,7 @@ class Observation:
         target: What its fingerprint is to resemble: the mean row of the payload of the last layer, float32 (D,).
         answer: Signature of its answer (S,).
         output: What the model put out for it, float32 (C,).
-        states: What would be stored of it, by layer; empty where it is stored already.
+        states: What would be stored of it, by layer; empty where it is stored already, and not to be kept beside that.
         label: What it should have been answered, where that was given.
     """
 
@@ -48,12 +48,11 @@ class Observation:
 class Learner(Protocol):
     """Who wants observations."""
 
-    @property
-    def is_learning(self) -> bool:
-        """Whether they are wanted now."""
+    def wanted(self, call: Call) -> Collection[int]:
+        """Rows of a call of which they are wanted, if they were computed."""
 
-    def observe(self, observations: list[Observation]) -> None:
-        """Take some in."""
+    def observe(self, call: Call, seen: Mapping[int, Observation]) -> None:
+        """Take in those of a call, by row; states come with rows that the audit drew."""
 
 
 class Observer:
@@ -97,24 +96,26 @@ class Observer:
         for i, number in enumerate(computed):
             if collected is None:
                 self._library.sign(call.rows[number].key, signatures[i])
-        if call.features is None or (collected is None and not (self.learner and self.learner.is_learning)):
+        wanted = computed if collected is not None else () if self.learner is None else self.learner.wanted(call)
+        if call.features is None or not wanted:
             return
-        observations = [
-            Observation(
+        seen = {
+            number: Observation(
                 call.scope,
                 call.rows[number],
                 call.features[number].copy(),
                 vectors[i],
                 signatures[i],
                 outputs[i],
-                {} if collected is None else states,
+                states if collected is not None or number in call.drawn else {},
             )
             for i, (number, states) in enumerate(computed.items())
-        ]
+            if number in wanted
+        }
         if collected is not None:
-            collected += observations
+            collected += seen.values()
         elif self.learner is not None:
-            self.learner.observe(observations)
+            self.learner.observe(call, seen)
 
     def _logits(self, call: Call, output: Any) -> Tensor:
         logits = self._read(output)

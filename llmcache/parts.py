@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from llmcache.adapters import Trunk
+from llmcache.audit.audit import Audit
 from llmcache.fingerprint import Fingerprint
 from llmcache.gate import ContentGate
 from llmcache.heads import Head
@@ -35,6 +36,7 @@ class Parts:
         gate: Compares tokens after a neighbour was chosen, or None.
         observer: Reads the model's answers, where decisions compare them; else None.
         trust: Approximate reuse that is calibrated, or None.
+        audit: Looks into what it serves; None without.
         counters: What was done.
     """
 
@@ -50,4 +52,5 @@ class Parts:
     gate: ContentGate | None
     observer: Observer | None = None
     trust: Trust | None = None
+    audit: Audit | None = None
     counters: Counters = field(default_factory=Counters)

@@ -32,7 +32,7 @@ from llmcache.packing import arrays_to_tensors, pack_requests, pack_states, unpa
 from llmcache.parts import Parts
 from llmcache.trust import Trust
 
-FORMAT = 2
+FORMAT = 3
 MANIFEST = "manifest.json"
 
 
@@ -47,6 +47,7 @@ class Manifest(BaseModel):
         scopes: Namespace, dtype and attention of each scope; requests name theirs by number.
         files: SHA-256 of each data file by name.
         calibration: What approximate reuse rests on, where it was calibrated.
+        struck: Requests that serve no others: their namespace by key.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -58,6 +59,7 @@ class Manifest(BaseModel):
     scopes: list[tuple[str, str, str]]
     files: dict[str, str]
     calibration: Calibration | None = None
+    struck: dict[str, str] = {}
 
 
 def save(served: Parts, config: CacheConfig, special_ids: Iterable[int], folder: str | Path) -> None:
@@ -95,6 +97,7 @@ def save(served: Parts, config: CacheConfig, special_ids: Iterable[int], folder:
             scopes=[(scope.namespace, scope.dtype, scope.attention) for scope in scopes],
             files=files,
             calibration=None if trust is None else trust.calibration,
+            struck=library.struck,
         )
         _replace(folder / MANIFEST, manifest.model_dump_json(indent=2))
         _remove_others(folder, files)
@@ -169,6 +172,8 @@ def restore(served: Parts, manifest: Manifest, folder: str | Path) -> None:
         for record in records:
             library.adopt(record)
         library.place(records)
+        for key, namespace in manifest.struck.items():
+            library.strike(key, namespace)
     except (KeyError, IndexError, ValueError, RuntimeError) as error:
         raise BankFileError(f"{folder}: the files do not fit each other: {error!r}") from error
     if served.trust is not None and manifest.calibration is not None and not served.trust.is_made_for(weights):

@@ -18,12 +18,14 @@ class Neighbour:
         similarity: To the request that was searched for.
         answer: Signature of its answer (S,), where that is known.
         ids: Its valid token ids, packed.
+        is_struck: It serves no other request; it may vote.
     """
 
     key: str
     similarity: float
     answer: Floats | None = None
     ids: bytes = b""
+    is_struck: bool = False
 
 
 @dataclass(frozen=True, slots=True)

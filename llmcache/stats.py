@@ -4,11 +4,51 @@ import logging
 import threading
 from collections import Counter
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from llmcache.bypass import CURES
 
 logger = logging.getLogger("llmcache")
+
+
+Status = Literal["learning", "certified", "growing", "tightened", "off", "other weights"]
+
+
+@dataclass(frozen=True, slots=True)
+class AuditStats:
+    """What is known of calibrated reuse in service. Counts begin anew with each calibration and after each alarm.
+
+    Attributes:
+        status: `learning` from the first requests; `certified`: the bound holds, as far as is known; `growing`: sources
+            grow, and there is none; `tightened`: after a first alarm, half is served; `off`: nothing is, after a second
+            alarm, a calibration that failed, or none; `other weights`: the model was calibrated with others.
+        n_requests: Requests counted, hits or not; bypassed ones are not.
+        n_drawn: Approximate hits to be looked into.
+        n_looked: Those whose own answer is known by now. Where n_drawn - n_looked exceeds n_waiting, the rest cannot be
+            known: computing failed, or the weights were others by then.
+        n_waiting: Jobs that wait: `LLMCache.drain` does them.
+        n_changed: Of those looked into, how many answers were not the model's own.
+        rate: Estimated share of changed answers, of all requests; None before the first.
+        lower: The mean rate so far is at least this, at all times but for a chance of `delta`.
+        upper: It is at most this, likewise. What was drawn and is not known counts as changed here.
+        n_alarms: Times that the rate was found to exceed what is allowed, since wrapping.
+        n_struck: Stored requests that serve no others any more, since an answer of theirs was another request's.
+        needed: Requests after which an alarm can be expected if the rate were twice what is allowed from now on
+            (`llmcache.audit.alarm.Alarm.needed` derives it); None where nothing is looked into.
+    """
+
+    status: Status
+    n_requests: int = 0
+    n_drawn: int = 0
+    n_looked: int = 0
+    n_waiting: int = 0
+    n_changed: int = 0
+    rate: float | None = None
+    lower: float = 0.0
+    upper: float = 1.0
+    n_alarms: int = 0
+    n_struck: int = 0
+    needed: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +81,8 @@ class Stats:
         lookup_ms: Total time in fingerprint, search and decision.
         storing_ms: Total time after the layers: checks, storing misses, fitting codecs.
         n_too_large: Requests with a state larger than its bank, which was not stored.
-        errors: Failures of index or store that were computed around.
+        errors: Failures of index, store or audit that were computed around.
+        audit: What is known of calibrated reuse in service; None without any.
     """
 
     n_requests: int = 0
@@ -64,6 +105,7 @@ class Stats:
     storing_ms: float = 0.0
     n_too_large: int = 0
     errors: int = 0
+    audit: AuditStats | None = None
 
     @property
     def n_hits(self) -> int:

@@ -10,6 +10,7 @@ Until a calibration has succeeded, and after one that failed, nothing is reused 
 import threading
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
+from dataclasses import replace
 from math import inf
 from time import perf_counter
 
@@ -25,7 +26,7 @@ from llmcache.errors import CalibrationError
 from llmcache.library import Library
 from llmcache.observation import Observation, check_labels
 from llmcache.reuse.semantic import Chooser
-from llmcache.stats import Counters
+from llmcache.stats import Counters, Status
 from llmcache.teacher import Teacher
 from llmcache.weights import Weights
 
@@ -69,12 +70,13 @@ class Trust:
         self._namespaces: set[str] = set()  # of those who serve
         self._observed: list[Observation] = []
         self._limits: dict[int, float] = {}
+        self._is_calibrating = False
         self._lock = threading.RLock()
 
     @property
     def is_learning(self) -> bool:
         """Whether computed requests are wanted."""
-        return self._learn is not None and self.calibration is None
+        return self._learn is not None and self.calibration is None and not self._is_calibrating
 
     @property
     def is_growing(self) -> bool:
@@ -133,6 +135,7 @@ class Trust:
         """
         with self._lock:
             self.end()
+            self._is_calibrating = True  # calls that go on meanwhile are not to wait for the lock
             try:
                 return self._calibrate(observed, claim)
             except Exception as error:
@@ -140,6 +143,37 @@ class Trust:
                 if isinstance(error, CalibrationError):
                     raise
                 raise CalibrationError(f"could not learn from these requests: {error!r}") from error
+            finally:
+                self._is_calibrating = False
+
+    def renew(self, made: Calibration, observed: Sequence[Observation]) -> None:
+        """Calibrate anew, as before, unless that calibration has ended meanwhile.
+
+        Raises:
+            CalibrationError: They cannot carry the claim, and the calibration stays; or what `calibrate` raises.
+        """
+        with self._lock:
+            if self.calibration is made:
+                claim = Claim(made.max_drop, made.delta, "changed", made.sources, 0)
+                self._divide(observed, claim)
+                self.calibrate(observed, claim)
+
+    def alarm(self, made: Calibration) -> None:
+        """More is lost than a calibration allows: at the first alarm serve half as much, at the second nothing."""
+        with self._lock:
+            if self.calibration is made and made.n_alarms:
+                self.end()
+            elif self.calibration is made:
+                self._serve(replace(made, n_alarms=1))
+
+    def status(self, weights: str) -> Status:
+        """How approximate reuse stands for the weights that the trunk has now."""
+        made = self.calibration
+        if made is None or made.limit is None:
+            return "learning" if self.is_learning else "off"
+        if not self.is_made_for(weights):
+            return "other weights"
+        return "tightened" if made.n_alarms else "growing" if made.sources == "growing" else "certified"
 
     def learn(self, cases: Sequence[Observation]) -> Doubles:
         """Learn from requests, of which those that differ serve from then on. Nothing is allowed yet: for replays.
@@ -158,12 +192,15 @@ class Trust:
         learned, tested = self._divide(observed, claim)
         sources = {case.row.key: case for case in learned}
         limits = self.teacher.teach(list(sources.values()))
-        curve = cal.try_settings(self.teacher.trial(tested, sources, claim), limits, claim.max_drop, claim.delta)
+        trial = self.teacher.trial(tested, sources, claim)
+        curve = cal.try_settings(trial, limits, claim.max_drop, claim.delta)
+        chosen, counts_changes = cal.chosen(curve, claim.max_drop), claim.metric == "changed"
+        changes = trial if counts_changes else self.teacher.trial(tested, sources, replace(claim, metric="changed"))
         if claim.sources == "growing":
             sources |= {case.row.key: case for case in tested}
             self.teacher.teach(list(sources.values()))
         calibration = Calibration(
-            chosen=cal.chosen(curve, claim.max_drop),
+            chosen=chosen,
             curve=curve,
             metric=claim.name,
             max_drop=claim.max_drop,
@@ -174,6 +211,7 @@ class Trust:
             weights=learned[0].scope.weights,
             head=self._head.digest(),
             seconds=perf_counter() - started,
+            watch=cal.watch(changes, chosen, claim.max_drop if counts_changes else None, claim.delta),
         )
         self._namespaces = {case.scope.namespace for case in sources.values()}
         self._serve(calibration)
@@ -191,8 +229,8 @@ class Trust:
 
     def _serve(self, calibration: Calibration) -> None:
         self.calibration = calibration
-        if calibration.chosen is not None:
-            self._limits = dict.fromkeys(self._library.layers, calibration.chosen.limit)
+        if calibration.limit is not None:
+            self._limits = dict.fromkeys(self._library.layers, calibration.limit)
 
     def _divide(self, observed: Sequence[Observation], claim: Claim) -> list[list[Observation]]:
         """Requests to learn from, and those to measure the bound on, of requests that can carry the claim."""

@@ -45,9 +45,12 @@ class Cached:
         self._numbers.clear()
 
     def ask(self, number: int) -> Answer:
-        """Ask the wrapped model."""
+        """Ask the wrapped model, and do what the answer leaves to be done: its cost belongs to this request."""
+        assert self._cache is not None
         self._asked = number
-        return self._workload.answer(self._module(**self._workload.requests[number].inputs), number)
+        answer = self._workload.answer(self._module(**self._workload.requests[number].inputs), number)
+        self._cache.drain()
+        return answer
 
     def last(self) -> Served:
         """Of the request's rows, the one that was served least exactly says what happened."""

@@ -15,7 +15,7 @@ import numpy as np
 from llmcache.answers import Answers
 from llmcache.arrays import Bools, Doubles, Floats, below
 from llmcache.context import Call, Reuse, Row, Scope
-from llmcache.decide import Decision, Evidence, deepest_layer
+from llmcache.decide import Decision, Evidence, deepest_layer, share_of
 from llmcache.gate import ContentGate
 from llmcache.library import Library
 from llmcache.observation import Observation
@@ -24,7 +24,7 @@ from llmcache.shelf import Neighbour
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Who would serve a request, and how doubtful that is; infinite doubt where the gate refuses."""
+    """Who would serve a request, and how doubtful that is; infinite doubt where the gate refuses, or it was struck."""
 
     neighbour: Neighbour
     doubt: float
@@ -120,7 +120,7 @@ class Chooser:
     def _choose(self, row: Row, near: Sequence[Neighbour], forecast: Floats | None) -> Choice:
         number, doubt = self._decision.choose(self._see(near, forecast))
         chosen = near[int(number[0])]
-        if self._gate is not None and self._gate.refuses(row.ids, chosen.ids):
+        if chosen.is_struck or (self._gate is not None and self._gate.refuses(row.ids, chosen.ids)):
             return Choice(chosen, inf)
         return Choice(chosen, float(doubt[0]))
 
@@ -179,7 +179,9 @@ class Semantic:
         state = self._library.read(near.key, layer, with_kv=call.kv_cache is not None)
         if state is None:
             return None
-        return Reuse(row.number, layer, self.name, state.hidden, state.kv, near.key, near.similarity)
+        reuse = Reuse(row.number, layer, self.name, state.hidden, state.kv, near.key, near.similarity)
+        reuse.answer, reuse.share = near.answer, share_of(choice.doubt, limits[layer])
+        return reuse
 
 
 class Fixed:

@@ -1,0 +1,231 @@
+"""The audit of one wrapped model: what is drawn from its calls, what becomes of it, and what follows from that.
+
+A changed answer strikes its source off: it serves no other request approximately any more, though it still votes. What
+a frozen calibration claims survives that. Which neighbour is chosen, and how doubtful that is, stays the same for every
+request; some of those that would be served are computed instead. So no answer changes that would not have changed
+before.
+"""
+
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmcache.answers import Answers
+from llmcache.audit.auditor import Auditor
+from llmcache.audit.fresh import Fresh
+from llmcache.audit.look import Look, look_at
+from llmcache.audit.shadow import Job, Shadow
+from llmcache.calibration import Calibration
+from llmcache.context import Call, Drawn, Reuse
+from llmcache.fingerprint import Fingerprint
+from llmcache.library import Library
+from llmcache.observation import Observation, Observer, collect
+from llmcache.stats import AuditStats, Counters
+from llmcache.trust import Trust
+from llmcache.weights import Weights
+
+Compute = Callable[[str, Mapping[str, Tensor]], Any]
+
+
+class Audit:
+    """Looks into approximate hits of calibrated reuse. Thread-safe; what fails is counted and costs the look."""
+
+    def __init__(
+        self,
+        library: Library,
+        fingerprint: Fingerprint,
+        trust: Trust,
+        observer: Observer,
+        weights: Weights,
+        counters: Counters,
+        compute: Compute,
+        floor: float,
+        renew_every: int | None,
+    ) -> None:
+        """Wait for a calibration.
+
+        Args:
+            library: Where sources are.
+            fingerprint: That of the calibration.
+            trust: Told of alarms.
+            observer: Reads the answers of what is computed.
+            weights: What states depend on.
+            counters: Told of failures.
+            compute: Runs the model in a namespace on tokenised inputs, in inference mode.
+            floor: Least probability with which a hit is looked into, 0 to 1; 0: none is.
+            renew_every: Requests after which a calibration is renewed; None: never.
+        """
+        self.shadow: Shadow[Audit] = Shadow(self)
+        self._library = library
+        self._fingerprint = fingerprint
+        self._trust = trust
+        self._observer = observer
+        self._answers: Answers = observer.answers
+        self._weights = weights
+        self._counters = counters
+        self._compute = compute
+        self._floor = floor
+        self._fresh = Fresh(renew_every)
+        self._made: Calibration | None = None  # whose account it is
+        self._account: Auditor | None = None
+        self._is_renewing = False
+        self._n_accounts = 0
+        self._n_alarms = 0
+        self._lock = threading.Lock()
+
+    # -- while a call is served ----------------------------------------------------------------------------------------
+
+    def draw(self, call: Call, decided: Sequence[Reuse]) -> list[Reuse]:
+        """Count a call's requests, draw among its approximate hits, and return those that are served.
+
+        A hit that is drawn while the queue is full is computed in the call, not served: so it is looked into at once,
+        and the estimate keeps every sample. A hit whose source has no known answer could not be looked into, and is
+        computed as well.
+        """
+        hits = {reuse.row: reuse for reuse in decided if reuse.answer is not None}
+        assert call.scope is not None
+        with self._lock:
+            account = self._find_account(call.scope.weights)
+            if account is None:
+                return list(decided)
+            for row in call.active_rows:
+                hit = hits.get(row.number)
+                sample = account.see(None if hit is None else hit.share)
+                if sample is not None and hit is not None:
+                    # Of all hits alike: those that were drawn for being doubtful, or early, are thinned out again.
+                    stands_for_all = account.toss(self._floor * sample.weight)
+                    call.drawn[row.number] = Drawn(sample, hit.key, hit.answer, stands_for_all)
+                elif row.number not in call.reused and hit is None and account.toss(self._floor):
+                    call.drawn[row.number] = Drawn(None, "", None, True)
+        is_full = self.shadow.is_full
+        return [hit for hit in hits.values() if not (is_full and hit.row in call.drawn)]
+
+    def served(self, call: Call) -> None:
+        """Have hits of a call that has ended looked into, where they were drawn."""
+        for row in call.active_rows:
+            drawn = call.drawn.get(row.number)
+            if drawn is not None and row.number in call.reused:
+                look = look_at(call, row, drawn)
+                self.shadow.add(Job(partial(Audit._look, look=look), look.namespace))
+
+    def wanted(self, call: Call) -> Collection[int]:
+        """Rows of a call that are to be observed, if they were computed."""
+        return range(call.n_rows) if self._trust.is_learning else call.drawn
+
+    def observe(self, call: Call, seen: Mapping[int, Observation]) -> None:
+        """Take in computed rows of a call that has ended."""
+        if self._trust.is_learning:
+            self._trust.observe(list(seen.values()))
+        for number, drawn in call.drawn.items():
+            if number in seen:
+                self._settle(drawn, seen[number])
+
+    # -- from time to time ---------------------------------------------------------------------------------------------
+
+    def forget(self, namespace: str | None = None) -> None:
+        """Look into nothing that waits, and renew no calibration from what was seen, of one namespace or all."""
+        self.shadow.drop(namespace)
+        with self._lock:
+            self._fresh.forget(namespace)
+            self._is_renewing &= namespace is not None  # a renewal that waited was dropped
+
+    def stats(self) -> AuditStats:
+        """How it stands now."""
+        made, status = self._trust.calibration, self._trust.status(self._weights.digest())
+        n_waiting, n_struck = len(self.shadow), len(self._library.struck)
+        with self._lock:
+            account = None if made is None else self._find_account(made.weights)
+            lower, upper = (0.0, 1.0) if account is None else account.bounds
+            return AuditStats(
+                status=status,
+                n_requests=0 if account is None else account.rate.n,
+                n_drawn=0 if account is None else account.n_drawn,
+                n_looked=0 if account is None else account.n_looked,
+                n_waiting=n_waiting,
+                n_changed=0 if account is None else account.n_changed,
+                rate=None if account is None else account.rate.mean,
+                lower=lower,
+                upper=upper,
+                n_alarms=self._n_alarms,
+                n_struck=n_struck,
+                needed=None if account is None else account.needed,
+            )
+
+    # -- in the shadow -------------------------------------------------------------------------------------------------
+
+    def _look(self, look: Look) -> None:
+        """Compute a request that was served, store it, and settle its sample."""
+        device, dtype, is_on = look.autocast
+        try:
+            with torch.autocast(device, dtype=dtype, enabled=is_on):
+                (case,) = collect(partial(self._compute, look.namespace), self._observer, [look.inputs])
+            if case.row.key == look.key:  # else weights or dtype are others than those that served it: no verdict
+                self._keep(case)
+                self._settle(look.drawn, case)
+        except Exception as error:
+            self._counters.error("look into a hit", error)
+
+    def _keep(self, case: Observation) -> None:
+        """Store a computed request for its own repeats; where sources grow, it becomes one."""
+        vectors = None
+        if self._trust.is_growing:
+            vectors = dict.fromkeys(self._library.layers, self._fingerprint.project(case.features[None])[0])
+        self._library.put(case.scope, case.row, case.states, vectors=vectors)
+        self._library.sign(case.row.key, case.answer)
+
+    def _settle(self, drawn: Drawn, case: Observation) -> None:
+        """Compare a drawn request's own answer with the one of its source, and draw the consequences."""
+        if not self._is_made_now():  # other weights, of the trunk or the head: its answer is another model's
+            return
+        if drawn.sample is not None:
+            assert drawn.answer is not None
+            account, is_changed = drawn.sample.account, not self._answers.agree(case.answer, drawn.answer)
+            if is_changed:
+                self._library.strike(drawn.source, case.scope.namespace)
+            with self._lock:
+                rings = account.settle(drawn.sample, is_changed) and account is self._account
+                self._n_alarms += rings
+                made = self._made
+            if rings and made is not None:
+                self._trust.alarm(made)
+        if drawn.stands_for_all:
+            self._gather(case)
+
+    def _gather(self, case: Observation) -> None:
+        """Keep a request that stands for all; have the calibration renewed where that is due."""
+        with self._lock:
+            self._fresh.add(case)
+            is_due = self._account is not None and self._fresh.is_due(self._account.rate.n) and not self._is_renewing
+            self._is_renewing |= is_due
+        if is_due:
+            self.shadow.add(Job(Audit._renew))
+
+    def _renew(self) -> None:
+        """Calibrate from the newest requests, unless the calibration that they were gathered for has ended."""
+        with self._lock:
+            made, cases = self._made, self._fresh.cases
+        try:
+            if made is not None and self._is_made_now():
+                self._trust.renew(made, cases)
+        except Exception as error:
+            self._counters.error("renew the calibration", error)
+        finally:
+            self._is_renewing = False
+
+    def _is_made_now(self) -> bool:
+        return self._trust.is_made_for(self._weights.digest())
+
+    def _find_account(self, weights: str) -> Auditor | None:
+        """The account of the calibration in force for these weights. Each has its own, and a new one after an alarm."""
+        made = self._trust.calibration
+        if made is None or made.watch is None or made.weights != weights or not self._floor:
+            return None
+        if made is not self._made:
+            self._made, self._n_accounts = made, self._n_accounts + 1
+            self._account = Auditor(made.watch.most_changed, self._floor, made.delta, seed=self._n_accounts)
+            self._fresh.begin(made)
+        return self._account

@@ -1,0 +1,105 @@
+"""The account of one calibration: which hits are looked into, and what came of it.
+
+A hit is looked into with a known probability: higher at first, and the more doubtful it was, never under a floor. A
+change that is found counts with the inverse of that probability, so that all requests together tell the rate of
+changed answers without bias, misses and exact repeats included.
+"""
+
+import random
+from dataclasses import dataclass
+
+from llmcache.audit.alarm import Alarm
+from llmcache.audit.rate import Rate
+
+N_FIRST = 500  # requests at the beginning of an account: what does not hold mostly does not from the start
+_FIRST = 5  # times the floor, with which they are looked into
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A hit that is to be looked into.
+
+    Attributes:
+        account: Where it was drawn, and its verdict belongs.
+        number: Of the request.
+        weight: Inverse of the probability with which it was drawn.
+        floor: The least probability that any hit had then.
+    """
+
+    account: "Auditor"
+    number: int
+    weight: float
+    floor: float
+
+
+class Auditor:
+    """Draws hits, and keeps the account of their verdicts. The caller holds a lock."""
+
+    def __init__(self, limit: float, floor: float, alpha: float, seed: int = 0) -> None:
+        """Open an account.
+
+        Args:
+            limit: Largest share of changed answers, of all requests, that is in order; over 0, under 1.
+            floor: Least probability with which a hit is looked into, over 0, at most 1.
+            alpha: Chance of a false alarm, ever; and that a limit of the rate is wrong, ever. Over 0, under 1.
+            seed: Of the draws.
+        """
+        self.limit = limit
+        self.rate = Rate()
+        self.alarm = Alarm(limit, floor, alpha)
+        self.n_drawn = 0
+        self.n_looked = 0
+        self.n_changed = 0
+        self.has_rung = False
+        self._floor = floor
+        self._alpha = alpha
+        self._random = random.Random(seed)
+
+    def see(self, share: float | None) -> Sample | None:
+        """Count a request, and say whether it is to be looked into.
+
+        Args:
+            share: Of an approximate hit, its doubt over the largest that is allowed, 0 to 1; None of all other
+                requests, whose answers cannot have changed.
+        """
+        floor = min(1.0, _FIRST * self._floor) if self.rate.n < N_FIRST else self._floor
+        self.rate.see(floor)
+        number = self.alarm.see()
+        if share is None:
+            return None
+        chance = min(1.0, floor * (1 + share))
+        if not self.toss(chance):
+            return None
+        self.n_drawn += 1
+        sample = Sample(self, number, 1 / chance, floor)
+        self.rate.draw(sample.weight, floor)
+        return sample
+
+    def toss(self, chance: float) -> bool:
+        """True with a given probability, 0 to 1."""
+        return self._random.random() < chance
+
+    def settle(self, sample: Sample, is_changed: bool) -> bool:
+        """Take in the verdict on a sample; whether the alarm rings, which it does once.
+
+        Args:
+            sample: Of this account.
+            is_changed: The answer was another than the model's own.
+        """
+        self.n_looked += 1
+        self.n_changed += is_changed
+        self.rate.settle(sample.weight, sample.floor, is_changed)
+        if not is_changed or not self.alarm.found(sample.number, sample.weight) or self.has_rung:
+            return False
+        self.has_rung = True
+        return True
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Limits of the rate of changed answers since the account was opened, each at all times but for `alpha`."""
+        return self.rate.lower(self._alpha), self.rate.upper(self._alpha)
+
+    @property
+    def needed(self) -> int:
+        """Requests after which an alarm can be expected if the rate were now twice what is in order."""
+        return self.alarm.needed(2 * self.limit)

@@ -1,0 +1,50 @@
+"""The newest requests that stand for all: drawn with one probability, whether they were hits or misses.
+
+Repeats that were served from their own states are not among them. Their answers never change, so what is shown for the
+others holds all the more for all.
+"""
+
+from collections import deque
+
+from llmcache.calibration import Calibration, size_needed
+from llmcache.observation import Observation
+
+
+class Fresh:
+    """Keeps what the next calibration is made of. The caller holds a lock."""
+
+    def __init__(self, every: int | None) -> None:
+        """Begin without requests.
+
+        Args:
+            every: Requests after which a calibration is renewed; None: never, and nothing is kept.
+        """
+        self.every = every
+        self._cases: deque[Observation] = deque()
+        self._needed = 0
+
+    def begin(self, made: Calibration) -> None:
+        """Gather for the calibration after this one: twice what it takes at least, so that old ones leave."""
+        if self.every is None:
+            return
+        self._needed = size_needed(made.max_drop, made.delta)
+        self._cases = deque(self._cases if made.n_alarms else (), maxlen=2 * self._needed)
+
+    def add(self, case: Observation) -> None:
+        """Keep a request, with the states that would be stored of it."""
+        if self.every is not None:
+            self._cases.append(case)
+
+    def is_due(self, n_requests: int) -> bool:
+        """Whether as many requests have passed as were to, and what was gathered can carry the claim."""
+        return self.every is not None and n_requests >= self.every and len(self._cases) >= self._needed
+
+    def forget(self, namespace: str | None) -> None:
+        """Let go of the requests of one namespace, or all."""
+        left = (case for case in self._cases if namespace not in (None, case.scope.namespace))
+        self._cases = deque(left, maxlen=self._cases.maxlen)
+
+    @property
+    def cases(self) -> list[Observation]:
+        """Those that are kept, oldest first."""
+        return list(self._cases)

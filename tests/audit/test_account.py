@@ -1,0 +1,225 @@
+"""Limits, alarm and draws keep what they promise, at every moment, and are not vacuous. All seeds are fixed."""
+
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmcache.audit.alarm import EPOCH, Alarm
+from llmcache.audit.auditor import N_FIRST, Auditor, Sample
+from llmcache.audit.rate import Rate
+
+# -- Rate --------------------------------------------------------------------------------------------------------------
+
+
+def observe(rate: Rate, n: int, n_events: int, chance: float) -> None:
+    for _ in range(n):
+        rate.see(chance)
+    for _ in range(n_events):
+        rate.draw(1 / chance, chance)
+        rate.settle(1 / chance, chance, True)
+
+
+@pytest.mark.parametrize("share", [0.002, 0.02, 0.2])
+def test_limits_hold_at_all_moments_together(share: float) -> None:
+    rng = np.random.default_rng(2)
+    n_wrong = np.zeros(2, int)
+    for _ in range(60):
+        rate, wrong = Rate(), np.zeros(2, bool)
+        for _ in range(12):
+            observe(rate, 250, int((rng.random(250) < share * 0.1).sum()), chance=0.1)
+            wrong |= rate.lower(0.05) > share, rate.upper(0.05) < share
+        n_wrong += wrong
+    assert n_wrong.max() <= 7  # of 60, each wrong with probability 0.05 at most: 8 or more with probability 0.02
+
+
+def test_limits_of_a_rate_that_changes_are_those_of_its_mean_so_far() -> None:
+    rng = np.random.default_rng(5)
+    n_wrong = np.zeros(2, int)
+    for _ in range(60):
+        rate, wrong, total = Rate(), np.zeros(2, bool), 0.0
+        for step in range(12):
+            share = 0.3 if step in (5, 6) else 0.01
+            total += share
+            observe(rate, 250, int((rng.random(250) < share * 0.2).sum()), chance=0.2)
+            mean = total / (step + 1)
+            wrong |= rate.lower(0.05) > mean, rate.upper(0.05) < mean
+        n_wrong += wrong
+    assert n_wrong.max() <= 7
+
+
+def test_limits_close_in_on_the_rate() -> None:
+    rate = Rate()
+    widths = []
+    for n in (200, 2000, 20_000):
+        observe(rate, n, n // 100, chance=0.5)
+        widths.append(rate.upper(0.05) - rate.lower(0.05))
+    assert rate.mean == pytest.approx(0.02)
+    assert rate.lower(0.05) < 0.02 < rate.upper(0.05)
+    assert widths[0] > 2 * widths[1] > 4 * widths[2]
+    assert widths[2] < 0.01
+
+
+def test_of_nothing_seen_nothing_is_known() -> None:
+    rate = Rate()
+    assert (rate.lower(0.05), rate.upper(0.05), rate.mean) == (0.0, 1.0, None)
+
+
+def test_a_sample_that_waits_counts_for_the_worse_on_both_sides() -> None:
+    known, waits = Rate(), Rate()
+    for rate in (known, waits):
+        observe(rate, 2000, 5, chance=0.5)
+        for _ in range(10):
+            rate.draw(2.0, 0.5)
+    at_worst = known.upper(0.05)
+    for _ in range(10):
+        known.settle(2.0, 0.5, has_event=False)
+    assert known.upper(0.05) < waits.upper(0.05) == at_worst
+    assert known.lower(0.05) == waits.lower(0.05)
+    assert known.mean == waits.mean
+    for _ in range(10):
+        waits.settle(2.0, 0.5, has_event=True)
+    assert waits.upper(0.05) == at_worst
+    assert waits.lower(0.05) > known.lower(0.05)
+
+
+@given(st.lists(st.sampled_from([0.1, 0.2, 0.5]), min_size=1, max_size=300), st.integers(0, 20))
+@settings(max_examples=30, deadline=None)
+def test_limits_enclose_the_estimate_whatever_the_probabilities(floors: list[float], n_events: int) -> None:
+    rate = Rate()
+    for floor in floors:
+        rate.see(floor)
+    for floor in floors[:n_events]:
+        rate.draw(1 / floor, floor)
+        rate.settle(1 / floor, floor, True)
+    assert rate.mean is not None
+    assert rate.lower(0.05) <= min(rate.mean, 1.0)
+    assert min(rate.mean, 1.0) <= rate.upper(0.05) + 1e-6
+
+
+# -- Alarm -------------------------------------------------------------------------------------------------------------
+
+
+def rings_at(alarm: Alarm, events: Iterator[bool] | np.ndarray, weight: float) -> int | None:
+    """Number of requests after which it rings."""
+    for n, has_event in enumerate(events, start=1):
+        number = alarm.see()
+        if has_event and alarm.found(number, weight):
+            return n
+    return None
+
+
+def test_it_seldom_rings_while_the_rate_is_at_its_limit() -> None:
+    rng = np.random.default_rng(3)
+    rang = [
+        rings_at(Alarm(0.02, floor=0.2, alpha=0.05), rng.random(5000) < 0.02 * 0.2, 5.0) is not None for _ in range(150)
+    ]
+    assert sum(rang) <= 13  # each with probability 0.05 at most: 14 or more with probability 0.02
+
+
+@pytest.mark.parametrize("n_before", [0, 30_000])
+def test_it_rings_about_when_it_is_expected_after_a_change(n_before: int) -> None:
+    rng = np.random.default_rng(4)
+    ratios = []
+    for _ in range(40):
+        alarm = Alarm(0.01, floor=0.2, alpha=0.05)
+        assert rings_at(alarm, rng.random(n_before) < 0.0005 * 0.2, 5.0) is None
+        expected = alarm.needed(0.1)
+        heard = rings_at(alarm, rng.random(20 * expected) < 0.1 * 0.2, 5.0)
+        assert heard is not None
+        ratios.append(heard / expected)
+    assert 0.1 < np.median(ratios) < 1.2
+    assert np.mean(np.array(ratios) < 2) > 0.9
+
+
+def test_the_more_it_exceeds_the_sooner_it_is_expected() -> None:
+    alarm = Alarm(0.005, floor=0.05, alpha=0.05)
+    needed = [alarm.needed(rate) for rate in (0.01, 0.02, 0.05, 0.2)]
+    assert needed == sorted(needed, reverse=True)
+    assert needed[-1] > EPOCH
+
+
+def test_what_is_found_late_tells_the_same_in_the_end() -> None:
+    at_once, late = Alarm(0.05, 0.5, 0.05), Alarm(0.05, 0.5, 0.05)
+    for n in range(3 * EPOCH):
+        assert at_once.see() == late.see() == n
+        if n == EPOCH + 7:
+            at_once.found(n, 2.0)
+    late.found(EPOCH + 7, 2.0)
+    for alarm in (at_once, late):
+        alarm.found(3 * EPOCH - 1, 2.0)
+    np.testing.assert_allclose(at_once._gained, late._gained)
+
+
+# -- Auditor -----------------------------------------------------------------------------------------------------------
+
+
+def serve(auditor: Auditor, n: int, hit_rate: float, wrong_per_hit: float, seed: int) -> int | None:
+    """Serve requests, each sample looked into at once; the number of requests after which the alarm rang."""
+    rng = random.Random(seed)
+    for number in range(1, n + 1):
+        sample = auditor.see(rng.random() if rng.random() < hit_rate else None)
+        if sample is not None and auditor.settle(sample, rng.random() < wrong_per_hit):
+            return number
+    return None
+
+
+def test_the_rate_is_one_of_all_requests_without_bias() -> None:
+    means = []
+    for seed in range(30):
+        auditor = Auditor(limit=0.5, floor=0.05, alpha=0.05, seed=seed)
+        assert serve(auditor, 3000, hit_rate=0.6, wrong_per_hit=0.1, seed=seed) is None
+        means.append(auditor.rate.mean)
+    assert np.mean(means) == pytest.approx(0.06, abs=0.012)  # three standard errors
+
+
+def test_limits_of_an_account_cover_the_rate() -> None:
+    n_missed = 0
+    for seed in range(30):
+        auditor = Auditor(limit=0.5, floor=0.1, alpha=0.05, seed=seed)
+        for part in range(4):
+            serve(auditor, 400, hit_rate=0.7, wrong_per_hit=0.05, seed=100 * seed + part)
+            lower, upper = auditor.bounds
+            if not lower <= 0.035 <= upper:
+                n_missed += 1
+                break
+    assert n_missed <= 6  # of 30, each with probability 0.1 at most: 7 or more with probability 0.03
+
+
+def test_it_is_silent_while_the_rate_is_in_order() -> None:
+    rang = [serve(Auditor(0.02, 0.1, 0.05, seed=s), 3000, 0.8, 0.025, seed=s) is not None for s in range(60)]
+    assert sum(rang) <= 7
+
+
+def test_it_rings_once_and_within_what_is_needed() -> None:
+    ratios = []
+    for seed in range(30):
+        auditor = Auditor(limit=0.02, floor=0.1, alpha=0.05, seed=seed)
+        needed = auditor.needed  # for twice the limit; serves at over twice
+        rang = serve(auditor, 10 * needed, hit_rate=0.8, wrong_per_hit=0.0625, seed=seed)
+        assert rang is not None
+        ratios.append(rang / needed)
+        assert serve(auditor, 2000, hit_rate=0.8, wrong_per_hit=0.5, seed=seed) is None
+    assert np.median(ratios) < 1
+
+
+def test_it_looks_more_often_at_first_and_at_what_is_doubtful() -> None:
+    auditor = Auditor(limit=0.5, floor=0.05, alpha=0.05)
+
+    def drawn(share: float, n: int) -> float:
+        return sum(auditor.see(share) is not None for _ in range(n)) / n
+
+    assert drawn(0.0, N_FIRST) == pytest.approx(0.25, abs=0.06)
+    assert drawn(0.0, 4000) == pytest.approx(0.05, abs=0.011)
+    assert drawn(1.0, 4000) == pytest.approx(0.1, abs=0.015)
+    assert auditor.see(None) is None
+    assert auditor.rate.n == N_FIRST + 8001
+
+
+def test_a_floor_of_one_looks_at_everything_once() -> None:
+    auditor = Auditor(limit=0.5, floor=1.0, alpha=0.05)
+    samples = [auditor.see(1.0) for _ in range(50)]
+    assert all(isinstance(sample, Sample) and sample.weight == 1.0 for sample in samples)

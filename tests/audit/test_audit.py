@@ -1,0 +1,525 @@
+"""The audit in a cache: what it sees is the truth, what follows from it, and what cannot disturb it."""
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from llmcache import AuditStats, LLMCache
+from llmcache.audit.audit import Audit
+from llmcache.errors import CalibrationError, ConfigError
+from tests.models import PAD
+from tests.topics import classifier, requests
+
+N = 700
+SETTINGS: dict[str, Any] = {"max_drop": 0.05, "audit": 1.0}
+Inputs = dict[str, Tensor]
+
+
+class Reading:
+    """Finds logits; on demand those of a model that has another opinion now, or none at all."""
+
+    def __init__(self) -> None:
+        self.drifts = False
+        self.fails = False
+
+    def __call__(self, output: Any) -> Tensor:
+        if self.fails:
+            raise RuntimeError("no answer today")
+        return output.logits.roll(1, dims=-1) if self.drifts else output.logits
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    return classifier()
+
+
+@pytest.fixture(scope="module")
+def folder(model: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A calibrated cache, saved."""
+    folder = tmp_path_factory.mktemp("calibrated")
+    with LLMCache.wrap(model, **SETTINGS) as cache:
+        assert cache.calibrate(requests(N)[0]).is_certified
+        cache.save(folder)
+    return folder
+
+
+@pytest.fixture
+def reading() -> Reading:
+    return Reading()
+
+
+@pytest.fixture
+def cache(model: nn.Module, folder: Path, reading: Reading) -> Iterator[LLMCache]:
+    with LLMCache.load(model, folder, answer_of=reading) as cache:
+        yield keep_quiet(cache)
+
+
+def keep_quiet(cache: LLMCache) -> LLMCache:
+    """Have nothing looked into before `drain`."""
+    shadow = audit_of(cache).shadow
+    shadow._idle_s = shadow._patience_s = 1e6
+    return cache
+
+
+def audit_of(cache: LLMCache) -> Audit:
+    audit = cache._parts.audit
+    assert audit is not None
+    return audit
+
+
+def known(cache: LLMCache) -> AuditStats:
+    stats = cache.stats().audit
+    assert stats is not None
+    return stats
+
+
+def ask(cache: LLMCache, inputs: list[Inputs]) -> list[str | None]:
+    """Which rung gave each answer."""
+    rungs = []
+    for one in inputs:
+        cache(**one)
+        rungs.append(cache.last[0].rung)
+    return rungs
+
+
+def fresh(n: int, seed: int = 7) -> list[Inputs]:
+    return requests(n, seed=seed)[0]
+
+
+def ring(cache: LLMCache, reading: Reading, seed: int = 20) -> None:
+    """Serve answers that are all wrong until the alarm rings."""
+    reading.drifts, before = True, known(cache).n_alarms
+    for one in fresh(400, seed=seed):
+        cache(**one)
+        cache.drain()
+        if known(cache).n_alarms > before:
+            break
+    else:
+        raise AssertionError("no alarm")
+    reading.drifts = False
+
+
+@contextmanager
+def edited(weight: Tensor) -> Iterator[None]:
+    """Within: other values."""
+    own = weight.detach().clone()
+    with torch.no_grad():
+        weight.copy_(own.flip(0) + 0.5)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            weight.copy_(own)
+
+
+# -- what it sees ------------------------------------------------------------------------------------------------------
+
+
+def test_it_sees_as_many_changed_answers_as_there_are(cache: LLMCache) -> None:
+    inputs = fresh(150)
+    served = [(int(cache(**one).logits.argmax()), cache.last[0].rung) for one in inputs]
+    with cache.disabled():
+        own = [int(cache(**one).logits.argmax()) for one in inputs]
+    n_hits = sum(rung == "semantic" for _, rung in served)
+    n_changed = sum(answer != plain for (answer, _), plain in zip(served, own, strict=True))
+    assert known(cache).n_waiting == known(cache).n_drawn == n_hits > 50
+    last, counted = cache.last, cache.stats().n_requests
+    assert cache.drain() == n_hits
+    stats = known(cache)
+    assert (stats.n_requests, stats.n_looked, stats.n_changed, stats.n_waiting) == (150, n_hits, n_changed, 0)
+    assert stats.n_changed > 0
+    assert stats.rate == n_changed / 150
+    assert stats.lower < stats.rate < stats.upper < 1
+    assert stats.needed is not None and stats.needed > 0
+    assert cache.stats().errors == 0
+    assert (cache.last, cache.stats().n_requests) == (last, counted)  # its own calls are nobody's requests
+
+
+def test_what_was_looked_into_serves_its_repeats_and_no_others(cache: LLMCache) -> None:
+    inputs = fresh(60)
+    (shelf,) = cache._parts.library._shelves.values()
+    held = len(shelf)
+    before = ask(cache, inputs)
+    cache.drain()
+    assert "semantic" in before
+    assert set(ask(cache, inputs)) == {"exact"}
+    assert len(shelf) == held
+
+
+def test_rows_of_a_padded_batch_are_looked_into_one_by_one(cache: LLMCache) -> None:
+    rows = [one["input_ids"][0] for n_words in (4, 5, 6) for one in requests(12, seed=n_words, n_words=n_words)[0]]
+    ids = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PAD)
+    mask = nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+    answers = cache(input_ids=ids, attention_mask=mask).logits.argmax(dim=-1)
+    n_hits = [outcome.rung for outcome in cache.last].count("semantic")
+    with cache.disabled():
+        own = cache(input_ids=ids, attention_mask=mask).logits.argmax(dim=-1)
+    cache.drain()
+    assert known(cache).n_looked == n_hits > 10
+    assert known(cache).n_changed == int((answers != own).sum())
+
+
+def test_it_computes_in_the_calls_namespace_and_precision_whoever_drains(model: nn.Module) -> None:
+    with LLMCache.wrap(model, **SETTINGS) as cache:
+        with cache.namespace("tenant"), torch.autocast("cpu", dtype=torch.bfloat16):
+            cache.calibrate(requests(N)[0])
+            keep_quiet(cache)
+            n_hits = ask(cache, fresh(60)).count("semantic")
+        with cache.namespace("other"), cache.disabled():
+            cache.drain()
+        assert known(cache).n_looked == n_hits > 20
+        assert cache.stats().errors == 0
+        assert {record.scope.namespace for record in cache._parts.library.records()} == {"tenant"}
+
+
+def test_when_the_queue_is_full_drawn_hits_are_computed_instead(cache: LLMCache) -> None:
+    audit_of(cache).shadow._max_jobs = 0
+    inputs = fresh(80)
+    assert ask(cache, inputs) == [None] * 80
+    stats = known(cache)
+    assert stats.n_drawn == stats.n_looked > 20
+    assert stats.n_waiting == cache.drain() == 0
+    assert cache.stats().errors == 0
+
+
+def test_a_thread_of_its_own_does_it_when_nobody_calls(model: nn.Module, folder: Path) -> None:
+    with LLMCache.load(model, folder) as cache:
+        shadow = audit_of(cache).shadow
+        shadow._idle_s = 0.0
+        n_hits = ask(cache, fresh(30)).count("semantic")
+        cache.drain()  # with it
+        assert shadow._thread is not None and shadow._thread.is_alive()
+        assert known(cache).n_looked == n_hits > 5
+
+
+def test_without_an_audit_nothing_is_looked_into(model: nn.Module, folder: Path) -> None:
+    with LLMCache.load(model, folder) as cache:
+        audit_of(cache)._floor = 0.0
+        assert "semantic" in ask(cache, fresh(40))
+        assert (known(cache).status, known(cache).n_requests, known(cache).rate) == ("certified", 0, None)
+        assert (known(cache).upper, cache.drain()) == (1.0, 0)
+        assert audit_of(cache).shadow._thread is None
+
+
+def test_reuse_that_is_not_calibrated_has_no_audit(model: nn.Module) -> None:
+    with LLMCache.wrap(model, tau=0.9) as cache:
+        assert cache.stats().audit is None
+        assert cache.drain() == 0
+
+
+# -- what follows ------------------------------------------------------------------------------------------------------
+
+
+def test_a_source_whose_answer_changed_serves_nobody_else_again(
+    cache: LLMCache, model: nn.Module, reading: Reading, tmp_path: Path
+) -> None:
+    reading.drifts = True
+    one = next(one for one in fresh(50) if ask(cache, [one]) == ["semantic"])
+    source = cache.last[0].source
+    cache.drain()
+    assert list(cache._parts.library.struck) == [source]
+    again = fresh(300, seed=30)
+    ask(cache, again)
+    sources = {cache.last[0].source for other in again if ask(cache, [other]) == ["semantic"]}
+    assert sources and source not in sources
+    assert ask(cache, [one]) == ["exact"]
+    assert known(cache).n_struck == 1
+    cache.save(tmp_path)
+    cache.unwrap()
+    with LLMCache.load(model, tmp_path) as loaded:
+        assert list(loaded._parts.library.struck) == [source]
+        assert loaded.stats().errors == 0
+
+
+def test_striking_only_turns_hits_into_computed_requests(cache: LLMCache) -> None:
+    inputs = fresh(120)
+
+    def sources() -> list[str | None]:
+        found = []
+        for one in inputs:
+            cache(**one)
+            found.append(cache.last[0].source if cache.last[0].rung == "semantic" else None)
+            cache._parts.library.banks[3].remove(cache.last[0].key)  # so that no repeat is exact
+        return found
+
+    before = sources()
+    struck = {key for key in before if key is not None and hash(key) % 2}
+    for key in struck:
+        cache._parts.library.strike(key, "default")
+    assert struck
+    assert sources() == [None if key in struck else key for key in before]
+
+
+def test_the_first_alarm_halves_what_is_served_and_the_second_ends_it(
+    cache: LLMCache, model: nn.Module, reading: Reading, tmp_path: Path
+) -> None:
+    found = cache.calibration
+    assert found is not None and found.chosen is not None and found.watch is not None
+    assert known(cache).status == "certified"
+    assert found.watch.tighter < found.chosen.limit
+    before = ask(cache, fresh(150, seed=41)).count("semantic")
+    ring(cache, reading)
+    tightened = cache.calibration
+    assert tightened is not None and not tightened.is_certified
+    assert (tightened.limit, tightened.to_dict()["n_alarms"]) == (found.watch.tighter, 1)
+    assert (known(cache).status, known(cache).n_alarms) == ("tightened", 1)
+    assert known(cache).n_requests < 5  # a new account
+    assert 0 < ask(cache, fresh(150, seed=42)).count("semantic") < 0.75 * before
+    cache.save(tmp_path)
+    ring(cache, reading, seed=21)
+    assert cache.calibration is None
+    assert (known(cache).status, known(cache).n_alarms) == ("off", 2)
+    assert "semantic" not in ask(cache, fresh(60, seed=43))
+    cache.unwrap()
+    with LLMCache.load(model, tmp_path) as loaded:
+        assert loaded.calibration == tightened
+        assert known(loaded).status == "tightened"
+        assert 0 < ask(loaded, fresh(150, seed=44)).count("semantic") < 0.75 * before
+
+
+def test_the_alarm_comes_within_the_requests_that_it_is_said_to_need(cache: LLMCache, reading: Reading) -> None:
+    ask(cache, fresh(100, seed=50))
+    cache.drain()
+    needed = known(cache).needed
+    assert needed is not None
+    reading.drifts = True
+
+    def rings(one: Inputs) -> bool:
+        cache(**one)
+        cache.drain()
+        return known(cache).n_alarms == 1
+
+    assert any(rings(one) for one in fresh(needed, seed=51))
+
+
+def test_after_the_second_alarm_it_learns_anew_where_it_was_to_learn(model: nn.Module, reading: Reading) -> None:
+    with LLMCache.wrap(model, learn=N, answer_of=reading, **SETTINGS) as cache:
+        assert known(cache).status == "learning"
+        first = cache.calibrate(requests(N)[0])
+        keep_quiet(cache)
+        trust = cache._parts.trust
+        assert trust is not None
+        for _ in range(2):
+            assert cache.calibration is not None
+            trust.alarm(cache.calibration)
+        assert (known(cache).status, cache.calibration) == ("learning", None)
+        ask(cache, fresh(N + 60, seed=60))
+        assert cache.calibration not in (None, first)
+        assert known(cache).status == "certified"
+        assert cache.stats().errors == 0
+
+
+def test_calls_that_are_computed_during_a_calibration_do_not_wait_for_it(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LLMCache.wrap(model, learn=N, **SETTINGS) as cache:
+        trust, wanted = cache._parts.trust, []
+
+        def fit(observed: Any, claim: Any) -> None:
+            wanted.append(trust.is_learning)
+            raise CalibrationError("not today")
+
+        monkeypatch.setattr(trust, "_calibrate", fit)
+        with pytest.raises(CalibrationError, match="not today"):
+            cache.calibrate(fresh(3))
+        assert (wanted, trust.is_learning) == ([False], True)
+
+
+def test_an_alarm_of_a_calibration_that_has_ended_changes_nothing(cache: LLMCache) -> None:
+    trust, made = cache._parts.trust, cache.calibration
+    assert trust is not None and made is not None
+    trust.alarm(made)
+    tightened = cache.calibration
+    trust.alarm(made)
+    assert cache.calibration is tightened is not made
+
+
+def test_growing_sources_are_joined_by_what_was_looked_into(model: nn.Module, reading: Reading) -> None:
+    with LLMCache.wrap(model, sources="growing", answer_of=reading, **SETTINGS) as cache:
+        cache.calibrate(requests(N)[0])
+        keep_quiet(cache)
+        (shelf,) = cache._parts.library._shelves.values()
+        assert known(cache).status == "growing"
+        n_hits = ask(cache, fresh(60)).count("semantic")
+        held = len(shelf)
+        cache.drain()
+        assert len(shelf) == held + n_hits > held
+
+
+def test_a_calibration_is_renewed_from_what_was_drawn(model: nn.Module) -> None:
+    with LLMCache.wrap(model, recalibrate=300, **SETTINGS) as cache:
+        first = cache.calibrate(requests(N)[0])
+        keep_quiet(cache)
+        ask(cache, fresh(299, seed=70))
+        cache.drain()
+        assert cache.calibration is first
+        ask(cache, fresh(40, seed=71))
+        cache.drain()
+        renewed = cache.calibration
+        assert renewed is not None and renewed is not first
+        assert (renewed.max_drop, renewed.delta, renewed.sources) == (first.max_drop, first.delta, first.sources)
+        # Every request since then was drawn, and the newest 2 * 118 are kept.
+        assert renewed.n_sources + renewed.n_tested == pytest.approx(236, abs=3)
+        assert known(cache).n_requests == 0
+        assert cache.stats().errors == 0
+        with pytest.raises(ConfigError, match="recalibrate=300 with metric 'accuracy'"):
+            cache.calibrate(requests(N)[0], labels=requests(N)[1], metric="accuracy")
+        assert cache.calibration is renewed
+
+
+def test_it_is_not_renewed_from_fewer_than_can_carry_the_claim(model: nn.Module, folder: Path) -> None:
+    with LLMCache.load(model, folder) as cache:
+        keep_quiet(cache)
+        audit_of(cache)._fresh.every = 20
+        found = cache.calibration
+        rungs = ask(cache, fresh(100, seed=72))
+        cache.drain()
+        assert cache.calibration is found
+        assert {"semantic", None} == set(rungs)
+        assert len(audit_of(cache)._fresh.cases) == 100  # hits and misses alike: all are drawn here
+        trust = cache._parts.trust
+        assert trust is not None and found is not None
+        with pytest.raises(CalibrationError, match="at least 118 are needed"):
+            trust.renew(found, audit_of(cache)._fresh.cases)
+        assert cache.calibration is found
+
+
+def test_what_accuracy_allows_to_change_rings_no_alarm(cache: LLMCache) -> None:
+    inputs, labels = requests(N)
+    found = cache.calibrate(inputs, labels=labels, metric="accuracy", max_drop=0.05)
+    assert found.watch is not None
+    assert 0.01 < found.watch.most_changed <= 0.5
+    assert found.watch.most_changed != found.max_drop
+    changed = cache.calibrate(inputs, max_drop=0.05)
+    assert changed.watch is not None and changed.watch.most_changed == 0.05
+
+
+# -- what cannot disturb it --------------------------------------------------------------------------------------------
+
+
+def test_a_look_that_fails_is_counted_and_raises_nowhere(cache: LLMCache, reading: Reading) -> None:
+    n_hits = ask(cache, fresh(40)).count("semantic")
+    before = known(cache).upper
+    reading.fails = True
+    assert cache.drain() == n_hits > 10
+    assert cache.stats().errors >= n_hits
+    assert (known(cache).n_looked, known(cache).n_waiting) == (0, 0)
+    assert known(cache).upper == before  # nothing became known
+    reading.fails = False
+    more = ask(cache, fresh(40, seed=80)).count("semantic")
+    cache.drain()
+    assert known(cache).n_looked == more > 10
+
+
+def test_a_model_that_raises_meanwhile_raises_nowhere(cache: LLMCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    n_hits = ask(cache, fresh(40)).count("semantic")
+
+    def fail(namespace: str, inputs: Any) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(audit_of(cache), "_compute", fail)
+    assert cache.drain() == n_hits
+    assert cache.stats().errors == n_hits
+
+
+def test_weights_edited_meanwhile_give_no_verdict(cache: LLMCache, model: nn.Module) -> None:
+    n_hits = ask(cache, fresh(40)).count("semantic")
+    with edited(model.bert.encoder.layer[0].output.dense.weight):
+        assert cache.drain() == n_hits
+        assert known(cache).status == "other weights"
+        ask(cache, fresh(20, seed=81))
+    stats = known(cache)
+    assert stats.status == "certified"
+    assert (stats.n_drawn, stats.n_looked, stats.n_changed, stats.n_requests) == (n_hits, 0, 0, 40)
+    assert not cache._parts.library.struck
+
+
+def test_a_head_edited_meanwhile_gives_no_verdict(cache: LLMCache, model: nn.Module) -> None:
+    ask(cache, fresh(40))
+    with edited(model.classifier.bias):
+        cache.drain()
+        stats = known(cache)
+        assert (stats.n_looked, stats.n_alarms, stats.n_struck) == (0, 0, 0)
+
+
+def test_purged_and_cleared_requests_are_not_looked_into(cache: LLMCache) -> None:
+    ask(cache, fresh(40))
+    cache.purge(namespace="other")
+    assert known(cache).n_waiting > 10
+    cache._parts.library.strike("gone", "default")
+    cache._parts.library.strike("stays", "other")
+    cache.purge(namespace="default")
+    assert (known(cache).n_waiting, cache.drain(), len(cache._parts.library)) == (0, 0, 0)
+    assert list(cache._parts.library.struck) == ["stays"]
+    cache.clear()
+    assert not cache._parts.library.struck
+
+
+def test_unwrapping_drops_what_waits_and_ends_the_thread(cache: LLMCache) -> None:
+    ask(cache, fresh(40))
+    thread = audit_of(cache).shadow._thread
+    cache.unwrap()
+    assert thread is not None and not thread.is_alive()
+    assert (cache.drain(), known(cache).n_looked) == (0, 0)
+
+
+def test_a_model_that_nobody_holds_leaves_with_its_thread(folder: Path) -> None:
+    model = classifier()
+    cache = keep_quiet(LLMCache.load(model, folder))
+    ask(cache, fresh(40))
+    thread, gone = audit_of(cache).shadow._thread, weakref.ref(model)
+    del model, cache
+    gc.collect()
+    assert gone() is None
+    assert thread is not None
+    thread.join(timeout=30)
+    assert not thread.is_alive()
+
+
+def test_threads_that_call_drain_and_ask_at_once_lose_nothing(cache: LLMCache) -> None:
+    audit_of(cache).shadow._idle_s = 0.0
+    start = threading.Barrier(4)
+
+    def work(seed: int) -> int:
+        start.wait()
+        n_hits = 0
+        for one in fresh(40, seed=seed):
+            n_hits += ask(cache, [one]).count("semantic")
+            if seed % 2:
+                cache.drain()
+            known(cache)
+        return n_hits
+
+    with ThreadPoolExecutor(4) as pool:
+        n_hits = sum(pool.map(work, range(90, 94)))
+    cache.drain()
+    stats = known(cache)
+    assert stats.n_drawn == stats.n_looked == n_hits > 60
+    assert stats.n_requests == 160
+    assert cache.stats().errors == 0
+    assert audit_of(cache).shadow._n_calls == 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"audit": -0.1}, "audit"),
+        ({"audit": 1.5}, "audit"),
+        ({"recalibrate": 0}, "recalibrate"),
+        ({"recalibrate": 500, "audit": 0}, "audit=0"),
+        ({"tau": 0.9, "audit": 0.1}, "tau is your own choice"),
+        ({"tau": 0.9, "recalibrate": 500}, "tau is your own choice"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(model: nn.Module, wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LLMCache.wrap(model, **wrong)

@@ -1,0 +1,159 @@
+"""Jobs wait for idle moments, for their patience or for `drain`; none is lost or done twice."""
+
+import gc
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+
+from llmcache.audit.shadow import Job, Shadow
+
+
+class Owner:
+    """Whose jobs they are."""
+
+    def __init__(self, **settings: float) -> None:
+        self.shadow: Shadow[Owner] = Shadow(self, **settings)
+        self.done: list[object] = []
+
+    def add(self, what: object = None, namespace: str | None = None) -> None:
+        self.shadow.add(Job(lambda owner: owner.done.append((what, threading.current_thread().name)), namespace))
+
+
+def wait_until(holds: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def test_a_job_is_done_once_nobody_calls() -> None:
+    owner = Owner(idle_s=0.0)
+    owner.add(1)
+    wait_until(lambda: owner.done)
+    assert owner.done == [(1, "llmcache-shadow")]
+    owner.shadow.close()
+
+
+def test_no_job_is_done_while_a_call_is_under_way() -> None:
+    owner = Owner(idle_s=0.0, patience_s=1e6)
+    owner.shadow.enter()
+    owner.add()
+    time.sleep(0.05)
+    assert not owner.done
+    owner.shadow.leave()
+    wait_until(lambda: owner.done)
+    owner.shadow.close()
+
+
+def test_a_job_that_has_waited_for_long_is_done_all_the_same() -> None:
+    owner = Owner(idle_s=1e6, patience_s=0.02)
+    owner.shadow.enter()
+    owner.add()
+    wait_until(lambda: owner.done)
+    owner.shadow.close()
+
+
+def test_draining_does_what_waits_here_and_in_order() -> None:
+    owner = Owner(idle_s=1e6, patience_s=1e6)
+    for n in range(5):
+        owner.add(n)
+    assert owner.shadow.drain() == 5
+    assert owner.done == [(n, threading.current_thread().name) for n in range(5)]
+    assert owner.shadow.drain() == 0
+    owner.shadow.close()
+
+
+def test_draining_waits_for_the_job_under_way() -> None:
+    owner, begun, may_end = Owner(idle_s=0.0), threading.Event(), threading.Event()
+
+    def work(owner: Owner) -> None:
+        begun.set()
+        may_end.wait()
+        owner.done.append("slow")
+
+    owner.shadow.add(Job(work))
+    begun.wait()
+    threading.Timer(0.02, may_end.set).start()
+    owner.shadow.drain()
+    assert owner.done == ["slow"]
+    owner.shadow.close()
+
+
+def test_no_thread_before_the_first_job_and_none_after_the_end() -> None:
+    owner = Owner(idle_s=1e6)
+    assert owner.shadow._thread is None
+    owner.add()
+    thread = owner.shadow._thread
+    owner.shadow.close()
+    owner.shadow.close()
+    assert thread is not None and not thread.is_alive()
+    owner.add()
+    assert (len(owner.shadow), owner.done) == (0, [])
+
+
+def test_jobs_of_a_namespace_are_dropped_without_the_others() -> None:
+    owner = Owner(idle_s=1e6)
+    for namespace in ("a", "b", None):
+        owner.add(namespace, namespace)
+    owner.shadow.drop("a")
+    owner.shadow.drain()
+    assert [what for what, _ in owner.done] == ["b", None]
+    owner.add()
+    owner.shadow.drop()
+    assert owner.shadow.drain() == 0
+    owner.shadow.close()
+
+
+def test_a_full_queue_says_so() -> None:
+    owner = Owner(idle_s=1e6, max_jobs=2)
+    full = []
+    for _ in range(3):
+        full.append(owner.shadow.is_full)
+        owner.add()
+    assert full == [False, False, True]
+    assert owner.shadow.drain() == 3  # what was added all the same is not lost
+    owner.shadow.close()
+
+
+def test_waiting_jobs_keep_no_owner_alive_and_the_thread_ends_with_it() -> None:
+    owner = Owner(idle_s=1e6, patience_s=1e6)
+    owner.add()
+    thread, gone = owner.shadow._thread, weakref.ref(owner)
+    del owner
+    gc.collect()
+    assert gone() is None
+    assert thread is not None
+    thread.join(timeout=30)
+    assert not thread.is_alive()
+
+
+def test_jobs_of_many_threads_are_all_done_once() -> None:
+    owner = Owner(idle_s=0.0)
+    threads = [threading.Thread(target=lambda i=i: [owner.add((i, n)) for n in range(50)]) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    owner.shadow.drain()
+    assert sorted(what for what, _ in owner.done) == [(i, n) for i in range(4) for n in range(50)]
+    owner.shadow.close()
+
+
+def test_the_interpreter_ends_though_jobs_wait_and_one_is_under_way() -> None:
+    script = """
+import time
+from llmcache.audit.shadow import Job, Shadow
+class Owner: pass
+owner = Owner()
+shadow = Shadow(owner, idle_s=0.0)
+begun = []
+for _ in range(1000):
+    shadow.add(Job(lambda owner: (begun.append(1), time.sleep(0.05))))
+while not begun:
+    time.sleep(0.001)
+"""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30)
+    assert (result.returncode, result.stderr) == (0, "")
