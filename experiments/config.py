@@ -26,6 +26,8 @@ LISTS = (
     "taus",
     "live_taus",
     "max_drops",
+    "gates",
+    "audits",
     "sources",
     "baselines",
     "models",

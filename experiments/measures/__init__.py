@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from experiments.folders import Folders
-from experiments.measures import bound, latency, layers, observe, serve, sweep, trust
+from experiments.measures import adversaries, bound, latency, layers, observe, poisoning, serve, sweep, trust
 from experiments.measures.base import Experiment, Outcome
 
 
@@ -30,4 +30,6 @@ MEASURES: Mapping[str, Measure] = {
     "latency": Measure(latency.Latency, latency.run),
     "trust": Measure(trust.Trust, trust.run),
     "bound": Measure(bound.Bound, bound.run),
+    "adversaries": Measure(adversaries.Adversaries, adversaries.run),
+    "poisoning": Measure(poisoning.Poisoning, poisoning.run),
 }
