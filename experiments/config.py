@@ -28,6 +28,7 @@ LISTS = (
     "max_drops",
     "gates",
     "audits",
+    "thresholds",
     "sources",
     "baselines",
     "models",

@@ -18,7 +18,7 @@ _MOST = 5  # requests that a rare word may be in: among some thousand that is a 
 _SHORTEST = 4  # letters of a rare word: shorter ones are mostly pieces of others
 _SUBJECTS = "i|you|we|they|it|he|she|this|that|there|my|your|the"
 _AUXILIARIES = "am|is|are|was|were|do|does|did|can|could|will|would|should|may|must|have|has|had"
-_AUXILIARY = re.compile(rf"\b({_AUXILIARIES})(\s+(?:{_SUBJECTS})\b)?", re.IGNORECASE)
+_AUXILIARY = re.compile(rf"\b({_AUXILIARIES})\b(\s+(?:{_SUBJECTS})\b)?", re.IGNORECASE)
 _CONTRACTED = {"can't": "can", "won't": "will", "cannot": "can"}
 _NEGATED = re.compile(r"\b(can't|won't|cannot|(\w+)n't|not|never)\b\s*", re.IGNORECASE)
 

@@ -5,7 +5,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from experiments.folders import Folders
-from experiments.measures import adversaries, bound, latency, layers, observe, poisoning, serve, sweep, trust
+from experiments.measures import (
+    adversaries,
+    bound,
+    drift,
+    embeddings,
+    latency,
+    layers,
+    observe,
+    pairs,
+    poisoning,
+    serve,
+    sweep,
+    trust,
+)
 from experiments.measures.base import Experiment, Outcome
 
 
@@ -31,5 +44,8 @@ MEASURES: Mapping[str, Measure] = {
     "trust": Measure(trust.Trust, trust.run),
     "bound": Measure(bound.Bound, bound.run),
     "adversaries": Measure(adversaries.Adversaries, adversaries.run),
+    "drift": Measure(drift.Drift, drift.run),
+    "embeddings": Measure(embeddings.Embeddings, embeddings.run),
+    "pairs": Measure(pairs.Pairs, pairs.run),
     "poisoning": Measure(poisoning.Poisoning, poisoning.run),
 }

@@ -10,6 +10,7 @@ ask the model all he wants, and knows what victims will ask, word for word: the 
 nothing that is planted after the calibration serves anybody else.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -49,10 +50,10 @@ class Poisoning(Adversaries):
     audits: tuple[float, ...] = Field(default=(0.0, 0.05), min_length=1)
     sources: tuple[Sources, ...] = ("growing", "frozen")
     n_targets: int = Field(default=100, ge=1)
-    n_planted: int = Field(default=3, ge=1)
+    n_planted: int = Field(default=8, ge=1)
     repeats: int = Field(default=5, ge=1)
     n_others: int = Field(default=500, ge=0)
-    n_edits: int = Field(default=20, ge=1)
+    n_edits: int = Field(default=40, ge=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,21 +111,23 @@ def _plan(experiment: Poisoning, rehearsal: Rehearsal) -> Attack:
 
 
 def _near(experiment: Poisoning, rehearsal: Rehearsal, number: int, known: Sequence[str], rng: Random) -> list[str]:
-    """One-word edits of a request that the model answers otherwise, those first whose outputs are most like its own."""
-    text = rehearsal.workload.requests[number].text
-    own = text.split()
-    places = rng.sample(range(len(own)), min(_N_PLACES, len(own)))
+    """One-word edits of a request with one wrong answer, those first whose outputs are most like the request's own."""
+    workload, text = rehearsal.workload, rehearsal.workload.requests[number].text.split()
+    places = rng.sample(range(len(text)), min(_N_PLACES, len(text)))
     swaps = [(place, word) for place in places for word in rng.sample(known, min(experiment.n_edits, len(known)))]
-    edits = [" ".join([*own[:place], word, *own[place + 1 :]]) for place, word in swaps]
-    inputs = rehearsal.workload.tokenizer(
-        edits, padding=True, truncation=True, max_length=experiment.task.max_length, return_tensors="pt"
-    )
+    edits = [" ".join([*text[:place], word, *text[place + 1 :]]) for place, word in swaps]
+    length = experiment.task.max_length
+    inputs = workload.tokenizer(edits, padding=True, truncation=True, max_length=length, return_tensors="pt")
     with torch.inference_mode():
-        outputs = rehearsal.workload.module(**inputs)
-    mine = rehearsal.answers[number]
-    changed = [i for i in range(len(edits)) if rehearsal.workload.answer(outputs[i : i + 1], number) != mine]
-    far = np.linalg.norm(outputs.float().numpy() - rehearsal.observed[number].output, axis=1)
-    return [edits[i] for i in sorted(changed, key=lambda i: float(far[i]))[: experiment.n_planted]]
+        outputs = workload.module(**inputs).float()
+    told = [workload.answer(output[None], number) for output in outputs]
+    wrong = Counter(answer for answer in told if answer != rehearsal.answers[number])
+    if not wrong:
+        return []
+    ((aim, _),) = wrong.most_common(1)  # those that agree have more votes
+    far = np.linalg.norm(outputs.numpy() - rehearsal.observed[number].output, axis=1)
+    good = [i for i, answer in enumerate(told) if answer == aim]
+    return [edits[i] for i in sorted(good, key=lambda i: float(far[i]))[: experiment.n_planted]]
 
 
 # -- the attack --------------------------------------------------------------------------------------------------------
