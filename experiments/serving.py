@@ -1,6 +1,6 @@
 """Calibrated reuse at work: caches beside a rehearsal, requests that are not of its stream, and live serving."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +11,8 @@ from experiments.models import encode
 from experiments.rehearsal import Rehearsal
 from experiments.workload import Answer, Request, Workload
 from llmcache import LLMCache
+from llmcache.audit.alarm import Alarm
+from llmcache.claim import Claim
 from llmcache.trust import Trust
 
 
@@ -64,6 +66,17 @@ def ask(cache: LLMCache, workload: Workload, number: int) -> Reply:
     return Reply(workload.answer(output, number), outcome.rung or COMPUTED, outcome.source)
 
 
-def ask_all(cache: LLMCache, workload: Workload, numbers: Iterable[int]) -> list[Reply]:
-    """Have requests answered one by one, in this order."""
-    return [ask(cache, workload, number) for number in numbers]
+def requests_expected(claim: Claim, audit: float, n_before: int, rate: float) -> int | None:
+    """Requests after which an alarm can be expected at this rate; None where it is in order, or nobody listens."""
+    if not audit or rate <= claim.max_drop:
+        return None
+    alarm = Alarm(claim.max_drop, audit, claim.delta)
+    for _ in range(n_before):
+        alarm.see()
+    return alarm.needed(rate)
+
+
+def alarms_of(cache: LLMCache) -> int:
+    """Alarms of the audit since the calibration; after the second one it has ended."""
+    made = cache.calibration
+    return 2 if made is None else made.n_alarms

@@ -10,8 +10,9 @@ serving is replayed on one pass of the model; with it, it is live, and what was 
 
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
+from itertools import combinations
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,13 +23,15 @@ from experiments.measures.base import Outcome
 from experiments.measures.learning import LearningExperiment
 from experiments.progress import tracked
 from experiments.rehearsal import Rehearsal
-from experiments.serving import Reply, ask, cache_beside
+from experiments.serving import Reply, alarms_of, ask, cache_beside, requests_expected
 from experiments.tasks import build
 from experiments.workload import Workload
 from llmcache import LLMCache
-from llmcache.audit.alarm import Alarm
+from llmcache.arrays import Floats
 from llmcache.claim import Claim, Sources
 from llmcache.errors import ConfigError
+
+Late = Literal["any", "alike"]
 
 
 class Drift(LearningExperiment):
@@ -37,11 +40,14 @@ class Drift(LearningExperiment):
     Attributes:
         audits: Least probabilities with which hits are looked into, that are compared.
         sources: Who serves.
+        late: Which intents come late. `any`: half of them, drawn by seed. `alike`: one of each two that the head tells
+            apart least, so that what is new is like what was seen.
         window: Requests over which answers that changed are counted.
     """
 
     audits: tuple[float, ...] = Field(default=(0.0, 0.05, 0.25), min_length=1)
     sources: tuple[Sources, ...] = ("frozen", "growing")
+    late: Late = "any"
     window: int = Field(default=500, ge=1)
 
 
@@ -52,7 +58,7 @@ def run(experiment: Drift, folders: Folders) -> Outcome:
         ConfigError: The data or the model does not fit the settings.
         FileNotFoundError: A data file is missing.
     """
-    workload, change = drifting(build(experiment.task, folders, experiment.seed), experiment.seed)
+    workload, change = drifting(build(experiment.task, folders, experiment.seed), experiment.late, experiment.seed)
     if change <= experiment.learn:
         raise ConfigError(
             f"learn={experiment.learn}: the intents change after {change} requests; learn from fewer, or raise "
@@ -83,18 +89,23 @@ def run(experiment: Drift, folders: Folders) -> Outcome:
     return Outcome(windows, metrics)
 
 
-def drifting(workload: Workload, seed: int) -> tuple[Workload, int]:
+def drifting(workload: Workload, late: Late, seed: int) -> tuple[Workload, int]:
     """The requests in another order: those of half of the intents first, up to the middle, then the rest, mixed.
 
     Args:
-        workload: Its references are intents.
+        workload: Its references are intents, and its head is linear.
+        late: Which intents come late; see `Drift`.
         seed: Of the draw of the intents, and of the order of the rest.
 
     Returns:
         The workload with them, and the number of the first request of the rest.
     """
     rng, intents = Random(seed), sorted({request.reference for request in workload.requests})
-    early = set(rng.sample(intents, len(intents) // 2))
+    if late == "alike":
+        weights = workload.module.get_parameter("linear.weight").detach().numpy()
+        early = {rng.choice(pair) for pair in _pairs(intents, weights)}
+    else:
+        early = set(rng.sample(intents, len(intents) // 2))
     first = [request for request in workload.requests if request.reference in early]
     change = min(len(first), len(workload.requests) // 2)
     rest = [request for request in workload.requests if request.reference not in early] + first[change:]
@@ -102,6 +113,23 @@ def drifting(workload: Workload, seed: int) -> tuple[Workload, int]:
     other = copy(workload)
     other.requests = first[:change] + rest
     return other, change
+
+
+def _pairs(intents: Sequence[int], weights: Floats) -> list[tuple[int, int]]:
+    """Intents two by two, the most alike first; with an odd number one is left over.
+
+    Args:
+        intents: Columns of the head.
+        weights: Of the head, (C, D).
+    """
+    unit = weights / np.linalg.norm(weights, axis=1, keepdims=True)
+    alike = unit @ unit.T
+    pairs, left = [], set(intents)
+    for one, other in sorted(combinations(intents, 2), key=lambda pair: -float(alike[pair])):
+        if {one, other} <= left:
+            pairs.append((one, other))
+            left -= {one, other}
+    return pairs
 
 
 class _Watched:
@@ -124,7 +152,7 @@ class _Watched:
             if number == self._change:
                 self._said.append(self._status)
             self._replies.append(ask(self._cache, self._rehearsal.workload, number))
-            if self._n_alarms > len(self._alarms):
+            if alarms_of(self._cache) > len(self._alarms):
                 self._alarms.append(number)
         self._said.append(self._status)
 
@@ -157,7 +185,7 @@ class _Watched:
             "changed_until_alarm": rate,
             "n_after": len(hits) - change,
             "false_alarms": len(self._alarms) - len(late),
-            "requests_expected": _expected(claim, audit, change, rate),
+            "requests_expected": requests_expected(claim, audit, change, rate),
             "requests_to_alarm": tightened[0],
             "hits_to_alarm": tightened[1],
             "requests_to_off": off[0],
@@ -170,11 +198,6 @@ class _Watched:
         audit = self._cache.stats().audit
         assert audit is not None
         return audit.status
-
-    @property
-    def _n_alarms(self) -> int:
-        made = self._cache.calibration
-        return 2 if made is None else made.n_alarms
 
     @property
     def _hits(self) -> NDArray[np.bool_]:
@@ -191,16 +214,6 @@ class _Watched:
             return None, None
         hits = self._hits[self._change - self._first : alarms[i] + 1 - self._first]
         return len(hits), int(hits.sum())
-
-
-def _expected(claim: Claim, audit: float, n_before: int, rate: float) -> int | None:
-    """Requests after which an alarm can be expected at this rate; None where it is in order, or nobody listens."""
-    if not audit or rate <= claim.max_drop:
-        return None
-    alarm = Alarm(claim.max_drop, audit, claim.delta)
-    for _ in range(n_before):
-        alarm.see()
-    return alarm.needed(rate)
 
 
 def _shown(figures: Mapping[str, Any]) -> dict[str, Any]:

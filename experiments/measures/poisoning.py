@@ -13,11 +13,13 @@ nothing that is planted after the calibration serves anybody else.
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from random import Random
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from pydantic import Field
 
 from experiments.edits import words
@@ -27,10 +29,12 @@ from experiments.measures.base import Outcome
 from experiments.metrics import share_interval
 from experiments.progress import tracked
 from experiments.rehearsal import Rehearsal
-from experiments.serving import Reply, ask, ask_all, asking, cache_beside
+from experiments.serving import Reply, alarms_of, ask, asking, cache_beside, requests_expected
 from experiments.tasks import build
-from experiments.workload import Answer
+from experiments.workload import Answer, Workload
+from llmcache import LLMCache
 from llmcache.claim import Claim, Sources
+from llmcache.observation import Observation
 
 _N_PLACES = 3  # words of a target that the attacker tries to replace, each by every word that he knows
 
@@ -135,54 +139,96 @@ def _near(experiment: Poisoning, rehearsal: Rehearsal, number: int, known: Seque
 
 def _attacks(experiment: Poisoning, rehearsal: Rehearsal, attack: Attack) -> Iterator[dict[str, Any]]:
     """One row an attack."""
-    for gate in experiment.gates:
-        for audit in experiment.audits:
-            cache, trust = cache_beside(rehearsal, {**experiment.cache, "gate": gate, "audit": audit})
-            for sources in experiment.sources:
-                for drop in experiment.max_drops:
-                    cache.clear()
-                    claim = Claim(drop, experiment.config.delta, "changed", sources, experiment.seed)
-                    found = trust.calibrate(rehearsal.observed[: experiment.learn], claim)
-                    planting = asking(rehearsal.workload, attack.planted, experiment.task.max_length)
-                    keys, n_stored = set(), 0
-                    for i in range(len(attack.planted)):
-                        reply = ask(cache, planting, i)
-                        keys.add(cache.last[0].key)
-                        n_stored += reply.source is None
-                    what = f"Attacking {sources}, gate {name_of(gate)}, audit {audit:g}, {drop:g}"
-                    victims = tracked(attack.victims, len(attack.victims), what)
-                    replies = ask_all(cache, rehearsal.workload, victims)
-                    named = {"gate": name_of(gate), "audit": audit, "sources": sources, "max_drop": drop}
-                    now = cache.calibration
-                    yield named | {
-                        "limit": None if found.chosen is None else found.chosen.limit,
-                        "n_stored": n_stored,
-                        **_figures(attack, rehearsal.answers, replies, keys),
-                        "n_alarms": 2 if now is None else now.n_alarms,
-                    }
-            cache.unwrap()
+    planting = asking(rehearsal.workload, attack.planted, experiment.task.max_length)
+    own = [rehearsal.workload.answer(torch.from_numpy(case.output)[None], 0) for case in _observe(rehearsal, planting)]
+    for gate, audit in product(experiment.gates, experiment.audits):
+        cache, trust = cache_beside(rehearsal, {**experiment.cache, "gate": gate, "audit": audit})
+        for sources, drop in product(experiment.sources, experiment.max_drops):
+            cache.clear()
+            claim = Claim(drop, experiment.config.delta, "changed", sources, experiment.seed)
+            found = trust.calibrate(rehearsal.observed[: experiment.learn], claim)
+            asked = _Asked(cache)
+            what = f"Attacking {sources}, gate {name_of(gate)}, audit {audit:g}, {drop:g}"
+            for i in range(len(attack.planted)):
+                asked.ask(planting, i, own[i])
+            for number in tracked(attack.victims, len(attack.victims), what):
+                asked.ask(rehearsal.workload, number, rehearsal.answers[number])
+            yield {
+                "gate": name_of(gate),
+                "audit": audit,
+                "sources": sources,
+                "max_drop": drop,
+                "limit": None if found.chosen is None else found.chosen.limit,
+                **asked.attack(len(attack.planted), claim, audit),
+                **_captured(attack, asked),
+            }
+        cache.unwrap()
 
 
-def _figures(attack: Attack, answers: Sequence[Answer], replies: Sequence[Reply], planted: set[str]) -> dict[str, Any]:
+def _observe(rehearsal: Rehearsal, workload: Workload) -> list[Observation]:
+    return rehearsal.cache.observe([request.inputs for request in workload.requests])
+
+
+class _Asked:
+    """All that was asked of one cache, in order, and when its audit gave alarm."""
+
+    def __init__(self, cache: LLMCache) -> None:
+        """Begin with a cache that was just calibrated."""
+        self.replies: list[Reply] = []
+        self.keys: list[str] = []
+        self.is_changed: list[bool] = []
+        self._alarms: list[int] = []  # requests until each
+        self._cache = cache
+
+    def ask(self, workload: Workload, number: int, own: Answer) -> None:
+        """Ask a request, to which the model's own answer is known."""
+        reply = ask(self._cache, workload, number)
+        self.replies.append(reply)
+        self.keys.append(self._cache.last[0].key)
+        self.is_changed.append(reply.answer != own)
+        if alarms_of(self._cache) > len(self._alarms):
+            self._alarms.append(len(self.replies))
+
+    def attack(self, n_planted: int, claim: Claim, audit: float) -> dict[str, Any]:
+        """What became of the planted requests, and when the audit heard of it."""
+        first = self._alarms[0] if self._alarms else None
+        rate = float(np.mean(self.is_changed[:first]))
+        return {
+            "n_stored": sum(reply.source is None for reply in self.replies[:n_planted]),
+            "planted_changed": float(np.mean(self.is_changed[:n_planted])) if n_planted else None,
+            "n_alarms": len(self._alarms),
+            "requests_to_alarm": first,
+            "hits_to_alarm": None if first is None else sum(r.source is not None for r in self.replies[:first]),
+            "requests_expected": requests_expected(claim, audit, 0, rate),
+        }
+
+
+def _captured(attack: Attack, asked: _Asked) -> dict[str, Any]:
     """Who was captured: of what was asked for targets, of the targets, and of the other requests."""
-    pairs = list(zip(attack.victims, replies, strict=True))
-    is_captured = [reply.source in planted and reply.answer != answers[number] for number, reply in pairs]
-    is_target = [number in attack.targets for number, _ in pairs]
-    caught = [i for i in range(len(pairs)) if is_captured[i]]
-    n_asked, n_caught = sum(is_target), sum(is_target[i] for i in caught)
-    n_others = len(pairs) - n_asked
-    half = len(pairs) // 2
+    n_planted, n = len(attack.planted), len(attack.victims)
+    planted, replies, is_changed = set(asked.keys[:n_planted]), asked.replies[n_planted:], asked.is_changed[n_planted:]
+    is_caught = np.array(
+        [reply.source in planted and changed for reply, changed in zip(replies, is_changed, strict=True)]
+    )
+    is_target = np.array([number in attack.targets for number in attack.victims])
+    is_early = np.arange(n) < n // 2
+    caught = {number for number, is_one in zip(attack.victims, is_caught & is_target, strict=True) if is_one}
     return {
-        "n": len(pairs),
-        "hit_rate": sum(reply.source is not None for reply in replies) / len(pairs),
-        "changed_answers": sum(reply.answer != answers[number] for number, reply in pairs) / len(pairs),
-        "captured": n_caught / n_asked,
-        "captured_first_half": sum(is_target[i] for i in caught if i < half) / max(1, sum(is_target[:half])),
-        "captured_second_half": sum(is_target[i] for i in caught if i >= half) / max(1, sum(is_target[half:])),
-        "targets_captured": len({pairs[i][0] for i in caught if is_target[i]}) / len(attack.targets),
-        "targets_captured_ci": share_interval(len({pairs[i][0] for i in caught if is_target[i]}), len(attack.targets)),
-        "others_captured": (len(caught) - n_caught) / n_others if n_others else None,
+        "n": n,
+        "hit_rate": sum(reply.source is not None for reply in replies) / n,
+        "changed_answers": sum(is_changed) / n,
+        "targets_captured": len(caught) / len(attack.targets),
+        "targets_captured_ci": share_interval(len(caught), len(attack.targets)),
+        "captured": _share(is_caught, is_target),
+        "captured_first_half": _share(is_caught, is_target & is_early),
+        "captured_second_half": _share(is_caught, is_target & ~is_early),
+        "others_captured": _share(is_caught, ~is_target),
     }
+
+
+def _share(is_caught: NDArray[np.bool_], which: NDArray[np.bool_]) -> float | None:
+    """Share of some requests; None of none."""
+    return float(is_caught[which].mean()) if which.any() else None
 
 
 def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -196,5 +242,6 @@ def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
         "of their requests, first half": row["captured_first_half"],
         "second half": row["captured_second_half"],
         "of the others": row["others_captured"],
-        "alarms": row["n_alarms"],
+        "alarm": row["requests_to_alarm"],
+        "expected by": row["requests_expected"],
     }

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from experiments.config import make_experiment
@@ -120,14 +121,26 @@ def test_the_audit_of_every_hit_lets_fewer_be_captured(poisoned: Outcome) -> Non
 
 
 def test_half_of_the_intents_come_after_the_change(rehearsal: Rehearsal) -> None:
-    workload, change = drift.drifting(rehearsal.workload, 3)
+    workload, change = drift.drifting(rehearsal.workload, "any", 3)
     before, after = workload.requests[:change], workload.requests[change:]
     early, late = ({request.reference for request in part} for part in (before, after))
     all_of_them = {request.reference for request in rehearsal.workload.requests}
     assert early | late == all_of_them and len(early) <= len(all_of_them) // 2 <= len(late - early)
     assert sorted(request.id for request in workload.requests) == sorted(r.id for r in rehearsal.workload.requests)
-    assert drift.drifting(rehearsal.workload, 3)[0].requests == workload.requests
-    assert drift.drifting(rehearsal.workload, 4)[0].requests != workload.requests
+    assert drift.drifting(rehearsal.workload, "any", 3)[0].requests == workload.requests
+    assert drift.drifting(rehearsal.workload, "any", 4)[0].requests != workload.requests
+
+
+def test_intents_that_are_alike_part(rehearsal: Rehearsal) -> None:
+    weights = np.array([[1, 0], [0, 1], [1, 0.1], [0.2, 1], [-1, -1]], np.float32)
+    assert drift._pairs(range(5), weights) == [(0, 2), (1, 3)]
+    workload, change = drift.drifting(rehearsal.workload, "alike", 0)
+    early = {request.reference for request in workload.requests[:change]}
+    pairs = drift._pairs(
+        sorted({r.reference for r in workload.requests}), workload.module.linear.weight.detach().numpy()
+    )
+    assert early <= {intent for pair in pairs for intent in pair}
+    assert all(len(early & set(pair)) <= 1 for pair in pairs)
 
 
 @pytest.fixture(scope="module")
