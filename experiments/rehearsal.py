@@ -40,15 +40,14 @@ class Rehearsal:
 
         Args:
             workload: Its model is not wrapped, and stays as it is.
-            options: Settings of the cache.
+            options: Settings of the cache. It is not audited unless they say so: a replay knows of no audit.
 
         Raises:
             LLMCacheError: The settings do not fit the model.
         """
         self.workload = workload
-        self.cache = LLMCache.wrap(
-            twin(workload.module), config=configure(workload, options), tokenizer=workload.tokenizer
-        )
+        config = configure(workload, {"audit": 0, **options})
+        self.cache = LLMCache.wrap(twin(workload.module), config=config, tokenizer=workload.tokenizer)
         requests = workload.requests
         inputs = (request.inputs for request in tracked(requests, len(requests), "Observing the model alone"))
         self.observed = self.cache.observe(inputs, labels=[request.reference for request in requests])

@@ -36,10 +36,10 @@ def cache_beside(rehearsal: Rehearsal, options: Mapping[str, Any]) -> tuple[LLMC
 
     Args:
         rehearsal: Has seen all requests.
-        options: Settings of the cache.
+        options: Settings of the cache. It is not audited unless they say so.
     """
     workload = rehearsal.workload
-    config = configure(workload, dict(options))
+    config = configure(workload, {"audit": 0, **options})
     cache = LLMCache.wrap(twin(workload.module), config=config, tokenizer=workload.tokenizer)
     cache.observe([workload.requests[0].inputs])  # its calibrated reuse is there from then on
     assert cache.trust is not None

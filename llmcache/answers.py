@@ -92,7 +92,8 @@ class Classes(_Plain):
 
     def favour(self, forecast: Floats, signatures: Floats) -> Floats:
         """Its logit over the largest of the others."""
-        classes = np.nan_to_num(signatures[..., 0]).astype(np.int64)
+        known = signatures[..., 0]
+        classes = np.where(known == known, known, 0).astype(np.int64)  # whatever, where an answer is not known
         own = np.take_along_axis(forecast, classes, axis=1)
         first, second = np.partition(forecast, -2, axis=1)[:, :-3:-1].T
         margin: Floats = own - np.where(classes == forecast.argmax(axis=1)[:, None], second[:, None], first[:, None])

@@ -11,6 +11,7 @@ from llmcache.bank import Bank
 from llmcache.compression import CODECS, Codec
 from llmcache.config import CacheConfig
 from llmcache.context import id_dtype
+from llmcache.cost import PATIENCE, PATIENCE_OF_TAU, CostModel
 from llmcache.decide import DECISIONS, Decision, thresholds
 from llmcache.errors import ConfigError, UnsafeReuseError
 from llmcache.fingerprint import FINGERPRINTS, Fingerprint
@@ -74,7 +75,10 @@ def assemble(model: nn.Module, config: CacheConfig, tokenizer: Any = None, answe
     attention = first_attention(trunk) if reads_attention else None
     per_layer = config.fingerprint_per_layer
     weights = Weights(trunk.module)
-    return Parts(trunk, head, payload, library, rungs, searched_by, per_layer, attention, weights, gate, observer)
+    parts = Parts(trunk, head, payload, library, rungs, searched_by, per_layer, attention, weights, gate, observer)
+    if config.step_aside and config.mode != "paper":  # which is the reference, and measured as written
+        parts.cost = CostModel(trunk.depth, PATIENCE if config.tau is None else PATIENCE_OF_TAU)
+    return parts
 
 
 def _make_gate(trunk: Trunk, config: CacheConfig, tokenizer: Any) -> ContentGate | None:

@@ -7,6 +7,8 @@ from torch import nn
 
 CURES: dict[str, str] = {
     "disabled": "the call was made inside cache.disabled()",
+    "does_not_pay": "calls of this length come again too seldom for what the cache costs, see stats().cost; it returns "
+    "when it would pay, or stays with step_aside=False",
     "compiled": "a compiled or traced model runs a graph of its own: call the uncompiled model to use the cache",
     "training": "the model is in training mode: call model.eval()",
     "gradients": "gradients are on: call cache(**inputs), or the model under torch.inference_mode() or torch.no_grad()",

@@ -31,7 +31,7 @@ class LLMCache:
     """A cache hung on a model. Made by `wrap`; `unwrap` takes it off again.
 
     The model is used as before, from any number of threads. Lossless rungs are on from the start; approximate reuse
-    needs a threshold `tau`, which is the user's own choice.
+    begins with a calibration (`calibrate`, or `learn` in the settings), or with a threshold `tau` of one's own choice.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class LLMCache:
         with suppress(RuntimeError):  # weights that cannot be read yet are read at the first call that can
             self._parts.weights.digest()  # now, so that the first request does not wait for it
         self._installed = install(self._parts.trunk, self._flow, self._parts.attention)
-        self._calibrating = threading.Lock()
+        self._calibrating = threading.RLock()  # requests that are given may be made by observing others
         try:
             if self._parts.observer is not None:
                 self._watch(self._parts.observer)
@@ -186,6 +186,8 @@ class LLMCache:
         with self._calibrating:
             trust, observer = self._learners()
             trust.end()
+            if self._parts.cost is not None:
+                self._parts.cost.restart()  # what was seen so far does not hold of what can be served afterwards
             return trust.calibrate(with_labels(self._collect(observer, requests), labels, self.model), claim)
 
     def observe(
@@ -224,6 +226,8 @@ class LLMCache:
 
         The doubt of `risk` is the estimated chance that reuse changes the answer, 0 to 1.
         """
+        if not isinstance(limit, int | float) or limit != limit:
+            raise ConfigError(f"limit: give a number (got {limit!r})")
         if self._parts.trust is None:
             raise ConfigError("nothing is reused approximately by a calibration: call calibrate() first, or set learn")
         token = self._parts.trust.tightened.set(min(limit, self._parts.trust.tightened.get()))
@@ -278,6 +282,7 @@ class LLMCache:
             index_nbytes=library.index_nbytes,
             reconstruction_error={layer: loss.relative_error for layer, loss in library.losses.items()},
             reconstruction_distance={layer: loss.cosine_distance for layer, loss in library.losses.items()},
+            cost=() if self._parts.cost is None else self._parts.cost.rows(),
             audit=None if self._parts.audit is None else self._parts.audit.stats(),
         )
 
@@ -302,6 +307,9 @@ class LLMCache:
         self._parts.library.clear()
         if self._parts.trust is not None:
             self._parts.trust.forget()
+        if self._parts.cost is not None:
+            self._parts.cost.restart()
+        self._flow.forget()
 
     def purge(self, *, namespace: str) -> int:
         """Forget all entries of a namespace and return how many requests they were.
@@ -313,6 +321,8 @@ class LLMCache:
         n_requests = self._parts.library.purge(namespace)
         if self._parts.trust is not None:
             self._parts.trust.forget(namespace)
+        if self._parts.cost is not None:
+            self._parts.cost.forget()
         return n_requests
 
     @contextmanager

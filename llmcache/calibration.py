@@ -71,10 +71,13 @@ class Calibration:
         delta: Chance that the loss is larger all the same.
         n_sources: Requests that serve, and that were learned from (A and B; of growing ones C, too).
         n_tested: Requests that the bound was measured on (C).
-        sources: `frozen`: the bound holds. `growing`: later misses serve, too, and the bound is that of the start.
+        sources: `frozen`: the bound holds. `growing`: C serves and was learned from as well, once the limit was chosen,
+            and later misses serve, too: the bound is not one of these.
         weights: Digest of the weights that it was made for.
         head: Digest of the weights outside the trunk, which make the answers.
         seconds: Time that it took, computing the requests left out.
+        model_ms: Median time in which the model computed a request of C, milliseconds.
+        lookup_ms: Mean time in which it was found who would serve one.
         watch: What the audit goes by; None where nothing is reused.
         n_alarms: Alarms of the audit since. The bound is void from the first on.
     """
@@ -90,6 +93,8 @@ class Calibration:
     weights: str
     head: str
     seconds: float = 0.0
+    model_ms: float = 0.0
+    lookup_ms: float = 0.0
     watch: Watch | None = None
     n_alarms: int = 0
 
@@ -105,9 +110,20 @@ class Calibration:
             return None
         return self.watch.tighter if self.n_alarms else self.chosen.limit
 
+    @property
+    def speedup(self) -> float | None:
+        """How many times faster the model is expected to answer; None where times are not known, or nothing is reused.
+
+        Every request is looked up and only those that are not served are computed: what hits and misses cost besides,
+        `Stats.cost` tells once there were some.
+        """
+        if self.chosen is None or not self.model_ms:
+            return None
+        return 1 / (1 - self.chosen.hit_rate + self.lookup_ms / self.model_ms)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        return {**asdict(self), "is_certified": self.is_certified}
+        return {**asdict(self), "is_certified": self.is_certified, "speedup": self.speedup}
 
 
 @dataclass(frozen=True, slots=True)

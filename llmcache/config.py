@@ -106,6 +106,8 @@ class CacheConfig(BaseModel):
             float16 numbers of each row of a layer. They are fitted on the first `fit_on` rows that are to be stored in
             the layer, anew for other weights, in the call that brings the last of them, which takes up to a few seconds
             a layer; what was stored plainly until then is packed, too. `Stats.reconstruction_error` says what is lost.
+        step_aside: Let calls go by the cache where it takes more time than it saves, as measured for calls of their
+            length (`Stats.cost`), until it would pay. They are counted in `Stats.bypassed`. Not in `paper` mode.
         max_entries: Most entries a bank, or None.
         max_bytes: Budget in bytes of the states of all banks together; each bank gets an equal share. Fingerprints and
             bookkeeping come on top: 4 bytes a dimension and some 1 kB a request.
@@ -135,6 +137,7 @@ class CacheConfig(BaseModel):
     index: Component = Component(name="auto")
     policy: Component = Component(name="lru")
     compression: Component = Component(name="none")
+    step_aside: bool = True
     max_entries: int | None = Field(default=None, ge=1)
     max_bytes: int = Field(default=GIB, ge=1)
     device: Literal["cpu", "model"] = "cpu"

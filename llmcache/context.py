@@ -8,6 +8,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -129,6 +130,7 @@ class Call:
         attention: Output of layer 0's self-attention (B, T, D), where it was asked for.
         features: What the fingerprint is projected from, float32 (B, F0) on the host, or None when nothing is searched.
         fingerprints: What each layer's bank is searched with, float32 (B, F), by layer; empty when nothing is searched.
+        generation: Of the library's fingerprint, when these were made.
         forecasts: What the fingerprint lets expect of the outputs, float32 (B, C), or None.
         nearest: Similarity of the nearest stored request that a search found, by row number.
         reused: Latest decision by row number.
@@ -141,7 +143,10 @@ class Call:
         n_skipped: Layer executions saved so far, summed over rows.
         is_complete: The last layer was passed.
         lookup_s: Seconds spent on fingerprint, search and decision.
-        storing_s: Seconds spent on storing misses.
+        storing_s: Seconds spent on keeping states and storing misses.
+        opened: Clock when this was made.
+        started: Clock at its beginning, where it is timed for the cost model, else None.
+        is_metered: The cost model wants to know how it comes out.
     """
 
     arguments: dict[str, Any]
@@ -157,6 +162,7 @@ class Call:
     attention: Tensor | None = None
     features: Floats | None = None
     fingerprints: dict[int, Floats] = field(default_factory=dict)
+    generation: int = 0
     forecasts: Floats | None = None
     nearest: dict[int, float] = field(default_factory=dict)
     reused: dict[int, Reuse] = field(default_factory=dict)
@@ -170,6 +176,9 @@ class Call:
     is_complete: bool = False
     lookup_s: float = 0.0
     storing_s: float = 0.0
+    opened: float = field(default_factory=perf_counter)
+    started: float | None = None
+    is_metered: bool = False
 
     @property
     def n_rows(self) -> int:
@@ -184,7 +193,7 @@ class Call:
     def begin_again(self) -> None:
         """Forget what was read and decided."""
         self.entering, self.was_asked, self.is_served = None, False, False
-        for decided in (self.reused, self.doubted, self.drawn, self.reused_at, self.fingerprints, self.nearest):
+        for decided in (self.reused, self.doubted, self.reused_at, self.fingerprints, self.nearest):
             decided.clear()
 
     def saw(self, row: Row, similarity: float) -> None:

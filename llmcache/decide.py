@@ -127,21 +127,21 @@ class Risk:
     is a logistic regression on what vote and forecast say of an answer, learned from requests whose own are known.
 
     Attributes:
-        k: Neighbours that vote, at least 3.
+        k: Neighbours that vote, 3 to 64.
         width: Similarity lost at which a vote counts 1 / e, over 0.
         weights: Of the features, float32 (F + 1,), the constant last; empty until learned.
     """
 
     k: int = 8
     width: float = 0.05
-    weights: Floats = field(default_factory=lambda: np.empty(0, np.float32))
+    weights: Floats = field(init=False, default_factory=lambda: np.empty(0, np.float32))
     reads_answers = True
     most = 0.5  # what more likely changes than not is not served, even if it is so rare that the bound would allow it
 
     def __post_init__(self) -> None:
         """Refuse what cannot vote."""
-        if self.k < 3 or not self.width > 0:
-            raise ValueError(f"k={self.k}, width={self.width}: k must be at least 3, width over 0")
+        if not 3 <= self.k <= 64 or not self.width > 0:
+            raise ValueError(f"k={self.k}, width={self.width}: k must be from 3 to 64, width over 0")
 
     def choose(self, seen: Evidence) -> Choice:
         n = len(seen.similarity)

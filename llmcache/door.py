@@ -3,7 +3,8 @@
 Where fingerprints are made of token ids alone, all that a decision needs is known before the trunk has run. If every
 row is then served at the last layer, only the trunk's output is still to be packed. How that is done is learned from
 calls that went the whole way: an output is understood if it is the last states and, at most, what the trunk's own
-pooler makes of them. All other calls go the whole way.
+pooler makes of them. All other calls go the whole way, and all calls of a trunk on which somebody hung hooks, which
+would not run.
 
 Sizes: B rows, T tokens, D hidden width.
 """
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from llmcache.adapters import Trunk
 from llmcache.context import Call
+from llmcache.hooks import has_hooks
 from llmcache.payloads import Payload
 
 _STATES, _POOLED = "last_hidden_state", "pooler_output"
@@ -32,12 +34,14 @@ class Packing:
         dtype: Of the last states.
         entering: Dtype of the states that enter layer 0.
         width: D.
+        weights: Digest of the trunk that put it out.
         pack: `last states (B, T, D) -> output`.
     """
 
     dtype: torch.dtype
     entering: torch.dtype
     width: int
+    weights: str
     pack: Callable[[Tensor], Any]
 
 
@@ -54,20 +58,34 @@ class Door:
         self._trunk = trunk
         self._payload = payload
         self._packings: dict[Kind, Packing | None] = {}
+        self._hooked: list[nn.Module] = []  # whose hooks would not run
+        self.forget()
 
     def packing(self, call: Call) -> Packing | None:
         """How the output of such a call is packed; None where that is not known, or not understood."""
-        return self._packings.get(self._kind(call))
+        packing = self._packings.get(self._kind(call))
+        return None if packing is None or any(map(has_hooks, self._hooked)) else packing
 
-    def learn(self, call: Call, entering: torch.dtype, states: Tensor, output: Any) -> None:
-        """See an output, and the last states that went into it (B, T, D)."""
-        if (kind := self._kind(call)) not in self._packings:
-            pack = None if self._trunk.adapter.is_guess else _understand(states, output, self._trunk.module)
-            packing = None if pack is None else Packing(states.dtype, entering, states.shape[-1], pack)
-            self._packings = {**self._packings, kind: packing}
+    def learn(self, call: Call, output: Any) -> None:
+        """See the output of a call that went the whole way."""
+        kind, states, scope = self._kind(call), call.states, call.scope
+        if states is None or scope is None or call.entering is None:
+            return
+        known = self._packings.get(kind)
+        if kind in self._packings and (known is None or known.weights == scope.weights):
+            return
+        if known is not None:
+            self.forget()
+        if not any(map(has_hooks, self._hooked)):
+            self._packings = {**self._packings, kind: None}  # also where what follows fails
+            if not self._trunk.adapter.is_guess and (pack := _understand(states, output, self._trunk.module)):
+                packing = Packing(states.dtype, call.entering, states.shape[-1], scope.weights, pack)
+                self._packings = {**self._packings, kind: packing}
 
     def forget(self) -> None:
         """What was learned no longer holds: the model was changed."""
+        within = {part for layer in self._trunk.layers for part in layer.modules() if part is not layer}
+        self._hooked = [part for part in self._trunk.module.modules() if part not in within][1:]
         self._packings = {}
 
     def answer(self, call: Call, packing: Packing) -> Any:
@@ -76,9 +94,10 @@ class Door:
         states = torch.empty((*ids.shape, packing.width), dtype=packing.dtype, device=ids.device)
         for reuse in call.reused.values():
             self._payload.place(reuse.entry.to(states.device), states[reuse.row], call.rows[reuse.row].valid)
+        output = packing.pack(states)
         call.n_skipped += call.n_rows * self._trunk.depth
-        call.is_complete = True
-        return packing.pack(states)
+        call.has_begun = call.is_complete = True
+        return output
 
     def _kind(self, call: Call) -> Kind:
         """What the packing of an output hangs on."""
@@ -91,7 +110,6 @@ class Door:
 
 def _understand(states: Tensor, output: Any, trunk: nn.Module) -> Callable[[Tensor], Any] | None:
     """How an output is packed from the last states, or None."""
-    pooler = getattr(trunk, "pooler", None)
     if isinstance(output, tuple):
         named = dict(zip((_STATES, _POOLED), output, strict=False))
         if len(output) > len(named):
@@ -103,6 +121,7 @@ def _understand(states: Tensor, output: Any, trunk: nn.Module) -> Callable[[Tens
     pooled = named.get(_POOLED)
     if named.get(_STATES) is not states or set(named) - {_STATES, _POOLED}:
         return None
+    pooler = getattr(trunk, "pooler", None)
     if pooled is not None and not (isinstance(pooler, nn.Module) and torch.equal(pooler(states), pooled)):
         return None
 
@@ -111,7 +130,7 @@ def _understand(states: Tensor, output: Any, trunk: nn.Module) -> Callable[[Tens
     def pack(states: Tensor) -> Any:
         made: dict[str, Any] = {_STATES: states}
         if has_pooled:
-            made[_POOLED] = pooler(states) if is_pooled and pooler is not None else None
+            made[_POOLED] = trunk.get_submodule("pooler")(states) if is_pooled else None  # the one of now
         return tuple(made.values()) if kind is tuple else kind(**made)
 
     return pack

@@ -1,10 +1,10 @@
 """The order of a call, from the trunk's first argument to the stats. Every step is a function of another module.
 
-    opened   -> may this call use the cache at all?
+    opened   -> may this call use the cache at all, and would it pay?
     at door  -> where tokens are all that fingerprints are made of, what follows is done here, and hits end here
     layer 0  -> rows and exact keys, fingerprint, then the rungs decide
     layer l  -> rows to compute are computed, stored states put in, misses captured
-    closed   -> doubted states compared, misses stored, counters updated
+    closed   -> doubted states compared, misses stored, counters updated, times told to the cost model
 
 Trouble here costs speed, never correctness: a failing lookup or store is counted, logged once, and computed around.
 """
@@ -12,13 +12,11 @@ Trouble here costs speed, never correctness: a failing lookup or store is counte
 import threading
 from contextvars import ContextVar
 from functools import partial
-from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from llmcache import kv
 from llmcache.adapters import CACHE, unpack
 from llmcache.arguments import Arguments
 from llmcache.audit.audit import Audit
@@ -27,7 +25,9 @@ from llmcache.checks import Checks
 from llmcache.context import Call
 from llmcache.door import Door, Packing
 from llmcache.hooks import LayerSwap
+from llmcache.keeping import Keeper
 from llmcache.lookup import Lookup
+from llmcache.meter import Meter
 from llmcache.outcome import Outcome, outcomes
 from llmcache.parts import Parts
 from llmcache.reuse.runner import Runner
@@ -48,9 +48,11 @@ class Flow:
         self._parts = parts
         self._arguments = Arguments(parts.trunk.module.forward)
         self._runner = Runner(parts.payload, parts.trunk.adapter)
+        self._meter = Meter(parts)
         self._checks = Checks(parts.library, parts.counters)
         self._lookup = Lookup(parts, self._checks, tokenizer)
         self._door = Door(parts.trunk, parts.payload)
+        self._keeper = Keeper(parts)
         self._last = parts.trunk.depth - 1
         self._thread = threading.local()
         # Context variables follow async tasks too: a tenant's namespace must not leak into another's request.
@@ -75,13 +77,15 @@ class Flow:
         self._begin_work()
         if torch.is_grad_enabled():
             self._parts.weights.suspect()
+        call = Call(arguments, self.namespace.get())
         reason = "disabled" if self.is_disabled.get() else self._find_reason(arguments)
+        reason = reason or self._lookup.guard("ask whether it pays", partial(self._meter.ask, call))
         if reason is not None:
             self._bypass(reason, _count_rows(arguments))
             return args, kwargs
-        if not self._lookup.is_collecting:
+        if not self._parts.is_collecting:
             self._thread.last = ()  # until the call has succeeded
-        self._thread.call = Call(arguments, self.namespace.get())
+        self._thread.call = call
         return self._arguments.replace(args, kwargs, "use_cache", False) if self._keeps_no_kv else (args, kwargs)
 
     def answer_at_door(self) -> Any:
@@ -91,6 +95,9 @@ class Flow:
             return None
         if not self._lookup.read_early(call, packing.entering):
             return None
+        if packing.weights != getattr(call.scope, "weights", ""):  # another trunk puts out something else
+            self._door.forget()
+            return None
         self._lookup.ask(call, 0)
         return self._answer(call, packing) if call.is_served else None
 
@@ -99,6 +106,7 @@ class Flow:
         call: Call | None = None if torch.compiler.is_compiling() else getattr(self._thread, "call", None)
         if call is not None and swap.number == 0 and not self._begin(call, swap, args, kwargs):
             self._thread.call = None
+            self._lookup.withdraw(call)
             return swap.original(*args, **kwargs) if call.first_output is None else call.first_output
         if call is None or not call.has_begun:  # bypassed, or layer 0 was not run through its swap
             return swap.original(*args, **kwargs)
@@ -111,7 +119,7 @@ class Flow:
         call.is_complete = is_last
         if ends_here:
             call.states = unpack(output)
-            self._try_to_capture(call, swap.number, call.states)
+            self._keeper.capture(call, swap.number, call.states)
         return output
 
     def normed(self, output: Tensor) -> Tensor | None:
@@ -120,7 +128,7 @@ class Flow:
         if call is None or not self._ends_after_norm or not call.is_complete:
             return None
         output = call.states = self._runner.place(call, self._last, output)
-        self._try_to_capture(call, self._last, output)
+        self._keeper.capture(call, self._last, output)
         return output
 
     def attended(self, output: Any) -> None:
@@ -136,17 +144,25 @@ class Flow:
         call: Call | None = getattr(self._thread, "call", None)
         self._thread.call = None
         self._end_work()
-        if call is None or not call.has_begun or not call.is_complete:
+        if call is None:
             return
-        started = perf_counter()
-        if call.states is not None and call.entering is not None:
-            self._door.learn(call, call.entering, call.states, output)
+        if not (call.has_begun and call.is_complete):
+            self._lookup.withdraw(call)
+            return
+        started = self._meter.now(call)
+        self._learn_packing(call, output)
         self._checks.compare(call)
-        if not self._lookup.is_collecting:
+        for row in call.rows:
+            if row.refused:
+                self._parts.counters.bypass(row.refused, 1)
+        if not self._parts.is_collecting:
             self._thread.last = outcomes(call)
-            self._store(call)
-            self._lookup.have_looked_into(call)
-            self._count(call, perf_counter() - started)
+            self._keeper.store(call)
+            self._have_looked_into(call)
+            ended = self._meter.now(call)
+            call.storing_s += ended - started
+            self._count(call)
+            self._meter.took(call, ended)
         if self._parts.observer is not None and self._parts.observer.answers.reads_payload:
             self._observe(call, None)
         elif self._parts.observer is not None:
@@ -177,6 +193,7 @@ class Flow:
             hidden.dtype,
         ):  # read at the door, of another model
             self._door.forget()
+            self._lookup.withdraw(call)
             call.begin_again()
         if reason is None and call.entering is None:
             if self._parts.attention is not None:  # not guarded: what fails here is the model itself
@@ -197,37 +214,38 @@ class Flow:
             return "unknown_layout"
         return None
 
+    def _have_looked_into(self, call: Call) -> None:
+        """Hand hits that were drawn to the audit."""
+        try:
+            if self._parts.audit is not None and call.drawn:
+                self._parts.audit.served(call)
+        except Exception as error:
+            self._parts.counters.error("have a hit looked into", error)
+
     def _answer(self, call: Call, packing: Packing) -> Any:
         """Output of a call that is served at the door; None where that fails, and it is computed."""
         try:
             output = self._door.answer(call, packing)
         except Exception as error:
             self._parts.counters.error("answer at the door", error)
+            self._door.forget()
+            self._lookup.withdraw(call)
             call.reused.clear()
+            call.reused_at.clear()
             call.is_served = False
             return None
-        call.has_begun = call.is_complete = True
         return output
 
-    def _try_to_capture(self, call: Call, number: int, hidden: Tensor) -> None:
+    def _learn_packing(self, call: Call, output: Any) -> None:
         try:
-            self._capture(call, number, hidden)
+            if output is not None:  # the trunk did not fail
+                self._door.learn(call, output)
         except Exception as error:
-            self._parts.counters.error("keep a state", error)
-            call.captured.clear()
+            self._parts.counters.error("look at the trunk's output", error)
 
-    def _capture(self, call: Call, number: int, hidden: Tensor) -> None:
-        """Keep what rows computed at a stored layer, to be stored when the call has succeeded."""
-        if number not in self._parts.library.banks:
-            return
-        for row in call.active_rows:
-            reuse = call.reused.get(row.number)
-            if reuse is not None and (reuse.layer >= number or not reuse.stores_above):
-                continue
-            tensors = {"hidden": self._parts.payload.take(hidden[row.number], row.valid)}
-            if call.kv_cache is not None:
-                tensors |= kv.capture(call.kv_cache, row, number, self._parts.library.layers)
-            call.captured.setdefault(row.number, {})[number] = tensors
+    def forget(self) -> None:
+        """What was learned of the model no longer holds."""
+        self._door.forget()
 
     def _observe(self, call: Call, output: Any) -> None:
         assert self._parts.observer is not None
@@ -236,42 +254,31 @@ class Flow:
         except Exception as error:
             self._parts.counters.error("read an answer", error)
 
-    def _store(self, call: Call) -> None:
-        assert call.scope is not None
-        trust = self._parts.trust
-        is_found = trust is None or trust.is_growing  # sources that were calibrated are joined by no other
-        for number, states in call.captured.items():
-            features = None if call.features is None or trust is not None else call.features[number]
-            vectors = {layer: rows[number] for layer, rows in call.fingerprints.items() if layer in states and is_found}
-            try:
-                if not self._parts.library.put(call.scope, call.rows[number], states, features, vectors):
-                    self._parts.counters.too_large()
-            except Exception as error:
-                self._parts.counters.error("store a request", error)
-
-    def _count(self, call: Call, storing_s: float) -> None:
+    def _count(self, call: Call) -> None:
         hits = [(reuse.rung, reuse.layer) for reuse in call.reused.values()]
         n_misses = sum(row.number not in call.reused and row.number not in call.doubted for row in call.active_rows)
-        self._parts.counters.call(hits, call.reused_at, n_misses, call.n_skipped, (call.lookup_s, storing_s))
+        self._parts.counters.call(hits, call.reused_at, n_misses, call.n_skipped, (call.lookup_s, call.storing_s))
 
     def _bypass(self, reason: str, n_rows: int) -> None:
         """Count and note rows of a call that goes by the cache as a whole."""
         self._parts.counters.bypass(reason, n_rows)
-        if reason != "decode":  # a step of a generation belongs to the request that its prefill was
+        # A step of a generation belongs to the request that its prefill was; what is only computed, to nobody.
+        if reason != "decode" and not self._parts.is_collecting:
             self._thread.last = (Outcome(bypassed=reason),) * n_rows
 
     def _begin_work(self) -> None:
-        """Tell the audit that the processor is needed."""
-        audit = self._thread.audit = None if self._lookup.is_collecting else self._parts.audit
+        """Tell the audit that the processor is needed. A call may be made within another one."""
+        audit = None if self._parts.is_collecting else self._parts.audit
+        self._thread.audits = (*getattr(self._thread, "audits", ()), audit)
         if audit is not None:
             audit.shadow.enter()
 
     def _end_work(self) -> None:
         """Tell it that it no longer is, if it was told so."""
-        audit: Audit | None = getattr(self._thread, "audit", None)
-        self._thread.audit = None
-        if audit is not None:
-            audit.shadow.leave()
+        audits: tuple[Audit | None, ...] = getattr(self._thread, "audits", ())
+        self._thread.audits = audits[:-1]
+        if audits and audits[-1] is not None:
+            audits[-1].shadow.leave()
 
     # -- small facts ---------------------------------------------------------------------------------------------------
 

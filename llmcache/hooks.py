@@ -184,6 +184,14 @@ def plain_forward(module: nn.Module) -> Callable[..., Any]:
     return forward.original if isinstance(forward, Swap) else forward
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Whether somebody but us hung hooks on a module, which run when it is called."""
+    if not (module._forward_hooks or module._forward_pre_hooks):
+        return False
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    return not all(isinstance(hook, _OutputHook) for hook in hooks)
+
+
 def is_wrapped(trunk: Trunk) -> bool:
     """Whether a cache already hangs on this trunk or a layer of it."""
     return any(isinstance(module.__dict__.get("forward"), Swap) for module in (trunk.module, *trunk.layers))

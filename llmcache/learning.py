@@ -80,7 +80,7 @@ def make_learning(
     claim = Claim(config.max_drop, config.delta, "changed", config.sources, 0)
     teacher = Teacher(parts.library, fingerprint, tokens, chooser, answers)
     trust = Trust(parts.library, teacher, chooser, answers, head, parts.counters, config.learn, claim)
-    observer = Observer(parts.library, answers, answer_of)
+    observer = Observer(parts.library, answers, answer_of, head)
     library, counters = parts.library, parts.counters
     audit = Audit(
         library, fingerprint, trust, observer, parts.weights, counters, compute, config.audit, config.recalibrate

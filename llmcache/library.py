@@ -57,6 +57,7 @@ class Library:
         self._struck: dict[str, str] = {}  # namespaces by key; also of requests that left, as they may come again
         self._shelves = Shelves(fingerprint, make_index, self._layers_of, by_length, by_layer)
         self._lock = threading.RLock()
+        self.generation = 0  # moves on when requests begin to be compared by another fingerprint
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -157,6 +158,7 @@ class Library:
         states: Mapping[int, Mapping[str, Tensor]],
         features: Floats | None = None,
         vectors: Mapping[int, Floats] | None = None,
+        generation: int | None = None,
     ) -> bool:
         """Store a request's states and let it be found. A codec that has seen enough by now is fitted meanwhile.
 
@@ -167,6 +169,7 @@ class Library:
             features: What its fingerprint is projected from (F0,), where it must wait for the fingerprint to be fitted.
             vectors: Its fingerprint (F,) by layer of `states`, where known already. With neither it is not found by
                 others.
+            generation: When the fingerprint was made; if requests are compared by another one now, it is dropped.
 
         Returns:
             False when a state is larger than its bank and was left out.
@@ -184,7 +187,8 @@ class Library:
                 request = self._know(scope, row, next(iter(states.values()))["hidden"].dtype)
                 for layer, entry in stored.items():
                     self.banks[layer].put(row.key, entry, partial(self._let_go, layer=layer))
-                self._shelves.put(request, row, features, vectors, stored)
+                is_stale = generation not in (None, self.generation)
+                self._shelves.put(request, row, features, None if is_stale else vectors, stored)
             except Exception:
                 self._forget(row.key)  # half a request must not be found
                 raise
@@ -241,6 +245,7 @@ class Library:
             fingerprint: Fitted, or None: nothing is searched.
         """
         with self._lock:
+            self.generation += 1
             for request in self._requests.values():
                 request.places, request.is_kept = (), False
             for bank in self.banks.values():

@@ -99,11 +99,12 @@ class Lookup:
         if len(call.reused_at) > n_before and not can_select_rows(swap.arguments, args, kwargs, call.n_rows):
             call.reused, call.is_served = before, False  # rows could not be taken out of the batch safely
             del call.reused_at[n_before:]
+            self.withdraw(call)
 
     def ask(self, call: Call, number: int) -> None:
         """Ask each rung in turn for the rows that none has served at this depth."""
         call.was_asked = True
-        if self.is_collecting:
+        if self._parts.is_collecting:
             return
         for rung in self._parts.rungs:
             if not rung.asks_at(number):
@@ -128,13 +129,10 @@ class Lookup:
             )
             call.lookup_s += perf_counter() - started
 
-    def have_looked_into(self, call: Call) -> None:
-        """Hand hits that were drawn to the audit."""
-        try:
-            if self._parts.audit is not None and call.drawn:
-                self._parts.audit.served(call)
-        except Exception as error:
-            self._parts.counters.error("have a hit looked into", error)
+    def withdraw(self, call: Call) -> None:
+        """Hits of the call that the audit drew are not served after all."""
+        if self._parts.audit is not None and call.drawn:
+            self._parts.audit.withdraw(call)
 
     def _draw(self, call: Call, decided: list[Reuse]) -> list[Reuse]:
         """Let the audit draw among approximate reuses; returns those to carry out."""
@@ -145,11 +143,6 @@ class Lookup:
         except Exception as error:
             self._parts.counters.error("draw for the audit", error)
             return []
-
-    @property
-    def is_collecting(self) -> bool:
-        """Whether rows are computed to be shown, and neither served nor stored."""
-        return self._parts.observer is not None and self._parts.observer.collected.get() is not None
 
     def _read(self, call: Call, hidden: Tensor | None, entering: torch.dtype) -> str | None:
         call.entering, call.scope = entering, self._reader.scope(call, entering)

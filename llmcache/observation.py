@@ -6,6 +6,7 @@ Sizes: B rows, F0 features, D hidden width, S width of a signature, C logits.
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from time import perf_counter
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,6 +19,7 @@ from llmcache.arrays import Floats
 from llmcache.context import Call, Row, Scope, to_host
 from llmcache.errors import CalibrationError
 from llmcache.library import Library
+from llmcache.weights import Weights
 
 
 @dataclass(slots=True)
@@ -32,6 +34,8 @@ class Observation:
         answer: Signature of its answer (S,).
         output: What the model put out for it, float32 (C,).
         states: What would be stored of it, by layer; empty where it is stored already, and not to be kept beside that.
+        head: Digest of the weights outside the trunk, as they were then.
+        seconds: From the trunk's arguments to the answer, with what the cache did meanwhile, by the row.
         label: What it should have been answered, where that was given.
     """
 
@@ -42,6 +46,8 @@ class Observation:
     answer: Floats
     output: Floats
     states: Mapping[int, Mapping[str, Tensor]]
+    head: str
+    seconds: float
     label: Any = None
 
 
@@ -58,13 +64,14 @@ class Learner(Protocol):
 class Observer:
     """Reads the answers of calls that have ended: notes them beside entries, and shows whole requests to a learner."""
 
-    def __init__(self, library: Library, answers: Answers, read: Reading) -> None:
+    def __init__(self, library: Library, answers: Answers, read: Reading, head: Weights | None = None) -> None:
         """Remember whom to tell.
 
         Args:
             library: Holds the entries.
             answers: The kind of the model's answers.
             read: Finds logits (B, C) in what the model returned.
+            head: What of the model makes the answers; needed by learners.
         """
         self.answers = answers
         self.learner: Learner | None = None
@@ -72,6 +79,7 @@ class Observer:
         self.collected: ContextVar[list[Observation] | None] = ContextVar("llmcache_collected", default=None)
         self._library = library
         self._read = read
+        self._head = head
 
     def see(self, call: Call, output: Any) -> None:
         """Take in a call whose rows were computed or served, and what the model returned for it.
@@ -99,6 +107,8 @@ class Observer:
         wanted = computed if collected is not None else () if self.learner is None else self.learner.wanted(call)
         if call.features is None or not wanted:
             return
+        head = "" if self._head is None else self._head.digest()
+        seconds = (perf_counter() - call.opened) / call.n_rows
         seen = {
             number: Observation(
                 call.scope,
@@ -108,6 +118,8 @@ class Observer:
                 signatures[i],
                 outputs[i],
                 states if collected is not None or number in call.drawn else {},
+                head,
+                seconds,
             )
             for i, (number, states) in enumerate(computed.items())
             if number in wanted

@@ -7,6 +7,7 @@ from torch import nn
 
 from llmcache.adapters import Trunk
 from llmcache.audit.audit import Audit
+from llmcache.cost import CostModel
 from llmcache.fingerprint import Fingerprint
 from llmcache.gate import ContentGate
 from llmcache.heads import Head
@@ -36,6 +37,7 @@ class Parts:
         gate: Compares tokens after a neighbour was chosen, or None.
         observer: Reads the model's answers, where decisions compare them; else None.
         trust: Approximate reuse that is calibrated, or None.
+        cost: Tells when the cache does not pay; None where it never steps aside.
         audit: Looks into what it serves; None without.
         counters: What was done.
     """
@@ -52,5 +54,11 @@ class Parts:
     gate: ContentGate | None
     observer: Observer | None = None
     trust: Trust | None = None
+    cost: CostModel | None = None
     audit: Audit | None = None
     counters: Counters = field(default_factory=Counters)
+
+    @property
+    def is_collecting(self) -> bool:
+        """Whether the call under way is computed to be shown: neither served nor stored, and no request of a user's."""
+        return self.observer is not None and self.observer.collected.get() is not None

@@ -16,6 +16,7 @@ import json
 import os
 import uuid
 from collections.abc import Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -77,14 +78,8 @@ def save(served: Parts, config: CacheConfig, special_ids: Iterable[int], folder:
     from safetensors import SafetensorError
 
     folder = Path(folder)
-    library, weights = served.library, served.weights.digest()
-    trust = served.trust if served.trust is not None and served.trust.is_made_for(weights) else None
-    records = [record for record in library.records() if record.scope.weights == weights]
-    scopes = list(dict.fromkeys(record.scope for record in records))
-    parts = {
-        "requests": pack_requests(records, scopes) | _pack_learned(library, trust),
-        "states": pack_states(records) | _pack_codecs(library, weights),
-    }
+    weights = served.weights.digest()
+    parts, scopes, calibration = _take(served, weights)
     tag = uuid.uuid4().hex[:12]
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -96,8 +91,8 @@ def save(served: Parts, config: CacheConfig, special_ids: Iterable[int], folder:
             special_ids=list(special_ids),
             scopes=[(scope.namespace, scope.dtype, scope.attention) for scope in scopes],
             files=files,
-            calibration=None if trust is None else trust.calibration,
-            struck=library.struck,
+            calibration=calibration,
+            struck=served.library.struck,
         )
         _replace(folder / MANIFEST, manifest.model_dump_json(indent=2))
         _remove_others(folder, files)
@@ -162,13 +157,14 @@ def restore(served: Parts, manifest: Manifest, folder: str | Path) -> None:
     scopes = [Scope(namespace, weights, dtype, attention) for namespace, dtype, attention in manifest.scopes]
     try:
         learned = {name: tensor.numpy() for name, tensor in parts["requests"].items()}
+        records = list(unpack(parts["requests"], parts["states"], scopes))
         if served.trust is not None and manifest.calibration is not None:
-            served.trust.restore(manifest.calibration, below("trust.", learned))
+            namespaces = {record.scope.namespace for record in records if record.is_kept}
+            served.trust.restore(manifest.calibration, below("trust.", learned), namespaces)
         if library.fingerprint is not None:
             library.fingerprint.restore(below("fingerprint.", learned))
         for layer, packer in library.packers[weights].items():
             packer.codec.restore(below(f"{layer}/codec/", parts["states"]))
-        records = list(unpack(parts["requests"], parts["states"], scopes))
         for record in records:
             library.adopt(record)
         library.place(records)
@@ -180,6 +176,20 @@ def restore(served: Parts, manifest: Manifest, folder: str | Path) -> None:
         raise BankFileError(
             f"{folder}: calibrated for a head with other weights; load the model that it was saved from"
         )
+
+
+def _take(served: Parts, weights: str) -> tuple[dict[str, dict[str, Tensor]], list[Scope], Calibration | None]:
+    """What is to be written, as it is at one moment: tensors by file, scopes, calibration."""
+    library = served.library
+    with nullcontext() if served.trust is None else served.trust.held():  # no calibration is renewed meanwhile
+        trust = served.trust if served.trust is not None and served.trust.is_made_for(weights) else None
+        records = [record for record in library.records() if record.scope.weights == weights]
+        scopes = list(dict.fromkeys(record.scope for record in records))
+        parts = {
+            "requests": pack_requests(records, scopes) | _pack_learned(library, trust),
+            "states": pack_states(records) | _pack_codecs(library, weights),
+        }
+        return parts, scopes, None if trust is None else trust.calibration
 
 
 def _pack_learned(library: Library, trust: Trust | None) -> dict[str, Tensor]:

@@ -60,8 +60,7 @@ class Reader:
         call.features = None if self._parts.is_per_layer else inputs.features
         for row in call.rows:
             row.refused = self._refusal(row, inputs)
-            if row.refused:
-                self._parts.counters.bypass(row.refused, 1)
+        call.generation = self._parts.library.generation
         if fingerprint is not None and fingerprint.n_fit == 0:
             layers = (0,) if self._parts.is_per_layer else self._parts.library.layers
             vectors, call.forecasts = foresee(fingerprint, inputs.features)

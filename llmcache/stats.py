@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from llmcache.bypass import CURES
+from llmcache.cost import Cost
 
 logger = logging.getLogger("llmcache")
 
@@ -79,9 +80,10 @@ class Stats:
             than the mean of all rows. None before anything was measured; a lossless codec is not.
         reconstruction_distance: Mean of 1 - cosine(x, x') over the same rows, 0 to 2, or None.
         lookup_ms: Total time in fingerprint, search and decision.
-        storing_ms: Total time after the layers: checks, storing misses, fitting codecs.
+        storing_ms: Total time in keeping states, checks, storing misses and fitting codecs.
         n_too_large: Requests with a state larger than its bank, which was not stored.
         errors: Failures of index, store or audit that were computed around.
+        cost: What calls of each length cost and save, shortest first, and whether they go by the cache.
         audit: What is known of calibrated reuse in service; None without any.
     """
 
@@ -105,6 +107,7 @@ class Stats:
     storing_ms: float = 0.0
     n_too_large: int = 0
     errors: int = 0
+    cost: tuple[Cost, ...] = ()
     audit: AuditStats | None = None
 
     @property

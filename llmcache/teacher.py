@@ -13,7 +13,7 @@ import numpy as np
 from llmcache.answers import Answers
 from llmcache.arrays import Doubles, Floats
 from llmcache.calibration import Trial, losses, settings
-from llmcache.claim import Claim, Metric
+from llmcache.claim import Metric, MetricName
 from llmcache.errors import CalibrationError
 from llmcache.fingerprint import Fingerprint, foresee
 from llmcache.fingerprint.tokens import TokenVectors
@@ -25,7 +25,7 @@ N_TURNS = 5
 
 
 class Teacher:
-    """Of one wrapped model. The caller holds a lock."""
+    """Of one wrapped model. One thread at a time."""
 
     def __init__(
         self,
@@ -97,23 +97,25 @@ class Teacher:
                 doubt[i], found[i] = choice.doubt, choice.neighbour.key
         return doubt, found
 
-    def trial(self, cases: Sequence[Observation], sources: Mapping[str, Observation], claim: Claim) -> Trial:
+    def trial(
+        self, cases: Sequence[Observation], sources: Mapping[str, Observation], metric: MetricName | Metric
+    ) -> Trial:
         """What would become of requests that were not learned from, served by those that stand.
 
         Args:
             cases: Requests, C for instance.
             sources: Those that stand, by key.
-            claim: Says what is lost.
+            metric: Says what is lost.
         """
         doubt, found = self.doubts(cases, set(sources))
         served_by = [None if key is None else sources[key] for key in found]
-        if isinstance(claim.metric, Metric):
+        if isinstance(metric, Metric):
             outputs = [None if source is None else source.output for source in served_by]
-            loss = losses(claim.metric, [case.output for case in cases], outputs, [case.label for case in cases])
-            span = claim.metric.high - claim.metric.low
+            loss = losses(metric, [case.output for case in cases], outputs, [case.label for case in cases])
+            span = metric.high - metric.low
             return Trial(doubt, loss, -span, span, is_share=False)
         pairs = list(zip(cases, served_by, strict=True))
-        counts = self._is_changed if claim.metric == "changed" else self._goes_wrong
+        counts = self._is_changed if metric == "changed" else self._goes_wrong
         return Trial(
             doubt, np.array([source is not None and counts(case, source) for case, source in pairs], np.float64)
         )

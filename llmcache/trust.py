@@ -8,7 +8,8 @@ Until a calibration has succeeded, and after one that failed, nothing is reused 
 """
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import replace
 from math import inf
@@ -192,10 +193,13 @@ class Trust:
         learned, tested = self._divide(observed, claim)
         sources = {case.row.key: case for case in learned}
         limits = self.teacher.teach(list(sources.values()))
-        trial = self.teacher.trial(tested, sources, claim)
+        looked_from = perf_counter()
+        trial = self.teacher.trial(tested, sources, claim.metric)
+        lookup_s = perf_counter() - looked_from
+        counts_changes = claim.metric == "changed"
+        changes = trial if counts_changes else self.teacher.trial(tested, sources, "changed")
         curve = cal.try_settings(trial, limits, claim.max_drop, claim.delta)
-        chosen, counts_changes = cal.chosen(curve, claim.max_drop), claim.metric == "changed"
-        changes = trial if counts_changes else self.teacher.trial(tested, sources, replace(claim, metric="changed"))
+        chosen = cal.chosen(curve, claim.max_drop)
         if claim.sources == "growing":
             sources |= {case.row.key: case for case in tested}
             self.teacher.teach(list(sources.values()))
@@ -209,8 +213,10 @@ class Trust:
             n_tested=len(tested),
             sources=claim.sources,
             weights=learned[0].scope.weights,
-            head=self._head.digest(),
+            head=learned[0].head,
             seconds=perf_counter() - started,
+            model_ms=float(np.median([case.seconds for case in tested])) * 1e3,
+            lookup_ms=lookup_s / len(tested) * 1e3,
             watch=cal.watch(changes, chosen, claim.max_drop if counts_changes else None, claim.delta),
         )
         self._namespaces = {case.scope.namespace for case in sources.values()}
@@ -221,9 +227,14 @@ class Trust:
         """What was learned, but for the fingerprint, which the library has."""
         return self.chooser.state()
 
-    def restore(self, calibration: Calibration, state: Mapping[str, Floats]) -> None:
-        """Take up a calibration, and what was learned for it. The library is filled afterwards."""
+    def held(self) -> AbstractContextManager[object]:
+        """Within: no calibration begins or ends."""
+        return self._lock
+
+    def restore(self, calibration: Calibration, state: Mapping[str, Floats], namespaces: Collection[str]) -> None:
+        """Take up a calibration, what was learned for it, and of whom. The library is filled afterwards."""
         self.chooser.restore(state)
+        self._namespaces = set(namespaces)
         self.teacher.resume()
         self._serve(calibration)
 
@@ -235,7 +246,7 @@ class Trust:
     def _divide(self, observed: Sequence[Observation], claim: Claim) -> list[list[Observation]]:
         """Requests to learn from, and those to measure the bound on, of requests that can carry the claim."""
         cal.check_size(len(observed), claim.max_drop, claim.delta, claim.metric)
-        if len(weights := {case.scope.weights for case in observed}) > 1:
+        if len(weights := {(case.scope.weights, case.head) for case in observed}) > 1:
             raise CalibrationError(
                 f"the requests were computed with {len(weights)} different weights: do not edit the model meanwhile"
             )

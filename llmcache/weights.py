@@ -50,6 +50,10 @@ class Weights:
                     self._refresh()
         return self._digest
 
+    def mark(self) -> tuple[Any, ...]:
+        """What every edit makes another one, also an edit that was taken back."""
+        return self._take_mark()
+
     def suspect(self) -> None:
         """Say that a forward with gradients ran, so that an optimizer may write the weights from now on."""
         self._is_suspect = True

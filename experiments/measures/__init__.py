@@ -14,6 +14,7 @@ from experiments.measures import (
     layers,
     observe,
     pairs,
+    payback,
     poisoning,
     serve,
     sweep,
@@ -48,4 +49,5 @@ MEASURES: Mapping[str, Measure] = {
     "embeddings": Measure(embeddings.Embeddings, embeddings.run),
     "pairs": Measure(pairs.Pairs, pairs.run),
     "poisoning": Measure(poisoning.Poisoning, poisoning.run),
+    "payback": Measure(payback.Payback, payback.run),
 }

@@ -79,7 +79,7 @@ def _calibrations(experiment: Bound, rehearsal: Rehearsal, part: int) -> Iterato
     order = rng.permutation(len(rehearsal.observed))
     sources, population = ([rehearsal.observed[i] for i in half] for half in np.split(order, [_n_sources(experiment)]))
     limits, claims = rehearsal.trust.learn(sources), _claims(experiment)
-    truth = rehearsal.trust.teacher.trial(population, {case.row.key: case for case in sources}, claims[0])
+    truth = rehearsal.trust.teacher.trial(population, {case.row.key: case for case in sources}, "changed")
     for draw in range(experiment.draws):
         for claim in claims:
             drawn = rng.integers(len(population), size=n_tested(experiment.learn, claim))

@@ -11,7 +11,7 @@ import gc
 import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import monotonic, perf_counter
 from typing import Any, Self
 
@@ -80,6 +80,17 @@ class Trace:
     def is_hit(self) -> NDArray[np.bool_]:
         """Whether something stored served it, (R, N)."""
         return is_hit(self.served)
+
+    def after(self, n: int) -> "Trace":
+        """The same without the first `n` requests."""
+        return replace(
+            self,
+            ms=self.ms[:, n:],
+            served=self.served[:, n:],
+            evicting=self.evicting[:, n:],
+            answers=self.answers[n:],
+            notes=self.notes[n:],
+        )
 
 
 @dataclass(slots=True)

@@ -10,7 +10,10 @@ from llmcache.errors import ConfigError
 
 
 class Cached:
-    """Serves from a cache wrapped around the model. Options are those of `llmcache.CacheConfig`."""
+    """Serves from a cache wrapped around the model. Options are those of `llmcache.CacheConfig`.
+
+    It does not step aside unless told to: what the cache does is measured, also where it would rather not.
+    """
 
     def __init__(self, workload: Workload, options: Mapping[str, Any]) -> None:
         """Take a copy of the model.
@@ -107,7 +110,7 @@ def configure(workload: Workload, options: Mapping[str, Any]) -> CacheConfig:
     """
     if workload.payload is not None and options.get("mode") != "paper":  # which stores whole sequences
         options = {"payload": workload.payload, **options}
-    config = CacheConfig.make(options)
+    config = CacheConfig.make({"step_aside": False, **options})
     if workload.payload not in (None, config.payload) and config.payload not in ("sequence", "auto"):
         raise ConfigError(f"payload: the head reads {workload.payload!r} (got {config.payload!r}); leave it out")
     return config

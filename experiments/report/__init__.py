@@ -30,7 +30,9 @@ ABOUT: Mapping[str, str] = {
     "trust_banking77": "Calibrated reuse: bank support requests, 77 intents.",
     "trust_hwu64": "Calibrated reuse: home assistant requests, 64 intents.",
     "trust_snips": "Calibrated reuse: voice assistant requests, 7 intents.",
+    "trust_speed": "What calibrated reuse saves after its learning phase, live, and when that has paid for learning.",
     "trust_bound": "Whether the bound of a calibration holds as often as it says.",
+    "cost_no_repetition": "A stream without repetition, where the cache steps aside: what is left of its cost.",
 }
 
 HOW = """\

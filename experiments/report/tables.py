@@ -9,7 +9,7 @@ from experiments.report.calls import latency
 from experiments.report.claims.harmless import PAPERS_CURVE, harmless_tau
 from experiments.report.markdown import number, percent, points, share, size, speed, table
 from experiments.report.told import told
-from experiments.report.trust import bound, trust
+from experiments.report.trust import bound, payback, trust
 from experiments.runs import Figures, Run, at, by_size, label_of, varied
 
 LOSSES = ("accuracy_drop", "changed_answers")
@@ -43,6 +43,7 @@ def _serve(runs: Sequence[Run]) -> Iterator[str]:
             [_method(label, figures) for label, figures in metrics["methods"].items()],
         )
         yield from _extras(metrics["methods"])
+        yield from _stepped_aside(metrics["methods"])
 
 
 def _method(label: str, figures: Figures) -> tuple[Any, ...]:
@@ -69,6 +70,16 @@ def _extras(methods: Mapping[str, Figures]) -> Iterator[str]:
         yield table(
             ("method", *(name.replace("_", " ") for name in names)),
             [(label, *(_extra(figures["extras"][name]) for name in names)) for label, figures in methods.items()],
+        )
+
+
+def _stepped_aside(methods: Mapping[str, Figures]) -> Iterator[str]:
+    """What is left of the cost where a cache let requests go by."""
+    told = [label for label, figures in methods.items() if figures["options"].get("step_aside")]
+    if told:
+        yield table(
+            ("method", "requests that went by", "speed-up of the stream's latter half"),
+            [(label, number(methods[label]["bypassed"], 0), speed(methods[label]["latter_half"])) for label in told],
         )
 
 
@@ -243,4 +254,5 @@ TABLES: Mapping[str, Callable[[Sequence[Run]], Iterator[str]]] = {
     "poisoning": told,
     "drift": told,
     "embeddings": told,
+    "payback": payback,
 }

@@ -5,7 +5,7 @@ from typing import Any
 
 from experiments.frontier import best, curves
 from experiments.plots import CURVES
-from experiments.report.markdown import number, percent, points, share, table
+from experiments.report.markdown import number, percent, points, share, speed, table
 from experiments.runs import Figures, Run
 
 LOSSES = ("accuracy_drop", "changed_answers")
@@ -58,6 +58,51 @@ def _claim(run: Run, row: Figures) -> tuple[Any, ...]:
         percent(row["changed_answers_most"], 2),
         " / ".join(f"{size:,}" for size in sizes),
     )
+
+
+def payback(runs: Sequence[Run]) -> Iterator[str]:
+    """Speed after the learning phase, what that phase cost, and the same hits on a larger model."""
+    yield table(
+        (
+            *("stream", "setting", "hit rate h", "speed-up", "o", "c", "of h, o, c", "drop, points", "changed answers"),
+            *("learning: extra s", "paid back after", "speed-up with learning", "later requests"),
+        ),
+        [_paid(run, label, row) for run in runs for label, row in run.metrics["methods"].items()],
+    )
+    if replayed := [(run, row) for run in runs for row in run.metrics["replayed"].values()]:
+        yield "The same pattern of hits and misses on another model:"
+        yield table(
+            ("pattern of", "model", "tokens", "hit rate h", "speed-up", "o", "c", "of h, o, c", "asked", "n"),
+            [_replayed(run, row) for run, row in replayed],
+        )
+        yield "Asked: nine tenths of 1 / ((1 - h) 1.03 + 0.02 h)."
+
+
+def _paid(run: Run, label: str, row: Figures) -> tuple[Any, ...]:
+    paid = row["paid_back_after"]
+    return (
+        run.task,
+        f"{label}, {row['calibration']['metric']}, {row['calibration']['sources']}",
+        share(row["hit_rate"], row["hit_rate_ci"]),
+        *_speeds(row),
+        points(row["accuracy_drop"], row["accuracy_drop_ci"]),
+        share(row["changed_answers"], row["changed_answers_ci"], 2),
+        number(row["learning_extra_s"]),
+        "never" if paid is None else f"{paid:,.0f} requests",
+        number(row["speedup_with_learning"], 2),
+        f"{run.metrics['n_counted']:,} x {run.metrics['rounds']}",
+    )
+
+
+def _replayed(run: Run, row: Figures) -> tuple[Any, ...]:
+    name = f"{row['model']} ({'random weights' if row['weights'] == 'random' else 'trained'})"
+    asked, n = number(row["speedup_asked"], 2), f"{row['n']:,} x {run.metrics['rounds']}"
+    return (run.task, name, row["seq_len"], percent(row["hit_rate"]), *_speeds(row), asked, n)
+
+
+def _speeds(row: Figures) -> tuple[str, ...]:
+    costs = (percent(row[key]) for key in ("miss_overhead", "hit_cost"))
+    return (speed(row), *costs, number(row["speedup_expected"], 2))
 
 
 def _frontier(run: Run, curve: tuple[str, str | None]) -> tuple[Any, ...]:

@@ -51,9 +51,10 @@ class Settings(TaskSettings):
 
     @property
     def title(self) -> str:
-        """The data's name: of one file or folder its own, of several files that of the folder that they are in."""
+        """The data's name: of one file or folder its own, of several files, or of `train`, that of their folder."""
         first = Path(self.data.path[0])
-        return first.stem if len(self.data.path) == 1 else first.parent.name or self.name
+        is_part = len(self.data.path) > 1 or first.stem == "train"
+        return first.parent.name or self.name if is_part else first.stem
 
 
 def build(settings: Settings, folders: Folders, seed: int) -> "Stream":

@@ -3,13 +3,14 @@
 A changed answer strikes its source off: it serves no other request approximately any more, though it still votes. What
 a frozen calibration claims survives that. Which neighbour is chosen, and how doubtful that is, stays the same for every
 request; some of those that would be served are computed instead. So no answer changes that would not have changed
-before.
+before. Under a metric of the user's, where a changed answer may be the better one, sources stay: the mean of losses and
+gains, which is what is claimed then, may rise when hits are taken away.
 """
 
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from llmcache.audit.fresh import Fresh
 from llmcache.audit.look import Look, look_at
 from llmcache.audit.shadow import Job, Shadow
 from llmcache.calibration import Calibration
+from llmcache.claim import MetricName
 from llmcache.context import Call, Drawn, Reuse
 from llmcache.fingerprint import Fingerprint
 from llmcache.library import Library
@@ -112,6 +114,14 @@ class Audit:
                 look = look_at(call, row, drawn)
                 self.shadow.add(Job(partial(Audit._look, look=look), look.namespace))
 
+    def withdraw(self, call: Call) -> None:
+        """Take back what was drawn of a call whose hits are not served after all."""
+        with self._lock:
+            for drawn in call.drawn.values():
+                if drawn.sample is not None:
+                    drawn.sample.account.withdraw(drawn.sample)
+        call.drawn.clear()
+
     def wanted(self, call: Call) -> Collection[int]:
         """Rows of a call that are to be observed, if they were computed."""
         return range(call.n_rows) if self._trust.is_learning else call.drawn
@@ -161,9 +171,11 @@ class Audit:
         """Compute a request that was served, store it, and settle its sample."""
         device, dtype, is_on = look.autocast
         try:
+            before = self._weights.mark()
             with torch.autocast(device, dtype=dtype, enabled=is_on):
                 (case,) = collect(partial(self._compute, look.namespace), self._observer, [look.inputs])
-            if case.row.key == look.key:  # else weights or dtype are others than those that served it: no verdict
+            is_steady = self._weights.mark() == before  # else its states may be half of one model, half of another
+            if is_steady and case.row.key == look.key:  # else weights or dtype are not those that served it: no verdict
                 self._keep(case)
                 self._settle(look.drawn, case)
         except Exception as error:
@@ -184,12 +196,12 @@ class Audit:
         if drawn.sample is not None:
             assert drawn.answer is not None
             account, is_changed = drawn.sample.account, not self._answers.agree(case.answer, drawn.answer)
-            if is_changed:
-                self._library.strike(drawn.source, case.scope.namespace)
             with self._lock:
                 rings = account.settle(drawn.sample, is_changed) and account is self._account
                 self._n_alarms += rings
                 made = self._made
+            if is_changed and made is not None and made.metric in get_args(MetricName):
+                self._library.strike(drawn.source, case.scope.namespace)
             if rings and made is not None:
                 self._trust.alarm(made)
         if drawn.stands_for_all:

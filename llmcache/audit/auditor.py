@@ -23,13 +23,11 @@ class Sample:
         account: Where it was drawn, and its verdict belongs.
         number: Of the request.
         weight: Inverse of the probability with which it was drawn.
-        floor: The least probability that any hit had then.
     """
 
     account: "Auditor"
     number: int
     weight: float
-    floor: float
 
 
 class Auditor:
@@ -45,7 +43,7 @@ class Auditor:
             seed: Of the draws.
         """
         self.limit = limit
-        self.rate = Rate()
+        self.rate = Rate(floor)
         self.alarm = Alarm(limit, floor, alpha)
         self.n_drawn = 0
         self.n_looked = 0
@@ -63,7 +61,7 @@ class Auditor:
                 requests, whose answers cannot have changed.
         """
         floor = min(1.0, _FIRST * self._floor) if self.rate.n < N_FIRST else self._floor
-        self.rate.see(floor)
+        self.rate.see()
         number = self.alarm.see()
         if share is None:
             return None
@@ -71,8 +69,8 @@ class Auditor:
         if not self.toss(chance):
             return None
         self.n_drawn += 1
-        sample = Sample(self, number, 1 / chance, floor)
-        self.rate.draw(sample.weight, floor)
+        sample = Sample(self, number, 1 / chance)
+        self.rate.draw(sample.weight)
         return sample
 
     def toss(self, chance: float) -> bool:
@@ -88,11 +86,16 @@ class Auditor:
         """
         self.n_looked += 1
         self.n_changed += is_changed
-        self.rate.settle(sample.weight, sample.floor, is_changed)
+        self.rate.settle(sample.weight, is_changed)
         if not is_changed or not self.alarm.found(sample.number, sample.weight) or self.has_rung:
             return False
         self.has_rung = True
         return True
+
+    def withdraw(self, sample: Sample) -> None:
+        """The hit was not served after all, so nobody got another answer for it."""
+        self.n_drawn -= 1
+        self.rate.settle(sample.weight, has_event=False)
 
     @property
     def bounds(self) -> tuple[float, float]:

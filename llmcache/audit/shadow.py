@@ -51,7 +51,8 @@ class Shadow(Generic[Owner]):
         self._max_jobs = max_jobs
         self._jobs: deque[Job[Owner]] = deque()
         self._condition = threading.Condition()
-        self._working = threading.Lock()  # one job at a time, whoever does it
+        self._working = threading.RLock()  # one job at a time, whoever does it; a job may ask for others to be dropped
+        self._is_working = False
         self._n_calls = 0
         self._last_call_s = monotonic()
         self._thread: threading.Thread | None = None
@@ -72,7 +73,7 @@ class Shadow(Generic[Owner]):
             if self._is_closed:
                 return
             self._jobs.append(job)
-            if self._thread is None:
+            if self._thread is None or not self._thread.is_alive():  # a forked process is left without
                 self._thread = threading.Thread(target=self._run, name="llmcache-shadow", daemon=True)
                 self._thread.start()
             self._condition.notify()
@@ -134,9 +135,13 @@ class Shadow(Generic[Owner]):
         """Do the oldest job; whether there was one."""
         with self._working:
             with self._condition:
-                job = self._jobs.popleft() if self._jobs else None
+                job = self._jobs.popleft() if self._jobs and not self._is_working else None
             owner = self._owner()
             if job is None or owner is None:
                 return False
-            Context().run(job.do, owner)  # nothing of the caller's: neither its namespace nor what it turned off
+            self._is_working = True
+            try:
+                Context().run(job.do, owner)  # nothing of the caller's: neither its namespace nor what it turned off
+            finally:
+                self._is_working = False
         return True

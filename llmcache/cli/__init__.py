@@ -10,7 +10,7 @@ from typing import Annotated, Final
 import typer
 
 from llmcache import __version__
-from llmcache.cli import bench_latency, bench_memory, demo, info, prepare, report, run, sweep
+from llmcache.cli import bench_latency, bench_memory, calibrate, demo, info, prepare, report, run, sweep
 from llmcache.errors import LLMCacheError
 
 #: Groups of commands and what they are for.
@@ -20,6 +20,7 @@ GROUPS: Final[Mapping[str, str]] = {"bench": "Measure speed and memory on this m
 COMMANDS: Final[Mapping[str, Callable[..., None]]] = {
     "demo": demo.command,
     "prepare": prepare.command,
+    "calibrate": calibrate.command,
     "run": run.command,
     "sweep": sweep.command,
     "report": report.command,

@@ -134,7 +134,8 @@ class Chooser:
             signatures = _signatures(near)
             agree[0, :n, :n] = self._answers.agree(signatures[:, None], signatures[None])
             if forecast is not None:
-                favour[:, :n] = np.nan_to_num(self._answers.favour(forecast[None], signatures[None]))
+                told = self._answers.favour(forecast[None], signatures[None])
+                favour[:, :n] = np.where(told == told, told, 0)
         return Evidence(similarity, agree, favour)
 
 
@@ -162,6 +163,8 @@ class Semantic:
 
     def decide(self, call: Call, rows: Sequence[Row], layer: int) -> list[Reuse]:
         vectors = call.fingerprints.get(self._library.layers[-1])  # all layers have the same
+        if call.generation != self._library.generation:
+            return []  # fingerprints are others now
         if vectors is None or call.scope is None or not (limits := self._limits.allowed(call.scope)):
             return []
         numbers = [row.number for row in rows]

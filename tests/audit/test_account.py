@@ -17,10 +17,10 @@ from llmcache.audit.rate import Rate
 
 def observe(rate: Rate, n: int, n_events: int, chance: float) -> None:
     for _ in range(n):
-        rate.see(chance)
+        rate.see()
     for _ in range(n_events):
-        rate.draw(1 / chance, chance)
-        rate.settle(1 / chance, chance, True)
+        rate.draw(1 / chance)
+        rate.settle(1 / chance, True)
 
 
 @pytest.mark.parametrize("share", [0.002, 0.02, 0.2])
@@ -28,7 +28,7 @@ def test_limits_hold_at_all_moments_together(share: float) -> None:
     rng = np.random.default_rng(2)
     n_wrong = np.zeros(2, int)
     for _ in range(60):
-        rate, wrong = Rate(), np.zeros(2, bool)
+        rate, wrong = Rate(0.1), np.zeros(2, bool)
         for _ in range(12):
             observe(rate, 250, int((rng.random(250) < share * 0.1).sum()), chance=0.1)
             wrong |= rate.lower(0.05) > share, rate.upper(0.05) < share
@@ -36,15 +36,17 @@ def test_limits_hold_at_all_moments_together(share: float) -> None:
     assert n_wrong.max() <= 7  # of 60, each wrong with probability 0.05 at most: 8 or more with probability 0.02
 
 
-def test_limits_of_a_rate_that_changes_are_those_of_its_mean_so_far() -> None:
+@pytest.mark.parametrize("shares", [[0.01] * 5 + [0.3] * 2 + [0.01] * 5, [0.2] * 2 + [0.005] * 10, [0] * 2 + [0.5] * 4])
+def test_limits_of_a_rate_that_changes_are_those_of_its_mean_so_far(shares: list[float]) -> None:
+    """Also where events are looked for more often at first."""
     rng = np.random.default_rng(5)
     n_wrong = np.zeros(2, int)
     for _ in range(60):
-        rate, wrong, total = Rate(), np.zeros(2, bool), 0.0
-        for step in range(12):
-            share = 0.3 if step in (5, 6) else 0.01
+        rate, wrong, total = Rate(0.05), np.zeros(2, bool), 0.0
+        for step, share in enumerate(shares):
+            chance = 0.25 if step < 2 else 0.05
             total += share
-            observe(rate, 250, int((rng.random(250) < share * 0.2).sum()), chance=0.2)
+            observe(rate, 250, int((rng.random(250) < share * chance).sum()), chance)
             mean = total / (step + 1)
             wrong |= rate.lower(0.05) > mean, rate.upper(0.05) < mean
         n_wrong += wrong
@@ -52,7 +54,7 @@ def test_limits_of_a_rate_that_changes_are_those_of_its_mean_so_far() -> None:
 
 
 def test_limits_close_in_on_the_rate() -> None:
-    rate = Rate()
+    rate = Rate(0.5)
     widths = []
     for n in (200, 2000, 20_000):
         observe(rate, n, n // 100, chance=0.5)
@@ -64,24 +66,24 @@ def test_limits_close_in_on_the_rate() -> None:
 
 
 def test_of_nothing_seen_nothing_is_known() -> None:
-    rate = Rate()
+    rate = Rate(0.5)
     assert (rate.lower(0.05), rate.upper(0.05), rate.mean) == (0.0, 1.0, None)
 
 
 def test_a_sample_that_waits_counts_for_the_worse_on_both_sides() -> None:
-    known, waits = Rate(), Rate()
+    known, waits = Rate(0.5), Rate(0.5)
     for rate in (known, waits):
         observe(rate, 2000, 5, chance=0.5)
         for _ in range(10):
-            rate.draw(2.0, 0.5)
+            rate.draw(2.0)
     at_worst = known.upper(0.05)
     for _ in range(10):
-        known.settle(2.0, 0.5, has_event=False)
+        known.settle(2.0, has_event=False)
     assert known.upper(0.05) < waits.upper(0.05) == at_worst
     assert known.lower(0.05) == waits.lower(0.05)
     assert known.mean == waits.mean
     for _ in range(10):
-        waits.settle(2.0, 0.5, has_event=True)
+        waits.settle(2.0, has_event=True)
     assert waits.upper(0.05) == at_worst
     assert waits.lower(0.05) > known.lower(0.05)
 
@@ -89,12 +91,12 @@ def test_a_sample_that_waits_counts_for_the_worse_on_both_sides() -> None:
 @given(st.lists(st.sampled_from([0.1, 0.2, 0.5]), min_size=1, max_size=300), st.integers(0, 20))
 @settings(max_examples=30, deadline=None)
 def test_limits_enclose_the_estimate_whatever_the_probabilities(floors: list[float], n_events: int) -> None:
-    rate = Rate()
-    for floor in floors:
-        rate.see(floor)
+    rate = Rate(0.1)
+    for _ in floors:
+        rate.see()
     for floor in floors[:n_events]:
-        rate.draw(1 / floor, floor)
-        rate.settle(1 / floor, floor, True)
+        rate.draw(1 / floor)
+        rate.settle(1 / floor, True)
     assert rate.mean is not None
     assert rate.lower(0.05) <= min(rate.mean, 1.0)
     assert min(rate.mean, 1.0) <= rate.upper(0.05) + 1e-6

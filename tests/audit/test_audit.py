@@ -20,7 +20,7 @@ from tests.models import PAD
 from tests.topics import classifier, requests
 
 N = 700
-SETTINGS: dict[str, Any] = {"max_drop": 0.05, "audit": 1.0}
+SETTINGS: dict[str, Any] = {"max_drop": 0.05, "audit": 1.0, "step_aside": False}
 Inputs = dict[str, Tensor]
 
 

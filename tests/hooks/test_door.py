@@ -12,14 +12,18 @@ from tests.topics import classifier, requests
 
 
 class Embedded:
-    """Counts how often a model embeds tokens."""
+    """Counts how often a model embeds tokens, without a hook."""
 
     def __init__(self, model: nn.Module) -> None:
         self.n = 0
-        model.get_input_embeddings().register_forward_hook(self._count)
+        table = model.get_input_embeddings()
+        self._embed = table.forward
+        table.forward = self._count
 
-    def _count(self, *_: Any) -> None:
+    def _count(self, ids: torch.Tensor) -> torch.Tensor:
         self.n += 1
+        embedded: torch.Tensor = self._embed(ids)
+        return embedded
 
 
 def tokens(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -113,6 +117,90 @@ def test_an_output_that_is_not_understood_comes_from_the_trunk() -> None:
         first, second = (cache(input_ids=tokens(1, 6)).last_hidden_state for _ in range(2))
     torch.testing.assert_close(first, second)
     assert embedded.n == 2
+
+
+def test_hooks_run_as_ever() -> None:
+    model = build(CLASSIFIERS["bert"])
+    embedded, ran = Embedded(model), []
+    with LLMCache.wrap(model) as cache:
+        for _ in range(2):
+            cache(input_ids=tokens(1, 6))
+        hook = model.bert.encoder.register_forward_hook(lambda *_: ran.append(1))
+        cache(input_ids=tokens(1, 6))
+        assert (embedded.n, len(ran)) == (2, 1)
+        hook.remove()
+        cache(input_ids=tokens(1, 6))
+        assert (embedded.n, len(ran)) == (2, 1)
+
+
+def test_another_pooler_is_asked_itself() -> None:
+    model = build(CLASSIFIERS["bert"])
+    ids = tokens(1, 6)
+    with LLMCache.wrap(model) as cache:
+        for _ in range(2):
+            cache(input_ids=ids)
+        model.bert.pooler = type(model.bert.pooler)(model.config).eval()
+        with torch.inference_mode(), cache.disabled():
+            alone = model(input_ids=ids).logits
+        for _ in range(3):
+            torch.testing.assert_close(cache(input_ids=ids).logits, alone)
+        assert cache.last[0].rung == "exact"
+
+
+def test_a_pooler_that_takes_more_leaves_calls_alone() -> None:
+    model = build(BARE["bert"])
+    pool = model.pooler.forward
+    model.pooler.forward = lambda states, mask: pool(states)
+    forward = model.forward
+
+    def masked(*args: Any, **kwargs: Any) -> Any:
+        model.pooler.forward = pool
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            model.pooler.forward = lambda states, mask: pool(states)
+
+    model.forward = masked  # type: ignore[method-assign]
+    with LLMCache.wrap(model) as cache:
+        first, second = (cache(input_ids=tokens(1, 6)).pooler_output for _ in range(2))
+        torch.testing.assert_close(first, second)
+        assert cache.stats().errors == 1
+
+
+def test_a_failed_forward_teaches_nothing() -> None:
+    model = build(CLASSIFIERS["bert"])
+    embedded = Embedded(model)
+    pool = model.bert.pooler.forward
+    with LLMCache.wrap(model) as cache:
+        model.bert.pooler.forward = lambda states: 1 / 0
+        with pytest.raises(ZeroDivisionError):
+            cache(input_ids=tokens(1, 6))
+        model.bert.pooler.forward = pool
+        for _ in range(3):
+            cache(input_ids=tokens(1, 6))
+        assert embedded.n < 4
+
+
+def test_what_fails_at_the_door_is_computed_and_counted_once() -> None:
+    model = build(CLASSIFIERS["bert"])
+    with LLMCache.wrap(model) as cache:
+        for _ in range(2):
+            cache(input_ids=tokens(1, 6))
+        before, pool, calls = cache.stats(), model.bert.pooler.forward, []
+
+        def once(states: torch.Tensor) -> torch.Tensor:
+            calls.append(1)
+            if len(calls) == 1:
+                raise ValueError("once")
+            pooled: torch.Tensor = pool(states)
+            return pooled
+
+        model.bert.pooler.forward = once
+        cache(input_ids=tokens(1, 6))
+        after = cache.stats()
+        assert after.errors == before.errors + 1
+        assert after.n_layers_skipped == before.n_layers_skipped
+        assert after.reuses_by_layer == before.reuses_by_layer
 
 
 def _moved(output: Any) -> Any:

@@ -388,6 +388,14 @@ def test_speed_by_hand() -> None:
     assert speed(base, base)["hit_cost"] is None
 
 
+def test_speed_of_the_latter_half_by_hand() -> None:
+    """Of three requests the last two: 12/9, 12/12, 12/24."""
+    base = trace_of([[90, 4, 8]] * 3, [["computed"] * 3] * 3)
+    trace = trace_of([[1, 1, 8], [1, 6, 6], [1, 12, 12]], [["computed"] * 3] * 3)
+    half = speed(base, trace)["latter_half"]
+    assert half == {"speedup": 1.0, "speedup_min": 0.5, "speedup_max": pytest.approx(4 / 3)}
+
+
 def test_latencies_by_hand() -> None:
     base = trace_of([[9, 9, 9, 9, 9]], [["computed"] * 5])
     served = [["computed", "computed", "exact", "semantic", "bypassed"]]

@@ -57,6 +57,21 @@ def serve(method: Method, workload: Workload) -> tuple[list[Answer], list[Served
     return answers, notes
 
 
+@pytest.mark.parametrize(("options", "may_step_aside"), [({}, False), ({"step_aside": True}, True)])
+def test_it_steps_aside_only_where_options_say_so(options: dict[str, Any], may_step_aside: bool) -> None:
+    """Experiments measure what the cache does, also where it does not pay; settings are kept as they were given."""
+    workload = workload_of("stream")
+    settings = MethodSettings.make({"method": "llmcache", **options})
+    assert settings.options == options
+    method = settings.build(workload)
+    assert isinstance(method, Cached)
+    method.begin()
+    with torch.inference_mode():
+        method.ask(0)
+    method.end()
+    assert bool(method.stats.cost) is may_step_aside
+
+
 def is_same(one: Answer, other: Answer) -> bool:
     if isinstance(one, Read):
         return np.array_equal(one.tokens, other.tokens) and np.allclose(one.nll, other.nll, atol=1e-5, equal_nan=True)

@@ -80,5 +80,7 @@ def test_path_and_columns_are_set_without_naming_the_task(tmp_path: Path) -> Non
     changes = ["data.path=[clinc/a.csv, clinc/b.csv]", "data.text=q", "data.label=kind"]
     (run,) = load_experiments(path, changes)
     assert run.name == "clinc-minilm"
+    (alone,) = load_experiments(path, ["data.path=/mine/clinc/train.csv"])
+    assert alone.name == "clinc-minilm"
     expected = Data(path=("clinc/a.csv", "clinc/b.csv"), text="q", label="kind", order="shuffled")
     assert run.experiment.task.data == expected

@@ -29,7 +29,7 @@ def model() -> nn.Module:
 
 @pytest.fixture
 def cache(model: nn.Module) -> Iterator[LLMCache]:
-    with LLMCache.wrap(model) as cache:
+    with LLMCache.wrap(model, step_aside=False) as cache:
         yield cache
 
 
@@ -63,6 +63,8 @@ def test_calibrating_turns_reuse_on_within_the_bound(cache: LLMCache) -> None:
     assert found.chosen.bound <= 0.05 and found.chosen.hit_rate > 0.2
     assert found.n_sources + found.n_tested == N
     assert [setting.limit for setting in found.curve] == sorted(setting.limit for setting in found.curve)
+    assert found.model_ms > 0 and found.lookup_ms > 0 and found.speedup is not None
+    assert 1 / found.speedup == pytest.approx(1 - found.chosen.hit_rate + found.lookup_ms / found.model_ms)
     check_serves_within(cache, most=0.1)
 
 
@@ -97,7 +99,7 @@ def test_growing_sources_are(cache: LLMCache) -> None:
 
 
 def test_frozen_sources_stay_whatever_comes(model: nn.Module) -> None:
-    with LLMCache.wrap(model, max_entries=N) as cache:
+    with LLMCache.wrap(model, max_entries=N, step_aside=False) as cache:
         found = cache.calibrate(requests(N)[0], **LOOSE)
         ask(cache, requests(600, seed=9)[0])
         (shelf,) = cache._parts.library._shelves.values()
@@ -116,7 +118,7 @@ def test_calibrating_again_replaces_what_was_found(cache: LLMCache) -> None:
 def test_the_same_seed_finds_the_same(model: nn.Module) -> None:
     found = []
     for _ in range(2):
-        with LLMCache.wrap(model) as cache:
+        with LLMCache.wrap(model, step_aside=False) as cache:
             found.append(cache.calibrate(requests(N)[0], **LOOSE).curve)
     assert found[0] == found[1]
 
@@ -353,7 +355,7 @@ def test_the_gate_keeps_apart_what_the_vote_would_serve(model: nn.Module) -> Non
     has_not = [bool((one["input_ids"] == 20).any()) for one in fresh]
     rates = {}
     for gate in (False, True):
-        with LLMCache.wrap(model, tokenizer=Words(), gate=gate) as cache:
+        with LLMCache.wrap(model, tokenizer=Words(), gate=gate, step_aside=False) as cache:
             cache.calibrate(requests(N)[0], **LOOSE)
             rungs = ask(cache, fresh)[1]
             rates[gate] = [rung == "semantic" for rung, has in zip(rungs, has_not, strict=True) if has]
@@ -433,7 +435,7 @@ def test_a_row_without_content_costs_the_others_nothing(model: nn.Module) -> Non
 
 
 def test_calibrating_again_and_again_lets_earlier_sources_leave(model: nn.Module) -> None:
-    with LLMCache.wrap(model, max_entries=N) as cache:
+    with LLMCache.wrap(model, max_entries=N, step_aside=False) as cache:
         for seed in range(3):
             found = cache.calibrate(requests(N, seed=seed)[0], **LOOSE)
             (shelf,) = cache._parts.library._shelves.values()

@@ -25,7 +25,7 @@ def model() -> nn.Module:
 
 @pytest.fixture
 def cache(model: nn.Module) -> Iterator[LLMCache]:
-    with LLMCache.wrap(model) as cache:
+    with LLMCache.wrap(model, step_aside=False) as cache:
         yield cache
 
 
@@ -95,7 +95,7 @@ def test_a_trial_counts_what_changes(cache: LLMCache) -> None:
     trust.learn(observed)
     fresh = cache.observe(requests(200, seed=7)[0])
     held = {case.row.key: case for case in observed}
-    trial = trust.teacher.trial(fresh, held, CLAIM)
+    trial = trust.teacher.trial(fresh, held, "changed")
     _, sources = trust.teacher.doubts(fresh, set(held))
     changed = [
         source is not None and not np.array_equal(case.answer, held[source].answer)

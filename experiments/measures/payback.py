@@ -1,0 +1,189 @@
+"""Measure `payback`: what calibrated reuse saves after its learning phase, live, and when that has paid for learning.
+
+The model alone and llmcache answer the same stream in turns, from cold. The first `learn` requests are llmcache's
+learning phase: computed, observed, and calibrated on with the last of them, all within the clock; they are counted
+apart. Then the pattern of hits is replayed on another, larger model.
+
+With hit rate h, overhead of a miss o and cost of a hit c (both relative to the request's time without a cache) a stream
+takes (1 - h)(1 + o) + h c of its time without one.
+
+Sizes: R rounds, N requests.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from experiments.bench import pattern
+from experiments.folders import Folders
+from experiments.measures.base import Outcome
+from experiments.measures.learning import LearningExperiment, later
+from experiments.measures.serve import Trace, measure
+from experiments.methods import NOCACHE
+from experiments.methods.base import Method
+from experiments.methods.cached import Cached
+from experiments.methods.calibrated import Calibrated
+from experiments.methods.nocache import NoCache
+from experiments.metrics import speed, summary
+from experiments.tasks import build
+from experiments.workload import Workload
+from llmcache.claim import Claim
+
+#: What a large model is held against: misses that cost 3 % more, hits that cost 2 %, nine tenths of what that gives.
+MISS, HIT, SHARE = 1.03, 0.02, 0.9
+
+
+class Payback(LearningExperiment):
+    """Settings of the measure. `cache.sources` and `cache.delta` are those of the calibration.
+
+    Attributes:
+        metric: What may be lost: `changed` answers, or right ones that become wrong (`accuracy`).
+        rounds: How often the stream is run; each round begins cold, and learns.
+        replay: On which model the pattern of hits is replayed; None: on none.
+    """
+
+    metric: Literal["changed", "accuracy"] = "changed"
+    rounds: int = Field(default=3, ge=1)
+    replay: pattern.Settings | None = None
+
+    @classmethod
+    def make(cls, values: Any, name: str = "") -> Self:
+        """Check all settings, section by section; see `Section.make`."""
+        parts = dict(values)
+        if parts.get("replay") is not None:
+            parts["replay"] = pattern.Settings.make(parts["replay"], "replay")
+        return super().make(parts, name)
+
+
+def run(experiment: Payback, folders: Folders) -> Outcome:
+    """Serve the stream, and replay its hits.
+
+    Raises:
+        CalibrationError: The first requests cannot carry the claim.
+        ConfigError: The data or the model does not fit the settings.
+        FileNotFoundError: A data file is missing.
+    """
+    workload = build(experiment.task, folders, experiment.seed)
+    experiment.check_stream(workload)
+    learners = {f"llmcache {max_drop:g}": _learner(experiment, workload, max_drop) for max_drop in experiment.max_drops}
+    methods: dict[str, Method] = {NOCACHE: NoCache(workload, {}), **learners}
+    traces = measure(workload, methods, experiment.rounds, warmup=0)
+    figures = {
+        label: _figures(experiment, workload, traces[NOCACHE], traces[label], learner)
+        for label, learner in learners.items()
+    }
+    replayed = {}
+    if experiment.replay is not None:
+        for label in learners:
+            hits = traces[label].is_hit[0, experiment.learn :]
+            replayed[label] = _replay(experiment.replay, hits, experiment)
+    metrics = {
+        **experiment.about(workload),
+        "learn": experiment.learn,
+        "n_counted": len(workload.requests) - experiment.learn,
+        "mean_tokens": float(np.mean([request.inputs["input_ids"].shape[-1] for request in workload.requests])),
+        "rounds": experiment.rounds,
+        "methods": figures,
+        "replayed": replayed,
+        "summary": [
+            *(_shown(label, row) for label, row in figures.items()),
+            *(_shown(f"{label} on {row['model']}", row) for label, row in replayed.items()),
+        ],
+    }
+    return Outcome([row for label, trace in traces.items() for row in _rows(label, trace, experiment.learn)], metrics)
+
+
+def _learner(experiment: Payback, workload: Workload, max_drop: float) -> Calibrated:
+    config = experiment.config
+    claim = Claim(max_drop, config.delta, experiment.metric, config.sources, experiment.seed)
+    return Calibrated(workload, experiment.cache, experiment.learn, claim)
+
+
+def _figures(experiment: Payback, workload: Workload, base: Trace, trace: Trace, learner: Calibrated) -> dict[str, Any]:
+    """Figures of the later requests, and beside them what learning cost."""
+    learn, found = experiment.learn, learner.calibration
+    assert found is not None
+    counted = summary(later(workload, learn), base.after(learn), trace.after(learn), experiment.seed)
+    return {
+        **counted,
+        "speedup_expected": _expected(counted["hit_rate"], counted["miss_overhead"], counted["hit_cost"]),
+        "speedup_with_learning": float(np.median(base.ms.sum(axis=1) / trace.ms.sum(axis=1))),
+        **payback(base, trace, learn),
+        "calibration_s": round(found.seconds, 3),
+        "calibration": {
+            key: value for key, value in found.to_dict().items() if key not in ("curve", "weights", "head")
+        },
+    }
+
+
+def payback(base: Trace, trace: Trace, learn: int) -> dict[str, float | None]:
+    """What learning cost, and after how many more requests that was saved again; medians over rounds.
+
+    Args:
+        base: The model alone, all requests.
+        trace: With the cache.
+        learn: Requests of the learning phase.
+
+    Returns:
+        `learning_extra_s`: seconds more than the model alone takes for these requests; `paid_back_after`: requests
+        after the learning phase, None where the stream ended before in some round.
+    """
+    saved = base.ms - trace.ms
+    extra = -saved[:, :learn].sum(axis=1)
+    is_paid = np.cumsum(saved[:, learn:], axis=1) >= extra[:, None]
+    after = np.where(extra <= 0, 0, is_paid.argmax(axis=1) + 1)
+    is_over = (extra <= 0) | is_paid.any(axis=1)
+    return {
+        "learning_extra_s": float(np.median(extra)) / 1e3,
+        "paid_back_after": float(np.median(after)) if is_over.all() else None,
+    }
+
+
+def _expected(h: float, o: float | None, c: float | None) -> float | None:
+    """Speed-up that hit rate and costs come to; None where one of them is not known."""
+    return None if o is None or c is None else 1 / ((1 - h) * (1 + o) + h * c)
+
+
+def _replay(settings: pattern.Settings, hits: NDArray[np.bool_], experiment: Payback) -> dict[str, Any]:
+    """Speed of another model on a pattern of hits (N,); the requests that fill its cache are not counted."""
+    wanted = hits[: settings.limit]
+    workload = pattern.Pattern(settings, wanted.tolist(), experiment.seed)
+    methods: dict[str, Method] = {NOCACHE: NoCache(workload, {}), "llmcache": Cached(workload, {"tau": settings.tau})}
+    traces = measure(workload, methods, experiment.rounds, warmup=0)
+    base, trace = (traces[name].after(settings.fill) for name in (NOCACHE, "llmcache"))
+    figures, h = speed(base, trace), float(trace.is_hit[0].mean())
+    return {
+        "model": settings.model,
+        "weights": workload.facts["weights"],
+        "seq_len": settings.seq_len,
+        "n": len(wanted),
+        "hit_rate": h,
+        "as_in_the_pattern": float((trace.is_hit[0] == wanted).mean()),
+        **figures,
+        "speedup_expected": _expected(h, figures["miss_overhead"], figures["hit_cost"]),
+        "speedup_asked": SHARE / ((1 - h) * MISS + h * HIT),
+    }
+
+
+def _rows(label: str, trace: Trace, learn: int) -> list[dict[str, Any]]:
+    """One row a round: seconds of both phases, and hits of the later one."""
+    return [
+        {
+            "method": label,
+            "round": number,
+            "learning_s": float(ms[:learn].sum()) / 1e3,
+            "later_s": float(ms[learn:].sum()) / 1e3,
+            "hit_rate": float(hits[learn:].mean()),
+        }
+        for number, (ms, hits) in enumerate(zip(trace.ms, trace.is_hit, strict=True))
+    ]
+
+
+def _shown(way: str, figures: Mapping[str, Any]) -> dict[str, Any]:
+    """What a table on the screen has of a way; a replay on random weights has no quality, and learns nothing."""
+    names = ("hit_rate", "speedup", "speedup_min", "speedup_max", "miss_overhead", "hit_cost", "speedup_expected")
+    more = ("speedup_asked", "accuracy_drop", "changed_answers", "learning_extra_s", "paid_back_after")
+    return {"way": way} | {name: figures.get(name) for name in (*names, *more)}

@@ -1,0 +1,60 @@
+"""What is kept of the rows that a call computes: their states at stored layers, put into the library at the end.
+
+Trouble here costs speed, never correctness: it is counted, logged once, and the request is not stored.
+
+Sizes: B rows, T tokens, D hidden width.
+"""
+
+from time import perf_counter
+
+from torch import Tensor
+
+from llmcache import kv
+from llmcache.context import Call
+from llmcache.parts import Parts
+
+
+class Keeper:
+    """Keeps states of one wrapped model. Thread-safe."""
+
+    def __init__(self, parts: Parts) -> None:
+        """Keep what `parts` are to serve."""
+        self._parts = parts
+
+    def capture(self, call: Call, number: int, hidden: Tensor) -> None:
+        """Keep what rows computed at a layer (B, T, D), if it is stored, until the call has succeeded."""
+        started = perf_counter()
+        try:
+            self._capture(call, number, hidden)
+        except Exception as error:
+            self._parts.counters.error("keep a state", error)
+            call.captured.clear()
+        call.storing_s += perf_counter() - started
+
+    def store(self, call: Call) -> None:
+        """Store what was kept of a call that has succeeded."""
+        assert call.scope is not None
+        trust = self._parts.trust
+        is_found = trust is None or trust.is_growing  # sources that were calibrated are joined by no other
+        for number, states in call.captured.items():
+            features = None if call.features is None or trust is not None else call.features[number]
+            vectors = {layer: rows[number] for layer, rows in call.fingerprints.items() if layer in states and is_found}
+            try:
+                if not self._parts.library.put(
+                    call.scope, call.rows[number], states, features, vectors, call.generation
+                ):
+                    self._parts.counters.too_large()
+            except Exception as error:
+                self._parts.counters.error("store a request", error)
+
+    def _capture(self, call: Call, number: int, hidden: Tensor) -> None:
+        if number not in self._parts.library.banks:
+            return
+        for row in call.active_rows:
+            reuse = call.reused.get(row.number)
+            if reuse is not None and (reuse.layer >= number or not reuse.stores_above):
+                continue
+            tensors = {"hidden": self._parts.payload.take(hidden[row.number], row.valid)}
+            if call.kv_cache is not None:
+                tensors |= kv.capture(call.kv_cache, row, number, self._parts.library.layers)
+            call.captured.setdefault(row.number, {})[number] = tensors

@@ -1,0 +1,263 @@
+"""The cost model: when the cache steps aside, and when it returns. Times are given: nothing hangs on a clock."""
+
+import json
+import logging
+from collections.abc import Iterable
+from dataclasses import asdict
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmcache.cost import PATIENCE, Cost, CostModel, Times
+
+TOKENS, DEPTH = 20, 4
+MISS = Times(whole_s=0.011, lookup_s=0.0006, storing_s=0.0004)  # of which the model takes 10 ms
+HIT = Times(whole_s=0.001, lookup_s=0.0006, storing_s=0.0)
+BREAK_EVEN = 0.1  # a miss costs 1 ms, a hit saves 9
+
+
+def ask(cost: CostModel, is_hit: bool = False, hashes: tuple[int, ...] = (), n_tokens: int = TOKENS) -> bool:
+    """One call of one request; whether it took the whole way."""
+    pays = cost.pays(n_tokens, 1, hashes).pays
+    if pays:
+        cost.took(n_tokens, 1, int(is_hit), HIT if is_hit else MISS)
+    return pays
+
+
+def run(cost: CostModel, n: int, every: int = 0, hashes: Iterable[int] = ()) -> list[bool]:
+    """Calls, of which each `every`-th is a hit if it takes the whole way."""
+    known = iter(hashes)
+    return [ask(cost, bool(every) and i % every == 0, tuple(h for h in (next(known, None),) if h)) for i in range(n)]
+
+
+def row(cost: CostModel) -> Cost:
+    (only,) = cost.rows()
+    return only
+
+
+def aside() -> CostModel:
+    """A model that has just stepped aside."""
+    cost = CostModel(DEPTH)
+    run(cost, PATIENCE)
+    assert row(cost).is_aside
+    return cost
+
+
+def test_without_hits_it_steps_aside_once_patience_is_over() -> None:
+    cost = CostModel(DEPTH)
+    assert all(run(cost, PATIENCE))
+    assert not any(run(cost, 63))
+
+
+@pytest.mark.parametrize(("every", "is_aside"), [(5, False), (8, False), (20, True), (100, True)])
+def test_it_stays_where_hits_save_more_than_misses_cost(every: int, is_aside: bool) -> None:
+    cost = CostModel(DEPTH)
+    run(cost, 2 * PATIENCE, every)
+    assert row(cost).is_aside is is_aside
+    assert row(cost).pays_from == pytest.approx(BREAK_EVEN)
+
+
+@given(st.floats(1e-4, 1.0), st.floats(0.0, 1.0), st.floats(0.0, 1.0), st.floats(0.0, 1.0))
+def test_at_the_rate_it_pays_from_time_with_is_time_without(
+    model: float, lookup: float, storing: float, hit: float
+) -> None:
+    cost = CostModel(DEPTH)
+    cost.took(TOKENS, 1, 0, Times(model + lookup + storing, lookup, storing))
+    cost.took(TOKENS, 1, 1, Times(hit, lookup, 0.0))
+    rate = row(cost).pays_from
+    if hit >= model:
+        assert rate is None or rate == pytest.approx(1.0)  # but for rounding
+    else:
+        assert rate is not None
+        assert rate * hit + (1 - rate) * (model + lookup + storing) == pytest.approx(model)
+
+
+def test_one_call_in_64_takes_the_whole_way_while_aside() -> None:
+    cost = aside()
+    taken = run(cost, 640)
+    assert [i for i, is_taken in enumerate(taken, 1) if is_taken] == list(range(64, 641, 64))
+
+
+def test_it_returns_when_enough_requests_come_again() -> None:
+    cost = aside()
+    assert sum(run(cost, 2000, hashes=range(1, 2001))) == 2000 // 64
+    assert row(cost).repeats == 0.0
+    run(cost, 60, hashes=range(1, 61))
+    assert not row(cost).is_aside
+
+
+def test_it_returns_when_probes_hit() -> None:
+    """Of approximate reuse hashes know nothing: what takes the whole way all the same tells."""
+    cost = aside()
+    assert not all(run(cost, 64 * 20))
+    run(cost, 64 * 60, every=1)
+    assert not row(cost).is_aside
+
+
+def test_it_does_not_return_at_once() -> None:
+    cost = aside()
+    taken = run(cost, PATIENCE, hashes=[7] * PATIENCE)
+    assert [i for i, is_taken in enumerate(taken, 1) if is_taken] == [64, 128, 192, PATIENCE]
+    assert not row(cost).is_aside
+
+
+def waits(cost: CostModel) -> int:
+    """Calls until it returns, the one that does included, when all requests repeat."""
+    n = 0
+    while row(cost).is_aside:
+        ask(cost, hashes=(7,))
+        n += 1
+    return n
+
+
+def stands(cost: CostModel) -> int:
+    """Calls until it steps aside, when none is a hit."""
+    n = 0
+    while not row(cost).is_aside:
+        ask(cost)
+        n += 1
+    return n
+
+
+def test_after_a_return_hits_decide_and_each_that_did_not_pay_doubles_the_wait() -> None:
+    """Requests come again after their entries have left: by their hashes it would pay."""
+    cost = aside()
+    for wait in (256, 512, 1024):
+        assert waits(cost) == wait
+        assert stands(cost) == PATIENCE - 1  # that which returned was the first
+
+
+def test_the_wait_ends_when_no_hash_is_kept_for_longer() -> None:
+    cost = aside()
+    assert [(waits(cost), stands(cost))[0] for _ in range(10)][-2:] == [65_536, 65_536]
+
+
+def test_a_return_that_stood_begins_the_waits_anew() -> None:
+    cost = aside()
+    assert [waits(cost), stands(cost), waits(cost)] == [256, PATIENCE - 1, 512]
+    run(cost, 1024, every=1)
+    stands(cost)
+    assert waits(cost) == 256
+
+
+def test_a_slow_call_does_not_decide() -> None:
+    """A codec is fitted in the call that brings its last row: two seconds, once."""
+    cost = CostModel(DEPTH)
+    run(cost, 2 * PATIENCE, every=5)
+    cost.took(TOKENS, 1, 0, Times(2.0, 0.0006, 2.0))
+    run(cost, 10, every=5)
+    assert not row(cost).is_aside
+
+
+def test_times_that_stay_slow_are_believed() -> None:
+    cost = CostModel(DEPTH)
+    run(cost, PATIENCE, every=5)
+    slow = Times(whole_s=MISS.whole_s + 0.05, lookup_s=0.05, storing_s=0.0)
+    for _ in range(PATIENCE):
+        cost.took(TOKENS, 1, 0, slow)
+        cost.took(TOKENS, 1, 1, HIT)
+    assert row(cost).lookup_ms == pytest.approx(50, rel=0.05)
+
+
+def test_lengths_are_judged_apart() -> None:
+    cost = CostModel(DEPTH)
+    for _ in range(PATIENCE):
+        ask(cost, n_tokens=16)
+        ask(cost, n_tokens=31)
+        ask(cost, is_hit=True, n_tokens=32)
+    assert [(known.tokens, known.is_aside) for known in cost.rows()] == [(16, True), (32, False)]
+
+
+def test_a_batch_counts_as_its_rows() -> None:
+    cost = CostModel(DEPTH)
+    for _ in range(PATIENCE // 64):
+        assert cost.pays(640, 64, ()).pays
+        cost.took(640, 64, 0, MISS)
+    assert not cost.pays(640, 64, ()).pays
+
+
+def test_a_batch_served_in_part_gives_a_rate_but_no_times() -> None:
+    cost = CostModel(DEPTH)
+    cost.took(TOKENS, 4, 1, MISS)
+    assert row(cost).hit_rate == 0.25
+    assert row(cost).miss_ms is row(cost).hit_ms is None
+
+
+def test_without_times_it_stays() -> None:
+    cost = CostModel(DEPTH)
+    for _ in range(4 * PATIENCE):
+        assert cost.pays(TOKENS, 1, ()).pays
+        cost.took(TOKENS, 1, 0, None)
+    assert row(cost).pays_from is None
+
+
+def test_where_a_hit_takes_longer_than_the_model_it_never_pays() -> None:
+    cost = CostModel(DEPTH)
+    for i in range(2 * PATIENCE):
+        cost.pays(TOKENS, 1, (7,))
+        cost.took(TOKENS, 1, i % 2, Times(0.002, 0.0019, 0.0) if i % 2 else Times(0.003, 0.0019, 0.001))
+    assert row(cost).is_aside
+    assert row(cost).pays_from is None
+    assert sum(run(cost, 640, hashes=[7] * 640)) == 10
+
+
+def test_a_row_says_what_was_measured() -> None:
+    cost = CostModel(DEPTH)
+    ask(cost, hashes=(1,))
+    ask(cost, is_hit=True, hashes=(1,))
+    assert asdict(row(cost)) == pytest.approx(
+        {
+            "tokens": 16,
+            "lookup_ms": 0.6,
+            "storing_ms": 0.4,
+            "layer_ms": 2.5,
+            "miss_ms": 11.0,
+            "hit_ms": 1.0,
+            "hit_rate": 0.5,
+            "repeats": 0.5,
+            "pays_from": BREAK_EVEN,
+            "is_aside": False,
+        }
+    )
+
+
+def test_what_was_not_seen_is_none_and_never_nan() -> None:
+    cost = CostModel(DEPTH)
+    cost.pays(TOKENS, 1, ())
+    values = json.loads(json.dumps(asdict(row(cost)), allow_nan=False))
+    assert {name: value for name, value in values.items() if value is not None} == {"tokens": 16, "is_aside": False}
+
+
+def test_a_restart_forgets_and_forgetting_requests_keeps_times() -> None:
+    cost = CostModel(DEPTH)
+    run(cost, 10, hashes=[7] * 10)
+    cost.forget()
+    ask(cost, hashes=(7,))
+    assert row(cost).repeats == pytest.approx(9 / 11)
+    assert row(cost).miss_ms == pytest.approx(11.0)
+    cost.restart()
+    assert cost.rows() == ()
+
+
+def test_only_the_latest_requests_are_known() -> None:
+    cost = CostModel(DEPTH)
+    cost.pays(2**17, 70_000, range(70_000))
+    assert row(cost).repeats == 0.0
+    cost.restart()
+    cost.pays(2**17, 70_001, (*range(70_000), 0))  # forgotten by then
+    assert row(cost).repeats == 0.0
+    for n in (32_000, 40_000):
+        cost.restart()
+        cost.pays(2**17, n + 1, (*range(n), 0))
+        assert row(cost).repeats == pytest.approx(1 / (n + 1))
+
+
+def test_turns_are_logged_once_with_their_figures(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="llmcache"):
+        cost = aside()
+        run(cost, 200)
+        waits(cost)
+    went, came = caplog.messages
+    assert "steps aside for calls of 16 to 31 tokens: 0.0 % of requests could be served; it pays from" in went
+    assert "serves again" in came
