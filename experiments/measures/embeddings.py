@@ -110,9 +110,11 @@ def _cosines(base: Sequence[Any], told: Sequence[Any], hits: NDArray[np.bool_]) 
 
 
 def _flat(point: Mapping[str, Any]) -> dict[str, Any]:
-    """A point's figures without those of intervals."""
-    rest = {key: value for key, value in point.items() if not isinstance(value, list | dict)}
-    return rest | point["extras"]
+    """A point's figures in single cells, without intervals, which some points have and some have not."""
+    nested = ("extras", "hits_by_rung")
+    return {key: value for key, value in point.items() if key not in nested and not key.endswith("_ci")} | point[
+        "extras"
+    ]
 
 
 def _shown(point: Mapping[str, Any]) -> dict[str, Any]:

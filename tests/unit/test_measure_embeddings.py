@@ -10,7 +10,7 @@ from experiments.config import make_experiment
 from experiments.data.paws import Pair, apart, read_paws
 from experiments.embedding import DEPTH, Retrieval
 from experiments.folders import Folders
-from experiments.measures import MEASURES
+from experiments.measures import MEASURES, embeddings
 from experiments.measures.base import Outcome
 from experiments.models import load
 from experiments.report.tables import TABLES
@@ -101,6 +101,13 @@ def test_calibrated_limits_stand_beside_them(curve: Outcome) -> None:
     assert [point["max_drop"] for point in calibrated] == [0.05, 0.3]
     assert all(point["bound"] is None or point["bound"] <= point["max_drop"] for point in calibrated)
     assert len({tuple(row) for row in curve.rows}) == 1
+
+
+def test_a_point_without_hits_has_the_same_columns(curve: Outcome) -> None:
+    point = curve.metrics["points"][0]
+    no_hits = point | {"accuracy_drop_ci": None, "changed_per_hit": None, "cosine_mean": None}
+    some_hits = point | {"accuracy_drop_ci": [0.1, 0.2]}
+    assert list(embeddings._flat(no_hits)) == list(embeddings._flat(some_hits)) == list(curve.rows[0])
 
 
 # -- pairs -------------------------------------------------------------------------------------------------------------
