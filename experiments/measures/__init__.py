@@ -5,7 +5,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from experiments.folders import Folders
-from experiments.measures import bound, latency, layers, observe, payback, serve, sweep, trust
+from experiments.measures import (
+    adversaries,
+    bound,
+    drift,
+    embeddings,
+    latency,
+    layers,
+    observe,
+    pairs,
+    payback,
+    poisoning,
+    serve,
+    sweep,
+    trust,
+)
 from experiments.measures.base import Experiment, Outcome
 
 
@@ -30,5 +44,10 @@ MEASURES: Mapping[str, Measure] = {
     "latency": Measure(latency.Latency, latency.run),
     "trust": Measure(trust.Trust, trust.run),
     "bound": Measure(bound.Bound, bound.run),
+    "adversaries": Measure(adversaries.Adversaries, adversaries.run),
+    "drift": Measure(drift.Drift, drift.run),
+    "embeddings": Measure(embeddings.Embeddings, embeddings.run),
+    "pairs": Measure(pairs.Pairs, pairs.run),
+    "poisoning": Measure(poisoning.Poisoning, poisoning.run),
     "payback": Measure(payback.Payback, payback.run),
 }

@@ -8,6 +8,7 @@ from experiments.plots import CURVES, LAYERS
 from experiments.report.calls import latency
 from experiments.report.claims.harmless import PAPERS_CURVE, harmless_tau
 from experiments.report.markdown import number, percent, points, share, size, speed, table
+from experiments.report.told import told
 from experiments.report.trust import bound, payback, trust
 from experiments.runs import Figures, Run, at, by_size, label_of, varied
 
@@ -248,5 +249,10 @@ TABLES: Mapping[str, Callable[[Sequence[Run]], Iterator[str]]] = {
     "observe": _observe,
     "trust": trust,
     "bound": bound,
+    "adversaries": told,
+    "pairs": told,
+    "poisoning": told,
+    "drift": told,
+    "embeddings": told,
     "payback": payback,
 }

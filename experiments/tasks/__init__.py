@@ -7,7 +7,7 @@ from typing import Any
 from experiments.folders import Folders
 from experiments.models import UNTRAINED, find, prepared_figures
 from experiments.section import Section, choose
-from experiments.tasks import held_out, openbookqa, squad_v2, stream, wikitext
+from experiments.tasks import held_out, openbookqa, retrieval, squad_v2, stream, wikitext
 from experiments.workload import Workload
 
 
@@ -27,6 +27,7 @@ class Task:
 TASKS: Mapping[str, Task] = {
     "stream": Task(stream.Settings, stream.build),
     "held_out": Task(held_out.Settings, held_out.build),
+    "retrieval": Task(retrieval.Settings, retrieval.build),
     "squad_v2": Task(squad_v2.Settings, squad_v2.build),
     "wikitext": Task(wikitext.Settings, wikitext.build),
     "openbookqa": Task(openbookqa.Settings, openbookqa.build),

@@ -1,0 +1,210 @@
+"""Measure `adversaries`: small edits of stored requests that make other requests of them. How many are served?
+
+    first `learn` requests   calibrate, with frozen sources; once for each gate and each loss that is allowed
+    edits of the sources     asked: a hit is *false* if the model's own answer to the edited request is another one
+    later requests           asked: hits that the gate costs
+
+All requests are computed once; who would serve whom the library's own code decides, as it does when it serves.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any, Self
+
+from pydantic import Field
+
+from experiments.edits import edits_of
+from experiments.folders import Folders
+from experiments.measures.base import Outcome
+from experiments.measures.learning import LearningExperiment, figures_of, later
+from experiments.methods.cached import Cached
+from experiments.metrics import share_interval
+from experiments.progress import tracked
+from experiments.rehearsal import Rehearsal, doubts_about, freeze
+from experiments.serving import asking, cache_beside
+from experiments.tasks import build
+from llmcache.calibration import Calibration, split
+from llmcache.claim import Claim
+from llmcache.observation import Observation
+from llmcache.trust import Trust
+
+Gate = bool | dict[str, Any]
+
+
+class Adversaries(LearningExperiment):
+    """Settings of the measure.
+
+    Attributes:
+        gates: Content gates that are compared: false, true, or options of one.
+        n_edits: Most edited requests of each kind.
+    """
+
+    gates: tuple[Gate, ...] = Field(default=(False, True), min_length=1)
+    n_edits: int = Field(default=500, ge=1)
+
+    @classmethod
+    def make(cls, values: Any, name: str = "") -> Self:
+        """Check all settings, those of each gate included; see `Section.make`."""
+        made = super().make(values, name)
+        for gate in made.gates:
+            Cached.check({**made.cache, "gate": gate}, "gates")
+        return made
+
+
+@dataclass(frozen=True, slots=True)
+class Edited:
+    """An edited request.
+
+    Attributes:
+        kind: Of the edit.
+        origin: Number of the request that was edited.
+        text: What is asked.
+        case: Computed.
+    """
+
+    kind: str
+    origin: int
+    text: str
+    case: Observation
+
+
+def run(experiment: Adversaries, folders: Folders) -> Outcome:
+    """Calibrate with each gate, and ask the edited requests.
+
+    Raises:
+        ConfigError: The data or the model does not fit the settings.
+        FileNotFoundError: A data file is missing.
+    """
+    workload = build(experiment.task, folders, experiment.seed)
+    experiment.check_stream(workload)
+    rehearsal = Rehearsal(workload, experiment.cache)
+    edited = _edit(experiment, rehearsal)
+    rows, settings = [], []
+    for gate in experiment.gates:
+        cache, trust = cache_beside(rehearsal, {**experiment.cache, "gate": gate})
+        for claim in _claims(experiment):
+            cache.clear()
+            found = trust.calibrate(rehearsal.observed[: experiment.learn], claim)
+            asked = _ask(rehearsal, trust, found, edited)
+            at = {"gate": name_of(gate), "max_drop": claim.max_drop}
+            rows += [at | row for row in asked]
+            settings.append(at | _figures(experiment, rehearsal, trust, claim, found) | {"edits": _by_kind(asked)})
+        cache.unwrap()
+    metrics = {
+        **experiment.about(workload),
+        "learn": experiment.learn,
+        "settings": settings,
+        "summary": [row for setting in settings for row in _shown(setting)],
+    }
+    return Outcome(rows, metrics)
+
+
+def name_of(gate: Gate) -> str:
+    """A gate in a table: what is on and which of its options were set."""
+    if not isinstance(gate, dict):
+        return "on" if gate else "off"
+    return " ".join(f"{key}={value}" for key, value in gate.items()) or "on"
+
+
+def _claims(experiment: Adversaries) -> list[Claim]:
+    return [Claim(drop, experiment.config.delta, "changed", "frozen", experiment.seed) for drop in experiment.max_drops]
+
+
+def _edit(experiment: Adversaries, rehearsal: Rehearsal) -> list[Edited]:
+    """Edited requests, made of those that serve whichever loss is allowed, and computed."""
+    parts = [set(split(experiment.learn, claim)[0]) for claim in _claims(experiment)]
+    requests, rng = rehearsal.workload.requests, Random(experiment.seed)
+    texts = [request.text for request in requests]
+    drafts = []
+    for kind, edit in edits_of(texts[: experiment.learn]).items():
+        origins = sorted(set.intersection(*parts))
+        rng.shuffle(origins)
+        made = [(kind, i, text) for i in origins if (text := edit(texts[i], rng)) is not None]
+        drafts += made[: experiment.n_edits]
+    asked = asking(rehearsal.workload, [text for *_, text in drafts], experiment.task.max_length)
+    inputs = (request.inputs for request in tracked(asked.requests, len(drafts), "Computing edited requests"))
+    cases = rehearsal.cache.observe(inputs)
+    return [Edited(*draft, case) for draft, case in zip(drafts, cases, strict=True)]
+
+
+def _ask(
+    rehearsal: Rehearsal, trust: Trust, found: Calibration, edited: Sequence[Edited]
+) -> list[dict[str, int | str | None]]:
+    """One row an edited request: whether it is served, by whom, and whether that changes its answer."""
+    limit = -1.0 if found.chosen is None else found.chosen.limit
+    known = {case.row.key: (i, case) for i, case in enumerate(rehearsal.observed)}
+    doubts, sources = trust.teacher.doubts([one.case for one in edited], ())
+    rows: list[dict[str, int | str | None]] = []
+    for one, doubt, key in zip(edited, doubts, sources, strict=True):
+        number, source = known[key] if key is not None and doubt <= limit else (None, None)
+        rows.append(
+            {
+                "kind": one.kind,
+                "origin": rehearsal.workload.requests[one.origin].id,
+                "text": one.text,
+                "source": None if number is None else rehearsal.workload.requests[number].id,
+                "is_hit": int(number is not None),
+                "by_origin": int(number == one.origin),
+                "is_false": int(source is not None and _differ(source, one.case)),
+                "is_another": int(_differ(rehearsal.observed[one.origin], one.case)),
+            }
+        )
+    return rows
+
+
+def _differ(one: Observation, other: Observation) -> bool:
+    """Whether the model puts them into different classes."""
+    return bool(one.answer[0] != other.answer[0])
+
+
+def _by_kind(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Of each kind of edit, and of all: how many were served, and how many of those with a changed answer."""
+    kinds = list(dict.fromkeys(row["kind"] for row in rows))
+    groups = {kind: [row for row in rows if row["kind"] == kind] for kind in kinds} | {"all": list(rows)}
+    return {kind: _counts(group) for kind, group in groups.items() if group}
+
+
+def _counts(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    n, total = len(rows), {key: sum(row[key] for row in rows) for key in ("is_hit", "is_false", "by_origin")}
+    return {
+        "n": n,
+        "another_answer": sum(row["is_another"] for row in rows) / n,
+        "hit_rate": total["is_hit"] / n,
+        "hit_rate_ci": share_interval(total["is_hit"], n),
+        "by_origin": total["by_origin"] / n,
+        "false_reuse": total["is_false"] / n,
+        "false_reuse_ci": share_interval(total["is_false"], n),
+    }
+
+
+def _figures(
+    experiment: Adversaries, rehearsal: Rehearsal, trust: Trust, claim: Claim, found: Calibration
+) -> dict[str, Any]:
+    """What was chosen, and what became of the later requests of the stream."""
+    rest, limit = rehearsal.observed[experiment.learn :], -1.0 if found.chosen is None else found.chosen.limit
+    learned = [rehearsal.observed[i] for i in split(experiment.learn, claim)[0]]
+    doubts = doubts_about(trust, learned, rest)
+    served, sources = freeze(doubts, {case.row.key for case in learned}, rest, limit)
+    told = rehearsal.answers_from(experiment.learn, sources)
+    counted = later(rehearsal.workload, experiment.learn)
+    figures = figures_of(counted, rehearsal.answers[experiment.learn :], told, served, experiment.seed)
+    return {
+        "limit": None if found.chosen is None else limit,
+        "bound": None if found.chosen is None else found.chosen.bound,
+        "n_sources": found.n_sources,
+        **figures,
+    }
+
+
+def _shown(setting: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    for kind, counts in setting["edits"].items():
+        yield {
+            "gate": setting["gate"],
+            "asked: changed": setting["max_drop"],
+            "hit rate": setting["hit_rate"],
+            "edit": kind,
+            "n": counts["n"],
+            "edits served": counts["hit_rate"],
+            "with another answer": counts["false_reuse"],
+        }

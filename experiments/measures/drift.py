@@ -1,0 +1,233 @@
+"""Measure `drift`: half of the intents come only after the middle of the stream. How soon is that known?
+
+    first half     requests of one half of the intents, drawn by seed; the first `learn` calibrate
+    second half    what is left: the other intents, mostly
+    windows        changed answers every `window` requests, without audit and with each one
+
+The claim is void once requests are drawn otherwise. Nothing but the audit can say so: it looks into hits. Without it,
+serving is replayed on one pass of the model; with it, it is live, and what was drawn is looked into at once.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
+from itertools import combinations
+from random import Random
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from experiments.folders import Folders
+from experiments.measures.base import Outcome
+from experiments.measures.learning import LearningExperiment
+from experiments.progress import tracked
+from experiments.rehearsal import Rehearsal
+from experiments.serving import Reply, alarms_of, ask, cache_beside, requests_expected
+from experiments.tasks import build
+from experiments.workload import Workload
+from llmcache import LLMCache
+from llmcache.arrays import Floats
+from llmcache.claim import Claim, Sources
+from llmcache.errors import ConfigError
+
+Late = Literal["any", "alike"]
+
+
+class Drift(LearningExperiment):
+    """Settings of the measure.
+
+    Attributes:
+        audits: Least probabilities with which hits are looked into, that are compared.
+        sources: Who serves.
+        late: Which intents come late. `any`: half of them, drawn by seed. `alike`: one of each two that the head tells
+            apart least, so that what is new is like what was seen.
+        window: Requests over which answers that changed are counted.
+    """
+
+    audits: tuple[float, ...] = Field(default=(0.0, 0.05, 0.25), min_length=1)
+    sources: tuple[Sources, ...] = ("frozen", "growing")
+    late: Late = "any"
+    window: int = Field(default=500, ge=1)
+
+
+def run(experiment: Drift, folders: Folders) -> Outcome:
+    """Serve the stream once for each kind of sources, loss and audit.
+
+    Raises:
+        ConfigError: The data or the model does not fit the settings.
+        FileNotFoundError: A data file is missing.
+    """
+    workload, change = drifting(build(experiment.task, folders, experiment.seed), experiment.late, experiment.seed)
+    if change <= experiment.learn:
+        raise ConfigError(
+            f"learn={experiment.learn}: the intents change after {change} requests; learn from fewer, or raise "
+            "task.limit or lower head.fit_share"
+        )
+    rehearsal = Rehearsal(workload, experiment.cache)
+    windows, runs = [], []
+    for audit in experiment.audits:
+        cache, trust = cache_beside(rehearsal, {**experiment.cache, "audit": audit})
+        for sources in experiment.sources:
+            for drop in experiment.max_drops:
+                cache.clear()
+                claim = Claim(drop, experiment.config.delta, "changed", sources, experiment.seed)
+                trust.calibrate(rehearsal.observed[: experiment.learn], claim)
+                named = {"sources": sources, "audit": audit, "max_drop": drop}
+                watched = _Watched(cache, rehearsal, experiment.learn, change)
+                watched.serve(f"Serving {sources}, audit {audit:g}, {drop:g}")
+                windows += [named | row for row in watched.windows(experiment.window)]
+                runs.append(named | watched.figures(claim, audit))
+        cache.unwrap()
+    metrics = {
+        **experiment.about(workload),
+        "learn": experiment.learn,
+        "change": change,
+        "runs": runs,
+        "summary": [_shown(figures) for figures in runs],
+    }
+    return Outcome(windows, metrics)
+
+
+def drifting(workload: Workload, late: Late, seed: int) -> tuple[Workload, int]:
+    """The requests in another order: those of half of the intents first, up to the middle, then the rest, mixed.
+
+    Args:
+        workload: Its references are intents, and its head is linear.
+        late: Which intents come late; see `Drift`.
+        seed: Of the draw of the intents, and of the order of the rest.
+
+    Returns:
+        The workload with them, and the number of the first request of the rest.
+    """
+    rng, intents = Random(seed), sorted({request.reference for request in workload.requests})
+    if late == "alike":
+        weights = workload.module.get_parameter("linear.weight").detach().numpy()
+        early = {rng.choice(pair) for pair in _pairs(intents, weights)}
+    else:
+        early = set(rng.sample(intents, len(intents) // 2))
+    first = [request for request in workload.requests if request.reference in early]
+    change = min(len(first), len(workload.requests) // 2)
+    rest = [request for request in workload.requests if request.reference not in early] + first[change:]
+    rng.shuffle(rest)
+    other = copy(workload)
+    other.requests = first[:change] + rest
+    return other, change
+
+
+def _pairs(intents: Sequence[int], weights: Floats) -> list[tuple[int, int]]:
+    """Intents two by two, the most alike first; with an odd number one is left over.
+
+    Args:
+        intents: Columns of the head.
+        weights: Of the head, (C, D).
+    """
+    unit = weights / np.linalg.norm(weights, axis=1, keepdims=True)
+    alike = unit @ unit.T
+    pairs, left = [], set(intents)
+    for one, other in sorted(combinations(intents, 2), key=lambda pair: -float(alike[pair])):
+        if {one, other} <= left:
+            pairs.append((one, other))
+            left -= {one, other}
+    return pairs
+
+
+class _Watched:
+    """One calibrated cache, served the requests after those that it was calibrated on."""
+
+    def __init__(self, cache: LLMCache, rehearsal: Rehearsal, learn: int, change: int) -> None:
+        """Begin with a cache that was just calibrated; `change` is the number of the first request drawn otherwise."""
+        self._cache = cache
+        self._rehearsal = rehearsal
+        self._first = learn
+        self._change = change
+        self._said: list[str] = []  # by the cache of itself: at first, when the requests change, at the end
+        self._replies: list[Reply] = []
+        self._alarms: list[int] = []  # numbers of the requests after which they rang
+
+    def serve(self, what: str) -> None:
+        """Ask all requests, and take note of alarms; `what` stands before the bar."""
+        n, self._said = len(self._rehearsal.observed), [self._status]
+        for number in tracked(range(self._first, n), n - self._first, what):
+            if number == self._change:
+                self._said.append(self._status)
+            self._replies.append(ask(self._cache, self._rehearsal.workload, number))
+            if alarms_of(self._cache) > len(self._alarms):
+                self._alarms.append(number)
+        self._said.append(self._status)
+
+    def windows(self, size: int) -> Iterator[dict[str, Any]]:
+        """Hits and changed answers of every `size` requests; none has requests from both sides of the change."""
+        hits, changed = self._hits, self._changed
+        n, change = len(hits), self._change - self._first
+        starts = [*range(0, change, size), *range(change, n, size)]
+        for start, end in zip(starts, [*starts[1:], n], strict=True):
+            yield {
+                "first": start + self._first,
+                "n": end - start,
+                "after_change": int(start >= change),
+                "hit_rate": float(hits[start:end].mean()),
+                "changed_answers": float(changed[start:end].mean()),
+            }
+
+    def figures(self, claim: Claim, audit: float) -> dict[str, Any]:
+        """What became of all of them, and when what was heard, given what was claimed and how many hits are drawn."""
+        hits, changed, change = self._hits, self._changed, self._change - self._first
+        late = [number for number in self._alarms if number >= self._change]
+        tightened, off = (self._after_change(late, i) for i in (0, 1))
+        end = len(hits) if not late else late[0] + 1 - self._first
+        rate = float(changed[change:end].mean())  # until the first alarm, which changes it
+        return {
+            "hit_rate_before": float(hits[:change].mean()),
+            "changed_before": float(changed[:change].mean()),
+            "hit_rate_after": float(hits[change:].mean()),
+            "changed_after": float(changed[change:].mean()),
+            "changed_until_alarm": rate,
+            "n_after": len(hits) - change,
+            "false_alarms": len(self._alarms) - len(late),
+            "requests_expected": requests_expected(claim, audit, change, rate),
+            "requests_to_alarm": tightened[0],
+            "hits_to_alarm": tightened[1],
+            "requests_to_off": off[0],
+            "hits_to_off": off[1],
+            "status": dict(zip(("first", "at_change", "last"), self._said, strict=True)),
+        }
+
+    @property
+    def _status(self) -> str:
+        audit = self._cache.stats().audit
+        assert audit is not None
+        return audit.status
+
+    @property
+    def _hits(self) -> NDArray[np.bool_]:
+        return np.array([reply.source is not None for reply in self._replies])
+
+    @property
+    def _changed(self) -> NDArray[np.bool_]:
+        answers = self._rehearsal.answers[self._first :]
+        return np.array([reply.answer != answer for reply, answer in zip(self._replies, answers, strict=True)])
+
+    def _after_change(self, alarms: Sequence[int], i: int) -> tuple[int | None, int | None]:
+        """Requests and hits from the change to alarm `i`, that of the alarm included; None where there was none."""
+        if i >= len(alarms):
+            return None, None
+        hits = self._hits[self._change - self._first : alarms[i] + 1 - self._first]
+        return len(hits), int(hits.sum())
+
+
+def _shown(figures: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "sources": figures["sources"],
+        "audit": figures["audit"],
+        "asked: changed": figures["max_drop"],
+        "before": figures["changed_before"],
+        "after": figures["changed_after"],
+        "hits before": figures["hit_rate_before"],
+        "hits after": figures["hit_rate_after"],
+        "alarm expected, requests": figures["requests_expected"],
+        "alarm": figures["requests_to_alarm"],
+        "in hits": figures["hits_to_alarm"],
+        "off": figures["requests_to_off"],
+        "status at the end": figures["status"]["last"],
+    }

@@ -1,0 +1,132 @@
+"""Measure `embeddings`: how like the true ones reused sentence embeddings are, and what they still find.
+
+    first `learn` requests   learned from; those of a calibration serve
+    the later ones           counted: at limits from strict to none, in hindsight, and at calibrated ones
+
+An answer counts as changed if its cosine with the true one is under 0.98, which is strict: few sentences are that near.
+What retrieval loses, and the cosine itself, say more.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from experiments.folders import Folders
+from experiments.measures.base import Outcome
+from experiments.measures.learning import LearningExperiment, figures_of, later
+from experiments.methods.base import is_hit
+from experiments.metrics import quality
+from experiments.progress import tracked
+from experiments.rehearsal import Doubt, Rehearsal, doubts_about, freeze
+from experiments.tasks import build
+from llmcache.calibration import split
+from llmcache.claim import Claim
+
+
+class Embeddings(LearningExperiment):
+    """Settings of the measure.
+
+    Attributes:
+        n_limits: Limits of doubt in hindsight: as many shares of later requests that would be served, evenly spread.
+    """
+
+    n_limits: int = Field(default=10, ge=1)
+
+
+def run(experiment: Embeddings, folders: Folders) -> Outcome:
+    """Replay at every limit, and at the calibrated ones.
+
+    Raises:
+        ConfigError: The data or the model does not fit the settings.
+        FileNotFoundError: A data file is missing.
+    """
+    workload = build(experiment.task, folders, experiment.seed)
+    experiment.check_stream(workload)
+    rehearsal = Rehearsal(workload, experiment.cache)
+    calibrated = list(_calibrated(experiment, rehearsal))
+    points = [*_in_hindsight(experiment, rehearsal), *calibrated]
+    counted, base = later(workload, experiment.learn), rehearsal.answers[experiment.learn :]
+    metrics = {
+        **experiment.about(workload),
+        "learn": experiment.learn,
+        "n_counted": len(base),
+        "nocache": quality(counted, base, base, np.zeros(len(base), dtype=bool), experiment.seed),
+        "points": points,
+        "summary": [_shown(point) for point in points],
+    }
+    return Outcome([_flat(point) for point in points], metrics)
+
+
+def _calibrated(experiment: Embeddings, rehearsal: Rehearsal) -> Iterator[dict[str, Any]]:
+    """Limits that were chosen on the first requests."""
+    first, rest = rehearsal.observed[: experiment.learn], rehearsal.observed[experiment.learn :]
+    for drop in tracked(experiment.max_drops, len(experiment.max_drops), "Calibrating"):
+        claim = Claim(drop, experiment.config.delta, "changed", "frozen", experiment.seed)
+        found = rehearsal.trust.calibrate(first, claim)
+        learned = [first[i] for i in split(len(first), claim)[0]]
+        limit = -1.0 if found.chosen is None else found.chosen.limit  # nothing but repeats is less doubtful
+        doubts = doubts_about(rehearsal.trust, learned, rest)
+        yield {
+            "max_drop": drop,
+            "limit": None if found.chosen is None else limit,
+            "bound": None if found.chosen is None else found.chosen.bound,
+            **_figures(experiment, rehearsal, doubts, {case.row.key for case in learned}, limit),
+        }
+
+
+def _in_hindsight(experiment: Embeddings, rehearsal: Rehearsal) -> Iterator[dict[str, Any]]:
+    """Limits that let evenly spread shares of the later requests be served, of those that can be."""
+    first, rest = rehearsal.observed[: experiment.learn], rehearsal.observed[experiment.learn :]
+    claim = Claim(min(experiment.max_drops), experiment.config.delta, "changed", "frozen", experiment.seed)
+    learned = [first[i] for i in split(len(first), claim)[0]]
+    rehearsal.trust.learn(learned)
+    doubts, kept = doubts_about(rehearsal.trust, learned, rest), {case.row.key for case in learned}
+    known = np.array([doubt for doubt, _ in doubts.values() if np.isfinite(doubt)])
+    for limit in np.quantile(known, np.linspace(0, 1, experiment.n_limits + 1)[1:]):
+        named = {"max_drop": None, "limit": float(limit), "bound": None}
+        yield named | _figures(experiment, rehearsal, doubts, kept, float(limit))
+
+
+def _figures(
+    experiment: Embeddings, rehearsal: Rehearsal, doubts: Mapping[str, Doubt], kept: set[str], limit: float
+) -> dict[str, Any]:
+    """Hits, quality and cosines at one limit."""
+    rest = rehearsal.observed[experiment.learn :]
+    served, sources = freeze(doubts, kept, rest, limit)
+    told, base = rehearsal.answers_from(experiment.learn, sources), rehearsal.answers[experiment.learn :]
+    figures = figures_of(later(rehearsal.workload, experiment.learn), base, told, served, experiment.seed)
+    return {**figures, **_cosines(base, told, is_hit(served))}
+
+
+def _cosines(base: Sequence[Any], told: Sequence[Any], hits: NDArray[np.bool_]) -> dict[str, float | None]:
+    """Of true and reused embeddings of length 1: mean and 5th percentile over hits; None without any."""
+    cosines = np.array([one @ other for one, other, is_one in zip(base, told, hits, strict=True) if is_one])
+    if not len(cosines):
+        return {"cosine_mean": None, "cosine_p5": None}
+    return {"cosine_mean": float(cosines.mean()), "cosine_p5": float(np.percentile(cosines, 5))}
+
+
+def _flat(point: Mapping[str, Any]) -> dict[str, Any]:
+    """A point's figures in single cells, without intervals, which some points have and some have not."""
+    nested = ("extras", "hits_by_rung")
+    return {key: value for key, value in point.items() if key not in nested and not key.endswith("_ci")} | point[
+        "extras"
+    ]
+
+
+def _shown(point: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "asked: changed": point["max_drop"],
+        "limit": point["limit"],
+        "hit rate": point["hit_rate"],
+        "changed": point["changed_answers"],
+        "cosine of hits": point["cosine_mean"],
+        "5th percentile": point["cosine_p5"],
+        "recall@1": point["extras"]["recall_at_1"],
+        "recall@5": point["extras"]["recall_at_5"],
+        "nDCG@10": point["accuracy"],
+        "lost": point["accuracy_drop"],
+    }

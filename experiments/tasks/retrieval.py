@@ -1,0 +1,44 @@
+"""Task `retrieval`: labelled requests; the answer is an embedding, which searches a corpus for requests of its label.
+
+first file  -> a seeded half is the corpus, the other half is streamed
+other files -> streamed whole
+"""
+
+from typing import Literal
+
+from experiments.data.labelled import read_requests
+from experiments.embedding import Retrieval
+from experiments.folders import Folders
+from experiments.heads import pooled_states
+from experiments.models import check_length, load
+from experiments.tasks import held_out
+from experiments.tasks.split import split
+
+
+class Settings(held_out.Settings):
+    """Settings of the task: those of `held_out`. The part that would fit a head is what is searched."""
+
+    name: Literal["retrieval"]  # type: ignore[assignment]
+
+
+def build(settings: Settings, folders: Folders, seed: int) -> Retrieval:
+    """Load data and model, and embed the corpus.
+
+    Raises:
+        ConfigError: Data and model do not fit each other.
+        FileNotFoundError: A data file is missing.
+    """
+    data = read_requests(settings.data, folders.data, seed)
+    corpus, _ = split([record for record in data if record.part == 0], settings.head.fit_share, seed)
+    searched = {record.id for record in corpus}
+    requests = [record for record in data if record.id not in searched][: settings.limit]
+    loaded = load(settings.model, "states", folders.models)
+    check_length(loaded, settings.max_length)
+    return Retrieval(
+        loaded,
+        [record.text for record in requests],
+        [record.label for record in requests],
+        pooled_states(loaded, "mean", [record.text for record in corpus], settings.max_length),
+        [record.label for record in corpus],
+        settings.max_length,
+    )

@@ -1,0 +1,203 @@
+"""Measures `adversaries`, `poisoning` and `drift`: what they report is what a cache does with such requests."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from experiments.config import make_experiment
+from experiments.folders import Folders
+from experiments.measures import MEASURES, drift
+from experiments.measures.adversaries import name_of
+from experiments.measures.base import Outcome
+from experiments.rehearsal import Rehearsal
+from experiments.report.tables import TABLES
+from experiments.runs import Run
+from experiments.serving import ask, asking, cache_beside
+from experiments.tasks import build, make_task
+from llmcache.claim import Claim
+from llmcache.errors import ConfigError
+
+LEARN, N = 200, 320
+TASK = {"name": "held_out", "model": "untrained", "limit": N, "data": {"path": "support_desk", "limit": 700}}
+VALUES: dict[str, Any] = {"task": TASK, "learn": LEARN, "max_drops": [0.2], "cache": {"answer": "class"}}
+
+
+def run(measure: str, **changes: Any) -> Outcome:
+    experiment = make_experiment({"measure": measure, **VALUES, **changes})
+    done: Outcome = MEASURES[measure].run(experiment, Folders())
+    return done
+
+
+@pytest.fixture(scope="module")
+def rehearsal() -> Rehearsal:
+    return Rehearsal(build(make_task(TASK), Folders(), 0), {"answer": "class"})
+
+
+# -- adversaries -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def edited() -> Outcome:
+    return run("adversaries", gates=[False, True], n_edits=30)
+
+
+def test_edits_are_counted_by_kind_and_setting(edited: Outcome) -> None:
+    settings = edited.metrics["settings"]
+    assert [setting["gate"] for setting in settings] == ["off", "on"]
+    for setting in settings:
+        counts, rows = setting["edits"], [row for row in edited.rows if row["gate"] == setting["gate"]]
+        assert counts["all"]["n"] == len(rows) == sum(counts[kind]["n"] for kind in counts if kind != "all")
+        assert counts["all"]["hit_rate"] == pytest.approx(sum(row["is_hit"] for row in rows) / len(rows))
+        assert counts["all"]["false_reuse"] == pytest.approx(sum(row["is_false"] for row in rows) / len(rows))
+        for row in rows:
+            assert row["is_hit"] == (row["source"] is not None) >= max(row["by_origin"], row["is_false"])
+            assert not row["by_origin"] or row["is_false"] == row["is_another"]
+    assert sum(row["is_false"] for row in edited.rows) > 0
+
+
+def test_the_gate_lets_fewer_negated_requests_pass(edited: Outcome) -> None:
+    off, on = (setting["edits"]["negation"] for setting in edited.metrics["settings"])
+    assert on["hit_rate"] < off["hit_rate"]
+
+
+def test_edited_requests_are_served_as_a_cache_serves_them(edited: Outcome, rehearsal: Rehearsal) -> None:
+    cache, trust = cache_beside(rehearsal, {"answer": "class", "gate": True, "audit": 0.0})
+    trust.calibrate(rehearsal.observed[:LEARN], Claim(0.2, 0.05, "changed", "frozen", 0))
+    rows = [row for row in edited.rows if row["gate"] == "on"]
+    asked = asking(rehearsal.workload, [row["text"] for row in rows], 128)
+    ids = {
+        case.row.key: request.id for case, request in zip(rehearsal.observed, rehearsal.workload.requests, strict=True)
+    }
+    n_hits = 0
+    for i, row in enumerate(rows):
+        reply = ask(cache, asked, i)
+        if reply.served == "semantic":
+            assert ids[str(reply.source)] == row["source"]
+            n_hits += 1
+        elif reply.served == "computed":
+            assert not row["is_hit"]
+    assert n_hits
+
+
+def test_gates_are_named_by_their_options() -> None:
+    assert [name_of(gate) for gate in (False, True, {}, {"max_idf": 6.0})] == ["off", "on", "on", "max_idf=6.0"]
+
+
+# -- poisoning ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def poisoned() -> Outcome:
+    return run(
+        "poisoning",
+        gates=[False],
+        audits=[0.0, 1.0],
+        n_targets=12,
+        n_others=20,
+        repeats=3,
+        sources=["growing", "frozen"],
+    )
+
+
+def test_only_sources_that_grow_are_poisoned(poisoned: Outcome) -> None:
+    rows = {(row["sources"], row["audit"]): row for row in poisoned.rows}
+    assert set(rows) == {(sources, audit) for sources in ("growing", "frozen") for audit in (0.0, 1.0)}
+    for (sources, _), row in rows.items():
+        assert row["n"] == 12 * 3 + 20
+        if sources == "frozen":
+            assert row["captured"] == row["targets_captured"] == row["others_captured"] == 0
+    open_to = rows["growing", 0.0]
+    assert open_to["n_stored"] > 0 and open_to["targets_captured"] > 0
+    assert open_to["changed_answers"] > 0
+
+
+def test_the_audit_of_every_hit_lets_fewer_be_captured(poisoned: Outcome) -> None:
+    rows = {row["audit"]: row for row in poisoned.rows if row["sources"] == "growing"}
+    assert rows[1.0]["captured"] < rows[0.0]["captured"]
+
+
+# -- drift -------------------------------------------------------------------------------------------------------------
+
+
+def test_half_of_the_intents_come_after_the_change(rehearsal: Rehearsal) -> None:
+    workload, change = drift.drifting(rehearsal.workload, "any", 3)
+    before, after = workload.requests[:change], workload.requests[change:]
+    early, late = ({request.reference for request in part} for part in (before, after))
+    all_of_them = {request.reference for request in rehearsal.workload.requests}
+    assert early | late == all_of_them and len(early) <= len(all_of_them) // 2 <= len(late - early)
+    assert sorted(request.id for request in workload.requests) == sorted(r.id for r in rehearsal.workload.requests)
+    assert drift.drifting(rehearsal.workload, "any", 3)[0].requests == workload.requests
+    assert drift.drifting(rehearsal.workload, "any", 4)[0].requests != workload.requests
+
+
+def test_intents_that_are_alike_part(rehearsal: Rehearsal) -> None:
+    weights = np.array([[1, 0], [0, 1], [1, 0.1], [0.2, 1], [-1, -1]], np.float32)
+    assert drift._pairs(range(5), weights) == [(0, 2), (1, 3)]
+    workload, change = drift.drifting(rehearsal.workload, "alike", 0)
+    early = {request.reference for request in workload.requests[:change]}
+    pairs = drift._pairs(
+        sorted({r.reference for r in workload.requests}), workload.module.linear.weight.detach().numpy()
+    )
+    assert early <= {intent for pair in pairs for intent in pair}
+    assert all(len(early & set(pair)) <= 1 for pair in pairs)
+
+
+@pytest.fixture(scope="module")
+def drifted() -> Outcome:
+    return run("drift", learn=140, audits=[0.0, 1.0], sources=["frozen"], window=50)
+
+
+def test_what_changes_is_told_by_window(drifted: Outcome) -> None:
+    change = drifted.metrics["change"]
+    for figures in drifted.metrics["runs"]:
+        windows = [row for row in drifted.rows if row["audit"] == figures["audit"]]
+        assert windows[0]["first"] == 140 and any(row["first"] == change for row in windows)
+        assert sum(row["n"] for row in windows) == N - 140
+        late = [row for row in windows if row["after_change"]]
+        n_late = sum(row["n"] for row in late)
+        assert n_late == figures["n_after"] == N - change
+        changed = sum(row["n"] * row["changed_answers"] for row in late) / n_late
+        assert figures["changed_after"] == pytest.approx(changed)
+
+
+def test_alarms_and_status_are_those_of_the_audit(drifted: Outcome) -> None:
+    without, watched = drifted.metrics["runs"]
+    assert without["requests_to_alarm"] is without["requests_expected"] is None
+    assert without["status"] == {"first": "certified", "at_change": "certified", "last": "certified"}
+    assert watched["status"]["first"] == "certified"
+    rang = watched["requests_to_alarm"] is not None or watched["false_alarms"]
+    assert (watched["status"]["last"] == "certified") == (not rang)
+
+
+def test_a_stream_that_changes_too_early_is_refused() -> None:
+    with pytest.raises(ConfigError, match="learn=200: the intents change after"):
+        run("drift")
+
+
+# -- all ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("made", ["edited", "poisoned", "drifted"])
+def test_results_are_told(made: str, request: pytest.FixtureRequest, tmp_path: Any) -> None:
+    outcome: Outcome = request.getfixturevalue(made)
+    assert len({tuple(row) for row in outcome.rows}) == 1
+    measure = {"edited": "adversaries", "poisoned": "poisoning", "drifted": "drift"}[made]
+    run = Run(measure, tmp_path, {"measure": measure, "seed": 0}, {}, outcome.metrics)
+    text = "\n".join(TABLES[measure]([run]))
+    assert text.count("| support_desk | 0 |") == len(outcome.metrics["summary"])
+
+
+@pytest.mark.parametrize(
+    ("measure", "changes", "error"),
+    [
+        ("adversaries", {"gates": ["maybe"]}, "gates"),
+        ("adversaries", {"gates": []}, "gates"),
+        ("poisoning", {"n_targets": 0}, "n_targets"),
+        ("drift", {"window": 0}, "window"),
+        ("drift", {"max_drops": [0.001]}, "200 requests cannot show"),
+    ],
+)
+def test_settings_that_cannot_be_measured_are_refused(measure: str, changes: dict[str, Any], error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        make_experiment({"measure": measure, **VALUES, **changes})
