@@ -27,10 +27,10 @@ class Task:
 TASKS: Mapping[str, Task] = {
     "stream": Task(stream.Settings, stream.build),
     "held_out": Task(held_out.Settings, held_out.build),
-    "retrieval": Task(retrieval.Settings, retrieval.build),
     "squad_v2": Task(squad_v2.Settings, squad_v2.build),
     "wikitext": Task(wikitext.Settings, wikitext.build),
     "openbookqa": Task(openbookqa.Settings, openbookqa.build),
+    "retrieval": Task(retrieval.Settings, retrieval.build),
 }
 
 
