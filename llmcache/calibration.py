@@ -53,10 +53,14 @@ class Watch:
         most_changed: Share of changed answers over which the alarm is to ring: what was allowed, or, where the metric
             is another one, an upper limit of the share that was seen on C.
         tighter: The limit after a first alarm: at most half of the approximate hits on C were within it.
+        hit_share: Of the requests of C that were no repeats, those that would be served.
+        n_compared: How many requests of C were no repeats.
     """
 
     most_changed: float
     tighter: float
+    hit_share: float = 0.0
+    n_compared: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +84,7 @@ class Calibration:
         lookup_ms: Mean time in which it was found who would serve one.
         watch: What the audit goes by; None where nothing is reused.
         n_alarms: Alarms of the audit since. The bound is void from the first on.
+        has_drifted: Requests are no longer like those that it was made with (`audit/likeness.py`). The bound is void.
     """
 
     chosen: Setting | None
@@ -97,11 +102,12 @@ class Calibration:
     lookup_ms: float = 0.0
     watch: Watch | None = None
     n_alarms: int = 0
+    has_drifted: bool = False
 
     @property
     def is_certified(self) -> bool:
         """Whether the bound holds for what is served, as far as is known."""
-        return self.chosen is not None and self.sources == "frozen" and not self.n_alarms
+        return self.chosen is not None and self.sources == "frozen" and not self.n_alarms and not self.has_drifted
 
     @property
     def limit(self) -> float | None:
@@ -203,7 +209,9 @@ def watch(trial: Trial, setting: Setting | None, max_changed: float | None, delt
         max_changed = min(0.5, share_upper(int(trial.loss[served].sum()), len(served), delta))
     doubts = np.sort(trial.doubt[served & np.isfinite(trial.doubt)])
     middle = float(doubts[(len(doubts) - 1) // 2]) if len(doubts) else setting.limit
-    return Watch(max_changed, min(middle, float(np.nextafter(setting.limit, -np.inf))))
+    new = np.isfinite(trial.doubt) | (trial.doubt > 0)
+    share = float(served[new].mean()) if new.any() else 0.0
+    return Watch(max_changed, min(middle, float(np.nextafter(setting.limit, -np.inf))), share, int(new.sum()))
 
 
 def _draws_needed(max_drop: float, delta: float, metric: Metric | str) -> int:

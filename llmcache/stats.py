@@ -12,7 +12,7 @@ from llmcache.cost import Cost
 logger = logging.getLogger("llmcache")
 
 
-Status = Literal["learning", "certified", "growing", "tightened", "off", "other weights"]
+Status = Literal["learning", "certified", "drifted", "growing", "tightened", "off", "other weights"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +20,10 @@ class AuditStats:
     """What is known of calibrated reuse in service. Counts begin anew with each calibration and after each alarm.
 
     Attributes:
-        status: `learning` from the first requests; `certified`: the bound holds, as far as is known; `growing`: sources
-            grow, and there is none; `tightened`: after a first alarm, half is served; `off`: nothing is, after a second
-            alarm, a calibration that failed, or none; `other weights`: the model was calibrated with others.
+        status: `learning` from the first requests; `certified`: the bound holds, as far as is known; `drifted`:
+            it is void, requests being served much more seldom, or oftener, than those that it was made with; `growing`:
+            sources grow, and there is none; `tightened`: after a first alarm, half is served; `off`: nothing is, after
+            a second alarm, a calibration that failed, or none; `other weights`: the model was calibrated with others.
         n_requests: Requests counted, hits or not; bypassed ones are not.
         n_drawn: Approximate hits to be looked into.
         n_looked: Those whose own answer is known by now. Where n_drawn - n_looked exceeds n_waiting, the rest cannot be

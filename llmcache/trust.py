@@ -167,6 +167,12 @@ class Trust:
             elif self.calibration is made:
                 self._serve(replace(made, n_alarms=1))
 
+    def drifted(self, made: Calibration) -> None:
+        """Requests are no longer like those of a calibration: it is void, and says so. It is served on, and audited."""
+        with self._lock:
+            if self.calibration is made:
+                self._serve(replace(made, has_drifted=True))
+
     def status(self, weights: str) -> Status:
         """How approximate reuse stands for the weights that the trunk has now."""
         made = self.calibration
@@ -174,7 +180,9 @@ class Trust:
             return "learning" if self.is_learning else "off"
         if not self.is_made_for(weights):
             return "other weights"
-        return "tightened" if made.n_alarms else "growing" if made.sources == "growing" else "certified"
+        if made.n_alarms:
+            return "tightened"
+        return "growing" if made.sources == "growing" else "drifted" if made.has_drifted else "certified"
 
     def learn(self, cases: Sequence[Observation]) -> Doubles:
         """Learn from requests, of which those that differ serve from then on. Nothing is allowed yet: for replays.

@@ -10,6 +10,7 @@ gains, which is what is claimed then, may rise when hits are taken away.
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from math import inf
 from typing import Any, get_args
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from llmcache.answers import Answers
 from llmcache.audit.auditor import Auditor
 from llmcache.audit.fresh import Fresh
+from llmcache.audit.likeness import Likeness
 from llmcache.audit.look import Look, look_at
 from llmcache.audit.shadow import Job, Shadow
 from llmcache.calibration import Calibration
@@ -74,6 +76,7 @@ class Audit:
         self._fresh = Fresh(renew_every)
         self._made: Calibration | None = None  # whose account it is
         self._account: Auditor | None = None
+        self._likeness: Likeness | None = None
         self._is_renewing = False
         self._n_accounts = 0
         self._n_alarms = 0
@@ -88,12 +91,15 @@ class Audit:
         and the estimate keeps every sample. A hit whose source has no known answer could not be looked into, and is
         computed as well.
         """
-        hits = {reuse.row: reuse for reuse in decided if reuse.answer is not None}
+        hits, has_drifted = {reuse.row: reuse for reuse in decided if reuse.answer is not None}, False
         assert call.scope is not None
         with self._lock:
             account = self._find_account(call.scope.weights)
             if account is None:
                 return list(decided)
+            new = [row for row in call.active_rows if row.number not in call.reused]
+            if self._likeness is not None and self._trust.tightened.get() == inf:
+                has_drifted = self._likeness.see(len(new), len(hits))
             for row in call.active_rows:
                 hit = hits.get(row.number)
                 sample = account.see(None if hit is None else hit.share)
@@ -103,6 +109,9 @@ class Audit:
                     call.drawn[row.number] = Drawn(sample, hit.key, hit.answer, stands_for_all)
                 elif row.number not in call.reused and hit is None and account.toss(self._floor):
                     call.drawn[row.number] = Drawn(None, "", None, True)
+            made = self._made
+        if has_drifted and made is not None:
+            self._trust.drifted(made)
         is_full = self.shadow.is_full
         return [hit for hit in hits.values() if not (is_full and hit.row in call.drawn)]
 
@@ -239,5 +248,7 @@ class Audit:
         if made is not self._made:
             self._made, self._n_accounts = made, self._n_accounts + 1
             self._account = Auditor(made.watch.most_changed, self._floor, made.delta, seed=self._n_accounts)
+            is_compared = made.is_certified and made.watch.n_compared
+            self._likeness = Likeness(made.watch.hit_share, made.watch.n_compared) if is_compared else None
             self._fresh.begin(made)
         return self._account
