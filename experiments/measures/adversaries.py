@@ -23,7 +23,6 @@ from experiments.metrics import share_interval
 from experiments.progress import tracked
 from experiments.rehearsal import Rehearsal, doubts_about, freeze
 from experiments.serving import asking, cache_beside
-from experiments.tasks import build
 from llmcache.calibration import Calibration, split
 from llmcache.claim import Claim
 from llmcache.observation import Observation
@@ -76,14 +75,13 @@ def run(experiment: Adversaries, folders: Folders) -> Outcome:
         ConfigError: The data or the model does not fit the settings.
         FileNotFoundError: A data file is missing.
     """
-    workload = build(experiment.task, folders, experiment.seed)
-    experiment.check_stream(workload)
-    rehearsal = Rehearsal(workload, experiment.cache)
+    rehearsal = experiment.rehearse(folders)
+    workload = rehearsal.workload
     edited = _edit(experiment, rehearsal)
     rows, settings = [], []
     for gate in experiment.gates:
         cache, trust = cache_beside(rehearsal, {**experiment.cache, "gate": gate})
-        for claim in _claims(experiment):
+        for claim in experiment.frozen_claims:
             cache.clear()
             found = trust.calibrate(rehearsal.observed[: experiment.learn], claim)
             asked = _ask(rehearsal, trust, found, edited)
@@ -107,13 +105,9 @@ def name_of(gate: Gate) -> str:
     return " ".join(f"{key}={value}" for key, value in gate.items()) or "on"
 
 
-def _claims(experiment: Adversaries) -> list[Claim]:
-    return [Claim(drop, experiment.config.delta, "changed", "frozen", experiment.seed) for drop in experiment.max_drops]
-
-
 def _edit(experiment: Adversaries, rehearsal: Rehearsal) -> list[Edited]:
     """Edited requests, made of those that serve whichever loss is allowed, and computed."""
-    parts = [set(split(experiment.learn, claim)[0]) for claim in _claims(experiment)]
+    parts = [set(split(experiment.learn, claim)[0]) for claim in experiment.frozen_claims]
     requests, rng = rehearsal.workload.requests, Random(experiment.seed)
     texts = [request.text for request in requests]
     drafts = []

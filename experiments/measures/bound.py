@@ -22,9 +22,7 @@ from experiments.measures.base import Outcome
 from experiments.measures.learning import LearningExperiment
 from experiments.progress import tracked
 from experiments.rehearsal import Rehearsal
-from experiments.tasks import build
 from llmcache.calibration import Trial, chosen, n_tested, try_settings
-from llmcache.claim import Claim
 
 
 class Bound(LearningExperiment):
@@ -46,9 +44,8 @@ def run(experiment: Bound, folders: Folders) -> Outcome:
         ConfigError: The data or the model does not fit the settings.
         FileNotFoundError: A data file is missing.
     """
-    workload = build(experiment.task, folders, experiment.seed)
-    experiment.check_stream(workload)
-    rehearsal = Rehearsal(workload, experiment.cache)
+    rehearsal = experiment.rehearse(folders)
+    workload = rehearsal.workload
     parts = tracked(range(experiment.parts), experiment.parts, "Drawing A and B")
     rows = [row for part in parts for row in _calibrations(experiment, rehearsal, part)]
     n_sources = _n_sources(experiment)
@@ -64,13 +61,9 @@ def run(experiment: Bound, folders: Folders) -> Outcome:
     return Outcome(rows, metrics)
 
 
-def _claims(experiment: Bound) -> list[Claim]:
-    return [Claim(drop, experiment.config.delta, "changed", "frozen", experiment.seed) for drop in experiment.max_drops]
-
-
 def _n_sources(experiment: Bound) -> int:
     """As many as the claim with the largest C leaves: the same for all, so that they are learned from once."""
-    return experiment.learn - max(n_tested(experiment.learn, claim) for claim in _claims(experiment))
+    return experiment.learn - max(n_tested(experiment.learn, claim) for claim in experiment.frozen_claims)
 
 
 def _calibrations(experiment: Bound, rehearsal: Rehearsal, part: int) -> Iterator[dict[str, Any]]:
@@ -78,7 +71,7 @@ def _calibrations(experiment: Bound, rehearsal: Rehearsal, part: int) -> Iterato
     rng = np.random.default_rng((experiment.seed, part))
     order = rng.permutation(len(rehearsal.observed))
     sources, population = ([rehearsal.observed[i] for i in half] for half in np.split(order, [_n_sources(experiment)]))
-    limits, claims = rehearsal.trust.learn(sources), _claims(experiment)
+    limits, claims = rehearsal.trust.learn(sources), experiment.frozen_claims
     truth = rehearsal.trust.teacher.trial(population, {case.row.key: case for case in sources}, "changed")
     for draw in range(experiment.draws):
         for claim in claims:

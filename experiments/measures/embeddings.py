@@ -21,7 +21,6 @@ from experiments.methods.base import is_hit
 from experiments.metrics import quality
 from experiments.progress import tracked
 from experiments.rehearsal import Doubt, Rehearsal, doubts_about, freeze
-from experiments.tasks import build
 from llmcache.calibration import split
 from llmcache.claim import Claim
 
@@ -43,9 +42,8 @@ def run(experiment: Embeddings, folders: Folders) -> Outcome:
         ConfigError: The data or the model does not fit the settings.
         FileNotFoundError: A data file is missing.
     """
-    workload = build(experiment.task, folders, experiment.seed)
-    experiment.check_stream(workload)
-    rehearsal = Rehearsal(workload, experiment.cache)
+    rehearsal = experiment.rehearse(folders)
+    workload = rehearsal.workload
     calibrated = list(_calibrated(experiment, rehearsal))
     points = [*_in_hindsight(experiment, rehearsal), *calibrated]
     counted, base = later(workload, experiment.learn), rehearsal.answers[experiment.learn :]

@@ -8,13 +8,17 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from experiments.folders import Folders
 from experiments.measures.base import TaskExperiment
 from experiments.methods.base import is_hit
 from experiments.methods.cached import Cached
 from experiments.metrics import clusters, hit_rates, quality
+from experiments.rehearsal import Rehearsal
+from experiments.tasks import build
 from experiments.workload import Answer, Workload
 from llmcache import CacheConfig
 from llmcache.calibration import check_size
+from llmcache.claim import Claim
 from llmcache.errors import CalibrationError, ConfigError
 
 
@@ -48,14 +52,26 @@ class LearningExperiment(TaskExperiment):
         """Settings of llmcache, checked."""
         return CacheConfig.make(self.cache)
 
-    def check_stream(self, workload: Workload) -> None:
-        """Refuse a stream that is over before anything could be served.
+    @property
+    def frozen_claims(self) -> list[Claim]:
+        """What calibrations with frozen sources are to show, one for each loss."""
+        return [Claim(drop, self.config.delta, "changed", "frozen", self.seed) for drop in self.max_drops]
+
+    def stream(self, folders: Folders) -> Workload:
+        """The task's requests, unless they are over before anything could be served.
 
         Raises:
-            ConfigError: No request is left to be counted.
+            ConfigError: No request is left to be counted; or data and model do not fit the settings.
+            FileNotFoundError: A data file is missing.
         """
+        workload = build(self.task, folders, self.seed)
         if (n := len(workload.requests)) <= self.learn:
             raise ConfigError(f"learn={self.learn}: the stream has {n} requests; learn from fewer, or raise task.limit")
+        return workload
+
+    def rehearse(self, folders: Folders) -> Rehearsal:
+        """The same, observed once; see `stream`."""
+        return Rehearsal(self.stream(folders), self.cache)
 
 
 def later(workload: Workload, learn: int) -> Workload:

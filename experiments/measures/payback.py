@@ -28,7 +28,6 @@ from experiments.methods.cached import Cached
 from experiments.methods.calibrated import Calibrated
 from experiments.methods.nocache import NoCache
 from experiments.metrics import speed, summary
-from experiments.tasks import build
 from experiments.workload import Workload
 from llmcache.claim import Claim
 
@@ -66,8 +65,7 @@ def run(experiment: Payback, folders: Folders) -> Outcome:
         ConfigError: The data or the model does not fit the settings.
         FileNotFoundError: A data file is missing.
     """
-    workload = build(experiment.task, folders, experiment.seed)
-    experiment.check_stream(workload)
+    workload = experiment.stream(folders)
     learners = {f"llmcache {max_drop:g}": _learner(experiment, workload, max_drop) for max_drop in experiment.max_drops}
     methods: dict[str, Method] = {NOCACHE: NoCache(workload, {}), **learners}
     traces = measure(workload, methods, experiment.rounds, warmup=0)

@@ -30,7 +30,6 @@ from experiments.metrics import share_interval
 from experiments.progress import tracked
 from experiments.rehearsal import Rehearsal
 from experiments.serving import Reply, alarms_of, ask, asking, cache_beside, requests_expected
-from experiments.tasks import build
 from experiments.workload import Answer, Workload
 from llmcache import LLMCache
 from llmcache.claim import Claim, Sources
@@ -82,9 +81,8 @@ def run(experiment: Poisoning, folders: Folders) -> Outcome:
         ConfigError: The data or the model does not fit the settings.
         FileNotFoundError: A data file is missing.
     """
-    workload = build(experiment.task, folders, experiment.seed)
-    experiment.check_stream(workload)
-    rehearsal = Rehearsal(workload, experiment.cache)
+    rehearsal = experiment.rehearse(folders)
+    workload = rehearsal.workload
     attack = _plan(experiment, rehearsal)
     rows = list(_attacks(experiment, rehearsal, attack))
     metrics = {

@@ -28,7 +28,6 @@ from experiments.progress import tracked
 from experiments.recording import Recording, make_fingerprint
 from experiments.rehearsal import Rehearsal, doubts_about, freeze, grow
 from experiments.replay import Replay, Units, by_request, replay
-from experiments.tasks import build
 from experiments.workload import Answer
 from llmcache.calibration import split
 from llmcache.claim import Claim, Sources
@@ -67,9 +66,8 @@ def run(experiment: Trust, folders: Folders) -> Outcome:
         ConfigError: The data or the model does not fit the settings.
         FileNotFoundError: A data file is missing.
     """
-    workload = build(experiment.task, folders, experiment.seed)
-    experiment.check_stream(workload)
-    rehearsal = Rehearsal(workload, experiment.cache)
+    rehearsal = experiment.rehearse(folders)
+    workload = rehearsal.workload
     points = [
         *_points_of_llmcache(experiment, rehearsal),
         *_points_of_others(experiment, rehearsal),

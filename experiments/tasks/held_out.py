@@ -8,7 +8,7 @@ With one file alone, the stream is its other half.
 
 from typing import Any, Literal, Self
 
-from experiments.data.labelled import read_requests
+from experiments.data.labelled import Labelled, read_requests
 from experiments.folders import Folders
 from experiments.heads import fit_logistic
 from experiments.models import check_length, load
@@ -37,6 +37,19 @@ class Settings(stream.Settings):
         return made
 
 
+def divide(settings: Settings, folders: Folders, seed: int) -> tuple[list[Labelled], list[Labelled]]:
+    """Requests that are known beforehand, a seeded half of the first file, and those that are streamed.
+
+    Raises:
+        ConfigError: The data does not fit the settings.
+        FileNotFoundError: A data file is missing.
+    """
+    data = read_requests(settings.data, folders.data, seed)
+    known, _ = split([record for record in data if record.part == 0], settings.head.fit_share, seed)
+    seen = {record.id for record in known}
+    return known, [record for record in data if record.id not in seen][: settings.limit]
+
+
 def build(settings: Settings, folders: Folders, seed: int) -> stream.Stream:
     """Load data and model, and fit the head.
 
@@ -44,10 +57,7 @@ def build(settings: Settings, folders: Folders, seed: int) -> stream.Stream:
         ConfigError: Data and model do not fit each other.
         FileNotFoundError: A data file is missing.
     """
-    data = read_requests(settings.data, folders.data, seed)
-    fit, _ = split([record for record in data if record.part == 0], settings.head.fit_share, seed)
-    seen = {record.id for record in fit}
-    requests = [record for record in data if record.id not in seen][: settings.limit]
+    fit, requests = divide(settings, folders, seed)
     loaded = load(settings.model, "states", folders.models)
     check_length(loaded, settings.max_length)
     classifier = fit_logistic(loaded, settings.head.pool, fit, requests, settings.max_length)

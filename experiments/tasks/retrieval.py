@@ -6,13 +6,11 @@ other files -> streamed whole
 
 from typing import Literal
 
-from experiments.data.labelled import read_requests
 from experiments.embedding import Retrieval
 from experiments.folders import Folders
 from experiments.heads import pooled_states
 from experiments.models import check_length, load
 from experiments.tasks import held_out
-from experiments.tasks.split import split
 
 
 class Settings(held_out.Settings):
@@ -28,10 +26,7 @@ def build(settings: Settings, folders: Folders, seed: int) -> Retrieval:
         ConfigError: Data and model do not fit each other.
         FileNotFoundError: A data file is missing.
     """
-    data = read_requests(settings.data, folders.data, seed)
-    corpus, _ = split([record for record in data if record.part == 0], settings.head.fit_share, seed)
-    searched = {record.id for record in corpus}
-    requests = [record for record in data if record.id not in searched][: settings.limit]
+    corpus, requests = held_out.divide(settings, folders, seed)
     loaded = load(settings.model, "states", folders.models)
     check_length(loaded, settings.max_length)
     return Retrieval(
