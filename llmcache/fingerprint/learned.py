@@ -16,7 +16,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from llmcache.arrays import Floats, Ids
@@ -69,8 +68,8 @@ class Learned:
         return 1 if self._fitted is None else 0
 
     def features(self, view: View) -> Tensor:
-        """Content tokens as float32 (B, T), -1 elsewhere; exact, as no vocabulary has 2**24 tokens."""
-        return torch.where(view.content, view.ids, -1).float()
+        """Content tokens (B, T); see `View.content_ids`."""
+        return view.content_ids
 
     def fit(self, features: Sequence[Floats], targets: Floats | None = None, outputs: Floats | None = None) -> None:
         """Learn from requests.

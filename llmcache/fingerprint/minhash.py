@@ -4,7 +4,6 @@ Sizes: B rows, T tokens, F hashes.
 """
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -46,8 +45,8 @@ class ShingleMinHash(Unlearned):
         self._seed = seed
 
     def features(self, view: View) -> Tensor:
-        """Content tokens as float32 (B, T), -1 elsewhere; exact, as no vocabulary has 2**24 tokens."""
-        return torch.where(view.content, view.ids, -1).float()
+        """Content tokens (B, T); see `View.content_ids`."""
+        return view.content_ids
 
     def project(self, features: Floats) -> Floats:
         """Signatures (B, F) of whole numbers from 0 to 2**24 - 1."""

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from llmcache.arrays import Floats
@@ -30,6 +31,11 @@ class View:
         """The states, for those that read them."""
         assert self.states is not None
         return self.states
+
+    @property
+    def content_ids(self) -> Tensor:
+        """Content tokens as float32 (B, T), -1 elsewhere; exact, as no vocabulary has 2**24 tokens."""
+        return torch.where(self.content, self.ids, -1).float()
 
 
 class Unlearned:
