@@ -67,11 +67,28 @@ class Teacher:
             self._tokens.frame(cases[0].row, cases[0].features)
         looks = []
         for turn in range(N_TURNS):
-            self._fit([case for i, case in enumerate(cases) if i % N_TURNS != turn])
+            self.fit([case for i, case in enumerate(cases) if i % N_TURNS != turn])
             looks += [self._chooser.look(case, *self._foresee(case)) for case in cases[turn::N_TURNS]]
         limits = settings(self._chooser.teach(looks))
-        self._fit(cases)
+        self.fit(cases)
         return limits[limits <= self._chooser.most]
+
+    def fit(self, cases: Sequence[Observation]) -> None:
+        """Fit the fingerprint, and let the requests serve from then on, and no others; they stay.
+
+        The decision is left as it was taught, so that a limit that was chosen among its doubts keeps its meaning.
+
+        Args:
+            cases: Requests that all differ.
+
+        Raises:
+            CalibrationError: Not all of them are held.
+        """
+        self._fingerprint.fit(
+            [case.features for case in cases], targets(cases, self._answers), outputs(cases, self._answers)
+        )
+        self.resume()
+        self.stand(cases, is_kept=True)
 
     def resume(self) -> None:
         """Let requests be found by the fingerprint again, which was fitted before."""
@@ -147,14 +164,6 @@ class Teacher:
             if case.states and not self._library.known(case.row):
                 self._library.put(case.scope, case.row, case.states)
             self._library.sign(case.row.key, case.answer)
-
-    def _fit(self, cases: Sequence[Observation]) -> None:
-        """Fit the fingerprint on requests, which then are the only ones that are found."""
-        self._fingerprint.fit(
-            [case.features for case in cases], targets(cases, self._answers), outputs(cases, self._answers)
-        )
-        self.resume()
-        self.stand(cases, is_kept=True)
 
     def _is_changed(self, case: Observation, source: Observation) -> bool:
         return not self._answers.agree(case.answer, source.answer)

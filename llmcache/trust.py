@@ -210,7 +210,7 @@ class Trust:
         chosen = cal.chosen(curve, claim.max_drop)
         if claim.sources == "growing":
             sources |= {case.row.key: case for case in tested}
-            self.teacher.teach(list(sources.values()))
+            self.teacher.fit(list(sources.values()))
         calibration = Calibration(
             chosen=chosen,
             curve=curve,

@@ -1,6 +1,7 @@
 """The steps of a calibration, one by one: what a replay counts is what serving does."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -43,6 +44,17 @@ def test_what_was_observed_is_calibrated_on_as_if_it_were_computed_now(cache: LL
     assert cache.stats().n_stored == 0  # observing stores nothing
     again = cache.trust.calibrate(observed, CLAIM)
     assert again.curve == cache.calibrate(inputs, max_drop=0.05).curve
+
+
+def test_growing_sources_widen_what_serves_and_leave_the_decision_as_the_limit_was_chosen_for_it(
+    cache: LLMCache,
+) -> None:
+    trust, observed = learned(cache)
+    frozen, taught = trust.calibrate(observed, CLAIM), trust.state()
+    growing = trust.calibrate(observed, replace(CLAIM, sources="growing"))
+    assert growing.curve == frozen.curve and growing.chosen == frozen.chosen
+    assert growing.n_sources == frozen.n_sources + frozen.n_tested  # C serves, too
+    assert all(np.array_equal(array, taught[name]) for name, array in trust.state().items())
 
 
 def test_learning_allows_nothing(cache: LLMCache) -> None:
