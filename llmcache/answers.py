@@ -6,7 +6,7 @@ from the payload, which is what the embedding is made of.
 
 A forecast is what a fingerprint lets expect of the output, before any layer has run: rough, but of this very request.
 
-Sizes: N requests, k neighbours, B rows, C logits, S width of a signature.
+Sizes: N requests, n answers, B rows, C logits, S width of a signature.
 """
 
 from collections.abc import Callable, Mapping
@@ -51,14 +51,14 @@ class Answers(Protocol):
         """Whether signatures (..., S) are the same answer, pair by pair, bool (...); NaN agrees with nothing."""
 
     def favour(self, forecast: Floats, signatures: Floats) -> Floats:
-        """How much forecasts of outputs speak for answers: the more, the larger; over 0 a class is the one expected.
+        """How much the forecast of an output speaks for answers: the more, the larger; of the expected class over 0.
 
         Args:
-            forecast: Of N requests (N, C); of payloads where answers are made of these.
-            signatures: Of the answers (N, k, S).
+            forecast: Of the request's output (C,); of its payload where answers are made of these.
+            signatures: Of n answers (n, S).
 
         Returns:
-            Float32 (N, k).
+            Float32 (n,).
         """
 
 
@@ -92,11 +92,10 @@ class Classes(_Plain):
 
     def favour(self, forecast: Floats, signatures: Floats) -> Floats:
         """Its logit over the largest of the others."""
-        known = signatures[..., 0]
+        known = signatures[:, 0]
         classes = np.where(known == known, known, 0).astype(np.int64)  # whatever, where an answer is not known
-        own = np.take_along_axis(forecast, classes, axis=1)
-        first, second = np.partition(forecast, -2, axis=1)[:, :-3:-1].T
-        margin: Floats = own - np.where(classes == forecast.argmax(axis=1)[:, None], second[:, None], first[:, None])
+        second, first = np.partition(forecast, -2)[-2:]
+        margin: Floats = forecast[classes] - np.where(classes == forecast.argmax(), second, first)
         return margin
 
 
@@ -114,7 +113,7 @@ class Labels(_Plain):
 
     def favour(self, forecast: Floats, signatures: Floats) -> Floats:
         """How far the label that is least sure is on the right side."""
-        least: Floats = np.where(signatures > 0, forecast[:, None], -forecast[:, None]).min(axis=-1)
+        least: Floats = np.where(signatures > 0, forecast, -forecast).min(axis=-1)
         return least
 
 
@@ -148,7 +147,7 @@ class Scores(_Plain):
 
     def favour(self, forecast: Floats, signatures: Floats) -> Floats:
         """How near the score is that differs most, negated."""
-        nearness: Floats = -np.abs(forecast[:, None] - signatures).max(axis=-1)
+        nearness: Floats = -np.abs(forecast - signatures).max(axis=-1)
         return nearness
 
 
@@ -167,8 +166,7 @@ class Embeddings(_Plain):
 
     def favour(self, forecast: Floats, signatures: Floats) -> Floats:
         """Cosine."""
-        length = np.linalg.norm(forecast, axis=1, keepdims=True)
-        cosine: Floats = np.einsum("nc,nkc->nk", forecast / np.maximum(length, 1e-12), signatures)
+        cosine: Floats = signatures @ (forecast / max(float(np.linalg.norm(forecast)), 1e-12))
         return cosine
 
 

@@ -222,7 +222,6 @@ class Inputs:
         valid: Which tokens are valid, bool (B, T), or None when all are.
         types: Token type ids (B, T) or (1, T), or None.
         positions: Position ids (B, T) or (1, T), or None.
-        has_content: Whether a row holds more than special tokens, bool (B,).
         is_causal: Whether a row's 4-D mask is that of its valid tokens, bool (B,), or None without such a mask.
         features: What the fingerprint is projected from, float32 (B, F0), or None.
     """
@@ -231,7 +230,6 @@ class Inputs:
     valid: Any
     types: Any
     positions: Any
-    has_content: Any
     is_causal: Any
     features: Any
 

@@ -4,35 +4,39 @@ A decision looks at the nearest stored requests and says which of them would ser
 request is served if the doubt is within a limit. What the doubt is, is the decision's own affair: a negated similarity,
 or the estimated chance that reuse changes the answer.
 
-Sizes: N requests, k neighbours, F features.
+Numbers are plain ones, of one request at a time: for so few, arrays cost ten times what is computed with them.
+
+Sizes: n neighbours that were found, at most k; F features.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import inf
+from itertools import compress
+from math import exp, inf, log
+from operator import mul
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
-from llmcache.arrays import Bools, Floats
+from llmcache.arrays import Floats
 
-Choice = tuple[NDArray[np.int64], Floats]
+_HIGHEST = 700.0  # odds, as a logarithm: of more `exp` is no number
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What is known of the nearest stored requests of N requests.
+    """What is known of the nearest stored requests of one request.
 
     Attributes:
-        similarity: To each, best first, float32 (N, k); where fewer were found, the rest is -1.
-        agree: Which pairs of them have the same answer, bool (N, k, k); those that were not found agree with none.
-        favour: How much the forecast of the request speaks for the answer of each, float32 (N, k); zero without one.
+        similarity: To each, best first (n,).
+        agree: Which pairs of them have the same answer (n, n); one without an answer agrees with none, not even itself.
+            Empty where answers are not read.
+        favour: How much the forecast of the request speaks for the answer of each (n,); zero without one.
     """
 
-    similarity: Floats
-    agree: Bools
-    favour: Floats
+    similarity: Sequence[float]
+    agree: Sequence[Sequence[bool]] = ()
+    favour: Sequence[float] = ()
 
 
 class Decision(Protocol):
@@ -48,19 +52,19 @@ class Decision(Protocol):
     reads_answers: bool
     most: float
 
-    def choose(self, seen: Evidence) -> Choice:
-        """The neighbour that would serve each request, and how doubtful that is.
+    def choose(self, seen: Evidence) -> tuple[int, float]:
+        """The number of the neighbour that would serve, and how doubtful that is; infinite where none may serve.
 
-        Returns:
-            Its number (N,), and the doubt, float32 (N,); infinite where none may serve.
+        Args:
+            seen: Of one neighbour at least.
         """
 
-    def fit(self, seen: Evidence, is_right: Bools) -> None:
+    def fit(self, seen: Sequence[Evidence], is_right: Sequence[Sequence[bool]]) -> None:
         """Learn from requests whose own answers are known.
 
         Args:
-            seen: Of these requests.
-            is_right: Whether each neighbour has the request's own answer, (N, k).
+            seen: Of N requests.
+            is_right: Whether each of their neighbours has the request's own answer, N times (n,).
         """
 
     def state(self) -> dict[str, Floats]:
@@ -75,7 +79,7 @@ class _Untaught:
 
     most = inf
 
-    def fit(self, seen: Evidence, is_right: Bools) -> None:
+    def fit(self, seen: Sequence[Evidence], is_right: Sequence[Sequence[bool]]) -> None:
         """Nothing to learn."""
 
     def state(self) -> dict[str, Floats]:
@@ -92,8 +96,8 @@ class Threshold(_Untaught):
     k = 1
     reads_answers = False
 
-    def choose(self, seen: Evidence) -> Choice:
-        return np.zeros(len(seen.similarity), np.int64), -seen.similarity[:, 0]
+    def choose(self, seen: Evidence) -> tuple[int, float]:
+        return 0, -seen.similarity[0]
 
 
 class Consensus(_Untaught):
@@ -114,9 +118,8 @@ class Consensus(_Untaught):
             raise ValueError(f"k={k}: one neighbour agrees with itself; give at least 2")
         self.k = k
 
-    def choose(self, seen: Evidence) -> Choice:
-        doubt = np.where(seen.agree[:, 0].all(axis=1), -seen.similarity[:, 0], inf).astype(np.float32)
-        return np.zeros(len(doubt), np.int64), doubt
+    def choose(self, seen: Evidence) -> tuple[int, float]:
+        return 0, -seen.similarity[0] if sum(seen.agree[0]) == self.k else inf
 
 
 @dataclass
@@ -124,17 +127,18 @@ class Risk:
     """The neighbour with the least doubtful answer serves; the doubt is the chance that the request's own is another.
 
     Neighbours vote with weights that fall with similarity, and the forecast favours some of their answers. The chance
-    is a logistic regression on what vote and forecast say of an answer, learned from requests whose own are known.
+    is a logistic regression on what vote and forecast say of an answer, learned from requests whose own are known. Of
+    neighbours with the same answer the nearest serves; none does where fewer than k were found.
 
     Attributes:
         k: Neighbours that vote, 3 to 64.
         width: Similarity lost at which a vote counts 1 / e, over 0.
-        weights: Of the features, float32 (F + 1,), the constant last; empty until learned.
+        weights: Of the features (F,), and the constant; empty until learned.
     """
 
     k: int = 8
     width: float = 0.05
-    weights: Floats = field(init=False, default_factory=lambda: np.empty(0, np.float32))
+    weights: Sequence[float] = field(init=False, default=())
     reads_answers = True
     most = 0.5  # what more likely changes than not is not served, even if it is so rare that the bound would allow it
 
@@ -143,67 +147,74 @@ class Risk:
         if not 3 <= self.k <= 64 or not self.width > 0:
             raise ValueError(f"k={self.k}, width={self.width}: k must be from 3 to 64, width over 0")
 
-    def choose(self, seen: Evidence) -> Choice:
-        n = len(seen.similarity)
-        if not len(self.weights):
-            return np.zeros(n, np.int64), np.full(n, inf, np.float32)
-        odds = self._describe(seen) @ self.weights[:-1] + self.weights[-1]
-        doubt = np.where(_is_candidate(seen), 1 / (1 + np.exp(-odds)), inf).astype(np.float32)
-        chosen = doubt.argmin(axis=1)
-        return chosen, doubt[np.arange(n), chosen]
+    def choose(self, seen: Evidence) -> tuple[int, float]:
+        number, least = 0, inf
+        for candidate, features in self._describe(seen) if self.weights else ():
+            odds = sum(map(mul, self.weights, features), self.weights[-1])
+            if (doubt := 1 / (1 + exp(min(-odds, _HIGHEST)))) < least:
+                number, least = candidate, doubt
+        return number, least
 
-    def fit(self, seen: Evidence, is_right: Bools) -> None:
+    def fit(self, seen: Sequence[Evidence], is_right: Sequence[Sequence[bool]]) -> None:
         """Learn the chance; see `Decision.fit`."""
         from sklearn.linear_model import LogisticRegression
 
-        told = _is_candidate(seen)
-        features, changes = self._describe(seen)[told], ~is_right[told]
-        if not len(features):
+        told = [
+            (features, not right[number])
+            for one, right in zip(seen, is_right, strict=True)
+            for number, features in self._describe(one)
+        ]
+        if not told:
             return
+        features, changes = np.array([features for features, _ in told]), [changed for _, changed in told]
         centre, scale = features.mean(axis=0), features.std(axis=0) + 1e-6
         # Two made-up requests, one each way, let it learn from answers that all stayed, or all changed.
         shown = np.vstack([(features - centre) / scale, np.zeros((2, features.shape[1]))])
-        fitted = LogisticRegression(max_iter=1000).fit(shown, np.append(changes, [True, False]))
+        fitted = LogisticRegression(max_iter=1000).fit(shown, [*changes, True, False])
         weights = fitted.coef_[0] / scale
-        self.weights = np.append(weights, fitted.intercept_ - weights @ centre).astype(np.float32)
+        self._take([*weights, float(fitted.intercept_[0] - weights @ centre)])
 
     def state(self) -> dict[str, Floats]:
         """Weights of the features."""
-        return {"weights": self.weights}
+        return {"weights": np.array(self.weights, np.float32)}
 
     def restore(self, state: Mapping[str, Floats]) -> None:
         """Take up weights."""
-        self.weights = state["weights"]
+        self._take(state["weights"])
 
-    def _describe(self, seen: Evidence) -> Floats:
-        """What vote and forecast say of each neighbour's answer (N, k, F)."""
-        similarity, agree = seen.similarity, seen.agree
-        nearest, last = similarity[:, :1], similarity[:, -1:]
-        votes = np.exp((similarity - nearest) / self.width)
-        share = np.einsum("nij,nj->ni", agree, votes) / votes.sum(axis=1, keepdims=True)
-        rival = np.where(agree, -1, similarity[:, None]).max(axis=2)
-        rival = np.where(rival > -1, rival, last - self.width / 2)
-        features = np.empty((*similarity.shape, 10), np.float32)
-        features[..., 0] = similarity
-        features[..., 1] = similarity - rival
-        features[..., 2] = agree.mean(axis=2)
-        features[..., 3] = share
-        features[..., 4] = np.log(share + 1e-3)
-        features[..., 5] = similarity[:, 2:3]
-        features[..., 6] = similarity.mean(axis=1, keepdims=True)
-        features[..., 7] = agree[..., :3].all(axis=2)
-        features[..., 8] = similarity == nearest
-        features[..., 9] = seen.favour
-        return features
+    def _take(self, weights: Iterable[float]) -> None:
+        """Take weights as they are saved, so that a cache that was loaded doubts what the saved one did."""
+        self.weights = tuple(np.array([*weights], np.float32).tolist())
 
-
-def _is_candidate(seen: Evidence) -> Bools:
-    """Which neighbours may serve (N, k): of those with the same answer, the nearest; none where too few were found."""
-    k = seen.similarity.shape[1]
-    is_answered = seen.agree[:, range(k), range(k)]
-    is_first = ~(seen.agree & np.tri(k, k=-1, dtype=np.bool_)).any(axis=2)
-    may: Bools = is_answered & is_first & (seen.similarity[:, -1:] > -1)
-    return may
+    def _describe(self, seen: Evidence) -> Iterator[tuple[int, tuple[float, ...]]]:
+        """Who may serve, and what vote and forecast say of its answer (F,)."""
+        similarity, n = seen.similarity, len(seen.similarity)
+        if n < self.k:
+            return
+        nearest, last = similarity[0], similarity[-1]
+        votes = [exp((one - nearest) / self.width) for one in similarity]
+        n_votes, mean = sum(votes), sum(similarity) / n
+        for number, agrees in enumerate(seen.agree):
+            if not agrees[number] or any(agrees[:number]):
+                continue
+            share = sum(compress(votes, agrees)) / n_votes
+            others = (one for one, is_same in zip(similarity, agrees, strict=True) if not is_same)
+            own = similarity[number]
+            yield (
+                number,
+                (
+                    own,
+                    own - next(others, last - self.width / 2),
+                    sum(agrees) / n,
+                    share,
+                    log(share + 1e-3),
+                    similarity[2],
+                    mean,
+                    all(agrees[:3]),
+                    own == nearest,
+                    seen.favour[number],
+                ),
+            )
 
 
 DECISIONS: dict[str, type[Decision]] = {"threshold": Threshold, "consensus": Consensus, "risk": Risk}

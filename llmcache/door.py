@@ -68,9 +68,10 @@ class Door:
 
     def learn(self, call: Call, output: Any) -> None:
         """See the output of a call that went the whole way."""
-        kind, states, scope = self._kind(call), call.states, call.scope
+        states, scope = call.states, call.scope
         if states is None or scope is None or call.entering is None:
             return
+        kind = self._kind(call)
         known = self._packings.get(kind)
         if kind in self._packings and (known is None or known.weights == scope.weights):
             return

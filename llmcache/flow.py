@@ -119,6 +119,8 @@ class Flow:
         if not call.has_begun:  # layer 0 was not run through its swap
             return swap.original(*args, **kwargs)
         is_last = swap.number == self._last
+        if not (is_last or call.reused) and self._lookup.leaves_alone(swap.number):
+            return swap.original(*args, **kwargs)
         if call.is_served and not is_last:
             return self._runner.skip(call, swap, args, kwargs)
         self._lookup.decide(call, swap, args, kwargs)

@@ -81,9 +81,17 @@ def make_learning(
     teacher = Teacher(parts.library, fingerprint, tokens, chooser, answers)
     trust = Trust(parts.library, teacher, chooser, answers, head, parts.counters, config.learn, claim)
     observer = Observer(parts.library, answers, answer_of, head)
-    library, counters = parts.library, parts.counters
     audit = Audit(
-        library, fingerprint, trust, observer, parts.weights, counters, compute, config.audit, config.recalibrate
+        parts.library,
+        fingerprint,
+        trust,
+        observer,
+        parts.weights,
+        parts.counters,
+        compute,
+        getattr(parts.trunk.config, "pad_token_id", None) or 0,
+        config.audit,
+        config.recalibrate,
     )
     observer.learner = audit
     attention = first_attention(parts.trunk) if fingerprint.reads_attention else None

@@ -23,7 +23,7 @@ from llmcache.context import Row, Scope
 from llmcache.fingerprint import Fingerprint
 from llmcache.index import Index
 from llmcache.payloads import cosine_distance
-from llmcache.records import Record, Request, State
+from llmcache.records import KV, Record, Request, State
 from llmcache.shelf import Neighbour, Place
 from llmcache.shelves import Shelves
 from llmcache.stores import Entry
@@ -142,12 +142,14 @@ class Library:
             if request is None or entry is None:
                 return None
             packers = self.packers[request.scope.weights]
-            serving = [n for n in self.layers if n <= layer] if with_kv and not is_single else [layer]
-            entries = {n: self.banks[n].read(key) for n in serving}
-            pairs = kv.read(entries, packers, request.dtype) if with_kv else {}
+            entries: dict[int, Entry | None] = {layer: entry}
+            pairs: KV | None = {}
+            if with_kv:
+                entries = {n: self.banks[n].read(key) for n in self.layers if n < layer and not is_single} | entries
+                pairs = kv.read(entries, packers, request.dtype)
             if pairs is None:
                 return None
-            for served_by in serving:  # banks that gave K/V served the request too
+            for served_by in entries:  # banks that gave K/V served the request too
                 self.banks[served_by].used(key)
         return State(packers[layer].unpack("hidden", entry, request.dtype), pairs)
 

@@ -81,6 +81,11 @@ class Lookup:
         call.lookup_s += perf_counter() - started
         return is_read
 
+    def leaves_alone(self, number: int) -> bool:
+        """Whether nothing can happen at a layer in a call that reuses nothing: none is asked there, and none stored."""
+        asks = any(rung.asks_at(number) for rung in self._parts.rungs)
+        return number > 0 and not asks and number not in self._parts.library.banks
+
     def decide(self, call: Call, swap: LayerSwap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Decide at one layer, if that was not done before it was reached.
 

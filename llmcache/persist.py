@@ -33,7 +33,7 @@ from llmcache.packing import arrays_to_tensors, pack_requests, pack_states, unpa
 from llmcache.parts import Parts
 from llmcache.trust import Trust
 
-FORMAT = 3
+FORMAT = 4
 MANIFEST = "manifest.json"
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from llmcache.adapters import special_ids, vocabulary_size
+from llmcache.arrays import Bools
 from llmcache.context import Call, Inputs, Row, Scope, id_dtype, read_rows, to_host
 from llmcache.fingerprint import View, foresee
 from llmcache.masks import expand
@@ -29,7 +30,7 @@ class Reader:
         """
         self._parts = parts
         self._tokenizer = tokenizer
-        self._table: tuple[object, Tensor] | None = None
+        self._tables: tuple[object, tuple[Bools, Tensor]] | None = None
         self._head_reads = _reads(parts)
 
     def scope(self, call: Call, entering: torch.dtype) -> Scope:
@@ -50,20 +51,25 @@ class Reader:
         ids, mask = call.arguments["input_ids"], call.arguments.get("attention_mask")
         valid = None if mask is None else mask != 0
         assert call.scope is not None
-        table = self._content_table(ids.device, call.scope.weights)
-        content = table[ids]
-        content = call.content = content if valid is None else content & valid
-        fingerprint = self._parts.fingerprint
-        features = None if fingerprint is None else fingerprint.features(View(hidden, content, ids, call.attention))
+        fingerprint, features = self._parts.fingerprint, None
+        on_host, on_device = self._content_tables(ids.device, call.scope.weights)
+        if fingerprint is not None and fingerprint.reads_states:
+            call.content = on_device[ids] if valid is None else on_device[ids] & valid
+            features = fingerprint.features(View(hidden, call.content, ids, call.attention))
         types, positions = call.arguments.get("token_type_ids"), call.arguments.get("position_ids")
         is_causal = None
         if call.mask_4d is not None and valid is not None:
             is_causal = (call.mask_4d == expand(valid, call.mask_4d.shape[-1])).all(dim=-1).all(dim=-1).flatten()
-        inputs = Inputs(*to_host(ids, valid, types, positions, content.any(dim=1), is_causal, features))
-        call.rows = read_rows(call.scope, inputs, id_dtype(len(table)), self._parts.trunk.adapter.is_guess)
+        inputs = Inputs(*to_host(ids, valid, types, positions, is_causal, features))
+        content = on_host[inputs.ids] if inputs.valid is None else on_host[inputs.ids] & inputs.valid
+        if fingerprint is not None and not fingerprint.reads_states:
+            view = View(None, torch.from_numpy(content), torch.from_numpy(inputs.ids))
+            inputs.features = fingerprint.features(view).numpy()
+        call.rows = read_rows(call.scope, inputs, id_dtype(len(on_host)), self._parts.trunk.adapter.is_guess)
         call.features = None if self._parts.is_per_layer else inputs.features
+        has_content = content.any(axis=1).tolist()
         for row in call.rows:
-            row.refused = self._refusal(row, inputs)
+            row.refused = self._refusal(row, inputs, has_content[row.number])
         call.generation = self._parts.library.generation
         if fingerprint is not None and fingerprint.n_fit == 0:
             layers = (0,) if self._parts.is_per_layer else self._parts.library.layers
@@ -78,10 +84,10 @@ class Reader:
         assert features is not None
         call.fingerprints[layer] = fingerprint.project(features)
 
-    def _refusal(self, row: Row, inputs: Inputs) -> str:
+    def _refusal(self, row: Row, inputs: Inputs, has_content: bool) -> str:
         if inputs.is_causal is not None and not inputs.is_causal[row.number]:
             return "mask_4d"
-        if not inputs.has_content[row.number]:
+        if not has_content:
             return "no_content"
         if inputs.features is not None and not np.isfinite(inputs.features[row.number]).all():
             return "not_finite"  # no index takes such a vector, nor the other rows searched with it
@@ -89,15 +95,17 @@ class Reader:
         ids = inputs.ids[row.number]
         return "head_reads_padding" if head_reads_padding(self._head_reads, row.valid, ids, pad_id) else ""
 
-    def _content_table(self, device: torch.device, weights: str) -> Tensor:
-        """Bool (vocabulary,): whether a token carries content. Made anew when the weights, and so maybe it, changed."""
-        if self._table is None or self._table[0] != (device, weights):
+    def _content_tables(self, device: torch.device, weights: str) -> tuple[Bools, Tensor]:
+        """Whether a token carries content, bool (vocabulary,), on the host and on a device.
+
+        Made anew when the weights, and so maybe the vocabulary, changed.
+        """
+        if self._tables is None or self._tables[0] != (device, weights):
             with torch.inference_mode(False):
-                table = torch.ones(vocabulary_size(self._parts.trunk), dtype=torch.bool, device=device)
+                table = torch.ones(vocabulary_size(self._parts.trunk), dtype=torch.bool)
                 table[list(special_ids(self._parts.trunk, self._tokenizer))] = False
-            self._table = ((device, weights), table)
-            return table
-        return self._table[1]
+                self._tables = ((device, weights), (table.numpy(), table.to(device)))
+        return self._tables[1]
 
 
 def _reads(parts: Parts) -> str:

@@ -1,8 +1,8 @@
 """Which weights produced a state: a digest of the trunk, recomputed only when something changed.
 
-Every call compares the address, version counter and dtype of each parameter and buffer, the modules that hold them, and
-the PEFT adapters in use; that costs some 50 microseconds for BERT-base. Fused optimizers write weights without moving
-the counter, so the digest is also renewed after a forward with gradients, and while gradients are held. Edits through
+Every call compares the address and version counter of each parameter and buffer, the modules that hold them, and the
+PEFT adapters in use; that costs some 50 microseconds for BERT-base. Fused optimizers write weights without moving the
+counter, so the digest is also renewed after a forward with gradients, and while gradients are held. Edits through
 `.data` alone change none of these and are not seen: call `cache.clear()` after one.
 """
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 # Read by the hundred in every call.
-_VERSION, _DTYPE = attrgetter("_version"), attrgetter("dtype")
+_VERSION = attrgetter("_version")
 
 
 class Weights:
@@ -107,7 +107,6 @@ class Weights:
             *held,
             *map(Tensor.data_ptr, tensors),
             *map(_VERSION, tensors),
-            *map(_DTYPE, tensors),
             *self._adapters(),
         )
 

@@ -13,6 +13,7 @@ from functools import partial
 from math import inf
 from typing import Any, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,7 +21,7 @@ from llmcache.answers import Answers
 from llmcache.audit.auditor import Auditor
 from llmcache.audit.fresh import Fresh
 from llmcache.audit.likeness import Likeness
-from llmcache.audit.look import Look, look_at
+from llmcache.audit.look import Look, Looks, look_at
 from llmcache.audit.shadow import Job, Shadow
 from llmcache.calibration import Calibration
 from llmcache.claim import MetricName
@@ -33,6 +34,8 @@ from llmcache.trust import Trust
 from llmcache.weights import Weights
 
 Compute = Callable[[str, Mapping[str, Tensor]], Any]
+
+_ROUNDING = 0.02  # of the largest output: that much may differ between rows alone and together, in 16 bits
 
 
 class Audit:
@@ -47,6 +50,7 @@ class Audit:
         weights: Weights,
         counters: Counters,
         compute: Compute,
+        pad_id: int,
         floor: float,
         renew_every: int | None,
     ) -> None:
@@ -60,10 +64,12 @@ class Audit:
             weights: What states depend on.
             counters: Told of failures.
             compute: Runs the model in a namespace on tokenised inputs, in inference mode.
+            pad_id: The token that pads rows of a batch.
             floor: Least probability with which a hit is looked into, 0 to 1; 0: none is.
             renew_every: Requests after which a calibration is renewed; None: never.
         """
         self.shadow: Shadow[Audit] = Shadow(self)
+        self._looks = Looks(pad_id)
         self._library = library
         self._fingerprint = fingerprint
         self._trust = trust
@@ -121,7 +127,8 @@ class Audit:
             drawn = call.drawn.get(row.number)
             if drawn is not None and row.number in call.reused:
                 look = look_at(call, row, drawn)
-                self.shadow.add(Job(partial(Audit._look, look=look), look.namespace))
+                self._looks.add(look)
+                self.shadow.add(Job(Audit._look_on, look.namespace))
 
     def withdraw(self, call: Call) -> None:
         """Take back what was drawn of a call whose hits are not served after all."""
@@ -148,6 +155,7 @@ class Audit:
     def forget(self, namespace: str | None = None) -> None:
         """Look into nothing that waits, and renew no calibration from what was seen, of one namespace or all."""
         self.shadow.drop(namespace)
+        self._looks.drop(namespace)
         with self._lock:
             self._fresh.forget(namespace)
             self._is_renewing &= namespace is not None  # a renewal that waited was dropped
@@ -176,17 +184,55 @@ class Audit:
 
     # -- in the shadow -------------------------------------------------------------------------------------------------
 
-    def _look(self, look: Look) -> None:
-        """Compute a request that was served, store it, and settle its sample."""
-        device, dtype, is_on = look.autocast
+    def _look_on(self) -> None:
+        """Look into the hit that has waited longest and into others, whose own jobs then have less to do."""
+        self._look(self._looks.take())
+
+    def _look(self, looks: Sequence[Look]) -> None:
+        """Compute requests that were served, store them, and settle their samples."""
         try:
-            before = self._weights.mark()
-            with torch.autocast(device, dtype=dtype, enabled=is_on):
-                (case,) = collect(partial(self._compute, look.namespace), self._observer, [look.inputs])
-            is_steady = self._weights.mark() == before  # else its states may be half of one model, half of another
-            if is_steady and case.row.key == look.key:  # else weights or dtype are not those that served it: no verdict
-                self._keep(case)
-                self._settle(look.drawn, case)
+            cases = self._compute_again(looks) if looks else []
+        except Exception as error:
+            if len(looks) == 1:
+                self._counters.error("look into a hit", error)
+                return
+            for look in looks:  # one of them may be to blame
+                self._look([look])
+            return
+        for look, case in zip(looks, cases, strict=False):
+            if case.row.key == look.key:  # else weights or dtype are not those that served it: no verdict
+                self._take_in(look, case)
+
+    def _compute_again(self, looks: Sequence[Look]) -> list[Observation]:
+        """What the model makes of them now; none where its weights change meanwhile: half of it may be another's."""
+        before = self._weights.mark()
+        if len(looks) == 1 or self._looks.is_tried:
+            cases = self._together(looks)
+        else:
+            cases = [case for look in looks for case in self._together([look])]
+            self._looks.tried(self._come_out_alike(looks, cases))
+        return cases if self._weights.mark() == before else []
+
+    def _together(self, looks: Sequence[Look]) -> list[Observation]:
+        device, dtype, is_on = looks[0].autocast
+        with torch.autocast(device, dtype=dtype, enabled=is_on):
+            return collect(partial(self._compute, looks[0].namespace), self._observer, [self._looks.inputs(looks)])
+
+    def _come_out_alike(self, looks: Sequence[Look], alone: Sequence[Observation]) -> bool:
+        """Whether the model puts out the same for requests together as for each alone, but for rounding."""
+        try:
+            pairs = zip(self._together(looks), alone, strict=True)
+            return all(
+                np.abs(one.output - other.output).max() <= _ROUNDING * np.abs(other.output).max()
+                for one, other in pairs
+            )
+        except Exception:  # it takes no batches, maybe
+            return False
+
+    def _take_in(self, look: Look, case: Observation) -> None:
+        try:
+            self._keep(case)
+            self._settle(look.drawn, case)
         except Exception as error:
             self._counters.error("look into a hit", error)
 

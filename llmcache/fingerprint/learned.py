@@ -25,7 +25,7 @@ from llmcache.fingerprint.view import View
 Lookup = Callable[[Ids], Floats]
 
 _EXACT = 1e-6  # price of weights where there is nothing to guard against: outputs are made of what is aimed at
-_N_POOLED = 6  # mean, max and min of input embeddings; weighted mean, max and min of static ones
+_N_POOLED = 6  # mean of input embeddings, max of these and of static ones, min likewise, weighted mean of static ones
 
 
 class Learned:
@@ -98,7 +98,7 @@ class Learned:
         scale = _scale(pooled)
         aims = (targets - targets.mean(axis=0)) @ _axes(targets, self.dim)
         fitted = _Ridge(pooled * scale, aims, self.ridge / len(pooled))
-        learned |= {"centre": pooled.mean(axis=0), "map": (scale[:, None] * fitted.weights).astype(np.float32)}
+        learned |= {"centre": pooled.mean(axis=0), "map": np.ascontiguousarray((scale[:, None] * fitted.weights).T)}
         told = _Ridge(aims, outputs, _EXACT)
         learned |= {"outputs": told.weights, "outputs_mean": told.mean.astype(np.float32)}
         self._fitted = pool, learned
@@ -114,7 +114,7 @@ class Learned:
         pool, learned = self._fitted
         contents = [_content(row) for row in features]
         pooled = np.stack([pool(ids) if len(ids) else learned["centre"] for ids in contents])
-        projected: Floats = ((pooled - learned["centre"]) @ learned["map"]).astype(np.float32, copy=False)
+        projected = ((pooled - learned["centre"]) @ learned["map"].T).astype(np.float32, copy=False)
         forecasts: Floats = projected @ learned["outputs"] + learned["outputs_mean"]
         return normalise(projected), forecasts
 
@@ -143,49 +143,50 @@ class _Pool:
         self._lock = threading.Lock()
         self._place: dict[int, int] = {}
         self._table: Floats = np.empty((0, 0), np.float32)
+        self._weights: Floats = np.empty(0, np.float32)
 
     def __call__(self, ids: Ids) -> Floats:
         """Pooled vector (P,) of tokens (n,), at least one."""
-        rows = self._rows(ids)
-        width = (rows.shape[1] - 1) // 2
-        embedded, static, weights = rows[:, :width], rows[:, width:-1], rows[:, -1]
-        kinds = [
-            embedded.mean(axis=0),
-            embedded.max(axis=0),
-            embedded.min(axis=0),
-            weights @ static / weights.sum(),
-            static.max(axis=0),
-            static.min(axis=0),
-        ]
+        rows, weights = self._look_up(ids)
+        half = rows.shape[1] // 2
+        shares = np.full((2, len(rows)), 1 / len(rows), np.float32)
+        np.divide(weights, weights.sum(), out=shares[1])
+        means = shares @ rows
+        kinds = means[0, :half], np.maximum.reduce(rows), np.minimum.reduce(rows), means[1, half:]
         return np.concatenate(kinds)
 
-    def _rows(self, ids: Ids) -> Floats:
-        """Vectors of tokens (n, 2 D + 1), those of new ones made first."""
+    def _look_up(self, ids: Ids) -> tuple[Floats, Floats]:
+        """Vectors of tokens (n, 2 D) and their weights (n,), those of new tokens made first."""
         names = ids.tolist()
         with self._lock:
-            if new := [name for name in dict.fromkeys(names) if name not in self._place]:
-                self._add(new, self._make(np.array(new, np.int64)))
-            return self._table[[self._place[name] for name in names]]
+            try:
+                places = [self._place[name] for name in names]
+            except KeyError:
+                self._add([name for name in dict.fromkeys(names) if name not in self._place])
+                places = [self._place[name] for name in names]
+            return self._table.take(places, axis=0), self._weights.take(places)
 
-    def _add(self, names: list[int], made: Floats) -> None:
-        first = len(self._place)
-        if first + len(names) > len(self._table):
-            room = np.empty((2 * first + len(names) + 256, made.shape[1]), np.float32)
-            room[:first] = self._table[:first] if first else 0
-            self._table = room
-        self._table[first : first + len(names)] = made
+    def _add(self, names: list[int]) -> None:
+        rows, weights = self._make(np.array(names, np.int64))
+        first, end = len(self._place), len(self._place) + len(names)
+        if end > len(self._table):
+            table, held = np.empty((2 * first + len(names) + 256, rows.shape[1]), np.float32), self._weights
+            table[:first] = self._table[:first] if first else 0
+            self._table, self._weights = table, np.empty(len(table), np.float32)
+            self._weights[:first] = held[:first]
+        self._table[first:end], self._weights[first:end] = rows, weights
         self._place |= {name: first + i for i, name in enumerate(names)}
 
-    def _make(self, ids: Ids) -> Floats:
-        """Input embedding, static vector and weight of tokens, (m, 2 D + 1)."""
+    def _make(self, ids: Ids) -> tuple[Floats, Floats]:
+        """Input embedding and static vector of tokens (m, 2 D), and their weights (m,)."""
         learned, embedded = self._learned, self._embed(ids)
         static = (embedded - learned["guess_centre"]) @ learned["guess"] + learned["guess_mean"]
-        weights = np.full((len(ids), 1), learned["rarest"][0], np.float32)
+        weights = np.full(len(ids), learned["rarest"][0], np.float32)
         place = np.searchsorted(learned["tokens"], ids).clip(max=len(learned["tokens"]) - 1)
         is_known = learned["tokens"][place] == ids
         static[is_known] = learned["static"][place[is_known]]
-        weights[is_known, 0] = learned["idf"][place[is_known]]
-        return np.concatenate([embedded, static, weights], axis=1).astype(np.float32)
+        weights[is_known] = learned["idf"][place[is_known]]
+        return np.concatenate([embedded, static], axis=1).astype(np.float32, copy=False), weights
 
 
 class _Ridge:

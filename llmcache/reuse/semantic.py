@@ -7,13 +7,13 @@ work. What is computed on top of another request's state is not stored: it is no
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import inf
+from math import inf, nan
 from typing import Protocol
 
 import numpy as np
 
 from llmcache.answers import Answers
-from llmcache.arrays import Bools, Doubles, Floats, below
+from llmcache.arrays import Doubles, Floats, below
 from llmcache.context import Call, Reuse, Row, Scope
 from llmcache.decide import Decision, Evidence, deepest_layer, share_of
 from llmcache.gate import ContentGate
@@ -85,8 +85,8 @@ class Chooser:
         if self._gate is not None:
             self._gate.learn(case.row.ids for case in cases)
 
-    def look(self, case: Observation, vector: Floats, forecast: Floats | None) -> tuple[Evidence, Bools]:
-        """What the neighbours of a request are like, and which have its own answer, (1, k).
+    def look(self, case: Observation, vector: Floats, forecast: Floats | None) -> tuple[Evidence, list[bool]]:
+        """What the neighbours of a request are like, and which have its own answer (n,).
 
         Args:
             case: The request.
@@ -94,16 +94,15 @@ class Chooser:
             forecast: Of its output (C,), or None.
         """
         (near,) = self._library.search(case.scope, [case.row], vector[None], self._decision.k)
-        is_right = np.zeros((1, self._decision.k), np.bool_)
-        if self._answers is not None and near:
-            is_right[0, : len(near)] = self._answers.agree(_signatures(near), case.answer[None])
-        return self._see(near, forecast), is_right
+        if self._answers is None or not near:
+            return self._see(near, forecast), [False] * len(near)
+        return self._see(near, forecast), self._answers.agree(_signatures(near), case.answer).tolist()
 
-    def teach(self, looks: Sequence[tuple[Evidence, Bools]]) -> Doubles:
+    def teach(self, looks: Sequence[tuple[Evidence, Sequence[bool]]]) -> Doubles:
         """Let the decision learn from requests whose answers are known, and return its doubts about them (N,)."""
-        seen = Evidence(*(np.concatenate([getattr(one, part) for one, _ in looks]) for part in Evidence.__slots__))
-        self._decision.fit(seen, np.concatenate([is_right for _, is_right in looks]))
-        return self._decision.choose(seen)[1].astype(np.float64)
+        seen = [one for one, _ in looks]
+        self._decision.fit(seen, [is_right for _, is_right in looks])
+        return np.array([self._decision.choose(one)[1] if one.similarity else inf for one in seen], np.float64)
 
     def state(self) -> dict[str, Floats]:
         """What decision, answers and gate learned."""
@@ -119,31 +118,29 @@ class Chooser:
 
     def _choose(self, row: Row, near: Sequence[Neighbour], forecast: Floats | None) -> Choice:
         number, doubt = self._decision.choose(self._see(near, forecast))
-        chosen = near[int(number[0])]
+        chosen = near[number]
         if chosen.is_struck or (self._gate is not None and self._gate.refuses(row.ids, chosen.ids)):
             return Choice(chosen, inf)
-        return Choice(chosen, float(doubt[0]))
+        return Choice(chosen, doubt)
 
     def _see(self, near: Sequence[Neighbour], forecast: Floats | None) -> Evidence:
-        """What the neighbours of one request are like; one without an answer agrees with none, not even itself."""
-        k, n = self._decision.k, len(near)
-        similarity = np.full((1, k), -1, np.float32)
-        similarity[0, :n] = [neighbour.similarity for neighbour in near]
-        agree, favour = np.zeros((1, k, k), np.bool_), np.zeros((1, k), np.float32)
-        if self._decision.reads_answers and self._answers is not None and near:
-            signatures = _signatures(near)
-            agree[0, :n, :n] = self._answers.agree(signatures[:, None], signatures[None])
-            if forecast is not None:
-                told = self._answers.favour(forecast[None], signatures[None])
-                favour[:, :n] = np.where(told == told, told, 0)
-        return Evidence(similarity, agree, favour)
+        """What the neighbours of one request are like."""
+        similarity = [neighbour.similarity for neighbour in near]
+        if not self._decision.reads_answers or self._answers is None or not near:
+            return Evidence(similarity)
+        signatures = _signatures(near)
+        agree = self._answers.agree(signatures[:, None], signatures).tolist()
+        if forecast is None:
+            return Evidence(similarity, agree, [0.0] * len(near))
+        told = self._answers.favour(forecast, signatures).tolist()
+        return Evidence(similarity, agree, [one if one == one else 0.0 for one in told])
 
 
 def _signatures(near: Sequence[Neighbour]) -> Floats:
-    """Of the answers of neighbours (k, S); NaN where one has none."""
-    width = max((len(n.answer) for n in near if n.answer is not None), default=1)
-    unknown = np.full(width, np.nan, np.float32)
-    return np.stack([unknown if neighbour.answer is None else neighbour.answer for neighbour in near])
+    """Of the answers of neighbours (n, S); NaN where one has none."""
+    width = max((len(one.answer) for one in near if one.answer is not None), default=1)
+    unknown = (nan,) * width
+    return np.array([unknown if one.answer is None else one.answer for one in near], np.float32)
 
 
 class Semantic:

@@ -74,8 +74,8 @@ def test_all_pairs_are_compared_at_once(name: str) -> None:
 def test_what_a_forecast_favours(
     name: str, forecast: list[float], signatures: list[list[float]], expected: list[float]
 ) -> None:
-    favour = ANSWERS[name]().favour(np.float32([forecast]), np.float32([signatures]))
-    np.testing.assert_allclose(favour, [expected], atol=1e-6)
+    favour = ANSWERS[name]().favour(np.float32(forecast), np.float32(signatures))
+    np.testing.assert_allclose(favour, expected, atol=1e-6)
 
 
 @pytest.mark.parametrize(

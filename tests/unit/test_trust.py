@@ -6,14 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from llmcache import LLMCache
 from llmcache.claim import Metric
-from llmcache.decide import Evidence, Risk
 from llmcache.errors import BankFileError, CalibrationError, ConfigError, UnsafeReuseError, WrapError
 from tests.models import TOKEN_HEADS, build
 from tests.topics import classifier, requests
@@ -566,11 +564,3 @@ def test_a_metric_needs_more_requests_than_a_share(cache: LLMCache) -> None:
     inputs, labels = requests(1300)
     with pytest.raises(CalibrationError, match="at least 23"):
         cache.calibrate(inputs, labels=labels, metric=Metric(lambda output, label: 1.0))
-
-
-def test_neighbours_without_an_answer_serve_nothing() -> None:
-    risk = Risk(k=3)
-    similarity, favour = np.float32([[0.9, 0.8, 0.7]]), np.zeros((1, 3), np.float32)
-    risk.restore({"weights": np.full(11, -1.0, np.float32)})
-    assert np.isfinite(risk.choose(Evidence(similarity, np.ones((1, 3, 3), bool), favour))[1]).all()
-    assert np.isinf(risk.choose(Evidence(similarity, np.zeros((1, 3, 3), bool), favour))[1]).all()

@@ -1,0 +1,158 @@
+"""Looks are computed together where a model answers the same so, and alone where it does not."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from llmcache import LLMCache
+from llmcache.audit.look import Look, Looks
+from llmcache.context import Drawn
+from tests.audit.test_audit import audit_of, keep_quiet, known
+from tests.topics import classifier, requests
+
+PAD = 3
+DRAWN = Drawn(None, "", None, True)
+OFF = ("cpu", torch.float32, False)
+Inputs = dict[str, Tensor]
+
+
+def look(n_tokens: int, namespace: str = "default", has_mask: bool = True) -> Look:
+    ids = torch.arange(10, 10 + n_tokens)[None]
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)} if has_mask else {"input_ids": ids}
+    return Look(DRAWN, f"{n_tokens}", namespace, inputs, OFF)
+
+
+def taken(looks: Looks) -> list[str]:
+    return [one.key for one in looks.take()]
+
+
+def waiting(*given: Look) -> Looks:
+    looks = Looks(PAD)
+    for one in given:
+        looks.add(one)
+    return looks
+
+
+def test_the_oldest_is_taken_with_others_of_about_its_length() -> None:
+    looks = waiting(*map(look, (5, 30, 7, 16, 17)))
+    assert taken(looks) == ["5", "7", "16"]
+    assert taken(looks) == ["30", "17"]
+    assert taken(looks) == []
+
+
+def test_no_more_than_eight_are_taken_together() -> None:
+    looks = waiting(*[look(5) for _ in range(10)])
+    assert [len(looks.take()) for _ in range(3)] == [8, 2, 0]
+
+
+def test_those_of_another_namespace_or_without_a_mask_are_left() -> None:
+    looks = waiting(look(5), look(6, "other"), look(7, has_mask=False), look(8))
+    assert [taken(looks) for _ in range(3)] == [["5", "8"], ["6"], ["7"]]
+
+
+def test_without_a_mask_only_equal_lengths_come_together() -> None:
+    looks = waiting(look(5, has_mask=False), look(6, has_mask=False), look(5, has_mask=False))
+    assert [taken(looks) for _ in range(2)] == [["5", "5"], ["6"]]
+
+
+def test_shorter_rows_are_padded_and_masked() -> None:
+    inputs = Looks(PAD).inputs([look(2), look(4)])
+    assert inputs["input_ids"].tolist() == [[10, 11, PAD, PAD], [10, 11, 12, 13]]
+    assert inputs["attention_mask"].tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]]
+
+
+def test_what_does_not_come_out_alike_is_tried_in_smaller_groups() -> None:
+    looks = waiting(*map(look, (5, 6, 5, 6, 5)))
+    looks.tried(is_same=False)
+    assert taken(looks) == ["5", "5", "5"]
+    looks.tried(is_same=False)
+    assert [taken(looks) for _ in range(2)] == [["6"], ["6"]]
+    looks.tried(is_same=False)  # there is no smaller one
+    assert not looks.is_tried
+
+
+def test_those_of_a_namespace_are_dropped() -> None:
+    looks = waiting(look(5), look(6, "other"))
+    looks.drop("default")
+    assert taken(looks) == ["6"]
+    looks.add(look(7))
+    looks.drop(None)
+    assert taken(looks) == []
+
+
+# -- in a cache --------------------------------------------------------------------------------------------------------
+
+
+class Own(nn.Module):
+    """A classifier of one's own on a tiny trunk."""
+
+    def __init__(self, pool: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        model = classifier()
+        self.bert, self.classifier, self.config, self.pool = model.bert, model.classifier, model.config, pool
+        self.sizes: list[int] = []
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        self.sizes.append(len(input_ids))
+        states = self.bert(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        return self.classifier(self.pool(states, attention_mask))
+
+
+def masked(states: Tensor, mask: Tensor) -> Tensor:
+    return (states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+
+
+def careless(states: Tensor, mask: Tensor) -> Tensor:
+    """Padding counts, too, and it weighs a lot."""
+    return states.sum(1) / 8 + (mask == 0).sum(1, keepdim=True)
+
+
+def single(states: Tensor, mask: Tensor) -> Tensor:
+    if len(states) > 1:
+        raise ValueError("one row at a time")
+    return states.mean(1)
+
+
+def varied(n: int, seed: int) -> list[Inputs]:
+    """Requests of several lengths, in turns."""
+    by_length = [requests(n // 3 + 1, seed=seed + i, n_words=words)[0] for i, words in enumerate((5, 6, 8))]
+    return [one | {"attention_mask": torch.ones_like(one["input_ids"])} for one in chain(*zip(*by_length, strict=True))]
+
+
+@contextmanager
+def served(model: Any) -> Iterator[tuple[LLMCache, int, int]]:
+    """A cache with looks that wait, and how many there are, and how many of them are to find a changed answer."""
+    settings = {"max_drop": 0.2, "audit": 1.0, "step_aside": False, "payload": "sequence", "answer": "class"}
+    with LLMCache.wrap(model, **settings) as cache:
+        cache.calibrate(varied(600, 0))
+        keep_quiet(cache)
+        inputs = varied(90, 50)
+        given = [(int(cache(**one).argmax()), cache.last[0].rung == "semantic") for one in inputs]
+        with cache.disabled():
+            own = [int(cache(**one).argmax()) for one in inputs]
+        n_changed = sum(is_hit and answer != plain for (answer, is_hit), plain in zip(given, own, strict=True))
+        model.sizes.clear()
+        yield cache, sum(is_hit for _, is_hit in given), n_changed
+
+
+@pytest.mark.parametrize("pool", [masked, careless, single])
+def test_looks_find_what_is_so_however_they_are_computed(pool: Callable[[Tensor, Tensor], Tensor]) -> None:
+    model = Own(pool).eval()
+    with served(model) as (cache, n_hits, n_changed):
+        assert cache.drain() == n_hits > 20
+        stats = known(cache)
+        assert (stats.n_looked, stats.n_changed, cache.stats().errors) == (n_hits, n_changed, 0)
+        assert (len(model.sizes) < n_hits) == (pool is not single)
+
+
+def test_looks_that_come_out_alike_are_padded_and_others_are_not() -> None:
+    for pool, width in ((masked, 16), (careless, 1), (single, 0)):
+        with served(Own(pool).eval()) as (cache, _, _):
+            cache.drain()
+            looks = audit_of(cache)._looks
+            assert (looks._widths[0], looks.is_tried) == (width, width > 0)
