@@ -15,8 +15,8 @@ class Cached:
     """Serves from a cache wrapped around the model. Options are those of `llmcache.CacheConfig`.
 
     It does not step aside unless told to: what the cache does is measured, also where it would rather not. The audit's
-    looks are done after every `_IDLE_EVERY` requests, as in idle moments of a service, and after the last one; that time
-    counts as the request's after which it is.
+    looks are done after every `_IDLE_EVERY` requests, as in idle moments of a service, and after the last one; the time
+    counts as that of the request before.
     """
 
     def __init__(self, workload: Workload, options: Mapping[str, Any]) -> None:
