@@ -80,3 +80,8 @@ def alarms_of(cache: LLMCache) -> int:
     """Alarms of the audit since the calibration; after the second one it has ended."""
     made = cache.calibration
     return 2 if made is None else made.n_alarms
+
+
+def has_drifted(cache: LLMCache) -> bool:
+    """Whether a cache says that requests are no longer like those of its calibration, which is void then."""
+    return cache.calibration is not None and cache.calibration.has_drifted

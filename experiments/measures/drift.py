@@ -23,7 +23,7 @@ from experiments.measures.base import Outcome
 from experiments.measures.learning import LearningExperiment
 from experiments.progress import tracked
 from experiments.rehearsal import Rehearsal
-from experiments.serving import Reply, alarms_of, ask, cache_beside, requests_expected
+from experiments.serving import Reply, alarms_of, ask, cache_beside, has_drifted, requests_expected
 from experiments.tasks import build
 from experiments.workload import Workload
 from llmcache import LLMCache
@@ -144,6 +144,7 @@ class _Watched:
         self._said: list[str] = []  # by the cache of itself: at first, when the requests change, at the end
         self._replies: list[Reply] = []
         self._alarms: list[int] = []  # numbers of the requests after which they rang
+        self._noticed: int | None = None  # the one after which it said that requests have changed
 
     def serve(self, what: str) -> None:
         """Ask all requests, and take note of alarms; `what` stands before the bar."""
@@ -154,6 +155,8 @@ class _Watched:
             self._replies.append(ask(self._cache, self._rehearsal.workload, number))
             if alarms_of(self._cache) > len(self._alarms):
                 self._alarms.append(number)
+            if self._noticed is None and has_drifted(self._cache):
+                self._noticed = number
         self._said.append(self._status)
 
     def windows(self, size: int) -> Iterator[dict[str, Any]]:
@@ -188,6 +191,7 @@ class _Watched:
             "requests_expected": requests_expected(claim, audit, change, rate),
             "requests_to_alarm": tightened[0],
             "hits_to_alarm": tightened[1],
+            "requests_to_notice": self._after_change([] if self._noticed is None else [self._noticed], 0)[0],
             "requests_to_off": off[0],
             "hits_to_off": off[1],
             "status": dict(zip(("first", "at_change", "last"), self._said, strict=True)),
@@ -225,6 +229,7 @@ def _shown(figures: Mapping[str, Any]) -> dict[str, Any]:
         "after": figures["changed_after"],
         "hits before": figures["hit_rate_before"],
         "hits after": figures["hit_rate_after"],
+        "void said after": figures["requests_to_notice"],
         "alarm expected, requests": figures["requests_expected"],
         "alarm": figures["requests_to_alarm"],
         "in hits": figures["hits_to_alarm"],

@@ -57,7 +57,7 @@ class Alarm:
         wealth = self._gained + n_bets[:, None] * self._lost - np.log(e * (e + 1.0))[:, None]
         return mixed(wealth.ravel(), len(self._stakes)) >= log(1 / self._alpha)
 
-    def needed(self, rate: float) -> int:
+    def needed(self, rate: float) -> int | None:
         """Requests after which it can be expected to ring once the rate has risen now.
 
         Wald's estimate. Looked for with the least probability p, an event is seen in a share q = p rate of requests. A
@@ -67,8 +67,13 @@ class Alarm:
 
         Args:
             rate: What it has risen to, over the limit.
+
+        Returns:
+            The number; None where it is over the limit by so little that no bet grows.
         """
         q = self._floor * rate
         growth = q * np.log(1 - self._stakes + self._stakes / (self._floor * self._limit)) + (1 - q) * self._lost
+        if growth.max() <= 0:
+            return None
         e = self.n // EPOCH + 2
         return EPOCH + ceil(log(len(self._stakes) * e * (e + 1) / self._alpha) / float(growth.max()))

@@ -103,6 +103,6 @@ class Auditor:
         return self.rate.lower(self._alpha), self.rate.upper(self._alpha)
 
     @property
-    def needed(self) -> int:
+    def needed(self) -> int | None:
         """Requests after which an alarm can be expected if the rate were now twice what is in order."""
         return self.alarm.needed(2 * self.limit)

@@ -130,6 +130,7 @@ def test_it_rings_about_when_it_is_expected_after_a_change(n_before: int) -> Non
         alarm = Alarm(0.01, floor=0.2, alpha=0.05)
         assert rings_at(alarm, rng.random(n_before) < 0.0005 * 0.2, 5.0) is None
         expected = alarm.needed(0.1)
+        assert expected is not None
         heard = rings_at(alarm, rng.random(20 * expected) < 0.1 * 0.2, 5.0)
         assert heard is not None
         ratios.append(heard / expected)
@@ -140,8 +141,13 @@ def test_it_rings_about_when_it_is_expected_after_a_change(n_before: int) -> Non
 def test_the_more_it_exceeds_the_sooner_it_is_expected() -> None:
     alarm = Alarm(0.005, floor=0.05, alpha=0.05)
     needed = [alarm.needed(rate) for rate in (0.01, 0.02, 0.05, 0.2)]
+    assert None not in needed
     assert needed == sorted(needed, reverse=True)
     assert needed[-1] > EPOCH
+
+
+def test_what_exceeds_by_too_little_is_not_expected_to_be_heard() -> None:
+    assert Alarm(0.02, floor=0.25, alpha=0.05).needed(0.0201) is None
 
 
 def test_what_is_found_late_tells_the_same_in_the_end() -> None:
