@@ -9,8 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from random import Random
 
-from llmcache.gate import NUMBERS, OPPOSITES
-
 #: `(text, rng) -> edited text`, or None where the text offers nothing to edit.
 Edit = Callable[[str, Random], str | None]
 
@@ -20,6 +18,26 @@ _SUBJECTS = "i|you|we|they|it|he|she|this|that|there|my|your|the"
 _AUXILIARIES = "am|is|are|was|were|do|does|did|can|could|will|would|should|may|must|have|has|had"
 _AUXILIARY = re.compile(rf"\b({_AUXILIARIES})\b(\s+(?:{_SUBJECTS})\b)?", re.IGNORECASE)
 _CONTRACTED = {"can't": "can", "won't": "will", "cannot": "can"}
+# Common English opposites and words for numbers, whether the content gate knows them or not: it is what is tried.
+_OPPOSITES = tuple(
+    tuple(pair.split("/"))
+    for pair in (
+        *("on/off", "up/down", "in/out", "before/after", "more/less", "most/least", "first/last", "add/remove"),
+        *("open/close", "start/stop", "enable/disable", "increase/decrease", "raise/lower", "accept/decline"),
+        *("buy/sell", "send/receive", "lock/unlock", "with/without", "always/never", "activate/deactivate"),
+        *("cheap/expensive", "fast/slow", "early/late", "high/low", "long/short", "new/old", "big/small", "good/bad"),
+        *("best/worst", "better/worse", "left/right", "inside/outside", "above/below", "begin/end", "come/go"),
+        *("pay/refund", "deposit/withdraw", "failed/succeeded", "lost/found", "win/lose", "won/lost", "give/take"),
+        *("push/pull", "load/unload", "show/hide", "remember/forget", "today/tomorrow", "morning/evening", "day/night"),
+        *("hot/cold", "loud/quiet", "louder/quieter", "happy/sad", "same/different", "possible/impossible"),
+        *("correct/incorrect", "many/few", "all/none", "next/previous", "public/private", "physical/virtual"),
+    )
+)
+_NUMBERS = (
+    *("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "twelve", "fifteen", "twenty"),
+    *("thirty", "fifty", "hundred", "thousand", "second", "third", "fourth", "fifth", "once", "twice", "dozen"),
+    *("half", "double", "couple"),
+)
 _NEGATED = re.compile(r"\b(can't|won't|cannot|(\w+)n't|not|never)\b\s*", re.IGNORECASE)
 
 
@@ -36,21 +54,22 @@ def negate(text: str, rng: Random) -> str | None:
 
 
 def oppose(text: str, rng: Random) -> str | None:
-    """Turn a word into its opposite, of those that the content gate knows, if the other is not there as well."""
+    """Turn a word into its opposite, if that is not there as well."""
     said = set(words(text))
-    pairs = [pair.split("/") for pair in OPPOSITES]
-    turns = [(one, other) for a, b in pairs for one, other in ((a, b), (b, a)) if one in said and other not in said]
+    turns = [
+        (one, other) for a, b in _OPPOSITES for one, other in ((a, b), (b, a)) if one in said and other not in said
+    ]
     return _replace(text, *rng.choice(turns)) if turns else None
 
 
 def renumber(text: str, rng: Random) -> str | None:
     """Turn a number into another one: digits into as many others, a word for a number into another such word."""
-    numbers = [word for word in words(text) if word.isdecimal() or word in NUMBERS]
+    numbers = [word for word in words(text) if word.isdecimal() or word in _NUMBERS]
     if not numbers:
         return None
     old = rng.choice(numbers)
     if not old.isdecimal():
-        return _replace(text, old, rng.choice([word for word in NUMBERS if word != old]))
+        return _replace(text, old, rng.choice([word for word in _NUMBERS if word != old]))
     first, last = (0, 9) if len(old) == 1 else (10 ** (len(old) - 1), 10 ** len(old) - 1)
     return _replace(text, old, str(rng.choice([n for n in (first, last, rng.randint(first, last)) if n != int(old)])))
 

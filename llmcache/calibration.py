@@ -53,14 +53,10 @@ class Watch:
         most_changed: Share of changed answers over which the alarm is to ring: what was allowed, or, where the metric
             is another one, an upper limit of the share that was seen on C.
         tighter: The limit after a first alarm: at most half of the approximate hits on C were within it.
-        hit_share: Of the requests of C that were no repeats, those that would be served.
-        n_compared: How many requests of C were no repeats.
     """
 
     most_changed: float
     tighter: float
-    hit_share: float = 0.0
-    n_compared: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,9 +205,7 @@ def watch(trial: Trial, setting: Setting | None, max_changed: float | None, delt
         max_changed = min(0.5, share_upper(int(trial.loss[served].sum()), len(served), delta))
     doubts = np.sort(trial.doubt[served & np.isfinite(trial.doubt)])
     middle = float(doubts[(len(doubts) - 1) // 2]) if len(doubts) else setting.limit
-    new = np.isfinite(trial.doubt) | (trial.doubt > 0)
-    share = float(served[new].mean()) if new.any() else 0.0
-    return Watch(max_changed, min(middle, float(np.nextafter(setting.limit, -np.inf))), share, int(new.sum()))
+    return Watch(max_changed, min(middle, float(np.nextafter(setting.limit, -np.inf))))
 
 
 def _draws_needed(max_drop: float, delta: float, metric: Metric | str) -> int:

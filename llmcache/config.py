@@ -95,6 +95,7 @@ class CacheConfig(BaseModel):
         audit: Least probability with which each hit of calibrated reuse is computed after all, 0 to 1, to see whether
             its answer changed: five times as high for the first 500 requests and after an alarm, and up to twice as
             high for doubtful ones. 0: none is. The work waits until no call is under way, at most 5 s.
+        audit_in_background: A thread of its own does that work; else only `cache.drain()` does.
         recalibrate: Requests after which a calibration is renewed from the newest ones that were looked into, if those
             can carry its claim by then; None: never.
         fingerprint_per_layer: Search each layer's bank with the fingerprint of the states that enter this layer, not
@@ -138,6 +139,7 @@ class CacheConfig(BaseModel):
     delta: float = Field(default=0.05, gt=0.0, lt=1.0)
     sources: Literal["frozen", "growing"] = "frozen"
     audit: float = Field(default=0.05, ge=0.0, le=1.0)
+    audit_in_background: bool = True
     recalibrate: int | None = Field(default=None, ge=1)
     fingerprint_per_layer: bool = False
     index: Component = Component(name="auto")

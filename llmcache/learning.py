@@ -1,5 +1,6 @@
 """What a cache needs to be calibrated, put together; what does not fit the model is refused here."""
 
+import inspect
 from dataclasses import dataclass
 
 from torch import nn
@@ -8,6 +9,7 @@ from llmcache.adapters import first_attention
 from llmcache.answers import Reading, find_answers
 from llmcache.assembly import make_fingerprint, refuse_unsafe
 from llmcache.audit.audit import Audit, Compute
+from llmcache.audit.look import Looks
 from llmcache.calibration import check_size
 from llmcache.claim import Claim
 from llmcache.config import CacheConfig
@@ -68,6 +70,12 @@ def make_learning(
         UnsafeReuseError: The head answers token by token.
     """
     _check(parts, config)
+    names = _names(model)
+    if config.audit and names is not None and "input_ids" not in names:
+        raise ConfigError(
+            f"audit={config.audit}: a hit is computed again from input_ids, which {type(model).__name__}.forward() "
+            f"does not take ({', '.join(sorted(names)) or 'nothing'}): name its argument so, or set audit=0"
+        )
     fingerprint = make_fingerprint(config)
     tokens = None
     if isinstance(fingerprint, Learned):
@@ -89,13 +97,21 @@ def make_learning(
         parts.weights,
         parts.counters,
         compute,
-        getattr(parts.trunk.config, "pad_token_id", None) or 0,
+        Looks(getattr(parts.trunk.config, "pad_token_id", None) or 0, names),
         config.audit,
         config.recalibrate,
+        config.audit_in_background,
     )
     observer.learner = audit
     attention = first_attention(parts.trunk) if fingerprint.reads_attention else None
     return Learning(fingerprint, attention, observer, trust, audit)
+
+
+def _names(model: nn.Module) -> set[str] | None:
+    """What a model may be passed by name; None: anything."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    return None if takes_all else {parameter.name for parameter in parameters}
 
 
 def _check(parts: Parts, config: CacheConfig) -> None:

@@ -196,6 +196,12 @@ class Library:
                 raise
         return len(stored) == len(encoded)
 
+    def keeps(self, key: str) -> bool:
+        """Whether a request serves others and may not leave: it is a source of a frozen calibration."""
+        with self._lock:
+            request = self._requests.get(key)
+            return request is not None and request.is_kept
+
     def sign(self, key: str, answer: Floats) -> None:
         """Note what a stored request was answered: its signature (S,). A request that has left is ignored."""
         with self._lock:

@@ -21,6 +21,8 @@ from llmcache.errors import CalibrationError
 from llmcache.library import Library
 from llmcache.weights import Weights
 
+_NO_LENGTH = 10**9  # tokenizers without a longest length tell some huge one
+
 
 @dataclass(slots=True)
 class Observation:
@@ -191,9 +193,17 @@ def tokenised(requests: Any, tokenizer: Any, trunk: Trunk) -> Iterator[Mapping[s
         elif tokenizer is None:
             raise CalibrationError("texts need the tokenizer: give it to wrap(), or give tokenised inputs")
         else:
-            longest = getattr(trunk.config, "max_position_embeddings", None)
+            longest = longest_input(trunk, tokenizer)
             made = tokenizer(request, return_tensors="pt", truncation=longest is not None, max_length=longest)
             yield {name: tensor.to(device_of(trunk.module)) for name, tensor in made.items()}
+
+
+def longest_input(trunk: Trunk, tokenizer: Any) -> int | None:
+    """Tokens that a model takes, as far as it or its tokenizer tell. RoBERTa's positions begin after its padding id."""
+    positions = getattr(trunk.config, "max_position_embeddings", None)
+    before = getattr(getattr(trunk.module, "embeddings", None), "padding_idx", None)
+    told = (positions and positions - (0 if before is None else before + 1), tokenizer.model_max_length)
+    return min((length for length in told if length and length < _NO_LENGTH), default=None)
 
 
 def with_labels(observed: Sequence[Observation], labels: Iterable[Any] | None, model: Any) -> list[Observation]:

@@ -71,10 +71,15 @@ class Reader:
         for row in call.rows:
             row.refused = self._refusal(row, inputs, has_content[row.number])
         call.generation = self._parts.library.generation
-        if fingerprint is not None and fingerprint.n_fit == 0:
+        if fingerprint is not None and fingerprint.n_fit == 0 and self._can_search(call.scope.weights):
             layers = (0,) if self._parts.is_per_layer else self._parts.library.layers
             vectors, call.forecasts = foresee(fingerprint, inputs.features)
             call.fingerprints = dict.fromkeys(layers, vectors)
+
+    def _can_search(self, weights: str) -> bool:
+        """Whether the fingerprint is one for these weights: it keeps vectors of tokens that it meets first."""
+        trust = self._parts.trust
+        return trust is None or (trust.calibration is not None and trust.calibration.weights == weights)
 
     def read_layer(self, call: Call, layer: int, hidden: Tensor) -> None:
         """Fingerprints of the states (B, T, D) that enter a later layer, in a transfer of their own."""

@@ -73,22 +73,23 @@ class Teacher:
         self.fit(cases)
         return limits[limits <= self._chooser.most]
 
-    def fit(self, cases: Sequence[Observation]) -> None:
-        """Fit the fingerprint, and let the requests serve from then on, and no others; they stay.
+    def fit(self, cases: Sequence[Observation], is_kept: bool = True) -> None:
+        """Fit the fingerprint, and let the requests serve from then on, and no others.
 
         The decision is left as it was taught, so that a limit that was chosen among its doubts keeps its meaning.
 
         Args:
             cases: Requests that all differ.
+            is_kept: Nothing makes them leave until the next calibration.
 
         Raises:
-            CalibrationError: Not all of them are held.
+            CalibrationError: They are to be kept, and not all are held.
         """
         self._fingerprint.fit(
             [case.features for case in cases], targets(cases, self._answers), outputs(cases, self._answers)
         )
         self.resume()
-        self.stand(cases, is_kept=True)
+        self.stand(cases, is_kept)
 
     def resume(self) -> None:
         """Let requests be found by the fingerprint again, which was fitted before."""

@@ -167,11 +167,13 @@ class Trust:
             elif self.calibration is made:
                 self._serve(replace(made, n_alarms=1))
 
-    def drifted(self, made: Calibration) -> None:
+    def drifted(self, made: Calibration) -> Calibration:
         """Requests are no longer like those of a calibration: it is void, and says so. It is served on, and audited."""
         with self._lock:
+            told = replace(made, has_drifted=True)
             if self.calibration is made:
-                self._serve(replace(made, has_drifted=True))
+                self._serve(told)
+            return told
 
     def status(self, weights: str) -> Status:
         """How approximate reuse stands for the weights that the trunk has now."""
@@ -210,7 +212,7 @@ class Trust:
         chosen = cal.chosen(curve, claim.max_drop)
         if claim.sources == "growing":
             sources |= {case.row.key: case for case in tested}
-            self.teacher.fit(list(sources.values()))
+            self.teacher.fit(list(sources.values()), is_kept=False)
         calibration = Calibration(
             chosen=chosen,
             curve=curve,

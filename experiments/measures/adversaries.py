@@ -7,6 +7,7 @@
 All requests are computed once; who would serve whom the library's own code decides, as it does when it serves.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -119,14 +120,16 @@ def _edit(experiment: Adversaries, rehearsal: Rehearsal) -> list[Edited]:
     asked = asking(rehearsal.workload, [text for *_, text in drafts], experiment.task.max_length)
     inputs = (request.inputs for request in tracked(asked.requests, len(drafts), "Computing edited requests"))
     cases = rehearsal.cache.observe(inputs)
-    return [Edited(*draft, case) for draft, case in zip(drafts, cases, strict=True)]
+    known = {case.row.key for case in rehearsal.observed}  # an edit that somebody asked is no adversary
+    made = zip(drafts, cases, strict=True)
+    return [Edited(*draft, case) for draft, case in made if case.row.key not in known]
 
 
 def _ask(
     rehearsal: Rehearsal, trust: Trust, found: Calibration, edited: Sequence[Edited]
 ) -> list[dict[str, int | str | None]]:
     """One row an edited request: whether it is served, by whom, and whether that changes its answer."""
-    limit = -1.0 if found.chosen is None else found.chosen.limit
+    limit = -math.inf if found.chosen is None else found.chosen.limit
     known = {case.row.key: (i, case) for i, case in enumerate(rehearsal.observed)}
     doubts, sources = trust.teacher.doubts([one.case for one in edited], ())
     rows: list[dict[str, int | str | None]] = []

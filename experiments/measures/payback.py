@@ -118,7 +118,8 @@ def _figures(experiment: Payback, workload: Workload, base: Trace, trace: Trace,
 
 
 def payback(base: Trace, trace: Trace, learn: int) -> dict[str, float | None]:
-    """What learning cost, and after how many more requests that was saved again; medians over rounds.
+    """What learning cost, and after how many more requests that was saved again for good; medians over
+    rounds.
 
     Args:
         base: The model alone, all requests.
@@ -131,9 +132,11 @@ def payback(base: Trace, trace: Trace, learn: int) -> dict[str, float | None]:
     """
     saved = base.ms - trace.ms
     extra = -saved[:, :learn].sum(axis=1)
-    is_paid = np.cumsum(saved[:, learn:], axis=1) >= extra[:, None]
-    after = np.where(extra <= 0, 0, is_paid.argmax(axis=1) + 1)
-    is_over = (extra <= 0) | is_paid.any(axis=1)
+    is_owed = np.cumsum(saved[:, learn:], axis=1) < extra[:, None]
+    n_later = is_owed.shape[1]
+    last_owed = np.where(is_owed.any(axis=1), n_later - is_owed[:, ::-1].argmax(axis=1), 0)
+    after = np.where(extra <= 0, 0, last_owed + 1)
+    is_over = after <= n_later
     return {
         "learning_extra_s": float(np.median(extra)) / 1e3,
         "paid_back_after": float(np.median(after)) if is_over.all() else None,

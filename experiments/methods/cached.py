@@ -15,8 +15,8 @@ class Cached:
     """Serves from a cache wrapped around the model. Options are those of `llmcache.CacheConfig`.
 
     It does not step aside unless told to: what the cache does is measured, also where it would rather not. The audit's
-    looks are done after every `_IDLE_EVERY` requests, as in idle moments of a service, and after the last one; the time
-    counts as that of the request before.
+    looks are done after every `_IDLE_EVERY` requests, as in idle moments of a service, and after the last one; never
+    while another method is asked. The time counts as that of the request before.
     """
 
     def __init__(self, workload: Workload, options: Mapping[str, Any]) -> None:
@@ -115,7 +115,7 @@ def configure(workload: Workload, options: Mapping[str, Any]) -> CacheConfig:
     """
     if workload.payload is not None and options.get("mode") != "paper":  # which stores whole sequences
         options = {"payload": workload.payload, **options}
-    config = CacheConfig.make({"step_aside": False, **options})
+    config = CacheConfig.make({"step_aside": False, "audit_in_background": False, **options})
     if workload.payload not in (None, config.payload) and config.payload not in ("sequence", "auto"):
         raise ConfigError(f"payload: the head reads {workload.payload!r} (got {config.payload!r}); leave it out")
     return config

@@ -50,9 +50,10 @@ class Audit:
         weights: Weights,
         counters: Counters,
         compute: Compute,
-        pad_id: int,
+        looks: Looks,
         floor: float,
         renew_every: int | None,
+        in_background: bool,
     ) -> None:
         """Wait for a calibration.
 
@@ -64,12 +65,13 @@ class Audit:
             weights: What states depend on.
             counters: Told of failures.
             compute: Runs the model in a namespace on tokenised inputs, in inference mode.
-            pad_id: The token that pads rows of a batch.
+            looks: Empty.
             floor: Least probability with which a hit is looked into, 0 to 1; 0: none is.
             renew_every: Requests after which a calibration is renewed; None: never.
+            in_background: What waits is done in idle moments, too, not only by `drain` of the shadow.
         """
-        self.shadow: Shadow[Audit] = Shadow(self)
-        self._looks = Looks(pad_id)
+        self.shadow: Shadow[Audit] = Shadow(self, in_background)
+        self._looks = looks
         self._library = library
         self._fingerprint = fingerprint
         self._trust = trust
@@ -83,6 +85,7 @@ class Audit:
         self._made: Calibration | None = None  # whose account it is
         self._account: Auditor | None = None
         self._likeness: Likeness | None = None
+        self._drawn_hits: set[str] = set()  # keys: repeats of what is looked into are exact, and were hits before
         self._is_renewing = False
         self._n_accounts = 0
         self._n_alarms = 0
@@ -97,15 +100,13 @@ class Audit:
         and the estimate keeps every sample. A hit whose source has no known answer could not be looked into, and is
         computed as well.
         """
-        hits, has_drifted = {reuse.row: reuse for reuse in decided if reuse.answer is not None}, False
+        hits = {reuse.row: reuse for reuse in decided if reuse.answer is not None}
         assert call.scope is not None
         with self._lock:
             account = self._find_account(call.scope.weights)
             if account is None:
                 return list(decided)
-            new = [row for row in call.active_rows if row.number not in call.reused]
-            if self._likeness is not None and self._trust.tightened.get() == inf:
-                has_drifted = self._likeness.see(len(new), len(hits))
+            self._compare(call, hits)
             for row in call.active_rows:
                 hit = hits.get(row.number)
                 sample = account.see(None if hit is None else hit.share)
@@ -113,11 +114,9 @@ class Audit:
                     # Of all hits alike: those that were drawn for being doubtful, or early, are thinned out again.
                     stands_for_all = account.toss(self._floor * sample.weight)
                     call.drawn[row.number] = Drawn(sample, hit.key, hit.answer, stands_for_all)
+                    self._drawn_hits.add(row.key)
                 elif row.number not in call.reused and hit is None and account.toss(self._floor):
                     call.drawn[row.number] = Drawn(None, "", None, True)
-            made = self._made
-        if has_drifted and made is not None:
-            self._trust.drifted(made)
         is_full = self.shadow.is_full
         return [hit for hit in hits.values() if not (is_full and hit.row in call.drawn)]
 
@@ -128,7 +127,7 @@ class Audit:
             if drawn is not None and row.number in call.reused:
                 look = look_at(call, row, drawn)
                 self._looks.add(look)
-                self.shadow.add(Job(Audit._look_on, look.namespace))
+                self.shadow.add(Job(Audit._look_on))
 
     def withdraw(self, call: Call) -> None:
         """Take back what was drawn of a call whose hits are not served after all."""
@@ -154,17 +153,19 @@ class Audit:
 
     def forget(self, namespace: str | None = None) -> None:
         """Look into nothing that waits, and renew no calibration from what was seen, of one namespace or all."""
-        self.shadow.drop(namespace)
-        self._looks.drop(namespace)
+        with self.shadow.paused():
+            self._looks.drop(namespace)
         with self._lock:
             self._fresh.forget(namespace)
-            self._is_renewing &= namespace is not None  # a renewal that waited was dropped
+            if namespace is None:
+                self._drawn_hits.clear()
 
     def stats(self) -> AuditStats:
         """How it stands now."""
         made, status = self._trust.calibration, self._trust.status(self._weights.digest())
-        n_waiting, n_struck = len(self.shadow), len(self._library.struck)
+        n_struck = len(self._library.struck)
         with self._lock:
+            n_waiting = len(self._looks) + self._is_renewing
             account = None if made is None else self._find_account(made.weights)
             lower, upper = (0.0, 1.0) if account is None else account.bounds
             return AuditStats(
@@ -206,28 +207,30 @@ class Audit:
     def _compute_again(self, looks: Sequence[Look]) -> list[Observation]:
         """What the model makes of them now; none where its weights change meanwhile: half of it may be another's."""
         before = self._weights.mark()
-        if len(looks) == 1 or self._looks.is_tried:
-            cases = self._together(looks)
+        if self._looks.are_tried(looks):
+            cases = self._run(looks[0], self._looks.inputs(looks))
         else:
-            cases = [case for look in looks for case in self._together([look])]
-            self._looks.tried(self._come_out_alike(looks, cases))
+            cases = [case for look in looks for case in self._run(look, self._looks.inputs([look]))]
+            self._looks.tried(looks, self._come_out_alike(looks, cases))
         return cases if self._weights.mark() == before else []
 
-    def _together(self, looks: Sequence[Look]) -> list[Observation]:
-        device, dtype, is_on = looks[0].autocast
+    def _run(self, look: Look, inputs: Mapping[str, Tensor]) -> list[Observation]:
+        """Have the model compute inputs as those of a look."""
+        device, dtype, is_on = look.autocast
         with torch.autocast(device, dtype=dtype, enabled=is_on):
-            return collect(partial(self._compute, looks[0].namespace), self._observer, [self._looks.inputs(looks)])
+            return collect(partial(self._compute, look.namespace), self._observer, [inputs])
 
     def _come_out_alike(self, looks: Sequence[Look], alone: Sequence[Observation]) -> bool:
-        """Whether the model puts out the same for requests together as for each alone, but for rounding."""
+        """Whether requests together, padded, are to the model what each is alone, but for rounding, and keyed alike."""
         try:
-            pairs = zip(self._together(looks), alone, strict=True)
-            return all(
-                np.abs(one.output - other.output).max() <= _ROUNDING * np.abs(other.output).max()
-                for one, other in pairs
-            )
+            together = self._run(looks[0], self._looks.inputs(looks, is_trial=True))
         except Exception:  # it takes no batches, maybe
             return False
+        return all(
+            one.row.key == other.row.key
+            and np.abs(one.output - other.output).max() <= _ROUNDING * np.abs(other.output).max()
+            for one, other in zip(together, alone, strict=True)
+        )
 
     def _take_in(self, look: Look, case: Observation) -> None:
         try:
@@ -238,10 +241,10 @@ class Audit:
 
     def _keep(self, case: Observation) -> None:
         """Store a computed request for its own repeats; where sources grow, it becomes one."""
-        vectors = None
+        vectors, generation = None, self._library.generation
         if self._trust.is_growing:
             vectors = dict.fromkeys(self._library.layers, self._fingerprint.project(case.features[None])[0])
-        self._library.put(case.scope, case.row, case.states, vectors=vectors)
+        self._library.put(case.scope, case.row, case.states, vectors=vectors, generation=generation)
         self._library.sign(case.row.key, case.answer)
 
     def _settle(self, drawn: Drawn, case: Observation) -> None:
@@ -255,10 +258,10 @@ class Audit:
                 rings = account.settle(drawn.sample, is_changed) and account is self._account
                 self._n_alarms += rings
                 made = self._made
+                if rings and made is not None:
+                    self._trust.alarm(made)
             if is_changed and made is not None and made.metric in get_args(MetricName):
                 self._library.strike(drawn.source, case.scope.namespace)
-            if rings and made is not None:
-                self._trust.alarm(made)
         if drawn.stands_for_all:
             self._gather(case)
 
@@ -286,6 +289,21 @@ class Audit:
     def _is_made_now(self) -> bool:
         return self._trust.is_made_for(self._weights.digest())
 
+    def _compare(self, call: Call, hits: Mapping[int, Reuse]) -> None:
+        """Hold a call's requests against those of the calibration; once they are unlike, it is told that it is void.
+
+        Counted is who would be served by its sources, exactly or approximately: of requests that are drawn alike, that
+        share stays the same however often they repeat.
+        """
+        if self._likeness is None or self._made is None or self._trust.tightened.get() < inf:
+            return
+        repeated = [reuse.key for reuse in call.reused.values()]
+        n_hits = len(hits) + sum(key in self._drawn_hits or self._library.keeps(key) for key in repeated)
+        if self._likeness.see(len(call.active_rows), n_hits):
+            self._made, self._likeness = self._trust.drifted(self._made), None
+            if self._account is not None:
+                self._account.begin_again()
+
     def _find_account(self, weights: str) -> Auditor | None:
         """The account of the calibration in force for these weights. Each has its own, and a new one after an alarm."""
         made = self._trust.calibration
@@ -294,7 +312,8 @@ class Audit:
         if made is not self._made:
             self._made, self._n_accounts = made, self._n_accounts + 1
             self._account = Auditor(made.watch.most_changed, self._floor, made.delta, seed=self._n_accounts)
-            is_compared = made.is_certified and made.watch.n_compared
-            self._likeness = Likeness(made.watch.hit_share, made.watch.n_compared) if is_compared else None
+            chosen = made.chosen if made.is_certified else None
+            self._likeness = None if chosen is None else Likeness(chosen.hit_rate, made.n_tested)
+            self._drawn_hits.clear()
             self._fresh.begin(made)
         return self._account

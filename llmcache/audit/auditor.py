@@ -51,6 +51,7 @@ class Auditor:
         self.has_rung = False
         self._floor = floor
         self._alpha = alpha
+        self._often_until = N_FIRST  # requests up to which it looks more often
         self._random = random.Random(seed)
 
     def see(self, share: float | None) -> Sample | None:
@@ -60,7 +61,7 @@ class Auditor:
             share: Of an approximate hit, its doubt over the largest that is allowed, 0 to 1; None of all other
                 requests, whose answers cannot have changed.
         """
-        floor = min(1.0, _FIRST * self._floor) if self.rate.n < N_FIRST else self._floor
+        floor = min(1.0, _FIRST * self._floor) if self.rate.n < self._often_until else self._floor
         self.rate.see()
         number = self.alarm.see()
         if share is None:
@@ -72,6 +73,10 @@ class Auditor:
         sample = Sample(self, number, 1 / chance)
         self.rate.draw(sample.weight)
         return sample
+
+    def begin_again(self) -> None:
+        """Look as often again as at first: requests have changed. What was found so far stays."""
+        self._often_until = self.rate.n + N_FIRST
 
     def toss(self, chance: float) -> bool:
         """True with a given probability, 0 to 1."""

@@ -2,7 +2,7 @@
 
 A certificate is about requests that are drawn like those it was measured on. What they mean nobody can see for certain,
 but a stream that has moved on (new topics, another language, other users) is served more seldom, or oftener. So the
-share of approximate hits is compared, window by window, with that on C.
+share of requests that the calibration's sources serve is compared, window by window, with that on C.
 """
 
 from math import sqrt
@@ -18,8 +18,8 @@ class Likeness:
         """Begin a window.
 
         Args:
-            share: Of the requests of C that were no repeats, those that would be served, 0 to 1.
-            n: How many requests of C were no repeats.
+            share: Of the requests of C, those that would be served, 0 to 1.
+            n: How many requests C has.
         """
         self._share = share
         self._n = n
@@ -27,10 +27,10 @@ class Likeness:
         self._hits = 0
 
     def see(self, n_requests: int, n_hits: int) -> bool:
-        """Take in requests that are no repeats; whether the window that ends with them is unlike C."""
+        """Take in requests, and how many of them the sources serve; whether the window that they end is unlike C."""
         self._seen += n_requests
         self._hits += n_hits
-        if self._seen < WINDOW or not self._n:
+        if self._seen < WINDOW:
             return False
         share, self._seen, self._hits, n = self._hits / self._seen, 0, 0, self._seen
         mean = (n * share + self._n * self._share) / (n + self._n)

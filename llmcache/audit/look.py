@@ -4,7 +4,7 @@ Sizes: T tokens of a row, L looks that are taken together.
 """
 
 import threading
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,31 +38,31 @@ class Look:
     inputs: Mapping[str, Tensor]
     autocast: tuple[str, torch.dtype, bool]
 
-    def kind(self, width: int) -> Hashable:
-        """Looks of the same kind can be computed together."""
-        n_tokens = self.inputs["input_ids"].shape[1]
-        width = width if "attention_mask" in self.inputs else 1
-        return self.namespace, self.autocast, tuple(self.inputs), (n_tokens - 1) // width, width
-
 
 class Looks:
     """Those that wait. Thread-safe.
 
-    Whether a model answers the same when rows come together, padded, is tried with the first of them: heads of one's
-    own may read padding, and some decoders refuse batches.
+    Whether a model answers the same when rows come together, and padded, is tried first: heads of one's own may read
+    padding, and some decoders refuse batches.
     """
 
-    def __init__(self, pad_id: int) -> None:
+    def __init__(self, pad_id: int, names: Collection[str] | None = None) -> None:
         """Begin with none.
 
         Args:
             pad_id: The token that pads rows.
+            names: What the model may be passed; None: anything. What else its trunk is passed, it makes itself.
         """
-        self.is_tried = False
         self._pad_id = pad_id
-        self._widths = list(_WIDTHS)
+        self._names = names
+        self._width = _WIDTHS[0]
+        self._tried: set[int] = set()  # widths at which rows together came out as they do alone
         self._waiting: list[Look] = []
         self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        """How many wait."""
+        return len(self._waiting)
 
     def add(self, look: Look) -> None:
         """Have one wait."""
@@ -72,32 +72,58 @@ class Looks:
     def take(self) -> list[Look]:
         """The oldest one, and others that can be computed with it; none where none waits."""
         with self._lock:
-            taken, width = self._waiting[:1], self._widths[0]
-            if taken and width:
-                kind = taken[0].kind(width)
-                taken = [look for look in self._waiting if look.kind(width) == kind][:_MOST]
+            taken = self._waiting[:1]
+            if taken and self._width:
+                kind = self._kind(taken[0])
+                taken = [look for look in self._waiting if self._kind(look) == kind][:_MOST]
             self._waiting = [look for look in self._waiting if not any(look is one for one in taken)]
             return taken
-
-    def tried(self, is_same: bool) -> None:
-        """Take note whether looks that were computed together came out as they do alone."""
-        self.is_tried = is_same
-        if not is_same and len(self._widths) > 1:
-            del self._widths[0]
 
     def drop(self, namespace: str | None) -> None:
         """Forget those of a namespace, or all."""
         with self._lock:
             self._waiting = [look for look in self._waiting if namespace not in (None, look.namespace)]
 
-    def inputs(self, looks: Sequence[Look]) -> dict[str, Tensor]:
-        """What computes looks that were taken together: tensors (L, T), T of the longest."""
+    def are_tried(self, looks: Sequence[Look]) -> bool:
+        """Whether it is known that they come out the same together."""
+        return len(looks) == 1 or self._width_of(looks[0]) in self._tried
+
+    def tried(self, looks: Sequence[Look], is_same: bool) -> None:
+        """Take note whether looks that were computed together came out as they do alone."""
+        width = self._width_of(looks[0])
+        if is_same:
+            self._tried.add(width)
+        else:
+            self._width = max((other for other in _WIDTHS if other < width), default=0)
+
+    def inputs(self, looks: Sequence[Look], is_trial: bool = False) -> dict[str, Tensor]:
+        """What computes looks that were taken together: tensors (L, T), T of the longest, or one more for a trial."""
         longest = max(look.inputs["input_ids"].shape[1] for look in looks)
+        longest += is_trial and self._width_of(looks[0]) > 1
         fill = {"input_ids": self._pad_id}
         return {
             name: torch.cat([_padded(look.inputs[name], longest, fill.get(name, 0)) for look in looks])
             for name in looks[0].inputs
+            if self._takes(name)
         }
+
+    def _kind(self, look: Look) -> Hashable:
+        """Looks of the same kind can be computed together."""
+        width = self._width_of(look)
+        n_tokens = look.inputs["input_ids"].shape[1]
+        return look.namespace, look.autocast, tuple(look.inputs), (n_tokens - 1) // width
+
+    def _width_of(self, look: Look) -> int:
+        """Lengths that share a kind: one where the mask does not tell what is padding."""
+        return self._width if "attention_mask" in look.inputs and self._takes("attention_mask") else min(1, self._width)
+
+    def _takes(self, name: str) -> bool:
+        return self._names is None or name in self._names
+
+
+def _padded(row: Tensor, n_tokens: int, fill: int) -> Tensor:
+    """A row (1, T) with more tokens behind."""
+    return pad(row, (0, n_tokens - row.shape[1]), value=fill)
 
 
 def look_at(call: Call, row: Row, drawn: Drawn) -> Look:
@@ -115,8 +141,3 @@ def _row(tensor: Any, number: int, end: int) -> Tensor:
     number = number if len(tensor) > 1 else 0
     row: Tensor = tensor[number : number + 1, :end].clone()
     return row
-
-
-def _padded(row: Tensor, n_tokens: int, fill: int) -> Tensor:
-    """A row (1, T) with more tokens behind."""
-    return pad(row, (0, n_tokens - row.shape[1]), value=fill)

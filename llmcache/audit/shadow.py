@@ -4,6 +4,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from contextvars import Context
 from dataclasses import dataclass, field
 from time import monotonic
@@ -20,12 +21,10 @@ class Job(Generic[Owner]):
 
     Attributes:
         do: Does it, given the owner.
-        namespace: Of the request that it is about; None: of several.
         added_s: When it came, by a clock that never goes back.
     """
 
     do: Callable[[Owner], None]
-    namespace: str | None = None
     added_s: float = field(default_factory=monotonic)
 
 
@@ -36,16 +35,25 @@ class Shadow(Generic[Owner]):
     threads as torch gives it: `torch.set_num_threads` would also hold for every thread that begins later.
     """
 
-    def __init__(self, owner: Owner, idle_s: float = 0.02, patience_s: float = 5.0, max_jobs: int = 1000) -> None:
+    def __init__(
+        self,
+        owner: Owner,
+        in_background: bool = True,
+        idle_s: float = 0.02,
+        patience_s: float = 5.0,
+        max_jobs: int = 1000,
+    ) -> None:
         """Begin without jobs, and without a thread.
 
         Args:
             owner: Handed to every job; jobs are dropped when it is gone.
+            in_background: There will be a thread; else only `drain` does jobs.
             idle_s: Seconds without a call after which the processor is taken to be free.
             patience_s: Seconds after which a job is done all the same.
             max_jobs: Jobs at which the queue is full.
         """
         self._owner = weakref.ref(owner)
+        self._in_background = in_background
         self._idle_s = idle_s
         self._patience_s = patience_s
         self._max_jobs = max_jobs
@@ -73,7 +81,8 @@ class Shadow(Generic[Owner]):
             if self._is_closed:
                 return
             self._jobs.append(job)
-            if self._thread is None or not self._thread.is_alive():  # a forked process is left without
+            is_alive = self._thread is not None and self._thread.is_alive()  # a forked process is left without
+            if self._in_background and not is_alive:
                 self._thread = threading.Thread(target=self._run, name="llmcache-shadow", daemon=True)
                 self._thread.start()
             self._condition.notify()
@@ -96,12 +105,9 @@ class Shadow(Generic[Owner]):
             n_done += 1
         return n_done
 
-    def drop(self, namespace: str | None = None) -> None:
-        """Forget the jobs of one namespace, or all, after the one under way."""
-        with self._working, self._condition:
-            left = [job for job in self._jobs if namespace not in (None, job.namespace)]
-            self._jobs.clear()
-            self._jobs.extend(left)
+    def paused(self) -> AbstractContextManager[object]:
+        """Within, after the job under way, none is done; a job itself may say this, too."""
+        return self._working
 
     def close(self) -> None:
         """Forget all jobs and end the thread, after the job under way. Twice does nothing."""

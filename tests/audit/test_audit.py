@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from llmcache import AuditStats, LLMCache
 from llmcache.audit.audit import Audit
+from llmcache.audit.likeness import Likeness
 from llmcache.errors import CalibrationError, ConfigError
 from tests.models import PAD
 from tests.topics import classifier, requests
@@ -436,6 +437,22 @@ def test_what_accuracy_allows_to_change_rings_no_alarm(cache: LLMCache) -> None:
     assert changed.watch is not None and changed.watch.most_changed == 0.05
 
 
+def test_an_alarm_is_heard_after_requests_were_told_to_have_changed(
+    cache: LLMCache, reading: Reading, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask(cache, fresh(30))
+    cache.drain()
+    looked = known(cache).n_looked
+    monkeypatch.setattr(Likeness, "see", lambda *_: True)
+    ask(cache, fresh(1, seed=30))
+    monkeypatch.undo()
+    assert known(cache).status == "drifted" and cache.calibration is not None
+    assert known(cache).n_requests == 31 and known(cache).n_looked == looked > 10  # the account goes on
+    ring(cache, reading)
+    assert cache.calibration.n_alarms == 1
+    assert known(cache).status == "tightened"
+
+
 # -- what cannot disturb it --------------------------------------------------------------------------------------------
 
 
@@ -491,7 +508,9 @@ def test_purged_and_cleared_requests_are_not_looked_into(cache: LLMCache) -> Non
     cache._parts.library.strike("gone", "default")
     cache._parts.library.strike("stays", "other")
     cache.purge(namespace="default")
-    assert (known(cache).n_waiting, cache.drain(), len(cache._parts.library)) == (0, 0, 0)
+    assert known(cache).n_waiting == 0
+    cache.drain()  # jobs are left, with nothing to look into
+    assert (known(cache).n_looked, len(cache._parts.library)) == (0, 0)
     assert list(cache._parts.library.struck) == ["stays"]
     cache.clear()
     assert not cache._parts.library.struck

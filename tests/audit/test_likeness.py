@@ -24,8 +24,16 @@ def test_others_are_told_in_the_first_window(share: float) -> None:
     assert windows(share, 0) == 20
 
 
-def test_where_all_were_repeats_nothing_is_compared() -> None:
-    assert not any(Likeness(0.0, 0).see(1, 1) for _ in range(2 * WINDOW))
+def test_requests_that_come_again_and_again_void_nothing() -> None:
+    pool, rng = requests(1200, seed=3)[0], np.random.default_rng(0)
+    with LLMCache.wrap(classifier(), step_aside=False, max_drop=0.05, audit=1.0, audit_in_background=False) as cache:
+        assert cache.calibrate([pool[i] for i in rng.integers(0, 1200, 900)]).is_certified
+        for i in rng.integers(0, 1200, 6 * WINDOW):
+            cache(**pool[i])
+            cache.drain()  # what was looked into is stored, and its repeats are exact
+        stats = cache.stats()
+        assert stats.audit is not None and stats.audit.status == "certified"
+        assert min(stats.hits.values()) > 300
 
 
 @pytest.mark.parametrize(("noise", "status"), [(0.2, "certified"), (1.0, "drifted")])

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from llmcache import LLMCache
 from llmcache.audit.look import Look, Looks
 from llmcache.context import Drawn
-from tests.audit.test_audit import audit_of, keep_quiet, known
+from llmcache.errors import ConfigError
+from tests.audit.test_audit import audit_of, known
 from tests.topics import classifier, requests
 
 PAD = 3
@@ -66,14 +67,36 @@ def test_shorter_rows_are_padded_and_masked() -> None:
     assert inputs["attention_mask"].tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]]
 
 
+def test_all_rows_are_padded_in_a_trial() -> None:
+    inputs = Looks(PAD).inputs([look(4), look(4)], is_trial=True)
+    assert inputs["input_ids"].tolist() == [[10, 11, 12, 13, PAD]] * 2
+    assert inputs["attention_mask"].tolist() == [[1, 1, 1, 1, 0]] * 2
+    bare = Looks(PAD).inputs([look(4, has_mask=False)] * 2, is_trial=True)
+    assert bare["input_ids"].tolist() == [[10, 11, 12, 13]] * 2
+
+
 def test_what_does_not_come_out_alike_is_tried_in_smaller_groups() -> None:
     looks = waiting(*map(look, (5, 6, 5, 6, 5)))
-    looks.tried(is_same=False)
+    looks.tried([look(5), look(6)], is_same=False)
     assert taken(looks) == ["5", "5", "5"]
-    looks.tried(is_same=False)
+    looks.tried([look(5), look(5)], is_same=False)
     assert [taken(looks) for _ in range(2)] == [["6"], ["6"]]
-    looks.tried(is_same=False)  # there is no smaller one
-    assert not looks.is_tried
+
+
+def test_what_came_out_alike_without_padding_says_nothing_of_padding() -> None:
+    looks = Looks(PAD)
+    looks.tried([look(5, has_mask=False)] * 2, is_same=True)
+    assert looks.are_tried([look(7, has_mask=False)] * 2)
+    assert not looks.are_tried([look(5), look(6)])
+    assert looks.are_tried([look(5)])
+
+
+def test_what_a_model_does_not_take_it_is_not_passed() -> None:
+    looks = Looks(PAD, names={"input_ids"})
+    assert set(looks.inputs([look(5)])) == {"input_ids"}
+    for n_tokens in (5, 6, 5):
+        looks.add(look(n_tokens))
+    assert taken(looks) == ["5", "5"]  # it would not know what is padding
 
 
 def test_those_of_a_namespace_are_dropped() -> None:
@@ -125,13 +148,14 @@ def varied(n: int, seed: int) -> list[Inputs]:
 
 
 @contextmanager
-def served(model: Any) -> Iterator[tuple[LLMCache, int, int]]:
+def served(model: Any, is_sorted: bool = False) -> Iterator[tuple[LLMCache, int, int]]:
     """A cache with looks that wait, and how many there are, and how many of them are to find a changed answer."""
     settings = {"max_drop": 0.2, "audit": 1.0, "step_aside": False, "payload": "sequence", "answer": "class"}
-    with LLMCache.wrap(model, **settings) as cache:
+    with LLMCache.wrap(model, audit_in_background=False, **settings) as cache:
         cache.calibrate(varied(600, 0))
-        keep_quiet(cache)
         inputs = varied(90, 50)
+        if is_sorted:  # the first groups are of one length
+            inputs.sort(key=lambda one: one["input_ids"].shape[1])
         given = [(int(cache(**one).argmax()), cache.last[0].rung == "semantic") for one in inputs]
         with cache.disabled():
             own = [int(cache(**one).argmax()) for one in inputs]
@@ -150,9 +174,40 @@ def test_looks_find_what_is_so_however_they_are_computed(pool: Callable[[Tensor,
         assert (len(model.sizes) < n_hits) == (pool is not single)
 
 
-def test_looks_that_come_out_alike_are_padded_and_others_are_not() -> None:
-    for pool, width in ((masked, 16), (careless, 1), (single, 0)):
-        with served(Own(pool).eval()) as (cache, _, _):
-            cache.drain()
-            looks = audit_of(cache)._looks
-            assert (looks._widths[0], looks.is_tried) == (width, width > 0)
+@pytest.mark.parametrize(("pool", "width"), [(masked, 16), (careless, 1), (single, 0)])
+@pytest.mark.parametrize("is_sorted", [False, True])
+def test_looks_that_come_out_alike_are_padded_and_others_are_not(
+    pool: Callable[[Tensor, Tensor], Tensor], width: int, is_sorted: bool
+) -> None:
+    with served(Own(pool).eval(), is_sorted) as (cache, n_hits, n_changed):
+        cache.drain()
+        assert audit_of(cache)._looks._width == width
+        assert (known(cache).n_looked, known(cache).n_changed) == (n_hits, n_changed)
+
+
+def test_a_model_that_makes_its_own_mask_is_looked_into() -> None:
+    class Maskless(Own):
+        def forward(self, input_ids: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(input_ids, torch.ones_like(input_ids))
+
+    model = Maskless(masked).eval()
+    settings = {"max_drop": 0.2, "audit": 1.0, "step_aside": False, "payload": "sequence", "answer": "class"}
+    with LLMCache.wrap(model, audit_in_background=False, **settings) as cache:
+        inputs = [{"input_ids": one["input_ids"]} for one in varied(600, 0)]
+        cache.calibrate(inputs)
+        for one in varied(60, 50):
+            cache(input_ids=one["input_ids"])
+        n_hits = cache.drain()
+        assert (known(cache).n_looked, cache.stats().errors) == (n_hits, 0)
+        assert n_hits > 10
+
+
+def test_a_model_that_takes_no_token_ids_by_name_cannot_be_audited() -> None:
+    class Odd(Own):
+        def forward(self, tokens: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(tokens, torch.ones_like(tokens))
+
+    model = Odd(masked).eval()
+    told = r"audit=0.05: .* Odd.forward\(\) does not take \(tokens\)"
+    with LLMCache.wrap(model, payload="sequence", answer="class") as cache, pytest.raises(ConfigError, match=told):
+        cache.calibrate([{"tokens": one["input_ids"]} for one in varied(60, 0)])

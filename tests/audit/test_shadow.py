@@ -18,8 +18,8 @@ class Owner:
         self.shadow: Shadow[Owner] = Shadow(self, **settings)
         self.done: list[object] = []
 
-    def add(self, what: object = None, namespace: str | None = None) -> None:
-        self.shadow.add(Job(lambda owner: owner.done.append((what, threading.current_thread().name)), namespace))
+    def add(self, what: object = None) -> None:
+        self.shadow.add(Job(lambda owner: owner.done.append((what, threading.current_thread().name))))
 
 
 def wait_until(holds: Callable[[], object]) -> None:
@@ -94,16 +94,23 @@ def test_no_thread_before_the_first_job_and_none_after_the_end() -> None:
     assert (len(owner.shadow), owner.done) == (0, [])
 
 
-def test_jobs_of_a_namespace_are_dropped_without_the_others() -> None:
-    owner = Owner(idle_s=1e6)
-    for namespace in ("a", "b", None):
-        owner.add(namespace, namespace)
-    owner.shadow.drop("a")
-    owner.shadow.drain()
-    assert [what for what, _ in owner.done] == ["b", None]
-    owner.add()
-    owner.shadow.drop()
-    assert owner.shadow.drain() == 0
+def test_no_job_is_done_within_a_pause_but_by_who_made_it() -> None:
+    owner = Owner(idle_s=0.0)
+    with owner.shadow.paused():
+        owner.add(1)
+        time.sleep(0.05)
+        assert not owner.done
+        assert owner.shadow.drain() == 1
+    assert owner.done == [(1, threading.current_thread().name)]
+    owner.shadow.close()
+
+
+def test_without_a_background_only_draining_does_jobs() -> None:
+    owner = Owner(in_background=False, idle_s=0.0, patience_s=0.0)
+    owner.add(1)
+    time.sleep(0.05)
+    assert owner.shadow._thread is None and not owner.done
+    assert owner.shadow.drain() == 1
     owner.shadow.close()
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from torch import nn
 from llmcache import LLMCache
 from llmcache.claim import Metric
 from llmcache.errors import BankFileError, CalibrationError, ConfigError, UnsafeReuseError, WrapError
+from llmcache.observation import longest_input
 from tests.models import TOKEN_HEADS, build
 from tests.topics import classifier, requests
 
@@ -564,3 +566,41 @@ def test_a_metric_needs_more_requests_than_a_share(cache: LLMCache) -> None:
     inputs, labels = requests(1300)
     with pytest.raises(CalibrationError, match="at least 23"):
         cache.calibrate(inputs, labels=labels, metric=Metric(lambda output, label: 1.0))
+
+
+def test_tokens_met_under_other_weights_are_not_kept(cache: LLMCache, model: nn.Module) -> None:
+    cache.calibrate(requests(N)[0], **LOOSE)
+    assert cache.trust is not None
+    unmet = {"input_ids": torch.tensor([[1, 90, 91, 92, 2]])}
+    fingerprint = cache._parts.fingerprint
+    assert fingerprint is not None
+    weight = model.bert.embeddings.word_embeddings.weight
+    own = weight.detach().clone()
+    with torch.no_grad():
+        weight.mul_(-3)
+        cache(**unmet)
+        weight.copy_(own)
+    cache(**unmet)
+    features = np.float32([[-1, 90, 91, 92, -1]])
+    kept = fingerprint.project(features)
+    cache.calibrate(requests(N)[0], **LOOSE)  # by which no token was met any more
+    np.testing.assert_allclose(kept, fingerprint.project(features), rtol=1e-5)
+
+
+def test_growing_sources_leave_room_for_more(model: nn.Module) -> None:
+    inputs = requests(N)[0]
+    with LLMCache.wrap(model, max_entries=N, step_aside=False) as cache:
+        cache.calibrate(inputs, sources="growing", **LOOSE)
+        ask(cache, requests(200, seed=7)[0])
+        assert cache.stats().n_too_large == 0
+        assert cache.stats().n_stored == N
+
+
+def test_texts_are_cut_to_what_a_model_with_shifted_positions_takes() -> None:
+    class Trunk:
+        config = type("Config", (), {"max_position_embeddings": 66})
+        module = type("Module", (), {"embeddings": type("Embeddings", (), {"padding_idx": 1})})
+
+    unlimited = type("Tokenizer", (), {"model_max_length": 10**30})
+    assert longest_input(Trunk, unlimited) == 64  # type: ignore[arg-type]
+    assert longest_input(Trunk, type("Tokenizer", (), {"model_max_length": 32})) == 32  # type: ignore[arg-type]
