@@ -19,11 +19,11 @@ from llmcache.bank import Bank
 from llmcache.compression import Codec
 from llmcache.compression.packer import Loss, Packer
 from llmcache.compression.packers import Packers
-from llmcache.context import Row, Scope
 from llmcache.fingerprint import Fingerprint
 from llmcache.index import Index
 from llmcache.payloads import cosine_distance
 from llmcache.records import KV, Record, Request, State
+from llmcache.rows import Row, Scope
 from llmcache.shelf import Neighbour, Place
 from llmcache.shelves import Shelves
 from llmcache.stores import Entry

@@ -16,9 +16,10 @@ from torch import Tensor
 from llmcache.adapters import Trunk, device_of
 from llmcache.answers import Answers, Reading
 from llmcache.arrays import Floats
-from llmcache.context import Call, Row, Scope, to_host
+from llmcache.context import Call
 from llmcache.errors import CalibrationError
 from llmcache.library import Library
+from llmcache.rows import Row, Scope, to_host
 from llmcache.weights import Weights
 
 

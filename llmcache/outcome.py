@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from llmcache.context import Call, Row
+from llmcache.context import Call
+from llmcache.rows import Row
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,11 +26,11 @@ from torch import Tensor
 from llmcache.arrays import below
 from llmcache.calibration import Calibration
 from llmcache.config import CacheConfig
-from llmcache.context import Scope
 from llmcache.errors import BankFileError, StoreError
 from llmcache.library import Library
 from llmcache.packing import arrays_to_tensors, pack_requests, pack_states, unpack
 from llmcache.parts import Parts
+from llmcache.rows import Scope
 from llmcache.trust import Trust
 
 FORMAT = 4

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from llmcache.adapters import special_ids, vocabulary_size
 from llmcache.arrays import Bools
-from llmcache.context import Call, Inputs, Row, Scope, id_dtype, read_rows, to_host
+from llmcache.context import Call
 from llmcache.fingerprint import View
 from llmcache.masks import expand
 from llmcache.parts import Parts
 from llmcache.payloads import head_reads_padding
+from llmcache.rows import Inputs, Row, Scope, id_dtype, read_rows, to_host
 
 
 class Reader:

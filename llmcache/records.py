@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from llmcache.arrays import Floats
-from llmcache.context import Scope
+from llmcache.rows import Scope
 from llmcache.shelf import Place, Shelf
 from llmcache.stores import Entry
 

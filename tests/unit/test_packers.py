@@ -12,9 +12,9 @@ from llmcache import LLMCache
 from llmcache.bank import Bank
 from llmcache.compression import PCA, Half
 from llmcache.compression.packer import MEASURED_EVERY, Loss, Packer
-from llmcache.context import Row, Scope
 from llmcache.library import Library
 from llmcache.policies import LRU
+from llmcache.rows import Row, Scope
 from llmcache.stores.memory import MemoryStore
 from tests.models import CLASSIFIERS, build, tokens
 
