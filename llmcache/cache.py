@@ -283,8 +283,8 @@ class LLMCache:
             n_stored=len(library),
             nbytes=library.nbytes,
             index_nbytes=library.index_nbytes,
-            reconstruction_error={layer: loss.relative_error for layer, loss in library.losses.items()},
-            reconstruction_distance={layer: loss.cosine_distance for layer, loss in library.losses.items()},
+            reconstruction_error={layer: loss.relative_error for layer, loss in library.banks.losses.items()},
+            reconstruction_distance={layer: loss.cosine_distance for layer, loss in library.banks.losses.items()},
             cost=() if self._parts.cost is None else self._parts.cost.rows(),
             audit=None if self._parts.audit is None else self._parts.audit.stats(),
         )

@@ -163,7 +163,7 @@ def restore(served: Parts, manifest: Manifest, folder: str | Path) -> None:
             served.trust.restore(manifest.calibration, below("trust.", learned), namespaces)
         if library.fingerprint is not None:
             library.fingerprint.restore(below("fingerprint.", learned))
-        for layer, packer in library.packers[weights].items():
+        for layer, packer in library.banks.packers[weights].items():
             packer.codec.restore(below(f"{layer}/codec/", parts["states"]))
         for record in records:
             library.adopt(record)
@@ -205,7 +205,7 @@ def _pack_codecs(library: Library, weights: str) -> dict[str, Tensor]:
     """What codecs learned of these weights' states. Taken after the records: a packed entry needs its codec."""
     return {
         f"{layer}/codec/{name}": tensor.cpu().contiguous()
-        for layer, packer in library.packers.get(weights, {}).items()
+        for layer, packer in library.banks.packers.get(weights, {}).items()
         for name, tensor in packer.codec.state().items()
     }
 
