@@ -128,7 +128,7 @@ class CacheConfig(BaseModel):
         return value
 
     @model_validator(mode="after")
-    def _parts_fit_together(self) -> Self:
+    def _tau_or_a_calibration(self) -> Self:
         if self.mode == "paper" and self.tau is None:
             raise ValueError("mode 'paper' needs tau, for instance tau=0.85")
         if self.tau is not None and self.learn is not None:
@@ -147,6 +147,10 @@ class CacheConfig(BaseModel):
                 f"tau={self.tau} with audit or recalibrate: they watch over a calibration, and tau is your own choice; "
                 "leave them out"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _parts_fit_together(self) -> Self:
         if self.recalibrate is not None and not self.audit:
             raise ValueError(
                 f"recalibrate={self.recalibrate} with audit=0: it is made from requests that were looked into; raise "
