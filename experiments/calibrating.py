@@ -7,22 +7,24 @@ from experiments.methods.cached import configure
 from experiments.progress import tracked
 from experiments.tasks import build
 from llmcache import LLMCache
-from llmcache.calibration import check_size
+from llmcache.calibration import Calibration, check_size
+from llmcache.claim import Claim
 from llmcache.errors import ConfigError
 
 
-def calibrate(experiment: Experiment, folders: Folders) -> LLMCache:
-    """Wrap the model of an experiment's task, and calibrate on the first requests of its stream.
+def calibrate(experiment: Experiment, folders: Folders) -> tuple[LLMCache, list[Calibration]]:
+    """Wrap the model of an experiment's task, and calibrate on the first requests of its stream, once for each loss.
 
     Args:
-        experiment: One that learns; the settings of its cache say what is asked for.
+        experiment: One that learns: its `max_drops` are asked for, the other settings of a claim are its cache's.
         folders: Where data and models lie.
 
     Returns:
-        The cache, calibrated on changed answers.
+        The cache, which serves as it was calibrated last, and what was found for each of `max_drops`, in their order,
+        on changed answers.
 
     Raises:
-        CalibrationError: The requests cannot carry the claim.
+        CalibrationError: The requests cannot carry one of the claims.
         ConfigError: The experiment does not learn, or data, model and settings do not fit each other.
         FileNotFoundError: A data file is missing.
     """
@@ -31,11 +33,20 @@ def calibrate(experiment: Experiment, folders: Folders) -> LLMCache:
             f"measure: {experiment.measure!r} learns from no requests; give the file of one that does: "
             "configs/trust_banking77.yaml, for instance"
         )
+    if "max_drop" in experiment.cache:
+        raise ConfigError(
+            f"cache.max_drop={experiment.cache['max_drop']}: an experiment asks for the losses in max_drops; give "
+            f"max_drops=[{experiment.cache['max_drop']}] in its place"
+        )
+    drops, settings = experiment.max_drops, experiment.config
     n = min(experiment.learn, experiment.task.limit or experiment.learn)
-    check_size(n, experiment.config.max_drop, experiment.config.delta)  # before minutes of computing
+    check_size(n, min(drops), settings.delta)  # before minutes of computing
     workload = build(experiment.task.model_copy(update={"limit": n}), folders, experiment.seed)
-    config = configure(workload, {"step_aside": True, **experiment.cache})  # it may be kept, to serve with
+    # It may be kept, to serve with: then its settings say what it was calibrated for.
+    config = configure(workload, {"step_aside": True, **experiment.cache, "max_drop": drops[-1]})
     cache = LLMCache.wrap(workload.module, config=config, tokenizer=workload.tokenizer)
     requests = tracked(workload.requests, len(workload.requests), "Calibrating")
-    cache.calibrate((request.inputs for request in requests), seed=experiment.seed)
-    return cache
+    observed = cache.observe(request.inputs for request in requests)
+    assert cache.trust is not None
+    claims = [Claim(drop, settings.delta, "changed", settings.sources, experiment.seed) for drop in drops]
+    return cache, [cache.trust.calibrate(observed, claim) for claim in claims]

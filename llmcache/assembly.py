@@ -10,7 +10,6 @@ from llmcache.answers import Reading, find_answers, read_logits
 from llmcache.bank import Bank
 from llmcache.compression import CODECS, Codec
 from llmcache.config import CacheConfig
-from llmcache.context import id_dtype
 from llmcache.cost import PATIENCE, PATIENCE_OF_TAU, CostModel
 from llmcache.decide import DECISIONS, Decision, thresholds
 from llmcache.errors import ConfigError, UnsafeReuseError
@@ -28,6 +27,7 @@ from llmcache.reuse import Rung
 from llmcache.reuse.exact import Exact
 from llmcache.reuse.paper import Paper
 from llmcache.reuse.semantic import Chooser, Fixed, Semantic
+from llmcache.rows import id_dtype
 from llmcache.stores.memory import MemoryStore
 from llmcache.weights import Weights
 

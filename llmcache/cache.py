@@ -1,7 +1,6 @@
 """`LLMCache`: what a user holds. Its parts are put together in `assembly`; the order of a call is in `flow`."""
 
-import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -10,21 +9,21 @@ from typing import Any, Literal, Self
 import torch
 from torch import nn
 
-from llmcache.adapters import locate, special_ids
+from llmcache.adapters import locate
 from llmcache.answers import Reading, read_logits
 from llmcache.assembly import assemble
 from llmcache.calibration import Calibration
-from llmcache.claim import Claim, Metric
+from llmcache.calibrator import Calibrator, Requests, make_claim
+from llmcache.claim import Metric
 from llmcache.config import CacheConfig
-from llmcache.errors import ConfigError, WrapError
+from llmcache.errors import ConfigError
 from llmcache.flow import Flow
-from llmcache.hooks import install, listen, watch
-from llmcache.learning import make_learning
-from llmcache.observation import Observation, Observer, collect, tokenised, with_labels
+from llmcache.hooks import install
+from llmcache.observation import Observation
 from llmcache.outcome import Outcome
 from llmcache.stats import Stats
 from llmcache.trust import Trust
-from llmcache.weights import Weights
+from llmcache.variables import setting
 
 
 class LLMCache:
@@ -54,12 +53,9 @@ class LLMCache:
         with suppress(RuntimeError):  # weights that cannot be read yet are read at the first call that can
             self._parts.weights.digest()  # now, so that the first request does not wait for it
         self._installed = install(self._parts.trunk, self._flow, self._parts.attention)
-        self._calibrating = threading.RLock()  # requests that are given may be made by observing others
+        self._calibrator = Calibrator(model, config, self._parts, self._flow, self._installed, tokenizer, answer_of)
         try:
-            if self._parts.observer is not None:
-                self._watch(self._parts.observer)
-            if config.learn is not None:
-                self._begin_learning()
+            self._calibrator.start()
         except BaseException:
             self._installed.remove()
             raise
@@ -110,13 +106,11 @@ class LLMCache:
         from llmcache import persist
 
         manifest = persist.read_manifest(folder)
-        trunk = locate(model)
-        weights = Weights(trunk.module).digest()
-        persist.check(manifest, weights, special_ids(trunk, tokenizer), folder)
+        persist.check(manifest, locate(model), tokenizer, folder)
         cache = cls(model, CacheConfig.make(manifest.config), tokenizer, answer_of)
         try:
-            if manifest.calibration is not None and cache._parts.trust is None:
-                cache._begin_learning()
+            if manifest.calibration is not None:
+                cache._calibrator.begin()
             persist.restore(cache._parts, manifest, folder)
         except BaseException:
             cache.unwrap()
@@ -131,12 +125,11 @@ class LLMCache:
         """
         from llmcache import persist
 
-        specials = special_ids(self._parts.trunk, self._tokenizer)
-        persist.save(self._parts, self.config, specials, folder)
+        persist.save(self._parts, self.config, self._tokenizer, folder)
 
     def calibrate(
         self,
-        requests: Iterable[Mapping[str, Any] | str],
+        requests: Requests,
         *,
         labels: Sequence[Any] | None = None,
         max_drop: float | None = None,
@@ -171,28 +164,10 @@ class LLMCache:
             UnsafeReuseError: The head answers token by token.
             WrapError: The cache was unwrapped.
         """
-        claim = Claim(
-            self.config.max_drop if max_drop is None else max_drop,
-            self.config.delta if delta is None else delta,
-            metric,
-            self.config.sources if sources is None else sources,
-            seed,
-        )
-        if self.config.recalibrate is not None and claim.metric != "changed":
-            raise ConfigError(
-                f"recalibrate={self.config.recalibrate} with metric {claim.name!r}: requests in service come without "
-                "labels; use metric 'changed', or leave recalibrate out"
-            )
-        with self._calibrating:
-            trust, observer = self._learners()
-            trust.end()
-            if self._parts.cost is not None:
-                self._parts.cost.restart()  # what was seen so far does not hold of what can be served afterwards
-            return trust.calibrate(with_labels(self._collect(observer, requests), labels, self.model), claim)
+        claim = make_claim(self.config, max_drop, delta, metric, sources, seed)
+        return self._calibrator.calibrate(requests, labels, claim)
 
-    def observe(
-        self, requests: Iterable[Mapping[str, Any] | str], *, labels: Sequence[Any] | None = None
-    ) -> list[Observation]:
+    def observe(self, requests: Requests, *, labels: Sequence[Any] | None = None) -> list[Observation]:
         """Compute requests, and keep all that a calibration looks at: on one pass of the model, `trust` tries many.
 
         None is served, and none stored.
@@ -207,8 +182,7 @@ class LLMCache:
             UnsafeReuseError: The head answers token by token.
             WrapError: The cache was unwrapped.
         """
-        with self._calibrating:
-            return with_labels(self._collect(self._learners()[1], requests), labels, self.model)
+        return self._calibrator.observe(requests, labels)
 
     @property
     def trust(self) -> Trust | None:
@@ -230,11 +204,9 @@ class LLMCache:
             raise ConfigError(f"limit: give a number (got {limit!r})")
         if self._parts.trust is None:
             raise ConfigError("nothing is reused approximately by a calibration: call calibrate() first, or set learn")
-        token = self._parts.trust.tightened.set(min(limit, self._parts.trust.tightened.get()))
-        try:
+        tightened = self._parts.trust.tightened
+        with setting(tightened, min(limit, tightened.get())):
             yield self
-        finally:
-            self._parts.trust.tightened.reset(token)
 
     def unwrap(self) -> nn.Module:
         """Take the cache off the model, which is then exactly as before, and return the model. Twice does nothing.
@@ -272,22 +244,7 @@ class LLMCache:
 
     def stats(self) -> Stats:
         """Counters since wrapping, and what is held now."""
-        library, prefix = self._parts.library, self._parts.prefix
-        return self._parts.counters.snapshot(
-            n_blocks=0 if prefix is None else len(prefix),
-            n_blocks_evicted=0 if prefix is None else prefix.n_evicted,
-            prefix_nbytes=0 if prefix is None else prefix.nbytes,
-            n_entries={layer: len(bank) for layer, bank in library.banks.items()},
-            n_evicted={layer: bank.n_evicted for layer, bank in library.banks.items()},
-            n_expelled={layer: bank.n_expelled for layer, bank in library.banks.items()},
-            n_stored=len(library),
-            nbytes=library.nbytes,
-            index_nbytes=library.index_nbytes,
-            reconstruction_error={layer: loss.relative_error for layer, loss in library.losses.items()},
-            reconstruction_distance={layer: loss.cosine_distance for layer, loss in library.losses.items()},
-            cost=() if self._parts.cost is None else self._parts.cost.rows(),
-            audit=None if self._parts.audit is None else self._parts.audit.stats(),
-        )
+        return self._parts.stats()
 
     @property
     def payload(self) -> str:
@@ -305,15 +262,7 @@ class LLMCache:
 
     def clear(self) -> None:
         """Forget all entries, and the calibration that rests on them; counters and what codecs learned stay."""
-        if self._parts.audit is not None:
-            self._parts.audit.forget()
-        self._parts.library.clear()
-        if self._parts.prefix is not None:
-            self._parts.prefix.clear()
-        if self._parts.trust is not None:
-            self._parts.trust.forget()
-        if self._parts.cost is not None:
-            self._parts.cost.restart()
+        self._parts.clear()
         self._flow.forget()
 
     def purge(self, *, namespace: str) -> int:
@@ -321,16 +270,7 @@ class LLMCache:
 
         A calibration that rests on any of them ends, and nothing is learned from them.
         """
-        if self._parts.audit is not None:
-            self._parts.audit.forget(namespace)
-        n_requests = self._parts.library.purge(namespace)
-        if self._parts.prefix is not None:
-            self._parts.prefix.purge(namespace)
-        if self._parts.trust is not None:
-            self._parts.trust.forget(namespace)
-        if self._parts.cost is not None:
-            self._parts.cost.forget()
-        return n_requests
+        return self._parts.purge(namespace)
 
     @contextmanager
     def namespace(self, name: str) -> Iterator[Self]:
@@ -344,54 +284,14 @@ class LLMCache:
         """
         if not isinstance(name, str):
             raise ConfigError(f"namespace: give a string (got {name!r})")
-        token = self._flow.namespace.set(name)
-        try:
+        with setting(self._flow.namespace, name):
             yield self
-        finally:
-            self._flow.namespace.reset(token)
 
     @contextmanager
     def disabled(self) -> Iterator[Self]:
         """Within: the model computes as if it were not wrapped. Per thread and async task."""
-        token = self._flow.is_disabled.set(True)
-        try:
+        with setting(self._flow.is_disabled, True):
             yield self
-        finally:
-            self._flow.is_disabled.reset(token)
-
-    def _learners(self) -> tuple[Trust, Observer]:
-        """Who learns from requests, and who sees them."""
-        if self._installed.is_empty:
-            raise WrapError("this cache was unwrapped: wrap the model again, and calibrate that cache")
-        if self._parts.trust is None:
-            self._begin_learning()
-        assert self._parts.trust is not None and self._parts.observer is not None
-        return self._parts.trust, self._parts.observer
-
-    def _collect(self, observer: Observer, requests: Iterable[Mapping[str, Any] | str]) -> list[Observation]:
-        return collect(self._compute, observer, tokenised(requests, self._tokenizer, self._parts.trunk))
-
-    def _compute(self, inputs: Mapping[str, Any]) -> Any:
-        """Call the model with tokenised inputs, which sentence-transformers takes in one argument."""
-        return self(dict(inputs)) if self._parts.head.name == "sentence embedding" else self(**inputs)
-
-    def _compute_in(self, namespace: str, inputs: Mapping[str, Any]) -> Any:
-        """The same in a namespace."""
-        with self.namespace(namespace):
-            return self._compute(inputs)
-
-    def _begin_learning(self) -> None:
-        """Make the cache ready to be calibrated: first hook what it must hear of the model, then rely on that."""
-        learning = make_learning(self._parts, self.model, self.config, self._answer_of, self._compute_in)
-        self._watch(learning.observer)
-        if learning.attention is not None:
-            self._installed.add(listen(learning.attention, self._flow))
-        learning.add_to(self._parts)
-
-    def _watch(self, observer: Observer) -> None:
-        """See what the whole model puts out, where answers are read from that."""
-        if not observer.answers.reads_payload:
-            self._installed.add(watch(self.model, self._flow, self._parts.trunk).remove)
 
     def __repr__(self) -> str:
         """Model, payload and rungs."""

@@ -5,59 +5,20 @@ fingerprint, codec) are given as a name, or as `{name: ..., option: value}`.
 """
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self, get_type_hints
+from typing import Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from llmcache.component import Component
 from llmcache.errors import ConfigError
 
 GIB = 1024**3
 
 # Fingerprints whose vectors are compared in a way of their own, by one index that serves nothing else.
 _OWN_INDEX = {"simhash": "binary", "minhash": "lsh"}
-
-
-class Component(BaseModel):
-    """One exchangeable part, by registry name and options."""
-
-    model_config = ConfigDict(extra="allow", frozen=True)
-
-    name: str
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Keyword arguments for the component's constructor."""
-        return dict(self.model_extra or {})
-
-    def build(self, registry: Mapping[str, Callable[..., Any]], kind: str, *args: Any) -> Any:
-        """Construct the component.
-
-        Args:
-            registry: Name to class.
-            kind: Setting that named it, for the error text.
-            *args: Positional arguments that the library itself supplies.
-
-        Raises:
-            ConfigError: The name is unknown, or the options do not fit the class: in name, type or value.
-        """
-        if self.name not in registry:
-            raise ConfigError(f"{kind}: unknown name {self.name!r}; known: {', '.join(sorted(registry))}")
-        make = registry[self.name]
-        hints = get_type_hints(make.__init__)
-        for option, value in self.options.items():
-            try:
-                # Strict: 2.5 tokens or the text "64" would pass for what they are not until a request needs them.
-                TypeAdapter(hints.get(option, Any)).validate_python(value, strict=True)
-            except ValidationError as error:
-                wrong = error.errors()[0]["msg"]
-                raise ConfigError(f"{kind}: {self.name}: {option}={value!r}: {wrong}") from error
-        try:
-            return make(*args, **self.options)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"{kind}: {self.name} does not accept {self.options}: {error}") from error
 
 
 class CacheConfig(BaseModel):
@@ -169,7 +130,7 @@ class CacheConfig(BaseModel):
         return value
 
     @model_validator(mode="after")
-    def _parts_fit_together(self) -> Self:
+    def _tau_or_a_calibration(self) -> Self:
         if self.mode == "paper" and self.tau is None:
             raise ValueError("mode 'paper' needs tau, for instance tau=0.85")
         if self.tau is not None and self.learn is not None:
@@ -188,6 +149,10 @@ class CacheConfig(BaseModel):
                 f"tau={self.tau} with audit or recalibrate: they watch over a calibration, and tau is your own choice; "
                 "leave them out"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _parts_fit_together(self) -> Self:
         if self.recalibrate is not None and not self.audit:
             raise ValueError(
                 f"recalibrate={self.recalibrate} with audit=0: it is made from requests that were looked into; raise "

@@ -29,7 +29,7 @@ from llmcache.keeping import Keeper
 from llmcache.lookup import Lookup
 from llmcache.masks import flatten
 from llmcache.meter import Meter
-from llmcache.outcome import Outcome, outcomes
+from llmcache.outcome import Outcome, count, outcomes
 from llmcache.parts import Parts
 from llmcache.prefix.prefill import Prefiller
 from llmcache.reuse.runner import Runner
@@ -178,7 +178,7 @@ class Flow:
             self._have_looked_into(call)
             ended = self._meter.now(call)
             call.storing_s += ended - started
-            self._count(call)
+            count(call, self._parts.counters)
             self._meter.took(call, ended)
         if self._parts.observer is not None and self._parts.observer.answers.reads_payload:
             self._observe(call, None)
@@ -205,10 +205,7 @@ class Flow:
         call.kv_cache = swap.arguments.get(args, kwargs, CACHE)
         hidden = swap.arguments.get(args, kwargs, swap.arguments.names[0])
         reason = self._lookup.guard("read the request", partial(self._find_late_reason, call, hidden))
-        if reason is None and call.entering not in (
-            None,
-            hidden.dtype,
-        ):  # read at the door, of another model
+        if reason is None and call.entering not in (None, hidden.dtype):  # read at the door, of another model
             self._door.forget()
             self._lookup.withdraw(call)
             call.begin_again()
@@ -242,7 +239,7 @@ class Flow:
     def _answer(self, call: Call, packing: Packing) -> Any:
         """Output of a call that is served at the door; None where that fails, and it is computed."""
         try:
-            output = self._door.answer(call, packing)
+            return self._door.answer(call, packing)
         except Exception as error:
             self._parts.counters.error("answer at the door", error)
             self._door.forget()
@@ -251,7 +248,6 @@ class Flow:
             call.reused_at.clear()
             call.is_served = False
             return None
-        return output
 
     def _learn_packing(self, call: Call, output: Any) -> None:
         try:
@@ -270,15 +266,6 @@ class Flow:
             self._parts.observer.see(call, output)
         except Exception as error:
             self._parts.counters.error("read an answer", error)
-
-    def _count(self, call: Call) -> None:
-        hits = [(reuse.rung, reuse.layer) for reuse in call.reused.values()]
-        if call.prefill is not None:
-            n_tokens = sum(row.n_valid for row in call.rows if row.number not in call.reused)
-            self._parts.counters.prefix(len(call.served), sum(call.served.values()), n_tokens)
-        done = {*call.reused, *call.served, *call.doubted}
-        n_misses = sum(row.number not in done for row in call.active_rows)
-        self._parts.counters.call(hits, call.reused_at, n_misses, call.n_skipped, (call.lookup_s, call.storing_s))
 
     def _bypass(self, reason: str, n_rows: int) -> None:
         """Count and note rows of a call that goes by the cache as a whole."""

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from llmcache.compression.packer import Packer
-from llmcache.context import Row
 from llmcache.records import KV
+from llmcache.rows import Row
 from llmcache.stores import Entry
 
 

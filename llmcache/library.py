@@ -7,26 +7,21 @@ Absent or expired is a miss, never an error. One lock guards everything; tensors
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from itertools import chain
 
 import torch
 from torch import Tensor
 
-from llmcache import kv
 from llmcache.arrays import Floats
 from llmcache.bank import Bank
+from llmcache.banks import Banks
 from llmcache.compression import Codec
-from llmcache.compression.packer import Loss, Packer
-from llmcache.compression.packers import Packers
-from llmcache.context import Row, Scope
 from llmcache.fingerprint import Fingerprint
 from llmcache.index import Index
-from llmcache.payloads import cosine_distance
-from llmcache.records import KV, Record, Request, State
-from llmcache.shelf import Neighbour, Place
+from llmcache.records import Record, Request, State
+from llmcache.rows import Row, Scope
+from llmcache.shelf import Neighbour
 from llmcache.shelves import Shelves
-from llmcache.stores import Entry
 
 
 class Library:
@@ -51,11 +46,10 @@ class Library:
             by_length: Requests of different lengths never find each other.
             by_layer: Each layer is searched by itself, as the paper does.
         """
-        self.banks = dict(sorted(banks.items()))
-        self.packers = Packers(make_codec, self.banks)
         self._requests: dict[str, Request] = {}
+        self.banks = Banks(banks, make_codec, self._requests)
         self._struck: dict[str, str] = {}  # namespaces by key; also of requests that left, as they may come again
-        self._shelves = Shelves(fingerprint, make_index, self._layers_of, by_length, by_layer)
+        self._shelves = Shelves(fingerprint, make_index, self.banks.layers_of, by_length, by_layer)
         self._lock = threading.RLock()
         self.generation = 0  # moves on when requests begin to be compared by another fingerprint
 
@@ -70,7 +64,7 @@ class Library:
     @property
     def nbytes(self) -> int:
         """Bytes of all states held."""
-        return sum(bank.nbytes for bank in self.banks.values())
+        return self.banks.nbytes
 
     @property
     def index_nbytes(self) -> int:
@@ -82,11 +76,6 @@ class Library:
         """Projects features to search vectors; None when nothing is searched."""
         return self._shelves.fingerprint
 
-    @property
-    def losses(self) -> dict[int, Loss]:
-        """What compression lost by layer, of states of the weights that stored last."""
-        return {layer: packer.loss for layer, packer in self.packers.latest.items()}
-
     def known(self, row: Row) -> bool:
         """Whether the very same request is stored; a row of the same key but other tokens is not."""
         with self._lock:
@@ -97,16 +86,13 @@ class Library:
         """Whether the request's states come back bit for bit."""
         with self._lock:
             request = self._requests.get(key)
-            if request is None:
-                return False
-            packers = self.packers[request.scope.weights].values()
-            return all(packer.codec.is_lossless(request.dtype) for packer in packers)
+            return request is not None and self.banks.is_lossless(request)
 
     def held(self, key: str) -> list[int]:
         """Layers whose bank holds a state of the request."""
         with self._lock:
             self._expire()
-            return self._layers_of(key)
+            return self.banks.layers_of(key)
 
     def search(
         self, scope: Scope, rows: Sequence[Row], vectors: Floats, k: int = 1, layer: int | None = None
@@ -138,20 +124,9 @@ class Library:
             is_single: Only this layer is skipped, not those below.
         """
         with self._lock:
-            request, entry = self._requests.get(key), self.banks[layer].read(key)
-            if request is None or entry is None:
-                return None
-            packers = self.packers[request.scope.weights]
-            entries: dict[int, Entry | None] = {layer: entry}
-            pairs: KV | None = {}
-            if with_kv:
-                entries = {n: self.banks[n].read(key) for n in self.layers if n < layer and not is_single} | entries
-                pairs = kv.read(entries, packers, request.dtype)
-            if pairs is None:
-                return None
-            for served_by in entries:  # banks that gave K/V served the request too
-                self.banks[served_by].used(key)
-        return State(packers[layer].unpack("hidden", entry, request.dtype), pairs)
+            request = self._requests.get(key)
+            decode = None if request is None else self.banks.find(key, request, layer, with_kv, is_single)
+        return None if decode is None else decode()
 
     def put(
         self,
@@ -177,18 +152,13 @@ class Library:
             False when a state is larger than its bank and was left out.
         """
         with self._lock:
-            packers = self._packers_of(scope)
-            encoded = {
-                layer: self._learn(row.key, scope, layer, packers[layer].pack(tensors))
-                for layer, tensors in states.items()
-            }
+            encoded = self.banks.pack(row.key, scope, states)
             stored = {layer: entry for layer, entry in encoded.items() if self.banks[layer].fits(entry)}
             if not stored:
                 return False
             try:
                 request = self._know(scope, row, next(iter(states.values()))["hidden"].dtype)
-                for layer, entry in stored.items():
-                    self.banks[layer].put(row.key, entry, partial(self._let_go, layer=layer))
+                self.banks.put(row.key, stored, self._let_go)
                 is_stale = generation not in (None, self.generation)
                 self._shelves.put(request, row, features, None if is_stale else vectors, stored)
             except Exception:
@@ -241,7 +211,7 @@ class Library:
             request = self._requests.get(row.key)
             if request is None:
                 return False
-            self._shelves.put(request, row, None, dict.fromkeys(self.layers, vector), self._layers_of(row.key))
+            self._shelves.put(request, row, None, dict.fromkeys(self.layers, vector), self.banks.layers_of(row.key))
             if is_kept:
                 self._keep(row.key, request)
             return True
@@ -256,8 +226,7 @@ class Library:
             self.generation += 1
             for request in self._requests.values():
                 request.places, request.is_kept = (), False
-            for bank in self.banks.values():
-                bank.release()
+            self.banks.release()
             self._shelves.use(fingerprint)
 
     def should_check(self, key: str, layer: int) -> bool:
@@ -267,8 +236,6 @@ class Library:
 
     def check(self, key: str, layer: int, fresh: Tensor, stored: Tensor) -> None:
         """Compare states (R, D) of a reuse that was computed instead, and let go of what must leave for it.
-
-        The computed state goes through the codec first, so that what compression loses is not taken for a difference.
 
         Args:
             key: The stored request.
@@ -280,8 +247,7 @@ class Library:
             request, bank = self._requests.get(key), self.banks[layer]
             if request is None or key not in bank:  # it left meanwhile
                 return
-            returned = self.packers[request.scope.weights][layer].there_and_back(fresh)
-            bank.checked(key, cosine_distance(returned, stored))
+            self.banks.check(key, request, layer, fresh, stored)
             self._expire()
             if key not in bank and not self._shelves.by_layer:
                 self._forget(key)  # a lower layer of it would give the same answer
@@ -293,7 +259,7 @@ class Library:
             for key in keys:
                 self._forget(key)
             self._struck = {key: name for key, name in self._struck.items() if name != namespace}
-            self.packers.forget(namespace)
+            self.banks.packers.forget(namespace)
             self._shelves.purge(namespace)
             return len(keys)
 
@@ -303,34 +269,22 @@ class Library:
             for key in list(self._requests):
                 self._forget(key)
             self._struck.clear()
-            self.packers.forget()
+            self.banks.packers.forget()
             self._shelves.clear()
 
     def records(self) -> list[Record]:
         """Everything held, oldest first. A request waiting for the fingerprint to be fitted has no place yet."""
         with self._lock:
             self._expire()
-            return [
-                Record(
-                    key,
-                    request.scope,
-                    request.ids,
-                    request.dtype,
-                    {layer: entry for layer, bank in self.banks.items() if (entry := bank.read(key))},
-                    tuple(Place(shelf.layer, shelf.length, shelf.vector(slot), slot) for shelf, slot in request.places),
-                    request.answer,
-                    request.is_kept,
-                )
-                for key, request in self._requests.items()
-            ]
+            return [request.record(key, self.banks.entries(key)) for key, request in self._requests.items()]
 
     def adopt(self, record: Record) -> None:
         """Hold a saved request as if it had been put. Nothing finds it yet."""
         with self._lock:
             request = self._requests[record.key] = Request(record.scope, record.ids, record.dtype)
             for layer, entry in record.entries.items():
-                entry = self._learn(record.key, record.scope, layer, entry)
-                self.banks[layer].put(record.key, entry, partial(self._let_go, layer=layer))
+                shown = self.banks.learn(record.key, record.scope, layer, entry)
+                self.banks.put(record.key, {layer: shown}, self._let_go)
             request.answer = record.answer
             if record.is_kept:
                 self._keep(record.key, request)
@@ -343,22 +297,6 @@ class Library:
                 if (request := self._requests.get(key)) is not None:
                     self._shelves.place(key, request, place)
 
-    def _packers_of(self, scope: Scope) -> dict[int, Packer]:
-        """The packers for states of a scope, which are about to be stored."""
-        if scope.weights not in self.packers:
-            self.packers.keep({request.scope.weights for request in self._requests.values()})
-        self.packers.latest = self.packers[scope.weights]
-        return self.packers.latest
-
-    def _learn(self, key: str, scope: Scope, layer: int, entry: Entry) -> Entry:
-        """Show an entry to its codec. Once that is fitted, what it was shown is packed; returns the entry to store."""
-        packer, bank = self.packers[scope.weights][layer], self.banks[layer]
-        if not packer.learn(key, scope.namespace, entry):
-            return entry
-        held = [other for other, known in self._requests.items() if known.scope.weights == scope.weights]
-        bank.repack([other for other in held if other in bank], packer.repack)
-        return packer.repack(entry)
-
     def _know(self, scope: Scope, row: Row, dtype: torch.dtype) -> Request:
         """What is known of a request from now on; another one of the same key is forgotten."""
         request = self._requests.get(row.key)
@@ -369,22 +307,17 @@ class Library:
 
     def _keep(self, key: str, request: Request) -> None:
         request.is_kept = True
-        for bank in self.banks.values():
-            bank.keep(key)
-
-    def _layers_of(self, key: str) -> list[int]:
-        return [layer for layer, bank in self.banks.items() if key in bank]
+        self.banks.keep(key)
 
     def _expire(self) -> None:
-        for layer, bank in self.banks.items():
-            for key in bank.expire():
-                self._let_go(key, layer)
+        for layer, key in self.banks.expire():
+            self._let_go(layer, key)
 
-    def _let_go(self, key: str, layer: int) -> None:
+    def _let_go(self, layer: int, key: str) -> None:
         """A layer's bank no longer holds this: drop its index row there, and everything with the last bank."""
         if (request := self._requests.get(key)) is None:
             return
-        if self._layers_of(key):
+        if self.banks.layers_of(key):
             self._shelves.leave(request, layer)
         else:
             self._forget(key)
@@ -393,7 +326,6 @@ class Library:
         """Drop all traces of a request. If a part fails, the others are dropped all the same."""
         request = self._requests.pop(key, None)
         with ExitStack() as stack:
-            for bank in self.banks.values():
-                stack.callback(bank.remove, key)
+            stack.callback(self.banks.remove, key)
             if request is not None:
                 stack.callback(self._shelves.forget, key, request)

@@ -16,9 +16,11 @@ from torch import Tensor
 from llmcache.adapters import Trunk, device_of
 from llmcache.answers import Answers, Reading
 from llmcache.arrays import Floats
-from llmcache.context import Call, Row, Scope, to_host
+from llmcache.context import Call
 from llmcache.errors import CalibrationError
 from llmcache.library import Library
+from llmcache.rows import Row, Scope, to_host
+from llmcache.variables import setting
 from llmcache.weights import Weights
 
 _NO_LENGTH = 10**9  # tokenizers without a longest length tell some huge one
@@ -154,13 +156,11 @@ def collect(
     seen: list[Observation] = []
     for number, inputs in enumerate(requests):
         n_seen = len(seen)
-        token = observer.collected.set(seen)  # for our own calls only: making the next request may call the model, too
         try:
-            compute(inputs)
+            with setting(observer.collected, seen):  # our own calls only: making the next request may call the model
+                compute(inputs)
         except Exception as error:
             raise CalibrationError(f"request {number} could not be computed: {error!r}") from error
-        finally:
-            observer.collected.reset(token)
         n_rows = len(inputs["input_ids"]) if "input_ids" in inputs else 0
         if len(seen) != n_seen + n_rows or not n_rows:
             raise CalibrationError(

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from llmcache.arrays import Floats, below
-from llmcache.context import KEY_LENGTH, Scope
 from llmcache.records import Record
+from llmcache.rows import KEY_LENGTH, Scope
 from llmcache.shelf import Place
 from llmcache.stores import Entry
 

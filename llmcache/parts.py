@@ -16,7 +16,7 @@ from llmcache.observation import Observer
 from llmcache.payloads import Payload
 from llmcache.prefix.blocks import Blocks
 from llmcache.reuse import Rung
-from llmcache.stats import Counters
+from llmcache.stats import Counters, Stats
 from llmcache.trust import Trust
 from llmcache.weights import Weights
 
@@ -65,3 +65,47 @@ class Parts:
     def is_collecting(self) -> bool:
         """Whether the call under way is computed to be shown: neither served nor stored, and no request of a user's."""
         return self.observer is not None and self.observer.collected.get() is not None
+
+    def stats(self) -> Stats:
+        """Counters since wrapping, and what is held now."""
+        library, prefix = self.library, self.prefix
+        return self.counters.snapshot(
+            n_blocks=0 if prefix is None else len(prefix),
+            n_blocks_evicted=0 if prefix is None else prefix.n_evicted,
+            prefix_nbytes=0 if prefix is None else prefix.nbytes,
+            n_entries={layer: len(bank) for layer, bank in library.banks.items()},
+            n_evicted={layer: bank.n_evicted for layer, bank in library.banks.items()},
+            n_expelled={layer: bank.n_expelled for layer, bank in library.banks.items()},
+            n_stored=len(library),
+            nbytes=library.nbytes,
+            index_nbytes=library.index_nbytes,
+            reconstruction_error={layer: loss.relative_error for layer, loss in library.banks.losses.items()},
+            reconstruction_distance={layer: loss.cosine_distance for layer, loss in library.banks.losses.items()},
+            cost=() if self.cost is None else self.cost.rows(),
+            audit=None if self.audit is None else self.audit.stats(),
+        )
+
+    def clear(self) -> None:
+        """Forget all entries, and the calibration that rests on them; counters and what codecs learned stay."""
+        if self.audit is not None:
+            self.audit.forget()
+        self.library.clear()
+        if self.prefix is not None:
+            self.prefix.clear()
+        if self.trust is not None:
+            self.trust.forget()
+        if self.cost is not None:
+            self.cost.restart()
+
+    def purge(self, namespace: str) -> int:
+        """Forget all entries of a namespace, likewise, and return how many requests they were."""
+        if self.audit is not None:
+            self.audit.forget(namespace)
+        n_requests = self.library.purge(namespace)
+        if self.prefix is not None:
+            self.prefix.purge(namespace)
+        if self.trust is not None:
+            self.trust.forget(namespace)
+        if self.cost is not None:
+            self.cost.forget()
+        return n_requests

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from llmcache.context import Positions
+from llmcache.rows import Positions
 
 
 class Payload(Protocol):

@@ -23,15 +23,17 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
+from llmcache.adapters import Trunk, special_ids
 from llmcache.arrays import below
 from llmcache.calibration import Calibration
 from llmcache.config import CacheConfig
-from llmcache.context import Scope
 from llmcache.errors import BankFileError, StoreError
 from llmcache.library import Library
 from llmcache.packing import arrays_to_tensors, pack_requests, pack_states, unpack
 from llmcache.parts import Parts
+from llmcache.rows import Scope
 from llmcache.trust import Trust
+from llmcache.weights import Weights
 
 FORMAT = 4
 MANIFEST = "manifest.json"
@@ -63,13 +65,13 @@ class Manifest(BaseModel):
     struck: dict[str, str] = {}
 
 
-def save(served: Parts, config: CacheConfig, special_ids: Iterable[int], folder: str | Path) -> None:
+def save(served: Parts, config: CacheConfig, tokenizer: Any, folder: str | Path) -> None:
     """Write a cache. Entries of other weights, which could not be served anyway, are left out.
 
     Args:
         served: What to save.
         config: Settings to save with it.
-        special_ids: Ids that fingerprints leave out.
+        tokenizer: Names the special tokens, which fingerprints leave out; or None.
         folder: Made if needed.
 
     Raises:
@@ -88,7 +90,7 @@ def save(served: Parts, config: CacheConfig, special_ids: Iterable[int], folder:
             format=FORMAT,
             config=config.model_dump(mode="json", exclude_unset=True),
             weights=weights,
-            special_ids=list(special_ids),
+            special_ids=list(special_ids(served.trunk, tokenizer)),
             scopes=[(scope.namespace, scope.dtype, scope.attention) for scope in scopes],
             files=files,
             calibration=calibration,
@@ -120,24 +122,25 @@ def read_manifest(folder: str | Path) -> Manifest:
     return manifest
 
 
-def check(manifest: Manifest, weights: str, special_ids: Iterable[int], folder: str | Path) -> None:
+def check(manifest: Manifest, trunk: Trunk, tokenizer: Any, folder: str | Path) -> None:
     """Refuse a save that this model could not be served from.
 
     Args:
         manifest: Of `folder`.
-        weights: Digest of the model's weights now.
-        special_ids: Ids that fingerprints leave out now.
+        trunk: Of the model.
+        tokenizer: Names the special tokens now; or None.
         folder: Named in the error.
 
     Raises:
         BankFileError: Saved from other weights, or with other special tokens.
     """
+    weights = Weights(trunk.module).digest()
     if manifest.weights != weights:
         raise BankFileError(
             f"{folder}: saved from other weights (digest {manifest.weights[:12]}, this model has {weights[:12]}); "
             "load the model it was saved from, or start an empty cache with wrap()"
         )
-    if manifest.special_ids != list(special_ids):
+    if manifest.special_ids != list(special_ids(trunk, tokenizer)):
         raise BankFileError(f"{folder}: saved with other special tokens; give load() the tokenizer that wrap() had")
 
 
@@ -163,7 +166,7 @@ def restore(served: Parts, manifest: Manifest, folder: str | Path) -> None:
             served.trust.restore(manifest.calibration, below("trust.", learned), namespaces)
         if library.fingerprint is not None:
             library.fingerprint.restore(below("fingerprint.", learned))
-        for layer, packer in library.packers[weights].items():
+        for layer, packer in library.banks.packers[weights].items():
             packer.codec.restore(below(f"{layer}/codec/", parts["states"]))
         for record in records:
             library.adopt(record)
@@ -205,7 +208,7 @@ def _pack_codecs(library: Library, weights: str) -> dict[str, Tensor]:
     """What codecs learned of these weights' states. Taken after the records: a packed entry needs its codec."""
     return {
         f"{layer}/codec/{name}": tensor.cpu().contiguous()
-        for layer, packer in library.packers.get(weights, {}).items()
+        for layer, packer in library.banks.packers.get(weights, {}).items()
         for name, tensor in packer.codec.state().items()
     }
 

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from llmcache.adapters import special_ids, vocabulary_size
 from llmcache.arrays import Bools
-from llmcache.context import Call, Inputs, Row, Scope, id_dtype, read_rows, to_host
-from llmcache.fingerprint import View, foresee
+from llmcache.context import Call
+from llmcache.fingerprint import View
 from llmcache.masks import expand
 from llmcache.parts import Parts
 from llmcache.payloads import head_reads_padding
+from llmcache.rows import Inputs, Row, Scope, id_dtype, read_rows, to_host
 
 
 class Reader:
@@ -73,7 +74,7 @@ class Reader:
         call.generation = self._parts.library.generation
         if fingerprint is not None and fingerprint.n_fit == 0 and self._can_search(call.scope.weights):
             layers = (0,) if self._parts.is_per_layer else self._parts.library.layers
-            vectors, call.forecasts = foresee(fingerprint, inputs.features)
+            vectors, call.forecasts = fingerprint.foresee(inputs.features)
             call.fingerprints = dict.fromkeys(layers, vectors)
 
     def _can_search(self, weights: str) -> bool:

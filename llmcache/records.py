@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from llmcache.arrays import Floats
-from llmcache.context import Scope
+from llmcache.rows import Scope
 from llmcache.shelf import Place, Shelf
 from llmcache.stores import Entry
 
@@ -77,3 +77,13 @@ class Request:
     @places.setter
     def places(self, pairs: Iterable[tuple[Shelf, int]]) -> None:
         self._places = tuple(chain.from_iterable(pairs))
+
+    def record(self, key: str, entries: dict[int, Entry]) -> Record:
+        """All that is held of it.
+
+        Args:
+            key: Its exact key.
+            entries: Its encoded states by layer.
+        """
+        places = tuple(Place(shelf.layer, shelf.length, shelf.vector(slot), slot) for shelf, slot in self.places)
+        return Record(key, self.scope, self.ids, self.dtype, entries, places, self.answer, self.is_kept)

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from llmcache.arrays import Floats
-from llmcache.context import Scope
 from llmcache.index import Index
+from llmcache.rows import Scope
 
 
 @dataclass(slots=True)

@@ -7,10 +7,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 
 from llmcache.arrays import Floats
-from llmcache.context import Row, Scope
 from llmcache.fingerprint import Fingerprint
 from llmcache.index import Index
 from llmcache.records import Request
+from llmcache.rows import Row, Scope
 from llmcache.shelf import Neighbour, Place, Shelf
 
 

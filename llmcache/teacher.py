@@ -15,7 +15,7 @@ from llmcache.arrays import Doubles, Floats
 from llmcache.calibration import Trial, losses, settings
 from llmcache.claim import Metric, MetricName
 from llmcache.errors import CalibrationError
-from llmcache.fingerprint import Fingerprint, foresee
+from llmcache.fingerprint import Fingerprint
 from llmcache.fingerprint.tokens import TokenVectors
 from llmcache.library import Library
 from llmcache.observation import Observation, outputs, targets
@@ -176,5 +176,5 @@ class Teacher:
 
     def _foresee(self, case: Observation) -> tuple[Floats, Floats | None]:
         """Fingerprint (F,) of a request, and the forecast of its output (C,), or None."""
-        vectors, forecasts = foresee(self._fingerprint, case.features[None])
+        vectors, forecasts = self._fingerprint.foresee(case.features[None])
         return vectors[0], None if forecasts is None else forecasts[0]

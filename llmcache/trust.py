@@ -22,11 +22,11 @@ from llmcache.answers import Answers
 from llmcache.arrays import Doubles, Floats
 from llmcache.calibration import Calibration
 from llmcache.claim import Claim
-from llmcache.context import Scope
 from llmcache.errors import CalibrationError
 from llmcache.library import Library
 from llmcache.observation import Observation, check_labels
 from llmcache.reuse.semantic import Chooser
+from llmcache.rows import Scope
 from llmcache.stats import Counters, Status
 from llmcache.teacher import Teacher
 from llmcache.weights import Weights

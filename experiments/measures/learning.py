@@ -40,11 +40,7 @@ class LearningExperiment(TaskExperiment):
         """Check all settings, those of llmcache included; see `Section.make`."""
         made = super().make(values, name)
         Cached.check(made.cache, "cache")
-        try:
-            for max_drop in made.max_drops:
-                check_size(made.learn, max_drop, made.config.delta)
-        except CalibrationError as error:
-            raise ConfigError(f"learn={made.learn}: {error}") from error
+        check_learn(made.learn, made.max_drops, made.config.delta)
         return made
 
     @property
@@ -72,6 +68,18 @@ class LearningExperiment(TaskExperiment):
     def rehearse(self, folders: Folders) -> Rehearsal:
         """The same, observed once; see `stream`."""
         return Rehearsal(self.stream(folders), self.cache)
+
+
+def check_learn(learn: int, max_drops: Sequence[float], delta: float) -> None:
+    """Refuse to learn from fewer requests than the least loss takes, which is the one that takes most.
+
+    Raises:
+        ConfigError: It says how many are needed.
+    """
+    try:
+        check_size(learn, min(max_drops), delta)
+    except CalibrationError as error:
+        raise ConfigError(f"learn={learn}: {error}") from error
 
 
 def later(workload: Workload, learn: int) -> Workload:

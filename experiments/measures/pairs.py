@@ -25,6 +25,7 @@ from experiments.embedding import ALIKE, Embedding
 from experiments.folders import Folders
 from experiments.measures.adversaries import Gate, name_of
 from experiments.measures.base import Experiment, Outcome
+from experiments.measures.learning import check_learn
 from experiments.methods.cached import Cached
 from experiments.metrics import share_interval
 from experiments.models import MINILM, check_length, load
@@ -32,9 +33,8 @@ from experiments.recording import Recording, make_fingerprint
 from experiments.rehearsal import Rehearsal
 from experiments.serving import cache_beside
 from llmcache import CacheConfig
-from llmcache.calibration import check_size
 from llmcache.claim import Claim
-from llmcache.errors import CalibrationError, ConfigError
+from llmcache.errors import ConfigError
 
 
 class Pairs(Experiment):
@@ -68,11 +68,7 @@ class Pairs(Experiment):
         made = super().make(values, name)
         for gate in made.gates:
             Cached.check({**made.cache, "gate": gate}, "cache")
-        try:
-            for max_drop in made.max_drops:
-                check_size(made.learn, max_drop, made.delta)
-        except CalibrationError as error:
-            raise ConfigError(f"learn={made.learn}: {error}") from error
+        check_learn(made.learn, made.max_drops, made.delta)
         return made
 
     @property

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from llmcache.context import Call, Drawn, Row
+from llmcache.context import Call, Drawn
+from llmcache.rows import Row
 
 # Of the trunk's arguments, those that decide a row's states; a model with a head takes them by the same names.
 _INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")

@@ -28,8 +28,8 @@ def command(
 ) -> None:
     """Calibrate on the first requests of a stream, and show what was chosen.
 
-    What is asked for are settings of the cache: --set cache.max_drop=0.01 cache.sources=growing. Of a file that is a
-    grid the first run counts; --set chooses another, seed=1 for instance.
+    Each loss of max_drops is asked for, one after the other: --set 'max_drops=[0.01]' cache.sources=growing asks for
+    one. Of a file that is a grid the first run counts; --set chooses another, seed=1 for instance.
     """
     files, changed = told_apart(config, changes)
     if len(files) != 1:
@@ -40,11 +40,18 @@ def command(
     from experiments.runner import load_all
 
     run, *others = load_all(files, changed)
-    cache = calibrate(run.experiment, Folders(data_dir, models_dir))
-    found = cache.calibration
-    assert found is not None
-    _show(f"{run.group} {run.name}{f', the first of {len(others) + 1} runs' if others else ''}", found)
-    write_json(json_file, {"run": run.name, "settings": run.experiment.to_dict(), **found.to_dict()})
+    settings = run.experiment.to_dict()
+    if save is not None and len(drops := settings.get("max_drops", ())) > 1:
+        raise ConfigError(f"--save keeps one calibration: choose a loss of {drops}, --set 'max_drops=[{drops[0]}]'")
+    cache, calibrations = calibrate(run.experiment, Folders(data_dir, models_dir))
+    title = f"{run.group} {run.name}{f', the first of {len(others) + 1} runs' if others else ''}"
+    for found in calibrations:
+        _show(title, found)
+        typer.echo()
+    write_json(
+        json_file,
+        {"run": run.name, "settings": settings, "calibrations": [found.to_dict() for found in calibrations]},
+    )
     if save is not None:
         cache.save(save)
         typer.echo(f"saved to {save}: LLMCache.load(model, {str(save)!r})")

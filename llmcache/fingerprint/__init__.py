@@ -30,7 +30,6 @@ __all__ = [
     "ShingleMinHash",
     "SimHash",
     "View",
-    "foresee",
 ]
 
 
@@ -66,6 +65,9 @@ class Fingerprint(Protocol):
     def project(self, features: Floats) -> Floats:
         """Float32 (B, F) from features (B, F0), as the index that goes with it takes them: all but `lsh`, L2 norm 1."""
 
+    def foresee(self, features: Floats) -> tuple[Floats, Floats | None]:
+        """The same fingerprints, and what they let expect of the outputs (B, C), or None."""
+
     def state(self) -> dict[str, Floats]:
         """Arrays that `restore` needs; empty when nothing was learned."""
 
@@ -81,10 +83,3 @@ FINGERPRINTS: dict[str, type[Fingerprint]] = {
     "attention": AttentionMean,
     "learned": Learned,
 }
-
-
-def foresee(fingerprint: Fingerprint, features: Floats) -> tuple[Floats, Floats | None]:
-    """Fingerprints (B, F) from features (B, F0), and what they let expect of the outputs (B, C), or None."""
-    if isinstance(fingerprint, Learned):
-        return fingerprint.foresee(features)
-    return fingerprint.project(features), None

@@ -11,9 +11,9 @@ import torch
 
 from llmcache.adapters import Trunk, unpack
 from llmcache.arrays import Floats, Ids
-from llmcache.context import Row
 from llmcache.errors import ConfigError
 from llmcache.payloads import Payload
+from llmcache.rows import Row
 
 _BATCH = 256
 

@@ -39,7 +39,7 @@ class View:
 
 
 class Unlearned:
-    """A fingerprint that is ready at once and has nothing to save."""
+    """A fingerprint that is ready at once, has nothing to save and forecasts nothing."""
 
     reads_attention = False
     reads_states = True
@@ -52,6 +52,14 @@ class Unlearned:
 
     def fit(self, features: Sequence[Floats], targets: Floats | None = None, outputs: Floats | None = None) -> None:
         """Nothing to learn."""
+
+    def project(self, features: Floats) -> Floats:
+        """Search vectors (B, F) from features (B, F0), each fingerprint in a way of its own."""
+        raise NotImplementedError
+
+    def foresee(self, features: Floats) -> tuple[Floats, Floats | None]:
+        """Search vectors, and no forecast."""
+        return self.project(features), None
 
     def state(self) -> dict[str, Floats]:
         """Nothing to save."""

@@ -18,13 +18,14 @@ from torch import Tensor
 from llmcache.adapters import CACHE
 from llmcache.arguments import Arguments
 from llmcache.bypass import is_plain_cache
-from llmcache.context import Call, Row
+from llmcache.context import Call
 from llmcache.lookup import Lookup
 from llmcache.masks import cut
 from llmcache.parts import Parts
 from llmcache.prefix.blocks import Block, Blocks
 from llmcache.prefix.chain import links
 from llmcache.prefix.records import Link, Prefill
+from llmcache.rows import Row
 from llmcache.stores.memory import own
 
 Passed = tuple[tuple[Any, ...], dict[str, Any]]

@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
-from llmcache.context import Call, Reuse, Row
+from llmcache.context import Call, Reuse
 from llmcache.library import Library
+from llmcache.rows import Row
 
 
 class Exact:

@@ -13,8 +13,9 @@ eviction a higher bank may hold only another neighbour above tau, which this run
 
 from collections.abc import Mapping, Sequence
 
-from llmcache.context import Call, Reuse, Row
+from llmcache.context import Call, Reuse
 from llmcache.library import Library
+from llmcache.rows import Row
 from llmcache.shelf import Neighbour
 
 

@@ -14,11 +14,12 @@ import numpy as np
 
 from llmcache.answers import Answers
 from llmcache.arrays import Doubles, Floats, below
-from llmcache.context import Call, Reuse, Row, Scope
+from llmcache.context import Call, Reuse
 from llmcache.decide import Decision, Evidence, deepest_layer, share_of
 from llmcache.gate import ContentGate
 from llmcache.library import Library
 from llmcache.observation import Observation
+from llmcache.rows import Row, Scope
 from llmcache.shelf import Neighbour
 
 

@@ -20,7 +20,7 @@ VALUES = {
     "learn": 240,
     "max_drops": [0.2],
     "taus": [0.9],
-    "cache": {"answer": "class", "max_drop": 0.2},
+    "cache": {"answer": "class"},
 }
 
 
@@ -39,9 +39,10 @@ def run_main(*args: str | Path) -> int:
 
 def test_what_was_chosen_is_shown_and_kept(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kept = tmp_path / "figures.json"
-    assert run_main(config, "--json", kept, "--set", "cache.max_drop=0.3", "cache.delta=0.1") == 0
+    assert run_main(config, "--json", kept, "--set", "max_drops=[0.3]", "cache.delta=0.1") == 0
     shown = capsys.readouterr().out
-    figures = json.loads(kept.read_text())
+    told = json.loads(kept.read_text())
+    (figures,) = told["calibrations"]
     assert "trust_made support_desk-untrained-seed=3, the first of 2 runs" in shown
     assert "changed <= 30 %, 90 % sure" in shown
     chosen = figures["chosen"]
@@ -49,7 +50,22 @@ def test_what_was_chosen_is_shown_and_kept(config: Path, tmp_path: Path, capsys:
     assert figures["n_sources"] + figures["n_tested"] <= 240
     assert f"{100 * chosen['bound']:.2f} %" in shown
     assert chosen["bound"] <= 0.3 and chosen in figures["curve"]
-    assert figures["settings"]["seed"] == 3
+    assert told["settings"]["seed"] == 3
+
+
+def test_each_loss_of_the_experiment_is_calibrated_as_if_it_were_alone(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = {}
+    for drops in ("[0.4, 0.2]", "[0.4]", "[0.2]"):
+        kept = tmp_path / "figures.json"
+        assert run_main(config, "--json", kept, "--set", f"max_drops={drops}") == 0
+        shown = capsys.readouterr().out
+        made = json.loads(kept.read_text())["calibrations"]
+        assert [f"changed <= {100 * one['max_drop']:g} %" in shown for one in made] == [True] * len(made)
+        found[drops] = [(one["max_drop"], one["chosen"], one["curve"]) for one in made]
+    assert found["[0.4, 0.2]"] == found["[0.4]"] + found["[0.2]"]
+    assert [drop for drop, _, _ in found["[0.4, 0.2]"]] == [0.4, 0.2]
 
 
 def test_what_is_saved_serves_again(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,6 +76,7 @@ def test_what_is_saved_serves_again(config: Path, tmp_path: Path, capsys: pytest
     workload = build(run.experiment.task, Folders(), 0)
     with LLMCache.load(workload.module, folder, tokenizer=workload.tokenizer) as cache:
         assert cache.calibration is not None and cache.calibration.is_certified
+        assert cache.calibration.max_drop == cache.config.max_drop == 0.2
         rungs = set()
         for request in workload.requests[240:]:
             cache(**request.inputs)
@@ -70,7 +87,18 @@ def test_what_is_saved_serves_again(config: Path, tmp_path: Path, capsys: pytest
 @pytest.mark.parametrize(
     ("args", "error"),
     [
-        (["--set", "cache.max_drop=0.001"], "llmcache: 240 requests cannot show a loss of at most 0.001"),
+        (
+            ["--set", "task.limit=90", "max_drops=[0.2, 0.05]"],
+            "llmcache: 90 requests cannot show a loss of at most 0.05",
+        ),
+        (
+            ["--set", "cache.max_drop=0.1"],
+            "llmcache: cache.max_drop=0.1: an experiment asks for the losses in max_drops",
+        ),
+        (
+            ["--save", "kept", "--set", "max_drops=[0.2, 0.3]"],
+            "llmcache: --save keeps one calibration: choose a loss of",
+        ),
         (["--set", "task.limit=90"], "llmcache: 90 requests cannot show a loss of at most 0.2"),
         (["--set", "cache.tau=0.9"], "llmcache: tau=0.9 is your own choice"),
         (["--json", "."], "llmcache: .: cannot be written"),

@@ -16,9 +16,9 @@ from llmcache import BankFileError, LLMCache, persist
 from llmcache.bank import Bank
 from llmcache.compression import CODECS, PCA, Autoencoder, Half, Int8, Plain
 from llmcache.compression.packer import MEASURED_EVERY, Loss, Packer
-from llmcache.context import Row, Scope
 from llmcache.library import Library
 from llmcache.policies import LRU
+from llmcache.rows import Row, Scope
 from llmcache.stores.memory import MemoryStore
 from tests.models import BARE, CLASSIFIERS, TOKEN_HEADS, build, padded, tokens
 
@@ -246,7 +246,7 @@ def test_each_layer_is_fitted_for_itself_and_what_was_stored_before_is_packed() 
         rows = low_rank(2, seed=name)
         torch.testing.assert_close(hidden(lib, name, 0), rows, atol=0.01, rtol=0.0)
         torch.testing.assert_close(hidden(lib, name, 1), 100 * rows.flip(dims=(1,)), atol=1.0, rtol=0.0)
-    assert not torch.equal(*(packer.codec.state()["axes"] for packer in lib.packers["w"].values()))
+    assert not torch.equal(*(packer.codec.state()["axes"] for packer in lib.banks.packers["w"].values()))
 
 
 def test_packing_again_is_no_use_of_an_entry() -> None:
@@ -267,7 +267,7 @@ def test_entries_that_left_meanwhile_still_count() -> None:
     lib = library(lambda: PCA(dim=3, fit_on=10), max_entries=2)
     for name in range(5):
         put(lib, name)
-    assert lib.packers["w"][0].codec.n_fit == 0
+    assert lib.banks.packers["w"][0].codec.n_fit == 0
     assert lib.nbytes == 2 * 2 * 2 * 3 * 2
 
 
@@ -278,10 +278,10 @@ def test_nothing_is_learned_from_what_was_forgotten_on_demand(forget: Callable[[
         put(lib, name, namespace="tenant")
     forget(lib)
     put(lib, 4)
-    assert lib.packers["w"][0].codec.n_fit == 10
+    assert lib.banks.packers["w"][0].codec.n_fit == 10
     for name in range(5, 9):
         put(lib, name)
-    assert lib.packers["w"][0].codec.n_fit == 0
+    assert lib.banks.packers["w"][0].codec.n_fit == 0
 
 
 def test_a_fit_that_fails_is_tried_again_with_later_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,9 +292,9 @@ def test_a_fit_that_fails_is_tried_again_with_later_rows(monkeypatch: pytest.Mon
         with pytest.raises(ZeroDivisionError):
             put(lib, 1)
     put(lib, 2)
-    assert lib.packers["w"][0].codec.n_fit == 4
+    assert lib.banks.packers["w"][0].codec.n_fit == 4
     put(lib, 3)
-    assert [packer.codec.n_fit for packer in lib.packers["w"].values()] == [0, 0]
+    assert [packer.codec.n_fit for packer in lib.banks.packers["w"].values()] == [0, 0]
 
 
 def test_many_threads_fit_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,7 +364,7 @@ SETTINGS = {"tau": 0.999, "compression": {"name": "pca", "dim": 4, "fit_on": 6}}
 
 def only_packer(cache: LLMCache) -> Packer:
     """The packer of the last layer, where states of one set of weights were stored."""
-    (packers,) = cache._parts.library.packers.values()
+    (packers,) = cache._parts.library.banks.packers.values()
     return packers[3]
 
 

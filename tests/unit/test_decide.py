@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from llmcache.config import Component
+from llmcache.component import Component
 from llmcache.decide import DECISIONS, Consensus, Evidence, Risk, Threshold, deepest_layer
 from llmcache.errors import ConfigError
 

@@ -301,7 +301,7 @@ def test_a_request_stored_again_on_other_states_is_found_under_those() -> None:
     rung._tau = {0: -1.0, 1: 1.1}  # from now on any request takes the first one's layer 0, and computes layer 1
     key = library.records()[0].key
     library.banks[0].remove(library.records()[1].key)
-    library._let_go(library.records()[1].key, 0)
+    library._let_go(0, library.records()[1].key)
     cache(input_ids=two)
     assert cache.last[0].source == key
     again = next(record for record in library.records() if record.key == cache.last[0].key)

@@ -6,11 +6,11 @@ import torch
 
 from llmcache.adapters import locate
 from llmcache.arrays import Floats
-from llmcache.context import Row
 from llmcache.errors import ConfigError
 from llmcache.fingerprint import Learned, View
 from llmcache.fingerprint.tokens import TokenVectors
 from llmcache.payloads import PAYLOADS
+from llmcache.rows import Row
 from tests.models import BARE, STRANGERS, VOCABULARY, build
 
 D = 12

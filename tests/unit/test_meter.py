@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from llmcache import LLMCache
-from llmcache.context import Call, Row
+from llmcache.context import Call
 from llmcache.cost import PATIENCE, PATIENCE_OF_TAU, CostModel, Times
 from llmcache.meter import Meter
+from llmcache.rows import Row
 from tests.models import CLASSIFIERS, GENERATORS, build, padded, tokens
 
 LENGTH = 6

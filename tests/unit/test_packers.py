@@ -12,9 +12,9 @@ from llmcache import LLMCache
 from llmcache.bank import Bank
 from llmcache.compression import PCA, Half
 from llmcache.compression.packer import MEASURED_EVERY, Loss, Packer
-from llmcache.context import Row, Scope
 from llmcache.library import Library
 from llmcache.policies import LRU
+from llmcache.rows import Row, Scope
 from llmcache.stores.memory import MemoryStore
 from tests.models import CLASSIFIERS, build, tokens
 
@@ -76,9 +76,9 @@ def test_codecs_of_weights_that_hold_nothing_are_dropped() -> None:
     for name in range(5):
         put(lib, name)
     put(lib, 0, "u")
-    assert set(lib.packers) == {"w", "u"}
+    assert set(lib.banks.packers) == {"w", "u"}
     lib.clear()
-    assert lib.packers["w"][0].codec.n_fit == 0  # what was learned stays until other weights come
+    assert lib.banks.packers["w"][0].codec.n_fit == 0  # what was learned stays until other weights come
 
 
 def wrap(**settings: Any) -> LLMCache:
@@ -137,8 +137,8 @@ def test_rows_of_a_purged_tenant_are_forgotten_also_where_the_bank_had_let_go() 
         put(lib, name, namespace="tenant")
     lib.purge("tenant")
     put(lib, 4)
-    assert lib.packers["w"][0].codec.n_fit == 10
-    assert list(lib.packers["w"][0]._waiting) == [key(4)]
+    assert lib.banks.packers["w"][0].codec.n_fit == 10
+    assert list(lib.banks.packers["w"][0]._waiting) == [key(4)]
 
 
 def test_clearing_forgets_rows_also_where_the_bank_had_let_go() -> None:
@@ -146,7 +146,7 @@ def test_clearing_forgets_rows_also_where_the_bank_had_let_go() -> None:
     for name in range(4):
         put(lib, name)
     lib.clear()
-    assert lib.packers["w"][0]._waiting == {}
+    assert lib.banks.packers["w"][0]._waiting == {}
 
 
 def test_rows_of_other_tenants_stay() -> None:
@@ -160,7 +160,7 @@ def test_rows_of_other_tenants_stay() -> None:
         put(other, name)
     other.purge("tenant")
     put(other, 4)
-    assert other.packers["w"][0].codec.n_fit == 0
+    assert other.banks.packers["w"][0].codec.n_fit == 0
 
 
 def test_entries_too_large_while_plain_are_learned_from_and_fit_afterwards() -> None:

@@ -84,7 +84,7 @@ def evict_first(cache: LLMCache, layer: int) -> None:
     bank = library.banks[layer]
     key = bank.keys()[0]
     bank.remove(key)
-    library._let_go(key, layer)
+    library._let_go(layer, key)
 
 
 def test_they_differ_when_tau_by_layer_admits_an_upper_layer_only_by_its_own_search() -> None:

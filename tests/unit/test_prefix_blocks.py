@@ -8,10 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmcache.context import Row, Scope
 from llmcache.prefix.blocks import Block, Blocks
 from llmcache.prefix.chain import links
 from llmcache.prefix.records import Link
+from llmcache.rows import Row, Scope
 
 SCOPE = Scope("default", "weights", "torch.float32", "sdpa")
 CPU = torch.device("cpu")

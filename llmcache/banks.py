@@ -1,0 +1,149 @@
+"""(2) All banks, and what their states are packed with: what is held of a request, at all its layers.
+
+Sizes: R rows of a payload, D hidden width.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from functools import partial
+
+from torch import Tensor
+
+from llmcache import kv
+from llmcache.bank import Bank
+from llmcache.compression import Codec
+from llmcache.compression.packer import Loss, Packer
+from llmcache.compression.packers import Packers
+from llmcache.payloads import cosine_distance
+from llmcache.records import KV, Request, State
+from llmcache.rows import Scope
+from llmcache.stores import Entry
+
+
+class Banks(dict[int, Bank]):
+    """Banks by layer, first to last. The library holds a lock.
+
+    Attributes:
+        packers: What packs their states, by digest of the weights, then by layer.
+    """
+
+    def __init__(
+        self, banks: Mapping[int, Bank], make_codec: Callable[[], Codec], requests: Mapping[str, Request]
+    ) -> None:
+        """Start with empty banks.
+
+        Args:
+            banks: By layer, at least one.
+            make_codec: Makes one for each layer and state of the weights.
+            requests: What is known of those that the banks hold, by key.
+        """
+        super().__init__(sorted(banks.items()))
+        self.packers = Packers(make_codec, self)
+        self._requests = requests
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all states held."""
+        return sum(bank.nbytes for bank in self.values())
+
+    @property
+    def losses(self) -> dict[int, Loss]:
+        """What compression lost by layer, of states of the weights that stored last."""
+        return {layer: packer.loss for layer, packer in self.packers.latest.items()}
+
+    def layers_of(self, key: str) -> list[int]:
+        """Layers whose bank holds a state of a request."""
+        return [layer for layer, bank in self.items() if key in bank]
+
+    def entries(self, key: str) -> dict[int, Entry]:
+        """Encoded states of a request by layer."""
+        return {layer: entry for layer, bank in self.items() if (entry := bank.read(key))}
+
+    def is_lossless(self, request: Request) -> bool:
+        """Whether the states of a request come back bit for bit."""
+        packers = self.packers[request.scope.weights].values()
+        return all(packer.codec.is_lossless(request.dtype) for packer in packers)
+
+    def find(
+        self, key: str, request: Request, layer: int, with_kv: bool, is_single: bool
+    ) -> Callable[[], State] | None:
+        """What decodes a stored state, or None when some of what is needed is not held; see `Library.read`.
+
+        It may be called without the lock: entries are never written again.
+        """
+        entry = self[layer].read(key)
+        if entry is None:
+            return None
+        packers = self.packers[request.scope.weights]
+        entries: dict[int, Entry | None] = {layer: entry}
+        pairs: KV | None = {}
+        if with_kv:
+            entries = {n: self[n].read(key) for n in self if n < layer and not is_single} | entries
+            pairs = kv.read(entries, packers, request.dtype)
+        if pairs is None:
+            return None
+        for served_by in entries:  # banks that gave K/V served the request too
+            self[served_by].used(key)
+        return lambda: State(packers[layer].unpack("hidden", entry, request.dtype), pairs)
+
+    def pack(self, key: str, scope: Scope, states: Mapping[int, Mapping[str, Tensor]]) -> dict[int, Entry]:
+        """Encode what is about to be stored of a request.
+
+        Args:
+            key: The request.
+            scope: Its scope.
+            states: Named tensors by layer.
+        """
+        packers = self._packers_of(scope)
+        return {layer: self.learn(key, scope, layer, packers[layer].pack(states[layer])) for layer in states}
+
+    def learn(self, key: str, scope: Scope, layer: int, entry: Entry) -> Entry:
+        """Show an entry to its codec. Once that is fitted, what it was shown is packed; returns the entry to store."""
+        packer, bank = self.packers[scope.weights][layer], self[layer]
+        if not packer.learn(key, scope.namespace, entry):
+            return entry
+        held = [other for other, known in self._requests.items() if known.scope.weights == scope.weights]
+        bank.repack([other for other in held if other in bank], packer.repack)
+        return packer.repack(entry)
+
+    def put(self, key: str, entries: Mapping[int, Entry], let_go: Callable[[int, str], None]) -> None:
+        """Hold entries by layer. `let_go` is told layer and key of each that leaves for one of them, at once."""
+        for layer, entry in entries.items():
+            self[layer].put(key, entry, partial(let_go, layer))
+
+    def check(self, key: str, request: Request, layer: int, fresh: Tensor, stored: Tensor) -> None:
+        """Tell a bank how far a state (R, D) that was computed is from the one that it holds, as that comes back.
+
+        The computed one goes through the codec first, so that what compression loses is not taken for a difference.
+        """
+        returned = self.packers[request.scope.weights][layer].there_and_back(fresh)
+        self[layer].checked(key, cosine_distance(returned, stored))
+
+    def keep(self, key: str) -> None:
+        """Let nothing but `remove` make a request leave."""
+        for bank in self.values():
+            bank.keep(key)
+
+    def release(self) -> None:
+        """Let all requests leave again."""
+        for bank in self.values():
+            bank.release()
+
+    def expire(self) -> Iterator[tuple[int, str]]:
+        """Remove what must leave whatever the budget: layer and key of each, when it has left."""
+        for layer, bank in self.items():
+            for key in bank.expire():
+                yield layer, key
+
+    def remove(self, key: str) -> None:
+        """Let go of a request. If one bank fails, the others let go all the same."""
+        with ExitStack() as stack:
+            for bank in self.values():
+                stack.callback(bank.remove, key)
+
+    def _packers_of(self, scope: Scope) -> dict[int, Packer]:
+        """The packers for states of a scope, which are about to be stored."""
+        if scope.weights not in self.packers:
+            self.packers.keep({request.scope.weights for request in self._requests.values()})
+        self.packers.latest = self.packers[scope.weights]
+        return self.packers.latest

@@ -1,0 +1,155 @@
+"""Turns approximate reuse on: makes a wrapped model ready to learn, runs it on requests, has these calibrated."""
+
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from llmcache.answers import Reading
+from llmcache.calibration import Calibration
+from llmcache.claim import Claim, Metric, MetricName, Sources
+from llmcache.config import CacheConfig
+from llmcache.errors import ConfigError, WrapError
+from llmcache.flow import Flow
+from llmcache.hooks import Installed, listen, watch
+from llmcache.learning import make_learning
+from llmcache.observation import Observation, Observer, collect, tokenised, with_labels
+from llmcache.parts import Parts
+from llmcache.trust import Trust
+from llmcache.variables import setting
+
+Requests = Iterable[Mapping[str, Any] | str]
+
+
+class Calibrator:
+    """Of one cache. One thread at a time calibrates or observes; the others wait."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: CacheConfig,
+        parts: Parts,
+        flow: Flow,
+        installed: Installed,
+        tokenizer: Any,
+        answer_of: Reading,
+    ) -> None:
+        """Prepare; nothing is hooked before `start`.
+
+        Args:
+            model: Wrapped.
+            config: Settings.
+            parts: What calls are served with; what learns is added to them.
+            flow: Is told what the model puts out.
+            installed: What hangs on the model.
+            tokenizer: Of requests that are texts; None if there are none.
+            answer_of: Finds the answer in what the model returned.
+        """
+        self._model = model
+        self._config = config
+        self._parts = parts
+        self._flow = flow
+        self._installed = installed
+        self._tokenizer = tokenizer
+        self._answer_of = answer_of
+        self._lock = threading.RLock()  # requests that are given may be made by observing others
+
+    def start(self) -> None:
+        """Do what the first call needs: hear the answers that decisions compare, or begin to learn.
+
+        Raises:
+            ConfigError: A setting is wrong, or does not suit the model.
+            UnsafeReuseError: It is to learn, and the head answers token by token.
+        """
+        if self._parts.observer is not None:
+            self._watch(self._parts.observer)
+        if self._config.learn is not None:
+            self.begin()
+
+    def begin(self) -> None:
+        """Make the cache ready to be calibrated, unless it is: hook what it must hear of the model, then rely on that.
+
+        Raises:
+            ConfigError: A setting is wrong, or rules out a calibration.
+            UnsafeReuseError: The head answers token by token.
+        """
+        if self._parts.trust is not None:
+            return
+        learning = make_learning(self._parts, self._model, self._config, self._answer_of, self._compute_in)
+        self._watch(learning.observer)
+        if learning.attention is not None:
+            self._installed.add(listen(learning.attention, self._flow))
+        learning.add_to(self._parts)
+
+    def calibrate(self, requests: Requests, labels: Sequence[Any] | None, claim: Claim) -> Calibration:
+        """Compute requests, learn from part of them, and choose what may be reused; see `LLMCache.calibrate`."""
+        with self._lock:
+            trust, observer = self._learners()
+            trust.end()
+            if self._parts.cost is not None:
+                self._parts.cost.restart()  # what was seen so far does not hold of what can be served afterwards
+            return trust.calibrate(self._collect(observer, requests, labels), claim)
+
+    def observe(self, requests: Requests, labels: Sequence[Any] | None) -> list[Observation]:
+        """Compute requests, and keep all that a calibration looks at; see `LLMCache.observe`."""
+        with self._lock:
+            return self._collect(self._learners()[1], requests, labels)
+
+    def _learners(self) -> tuple[Trust, Observer]:
+        """Who learns from requests, and who sees them."""
+        if self._installed.is_empty:
+            raise WrapError("this cache was unwrapped: wrap the model again, and calibrate that cache")
+        self.begin()
+        assert self._parts.trust is not None and self._parts.observer is not None
+        return self._parts.trust, self._parts.observer
+
+    def _collect(self, observer: Observer, requests: Requests, labels: Sequence[Any] | None) -> list[Observation]:
+        inputs = tokenised(requests, self._tokenizer, self._parts.trunk)
+        return with_labels(collect(self._compute, observer, inputs), labels, self._model)
+
+    def _compute(self, inputs: Mapping[str, Any]) -> Any:
+        """Call the model with tokenised inputs, which sentence-transformers takes in one argument."""
+        with torch.inference_mode():
+            if self._parts.head.name == "sentence embedding":
+                return self._model(dict(inputs))
+            return self._model(**inputs)
+
+    def _compute_in(self, namespace: str, inputs: Mapping[str, Any]) -> Any:
+        """The same in a namespace."""
+        with setting(self._flow.namespace, namespace):
+            return self._compute(inputs)
+
+    def _watch(self, observer: Observer) -> None:
+        """See what the whole model puts out, where answers are read from that."""
+        if not observer.answers.reads_payload:
+            self._installed.add(watch(self._model, self._flow, self._parts.trunk).remove)
+
+
+def make_claim(
+    config: CacheConfig,
+    max_drop: float | None,
+    delta: float | None,
+    metric: MetricName | Metric,
+    sources: Sources | None,
+    seed: int,
+) -> Claim:
+    """What a calibration is to show; what is None is as in the settings.
+
+    Raises:
+        ConfigError: A value is wrong, or the metric needs labels, which there are none of when it is to be renewed.
+    """
+    claim = Claim(
+        config.max_drop if max_drop is None else max_drop,
+        config.delta if delta is None else delta,
+        metric,
+        config.sources if sources is None else sources,
+        seed,
+    )
+    if config.recalibrate is not None and claim.metric != "changed":
+        raise ConfigError(
+            f"recalibrate={config.recalibrate} with metric {claim.name!r}: requests in service come without "
+            "labels; use metric 'changed', or leave recalibrate out"
+        )
+    return claim

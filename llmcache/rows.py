@@ -1,0 +1,193 @@
+"""The requests of a call as they are read on the host: the valid tokens of each, and its exact key.
+
+Sizes: B rows, T tokens a row (padding included), n valid tokens of a row.
+"""
+
+import base64
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+KEY_LENGTH = 43  # characters of a SHA-256 in base64
+Positions = slice | NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """Everything but the tokens that decides a state. States are found only within their own scope.
+
+    Attributes:
+        namespace: The caller's partition (tenant). No search crosses it.
+        weights: Digest of the trunk's weights and active adapters.
+        dtype: Dtype of the hidden states, autocast included.
+        attention: Attention implementation; kernels differ in the last bits.
+    """
+
+    namespace: str
+    weights: str
+    dtype: str
+    attention: str
+
+    @property
+    def key(self) -> bytes:
+        """Unambiguous bytes to hash."""
+        return repr((self.namespace, self.weights, self.dtype, self.attention)).encode()
+
+
+@dataclass(slots=True)
+class Row:
+    """One request of a call.
+
+    Attributes:
+        number: Its row in the batch.
+        key: SHA-256 (base64) of its scope, valid tokens, types and positions.
+        ids: Its valid token ids, packed; compared on a hit.
+        valid: Where the valid tokens are in the row.
+        n_valid: How many they are.
+        start: Position of the first valid token where those of the others follow one by one; else None.
+        refused: Why the row takes no part in caching, or "".
+    """
+
+    number: int
+    key: str
+    ids: bytes
+    valid: Positions
+    n_valid: int
+    start: int | None = None
+    refused: str = ""
+
+
+@dataclass(slots=True)
+class Inputs:
+    """What of a call is read on the host.
+
+    Attributes:
+        ids: Token ids (B, T), int64.
+        valid: Which tokens are valid, bool (B, T), or None when all are.
+        types: Token type ids (B, T) or (1, T), or None.
+        positions: Position ids (B, T) or (1, T), or None.
+        is_causal: Whether a row's 4-D mask is that of its valid tokens, bool (B,), or None without such a mask.
+        features: What the fingerprint is projected from, float32 (B, F0), or None.
+    """
+
+    ids: Any
+    valid: Any
+    types: Any
+    positions: Any
+    is_causal: Any
+    features: Any
+
+
+def to_host(*tensors: Tensor | None) -> list[NDArray[Any] | None]:
+    """Copy tensors to the host with one synchronisation for all of them.
+
+    Args:
+        *tensors: On one device; None stays None.
+
+    Returns:
+        NumPy arrays; on CPU they share the tensors' memory.
+    """
+    copies = [
+        tensor if tensor is None or tensor.is_cpu else tensor.to("cpu", non_blocking=tensor.is_cuda)
+        for tensor in tensors
+    ]
+    for tensor in tensors:
+        if tensor is not None and tensor.is_cuda:
+            torch.cuda.current_stream(tensor.device).synchronize()
+            break
+    return [None if tensor is None else tensor.numpy() for tensor in copies]
+
+
+def id_dtype(vocabulary: int) -> np.dtype[Any]:
+    """Smallest integer dtype in which token ids are packed."""
+    return np.dtype(np.uint16 if vocabulary <= 2**16 else np.int32)
+
+
+def read_rows(scope: Scope, inputs: Inputs, dtype: np.dtype[Any], padding_counts: bool = False) -> list[Row]:
+    """Work out each row's valid tokens and exact key.
+
+    The key covers what the output at valid tokens depends on. With positions given, other padding gives the same key.
+    Without them a model may derive positions from the padding that comes before a valid token, so that is covered too.
+
+    Args:
+        scope: Scope of the call.
+        inputs: The call's inputs, arrays on the host.
+        dtype: Of packed ids; see `id_dtype`.
+        padding_counts: The model may treat padding as it likes: all tokens are kept, and the mask is part of the key.
+    """
+    prefix = _sha_of(scope)
+    rows = []
+    for number, row_ids in enumerate(inputs.ids):
+        mask = None if inputs.valid is None else inputs.valid[number]
+        valid, n_valid = _valid_positions(None if padding_counts else mask, len(row_ids))
+        sha = prefix.copy()
+        _update(sha, b"ids", row_ids[valid])
+        _update(sha, b"types", _row(inputs.types, number, valid))
+        _update(sha, b"positions", _row(inputs.positions, number, valid))
+        if padding_counts:
+            _update(sha, b"mask", mask)
+        elif inputs.positions is None and n_valid and not (isinstance(valid, slice) and valid.start == 0):
+            end = valid.stop if isinstance(valid, slice) else int(valid[-1]) + 1
+            _update(sha, b"before", row_ids[:end])
+            _update(sha, b"where", np.arange(end)[valid])
+        elif not isinstance(valid, slice):
+            _update(sha, b"gaps", valid - valid[0])
+        packed = row_ids[valid].astype(dtype).tobytes()
+        start = _start(_row(inputs.positions, number, valid), valid, n_valid)
+        rows.append(Row(number, _name(sha), packed, valid, n_valid, start))
+    return rows
+
+
+@lru_cache(maxsize=64)
+def _sha_of(scope: Scope) -> Any:
+    """A SHA-256 that has taken in the scope; copied, never written."""
+    return hashlib.sha256(scope.key)
+
+
+def _name(sha: Any) -> str:
+    """A digest in `KEY_LENGTH` characters: keys are held by the hundred thousand."""
+    return base64.urlsafe_b64encode(sha.digest())[:KEY_LENGTH].decode()
+
+
+def _valid_positions(mask: NDArray[Any] | None, length: int) -> tuple[Positions, int]:
+    """Valid positions as a slice where they are contiguous, which they are but for masks with holes."""
+    if mask is None or mask.all():
+        return slice(0, length), length
+    where = np.flatnonzero(mask)
+    if len(where) == 0:
+        return slice(0, 0), 0
+    start, stop = int(where[0]), int(where[-1]) + 1
+    return (slice(start, stop) if stop - start == len(where) else where), len(where)
+
+
+def _start(positions: NDArray[np.int64] | None, valid: Positions, n_valid: int) -> int | None:
+    """See `Row.start`; a model that is given no positions counts columns."""
+    if n_valid == 0 or not isinstance(valid, slice):
+        return None
+    if positions is None:
+        return int(valid.start)
+    return int(positions[0]) if (np.diff(positions) == 1).all() else None
+
+
+def _row(values: NDArray[np.int64] | None, number: int, valid: Positions) -> NDArray[np.int64] | None:
+    if values is None:
+        return None
+    row: NDArray[np.int64] = values[number if len(values) > 1 else 0][valid]
+    return row
+
+
+def _update(sha: Any, name: bytes, values: NDArray[Any] | Sequence[int] | None) -> None:
+    """Add one field, so that no two different sets of fields hash the same bytes."""
+    if values is None:
+        sha.update(b"%s:none;" % name)
+        return
+    packed = np.ascontiguousarray(values, dtype=np.int64).tobytes()
+    sha.update(b"%s:%d;" % (name, len(packed)))
+    sha.update(packed)
