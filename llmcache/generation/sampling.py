@@ -103,7 +103,7 @@ class Sampling:
         if self.stop_ids is not None:
             return frozenset(self.stop_ids)
         settings = getattr(model, "generation_config", None) or model.config
-        own = settings.eos_token_id
+        own = getattr(settings, "eos_token_id", None)
         return frozenset() if own is None else frozenset([own] if isinstance(own, int) else own)
 
 

@@ -59,8 +59,12 @@ def run_prompt(model: Any, config: Any, ids: Tensor, mask: Tensor | None, kv_cac
         n_keep = n_columns - int(last.min())
         kept = _forward(model, ids, mask, kv_cache, n_keep)
         logits = kept[torch.arange(len(ids), device=ids.device), last - (n_columns - n_keep)]
-    if int(kv_cache.get_seq_length()) != n_columns:
-        raise UnsupportedModelError(f"{type(model).__name__} left the K/V cache that it was given as it was")
+    n_held = int(kv_cache.get_seq_length())
+    if n_held != n_columns:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} put K/V of {n_held} tokens into its cache, for a prompt of {n_columns}: it cannot "
+            "be continued from there; use its own generate()"
+        )
     return logits
 
 

@@ -81,10 +81,11 @@ class Stream(Iterator[Token]):
         clock: Callable[[], float],
     ) -> None:
         """Check everything, compute nothing; see `stream`."""
-        self._started_s = clock()
-        self._clock = clock
-        self._model = model
         self._config = decoder_config(model)
+        self._listener = listener_of(model)  # found before the clock runs: a model without a cache is searched longest
+        self._clock = clock
+        self._started_s = clock()
+        self._model = model
         _check(self._config, ids, sampling)
         self._stops = sampling.stops_of(model)
         self._max_new_tokens = sampling.max_new_tokens
@@ -125,7 +126,8 @@ class Stream(Iterator[Token]):
     def _run(self, ids: Tensor, kv_cache: Any) -> Generator[Token, None, None]:
         """Prefill, then a step a token."""
         logits = run_prompt(self._model, self._config, ids, None, kv_cache)
-        self._outcome = _outcome(self._model)
+        if self._listener is not None and self._listener.last:
+            self._outcome = self._listener.last[0]
         while self._stopped_by is None:
             token = self._choose(ids, logits)
             self._tokens.append(Token(token.id, token.logprob, token.top, self._clock() - self._started_s))
@@ -155,9 +157,3 @@ def _check(config: Any, ids: Any, sampling: Sampling) -> None:
         raise ConfigError(f"stop_ids: {wrong[0]} is not in the vocabulary, 0 to {config.vocab_size - 1}")
     if sampling.n_logprobs > config.vocab_size:
         raise ConfigError(f"n_logprobs={sampling.n_logprobs}: the vocabulary has {config.vocab_size} tokens")
-
-
-def _outcome(model: Any) -> Outcome | None:
-    """What the cache on a model made of the prefill that this thread has just run."""
-    listener = listener_of(model)
-    return None if listener is None or not listener.last else listener.last[0]

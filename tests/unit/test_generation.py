@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers as tf
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,6 +27,15 @@ from tests.models import GENERATORS, STRANGE_GENERATORS, build, tokens
 
 MODELS = {**{name: GENERATORS[name] for name in ("gpt2", "llama")}, **STRANGE_GENERATORS}
 DECODERS = {name: make for name, make in MODELS.items() if name not in ("marian", "mbart")}
+
+
+def wide_heads() -> tf.Qwen3ForCausalLM:
+    """Heads of 24, where 32 / 4 is 8."""
+    config = STRANGE_GENERATORS["qwen3"]().config.to_dict() | {"head_dim": 24}
+    return tf.Qwen3ForCausalLM(tf.Qwen3Config(**config))
+
+
+DECODERS["wide heads"] = wide_heads
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
