@@ -17,6 +17,7 @@ from scipy.stats import binomtest
 
 from experiments.methods.base import BYPASSED, COMPUTED, is_hit
 from experiments.workload import Answer, Workload
+from llmcache.generation import QUOTABLE
 
 if TYPE_CHECKING:
     from experiments.measures.serve import Trace
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 Bools = NDArray[np.bool_]
 Times = NDArray[np.float64]
 N_RESAMPLES = 2000
-QUOTABLE = 200  # times that a 90th and a 99th percentile take
 #: Fewest values that span where they come from with 95 %: of n, all fall on one side of its median in 2 of 2**n cases.
 FEWEST = 6
 

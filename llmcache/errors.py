@@ -3,6 +3,7 @@
 LLMCacheError
 ├── ConfigError (ValueError)        a setting: names the key, the value and the fix
 │   └── UnsafeReuseError            approximate reuse asked for on a head that reads single tokens
+├── RequestError (ValueError)       a prompt that cannot be generated from: names the value and the cure
 ├── CalibrationError (ValueError)   the requests cannot carry the claim, or the metric failed
 ├── UnsupportedModelError (TypeError)   no layer list of a known shape in the model
 ├── WrapError (RuntimeError)        wrapped twice, or copied while wrapped
@@ -21,6 +22,10 @@ class ConfigError(LLMCacheError, ValueError):
 
 class UnsafeReuseError(ConfigError):
     """Whole-sequence reuse of a different input was asked for on a head that answers token by token."""
+
+
+class RequestError(LLMCacheError, ValueError):
+    """A prompt, or what is to follow it, that the model cannot run: nothing was computed that could be wrong."""
 
 
 class CalibrationError(LLMCacheError, ValueError):

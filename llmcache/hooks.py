@@ -16,6 +16,7 @@ from torch import nn
 from llmcache.adapters import Trunk
 from llmcache.arguments import Arguments
 from llmcache.errors import ConfigError, WrapError
+from llmcache.outcome import Outcome
 
 
 class Listener(Protocol):
@@ -23,6 +24,9 @@ class Listener(Protocol):
 
     Between the first two an `answer_at_door` may come, which is the trunk's output: then no layer is called.
     """
+
+    @property
+    def last(self) -> tuple[Outcome, ...]: ...
 
     def opened(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]: ...
 
@@ -55,7 +59,7 @@ class Swap:
         self.original: Callable[..., Any] = module.forward
         self.__wrapped__ = self.original  # inspect.signature() then shows the module's own
         self.arguments = Arguments(self.original)
-        self._listener = listener
+        self.listener = listener
         self._had_own_forward = "forward" in module.__dict__
         module.forward = self  # type: ignore[assignment]
 
@@ -102,22 +106,22 @@ class LayerSwap(Swap):
         self.number = number
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._listener.layer(self, args, kwargs)
+        return self.listener.layer(self, args, kwargs)
 
 
 class TrunkSwap(Swap):
     """Stands in for the trunk's forward: opens a call, and closes it whatever happens."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = self._listener.opened(args, kwargs)
+        args, kwargs = self.listener.opened(args, kwargs)
         output = None
         try:
-            output = self._listener.answer_at_door()
+            output = self.listener.answer_at_door()
             if output is None:
-                output = self._listener.completed(self.original(*args, **kwargs))
+                output = self.listener.completed(self.original(*args, **kwargs))
             return output
         finally:
-            self._listener.closed(output)
+            self.listener.closed(output)
 
 
 class ModelSwap(Swap):
@@ -125,7 +129,7 @@ class ModelSwap(Swap):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         output = self.original(*args, **kwargs)
-        self._listener.answered(output)
+        self.listener.answered(output)
         return output
 
 
@@ -197,6 +201,12 @@ def has_hooks(module: nn.Module) -> bool:
 def is_wrapped(trunk: Trunk) -> bool:
     """Whether a cache already hangs on this trunk or a layer of it."""
     return any(isinstance(module.__dict__.get("forward"), Swap) for module in (trunk.module, *trunk.layers))
+
+
+def listener_of(model: nn.Module) -> Listener | None:
+    """Who listens to the trunk of a model; None where no cache hangs on it."""
+    forwards = (module.__dict__.get("forward") for module in model.modules())
+    return next((forward.listener for forward in forwards if isinstance(forward, TrunkSwap)), None)
 
 
 def watch(model: nn.Module, listener: Listener, trunk: Trunk) -> Swap:

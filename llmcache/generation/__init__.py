@@ -1,0 +1,38 @@
+"""Generation with a KV cache: prefill and decode, sampling, streaming, and the latencies of it.
+
+from llmcache.generation import Sampling, stream
+
+answer = stream(model, ids, Sampling(max_new_tokens=64))
+for token in answer:
+    print(token.id, token.logprob)
+print(answer.generation().times.ttft_s)
+
+K/V caches and logits processors are transformers' own. On a wrapped model the cache serves the prefill by itself.
+"""
+
+from llmcache.generation.caches import Kind, held_nbytes, kv_nbytes
+from llmcache.generation.latency import QUOTABLE, Latencies, Latency, LatencySummary, Spread
+from llmcache.generation.records import Generation, StoppedBy, Token
+from llmcache.generation.sampling import Sampling
+from llmcache.generation.steps import decode_step, prefill
+from llmcache.generation.stream import Stream, generate, stream
+
+__all__ = [
+    "QUOTABLE",
+    "Generation",
+    "Kind",
+    "Latencies",
+    "Latency",
+    "LatencySummary",
+    "Sampling",
+    "Spread",
+    "StoppedBy",
+    "Stream",
+    "Token",
+    "decode_step",
+    "generate",
+    "held_nbytes",
+    "kv_nbytes",
+    "prefill",
+    "stream",
+]

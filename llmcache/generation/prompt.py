@@ -1,0 +1,121 @@
+"""What can be generated from, and what is refused before anything is computed.
+
+Sizes: B rows, T tokens a row (padding included), V vocabulary.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from llmcache.errors import RequestError, UnsupportedModelError
+from llmcache.generation.caches import context_length, has_window
+
+
+def decoder_config(model: Any) -> Any:
+    """The config of the decoder.
+
+    Raises:
+        UnsupportedModelError: The model is no causal language model of transformers.
+        RequestError: It is in training mode, where dropout would draw other tokens.
+    """
+    config: Any = getattr(model, "config", None)
+    can_generate = getattr(model, "can_generate", None)
+    if not isinstance(model, nn.Module) or can_generate is None or not can_generate() or config.is_encoder_decoder:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} cannot continue a text token by token: give a causal language model of "
+            "transformers (of a cache, cache.model)"
+        )
+    if model.training:
+        raise RequestError(f"{type(model).__name__} is in training mode: call model.eval()")
+    return config.get_text_config(decoder=True)
+
+
+def check_prompt(config: Any, ids: Any, attention_mask: Any = None) -> None:
+    """See to it that the model can be given these tokens.
+
+    Args:
+        config: Of the decoder.
+        ids: int64 or int32 (B, T).
+        attention_mask: (B, T), 1 for tokens, 0 for padding; or None.
+
+    Raises:
+        RequestError: They are not of that shape, empty, not in the vocabulary, more than the context; or padded in a
+            way that the model cannot tell from tokens.
+    """
+    _check_integers("ids", ids, 2, "(1, T), or (B, T) with an attention mask")
+    if ids.numel() == 0:
+        raise RequestError(
+            f"the prompt is empty (shape {tuple(ids.shape)}): give a token at least, the model's bos_token_id "
+            f"({getattr(config, 'bos_token_id', None)}), say"
+        )
+    check_vocabulary("ids", ids, config)
+    if attention_mask is not None:
+        _check_mask(config, ids, attention_mask)
+    check_context(config, ids.shape[1] if attention_mask is None else int(attention_mask.sum(1).max()), 0)
+
+
+def check_last(config: Any, last: Any) -> None:
+    """See to it that the newest token of each row is int64 or int32 (B,), of the vocabulary.
+
+    Raises:
+        RequestError: It is not.
+    """
+    _check_integers("last", last, 1, "(B,), the newest token of each row")
+    check_vocabulary("last", last, config)
+
+
+def check_vocabulary(name: str, ids: Tensor, config: Any) -> None:
+    """See to it that ids are of the vocabulary.
+
+    Raises:
+        RequestError: One is not.
+    """
+    wrong = ids[(ids < 0) | (ids >= config.vocab_size)]
+    if wrong.numel():
+        raise RequestError(
+            f"{name}: {int(wrong[0])} is not in the vocabulary, 0 to {config.vocab_size - 1}: use the model's own "
+            "tokenizer"
+        )
+
+
+def check_context(config: Any, n_tokens: int, n_new: int) -> None:
+    """See to it that a prompt and what is to follow it fit the context.
+
+    Raises:
+        RequestError: They do not.
+    """
+    limit = context_length(config)
+    if limit is None or n_tokens + n_new <= limit:
+        return
+    if n_tokens > limit:
+        raise RequestError(
+            f"{n_tokens} tokens exceed the model's context of {limit}: cut the prompt, keep its end, say"
+        )
+    raise RequestError(
+        f"{n_tokens} tokens and max_new_tokens={n_new} exceed the model's context of {limit}: "
+        f"{limit - n_tokens} new ones fit; lower max_new_tokens, or cut the prompt"
+    )
+
+
+def _check_integers(name: str, ids: Any, ndim: int, shape: str) -> None:
+    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
+        kind = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
+        raise RequestError(f"{name}: token ids are a tensor of int64 (got {kind}); use return_tensors='pt'")
+    if ids.ndim != ndim:
+        raise RequestError(f"{name}: the shape is {tuple(ids.shape)}; give {shape}")
+
+
+def _check_mask(config: Any, ids: Tensor, mask: Any) -> None:
+    if not isinstance(mask, Tensor) or mask.shape != ids.shape:
+        kind = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise RequestError(f"attention_mask: give one of the shape of ids, {tuple(ids.shape)} (got {kind})")
+    if not bool(((mask == 0) | (mask == 1)).all()):
+        raise RequestError("attention_mask: give 1 for tokens and 0 for padding")
+    if not bool(mask.any(1).all()):
+        raise RequestError("attention_mask: a row holds nothing but padding, an empty prompt; leave it out")
+    if bool((mask[:, 1:] < mask[:, :-1]).any()) and has_window(config):
+        raise RequestError(
+            "attention_mask: this model's sliding window counts columns, and padding after a token would fill it; pad "
+            "on the left (padding_side='left')"
+        )

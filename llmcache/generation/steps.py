@@ -1,0 +1,140 @@
+"""The two steps that a generation is made of: the prompt at once, then a token at a time.
+
+Both run without gradients, on the model as it is: a cache that hangs on it serves the prefill by itself.
+
+Sizes: B rows, T tokens a row (padding included), S tokens that a K/V cache holds a row, V vocabulary.
+"""
+
+from functools import cache as remember
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmcache.errors import RequestError, UnsupportedModelError
+from llmcache.generation.caches import Kind, check_room, make_cache
+from llmcache.generation.prompt import check_context, check_last, check_prompt, decoder_config
+
+
+def prefill(
+    model: Any,
+    ids: Tensor,
+    *,
+    attention_mask: Tensor | None = None,
+    cache: Kind = "dynamic",
+    max_length: int | None = None,
+) -> tuple[Tensor, Any]:
+    """Run prompts, and keep their K/V.
+
+    Args:
+        model: A causal language model of transformers in eval mode, wrapped or not.
+        ids: int64 (B, T), on the model's device.
+        attention_mask: (B, T), 1 for tokens, 0 for padding on either side; None: no padding.
+        cache: What keeps the K/V; see `llmcache.generation.caches`.
+        max_length: Tokens that a `static` one has room for; None: the model's context.
+
+    Returns:
+        Logits (B, V) of what follows each row's last token, in the model's dtype; and the K/V cache.
+
+    Raises:
+        RequestError: The prompts cannot be run: empty, over the context or the cache, not of the vocabulary.
+        ConfigError: The cache does not suit the model.
+        UnsupportedModelError: The model is no causal language model, or keeps no K/V in the cache that it is given.
+    """
+    config = decoder_config(model)
+    check_prompt(config, ids, attention_mask)
+    kv_cache = make_cache(cache, config, max_length)
+    return run_prompt(model, config, ids, attention_mask, kv_cache), kv_cache
+
+
+def run_prompt(model: Any, config: Any, ids: Tensor, mask: Tensor | None, kv_cache: Any) -> Tensor:
+    """Run prompts that were checked, into an empty K/V cache; returns and raises as `prefill`."""
+    check_room(kv_cache, config, ids.shape[1])
+    n_columns = ids.shape[1]
+    if mask is None:
+        logits = _forward(model, ids, None, kv_cache, 1)[:, 0]
+    else:
+        last = n_columns - 1 - mask.long().flip(1).argmax(1)
+        n_keep = n_columns - int(last.min())
+        kept = _forward(model, ids, mask, kv_cache, n_keep)
+        logits = kept[torch.arange(len(ids), device=ids.device), last - (n_columns - n_keep)]
+    n_held = int(kv_cache.get_seq_length())
+    if n_held != n_columns:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} put K/V of {n_held} tokens into its cache, for a prompt of {n_columns}: it cannot "
+            "be continued from there; use its own generate()"
+        )
+    return logits
+
+
+def decode_step(model: Any, last: Tensor, kv_cache: Any, attention_mask: Tensor | None = None) -> Tensor:
+    """Run one token more of each row.
+
+    Args:
+        model: As in `prefill`.
+        last: The newest token of each row, int64 (B,).
+        kv_cache: From `prefill`; it grows by a token. Any cache of transformers that holds all tokens before.
+        attention_mask: (B, S + 1): that of the prefill, with a column of ones for each token since, this one included.
+            Needed where that one had padding.
+
+    Returns:
+        Logits (B, V) of what follows.
+
+    Raises:
+        RequestError: The token is not of the vocabulary, or does not fit cache or context; or shapes do not agree.
+        UnsupportedModelError: The model is no causal language model.
+    """
+    config = decoder_config(model)
+    check_last(config, last)
+    n_held = int(kv_cache.get_seq_length())
+    _check_step(last, kv_cache, n_held, attention_mask)
+    check_context(config, n_held + 1 if attention_mask is None else int(attention_mask.sum(1).max()), 0)
+    check_room(kv_cache, config, 1)
+    return _forward(model, last[:, None], attention_mask, kv_cache, 1)[:, 0]
+
+
+def _check_step(last: Tensor, kv_cache: Any, n_held: int, mask: Tensor | None) -> None:
+    """See to it that a step, its K/V cache and its mask belong together."""
+    if n_held == 0:
+        raise RequestError("the K/V cache is empty: run the prompt with prefill() first")
+    n_rows = kv_cache.layers[0].keys.shape[0]
+    if len(last) != n_rows:
+        raise RequestError(f"last: {len(last)} tokens for a K/V cache of {n_rows} rows; give one a row")
+    if mask is not None and mask.shape != (n_rows, n_held + 1):
+        raise RequestError(
+            f"attention_mask: the shape is {tuple(mask.shape)}; give {(n_rows, n_held + 1)}, a column for each token "
+            "that the cache holds and one for this"
+        )
+    if mask is not None and not bool(mask[:, -1].all()):
+        raise RequestError("attention_mask: its last column stands for `last`, which is no padding; give 1 there")
+
+
+def _forward(model: Any, ids: Tensor, mask: Tensor | None, kv_cache: Any, n_keep: int) -> Tensor:
+    """Logits (B, n_keep, V) of the last columns."""
+    padding: dict[str, Tensor] = {}
+    if mask is not None and not bool(mask.all()):
+        kind: type = type(model)
+        if "position_ids" not in _argument_names(kind):
+            raise UnsupportedModelError(
+                f"{kind.__name__} takes no position_ids, so padding would move its tokens: give one row a call"
+            )
+        positions = (mask.long().cumsum(1) - 1).clamp(min=0)
+        padding = {"attention_mask": mask, "position_ids": positions[:, -ids.shape[1] :]}
+    with torch.no_grad():
+        output = model(
+            input_ids=ids,
+            past_key_values=kv_cache,
+            use_cache=True,
+            return_dict=True,
+            logits_to_keep=n_keep,
+            **padding,
+        )
+    logits: Tensor = output.logits[:, -n_keep:]  # a model that does not know `logits_to_keep` gives all
+    return logits
+
+
+@remember
+def _argument_names(kind: type) -> frozenset[str]:
+    """Arguments that forward of a class of models names."""
+    return frozenset(signature(kind.forward).parameters)  # type: ignore[attr-defined]
