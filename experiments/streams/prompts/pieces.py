@@ -49,11 +49,10 @@ def known_tokens(prompts: Sequence[Prompt]) -> list[int]:
     first: dict[tuple[int, ...], Any] = {}  # a trie of blocks
     counts = []
     for prompt in prompts:
-        node, n_known, is_known = first, 0, True
+        node, n_known = first, 0
         for begin in range(0, len(prompt) - BLOCK + 1, BLOCK):
             block = tuple(prompt[begin : begin + BLOCK])
-            is_known = is_known and block in node
-            n_known += BLOCK * is_known
+            n_known += BLOCK * (block in node)  # after one that is new, all are
             node = node.setdefault(block, {})
         counts.append(n_known)
     return counts
