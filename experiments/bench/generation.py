@@ -6,12 +6,18 @@
 | `KVCache` | keys and values within a generation: transformers' `DynamicCache` |
 | `Remembering` | those, and with llmcache the prefill of prompts across generations |
 
-Each round makes one generation of each kind (the third for a prompt that is new, `miss`, and for one seen before,
-`exact_hit`), the order rotating; a hit's tokens are checked, outside the timer, to be those of `KVCache`.
+Each round makes one generation of each kind (the third for a prompt that is new, `miss`, for one seen before,
+`exact_hit`, and, where it is asked for, for one that begins as that one did, `prefix_hit`), the order rotating; a hit's
+tokens are checked, outside the timer, to be those of `KVCache`.
+
+Times are named as in vLLM's benchmark of serving: TTFT, from the tokens of the prompt to the first new one; ITL, from
+one new token to the next; TPOT, their mean over a generation; E2EL, the whole generation.
 """
 
 import copy
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -25,6 +31,52 @@ from llmcache import LLMCache
 
 MAX_ENTRIES = 64
 
+#: Hits that a generation of each kind counts; none of the others.
+HITS = {"exact_hit": 1, "prefix_hit": 1}
+
+
+class Clock:
+    """Takes the time of each new token. A streamer of transformers, which is given the prompt first."""
+
+    def __init__(self) -> None:
+        """Nothing was given yet."""
+        self._at: list[float] = []
+
+    def put(self, value: Tensor) -> None:
+        """Tokens that are on the host now."""
+        self._at.append(perf_counter())
+
+    def end(self) -> None:
+        """No more come."""
+
+    @property
+    def tokens_at(self) -> list[float]:
+        """When each new token was there, seconds."""
+        return self._at[1:]
+
+
+def greedy(model: Any, ids: Tensor, new_tokens: int, **more: Any) -> Any:
+    """What transformers' own loop makes of a prompt, the likeliest token each time.
+
+    Args:
+        model: Causal language model.
+        ids: The prompt (1, T), int64, without padding.
+        new_tokens: Tokens generated, always as many.
+        **more: Further arguments of `model.generate`.
+
+    Returns:
+        Prompt and continuation, int64 (1, T + new_tokens), unless `more` asks for more.
+    """
+    return model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        min_new_tokens=new_tokens,
+        max_new_tokens=new_tokens,
+        pad_token_id=0,
+        **more,
+    )
+
 
 class Way(Protocol):
     """One way to generate; made of a model that is in eval mode and stays as it is."""
@@ -33,7 +85,7 @@ class Way(Protocol):
     def n_hits(self) -> int:
         """Prompts that were served from memory so far."""
 
-    def __call__(self, ids: Tensor, new_tokens: int) -> Tensor:
+    def __call__(self, ids: Tensor, new_tokens: int, clock: Clock | None = None) -> Tensor:
         """The prompt (1, T) and as many tokens more, int64 (1, T + new_tokens)."""
 
 
@@ -47,17 +99,9 @@ class Recompute:
         """Generate with `model`."""
         self._model = model
 
-    def __call__(self, ids: Tensor, new_tokens: int) -> Tensor:
+    def __call__(self, ids: Tensor, new_tokens: int, clock: Clock | None = None) -> Tensor:
         """Prompt and continuation."""
-        tokens: Tensor = self._model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            min_new_tokens=new_tokens,
-            max_new_tokens=new_tokens,
-            use_cache=self.uses_kv,
-            pad_token_id=0,
-        )
+        tokens: Tensor = greedy(self._model, ids, new_tokens, use_cache=self.uses_kv, streamer=clock)
         return tokens
 
 
@@ -81,12 +125,42 @@ class Remembering(KVCache):
         return self._cache.stats().n_hits
 
 
+@dataclass(slots=True)
+class Times:
+    """Generations of one kind, milliseconds.
+
+    Attributes:
+        ttft: To the first token, one a generation.
+        itl: From each token to the next, of all generations.
+        tpot: Mean of those of a generation, one each; none where one token is generated.
+        e2el: Whole generations.
+    """
+
+    ttft: list[float] = field(default_factory=list)
+    itl: list[float] = field(default_factory=list)
+    tpot: list[float] = field(default_factory=list)
+    e2el: list[float] = field(default_factory=list)
+
+    def add(self, started: float, tokens_at: Sequence[float], ended: float) -> None:
+        """Count a generation that began, gave each token and ended at these seconds of one clock."""
+        gaps = [(later - earlier) * 1e3 for earlier, later in itertools.pairwise(tokens_at)]
+        self.ttft.append((tokens_at[0] - started) * 1e3)
+        self.itl += gaps
+        self.tpot += [sum(gaps) / len(gaps)] if gaps else []
+        self.e2el.append((ended - started) * 1e3)
+
+    def percentiles(self) -> dict[str, Any]:
+        """Of each, as `experiments.metrics.percentiles` gives them."""
+        return {f"{name}_ms": percentiles(getattr(self, name)) for name in ("ttft", "tpot", "itl", "e2el")}
+
+
 def measure(
     model: str,
     *,
     prompt_tokens: int,
     new_tokens: int,
     rounds: int,
+    shared_tokens: int = 0,
     device: str = "cpu",
     dtype: str = "float32",
     seed: int = 0,
@@ -98,13 +172,16 @@ def measure(
         prompt_tokens: Tokens of a prompt.
         new_tokens: Tokens generated, always as many.
         rounds: Generations of each kind, after one unmeasured.
+        shared_tokens: First tokens of a known prompt with which that of a `prefix_hit` begins; 0 for none of this kind,
+            else a block of the prefix rung (16) at least, and fewer than the prompt has.
         device: Torch device.
         dtype: Of weights and states.
         seed: Of random weights and prompts.
 
     Returns:
-        Times of whole generations in milliseconds by kind, as `experiments.metrics.percentiles` gives them; and in
-        `ratios` each kind against `kv_cache`, round by round.
+        Times of whole generations in milliseconds by kind, as `experiments.metrics.percentiles` gives them; in `ratios`
+        each kind against `kv_cache`, round by round; and in `times`, by kind, `ttft_ms`, `tpot_ms`, `itl_ms` and
+        `e2el_ms`.
 
     Raises:
         ConfigError: The model is no causal language model or takes fewer tokens, or device or dtype cannot be measured.
@@ -113,64 +190,70 @@ def measure(
     check_target(device, dtype)
     check(model, prompt_tokens + new_tokens, head="token")
     pair = build(model, seed, device, head="token", dtype=dtype)
-    ways = _ways(pair.model)
+    ways = _ways(pair.model, has_prefix=shared_tokens > 0)
     requests = Requests(pair.model.config, 1, prompt_tokens, seed, device)
-    times: dict[str, list[float]] = {kind: [] for kind in ways}
+    times = {kind: Times() for kind in ways}
     with torch.inference_mode():
         for number in range(rounds + 1):
             new, known = (requests.fresh().to(device) for _ in range(2))
-            for kind, ms in _round(ways, new, known, new_tokens, number).items():
-                if number:
-                    times[kind].append(ms)
+            prompts = dict.fromkeys(ways, new) | {"exact_hit": known}
+            if shared_tokens:
+                prompts["prefix_hit"] = torch.cat([known[:, :shared_tokens], new[:, shared_tokens:]], dim=1)
+            ways["exact_hit"](known, new_tokens)  # made known before the clock runs
+            _round(ways, prompts, new_tokens, number, times if number else {kind: Times() for kind in ways})
+    whole = {kind: spent.e2el for kind, spent in times.items()}
     return {
         "model": model,
         "weights": pair.weights,
         "dtype": dtype,
         "prompt_tokens": prompt_tokens,
         "new_tokens": new_tokens,
-        **{f"{kind}_ms": percentiles(values) for kind, values in times.items()},
-        "ratios": ratios(times, "kv_cache"),
+        "shared_tokens": shared_tokens,
+        **{f"{kind}_ms": percentiles(values) for kind, values in whole.items()},
+        "ratios": ratios(whole, "kv_cache"),
+        "times": {kind: spent.percentiles() for kind, spent in times.items()},
     }
 
 
-def _ways(model: Any) -> dict[str, Way]:
-    """The way that each kind of generation is made in; both with llmcache are made by one cache."""
+def _ways(model: Any, has_prefix: bool) -> dict[str, Way]:
+    """The way that each kind of generation is made in; all with llmcache are made by one cache."""
     remembering = Remembering(model)
-    return {
+    ways: dict[str, Way] = {
         "nocache": Recompute(model),
         "kv_cache": KVCache(model),
         "miss": remembering,
         "exact_hit": remembering,
     }
+    return ways | {"prefix_hit": remembering} if has_prefix else ways
 
 
-def _round(ways: Mapping[str, Way], new: Tensor, known: Tensor, new_tokens: int, number: int) -> dict[str, float]:
-    """Milliseconds of one generation of each kind.
+def _round(
+    ways: Mapping[str, Way], prompts: Mapping[str, Tensor], new_tokens: int, number: int, times: Mapping[str, Times]
+) -> None:
+    """One generation of each kind, and its times put with those of its kind.
 
     Args:
         ways: By kind.
-        new: A prompt (1, T) for every kind but the hit.
-        known: The hit's; it is made known here, before the clock runs.
+        prompts: By kind (1, T).
         new_tokens: Tokens generated.
         number: Of the round, which decides the order.
+        times: By kind.
     """
-    expected = ways["kv_cache"](known, new_tokens)
-    ways["exact_hit"](known, new_tokens)
-    spent = {}
+    made, hits = {}, {}
     for kind in rotated(list(ways), number):
-        is_hit = kind == "exact_hit"
-        seconds, tokens, n_hits = _timed(ways[kind], known if is_hit else new, new_tokens)
-        if n_hits != is_hit or (is_hit and not torch.equal(tokens, expected)):
+        made[kind], hits[kind] = _timed(ways[kind], prompts[kind], new_tokens, times[kind])
+    for kind, n_hits in hits.items():
+        is_same = not n_hits or torch.equal(made[kind], ways["kv_cache"](prompts[kind], new_tokens))
+        if n_hits != HITS.get(kind, 0) or not is_same:
             raise RuntimeError(f"a generation counted as {kind} had {n_hits} hits, or other tokens")
-        spent[kind] = seconds * 1e3
-    return spent
 
 
-def _timed(way: Way, ids: Tensor, new_tokens: int) -> tuple[float, Tensor, int]:
-    """Seconds of one generation, its tokens, and the hits it counted."""
-    before = way.n_hits
+def _timed(way: Way, ids: Tensor, new_tokens: int, times: Times) -> tuple[Tensor, int]:
+    """Tokens of one generation, and the hits it counted; its times are put with the others."""
+    before, clock = way.n_hits, Clock()
     synchronise(ids.device)
     started = perf_counter()
-    tokens = way(ids, new_tokens)
+    tokens = way(ids, new_tokens, clock)
     synchronise(ids.device)
-    return perf_counter() - started, tokens, way.n_hits - before
+    times.add(started, clock.tokens_at, perf_counter())
+    return tokens, way.n_hits - before

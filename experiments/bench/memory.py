@@ -65,7 +65,7 @@ def measure(settings: Settings, advance: Callable[[str, int, int], None] | None 
     start, resident_before, stored_before, spent = settings.entries // 10, 0, 0, 0.0
     while (done := cache.stats().n_stored) < settings.entries:
         if done >= start and not resident_before:
-            resident_before, stored_before = _resident_bytes(), done
+            resident_before, stored_before = resident_bytes(), done
         inputs = requests.inputs(requests.fresh())
         began = perf_counter()
         cache(**inputs)
@@ -74,7 +74,7 @@ def measure(settings: Settings, advance: Callable[[str, int, int], None] | None 
             advance("storing", done, settings.entries)
     stats = cache.stats()
     return asdict(settings) | {
-        "bytes_per_entry": (_resident_bytes() - resident_before) / (stats.n_stored - stored_before),
+        "bytes_per_entry": (resident_bytes() - resident_before) / (stats.n_stored - stored_before),
         "payload_bytes_per_entry": stats.nbytes / stats.n_stored,
         "calls_entries_per_s": stats.n_stored / spent,
         "storing_entries_per_s": stats.n_stored / (stats.storing_ms / 1e3),
@@ -106,7 +106,7 @@ def _wrap(settings: Settings) -> LLMCache:
     )
 
 
-def _resident_bytes() -> int:
+def resident_bytes() -> int:
     """Resident set of this process, from /proc, without what the allocator holds free for later."""
     gc.collect()
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc

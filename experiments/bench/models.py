@@ -2,7 +2,7 @@
 
 import copy
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +16,25 @@ from llmcache import ConfigError
 from llmcache.adapters import locate
 
 HEADS = {"class": "AutoModelForSequenceClassification", "token": "AutoModelForCausalLM"}
-ARCHITECTURES = {"bert-base": "bert", "distilbert": "distilbert", "gpt2": "gpt2"}
+
+#: Shapes by name: transformers' model type, and what differs from its defaults. `qwen3-small` stands for the families
+#: with a rotation, a norm of queries and keys, and four query heads for each K/V head; it has GPT-2's vocabulary.
+ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
+    "bert-base": {"model_type": "bert"},
+    "distilbert": {"model_type": "distilbert"},
+    "gpt2": {"model_type": "gpt2"},
+    "qwen3-small": {
+        "model_type": "qwen3",
+        "vocab_size": 50257,
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 1024,
+    },
+}
 
 #: Of weights and states.
 Dtype = Literal["float32", "bfloat16"]
@@ -47,12 +65,11 @@ def build(name: str, seed: int, device: str, head: str = "class", dtype: str = "
     import transformers
 
     check_target(device, dtype)
-    config = _configure(name)
-    torch.manual_seed(seed)
     auto = getattr(transformers, HEADS[head])
+    is_random = name in ARCHITECTURES
+    torch.manual_seed(seed)  # a head that the weights lack is made new
     with _explained(name):
-        is_random = name in ARCHITECTURES
-        model = auto.from_config(config) if is_random else auto.from_pretrained(name)
+        model = random_model(name, seed, head) if is_random else auto.from_pretrained(name)
     # One call reads no K/V: to make them would slow the plain model, and layers that pass their input make none.
     model.config.use_cache = False  # generation asks for it itself
     weights = "random" if is_random else Path(name).name
@@ -60,6 +77,21 @@ def build(name: str, seed: int, device: str, head: str = "class", dtype: str = "
     config.num_hidden_layers = 0
     target = {"device": device, "dtype": getattr(torch, dtype)}
     return Pair(model.eval().to(**target), auto.from_config(config).eval().to(**target), weights)
+
+
+def random_model(name: str, seed: int, head: str) -> nn.Module:
+    """A model of a known architecture that nobody trained, in eval mode.
+
+    Args:
+        name: A key of `ARCHITECTURES`.
+        seed: Of the weights.
+        head: As in `build`.
+    """
+    import transformers
+
+    torch.manual_seed(seed)
+    model: nn.Module = getattr(transformers, HEADS[head]).from_config(_configure(name))
+    return model.eval()
 
 
 def check(name: str, seq_len: int, head: str = "class") -> None:
@@ -91,7 +123,7 @@ def _configure(name: str) -> Any:
     import transformers
 
     if name in ARCHITECTURES:
-        return transformers.AutoConfig.for_model(ARCHITECTURES[name], num_labels=2, pad_token_id=0)
+        return transformers.AutoConfig.for_model(**ARCHITECTURES[name], num_labels=2, pad_token_id=0)
     with _explained(name):
         return transformers.AutoConfig.from_pretrained(name)
 

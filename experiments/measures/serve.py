@@ -53,6 +53,20 @@ class Serve(TaskExperiment):
             parts["methods"] = make_methods(parts["methods"])
         return super().make(parts, name)
 
+    def at_work(self, workload: Workload) -> dict[str, Method]:
+        """All methods by label, the model alone first.
+
+        Raises:
+            ConfigError: One does not fit the workload's model.
+        """
+        return {label: method.build(workload) for label, method in self.all_methods.items()}
+
+    @property
+    def all_methods(self) -> dict[str, MethodSettings]:
+        """By label, the model alone first."""
+        alone = MethodSettings.make({"method": NOCACHE})
+        return {NOCACHE: alone} | {method.label: method for method in self.methods}
+
 
 @dataclass(frozen=True, slots=True)
 class Trace:
@@ -120,10 +134,8 @@ def run(experiment: Serve, folders: Folders) -> Outcome:
         FileNotFoundError: A data file is missing.
     """
     workload = build(experiment.task, folders, experiment.seed)
-    methods = {NOCACHE: MethodSettings.make({"method": NOCACHE})}
-    methods |= {method.label: method for method in experiment.methods}
-    at_work = {label: method.build(workload) for label, method in methods.items()}
-    traces = measure(workload, at_work, experiment.rounds, experiment.warmup)
+    traces = measure(workload, experiment.at_work(workload), experiment.rounds, experiment.warmup)
+    settings = experiment.all_methods
     base = traces[NOCACHE]
     metrics = {
         **experiment.about(workload),
@@ -131,7 +143,7 @@ def run(experiment: Serve, folders: Folders) -> Outcome:
         "rounds": experiment.rounds,
         "methods": {
             label: summary(workload, base, trace, experiment.seed)
-            | {"method": methods[label].method, "options": methods[label].options}
+            | {"method": settings[label].method, "options": settings[label].options}
             for label, trace in traces.items()
         },
     }

@@ -25,6 +25,7 @@ class Served:
         similarity: To that request, or to the nearest one where none served; None where nothing was compared.
         is_evicting: An entry had to leave for it.
         share: Of its rows, where any was served, those that were: one of four may be.
+        n_prefix: First tokens that a stored prefix served.
     """
 
     by: str = COMPUTED
@@ -32,6 +33,7 @@ class Served:
     similarity: float | None = None
     is_evicting: bool = False
     share: float = 1.0
+    n_prefix: int = 0
 
     @property
     def is_hit(self) -> bool:

@@ -63,7 +63,8 @@ class Cached:
     def last(self) -> Served:
         """Of the request's rows, the one that was served least exactly says what happened."""
         assert self._cache is not None
-        evicted = sum(self._cache.stats().n_evicted.values())
+        stats = self._cache.stats()
+        evicted = sum(stats.n_evicted.values()) + stats.n_blocks_evicted
         is_evicting, self._evicted = evicted > self._evicted, evicted
         outcomes = self._cache.last
         for outcome in outcomes:
@@ -75,7 +76,8 @@ class Cached:
             return Served(BYPASSED if is_bypassed else COMPUTED, None, _nearest(outcomes), is_evicting)
         told = min(served, key=lambda outcome: (outcome.rung == "exact", outcome.similarity or 0.0))
         source = None if told.source is None else self._numbers.get(told.source)
-        return Served(str(told.rung), source, told.similarity, is_evicting, len(served) / len(outcomes))
+        share = len(served) / len(outcomes)
+        return Served(str(told.rung), source, told.similarity, is_evicting, share, told.n_prefix)
 
     def end(self) -> None:
         """Take the cache off."""
@@ -98,8 +100,9 @@ class Cached:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the entries and of the fingerprints that they are found by."""
-        return self.stats.nbytes + self.stats.index_nbytes
+        """Bytes of the entries, of the fingerprints that they are found by, and of blocks of prefixes."""
+        stats = self.stats
+        return stats.nbytes + stats.index_nbytes + stats.prefix_nbytes
 
     @property
     def n_entries(self) -> int:

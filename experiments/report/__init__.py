@@ -32,6 +32,13 @@ ABOUT: Mapping[str, str] = {
     "trust_snips": "Calibrated reuse: voice assistant requests, 7 intents.",
     "trust_speed": "What calibrated reuse saves after its learning phase, live, and when that has paid for learning.",
     "trust_bound": "Whether the bound of a calibration holds as often as it says.",
+    "prefix_mooncake": "Time to first token on the sharing of a real trace.",
+    "prefix_chat": "Time to first token in conversations.",
+    "prefix_system_prompt": "Time to first token of many users after one system prompt.",
+    "prefix_nothing_shared": "What prefixes cost where no two prompts begin alike.",
+    "prefix_decode": "Generation, to its first token and after, in each way that one would serve it.",
+    "prefix_parity": "Whether generation with llmcache gives the model's own tokens.",
+    "prefix_soak": "The same over 2,000 requests under a budget that forces eviction.",
     "cost_no_repetition": "A stream without repetition, where the cache steps aside: what is left of its cost.",
 }
 

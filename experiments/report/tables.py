@@ -8,6 +8,7 @@ from experiments.plots import CURVES, LAYERS
 from experiments.report.calls import latency
 from experiments.report.claims.harmless import PAPERS_CURVE, harmless_tau
 from experiments.report.markdown import number, percent, points, share, size, speed, table
+from experiments.report.prompts import decode, parity, prefix
 from experiments.report.told import told
 from experiments.report.trust import bound, payback, trust
 from experiments.runs import Figures, Run, at, by_size, label_of, varied
@@ -255,4 +256,7 @@ TABLES: Mapping[str, Callable[[Sequence[Run]], Iterator[str]]] = {
     "drift": told,
     "embeddings": told,
     "payback": payback,
+    "prefix": prefix,
+    "decode": decode,
+    "parity": parity,
 }

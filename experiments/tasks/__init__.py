@@ -7,7 +7,7 @@ from typing import Any
 from experiments.folders import Folders
 from experiments.models import UNTRAINED, find, prepared_figures
 from experiments.section import Section, choose
-from experiments.tasks import held_out, openbookqa, retrieval, squad_v2, stream, wikitext
+from experiments.tasks import held_out, openbookqa, prompts, retrieval, squad_v2, stream, wikitext
 from experiments.workload import Workload
 
 
@@ -31,6 +31,7 @@ TASKS: Mapping[str, Task] = {
     "wikitext": Task(wikitext.Settings, wikitext.build),
     "openbookqa": Task(openbookqa.Settings, openbookqa.build),
     "retrieval": Task(retrieval.Settings, retrieval.build),
+    "prompts": Task(prompts.Settings, prompts.build),
 }
 
 

@@ -1,0 +1,38 @@
+"""Mooncake's trace of a service of language models (Qin et al. 2024): of which blocks the prompt of each request is.
+
+A block stands for 512 tokens and all before them, so equal numbers mean equal beginnings. The tokens are not published.
+"""
+
+from pathlib import Path
+
+from experiments.data.source import build, find_file, read_jsonl, some, typed
+from llmcache.errors import ConfigError
+
+FILE = "mooncake/conversation_trace.jsonl"
+
+Chain = tuple[int, ...]
+
+
+def read_trace(folder: Path | None) -> list[Chain]:
+    """The blocks of each request, in the order in which they arrived.
+
+    Args:
+        folder: Data folder with the file `mooncake/conversation_trace.jsonl`; the hub has none.
+
+    Raises:
+        ConfigError: There is no folder, or a line is not a request of this trace.
+        FileNotFoundError: The file is missing.
+    """
+    if folder is None:
+        raise ConfigError(f"data: the trace is not on the hub; give a folder with {FILE}: --data-dir or LLMCACHE_DATA")
+    path = find_file(folder, FILE)
+    asked = [build(where, _request, record) for where, record in read_jsonl(path)]
+    return [chain for _, chain in sorted(some(asked, path), key=lambda request: request[0])]
+
+
+def _request(record: dict[str, object]) -> tuple[int, Chain]:
+    """When it arrived, milliseconds, and its blocks, at least one."""
+    chain = tuple(typed(number, int) for number in typed(record["hash_ids"], list))
+    if not chain:
+        raise ValueError("hash_ids is empty")
+    return typed(record["timestamp"], int), chain

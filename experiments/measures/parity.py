@@ -1,0 +1,199 @@
+"""Measure `parity`: whether generation with llmcache gives the tokens that the model gives alone, and what it holds.
+
+Each prompt is gone on with twice, greedily, by transformers' own loop with a K/V cache: by the model alone, and by a
+copy that is wrapped. Where the tokens differ, what counts is the first that does: later ones follow from it. A prefix
+is served with another split of the same sums, so in low precision two logits that are all but equal may change
+places. Such a *near tie* is told apart: the reference's two best logits there are no further from each other than
+`ulps` roundings of the better one, |best| times the dtype's epsilon each. Anything else is wrong.
+
+Under a budget, `memory` shows at every tenth of the stream what is held, and how large the process is.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from experiments.bench.generation import greedy
+from experiments.bench.memory import resident_bytes
+from experiments.folders import Folders
+from experiments.measures.base import Outcome, TaskExperiment
+from experiments.methods.base import COMPUTED, twin
+from experiments.methods.cached import Cached, configure
+from experiments.models import Loaded, check_length
+from experiments.progress import tracked
+from experiments.tasks import prompts
+from experiments.tasks.prompts import Prompts
+from llmcache import LLMCache, Stats
+
+#: Parts of the stream after each of which memory is read.
+PARTS = 10
+
+
+class Parity(TaskExperiment):
+    """Settings of the measure.
+
+    Attributes:
+        new_tokens: Tokens generated for each prompt, always as many.
+        ulps: How near a near tie is, in roundings of the best logit.
+        cache: Settings of llmcache.
+    """
+
+    new_tokens: int = Field(default=16, ge=1)
+    ulps: float = Field(default=4.0, ge=0.0)
+    cache: dict[str, Any] = Field(default_factory=dict)
+
+    @classmethod
+    def make(cls, values: Any, name: str = "") -> Self:
+        """Check all settings, those of llmcache included; see `Section.make`."""
+        made = super().make(values, name)
+        Cached.check(made.cache, "cache")
+        return made
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Where two continuations part.
+
+    Attributes:
+        step: The first new token that differs, from 0.
+        gap: The reference's best logit there less its second best.
+        tolerance: The largest gap of a near tie.
+    """
+
+    step: int
+    gap: float
+    tolerance: float
+
+    @property
+    def is_near_tie(self) -> bool:
+        """Whether rounding may have turned it."""
+        return self.gap <= self.tolerance
+
+
+def run(experiment: Parity, folders: Folders) -> Outcome:
+    """Go on with every prompt, alone and with llmcache.
+
+    Raises:
+        ConfigError: The task has no prompts, or data or model does not fit the settings.
+        FileNotFoundError: A data file is missing.
+    """
+    workload = prompts.of(experiment.task, folders, experiment.seed)
+    check_length(Loaded(workload.module, None), workload.facts["n_longest"] + experiment.new_tokens)
+    module = twin(workload.module)
+    cache = LLMCache.wrap(module, config=configure(workload, experiment.cache), tokenizer=workload.tokenizer)
+    rows, memory, n = [], [], len(workload.requests)
+    marks = {round(n * part / PARTS) for part in range(1, PARTS + 1)}
+    for number in tracked(range(n), n, f"{experiment.task.title}, {experiment.task.dtype}"):
+        rows.append(_row(experiment, workload, number, module, cache))
+        if number + 1 in marks:
+            memory.append({"n": number + 1, **_held(cache.stats()), "resident_bytes": resident_bytes()})
+    stats = cache.stats()
+    cache.unwrap()
+    figures = _figures(workload, rows, stats)
+    metrics = {
+        **experiment.about(workload),
+        "dtype": experiment.task.dtype,
+        "new_tokens": experiment.new_tokens,
+        "ulps": experiment.ulps,
+        **figures,
+        "max_bytes": configure(workload, experiment.cache).max_bytes,
+        "memory": memory,
+        "summary": [_shown(experiment, figures, memory)],
+    }
+    return Outcome(rows, metrics)
+
+
+def _row(experiment: Parity, workload: Prompts, number: int, module: Any, cache: LLMCache) -> dict[str, Any]:
+    """One prompt, gone on with by both."""
+    ids = workload.requests[number].inputs["input_ids"]
+    told = greedy(
+        workload.module,
+        ids,
+        experiment.new_tokens,
+        use_cache=True,
+        output_scores=True,
+        return_dict_in_generate=True,
+    )
+    before = cache.stats()
+    tokens = greedy(module, ids, experiment.new_tokens, use_cache=True)
+    after = cache.stats()
+    found = difference(told.sequences, tokens, told.scores, experiment.ulps, workload.module.dtype)
+    return {
+        "id": workload.requests[number].id,
+        "n_tokens": ids.shape[1],
+        "n_known": workload.known[number],
+        "n_prefix": after.n_prefix_tokens - before.n_prefix_tokens,
+        "served": next(iter(Counter(after.hits) - Counter(before.hits)), COMPUTED),
+        "is_same": int(found is None),
+        "differs_at": None if found is None else found.step,
+        "gap": None if found is None else found.gap,
+        "tolerance": None if found is None else found.tolerance,
+        "is_near_tie": None if found is None else int(found.is_near_tie),
+        "held_bytes": _held(after)["held_bytes"],
+    }
+
+
+def difference(
+    told: Tensor, tokens: Tensor, scores: Sequence[Tensor], ulps: float, dtype: torch.dtype
+) -> Difference | None:
+    """Where a continuation parts from the reference; None where it does not.
+
+    Args:
+        told: Prompt and continuation of the reference, int64 (1, T + n).
+        tokens: The other's, as long.
+        scores: The reference's logits that each new token was chosen by, n times (1, V).
+        ulps: How near a near tie is.
+        dtype: In which the logits were computed.
+    """
+    n = len(scores)
+    places = (told[0, -n:] != tokens[0, -n:]).nonzero()
+    if not len(places):
+        return None
+    step = int(places[0])
+    best, second = scores[step][0].double().topk(2).values.tolist()
+    return Difference(step, best - second, ulps * torch.finfo(dtype).eps * abs(best))
+
+
+def _held(stats: Stats) -> dict[str, int]:
+    return {
+        "held_bytes": stats.nbytes + stats.index_nbytes + stats.prefix_nbytes,
+        "n_evicted": sum(stats.n_evicted.values()) + stats.n_blocks_evicted,
+    }
+
+
+def _figures(workload: Prompts, rows: Sequence[Mapping[str, Any]], stats: Stats) -> dict[str, Any]:
+    """What was counted over all prompts."""
+    n_same = sum(row["is_same"] for row in rows)
+    n_ties = sum(row["is_near_tie"] or 0 for row in rows)
+    return {
+        "n_same": n_same,
+        "n_near_ties": n_ties,
+        "n_wrong": len(rows) - n_same - n_ties,
+        "hits": stats.hits,
+        "share_reused": stats.n_prefix_tokens / workload.facts["n_tokens"],
+        "most_bytes": max(row["held_bytes"] for row in rows),
+        "errors": stats.errors,
+        **_held(stats),
+    }
+
+
+def _shown(experiment: Parity, figures: Mapping[str, Any], memory: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What the screen shows."""
+    return {
+        "dtype": experiment.task.dtype,
+        "same": figures["n_same"],
+        "near ties": figures["n_near_ties"],
+        "wrong": figures["n_wrong"],
+        "prefix hits": figures["hits"].get("prefix", 0),
+        "exact hits": figures["hits"].get("exact", 0),
+        "evicted": figures["n_evicted"],
+        "most MB held": figures["most_bytes"] / 1e6,
+        "resident MB after a tenth": memory[0]["resident_bytes"] / 1e6,
+        "half": memory[len(memory) // 2 - 1]["resident_bytes"] / 1e6,
+        "end": memory[-1]["resident_bytes"] / 1e6,
+    }

@@ -1,0 +1,146 @@
+"""Measure `prefix`: how much sooner the first token is there when beginnings of prompts are known.
+
+Time to first token (TTFT) is taken from the prompt's tokens to the first new token's id, storing included. `recompute`
+is the model alone with a K/V cache for each request, transformers' `DynamicCache`: what methods are held against. They
+answer in turns, as in `experiments.measures.serve`.
+
+If a share s of all tokens is known and cost nothing, prefill would take 1 - s of its time: 1 / (1 - s) is the ceiling
+of the ratio of sums. It is no bound on one request, and attention to known tokens is still paid for.
+
+Sizes: R rounds, N requests.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from experiments.folders import Folders
+from experiments.measures.base import Outcome
+from experiments.measures.serve import Serve, Trace, measure
+from experiments.methods import NOCACHE, MethodSettings
+from experiments.methods.base import Served
+from experiments.metrics import clusters, hit_rates, percentiles, speed
+from experiments.tasks import prompts
+from experiments.tasks.prompts import Prompts
+
+#: What results call the model alone: it computes each prompt again.
+RECOMPUTE = "recompute"
+
+#: The share of the ceiling that the ratio of sums is asked to reach where beginnings repeat as in Mooncake's trace.
+ASKED = 0.9
+
+
+class Prefix(Serve):
+    """Settings of the measure.
+
+    Attributes:
+        methods: What is compared, beside the model alone.
+    """
+
+    methods: tuple[MethodSettings, ...] = (MethodSettings.make({"method": "llmcache"}),)
+
+
+def run(experiment: Prefix, folders: Folders) -> Outcome:
+    """Put the prompts to every method.
+
+    Raises:
+        ConfigError: The task has no prompts, or data, model or a method does not fit the settings.
+        FileNotFoundError: A data file is missing.
+    """
+    workload = prompts.of(experiment.task, folders, experiment.seed)
+    traces = measure(workload, experiment.at_work(workload), experiment.rounds, experiment.warmup)
+    base = traces.pop(NOCACHE)
+    figures = {label: _figures(workload, base, trace, experiment.seed) for label, trace in traces.items()}
+    metrics = {
+        **experiment.about(workload),
+        "rounds": experiment.rounds,
+        "recompute_ms": percentiles(base.ms.ravel()),
+        "methods": figures,
+        "summary": [{"method": label, **_shown(workload, row)} for label, row in figures.items()],
+    }
+    return Outcome(_rows(workload, {RECOMPUTE: base, **traces}) if experiment.keeps_rows else [], metrics)
+
+
+def _figures(workload: Prompts, base: Trace, trace: Trace, seed: int) -> dict[str, Any]:
+    """Figures of one method against the model alone."""
+    known = np.array(workload.known) > 0
+    reused = sum(_reused(workload, number, note) for number, note in enumerate(trace.notes))
+    ratios = base.ms / trace.ms
+    n_same = sum(one == other for one, other in zip(base.answers, trace.answers, strict=True))
+    rounds = speed(base, trace)
+    return {
+        **hit_rates(trace.served[0], clusters(workload), seed),
+        **rounds,
+        "of_ceiling": rounds["speedup"] / workload.facts["ceiling"],
+        "asked": ASKED * workload.facts["ceiling"],
+        "ratio_median": _over_rounds(np.median(ratios, axis=1)),
+        "known": _over_rounds(_sums(base.ms[:, known], trace.ms[:, known])),
+        "new": _over_rounds(_sums(base.ms[:, ~known], trace.ms[:, ~known])),
+        "share_reused": reused / workload.facts["n_tokens"],
+        "n_same": n_same,
+        "is_same": n_same == len(trace.answers),
+        "hit_ms": percentiles(trace.ms[trace.is_hit]),
+        "hit_recompute_ms": percentiles(base.ms[trace.is_hit]),
+        "miss_ms": percentiles(trace.ms[~trace.is_hit]),
+        "miss_recompute_ms": percentiles(base.ms[~trace.is_hit]),
+        "bytes": trace.nbytes,
+        "bypassed": int((trace.served[0] == "bypassed").sum()),
+    }
+
+
+def _sums(base_ms: NDArray[np.float64], ms: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Ratio of the sums of times (R, n) in each round (R,); none where n is 0."""
+    return base_ms.sum(axis=1) / ms.sum(axis=1) if ms.shape[1] else np.array([])
+
+
+def _over_rounds(values: NDArray[np.float64]) -> dict[str, float] | None:
+    """Median and range over rounds (R,); None without any."""
+    if not len(values):
+        return None
+    return {"median": float(np.median(values)), "min": float(values.min()), "max": float(values.max())}
+
+
+def _reused(workload: Prompts, number: int, note: Served) -> int:
+    """Tokens of a request that no layer was run for."""
+    return workload.requests[number].inputs["input_ids"].shape[1] if note.by == "exact" else note.n_prefix
+
+
+def _shown(workload: Prompts, row: Mapping[str, Any]) -> dict[str, Any]:
+    """What the screen shows."""
+    return {
+        "tokens known": workload.facts["share_known"],
+        "reused": row["share_reused"],
+        "ceiling": workload.facts["ceiling"],
+        "TTFT ratio": row["speedup"],
+        "least": row["speedup_min"],
+        "most": row["speedup_max"],
+        "of ceiling": row["of_ceiling"],
+        "prompts with known tokens": None if row["known"] is None else row["known"]["median"],
+        "latter half": row["latter_half"]["speedup"],
+        "hit ms": None if row["hit_ms"] is None else row["hit_ms"]["median"],
+        "miss ms": None if row["miss_ms"] is None else row["miss_ms"]["median"],
+        "same first token": f"{row['n_same']} of {len(workload.requests)}",
+        "MB": None if row["bytes"] is None else row["bytes"] / 1e6,
+    }
+
+
+def _rows(workload: Prompts, traces: Mapping[str, Trace]) -> list[dict[str, Any]]:
+    """One row a request and method, of the first round."""
+    base = traces[RECOMPUTE].answers
+    return [
+        {
+            "id": request.id,
+            "method": label,
+            "n_tokens": request.inputs["input_ids"].shape[1],
+            "n_known": workload.known[number],
+            "n_reused": _reused(workload, number, trace.notes[number]),
+            "served": trace.notes[number].by,
+            "first_token": trace.answers[number],
+            "is_same": int(trace.answers[number] == base[number]),
+            "ttft_ms": round(float(trace.ms[0, number]), 4),
+        }
+        for label, trace in traces.items()
+        for number, request in enumerate(workload.requests)
+    ]

@@ -1,0 +1,162 @@
+"""Task `prompts`: a stream of prompts, each to be gone on with; the answer is the first token that the model gives.
+
+There is no right one: what counts is whether it stays the same, and when it is there.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, NoReturn, Self
+
+import torch
+from torch import nn
+
+from experiments.bench.models import ARCHITECTURES, Dtype, random_model
+from experiments.data.made import make_lines
+from experiments.data.source import find_file
+from experiments.data.wikitext import read_wikitext
+from experiments.folders import Folders
+from experiments.hub import asking, cause
+from experiments.models import Loaded, check_length, find, load
+from experiments.streams.prompts import STREAMS, Pieces, Prompt, StreamSettings, known_tokens, make_stream
+from experiments.tasks.plain import Plain
+from experiments.tasks.settings import OfficialSettings
+from experiments.workload import Answer, Request
+from llmcache.errors import ConfigError
+
+TOKENIZER = ("tokenizers/gpt2/vocab.json", "tokenizers/gpt2/merges.txt")  # files of the data folder
+
+
+class Settings(OfficialSettings):
+    """Settings of the task.
+
+    Attributes:
+        model: A causal language model; also a key of `experiments.bench.models.ARCHITECTURES` that has no folder among
+            the models: the architecture then, with random weights, and GPT-2's tokenizer.
+        stream: The stream's own settings; its `name` is a key of `experiments.streams.prompts.STREAMS`.
+        dtype: Of weights and states.
+    """
+
+    name: Literal["prompts"]
+    stream: Any
+    dtype: Dtype = "float32"
+
+    @classmethod
+    def make(cls, values: Any, name: str = "") -> Self:
+        """Check all settings, section by section; see `Section.make`."""
+        parts = dict(values)
+        if "stream" in parts:
+            parts["stream"] = make_stream(parts["stream"], f"{name}.stream" if name else "stream")
+        return super().make(parts, name)
+
+    @property
+    def title(self) -> str:
+        """The stream's name."""
+        known: StreamSettings = self.stream
+        return known.name
+
+
+def of(settings: Any, folders: Folders, seed: int) -> "Prompts":
+    """The workload of an experiment that only prompts can be put to.
+
+    Raises:
+        ConfigError: The task is another one, or data and model do not fit the settings or each other.
+        FileNotFoundError: A data file is missing.
+    """
+    if not isinstance(settings, Settings):
+        raise ConfigError(f"task.name: this measure asks prompts; give the task prompts (got {settings.name!r})")
+    return build(settings, folders, seed)
+
+
+def build(settings: Settings, folders: Folders, seed: int) -> "Prompts":
+    """Load data and model.
+
+    Raises:
+        ConfigError: They do not fit the settings, or each other.
+        FileNotFoundError: A file is missing.
+    """
+    source = find(settings.model, folders.models)
+    is_random = source in ARCHITECTURES
+    if is_random:
+        loaded = Loaded(random_model(source, seed, "token"), _gpt2_tokenizer(folders))
+    else:
+        loaded = load(settings.model, "token", folders.models)
+    loaded.model.to(getattr(torch, settings.dtype))
+    lines = make_lines(seed) if settings.data == "made" else read_wikitext("test", folders.data)
+    ids = loaded.tokenizer("\n".join(lines), add_special_tokens=False, verbose=False)["input_ids"]
+    prompts = STREAMS[settings.stream.name].draw(settings.stream, Pieces(ids, seed), folders, seed)
+    return Prompts(loaded, prompts[: settings.limit], "random" if is_random else Path(source).name)
+
+
+def _gpt2_tokenizer(folders: Folders) -> Any:
+    """From the data folder if one is given, else from the hub."""
+    import transformers
+
+    if folders.data is not None:
+        vocabulary, merges = (str(find_file(folders.data, name)) for name in TOKENIZER)
+        return transformers.GPT2Tokenizer(vocab=vocabulary, merges=merges)
+    try:
+        with asking("gpt2"):
+            return transformers.AutoTokenizer.from_pretrained("gpt2")  # GPT2Tokenizer would make an empty one
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"data: GPT-2's tokenizer could not be loaded from the hub ({cause(error)}); "
+            f"give a folder that holds {' and '.join(TOKENIZER)} with --data-dir or LLMCACHE_DATA"
+        ) from error
+
+
+class Prompts(Plain):
+    """Prefill, prompt by prompt, each with a K/V cache of its own.
+
+    Attributes:
+        known: First tokens of each prompt that an earlier one has, too, in whole blocks.
+    """
+
+    metric = "none"
+
+    def __init__(self, loaded: Loaded, prompts: Sequence[Prompt], weights: str) -> None:
+        """Take prompts as they are.
+
+        Args:
+            loaded: Causal language model.
+            prompts: In the order in which they are asked.
+            weights: Where they came from; `random` where nobody trained them.
+
+        Raises:
+            ConfigError: A prompt is too long for the model.
+        """
+        check_length(loaded, max(map(len, prompts)))
+        self.module: nn.Module = loaded.model
+        self.module.config.use_cache = True  # a prompt is read for what follows it
+        self.tokenizer = loaded.tokenizer
+        self.known = known_tokens(prompts)
+        self.requests = [self._request(number, prompt) for number, prompt in enumerate(prompts)]
+        n_tokens = sum(map(len, prompts))
+        share = sum(self.known) / n_tokens
+        self.facts: dict[str, Any] = {
+            "weights": weights,
+            "n_tokens": n_tokens,
+            "n_longest": max(map(len, prompts)),
+            "share_known": share,
+            "ceiling": 1 / (1 - share),
+        }
+
+    def _request(self, number: int, prompt: Prompt) -> Request:
+        # The last position's logits are what generation asks for, and all that it needs.
+        inputs = {"input_ids": torch.tensor([prompt]), "logits_to_keep": torch.tensor([-1])}
+        return Request(str(number), inputs, self.tokenizer.decode(prompt), None)
+
+    def answer(self, output: Any, number: int) -> int:
+        """The most likely first token."""
+        return int(output.logits[0, -1].argmax())
+
+    def scores(self, answers: Sequence[Answer]) -> NoReturn:
+        """No answer is right or wrong.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError("task.name: prompts have no right answers; take a measure that needs none: prefix, parity")
+
+    def show(self, answer: int) -> str:
+        """The token's number."""
+        return str(answer)

@@ -1,0 +1,212 @@
+"""Measures `prefix`, `decode` and `parity`: their figures follow from times and tokens, and wrong tokens are seen."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from experiments.bench.generation import Times
+from experiments.config import make_experiment
+from experiments.folders import Folders
+from experiments.measures import MEASURES
+from experiments.measures.base import Outcome
+from experiments.measures.parity import difference
+from experiments.report.tables import TABLES
+from experiments.runs import Run
+from llmcache.errors import ConfigError
+from llmcache.prefix.prefill import Prefiller
+from tests.tiny_prompts import write_prompts
+
+STREAM = {"name": "chat", "n": 16, "turns": 4, "question": 20, "answer": 20, "at_once": 2}
+TASK = {"name": "prompts", "model": "tiny", "stream": STREAM}
+PREFIX = {"measure": "prefix", "task": TASK, "rounds": 2, "warmup": 2}
+PARITY = {"measure": "parity", "task": TASK, "new_tokens": 5}
+DECODE = {
+    "measure": "decode",
+    "models": ["tiny"],
+    "prompt_tokens": 40,
+    "shared_tokens": 32,
+    "new_tokens": 4,
+    "rounds": 3,
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    return write_prompts(tmp_path_factory.mktemp("prompts"))
+
+
+def measured(folders: Folders, values: dict[str, Any], **changes: Any) -> Outcome:
+    done: Outcome = MEASURES[values["measure"]].run(make_experiment(values | changes), folders)
+    return done
+
+
+@pytest.fixture
+def _wrong_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values of prefixes come back ten times as large, their sign turned."""
+    honest = Prefiller._fill
+
+    def fill(*args: Any) -> Tensor:
+        states = honest(*args)
+        for layer in args[3].kv_cache.layers:
+            layer.values.mul_(-10)
+        return states
+
+    monkeypatch.setattr(Prefiller, "_fill", fill)
+
+
+def told(values: dict[str, Any], outcome: Outcome) -> str:
+    """The report of one run."""
+    kept = json.loads(json.dumps(outcome.metrics, allow_nan=False))
+    config = make_experiment(values).to_dict()
+    return "\n".join(TABLES[values["measure"]]([Run("some", Path("some"), config, {}, kept)]))
+
+
+def test_time_to_first_token_is_compared(folders: Folders) -> None:
+    outcome = measured(folders, PREFIX, rounds=1)
+    metrics, rows = outcome.metrics, outcome.rows
+    assert [row["method"] for row in rows] == ["recompute"] * 16 + ["llmcache"] * 16
+    base, own = rows[:16], rows[16:]
+    figures = metrics["methods"]["llmcache"]
+
+    def ratio(numbers: list[int]) -> Any:
+        return pytest.approx(
+            sum(base[i]["ttft_ms"] for i in numbers) / sum(own[i]["ttft_ms"] for i in numbers), rel=1e-2
+        )
+
+    known = [i for i in range(16) if own[i]["n_known"]]
+    new = [i for i in range(16) if not own[i]["n_known"]]
+    assert len(new) >= 4 and len(known) >= 8
+    assert figures["speedup"] == ratio([*range(16)])
+    assert figures["known"]["median"] == ratio(known) and figures["new"]["median"] == ratio(new)
+    ratios = sorted(one["ttft_ms"] / other["ttft_ms"] for one, other in zip(base, own, strict=True))
+    assert figures["ratio_median"]["median"] == pytest.approx((ratios[7] + ratios[8]) / 2, rel=1e-2)
+    assert [row["n_reused"] for row in own] == [row["n_known"] for row in own]
+    assert {row["n_reused"] for row in base} == {0}
+    assert figures["share_reused"] == metrics["facts"]["share_known"] > 0.4
+    assert figures["of_ceiling"] == pytest.approx(figures["speedup"] * (1 - metrics["facts"]["share_known"]))
+    assert figures["asked"] == 0.9 * metrics["facts"]["ceiling"]
+    assert (figures["n_same"], figures["is_same"]) == (16, True)
+    assert figures["hits_by_rung"] == {"prefix": len(known) / 16}
+    assert (figures["hit_ms"]["n"], figures["miss_ms"]["n"]) == (len(known), len(new))
+    assert figures["bytes"] > 0
+
+
+@pytest.mark.usefixtures("_wrong_prefixes")
+def test_a_wrong_first_token_is_seen(folders: Folders) -> None:
+    outcome = measured(folders, PREFIX)
+    figures = outcome.metrics["methods"]["llmcache"]
+    assert figures["n_same"] < 16 and not figures["is_same"]
+    assert figures["n_same"] == sum(row["is_same"] for row in outcome.rows[16:])
+
+
+def test_a_stream_that_shares_nothing_has_no_hits(folders: Folders) -> None:
+    stream = {"name": "nothing_shared", "n": 6, "length": 40}
+    methods = [{"method": "llmcache", "label": "a", "step_aside": True}, {"method": "llmcache", "label": "b"}]
+    values = PREFIX | {"task": TASK | {"stream": stream}, "methods": methods}
+    outcome = measured(folders, values)
+    assert outcome.metrics["facts"]["ceiling"] == 1.0
+    for figures in outcome.metrics["methods"].values():
+        assert figures["known"] is None and figures["hit_ms"] is None and figures["share_reused"] == 0
+        assert figures["miss_ms"]["n"] == 12
+    assert told(values, outcome).count("nothing_shared") == 4
+
+
+def test_tokens_are_the_same(folders: Folders) -> None:
+    outcome = measured(folders, PARITY)
+    metrics = outcome.metrics
+    assert (metrics["n_same"], metrics["n_near_ties"], metrics["n_wrong"], metrics["errors"]) == (16, 0, 0, 0)
+    assert metrics["hits"] == {"prefix": sum(row["n_known"] > 0 for row in outcome.rows)}
+    assert [row["n_prefix"] for row in outcome.rows] == [row["n_known"] for row in outcome.rows]
+    assert metrics["n_evicted"] == 0
+    assert [point["n"] for point in metrics["memory"]] == [2, 3, 5, 6, 8, 10, 11, 13, 14, 16]
+    assert all(point["resident_bytes"] > 1e7 for point in metrics["memory"])
+    text = told(PARITY, outcome)
+    assert "100.0 %" in text and "5 new tokens" in text and "4 roundings" in text
+
+
+def test_under_a_budget_blocks_leave_and_tokens_stay_the_same(folders: Folders) -> None:
+    budget = 200_000
+    task = TASK | {"stream": STREAM | {"n": 40}}
+    metrics = measured(folders, PARITY, task=task, cache={"max_bytes": budget}).metrics
+    assert metrics["n_same"] == metrics["n"] == 40
+    assert metrics["n_evicted"] > 10 and metrics["hits"]["prefix"] > 5
+    assert metrics["n_evicted"] > metrics["memory"][4]["n_evicted"]  # to the end
+    assert budget / 4 < metrics["most_bytes"] <= budget == metrics["max_bytes"]
+    assert metrics["share_reused"] < metrics["facts"]["share_known"]
+
+
+@pytest.mark.usefixtures("_wrong_prefixes")
+def test_wrong_tokens_are_counted(folders: Folders) -> None:
+    outcome = measured(folders, PARITY)
+    assert outcome.metrics["n_wrong"] > 3
+    assert outcome.metrics["n_wrong"] == sum(row["is_near_tie"] == 0 for row in outcome.rows)
+    assert {row["is_same"] for row in outcome.rows if row["served"] == "computed"} == {1}
+
+
+def test_a_near_tie_is_told_from_a_wrong_token() -> None:
+    scores = [torch.tensor([[0.0, 4.0, 1.0]]), torch.tensor([[8.0, 7.75, -torch.inf]]), torch.tensor([[1.0, 2.0, 0.0]])]
+    reference = torch.tensor([[9, 9, 1, 0, 1]])
+    assert difference(reference, reference, scores, 4, torch.float32) is None
+    found = difference(reference, torch.tensor([[9, 9, 1, 1, 2]]), scores, 4, torch.bfloat16)
+    assert found is not None and (found.step, found.gap, found.tolerance) == (1, 0.25, 4 * 8 / 128)
+    assert found.is_near_tie
+    exact = difference(reference, torch.tensor([[9, 9, 1, 1, 2]]), scores, 4, torch.float32)
+    assert exact is not None and not exact.is_near_tie
+    last = difference(reference, torch.tensor([[9, 9, 1, 0, 0]]), scores, 4, torch.bfloat16)
+    assert last is not None and last.step == 2 and not last.is_near_tie
+
+
+def test_times_of_a_generation_are_those_of_its_tokens() -> None:
+    times = Times()
+    times.add(10.0, [10.5, 10.75, 11.25], 11.5)
+    times.add(20.0, [20.25, 20.5, 20.75], 21.0)
+    assert times.ttft == [500.0, 250.0]
+    assert times.itl == [250.0, 500.0, 250.0, 250.0]
+    assert times.tpot == [375.0, 250.0]
+    assert times.e2el == [1500.0, 1000.0]
+    times.add(30.0, [31.0], 31.0)
+    assert (len(times.ttft), len(times.tpot)) == (3, 2)
+
+
+def test_generation_is_timed_by_token(folders: Folders) -> None:
+    outcome = measured(folders, DECODE)
+    (figures,) = outcome.metrics["generation"]
+    kinds = ["nocache", "kv_cache", "miss", "prefix_hit", "exact_hit"]
+    assert sorted(figures["times"]) == sorted(kinds) and len(outcome.rows) == 5
+    for kind, row in zip(kinds, outcome.rows, strict=True):
+        times = figures["times"][kind]
+        assert [times[f"{name}_ms"]["n"] for name in ("ttft", "tpot", "itl", "e2el")] == [3, 3, 9, 3]
+        assert 0 < row["ttft_ms"] < row["e2el_ms"] == figures[f"{kind}_ms"]["median"]
+        assert row["model"] == row["weights"] == "tiny"
+    assert outcome.rows[1]["kv_cache_ratio"] == 1.0
+    text = told(DECODE, outcome)
+    assert text.count("tiny (trained)") == 5 and "first 32 tokens" in text and "40 + 4" in text
+
+
+@pytest.mark.usefixtures("_wrong_prefixes")
+def test_wrong_tokens_end_the_benchmark_of_generation(folders: Folders) -> None:
+    with pytest.raises(RuntimeError, match="prefix_hit had 1 hits, or other tokens"):
+        measured(folders, DECODE)
+
+
+@pytest.mark.parametrize(
+    ("values", "part"),
+    [
+        (DECODE | {"shared_tokens": 40}, r"shared_tokens: fewer than the prompt's 40 \(got 40\)"),
+        (DECODE | {"shared_tokens": 15}, "shared_tokens"),
+        (DECODE | {"models": ["nowhere"]}, "model: nowhere is none of bert-base"),
+        (PARITY | {"cache": {"max_byte": 3}}, r"cache\.max_byte.*max_bytes"),
+        (PARITY | {"ulps": -1}, "ulps"),
+        (PARITY | {"new_tokens": 500}, r"max_length: 6\d\d is more than this model's 512 positions"),
+        (PREFIX | {"rounds": 0}, "rounds"),
+        (PREFIX | {"task": {"name": "wikitext", "model": "untrained", "data": "made"}}, "give the task prompts"),
+        (PREFIX | {"methods": [{"method": "doccache", "treshold": 1}]}, r"methods\[0\]\.treshold"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(folders: Folders, values: dict[str, Any], part: str) -> None:
+    with pytest.raises(ConfigError, match=part):
+        measured(folders, values)

@@ -1,0 +1,171 @@
+"""Streams of prompts: what they share with those before is what they say, and nothing else."""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from experiments.data.mooncake import FILE, read_trace
+from experiments.folders import Folders
+from experiments.streams.prompts import BLOCK, STREAMS, Pieces, Prompt, known_tokens, make_stream
+from experiments.streams.prompts.mooncake import sample
+from llmcache.errors import ConfigError
+from tests.tiny_prompts import TRACE, write_trace
+
+TEXT = range(200_000)
+NOWHERE = Folders()
+
+
+def drawn(seed: int = 0, folders: Folders = NOWHERE, **settings: Any) -> list[Prompt]:
+    made = make_stream(settings, "stream")
+    return STREAMS[made.name].draw(made, Pieces(TEXT, seed), folders, seed)
+
+
+def n_common(one: Prompt, other: Prompt) -> int:
+    """First tokens that two prompts share."""
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Folders:
+    write_trace(tmp_path)
+    return Folders(data=tmp_path)
+
+
+@given(st.lists(st.tuples(st.lists(st.integers(0, 2), max_size=5), st.integers(0, BLOCK - 1)), min_size=1, max_size=8))
+def test_known_are_the_whole_blocks_that_an_earlier_prompt_begins_with(parts: list[tuple[list[int], int]]) -> None:
+    prompts = [[block for block in blocks for _ in range(BLOCK)] + [9] * rest for blocks, rest in parts]
+    for number, n_known in enumerate(known_tokens(prompts)):
+        longest = max((n_common(prompts[number], earlier) for earlier in prompts[:number]), default=0)
+        assert n_known == longest // BLOCK * BLOCK
+
+
+def test_pieces_are_handed_out_once() -> None:
+    text = [*range(64), *range(64), 7]  # the second half repeats the first
+    pieces = Pieces(text, 0)
+    taken = [pieces.take(BLOCK) for _ in range(4)]
+    assert sorted(itertools.chain(*taken)) == list(range(64))
+    with pytest.raises(ConfigError, match=r"too short for these prompts, 4 pieces of 16 tokens; .*stream\.n"):
+        pieces.take(1)
+    assert Pieces(text, 0).take(20) == [*taken[0], *taken[1][:4]]
+    assert Pieces(text, 1).take(64) != Pieces(text, 0).take(64)
+
+
+def test_a_trace_is_read_in_order_of_arrival(trace: Folders) -> None:
+    assert read_trace(trace.data) == [tuple(ids) for _, ids in TRACE]
+
+
+@pytest.mark.parametrize(
+    ("line", "part"),
+    [
+        ('{"timestamp": 1, "hash_ids": []}', "line 2: not a record .*hash_ids is empty"),
+        ('{"timestamp": 1, "hash_ids": ["a"]}', "line 2: not a record .*expected int, got 'a'"),
+        ('{"hash_ids": [1]}', "line 2: not a record .*timestamp"),
+        ("{", "line 2: not valid JSON"),
+    ],
+)
+def test_a_damaged_trace_is_told_with_its_line(trace: Folders, line: str, part: str) -> None:
+    assert trace.data is not None
+    path = trace.data / FILE
+    path.write_text('{"timestamp": 0, "hash_ids": [0]}\n' + line, encoding="utf-8")
+    with pytest.raises(ConfigError, match=part):
+        read_trace(trace.data)
+
+
+def test_conversations_stay_whole_and_in_order() -> None:
+    chains = [(*ids, 100 + number) for number, (_, ids) in enumerate(TRACE)]
+    whole = {first: [chain for chain in chains if chain[1] == first] for first in (1, 5, 8)}
+    orders = set()
+    for seed in range(20):
+        taken = sample(chains, 5, seed)
+        assert taken == [chain for chain in chains if chain in taken]
+        by_first = {first: [chain for chain in taken if chain[1] == first] for first in whole}
+        cut = [first for first, found in by_first.items() if found not in ([], whole[first])]
+        assert all(found == whole[first][: len(found)] for first, found in by_first.items())
+        assert len(taken) == 5 and len(cut) <= 1
+        orders.add(tuple(taken))
+    assert len(orders) > 1
+    assert sample(chains, len(chains), 3) == chains
+
+
+def test_blocks_of_a_trace_are_the_same_tokens_everywhere(trace: Folders) -> None:
+    prompts = drawn(name="mooncake", n=8, blocks=3, folders=trace)
+    tokens: dict[int, tuple[int, ...]] = {}
+    for prompt, (_, ids) in zip(prompts, TRACE, strict=True):
+        assert len(prompt) == BLOCK * min(3, len(ids))
+        for place, block in enumerate(ids[:3]):
+            part = tuple(prompt[place * BLOCK : (place + 1) * BLOCK])
+            assert tokens.setdefault(block, part) == part
+    assert len(set(tokens.values())) == len(tokens)
+    # [0, 1, 2] new; 0 of [0, 5]; all of [0, 1, 2]; 0 of [0, 8, 9]; [0, 5]; [0, 1]; [0, 8, 9]; [0, 5, 6]
+    assert known_tokens(prompts) == [BLOCK * n for n in (0, 1, 3, 1, 2, 2, 3, 3)]
+
+
+def test_a_chat_grows_by_question_and_answer() -> None:
+    prompts = drawn(name="chat", n=40, turns=4, question=20, answer=30, at_once=3)
+    assert len(prompts) == 40
+    assert {len(prompt) for prompt in prompts} == {20, 70, 120, 170}
+    last: dict[tuple[int, ...], Prompt] = {}
+    for prompt in prompts:
+        before = last.get(tuple(prompt[:20]), [])
+        assert prompt[: len(before)] == before and len(prompt) == (len(before) + 50 if before else 20)
+        last[tuple(prompt[:20])] = prompt
+    assert 3 < len(last) <= 13
+    # Turns of different conversations alternate.
+    assert any(one[:20] != other[:20] and len(other) > 20 for one, other in itertools.pairwise(prompts))
+
+
+def test_a_window_shares_what_it_says_with_the_turn_before() -> None:
+    prompts = drawn(name="chat_window", n=30, turns=5, length=100, shared=0.9, at_once=2)
+    seen: dict[tuple[int, ...], int] = {}
+    for prompt in prompts:
+        assert len(prompt) == 100
+        seen[tuple(prompt[:90])] = seen.get(tuple(prompt[:90]), 0) + 1
+    assert max(seen.values()) == 5
+    assert {n_common(*pair) for pair in itertools.combinations(prompts, 2)} == {0, 90}
+
+
+def test_users_share_a_system_prompt() -> None:
+    prompts = drawn(name="system_prompt", n=30, systems=2, system=48, shortest=3, longest=20)
+    assert len({tuple(prompt[:48]) for prompt in prompts}) == 2
+    assert {n_common(*pair) for pair in itertools.combinations(prompts, 2)} == {0, 48}
+    assert min(map(len, prompts)) >= 51 and max(map(len, prompts)) <= 68
+    assert sorted(known_tokens(prompts)) == [0, 0, *[48] * 28]
+
+
+def test_nothing_is_shared_not_even_the_first_block() -> None:
+    prompts = drawn(name="nothing_shared", n=50, length=40)
+    assert len({tuple(prompt[:BLOCK]) for prompt in prompts}) == 50
+    assert sum(known_tokens(prompts)) == 0 and {len(prompt) for prompt in prompts} == {40}
+
+
+@pytest.mark.parametrize("name", ["mooncake", "chat", "chat_window", "system_prompt"])
+def test_a_stream_is_drawn_by_its_seed(name: str, trace: Folders) -> None:
+    assert drawn(name=name, n=6, folders=trace) == drawn(name=name, n=6, folders=trace)
+    assert drawn(name=name, n=6, folders=trace) != drawn(name=name, n=6, folders=trace, seed=1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "part"),
+    [
+        ({"name": "chats"}, r"stream\.name: 'chats' is not known; known: mooncake, chat, chat_window"),
+        ({"n": 3}, r"stream\.name: missing"),
+        ({"name": "chat", "turn": 3}, r"stream\.turn: unknown setting; did you mean 'turns'"),
+        ({"name": "chat_window", "shared": 1.0}, r"stream\.shared"),
+        ({"name": "system_prompt", "shortest": 9, "longest": 8}, r"shortest: at most longest, 8 \(got 9\)"),
+        ({"name": "mooncake", "n": 9}, r"stream\.n: the trace has 8 requests; ask no more \(got 9\)"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused(settings: dict[str, Any], part: str, trace: Folders) -> None:
+    with pytest.raises(ConfigError, match=part):
+        drawn(folders=trace, **settings)
+
+
+def test_a_trace_needs_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"not on the hub; give a folder with mooncake/.*--data-dir"):
+        read_trace(None)
+    with pytest.raises(FileNotFoundError, match=r"conversation_trace\.jsonl"):
+        read_trace(tmp_path)

@@ -1,0 +1,116 @@
+"""Task `prompts`: data and model of a stream of prompts, and what is known of them."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from experiments.bench.models import ARCHITECTURES
+from experiments.folders import Folders
+from experiments.measures.base import serve_once
+from experiments.methods import MethodSettings
+from experiments.methods.cached import Cached
+from experiments.models import UNTRAINED
+from experiments.streams.prompts import known_tokens
+from experiments.tasks import build, make_task, prompts
+from experiments.tasks.prompts import Prompts
+from llmcache.errors import ConfigError
+from tests.tiny_prompts import POSITIONS, SHAPE, VOCABULARY, write_prompts
+
+STREAM = {"name": "system_prompt", "n": 12, "system": 64, "shortest": 4, "longest": 20}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    return write_prompts(tmp_path_factory.mktemp("prompts"))
+
+
+def built(folders: Folders, seed: int = 0, **changes: Any) -> Prompts:
+    task = make_task({"name": "prompts", "model": "tiny", "stream": STREAM, **changes})
+    workload: Any = build(task, folders, seed)
+    return workload
+
+
+def test_prompts_are_of_the_text_and_say_what_is_known(folders: Folders) -> None:
+    workload = built(folders, stream={"name": "mooncake", "n": 8, "blocks": 4})
+    asked = [request.inputs["input_ids"][0].tolist() for request in workload.requests]
+    assert workload.known == known_tokens(asked) and sum(workload.known) == 16 * 16
+    n_tokens = sum(map(len, asked))
+    share = sum(workload.known) / n_tokens
+    assert workload.facts == {
+        "weights": "tiny",
+        "n_tokens": n_tokens,
+        "n_longest": 64,
+        "share_known": share,
+        "ceiling": 1 / (1 - share),
+    }
+    assert "train in winter" in " ".join(request.text for request in workload.requests)
+    assert len(built(folders, limit=5).requests) == 5
+
+
+def test_the_answer_is_the_first_token(folders: Folders) -> None:
+    workload = built(folders)
+    ids = workload.requests[3].inputs["input_ids"]
+    with torch.inference_mode():
+        told = workload.answer(workload.module(**workload.requests[3].inputs), 3)
+        assert told == int(workload.module(ids).logits[0, -1].argmax())
+        generated = workload.module.generate(ids, max_new_tokens=1, do_sample=False, pad_token_id=0)
+    assert told == int(generated[0, -1])
+
+
+def test_known_tokens_are_those_that_are_served(folders: Folders) -> None:
+    workload = built(folders)
+    method = Cached(workload, {})
+    answers, notes = serve_once(method, range(12))
+    plain, _ = serve_once(MethodSettings.make({"method": "nocache"}).build(workload), range(12))
+    assert [note.n_prefix for note in notes] == workload.known
+    assert [note.by for note in notes] == ["computed", *["prefix"] * 11]
+    assert answers == plain and len(set(plain)) > 3
+    assert method.nbytes is not None and method.nbytes == method.stats.prefix_nbytes + method.stats.nbytes
+    assert method.stats.prefix_nbytes > 0
+
+
+def test_blocks_that_leave_are_told(folders: Folders) -> None:
+    method = Cached(built(folders, stream={**STREAM, "shortest": 64, "longest": 64}), {"max_bytes": 400_000})
+    _, notes = serve_once(method, range(12))
+    assert method.stats.n_blocks_evicted > 0 and sum(method.stats.n_evicted.values()) == 0
+    assert not notes[0].is_evicting and notes[-1].is_evicting
+
+
+def test_an_architecture_has_random_weights_and_gpt2s_tokenizer(
+    folders: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ARCHITECTURES, "toy", {"model_type": "gpt2", **SHAPE})
+    one, other = (built(folders, model="toy", dtype="bfloat16", seed=seed) for seed in (0, 1))
+    assert one.facts["weights"] == "random"
+    assert one.module.dtype is torch.bfloat16 and one.module.config.vocab_size == VOCABULARY
+    assert not torch.equal(one.module.lm_head.weight, other.module.lm_head.weight)
+    assert one.requests[0].text != other.requests[0].text
+    with pytest.raises(ConfigError, match=r"GPT-2's tokenizer could not be loaded.*tokenizers/gpt2/vocab.json"):
+        built(Folders(), model="toy")
+
+
+def test_nothing_needs_to_be_there_to_try_it() -> None:
+    workload = built(Folders(), model=UNTRAINED, data="made")
+    assert workload.facts["weights"] == "random" and len(workload.requests) == 12
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"stream": {**STREAM, "system": POSITIONS}}, rf"max_length: \d+ is more than this model's {POSITIONS}"),
+        ({"stream": {**STREAM, "n": 0}}, r"task\.stream\.n"),
+        ({"stream": {"name": "queue"}}, r"task\.stream\.name: 'queue' is not known"),
+        ({"dtype": "float16"}, r"task\.dtype"),
+    ],
+)
+def test_what_does_not_fit_is_refused(folders: Folders, changes: dict[str, Any], part: str) -> None:
+    with pytest.raises(ConfigError, match=part):
+        built(folders, **changes)
+
+
+def test_prompts_have_no_right_answers(folders: Folders) -> None:
+    with pytest.raises(ConfigError, match="no right answers; take a measure that needs none"):
+        built(folders).scores([1] * 12)
+    with pytest.raises(ConfigError, match=r"give the task prompts \(got 'wikitext'\)"):
+        prompts.of(make_task({"name": "wikitext", "model": UNTRAINED, "data": "made"}), folders, 0)
