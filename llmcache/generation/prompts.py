@@ -1,0 +1,167 @@
+"""The prompt cache: from a text or a chat to token ids; what was asked before is neither formatted nor tokenised again.
+
+It comes before the `prefix` rung: here a prompt is known as a whole or not at all, there the longest beginning counts.
+"""
+
+import hashlib
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, TypeVar
+
+from llmcache.errors import RequestError
+
+Message = Mapping[str, Any]
+Truncate = Literal["left", "error"]
+
+_Value = TypeVar("_Value")
+_TELLS_THE_TIME = "strftime_now"  # a chat template that calls this gives another text tomorrow
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt in the model's tokens.
+
+    Attributes:
+        ids: Token ids, at least one.
+        is_hit: They were known.
+        n_dropped: Tokens that were cut off on the left, to keep to the longest length.
+    """
+
+    ids: tuple[int, ...]
+    is_hit: bool
+    n_dropped: int
+
+
+class PromptCache:
+    """Prompts of one model and tokenizer. Thread-safe.
+
+    A prompt is known by the model's name, the tokenizer's digest, the chat template, the text that it comes to, the
+    longest length, the side that is cut, and whether special tokens are added. The text that a chat comes to is known
+    by its messages and the template; templates that tell the time are asked anew.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        model: str = "",
+        max_length: int | None = None,
+        truncate: Truncate = "error",
+        max_entries: int = 1024,
+    ) -> None:
+        """Begin with no prompt known.
+
+        Args:
+            tokenizer: Of the model; one that tokens are added to later is told apart.
+            model: Its name.
+            max_length: Tokens of the longest prompt, at least 1; None: any.
+            truncate: What is done about a longer one: drop its beginning (`left`), or an error.
+            max_entries: Prompts held; the one used longest ago leaves.
+
+        Raises:
+            RequestError: A setting is out of its range.
+        """
+        if (max_length is not None and max_length < 1) or max_entries < 1 or truncate not in ("left", "error"):
+            raise RequestError(
+                f"max_length={max_length}, truncate={truncate!r}, max_entries={max_entries}: lengths and entries are "
+                "at least 1, truncate is 'left' or 'error'"
+            )
+        self._tokenizer = tokenizer
+        self._about = (model, tokenizer_digest(tokenizer), max_length, truncate)
+        self._max_length = max_length
+        self._truncate = truncate
+        self._texts: _Latest[str] = _Latest(max_entries)
+        self._tokens: _Latest[tuple[int, ...]] = _Latest(max_entries)
+
+    def __len__(self) -> int:
+        """Prompts held."""
+        return len(self._tokens)
+
+    def encode(self, prompt: str | Sequence[Message]) -> Prompt:
+        """Token ids of a prompt.
+
+        Args:
+            prompt: A text, which gets the tokenizer's special tokens; or messages (`role`, `content`), which the chat
+                template turns into a text that has them, up to where the answer begins.
+
+        Raises:
+            RequestError: It is empty, or longer than allowed, or there is no chat template.
+        """
+        is_text = isinstance(prompt, str)
+        text = prompt if isinstance(prompt, str) else self._formatted(prompt)
+        template = "" if is_text else str(self._tokenizer.chat_template)
+        key = _digest(*self._about, len(self._tokenizer), template, text, is_text)
+        ids, is_hit = self._tokens.get(key, lambda: self._tokenised(text, is_text))
+        if not ids:
+            raise RequestError("the prompt is empty: give at least one token")
+        n_dropped = max(0, len(ids) - (self._max_length or len(ids)))
+        if n_dropped and self._truncate == "error":
+            raise RequestError(
+                f"the prompt has {len(ids)} tokens, of which the model can take {self._max_length} here: shorten it, "
+                "or choose truncate='left'"
+            )
+        return Prompt(ids[n_dropped:], is_hit, n_dropped)
+
+    def clear(self) -> None:
+        """Forget all prompts."""
+        self._texts.clear()
+        self._tokens.clear()
+
+    def _formatted(self, messages: Sequence[Message]) -> str:
+        template = self._tokenizer.chat_template
+        if not template:
+            raise RequestError("this tokenizer has no chat template: give the prompt as one text")
+
+        def form() -> str:
+            made: str = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            return made
+
+        if _TELLS_THE_TIME in str(template):
+            return form()
+        return self._texts.get(_digest(str(template), json.dumps(list(messages), sort_keys=True)), form)[0]
+
+    def _tokenised(self, text: str, is_text: bool) -> tuple[int, ...]:
+        return tuple(self._tokenizer(text, add_special_tokens=is_text)["input_ids"])
+
+
+class _Latest(Generic[_Value]):
+    """Values by key; the one used longest ago leaves. Thread-safe."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._held: OrderedDict[str, _Value] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def get(self, key: str, make: Callable[[], _Value]) -> tuple[_Value, bool]:
+        """The value, and whether it was held; else it is made now, outside the lock, and held."""
+        with self._lock:
+            if key in self._held:
+                self._held.move_to_end(key)
+                return self._held[key], True
+        made = make()
+        with self._lock:
+            self._held[key] = made
+            while len(self._held) > self._most:
+                self._held.popitem(last=False)
+        return made, False
+
+    def clear(self) -> None:
+        with self._lock:
+            self._held.clear()
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """SHA-256 (hex) over all that decides a tokenizer's output: its pipeline, or its vocabulary, and special tokens."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    pipeline = json.dumps(sorted(tokenizer.get_vocab().items())) if backend is None else backend.to_str()
+    return _digest(type(tokenizer).__name__, pipeline, str(tokenizer.special_tokens_map))
+
+
+def _digest(*parts: object) -> str:
+    """SHA-256 (hex) of parts; no two different ones hash the same bytes."""
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
