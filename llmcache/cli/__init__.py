@@ -10,7 +10,19 @@ from typing import Annotated, Final
 import typer
 
 from llmcache import __version__
-from llmcache.cli import bench_latency, bench_memory, calibrate, demo, info, prepare, report, run, sweep
+from llmcache.cli import (
+    bench_latency,
+    bench_memory,
+    calibrate,
+    demo,
+    generate,
+    info,
+    prepare,
+    repl,
+    report,
+    run,
+    sweep,
+)
 from llmcache.errors import LLMCacheError
 
 #: Groups of commands and what they are for.
@@ -24,6 +36,8 @@ COMMANDS: Final[Mapping[str, Callable[..., None]]] = {
     "run": run.command,
     "sweep": sweep.command,
     "report": report.command,
+    "generate": generate.command,
+    "repl": repl.command,
     "bench latency": bench_latency.command,
     "bench memory": bench_memory.command,
     "info": info.command,

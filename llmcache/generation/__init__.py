@@ -11,7 +11,9 @@ K/V caches and logits processors are transformers' own. On a wrapped model the c
 """
 
 from llmcache.generation.caches import Kind, held_nbytes, kv_nbytes
+from llmcache.generation.chat import Answer, Chat, Turn
 from llmcache.generation.latency import QUOTABLE, Latencies, Latency, LatencySummary, Spread
+from llmcache.generation.prompts import Prompt, PromptCache
 from llmcache.generation.records import Generation, StoppedBy, Token
 from llmcache.generation.sampling import Sampling
 from llmcache.generation.steps import decode_step, prefill
@@ -19,16 +21,21 @@ from llmcache.generation.stream import Stream, generate, stream
 
 __all__ = [
     "QUOTABLE",
+    "Answer",
+    "Chat",
     "Generation",
     "Kind",
     "Latencies",
     "Latency",
     "LatencySummary",
+    "Prompt",
+    "PromptCache",
     "Sampling",
     "Spread",
     "StoppedBy",
     "Stream",
     "Token",
+    "Turn",
     "decode_step",
     "generate",
     "held_nbytes",

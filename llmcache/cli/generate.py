@@ -1,0 +1,72 @@
+"""`llmcache generate`: one prompt, one answer."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from llmcache.cli.options import ModelsDir
+from llmcache.cli.output import check_writable, write_json
+from llmcache.cli.sampling import (
+    MAX_NEW_TOKENS,
+    DoSample,
+    MaxNewTokens,
+    Model,
+    Penalty,
+    Seed,
+    Temperature,
+    TopK,
+    TopP,
+    TruncateOption,
+    make_sampling,
+    told,
+)
+
+
+def command(
+    model: Model,
+    prompt: Annotated[str, typer.Option(help="What is asked, or is to be gone on with.")],
+    system: Annotated[str | None, typer.Option(help="What is said before it.")] = None,
+    truncate: TruncateOption = "error",
+    max_new_tokens: MaxNewTokens = MAX_NEW_TOKENS,
+    do_sample: DoSample = False,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    repetition_penalty: Penalty = None,
+    seed: Seed = 0,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Tell how long it took.")] = False,
+    models_dir: ModelsDir = None,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all figures here.")] = None,
+) -> None:
+    """Answer one prompt, token by token."""
+    check_writable(json_file)
+    sampling = make_sampling(max_new_tokens, do_sample, temperature, top_k, top_p, repetition_penalty, seed)
+    from experiments.models import load
+    from llmcache.generation import Chat
+
+    loaded = load(model, "token", models_dir)
+    chat = Chat(loaded.model, loaded.tokenizer, sampling, system=system, truncate=truncate, name=model)
+    for piece in chat.ask(prompt):
+        typer.echo(piece, nl=False)
+    typer.echo()
+    turn = chat.turn()
+    if verbose:
+        typer.echo(told(turn))
+    made, times = turn.generation, turn.generation.times
+    assert times is not None
+    write_json(
+        json_file,
+        {
+            "text": turn.text,
+            "tokens": list(made.tokens),
+            "logprobs": list(made.logprobs),
+            "stopped_by": made.stopped_by,
+            "n_prompt": made.n_prompt,
+            "ttft_s": times.ttft_s,
+            "tpot_s": times.tpot_s,
+            "itl_s": list(times.itl_s),
+            "e2el_s": times.e2el_s,
+            "kv_nbytes": made.kv_nbytes,
+        },
+    )

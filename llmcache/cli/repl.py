@@ -1,0 +1,140 @@
+"""`llmcache repl`: a conversation with a model that is loaded once and remembers what it computed."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from llmcache.cli.options import ModelsDir
+from llmcache.cli.sampling import (
+    MAX_NEW_TOKENS,
+    DoSample,
+    MaxNewTokens,
+    Model,
+    Penalty,
+    Seed,
+    Temperature,
+    TopK,
+    TopP,
+    TruncateOption,
+    make_sampling,
+    told,
+)
+from llmcache.cli.table import show_table
+from llmcache.errors import RequestError
+
+if TYPE_CHECKING:
+    from llmcache import LLMCache
+    from llmcache.generation import Chat
+
+_PROMPT = "> "
+
+
+def command(
+    model: Model,
+    system: Annotated[str | None, typer.Option(help="What is said before the first question.")] = None,
+    truncate: TruncateOption = "error",
+    max_new_tokens: MaxNewTokens = MAX_NEW_TOKENS,
+    do_sample: DoSample = False,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    repetition_penalty: Penalty = None,
+    seed: Seed = 0,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Tell of each request what came from where.")] = False,
+    models_dir: ModelsDir = None,
+) -> None:
+    """Talk to a model. Its cache serves what prompts have in common; /help lists commands.
+
+    Ctrl-C ends an answer, which is forgotten then with its question; at the prompt it ends the conversation.
+    """
+    sampling = make_sampling(max_new_tokens, do_sample, temperature, top_k, top_p, repetition_penalty, seed)
+    from experiments.models import load
+    from llmcache import LLMCache
+    from llmcache.generation import Chat
+
+    loaded = load(model, "token", models_dir)
+    with LLMCache.wrap(loaded.model, tokenizer=loaded.tokenizer) as cache:
+        chat = Chat(loaded.model, loaded.tokenizer, sampling, system=system, truncate=truncate, name=model)
+        _Talk(chat, cache, verbose).run()
+
+
+class _Talk:
+    """Reads lines and answers them until the end."""
+
+    def __init__(self, chat: "Chat", cache: "LLMCache", is_verbose: bool) -> None:
+        """Take part in a conversation with a wrapped model."""
+        from llmcache.generation import Latencies
+
+        self._chat = chat
+        self._cache = cache
+        self._is_verbose = is_verbose
+        self._latencies = Latencies()
+        self._is_over = False
+        self._commands: Mapping[str, tuple[str, Callable[[], None]]] = {
+            "/stats": ("what was served from memory so far, and how long first tokens took", self._show_stats),
+            "/clear": ("forget the conversation; what was computed stays known", self._chat.clear),
+            "/quit": ("end the conversation", self._quit),
+            "/help": ("this list", self._help),
+        }
+
+    def run(self) -> None:
+        """Ask for lines; an end of input ends it, as /quit does."""
+        while not self._is_over:
+            try:
+                line = input(_PROMPT).strip()
+            except (EOFError, KeyboardInterrupt):
+                typer.echo()
+                return
+            if line.startswith("/"):
+                _, do = self._commands.get(line, ("", self._help))
+                do()
+            elif line:
+                self._answer(line)
+
+    def _answer(self, line: str) -> None:
+        try:
+            answer = self._chat.ask(line)
+            for piece in answer:
+                typer.echo(piece, nl=False)
+        except RequestError as error:
+            typer.echo(f"llmcache: {error}", err=True)
+            return
+        except KeyboardInterrupt:
+            typer.echo(" ... interrupted", nl=False)
+        typer.echo()
+        turn = self._chat.turn()
+        if turn.generation.times is not None:
+            self._latencies.add(turn.generation.times, turn.generation.rung)
+        if self._is_verbose:
+            typer.echo(told(turn))
+
+    def _show_stats(self) -> None:
+        stats = self._cache.stats()
+        figures = {
+            "requests": stats.n_requests,
+            "prompt tokens": stats.n_prompt_tokens,
+            "of these from a stored prefix": stats.n_prefix_tokens,
+            "prompts known": len(self._chat.prompts),
+            "blocks held": stats.n_blocks,
+            "bytes held": stats.nbytes + stats.prefix_nbytes,
+        }
+        show_table("Remembered", [{"figure": name, "value": value} for name, value in figures.items()])
+        rows = [_times(rung, asdict(found)) for rung, found in self._latencies.summary().items()]
+        if rows:
+            typer.echo()
+            show_table("Medians by what served the prompt, milliseconds", rows)
+
+    def _quit(self) -> None:
+        self._is_over = True
+
+    def _help(self) -> None:
+        for name, (what, _) in self._commands.items():
+            typer.echo(f"{name:<8}{what}")
+
+
+def _times(rung: str, summary: Mapping[str, Any]) -> dict[str, Any]:
+    spreads = {name: summary[name] for name in ("ttft", "tpot", "e2el")}
+    medians = {name: None if spread is None else 1e3 * spread["median"] for name, spread in spreads.items()}
+    return {"served by": rung, "requests": summary["n_requests"], **medians}

@@ -1,0 +1,165 @@
+"""A conversation with a model: its history, the prompt cache before it, the prefix rung beneath it.
+
+A turn's prompt is the history and what is asked now. Its beginning was a prompt before, so that on a wrapped model the
+prefix rung serves it; a prompt that was asked as it is, the prompt cache knows whole.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from llmcache.errors import RequestError
+from llmcache.generation.caches import context_length
+from llmcache.generation.prompt import decoder_config
+from llmcache.generation.prompts import Message, Prompt, PromptCache, Truncate
+from llmcache.generation.records import Generation
+from llmcache.generation.sampling import Sampling
+from llmcache.generation.stream import Stream, stream
+
+_UNFINISHED = "\ufffd"  # what a tokenizer makes of a character whose last bytes are in the next token
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What became of a question.
+
+    Attributes:
+        text: The answer, as far as it was made.
+        prompt: The question with all that came before it.
+        encode_s: Seconds until the prompt's tokens were known.
+        generation: Tokens, times, and what served the prefill.
+    """
+
+    text: str
+    prompt: Prompt
+    encode_s: float
+    generation: Generation
+
+
+class Answer(Iterator[str]):
+    """An answer as it is made: pieces of text. Closed or interrupted, it is not remembered. One thread at a time."""
+
+    def __init__(self, tokens: Stream, tokenizer: Any) -> None:
+        """Decode a stream of tokens; made by `Chat.ask`."""
+        self._tokens = tokens
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self.text = ""
+        self.is_whole = False
+
+    def __next__(self) -> str:
+        """The next piece, which no later token changes."""
+        while not self.is_whole:
+            token = next(self._tokens, None)
+            if token is None:
+                self.is_whole = True
+            else:
+                self._ids.append(token.id)
+            text = self._tokenizer.decode(self._ids, skip_special_tokens=True)
+            if self.is_whole or not text.endswith(_UNFINISHED):
+                piece, self.text = text[len(self.text) :], text
+                if piece:
+                    return str(piece)
+        raise StopIteration
+
+    def close(self) -> None:
+        """End it before its end."""
+        self._tokens.close()
+
+    def generation(self) -> Generation:
+        """What became of it so far."""
+        return self._tokens.generation()
+
+
+class Chat:
+    """A conversation. One thread at a time.
+
+    Where the tokenizer has a chat template, turns are its messages; without one, what was said is one text, by lines.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        sampling: Sampling | None = None,
+        *,
+        system: str | None = None,
+        truncate: Truncate = "error",
+        name: str = "",
+    ) -> None:
+        """Begin a conversation.
+
+        Args:
+            model: A causal language model in eval mode, wrapped or not.
+            tokenizer: Its tokenizer.
+            sampling: How tokens are chosen; None: greedy.
+            system: What is said before the first question.
+            truncate: What is done about a history that the model has no room for; see `PromptCache`.
+            name: Of the model, in keys of the prompt cache.
+
+        Raises:
+            RequestError: The context has no room for a prompt beside `max_new_tokens`.
+            UnsupportedModelError: The model is no causal language model.
+        """
+        self._model = model
+        self._tokenizer = tokenizer
+        self._sampling = sampling or Sampling()
+        self._system = system
+        room = context_length(decoder_config(model))
+        if room is not None and room <= self._sampling.max_new_tokens:
+            raise RequestError(
+                f"max_new_tokens={self._sampling.max_new_tokens}: the model's context has {room} tokens, which leaves "
+                "none for a prompt; ask for fewer"
+            )
+        longest = None if room is None else room - self._sampling.max_new_tokens
+        self.prompts = PromptCache(tokenizer, name, longest, truncate)
+        self._history: list[Message] = []
+        self._open: tuple[str, Prompt, float, Answer] | None = None
+        self.clear()
+
+    @property
+    def history(self) -> Sequence[Message]:
+        """What was said, oldest first: messages of `role` and `content`."""
+        return tuple(self._history)
+
+    def clear(self) -> None:
+        """Begin anew, with what the system says; prompts and prefixes stay known."""
+        self._history = [] if self._system is None else [{"role": "system", "content": self._system}]
+
+    def ask(self, text: str) -> Answer:
+        """Ask a question; the answer is computed while it is read, and remembered with it when it was read to its end.
+
+        Raises:
+            RequestError: The prompt cannot be answered; see `PromptCache.encode` and `stream`.
+        """
+        started = perf_counter()
+        asked = [*self._history, {"role": "user", "content": text}]
+        prompt = self.prompts.encode(asked if self._tokenizer.chat_template else _as_text(asked))
+        encode_s = perf_counter() - started
+        ids = torch.tensor([prompt.ids], device=next(self._model.parameters()).device)
+        answer = Answer(stream(self._model, ids, self._sampling), self._tokenizer)
+        self._open = text, prompt, encode_s, answer
+        return answer
+
+    def turn(self) -> Turn:
+        """What became of the last question; remembered if its answer is whole.
+
+        Raises:
+            RequestError: None was asked since the last turn.
+        """
+        if self._open is None:
+            raise RequestError("nothing was asked: call ask() and read its answer first")
+        text, prompt, encode_s, answer = self._open
+        self._open = None
+        answer.close()
+        if answer.is_whole:
+            self._history += [{"role": "user", "content": text}, {"role": "assistant", "content": answer.text}]
+        return Turn(answer.text, prompt, encode_s, answer.generation())
+
+
+def _as_text(messages: Sequence[Message]) -> str:
+    """A conversation for a model without a chat template, which goes on with a text."""
+    return "\n".join(str(message["content"]) for message in messages)
