@@ -202,7 +202,10 @@ def longest_input(trunk: Trunk, tokenizer: Any) -> int | None:
     """Tokens that a model takes, as far as it or its tokenizer tell. RoBERTa's positions begin after its padding id."""
     positions = getattr(trunk.config, "max_position_embeddings", None)
     before = getattr(getattr(trunk.module, "embeddings", None), "padding_idx", None)
-    told = (positions and positions - (0 if before is None else before + 1), tokenizer.model_max_length)
+    told = (
+        positions and positions - (0 if before is None else before + 1),
+        getattr(tokenizer, "model_max_length", None),
+    )
     return min((length for length in told if length and length < _NO_LENGTH), default=None)
 
 

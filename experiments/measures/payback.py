@@ -67,12 +67,12 @@ def run(experiment: Payback, folders: Folders) -> Outcome:
     """
     workload = experiment.stream(folders)
     learners = {f"llmcache {max_drop:g}": _learner(experiment, workload, max_drop) for max_drop in experiment.max_drops}
-    methods: dict[str, Method] = {NOCACHE: NoCache(workload, {}), **learners}
-    traces = measure(workload, methods, experiment.rounds, warmup=0)
-    figures = {
-        label: _figures(experiment, workload, traces[NOCACHE], traces[label], learner)
-        for label, learner in learners.items()
-    }
+    figures, traces = {}, {}
+    for label, learner in learners.items():  # in turns with the model alone, and with nobody else
+        methods: dict[str, Method] = {NOCACHE: NoCache(workload, {}), label: learner}
+        taken = measure(workload, methods, experiment.rounds, warmup=0)
+        figures[label] = _figures(experiment, workload, taken[NOCACHE], taken[label], learner)
+        traces |= {f"{NOCACHE} beside {label}": taken[NOCACHE], label: taken[label]}
     replayed = {}
     if experiment.replay is not None:
         for label in learners:

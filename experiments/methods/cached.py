@@ -8,7 +8,7 @@ from experiments.workload import Answer, Workload
 from llmcache import CacheConfig, LLMCache, Outcome, Stats
 from llmcache.errors import ConfigError
 
-_IDLE_EVERY = 100
+_IDLE_EVERY = 500  # some two seconds of a small model's requests; looks wait for five at most
 
 
 class Cached:

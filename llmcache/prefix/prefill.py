@@ -171,6 +171,8 @@ class Prefiller:
             """The first C columns (B, ..., C, D) of a tensor of the blocks; zeros where nothing is served."""
             parts = {row: torch.cat([getattr(block, name) for block in matched[row]], dim=-2) for row in firsts}
             sample = next(iter(parts.values()))
+            if len(rows) == 1 and prefill.served == {0: n_cut}:  # nothing beside it: laid out as it is
+                return sample[None, ..., :n_cut, :].to(device)
             size = (len(rows), *sample.shape[:-2], n_cut, sample.shape[-1])
             whole = torch.zeros(size, dtype=sample.dtype, device=device)
             for row, n in prefill.served.items():

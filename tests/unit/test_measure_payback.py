@@ -120,7 +120,7 @@ def test_figures_are_of_the_later_requests(outcome: Outcome) -> None:
         assert figures["calibration"]["metric"] == "accuracy"
         assert 0 < figures["calibration"]["n_tested"] < LEARN
     assert metrics["methods"]["llmcache 0.3"]["hit_rate"] > 0.2
-    assert len(outcome.rows) == 3 * 2
+    assert len(outcome.rows) == 4 * 2  # each way and the model alone beside it, by round
 
 
 def test_the_pattern_comes_again(outcome: Outcome) -> None:
