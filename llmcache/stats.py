@@ -28,7 +28,7 @@ class AuditStats:
         n_drawn: Approximate hits to be looked into.
         n_looked: Those whose own answer is known by now. Where n_drawn - n_looked exceeds n_waiting, the rest cannot be
             known: computing failed, or the weights were others by then.
-        n_waiting: Jobs that wait: `LLMCache.drain` does them.
+        n_waiting: Hits that wait to be looked into, and a renewal if one does: `LLMCache.drain` does them.
         n_changed: Of those looked into, how many answers were not the model's own.
         rate: Estimated share of changed answers, of all requests; None before the first.
         lower: The mean rate so far is at least this, at all times but for a chance of `delta`.

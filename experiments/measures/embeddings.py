@@ -96,11 +96,11 @@ def _figures(
     served, sources = freeze(doubts, kept, rest, limit)
     told, base = rehearsal.answers_from(experiment.learn, sources), rehearsal.answers[experiment.learn :]
     figures = figures_of(later(rehearsal.workload, experiment.learn), base, told, served, experiment.seed)
-    return {**figures, **_cosines(base, told, is_hit(served))}
+    return {**figures, **_cosines(base, told, is_hit(served) & (served != "exact"))}
 
 
 def _cosines(base: Sequence[Any], told: Sequence[Any], hits: NDArray[np.bool_]) -> dict[str, float | None]:
-    """Of true and reused embeddings of length 1: mean and 5th percentile over hits; None without any."""
+    """Of true and reused embeddings of length 1: mean and 5th percentile over approximate hits; None without any."""
     cosines = np.array([one @ other for one, other, is_one in zip(base, told, hits, strict=True) if is_one])
     if not len(cosines):
         return {"cosine_mean": None, "cosine_p5": None}
