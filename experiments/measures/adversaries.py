@@ -128,7 +128,10 @@ def _edit(experiment: Adversaries, rehearsal: Rehearsal) -> list[Edited]:
 def _ask(
     rehearsal: Rehearsal, trust: Trust, found: Calibration, edited: Sequence[Edited]
 ) -> list[dict[str, int | str | None]]:
-    """One row an edited request: whether it is served, by whom, and whether that changes its answer."""
+    """One row an edited request: whether it is served, by whom, and whether that changes its answer.
+
+    Its text is made of the data set's, and stays out of the results.
+    """
     limit = -math.inf if found.chosen is None else found.chosen.limit
     known = {case.row.key: (i, case) for i, case in enumerate(rehearsal.observed)}
     doubts, sources = trust.teacher.doubts([one.case for one in edited], ())
@@ -139,7 +142,6 @@ def _ask(
             {
                 "kind": one.kind,
                 "origin": rehearsal.workload.requests[one.origin].id,
-                "text": one.text,
                 "source": None if number is None else rehearsal.workload.requests[number].id,
                 "is_hit": int(number is not None),
                 "by_origin": int(number == one.origin),

@@ -8,7 +8,7 @@ import pytest
 from experiments.config import make_experiment
 from experiments.folders import Folders
 from experiments.measures import MEASURES, drift
-from experiments.measures.adversaries import name_of
+from experiments.measures.adversaries import Adversaries, _edit, name_of
 from experiments.measures.base import Outcome
 from experiments.rehearsal import Rehearsal
 from experiments.report.tables import TABLES
@@ -21,6 +21,9 @@ from llmcache.errors import ConfigError
 LEARN, N = 200, 320
 TASK = {"name": "held_out", "model": "untrained", "limit": N, "data": {"path": "support_desk", "limit": 700}}
 VALUES: dict[str, Any] = {"task": TASK, "learn": LEARN, "max_drops": [0.2], "cache": {"answer": "class"}}
+
+
+EDITED: dict[str, Any] = {"gates": [False, True], "n_edits": 30}
 
 
 def run(measure: str, **changes: Any) -> Outcome:
@@ -39,7 +42,7 @@ def rehearsal() -> Rehearsal:
 
 @pytest.fixture(scope="module")
 def edited() -> Outcome:
-    return run("adversaries", gates=[False, True], n_edits=30)
+    return run("adversaries", **EDITED)
 
 
 def test_edits_are_counted_by_kind_and_setting(edited: Outcome) -> None:
@@ -65,7 +68,11 @@ def test_edited_requests_are_served_as_a_cache_serves_them(edited: Outcome, rehe
     cache, trust = cache_beside(rehearsal, {"answer": "class", "gate": True, "audit": 0.0})
     trust.calibrate(rehearsal.observed[:LEARN], Claim(0.2, 0.05, "changed", "frozen", 0))
     rows = [row for row in edited.rows if row["gate"] == "on"]
-    asked = asking(rehearsal.workload, [row["text"] for row in rows], 128)
+    experiment = make_experiment({"measure": "adversaries", **VALUES, **EDITED})
+    assert isinstance(experiment, Adversaries)
+    texts = [one.text for one in _edit(experiment, rehearsal)]  # which results leave out
+    assert len(texts) == len(rows)
+    asked = asking(rehearsal.workload, texts, 128)
     ids = {
         case.row.key: request.id for case, request in zip(rehearsal.observed, rehearsal.workload.requests, strict=True)
     }
