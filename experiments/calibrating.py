@@ -8,7 +8,6 @@ from experiments.progress import tracked
 from experiments.tasks import build
 from llmcache import LLMCache
 from llmcache.calibration import Calibration, check_size
-from llmcache.claim import Claim
 from llmcache.errors import ConfigError
 
 
@@ -48,5 +47,5 @@ def calibrate(experiment: Experiment, folders: Folders) -> tuple[LLMCache, list[
     requests = tracked(workload.requests, len(workload.requests), "Calibrating")
     observed = cache.observe(request.inputs for request in requests)
     assert cache.trust is not None
-    claims = [Claim(drop, settings.delta, "changed", settings.sources, experiment.seed) for drop in drops]
+    claims = [experiment.claim(drop, settings.sources) for drop in drops]
     return cache, [cache.trust.calibrate(observed, claim) for claim in claims]

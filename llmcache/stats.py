@@ -131,6 +131,16 @@ class Stats:
         """Hits over all requests, 0 to 1; 0 before the first."""
         return self.n_hits / self.n_requests if self.n_requests else 0.0
 
+    @property
+    def held_nbytes(self) -> int:
+        """Bytes of all that is held: states, the fingerprints that they are found by, and blocks of prefixes."""
+        return self.nbytes + self.index_nbytes + self.prefix_nbytes
+
+    @property
+    def n_evicted_total(self) -> int:
+        """States and blocks that left for others."""
+        return sum(self.n_evicted.values()) + self.n_blocks_evicted
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON, `n_hits` and `hit_rate` included."""
         return {**asdict(self), "n_hits": self.n_hits, "hit_rate": self.hit_rate}

@@ -15,9 +15,9 @@ one new token to the next; TPOT, their mean over a generation; E2EL, the whole g
 """
 
 import copy
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -27,7 +27,9 @@ from torch import Tensor
 from experiments.bench.latency import ratios, rotated
 from experiments.bench.models import Requests, build, check, check_target, synchronise
 from experiments.metrics import percentiles
+from experiments.models import find
 from llmcache import LLMCache
+from llmcache.generation import Latency
 
 MAX_ENTRIES = 64
 
@@ -143,15 +145,33 @@ class Times:
 
     def add(self, started: float, tokens_at: Sequence[float], ended: float) -> None:
         """Count a generation that began, gave each token and ended at these seconds of one clock."""
-        gaps = [(later - earlier) * 1e3 for earlier, later in itertools.pairwise(tokens_at)]
-        self.ttft.append((tokens_at[0] - started) * 1e3)
-        self.itl += gaps
-        self.tpot += [sum(gaps) / len(gaps)] if gaps else []
-        self.e2el.append((ended - started) * 1e3)
+        latency = Latency(tuple(at - started for at in tokens_at))
+        self.ttft.append(latency.ttft_s * 1e3)
+        self.itl += [gap_s * 1e3 for gap_s in latency.itl_s]
+        self.tpot += [] if latency.tpot_s is None else [latency.tpot_s * 1e3]
+        self.e2el.append((ended - started) * 1e3)  # what transformers does after the last token included
 
     def percentiles(self) -> dict[str, Any]:
         """Of each, as `experiments.metrics.percentiles` gives them."""
         return {f"{name}_ms": percentiles(getattr(self, name)) for name in ("ttft", "tpot", "itl", "e2el")}
+
+
+def measure_each(
+    models: Sequence[str], dtypes: Sequence[str], models_dir: Path | None, **settings: Any
+) -> list[dict[str, Any]]:
+    """Run the benchmark on each model with each dtype; see `measure`, whose figures name models as they are given here.
+
+    Args:
+        models: Causal architectures of the benchmark, prepared models, or folders.
+        dtypes: Of weights and states.
+        models_dir: Where prepared models lie.
+        **settings: The other arguments of `measure`.
+    """
+    return [
+        {**measure(find(model, models_dir), dtype=dtype, **settings), "model": model}
+        for model in models
+        for dtype in dtypes
+    ]
 
 
 def measure(

@@ -13,7 +13,6 @@ from experiments.bench import generation
 from experiments.bench.models import Dtype
 from experiments.folders import Folders
 from experiments.measures.base import Experiment, Outcome
-from experiments.models import find
 from llmcache import CacheConfig
 
 #: Kinds as they are shown.
@@ -63,23 +62,17 @@ def run(experiment: Decode, folders: Folders) -> Outcome:
     Raises:
         ConfigError: A model was not found, or a setting does not suit it or this machine.
     """
-    measured = [
-        {
-            **generation.measure(
-                find(model, folders.models),
-                prompt_tokens=experiment.prompt_tokens,
-                new_tokens=experiment.new_tokens,
-                shared_tokens=experiment.shared_tokens,
-                rounds=experiment.rounds,
-                device=experiment.device,
-                dtype=dtype,
-                seed=experiment.seed,
-            ),
-            "model": model,
-        }
-        for model in experiment.models
-        for dtype in experiment.dtypes
-    ]
+    measured = generation.measure_each(
+        experiment.models,
+        experiment.dtypes,
+        folders.models,
+        prompt_tokens=experiment.prompt_tokens,
+        new_tokens=experiment.new_tokens,
+        shared_tokens=experiment.shared_tokens,
+        rounds=experiment.rounds,
+        device=experiment.device,
+        seed=experiment.seed,
+    )
     rows = [row for figures in measured for row in _rows(figures)]
     shown = [{name: row[name] for name in SHOWN} for row in rows]
     return Outcome(rows, {"generation": measured, "summary": shown, "threads": torch.get_num_threads()})

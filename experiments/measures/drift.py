@@ -71,7 +71,7 @@ def run(experiment: Drift, folders: Folders) -> Outcome:
         for sources in experiment.sources:
             for drop in experiment.max_drops:
                 cache.clear()
-                claim = Claim(drop, experiment.config.delta, "changed", sources, experiment.seed)
+                claim = experiment.claim(drop, sources)
                 trust.calibrate(rehearsal.observed[: experiment.learn], claim)
                 named = {"sources": sources, "audit": audit, "max_drop": drop}
                 watched = _Watched(cache, rehearsal, experiment.learn, change)

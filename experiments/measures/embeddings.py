@@ -22,7 +22,6 @@ from experiments.metrics import quality
 from experiments.progress import tracked
 from experiments.rehearsal import Doubt, Rehearsal, doubts_about, freeze
 from llmcache.calibration import split
-from llmcache.claim import Claim
 
 
 class Embeddings(LearningExperiment):
@@ -62,7 +61,7 @@ def _calibrated(experiment: Embeddings, rehearsal: Rehearsal) -> Iterator[dict[s
     """Limits that were chosen on the first requests."""
     first, rest = rehearsal.observed[: experiment.learn], rehearsal.observed[experiment.learn :]
     for drop in tracked(experiment.max_drops, len(experiment.max_drops), "Calibrating"):
-        claim = Claim(drop, experiment.config.delta, "changed", "frozen", experiment.seed)
+        claim = experiment.claim(drop)
         found = rehearsal.trust.calibrate(first, claim)
         learned = [first[i] for i in split(len(first), claim)[0]]
         limit = -1.0 if found.chosen is None else found.chosen.limit  # nothing but repeats is less doubtful
@@ -78,7 +77,7 @@ def _calibrated(experiment: Embeddings, rehearsal: Rehearsal) -> Iterator[dict[s
 def _in_hindsight(experiment: Embeddings, rehearsal: Rehearsal) -> Iterator[dict[str, Any]]:
     """Limits that let evenly spread shares of the later requests be served, of those that can be."""
     first, rest = rehearsal.observed[: experiment.learn], rehearsal.observed[experiment.learn :]
-    claim = Claim(min(experiment.max_drops), experiment.config.delta, "changed", "frozen", experiment.seed)
+    claim = experiment.claim(min(experiment.max_drops))
     learned = [first[i] for i in split(len(first), claim)[0]]
     rehearsal.trust.learn(learned)
     doubts, kept = doubts_about(rehearsal.trust, learned, rest), {case.row.key for case in learned}

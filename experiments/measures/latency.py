@@ -105,22 +105,16 @@ def run(experiment: Latency, folders: Folders) -> Outcome:
         for batch_size in experiment.batch_sizes
         for dtype in experiment.dtypes
     ]
-    generated = [
-        {
-            **generation.measure(
-                find(model, folders.models),
-                prompt_tokens=experiment.seq_len - experiment.new_tokens,
-                new_tokens=experiment.new_tokens,
-                rounds=experiment.generate_rounds,
-                device=experiment.device,
-                dtype=dtype,
-                seed=experiment.seed,
-            ),
-            "model": model,
-        }
-        for model in experiment.generate
-        for dtype in experiment.dtypes
-    ]
+    generated = generation.measure_each(
+        experiment.generate,
+        experiment.dtypes,
+        folders.models,
+        prompt_tokens=experiment.seq_len - experiment.new_tokens,
+        new_tokens=experiment.new_tokens,
+        rounds=experiment.generate_rounds,
+        device=experiment.device,
+        seed=experiment.seed,
+    )
     flat = [{name: value for name, value in row.items() if not isinstance(value, dict)} for row in rows]
     shown = [{name: row[name] for name in SHOWN} for row in rows]
     return Outcome(flat, {"calls": rows, "generation": generated, "summary": shown, "threads": torch.get_num_threads()})

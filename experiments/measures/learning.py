@@ -18,7 +18,7 @@ from experiments.tasks import build
 from experiments.workload import Answer, Workload
 from llmcache import CacheConfig
 from llmcache.calibration import check_size
-from llmcache.claim import Claim
+from llmcache.claim import Claim, MetricName, Sources
 from llmcache.errors import CalibrationError, ConfigError
 
 
@@ -48,10 +48,14 @@ class LearningExperiment(TaskExperiment):
         """Settings of llmcache, checked."""
         return CacheConfig.make(self.cache)
 
+    def claim(self, max_drop: float, sources: Sources = "frozen", metric: MetricName = "changed") -> Claim:
+        """What a calibration is to show."""
+        return Claim(max_drop, self.config.delta, metric, sources, self.seed)
+
     @property
     def frozen_claims(self) -> list[Claim]:
         """What calibrations with frozen sources are to show, one for each loss."""
-        return [Claim(drop, self.config.delta, "changed", "frozen", self.seed) for drop in self.max_drops]
+        return [self.claim(drop) for drop in self.max_drops]
 
     def stream(self, folders: Folders) -> Workload:
         """The task's requests, unless they are over before anything could be served.

@@ -160,10 +160,7 @@ def difference(
 
 
 def _held(stats: Stats) -> dict[str, int]:
-    return {
-        "held_bytes": stats.nbytes + stats.index_nbytes + stats.prefix_nbytes,
-        "n_evicted": sum(stats.n_evicted.values()) + stats.n_blocks_evicted,
-    }
+    return {"held_bytes": stats.held_nbytes, "n_evicted": stats.n_evicted_total}
 
 
 def _figures(workload: Prompts, rows: Sequence[Mapping[str, Any]], stats: Stats) -> dict[str, Any]:

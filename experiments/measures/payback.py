@@ -29,7 +29,6 @@ from experiments.methods.calibrated import Calibrated
 from experiments.methods.nocache import NoCache
 from experiments.metrics import speed, summary
 from experiments.workload import Workload
-from llmcache.claim import Claim
 
 #: What a large model is held against: misses that cost 3 % more, hits that cost 2 %, nine tenths of what that gives.
 MISS, HIT, SHARE = 1.03, 0.02, 0.9
@@ -95,8 +94,7 @@ def run(experiment: Payback, folders: Folders) -> Outcome:
 
 
 def _learner(experiment: Payback, workload: Workload, max_drop: float) -> Calibrated:
-    config = experiment.config
-    claim = Claim(max_drop, config.delta, experiment.metric, config.sources, experiment.seed)
+    claim = experiment.claim(max_drop, experiment.config.sources, experiment.metric)
     return Calibrated(workload, experiment.cache, experiment.learn, claim)
 
 

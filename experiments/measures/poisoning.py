@@ -143,7 +143,7 @@ def _attacks(experiment: Poisoning, rehearsal: Rehearsal, attack: Attack) -> Ite
         cache, trust = cache_beside(rehearsal, {**experiment.cache, "gate": gate, "audit": audit})
         for sources, drop in product(experiment.sources, experiment.max_drops):
             cache.clear()
-            claim = Claim(drop, experiment.config.delta, "changed", sources, experiment.seed)
+            claim = experiment.claim(drop, sources)
             found = trust.calibrate(rehearsal.observed[: experiment.learn], claim)
             asked = _Asked(cache)
             what = f"Attacking {sources}, gate {name_of(gate)}, audit {audit:g}, {drop:g}"

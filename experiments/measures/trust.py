@@ -30,7 +30,7 @@ from experiments.rehearsal import Rehearsal, doubts_about, freeze, grow
 from experiments.replay import Replay, Units, by_request, replay
 from experiments.workload import Answer
 from llmcache.calibration import split
-from llmcache.claim import Claim, Sources
+from llmcache.claim import Sources
 
 #: Losses that a frontier is told for.
 LOSSES = {"accuracy_drop": "0.5 points", "changed_answers": "0.5 % changed"}
@@ -88,12 +88,12 @@ def run(experiment: Trust, folders: Folders) -> Outcome:
 
 def _points_of_llmcache(experiment: Trust, rehearsal: Rehearsal) -> Iterator[dict[str, Any]]:
     """Both kinds of sources: those that grow begin with all that was learned from, the others with A and B."""
-    cases, seed = rehearsal.observed, experiment.seed
+    cases = rehearsal.observed
     first, rest = cases[: experiment.learn], cases[experiment.learn :]
     limits = _some(rehearsal.trust.learn(first).tolist(), experiment.n_limits)
     for limit in tracked(limits, len(limits), "Replaying growing sources"):
         yield _point(experiment, rehearsal, ("llmcache", "growing"), limit, *grow(rehearsal.trust, first, rest, limit))
-    learned, _ = split(len(first), Claim(min(experiment.max_drops), experiment.config.delta, "changed", "frozen", seed))
+    learned, _ = split(len(first), experiment.claim(min(experiment.max_drops)))
     sources = [first[i] for i in learned]
     limits = _some(rehearsal.trust.learn(sources).tolist(), experiment.n_limits)
     doubts, kept = doubts_about(rehearsal.trust, sources, rest), {case.row.key for case in sources}
@@ -159,7 +159,7 @@ def _serve_calibrated(experiment: Trust, rehearsal: Rehearsal) -> Iterator[dict[
     first = rehearsal.observed[: experiment.learn]
     for sources in experiment.sources:
         for max_drop in experiment.max_drops:
-            claim = Claim(max_drop, experiment.config.delta, "changed", sources, experiment.seed)
+            claim = experiment.claim(max_drop, sources)
             rehearsal.cache.clear()  # what an earlier claim's misses left would serve repeats
             found = rehearsal.trust.calibrate(first, claim)
             told, served = _serve(rehearsal, experiment.learn, f"Live: {sources}, {max_drop:g}")

@@ -63,8 +63,7 @@ class Cached:
     def last(self) -> Served:
         """Of the request's rows, the one that was served least exactly says what happened."""
         assert self._cache is not None
-        stats = self._cache.stats()
-        evicted = sum(stats.n_evicted.values()) + stats.n_blocks_evicted
+        evicted = self._cache.stats().n_evicted_total
         is_evicting, self._evicted = evicted > self._evicted, evicted
         outcomes = self._cache.last
         for outcome in outcomes:
@@ -101,8 +100,7 @@ class Cached:
     @property
     def nbytes(self) -> int:
         """Bytes of the entries, of the fingerprints that they are found by, and of blocks of prefixes."""
-        stats = self.stats
-        return stats.nbytes + stats.index_nbytes + stats.prefix_nbytes
+        return self.stats.held_nbytes
 
     @property
     def n_entries(self) -> int:

@@ -114,7 +114,8 @@ class Audit:
                     # Of all hits alike: those that were drawn for being doubtful, or early, are thinned out again.
                     stands_for_all = account.toss(self._floor * sample.weight)
                     call.drawn[row.number] = Drawn(sample, hit.key, hit.answer, stands_for_all)
-                    self._drawn_hits.add(row.key)
+                    if self._likeness is not None:
+                        self._drawn_hits.add(row.key)
                 elif row.number not in call.reused and hit is None and account.toss(self._floor):
                     call.drawn[row.number] = Drawn(None, "", None, True)
         is_full = self.shadow.is_full

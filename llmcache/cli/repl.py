@@ -1,7 +1,6 @@
 """`llmcache repl`: a conversation with a model that is loaded once and remembers what it computed."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -26,7 +25,7 @@ from llmcache.errors import RequestError
 
 if TYPE_CHECKING:
     from llmcache import LLMCache
-    from llmcache.generation import Chat
+    from llmcache.generation import Chat, LatencySummary
 
 _PROMPT = "> "
 
@@ -118,10 +117,10 @@ class _Talk:
             "of these from a stored prefix": stats.n_prefix_tokens,
             "prompts known": len(self._chat.prompts),
             "blocks held": stats.n_blocks,
-            "bytes held": stats.nbytes + stats.prefix_nbytes,
+            "bytes held": stats.held_nbytes,
         }
         show_table("Remembered", [{"figure": name, "value": value} for name, value in figures.items()])
-        rows = [_times(rung, asdict(found)) for rung, found in self._latencies.summary().items()]
+        rows = [_times(rung, found) for rung, found in self._latencies.summary().items()]
         if rows:
             typer.echo()
             show_table("Medians by what served the prompt, milliseconds", rows)
@@ -134,7 +133,7 @@ class _Talk:
             typer.echo(f"{name:<8}{what}")
 
 
-def _times(rung: str, summary: Mapping[str, Any]) -> dict[str, Any]:
-    spreads = {name: summary[name] for name in ("ttft", "tpot", "e2el")}
-    medians = {name: None if spread is None else 1e3 * spread["median"] for name, spread in spreads.items()}
-    return {"served by": rung, "requests": summary["n_requests"], **medians}
+def _times(rung: str, found: "LatencySummary") -> dict[str, Any]:
+    spreads = {"ttft": found.ttft, "tpot": found.tpot, "e2el": found.e2el}
+    medians = {name: None if spread is None else 1e3 * spread.median for name, spread in spreads.items()}
+    return {"served by": rung, "requests": found.n_requests, **medians}

@@ -13,9 +13,9 @@ import torch
 
 from llmcache.errors import RequestError
 from llmcache.generation.caches import context_length
-from llmcache.generation.prompt import decoder_config
 from llmcache.generation.prompts import Message, Prompt, PromptCache, Truncate
 from llmcache.generation.records import Generation
+from llmcache.generation.refusals import decoder_config
 from llmcache.generation.sampling import Sampling
 from llmcache.generation.stream import Stream, stream
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from llmcache.errors import RequestError, UnsupportedModelError
 from llmcache.generation.caches import Kind, check_room, make_cache
-from llmcache.generation.prompt import check_context, check_last, check_prompt, decoder_config
+from llmcache.generation.refusals import check_context, check_last, check_prompt, decoder_config
 
 
 def prefill(

@@ -13,8 +13,8 @@ from torch import Tensor
 from llmcache.errors import ConfigError, RequestError
 from llmcache.generation.caches import Kind, check_room, held_nbytes, make_cache
 from llmcache.generation.latency import Latency
-from llmcache.generation.prompt import check_context, check_prompt, decoder_config
 from llmcache.generation.records import Generation, StoppedBy, Token
+from llmcache.generation.refusals import check_context, check_prompt, decoder_config
 from llmcache.generation.sampling import Chooser, Sampling
 from llmcache.generation.steps import decode_step, run_prompt
 from llmcache.hooks import listener_of
