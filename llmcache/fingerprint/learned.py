@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from torch import Tensor
 
-from llmcache.arrays import Floats, Ids
+from llmcache.arrays import Floats, Ids, product
 from llmcache.fingerprint.mean import normalise
 from llmcache.fingerprint.view import View
 
@@ -114,8 +114,8 @@ class Learned:
         pool, learned = self._fitted
         contents = [_content(row) for row in features]
         pooled = np.stack([pool(ids) if len(ids) else learned["centre"] for ids in contents])
-        projected = ((pooled - learned["centre"]) @ learned["map"].T).astype(np.float32, copy=False)
-        forecasts: Floats = projected @ learned["outputs"] + learned["outputs_mean"]
+        projected = product(pooled - learned["centre"], learned["map"].T)
+        forecasts: Floats = product(projected, learned["outputs"]) + learned["outputs_mean"]
         return normalise(projected), forecasts
 
     def state(self) -> dict[str, Floats]:
@@ -151,7 +151,7 @@ class _Pool:
         half = rows.shape[1] // 2
         shares = np.full((2, len(rows)), 1 / len(rows), np.float32)
         np.divide(weights, weights.sum(), out=shares[1])
-        means = shares @ rows
+        means = product(shares, rows)
         kinds = means[0, :half], np.maximum.reduce(rows), np.minimum.reduce(rows), means[1, half:]
         return np.concatenate(kinds)
 
@@ -180,7 +180,7 @@ class _Pool:
     def _make(self, ids: Ids) -> tuple[Floats, Floats]:
         """Input embedding and static vector of tokens (m, 2 D), and their weights (m,)."""
         learned, embedded = self._learned, self._embed(ids)
-        static = (embedded - learned["guess_centre"]) @ learned["guess"] + learned["guess_mean"]
+        static = product(embedded - learned["guess_centre"], learned["guess"]) + learned["guess_mean"]
         weights = np.full(len(ids), learned["rarest"][0], np.float32)
         place = np.searchsorted(learned["tokens"], ids).clip(max=len(learned["tokens"]) - 1)
         is_known = learned["tokens"][place] == ids

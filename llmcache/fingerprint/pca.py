@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from llmcache.arrays import Floats
+from llmcache.arrays import Floats, product
 from llmcache.fingerprint.mean import MeanEmbedding, normalise
 
 
@@ -53,8 +53,7 @@ class PCAEmbedding(MeanEmbedding):
         """Centred projections scaled to L2 norm 1, (B, dim)."""
         if self._centre is None or self._axes is None:
             raise RuntimeError("fit() comes first")
-        projected: Floats = ((features - self._centre) @ self._axes).astype(np.float32)
-        return normalise(projected)
+        return normalise(product(features - self._centre, self._axes))
 
     def state(self) -> dict[str, Floats]:
         """Centre and axes, once fitted."""

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from llmcache.arrays import Floats
+from llmcache.arrays import Floats, product
 from llmcache.fingerprint.mean import MeanEmbedding
 
 
@@ -35,5 +35,5 @@ class SimHash(MeanEmbedding):
             rng = np.random.default_rng(self._seed)
             self._planes = rng.standard_normal((features.shape[1], self.bits), dtype=np.float32)
         unit = np.float32(1 / np.sqrt(self.bits))
-        signs: Floats = np.where(features @ self._planes >= 0, unit, -unit).astype(np.float32)
+        signs: Floats = np.where(product(features, self._planes) >= 0, unit, -unit).astype(np.float32)
         return signs

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from llmcache.arrays import Ids
+from llmcache.arrays import Ids, product
 from llmcache.index.binary import BinaryIndex
 from llmcache.index.flat import FlatIndex, Rows, check_k, check_rows
 
@@ -59,7 +59,7 @@ class RefinedIndex:
         found, _ = self._bits.nearest(self._signs(x), max(width, self._candidates))
         ids, similarity = np.empty((len(x), width), np.int64), np.empty((len(x), width), np.float32)
         for i, candidates in enumerate(found):
-            exactly = self._rows.vectors(candidates) @ x[i]
+            exactly = product(self._rows.vectors(candidates), x[i])
             best = np.argsort(-exactly, kind="stable")[:width]
             ids[i], similarity[i] = candidates[best], exactly[best]
         return ids, similarity
