@@ -30,5 +30,7 @@ def product(a: Floats, b: Floats) -> Floats:
         a: (N, K).
         b: (K, M) or (K,).
     """
-    made: Floats = (torch.from_numpy(a) @ torch.from_numpy(b)).numpy()
+    made = np.empty((len(a), *b.shape[1:]), np.float32)
+    # Autocast leaves operations alone that are told where their result goes.
+    torch.matmul(torch.from_numpy(a), torch.from_numpy(b), out=torch.from_numpy(made))
     return made

@@ -57,7 +57,9 @@ def assemble(model: nn.Module, config: CacheConfig, tokenizer: Any = None, answe
     fingerprint = make_fingerprint(config)
     config.index_component.build(INDEXES, "index", 8)
     searched_by = None if config.tau is None else fingerprint
-    prefix = _make_blocks(trunk, payload, config)
+    is_exact = config.serves_exact and codec.is_lossless(next(trunk.module.parameters()).dtype)
+    serves_entries = is_exact or config.tau is not None or config.learn is not None
+    prefix = _make_blocks(trunk, payload, config, config.max_bytes // (2 if serves_entries else 1))
     bank_bytes = max(1, config.max_bytes // len(layers) // (1 if prefix is None else 2))
     library = Library(
         {layer: _make_bank(trunk, config, bank_bytes) for layer in layers},
@@ -73,7 +75,12 @@ def assemble(model: nn.Module, config: CacheConfig, tokenizer: Any = None, answe
         observer = Observer(library, find_answers(config.answer, head, model), answer_of)
     gate = _make_gate(trunk, config, tokenizer)
     chooser = Chooser(library, decision, None if observer is None else observer.answers, gate)
-    rungs = _choose_rungs(library, trunk, config, codec, chooser)
+    rungs = _choose_rungs(library, trunk, config, is_exact, chooser)
+    if not serves_entries and prefix is None:
+        raise ConfigError(
+            f"no rung is left: exact={config.serves_exact}, tau={config.tau}, compression={config.compression.name!r} "
+            "(lossless rungs do not serve states that compression changed); set tau, or compression 'none'"
+        )
     reads_attention = searched_by is not None and searched_by.reads_attention
     attention = first_attention(trunk) if reads_attention else None
     per_layer = config.fingerprint_per_layer
@@ -186,29 +193,24 @@ def _make_bank(trunk: Trunk, config: CacheConfig, max_bytes: int) -> Bank:
     return Bank(MemoryStore(_device(trunk, config)), policy, max_bytes, config.max_entries)
 
 
-def _make_blocks(trunk: Trunk, payload: Payload, config: CacheConfig) -> Blocks | None:
+def _make_blocks(trunk: Trunk, payload: Payload, config: CacheConfig, max_bytes: int) -> Blocks | None:
     """Where prefixes are kept; None where they cannot serve, or nobody wants it."""
     # Whether a trunk that was recognised by its shape ignores padding, and what else it puts out, is not known.
     can_serve = trunk.adapter.is_causal and not trunk.adapter.is_guess and not payload.fits_any_length
     if not (config.prefix and can_serve and config.tau is None):
         return None
-    return Blocks(config.prefix_block, config.max_bytes // 2, _device(trunk, config))
+    return Blocks(config.prefix_block, max_bytes, _device(trunk, config))
 
 
-def _choose_rungs(library: Library, trunk: Trunk, config: CacheConfig, codec: Codec, chooser: Chooser) -> list[Rung]:
+def _choose_rungs(library: Library, trunk: Trunk, config: CacheConfig, is_exact: bool, chooser: Chooser) -> list[Rung]:
     """Rungs in the order in which rows are offered to them, safest first."""
     try:
         tau = thresholds(config.tau, library.layers, trunk.depth)
     except ValueError as error:
         raise ConfigError(f"tau: {error}") from error
     rungs: list[Rung] = []
-    if config.serves_exact and codec.is_lossless(next(trunk.module.parameters()).dtype):
+    if is_exact:
         rungs.append(Exact(library))
     if tau:
         rungs.append(Paper(library, tau) if config.mode == "paper" else Semantic(library, chooser, Fixed(tau)))
-    if not rungs and config.learn is None:
-        raise ConfigError(
-            f"no rung is left: exact={config.serves_exact}, tau={config.tau}, compression={config.compression.name!r} "
-            "(lossless rungs do not serve states that compression changed); set tau, or compression 'none'"
-        )
     return rungs

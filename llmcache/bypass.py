@@ -32,6 +32,8 @@ CURES: dict[str, str] = {
     "use_cache=False, or wrap with payload='sequence'",
     "no_content": "the input is empty or holds special tokens only",
     "not_finite": "the states that the fingerprint is made of are not finite: run the model in a wider dtype",
+    "rope_by_length": "this model's RoPE (dynamic, longrope) encodes positions otherwise in long calls, like this one: "
+    "only calls below the length that it was first trained on are cached",
     "head_reads_padding": "the head would read another token than entries keep: pad on the other side",
     "error": "the cache failed and the model computed instead; see the log",
 }

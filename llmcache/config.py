@@ -75,8 +75,8 @@ class CacheConfig(BaseModel):
             length (`Stats.cost`), until it would pay. They are counted in `Stats.bypassed`. Not in `paper` mode.
         max_entries: Most entries a bank, or None.
         max_bytes: Budget in bytes of the states of all banks together; each bank gets an equal share. Where prefixes
-            are kept, they get one half of it and the banks the other. Fingerprints and bookkeeping come on top: 4 bytes
-            a dimension and some 1 kB a request.
+            are kept, they get one half of it and the banks the other, or all where no other rung serves. Fingerprints
+            and bookkeeping come on top: 4 bytes a dimension and some 1 kB a request.
         device: Where entries are kept: `cpu`, or `model` for the model's own device.
         allow_unsafe: Permit approximate reuse under span, token and language-model heads, whose answers it replaces
             by those of another input. For experiments.

@@ -113,9 +113,9 @@ class TrunkSwap(Swap):
     """Stands in for the trunk's forward: opens a call, and closes it whatever happens."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = self.listener.opened(args, kwargs)
         output = None
         try:
+            args, kwargs = self.listener.opened(args, kwargs)
             output = self.listener.answer_at_door()
             if output is None:
                 output = self.listener.completed(self.original(*args, **kwargs))

@@ -48,7 +48,7 @@ class Keeper:
                 self._parts.counters.error("store a request", error)
 
     def _capture(self, call: Call, number: int, hidden: Tensor) -> None:
-        if number not in self._parts.library.banks:
+        if number not in self._parts.library.banks or not self._is_of_use:
             return
         for row in call.active_rows:
             reuse = call.reused.get(row.number)
@@ -58,3 +58,9 @@ class Keeper:
             if call.kv_cache is not None:
                 tensors |= kv.capture(call.kv_cache, row, number, self._parts.library.layers)
             call.captured.setdefault(row.number, {})[number] = tensors
+
+    @property
+    def _is_of_use(self) -> bool:
+        """Whether an entry may serve anybody: where prefixes are all that serves, none does."""
+        parts = self._parts
+        return bool(parts.rungs) or parts.fingerprint is not None or parts.is_collecting

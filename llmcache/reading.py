@@ -16,6 +16,7 @@ from llmcache.fingerprint import View
 from llmcache.masks import expand
 from llmcache.parts import Parts
 from llmcache.payloads import head_reads_padding
+from llmcache.rotary import steady_length
 from llmcache.rows import Inputs, Row, Scope, id_dtype, read_rows, to_host
 
 
@@ -33,6 +34,7 @@ class Reader:
         self._tokenizer = tokenizer
         self._tables: tuple[object, tuple[Bools, Tensor]] | None = None
         self._head_reads = _reads(parts)
+        self._steady_length = steady_length(parts.trunk.module)
 
     def scope(self, call: Call, entering: torch.dtype) -> Scope:
         """Scope of a call whose first layer receives states of this dtype."""
@@ -62,6 +64,8 @@ class Reader:
         if call.mask_4d is not None and valid is not None:
             is_causal = (call.mask_4d == expand(valid, call.mask_4d.shape[-1])).all(dim=-1).all(dim=-1).flatten()
         inputs = Inputs(*to_host(ids, valid, types, positions, is_causal, features))
+        if inputs.ids.min(initial=0) < 0:  # which would be taken for one of the last tokens
+            raise IndexError(f"token ids must be at least 0, got {inputs.ids.min()}")
         content = on_host[inputs.ids] if inputs.valid is None else on_host[inputs.ids] & inputs.valid
         if fingerprint is not None and not fingerprint.reads_states:
             view = View(None, torch.from_numpy(content), torch.from_numpy(inputs.ids))
@@ -69,8 +73,9 @@ class Reader:
         call.rows = read_rows(call.scope, inputs, id_dtype(len(on_host)), self._parts.trunk.adapter.is_guess)
         call.features = None if self._parts.is_per_layer else inputs.features
         has_content = content.any(axis=1).tolist()
+        is_steady = self._is_steady(inputs)
         for row in call.rows:
-            row.refused = self._refusal(row, inputs, has_content[row.number])
+            row.refused = self._refusal(row, inputs, has_content[row.number]) if is_steady else "rope_by_length"
         call.generation = self._parts.library.generation
         if fingerprint is not None and fingerprint.n_fit == 0 and self._can_search(call.scope.weights):
             layers = (0,) if self._parts.is_per_layer else self._parts.library.layers
@@ -89,6 +94,13 @@ class Reader:
         (features,) = to_host(fingerprint.features(View(hidden, call.content, call.arguments["input_ids"])))
         assert features is not None
         call.fingerprints[layer] = fingerprint.project(features)
+
+    def _is_steady(self, inputs: Inputs) -> bool:
+        """Whether positions are encoded as in every other such call."""
+        if self._steady_length is None:
+            return True
+        length = inputs.ids.shape[1] if inputs.positions is None else int(inputs.positions.max(initial=-1)) + 1
+        return length < self._steady_length
 
     def _refusal(self, row: Row, inputs: Inputs, has_content: bool) -> str:
         if inputs.is_causal is not None and not inputs.is_causal[row.number]:

@@ -135,7 +135,7 @@ class Times:
         ttft: To the first token, one a generation.
         itl: From each token to the next, of all generations.
         tpot: Mean of those of a generation, one each; none where one token is generated.
-        e2el: Whole generations.
+        e2el: To the last token, one a generation.
     """
 
     ttft: list[float] = field(default_factory=list)
@@ -143,13 +143,13 @@ class Times:
     tpot: list[float] = field(default_factory=list)
     e2el: list[float] = field(default_factory=list)
 
-    def add(self, started: float, tokens_at: Sequence[float], ended: float) -> None:
-        """Count a generation that began, gave each token and ended at these seconds of one clock."""
+    def add(self, started: float, tokens_at: Sequence[float]) -> None:
+        """Count a generation that began, and gave each token, at these seconds of one clock."""
         latency = Latency(tuple(at - started for at in tokens_at))
         self.ttft.append(latency.ttft_s * 1e3)
         self.itl += [gap_s * 1e3 for gap_s in latency.itl_s]
         self.tpot += [] if latency.tpot_s is None else [latency.tpot_s * 1e3]
-        self.e2el.append((ended - started) * 1e3)  # what transformers does after the last token included
+        self.e2el.append(latency.e2el_s * 1e3)
 
     def percentiles(self) -> dict[str, Any]:
         """Of each, as `experiments.metrics.percentiles` gives them."""
@@ -274,6 +274,5 @@ def _timed(way: Way, ids: Tensor, new_tokens: int, times: Times) -> tuple[Tensor
     synchronise(ids.device)
     started = perf_counter()
     tokens = way(ids, new_tokens, clock)
-    synchronise(ids.device)
-    times.add(started, clock.tokens_at, perf_counter())
+    times.add(started, clock.tokens_at)
     return tokens, way.n_hits - before

@@ -71,6 +71,7 @@ class _Talk:
         self._is_verbose = is_verbose
         self._latencies = Latencies()
         self._is_over = False
+        self._kv_nbytes = 0
         self._commands: Mapping[str, tuple[str, Callable[[], None]]] = {
             "/stats": ("what was served from memory so far, and how long first tokens took", self._show_stats),
             "/clear": ("forget the conversation; what was computed stays known", self._chat.clear),
@@ -93,6 +94,7 @@ class _Talk:
                 self._answer(line)
 
     def _answer(self, line: str) -> None:
+        answer = None
         try:
             answer = self._chat.ask(line)
             for piece in answer:
@@ -101,9 +103,12 @@ class _Talk:
             typer.echo(f"llmcache: {error}", err=True)
             return
         except KeyboardInterrupt:
-            typer.echo(" ... interrupted", nl=False)
+            typer.echo(" ... interrupted", nl=answer is None)
+            if answer is None:  # before it began
+                return
         typer.echo()
         turn = self._chat.turn()
+        self._kv_nbytes = turn.generation.kv_nbytes
         if turn.generation.times is not None:
             self._latencies.add(turn.generation.times, turn.generation.rung)
         if self._is_verbose:
@@ -118,6 +123,7 @@ class _Talk:
             "prompts known": len(self._chat.prompts),
             "blocks held": stats.n_blocks,
             "bytes held": stats.held_nbytes,
+            "K/V bytes of the last answer": self._kv_nbytes,
         }
         show_table("Remembered", [{"figure": name, "value": value} for name, value in figures.items()])
         rows = [_times(rung, found) for rung, found in self._latencies.summary().items()]

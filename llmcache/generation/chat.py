@@ -136,6 +136,7 @@ class Chat:
             RequestError: The prompt cannot be answered; see `PromptCache.encode` and `stream`.
         """
         started = perf_counter()
+        self._open = None
         asked = [*self._history, {"role": "user", "content": text}]
         prompt = self.prompts.encode(asked if self._tokenizer.chat_template else _as_text(asked))
         encode_s = perf_counter() - started

@@ -54,10 +54,12 @@ class PromptCache:
         """Begin with no prompt known.
 
         Args:
-            tokenizer: Of the model; one that tokens are added to later is told apart.
+            tokenizer: Of the model; tokens that are added to it later count, and which of them are special. After other
+                edits call `clear`.
             model: Its name.
             max_length: Tokens of the longest prompt, at least 1; None: any.
-            truncate: What is done about a longer one: drop its beginning (`left`), or an error.
+            truncate: What is done about a longer one: drop its beginning (`left`), all but the token that every text
+                begins with; or an error.
             max_entries: Prompts held; the one used longest ago leaves.
 
         Raises:
@@ -92,7 +94,7 @@ class PromptCache:
         is_text = isinstance(prompt, str)
         text = prompt if isinstance(prompt, str) else self._formatted(prompt)
         template = "" if is_text else str(self._tokenizer.chat_template)
-        key = _digest(*self._about, len(self._tokenizer), template, text, is_text)
+        key = _digest(*self._about, *_settings(self._tokenizer), template, text, is_text)
         ids, is_hit = self._tokens.get(key, lambda: self._tokenised(text, is_text))
         if not ids:
             raise RequestError("the prompt is empty: give at least one token")
@@ -102,12 +104,17 @@ class PromptCache:
                 f"the prompt has {len(ids)} tokens, of which the model can take {self._max_length} here: shorten it, "
                 "or choose truncate='left'"
             )
-        return Prompt(ids[n_dropped:], is_hit, n_dropped)
+        return Prompt(self._cut(ids, n_dropped), is_hit, n_dropped)
 
     def clear(self) -> None:
         """Forget all prompts."""
         self._texts.clear()
         self._tokens.clear()
+
+    def _cut(self, ids: tuple[int, ...], n: int) -> tuple[int, ...]:
+        """Without `n` tokens on the left; the one that every text begins with stays, as in truncation by tokenizers."""
+        begin = ids[:1] if n and len(ids) > n + 1 and ids[0] == self._tokenizer.bos_token_id else ()
+        return begin + ids[n + len(begin) :]
 
     def _formatted(self, messages: Sequence[Message]) -> str:
         template = self._tokenizer.chat_template
@@ -153,6 +160,12 @@ class _Latest(Generic[_Value]):
     def clear(self) -> None:
         with self._lock:
             self._held.clear()
+
+
+def _settings(tokenizer: Any) -> tuple[object, ...]:
+    """What of a tokenizer may be set later, and is quickly asked."""
+    flags = (getattr(tokenizer, name, None) for name in ("add_bos_token", "add_eos_token"))
+    return (len(tokenizer), str(tokenizer.special_tokens_map), *flags)
 
 
 def tokenizer_digest(tokenizer: Any) -> str:

@@ -19,6 +19,7 @@ from llmcache.adapters import CACHE
 from llmcache.arguments import Arguments
 from llmcache.bypass import is_plain_cache
 from llmcache.context import Call
+from llmcache.hooks import has_hooks
 from llmcache.lookup import Lookup
 from llmcache.masks import cut
 from llmcache.parts import Parts
@@ -122,6 +123,8 @@ class Prefiller:
             return None
         if passed.get("token_type_ids") is not None:
             return None
+        if not self._can_be_cut():
+            return None
         kv_cache = self._kv_cache(passed)
         if kv_cache is None or not is_plain_cache(kv_cache) or not _has_room(kv_cache, passed["input_ids"].shape[1]):
             return None
@@ -131,6 +134,13 @@ class Prefiller:
             return None
         assert call.scope is not None
         return Prefill(kv_cache, [links(call.scope, row, parts.prefix.size) for row in call.rows])
+
+    def _can_be_cut(self) -> bool:
+        """Whether each token sees earlier ones only, and nobody hung hooks within the trunk, who expect all tokens."""
+        trunk = self._parts.trunk
+        within = (part for part in trunk.module.modules() if part is not trunk.module)
+        sees_all = getattr(trunk.config, "is_causal", True) is False
+        return not (sees_all or any(has_hooks(part) or part.__dict__.get("is_causal") is False for part in within))
 
     def _kv_cache(self, passed: Mapping[str, Any]) -> Any:
         """The cache that the trunk is to fill: the caller's, else one as the trunk would make it, or None."""

@@ -9,6 +9,7 @@ import pytest
 
 from llmcache import cli
 from llmcache.generation.chat import Answer
+from llmcache.generation.prompts import PromptCache
 from tests.tiny_data import passage
 from tests.tiny_prompts import write_prompts
 
@@ -130,6 +131,20 @@ def test_what_cannot_be_answered_is_told_and_the_conversation_goes_on(
     told = capsys.readouterr()
     assert "llmcache: the prompt has" in told.err
     assert told.out.count("prompt new") == 1
+
+
+def test_an_interruption_before_the_answer_begins_is_survived(
+    models: str, say: Say, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(PromptCache, "encode", stop)
+    say("a b c")
+    assert talk(models, "--verbose") == 0
+    shown = capsys.readouterr()
+    assert shown.out.count("interrupted") == 1
+    assert "prompt" not in shown.err
 
 
 def test_an_interrupted_answer_is_forgotten(

@@ -312,7 +312,7 @@ def test_ids_out_of_range_raise_and_leave_no_past() -> None:
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
-def test_an_interruption_leaves_no_past(kind: str) -> None:
+def test_an_interruption_leaves_no_past(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(GENERATORS["llama"])
     cache = wrapped(model)
     stem = tokens(1, 24)
@@ -325,10 +325,9 @@ def test_an_interruption_leaves_no_past(kind: str) -> None:
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    hook = model.model.layers[1].mlp.register_forward_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(model.model.layers[1].mlp, "forward", interrupt)
         cache(branch(stem, 20, 24, seed=1), past_key_values=kv)
-    hook.remove()
     assert kv.get_seq_length() == 0
     torch.testing.assert_close(
         cache(branch(stem, 20, 24, seed=1), past_key_values=kv).logits, plain, atol=1e-5, rtol=1e-5
@@ -438,3 +437,16 @@ def test_greedy_tokens_of_a_trained_model() -> None:
             plain = greedy(model, input_ids=prompt)
         assert torch.equal(greedy(model, input_ids=prompt), plain)
     assert cache.stats().hits["prefix"] > 10
+
+
+def test_prefixes_alone() -> None:
+    """Without the exact rung nothing but blocks is kept, and all of the budget is theirs."""
+    model = build(FAMILIES["gpt2"])
+    prompt = tokens(1, 22)
+    plain = greedy(model, input_ids=prompt)
+    cache = wrapped(model, exact=False)
+    for n_served in (0, 20):
+        assert torch.equal(greedy(model, input_ids=prompt), plain)
+        assert cache.last[0].n_prefix == n_served
+    assert cache.stats().n_stored == 0
+    assert cache.stats().n_blocks > 0

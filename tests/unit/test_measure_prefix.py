@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from experiments.bench import rebuild
 from experiments.bench.generation import Times
 from experiments.config import make_experiment
 from experiments.folders import Folders
@@ -162,13 +163,13 @@ def test_a_near_tie_is_told_from_a_wrong_token() -> None:
 
 def test_times_of_a_generation_are_those_of_its_tokens() -> None:
     times = Times()
-    times.add(10.0, [10.5, 10.75, 11.25], 11.5)
-    times.add(20.0, [20.25, 20.5, 20.75], 21.0)
+    times.add(10.0, [10.5, 10.75, 11.25])
+    times.add(20.0, [20.25, 20.5, 20.75])
     assert times.ttft == [500.0, 250.0]
     assert times.itl == [250.0, 500.0, 250.0, 250.0]
     assert times.tpot == [375.0, 250.0]
-    assert times.e2el == [1500.0, 1000.0]
-    times.add(30.0, [31.0], 31.0)
+    assert times.e2el == [1250.0, 750.0]
+    times.add(30.0, [31.0])
     assert (len(times.ttft), len(times.tpot)) == (3, 2)
 
 
@@ -210,3 +211,9 @@ def test_wrong_tokens_end_the_benchmark_of_generation(folders: Folders) -> None:
 def test_what_cannot_be_measured_is_refused(folders: Folders, values: dict[str, Any], part: str) -> None:
     with pytest.raises(ConfigError, match=part):
         measured(folders, values)
+
+
+def test_both_ways_back_to_kv_are_timed() -> None:
+    (row,) = rebuild.measure({"tiny": rebuild.Shape(hidden=8, heads=2, width=3)}, n_tokens=8, size=4, rounds=2)
+    assert (row["K/V, bytes a token"], row["input, bytes a token"]) == (48, 32)
+    assert row["laid out, ms"] > 0 < row["projected, ms"]

@@ -117,6 +117,21 @@ def test_a_long_prompt_loses_its_beginning_or_is_refused(tokenizer: Counted) -> 
     assert PromptCache(tokenizer, max_length=8).encode(CHAT).n_dropped == 0
 
 
+def test_what_every_text_begins_with_is_not_cut_off(tokenizer: Counted) -> None:
+    whole = PromptCache(tokenizer).encode("w1 w2 w3").ids
+    cut = PromptCache(tokenizer, max_length=len(whole) - 1, truncate="left").encode("w1 w2 w3")
+    assert (cut.ids, cut.n_dropped) == ((whole[0], *whole[2:]), 1)
+    least = PromptCache(tokenizer, max_length=1, truncate="left").encode("w1 w2 w3")
+    assert least.ids == whole[-1:]
+
+
+def test_a_token_that_becomes_special_later_counts(tokenizer: Counted) -> None:
+    prompts = PromptCache(tokenizer)
+    prompts.encode("w1")
+    tokenizer.tokenizer.bos_token = "w2"
+    assert not prompts.encode("w1").is_hit
+
+
 def test_the_prompt_used_longest_ago_leaves(tokenizer: Counted) -> None:
     prompts = PromptCache(tokenizer, max_entries=2)
     for text in ("w1", "w2", "w1", "w3"):
