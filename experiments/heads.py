@@ -148,7 +148,7 @@ def fit_logistic(
     if strange := sorted({request.label for request in stream} - set(labels)):
         raise ConfigError(
             f"data.label: {_some(strange)} occurs in the stream but not among the {len(fit)} requests that the head is "
-            "fitted on; raise head.fit_share, take another seed or leave these records out"
+            "fitted on; raise task.head.fit_share, take another seed or leave these records out"
         )
     if len(labels) < 2:
         raise ConfigError(f"data.label: only one label ({_some(labels)}); a classifier needs at least two")

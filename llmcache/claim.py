@@ -72,7 +72,7 @@ class Claim:
                 raise ConfigError(f"{name}: give a number over 0, under {limit:g} (got {value!r})")
         if not isinstance(self.metric, Metric) and self.metric not in get_args(MetricName):
             names = " or ".join(map(repr, get_args(MetricName)))
-            raise ConfigError(f"metric: give {names}, or a llmcache.Metric (got {self.metric!r})")
+            raise ConfigError(f"metric: give {names}, or llmcache.Metric(score, low=0, high=1) (got {self.metric!r})")
         if self.sources not in get_args(Sources):
             raise ConfigError(f"sources: give {' or '.join(map(repr, get_args(Sources)))} (got {self.sources!r})")
         if not isinstance(self.seed, int) or self.seed < 0:

@@ -267,7 +267,7 @@ class Trust:
                 f"{cal.LEAST_SOURCES} are needed: give more requests that differ"
             )
         if claim.metric != "changed" and any(case.label is None for case in observed):
-            raise CalibrationError(f"metric {claim.metric!r} needs a label for every request: give labels=[...]")
+            raise CalibrationError(f"metric {claim.name!r} needs a label for every request: give labels=[...]")
         if claim.metric == "accuracy":
             check_labels(observed, self._answers)
         return parts
