@@ -11,7 +11,7 @@ Each round makes one generation of each kind (the third for a prompt that is new
 tokens are checked, outside the timer, to be those of `KVCache`.
 
 Times are named as in vLLM's benchmark of serving: TTFT, from the tokens of the prompt to the first new one; ITL, from
-one new token to the next; TPOT, their mean over a generation; E2EL, the whole generation.
+one new token to the next; TPOT, their mean over a generation; E2EL, from the prompt to the last token.
 """
 
 import copy

@@ -123,10 +123,10 @@ class Prefiller:
             return None
         if passed.get("token_type_ids") is not None:
             return None
-        if not self._can_be_cut():
-            return None
         kv_cache = self._kv_cache(passed)
         if kv_cache is None or not is_plain_cache(kv_cache) or not _has_room(kv_cache, passed["input_ids"].shape[1]):
+            return None
+        if not self._can_be_cut():  # last of these: it looks at every module
             return None
         if not self._lookup.read_early(call, next(parts.trunk.module.parameters()).dtype):
             return None
