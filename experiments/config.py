@@ -16,6 +16,7 @@ import yaml
 from experiments.measures import MEASURES
 from experiments.measures.base import Experiment
 from experiments.section import choose
+from experiments.tasks import TASKS
 from llmcache.config import read_yaml
 from llmcache.errors import ConfigError
 
@@ -77,7 +78,7 @@ def load_experiments(path: str | Path, changes: Sequence[str] = ()) -> list[Name
         path: YAML file.
         changes: `key=value` with dotted keys, values in YAML; they replace what the file says. A key below a list of
             mappings is that of each: `task.limit=50` cuts every task of a grid. `task.` may be left out where the file
-            has no such section of its own: `data.path=a.csv`.
+            has no such section of its own: `data.path=a.csv`, `head.pool=cls`.
 
     Raises:
         ConfigError: A setting is wrong; names the file, the key, the value and the fix.
@@ -113,7 +114,7 @@ def _set(values: dict[str, Any], change: str) -> None:
         raise ConfigError(f"--set {change!r}: the value is not valid YAML") from error
     *path, last = key.split(".")
     sections = [values]
-    if path and path[0] not in values and all(path[0] in task for task in _mappings(values.get("task")) or [{}]):
+    if path and path[0] not in values and _is_of_task(path[0], _mappings(values.get("task"))):
         path = ["task", *path]
     for part in path:
         below = [_mappings(section.setdefault(part, {})) for section in sections]
@@ -122,6 +123,12 @@ def _set(values: dict[str, Any], change: str) -> None:
         sections = list(itertools.chain(*below))
     for section in sections:
         section[last] = value
+
+
+def _is_of_task(key: str, tasks: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a key is a setting of all tasks, of which there are some."""
+    kinds = [TASKS.get(str(task.get("name"))) for task in tasks]
+    return bool(kinds) and all(kind is not None and key in kind.settings.model_fields for kind in kinds)
 
 
 def _mappings(value: Any) -> list[dict[str, Any]]:

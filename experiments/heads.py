@@ -20,6 +20,7 @@ from experiments.section import Section
 from llmcache.errors import ConfigError
 
 _BATCH = 32
+_MOST_UNANSWERABLE = 0.1  # share of a stream: of more, the labels are likely those of something else
 
 
 class Head(Section):
@@ -53,12 +54,14 @@ class Classifier:
         labels: Name of each column.
         tokenizer: Of the trunk.
         n_fit: Labelled requests that its head was fitted on here.
+        unanswerable: Labels of the stream that it has no column for.
     """
 
     module: nn.Module
     labels: tuple[str, ...]
     tokenizer: Any
     n_fit: int = 0
+    unanswerable: tuple[str, ...] = ()
 
 
 def pool_mean(hidden: Tensor, mask: Tensor) -> Tensor:
@@ -138,24 +141,30 @@ def fit_logistic(
         loaded: A bare model. Not trained further.
         pool: A name of `POOLS`.
         fit: What it is fitted on.
-        stream: What it will answer; only its labels are looked at, so that each can be answered at all.
+        stream: What it will answer; only its labels are looked at. What the head never saw, it answers wrong.
         max_length: Most tokens a request.
 
     Raises:
-        ConfigError: Fewer than two labels to learn, or a label that is only in the stream.
+        ConfigError: Fewer than two labels to learn, or over a tenth of the stream have labels that are only in it.
     """
     labels = tuple(sorted({request.label for request in fit}))
-    if strange := sorted({request.label for request in stream} - set(labels)):
+    strange = tuple(sorted({request.label for request in stream} - set(labels)))
+    n_strange = sum(request.label in strange for request in stream)
+    if n_strange > _MOST_UNANSWERABLE * len(stream):
         raise ConfigError(
-            f"data.label: {_some(strange)} occurs in the stream but not among the {len(fit)} requests that the head is "
-            "fitted on; raise task.head.fit_share, take another seed or leave these records out"
+            f"data.label: {_some(strange)} occurs in the stream ({n_strange} of {len(stream)} requests) but not among "
+            f"the {len(fit)} that the head is fitted on; raise task.head.fit_share, or take another seed or column"
         )
     if len(labels) < 2:
         raise ConfigError(f"data.label: only one label ({_some(labels)}); a classifier needs at least two")
     features = pooled_states(loaded, pool, [request.text for request in fit], max_length)
     numbers = np.array([labels.index(request.label) for request in fit])
     return Classifier(
-        PooledClassifier(loaded.model, pool, _fit_linear(features, numbers)).eval(), labels, loaded.tokenizer, len(fit)
+        PooledClassifier(loaded.model, pool, _fit_linear(features, numbers)).eval(),
+        labels,
+        loaded.tokenizer,
+        len(fit),
+        strange,
     )
 
 

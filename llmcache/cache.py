@@ -13,7 +13,7 @@ from llmcache.adapters import locate
 from llmcache.answers import Reading, read_logits
 from llmcache.assembly import assemble
 from llmcache.calibration import Calibration
-from llmcache.calibrator import Calibrator, Requests, make_claim
+from llmcache.calibrator import Calibrator, make_claim
 from llmcache.claim import Metric
 from llmcache.config import CacheConfig
 from llmcache.errors import ConfigError
@@ -21,6 +21,7 @@ from llmcache.flow import Flow
 from llmcache.hooks import install
 from llmcache.observation import Observation
 from llmcache.outcome import Outcome
+from llmcache.sample import Requests
 from llmcache.stats import Stats
 from llmcache.trust import Trust
 from llmcache.variables import setting
@@ -144,7 +145,7 @@ class LLMCache:
 
         Args:
             requests: Tokenised inputs of the model, each with one request or several; or texts, if `wrap` was given the
-                tokenizer. They must be drawn like the requests to come: the bound is on requests of their kind.
+                tokenizer; none is cut. They must be drawn like the requests to come: the bound is on their kind.
             labels: What each should be answered, in order: a class's number, or its name in the model's config.
             max_drop: Largest loss, a fraction of 1; None: as in the settings.
             delta: Chance that it is larger all the same, over 0, under 1; None: as in the settings.
@@ -157,8 +158,8 @@ class LLMCache:
             What was chosen, and what it rests on. Nothing is reused approximately where `chosen` is None.
 
         Raises:
-            CalibrationError: The requests cannot carry the claim (it says how many can), or one could not be computed,
-                or a label is unknown, or the metric failed. Nothing is reused approximately then.
+            CalibrationError: The requests cannot carry the claim (it says how many can), or one is nothing that the
+                model takes, or a label is unknown, or the metric failed. Nothing is reused approximately then.
             ConfigError: A setting is wrong, or rules out a bound, or `recalibrate` is set and the metric needs labels;
                 what was calibrated before then stays.
             UnsafeReuseError: The head answers token by token.
@@ -198,12 +199,17 @@ class LLMCache:
     def tightened(self, limit: float) -> Iterator[Self]:
         """Within: no reuse whose doubt exceeds `limit`, nor what the calibration allows. Per thread and async task.
 
-        The doubt of `risk` is the estimated chance that reuse changes the answer, 0 to 1.
+        The doubt of `risk` is the estimated chance that reuse changes the answer, 0 to 1; that of other decisions the
+        similarity, negated.
+
+        Raises:
+            ConfigError: `limit` is no doubt of the decision, or nothing is reused by a calibration.
         """
-        if not isinstance(limit, int | float) or limit != limit:
-            raise ConfigError(f"limit: give a number (got {limit!r})")
         if self._parts.trust is None:
             raise ConfigError("nothing is reused approximately by a calibration: call calibrate() first, or set learn")
+        least, most = self._parts.trust.chooser.doubts
+        if not isinstance(limit, int | float) or not least <= limit <= most:
+            raise ConfigError(f"limit: give a number from {least:g} to {most:g} (got {limit!r})")
         tightened = self._parts.trust.tightened
         with setting(tightened, min(limit, tightened.get())):
             yield self

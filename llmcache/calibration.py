@@ -11,7 +11,7 @@ Sizes: N requests of C, K settings.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import count, takewhile
 from math import ceil
 from typing import Any
@@ -84,7 +84,7 @@ class Calibration:
     """
 
     chosen: Setting | None
-    curve: tuple[Setting, ...]
+    curve: tuple[Setting, ...] = field(repr=False)  # hundreds
     metric: str
     max_drop: float
     delta: float
@@ -259,7 +259,9 @@ def chosen(tested: Sequence[Setting], max_drop: float) -> Setting | None:
     return passed[-1] if passed else None
 
 
-def losses(metric: Metric, own: Sequence[Any], reused: Sequence[Any], labels: Sequence[Any]) -> Doubles:
+def losses(
+    metric: Metric, own: Sequence[Any], reused: Sequence[Any], labels: Sequence[Any], numbers: Sequence[int]
+) -> Doubles:
     """What each request loses in a metric when it gets the output that was made for another.
 
     Args:
@@ -267,22 +269,24 @@ def losses(metric: Metric, own: Sequence[Any], reused: Sequence[Any], labels: Se
         own: The request's own output, N.
         reused: The one that would be reused; None where there is none.
         labels: What outputs are scored against, N.
+        numbers: Which requests they are, N: errors name them.
 
     Raises:
         CalibrationError: The metric failed, or gave a score out of its range.
     """
 
-    def score(output: Any, label: Any) -> float:
+    def score(output: Any, label: Any, number: int) -> float:
+        where = f"metric {metric.name!r}, request {number}, label {label!r}"
         try:
             value = float(metric.score(output, label))
         except Exception as error:
-            raise CalibrationError(f"metric {metric.name!r} failed on label {label!r}: {error!r}") from error
+            raise CalibrationError(f"{where}: it failed: {error!r}") from error
         if not metric.low <= value <= metric.high:
-            raise CalibrationError(f"metric {metric.name!r} gave {value}, out of {metric.low} to {metric.high}")
+            raise CalibrationError(f"{where}: it gave {value}, out of {metric.low} to {metric.high}")
         return value
 
     lost = [
-        0.0 if other is None else score(output, label) - score(other, label)
-        for output, other, label in zip(own, reused, labels, strict=True)
+        0.0 if other is None else score(output, label, number) - score(other, label, number)
+        for output, other, label, number in zip(own, reused, labels, numbers, strict=True)
     ]
     return np.array(lost, np.float64)

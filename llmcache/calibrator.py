@@ -1,26 +1,26 @@
 """Turns approximate reuse on: makes a wrapped model ready to learn, runs it on requests, has these calibrated."""
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from llmcache.answers import Reading
-from llmcache.calibration import Calibration
+from llmcache.calibration import Calibration, check_size
 from llmcache.claim import Claim, Metric, MetricName, Sources
 from llmcache.config import CacheConfig
 from llmcache.errors import ConfigError, WrapError
 from llmcache.flow import Flow
 from llmcache.hooks import Installed, listen, watch
 from llmcache.learning import make_learning
-from llmcache.observation import Observation, Observer, collect, tokenised, with_labels
+from llmcache.observation import Observation, Observer, collect
 from llmcache.parts import Parts
+from llmcache.sample import Requests, n_rows, numbered, tokenised
 from llmcache.trust import Trust
 from llmcache.variables import setting
-
-Requests = Iterable[Mapping[str, Any] | str]
 
 
 class Calibrator:
@@ -90,12 +90,22 @@ class Calibrator:
             trust.end()
             if self._parts.cost is not None:
                 self._parts.cost.restart()  # what was seen so far does not hold of what can be served afterwards
-            return trust.calibrate(self._collect(observer, requests, labels), claim)
+            inputs = list(tokenised(requests, self._tokenizer, self._parts.trunk))
+            n = sum(map(n_rows, inputs))
+            told = numbered(labels, n, self._model)
+            check_size(n, claim.max_drop, claim.delta, claim.metric)
+            # What the first answer can tell is not told after minutes of computing the others.
+            observed = collect(self._compute, observer, inputs[:1])
+            trust.check(observed[0], told, claim)
+            observed += collect(self._compute, observer, inputs[1:], first=1)
+            return trust.calibrate(_labelled(observed, told), claim)
 
     def observe(self, requests: Requests, labels: Sequence[Any] | None) -> list[Observation]:
         """Compute requests, and keep all that a calibration looks at; see `LLMCache.observe`."""
         with self._lock:
-            return self._collect(self._learners()[1], requests, labels)
+            observer = self._learners()[1]
+            observed = collect(self._compute, observer, tokenised(requests, self._tokenizer, self._parts.trunk))
+            return _labelled(observed, numbered(labels, len(observed), self._model))
 
     def _learners(self) -> tuple[Trust, Observer]:
         """Who learns from requests, and who sees them."""
@@ -104,10 +114,6 @@ class Calibrator:
         self.begin()
         assert self._parts.trust is not None and self._parts.observer is not None
         return self._parts.trust, self._parts.observer
-
-    def _collect(self, observer: Observer, requests: Requests, labels: Sequence[Any] | None) -> list[Observation]:
-        inputs = tokenised(requests, self._tokenizer, self._parts.trunk)
-        return with_labels(collect(self._compute, observer, inputs), labels, self._model)
 
     def _compute(self, inputs: Mapping[str, Any]) -> Any:
         """Call the model with tokenised inputs, which sentence-transformers takes in one argument."""
@@ -125,6 +131,10 @@ class Calibrator:
         """See what the whole model puts out, where answers are read from that."""
         if not observer.answers.reads_payload:
             self._installed.add(watch(self._model, self._flow, self._parts.trunk).remove)
+
+
+def _labelled(observed: Sequence[Observation], labels: Sequence[Any]) -> list[Observation]:
+    return [replace(case, label=label) for case, label in zip(observed, labels, strict=True)]
 
 
 def make_claim(

@@ -46,11 +46,13 @@ class Decision(Protocol):
         k: How many it looks at.
         reads_answers: It compares their answers, so entries without one are never served.
         most: The largest doubt that a calibration may allow.
+        doubts: Least and largest doubt about one that may serve.
     """
 
     k: int
     reads_answers: bool
     most: float
+    doubts: tuple[float, float]
 
     def choose(self, seen: Evidence) -> tuple[int, float]:
         """The number of the neighbour that would serve, and how doubtful that is; infinite where none may serve.
@@ -78,6 +80,7 @@ class _Untaught:
     """A decision that learns nothing, and whose doubts are no chances."""
 
     most = inf
+    doubts = (-1.0, 1.0)  # similarities, negated
 
     def fit(self, seen: Sequence[Evidence], is_right: Sequence[Sequence[bool]]) -> None:
         """Nothing to learn."""
@@ -141,6 +144,7 @@ class Risk:
     weights: Sequence[float] = field(init=False, default=())
     reads_answers = True
     most = 0.5  # what more likely changes than not is not served, even if it is so rare that the bound would allow it
+    doubts = (0.0, 1.0)
 
     def __post_init__(self) -> None:
         """Refuse what cannot vote."""

@@ -3,9 +3,9 @@
 Sizes: B rows, F0 features, D hidden width, S width of a signature, C logits.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -13,17 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmcache.adapters import Trunk, device_of
 from llmcache.answers import Answers, Reading
 from llmcache.arrays import Floats
 from llmcache.context import Call
 from llmcache.errors import CalibrationError
 from llmcache.library import Library
 from llmcache.rows import Row, Scope, to_host
+from llmcache.sample import n_rows
 from llmcache.variables import setting
 from llmcache.weights import Weights
-
-_NO_LENGTH = 10**9  # tokenizers without a longest length tell some huge one
 
 
 @dataclass(slots=True)
@@ -41,6 +39,7 @@ class Observation:
         head: Digest of the weights outside the trunk, as they were then.
         seconds: From the trunk's arguments to the answer, with what the cache did meanwhile, by the row.
         label: What it should have been answered, where that was given.
+        number: Which of the requests that were given it is, from 0.
     """
 
     scope: Scope
@@ -53,6 +52,7 @@ class Observation:
     head: str
     seconds: float
     label: Any = None
+    number: int = 0
 
 
 class Learner(Protocol):
@@ -141,7 +141,10 @@ class Observer:
 
 
 def collect(
-    compute: Callable[[Mapping[str, Any]], Any], observer: Observer, requests: Iterable[Mapping[str, Any]]
+    compute: Callable[[Mapping[str, Any]], Any],
+    observer: Observer,
+    requests: Iterable[Mapping[str, Any]],
+    first: int = 0,
 ) -> list[Observation]:
     """Compute requests and see all of them, in order.
 
@@ -149,80 +152,30 @@ def collect(
         compute: Runs the model on tokenised inputs, in inference mode.
         observer: Sees its calls.
         requests: Tokenised inputs.
+        first: Number of the first of them.
 
     Raises:
         CalibrationError: One could not be computed, or could not be seen.
     """
     seen: list[Observation] = []
-    for number, inputs in enumerate(requests):
+    for number, inputs in enumerate(requests, start=first):
         n_seen = len(seen)
         try:
             with setting(observer.collected, seen):  # our own calls only: making the next request may call the model
                 compute(inputs)
         except Exception as error:
             raise CalibrationError(f"request {number} could not be computed: {error!r}") from error
-        n_rows = len(inputs["input_ids"]) if "input_ids" in inputs else 0
-        if len(seen) != n_seen + n_rows or not n_rows:
+        n = n_rows(inputs)
+        if len(seen) != n_seen + n or not n:
             raise CalibrationError(
-                f"request {number}: {len(seen) - n_seen} of its {n_rows} rows went through the cache; the log and "
+                f"request {number}: {len(seen) - n_seen} of its {n} rows went through the cache; the log and "
                 "stats().bypassed say why"
             )
-        if not all(np.isfinite(case.target).all() for case in seen[n_seen:]):
-            raise CalibrationError(f"request {number}: the model's states are not finite: run it in a wider dtype")
+        for case in seen[n_seen:]:
+            case.number = number
+            if not np.isfinite(case.target).all():
+                raise CalibrationError(f"request {number}: the model's states are not finite: run it in a wider dtype")
     return seen
-
-
-def tokenised(requests: Any, tokenizer: Any, trunk: Trunk) -> Iterator[Mapping[str, Any]]:
-    """Inputs of the model for each request.
-
-    Args:
-        requests: Tokenised inputs, or texts.
-        tokenizer: Of the texts, which are cut to what the model takes; None if there are none.
-        trunk: Of the model.
-
-    Raises:
-        CalibrationError: It is no collection of requests, or texts come without a tokenizer.
-    """
-    if isinstance(requests, str | bytes | Mapping) or not isinstance(requests, Iterable):
-        raise CalibrationError(f"requests: give a list of tokenised inputs or of texts (got {type(requests).__name__})")
-    for number, request in enumerate(requests):
-        if isinstance(request, Mapping):
-            yield request
-        elif not isinstance(request, str):
-            raise CalibrationError(f"request {number} is a {type(request).__name__}: give tokenised inputs or a text")
-        elif tokenizer is None:
-            raise CalibrationError("texts need the tokenizer: give it to wrap(), or give tokenised inputs")
-        else:
-            longest = longest_input(trunk, tokenizer)
-            made = tokenizer(request, return_tensors="pt", truncation=longest is not None, max_length=longest)
-            yield {name: tensor.to(device_of(trunk.module)) for name, tensor in made.items()}
-
-
-def longest_input(trunk: Trunk, tokenizer: Any) -> int | None:
-    """Tokens that a model takes, as far as it or its tokenizer tell. RoBERTa's positions begin after its padding id."""
-    positions = getattr(trunk.config, "max_position_embeddings", None)
-    before = getattr(getattr(trunk.module, "embeddings", None), "padding_idx", None)
-    told = (
-        positions and positions - (0 if before is None else before + 1),
-        getattr(tokenizer, "model_max_length", None),
-    )
-    return min((length for length in told if length and length < _NO_LENGTH), default=None)
-
-
-def with_labels(observed: Sequence[Observation], labels: Iterable[Any] | None, model: Any) -> list[Observation]:
-    """The same with labels, where any are given; names become the numbers that the model's config gives them.
-
-    Raises:
-        CalibrationError: There are more or fewer labels than requests.
-    """
-    if labels is None:
-        return list(observed)
-    told = list(labels)
-    if len(told) != len(observed):
-        raise CalibrationError(f"{len(told)} labels for {len(observed)} requests: give one each")
-    numbers = getattr(getattr(model, "config", None), "label2id", None) or {}
-    known = [numbers.get(label, label) if isinstance(label, str) else label for label in told]
-    return [replace(case, label=label) for case, label in zip(observed, known, strict=True)]
 
 
 def targets(cases: Sequence[Observation], answers: Answers) -> Floats:
@@ -240,17 +193,3 @@ def outputs(cases: Sequence[Observation], answers: Answers) -> Floats:
         return np.stack([case.target for case in cases])
     logits = np.stack([case.output for case in cases])
     return logits - logits.mean(axis=1, keepdims=True) if answers.name == "class" else logits
-
-
-def check_labels(cases: Sequence[Observation], answers: Answers) -> None:
-    """Refuse labels that the head does not know, and answers that no label is compared with."""
-    if answers.name != "class":
-        raise CalibrationError(
-            f"metric 'accuracy' is one of classes, and this model answers with kind {answers.name!r}: give a Metric"
-        )
-    known = range(len(cases[0].output))
-    if strange := sorted({repr(case.label) for case in cases if case.label not in known}):
-        raise CalibrationError(
-            f"labels that the head does not know: {', '.join(strange[:5])}; it answers with classes 0 to {known[-1]}: "
-            "give their numbers, or their names in the model's config"
-        )

@@ -175,9 +175,11 @@ def restore(served: Parts, manifest: Manifest, folder: str | Path) -> None:
             library.strike(key, namespace)
     except (KeyError, IndexError, ValueError, RuntimeError) as error:
         raise BankFileError(f"{folder}: the files do not fit each other: {error!r}") from error
-    if served.trust is not None and manifest.calibration is not None and not served.trust.is_made_for(weights):
+    made, trust = manifest.calibration, served.trust
+    if trust is not None and made is not None and not trust.is_made_for(weights):
         raise BankFileError(
-            f"{folder}: calibrated for a head with other weights; load the model that it was saved from"
+            f"{folder}: calibrated for a head with other weights (digest {made.head[:12]}, this model's has "
+            f"{trust.head_digest()[:12]}); load the model that it was saved from"
         )
 
 

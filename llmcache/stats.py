@@ -3,7 +3,7 @@
 import logging
 import threading
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from llmcache.bypass import CURES
@@ -140,6 +140,12 @@ class Stats:
     def n_evicted_total(self) -> int:
         """States and blocks that left for others."""
         return sum(self.n_evicted.values()) + self.n_blocks_evicted
+
+    def __str__(self) -> str:
+        """One figure a line, those left out that are 0, empty or None."""
+        told = {one.name: getattr(self, one.name) for one in fields(self)} | {"hit_rate": self.hit_rate}
+        shown = ((name, f"{value:.4g}" if isinstance(value, float) else value) for name, value in told.items() if value)
+        return "\n".join(f"{name}: {value}" for name, value in shown)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON, `n_hits` and `hit_rate` included."""

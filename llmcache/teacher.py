@@ -129,7 +129,8 @@ class Teacher:
         served_by = [None if key is None else sources[key] for key in found]
         if isinstance(metric, Metric):
             outputs = [None if source is None else source.output for source in served_by]
-            loss = losses(metric, [case.output for case in cases], outputs, [case.label for case in cases])
+            own, labels, numbers = zip(*((case.output, case.label, case.number) for case in cases), strict=True)
+            loss = losses(metric, own, outputs, labels, numbers)
             span = metric.high - metric.low
             return Trial(doubt, loss, -span, span, is_share=False)
         pairs = list(zip(cases, served_by, strict=True))

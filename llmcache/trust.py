@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from dataclasses import replace
 from math import inf
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 
@@ -21,12 +22,13 @@ from llmcache import calibration as cal
 from llmcache.answers import Answers
 from llmcache.arrays import Doubles, Floats
 from llmcache.calibration import Calibration
-from llmcache.claim import Claim
+from llmcache.claim import Claim, Metric
 from llmcache.errors import CalibrationError
 from llmcache.library import Library
-from llmcache.observation import Observation, check_labels
+from llmcache.observation import Observation
 from llmcache.reuse.semantic import Chooser
 from llmcache.rows import Scope
+from llmcache.sample import check_labels
 from llmcache.stats import Counters, Status
 from llmcache.teacher import Teacher
 from llmcache.weights import Weights
@@ -94,7 +96,11 @@ class Trust:
     def is_made_for(self, weights: str) -> bool:
         """Whether there is a calibration, and it is one of this trunk and of the head as it is now."""
         made = self.calibration
-        return made is not None and made.weights == weights and made.head == self._head.digest()
+        return made is not None and made.weights == weights and made.head == self.head_digest()
+
+    def head_digest(self) -> str:
+        """Of the weights outside the trunk, as they are now."""
+        return self._head.digest()
 
     def end(self) -> None:
         """Reuse nothing approximately any more; what served may leave."""
@@ -123,6 +129,29 @@ class Trust:
             except CalibrationError as error:
                 self._learn = None
                 self._counters.error("calibrate", error)
+
+    def check(self, first: Observation, labels: Sequence[Any], claim: Claim) -> None:
+        """Refuse labels that the metric cannot use, and a metric that cannot score the first request.
+
+        Args:
+            first: It was computed.
+            labels: Of all requests.
+            claim: What is to be shown.
+
+        Raises:
+            CalibrationError: A label is missing or unknown, or the metric failed.
+        """
+        if claim.metric == "changed":
+            return
+        if (unlabelled := sum(label is None for label in labels)) > 0:
+            raise CalibrationError(
+                f"metric {claim.name!r} needs a label for every request ({unlabelled} of {len(labels)} have none): "
+                "give labels=[...]"
+            )
+        if isinstance(claim.metric, Metric):
+            cal.losses(claim.metric, [first.output], [first.output], labels[:1], [first.number])
+        else:
+            check_labels(labels, len(first.output), self._answers)
 
     def calibrate(self, observed: Sequence[Observation], claim: Claim) -> Calibration:
         """Learn from requests, choose the limit and serve within it. What was calibrated before ends.
@@ -266,8 +295,5 @@ class Trust:
                 f"only {n} different requests among the {len(parts[0])} that are to be learned from; at least "
                 f"{cal.LEAST_SOURCES} are needed: give more requests that differ"
             )
-        if claim.metric != "changed" and any(case.label is None for case in observed):
-            raise CalibrationError(f"metric {claim.name!r} needs a label for every request: give labels=[...]")
-        if claim.metric == "accuracy":
-            check_labels(observed, self._answers)
+        self.check(observed[0], [case.label for case in observed], claim)
         return parts

@@ -1,6 +1,7 @@
-"""Labelled requests: a known set by its name, CSV and JSONL files, or a stream that the project makes itself."""
+"""Labelled requests: a known set by its name, files with columns, or a stream that the project makes itself."""
 
 import csv
+import logging
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from experiments.data.source import build, read_json, read_jsonl, read_text
 from experiments.section import Section
 from experiments.streams.support_desk import support_desk
 from llmcache.errors import ConfigError
+
+logger = logging.getLogger("llmcache")
 
 #: Streams by name: `(n, seed) -> records` with the attributes `text` and `label`.
 STREAMS: Mapping[str, Callable[[int, int], Iterable[Any]]] = {
@@ -33,10 +36,10 @@ class Data(Section):
     """Labelled requests.
 
     Attributes:
-        path: A known set (`banking77`, `snips`, `hwu64`) whose files lie in the data folder; or a CSV (with a header)
-            or JSONL file, or several, joined in this order, relative to the data folder; or a folder that holds a file
-            `train` of a known kind, and perhaps a file `test` beside it; or the name of a stream that the project makes
-            itself: `support_desk`.
+        path: A known set (`banking77`, `snips`, `hwu64`) whose files lie in the data folder; or a file, or several,
+            joined in this order, relative to the data folder: CSV or TSV with a header, JSONL, or JSON with a list of
+            objects; or a folder that holds a file `train` of a known kind, and perhaps a file `test` beside it; or the
+            name of a stream that the project makes itself: `support_desk`. Records without text or label are left out.
         text: Column of the request's text; known sets bring their own.
         label: Column of what it is about; likewise.
         limit: Use that many records only: a seeded sample in data order; of a made stream, its beginning.
@@ -99,7 +102,7 @@ def read_requests(data: Data, folder: Path | None, seed: int = 0) -> list[Labell
 def _read_all(data: Data, source: tuple[tuple[str, ...], str, str], folder: Path | None) -> list[Labelled]:
     paths, text, label = source
     files = [file for path in paths for file in _locate(path, folder)]
-    found = [(*pair, part) for part, file in enumerate(files) for pair in _read_file(file, text, label)]
+    found = [(*pair, part) for part, file in enumerate(files) for pair in _filled(_read_file(file, text, label))]
     if not found:
         raise ConfigError(f"data.path: {', '.join(data.path)}: no records, so there is nothing to stream")
     return [Labelled(i, *record) for i, record in enumerate(found)]
@@ -133,10 +136,23 @@ def _inside(folder: Path) -> list[Path]:
     return train + test
 
 
-def _read_file(path: Path, text: str, label: str) -> Iterator[tuple[str, str]]:
+def _filled(records: Iterable[tuple[str, str, str]]) -> Iterator[tuple[str, str]]:
+    """Text and label of the records that have both; the others are counted, and the first of them named."""
+    blank = []
+    for where, text, label in records:
+        if text.strip() and label.strip():
+            yield text, label
+        else:
+            blank.append(where)
+    if blank:
+        logger.warning("data: %d records without text or label are left out; the first is %s", len(blank), blank[0])
+
+
+def _read_file(path: Path, text: str, label: str) -> Iterator[tuple[str, str, str]]:
+    """Where each record stands, its text and its label."""
     try:
         for where, record in _READERS[path.suffix](path):
-            yield _field(record, "text", text, where), _field(record, "label", label, where)
+            yield where, _field(record, "text", text, where), _field(record, "label", label, where)
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
     except csv.Error as error:
@@ -145,16 +161,18 @@ def _read_file(path: Path, text: str, label: str) -> Iterator[tuple[str, str]]:
 
 def _field(record: Mapping[str, Any], key: str, name: str, where: str) -> str:
     if name not in record:
-        raise ConfigError(f"data.{key}: {where} has no column {name!r}; columns found: {', '.join(map(str, record))}")
+        raise ConfigError(f"data.{key}: {where} has no column {name!r}; columns found: {', '.join(map(repr, record))}")
     value = record[name]
-    if value is None or isinstance(value, dict | list):
+    if value is None:
+        return ""
+    if isinstance(value, dict | list):
         raise ConfigError(f"data.{key}: {where}: column {name!r} holds no single value (got {value!r})")
     return str(value)
 
 
-def _read_csv(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _read_csv(path: Path, delimiter: str = ",") -> Iterator[tuple[str, Mapping[str, Any]]]:
     with path.open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.DictReader(file)
+        reader = csv.DictReader(file, delimiter=delimiter)
         for record in reader:
             yield f"{path}, line {reader.line_num}", {k: v for k, v in record.items() if k is not None}
 
@@ -166,10 +184,16 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         yield where, record
 
 
-def _read_rasa(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Rasa's JSON: `rasa_nlu_data.common_examples`, each with `text` and `intent`."""
-    examples = build(str(path), lambda values: list(values["rasa_nlu_data"]["common_examples"]), read_json(path))
-    for number, record in enumerate(examples):
+def _read_tsv(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    yield from _read_csv(path, delimiter="\t")
+
+
+def _read_json(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """A list of objects, or Rasa's: `rasa_nlu_data.common_examples`, each with `text` and `intent`."""
+    values = read_json(path)
+    if not isinstance(values, list):
+        values = build(str(path), lambda values: list(values["rasa_nlu_data"]["common_examples"]), values)
+    for number, record in enumerate(values):
         if not isinstance(record, dict):
             raise ConfigError(f"{path}: example {number} is not an object (got {record!r})")
         yield f"{path}, example {number}", record
@@ -191,7 +215,8 @@ def _read_lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 _READERS: Mapping[str, Callable[[Path], Iterator[tuple[str, Mapping[str, Any]]]]] = {
     ".csv": _read_csv,
+    ".tsv": _read_tsv,
     ".jsonl": _read_jsonl,
-    ".json": _read_rasa,
+    ".json": _read_json,
     ".in": _read_lines,
 }

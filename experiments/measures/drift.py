@@ -103,7 +103,8 @@ def drifting(workload: Workload, late: Late, seed: int) -> tuple[Workload, int]:
     rng, intents = Random(seed), sorted({request.reference for request in workload.requests})
     if late == "alike":
         weights = workload.module.get_parameter("linear.weight").detach().numpy()
-        early = {rng.choice(pair) for pair in _pairs(intents, weights)}
+        known = [intent for intent in intents if intent < len(weights)]
+        early = {rng.choice(pair) for pair in _pairs(known, weights)}
     else:
         early = set(rng.sample(intents, len(intents) // 2))
     first = [request for request in workload.requests if request.reference in early]

@@ -6,7 +6,7 @@ from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from experiments.folders import Folders
 from experiments.measures.base import TaskExperiment
@@ -34,6 +34,11 @@ class LearningExperiment(TaskExperiment):
     learn: int = Field(default=2500, ge=1)
     max_drops: tuple[float, ...] = Field(default=(0.005, 0.01, 0.02), min_length=1)
     cache: dict[str, Any] = Field(default_factory=dict)
+
+    @field_validator("max_drops", mode="before")
+    @classmethod
+    def _one_alone(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, float) else value
 
     @classmethod
     def make(cls, values: Any, name: str = "") -> Self:

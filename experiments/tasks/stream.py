@@ -127,19 +127,20 @@ class Stream(Plain):
         self.module: nn.Module = classifier.module
         self.tokenizer = classifier.tokenizer
         self.payload = payload
-        self._labels = classifier.labels
+        self._labels = (*classifier.labels, *classifier.unanswerable)
         self.requests = [
             Request(
                 str(request.id),
                 encode(classifier.tokenizer, request.text, max_length),
                 request.text,
-                classifier.labels.index(request.label),
+                self._labels.index(request.label),
             )
             for request in requests
         ]
         self.facts = {
             "n_fit": classifier.n_fit,
             "n_labels": len(classifier.labels),
+            "n_unanswerable": sum(request.label in classifier.unanswerable for request in requests),
             "n_distinct": len({request.text for request in requests}),
         }
 

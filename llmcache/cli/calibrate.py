@@ -23,13 +23,16 @@ def command(
     data_dir: DataDir = None,
     models_dir: ModelsDir = None,
     changes: Changes = None,
-    save: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Save the calibrated cache there.")] = None,
+    save: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Save the calibrated cache there; asks for one loss.")
+    ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all figures here.")] = None,
 ) -> None:
     """Calibrate on the first requests of a stream, and show what was chosen.
 
-    Each loss of max_drops is asked for, one after the other: --set 'max_drops=[0.01]' cache.sources=growing asks for
-    one. Of a file that is a grid the first run counts; --set chooses another, seed=1 for instance.
+    Each loss of max_drops is asked for, one after the other: --set max_drops=0.01 cache.sources=growing asks for one,
+    --set data.path=mine.csv data.text=question data.label=intent takes requests of your own: a file, and two of its
+    columns. Of a file that is a grid the first run counts; --set chooses another, seed=1 for instance.
     """
     files, changed = told_apart(config, changes)
     if len(files) != 1:
@@ -42,7 +45,7 @@ def command(
     run, *others = load_all(files, changed)
     settings = run.experiment.to_dict()
     if save is not None and len(drops := settings.get("max_drops", ())) > 1:
-        raise ConfigError(f"--save keeps one calibration: choose a loss of {drops}, --set 'max_drops=[{drops[0]}]'")
+        raise ConfigError(f"--save keeps one calibration: choose a loss of {drops}, --set max_drops={drops[0]}")
     cache, calibrations = calibrate(run.experiment, Folders(data_dir, models_dir))
     title = f"{run.group} {run.name}{f', the first of {len(others) + 1} runs' if others else ''}"
     for found in calibrations:

@@ -26,7 +26,11 @@ Configs: TypeAlias = Annotated[
 ]
 Changes: TypeAlias = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Replace a setting, e.g. rounds=3; more may follow it."),
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Replace a setting: --set data.path=a.csv data.text=question rounds=3, for instance.",
+    ),
 ]
 CONFIGS = Path("configs")
 SMOKE = "smoke.yaml"  # tries out the chain; its figures are no results

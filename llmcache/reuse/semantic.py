@@ -79,6 +79,11 @@ class Chooser:
         """The largest doubt that a calibration may allow."""
         return self._decision.most
 
+    @property
+    def doubts(self) -> tuple[float, float]:
+        """The least and the largest doubt about one that may serve."""
+        return self._decision.doubts
+
     def learn(self, cases: Sequence[Observation]) -> None:
         """Take in what answers look like, and how rare tokens are."""
         if self._answers is not None:

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from llmcache.bounds import share_upper
 from llmcache.calibration import (
     TESTED,
+    Calibration,
+    Setting,
     Trial,
     check_size,
     chosen,
@@ -75,6 +77,13 @@ def test_testing_stops_at_the_first_failure() -> None:
     assert best.bound == pytest.approx(0.003, abs=1e-4)  # no error in 1,000
 
 
+def test_what_is_printed_of_a_calibration_fits_on_a_screen() -> None:
+    curve = tuple(Setting(doubt / 200, 0.1, 0.0, 0.001) for doubt in range(200))
+    made = Calibration(curve[3], curve, "changed", 0.01, 0.05, 100, 100, "frozen", "w" * 64, "h" * 64)
+    assert "limit=0.015" in repr(made) and len(repr(made)) < 600
+    assert len(made.to_dict()["curve"]) == 200
+
+
 def test_nothing_is_chosen_where_the_strictest_setting_fails() -> None:
     trial = Trial(np.zeros(400), np.ones(400))
     assert chosen(try_settings(trial, np.array([0.0, 1.0]), 0.01, 0.05), 0.01) is None
@@ -118,13 +127,13 @@ def test_unbounded_metrics_are_refused(bounds: tuple[float, float]) -> None:
 
 def test_losses_are_differences_of_scores() -> None:
     metric = Metric(lambda output, label: float(output == label))
-    assert losses(metric, ["a", "b", "c"], ["a", "a", None], ["a", "b", "c"]).tolist() == [0.0, 1.0, 0.0]
+    assert losses(metric, ["a", "b", "c"], ["a", "a", None], ["a", "b", "c"], [0, 1, 2]).tolist() == [0.0, 1.0, 0.0]
 
 
 @pytest.mark.parametrize(
     ("score", "message"),
-    [(lambda output, label: 1 / 0, "failed on label 'x'"), (lambda output, label: 7.0, "out of 0.0 to 1.0")],
+    [(lambda output, label: 1 / 0, "it failed: ZeroDivisionError"), (lambda output, label: 7.0, "out of 0.0 to 1.0")],
 )
 def test_a_metric_that_fails_is_named(score: object, message: str) -> None:
-    with pytest.raises(CalibrationError, match=message):
-        losses(Metric(score, name="mine"), ["o"], ["p"], ["x"])  # type: ignore[arg-type]
+    with pytest.raises(CalibrationError, match=f"^metric 'mine', request 4, label 'x': .*{message}"):
+        losses(Metric(score, name="mine"), ["o"], ["p"], ["x"], [4])  # type: ignore[arg-type]

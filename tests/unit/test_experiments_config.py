@@ -76,6 +76,15 @@ def test_set_replaces_and_adds(tmp_path: Path) -> None:
     assert run.experiment.methods[0].options == {"threshold": 0.7}
 
 
+def test_set_finds_the_sections_of_a_task(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    (run,) = load_experiments(path, ["data.path=b.csv", "head.pool=cls", "traffic.n=50"])
+    task = run.experiment.task
+    assert (task.data.path, task.head.pool, task.traffic.n) == (("b.csv",), "cls", 50)
+    with pytest.raises(ConfigError, match=r"some.yaml: haed: unknown setting"):
+        load_experiments(path, ["haed.pool=cls"])
+
+
 def test_set_reaches_every_mapping_of_a_list(tmp_path: Path) -> None:
     squad = {"name": "squad_v2", "model": "spanner", "data": "made", "limit": 7}
     methods = [{"method": "doccache"}, {"method": "semantic_response", "threshold": 0.9}]

@@ -25,13 +25,13 @@ def data(*path: str, **more: Any) -> Data:
 
 def test_files_are_joined_in_order(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text('q,kind\n"one, more",x\n"two\nlines",y\n', encoding="utf-8-sig")
-    lines = [{"q": "three", "kind": 3, "more": None}, {"q": "", "kind": "y"}]
+    lines = [{"q": "three", "kind": 3, "more": None}, {"q": "four", "kind": "y"}]
     (tmp_path / "b.jsonl").write_text("\n\n".join(json.dumps(line) for line in lines), encoding="utf-8")
     assert read_requests(data("a.csv", "b.jsonl", text="q", label="kind"), tmp_path) == [
         Labelled(0, "one, more", "x"),
         Labelled(1, "two\nlines", "y"),
         Labelled(2, "three", "3", part=1),
-        Labelled(3, "", "y", part=1),
+        Labelled(3, "four", "y", part=1),
     ]
 
 
@@ -153,15 +153,24 @@ def test_shuffled_is_seeded_and_keeps_ids(name: str, tmp_path: Path) -> None:
     assert [x.id for x in read("shuffled", 0)] != [x.id for x in read("shuffled", 1)]
 
 
+RECORDS = [
+    {"text": "a", "label": "x"},
+    {"text": "  ", "label": "x"},
+    {"text": "b", "label": ""},
+    {"text": None, "label": "y"},
+    {"text": "c", "label": None},
+    {"text": "b", "label": "y"},
+]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "error"),
     [
         (
             "a.csv",
             "txt,label,other\nhello,x,1\n",
-            "data.text: .*a.csv, line 2 has no column 'text'; .*txt, label, other",
+            "data.text: .*a.csv, line 2 has no column 'text'; .*'txt', 'label', 'other'",
         ),
-        ("a.csv", "text,label\nhello\n", r"data.label: .*line 2: column 'label' holds no single value \(got None\)"),
         ("a.csv", "text,label\n", "no records, so there is nothing to stream"),
         ("a.csv", "", "no records"),
         ("a.jsonl", '{"text": "a", "label": "x"}\n{"text"', "a.jsonl, line 2: not valid JSON"),
@@ -171,13 +180,15 @@ def test_shuffled_is_seeded_and_keeps_ids(name: str, tmp_path: Path) -> None:
         ("a.csv", "text,label\n" + "a" * 200_000 + ",x\n", r"a.csv: not a CSV file \(field larger"),
         ("a.json", "", "a.json, line 1: not valid JSON"),
         ("a.json", '{"rasa_nlu_data": {}}', "a.json: not a record of this data set .*'common_examples'"),
-        ("a.json", "[1]", "a.json: not a record of this data set"),
+        ("a.json", "1", "a.json: not a record of this data set"),
+        ("a.json", "[1]", r"a.json: example 0 is not an object \(got 1\)"),
+        ("a.tsv", "text,label\na,x\n", r"a.tsv, line 2 has no column 'text'; columns found: 'text,label'"),
         ("a.json", rasa({"text": "a", "label": "x"}, "b"), "example 1 is not an object"),
         ("a.json", rasa({"text": "a", "intent": "x"}), "data.label: .*example 0 has no column 'label'"),
         (
             "a.txt",
             "hello",
-            "'a.txt' is of no known kind; give a file ending in .csv or .jsonl or .json or .in, a folder",
+            "'a.txt' is of no known kind; give a file ending in .csv or .tsv or .jsonl or .json or .in, a folder",
         ),
     ],
 )
@@ -185,6 +196,26 @@ def test_bad_files(name: str, content: str, error: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(content, encoding="utf-8")
     with pytest.raises(ConfigError, match=error):
         read_requests(data(name), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.csv", 'text,label\na,x\n  ,x\nb, \n"",y\nc\nb,y\n'),
+        ("a.tsv", "text\tlabel\na\tx\n  \tx\nb\t \n\ty\nc\nb\ty\n"),
+        ("a.jsonl", "".join(json.dumps(record) + "\n" for record in RECORDS)),
+        ("a.json", json.dumps(RECORDS)),
+        ("a.json", rasa(*RECORDS)),
+    ],
+)
+def test_records_without_text_or_label_are_left_out_and_counted(
+    name: str, content: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / name).write_text(content, encoding="utf-8")
+    assert read_requests(data(name), tmp_path) == [Labelled(0, "a", "x"), Labelled(1, "b", "y")]
+    (told,) = caplog.messages
+    first = {"a.csv": "line 3", "a.tsv": "line 3", "a.jsonl": "line 2", "a.json": "example 1"}[name]
+    assert told == f"data: 4 records without text or label are left out; the first is {tmp_path / name}, {first}"
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.jsonl", "a.json", "a.seq.in"])

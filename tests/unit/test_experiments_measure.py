@@ -75,10 +75,27 @@ def test_labels_that_cannot_be_learned(loaded: Loaded) -> None:
     def request(label: str) -> Labelled:
         return Labelled(0, "where is my order", label)
 
-    with pytest.raises(ConfigError, match=r"'c', 'd' occurs in the stream but not among the 2 requests"):
+    with pytest.raises(
+        ConfigError, match=r"'c', 'd' occurs in the stream \(2 of 3 requests\) but not among the 2 that"
+    ):
         fit_logistic(loaded, "mean", [request("a"), request("b")], [request("d"), request("c"), request("a")], 48)
     with pytest.raises(ConfigError, match=r"only one label \('a'\)"):
         fit_logistic(loaded, "mean", [request("a")] * 3, [request("a")], 48)
+
+
+def test_a_label_that_the_head_never_saw_is_answered_wrong(loaded: Loaded) -> None:
+    def request(label: str) -> Labelled:
+        return Labelled(0, "where is my order", label)
+
+    stream = [request("a")] * 10 + [request("c")]
+    classifier = fit_logistic(loaded, "mean", [request("a"), request("b")], stream, 48)
+    assert (classifier.labels, classifier.unanswerable) == (("a", "b"), ("c",))
+    task = Stream(classifier, stream, 48, "mean")
+    assert task.facts["n_labels"] == 2 and task.facts["n_unanswerable"] == 1
+    outputs = [classifier.module(**one.inputs) for one in task.requests]
+    answers = [task.answer(output, number) for number, output in enumerate(outputs)]
+    assert task.requests[10].reference not in answers
+    assert task.show(task.requests[10].reference) == "c"
 
 
 def test_a_ready_model_knows_its_labels(tmp_path: Path) -> None:

@@ -196,6 +196,16 @@ def test_stats_tell_the_costs_in_plain_values() -> None:
     assert row["hit_ms"] > 0
 
 
+def test_stats_are_printed_a_figure_a_line() -> None:
+    cache = LLMCache.wrap(build(CLASSIFIERS["bert"]))
+    asked(cache, 2)
+    asked(cache, 1)
+    lines = str(cache.stats()).split("\n")
+    assert lines[0] == "n_requests: 3" and lines[-1] == "hit_rate: 0.3333"
+    assert "hits: {'exact': 1}" in lines
+    assert not any(line.startswith("n_blocks") for line in lines)
+
+
 @pytest.mark.parametrize(
     ("settings", "patience"),
     [

@@ -14,8 +14,8 @@ from torch import nn
 from llmcache import LLMCache
 from llmcache.claim import Metric
 from llmcache.errors import BankFileError, CalibrationError, ConfigError, UnsafeReuseError, WrapError
-from llmcache.observation import longest_input
-from tests.models import TOKEN_HEADS, build
+from llmcache.sample import longest_input
+from tests.models import TOKEN_HEADS, build, tokenizer
 from tests.topics import classifier, requests
 
 N = 700
@@ -210,12 +210,30 @@ def test_requests_that_are_all_the_same_are_refused(cache: LLMCache) -> None:
         ({"metric": "accuracy", "labels": [0] * 3}, "3 labels for 700 requests"),
         ({"metric": "accuracy", "labels": [77] * N}, "does not know: 77"),
         ({"metric": "accuracy", "labels": ["nonsense"] * N}, "does not know: 'nonsense'"),
-        ({"metric": Metric(lambda output, label: 1 / 0), "labels": [0] * N}, "failed on label 0"),
+        ({"metric": "accuracy", "labels": [0] * 9 + [None] * (N - 9)}, "691 of 700 have none"),
+        ({"metric": "accuracy", "labels": [0] * 9 + [-1] * (N - 9)}, r"does not know: -1 \(the first is that of row 9"),
+        ({"metric": Metric(lambda output, label: 1 / 0), "labels": [0] * N}, "request 0, label 0: it failed"),
+        ({"metric": Metric(lambda output, label: 2.0), "labels": [0] * N}, "request 0, label 0: it gave 2.0, out of 0"),
     ],
 )
-def test_wrong_labels_and_metrics_are_refused(cache: LLMCache, more: dict[str, Any], message: str) -> None:
+def test_wrong_labels_and_metrics_are_refused_at_once(cache: LLMCache, more: dict[str, Any], message: str) -> None:
     with pytest.raises(CalibrationError, match=message):
-        cache.calibrate(requests(N)[0], **LOOSE, **more)
+        cache.calibrate(requests(N)[0], max_drop=0.4, **more)
+    assert cache.stats().n_requests <= 1
+    nothing_is_reused(cache)
+
+
+def test_a_metric_that_fails_later_names_the_request(cache: LLMCache) -> None:
+    def score(output: Any, label: int) -> float:
+        if label == 1 and len(scored) > 40:
+            raise ValueError("no")
+        scored.append(label)
+        return 1.0
+
+    scored: list[int] = []
+    labels = [number % 2 for number in range(N)]
+    with pytest.raises(CalibrationError, match=r"request \d*[13579], label 1: it failed: ValueError"):
+        cache.calibrate(requests(N)[0], labels=labels, metric=Metric(score), max_drop=0.4)
     nothing_is_reused(cache)
 
 
@@ -226,12 +244,43 @@ def test_a_failed_calibration_ends_the_one_before(cache: LLMCache) -> None:
     nothing_is_reused(cache)
 
 
-def test_a_request_that_the_model_cannot_take_is_named(cache: LLMCache) -> None:
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"input_ids": torch.full((1, 500), 12)}, "request 3 has 500 tokens, and the model takes 64"),
+        ({"input_ids": torch.full((1, 5), 10**6)}, "request 3: token id 1000000 is not in the model's vocabulary"),
+        ({"input_ids": torch.full((1, 5), -4)}, "request 3: token id -4 is not in"),
+        ({"input_ids": torch.full((5,), 12)}, r"request 3: input_ids must be .* \(got shape \(5,\)\)"),
+        ({"input_ids": torch.full((1, 0), 12)}, r"request 3: input_ids must be .* \(got shape \(1, 0\)\)"),
+        ({"input_ids": [[12, 13]]}, r"request 3: input_ids must be .* \(got a list\)"),
+    ],
+)
+def test_a_request_that_the_model_cannot_take_is_named_at_once(cache: LLMCache, wrong: Any, message: str) -> None:
     inputs = requests(N)[0]
-    inputs[3] = {"input_ids": torch.full((1, 500), 12)}
+    inputs[3] = wrong
+    with pytest.raises(CalibrationError, match=message):
+        cache.calibrate(inputs, **LOOSE)
+    assert cache.stats().n_requests == 0
+    nothing_is_reused(cache)
+
+
+def test_a_request_that_fails_in_the_model_is_named(cache: LLMCache) -> None:
+    inputs = requests(N)[0]
+    inputs[3] = {**inputs[3], "token_type_ids": torch.full((1, 2), 12)}
     with pytest.raises(CalibrationError, match="request 3 could not be computed"):
         cache.calibrate(inputs, **LOOSE)
     nothing_is_reused(cache)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [(" \n", r"request 1 is a blank text \(' \\n'\)"), ("w1 " * 90, "request 1 has 92 tokens, and the model takes 32")],
+)
+def test_texts_are_neither_blank_nor_cut(model: nn.Module, text: str, message: str) -> None:
+    with LLMCache.wrap(model, tokenizer=tokenizer()) as cache:
+        with pytest.raises(CalibrationError, match=message):
+            cache.calibrate(["w1 w2", text] * N, **LOOSE)
+        nothing_is_reused(cache)
 
 
 def test_a_request_that_goes_by_the_cache_is_named(cache: LLMCache) -> None:
@@ -276,7 +325,13 @@ def test_heads_that_answer_by_token_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"tau": 0.9, "learn": 100}, {"tau": 0.9, "decide": "risk"}, {"tau": 0.9, "fingerprint": "learned"}]
+    "settings",
+    [
+        {"mode": "growing"},
+        {"tau": 0.9, "learn": 100},
+        {"tau": 0.9, "decide": "risk"},
+        {"tau": 0.9, "fingerprint": "learned"},
+    ],
 )
 def test_settings_that_contradict_each_other_are_refused(model: nn.Module, settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
@@ -419,7 +474,7 @@ def test_requests_may_be_made_by_observing_others(cache: LLMCache) -> None:
     assert cache.calibrate(made(), **LOOSE).n_tested > 0
 
 
-@pytest.mark.parametrize("limit", [float("nan"), "0.1", None])
+@pytest.mark.parametrize("limit", [float("nan"), "0.1", None, -0.1, 2])
 def test_what_is_no_limit_is_refused(cache: LLMCache, limit: Any) -> None:
     cache.calibrate(requests(N)[0], **LOOSE)
     with pytest.raises(ConfigError, match="give a number"), cache.tightened(limit):
@@ -596,7 +651,7 @@ def test_growing_sources_leave_room_for_more(model: nn.Module) -> None:
         assert cache.stats().n_stored == N
 
 
-def test_texts_are_cut_to_what_a_model_with_shifted_positions_takes() -> None:
+def test_what_a_model_with_shifted_positions_takes() -> None:
     class Trunk:
         config = type("Config", (), {"max_position_embeddings": 66})
         module = type("Module", (), {"embeddings": type("Embeddings", (), {"padding_idx": 1})})

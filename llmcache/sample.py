@@ -1,0 +1,132 @@
+"""The sample that a calibration is given: requests and labels, checked before the model computes any.
+
+Sizes: N rows of all requests together, T tokens, C classes.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from llmcache.adapters import Trunk, device_of
+from llmcache.answers import Answers
+from llmcache.errors import CalibrationError
+
+Requests = Iterable[Mapping[str, Any] | str]
+
+_NO_LENGTH = 10**9  # tokenizers without a longest length tell some huge one
+
+
+def tokenised(requests: Requests, tokenizer: Any, trunk: Trunk) -> Iterator[Mapping[str, Any]]:
+    """Inputs of the model for each request.
+
+    Args:
+        requests: Tokenised inputs, or texts.
+        tokenizer: Of the texts; None if there are none.
+        trunk: Of the model.
+
+    Raises:
+        CalibrationError: It is no collection of requests, or one of them is nothing that the model takes.
+    """
+    if isinstance(requests, str | bytes | Mapping) or not isinstance(requests, Iterable):
+        raise CalibrationError(f"requests: give a list of tokenised inputs or of texts (got {type(requests).__name__})")
+    for number, request in enumerate(requests):
+        if isinstance(request, Mapping):
+            inputs, longest = request, longest_input(trunk)
+        elif not isinstance(request, str):
+            raise CalibrationError(f"request {number} is a {type(request).__name__}: give tokenised inputs or a text")
+        elif tokenizer is None:
+            raise CalibrationError("texts need the tokenizer: give it to wrap(), or give tokenised inputs")
+        elif not request.strip():
+            raise CalibrationError(f"request {number} is a blank text ({request!r}): leave it out")
+        else:
+            made = tokenizer(request, return_tensors="pt")
+            inputs = {name: tensor.to(device_of(trunk.module)) for name, tensor in made.items()}
+            longest = longest_input(trunk, tokenizer)
+        _check_ids(number, inputs, longest, getattr(trunk.config, "vocab_size", None))
+        yield inputs
+
+
+def _check_ids(number: int, inputs: Mapping[str, Any], longest: int | None, n_words: int | None) -> None:
+    """Refuse token ids that the model cannot take; inputs without any are told when they go by the cache."""
+    ids = inputs.get("input_ids")
+    if ids is None:
+        return
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or not ids.numel():
+        got = f"shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else f"a {type(ids).__name__}"
+        raise CalibrationError(
+            f"request {number}: input_ids must be a tensor (rows, tokens) that is not empty, as "
+            f"tokenizer(text, return_tensors='pt') makes it (got {got})"
+        )
+    if longest is not None and ids.shape[1] > longest:
+        raise CalibrationError(
+            f"request {number} has {ids.shape[1]} tokens, and the model takes {longest}: shorten it, or tokenise with "
+            f"truncation=True, max_length={longest}, as in service"
+        )
+    least, most = int(ids.min()), int(ids.max())
+    if least < 0 or (n_words is not None and most >= n_words):
+        end = "" if n_words is None else f" to {n_words - 1}"
+        raise CalibrationError(
+            f"request {number}: token id {least if least < 0 else most} is not in the model's vocabulary, 0{end}: "
+            "tokenise with the model's own tokenizer"
+        )
+
+
+def longest_input(trunk: Trunk, tokenizer: Any = None) -> int | None:
+    """Tokens that a model takes, as far as it or its tokenizer tell. RoBERTa's positions begin after its padding id."""
+    positions = getattr(trunk.config, "max_position_embeddings", None)
+    before = getattr(getattr(trunk.module, "embeddings", None), "padding_idx", None)
+    told = (
+        positions and positions - (0 if before is None else before + 1),
+        getattr(tokenizer, "model_max_length", None),
+    )
+    return min((length for length in told if length and length < _NO_LENGTH), default=None)
+
+
+def n_rows(inputs: Mapping[str, Any]) -> int:
+    """Rows of one request's inputs; 0 where it has no token ids."""
+    return len(inputs["input_ids"]) if "input_ids" in inputs else 0
+
+
+def numbered(labels: Iterable[Any] | None, n: int, model: Any) -> list[Any]:
+    """A label for each row (N,), None where none are given; names become the numbers that the model's config gives.
+
+    Args:
+        labels: In the order of the rows.
+        n: Rows.
+        model: As given to `wrap`.
+
+    Raises:
+        CalibrationError: There are more or fewer labels than rows.
+    """
+    if labels is None:
+        return [None] * n
+    told = list(labels)
+    if len(told) != n:
+        raise CalibrationError(f"{len(told)} labels for {n} requests: give one each")
+    numbers = getattr(getattr(model, "config", None), "label2id", None) or {}
+    return [numbers.get(label, label) if isinstance(label, str) else label for label in told]
+
+
+def check_labels(labels: Sequence[Any], n_classes: int, answers: Answers) -> None:
+    """Refuse labels that the head does not know, and answers that no label is compared with.
+
+    Args:
+        labels: Numbers of classes (N,).
+        n_classes: C of the head.
+        answers: Their kind.
+
+    Raises:
+        CalibrationError: Answers are not classes, or a label is not one of them.
+    """
+    if answers.name != "class":
+        raise CalibrationError(
+            f"metric 'accuracy' is one of classes, and this model answers with kind {answers.name!r}: give a Metric"
+        )
+    known = range(n_classes)
+    if strange := [number for number, label in enumerate(labels) if label not in known]:
+        names = sorted({repr(labels[number]) for number in strange})
+        raise CalibrationError(
+            f"labels that the head does not know: {', '.join(names[:5])} (the first is that of row {strange[0]}); it "
+            f"answers with classes 0 to {known[-1]}: give their numbers, or their names in the model's config"
+        )
