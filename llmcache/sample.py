@@ -6,7 +6,7 @@ Sizes: N rows of all requests together, T tokens, C classes.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from llmcache.adapters import Trunk, device_of
 from llmcache.answers import Answers
@@ -14,6 +14,7 @@ from llmcache.errors import CalibrationError
 
 Requests = Iterable[Mapping[str, Any] | str]
 
+_POSITION_TABLES = ("position_embeddings", "wpe", "embed_positions")
 _NO_LENGTH = 10**9  # tokenizers without a longest length tell some huge one
 
 
@@ -30,9 +31,10 @@ def tokenised(requests: Requests, tokenizer: Any, trunk: Trunk) -> Iterator[Mapp
     """
     if isinstance(requests, str | bytes | Mapping) or not isinstance(requests, Iterable):
         raise CalibrationError(f"requests: give a list of tokenised inputs or of texts (got {type(requests).__name__})")
+    most = longest_input(trunk) if _has_position_table(trunk) else None
     for number, request in enumerate(requests):
         if isinstance(request, Mapping):
-            inputs, longest = request, longest_input(trunk)
+            inputs, longest = request, most
         elif not isinstance(request, str):
             raise CalibrationError(f"request {number} is a {type(request).__name__}: give tokenised inputs or a text")
         elif tokenizer is None:
@@ -81,6 +83,12 @@ def longest_input(trunk: Trunk, tokenizer: Any = None) -> int | None:
         getattr(tokenizer, "model_max_length", None),
     )
     return min((length for length in told if length and length < _NO_LENGTH), default=None)
+
+
+def _has_position_table(trunk: Trunk) -> bool:
+    """Whether positions are looked up, so that none exists beyond the last; those that are computed have no end."""
+    names = (name for name, module in trunk.module.named_modules() if isinstance(module, nn.Embedding))
+    return any(name.rpartition(".")[2] in _POSITION_TABLES for name in names)
 
 
 def n_rows(inputs: Mapping[str, Any]) -> int:

@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 from llmcache import LLMCache
+from llmcache.adapters import locate
 from llmcache.claim import Metric
 from llmcache.errors import BankFileError, CalibrationError, ConfigError, UnsafeReuseError, WrapError
-from llmcache.sample import longest_input
-from tests.models import TOKEN_HEADS, build, tokenizer
+from llmcache.sample import longest_input, tokenised
+from tests.models import CLASSIFIERS, TOKEN_HEADS, build, tokenizer
 from tests.topics import classifier, requests
 
 N = 700
@@ -262,6 +263,13 @@ def test_a_request_that_the_model_cannot_take_is_named_at_once(cache: LLMCache, 
         cache.calibrate(inputs, **LOOSE)
     assert cache.stats().n_requests == 0
     nothing_is_reused(cache)
+
+
+def test_computed_positions_have_no_end(model: nn.Module) -> None:
+    long = [{"input_ids": torch.full((1, 500), 12)}]
+    assert len(list(tokenised(long, None, locate(build(CLASSIFIERS["llama"]))))) == 1
+    with pytest.raises(CalibrationError, match="500 tokens"):
+        list(tokenised(long, None, locate(model)))
 
 
 def test_a_request_that_fails_in_the_model_is_named(cache: LLMCache) -> None:
