@@ -27,7 +27,9 @@ CURES: dict[str, str] = {
     "mask_4d": "the attention mask is neither (batch, tokens) nor the causal one that generate() makes for a static "
     "cache: pass the tokenizer's 2-D mask",
     "unknown_argument": "an argument of the model is not known to leave the hidden states alone",
-    "kv_cache_kind": "this kind of K/V cache cannot be filled from stored states: use DynamicCache or StaticCache",
+    "kv_cache_kind": "this kind of K/V cache (with a sliding window, quantised, offloaded) cannot be filled from "
+    "stored states: pass past_key_values=DynamicCache(), made without the model's config, or a StaticCache without a "
+    "window",
     "kv_cache_with_pooled_payload": "K/V was asked for, but a classifier's entries keep one vector: pass "
     "use_cache=False, or wrap with payload='sequence'",
     "no_content": "the input is empty or holds special tokens only",

@@ -23,6 +23,8 @@ def flatten(arguments: dict[str, Any]) -> tuple[dict[str, Any], Tensor | None]:
     ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
     if isinstance(mask, dict) and len(mask) == 1:  # by kind of layer, all of which are of one kind
         (mask,) = mask.values()
+        if mask is None:  # generate() found that all tokens are valid
+            return {**arguments, "attention_mask": None}, None
     if not (isinstance(mask, Tensor) and mask.ndim == 4 and mask.dtype == torch.bool):
         return arguments, None
     if arguments.get(CACHE) is None or not isinstance(ids, Tensor) or ids.ndim != 2:

@@ -18,6 +18,7 @@ from llmcache.cli.sampling import (
     TopK,
     TopP,
     TruncateOption,
+    cuts,
     make_sampling,
     told,
 )
@@ -53,6 +54,8 @@ def command(
     turn = chat.turn()
     if verbose:
         typer.echo(told(turn))
+    elif cut := cuts(turn):
+        typer.echo(f"llmcache: {cut}", err=True)
     made, times = turn.generation, turn.generation.times
     assert times is not None
     write_json(

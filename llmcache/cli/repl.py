@@ -17,6 +17,7 @@ from llmcache.cli.sampling import (
     TopK,
     TopP,
     TruncateOption,
+    cuts,
     make_sampling,
     told,
 )
@@ -74,7 +75,7 @@ class _Talk:
         self._kv_nbytes = 0
         self._commands: Mapping[str, tuple[str, Callable[[], None]]] = {
             "/stats": ("what was served from memory so far, and how long first tokens took", self._show_stats),
-            "/clear": ("forget the conversation; what was computed stays known", self._chat.clear),
+            "/clear": ("forget the conversation; what was computed stays known", self._clear),
             "/quit": ("end the conversation", self._quit),
             "/help": ("this list", self._help),
         }
@@ -87,9 +88,11 @@ class _Talk:
             except (EOFError, KeyboardInterrupt):
                 typer.echo()
                 return
-            if line.startswith("/"):
-                _, do = self._commands.get(line, ("", self._help))
-                do()
+            if line in self._commands:
+                self._commands[line][1]()
+            elif line.startswith("/"):
+                typer.echo(f"llmcache: no command {line!r}; those there are:", err=True)
+                self._help()
             elif line:
                 self._answer(line)
 
@@ -113,13 +116,16 @@ class _Talk:
             self._latencies.add(turn.generation.times, turn.generation.rung)
         if self._is_verbose:
             typer.echo(told(turn))
+        elif cut := cuts(turn):
+            typer.echo(f"llmcache: {cut}", err=True)
 
     def _show_stats(self) -> None:
         stats = self._cache.stats()
         figures = {
             "requests": stats.n_requests,
+            "of these answered from a known prompt": stats.hits.get("exact", 0),
             "prompt tokens": stats.n_prompt_tokens,
-            "of these from a stored prefix": stats.n_prefix_tokens,
+            "prompt tokens from a stored prefix": stats.n_prefix_tokens,
             "prompts known": len(self._chat.prompts),
             "blocks held": stats.n_blocks,
             "bytes held": stats.held_nbytes,
@@ -130,6 +136,10 @@ class _Talk:
         if rows:
             typer.echo()
             show_table("Medians by what served the prompt, milliseconds", rows)
+
+    def _clear(self) -> None:
+        self._chat.clear()
+        typer.echo("cleared")
 
     def _quit(self) -> None:
         self._is_over = True

@@ -49,13 +49,20 @@ def make_sampling(
     return Sampling(max_new_tokens=max_new_tokens, do_sample=do_sample, seed=seed, **chosen)
 
 
+def cuts(turn: "Turn") -> str:
+    """What was left out for want of room; empty if nothing was."""
+    forgotten = f"oldest turns forgotten: {turn.n_forgotten:,}" if turn.n_forgotten else ""
+    cut = f"cut off on the left: {turn.prompt.n_dropped:,} tokens" if turn.prompt.n_dropped else ""
+    return ", ".join(part for part in (forgotten, cut) if part)
+
+
 def told(turn: "Turn") -> str:
     """What of a request came from where, and how long it took: two lines."""
     prompt, made = turn.prompt, turn.generation
     n_prompt, n_reused = made.n_prompt, made.n_prompt if made.rung == "exact" else made.n_prefix
-    cut = f", {prompt.n_dropped:,} cut off on the left" if prompt.n_dropped else ""
+    cut = cuts(turn)
     first = (
-        f"prompt {'known' if prompt.is_hit else 'new'}, {n_prompt:,} tokens{cut}; "
+        f"prompt {'known' if prompt.is_hit else 'new'}, {n_prompt:,} tokens{cut and f', {cut}'}; "
         f"{n_reused:,} of {n_prompt:,} from the store ({made.rung or 'computed'})"
     )
     if made.times is None:

@@ -19,6 +19,7 @@ from llmcache.generation.refusals import decoder_config
 from llmcache.generation.sampling import Sampling
 from llmcache.generation.stream import Stream, stream
 
+_KEPT = 0.75  # of the room, after turns were forgotten: the next few then begin alike again, which prefixes live on
 _UNFINISHED = "\ufffd"  # what a tokenizer makes of a character whose last bytes are in the next token
 
 
@@ -31,12 +32,14 @@ class Turn:
         prompt: The question with all that came before it.
         encode_s: Seconds until the prompt's tokens were known.
         generation: Tokens, times, and what served the prefill.
+        n_forgotten: Turns that were dropped from the conversation to make room for this one.
     """
 
     text: str
     prompt: Prompt
     encode_s: float
     generation: Generation
+    n_forgotten: int = 0
 
 
 class Answer(Iterator[str]):
@@ -74,6 +77,17 @@ class Answer(Iterator[str]):
         return self._tokens.generation()
 
 
+@dataclass(frozen=True, slots=True)
+class _Open:
+    """A question whose answer is being read; see `Turn`."""
+
+    text: str
+    prompt: Prompt
+    encode_s: float
+    answer: Answer
+    n_forgotten: int
+
+
 class Chat:
     """A conversation. One thread at a time.
 
@@ -97,7 +111,9 @@ class Chat:
             tokenizer: Its tokenizer.
             sampling: How tokens are chosen; None: greedy.
             system: What is said before the first question.
-            truncate: What is done about a history that the model has no room for; see `PromptCache`.
+            truncate: What is done about a history that the model has no room for: an error, or the oldest turns are
+                forgotten (`left`), some more than need be. A question that has no room by itself is cut; see
+                `PromptCache`.
             name: Of the model, in keys of the prompt cache.
 
         Raises:
@@ -114,19 +130,20 @@ class Chat:
                 f"max_new_tokens={self._sampling.max_new_tokens}: the model's context has {room} tokens, which leaves "
                 "none for a prompt; ask for fewer"
             )
-        longest = None if room is None else room - self._sampling.max_new_tokens
-        self.prompts = PromptCache(tokenizer, name, longest, truncate)
+        self._longest = None if room is None else room - self._sampling.max_new_tokens
+        self.prompts = PromptCache(tokenizer, name, self._longest, truncate)
         self._history: list[Message] = []
-        self._open: tuple[str, Prompt, float, Answer] | None = None
+        self._open: _Open | None = None
         self.clear()
 
     @property
     def history(self) -> Sequence[Message]:
         """What was said, oldest first: messages of `role` and `content`."""
-        return tuple(self._history)
+        return tuple(dict(message) for message in self._history)
 
     def clear(self) -> None:
         """Begin anew, with what the system says; prompts and prefixes stay known."""
+        self._open = None
         self._history = [] if self._system is None else [{"role": "system", "content": self._system}]
 
     def ask(self, text: str) -> Answer:
@@ -135,14 +152,15 @@ class Chat:
         Raises:
             RequestError: The prompt cannot be answered; see `PromptCache.encode` and `stream`.
         """
+        if not isinstance(text, str):
+            raise RequestError(f"ask with a text (got {type(text).__name__})")
         started = perf_counter()
         self._open = None
-        asked = [*self._history, {"role": "user", "content": text}]
-        prompt = self.prompts.encode(asked if self._tokenizer.chat_template else _as_text(asked))
+        prompt, n_forgotten = self._encode({"role": "user", "content": text})
         encode_s = perf_counter() - started
         ids = torch.tensor([prompt.ids], device=next(self._model.parameters()).device)
         answer = Answer(stream(self._model, ids, self._sampling), self._tokenizer)
-        self._open = text, prompt, encode_s, answer
+        self._open = _Open(text, prompt, encode_s, answer, n_forgotten)
         return answer
 
     def turn(self) -> Turn:
@@ -153,12 +171,27 @@ class Chat:
         """
         if self._open is None:
             raise RequestError("nothing was asked: call ask() and read its answer first")
-        text, prompt, encode_s, answer = self._open
-        self._open = None
-        answer.close()
-        if answer.is_whole:
-            self._history += [{"role": "user", "content": text}, {"role": "assistant", "content": answer.text}]
-        return Turn(answer.text, prompt, encode_s, answer.generation())
+        now, self._open = self._open, None
+        now.answer.close()
+        if now.answer.is_whole:
+            self._history += [
+                {"role": "user", "content": now.text},
+                {"role": "assistant", "content": now.answer.text},
+            ]
+        return Turn(now.answer.text, now.prompt, now.encode_s, now.answer.generation(), now.n_forgotten)
+
+    def _encode(self, question: Message) -> tuple[Prompt, int]:
+        """The prompt of a question, and how many turns had to be forgotten to make room for it."""
+        first, n_forgotten = 0 if self._system is None else 1, 0
+        while True:
+            asked = [*self._history, question]
+            prompt = self.prompts.encode(asked if self._tokenizer.chat_template else _as_text(asked))
+            most = self._longest if not n_forgotten or self._longest is None else _KEPT * self._longest
+            fits = not prompt.n_dropped and (most is None or len(prompt.ids) <= most)
+            if fits or len(self._history) == first:
+                return prompt, n_forgotten
+            del self._history[first : first + 2]
+            n_forgotten += 1
 
 
 def _as_text(messages: Sequence[Message]) -> str:

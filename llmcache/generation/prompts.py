@@ -65,10 +65,11 @@ class PromptCache:
         Raises:
             RequestError: A setting is out of its range.
         """
-        if (max_length is not None and max_length < 1) or max_entries < 1 or truncate not in ("left", "error"):
+        lengths = (max_entries, 1 if max_length is None else max_length)
+        if not all(isinstance(n, int) and n >= 1 for n in lengths) or truncate not in ("left", "error"):
             raise RequestError(
-                f"max_length={max_length}, truncate={truncate!r}, max_entries={max_entries}: lengths and entries are "
-                "at least 1, truncate is 'left' or 'error'"
+                f"max_length={max_length!r}, truncate={truncate!r}, max_entries={max_entries!r}: lengths and entries "
+                "are whole numbers, at least 1, truncate is 'left' or 'error'"
             )
         self._tokenizer = tokenizer
         self._about = (model, tokenizer_digest(tokenizer), max_length, truncate)
@@ -89,10 +90,12 @@ class PromptCache:
                 template turns into a text that has them, up to where the answer begins.
 
         Raises:
-            RequestError: It is empty, or longer than allowed, or there is no chat template.
+            RequestError: It is empty, or longer than allowed, or no text; or there is no chat template, or it refuses
+                these messages.
         """
         is_text = isinstance(prompt, str)
         text = prompt if isinstance(prompt, str) else self._formatted(prompt)
+        _check_text(text)
         template = "" if is_text else str(self._tokenizer.chat_template)
         key = _digest(*self._about, *_settings(self._tokenizer), template, text, is_text)
         ids, is_hit = self._tokens.get(key, lambda: self._tokenised(text, is_text))
@@ -120,10 +123,15 @@ class PromptCache:
         template = self._tokenizer.chat_template
         if not template:
             raise RequestError("this tokenizer has no chat template: give the prompt as one text")
+        if not isinstance(messages, Sequence) or not messages or not all(isinstance(one, Mapping) for one in messages):
+            raise RequestError(f"give a text, or messages of role and content, one at least (got {messages!r})")
 
         def form() -> str:
-            made: str = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-            return made
+            try:
+                made = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            except Exception as error:  # templates are programs, and refuse what they like with what they like
+                raise RequestError(f"the tokenizer's chat template does not take these messages: {error}") from error
+            return str(made)
 
         if _TELLS_THE_TIME in str(template):
             return form()
@@ -131,6 +139,17 @@ class PromptCache:
 
     def _tokenised(self, text: str, is_text: bool) -> tuple[int, ...]:
         return tuple(self._tokenizer(text, add_special_tokens=is_text)["input_ids"])
+
+
+def _check_text(text: str) -> None:
+    """Refuse what is not Unicode: bytes of another encoding, which the terminal or a file handed on."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"the prompt is no valid text: character {error.start} ({text[error.start]!r}) stands for a byte that is "
+            "not UTF-8"
+        ) from error
 
 
 class _Latest(Generic[_Value]):

@@ -87,6 +87,8 @@ def decode_step(model: Any, last: Tensor, kv_cache: Any, attention_mask: Tensor 
     """
     config = decoder_config(model)
     check_last(config, last)
+    if not hasattr(kv_cache, "get_seq_length"):
+        raise RequestError(f"kv_cache: give the one that prefill() returned (got {type(kv_cache).__name__})")
     n_held = int(kv_cache.get_seq_length())
     _check_step(last, kv_cache, n_held, attention_mask)
     check_context(config, n_held + 1 if attention_mask is None else int(attention_mask.sum(1).max()), 0)

@@ -32,6 +32,8 @@ def stream(
 ) -> "Stream":
     """Answer one request token by token, each computed when it is asked for.
 
+    Tokens are chosen as `sampling` says: of the model's `generation_config` only the ids that end an answer count.
+
     Args:
         model: A causal language model of transformers in eval mode, wrapped or not.
         ids: The prompt, int64 (1, T), on the model's device.
@@ -148,6 +150,8 @@ class Stream(Iterator[Token]):
 
 def _check(config: Any, ids: Any, sampling: Sampling) -> None:
     """Refuse a request that does not suit the model."""
+    if not isinstance(sampling, Sampling):
+        raise ConfigError(f"sampling: give a Sampling (got {type(sampling).__name__})")
     check_prompt(config, ids)
     if len(ids) != 1:
         raise RequestError(f"ids: {len(ids)} rows; one request at a time is answered, give (1, T)")

@@ -11,13 +11,16 @@ Sizes: L layers, H K/V heads, b tokens a block, D_h width of a head, D hidden wi
 
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
 
 from llmcache.prefix.records import Link
+
+_MOST_LOOKED_AT = 64  # of the blocks that follow one, newest first: a system prompt is followed by thousands
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,7 +59,7 @@ class Blocks:
 
         Args:
             size: Tokens a block.
-            max_bytes: Budget of bytes of tensors; bookkeeping comes on top, some 1.6 kB a block on CPU.
+            max_bytes: Budget of bytes of tensors; bookkeeping comes on top, some 2 kB a block on CPU.
             device: Where tensors are kept: those that make blocks put them there.
         """
         self.size = size
@@ -65,6 +68,8 @@ class Blocks:
         self.nbytes = 0
         self.n_evicted = 0
         self._held: OrderedDict[bytes, Block] = OrderedDict()  # least recently used first
+        self._before: dict[bytes, bytes] = {}  # the block before each but the first of a chain
+        self._after: dict[bytes, dict[bytes, None]] = {}  # those that follow a block, if any, oldest first
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -73,14 +78,36 @@ class Blocks:
     def match(self, chain: Sequence[Link]) -> list[Block]:
         """The blocks that are held of the beginning of a chain; they count as used."""
         with self._lock:
-            found = []
-            for link in chain:
-                block = self._held.get(link.key)
-                if block is None or block.ids != link.ids:
-                    break
-                found.append(block)
-            self._use(chain[: len(found)])
+            found = self._match(chain)
+            self._use(link.key for link in reversed(chain[: len(found)]))
             return found
+
+    def reach(self, chain: Sequence[Link], ids: bytes, width: int) -> tuple[list[Block], int]:
+        """The blocks that are held of the beginning of a chain, and one that goes on as the request does for a while.
+
+        Args:
+            chain: The full blocks of a request.
+            ids: All its token ids, packed.
+            width: Bytes of one.
+
+        Returns:
+            The blocks, which count as used, and how many of their tokens the request begins with.
+        """
+        with self._lock:
+            found = self._match(chain)
+            n_tokens = len(found) * self.size
+            used = [link.key for link in chain[: len(found)]]
+            rest = ids[n_tokens * width : (n_tokens + self.size) * width]
+            after = self._after.get(used[-1], {}) if used and rest else {}
+            alike = [
+                (_n_alike(self._held[key].ids, rest) // width, key) for key in islice(reversed(after), _MOST_LOOKED_AT)
+            ]
+            n_more, last = max(alike, default=(0, b""))
+            if n_more:
+                found.append(self._held[last])
+                used.append(last)
+            self._use(reversed(used))
+            return found, n_tokens + n_more
 
     def put(self, chain: Sequence[Link], made: Mapping[bytes, Block]) -> None:
         """Hold the beginning of a chain, as far as it is held already or made anew, and fits.
@@ -94,31 +121,57 @@ class Blocks:
             held = 0
             while held < len(chain) and chain[held].key in self._held:
                 held += 1
-            self._use(chain[:held])  # now the newest, they do not leave for what follows them
+            self._use(
+                link.key for link in reversed(chain[:held])
+            )  # now the newest, they do not leave for what follows them
             own = {link.key for link in chain}
             for link in chain[held:]:
                 if link.key not in made or not self._make_room(made[link.key].nbytes, own):
                     break
-                self._held[link.key] = made[link.key]
-                self.nbytes += made[link.key].nbytes
+                self._add(link.key, made[link.key], chain[held - 1].key if held else None)
                 held += 1
-            self._use(chain[:held])
+            self._use(link.key for link in reversed(chain[:held]))
 
     def purge(self, namespace: str) -> None:
         """Forget all blocks of a namespace; chains never leave theirs."""
         with self._lock:
-            self._held = OrderedDict((key, block) for key, block in self._held.items() if block.namespace != namespace)
-            self.nbytes = sum(block.nbytes for block in self._held.values())
+            for key in [key for key, block in self._held.items() if block.namespace == namespace]:
+                self._drop(key)
 
     def clear(self) -> None:
         """Forget all blocks."""
         with self._lock:
-            self._held.clear()
-            self.nbytes = 0
+            for key in list(self._held):
+                self._drop(key)
 
-    def _use(self, chain: Sequence[Link]) -> None:
-        for link in reversed(chain):
-            self._held.move_to_end(link.key)
+    def _match(self, chain: Sequence[Link]) -> list[Block]:
+        found = []
+        for link in chain:
+            block = self._held.get(link.key)
+            if block is None or block.ids != link.ids:
+                break
+            found.append(block)
+        return found
+
+    def _use(self, last_to_first: Iterable[bytes]) -> None:
+        for key in last_to_first:
+            self._held.move_to_end(key)
+
+    def _add(self, key: bytes, block: Block, before: bytes | None) -> None:
+        self._held[key] = block
+        self.nbytes += block.nbytes
+        if before is not None:
+            self._before[key] = before
+            self._after.setdefault(before, {})[key] = None
+
+    def _drop(self, key: bytes) -> None:
+        self.nbytes -= self._held.pop(key).nbytes
+        self._after.pop(key, None)
+        before = self._before.pop(key, b"")
+        siblings = self._after.get(before, {})
+        siblings.pop(key, None)
+        if not siblings:
+            self._after.pop(before, None)
 
     def _make_room(self, nbytes: int, own: set[bytes]) -> bool:
         """Let blocks leave until so many bytes fit; False when only blocks of the same chain could make room."""
@@ -128,6 +181,13 @@ class Blocks:
             oldest = next(iter(self._held))
             if oldest in own:
                 return False
-            self.nbytes -= self._held.pop(oldest).nbytes
+            self._drop(oldest)
             self.n_evicted += 1
         return True
+
+
+def _n_alike(one: bytes, other: bytes) -> int:
+    """Bytes that two strings begin with alike."""
+    n = min(len(one), len(other))
+    differing = int.from_bytes(one[:n]) ^ int.from_bytes(other[:n])
+    return n - (differing.bit_length() + 7) // 8

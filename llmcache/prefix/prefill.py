@@ -27,7 +27,7 @@ from llmcache.prefix.blocks import Block, Blocks
 from llmcache.prefix.chain import links
 from llmcache.prefix.records import Link, Prefill
 from llmcache.rows import Row
-from llmcache.stores.memory import own
+from llmcache.stores.memory import own, own_stack
 
 Passed = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -155,8 +155,9 @@ class Prefiller:
         """Fill the K/V cache with what is known, and take those columns off the arguments."""
         blocks, prefill, ids = self._parts.prefix, call.prefill, call.arguments["input_ids"]
         assert blocks is not None and prefill is not None
-        matched = [blocks.match(chain) for chain in prefill.chains]
-        n_known = [len(found) * blocks.size for found in matched]
+        rows = zip(call.rows, prefill.chains, strict=True)
+        reached = [blocks.reach(chain, row.ids, len(row.ids) // row.n_valid) for row, chain in rows]
+        matched, n_known = zip(*reached, strict=True)
         n_cut = cut_column(call.rows, n_known, ids.shape[1])
         used = [max(0, min(n, n_cut - _first(row))) for row, n in zip(call.rows, n_known, strict=True)]
         if sum(used) < blocks.size:
@@ -166,9 +167,11 @@ class Prefiller:
         for name in _BY_COLUMN:
             if (value := self._arguments.get(args, kwargs, name)) is not None:
                 args, kwargs = self._arguments.replace(args, kwargs, name, value[..., n_cut:])
+        mask = self._arguments.get(args, kwargs, "attention_mask")
         if call.mask_4d is not None:  # a row a token that is run; a 2-D mask is wanted of all tokens
-            mask = cut(self._arguments.get(args, kwargs, "attention_mask"), n_cut)
-            args, kwargs = self._arguments.replace(args, kwargs, "attention_mask", mask)
+            args, kwargs = self._arguments.replace(args, kwargs, "attention_mask", cut(mask, n_cut))
+        elif isinstance(mask, dict):  # one that was left out; beginning later, the trunk has to make it
+            args, kwargs = self._arguments.replace(args, kwargs, "attention_mask", None)
         return args, kwargs
 
     def _fill(
@@ -177,9 +180,9 @@ class Prefiller:
         """Fill the K/V cache with C columns; returns their states (B, C, D)."""
         firsts = {row: _first(rows[row]) for row in prefill.served}
 
-        def lay(name: str) -> Tensor:
+        def lay(name: str, part: Any = ...) -> Tensor:
             """The first C columns (B, ..., C, D) of a tensor of the blocks; zeros where nothing is served."""
-            parts = {row: torch.cat([getattr(block, name) for block in matched[row]], dim=-2) for row in firsts}
+            parts = {row: torch.cat([getattr(block, name)[part] for block in matched[row]], dim=-2) for row in firsts}
             sample = next(iter(parts.values()))
             if len(rows) == 1 and prefill.served == {0: n_cut}:  # nothing beside it: laid out as it is
                 return sample[None, ..., :n_cut, :].to(device)
@@ -189,9 +192,10 @@ class Prefiller:
                 whole[row, ..., firsts[row] : firsts[row] + n, :] = parts[row][..., :n, :].to(device)
             return whole
 
-        keys, values = lay("keys"), lay("values")
-        for layer in range(self._parts.trunk.depth):
-            prefill.kv_cache.update(keys[:, layer], values[:, layer], layer)
+        for layer in range(
+            self._parts.trunk.depth
+        ):  # one by one: the second copy is then made of what is still at hand
+            prefill.kv_cache.update(lay("keys", layer), lay("values", layer), layer)
         return lay("states")
 
     def _make(
@@ -212,10 +216,10 @@ class Prefiller:
         made = {}
         for link in chain:
             columns = slice(begin, begin := begin + blocks.size)
-            keys = torch.stack([layer.keys[row.number, :, columns] for layer in layers])
-            values = torch.stack([layer.values[row.number, :, columns] for layer in layers])
-            mine = (own(x, blocks.device) for x in (keys, values, states[row.number, columns]))
-            made[link.key] = Block(link.ids, call.namespace, *mine)
+            keys = own_stack([layer.keys[row.number, :, columns] for layer in layers], blocks.device)
+            values = own_stack([layer.values[row.number, :, columns] for layer in layers], blocks.device)
+            last = own(states[row.number, columns], blocks.device)
+            made[link.key] = Block(link.ids, call.namespace, keys, values, last)
         return made
 
 

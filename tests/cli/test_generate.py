@@ -113,14 +113,35 @@ def test_a_conversation_goes_on_and_says_what_came_from_where(
     shown = capsys.readouterr().out
     assert shown.count("prompt new") == 2 and shown.count("prompt known") == 1
     assert "(prefix)" in shown and "(exact)" in shown and "(computed)" in shown
-    assert "of these from a stored prefix" in shown and "served" in shown
+    assert "prompt tokens from a stored prefix" in shown and "served" in shown and "cleared" in shown
     assert "never read" not in shown
 
 
 def test_unknown_commands_list_those_there_are(models: str, say: Say, capsys: pytest.CaptureFixture[str]) -> None:
     say("/nothing")
     assert talk(models) == 0
-    assert "/stats" in capsys.readouterr().out
+    told = capsys.readouterr()
+    assert "/stats" in told.out and "no command '/nothing'" in told.err
+
+
+def test_what_was_left_out_is_told(models: str, say: Say, capsys: pytest.CaptureFixture[str]) -> None:
+    long = " ".join(passage(i) for i in range(9))
+    say(long)
+    assert talk(models, "--truncate", "left") == 0
+    assert "llmcache: cut off on the left:" in capsys.readouterr().err
+    plain = ["generate", "--model", "tiny", "--models-dir", models, "--prompt", long, "--truncate", "left", *FEW]
+    assert run_main(*plain) == 0
+    assert "llmcache: cut off on the left:" in capsys.readouterr().err
+
+
+def test_bytes_that_are_no_text_are_told_and_the_conversation_goes_on(
+    models: str, say: Say, capsys: pytest.CaptureFixture[str]
+) -> None:
+    say("a \udcff b", "a")
+    assert talk(models, "--verbose") == 0
+    told = capsys.readouterr()
+    assert "llmcache: the prompt is no valid text: character 2" in told.err
+    assert told.out.count("prompt new") == 1
 
 
 def test_what_cannot_be_answered_is_told_and_the_conversation_goes_on(

@@ -139,6 +139,38 @@ def test_a_history_without_room_is_refused_or_cut(
         Chat(model, tokenizer, Sampling(max_new_tokens=160))
 
 
+def test_the_oldest_turns_are_forgotten_and_the_system_is_not(
+    model: tf.GPT2LMHeadModel, tokenizer: tf.PreTrainedTokenizerFast
+) -> None:
+    with LLMCache.wrap(model, step_aside=False):
+        chat = Chat(model, tokenizer, GREEDY, system="hello there", truncate="left")
+        turns = []
+        for number in range(12):
+            "".join(chat.ask(f"w{number % 6 + 1} " * 20))
+            turns.append(chat.turn())
+            assert chat.history[0] == {"role": "system", "content": "hello there"}
+            assert [message["role"] for message in chat.history[1:]] == ["user", "assistant"] * (len(chat.history) // 2)
+    forgotten = [turn.n_forgotten for turn in turns]
+    assert sum(forgotten) > 0 and not any(turn.prompt.n_dropped for turn in turns)
+    later = [turn for turn in turns[6:] if not turn.n_forgotten]
+    assert later and all(turn.generation.rung == "prefix" for turn in later)  # they begin as the turn before did
+
+
+def test_a_conversation_cannot_be_changed_from_outside(
+    model: tf.GPT2LMHeadModel, tokenizer: tf.PreTrainedTokenizerFast
+) -> None:
+    chat = Chat(model, tokenizer, GREEDY, system="hello there")
+    chat.history[0]["content"] = "w1"  # type: ignore[index]
+    assert chat.history[0]["content"] == "hello there"
+    answer = chat.ask("how are you")
+    chat.clear()
+    assert "".join(answer)
+    with pytest.raises(RequestError, match="nothing was asked"):
+        chat.turn()
+    with pytest.raises(RequestError, match=r"ask with a text \(got int\)"):
+        chat.ask(5)  # type: ignore[arg-type]
+
+
 def test_seeded_answers_come_again(model: tf.GPT2LMHeadModel, tokenizer: tf.PreTrainedTokenizerFast) -> None:
     drawn = Sampling(do_sample=True, temperature=5.0, seed=3, max_new_tokens=N_NEW, stop_ids=())
     answers = {read(Chat(model, tokenizer, drawn), "how are you") for _ in range(3)}

@@ -61,11 +61,31 @@ def test_budget_and_parents_whatever_is_asked(steps: list[tuple[bool, list[int]]
         parents |= {after.key: before.key for before, after in pairwise(chain)}
         if puts:
             blocks.put(chain, {link.key: block(link) for link in chain})
+        reached, n_tokens = blocks.reach(chain, row(ids).ids, 2)
         found = blocks.match(chain)
+        assert reached[: len(found)] == found and 0 <= n_tokens - 2 * len(found) < 2
+        assert {key: before for before, after in blocks._after.items() for key in after} == blocks._before
+        assert blocks._before == {key: parents[key] for key in blocks._held if key in parents}
         assert [one.ids for one in found] == [link.ids for link in chain[: len(found)]]
         assert blocks.nbytes == sum(one.nbytes for one in blocks._held.values()) <= max_bytes
         assert all(parents[key] in blocks._held for key in blocks._held if key in parents)
         assert not puts or len(found) == min(len(chain), max_bytes // 8)
+
+
+@given(st.lists(IDS, max_size=12), IDS, st.integers(1, 4))
+def test_as_many_tokens_are_found_as_any_stored_request_shares(
+    stored: list[list[int]], ids: list[int], size: int
+) -> None:
+    blocks = Blocks(size, 10**6, CPU)
+    for one in stored:
+        chain = links(SCOPE, row(one), size)
+        blocks.put(chain, {link.key: block(link) for link in chain})
+    found, n_tokens = blocks.reach(links(SCOPE, row(ids), size), row(ids).ids, 2)
+    kept = [one[: len(one) // size * size] for one in stored]
+    most = max((n_shared(one, ids) for one in kept), default=0)
+    assert n_tokens == (most if most >= size else 0)  # what begins no block alike is not looked for
+    assert len(found) == -(-n_tokens // size)
+    assert b"".join(one.ids for one in found)[: 2 * n_tokens] == row(ids).ids[: 2 * n_tokens]
 
 
 def test_the_least_recently_used_end_leaves_first() -> None:

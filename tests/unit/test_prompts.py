@@ -149,9 +149,26 @@ def test_what_cannot_be_a_prompt_is_refused(tokenizer: Counted) -> None:
     bare = word_tokenizer(WORDS, has_specials=False)
     with pytest.raises(RequestError, match="empty"):
         PromptCache(bare).encode("")
+    with pytest.raises(RequestError, match="no valid text: character 1"):
+        PromptCache(bare).encode("a\udcff")
 
 
-@pytest.mark.parametrize("wrong", [{"max_length": 0}, {"max_entries": 0}, {"truncate": "right"}])
+@pytest.mark.parametrize("wrong", [[], 5, ["w1"], None])
+def test_what_is_neither_text_nor_messages_is_refused(tokenizer: Counted, wrong: Any) -> None:
+    with pytest.raises(RequestError, match="give a text, or messages"):
+        PromptCache(tokenizer).encode(wrong)
+
+
+@pytest.mark.parametrize(
+    ("template", "told"), [("{{ raise_exception('no system here') }}", "no system here"), ("{% if %}", "Expected")]
+)
+def test_a_template_that_refuses_is_told(tokenizer: Counted, template: str, told: str) -> None:
+    tokenizer.tokenizer.chat_template = template
+    with pytest.raises(RequestError, match=f"chat template does not take these messages: .*{told}"):
+        PromptCache(tokenizer).encode(CHAT)
+
+
+@pytest.mark.parametrize("wrong", [{"max_length": 0}, {"max_length": "5"}, {"max_entries": 0}, {"truncate": "right"}])
 def test_settings_out_of_range_are_refused(tokenizer: Counted, wrong: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match="at least 1"):
         PromptCache(tokenizer, **wrong)
