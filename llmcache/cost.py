@@ -28,6 +28,7 @@ PATIENCE = 256
 #: The same with a threshold `tau`: who is similar enough comes with the entries, and nothing else can tell whether it
 #: will. At half a millisecond a request, as many cost one second in the life of a cache.
 PATIENCE_OF_TAU = 2048
+_FEW = 8  # patience by so much shorter for a length whose requests are rare, where those of all lengths have used it up
 _PROBE = 64  # of calls that go by, one in so many takes the whole way: 10 % of overhead are then 0.2 % of all time
 _TIMES = 64  # timed calls over which averages reach back, about
 _SHARES = 256  # requests over which rates do
@@ -174,7 +175,8 @@ class CostModel:
 
         Args:
             depth: Layers of the trunk.
-            patience: Requests of a length that are served before it may step aside, at least 1.
+            patience: Requests of a length that are served before it may step aside, at least 1; an eighth of them once
+                as many of all lengths were served.
         """
         self._depth = depth
         self._patience = patience
@@ -187,6 +189,7 @@ class CostModel:
         """Forget all that was seen: what can be served has changed."""
         with self._lock:
             self._buckets: defaultdict[int, _Bucket] = defaultdict(_Bucket)
+            self._hits = _share()  # of all lengths
         self.forget()
 
     def forget(self) -> None:
@@ -230,15 +233,15 @@ class CostModel:
         with self._lock:
             bucket = self._buckets[n_tokens.bit_length()]
             bucket.hits.add(n_hits / n_rows, n_rows)
+            self._hits.add(n_hits / n_rows, n_rows)
             if times is not None and n_hits == n_rows:
                 bucket.hit_s.add(times.whole_s)
             elif times is not None and n_hits == 0:  # what a batch costs that is served in part says nothing of either
                 bucket.miss_s.add(times.whole_s)
                 bucket.lookup_s.add(times.lookup_s)
                 bucket.storing_s.add(times.storing_s)
-            is_known = bucket.hits.n >= self._patience and bucket.miss_s.n >= self._fewest_times
-            rate, pays_from = bucket.hits.value, bucket.pays_from
-            if bucket.is_aside or not is_known or rate >= pays_from:
+            rate, pays_from = self._rate(bucket), bucket.pays_from
+            if bucket.is_aside or rate is None or bucket.miss_s.n < self._fewest_times or rate >= pays_from:
                 return
             bucket.step_aside(self._patience)
         _log("steps aside", n_tokens, rate, pays_from)
@@ -247,6 +250,17 @@ class CostModel:
         """What was measured, shortest calls first."""
         with self._lock:
             return tuple(self._row(bits, bucket) for bits, bucket in sorted(self._buckets.items()))
+
+    def _rate(self, bucket: _Bucket) -> float | None:
+        """The hit rate of a length; None while it is not known. Of a few requests the one of all lengths counts, too."""
+        if bucket.hits.n >= self._patience:
+            return bucket.hits.value
+        is_first = (
+            not bucket.rest
+        )  # one that came back has its patience: repeats spoke for it, which others know not of
+        if is_first and bucket.hits.n >= self._patience // _FEW and self._hits.n >= self._patience:
+            return max(bucket.hits.value, self._hits.value)
+        return None
 
     def _row(self, bits: int, bucket: _Bucket) -> Cost:
         is_timed, pays_from = bucket.miss_s.n > 0, bucket.pays_from

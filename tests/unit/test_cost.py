@@ -169,6 +169,20 @@ def test_lengths_are_judged_apart() -> None:
     assert [(known.tokens, known.is_aside) for known in cost.rows()] == [(16, True), (32, False)]
 
 
+def test_a_rare_length_goes_aside_with_the_others() -> None:
+    cost = CostModel(DEPTH)
+    run(cost, PATIENCE)
+    taken = [ask(cost, n_tokens=8 * TOKENS) for _ in range(PATIENCE // 8 + 10)]
+    assert taken == [True] * (PATIENCE // 8) + [False] * 10
+
+
+@pytest.mark.parametrize("is_hit", [True, False])
+def test_a_rare_length_stays_where_it_or_the_others_hit(is_hit: bool) -> None:
+    cost = CostModel(DEPTH)
+    run(cost, PATIENCE, every=0 if is_hit else 4)
+    assert all(ask(cost, is_hit and number % 4 == 0, n_tokens=8 * TOKENS) for number in range(PATIENCE // 2))
+
+
 def test_a_batch_counts_as_its_rows() -> None:
     cost = CostModel(DEPTH)
     for _ in range(PATIENCE // 64):
