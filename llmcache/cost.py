@@ -252,7 +252,7 @@ class CostModel:
             return tuple(self._row(bits, bucket) for bits, bucket in sorted(self._buckets.items()))
 
     def _rate(self, bucket: _Bucket) -> float | None:
-        """The hit rate of a length; None while it is not known. Of a few requests the one of all lengths counts, too."""
+        """The hit rate of a length, None while it is not known; of a few requests that of all lengths counts, too."""
         if bucket.hits.n >= self._patience:
             return bucket.hits.value
         is_first = (
