@@ -127,8 +127,8 @@ def _set(values: dict[str, Any], change: str) -> None:
 
 def _is_of_task(key: str, tasks: Sequence[Mapping[str, Any]]) -> bool:
     """Whether a key is a setting of all tasks, of which there are some."""
-    kinds = [TASKS.get(str(task.get("name"))) for task in tasks]
-    return bool(kinds) and all(kind is not None and key in kind.settings.model_fields for kind in kinds)
+    known = ((task, TASKS.get(str(task.get("name")))) for task in tasks)
+    return bool(tasks) and all(key in task or (kind and key in kind.settings.model_fields) for task, kind in known)
 
 
 def _mappings(value: Any) -> list[dict[str, Any]]:

@@ -199,17 +199,14 @@ class LLMCache:
     def tightened(self, limit: float) -> Iterator[Self]:
         """Within: no reuse whose doubt exceeds `limit`, nor what the calibration allows. Per thread and async task.
 
-        The doubt of `risk` is the estimated chance that reuse changes the answer, 0 to 1; that of other decisions the
-        similarity, negated.
+        The doubt of `risk` is the chance that reuse changes the answer, 0 to 1; of others the similarity, negated.
 
         Raises:
             ConfigError: `limit` is no doubt of the decision, or nothing is reused by a calibration.
         """
         if self._parts.trust is None:
             raise ConfigError("nothing is reused approximately by a calibration: call calibrate() first, or set learn")
-        least, most = self._parts.trust.chooser.doubts
-        if not isinstance(limit, int | float) or not least <= limit <= most:
-            raise ConfigError(f"limit: give a number from {least:g} to {most:g} (got {limit!r})")
+        self._parts.trust.chooser.check_limit(limit)
         tightened = self._parts.trust.tightened
         with setting(tightened, min(limit, tightened.get())):
             yield self
@@ -230,8 +227,7 @@ class LLMCache:
     def drain(self) -> int:
         """Do now what waits for a moment without calls, and return how many jobs this thread did.
 
-        Jobs are hits that the audit looks into, and renewals of a calibration. None is left or under way afterwards: a
-        timing that is to include that work ends after this.
+        Jobs are hits that the audit looks into, and renewals of a calibration. None is left or under way afterwards.
         """
         return 0 if self._parts.audit is None else self._parts.audit.shadow.drain()
 
@@ -261,8 +257,8 @@ class LLMCache:
     def last(self) -> tuple[Outcome, ...]:
         """What became of each row of this thread's last call, in order.
 
-        Bypassed calls are noted too, but not decode steps: after `generate()` it tells of the last prefill. Empty
-        before the first call and after one that raised. Async tasks of a thread share it: read it before an `await`.
+        Bypassed calls are noted too, decode steps not: after `generate()` it tells of the last prefill. Empty before
+        the first call and after one that raised. Async tasks of a thread share it: read it before an `await`.
         """
         return self._flow.last
 

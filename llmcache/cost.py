@@ -175,8 +175,7 @@ class CostModel:
 
         Args:
             depth: Layers of the trunk.
-            patience: Requests of a length that are served before it may step aside, at least 1; an eighth of them once
-                as many of all lengths were served.
+            patience: Requests of a length before it may step aside, at least 1; an eighth once all lengths had as many.
         """
         self._depth = depth
         self._patience = patience
@@ -255,10 +254,8 @@ class CostModel:
         """The hit rate of a length, None while it is not known; of a few requests that of all lengths counts, too."""
         if bucket.hits.n >= self._patience:
             return bucket.hits.value
-        is_first = (
-            not bucket.rest
-        )  # one that came back has its patience: repeats spoke for it, which others know not of
-        if is_first and bucket.hits.n >= self._patience // _FEW and self._hits.n >= self._patience:
+        # One that came back has all its patience: repeats spoke for it, which others know not of.
+        if not bucket.rest and bucket.hits.n >= self._patience // _FEW and self._hits.n >= self._patience:
             return max(bucket.hits.value, self._hits.value)
         return None
 

@@ -166,7 +166,7 @@ def collect(
         except Exception as error:
             raise CalibrationError(f"request {number} could not be computed: {error!r}") from error
         n = n_rows(inputs)
-        if len(seen) != n_seen + n or not n:
+        if len(seen) != n_seen + n:
             raise CalibrationError(
                 f"request {number}: {len(seen) - n_seen} of its {n} rows went through the cache; the log and "
                 "stats().bypassed say why"

@@ -50,10 +50,10 @@ def tokenised(requests: Requests, tokenizer: Any, trunk: Trunk) -> Iterator[Mapp
 
 
 def _check_ids(number: int, inputs: Mapping[str, Any], longest: int | None, n_words: int | None) -> None:
-    """Refuse token ids that the model cannot take; inputs without any are told when they go by the cache."""
+    """Refuse token ids that the model cannot take, and inputs without any."""
     ids = inputs.get("input_ids")
     if ids is None:
-        return
+        raise CalibrationError(f"request {number} has no input_ids, which it is recognised by: give them")
     if not isinstance(ids, Tensor) or ids.ndim != 2 or not ids.numel():
         got = f"shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else f"a {type(ids).__name__}"
         raise CalibrationError(
@@ -62,8 +62,8 @@ def _check_ids(number: int, inputs: Mapping[str, Any], longest: int | None, n_wo
         )
     if longest is not None and ids.shape[1] > longest:
         raise CalibrationError(
-            f"request {number} has {ids.shape[1]} tokens, and the model takes {longest}: shorten it, or tokenise with "
-            f"truncation=True, max_length={longest}, as in service"
+            f"request {number} has {ids.shape[1]} tokens, and model or tokenizer take {longest}: shorten it, or "
+            f"tokenise with truncation=True, max_length={longest}, as in service"
         )
     least, most = int(ids.min()), int(ids.max())
     if least < 0 or (n_words is not None and most >= n_words):
@@ -92,8 +92,8 @@ def _has_position_table(trunk: Trunk) -> bool:
 
 
 def n_rows(inputs: Mapping[str, Any]) -> int:
-    """Rows of one request's inputs; 0 where it has no token ids."""
-    return len(inputs["input_ids"]) if "input_ids" in inputs else 0
+    """Rows of one request's inputs."""
+    return len(inputs["input_ids"])
 
 
 def numbered(labels: Iterable[Any] | None, n: int, model: Any) -> list[Any]:

@@ -172,7 +172,7 @@ def _field(record: Mapping[str, Any], key: str, name: str, where: str) -> str:
 
 def _read_csv(path: Path, delimiter: str = ",") -> Iterator[tuple[str, Mapping[str, Any]]]:
     with path.open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.DictReader(file, delimiter=delimiter)
+        reader = csv.DictReader(file, delimiter=delimiter, strict=True)  # one stray quote would swallow lines
         for record in reader:
             yield f"{path}, line {reader.line_num}", {k: v for k, v in record.items() if k is not None}
 

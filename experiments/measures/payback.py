@@ -29,6 +29,7 @@ from experiments.methods.calibrated import Calibrated
 from experiments.methods.nocache import NoCache
 from experiments.metrics import speed, summary
 from experiments.workload import Workload
+from llmcache.errors import ConfigError
 
 #: What a large model is held against: misses that cost 3 % more, hits that cost 2 %, nine tenths of what that gives.
 MISS, HIT, SHARE = 1.03, 0.02, 0.9
@@ -65,6 +66,11 @@ def run(experiment: Payback, folders: Folders) -> Outcome:
         FileNotFoundError: A data file is missing.
     """
     workload = experiment.stream(folders)
+    if experiment.metric == "accuracy" and (n := workload.facts.get("n_unanswerable")):
+        raise ConfigError(
+            f"metric: 'accuracy' needs labels that the head knows, and {n} requests of the stream have others; take "
+            "metric=changed, another seed, or leave these records out"
+        )
     learners = {f"llmcache {max_drop:g}": _learner(experiment, workload, max_drop) for max_drop in experiment.max_drops}
     figures, traces = {}, {}
     for label, learner in learners.items():  # in turns with the model alone, and with nobody else

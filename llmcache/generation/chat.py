@@ -79,13 +79,13 @@ class Answer(Iterator[str]):
 
 @dataclass(frozen=True, slots=True)
 class _Open:
-    """A question whose answer is being read; see `Turn`."""
+    """A question whose answer is being read, see `Turn`, and the history that its prompt has."""
 
     text: str
     prompt: Prompt
     encode_s: float
     answer: Answer
-    n_forgotten: int
+    kept: Sequence[Message]
 
 
 class Chat:
@@ -156,11 +156,11 @@ class Chat:
             raise RequestError(f"ask with a text (got {type(text).__name__})")
         started = perf_counter()
         self._open = None
-        prompt, n_forgotten = self._encode({"role": "user", "content": text})
+        prompt, kept = self._encode({"role": "user", "content": text})
         encode_s = perf_counter() - started
         ids = torch.tensor([prompt.ids], device=next(self._model.parameters()).device)
         answer = Answer(stream(self._model, ids, self._sampling), self._tokenizer)
-        self._open = _Open(text, prompt, encode_s, answer, n_forgotten)
+        self._open = _Open(text, prompt, encode_s, answer, kept)
         return answer
 
     def turn(self) -> Turn:
@@ -173,25 +173,28 @@ class Chat:
             raise RequestError("nothing was asked: call ask() and read its answer first")
         now, self._open = self._open, None
         now.answer.close()
+        n_forgotten = (len(self._history) - len(now.kept)) // 2
         if now.answer.is_whole:
-            self._history += [
-                {"role": "user", "content": now.text},
-                {"role": "assistant", "content": now.answer.text},
-            ]
-        return Turn(now.answer.text, now.prompt, now.encode_s, now.answer.generation(), now.n_forgotten)
+            said = [{"role": "user", "content": now.text}, {"role": "assistant", "content": now.answer.text}]
+            self._history = [*now.kept, *said]
+        return Turn(now.answer.text, now.prompt, now.encode_s, now.answer.generation(), n_forgotten)
 
-    def _encode(self, question: Message) -> tuple[Prompt, int]:
-        """The prompt of a question, and how many turns had to be forgotten to make room for it."""
-        first, n_forgotten = 0 if self._system is None else 1, 0
-        while True:
-            asked = [*self._history, question]
-            prompt = self.prompts.encode(asked if self._tokenizer.chat_template else _as_text(asked))
-            most = self._longest if not n_forgotten or self._longest is None else _KEPT * self._longest
-            fits = not prompt.n_dropped and (most is None or len(prompt.ids) <= most)
-            if fits or len(self._history) == first:
-                return prompt, n_forgotten
-            del self._history[first : first + 2]
-            n_forgotten += 1
+    def _encode(self, question: Message) -> tuple[Prompt, list[Message]]:
+        """The prompt of a question, and the history that it has room for."""
+        first, kept = 0 if self._system is None else 1, list(self._history)
+        prompt = whole = self._prompt([*kept, question])
+        while prompt.n_dropped or (
+            len(kept) < len(self._history) and len(prompt.ids) > _KEPT * (self._longest or len(prompt.ids))
+        ):
+            if len(kept) == first:
+                break
+            del kept[first : first + 2]
+            prompt = self._prompt([*kept, question])
+        # A question that has no room by itself takes none from what was said before: all of it is cut on the left.
+        return (whole, list(self._history)) if prompt.n_dropped else (prompt, kept)
+
+    def _prompt(self, messages: Sequence[Message]) -> Prompt:
+        return self.prompts.encode(messages if self._tokenizer.chat_template else _as_text(messages))
 
 
 def _as_text(messages: Sequence[Message]) -> str:

@@ -121,9 +121,8 @@ class Blocks:
             held = 0
             while held < len(chain) and chain[held].key in self._held:
                 held += 1
-            self._use(
-                link.key for link in reversed(chain[:held])
-            )  # now the newest, they do not leave for what follows them
+            # Now the newest, they do not leave for what follows them.
+            self._use(link.key for link in reversed(chain[:held]))
             own = {link.key for link in chain}
             for link in chain[held:]:
                 if link.key not in made or not self._make_room(made[link.key].nbytes, own):

@@ -192,9 +192,7 @@ class Prefiller:
                 whole[row, ..., firsts[row] : firsts[row] + n, :] = parts[row][..., :n, :].to(device)
             return whole
 
-        for layer in range(
-            self._parts.trunk.depth
-        ):  # one by one: the second copy is then made of what is still at hand
+        for layer in range(self._parts.trunk.depth):  # not all at once: the cache copies what is then still at hand
             prefill.kv_cache.update(lay("keys", layer), lay("values", layer), layer)
         return lay("states")
 

@@ -8,7 +8,7 @@ work. What is computed on top of another request's state is not stored: it is no
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, nan
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from llmcache.answers import Answers
 from llmcache.arrays import Doubles, Floats, below
 from llmcache.context import Call, Reuse
 from llmcache.decide import Decision, Evidence, deepest_layer, share_of
+from llmcache.errors import ConfigError
 from llmcache.gate import ContentGate
 from llmcache.library import Library
 from llmcache.observation import Observation
@@ -79,10 +80,15 @@ class Chooser:
         """The largest doubt that a calibration may allow."""
         return self._decision.most
 
-    @property
-    def doubts(self) -> tuple[float, float]:
-        """The least and the largest doubt about one that may serve."""
-        return self._decision.doubts
+    def check_limit(self, limit: Any) -> None:
+        """Refuse what is no doubt of the decision.
+
+        Raises:
+            ConfigError: It is not between the least doubt and the largest.
+        """
+        least, most = self._decision.doubts
+        if not isinstance(limit, int | float) or not least <= limit <= most:
+            raise ConfigError(f"limit: give a number from {least:g} to {most:g} (got {limit!r})")
 
     def learn(self, cases: Sequence[Observation]) -> None:
         """Take in what answers look like, and how rare tokens are."""

@@ -165,7 +165,7 @@ def test_a_ready_model_needs_no_fit(config: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "error"),
     [
-        (["task.data.text=txt"], "has no column 'txt'; columns found: question, intent"),
+        (["task.data.text=txt"], "has no column 'txt'; columns found: 'question', 'intent'"),
         (["task.data.path=none.csv"], "no file"),
         (["task.data.pth=x"], "task.data.pth: unknown setting; did you mean 'path'?"),
         (["task.model=no/such"], "model: 'no/such' could not be loaded"),
@@ -176,7 +176,7 @@ def test_a_ready_model_needs_no_fit(config: Path) -> None:
         (["task.max_length=999"], "max_length: 999 is more than this model's 128 positions"),
         (["task.data.limit=1"], "head.fit_share: "),
         (["task.data.path=empty.csv"], "no records, so there is nothing to stream"),
-        (["task.data.path=rare.csv"], "occurs in the stream but not among"),
+        (["task.data.path=rare.csv"], "occurs in the stream (4 of 4 requests) but not among"),
         (["task.data.path=same.csv"], "only one label ('x')"),
         (["task.head={kind: ready}"], "model: 'tiny' holds no trained classifier"),
         (["task={name: squad_v2, model: tiny, data: made}"], "model: 'tiny' holds no trained span head"),

@@ -156,6 +156,22 @@ def test_the_oldest_turns_are_forgotten_and_the_system_is_not(
     assert later and all(turn.generation.rung == "prefix" for turn in later)  # they begin as the turn before did
 
 
+def test_what_is_not_answered_makes_nothing_forgotten(
+    model: tf.GPT2LMHeadModel, tokenizer: tf.PreTrainedTokenizerFast
+) -> None:
+    chat = Chat(model, tokenizer, GREEDY, system="hello there", truncate="left")
+    for number in range(4):
+        read(chat, f"w{number + 1} " * 20)
+    before = chat.history
+    next(chat.ask("w1 " * 60))
+    assert chat.turn().n_forgotten > 0 and chat.history == before
+    next(chat.ask("w1 " * 200))
+    turn = chat.turn()
+    assert (turn.n_forgotten, chat.history) == (0, before) and turn.prompt.n_dropped > 0
+    read(chat, "w1 " * 60)
+    assert len(chat.history) < len(before) + 2
+
+
 def test_a_conversation_cannot_be_changed_from_outside(
     model: tf.GPT2LMHeadModel, tokenizer: tf.PreTrainedTokenizerFast
 ) -> None:

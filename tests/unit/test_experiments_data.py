@@ -182,6 +182,8 @@ RECORDS = [
         ("a.json", '{"rasa_nlu_data": {}}', "a.json: not a record of this data set .*'common_examples'"),
         ("a.json", "1", "a.json: not a record of this data set"),
         ("a.json", "[1]", r"a.json: example 0 is not an object \(got 1\)"),
+        ("a.csv", 'text,label\na,x\n"to be or,x\nb,y\n', r"a.csv: not a CSV file \(unexpected end of data"),
+        ("a.tsv", 'text\tlabel\n"a" b\tx\n', "a.tsv: not a CSV file"),
         ("a.tsv", "text,label\na,x\n", r"a.tsv, line 2 has no column 'text'; columns found: 'text,label'"),
         ("a.json", rasa({"text": "a", "label": "x"}, "b"), "example 1 is not an object"),
         ("a.json", rasa({"text": "a", "intent": "x"}), "data.label: .*example 0 has no column 'label'"),

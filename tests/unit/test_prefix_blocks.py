@@ -62,6 +62,8 @@ def test_budget_and_parents_whatever_is_asked(steps: list[tuple[bool, list[int]]
         if puts:
             blocks.put(chain, {link.key: block(link) for link in chain})
         reached, n_tokens = blocks.reach(chain, row(ids).ids, 2)
+        order = {key: number for number, key in enumerate(blocks._held)}
+        assert all(order[key] < order[before] for key, before in blocks._before.items())  # ends of chains leave first
         found = blocks.match(chain)
         assert reached[: len(found)] == found and 0 <= n_tokens - 2 * len(found) < 2
         assert {key: before for before, after in blocks._after.items() for key in after} == blocks._before

@@ -248,11 +248,13 @@ def test_a_failed_calibration_ends_the_one_before(cache: LLMCache) -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"input_ids": torch.full((1, 500), 12)}, "request 3 has 500 tokens, and the model takes 64"),
+        ({"input_ids": torch.full((1, 500), 12)}, "request 3 has 500 tokens, and model or tokenizer take 64"),
         ({"input_ids": torch.full((1, 5), 10**6)}, "request 3: token id 1000000 is not in the model's vocabulary"),
         ({"input_ids": torch.full((1, 5), -4)}, "request 3: token id -4 is not in"),
         ({"input_ids": torch.full((5,), 12)}, r"request 3: input_ids must be .* \(got shape \(5,\)\)"),
         ({"input_ids": torch.full((1, 0), 12)}, r"request 3: input_ids must be .* \(got shape \(1, 0\)\)"),
+        ({"inputs_embeds": torch.ones(1, 5, 32)}, "request 3 has no input_ids"),
+        ({"input_ids": None, "inputs_embeds": torch.ones(1, 5, 32)}, "request 3 has no input_ids"),
         ({"input_ids": [[12, 13]]}, r"request 3: input_ids must be .* \(got a list\)"),
     ],
 )
@@ -282,7 +284,10 @@ def test_a_request_that_fails_in_the_model_is_named(cache: LLMCache) -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [(" \n", r"request 1 is a blank text \(' \\n'\)"), ("w1 " * 90, "request 1 has 92 tokens, and the model takes 32")],
+    [
+        (" \n", r"request 1 is a blank text \(' \\n'\)"),
+        ("w1 " * 90, "request 1 has 92 tokens, and model or tokenizer take 32"),
+    ],
 )
 def test_texts_are_neither_blank_nor_cut(model: nn.Module, text: str, message: str) -> None:
     with LLMCache.wrap(model, tokenizer=tokenizer()) as cache:
