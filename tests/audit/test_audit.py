@@ -364,7 +364,7 @@ def test_calls_that_are_computed_during_a_calibration_do_not_wait_for_it(
 
         monkeypatch.setattr(trust, "_calibrate", fit)
         with pytest.raises(CalibrationError, match="not today"):
-            cache.calibrate(fresh(3))
+            cache.calibrate(fresh(N))
         assert (wanted, trust.is_learning) == ([False], True)
 
 
