@@ -31,7 +31,7 @@ def tokenised(requests: Requests, tokenizer: Any, trunk: Trunk) -> Iterator[Mapp
     """
     if isinstance(requests, str | bytes | Mapping) or not isinstance(requests, Iterable):
         raise CalibrationError(f"requests: give a list of tokenised inputs or of texts (got {type(requests).__name__})")
-    most = longest_input(trunk) if _has_position_table(trunk) else None
+    most, most_of_text = longest_input(trunk) if _has_position_table(trunk) else None, longest_input(trunk, tokenizer)
     for number, request in enumerate(requests):
         if isinstance(request, Mapping):
             inputs, longest = request, most
@@ -44,7 +44,7 @@ def tokenised(requests: Requests, tokenizer: Any, trunk: Trunk) -> Iterator[Mapp
         else:
             made = tokenizer(request, return_tensors="pt")
             inputs = {name: tensor.to(device_of(trunk.module)) for name, tensor in made.items()}
-            longest = longest_input(trunk, tokenizer)
+            longest = most_of_text
         _check_ids(number, inputs, longest, getattr(trunk.config, "vocab_size", None))
         yield inputs
 

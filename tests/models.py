@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers as tf
@@ -68,19 +69,21 @@ def _gpt2() -> tf.GPT2Config:
     )
 
 
-def _llama() -> tf.LlamaConfig:
-    return tf.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=48,
-        max_position_embeddings=64,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=PAD,
-    )
+def llama(**changes: Any) -> tf.LlamaConfig:
+    """A tiny Llama's settings, some of them changed."""
+    settings: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 48,
+        "max_position_embeddings": 64,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": PAD,
+    }
+    return tf.LlamaConfig(**settings | changes)
 
 
 def _t5() -> tf.T5Config:
@@ -149,7 +152,7 @@ BARE: dict[str, Callable[[], nn.Module]] = {
     "distilbert": lambda: tf.DistilBertModel(_distilbert()),
     "electra": lambda: tf.ElectraModel(_electra()),
     "gpt2": lambda: tf.GPT2Model(_gpt2()),
-    "llama": lambda: tf.LlamaModel(_llama()),
+    "llama": lambda: tf.LlamaModel(llama()),
     "t5": lambda: tf.T5EncoderModel(_t5()),
     "bart": lambda: tf.BartModel(_bart()).encoder,
     "mpnet": lambda: tf.MPNetModel(_mpnet()),
@@ -162,14 +165,14 @@ CLASSIFIERS: dict[str, Callable[[], nn.Module]] = {
     "distilbert": lambda: tf.DistilBertForSequenceClassification(_distilbert()),
     "electra": lambda: tf.ElectraForSequenceClassification(_electra()),
     "gpt2": lambda: tf.GPT2ForSequenceClassification(_gpt2()),
-    "llama": lambda: tf.LlamaForSequenceClassification(_llama()),
+    "llama": lambda: tf.LlamaForSequenceClassification(llama()),
     "t5": lambda: tf.T5ForSequenceClassification(_t5()),
     "bart": lambda: tf.BartForSequenceClassification(_bart()),
 }
 
 GENERATORS: dict[str, Callable[[], nn.Module]] = {
     "gpt2": lambda: tf.GPT2LMHeadModel(_gpt2()),
-    "llama": lambda: tf.LlamaForCausalLM(_llama()),
+    "llama": lambda: tf.LlamaForCausalLM(llama()),
     "t5": lambda: tf.T5ForConditionalGeneration(_t5()),
     "bart": lambda: tf.BartForConditionalGeneration(_bart()),
 }

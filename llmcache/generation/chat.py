@@ -179,19 +179,19 @@ class Chat:
             self._history = [*now.kept, *said]
         return Turn(now.answer.text, now.prompt, now.encode_s, now.answer.generation(), n_forgotten)
 
-    def _encode(self, question: Message) -> tuple[Prompt, list[Message]]:
+    def _encode(self, question: Message) -> tuple[Prompt, Sequence[Message]]:
         """The prompt of a question, and the history that it has room for."""
-        first, kept = 0 if self._system is None else 1, list(self._history)
-        prompt = whole = self._prompt([*kept, question])
-        while prompt.n_dropped or (
-            len(kept) < len(self._history) and len(prompt.ids) > _KEPT * (self._longest or len(prompt.ids))
-        ):
-            if len(kept) == first:
-                break
-            del kept[first : first + 2]
+        whole = self._prompt([*self._history, question])
+        if not whole.n_dropped:
+            return whole, self._history
+        assert self._longest is not None
+        first, end = 0 if self._system is None else 1, len(self._history)
+        for kept_from in range(first + 2, end + 1, 2):
+            kept = self._history[:first] + self._history[kept_from:]
             prompt = self._prompt([*kept, question])
-        # A question that has no room by itself takes none from what was said before: all of it is cut on the left.
-        return (whole, list(self._history)) if prompt.n_dropped else (prompt, kept)
+            if not prompt.n_dropped and (kept_from == end or len(prompt.ids) <= _KEPT * self._longest):
+                return prompt, kept
+        return whole, self._history  # a question that has no room by itself takes none from what was said before
 
     def _prompt(self, messages: Sequence[Message]) -> Prompt:
         return self.prompts.encode(messages if self._tokenizer.chat_template else _as_text(messages))

@@ -8,7 +8,7 @@ import transformers as tf
 from torch import Tensor, nn
 
 from llmcache import LLMCache
-from tests.models import GENERATORS, PAD, build, tokens
+from tests.models import GENERATORS, PAD, build, llama, tokens
 
 ORIGINAL = 24  # tokens from which frequencies change
 LONG = ("dynamic", "longrope")
@@ -23,18 +23,8 @@ def rotary(kind: str) -> nn.Module:
             "short_factor": [1.0] * 4,
             "long_factor": [3.0] * 4,
         }
-    config = tf.LlamaConfig(
-        vocab_size=200,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=ORIGINAL if kind == "dynamic" else 4 * ORIGINAL,
-        rope_parameters=parameters,
-        pad_token_id=PAD,
-    )
-    return tf.LlamaForCausalLM(config)
+    longest = ORIGINAL if kind == "dynamic" else 4 * ORIGINAL
+    return tf.LlamaForCausalLM(llama(max_position_embeddings=longest, rope_parameters=parameters))
 
 
 def wrapped(model: nn.Module) -> LLMCache:
