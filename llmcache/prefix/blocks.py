@@ -12,7 +12,7 @@ Sizes: L layers, H K/V heads, b tokens a block, D_h width of a head, D hidden wi
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import torch
@@ -32,7 +32,7 @@ class Block:
         namespace: Where it belongs.
         keys: (L, H, b, D_h).
         values: (L, H, b, D_h).
-        states: The trunk's output (b, D).
+        states: The trunk's output (1, b, D).
     """
 
     ids: bytes
@@ -183,6 +183,19 @@ class Blocks:
             self._drop(oldest)
             self.n_evicted += 1
         return True
+
+
+def first_tokens(blocks: Iterable[Block], n_tokens: int) -> list[Block]:
+    """Of blocks, those that hold so many tokens; the last is cut, not copied."""
+    found: list[Block] = []
+    for block in blocks:
+        n = min(n_tokens, block.states.shape[-2])
+        if n == 0:
+            break
+        tensors = {name: getattr(block, name)[..., :n, :] for name in ("keys", "values", "states")}
+        found.append(replace(block, **tensors))
+        n_tokens -= n
+    return found
 
 
 def _n_alike(one: bytes, other: bytes) -> int:

@@ -23,8 +23,9 @@ from llmcache.hooks import has_hooks
 from llmcache.lookup import Lookup
 from llmcache.masks import cut
 from llmcache.parts import Parts
-from llmcache.prefix.blocks import Block, Blocks
+from llmcache.prefix.blocks import Block, Blocks, first_tokens
 from llmcache.prefix.chain import links
+from llmcache.prefix.filling import empty, fill, join, lay
 from llmcache.prefix.records import Link, Prefill
 from llmcache.rows import Row
 from llmcache.stores.memory import own, own_stack
@@ -94,7 +95,7 @@ class Prefiller:
     def abandon(self, call: Call) -> None:
         """Leave the caller an empty K/V cache: what was put there of a call that failed would be taken for a past."""
         if call.prefill is not None and call.prefill.served:
-            call.prefill.kv_cache.reset()
+            empty(call.prefill.kv_cache)
 
     def store(self, call: Call, output: Any) -> None:
         """Keep blocks of rows that were computed, at least in part.
@@ -178,23 +179,21 @@ class Prefiller:
         self, rows: Sequence[Row], matched: Sequence[list[Block]], prefill: Prefill, n_cut: int, device: torch.device
     ) -> Tensor:
         """Fill the K/V cache with C columns; returns their states (B, C, D)."""
-        firsts = {row: _first(rows[row]) for row in prefill.served}
 
-        def lay(name: str, part: Any = ...) -> Tensor:
-            """The first C columns (B, ..., C, D) of a tensor of the blocks; zeros where nothing is served."""
-            parts = {row: torch.cat([getattr(block, name)[part] for block in matched[row]], dim=-2) for row in firsts}
-            sample = next(iter(parts.values()))
-            if len(rows) == 1 and prefill.served == {0: n_cut}:  # nothing beside it: laid out as it is
-                return sample[None, ..., :n_cut, :].to(device)
-            size = (len(rows), *sample.shape[:-2], n_cut, sample.shape[-1])
-            whole = torch.zeros(size, dtype=sample.dtype, device=device)
-            for row, n in prefill.served.items():
-                whole[row, ..., firsts[row] : firsts[row] + n, :] = parts[row][..., :n, :].to(device)
-            return whole
-
-        for layer in range(self._parts.trunk.depth):  # not all at once: the cache copies what is then still at hand
-            prefill.kv_cache.update(lay("keys", layer), lay("values", layer), layer)
-        return lay("states")
+        held = {row: first_tokens(matched[row], n) for row, n in prefill.served.items()}
+        columns = {row: slice(first := _first(rows[row]), first + n) for row, n in prefill.served.items()}
+        keys, values, states = (
+            lay(
+                {row: [getattr(block, name) for block in held[row]] for row in held},
+                columns,
+                (len(rows), n_cut),
+                device,
+            )
+            for name in ("keys", "values", "states")
+        )
+        for layer, (of_keys, of_values) in enumerate(zip(keys, values, strict=True)):
+            fill(prefill.kv_cache, layer, of_keys, of_values)
+        return join(next(states))
 
     def _make(
         self, blocks: Blocks, call: Call, row: Row, chain: Sequence[Link], n_before: int, states: Tensor
@@ -216,7 +215,7 @@ class Prefiller:
             columns = slice(begin, begin := begin + blocks.size)
             keys = own_stack([layer.keys[row.number, :, columns] for layer in layers], blocks.device)
             values = own_stack([layer.values[row.number, :, columns] for layer in layers], blocks.device)
-            last = own(states[row.number, columns], blocks.device)
+            last = own(states[row.number : row.number + 1, columns], blocks.device)
             made[link.key] = Block(link.ids, call.namespace, keys, values, last)
         return made
 
