@@ -143,17 +143,24 @@ class Trunk:
         layers: Its layers, first to last.
         norm: Norm after the last layer, or None.
         adapter: The table's row, or one made for the occasion.
+        n_configured: Layers that its config named when it was found; None where it names none.
     """
 
     module: nn.Module
     layers: tuple[nn.Module, ...]
     norm: nn.Module | None
     adapter: Adapter
+    n_configured: int | None
 
     @property
     def depth(self) -> int:
         """Number of layers."""
         return len(self.layers)
+
+    @property
+    def runs_its_layers(self) -> bool:
+        """Whether its config names as many layers as when it was found: some trunks run as many as that says."""
+        return self.n_configured == _n_configured(self.module)
 
     @property
     def makes_kv(self) -> bool:
@@ -200,7 +207,11 @@ def _dissect(module: nn.Module, adapter: Adapter) -> Trunk:
     if len(layers) == 0:
         raise UnsupportedModelError(f"{type(module).__name__}: {adapter.layers} holds no layers, nothing to reuse")
     norm = _follow(module, adapter.norm) if adapter.norm else None
-    return Trunk(module, tuple(layers), norm, adapter)
+    return Trunk(module, tuple(layers), norm, adapter, _n_configured(module))
+
+
+def _n_configured(module: nn.Module) -> int | None:
+    return getattr(getattr(module, "config", None), "num_hidden_layers", None)
 
 
 def first_attention(trunk: Trunk) -> nn.Module:

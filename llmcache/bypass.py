@@ -3,7 +3,8 @@
 from typing import Any
 
 import torch
-from torch import nn
+
+from llmcache.adapters import Trunk
 
 CURES: dict[str, str] = {
     "disabled": "the call was made inside cache.disabled()",
@@ -12,6 +13,8 @@ CURES: dict[str, str] = {
     "compiled": "a compiled or traced model runs a graph of its own: call the uncompiled model to use the cache",
     "training": "the model is in training mode: call model.eval()",
     "gradients": "gradients are on: call cache(**inputs), or the model under torch.inference_mode() or torch.no_grad()",
+    "other_depth": "config.num_hidden_layers is not what it was when the model was wrapped, so other layers run: wrap "
+    "it again (drafts of assistant_early_exit set it back by themselves)",
     "decode": "a decode step extends K/V that the caller already holds; only prefill is cached",
     "inputs_embeds": "the input is inputs_embeds, which has no tokens to recognise it by: pass input_ids",
     "output_attentions": "attentions were asked for, which a skipped layer does not have: turn output_attentions off",
@@ -62,27 +65,29 @@ _KNOWN = frozenset(
 )
 
 
-def find_reason(arguments: dict[str, Any], module: nn.Module) -> str | None:
+def find_reason(arguments: dict[str, Any], trunk: Trunk) -> str | None:
     """Why a forward of the trunk cannot use the cache, or None when it can.
 
     Args:
         arguments: The trunk's arguments by name.
-        module: The trunk.
+        trunk: Whose they are.
 
     Returns:
         A key of `CURES`. Cheap: no tensor is read.
     """
     if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         return "compiled"
-    if module.training:
+    if trunk.module.training:
         return "training"
     if torch.is_grad_enabled():
         return "gradients"
+    if not trunk.runs_its_layers:
+        return "other_depth"
     if arguments.get("inputs_embeds") is not None or arguments.get("input_ids") is None:
         return "inputs_embeds"
     for what in ("output_attentions", "output_hidden_states"):
         asked = arguments.get(what)
-        if asked if asked is not None else getattr(module.config, what, False):
+        if asked if asked is not None else getattr(trunk.config, what, False):
             return what
     if arguments.get("encoder_hidden_states") is not None:
         return "cross_attention"

@@ -126,16 +126,20 @@ class PromptCache:
         if not isinstance(messages, Sequence) or not messages or not all(isinstance(one, Mapping) for one in messages):
             raise RequestError(f"give a text, or messages of role and content, one at least (got {messages!r})")
 
+        plain = [dict(one) for one in messages]
+
         def form() -> str:
             try:
-                made = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+                made = self._tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=True)
             except Exception as error:  # templates are programs, and refuse what they like with what they like
                 raise RequestError(f"the tokenizer's chat template does not take these messages: {error}") from error
             return str(made)
 
-        if _TELLS_THE_TIME in str(template):
+        try:
+            named = json.dumps(plain, sort_keys=True)
+        except (TypeError, ValueError):  # what has no JSON has no key: a date, bytes, keys of several types
             return form()
-        return self._texts.get(_digest(str(template), json.dumps(list(messages), sort_keys=True)), form)[0]
+        return form() if _TELLS_THE_TIME in str(template) else self._texts.get(_digest(str(template), named), form)[0]
 
     def _tokenised(self, text: str, is_text: bool) -> tuple[int, ...]:
         return tuple(self._tokenizer(text, add_special_tokens=is_text)["input_ids"])

@@ -48,33 +48,50 @@ def fill(kv_cache: Any, number: int, keys: Pieces, values: Pieces) -> None:
         keys: Of the layer.
         values: Of the layer.
     """
-    none = (keys[0][..., :0, :], values[0][..., :0, :])
-    kv_cache.update(*none, number)  # makes the layer, where caches make them as they are used
-    layer = kv_cache.layers[number]
-    if layer.get_max_length() >= 0:  # it was allocated as a whole, so nothing is copied again
+    is_made = number < len(kv_cache.layers)
+    if is_made and _takes_at_once(kv_cache.layers[number]):
         kv_cache.update(join(keys), join(values), number)
         return
-
-    def update(new_keys: Tensor, new_values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """What the layer's own would do, with the blocks in place of what it holds; this once."""
-        del layer.update
-        layer.keys, layer.values = join([*keys, new_keys]), join([*values, new_values])
-        return layer.keys, layer.values
-
+    kv_cache.update(keys[0][..., :0, :], values[0][..., :0, :], number)  # the layer is then made, and knows its dtype
+    layer = kv_cache.layers[number]
     layer.keys, layer.values = _room(keys), _room(values)
-    layer.update = update
+    layer.update = _Joining(layer, keys, values)
 
 
 def empty(kv_cache: Any) -> None:
     """Make a K/V cache forget what `fill` put there, and what came after."""
     for layer in kv_cache.layers:
-        layer.__dict__.pop("update", None)
+        if isinstance(vars(layer).get("update"), _Joining):
+            del layer.update
     kv_cache.reset()
 
 
 def join(pieces: Pieces) -> Tensor:
     """Tensors side by side, (..., C, D); one alone is not copied."""
     return torch.cat(list(pieces), dim=-2) if len(pieces) > 1 else pieces[0]
+
+
+class _Joining:
+    """Stands in for a layer's `update`, once: does what it would, with the blocks in place of what the layer holds.
+
+    No closure, so that a copy of the layer gets one for itself.
+    """
+
+    def __init__(self, layer: Any, keys: Pieces, values: Pieces) -> None:
+        self._layer = layer
+        self._keys = keys
+        self._values = values
+
+    def __call__(self, new_keys: Tensor, new_values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        layer = self._layer
+        layer.keys, layer.values = join([*self._keys, new_keys]), join([*self._values, new_values])
+        del layer.update
+        return layer.keys, layer.values
+
+
+def _takes_at_once(layer: Any) -> bool:
+    """Whether a layer was allocated as a whole, or somebody's own `update` hangs on it, who is to see all columns."""
+    return layer.get_max_length() >= 0 or "update" in vars(layer)
 
 
 def _room(pieces: Pieces) -> Tensor:

@@ -85,11 +85,12 @@ class Prefiller:
         """The trunk's output at all positions, of a call whose trunk ran on some."""
         if call.prefill is None or call.prefill.states is None:
             return output
-        call.has_begun = call.is_complete = True
-        whole = torch.cat([call.prefill.states.to(output[0].dtype), output[0]], dim=1)
+        whole = join([call.prefill.states.to(output[0].dtype), output[0]])
         if isinstance(output, tuple):
-            return (whole, *output[1:])
-        output["last_hidden_state"] = whole
+            output = (whole, *output[1:])
+        else:
+            output["last_hidden_state"] = whole
+        call.has_begun = call.is_complete = True  # not before: a call that fails here was not served
         return output
 
     def abandon(self, call: Call) -> None:

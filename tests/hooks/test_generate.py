@@ -84,6 +84,37 @@ def test_assisted_generation(wrapped: str) -> None:
     assert all(cache.stats().n_hits >= 1 for cache in caches)
 
 
+@pytest.mark.parametrize("wrapped", ["model", "assistant", "both"])
+def test_assisted_generation_from_a_known_prefix(wrapped: str) -> None:
+    model, assistant = build(GENERATORS["llama"]), build(GENERATORS["llama"], seed=1)
+    known = tokens(1, 24)
+    ids = torch.cat([known[:, :20], tokens(1, 4, seed=9)], dim=1)
+    plain = generate(model, input_ids=ids)
+    caches = [
+        LLMCache.wrap(which, prefix_block=4)
+        for name, which in (("model", model), ("assistant", assistant))
+        if wrapped in (name, "both")
+    ]
+    for prompt in (known, ids):
+        made = generate(model, input_ids=prompt, assistant_model=assistant)
+    assert torch.equal(made, plain)
+    assert all(cache.stats().hits["prefix"] >= 1 for cache in caches)
+
+
+def test_drafts_of_an_early_exit() -> None:
+    """transformers lowers `config.num_hidden_layers` for the time of a draft: other layers, so nothing is served."""
+    model = build(GENERATORS["llama"])
+    known = tokens(1, 24)
+    prompts = [known, torch.cat([known[:, :20], tokens(1, 4, seed=9)], dim=1), known]
+    plain = [generate(model, input_ids=prompt) for prompt in prompts]
+    cache = LLMCache.wrap(model, prefix_block=4)
+    for prompt, expected in zip(prompts, plain, strict=True):
+        assert torch.equal(generate(model, input_ids=prompt, assistant_early_exit=2), expected)
+    assert cache.stats().bypassed["other_depth"] >= len(prompts)
+    assert set(cache.stats().hits) == {"exact", "prefix"}
+    assert cache.stats().errors == 0
+
+
 def test_a_conversation_that_goes_on() -> None:
     """The second turn extends K/V that came from a hit."""
     model = build(GENERATORS["gpt2"])

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 from llmcache import LLMCache
+from llmcache.prefix.filling import join
 from tests.models import CLASSIFIERS, GENERATORS, PAD, STRANGE_GENERATORS, build, tokens
 
 FAMILIES: dict[str, Callable[[], nn.Module]] = {
@@ -412,6 +413,27 @@ def test_a_cache_that_is_half_filled_is_emptied(error: type[BaseException], monk
     else:
         assert torch.equal(cache(prompt, past_key_values=kv).logits, plain)
         assert (cache.stats().errors, kv.get_seq_length(), cache.last[0].rung) == (1, 24, None)
+
+
+def test_an_interruption_while_the_output_is_completed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(GENERATORS["llama"])
+    cache = wrapped(model)
+    stem, kv = tokens(1, 24), DynamicCache()
+    prompt = branch(stem, 20, 24, seed=1)
+    with cache.disabled():
+        plain = cache(prompt).logits
+    cache(stem)
+
+    def interrupt(pieces: list[Tensor]) -> Tensor:
+        if len(pieces) == 2:  # the prefix's states and those of the rest; of blocks there are five
+            raise KeyboardInterrupt
+        return join(pieces)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("llmcache.prefix.prefill.join", interrupt)
+        cache(prompt, past_key_values=kv)
+    assert (kv.get_seq_length(), cache.stats().hits) == (0, {})
+    torch.testing.assert_close(cache(prompt, past_key_values=kv).logits, plain, atol=1e-5, rtol=1e-5)
 
 
 def test_threads_that_extend_one_prefix() -> None:

@@ -1,5 +1,7 @@
 """What blocks hold gets into K/V caches: joined with what the model brings, or written where room was made ahead."""
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -74,3 +76,30 @@ def test_an_emptied_cache_begins_anew(kind: str) -> None:
 
 def test_one_piece_is_not_copied() -> None:
     assert join(PIECES[:1]) is PIECES[0]
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda kv_cache: pickle.loads(pickle.dumps(kv_cache))])
+def test_a_copy_goes_its_own_way(duplicate: Callable[[Any], Any]) -> None:
+    kv_cache = filled("layers made ahead")
+    twin = duplicate(kv_cache)
+    for each, seed in ((twin, 5), (kv_cache, 6)):
+        new = numbers(1, seed)
+        for number in range(2):
+            assert torch.equal(each.update(new, -new, number)[0], join([*PIECES, new]))
+        assert each.get_seq_length() == 8
+
+
+def test_an_update_of_somebody_else_stays_and_sees_all_columns() -> None:
+    kv_cache, seen = CACHES["layers made ahead"](), []
+    layer = kv_cache.layers[0]
+    update = layer.update
+
+    def spy(keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> Any:
+        seen.append(keys.shape[-2])
+        return update(keys, values, *args, **kwargs)
+
+    layer.update = spy
+    fill(kv_cache, 0, PIECES, VALUES)
+    kv_cache.update(numbers(2, seed=7), numbers(2, seed=8), 0)
+    empty(kv_cache)
+    assert (seen, layer.update) == ([7, 2], spy)

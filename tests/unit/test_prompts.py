@@ -1,7 +1,9 @@
 """The prompt cache: the same tokens as without it, and nothing is formatted or tokenised twice."""
 
+import datetime
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -188,3 +190,17 @@ def test_many_threads_get_the_same_tokens(tokenizer: Counted) -> None:
         found = list(pool.map(lambda text: prompts.encode(text).ids, texts))
     assert found == [tuple(tokenizer.tokenizer(text)["input_ids"]) for text in texts]
     assert len(prompts) == 3
+
+
+@pytest.mark.parametrize("told", [datetime.date(2026, 1, 2), b"x", {1: "a", "b": 2}])
+def test_messages_that_have_no_json_are_formatted_each_time(tokenizer: Counted, told: Any) -> None:
+    prompts = PromptCache(tokenizer)
+    messages = [{"role": "user", "content": "w1", "told": told}]
+    assert [prompts.encode(messages).is_hit for _ in range(2)] == [False, True]
+    assert tokenizer.asked == {"text": 2, "tokens": 1}
+
+
+def test_messages_of_any_mapping(tokenizer: Counted) -> None:
+    prompts = PromptCache(tokenizer)
+    assert prompts.encode([MappingProxyType(one) for one in CHAT]).ids == prompts.encode(CHAT).ids
+    assert tokenizer.asked == {"text": 1, "tokens": 1}
