@@ -8,6 +8,7 @@ Sizes: B rows, T tokens a row (padding included), S tokens that a K/V cache hold
 from functools import cache as remember
 from inspect import signature
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -15,6 +16,9 @@ from torch import Tensor
 from llmcache.errors import RequestError, UnsupportedModelError
 from llmcache.generation.caches import Kind, check_room, make_cache
 from llmcache.generation.refusals import check_context, check_last, check_prompt, decoder_config
+
+#: K/V caches of prompts that were padded: nothing in a cache itself tells which of its columns are tokens.
+_PADDED: WeakSet[Any] = WeakSet()
 
 
 def prefill(
@@ -52,9 +56,12 @@ def run_prompt(model: Any, config: Any, ids: Tensor, mask: Tensor | None, kv_cac
     """Run prompts that were checked, into an empty K/V cache; returns and raises as `prefill`."""
     check_room(kv_cache, config, ids.shape[1])
     n_columns = ids.shape[1]
+    _PADDED.discard(kv_cache)
     if mask is None:
         logits = _forward(model, ids, None, kv_cache, 1)[:, 0]
     else:
+        if not bool(mask.all()):
+            _PADDED.add(kv_cache)
         last = n_columns - 1 - mask.long().flip(1).argmax(1)
         n_keep = n_columns - int(last.min())
         kept = _forward(model, ids, mask, kv_cache, n_keep)
@@ -82,7 +89,8 @@ def decode_step(model: Any, last: Tensor, kv_cache: Any, attention_mask: Tensor 
         Logits (B, V) of what follows.
 
     Raises:
-        RequestError: The token is not of the vocabulary, or does not fit cache or context; or shapes do not agree.
+        RequestError: The token is not of the vocabulary, or does not fit cache or context; or shapes do not agree; or
+            the mask is missing.
         UnsupportedModelError: The model is no causal language model.
     """
     config = decoder_config(model)
@@ -103,6 +111,11 @@ def _check_step(last: Tensor, kv_cache: Any, n_held: int, mask: Tensor | None) -
     n_rows = kv_cache.layers[0].keys.shape[0]
     if len(last) != n_rows:
         raise RequestError(f"last: {len(last)} tokens for a K/V cache of {n_rows} rows; give one a row")
+    if mask is None and kv_cache in _PADDED:
+        raise RequestError(
+            "attention_mask: the prompts had padding, and without it that would be taken for tokens: give "
+            f"{(n_rows, n_held + 1)}, the mask of the prompts and a column of ones for each token since"
+        )
     if mask is not None and mask.shape != (n_rows, n_held + 1):
         raise RequestError(
             f"attention_mask: the shape is {tuple(mask.shape)}; give {(n_rows, n_held + 1)}, a column for each token "

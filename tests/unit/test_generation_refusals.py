@@ -178,6 +178,17 @@ def test_steps(kind: Any) -> None:
     refused("65 tokens exceed the model's context of 64", step)
 
 
+def test_a_step_after_padding_needs_its_mask() -> None:
+    model = build(GENERATORS["llama"])
+    step, padded = tokens(2, 1)[:, 0], torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    _, kv_cache = prefill(model, tokens(2, 4), attention_mask=padded)
+    with pytest.raises(RequestError, match=r"the prompts had padding.* give \(2, 5\)"):
+        decode_step(model, step, kv_cache)
+    decode_step(model, step, kv_cache, torch.cat([padded, torch.ones_like(padded[:, :1])], dim=1))
+    _, kv_cache = prefill(model, tokens(2, 4), attention_mask=torch.ones_like(padded))
+    decode_step(model, step, kv_cache)
+
+
 def test_a_step_beyond_a_static_cache() -> None:
     model = build(GENERATORS["gpt2"])
     _, kv_cache = prefill(model, tokens(1, 8), cache="static", max_length=9)
