@@ -38,8 +38,8 @@ ABOUT: Mapping[str, str] = {
     "prefix_nothing_shared": "What prefixes cost where no two prompts begin alike.",
     "prefix_decode": "Generation, to its first token and after, in each way that one would serve it.",
     "prefix_parity": "Whether generation with llmcache gives the model's own tokens.",
-    "prefix_parity_bfloat16": "The same in bfloat16.",
-    "prefix_soak": "The same tokens, over 2,000 requests under a budget that forces eviction?",
+    "prefix_parity_bfloat16": "Parity in bfloat16, where the same sums round otherwise.",
+    "prefix_soak": "Parity over 2,000 requests under a budget that forces eviction.",
     "cost_no_repetition": "A stream without repetition, where the cache steps aside: what is left of its cost.",
 }
 
