@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from experiments.bench import rebuild
 from experiments.bench.generation import Times
@@ -18,7 +17,7 @@ from experiments.measures.parity import difference
 from experiments.report.tables import TABLES
 from experiments.runs import Run
 from llmcache.errors import ConfigError
-from llmcache.prefix.prefill import Prefiller
+from llmcache.prefix.filling import Pieces, fill
 from tests.tiny_prompts import write_prompts
 
 STREAM = {"name": "chat", "n": 16, "turns": 4, "question": 20, "answer": 20, "at_once": 2}
@@ -48,15 +47,11 @@ def measured(folders: Folders, values: dict[str, Any], **changes: Any) -> Outcom
 @pytest.fixture
 def _wrong_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Values of prefixes come back ten times as large, their sign turned."""
-    honest = Prefiller._fill
 
-    def fill(*args: Any) -> Tensor:
-        states = honest(*args)
-        for layer in args[3].kv_cache.layers:
-            layer.values.mul_(-10)
-        return states
+    def lie(kv_cache: Any, number: int, keys: Pieces, values: Pieces) -> None:
+        fill(kv_cache, number, keys, [-10 * piece for piece in values])
 
-    monkeypatch.setattr(Prefiller, "_fill", fill)
+    monkeypatch.setattr("llmcache.prefix.prefill.fill", lie)
 
 
 def told(values: dict[str, Any], outcome: Outcome) -> str:
