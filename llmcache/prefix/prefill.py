@@ -28,7 +28,7 @@ from llmcache.prefix.chain import links
 from llmcache.prefix.filling import empty, fill, join, lay
 from llmcache.prefix.records import Link, Prefill
 from llmcache.rows import Row
-from llmcache.stores.memory import own, own_stack
+from llmcache.stores.memory import own
 
 Passed = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -211,14 +211,19 @@ class Prefiller:
         """
         assert call.prefill is not None
         layers, begin = call.prefill.kv_cache.layers, _first(row) + n_before
-        made = {}
-        for link in chain:
-            columns = slice(begin, begin := begin + blocks.size)
-            keys = own_stack([layer.keys[row.number, :, columns] for layer in layers], blocks.device)
-            values = own_stack([layer.values[row.number, :, columns] for layer in layers], blocks.device)
-            last = own(states[row.number : row.number + 1, columns], blocks.device)
-            made[link.key] = Block(link.ids, call.namespace, keys, values, last)
-        return made
+        columns = slice(begin, begin + len(chain) * blocks.size)
+        kept = call.captured.get(row.number, {}).get(len(layers) - 1, {})
+        tensors = {"states": states[row.number : row.number + 1, columns]}
+        for name in ("keys", "values"):
+            if name in kept and len(kept[name]) == len(layers):  # the exact rung put the layers together already
+                tensors[name] = kept[name][:, :, n_before : n_before + len(chain) * blocks.size]
+            else:
+                tensors[name] = torch.stack([getattr(layer, name)[row.number, :, columns] for layer in layers])
+        cut = {name: torch.split(x, blocks.size, dim=-2) for name, x in tensors.items()}
+        return {
+            link.key: Block(link.ids, call.namespace, **{name: own(x[i], blocks.device) for name, x in cut.items()})
+            for i, link in enumerate(chain)
+        }
 
 
 def cut_column(rows: Sequence[Row], n_known: Sequence[int], n_columns: int) -> int:

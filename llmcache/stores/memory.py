@@ -4,7 +4,7 @@ A small tensor of its own costs several hundred bytes beside its payload. Small 
 slot an entry, one slab of blocks for all entries with the same names, shapes and dtypes.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import count
 from typing import TypeAlias
 
@@ -181,12 +181,3 @@ def own(x: Tensor, device: torch.device) -> Tensor:
     """Return a detached, contiguous copy that is a normal tensor in inference mode, too."""
     with torch.inference_mode(False):
         return torch.empty(x.shape, dtype=x.dtype, device=device).copy_(x.detach())
-
-
-def own_stack(parts: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The same of several tensors of one shape on one device, put together (n, ...)."""
-    with torch.inference_mode(False):
-        made = torch.empty((len(parts), *parts[0].shape), dtype=parts[0].dtype, device=device)
-        if parts[0].device == made.device:
-            return torch.stack([part.detach() for part in parts], out=made)  # copied once: memory's first use is dear
-        return made.copy_(torch.stack([part.detach() for part in parts]))
