@@ -135,11 +135,13 @@ class PromptCache:
                 raise RequestError(f"the tokenizer's chat template does not take these messages: {error}") from error
             return str(made)
 
+        if _TELLS_THE_TIME in str(template):
+            return form()
         try:
             named = json.dumps(plain, sort_keys=True)
         except (TypeError, ValueError):  # what has no JSON has no key: a date, bytes, keys of several types
             return form()
-        return form() if _TELLS_THE_TIME in str(template) else self._texts.get(_digest(str(template), named), form)[0]
+        return self._texts.get(_digest(str(template), named), form)[0]
 
     def _tokenised(self, text: str, is_text: bool) -> tuple[int, ...]:
         return tuple(self._tokenizer(text, add_special_tokens=is_text)["input_ids"])

@@ -180,7 +180,6 @@ class Prefiller:
         self, rows: Sequence[Row], matched: Sequence[list[Block]], prefill: Prefill, n_cut: int, device: torch.device
     ) -> Tensor:
         """Fill the K/V cache with C columns; returns their states (B, C, D)."""
-
         held = {row: first_tokens(matched[row], n) for row, n in prefill.served.items()}
         columns = {row: slice(first := _first(rows[row]), first + n) for row, n in prefill.served.items()}
         keys, values, states = (
@@ -211,17 +210,18 @@ class Prefiller:
         """
         assert call.prefill is not None
         layers, begin = call.prefill.kv_cache.layers, _first(row) + n_before
-        columns = slice(begin, begin + len(chain) * blocks.size)
+        n_new = len(chain) * blocks.size
+        columns = slice(begin, begin + n_new)
         kept = call.captured.get(row.number, {}).get(len(layers) - 1, {})
         tensors = {"states": states[row.number : row.number + 1, columns]}
         for name in ("keys", "values"):
             if name in kept and len(kept[name]) == len(layers):  # the exact rung put the layers together already
-                tensors[name] = kept[name][:, :, n_before : n_before + len(chain) * blocks.size]
+                tensors[name] = kept[name][:, :, n_before : n_before + n_new]
             else:
                 tensors[name] = torch.stack([getattr(layer, name)[row.number, :, columns] for layer in layers])
-        cut = {name: torch.split(x, blocks.size, dim=-2) for name, x in tensors.items()}
+        pieces = {name: torch.split(x, blocks.size, dim=-2) for name, x in tensors.items()}
         return {
-            link.key: Block(link.ids, call.namespace, **{name: own(x[i], blocks.device) for name, x in cut.items()})
+            link.key: Block(link.ids, call.namespace, **{name: own(x[i], blocks.device) for name, x in pieces.items()})
             for i, link in enumerate(chain)
         }
 
