@@ -94,7 +94,7 @@ class Bank:
 
         Args:
             key: Its key.
-            entry: Copied by the store.
+            entry: Given away: nobody writes to its tensors again.
             on_evict: Told each key that left for it, at once: what is put later may fail.
 
         Raises:

@@ -92,7 +92,7 @@ class Banks(dict[int, Bank]):
         Args:
             key: The request.
             scope: Its scope.
-            states: Named tensors by layer.
+            states: Named tensors by layer, given away.
         """
         packers = self._packers_of(scope)
         return {layer: self.learn(key, scope, layer, packers[layer].pack(states[layer])) for layer in states}

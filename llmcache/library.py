@@ -142,7 +142,8 @@ class Library:
         Args:
             scope: Its scope.
             row: The request.
-            states: Named tensors by layer; layers without a bank are not allowed.
+            states: Named tensors by layer, given away: nobody writes to them again. Layers without a bank are not
+                allowed.
             features: What its fingerprint is projected from (F0,), where it must wait for the fingerprint to be fitted.
             vectors: Its fingerprint (F,) by layer of `states`, where known already. With neither it is not found by
                 others.

@@ -39,7 +39,7 @@ class Codec(Protocol):
             x: Floating-point tensor, any shape and device. It may require a gradient; the result does not.
 
         Returns:
-            Tensors by name, on the device of `x`. They may share its memory: a store copies them.
+            Tensors by name, on the device of `x`. They may share its memory: who packs to store has given `x` away.
 
         Raises:
             ValueError: `x` is not a floating-point tensor, or has values that the codec cannot hold.

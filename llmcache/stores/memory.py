@@ -25,7 +25,8 @@ Signature: TypeAlias = tuple[tuple[str, torch.Size, torch.dtype], ...]
 class MemoryStore(Store):
     """A dict of entries; small ones (up to 16 KiB) in shared blocks.
 
-    Getting a small entry copies it, for its slot may be used again; a large one is returned as it is stored. Slots of
+    Getting a small entry copies it, for its slot may be used again. A large one is kept as it is put, unless its tensors
+    are views that would keep more memory alive than is counted, and is returned as it is stored. Slots of
     removed entries are kept for later ones of the same signature, and released with the last of these.
     Not safe in several threads without a lock: the library above holds one.
     """
@@ -45,16 +46,16 @@ class MemoryStore(Store):
         self._nbytes = 0
 
     def __setitem__(self, key: str, entry: Entry) -> None:
-        """Store a copy. If that fails, what was stored under `key` before is still there."""
+        """Store an entry. If that fails, what was stored under `key` before is still there."""
         nbytes = entry.nbytes
         if nbytes <= SMALL_BYTES:
             handle = self._put_small(entry.tensors)
             self.discard(key)
             self._handle_of[key] = handle
         else:
-            copy = Entry({name: own(x, self.device) for name, x in entry.tensors.items()})
+            held = Entry({name: _keep(x, self.device) for name, x in entry.tensors.items()})
             self.discard(key)
-            self._large[key], self._handle_of[key] = copy, LARGE
+            self._large[key], self._handle_of[key] = held, LARGE
         self._nbytes += nbytes
 
     def __getitem__(self, key: str) -> Entry:
@@ -181,3 +182,10 @@ def own(x: Tensor, device: torch.device) -> Tensor:
     """Return a detached, contiguous copy that is a normal tensor in inference mode, too."""
     with torch.inference_mode(False):
         return torch.empty(x.shape, dtype=x.dtype, device=device).copy_(x.detach())
+
+
+def _keep(x: Tensor, device: torch.device) -> Tensor:
+    """A tensor that was given away, detached: itself, or a copy where `own` would make another kind of tensor of it."""
+    x = x.detach()
+    is_whole = x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes
+    return x if is_whole and x.device == device and not x.is_inference() else own(x, device)

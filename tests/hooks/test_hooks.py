@@ -10,6 +10,7 @@ from torch import nn
 
 from llmcache import LLMCache, WrapError
 from llmcache.hooks import Swap
+from llmcache.stores.memory import SMALL_BYTES
 from tests.models import BARE, CLASSIFIERS, GENERATORS, TOKEN_HEADS, build, padded, states, tokens
 
 
@@ -266,9 +267,10 @@ def test_two_caches_in_one_thread_do_not_mix() -> None:
     assert [cache.stats().hits for cache in caches] == [{"exact": 2}] * 2
 
 
-def test_what_the_caller_does_to_an_output_never_reaches_the_store() -> None:
+@pytest.mark.parametrize("length", [5, 40], ids=["small entries", "large entries"])
+def test_what_the_caller_does_to_an_output_never_reaches_the_store(length: int) -> None:
     model = build(BARE["gpt2"])
-    inputs = {"input_ids": tokens(2, 5)}
+    inputs = {"input_ids": tokens(2, length)}
     plain = run(model, **inputs).clone()
     cache = LLMCache.wrap(model)
     with torch.inference_mode():
@@ -280,3 +282,4 @@ def test_what_the_caller_does_to_an_output_never_reaches_the_store() -> None:
                 layer.keys.fill_(7.0)
                 layer.values.fill_(7.0)
     assert cache.stats().hits == {"exact": 4}
+    assert (cache.stats().nbytes > 2 * SMALL_BYTES) == (length == 40)
