@@ -32,8 +32,8 @@ class Store(MutableMapping[str, Entry]):
     """Entries by key, in the order in which they were put.
 
     An absent key is a `KeyError`, a broken store a `StoreError`. What is put is given away: the store may keep the
-    tensors themselves, so nobody writes to them again. What is got must not be written to. Stored and returned tensors are normal ones, also
-    when the caller is in inference mode. Leaving the context closes.
+    tensors themselves, so nobody writes to them again. What is got must not be written to. Stored and returned tensors
+    are normal ones, also when the caller is in inference mode. Leaving the context closes.
     """
 
     @property

@@ -25,9 +25,9 @@ Signature: TypeAlias = tuple[tuple[str, torch.Size, torch.dtype], ...]
 class MemoryStore(Store):
     """A dict of entries; small ones (up to 16 KiB) in shared blocks.
 
-    Getting a small entry copies it, for its slot may be used again. A large one is kept as it is put, unless its tensors
-    are views that would keep more memory alive than is counted, and is returned as it is stored. Slots of
-    removed entries are kept for later ones of the same signature, and released with the last of these.
+    Getting a small entry copies it, for its slot may be used again. Slots of removed entries are kept for later ones of
+    the same signature, and released with the last of these. A large entry is returned as it is stored, and stored as it
+    is put, but for views, which would keep more memory alive than is counted.
     Not safe in several threads without a lock: the library above holds one.
     """
 
