@@ -28,7 +28,7 @@ from llmcache.prefix.chain import links
 from llmcache.prefix.filling import empty, fill, join, lay
 from llmcache.prefix.records import Link, Prefill
 from llmcache.rows import Row
-from llmcache.stores.memory import own
+from llmcache.stores.memory import keep, own
 
 Passed = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -212,16 +212,15 @@ class Prefiller:
         layers, begin = call.prefill.kv_cache.layers, _first(row) + n_before
         n_new = len(chain) * blocks.size
         columns = slice(begin, begin + n_new)
-        kept = call.captured.get(row.number, {}).get(len(layers) - 1, {})
-        tensors = {"states": states[row.number : row.number + 1, columns]}
+        captured = call.captured.get(row.number, {}).get(len(layers) - 1, {})
+        made = {"states": _cut_up(states[row.number : row.number + 1, columns], blocks)}
         for name in ("keys", "values"):
-            if name in kept and len(kept[name]) == len(layers):  # the exact rung put the layers together already
-                tensors[name] = kept[name][:, :, n_before : n_before + n_new]
+            if name in captured and len(captured[name]) == len(layers):  # the exact rung put them together already
+                made[name] = _cut_up(captured[name][:, :, n_before : n_before + n_new], blocks)
             else:
-                tensors[name] = torch.stack([getattr(layer, name)[row.number, :, columns] for layer in layers])
-        pieces = {name: torch.split(x, blocks.size, dim=-2) for name, x in tensors.items()}
+                made[name] = _stack_up([getattr(layer, name)[row.number, :, columns] for layer in layers], blocks)
         return {
-            link.key: Block(link.ids, call.namespace, **{name: own(x[i], blocks.device) for name, x in pieces.items()})
+            link.key: Block(link.ids, call.namespace, **{name: tensors[i] for name, tensors in made.items()})
             for i, link in enumerate(chain)
         }
 
@@ -236,6 +235,18 @@ def cut_column(rows: Sequence[Row], n_known: Sequence[int], n_columns: int) -> i
     """
     ends = (n_columns if n == row.n_valid else _first(row) + n for row, n in zip(rows, n_known, strict=True))
     return min(n_columns - 1, *ends)
+
+
+def _cut_up(whole: Tensor, blocks: Blocks) -> list[Tensor]:
+    """Tensors of blocks, fit to be kept, from one of all their tokens (..., n, D)."""
+    return [own(piece, blocks.device) for piece in torch.split(whole, blocks.size, dim=-2)]
+
+
+def _stack_up(layers: Sequence[Tensor], blocks: Blocks) -> list[Tensor]:
+    """The same from one a layer (H, n, D_h), not put together as a whole first: that would take fresh memory."""
+    pieces = zip(*(torch.split(layer, blocks.size, dim=-2) for layer in layers), strict=True)
+    with torch.inference_mode(False), torch.no_grad():
+        return [keep(torch.stack(piece), blocks.device) for piece in pieces]
 
 
 def _first(row: Row) -> int:

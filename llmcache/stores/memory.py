@@ -53,7 +53,7 @@ class MemoryStore(Store):
             self.discard(key)
             self._handle_of[key] = handle
         else:
-            held = Entry({name: _keep(x, self.device) for name, x in entry.tensors.items()})
+            held = Entry({name: keep(x, self.device) for name, x in entry.tensors.items()})
             self.discard(key)
             self._large[key], self._handle_of[key] = held, LARGE
         self._nbytes += nbytes
@@ -184,7 +184,7 @@ def own(x: Tensor, device: torch.device) -> Tensor:
         return torch.empty(x.shape, dtype=x.dtype, device=device).copy_(x.detach())
 
 
-def _keep(x: Tensor, device: torch.device) -> Tensor:
+def keep(x: Tensor, device: torch.device) -> Tensor:
     """A tensor that was given away, detached: itself, or a copy where `own` would make another kind of tensor of it."""
     x = x.detach()
     is_whole = x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes
