@@ -7,6 +7,7 @@ Sizes: B rows, T tokens, D hidden width.
 
 from time import perf_counter
 
+import torch
 from torch import Tensor
 
 from llmcache import kv
@@ -54,9 +55,10 @@ class Keeper:
             reuse = call.reused.get(row.number)
             if reuse is not None and (reuse.layer >= number or not reuse.stores_above):
                 continue
-            tensors = {"hidden": self._parts.payload.take(hidden[row.number], row.valid)}
-            if call.kv_cache is not None:
-                tensors |= kv.capture(call.kv_cache, row, number, self._parts.library.layers)
+            with torch.inference_mode(False), torch.no_grad():  # normal tensors, which a store can keep as they are
+                tensors = {"hidden": self._parts.payload.take(hidden[row.number], row.valid)}
+                if call.kv_cache is not None:
+                    tensors |= kv.capture(call.kv_cache, row, number, self._parts.library.layers)
             call.captured.setdefault(row.number, {})[number] = tensors
 
     @property

@@ -19,7 +19,7 @@ from llmcache.stores import Entry
 
 
 def capture(kv_cache: Any, row: Row, layer: int, stored: Sequence[int]) -> dict[str, Tensor]:
-    """Copy `keys` and `values` (S, H, n, D_h) for the entry of a row at a layer, into tensors fit for a store to keep.
+    """Copy `keys` and `values` (S, H, n, D_h) for the entry of a row at a layer.
 
     Args:
         kv_cache: The caller's K/V cache, filled up to this layer.
@@ -29,11 +29,10 @@ def capture(kv_cache: Any, row: Row, layer: int, stored: Sequence[int]) -> dict[
     """
     below = max((other for other in stored if other < layer), default=-1)
     skipped = kv_cache.layers[below + 1 : layer + 1]
-    with torch.inference_mode(False), torch.no_grad():
-        return {
-            "keys": torch.stack([each.keys[row.number][:, row.valid] for each in skipped]),
-            "values": torch.stack([each.values[row.number][:, row.valid] for each in skipped]),
-        }
+    return {
+        "keys": torch.stack([each.keys[row.number][:, row.valid] for each in skipped]),
+        "values": torch.stack([each.values[row.number][:, row.valid] for each in skipped]),
+    }
 
 
 def read(entries: Mapping[int, Entry | None], packers: Mapping[int, Packer], dtype: torch.dtype) -> KV | None:

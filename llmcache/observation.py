@@ -35,7 +35,8 @@ class Observation:
         target: What its fingerprint is to resemble: the mean row of the payload of the last layer, float32 (D,).
         answer: Signature of its answer (S,).
         output: What the model put out for it, float32 (C,).
-        states: What would be stored of it, by layer; empty where it is stored already, and not to be kept beside that.
+        states: What would be stored of it, by layer, and may be once the requests are learned from: not to be written
+            to. Empty where it is stored already, and not to be kept beside that.
         head: Digest of the weights outside the trunk, as they were then.
         seconds: From the trunk's arguments to the answer, with what the cache did meanwhile, by the row.
         label: What it should have been answered, where that was given.

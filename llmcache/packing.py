@@ -72,13 +72,13 @@ def pack_states(records: list[Record]) -> dict[str, Tensor]:
 def unpack(requests: dict[str, Tensor], states: dict[str, Tensor], scopes: list[Scope]) -> Iterator[Record]:
     """Records from the tensors of both files."""
     arrays = {name: tensor.numpy() for name, tensor in requests.items()}
-    entries: dict[int, dict[int, Entry]] = defaultdict(dict)
+    views: dict[int, dict[int, dict[str, Tensor]]] = defaultdict(dict)
     for name, numbers in states.items():
         if name.endswith("/requests"):
             layer, group, _ = name.split("/")
             stacks = below(f"{layer}/{group}/state/", states)
             for row, i in enumerate(numbers.tolist()):
-                entries[i][int(layer)] = Entry({n: stack[row] for n, stack in stacks.items()})
+                views[i][int(layer)] = {n: stack[row] for n, stack in stacks.items()}
     places: dict[int, list[Place]] = defaultdict(list)
     for i, layer, length, slot, vector in zip(
         *(arrays[f"place.{what}"] for what in ("request", "layer", "length", "slot", "vector")), strict=True
@@ -92,7 +92,8 @@ def unpack(requests: dict[str, Tensor], states: dict[str, Tensor], scopes: list[
             scopes[arrays["scope"][i]],
             ids[end - arrays["n_id_bytes"][i] : end],
             _DTYPES[arrays["dtype"][i]],
-            entries[i],
+            # Copies: a tensor of a file may lie in it, and what is held must outlive the file.
+            {layer: Entry({n: x.clone() for n, x in tensors.items()}) for layer, tensors in views[i].items()},
             tuple(places[i]),
             None if np.isnan(arrays["answers"][i]).any() or not arrays["answers"].shape[1] else arrays["answers"][i],
             bool(arrays["is_kept"][i]),

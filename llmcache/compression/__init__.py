@@ -39,7 +39,8 @@ class Codec(Protocol):
             x: Floating-point tensor, any shape and device. It may require a gradient; the result does not.
 
         Returns:
-            Tensors by name, on the device of `x`. They may share its memory: who packs to store has given `x` away.
+            Tensors by name, on the device of `x`. They may share its memory, for who packs to store has
+            given it away; other memory is theirs alone, and nobody writes to it again.
 
         Raises:
             ValueError: `x` is not a floating-point tensor, or has values that the codec cannot hold.

@@ -27,7 +27,7 @@ class MemoryStore(Store):
 
     Getting a small entry copies it, for its slot may be used again. Slots of removed entries are kept for later ones of
     the same signature, and released with the last of these. A large entry is returned as it is stored, and stored as it
-    is put, but for views, which would keep more memory alive than is counted.
+    is put wherever `keep` can.
     Not safe in several threads without a lock: the library above holds one.
     """
 
@@ -185,7 +185,11 @@ def own(x: Tensor, device: torch.device) -> Tensor:
 
 
 def keep(x: Tensor, device: torch.device) -> Tensor:
-    """A tensor that was given away, detached: itself, or a copy where `own` would make another kind of tensor of it."""
+    """A tensor that was given away, detached, as `own` would have it.
+
+    Itself where it can be. Of a view, which would keep more memory alive than is counted, of a tensor that is not
+    contiguous, on another device or made in inference mode, a copy.
+    """
     x = x.detach()
     is_whole = x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes
     return x if is_whole and x.device == device and not x.is_inference() else own(x, device)

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -267,13 +268,14 @@ def test_two_caches_in_one_thread_do_not_mix() -> None:
     assert [cache.stats().hits for cache in caches] == [{"exact": 2}] * 2
 
 
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
 @pytest.mark.parametrize("length", [5, 40], ids=["small entries", "large entries"])
-def test_what_the_caller_does_to_an_output_never_reaches_the_store(length: int) -> None:
+def test_what_the_caller_does_to_an_output_never_reaches_the_store(length: int, mode: Callable[[], Any]) -> None:
     model = build(BARE["gpt2"])
     inputs = {"input_ids": tokens(2, length)}
     plain = run(model, **inputs).clone()
     cache = LLMCache.wrap(model)
-    with torch.inference_mode():
+    with mode():
         for _ in range(3):
             output = model(**inputs, use_cache=True)
             torch.testing.assert_close(output.last_hidden_state, plain)

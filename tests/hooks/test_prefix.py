@@ -487,5 +487,11 @@ def test_prefixes_alone() -> None:
     for n_served in (0, 20):
         assert torch.equal(greedy(model, input_ids=prompt), plain)
         assert cache.last[0].n_prefix == n_served
-    assert cache.stats().n_stored == 0
-    assert cache.stats().n_blocks > 0
+    stats = cache.stats()
+    assert stats.n_stored == 0
+    assert stats.n_blocks > 0
+    blocks = cache._parts.prefix
+    assert blocks is not None
+    held = [x for block in blocks._held.values() for x in (block.keys, block.values, block.states)]
+    assert not any(x.is_inference() or x.requires_grad for x in held)
+    assert sum(x.untyped_storage().nbytes() for x in held) == stats.prefix_nbytes

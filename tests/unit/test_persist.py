@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from llmcache import BankFileError, LLMCache, StoreError, persist
-from tests.models import BARE, CLASSIFIERS, GENERATORS, build, padded, states
+from llmcache.stores.memory import SMALL_BYTES
+from tests.models import BARE, CLASSIFIERS, GENERATORS, build, padded, states, tokens
 
 SETTINGS = [
     {},
@@ -61,6 +62,21 @@ def test_kv_survives_a_restart(tmp_path: Path) -> None:
     with LLMCache.load(again, tmp_path) as cache:
         assert torch.equal(again.generate(**inputs, **settings), plain)
         assert cache.stats().hits == {"exact": 2}
+
+
+def test_what_was_loaded_does_not_lie_in_the_file(tmp_path: Path) -> None:
+    model = build(BARE["gpt2"])
+    inputs = {"input_ids": tokens(1, 60)}
+    with LLMCache.wrap(model) as cache:
+        plain = cache(**inputs, use_cache=True).last_hidden_state
+        cache.save(tmp_path)
+    with LLMCache.load(build(BARE["gpt2"]), tmp_path) as cache:
+        assert cache.stats().nbytes > SMALL_BYTES
+        for path in tmp_path.glob("*.safetensors"):
+            with path.open("r+b") as file:
+                file.write(b"\xff" * path.stat().st_size)
+        torch.testing.assert_close(cache(**inputs, use_cache=True).last_hidden_state, plain)
+        assert cache.stats().hits == {"exact": 1}
 
 
 def test_an_empty_cache_can_be_saved(tmp_path: Path) -> None:
