@@ -109,6 +109,14 @@ def test_any_sequence_is_that_of_a_dict(steps: list[tuple[str, str, int]]) -> No
             assert_same(store[key], entry)
 
 
+def test_the_callers_tensors_are_not_kept_of_a_small_entry(store: Store) -> None:
+    mine = small(1)
+    store["a"] = mine
+    for x in mine.tensors.values():
+        x.zero_()
+    assert_same(store["a"], small(1))
+
+
 def test_views_do_not_keep_what_they_are_of_alive(store: Store) -> None:
     whole = torch.ones(2, SMALL_BYTES)
     store["a"] = Entry({"h": whole[0]})

@@ -201,6 +201,16 @@ def test_a_request_of_an_approximate_index_survives_drain_and_rebuild() -> None:
     assert len(nearest(lib, 59)) == 20
 
 
+def test_what_is_stored_shares_no_memory_with_the_caller() -> None:
+    lib = library()
+    given_states = states(1)
+    lib.put(scope(), row(1), given_states, vector(1))
+    given_states[0]["hidden"].fill_(-1)
+    state = lib.read(row(1).key, 0, with_kv=False)
+    assert state is not None
+    assert (state.hidden == 1).all()
+
+
 def test_bank_refuses_what_cannot_fit() -> None:
     bank = Bank(MemoryStore(), LRU(), max_bytes=10)
     with pytest.raises(ValueError, match="exceeds"):
