@@ -25,6 +25,7 @@ class Arguments:
         parameters = inspect.signature(forward).parameters.values()
         catch_all = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         self.names = tuple(parameter.name for parameter in parameters if parameter.kind not in catch_all)
+        self.defaults = {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
         self._position = {name: i for i, name in enumerate(self.names)}
 
     def get(self, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:

@@ -19,6 +19,8 @@ from llmcache.records import KV, Request, State
 from llmcache.rows import Scope
 from llmcache.stores import Entry
 
+HIDDEN_PADDING = f"{kv.PADDING}hidden"
+
 
 class Banks(dict[int, Bank]):
     """Banks by layer, first to last. The library holds a lock.
@@ -77,14 +79,22 @@ class Banks(dict[int, Bank]):
         packers = self.packers[request.scope.weights]
         entries: dict[int, Entry | None] = {layer: entry}
         pairs: KV | None = {}
+        padding_pairs: KV = {}
         if with_kv:
             entries = {n: self[n].read(key) for n in self if n < layer and not is_single} | entries
             pairs = kv.read(entries, packers, request.dtype)
+            padding_pairs = kv.read(entries, packers, request.dtype, kv.PADDING) or {}
         if pairs is None:
             return None
         for served_by in entries:  # banks that gave K/V served the request too
             self[served_by].used(key)
-        return lambda: State(packers[layer].unpack("hidden", entry, request.dtype), pairs)
+
+        def decode() -> State:
+            unpack = partial(packers[layer].unpack, entry=entry, dtype=request.dtype)
+            padding = unpack(HIDDEN_PADDING) if HIDDEN_PADDING in entry.tensors else None
+            return State(unpack("hidden"), pairs, padding, padding_pairs)
+
+        return decode
 
     def pack(self, key: str, scope: Scope, states: Mapping[int, Mapping[str, Tensor]]) -> dict[int, Entry]:
         """Encode what is about to be stored of a request.

@@ -1,5 +1,6 @@
 """When a call is computed as if there were no cache, why, and what to do about it."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -29,7 +30,11 @@ CURES: dict[str, str] = {
     "adapter_names": "PEFT serves each row with an adapter of its own: call it with one adapter a batch",
     "mask_4d": "the attention mask is neither (batch, tokens) nor the causal one that generate() makes for a static "
     "cache: pass the tokenizer's 2-D mask",
-    "unknown_argument": "an argument of the model is not known to leave the hidden states alone",
+    "mask_values": "the attention mask holds other values than 0 and 1, by which some models multiply: pass 0 and 1",
+    "packed": "position_ids begin again within a row that has no attention mask: models take that for several texts "
+    "in one row, or not, as other arguments say; pass one text a row, or an attention mask",
+    "unknown_argument": "an argument of the model is not known to leave the hidden states alone: leave it out, if its "
+    "value is the one that holds without it",
     "kv_cache_kind": "this kind of K/V cache (with a sliding window, quantised, offloaded) cannot be filled from "
     "stored states: pass past_key_values=DynamicCache(), made without the model's config, or a StaticCache without a "
     "window",
@@ -42,6 +47,8 @@ CURES: dict[str, str] = {
     "head_reads_padding": "the head would read another token than entries keep: pad on the other side",
     "error": "the cache failed and the model computed instead; see the log",
 }
+
+_PLAIN = (bool, int, float, str)
 
 # Arguments of a trunk that decide its hidden states and are part of the key, or leave them alone.
 _KNOWN = frozenset(
@@ -65,12 +72,13 @@ _KNOWN = frozenset(
 )
 
 
-def find_reason(arguments: dict[str, Any], trunk: Trunk) -> str | None:
+def find_reason(arguments: dict[str, Any], trunk: Trunk, defaults: Mapping[str, Any]) -> str | None:
     """Why a forward of the trunk cannot use the cache, or None when it can.
 
     Args:
         arguments: The trunk's arguments by name.
         trunk: Whose they are.
+        defaults: Of the arguments that its signature names, the values that hold without them.
 
     Returns:
         A key of `CURES`. Cheap: no tensor is read.
@@ -98,8 +106,10 @@ def find_reason(arguments: dict[str, Any], trunk: Trunk) -> str | None:
     mask = arguments.get("attention_mask")
     if mask is not None and (not isinstance(mask, torch.Tensor) or mask.shape != arguments["input_ids"].shape):
         return "mask_4d"
-    if any(value is not None and value is not False and name not in _KNOWN for name, value in arguments.items()):
-        return "unknown_argument"
+    for name in arguments.keys() - _KNOWN:
+        # One that is swallowed by **kwargs reaches the layers whatever it is, False and None included.
+        if name not in defaults or not _is_same(arguments[name], defaults[name]):
+            return "unknown_argument"
     return None
 
 
@@ -111,6 +121,10 @@ def is_plain_cache(cache: Any) -> bool:
     if type(cache).__name__ not in ("DynamicCache", "StaticCache"):
         return False
     return all(type(layer).__name__ in ("DynamicLayer", "StaticLayer") for layer in layers)
+
+
+def _is_same(value: Any, default: Any) -> bool:
+    return value is default or (type(value) is type(default) and isinstance(value, _PLAIN) and value == default)
 
 
 def _seen_tokens(cache: Any) -> bool:

@@ -27,6 +27,8 @@ class Reuse:
         rung: Which rung decided.
         entry: The stored state at that layer, decoded.
         kv: K and V (H, n, D_h) of skipped layers, by layer; empty when the caller keeps no K/V.
+        padding: The stored state at the places that are not valid (T - n, D); None: nothing is known of them.
+        padding_kv: K and V of skipped layers at those places (H, T - n, D_h), by layer.
         key: Key of the stored request.
         similarity: How like the fingerprints are; 1.0 for exact reuse.
         stores_above: What the layers above compute on top of it is stored as the row's own.
@@ -44,6 +46,8 @@ class Reuse:
     stores_above: bool = False
     answer: Floats | None = None
     share: float = 1.0
+    padding: Tensor | None = None
+    padding_kv: Mapping[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from llmcache.adapters import Trunk
 from llmcache.context import Call
 from llmcache.hooks import has_hooks
-from llmcache.payloads import Payload
+from llmcache.payloads import Payload, place_padding
 
 _STATES, _POOLED = "last_hidden_state", "pooler_output"
 
@@ -94,7 +94,9 @@ class Door:
         ids = call.arguments["input_ids"]
         states = torch.empty((*ids.shape, packing.width), dtype=packing.dtype, device=ids.device)
         for reuse in call.reused.values():
-            self._payload.place(reuse.entry.to(states.device), states[reuse.row], call.rows[reuse.row].valid)
+            valid = call.rows[reuse.row].valid
+            self._payload.place(reuse.entry.to(states.device), states[reuse.row], valid)
+            place_padding(reuse.padding, states[reuse.row], valid)
         output = packing.pack(states)
         call.n_skipped += call.n_rows * self._trunk.depth
         call.has_begun = call.is_complete = True

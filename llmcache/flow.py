@@ -195,7 +195,8 @@ class Flow:
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def _find_reason(self, arguments: dict[str, Any]) -> str | None:
-        reason = self._lookup.guard("look at the arguments", partial(find_reason, arguments, self._parts.trunk))
+        find = partial(find_reason, arguments, self._parts.trunk, self._arguments.defaults)
+        reason = self._lookup.guard("look at the arguments", find)
         if reason is None and self._keeps_no_kv and (arguments.get("use_cache") or arguments.get(CACHE) is not None):
             return "kv_cache_with_pooled_payload"
         return reason

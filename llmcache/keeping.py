@@ -11,8 +11,12 @@ import torch
 from torch import Tensor
 
 from llmcache import kv
+from llmcache.arrays import Ids
+from llmcache.banks import HIDDEN_PADDING
 from llmcache.context import Call
 from llmcache.parts import Parts
+from llmcache.payloads import padding_of
+from llmcache.rows import Row
 
 
 class Keeper:
@@ -57,9 +61,18 @@ class Keeper:
                 continue
             with torch.inference_mode(False), torch.no_grad():  # normal tensors, which a store can keep as they are
                 tensors = {"hidden": self._parts.payload.take(hidden[row.number], row.valid)}
+                padding = self._padding_of(row, hidden)
+                if padding is not None:
+                    tensors[HIDDEN_PADDING] = hidden[row.number][padding]
                 if call.kv_cache is not None:
-                    tensors |= kv.capture(call.kv_cache, row, number, self._parts.library.layers)
+                    tensors |= kv.capture(call.kv_cache, row, number, self._parts.library.layers, padding)
             call.captured.setdefault(row.number, {})[number] = tensors
+
+    def _padding_of(self, row: Row, hidden: Tensor) -> Ids | None:
+        """The places of a row that are not valid, where they are to be served as well; only repeats are."""
+        if not row.has_layout or not any(rung.is_lossless for rung in self._parts.rungs):
+            return None
+        return padding_of(row.valid, hidden.shape[1])
 
     @property
     def _is_of_use(self) -> bool:

@@ -14,11 +14,15 @@ from torch import Tensor
 
 from llmcache.compression.packer import Packer
 from llmcache.records import KV
-from llmcache.rows import Row
+from llmcache.rows import Positions, Row
 from llmcache.stores import Entry
 
+PADDING = "padding_"  # begins the names of tensors of places that are not valid
 
-def capture(kv_cache: Any, row: Row, layer: int, stored: Sequence[int]) -> dict[str, Tensor]:
+
+def capture(
+    kv_cache: Any, row: Row, layer: int, stored: Sequence[int], padding: Positions | None = None
+) -> dict[str, Tensor]:
     """Copy `keys` and `values` (S, H, n, D_h) for the entry of a row at a layer.
 
     Args:
@@ -26,31 +30,37 @@ def capture(kv_cache: Any, row: Row, layer: int, stored: Sequence[int]) -> dict[
         row: The request.
         layer: The stored layer.
         stored: All stored layers.
+        padding: The places that are not valid, to copy K/V of these as well, or None.
     """
     below = max((other for other in stored if other < layer), default=-1)
     skipped = kv_cache.layers[below + 1 : layer + 1]
+    places = {"": row.valid} if padding is None else {"": row.valid, PADDING: padding}
     return {
-        "keys": torch.stack([each.keys[row.number][:, row.valid] for each in skipped]),
-        "values": torch.stack([each.values[row.number][:, row.valid] for each in skipped]),
+        f"{what}{name}": torch.stack([getattr(each, name)[row.number][:, where] for each in skipped])
+        for what, where in places.items()
+        for name in ("keys", "values")
     }
 
 
-def read(entries: Mapping[int, Entry | None], packers: Mapping[int, Packer], dtype: torch.dtype) -> KV | None:
+def read(
+    entries: Mapping[int, Entry | None], packers: Mapping[int, Packer], dtype: torch.dtype, what: str = ""
+) -> KV | None:
     """K and V (H, n, D_h) by layer, put together from entries of one request.
 
     Args:
         entries: By stored layer; all that are needed.
         packers: What they were packed with, by layer.
         dtype: Of the states as the model made them.
+        what: `PADDING` for those of places that are not valid.
 
     Returns:
         None when one of them is not held, or came without K/V.
     """
     kv: KV = {}
     for stored, entry in entries.items():
-        if entry is None or "keys" not in entry.tensors:
+        if entry is None or f"{what}keys" not in entry.tensors:
             return None
-        keys, values = (packers[stored].unpack(name, entry, dtype) for name in ("keys", "values"))
+        keys, values = (packers[stored].unpack(f"{what}{name}", entry, dtype) for name in ("keys", "values"))
         first = stored + 1 - len(keys)
         kv |= {first + i: pair for i, pair in enumerate(zip(keys, values, strict=True))}
     return kv

@@ -118,7 +118,9 @@ class Lookup:
             rows = [
                 row
                 for row in call.active_rows
-                if _is_open(call.reused.get(row.number), number) and row.number not in call.doubted
+                if _is_open(call.reused.get(row.number), number)
+                and row.number not in call.doubted
+                and (rung.is_lossless or not row.is_misread)
             ]
             try:
                 decided = rung.decide(call, rows, number) if rows else []

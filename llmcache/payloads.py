@@ -137,5 +137,18 @@ def cosine_distance(x: Tensor, y: Tensor) -> float:
     return max(0.0, distance) if math.isfinite(distance) else 2.0  # rounding may put a cosine over 1
 
 
+def padding_of(valid: Positions, n_tokens: int) -> NDArray[np.int64]:
+    """The places of a row of T tokens that are not valid, in order."""
+    is_padding = np.ones(n_tokens, np.bool_)
+    is_padding[valid] = False
+    return np.flatnonzero(is_padding)
+
+
+def place_padding(padding: Tensor | None, hidden: Tensor, valid: Positions) -> None:
+    """Write the states (T - n, D) of places that are not valid into hidden states (T, D), if they are known."""
+    if padding is not None:
+        hidden[_index(padding_of(valid, len(hidden)), hidden)] = padding.to(hidden.device)
+
+
 def _index(valid: Positions, like: Tensor) -> slice | Tensor:
     return valid if isinstance(valid, slice) else torch.as_tensor(valid, device=like.device)

@@ -63,14 +63,18 @@ class Reader:
         is_causal = None
         if call.mask_4d is not None and valid is not None:
             is_causal = (call.mask_4d == expand(valid, call.mask_4d.shape[-1])).all(dim=-1).all(dim=-1).flatten()
-        inputs = Inputs(*to_host(ids, valid, types, positions, is_causal, features))
+        inputs = Inputs(*to_host(ids, mask, types, positions, is_causal, features))
+        _read_mask(inputs)
         if inputs.ids.min(initial=0) < 0:  # which would be taken for one of the last tokens
             raise IndexError(f"token ids must be at least 0, got {inputs.ids.min()}")
         content = on_host[inputs.ids] if inputs.valid is None else on_host[inputs.ids] & inputs.valid
         if fingerprint is not None and not fingerprint.reads_states:
             view = View(None, torch.from_numpy(content), torch.from_numpy(inputs.ids))
             inputs.features = fingerprint.features(view).numpy()
-        call.rows = read_rows(call.scope, inputs, id_dtype(len(on_host)), self._parts.trunk.adapter.is_guess)
+        layout_counts = not self._parts.payload.fits_any_length
+        call.rows = read_rows(
+            call.scope, inputs, id_dtype(len(on_host)), self._parts.trunk.adapter.is_guess, layout_counts
+        )
         call.features = None if self._parts.is_per_layer else inputs.features
         has_content = content.any(axis=1).tolist()
         is_steady = self._is_steady(inputs)
@@ -105,13 +109,17 @@ class Reader:
     def _refusal(self, row: Row, inputs: Inputs, has_content: bool) -> str:
         if inputs.is_causal is not None and not inputs.is_causal[row.number]:
             return "mask_4d"
+        if inputs.is_binary is not None and not inputs.is_binary[row.number]:
+            return "mask_values"
+        if inputs.valid is None and inputs.positions is not None and row.start is None:
+            return "packed"  # several texts in one row, say transformers, unless K/V is kept or a mask given
         if not has_content:
             return "no_content"
         if inputs.features is not None and not np.isfinite(inputs.features[row.number]).all():
             return "not_finite"  # no index takes such a vector, nor the other rows searched with it
         pad_id = getattr(self._parts.trunk.config, "pad_token_id", None)
-        ids = inputs.ids[row.number]
-        return "head_reads_padding" if head_reads_padding(self._head_reads, row.valid, ids, pad_id) else ""
+        row.is_misread = head_reads_padding(self._head_reads, row.valid, inputs.ids[row.number], pad_id)
+        return "head_reads_padding" if row.is_misread and self._parts.payload.fits_any_length else ""
 
     def _content_tables(self, device: torch.device, weights: str) -> tuple[Bools, Tensor]:
         """Whether a token carries content, bool (vocabulary,), on the host and on a device.
@@ -126,12 +134,24 @@ class Reader:
         return self._tables[1]
 
 
+def _read_mask(inputs: Inputs) -> None:
+    """Which tokens a mask lets pass, of what was read of it; some models multiply by it, so its values count, too."""
+    if inputs.valid is not None and inputs.valid.dtype != np.bool_:
+        mask, inputs.valid = inputs.valid, inputs.valid != 0
+        inputs.is_binary = (mask == inputs.valid).all(axis=1)
+
+
 def _reads(parts: Parts) -> str:
-    """Which row a head reads by its place, whatever the mask says: `first`, `last`, or none of these."""
-    if (
-        parts.head.payload == "cls"
-        or parts.payload.name == "cls"
-        or getattr(parts.trunk.module, "pooler", None) is not None
-    ):
+    """Which row a head may read by its place, whatever the mask says: `first`, `last`, or none of these.
+
+    Where every row is kept a repeat is served at every place. What is reused of another request is not, and a head that
+    is not known may read either end.
+    """
+    head, payload = parts.head, parts.payload
+    if head.payload == "cls" or payload.name == "cls" or getattr(parts.trunk.module, "pooler", None) is not None:
         return "first"
-    return "last" if parts.head.name == "classifier" and parts.head.payload == "last" else ""
+    if head.name == "classifier" and head.payload == "last":
+        return "last"
+    if payload.fits_any_length or head.reads == "tokens":
+        return ""
+    return "last" if parts.trunk.adapter.is_causal else "first"

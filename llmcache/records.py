@@ -1,7 +1,7 @@
 """What is known of one request, and the forms in which it is handed out."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -18,10 +18,19 @@ KV = dict[int, tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A stored state, decoded: hidden rows (R, D) and the K/V (H, n, D_h) of the layers it stands for."""
+    """A stored state, decoded: hidden rows (R, D) and the K/V (H, n, D_h) of the layers it stands for.
+
+    Attributes:
+        hidden: Rows (R, D).
+        kv: Of valid tokens.
+        padding: The other rows (T - n, D) where they are kept, else None.
+        padding_kv: K/V (H, T - n, D_h) of these.
+    """
 
     hidden: Tensor
     kv: KV
+    padding: Tensor | None = None
+    padding_kv: KV = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

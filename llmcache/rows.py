@@ -53,6 +53,8 @@ class Row:
         n_valid: How many they are.
         start: Position of the first valid token where those of the others follow one by one; else None.
         refused: Why the row takes no part in caching, or "".
+        has_layout: Its key covers its padding as well, so that what is stored of it fits every place of the row.
+        is_misread: The head may read a place of it that is not valid: what another request left there is not known.
     """
 
     number: int
@@ -62,6 +64,8 @@ class Row:
     n_valid: int
     start: int | None = None
     refused: str = ""
+    has_layout: bool = False
+    is_misread: bool = False
 
 
 @dataclass(slots=True)
@@ -70,10 +74,11 @@ class Inputs:
 
     Attributes:
         ids: Token ids (B, T), int64.
-        valid: Which tokens are valid, bool (B, T), or None when all are.
+        valid: Which tokens are valid, bool (B, T), or None without a mask.
         types: Token type ids (B, T) or (1, T), or None.
         positions: Position ids (B, T) or (1, T), or None.
         is_causal: Whether a row's 4-D mask is that of its valid tokens, bool (B,), or None without such a mask.
+        is_binary: Whether the mask holds nothing but 0 and 1, bool (B,), or None without a mask.
         features: What the fingerprint is projected from, float32 (B, F0), or None.
     """
 
@@ -83,6 +88,7 @@ class Inputs:
     positions: Any
     is_causal: Any
     features: Any
+    is_binary: Any = None
 
 
 def to_host(*tensors: Tensor | None) -> list[NDArray[Any] | None]:
@@ -110,7 +116,9 @@ def id_dtype(vocabulary: int) -> np.dtype[Any]:
     return np.dtype(np.uint16 if vocabulary <= 2**16 else np.int32)
 
 
-def read_rows(scope: Scope, inputs: Inputs, dtype: np.dtype[Any], padding_counts: bool = False) -> list[Row]:
+def read_rows(
+    scope: Scope, inputs: Inputs, dtype: np.dtype[Any], padding_counts: bool = False, layout_counts: bool = False
+) -> list[Row]:
     """Work out each row's valid tokens and exact key.
 
     The key covers what the output at valid tokens depends on. With positions given, other padding gives the same key.
@@ -121,6 +129,7 @@ def read_rows(scope: Scope, inputs: Inputs, dtype: np.dtype[Any], padding_counts
         inputs: The call's inputs, arrays on the host.
         dtype: Of packed ids; see `id_dtype`.
         padding_counts: The model may treat padding as it likes: all tokens are kept, and the mask is part of the key.
+        layout_counts: States of padding may be read, too: the key of a padded row covers all that decides them.
     """
     prefix = _sha_of(scope)
     rows = []
@@ -139,10 +148,23 @@ def read_rows(scope: Scope, inputs: Inputs, dtype: np.dtype[Any], padding_counts
             _update(sha, b"where", np.arange(end)[valid])
         elif not isinstance(valid, slice):
             _update(sha, b"gaps", valid - valid[0])
+        has_layout = layout_counts and n_valid < len(row_ids)
+        if has_layout:
+            _update_layout(sha, inputs, number, mask)
         packed = row_ids[valid].astype(dtype).tobytes()
         start = _start(_row(inputs.positions, number, valid), valid, n_valid)
-        rows.append(Row(number, _name(sha), packed, valid, n_valid, start))
+        rows.append(Row(number, _name(sha), packed, valid, n_valid, start, has_layout=has_layout))
     return rows
+
+
+def _update_layout(sha: Any, inputs: Inputs, number: int, mask: NDArray[Any] | None) -> None:
+    """Add the whole row, padding included, and how it was masked."""
+    everything = slice(None)
+    _update(sha, b"row", inputs.ids[number])
+    _update(sha, b"row types", _row(inputs.types, number, everything))
+    _update(sha, b"row positions", _row(inputs.positions, number, everything))
+    _update(sha, b"row mask", mask)
+    sha.update(b"2-D;" if inputs.is_causal is None else b"4-D;")
 
 
 @lru_cache(maxsize=64)

@@ -29,7 +29,7 @@ class Look:
         drawn: How it was drawn, and what it was served from.
         key: The row's exact key.
         namespace: Of its call.
-        inputs: Its own, copied: tensors (1, T), without the padding behind its last token.
+        inputs: Its own, copied: tensors (1, T), without the padding behind its last token where the key leaves that out.
         autocast: Device type, dtype and whether autocast was on.
     """
 
@@ -130,6 +130,7 @@ def _padded(row: Tensor, n_tokens: int, fill: int) -> Tensor:
 def look_at(call: Call, row: Row, drawn: Drawn) -> Look:
     """Take what a look needs from a call that has ended."""
     end = row.valid.stop if isinstance(row.valid, slice) else int(row.valid[-1]) + 1
+    end = call.arguments["input_ids"].shape[1] if row.has_layout else end  # its key covers all of it
     given = {name: call.arguments.get(name) for name in _INPUTS}
     inputs = {name: _row(tensor, row.number, end) for name, tensor in given.items() if tensor is not None}
     device = inputs["input_ids"].device.type

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from llmcache.context import Call, Reuse
 from llmcache.library import Library
+from llmcache.records import State
 from llmcache.rows import Row
 
 
@@ -27,6 +28,23 @@ class Exact:
         if not self._library.known(row) or not self._library.is_lossless(row.key):
             return None
         for layer in reversed(self._library.held(row.key)):
-            if state := self._library.read(row.key, layer, with_kv=call.kv_cache is not None):
-                return Reuse(row.number, layer, self.name, state.hidden, state.kv, row.key, stores_above=True)
+            state = self._library.read(row.key, layer, with_kv=call.kv_cache is not None)
+            if state is None or (row.has_layout and not _is_whole(state)):
+                continue
+            return Reuse(
+                row.number,
+                layer,
+                self.name,
+                state.hidden,
+                state.kv,
+                row.key,
+                stores_above=True,
+                padding=state.padding if row.has_layout else None,
+                padding_kv=state.padding_kv,
+            )
         return None
+
+
+def _is_whole(state: State) -> bool:
+    """Whether it holds what the model made of padding, K/V included."""
+    return state.padding is not None and state.kv.keys() == state.padding_kv.keys()

@@ -17,7 +17,7 @@ from llmcache.adapters import CACHE, Adapter, repack, unpack
 from llmcache.arguments import select_rows
 from llmcache.context import Call, Reuse
 from llmcache.hooks import LayerSwap
-from llmcache.payloads import Payload
+from llmcache.payloads import Payload, padding_of, place_padding
 
 
 class Runner:
@@ -91,7 +91,9 @@ class Runner:
         else:
             hidden = hidden.clone()
         for reuse in placed:
-            self._payload.place(reuse.entry.to(hidden.device), hidden[reuse.row], call.rows[reuse.row].valid)
+            row = call.rows[reuse.row]
+            self._payload.place(reuse.entry.to(hidden.device), hidden[reuse.row], row.valid)
+            place_padding(reuse.padding, hidden[reuse.row], row.valid)
         return hidden
 
     def _compute(
@@ -146,7 +148,10 @@ def _replace_kv(call: Call, number: int) -> None:
 
 
 def _fill_cache(call: Call, number: int, rows: list[int], kv: tuple[Tensor, Tensor] | None, length: int) -> None:
-    """Write K/V of this layer to the caller's cache: computed rows as computed, the others as stored, padding zero."""
+    """Write K/V of this layer to the caller's cache: computed rows as computed, the others as stored.
+
+    Padding of which nothing is stored gets zeros.
+    """
     skipping = [reuse for row, reuse in call.reused.items() if row not in rows]
     sample = skipping[0].kv[number]
     full = []
@@ -158,6 +163,9 @@ def _fill_cache(call: Call, number: int, rows: list[int], kv: tuple[Tensor, Tens
         if kv is not None:
             states[rows] = kv[which]
         for reuse in skipping:
-            states[reuse.row][:, call.rows[reuse.row].valid] = reuse.kv[number][which].to(device)
+            valid = call.rows[reuse.row].valid
+            states[reuse.row][:, valid] = reuse.kv[number][which].to(device)
+            if number in reuse.padding_kv:
+                states[reuse.row][:, padding_of(valid, length)] = reuse.padding_kv[number][which].to(device)
         full.append(states)
     call.kv_cache.update(full[0], full[1], number)
