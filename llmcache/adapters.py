@@ -25,6 +25,7 @@ CACHE = "past_key_values"
 _HIDDEN_NAMES = (HIDDEN, "hidden_state", "x")
 # A layer that keeps something else than `past_key_values` between calls could not be skipped without losing it.
 _STATES = frozenset({"layer_past", "past_key_value", "cache_params", "cache", "state", "states", "mems"})
+_ALWAYS_ASKED = ("output_attentions", "output_hidden_states")
 _LIST_NAMES = ("layer", "layers", "h", "block", "blocks")
 
 
@@ -144,6 +145,7 @@ class Trunk:
         norm: Norm after the last layer, or None.
         adapter: The table's row, or one made for the occasion.
         n_configured: Layers that its config named when it was found; None where it names none.
+        asks_for_more: Arguments, and flags of its config, that make it put out more than its last states.
     """
 
     module: nn.Module
@@ -151,6 +153,7 @@ class Trunk:
     norm: nn.Module | None
     adapter: Adapter
     n_configured: int | None
+    asks_for_more: tuple[str, ...] = _ALWAYS_ASKED
 
     @property
     def depth(self) -> int:
@@ -207,7 +210,15 @@ def _dissect(module: nn.Module, adapter: Adapter) -> Trunk:
     if len(layers) == 0:
         raise UnsupportedModelError(f"{type(module).__name__}: {adapter.layers} holds no layers, nothing to reuse")
     norm = _follow(module, adapter.norm) if adapter.norm else None
-    return Trunk(module, tuple(layers), norm, adapter, _n_configured(module))
+    return Trunk(module, tuple(layers), norm, adapter, _n_configured(module), _asks_for_more(module))
+
+
+def _asks_for_more(module: nn.Module) -> tuple[str, ...]:
+    """Names of `output_...` arguments: transformers records what the class says, its config names others."""
+    recorded = getattr(module, "_can_record_outputs", None) or {}
+    settings = getattr(getattr(module, "config", None), "__dict__", {})
+    configured = (name for name in settings if name.startswith("output_"))
+    return tuple(dict.fromkeys((*_ALWAYS_ASKED, *(f"output_{what}" for what in recorded), *configured)))
 
 
 def _n_configured(module: nn.Module) -> int | None:

@@ -20,6 +20,8 @@ CURES: dict[str, str] = {
     "inputs_embeds": "the input is inputs_embeds, which has no tokens to recognise it by: pass input_ids",
     "output_attentions": "attentions were asked for, which a skipped layer does not have: turn output_attentions off",
     "output_hidden_states": "all hidden states were asked for: turn output_hidden_states off (argument and config)",
+    "more_output": "more than the last states was asked for, which skipped layers do not make (router logits, say): "
+    "turn that output_... off (argument and config)",
     "cross_attention": "the model attends to an encoder's states, which are not part of the key",
     "input_shape": "input_ids is not (batch, tokens)",
     "unknown_layout": "the first layer's input is not (batch, tokens, width): register an adapter for this model",
@@ -61,8 +63,6 @@ _KNOWN = frozenset(
         "use_cache",
         "return_dict",
         "inputs_embeds",
-        "output_attentions",
-        "output_hidden_states",
         "encoder_hidden_states",
         "encoder_attention_mask",
         "cache_position",
@@ -93,10 +93,10 @@ def find_reason(arguments: dict[str, Any], trunk: Trunk, defaults: Mapping[str, 
         return "other_depth"
     if arguments.get("inputs_embeds") is not None or arguments.get("input_ids") is None:
         return "inputs_embeds"
-    for what in ("output_attentions", "output_hidden_states"):
+    for what in trunk.asks_for_more:
         asked = arguments.get(what)
         if asked if asked is not None else getattr(trunk.config, what, False):
-            return what
+            return what if what in CURES else "more_output"
     if arguments.get("encoder_hidden_states") is not None:
         return "cross_attention"
     if _seen_tokens(arguments.get("past_key_values")):
@@ -106,7 +106,7 @@ def find_reason(arguments: dict[str, Any], trunk: Trunk, defaults: Mapping[str, 
     mask = arguments.get("attention_mask")
     if mask is not None and (not isinstance(mask, torch.Tensor) or mask.shape != arguments["input_ids"].shape):
         return "mask_4d"
-    for name in arguments.keys() - _KNOWN:
+    for name in arguments.keys() - _KNOWN - {*trunk.asks_for_more}:
         # One that is swallowed by **kwargs reaches the layers whatever it is, False and None included.
         if name not in defaults or not _is_same(arguments[name], defaults[name]):
             return "unknown_argument"

@@ -63,7 +63,8 @@ class Reader:
         is_causal = None
         if call.mask_4d is not None and valid is not None:
             is_causal = (call.mask_4d == expand(valid, call.mask_4d.shape[-1])).all(dim=-1).all(dim=-1).flatten()
-        inputs = Inputs(*to_host(ids, mask, types, positions, is_causal, features))
+        order = call.arguments.get("cache_position")
+        inputs = Inputs(*to_host(ids, mask, types, positions, is_causal, features, order))
         _read_mask(inputs)
         if inputs.ids.min(initial=0) < 0:  # which would be taken for one of the last tokens
             raise IndexError(f"token ids must be at least 0, got {inputs.ids.min()}")
@@ -77,9 +78,9 @@ class Reader:
         )
         call.features = None if self._parts.is_per_layer else inputs.features
         has_content = content.any(axis=1).tolist()
-        is_steady = self._is_steady(inputs)
+        reason = self._refusal_of_all(inputs)
         for row in call.rows:
-            row.refused = self._refusal(row, inputs, has_content[row.number]) if is_steady else "rope_by_length"
+            row.refused = reason or self._refusal(row, inputs, has_content[row.number])
         call.generation = self._parts.library.generation
         if fingerprint is not None and fingerprint.n_fit == 0 and self._can_search(call.scope.weights):
             layers = (0,) if self._parts.is_per_layer else self._parts.library.layers
@@ -99,12 +100,15 @@ class Reader:
         assert features is not None
         call.fingerprints[layer] = fingerprint.project(features)
 
-    def _is_steady(self, inputs: Inputs) -> bool:
-        """Whether positions are encoded as in every other such call."""
+    def _refusal_of_all(self, inputs: Inputs) -> str:
+        """Why no row takes part: tokens are not put one after the other, or positions not encoded as in other calls."""
+        n_tokens = inputs.ids.shape[1]
+        if inputs.order is not None and not np.array_equal(inputs.order, np.arange(n_tokens)):
+            return "unknown_argument"
         if self._steady_length is None:
-            return True
-        length = inputs.ids.shape[1] if inputs.positions is None else int(inputs.positions.max(initial=-1)) + 1
-        return length < self._steady_length
+            return ""
+        length = n_tokens if inputs.positions is None else int(inputs.positions.max(initial=-1)) + 1
+        return "" if length < self._steady_length else "rope_by_length"
 
     def _refusal(self, row: Row, inputs: Inputs, has_content: bool) -> str:
         if inputs.is_causal is not None and not inputs.is_causal[row.number]:

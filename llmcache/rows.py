@@ -78,8 +78,9 @@ class Inputs:
         types: Token type ids (B, T) or (1, T), or None.
         positions: Position ids (B, T) or (1, T), or None.
         is_causal: Whether a row's 4-D mask is that of its valid tokens, bool (B,), or None without such a mask.
-        is_binary: Whether the mask holds nothing but 0 and 1, bool (B,), or None without a mask.
         features: What the fingerprint is projected from, float32 (B, F0), or None.
+        order: Where the K/V of the tokens goes (T,), or None.
+        is_binary: Whether the mask holds nothing but 0 and 1, bool (B,), or None where it cannot hold others.
     """
 
     ids: Any
@@ -88,6 +89,7 @@ class Inputs:
     positions: Any
     is_causal: Any
     features: Any
+    order: Any = None
     is_binary: Any = None
 
 

@@ -29,7 +29,7 @@ class Look:
         drawn: How it was drawn, and what it was served from.
         key: The row's exact key.
         namespace: Of its call.
-        inputs: Its own, copied: tensors (1, T), without the padding behind its last token where the key leaves that out.
+        inputs: Its own, copied: tensors (1, T). Padding behind its last token is left out where its key leaves it out.
         autocast: Device type, dtype and whether autocast was on.
     """
 
