@@ -15,6 +15,12 @@ CURES: dict[str, str] = {
     "gradients": "gradients are on: call cache(**inputs), or the model under torch.inference_mode() or torch.no_grad()",
     "other_depth": "config.num_hidden_layers is not what it was when the model was wrapped, so other layers run: wrap "
     "it again (drafts of assistant_early_exit set it back by themselves)",
+    "other_layers": "the layers that run are not those that were wrapped, each once and in order (one was replaced, "
+    "added, deleted, compiled with what is around it, lost its forward, or is run by a hook): call cache.unwrap() and "
+    "wrap the model again",
+    "compiled_layers": "a layer was compiled by layer.compile(), whose graph leaves the cache out: put "
+    "torch.compile(layer) in the layer's place before the model is wrapped",
+    "unwrapped": "the cache was unwrapped while the call was under way, which was then computed anew",
     "decode": "a decode step extends K/V that the caller already holds; only prefill is cached",
     "inputs_embeds": "the input is inputs_embeds, which has no tokens to recognise it by: pass input_ids",
     "output_attentions": "attentions were asked for, which a skipped layer does not have: turn output_attentions off",
