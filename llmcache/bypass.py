@@ -5,12 +5,15 @@ from typing import Any
 import torch
 
 from llmcache.adapters import Trunk
+from llmcache.tracing import is_traced
 
 CURES: dict[str, str] = {
     "disabled": "the call was made inside cache.disabled()",
     "does_not_pay": "calls of this length come again too seldom for what the cache costs, see stats().cost; it returns "
     "when it would pay, or stays with step_aside=False",
     "compiled": "a compiled or traced model runs a graph of its own: call the uncompiled model to use the cache",
+    "traced": "the call is traced, transformed or watched (make_fx, torch.func, forward-mode AD, FlopCounterMode or "
+    "another mode of torch, a CUDA graph, a tensor subclass), and a stored answer would escape that: call it outside",
     "training": "the model is in training mode: call model.eval()",
     "gradients": "gradients are on: call cache(**inputs), or the model under torch.inference_mode() or torch.no_grad()",
     "other_depth": "config.num_hidden_layers is not what it was when the model was wrapped, so other layers run: wrap "
@@ -83,6 +86,8 @@ def find_reason(arguments: dict[str, Any], trunk: Trunk) -> str | None:
     """
     if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         return "compiled"
+    if is_traced(arguments.values()):
+        return "traced"
     if trunk.module.training:
         return "training"
     if torch.is_grad_enabled():

@@ -84,8 +84,9 @@ class Flow:
         return frame
 
     def passed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Count a forward of the trunk that is being compiled."""
-        if not self._is_retired and not torch.compiler.is_exporting():  # an exported graph holds the model alone
+        """Count a forward of the trunk that is being compiled, but for a strict export, which is to have one graph."""
+        is_strict_export = torch.compiler.is_exporting() and torch.compiler.is_dynamo_compiling()
+        if not (self._is_retired or is_strict_export):
             self._count_compiled(_count_rows(self._arguments.bind(args, kwargs)))
 
     def opened(

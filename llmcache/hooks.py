@@ -73,7 +73,8 @@ class Swap:
         self.module = module
         self.original: Callable[..., Any] = module.forward
         self.__wrapped__ = self.original  # inspect.signature() then shows the module's own
-        self.arguments = Arguments(self.original)
+        # What torch.compile() returns for a module takes anything.
+        self.arguments = Arguments(getattr(module, "_orig_mod", module).forward)
         self.listener = listener
         self._had_own_forward = "forward" in module.__dict__
         module.forward = self  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""`unwrap()` while a call is under way, in another thread or from a hook: the call ends as if it had been left alone."""
+"""`unwrap()` while a call is under way, in another thread or from a hook: the call ends as the plain model's."""
 
 import threading
 from collections.abc import Callable
