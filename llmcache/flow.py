@@ -114,7 +114,12 @@ class Flow:
     def answer_at_door(self, frame: Frame) -> Any:
         """The trunk's output for a call that is served before the trunk runs; else None."""
         call = frame.call
-        if call is None or self._lookup.needs_states or (packing := self._door.packing(call)) is None:
+        if call is None or self._lookup.needs_states or not self._door.may_open:
+            return None
+        if self._door.is_watched:
+            self._parts.counters.hooked(_count_rows(call.arguments))
+            return None
+        if (packing := self._door.packing(call)) is None:
             return None
         if not self._lookup.read_early(call, packing.entering):
             return None

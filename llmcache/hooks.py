@@ -7,17 +7,21 @@ included.
 """
 
 import copy
+import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, Protocol
 
 from torch import nn
+from torch.nn.modules import module as _every_module
 
 from llmcache.adapters import Trunk
 from llmcache.arguments import Arguments
 from llmcache.context import Frame
 from llmcache.errors import ConfigError, WrapError
 from llmcache.outcome import Outcome
+
+_CAPTURING = "transformers.utils.output_capturing"
 
 
 class Listener(Protocol):
@@ -225,12 +229,29 @@ def plain_forward(module: nn.Module) -> Callable[..., Any]:
     return forward.original if isinstance(forward, Swap) else forward
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Whether somebody but us hung hooks on a module, which run when it is called."""
+def are_hooked(modules: Iterable[nn.Module]) -> bool:
+    """Whether somebody but us hung hooks on one of these modules, or on all, which run when it is called."""
+    return bool(_every_module._global_forward_hooks or _every_module._global_forward_pre_hooks) or any(
+        map(_has_hooks, modules)
+    )
+
+
+def _has_hooks(module: nn.Module) -> bool:
     if not (module._forward_hooks or module._forward_pre_hooks):
         return False
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-    return not all(isinstance(hook, _OutputHook) for hook in hooks)
+    return not all(isinstance(hook, _OutputHook) or _is_idle_capture(hook) for hook in hooks)
+
+
+def _is_idle_capture(hook: Callable[..., Any]) -> bool:
+    """Whether a hook is transformers' own, with nothing to do: once hidden states were asked for, it stays for good.
+
+    What the trunk is asked to capture shows in its arguments; here it is about a model around it.
+    """
+    if getattr(hook, "__module__", None) != _CAPTURING:
+        return False
+    collector = getattr(sys.modules[_CAPTURING], "_active_collector", None)
+    return collector is not None and not collector.get()
 
 
 def is_wrapped(trunk: Trunk) -> bool:
