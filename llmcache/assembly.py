@@ -12,7 +12,7 @@ from llmcache.compression import CODECS, Codec
 from llmcache.config import CacheConfig
 from llmcache.cost import PATIENCE, PATIENCE_OF_TAU, CostModel
 from llmcache.decide import DECISIONS, Decision, thresholds
-from llmcache.errors import ConfigError, UnsafeReuseError
+from llmcache.errors import ConfigError, UnsafeReuseError, UnsupportedModelError
 from llmcache.fingerprint import FINGERPRINTS, Fingerprint
 from llmcache.gate import ContentGate
 from llmcache.heads import Head, find_head
@@ -51,6 +51,7 @@ def assemble(model: nn.Module, config: CacheConfig, tokenizer: Any = None, answe
     if config.tau is not None:
         refuse_unsafe(f"tau={config.tau}", head, config)
     payload = _choose_payload(trunk, head, config)
+    _refuse_shared(trunk, payload)
     layers = _choose_layers(trunk, payload, config)
     codec: Codec = config.compression.build(CODECS, "compression")
     # Built in any case, so that a wrong name is told now and not at the first request that needs it.
@@ -162,6 +163,19 @@ def _choose_payload(trunk: Trunk, head: Head, config: CacheConfig) -> Payload:
             "'sequence' or 'auto'"
         )
     return PAYLOADS[name]()
+
+
+def _refuse_shared(trunk: Trunk, payload: Payload) -> None:
+    """Refuse decoders that run one layer several times: it writes the K/V of all times to one place.
+
+    Raises:
+        UnsupportedModelError: The trunk is such a one, and its K/V would be stored.
+    """
+    if len(set(trunk.layers)) < trunk.depth and trunk.makes_kv and not payload.fits_any_length:
+        raise UnsupportedModelError(
+            f"{type(trunk.module).__name__}: one layer is run at several places, so its K/V cannot be told apart; "
+            "encoders that share layers, and classifiers, can be wrapped"
+        )
 
 
 def _choose_layers(trunk: Trunk, payload: Payload, config: CacheConfig) -> list[int]:

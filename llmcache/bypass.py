@@ -6,16 +6,25 @@ from typing import Any
 import torch
 
 from llmcache.adapters import Trunk
+from llmcache.tracing import is_traced
 
 CURES: dict[str, str] = {
     "disabled": "the call was made inside cache.disabled()",
     "does_not_pay": "calls of this length come again too seldom for what the cache costs, see stats().cost; it returns "
     "when it would pay, or stays with step_aside=False",
     "compiled": "a compiled or traced model runs a graph of its own: call the uncompiled model to use the cache",
+    "traced": "the call is traced, transformed or watched (make_fx, torch.func, forward-mode AD, FlopCounterMode or "
+    "another mode of torch, a CUDA graph, a tensor subclass), and a stored answer would escape that: call it outside",
     "training": "the model is in training mode: call model.eval()",
     "gradients": "gradients are on: call cache(**inputs), or the model under torch.inference_mode() or torch.no_grad()",
     "other_depth": "config.num_hidden_layers is not what it was when the model was wrapped, so other layers run: wrap "
     "it again (drafts of assistant_early_exit set it back by themselves)",
+    "other_layers": "the layers that run are not those that were wrapped, each once and in order (one was replaced, "
+    "added, deleted, compiled with what is around it, lost its forward, or is run by a hook): call cache.unwrap() and "
+    "wrap the model again",
+    "compiled_layers": "a layer was compiled by layer.compile(), whose graph leaves the cache out: put "
+    "torch.compile(layer) in the layer's place before the model is wrapped",
+    "unwrapped": "the cache was unwrapped while the call was under way, which was then computed anew",
     "decode": "a decode step extends K/V that the caller already holds; only prefill is cached",
     "inputs_embeds": "the input is inputs_embeds, which has no tokens to recognise it by: pass input_ids",
     "output_attentions": "attentions were asked for, which a skipped layer does not have: turn output_attentions off",
@@ -85,6 +94,8 @@ def find_reason(arguments: dict[str, Any], trunk: Trunk, defaults: Mapping[str, 
     """
     if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         return "compiled"
+    if is_traced(arguments.values()):
+        return "traced"
     if trunk.module.training:
         return "training"
     if torch.is_grad_enabled():

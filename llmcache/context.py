@@ -67,6 +67,10 @@ class Drawn:
     stands_for_all: bool
 
 
+#: In place of the layer whose turn it is: one is being run; they were run in another order, and no decision holds.
+WITHIN, OUT_OF_ORDER = -1, -2
+
+
 @dataclass(slots=True)
 class Call:
     """One forward of the trunk.
@@ -79,6 +83,7 @@ class Call:
         scope: Likewise.
         content: Which tokens carry content, bool (B, T) on the model's device.
         was_asked: The rungs were asked what may be reused at layer 0.
+        turn: Number of the layer that is to be run next; or `WITHIN`, or `OUT_OF_ORDER`.
         has_begun: Layer 0 was reached, or the call was answered before.
         entering: Dtype of the states that entered layer 0.
         states: Last states (B, T, D), as the trunk went on with them.
@@ -98,7 +103,7 @@ class Call:
         captured: Payloads to store: row number, then layer, then named tensors.
         reused_at: Layer of every decision, in order; in `paper` mode a row may have one at each layer.
         n_skipped: Layer executions saved so far, summed over rows.
-        is_complete: The last layer was passed.
+        is_complete: All layers were passed, and what was decided is carried out.
         lookup_s: Seconds spent on fingerprint, search and decision.
         storing_s: Seconds spent on keeping states and storing misses.
         opened: Clock when this was made.
@@ -113,6 +118,7 @@ class Call:
     scope: Scope | None = None
     content: Tensor | None = None
     was_asked: bool = False
+    turn: int = 0
     has_begun: bool = False
     entering: torch.dtype | None = None
     states: Tensor | None = None
@@ -163,3 +169,22 @@ class Call:
     def saw(self, row: Row, similarity: float) -> None:
         """Take note of how like a stored request is to a row; the most alike counts."""
         self.nearest[row.number] = max(similarity, self.nearest.get(row.number, similarity))
+
+
+@dataclass(slots=True)
+class Frame:
+    """A forward of the trunk, or of the whole model around it, that is under way. One may be made within another.
+
+    Attributes:
+        outer: The forward of the same wrapped model within which this one is made, or None.
+        last: What `LLMCache.last` is to say when it has ended.
+        call: What a forward of the trunk knows, while it may use the cache; else None.
+        audit: Told that the processor is needed, or None.
+        ended: Of a whole model: the calls of the trunk made directly within, None for each that went by the cache.
+    """
+
+    outer: "Frame | None"
+    last: tuple[Any, ...]
+    call: Call | None = None
+    audit: Any = None
+    ended: list[Call | None] | None = None

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from llmcache.adapters import Trunk
 from llmcache.context import Call
-from llmcache.hooks import has_hooks
+from llmcache.hooks import are_hooked
 from llmcache.payloads import Payload, place_padding
 
 _STATES, _POOLED = "last_hidden_state", "pooler_output"
@@ -61,10 +61,19 @@ class Door:
         self._hooked: list[nn.Module] = []  # whose hooks would not run
         self.forget()
 
+    @property
+    def may_open(self) -> bool:
+        """Whether calls of such a trunk are ever answered here."""
+        return not self._trunk.adapter.is_guess
+
     def packing(self, call: Call) -> Packing | None:
         """How the output of such a call is packed; None where that is not known, or not understood."""
-        packing = self._packings.get(self._kind(call))
-        return None if packing is None or any(map(has_hooks, self._hooked)) else packing
+        return self._packings.get(self._kind(call))
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether somebody hung hooks where they would not run."""
+        return are_hooked(self._hooked)
 
     def learn(self, call: Call, output: Any) -> None:
         """See the output of a call that went the whole way."""
@@ -77,9 +86,9 @@ class Door:
             return
         if known is not None:
             self.forget()
-        if not any(map(has_hooks, self._hooked)):
+        if not self.is_watched:
             self._packings = {**self._packings, kind: None}  # also where what follows fails
-            if not self._trunk.adapter.is_guess and (pack := _understand(states, output, self._trunk.module)):
+            if self.may_open and (pack := _understand(states, output, self._trunk.module)):
                 packing = Packing(states.dtype, call.entering, states.shape[-1], scope.weights, pack)
                 self._packings = {**self._packings, kind: packing}
 

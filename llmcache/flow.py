@@ -19,18 +19,19 @@ from torch import Tensor
 
 from llmcache.adapters import CACHE, unpack
 from llmcache.arguments import Arguments
-from llmcache.audit.audit import Audit
 from llmcache.bypass import find_reason, is_plain_cache
 from llmcache.checks import Checks
-from llmcache.context import Call
+from llmcache.context import OUT_OF_ORDER, WITHIN, Call, Frame
 from llmcache.door import Door, Packing
 from llmcache.hooks import LayerSwap
+from llmcache.intact import Layers
 from llmcache.keeping import Keeper
 from llmcache.lookup import Lookup
 from llmcache.masks import flatten
 from llmcache.meter import Meter
 from llmcache.outcome import Outcome, count, outcomes
 from llmcache.parts import Parts
+from llmcache.prefix.filling import empty
 from llmcache.prefix.prefill import Prefiller
 from llmcache.reuse.runner import Runner
 
@@ -38,7 +39,7 @@ DEFAULT_NAMESPACE = "default"
 
 
 class Flow:
-    """Listens to one wrapped model. Thread-safe: what a call knows is kept per thread, what is shared is locked."""
+    """Listens to one wrapped model. Thread-safe: what a call knows is kept per context, what is shared is locked."""
 
     def __init__(self, parts: Parts, tokenizer: Any = None) -> None:
         """Prepare for calls.
@@ -57,7 +58,11 @@ class Flow:
         self._door = Door(parts.trunk, parts.payload)
         self._keeper = Keeper(parts)
         self._last = parts.trunk.depth - 1
+        self._layers = Layers(parts.trunk)
+        self._is_retired = False
         self._thread = threading.local()
+        # The innermost forward under way. It is put back where a forward ends, so the frames of Python are its stack.
+        self._frame: ContextVar[Frame | None] = ContextVar("llmcache_frame", default=None)
         # Context variables follow async tasks too: a tenant's namespace must not leak into another's request.
         self.namespace: ContextVar[str] = ContextVar("llmcache_namespace", default=DEFAULT_NAMESPACE)
         self.is_disabled: ContextVar[bool] = ContextVar("llmcache_disabled", default=False)
@@ -70,14 +75,26 @@ class Flow:
 
     # -- called by the hooks -------------------------------------------------------------------------------------------
 
-    def opened(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def entered(self, is_whole: bool = False) -> Frame | None:
+        """Note that a forward of the trunk, or of the whole model, is under way; None where it is none of ours."""
+        if torch.compiler.is_compiling() or self._is_retired:
+            return None
+        frame = Frame(self._frame.get(), self.last, ended=[] if is_whole else None)
+        self._frame.set(frame)
+        return frame
+
+    def passed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Count a forward of the trunk that is being compiled, but for a strict export, which is to have one graph."""
+        is_strict_export = torch.compiler.is_exporting() and torch.compiler.is_dynamo_compiling()
+        if not (self._is_retired or is_strict_export):
+            self._count_compiled(_count_rows(self._arguments.bind(args, kwargs)))
+
+    def opened(
+        self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Begin a forward of the trunk, unless it must go by the cache; returns the arguments to run it with."""
         arguments = self._arguments.bind(args, kwargs)
-        if torch.compiler.is_compiling():
-            self._count_compiled(_count_rows(arguments))
-            return args, kwargs
-        self._thread.call = self._thread.unanswered = None
-        self._begin_work()
+        self._begin_work(frame)
         if torch.is_grad_enabled():
             self._parts.weights.suspect()
         arguments, mask_4d = flatten(arguments)
@@ -85,19 +102,24 @@ class Flow:
         reason = "disabled" if self.is_disabled.get() else self._find_reason(arguments)
         reason = reason or self._lookup.guard("ask whether it pays", partial(self._meter.ask, call))
         if reason is not None:
-            self._bypass(reason, _count_rows(arguments))
+            self._bypass(frame, reason, arguments)
             return args, kwargs
         if not self._parts.is_collecting:
-            self._thread.last = ()  # until the call has succeeded
-        self._thread.call = call
+            frame.last = ()  # until the call has succeeded
+        frame.call = call
         if self._keeps_no_kv:
             return self._arguments.replace(args, kwargs, "use_cache", False)
         return self._prefiller.begin(call, args, kwargs)
 
-    def answer_at_door(self) -> Any:
+    def answer_at_door(self, frame: Frame) -> Any:
         """The trunk's output for a call that is served before the trunk runs; else None."""
-        call: Call | None = None if torch.compiler.is_compiling() else getattr(self._thread, "call", None)
-        if call is None or self._lookup.needs_states or (packing := self._door.packing(call)) is None:
+        call = frame.call
+        if call is None or self._lookup.needs_states or not self._door.may_open:
+            return None
+        if self._door.is_watched:
+            self._parts.counters.hooked(_count_rows(call.arguments))
+            return None
+        if (packing := self._door.packing(call)) is None:
             return None
         if not self._lookup.read_early(call, packing.entering):
             return None
@@ -109,15 +131,107 @@ class Flow:
 
     def layer(self, swap: LayerSwap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one layer for the rows that need it."""
-        call: Call | None = None if torch.compiler.is_compiling() else getattr(self._thread, "call", None)
-        if call is None or call.served:  # of what comes after a prefix all is computed
+        frame = self._under_way()
+        call = None if frame is None else frame.call
+        if frame is None or call is None or call.served:  # of what comes after a prefix all is computed
             return swap.original(*args, **kwargs)
-        if swap.number == 0 and not self._begin(call, swap, args, kwargs):
-            self._thread.call = None
+        number = call.turn
+        if number not in swap.turns:  # run by hand, or within another one, and none of the trunk's own steps
+            call.turn = WITHIN if number == WITHIN else OUT_OF_ORDER
+            return swap.original(*args, **kwargs)
+        call.turn = WITHIN
+        output = self._layer(frame, call, swap.turns[number], args, kwargs)
+        call.turn = number + 1
+        return output
+
+    def normed(self, output: Tensor) -> Tensor | None:
+        """After the final norm: where payloads of normed states are put in and taken."""
+        frame = self._under_way()
+        call = None if frame is None else frame.call
+        if call is None or not self._ends_after_norm or not (call.has_begun and call.turn > self._last):
+            return None
+        output = call.states = self._runner.place(call, self._last, output)
+        call.is_complete = True
+        self._keeper.capture(call, self._last, output)
+        return output
+
+    def attended(self, output: Any) -> None:
+        """After layer 0's self-attention, where the fingerprint reads it."""
+        frame = self._under_way()
+        if frame is not None and frame.call is not None:
+            frame.call.attention = unpack(output)
+
+    def is_undone(self, frame: Frame) -> bool:
+        """Whether decisions could not be carried out, so that the trunk has to be run again, as if unwrapped.
+
+        Layers were skipped, but the state that stands for them was not put in: the cache was unwrapped meanwhile, or
+        layers were not run each once and in order.
+        """
+        call = frame.call
+        if call is None or call.is_complete or not call.reused:
+            return False
+        frame.call = None
+        self._lookup.withdraw(call)
+        if call.kv_cache is not None:
+            empty(call.kv_cache)
+        self._bypass(frame, self._find_trouble(), call.arguments)
+        return True
+
+    def completed(self, frame: Frame, output: Any) -> Any:
+        """The output at all positions, where the trunk ran on those after a stored prefix."""
+        return output if frame.call is None else self._prefiller.complete(frame.call, output)
+
+    def closed(self, frame: Frame, output: Any) -> None:
+        """End a forward: store what was computed, count what was done. A call that failed half-way leaves nothing."""
+        call, frame.call = frame.call, None
+        try:
+            self._end_work(frame)
+            if call is not None and not (call.has_begun and call.is_complete):
+                self._lookup.withdraw(call)
+                self._prefiller.abandon(call)
+                if output is not None:  # it did not fail
+                    self._bypass(frame, self._find_trouble(), call.arguments)
+                call = None
+            if call is not None:
+                self._end(frame, call, output)
+        finally:
+            if frame.outer is not None and frame.outer.ended is not None:
+                frame.outer.ended.append(call)
+            self._thread.last = frame.last
+            self.left(frame)
+
+    def answered(self, frame: Frame, output: Any) -> None:
+        """After the whole model: what it put out for the call that was made within."""
+        ended = frame.ended or []
+        calls = [call for call in ended if call is not None]
+        if self._parts.observer is None or self._parts.observer.answers.reads_payload or not calls:
+            return
+        if len(ended) == 1:
+            self._observe(calls[0], output)
+        else:
+            error = TypeError(f"{len(ended)} forwards of the trunk went into one answer")
+            self._parts.counters.error("read an answer", error)
+
+    def left(self, frame: Frame) -> None:
+        """A forward has ended, whatever came of it."""
+        self._frame.set(frame.outer)
+
+    def retire(self) -> None:
+        """The hooks are about to be taken off: forwards that begin from now on are plain."""
+        self._is_retired = True
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def _under_way(self) -> Frame | None:
+        """The innermost forward that is under way."""
+        return None if torch.compiler.is_compiling() else self._frame.get()
+
+    def _layer(self, frame: Frame, call: Call, swap: LayerSwap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the layer whose turn it is."""
+        if swap.number == 0 and not self._begin(frame, call, swap, args, kwargs):
+            frame.call = None
             self._lookup.withdraw(call)
             return swap.original(*args, **kwargs) if call.first_output is None else call.first_output
-        if not call.has_begun:  # layer 0 was not run through its swap
-            return swap.original(*args, **kwargs)
         is_last = swap.number == self._last
         if not (is_last or call.reused) and self._lookup.leaves_alone(swap.number):
             return swap.original(*args, **kwargs)
@@ -126,45 +240,14 @@ class Flow:
         self._lookup.decide(call, swap, args, kwargs)
         ends_here = not (is_last and self._ends_after_norm)
         output = self._runner.run(call, swap, args, kwargs, places=ends_here)
-        call.is_complete = is_last
         if ends_here:
+            call.is_complete = is_last
             call.states = unpack(output)
             self._keeper.capture(call, swap.number, call.states)
         return output
 
-    def normed(self, output: Tensor) -> Tensor | None:
-        """After the final norm: where payloads of normed states are put in and taken."""
-        call: Call | None = None if torch.compiler.is_compiling() else getattr(self._thread, "call", None)
-        if call is None or not self._ends_after_norm or not call.is_complete:
-            return None
-        output = call.states = self._runner.place(call, self._last, output)
-        self._keeper.capture(call, self._last, output)
-        return output
-
-    def attended(self, output: Any) -> None:
-        """After layer 0's self-attention, where the fingerprint reads it."""
-        call: Call | None = None if torch.compiler.is_compiling() else getattr(self._thread, "call", None)
-        if call is not None:
-            call.attention = unpack(output)
-
-    def completed(self, output: Any) -> Any:
-        """The output at all positions, where the trunk ran on those after a stored prefix."""
-        call: Call | None = None if torch.compiler.is_compiling() else getattr(self._thread, "call", None)
-        return output if call is None else self._prefiller.complete(call, output)
-
-    def closed(self, output: Any) -> None:
-        """End a forward: store what was computed, count what was done. A call that failed half-way leaves nothing."""
-        if torch.compiler.is_compiling():
-            return
-        call: Call | None = getattr(self._thread, "call", None)
-        self._thread.call = None
-        self._end_work()
-        if call is None:
-            return
-        if not (call.has_begun and call.is_complete):
-            self._lookup.withdraw(call)
-            self._prefiller.abandon(call)
-            return
+    def _end(self, frame: Frame, call: Call, output: Any) -> None:
+        """Store and count what was done in a call that has succeeded."""
         started = self._meter.now(call)
         self._learn_packing(call, output)
         self._checks.compare(call)
@@ -172,7 +255,7 @@ class Flow:
             if row.refused:
                 self._parts.counters.bypass(row.refused, 1)
         if not self._parts.is_collecting:
-            self._thread.last = outcomes(call)
+            frame.last = outcomes(call)
             self._keeper.store(call)
             self._prefiller.store(call, output)
             self._have_looked_into(call)
@@ -182,26 +265,19 @@ class Flow:
             self._meter.took(call, ended)
         if self._parts.observer is not None and self._parts.observer.answers.reads_payload:
             self._observe(call, None)
-        elif self._parts.observer is not None:
-            self._thread.unanswered = call
 
-    def answered(self, output: Any) -> None:
-        """After the whole model: what it put out for the call that has just ended."""
-        call: Call | None = None if torch.compiler.is_compiling() else getattr(self._thread, "unanswered", None)
-        if call is not None:
-            self._thread.unanswered = None
-            self._observe(call, output)
-
-    # -- steps ---------------------------------------------------------------------------------------------------------
+    def _find_trouble(self) -> str:
+        """Why a call's layers were not run through all of the swaps, in order."""
+        return "unwrapped" if self._is_retired else self._layers.find_reason() or "other_layers"
 
     def _find_reason(self, arguments: dict[str, Any]) -> str | None:
         find = partial(find_reason, arguments, self._parts.trunk, self._arguments.defaults)
         reason = self._lookup.guard("look at the arguments", find)
         if reason is None and self._keeps_no_kv and (arguments.get("use_cache") or arguments.get(CACHE) is not None):
             return "kv_cache_with_pooled_payload"
-        return reason
+        return reason or self._layers.find_reason()
 
-    def _begin(self, call: Call, swap: LayerSwap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _begin(self, frame: Frame, call: Call, swap: LayerSwap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """See to it that rows and fingerprints are read; False when the call must go by the cache after all."""
         call.kv_cache = swap.arguments.get(args, kwargs, CACHE)
         hidden = swap.arguments.get(args, kwargs, swap.arguments.names[0])
@@ -215,7 +291,7 @@ class Flow:
                 call.first_output = swap.original(*args, **kwargs)
             reason = self._lookup.read(call, hidden, hidden.dtype)
         if reason is not None:
-            self._bypass(reason, _count_rows(call.arguments))
+            self._bypass(frame, reason, call.arguments)
         call.has_begun = reason is None
         return call.has_begun
 
@@ -268,26 +344,25 @@ class Flow:
         except Exception as error:
             self._parts.counters.error("read an answer", error)
 
-    def _bypass(self, reason: str, n_rows: int) -> None:
+    def _bypass(self, frame: Frame, reason: str, arguments: dict[str, Any]) -> None:
         """Count and note rows of a call that goes by the cache as a whole."""
+        n_rows = _count_rows(arguments)
         self._parts.counters.bypass(reason, n_rows)
         # A step of a generation belongs to the request that its prefill was; what is only computed, to nobody.
         if reason != "decode" and not self._parts.is_collecting:
-            self._thread.last = (Outcome(bypassed=reason),) * n_rows
+            frame.last = (Outcome(bypassed=reason),) * n_rows
 
-    def _begin_work(self) -> None:
+    def _begin_work(self, frame: Frame) -> None:
         """Tell the audit that the processor is needed. A call may be made within another one."""
         audit = None if self._parts.is_collecting else self._parts.audit
-        self._thread.audits = (*getattr(self._thread, "audits", ()), audit)
         if audit is not None:
             audit.shadow.enter()
+            frame.audit = audit
 
-    def _end_work(self) -> None:
+    def _end_work(self, frame: Frame) -> None:
         """Tell it that it no longer is, if it was told so."""
-        audits: tuple[Audit | None, ...] = getattr(self._thread, "audits", ())
-        self._thread.audits = audits[:-1]
-        if audits and audits[-1] is not None:
-            audits[-1].shadow.leave()
+        if frame.audit is not None:
+            frame.audit.shadow.leave()
 
     # -- small facts ---------------------------------------------------------------------------------------------------
 
@@ -303,8 +378,9 @@ class Flow:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _count_compiled(self, n_rows: int) -> None:
         """Leave the compiled graph for a moment: counters cannot be part of it."""
-        self._thread.call = None
-        self._bypass("compiled", n_rows)
+        self._parts.counters.bypass("compiled", n_rows)
+        if not self._parts.is_collecting:
+            self._thread.last = (Outcome(bypassed="compiled"),) * n_rows
 
 
 def _count_rows(arguments: dict[str, Any]) -> int:

@@ -7,30 +7,43 @@ included.
 """
 
 import copy
+import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, Protocol
 
 from torch import nn
+from torch.nn.modules import module as _every_module
 
 from llmcache.adapters import Trunk
 from llmcache.arguments import Arguments
+from llmcache.context import Frame
 from llmcache.errors import ConfigError, WrapError
 from llmcache.outcome import Outcome
 
+_CAPTURING = "transformers.utils.output_capturing"
+
 
 class Listener(Protocol):
-    """What the swaps call; one forward of the trunk is `opened`, then `layer` once a layer, `completed`, then `closed`.
+    """What the swaps call: a forward of the trunk is `entered`, `opened`, `layer` once a layer, `completed`, `closed`.
 
-    Between the first two an `answer_at_door` may come, which is the trunk's output: then no layer is called.
+    An `answer_at_door` may come before the layers: it is the trunk's output, and no layer is called. A forward that
+    `is_undone` after the layers is run again. One that is not `entered` is `passed` and plain. A forward of the whole
+    model is `entered`, `answered` and `left`.
     """
 
     @property
     def last(self) -> tuple[Outcome, ...]: ...
 
-    def opened(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]: ...
+    def entered(self, is_whole: bool = False) -> Frame | None: ...
 
-    def answer_at_door(self) -> Any: ...
+    def passed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None: ...
+
+    def opened(
+        self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]: ...
+
+    def answer_at_door(self, frame: Frame) -> Any: ...
 
     def layer(self, layer: "LayerSwap", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
@@ -38,11 +51,17 @@ class Listener(Protocol):
 
     def attended(self, output: Any) -> None: ...
 
-    def completed(self, output: Any) -> Any: ...
+    def is_undone(self, frame: Frame) -> bool: ...
 
-    def closed(self, output: Any) -> None: ...
+    def completed(self, frame: Frame, output: Any) -> Any: ...
 
-    def answered(self, output: Any) -> None: ...
+    def closed(self, frame: Frame, output: Any) -> None: ...
+
+    def answered(self, frame: Frame, output: Any) -> None: ...
+
+    def left(self, frame: Frame) -> None: ...
+
+    def retire(self) -> None: ...
 
 
 class Swap:
@@ -58,7 +77,8 @@ class Swap:
         self.module = module
         self.original: Callable[..., Any] = module.forward
         self.__wrapped__ = self.original  # inspect.signature() then shows the module's own
-        self.arguments = Arguments(self.original)
+        # What torch.compile() returns for a module takes anything.
+        self.arguments = Arguments(getattr(module, "_orig_mod", module).forward)
         self.listener = listener
         self._had_own_forward = "forward" in module.__dict__
         module.forward = self  # type: ignore[assignment]
@@ -104,6 +124,13 @@ class LayerSwap(Swap):
         """
         super().__init__(module, listener)
         self.number = number
+        #: By place: this, or what knows the same of another place at which the trunk runs the same layer.
+        self.turns: dict[int, LayerSwap] = {number: self}
+
+    def repeat(self, number: int) -> None:
+        """The trunk runs the same layer at another place, too."""
+        turn = self.turns[number] = object.__new__(LayerSwap)
+        turn.__dict__ |= {**self.__dict__, "number": number}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.listener.layer(self, args, kwargs)
@@ -113,24 +140,36 @@ class TrunkSwap(Swap):
     """Stands in for the trunk's forward: opens a call, and closes it whatever happens."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        output = None
+        frame, output = self.listener.entered(), None
+        if frame is None:
+            self.listener.passed(args, kwargs)
+            return self.original(*args, **kwargs)
         try:
-            args, kwargs = self.listener.opened(args, kwargs)
-            output = self.listener.answer_at_door()
+            args, kwargs = self.listener.opened(frame, args, kwargs)
+            output = self.listener.answer_at_door(frame)
             if output is None:
-                output = self.listener.completed(self.original(*args, **kwargs))
+                output = self.original(*args, **kwargs)
+                if self.listener.is_undone(frame):
+                    output = self.original(*args, **kwargs)
+                output = self.listener.completed(frame, output)
             return output
         finally:
-            self.listener.closed(output)
+            self.listener.closed(frame, output)
 
 
 class ModelSwap(Swap):
     """Stands in for the whole model's forward: shows what it put out."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        output = self.original(*args, **kwargs)
-        self.listener.answered(output)
-        return output
+        frame = self.listener.entered(is_whole=True)
+        if frame is None:
+            return self.original(*args, **kwargs)
+        try:
+            output = self.original(*args, **kwargs)
+            self.listener.answered(frame, output)
+            return output
+        finally:
+            self.listener.left(frame)
 
 
 class _OutputHook:
@@ -190,12 +229,29 @@ def plain_forward(module: nn.Module) -> Callable[..., Any]:
     return forward.original if isinstance(forward, Swap) else forward
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Whether somebody but us hung hooks on a module, which run when it is called."""
+def are_hooked(modules: Iterable[nn.Module]) -> bool:
+    """Whether somebody but us hung hooks on one of these modules, or on all, which run when it is called."""
+    return bool(_every_module._global_forward_hooks or _every_module._global_forward_pre_hooks) or any(
+        map(_has_hooks, modules)
+    )
+
+
+def _has_hooks(module: nn.Module) -> bool:
     if not (module._forward_hooks or module._forward_pre_hooks):
         return False
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-    return not all(isinstance(hook, _OutputHook) for hook in hooks)
+    return not all(isinstance(hook, _OutputHook) or _is_idle_capture(hook) for hook in hooks)
+
+
+def _is_idle_capture(hook: Callable[..., Any]) -> bool:
+    """Whether a hook is transformers' own, with nothing to do: once hidden states were asked for, it stays for good.
+
+    What the trunk is asked to capture shows in its arguments; here it is about a model around it.
+    """
+    if getattr(hook, "__module__", None) != _CAPTURING:
+        return False
+    collector = getattr(sys.modules[_CAPTURING], "_active_collector", None)
+    return collector is not None and not collector.get()
 
 
 def is_wrapped(trunk: Trunk) -> bool:
@@ -243,13 +299,19 @@ def install(trunk: Trunk, listener: Listener, attention: nn.Module | None = None
         raise WrapError("this model is already wrapped: use the existing cache, or call its unwrap() first")
     installed = Installed()
     try:
+        swaps: dict[nn.Module, LayerSwap] = {}
         for number, module in enumerate(trunk.layers):
-            installed.add(LayerSwap(module, number, listener).remove)
+            if module in swaps:
+                swaps[module].repeat(number)
+            else:
+                swaps[module] = LayerSwap(module, number, listener)
+                installed.add(swaps[module].remove)
         if trunk.norm is not None:
             installed.add(trunk.norm.register_forward_hook(_OutputHook(listener.normed)).remove)
         if attention is not None:
             installed.add(listen(attention, listener))
         installed.add(TrunkSwap(trunk.module, listener).remove)
+        installed.add(listener.retire)  # before the rest: calls that begin from then on are plain
     except BaseException:
         installed.remove()
         raise

@@ -88,6 +88,8 @@ class Stats:
         lookup_ms: Total time in fingerprint, search and decision.
         storing_ms: Total time in keeping states, checks, storing misses and fitting codecs.
         n_too_large: Requests with a state larger than its bank, which was not stored.
+        n_hooked: Rows that neither a prefix nor the short way before the layers was tried for, since hooks of others hang
+            within the trunk, which are to see all of them. They may be hits all the same.
         errors: Failures of index, store or audit that were computed around.
         cost: What calls of each length cost and save, shortest first, and whether they go by the cache.
         audit: What is known of calibrated reuse in service; None without any.
@@ -117,6 +119,7 @@ class Stats:
     lookup_ms: float = 0.0
     storing_ms: float = 0.0
     n_too_large: int = 0
+    n_hooked: int = 0
     errors: int = 0
     cost: tuple[Cost, ...] = ()
     audit: AuditStats | None = None
@@ -197,6 +200,18 @@ class Counters:
         if is_first:
             logger.warning("llmcache: a state is larger than its bank's budget and was not stored; raise max_bytes")
 
+    def hooked(self, n_rows: int) -> None:
+        """Count rows that take the whole way for hooks that somebody hung on the model; the first are logged."""
+        with self._lock:
+            self._totals["hooked"] += n_rows
+            is_first = "hooked" not in self._told
+            self._told.add("hooked")
+        if is_first:
+            logger.warning(
+                "llmcache: hooks hang on modules of the trunk and are to see all tokens, so nothing is served from a "
+                "prefix or before the layers (stats().n_hooked): remove them to have that back"
+            )
+
     def prefix(self, n_hits: int, n_served: int, n_tokens: int) -> None:
         """Count what stored prefixes served.
 
@@ -262,6 +277,7 @@ class Counters:
                 lookup_ms=self._lookup_s * 1e3,
                 storing_ms=self._storing_s * 1e3,
                 n_too_large=self._totals["too_large"],
+                n_hooked=self._totals["hooked"],
                 errors=self._totals["errors"],
                 **held,
             )

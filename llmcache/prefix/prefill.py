@@ -19,7 +19,7 @@ from llmcache.adapters import CACHE
 from llmcache.arguments import Arguments
 from llmcache.bypass import is_plain_cache
 from llmcache.context import Call
-from llmcache.hooks import has_hooks
+from llmcache.hooks import are_hooked
 from llmcache.lookup import Lookup
 from llmcache.masks import cut
 from llmcache.parts import Parts
@@ -128,7 +128,7 @@ class Prefiller:
         kv_cache = self._kv_cache(passed)
         if kv_cache is None or not is_plain_cache(kv_cache) or not _has_room(kv_cache, passed["input_ids"].shape[1]):
             return None
-        if not self._can_be_cut():  # last of these: it looks at every module
+        if not self._can_be_cut(len(passed["input_ids"])):  # last of these: it looks at every module
             return None
         if not self._lookup.read_early(call, next(parts.trunk.module.parameters()).dtype):
             return None
@@ -137,12 +137,17 @@ class Prefiller:
         assert call.scope is not None
         return Prefill(kv_cache, [links(call.scope, row, parts.prefix.size) for row in call.rows])
 
-    def _can_be_cut(self) -> bool:
+    def _can_be_cut(self, n_rows: int) -> bool:
         """Whether each token sees earlier ones only, and nobody hung hooks within the trunk, who expect all tokens."""
         trunk = self._parts.trunk
-        within = (part for part in trunk.module.modules() if part is not trunk.module)
+        within = [part for part in trunk.module.modules() if part is not trunk.module]
         sees_all = getattr(trunk.config, "is_causal", True) is False
-        return not (sees_all or any(has_hooks(part) or part.__dict__.get("is_causal") is False for part in within))
+        if sees_all or any(part.__dict__.get("is_causal") is False for part in within):
+            return False
+        is_watched = are_hooked(within)
+        if is_watched:
+            self._parts.counters.hooked(n_rows)
+        return not is_watched
 
     def _kv_cache(self, passed: Mapping[str, Any]) -> Any:
         """The cache that the trunk is to fill: the caller's, else one as the trunk would make it, or None."""
