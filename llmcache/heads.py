@@ -24,12 +24,14 @@ class Head:
             known head, the caller reads the hidden states.
         payload: The least that serves it.
         why_unsafe: Why another request's states must not be put under it, or "".
+        heeds_mask: It is known to read no token that the mask hides, but for the first where `payload` is `cls`.
     """
 
     name: str
     reads: Reads
     payload: PayloadName = "sequence"
     why_unsafe: str = ""
+    heeds_mask: bool = False
 
 
 _BY_TOKEN = (
@@ -67,7 +69,9 @@ def find_head(model: nn.Module, family: str) -> Head:
     """
     for module in model.modules():
         if type(module).__name__ == "Pooling" and _is_from(module, "sentence_transformers"):
-            return Head("sentence embedding", "pooled", _pooling_payload(module))
+            mode = _pooling_mode(module)  # `cls` is the first row in any case; alone, it is told by the payload
+            heeds_mask = mode == "cls" or "cls" not in mode
+            return Head("sentence embedding", "pooled", _pooling_payload(module), heeds_mask=heeds_mask)
     for module in model.modules():
         if not _is_from(module, "transformers"):
             continue  # a user's own class of such a name may read anything
@@ -99,5 +103,9 @@ def _pooling_payload(pooling: Any) -> PayloadName:
     """Payload for a sentence-transformers pooling layer; several modes, or a prompt left out, need every row."""
     if not getattr(pooling, "include_prompt", True):
         return "sequence"
+    return _POOLING_PAYLOADS.get(_pooling_mode(pooling), "sequence")
+
+
+def _pooling_mode(pooling: Any) -> str:
     mode = pooling.get_pooling_mode_str() if hasattr(pooling, "get_pooling_mode_str") else pooling.pooling_mode
-    return _POOLING_PAYLOADS.get(mode if isinstance(mode, str) else "+".join(mode), "sequence")
+    return mode if isinstance(mode, str) else "+".join(mode)

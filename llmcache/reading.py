@@ -34,6 +34,7 @@ class Reader:
         self._tokenizer = tokenizer
         self._tables: tuple[object, tuple[Bools, Tensor]] | None = None
         self._head_reads = _reads(parts)
+        self._layout_counts = not (parts.payload.fits_any_length or parts.head.heeds_mask)
         self._steady_length = steady_length(parts.trunk.module)
 
     def scope(self, call: Call, entering: torch.dtype) -> Scope:
@@ -72,9 +73,8 @@ class Reader:
         if fingerprint is not None and not fingerprint.reads_states:
             view = View(None, torch.from_numpy(content), torch.from_numpy(inputs.ids))
             inputs.features = fingerprint.features(view).numpy()
-        layout_counts = not self._parts.payload.fits_any_length
         call.rows = read_rows(
-            call.scope, inputs, id_dtype(len(on_host)), self._parts.trunk.adapter.is_guess, layout_counts
+            call.scope, inputs, id_dtype(len(on_host)), self._parts.trunk.adapter.is_guess, self._layout_counts
         )
         call.features = None if self._parts.is_per_layer else inputs.features
         has_content = content.any(axis=1).tolist()
@@ -123,7 +123,7 @@ class Reader:
             return "not_finite"  # no index takes such a vector, nor the other rows searched with it
         pad_id = getattr(self._parts.trunk.config, "pad_token_id", None)
         row.is_misread = head_reads_padding(self._head_reads, row.valid, inputs.ids[row.number], pad_id)
-        return "head_reads_padding" if row.is_misread and self._parts.payload.fits_any_length else ""
+        return "head_reads_padding" if row.is_misread and not self._layout_counts else ""
 
     def _content_tables(self, device: torch.device, weights: str) -> tuple[Bools, Tensor]:
         """Whether a token carries content, bool (vocabulary,), on the host and on a device.
