@@ -53,7 +53,8 @@ class LLMCache:
         self._flow = Flow(self._parts, tokenizer)
         with suppress(RuntimeError):  # weights that cannot be read yet are read at the first call that can
             self._parts.weights.digest()  # now, so that the first request does not wait for it
-        self._installed = install(self._parts.trunk, self._flow, self._parts.attention)
+        head = None if self._parts.prefix is None else model
+        self._installed = install(self._parts.trunk, self._flow, self._parts.attention, head)
         self._calibrator = Calibrator(model, config, self._parts, self._flow, self._installed, tokenizer, answer_of)
         try:
             self._calibrator.start()

@@ -79,6 +79,7 @@ class Call:
         arguments: The trunk's arguments by name; the mask as 2-D.
         namespace: Namespace in force when the call began.
         mask_4d: The mask that was passed, bool (B, 1, T, M), where it is another one.
+        n_read: How many columns, from the last on, are read of the output; None: maybe all.
         rows: Filled when layer 0 is reached.
         scope: Likewise.
         content: Which tokens carry content, bool (B, T) on the model's device.
@@ -114,6 +115,7 @@ class Call:
     arguments: dict[str, Any]
     namespace: str
     mask_4d: Tensor | None = None
+    n_read: int | None = None
     rows: list[Row] = field(default_factory=list)
     scope: Scope | None = None
     content: Tensor | None = None

@@ -63,6 +63,7 @@ class Flow:
         self._thread = threading.local()
         # The innermost forward under way. It is put back where a forward ends, so the frames of Python are its stack.
         self._frame: ContextVar[Frame | None] = ContextVar("llmcache_frame", default=None)
+        self._n_read: ContextVar[int | None] = ContextVar("llmcache_n_read", default=None)
         # Context variables follow async tasks too: a tenant's namespace must not leak into another's request.
         self.namespace: ContextVar[str] = ContextVar("llmcache_namespace", default=DEFAULT_NAMESPACE)
         self.is_disabled: ContextVar[bool] = ContextVar("llmcache_disabled", default=False)
@@ -98,7 +99,7 @@ class Flow:
         if torch.is_grad_enabled():
             self._parts.weights.suspect()
         arguments, mask_4d = flatten(arguments)
-        call = Call(arguments, self.namespace.get(), mask_4d)
+        call = Call(arguments, self.namespace.get(), mask_4d, n_read=self._n_read.get())
         reason = "disabled" if self.is_disabled.get() else self._find_reason(arguments)
         reason = reason or self._lookup.guard("ask whether it pays", partial(self._meter.ask, call))
         if reason is not None:
@@ -215,6 +216,10 @@ class Flow:
     def left(self, frame: Frame) -> None:
         """A forward has ended, whatever came of it."""
         self._frame.set(frame.outer)
+
+    def reads_last(self, n_columns: int | None) -> None:
+        """Before a head: it reads so many columns, the last ones; None: maybe all. After it: None."""
+        self._n_read.set(n_columns)
 
     def retire(self) -> None:
         """The hooks are about to be taken off: forwards that begin from now on are plain."""

@@ -22,6 +22,7 @@ from llmcache.errors import ConfigError, WrapError
 from llmcache.outcome import Outcome
 
 _CAPTURING = "transformers.utils.output_capturing"
+_KEPT = "logits_to_keep"
 
 
 class Listener(Protocol):
@@ -62,6 +63,8 @@ class Listener(Protocol):
     def left(self, frame: Frame) -> None: ...
 
     def retire(self) -> None: ...
+
+    def reads_last(self, n_columns: int | None) -> None: ...
 
 
 class Swap:
@@ -188,6 +191,32 @@ class _OutputHook:
         return _OutputHook, ()
 
 
+class _KeptLogitsHook:
+    """Tells the listener of how many columns, from the last on, a head reads; in a copy of the model it does nothing.
+
+    Hung before and after the head's forward, so that nobody takes it for what another forward is to read.
+    """
+
+    def __init__(self, listener: Listener | None = None, arguments: Arguments | None = None) -> None:
+        self._listener = listener
+        self._arguments = arguments
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._listener is not None and self._arguments is not None:
+            n_kept = self._arguments.get(args, kwargs, _KEPT)
+            self._listener.reads_last(n_kept if isinstance(n_kept, int) and n_kept > 0 else None)
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._listener is not None:
+            self._listener.reads_last(None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_KeptLogitsHook":
+        return _KeptLogitsHook()
+
+    def __reduce__(self) -> tuple[type["_KeptLogitsHook"], tuple[()]]:
+        return _KeptLogitsHook, ()
+
+
 class Installed:
     """What hangs on a model, and how to take it off."""
 
@@ -281,13 +310,29 @@ def listen(attention: nn.Module, listener: Listener) -> Callable[[], None]:
     return attention.register_forward_hook(_OutputHook(listener.attended)).remove
 
 
-def install(trunk: Trunk, listener: Listener, attention: nn.Module | None = None) -> Installed:
+def listen_to_head(model: nn.Module, listener: Listener, trunk: Trunk) -> list[Callable[[], None]]:
+    """Have a language-model head of transformers tell which columns it reads; returns what takes the hooks off."""
+    for module in model.modules():
+        is_theirs = type(module).__module__.startswith("transformers.")
+        if is_theirs and trunk.module in module.children() and _KEPT in (arguments := Arguments(module.forward)).names:
+            hook = _KeptLogitsHook(listener, arguments)
+            return [
+                module.register_forward_pre_hook(hook.before, with_kwargs=True).remove,
+                module.register_forward_hook(hook.after, always_call=True).remove,
+            ]
+    return []
+
+
+def install(
+    trunk: Trunk, listener: Listener, attention: nn.Module | None = None, model: nn.Module | None = None
+) -> Installed:
     """Swap the forward of the trunk and of every layer, and hook the final norm.
 
     Args:
         trunk: Where to install.
         listener: Receives the calls.
         attention: A module of the first layer whose output the listener wants as well, or None.
+        model: What holds the trunk, where the listener wants to know which columns its head reads, or None.
 
     Returns:
         What `remove()` takes off again. An error half-way takes off what was put on.
@@ -310,6 +355,8 @@ def install(trunk: Trunk, listener: Listener, attention: nn.Module | None = None
             installed.add(trunk.norm.register_forward_hook(_OutputHook(listener.normed)).remove)
         if attention is not None:
             installed.add(listen(attention, listener))
+        for remove in [] if model is None else listen_to_head(model, listener, trunk):
+            installed.add(remove)
         installed.add(TrunkSwap(trunk.module, listener).remove)
         installed.add(listener.retire)  # before the rest: calls that begin from then on are plain
     except BaseException:

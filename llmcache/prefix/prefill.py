@@ -2,7 +2,8 @@
 
 The trunk then runs on the columns that are left, as it would in the second half of a prefill in two chunks; masks and
 positions it makes itself. Rows of a batch are cut at one column, so the one with the shortest known prefix decides; of
-a block that reaches beyond it, the first tokens are used.
+a block that reaches beyond it, the first tokens are used. Columns in which a row has padding are cut only if the head
+tells that it does not read them: `generate()` does, which asks for the last logits alone.
 
 Sizes: B rows, T tokens a row (padding included), C columns cut, L layers, H K/V heads, D_h width of a head, D hidden
 width, b tokens a block.
@@ -166,6 +167,8 @@ class Prefiller:
         reached = [blocks.reach(chain, row.ids, len(row.ids) // row.n_valid) for row, chain in rows]
         matched, n_known = zip(*reached, strict=True)
         n_cut = cut_column(call.rows, n_known, ids.shape[1])
+        if call.n_read is None or n_cut > ids.shape[1] - call.n_read:
+            n_cut = min(n_cut, _first_padding(call.rows))  # what the model makes of padding is not known
         used = [max(0, min(n, n_cut - _first(row))) for row, n in zip(call.rows, n_known, strict=True)]
         if sum(used) < blocks.size:
             return args, kwargs
@@ -240,6 +243,11 @@ def cut_column(rows: Sequence[Row], n_known: Sequence[int], n_columns: int) -> i
     """
     ends = (n_columns if n == row.n_valid else _first(row) + n for row, n in zip(rows, n_known, strict=True))
     return min(n_columns - 1, *ends)
+
+
+def _first_padding(rows: Sequence[Row]) -> int:
+    """The first column of a batch in which a row may have padding."""
+    return min(row.valid.stop if _first(row) == 0 else 0 for row in rows if isinstance(row.valid, slice))
 
 
 def _cut_up(whole: Tensor, blocks: Blocks) -> list[Tensor]:

@@ -116,20 +116,44 @@ def test_rows_with_different_prefixes_and_padding(family: str, left: bool) -> No
     with torch.inference_mode():
         plain = model(**inputs, position_ids=positions).logits
     tokens_of = greedy(model, **inputs) if left else None
-    cache = wrapped(model)
+    cache = wrapped(model, exact=False)
     cache(stem)
-    served = cache(**inputs, position_ids=positions)
-    valid = inputs["attention_mask"].bool()
-    torch.testing.assert_close(served.logits[valid], plain[valid], atol=1e-5, rtol=1e-5)
-    used = [outcome.n_prefix for outcome in cache.last]
+    torch.testing.assert_close(cache(**inputs, position_ids=positions).logits, plain, atol=1e-5, rtol=1e-5)
+    # Padding on the left is computed, and so is all that follows it.
+    assert [outcome.n_prefix for outcome in cache.last] == ([0, 0, 0, 0] if left else [9, 9, 9, 9])
+    cache.clear()
+    cache(stem)
+    last = cache(**inputs, position_ids=positions, logits_to_keep=1).logits
+    torch.testing.assert_close(last, plain[:, -1:], atol=1e-5, rtol=1e-5)
     # Known are 20, 9, 16 and 12 tokens; with padding on the left they end in columns 22, 18, 24 and 12.
-    assert used == ([10, 3, 4, 12] if left else [9, 9, 9, 9])
+    assert [outcome.n_prefix for outcome in cache.last] == ([10, 3, 4, 12] if left else [9, 9, 9, 9])
     if left:
         cache.clear()
         greedy(model, input_ids=stem)
         assert torch.equal(greedy(model, **inputs), tokens_of)
         assert {outcome.rung for outcome in cache.last} == {"prefix"}
     assert cache.stats().errors == 0
+
+
+@pytest.mark.parametrize("asked", ["loss", "all logits", "two logits", "the trunk"])
+@pytest.mark.parametrize("left", [True, False])
+def test_columns_with_padding_are_cut_only_where_nobody_reads_them(asked: str, left: bool) -> None:
+    model: Any = build(FAMILIES["llama"])
+    stem = tokens(1, 24)
+    prompts = [branch(stem, n, length, seed) for seed, (n, length) in enumerate([(20, 22), (16, 16)])]
+    inputs = batch(prompts, left)
+    more: dict[str, Any] = {"loss": {"labels": inputs["input_ids"]}, "two logits": {"logits_to_keep": 2}}.get(asked, {})
+    called = model.model if asked == "the trunk" else model
+    with torch.inference_mode():
+        plain = called(**inputs, **more)
+        with wrapped(model, exact=False) as cache:
+            cache(stem)
+            model(**batch([tokens(1, 5)], left), logits_to_keep=1)  # is not to be taken for what the next call asks
+            served = called(**inputs, **more)
+            assert cache.stats().errors == 0
+    for name in ("loss", "logits", "last_hidden_state"):
+        if name in plain and plain[name] is not None:
+            torch.testing.assert_close(served[name], plain[name], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

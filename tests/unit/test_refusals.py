@@ -9,7 +9,7 @@ import transformers as tf
 
 from llmcache import CacheConfig, ConfigError, LLMCache, LLMCacheError, UnsafeReuseError
 from llmcache.policies import POLICIES
-from tests.models import BARE, CLASSIFIERS, TOKEN_HEADS, build, padded, tokens
+from tests.models import BARE, CLASSIFIERS, TOKEN_HEADS, build, tokens
 
 
 @pytest.mark.parametrize("head", TOKEN_HEADS)
