@@ -13,6 +13,7 @@ from torch import Tensor
 
 from llmcache.arrays import Floats
 from llmcache.audit.auditor import Sample
+from llmcache.mark import Mark
 from llmcache.prefix.records import Prefill
 from llmcache.rows import Row, Scope
 
@@ -73,6 +74,7 @@ class Call:
         mask_4d: The mask that was passed, bool (B, 1, T, M), where it is another one.
         rows: Filled when layer 0 is reached.
         scope: Likewise.
+        mark: Of the weights, when the scope was made; None if they were edited since, and nothing may be stored.
         content: Which tokens carry content, bool (B, T) on the model's device.
         was_asked: The rungs were asked what may be reused at layer 0.
         has_begun: Layer 0 was reached, or the call was answered before.
@@ -107,6 +109,7 @@ class Call:
     mask_4d: Tensor | None = None
     rows: list[Row] = field(default_factory=list)
     scope: Scope | None = None
+    mark: Mark | None = None
     content: Tensor | None = None
     was_asked: bool = False
     has_begun: bool = False

@@ -166,6 +166,7 @@ class Flow:
             self._prefiller.abandon(call)
             return
         started = self._meter.now(call)
+        self._keeper.check_weights(call)
         self._learn_packing(call, output)
         self._checks.compare(call)
         for row in call.rows:
