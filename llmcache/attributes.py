@@ -10,7 +10,7 @@ configs, and edits to numpy arrays in place.
 """
 
 import types
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from operator import itemgetter
@@ -31,11 +31,12 @@ _IDLE = frozenset(
     gradient_checkpointing _gradient_checkpointing_func warnings_issued all_tied_weights_keys _tied_weights_keys
     _keep_in_fp32_modules _keep_in_fp32_modules_strict _keys_to_ignore_on_load_missing _no_split_modules
     _keys_to_ignore_on_load_unexpected _keys_to_ignore_on_save _skip_keys_device_placement _tp_plan _ep_plan _pp_plan
-    _fsdp_plan _tp_size _device_mesh _attn_implementation _compiled_call_impl""".split()
+    _fsdp_plan _tp_size _device_mesh _attn_implementation _compiled_call_impl _use_kernels
+    _weight_conversions _is_buffer persistent tensor_model_parallel""".split()
 )
 # Of configs: what shapes the output, is part of the key already, or belongs to heads, losses, generation and saving.
 _IDLE_IN_CONFIG = frozenset(
-    """return_dict use_cache architectures dtype torch_dtype id2label label2id num_labels problem_type tokenizer_class
+    """return_dict use_cache architectures dtype torch_dtype id2label label2id num_labels problem_type tokenizer_class model_type
     transformers_version name_or_path finetuning_task task_specific_params quantization_config""".split()
 )
 _UNREAD: dict[type, frozenset[str]] = {  # by exact class: what its forward does not read
@@ -79,9 +80,9 @@ class Attributes:
         self._known = {*map(id, known), *map(id, parts.values())}
         self._groups: dict[tuple[str, tuple[str, ...]], list[Space]] = defaultdict(list)
         self._containers: list[Iterable[Any]] = []
-        self._pending = list(parts.items())
+        self._pending = deque(parts.items())
         while self._pending:
-            self._read_module(*self._pending.pop())
+            self._read_module(*self._pending.popleft())
         self._getters = {kind: self._make_getters(kind) for kind in ("same", "flat", "deep")}
 
     def settings(self) -> tuple[Any, ...]:
@@ -154,6 +155,7 @@ class Attributes:
             return
         self._known.add(id(config))
         space = vars(config)
+        self.spaces.append(space)
         names = [name for name in space if _counts_in_config(name)]
         for name in names:
             if hasattr(space[name], "model_type"):
@@ -162,9 +164,6 @@ class Attributes:
 
     def _read_tensor(self, path: str, tensor: Any) -> None:
         """Take in what hangs on a tensor, or is wrapped by it."""
-        if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
-            self.unseen = self.unseen or path
-            return
         for name, inner in inner_tensors(tensor).items():
             self.facts.append(f"{path}: {describe(type(tensor))} {describe(tensor.__tensor_flatten__()[1])}")
             self.wrapped[id(inner)] = tensor  # edits count on the outside alone

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _MANY_BYTES = 32 << 20  # from which on threads are worth starting
@@ -32,6 +32,8 @@ def inner_tensors(tensor: Any) -> dict[str, Tensor]:
 
 def is_readable(tensor: Tensor) -> bool:
     """Whether all that a tensor holds can be read, and its address and version seen."""
+    if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+        return False
     return tensor.layout == torch.strided and not tensor.is_nested
 
 

@@ -220,7 +220,7 @@ class Weights:
         self._holders, self._empty = [holder for holder in holders if holder], [one for one in holders if not one]
         self._outer = list({id(outer): outer for outer in self._found.wrapped.values()}.values())
         self._named = self._name_tensors()
-        unwatched = {id(tensor) for tensor in self._found.tensors.values() if tensor.is_inference()}
+        unwatched = {id(one) for one in self._found.tensors.values() if is_readable(one) and one.is_inference()}
         readable = [tensor for _, tensor in self._named if is_readable(tensor)]
         self._tensors = [tensor for tensor in readable if not tensor.is_inference()]
         self._pointers = [tensor for tensor in readable if id(tensor) in unwatched]
@@ -256,10 +256,10 @@ class Weights:
                     self._hashed.pop(id(tensor), None)
 
     def _find_refusal(self) -> str | None:
-        if any(tensor.is_meta for _, tensor in self._named):
-            return "meta_weights"
         if self._found.unseen or not all(is_readable(tensor) for _, tensor in self._named):
             return "unseen_weights"
+        if any(tensor.is_meta for _, tensor in self._named):
+            return "meta_weights"
         elsewhere = set(map(id, self._found.tensors.values()))
         is_unwatched = any(tensor.is_inference() and id(tensor) not in elsewhere for _, tensor in self._named)
         return "inference_weights" if is_unwatched else None
