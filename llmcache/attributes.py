@@ -1,4 +1,4 @@
-"""What modules hold beside parameters, buffers and submodules: settings in plain attributes, and tensors kept elsewhere.
+"""What modules hold beside parameters, buffers and submodules: settings in attributes, and tensors kept elsewhere.
 
 Settings are numbers, strings, functions and the like (a norm's epsilon, the scaling of attention, an activation), in
 the modules' own attributes and in their config's. Tensors kept elsewhere are those in plain attributes, in lists, dicts
@@ -27,17 +27,62 @@ _OF_MODULES = frozenset(vars(nn.Module()))  # torch's own, which is looked at el
 
 # Attributes that decide no state: notes of transformers and accelerate about loading, saving, losses and places.
 _IDLE = frozenset(
-    """_is_hf_initialized _hf_hook _old_forward hf_device_map name_or_path generation_config kernel_config loss_type
-    gradient_checkpointing _gradient_checkpointing_func warnings_issued all_tied_weights_keys _tied_weights_keys
-    _keep_in_fp32_modules _keep_in_fp32_modules_strict _keys_to_ignore_on_load_missing _no_split_modules
-    _keys_to_ignore_on_load_unexpected _keys_to_ignore_on_save _skip_keys_device_placement _tp_plan _ep_plan _pp_plan
-    _fsdp_plan _tp_size _device_mesh _attn_implementation _compiled_call_impl _use_kernels
-    _weight_conversions _is_buffer persistent tensor_model_parallel""".split()
+    [
+        "_is_hf_initialized",
+        "_hf_hook",
+        "_old_forward",
+        "hf_device_map",
+        "name_or_path",
+        "generation_config",
+        "kernel_config",
+        "loss_type",
+        "gradient_checkpointing",
+        "_gradient_checkpointing_func",
+        "warnings_issued",
+        "all_tied_weights_keys",
+        "_tied_weights_keys",
+        "_keep_in_fp32_modules",
+        "_keep_in_fp32_modules_strict",
+        "_keys_to_ignore_on_load_missing",
+        "_no_split_modules",
+        "_keys_to_ignore_on_load_unexpected",
+        "_keys_to_ignore_on_save",
+        "_skip_keys_device_placement",
+        "_tp_plan",
+        "_ep_plan",
+        "_pp_plan",
+        "_fsdp_plan",
+        "_tp_size",
+        "_device_mesh",
+        "_attn_implementation",
+        "_compiled_call_impl",
+        "_use_kernels",
+        "_weight_conversions",
+        "_is_buffer",
+        "persistent",
+        "tensor_model_parallel",
+    ]
 )
 # Of configs: what shapes the output, is part of the key already, or belongs to heads, losses, generation and saving.
 _IDLE_IN_CONFIG = frozenset(
-    """return_dict use_cache architectures dtype torch_dtype id2label label2id num_labels problem_type tokenizer_class model_type
-    transformers_version name_or_path finetuning_task task_specific_params quantization_config""".split()
+    [
+        "return_dict",
+        "use_cache",
+        "architectures",
+        "dtype",
+        "torch_dtype",
+        "id2label",
+        "label2id",
+        "num_labels",
+        "problem_type",
+        "tokenizer_class",
+        "model_type",
+        "transformers_version",
+        "name_or_path",
+        "finetuning_task",
+        "task_specific_params",
+        "quantization_config",
+    ]
 )
 _UNREAD: dict[type, frozenset[str]] = {  # by exact class: what its forward does not read
     nn.Linear: frozenset(["in_features", "out_features"]),
@@ -51,6 +96,7 @@ _WITHOUT_TENSORS = (
     *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType),
 )
 _STRANGERS = ("accelerate", "llmcache", "logging", "threading", "_thread", "weakref", "tokenizers")
+_KINDS = ("same", "flat", "deep")  # how attributes are compared: by identity, by elements, by what they print as
 _MANY = 64  # elements, from which on a container of settings is not compared in each call
 _DEPTH = 4  # of objects and containers in which tensors are looked for
 
@@ -62,13 +108,20 @@ Place = tuple[int, str]
 class Attributes:
     """What was found in modules, and how to tell quickly whether it is the same still."""
 
-    def __init__(self, parts: Mapping[str, nn.Module], known: Iterable[nn.Module], notes: Iterable[Place]) -> None:
+    def __init__(
+        self,
+        parts: Mapping[str, nn.Module],
+        known: Iterable[nn.Module] = (),
+        notes: Iterable[Place] = (),
+        has_values: bool = True,
+    ) -> None:
         """Look at modules, and at those found with them.
 
         Args:
             parts: By path.
             known: Not to be looked at where they turn up.
             notes: Attributes that mean nothing.
+            has_values: Numbers, strings and containers of them count, too, not only classes and functions.
         """
         self.parts: dict[str, nn.Module] = {}
         self.tensors: dict[str, Tensor] = {}  # by path; not those of parameters and buffers
@@ -77,13 +130,14 @@ class Attributes:
         self.unseen = ""  # path of something that may hold weights and cannot be read
         self.spaces: list[Space] = []  # attributes of modules
         self._notes = frozenset(notes)
+        self._has_values = has_values
         self._known = {*map(id, known), *map(id, parts.values())}
         self._groups: dict[tuple[str, tuple[str, ...]], list[Space]] = defaultdict(list)
         self._containers: list[Iterable[Any]] = []
         self._pending = deque(parts.items())
         while self._pending:
             self._read_module(*self._pending.popleft())
-        self._getters = {kind: self._make_getters(kind) for kind in ("same", "flat", "deep")}
+        self._getters = {kind: self._make_getters(kind) for kind in _KINDS}
 
     def settings(self) -> tuple[Any, ...]:
         """What the attributes are now, to be compared by identity."""
@@ -100,9 +154,15 @@ class Attributes:
         return (*flat, *deep)
 
     def places(self) -> list[Place]:
-        """Where each of the settings is, in their order."""
-        found = ((space, names) for (kind, names), spaces in self._groups.items() if kind == "same" for space in spaces)
-        return [(id(space), name) for space, names in found for name in _twice(names)]
+        """Where each of the settings is, and then each of the containers, in their order."""
+        return [
+            (id(space), name)
+            for kind in _KINDS
+            for (of, names), spaces in self._groups.items()
+            if of == kind
+            for space in spaces
+            for name in _twice(names)
+        ]
 
     def _make_getters(self, kind: str) -> list[tuple[Callable[[Space], tuple[Any, ...]], list[Space]]]:
         groups = ((names, spaces) for (of, names), spaces in self._groups.items() if of == kind)
@@ -130,20 +190,22 @@ class Attributes:
         """Take in attributes, and compare them from now on."""
         kinds: dict[str, list[str]] = defaultdict(list)
         for name in names:
-            if (id(space), name) not in self._notes:
-                kinds[self._take(f"{path}.{name}", name, space[name])].append(name)
+            if (id(space), name) not in self._notes and (kind := self._take(f"{path}.{name}", name, space[name])):
+                kinds[kind].append(name)
         for kind, alike in kinds.items():
             self._groups[kind, tuple(alike)].append(space)
 
     def _take(self, path: str, name: str, value: Any) -> str:
-        """Take in an attribute; returns how it is compared."""
+        """Take in an attribute; returns how it is compared, or "" where it does not count."""
         value = value.original if isinstance(value, Swap) else value
         if name == "config" and hasattr(value, "__dict__"):
             self._read_config(path, value)
             return "same"
+        has_tensors = self._search(path, value, 0)
+        if not (has_tensors or self._has_values) and isinstance(value, (*_PLAIN, list, tuple, dict, set, np.ndarray)):
+            return ""
         if not isinstance(value, torch.device):
             self.facts.append(f"{path}={describe(value)}")
-        has_tensors = self._search(path, value, 0)
         if isinstance(value, list | dict | set) and not has_tensors and len(value) <= _MANY:
             of = chain(value.keys(), value.values()) if isinstance(value, dict) else value
             return "flat" if all(isinstance(one, _PLAIN) for one in of) else "deep"
@@ -151,7 +213,7 @@ class Attributes:
 
     def _read_config(self, path: str, config: Any) -> None:
         """Take in the settings of a config, once for all modules that share it."""
-        if id(config) in self._known:
+        if id(config) in self._known or not self._has_values:
             return
         self._known.add(id(config))
         space = vars(config)

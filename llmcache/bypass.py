@@ -26,8 +26,8 @@ CURES: dict[str, str] = {
     "returns",
     "inference_weights": "the weights were made under torch.inference_mode(), where edits to them cannot be seen: "
     "load the model outside of it",
-    "unseen_weights": "weights are kept where edits to them cannot be seen (scripted modules, sparse or packed tensors): "
-    "keep them in parameters, buffers or attributes as tensors, or call cache.disabled()",
+    "unseen_weights": "weights are kept where they cannot be read (scripted modules, sparse or packed tensors), so "
+    "edits would go unseen: wrap the model before it is scripted or converted",
     "meta_weights": "weights are on the meta device between calls, as accelerate's cpu_offload() and disk_offload() "
     "leave them: load the model to one device",
     "weights_changed": "weights or settings of the model were edited while the call ran, so nothing of it was stored: "

@@ -32,7 +32,7 @@ def inner_tensors(tensor: Any) -> dict[str, Tensor]:
 
 def is_readable(tensor: Tensor) -> bool:
     """Whether all that a tensor holds can be read, and its address and version seen."""
-    if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+    if nn.parameter.is_lazy(tensor):
         return False
     return tensor.layout == torch.strided and not tensor.is_nested
 

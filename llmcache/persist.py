@@ -140,7 +140,9 @@ def check(manifest: Manifest, trunk: Trunk, tokenizer: Any, folder: str | Path) 
     watched = Weights(trunk.module)
     weights = watched.digest()
     if reason := watched.unreadable:
-        raise BankFileError(f"{folder}: whether this model has the weights it was saved from is unknown: {CURES[reason]}")
+        raise BankFileError(
+            f"{folder}: whether this model has the weights it was saved from is unknown: {CURES[reason]}"
+        )
     if manifest.weights != weights:
         raise BankFileError(
             f"{folder}: saved from other weights (digest {manifest.weights[:12]}, this model has {weights[:12]}); "

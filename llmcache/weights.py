@@ -15,7 +15,6 @@ import hashlib
 import threading
 import uuid
 from collections import OrderedDict
-from collections.abc import Iterable
 from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -45,13 +44,14 @@ class Weights:
 
         Args:
             module: The trunk, whose parameters alone decide its hidden states; or a whole model.
-            without: A part of it that is not looked at: of a model without its trunk, the head is left.
+            without: A part of it that is not looked at: of a model without its trunk, the head is left. Numbers and
+                strings do not count there: a model of the user's own may note in them what it did.
         """
         self._module = module
         self._without = without
         self._lock = threading.Lock()
         self._suspecting = threading.Lock()
-        self._found = Attributes({}, (), ())
+        self._found = Attributes({})
         self._modules: list[nn.Module] = []
         self._holders: list[dict[str, Any]] = []
         self._empty: list[dict[str, Any]] = []
@@ -159,14 +159,17 @@ class Weights:
 
         They are not compared any more. An edit that is taken back is none, since the next call begins as before.
         """
-        if not before.has_structure_of(after) or len(before.settings) != len(after.settings):
+        if not before.has_structure_of(after):
             return
         with self._lock:
-            places, written = self._found.places(), {}
-            for place, one, other in zip(places, before.settings, after.settings, strict=True):
-                if one is not other:
+            values = [(*mark.settings, *mark.contents) for mark in (before, after)]
+            written: dict[Place, tuple[int, Any]] = {}
+            if len(places := self._found.places()) != len(values[0]) or len(values[0]) != len(values[1]):
+                return
+            for place, one, other in zip(places, *values, strict=True):
+                if not _is_same(one, other):
                     n_times, last = self._written.get(place, (0, one))
-                    written[place] = (n_times + 1 if last is one else 1, other)
+                    written[place] = (n_times + 1 if _is_same(last, one) else 1, other)
             self._written = written
             self._notes.update(place for place, (n_times, _) in written.items() if n_times >= _N_NOTES)
 
@@ -185,10 +188,7 @@ class Weights:
         if self._state[0] is None or not mark.has_structure_of(self._state[0]):
             self._known.clear()
         self._refusal = self._find_refusal()
-        if self._refusal in _UNREADABLE:
-            digest = self._no_digest()
-        else:
-            digest = self._hash_what_changed(suspects)
+        digest = self._no_digest() if self._refusal in _UNREADABLE else self._hash_what_changed(suspects)
         self._known[mark] = digest
         while len(self._known) > _MAX_STATES:
             self._known.popitem(last=False)
@@ -207,7 +207,7 @@ class Weights:
         left_out = [] if other is None else list(other.modules())
         excluded = set(left_out)
         named = {name: part for name, part in self._module.named_modules() if part not in excluded}
-        self._found = Attributes(named, left_out, self._notes)
+        self._found = Attributes(named, left_out, self._notes, has_values=other is None)
         parts = self._found.parts
         self._modules = list(parts.values())
         scripted = torch.jit.ScriptModule
@@ -306,6 +306,11 @@ class Weights:
             for path, tensor in self._named
         ]
         return hashlib.sha256("\n".join(sorted(chain(tensors, self._found.facts))).encode()).hexdigest()
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two settings are one, or two containers hold the same; those come as tuples or printed."""
+    return one is other or (isinstance(one, tuple | str) and isinstance(other, tuple | str) and one == other)
 
 
 def _holds_gradient(tensor: Tensor) -> bool:

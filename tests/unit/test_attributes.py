@@ -69,7 +69,9 @@ class Holder(nn.Module):
         self.weight.quant_state = SimpleNamespace(code=torch.randn(3), blocksize=64)  # as bitsandbytes does
         self.weight.blocksize = 64
         self.buffer: torch.Tensor
-        self.register_buffer("buffer", torch.quantize_per_channel(torch.randn(2, 3), torch.ones(2), torch.ones(2), 0, torch.qint8))
+        self.register_buffer(
+            "buffer", torch.quantize_per_channel(torch.randn(2, 3), torch.ones(2), torch.ones(2), 0, torch.qint8)
+        )
         self.register_buffer("whole", torch.quantize_per_tensor(torch.randn(3), 0.1, 0, torch.quint8))
 
 
@@ -266,10 +268,14 @@ def test_a_model_that_was_saved_has_the_same_digest(family: str, tmp_path: Path)
 class Counting(nn.Linear):
     """Notes in a plain attribute what it did; its results do not hang on that."""
 
-    n_calls = 0
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.n_calls = 0
+        self.sizes: list[int] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.n_calls = self.n_calls + 1000  # an object of its own each time
+        self.sizes.append(len(x))
         return super().forward(x)
 
 
@@ -282,7 +288,7 @@ def called(weights: Weights, model: nn.Module) -> bool:
 
 
 def test_what_a_forward_writes_in_every_call_is_soon_ignored() -> None:
-    model = nn.Sequential(Counting(2, 2))
+    model = nn.Sequential(Counting())
     weights = Weights(model)
     kept = [called(weights, model) for _ in range(8)]
     assert not kept[0] and all(kept[-3:])
@@ -311,3 +317,15 @@ def test_a_pruned_layer_is_followed() -> None:
     assert all(kept[-3:])
     assert follows(model, lambda: model[0].weight_mask.mul_(0))
     assert follows(model, lambda: model[0].weight_orig.add_(1))
+
+
+def test_of_what_makes_answers_tensors_classes_and_functions_count() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), Counting())
+    weights = Weights(model, without=model[0])
+    before = weights.digest()
+    model(torch.ones(1, 2))
+    assert weights.digest() == before
+    model[1].act = nn.functional.relu
+    functions = weights.digest()
+    model[1].weight.data = torch.zeros(2, 2)
+    assert len({before, functions, weights.digest()}) == 3
