@@ -38,6 +38,14 @@ CURES: dict[str, str] = {
     "returns",
     "inference_weights": "the weights were made under torch.inference_mode(), where edits to them cannot be seen: "
     "load the model outside of it",
+    "unseen_weights": "weights are kept where they cannot be read (scripted modules, sparse or packed tensors), so "
+    "edits would go unseen: wrap the model before it is scripted or converted",
+    "meta_weights": "weights are on the meta device between calls, as accelerate's cpu_offload() and disk_offload() "
+    "leave them: load the model to one device",
+    "weights_changed": "weights or settings of the model were edited while the call ran, so nothing of it was stored: "
+    "edit between calls",
+    "gradients_held": "the weights hold gradients, so an optimizer may write them unseen in each call: call "
+    "optimizer.zero_grad() before the model is evaluated",
     "adapter_names": "PEFT serves each row with an adapter of its own: call it with one adapter a batch",
     "mask_4d": "the attention mask is neither (batch, tokens) nor the causal one that generate() makes for a static "
     "cache: pass the tokenizer's 2-D mask",

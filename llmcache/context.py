@@ -13,6 +13,7 @@ from torch import Tensor
 
 from llmcache.arrays import Floats
 from llmcache.audit.auditor import Sample
+from llmcache.mark import Mark
 from llmcache.prefix.records import Prefill
 from llmcache.rows import Row, Scope
 
@@ -82,6 +83,7 @@ class Call:
         n_read: How many columns, from the last on, are read of the output; None: maybe all.
         rows: Filled when layer 0 is reached.
         scope: Likewise.
+        mark: Of the weights, when the scope was made; None if they were edited since, and nothing may be stored.
         content: Which tokens carry content, bool (B, T) on the model's device.
         was_asked: The rungs were asked what may be reused at layer 0.
         turn: Number of the layer that is to be run next; or `WITHIN`, or `OUT_OF_ORDER`.
@@ -118,6 +120,7 @@ class Call:
     n_read: int | None = None
     rows: list[Row] = field(default_factory=list)
     scope: Scope | None = None
+    mark: Mark | None = None
     content: Tensor | None = None
     was_asked: bool = False
     turn: int = 0

@@ -254,6 +254,7 @@ class Flow:
     def _end(self, frame: Frame, call: Call, output: Any) -> None:
         """Store and count what was done in a call that has succeeded."""
         started = self._meter.now(call)
+        self._keeper.check_weights(call)
         self._learn_packing(call, output)
         self._checks.compare(call)
         for row in call.rows:

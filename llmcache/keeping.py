@@ -36,6 +36,24 @@ class Keeper:
             call.captured.clear()
         call.storing_s += perf_counter() - started
 
+    def check_weights(self, call: Call) -> None:
+        """Keep nothing of rows whose weights were edited while they were computed, be they restored since."""
+        if not (call.captured or call.prefill is not None):
+            return
+        assert call.scope is not None
+        try:
+            has_stayed = self._parts.weights.stayed(call.mark, call.scope.weights)
+        except Exception as error:
+            self._parts.counters.error("look at the weights again", error)
+            has_stayed = False
+        if has_stayed:
+            return
+        call.mark = None
+        call.captured.clear()
+        for row in call.active_rows:
+            if not any(row.number in taken for taken in (call.reused, call.served, call.doubted)):
+                row.refused = "weights_changed"
+
     def store(self, call: Call) -> None:
         """Store what was kept of a call that has succeeded."""
         assert call.scope is not None

@@ -152,14 +152,13 @@ class Lookup:
             return []
 
     def _read(self, call: Call, hidden: Tensor | None, entering: torch.dtype) -> str | None:
-        call.entering, call.scope = entering, self._reader.scope(call, entering)
         weights = self._parts.weights
-        if weights.samples:
-            return "training"
-        if not weights.can_be_watched:
-            return "inference_weights"
-        if weights.differ_by_row:
-            return "adapter_names"
+        if weights.is_trained:
+            return "gradients_held"
+        call.entering, call.scope = entering, self._reader.scope(call, entering)
+        if (reason := weights.refusal) is not None:
+            return reason
+        call.mark = weights.mark_of(call.scope.weights)
         self._reader.read(call, hidden)
         return None
 

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from llmcache.adapters import Trunk, special_ids
 from llmcache.arrays import below
+from llmcache.bypass import CURES
 from llmcache.calibration import Calibration
 from llmcache.config import CacheConfig
 from llmcache.errors import BankFileError, StoreError
@@ -75,12 +76,14 @@ def save(served: Parts, config: CacheConfig, tokenizer: Any, folder: str | Path)
         folder: Made if needed.
 
     Raises:
-        StoreError: Writing failed. An earlier save in the folder is still whole.
+        StoreError: Writing failed, or the weights cannot be read. An earlier save in the folder is still whole.
     """
     from safetensors import SafetensorError
 
     folder = Path(folder)
     weights = served.weights.digest()
+    if reason := served.weights.unreadable:
+        raise StoreError(f"{folder}: not saved: {CURES[reason]}")
     parts, scopes, calibration = _take(served, weights)
     tag = uuid.uuid4().hex[:12]
     try:
@@ -132,9 +135,14 @@ def check(manifest: Manifest, trunk: Trunk, tokenizer: Any, folder: str | Path) 
         folder: Named in the error.
 
     Raises:
-        BankFileError: Saved from other weights, or with other special tokens.
+        BankFileError: Saved from other weights, or with other special tokens; or the weights cannot be read.
     """
-    weights = Weights(trunk.module).digest()
+    watched = Weights(trunk.module)
+    weights = watched.digest()
+    if reason := watched.unreadable:
+        raise BankFileError(
+            f"{folder}: whether this model has the weights it was saved from is unknown: {CURES[reason]}"
+        )
     if manifest.weights != weights:
         raise BankFileError(
             f"{folder}: saved from other weights (digest {manifest.weights[:12]}, this model has {weights[:12]}); "

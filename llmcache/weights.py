@@ -1,22 +1,39 @@
-"""Which weights produced a state: a digest of the trunk, recomputed only when something changed.
+"""Which weights produced a state: a digest of the trunk, made anew only of what changed.
 
-Every call compares the address and version counter of each parameter and buffer, the modules that hold them, and the
-PEFT adapters in use; that costs some 50 microseconds for BERT-base. Fused optimizers write weights without moving the
-counter, so the digest is also renewed after a forward with gradients, and while gradients are held. Edits through
-`.data` alone change none of these and are not seen: call `cache.clear()` after one.
+Every call compares the address and version counter of each tensor, the modules and what holds them, and the settings in
+their attributes and configs (`attributes.py` says which); that costs some 70 microseconds for BERT-base. Each tensor
+has a digest of its own, so that an edit costs hashing what was edited; the digests of the latest states are kept, so
+that adapters or settings that take turns cost nothing. Fused optimizers write weights without moving the counter. So
+after a forward with gradients all that takes gradients is hashed again, and while gradients are held, these tensors
+are hashed in every call, or, where that takes long, the call is computed.
+
+Not seen are edits through `.data` alone, edits of a setting that are taken back before the call ends, attributes of
+classes, and what functions read from globals: call `cache.clear()` after one.
 """
 
 import hashlib
 import threading
+import uuid
+from collections import OrderedDict
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from llmcache.attributes import Attributes, Place
+from llmcache.hashing import digests, is_readable
+from llmcache.mark import Mark
+
 # Read by the hundred in every call.
 _VERSION = attrgetter("_version")
+_TRAINING = itemgetter("training")
+
+_UNREADABLE = ("meta_weights", "unseen_weights")
+_MAX_STATES = 16  # whose digests are kept
+_N_NOTES = 3  # calls in a row that write an attribute, after which it is taken for a note of the model's own
+MAX_HELD_BYTES = 16 << 20  # that hold gradients and are hashed in each call: some 10 ms
 
 
 class Weights:
@@ -27,103 +44,295 @@ class Weights:
 
         Args:
             module: The trunk, whose parameters alone decide its hidden states; or a whole model.
-            without: A part of it that is not looked at: of a model without its trunk, the head is left.
+            without: A part of it that is not looked at: of a model without its trunk, the head is left. Numbers and
+                strings do not count there: a model of the user's own may note in them what it did.
         """
         self._module = module
         self._without = without
         self._lock = threading.Lock()
+        self._suspecting = threading.Lock()
+        self._found = Attributes({})
+        self._modules: list[nn.Module] = []
         self._holders: list[dict[str, Any]] = []
+        self._empty: list[dict[str, Any]] = []
+        self._named: list[tuple[str, Tensor]] = []
         self._tensors: list[Tensor] = []
-        self._n_tensors = 0
-        self._dropouts: list[nn.Module] = []
-        self._tuners: list[Any] = []
-        self._kept: list[Any] = []
-        self._is_suspect = True
-        self._mark: tuple[Any, ...] | None = None
-        self._digest = ""
+        self._pointers: list[Tensor] = []
+        self._outer: list[Tensor] = []
+        self._dropouts: list[dict[str, Any]] = []
+        self._tuners: list[tuple[Any, str]] = []
+        self._hashed: dict[int, tuple[Tensor, Any, int, int, str]] = {}
+        self._suspects: set[int] = set()
+        self._trained: list[Tensor] = []  # hold gradients, so that a step may follow at any time
+        self._known: OrderedDict[Mark, str] = OrderedDict()
+        self._state: tuple[Mark | None, str] = (None, "")
+        self._refusal: str | None = None
+        self._written: dict[Place, tuple[int, Any]] = {}
+        self._notes: set[Place] = set()
 
     def digest(self) -> str:
-        """SHA-256 (hex) over names, dtypes, shapes and bytes of all parameters and buffers, and the active adapters."""
+        """SHA-256 (hex) over names, types, tensors and settings; unlike any other where not all of them can be read."""
         if self._is_stale():
             with self._lock:
                 if self._is_stale():  # another thread may have refreshed meanwhile
                     self._refresh()
-        return self._digest
+        return self._state[1]
 
-    def mark(self) -> tuple[Any, ...]:
+    def mark(self) -> Mark:
         """What every edit makes another one, also an edit that was taken back."""
         return self._take_mark()
 
+    def mark_of(self, digest: str) -> Mark | None:
+        """The mark that came with a digest; None where others have come since."""
+        mark, latest = self._state
+        return mark if latest == digest else None
+
+    def stayed(self, mark: Mark | None, digest: str) -> bool:
+        """Whether nothing was edited since a mark was taken, not even for a moment.
+
+        Args:
+            mark: Taken when the call began, see `mark_of`.
+            digest: Of that time.
+        """
+        if mark is None:
+            return False
+        now = self._take_mark()
+        if now != mark:
+            self._note(mark, now)
+            return False
+        return not (self._suspects or self._trained) or self.digest() == digest
+
     def suspect(self) -> None:
         """Say that a forward with gradients ran, so that an optimizer may write the weights from now on."""
-        self._is_suspect = True
+        with self._suspecting:
+            self._suspects.update(id(tensor) for tensor in self._tensors if tensor.requires_grad)
+            for inner, outer in self._found.wrapped.items():
+                if outer.requires_grad:
+                    self._suspects.add(inner)
 
     @property
-    def samples(self) -> bool:
-        """Whether a dropout layer is in training mode although the model is not (Monte Carlo dropout)."""
-        return any(dropout.training for dropout in self._dropouts)
+    def refusal(self) -> str | None:
+        """Why states of these weights must not be cached, a key of `bypass.CURES`, as the latest digest found."""
+        if self._refusal is not None:
+            return self._refusal
+        if any(map(_TRAINING, self._dropouts)):  # although the model is not (Monte Carlo dropout)
+            return "training"
+        # PEFT serves each row with an adapter of its own by hooks on its layers.
+        return "adapter_names" if any(tuner._forward_pre_hooks for tuner, _ in self._tuners) else None
 
     @property
-    def can_be_watched(self) -> bool:
-        """False when a tensor was made under `inference_mode`: it has no version counter, so edits would go unseen."""
-        return len(self._tensors) == self._n_tensors
+    def unreadable(self) -> str | None:
+        """The refusal, where weights cannot be told from others at all."""
+        return self._refusal if self._refusal in _UNREADABLE else None
 
     @property
-    def differ_by_row(self) -> bool:
-        """Whether PEFT is serving each row with an adapter of its own, which it does by hooks on its layers."""
-        return any(tuner._forward_pre_hooks for tuner in self._tuners)
+    def is_trained(self) -> bool:
+        """Whether so many bytes hold gradients that hashing them in each call takes longer than it is worth."""
+        if not (self._suspects or self._trained):
+            return False
+        return sum(tensor.nbytes for tensor in self._tensors if _holds_gradient(tensor)) > MAX_HELD_BYTES
+
+    # -- comparing -----------------------------------------------------------------------------------------------------
 
     def _is_stale(self) -> bool:
-        return self._is_suspect or self._take_mark() != self._mark
+        return bool(self._suspects or self._trained) or self._state[0] is None or self._take_mark() != self._state[0]
+
+    def _take_mark(self) -> Mark:
+        """What changes when a weight or a setting does, without reading weights."""
+        found, tensors = self._found, self._tensors
+        try:
+            numbers = (
+                *map(Tensor.data_ptr, tensors),
+                *map(_VERSION, tensors),
+                *map(Tensor.data_ptr, self._pointers),
+                *map(_VERSION, self._outer),
+                *map(len, found.spaces),
+                any(self._empty),
+            )
+            held = (*chain.from_iterable(map(dict.values, self._holders)), *map(type, self._modules), *found.held())
+            return Mark(numbers, held, found.settings(), found.contents())
+        except (KeyError, TypeError, AttributeError, RuntimeError):  # an attribute is gone, or of another kind
+            return Mark((), (object(),), (), ())
+
+    def _note(self, before: Mark, after: Mark) -> None:
+        """Learn which settings are notes of the model's own: counters, say, that its forward writes in each call.
+
+        They are not compared any more. An edit that is taken back is none, since the next call begins as before.
+        """
+        if not before.has_structure_of(after):
+            return
+        with self._lock:
+            values = [(*mark.settings, *mark.contents) for mark in (before, after)]
+            written: dict[Place, tuple[int, Any]] = {}
+            if len(places := self._found.places()) != len(values[0]) or len(values[0]) != len(values[1]):
+                return
+            for place, one, other in zip(places, *values, strict=True):
+                if not _is_same(one, other):
+                    n_times, last = self._written.get(place, (0, one))
+                    written[place] = (n_times + 1 if _is_same(last, one) else 1, other)
+            self._written = written
+            self._notes.update(place for place, (n_times, _) in written.items() if n_times >= _N_NOTES)
+
+    # -- reading -------------------------------------------------------------------------------------------------------
 
     def _refresh(self) -> None:
-        self._is_suspect = False  # before anything is read: what another thread suspects meanwhile must stay
-        left_out = set() if self._without is None else set(self._without.modules())
-        parts = [part for part in self._module.modules() if part not in left_out]
-        self._dropouts = [part for part in parts if isinstance(part, nn.modules.dropout._DropoutNd)]
-        self._holders = [
-            holder for part in parts for holder in (part._parameters, part._buffers, part._modules) if holder
-        ]
-        held = list(chain.from_iterable(holder.values() for holder in self._holders))
-        tensors = [tensor for tensor in held if isinstance(tensor, Tensor)]
-        self._n_tensors = len(tensors)
-        self._tensors = [tensor for tensor in tensors if not tensor.is_inference()]
-        # Kept alive until the next look: what replaces them can then not be mistaken for them by its address.
-        self._kept = [held, [tensor.untyped_storage() for tensor in tensors]]
-        # PEFT's layers carry a flag of this name; on whole models transformers has a method of the same name.
-        self._tuners = [part for part in parts if isinstance(getattr(part, "disable_adapters", None), bool)]
+        with self._suspecting:  # before anything is read: what another thread suspects meanwhile must stay
+            suspects, self._suspects = self._suspects, set()
+        suspects.update(map(id, self._trained))
+        if (known := self._recall()) is not None and not suspects:
+            self._state = known
+            return
+        if self._state[0] is None or self._take_mark() != self._state[0]:
+            self._survey()
         mark = self._take_mark()
-        self._digest = self._hash()
-        self._mark = mark
-        # While gradients are held a step may follow at any time.
-        if any(tensor.is_leaf and tensor.grad is not None for tensor in self._tensors):
-            self._is_suspect = True
+        if self._state[0] is None or not mark.has_structure_of(self._state[0]):
+            self._known.clear()
+        self._refusal = self._find_refusal()
+        digest = self._no_digest() if self._refusal in _UNREADABLE else self._hash_what_changed(suspects)
+        self._known[mark] = digest
+        while len(self._known) > _MAX_STATES:
+            self._known.popitem(last=False)
+        self._state = (mark, digest)
+        self._trained = [tensor for tensor in self._tensors if _holds_gradient(tensor)]
 
-    def _take_mark(self) -> tuple[Any, ...]:
-        """What changes when a weight does, without reading the weight."""
-        held = map(id, chain.from_iterable(map(dict.values, self._holders)))
-        tensors = self._tensors
-        return (
-            *held,
-            *map(Tensor.data_ptr, tensors),
-            *map(_VERSION, tensors),
-            *self._adapters(),
+    def _recall(self) -> tuple[Mark, str] | None:
+        """The digest of a state that was there before."""
+        mark = self._take_mark()
+        digest = self._known.get(mark)
+        return None if digest is None else (mark, digest)
+
+    def _survey(self) -> None:
+        """Find out what there is to look at."""
+        other = self._without
+        left_out = [] if other is None else list(other.modules())
+        excluded = set(left_out)
+        named = {name: part for name, part in self._module.named_modules() if part not in excluded}
+        self._found = Attributes(named, left_out, self._notes, has_values=other is None)
+        parts = self._found.parts
+        self._modules = list(parts.values())
+        scripted = torch.jit.ScriptModule
+        holders = [
+            holder
+            for part in self._modules
+            if not isinstance(part, scripted)
+            for holder in (part._parameters, part._buffers, part._modules)
+        ]
+        self._holders, self._empty = [holder for holder in holders if holder], [one for one in holders if not one]
+        self._outer = list({id(outer): outer for outer in self._found.wrapped.values()}.values())
+        self._named = self._name_tensors()
+        unwatched = {id(one) for one in self._found.tensors.values() if is_readable(one) and one.is_inference()}
+        readable = [tensor for _, tensor in self._named if is_readable(tensor)]
+        self._tensors = [tensor for tensor in readable if not tensor.is_inference()]
+        self._pointers = [tensor for tensor in readable if id(tensor) in unwatched]
+        self._dropouts = [vars(part) for part in self._modules if _drops(part)]
+        self._forget_merged()
+
+    def _name_tensors(self) -> list[tuple[str, Tensor]]:
+        """All tensors by path, each once."""
+        # Not state_dict(): buffers that are not saved (rotary tables) decide the output as well.
+        own = (
+            (f"{path}.{name}", tensor)
+            for path, part in self._found.parts.items()
+            if not isinstance(part, torch.jit.ScriptModule)
+            for name, tensor in (*part._parameters.items(), *part._buffers.items())
+            if tensor is not None
         )
+        outer, named = set(map(id, self._outer)), dict[int, tuple[str, Tensor]]()
+        for path, tensor in (*own, *self._found.tensors.items()):
+            if id(tensor) not in outer and (id(tensor) not in named or path < named[id(tensor)][0]):
+                named[id(tensor)] = (path, tensor)
+        return list(named.values())
 
-    def _adapters(self) -> list[str]:
-        """What PEFT's layers apply, scales and merges included: those are written through `.data`."""
-        facts = ("disable_adapters", "active_adapters", "merged_adapters", "scaling")
-        return [str([getattr(tuner, fact, None) for fact in facts]) for tuner in self._tuners]
+    def _forget_merged(self) -> None:
+        """Hash again what PEFT merged adapters into, or took them out of: that is written through `.data`."""
+        before = {id(tuner): merged for tuner, merged in self._tuners}
+        # PEFT's layers carry a flag of this name; on whole models transformers has a method of the same name.
+        tuners = [part for part in self._modules if isinstance(getattr(part, "disable_adapters", None), bool)]
+        self._tuners = [(tuner, str(getattr(tuner, "merged_adapters", None))) for tuner in tuners]
+        for tuner, merged in self._tuners:
+            if before.get(id(tuner), merged) != merged:
+                self._known.clear()
+                for tensor in (*tuner.parameters(), *tuner.buffers()):
+                    self._hashed.pop(id(tensor), None)
 
-    def _hash(self) -> str:
-        sha = hashlib.sha256("|".join(self._adapters()).encode())
-        with torch.no_grad():
-            # Not state_dict(): buffers that are not saved (rotary tables) decide the output as well.
-            other = self._without
-            left_out = set() if other is None else set(map(id, chain(other.parameters(), other.buffers())))
-            for name, tensor in (*self._module.named_parameters(), *self._module.named_buffers()):
-                if id(tensor) in left_out:
-                    continue
-                sha.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)};".encode())
-                sha.update(tensor.detach().reshape(-1).cpu().view(torch.uint8).numpy().data)
-        return sha.hexdigest()
+    def _find_refusal(self) -> str | None:
+        if self._found.unseen or not all(is_readable(tensor) for _, tensor in self._named):
+            return "unseen_weights"
+        if any(tensor.is_meta for _, tensor in self._named):
+            return "meta_weights"
+        elsewhere = set(map(id, self._found.tensors.values()))
+        is_unwatched = any(tensor.is_inference() and id(tensor) not in elsewhere for _, tensor in self._named)
+        return "inference_weights" if is_unwatched else None
+
+    def _hash_what_changed(self, suspects: set[int]) -> str:
+        try:
+            self._hash(suspects)
+        except (NotImplementedError, RuntimeError, TypeError):  # of a kind that nobody knew of
+            self._refusal = "unseen_weights"
+            return self._no_digest()
+        return self._combine()
+
+    def _no_digest(self) -> str:
+        """Like no other, so that nothing saved or stored is taken for that of these weights."""
+        return f"{self._refusal} {uuid.uuid4().hex}"
+
+    def _hash(self, suspects: set[int]) -> None:
+        """Make digests of tensors that have none yet, or may have changed."""
+        hashed, fresh = {}, []
+        for _, tensor in self._named:
+            version = self._version_of(tensor)
+            known = self._hashed.get(id(tensor))
+            if known is not None and version >= 0 and known[2:4] == (tensor.data_ptr(), version):
+                hashed[id(tensor)] = known
+            if id(tensor) not in hashed or id(tensor) in suspects:
+                fresh.append((tensor, version))
+        for (tensor, version), digest in zip(fresh, digests([tensor for tensor, _ in fresh]), strict=True):
+            if id(tensor) in hashed and hashed[id(tensor)][-1] != digest:
+                self._known.clear()  # written without a trace: what was known of other settings no longer holds
+            # Memory is kept alive as well: what replaces it can then not be mistaken for it by its address.
+            hashed[id(tensor)] = (tensor, _storage(tensor), _address(tensor), version, digest)
+        self._hashed = hashed
+
+    def _version_of(self, tensor: Tensor) -> int:
+        """Edits of a tensor, and of the one that wraps it; -1 where they are not counted."""
+        if tensor.is_inference():
+            return -1
+        outer = self._found.wrapped.get(id(tensor))
+        return tensor._version + (0 if outer is None else self._version_of(outer))
+
+    def _combine(self) -> str:
+        tensors = [
+            f"{path}:{tensor.dtype}:{tuple(tensor.shape)}:{self._hashed[id(tensor)][-1]}"
+            for path, tensor in self._named
+        ]
+        return hashlib.sha256("\n".join(sorted(chain(tensors, self._found.facts))).encode()).hexdigest()
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two settings are one, or two containers hold the same; those come as tuples or printed."""
+    return one is other or (isinstance(one, tuple | str) and isinstance(other, tuple | str) and one == other)
+
+
+def _holds_gradient(tensor: Tensor) -> bool:
+    return tensor.is_leaf and tensor.grad is not None
+
+
+def _drops(part: nn.Module) -> bool:
+    """Whether a module drops at random what passes, in training mode."""
+    if isinstance(part, nn.modules.dropout._DropoutNd):
+        return True
+    return any("drop" in name and isinstance(value, float) and value > 0 for name, value in vars(part).items())
+
+
+def _storage(tensor: Tensor) -> Any:
+    try:
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # of a subclass that wraps others, which are looked at themselves
+        return None
+
+
+def _address(tensor: Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:
+        return 0

@@ -107,7 +107,7 @@ class Prefiller:
             output: What the trunk put out, at all positions.
         """
         blocks, prefill = self._parts.prefix, call.prefill
-        if blocks is None or prefill is None or not _is_understood(output):
+        if blocks is None or prefill is None or call.mark is None or not _is_understood(output):
             return
         try:
             for row in call.active_rows:
