@@ -21,6 +21,7 @@ from llmcache.flow import Flow
 from llmcache.hooks import install
 from llmcache.observation import Observation
 from llmcache.outcome import Outcome
+from llmcache.rows import checked_namespace
 from llmcache.sample import Requests
 from llmcache.stats import Stats
 from llmcache.trust import Trust
@@ -271,8 +272,11 @@ class LLMCache:
         """Forget all entries of a namespace and return how many requests they were.
 
         A calibration that rests on any of them ends, and nothing is learned from them.
+
+        Raises:
+            ConfigError: `namespace` is not a string, or one of a class of its own, or no Unicode text.
         """
-        return self._parts.purge(namespace)
+        return self._parts.purge(checked_namespace(namespace))
 
     @contextmanager
     def namespace(self, name: str) -> Iterator[Self]:
@@ -282,11 +286,9 @@ class LLMCache:
         begins in the default namespace: enter the namespace there, or run it in a copy of the context.
 
         Raises:
-            ConfigError: `name` is not a string.
+            ConfigError: `name` is not a string, or one of a class of its own, or no Unicode text.
         """
-        if not isinstance(name, str):
-            raise ConfigError(f"namespace: give a string (got {name!r})")
-        with setting(self._flow.namespace, name):
+        with setting(self._flow.namespace, checked_namespace(name)):
             yield self
 
     @contextmanager
