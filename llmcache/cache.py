@@ -107,13 +107,12 @@ class LLMCache:
         """
         from llmcache import persist
 
-        manifest = persist.read_manifest(folder)
-        persist.check(manifest, locate(model), tokenizer, folder)
+        manifest, tensors = persist.read(folder, locate(model), tokenizer)
         cache = cls(model, CacheConfig.make(manifest.config), tokenizer, answer_of)
         try:
             if manifest.calibration is not None:
                 cache._calibrator.begin()
-            persist.restore(cache._parts, manifest, folder)
+            persist.restore(cache._parts, manifest, tensors, folder)
         except BaseException:
             cache.unwrap()
             raise
@@ -122,8 +121,12 @@ class LLMCache:
     def save(self, folder: str | Path) -> None:
         """Write settings, entries and calibration to a folder, atomically; an earlier save there is replaced.
 
+        Threads and processes may save to one folder at once: one after the other does, and the last one stays. Only
+        files that `save` wrote are ever replaced or removed.
+
         Raises:
-            StoreError: Writing failed; an earlier save is still whole.
+            StoreError: Writing failed, or the folder has a `manifest.json` that is none of ours. An earlier save is
+                still whole.
         """
         from llmcache import persist
 
