@@ -11,14 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from experiments.measures import MEASURES
 from experiments.measures.base import Experiment
 from experiments.section import choose
 from experiments.tasks import TASKS
-from llmcache.config import read_yaml
 from llmcache.errors import ConfigError
+from llmcache.yaml_file import parse_yaml, read_yaml
 
 LISTS = (
     "task.data.path",
@@ -108,10 +106,7 @@ def _set(values: dict[str, Any], change: str) -> None:
     key, sign, text = change.partition("=")
     if not (key and sign):
         raise ConfigError(f"--set {change!r}: write key=value, for instance cache.tau=0.9")
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--set {change!r}: the value is not valid YAML") from error
+    value = parse_yaml(text, f"--set {change!r}")
     *path, last = key.split(".")
     sections = [values]
     if path and path[0] not in values and _is_of_task(path[0], _mappings(values.get("task"))):

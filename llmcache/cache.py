@@ -21,6 +21,7 @@ from llmcache.flow import Flow
 from llmcache.hooks import install
 from llmcache.observation import Observation
 from llmcache.outcome import Outcome
+from llmcache.rows import checked_namespace
 from llmcache.sample import Requests
 from llmcache.stats import Stats
 from llmcache.trust import Trust
@@ -107,13 +108,12 @@ class LLMCache:
         """
         from llmcache import persist
 
-        manifest = persist.read_manifest(folder)
-        persist.check(manifest, locate(model), tokenizer, folder)
+        manifest, tensors = persist.read(folder, locate(model), tokenizer)
         cache = cls(model, CacheConfig.make(manifest.config), tokenizer, answer_of)
         try:
             if manifest.calibration is not None:
                 cache._calibrator.begin()
-            persist.restore(cache._parts, manifest, folder)
+            persist.restore(cache._parts, manifest, tensors, folder)
         except BaseException:
             cache.unwrap()
             raise
@@ -122,8 +122,12 @@ class LLMCache:
     def save(self, folder: str | Path) -> None:
         """Write settings, entries and calibration to a folder, atomically; an earlier save there is replaced.
 
+        Threads and processes may save to one folder at once: one after the other does, and the last one stays. Only
+        files that `save` wrote are ever replaced or removed.
+
         Raises:
-            StoreError: Writing failed; an earlier save is still whole.
+            StoreError: Writing failed, or the folder has a `manifest.json` that is none of ours. An earlier save is
+                still whole.
         """
         from llmcache import persist
 
@@ -272,8 +276,11 @@ class LLMCache:
         """Forget all entries of a namespace and return how many requests they were.
 
         A calibration that rests on any of them ends, and nothing is learned from them.
+
+        Raises:
+            ConfigError: `namespace` is not a string, or one of a class of its own, or no Unicode text.
         """
-        return self._parts.purge(namespace)
+        return self._parts.purge(checked_namespace(namespace))
 
     @contextmanager
     def namespace(self, name: str) -> Iterator[Self]:
@@ -283,11 +290,9 @@ class LLMCache:
         begins in the default namespace: enter the namespace there, or run it in a copy of the context.
 
         Raises:
-            ConfigError: `name` is not a string.
+            ConfigError: `name` is not a string, or one of a class of its own, or no Unicode text.
         """
-        if not isinstance(name, str):
-            raise ConfigError(f"namespace: give a string (got {name!r})")
-        with setting(self._flow.namespace, name):
+        with setting(self._flow.namespace, checked_namespace(name)):
             yield self
 
     @contextmanager

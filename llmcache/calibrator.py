@@ -95,16 +95,17 @@ class Calibrator:
             told = numbered(labels, n, self._model)
             check_size(n, claim.max_drop, claim.delta, claim.metric)
             # What the first answer can tell is not told after minutes of computing the others.
-            observed = collect(self._compute, observer, inputs[:1])
+            observed = collect(self._compute, observer, inputs[:1], is_learned_from=True)
             trust.check(observed[0], told, claim)
-            observed += collect(self._compute, observer, inputs[1:], first=1)
+            observed += collect(self._compute, observer, inputs[1:], first=1, is_learned_from=True)
             return trust.calibrate(_labelled(observed, told), claim)
 
     def observe(self, requests: Requests, labels: Sequence[Any] | None) -> list[Observation]:
         """Compute requests, and keep all that a calibration looks at; see `LLMCache.observe`."""
         with self._lock:
             observer = self._learners()[1]
-            observed = collect(self._compute, observer, tokenised(requests, self._tokenizer, self._parts.trunk))
+            inputs = tokenised(requests, self._tokenizer, self._parts.trunk)
+            observed = collect(self._compute, observer, inputs, is_learned_from=True)
             return _labelled(observed, numbered(labels, len(observed), self._model))
 
     def _learners(self) -> tuple[Trust, Observer]:

@@ -5,15 +5,16 @@ fingerprint, codec) are given as a name, or as `{name: ..., option: value}`.
 """
 
 import difflib
+import reprlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from llmcache.component import Component
 from llmcache.errors import ConfigError
+from llmcache.yaml_file import read_yaml
 
 GIB = 1024**3
 
@@ -216,7 +217,7 @@ class CacheConfig(BaseModel):
         """Build settings from a file, a mapping or other settings, with single keys replaced.
 
         Raises:
-            ConfigError: With the key, its value and the fix.
+            ConfigError: With the key, its value and the fix; or the file cannot be read.
             FileNotFoundError: `source` is a path that does not exist.
         """
         values = {**_as_mapping(source), **overrides}
@@ -248,24 +249,6 @@ def _as_mapping(source: CacheConfig | Mapping[str, Any] | str | Path | None) -> 
     return read_yaml(source)
 
 
-def read_yaml(path: str | Path) -> dict[str, Any]:
-    """Read a YAML file that holds one mapping.
-
-    Raises:
-        ConfigError: Not YAML, or not a mapping.
-        FileNotFoundError: No such file.
-    """
-    try:
-        loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML: {str(error).splitlines()[0]}") from error
-    if loaded is None:
-        return {}
-    if not isinstance(loaded, dict):
-        raise ConfigError(f"{path}: expected a mapping of settings, found {type(loaded).__name__}")
-    return loaded
-
-
 def explain(error: ValidationError, known: list[str]) -> str:
     """Say what is wrong with settings: key, value and fix of each problem, in one line.
 
@@ -281,6 +264,13 @@ def explain(error: ValidationError, known: list[str]) -> str:
             hint = f"did you mean {near[0]!r}? " if near else ""
             lines.append(f"{key}: unknown setting; {hint}known: {', '.join(known)}")
         else:
-            value = "" if key == "settings" else f" (got {problem['input']!r})"
+            value = "" if key == "settings" else f" (got {_shown(problem['input'])})"
             lines.append(f"{key}: {problem['msg'].removeprefix('Value error, ')}{value}")
     return "; ".join(dict.fromkeys(lines))
+
+
+def _shown(value: Any) -> str:
+    """A value as Python writes it, cut where it is long or deep."""
+    short = reprlib.Repr()
+    short.maxlevel, short.maxdict, short.maxstring, short.maxlong, short.maxother = 4, 12, 200, 60, 200
+    return short.repr(value)

@@ -6,6 +6,7 @@ Sizes: B rows, F0 features, D hidden width, S width of a signature, C logits.
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from math import nan
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -22,6 +23,8 @@ from llmcache.rows import Row, Scope, to_host
 from llmcache.sample import n_rows
 from llmcache.variables import setting
 from llmcache.weights import Weights
+
+_MOST = 1e18  # the square of more is no number in float32
 
 
 @dataclass(slots=True)
@@ -103,7 +106,9 @@ class Observer:
         last = self._library.layers[-1]
         targets = torch.stack([states[last]["hidden"].float().mean(dim=0) for states in computed.values()])
         logits = targets if self.answers.reads_payload else self._logits(call, output)[list(computed)]
-        signatures, outputs, vectors = to_host(self.answers.sign(logits), logits.float(), targets)
+        # Of an output with NaN no answer is read, though a largest one be found in it: it agrees with none.
+        signed = self.answers.sign(logits).masked_fill(logits.isnan().any(dim=-1, keepdim=True), nan)
+        signatures, outputs, vectors = to_host(signed, logits.float(), targets)
         assert call.scope is not None and signatures is not None and outputs is not None and vectors is not None
         collected = self.collected.get()
         for i, number in enumerate(computed):
@@ -146,6 +151,8 @@ def collect(
     observer: Observer,
     requests: Iterable[Mapping[str, Any]],
     first: int = 0,
+    *,
+    is_learned_from: bool = False,
 ) -> list[Observation]:
     """Compute requests and see all of them, in order.
 
@@ -154,9 +161,10 @@ def collect(
         observer: Sees its calls.
         requests: Tokenised inputs.
         first: Number of the first of them.
+        is_learned_from: What they came to is fitted: their outputs must be numbers that this can be done with.
 
     Raises:
-        CalibrationError: One could not be computed, or could not be seen.
+        CalibrationError: One could not be computed, or could not be seen, or came to what is no number.
     """
     seen: list[Observation] = []
     for number, inputs in enumerate(requests, start=first):
@@ -174,9 +182,21 @@ def collect(
             )
         for case in seen[n_seen:]:
             case.number = number
-            if not np.isfinite(case.target).all():
-                raise CalibrationError(f"request {number}: the model's states are not finite: run it in a wider dtype")
+            if (wrong := flaw(case)) and (is_learned_from or not np.isfinite(case.target).all()):
+                raise CalibrationError(f"request {number}: {wrong}")
     return seen
+
+
+def flaw(case: Observation) -> str:
+    """Why nothing can be learned from a request, or ""."""
+    for name, values in (("states are", case.target), ("outputs are", case.output)):
+        if not (np.abs(values) < _MOST).all():  # also what is no number
+            found = values[~(np.abs(values) < _MOST)][0]
+            return (
+                f"the model's {name} not finite, or too large to be learned from ({found:g}): run it in a wider dtype, "
+                "or leave the request out"
+            )
+    return ""
 
 
 def targets(cases: Sequence[Observation], answers: Answers) -> Floats:

@@ -1,34 +1,31 @@
 """Saving and loading a cache: safetensors for arrays, one JSON manifest for the rest, no pickle.
 
-    manifest.json               settings, weights digest, scopes, names and SHA-256 of the files below
-    requests-<id>.safetensors   keys, token ids, fingerprints, answers; what fingerprint and calibration learned
-    states-<id>.safetensors     entries, stacked by layer and shape, and what each layer's codec learned
+    manifest.json                settings, weights digest, scopes, names and SHA-256 of the files below
+    requests-<tag>.safetensors   keys, token ids, fingerprints, answers; what fingerprint and calibration learned
+    states-<tag>.safetensors     entries, stacked by layer and shape, and what each layer's codec learned
 
-The manifest is replaced last and in one step, so a save that is cut short leaves the earlier one whole. What is read is
-checked against the manifest's hashes before it is used. Order of arrival survives; recency, counts of use, scores,
-divergences and ages do not: what has expired is not saved, and the rest begins a new life. Requests saved before a
-fingerprint was fitted serve exact repeats, but are not found by others. A codec that was not fitted yet goes on with
-the entries that were saved. What was measured (counters, reconstruction errors) is not saved.
+How one save takes the place of another is in `folder`. What is read is checked against the manifest's hashes before it
+is used; if the save was replaced meanwhile, the new one is read. Order of arrival survives; recency, counts of use,
+scores, divergences and ages do not: what has expired is not saved, and the rest begins a new life. Requests saved
+before a fingerprint was fitted serve exact repeats, but are not found by others. A codec that was not fitted yet goes
+on with the entries that were saved. What was measured (counters, reconstruction errors) is not saved.
 """
 
-import hashlib
-import json
-import os
-import uuid
-from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
+from llmcache import __version__
 from llmcache.adapters import Trunk, special_ids
 from llmcache.arrays import below
 from llmcache.bypass import CURES
 from llmcache.calibration import Calibration
 from llmcache.config import CacheConfig
 from llmcache.errors import BankFileError, StoreError
+from llmcache.folder import MANIFEST, is_data_name, locked, read_json, replace, sha256
 from llmcache.library import Library
 from llmcache.packing import arrays_to_tensors, pack_requests, pack_states, unpack
 from llmcache.parts import Parts
@@ -36,8 +33,11 @@ from llmcache.rows import Scope
 from llmcache.trust import Trust
 from llmcache.weights import Weights
 
-FORMAT = 4
-MANIFEST = "manifest.json"
+FORMAT = 5
+_READ = (4, FORMAT)  # format 4 does not say who wrote it, and is the same otherwise
+_TRIES = 10
+
+Tensors: TypeAlias = dict[str, dict[str, Tensor]]
 
 
 class Manifest(BaseModel):
@@ -45,6 +45,7 @@ class Manifest(BaseModel):
 
     Attributes:
         format: Version of this layout.
+        written_by: Version of this library.
         config: Settings of the cache.
         weights: Digest of the trunk's weights.
         special_ids: Ids that fingerprints leave out; others would make fingerprints of other requests.
@@ -57,6 +58,7 @@ class Manifest(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     format: int
+    written_by: str = ""
     config: dict[str, Any]
     weights: str
     special_ids: list[int]
@@ -73,10 +75,11 @@ def save(served: Parts, config: CacheConfig, tokenizer: Any, folder: str | Path)
         served: What to save.
         config: Settings to save with it.
         tokenizer: Names the special tokens, which fingerprints leave out; or None.
-        folder: Made if needed.
+        folder: Made if needed. Saves to one folder, from any process, wait for each other.
 
     Raises:
-        StoreError: Writing failed, or the weights cannot be read. An earlier save in the folder is still whole.
+        StoreError: Writing failed, the weights cannot be read, or the folder holds something else where the save would
+            go. An earlier save in the folder is still whole.
     """
     from safetensors import SafetensorError
 
@@ -84,27 +87,51 @@ def save(served: Parts, config: CacheConfig, tokenizer: Any, folder: str | Path)
     weights = served.weights.digest()
     if reason := served.weights.unreadable:
         raise StoreError(f"{folder}: not saved: {CURES[reason]}")
-    parts, scopes, calibration = _take(served, weights)
-    tag = uuid.uuid4().hex[:12]
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        files = _write(folder, parts, tag)
-        manifest = Manifest(
-            format=FORMAT,
-            config=config.model_dump(mode="json", exclude_unset=True),
-            weights=weights,
-            special_ids=list(special_ids(served.trunk, tokenizer)),
-            scopes=[(scope.namespace, scope.dtype, scope.attention) for scope in scopes],
-            files=files,
-            calibration=calibration,
-            struck=served.library.struck,
-        )
-        _replace(folder / MANIFEST, manifest.model_dump_json(indent=2))
-        _remove_others(folder, files)
-    except (OSError, SafetensorError) as error:
-        for path in folder.glob(f"*-{tag}.safetensors"):
-            path.unlink(missing_ok=True)
+        with locked(folder):
+            parts, scopes, calibration = _take(served, weights)
+            manifest = Manifest(
+                format=FORMAT,
+                written_by=__version__,
+                config=config.model_dump(mode="json", exclude_unset=True),
+                weights=weights,
+                special_ids=list(special_ids(served.trunk, tokenizer)),
+                scopes=[(scope.namespace, scope.dtype, scope.attention) for scope in scopes],
+                files={},
+                calibration=calibration,
+                struck=served.library.struck,
+            )
+            replace(folder, parts, lambda files: manifest.model_copy(update={"files": files}).model_dump_json(indent=2))
+    except (OSError, ValueError, SafetensorError) as error:
         raise StoreError(f"{folder}: could not save: {error}") from error
+
+
+def read(folder: str | Path, trunk: Trunk, tokenizer: Any) -> tuple[Manifest, Tensors]:
+    """Read a save that this model can be served from: one version, whole, also while others save there.
+
+    Args:
+        folder: Where `save` wrote.
+        trunk: Of the model.
+        tokenizer: Names the special tokens now; or None.
+
+    Returns:
+        The manifest, and the tensors of each file by the first part of its name.
+
+    Raises:
+        BankFileError: The folder is incomplete or damaged, or was saved from other weights or special tokens.
+    """
+    for _ in range(_TRIES):
+        manifest = read_manifest(folder)
+        check(manifest, trunk, tokenizer, folder)
+        try:
+            return manifest, {
+                name.split("-")[0]: _read_checked(Path(folder) / name, sha) for name, sha in manifest.files.items()
+            }
+        except BankFileError:
+            if read_manifest(folder).files == manifest.files:
+                raise
+            # Another save took its place meanwhile, and removed its files.
+    raise BankFileError(f"{folder}: replaced {_TRIES} times while it was being read: load it when fewer save there")
 
 
 def read_manifest(folder: str | Path) -> Manifest:
@@ -115,14 +142,27 @@ def read_manifest(folder: str | Path) -> Manifest:
     """
     path = Path(folder) / MANIFEST
     try:
-        manifest = Manifest.model_validate(json.loads(path.read_text(encoding="utf-8")))
-    except FileNotFoundError as error:
+        found = read_json(path)
+        _check_format(found, path)
+        manifest = Manifest.model_validate(found)
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise BankFileError(f"{folder}: no {MANIFEST} here; give a folder that cache.save() wrote") from error
-    except (OSError, ValueError, ValidationError) as error:
+    except (OSError, ValueError) as error:  # pydantic's errors are ValueErrors
         raise BankFileError(f"{path}: not a readable manifest: {str(error).splitlines()[0]}") from error
-    if manifest.format != FORMAT:
-        raise BankFileError(f"{path}: format {manifest.format}; this version reads format {FORMAT}")
+    if not {name.split("-")[0] for name in manifest.files if is_data_name(name)} >= {"requests", "states"}:
+        raise BankFileError(f"{path}: names other files than cache.save() writes: {sorted(manifest.files)}")
     return manifest
+
+
+def _check_format(found: Any, path: Path) -> None:
+    """Refuse a manifest of a format that is not read here, and say who wrote it."""
+    number = found.get("format") if isinstance(found, dict) else None
+    if isinstance(number, int) and number not in _READ:
+        written_by = found.get("written_by")
+        raise BankFileError(
+            f"{path}: format {number}{f', written by llmcache {written_by}' if written_by else ''}; this version "
+            f"({__version__}) reads formats {' and '.join(map(str, _READ))}"
+        )
 
 
 def check(manifest: Manifest, trunk: Trunk, tokenizer: Any, folder: str | Path) -> None:
@@ -152,18 +192,18 @@ def check(manifest: Manifest, trunk: Trunk, tokenizer: Any, folder: str | Path) 
         raise BankFileError(f"{folder}: saved with other special tokens; give load() the tokenizer that wrap() had")
 
 
-def restore(served: Parts, manifest: Manifest, folder: str | Path) -> None:
+def restore(served: Parts, manifest: Manifest, parts: Tensors, folder: str | Path) -> None:
     """Fill an empty library with what was saved, and serve within the calibration that was saved.
 
     Args:
         served: Made with the manifest's settings; can be calibrated if it was.
         manifest: Of `folder`, checked.
-        folder: Where the data files are.
+        parts: Tensors of its files.
+        folder: Named in errors.
 
     Raises:
-        BankFileError: A file is missing, cut short or changed, or the calibration is one of another head.
+        BankFileError: The files do not fit each other, or the calibration is one of another head.
     """
-    parts = {name.split("-")[0]: _read_checked(Path(folder) / name, sha) for name, sha in manifest.files.items()}
     library, weights = served.library, manifest.weights
     scopes = [Scope(namespace, weights, dtype, attention) for namespace, dtype, attention in manifest.scopes]
     try:
@@ -181,7 +221,7 @@ def restore(served: Parts, manifest: Manifest, folder: str | Path) -> None:
         library.place(records)
         for key, namespace in manifest.struck.items():
             library.strike(key, namespace)
-    except (KeyError, IndexError, ValueError, RuntimeError) as error:
+    except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
         raise BankFileError(f"{folder}: the files do not fit each other: {error!r}") from error
     made, trust = manifest.calibration, served.trust
     if trust is not None and made is not None and not trust.is_made_for(weights):
@@ -191,7 +231,7 @@ def restore(served: Parts, manifest: Manifest, folder: str | Path) -> None:
         )
 
 
-def _take(served: Parts, weights: str) -> tuple[dict[str, dict[str, Tensor]], list[Scope], Calibration | None]:
+def _take(served: Parts, weights: str) -> tuple[Tensors, list[Scope], Calibration | None]:
     """What is to be written, as it is at one moment: tensors by file, scopes, calibration."""
     library = served.library
     with nullcontext() if served.trust is None else served.trust.held():  # no calibration is renewed meanwhile
@@ -224,45 +264,14 @@ def _pack_codecs(library: Library, weights: str) -> dict[str, Tensor]:
 
 
 def _read_checked(path: Path, sha: str) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    if not path.is_file():
-        raise BankFileError(f"{path}: missing; the save is incomplete")
-    if _sha256(path) != sha:
-        raise BankFileError(f"{path}: cut short or changed since it was saved")
-    return load_file(path)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _write(folder: Path, parts: dict[str, dict[str, Tensor]], tag: str) -> dict[str, str]:
-    """Write each part to a file of its own and return their SHA-256 by name."""
-    from safetensors.torch import save_file
-
-    files = {}
-    for part, tensors in parts.items():
-        name = f"{part}-{tag}.safetensors"
-        save_file(tensors, folder / name)
-        files[name] = _sha256(folder / name)
-    return files
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a file in one step, so that a reader sees the old or the new one."""
-    draft = path.with_suffix(".tmp")
-    with draft.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
-
-
-def _remove_others(folder: Path, files: Iterable[str]) -> None:
-    """Delete data files of earlier saves."""
-    for kind in ("requests", "states"):
-        for path in folder.glob(f"{kind}-*.safetensors"):
-            if path.name not in set(files):
-                path.unlink(missing_ok=True)
+    try:
+        if not path.is_file():
+            raise BankFileError(f"{path}: missing; the save is incomplete")
+        if sha256(path) != sha:
+            raise BankFileError(f"{path}: cut short or changed since it was saved")
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise BankFileError(f"{path}: not readable: {error}") from error

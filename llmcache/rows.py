@@ -15,6 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from llmcache.errors import ConfigError
+
 KEY_LENGTH = 43  # characters of a SHA-256 in base64
 Positions = slice | NDArray[np.int64]
 
@@ -37,8 +39,29 @@ class Scope:
 
     @property
     def key(self) -> bytes:
-        """Unambiguous bytes to hash."""
-        return repr((self.namespace, self.weights, self.dtype, self.attention)).encode()
+        """Unambiguous bytes to hash: the characters of each field, quoted and escaped.
+
+        `str.__repr__`, not `repr`: a subclass of `str` may have one of its own. Saved caches hang on these bytes.
+        """
+        fields = (self.namespace, self.weights, self.dtype, self.attention)
+        return f"({', '.join(map(str.__repr__, fields))})".encode()
+
+
+def checked_namespace(name: Any) -> str:
+    """A namespace as it was given, if it can be one.
+
+    Subclasses of `str` are refused: they may have an equality and a hash of their own, and scopes are compared by both.
+
+    Raises:
+        ConfigError: It is no `str`, or of a subclass, or has surrogates, which no file can hold as text.
+    """
+    if type(name) is not str:
+        raise ConfigError(f"namespace: give a plain str, str(name) of another type (got a {type(name).__name__})")
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"namespace: {name!r} is no Unicode text: character {error.start} is a surrogate") from error
+    return name
 
 
 @dataclass(slots=True)

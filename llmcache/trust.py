@@ -25,7 +25,7 @@ from llmcache.calibration import Calibration
 from llmcache.claim import Claim, Metric
 from llmcache.errors import CalibrationError
 from llmcache.library import Library
-from llmcache.observation import Observation
+from llmcache.observation import Observation, flaw
 from llmcache.reuse.semantic import Chooser
 from llmcache.rows import Scope
 from llmcache.sample import check_labels
@@ -120,7 +120,11 @@ class Trust:
         with self._lock:
             if not self.is_learning:
                 return
-            self._observed += [case for case in observations if np.isfinite(case.target).all()]
+            for case in observations:
+                if wrong := flaw(case):
+                    self._counters.error("learn from a request", CalibrationError(wrong))
+                else:
+                    self._observed.append(case)
             if len(self._observed) < (self._learn or 0):
                 return
             observed, self._observed = self._observed, []

@@ -7,7 +7,7 @@ others holds all the more for all.
 from collections import deque
 
 from llmcache.calibration import Calibration, size_needed
-from llmcache.observation import Observation
+from llmcache.observation import Observation, flaw
 
 
 class Fresh:
@@ -31,8 +31,8 @@ class Fresh:
         self._cases = deque(self._cases if made.n_alarms else (), maxlen=2 * self._needed)
 
     def add(self, case: Observation) -> None:
-        """Keep a request, with the states that would be stored of it."""
-        if self.every is not None:
+        """Keep a request, with the states that would be stored of it, unless nothing can be learned from it."""
+        if self.every is not None and not flaw(case):
             self._cases.append(case)
 
     def is_due(self, n_requests: int) -> bool:

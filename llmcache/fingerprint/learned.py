@@ -83,7 +83,11 @@ class Learned:
         requests = [_content(row) for row in features]
         tokens, counts = np.unique(np.concatenate([np.unique(ids) for ids in requests]), return_counts=True)
         embedded, static = self._embed(tokens), self._think(tokens)
-        guess = _Ridge(embedded, static, self.ridge / (embedded.shape[1] * len(tokens) ** 0.5))
+        is_known = np.isfinite(static).all(axis=1)  # a token alone may be more than the dtype holds
+        if not is_known.any():
+            static, is_known = np.zeros_like(static), ~is_known
+        guess = _Ridge(embedded[is_known], static[is_known], self.ridge / (embedded.shape[1] * len(tokens) ** 0.5))
+        static[~is_known] = guess(embedded[~is_known])
         learned = {
             "tokens": tokens.astype(np.float32),
             "static": static,
@@ -203,6 +207,11 @@ class _Ridge:
         else:
             weights = a.T @ np.linalg.solve(a @ a.T + least * np.eye(len(a)), b)
         self.weights: Floats = weights.astype(np.float32)
+
+    def __call__(self, x: Floats) -> Floats:
+        """What rows (m, T) are expected to come to (m, P)."""
+        expected: Floats = product(x - self.centre, self.weights) + self.mean
+        return expected
 
 
 def _content(features: Floats) -> Ids:

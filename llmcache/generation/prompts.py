@@ -94,7 +94,8 @@ class PromptCache:
                 these messages.
         """
         is_text = isinstance(prompt, str)
-        text = prompt if isinstance(prompt, str) else self._formatted(prompt)
+        # Of a subclass of str its characters, which is what tokenizers read, whatever its own methods say.
+        text = str.__str__(prompt) if isinstance(prompt, str) else self._formatted(prompt)
         _check_text(text)
         template = "" if is_text else str(self._tokenizer.chat_template)
         key = _digest(*self._about, *_settings(self._tokenizer), template, text, is_text)
@@ -135,13 +136,8 @@ class PromptCache:
                 raise RequestError(f"the tokenizer's chat template does not take these messages: {error}") from error
             return str(made)
 
-        if _TELLS_THE_TIME in str(template):
-            return form()
-        try:
-            named = json.dumps(plain, sort_keys=True)
-        except (TypeError, ValueError):  # what has no JSON has no key: a date, bytes, keys of several types
-            return form()
-        return self._texts.get(_digest(str(template), named), form)[0]
+        named = None if _TELLS_THE_TIME in str(template) else _name(plain)
+        return form() if named is None else self._texts.get(_digest(str(template), named), form)[0]
 
     def _tokenised(self, text: str, is_text: bool) -> tuple[int, ...]:
         return tuple(self._tokenizer(text, add_special_tokens=is_text)["input_ids"])
@@ -156,6 +152,23 @@ def _check_text(text: str) -> None:
             f"the prompt is no valid text: character {error.start} ({text[error.start]!r}) stands for a byte that is "
             "not UTF-8"
         ) from error
+
+
+def _name(messages: Sequence[Message]) -> str | None:
+    """Messages as JSON, fields in the order that a template sees; None where others may have the same, or none."""
+    try:
+        return json.dumps(messages, ensure_ascii=False) if _is_plain(messages) else None
+    except RecursionError:
+        return None
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether no other value has this one's JSON: it is of JSON's own types throughout, and of no subclass of them."""
+    if type(value) is dict:
+        return all(type(name) is str and _is_plain(inner) for name, inner in value.items())
+    if type(value) is list:
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (str, int, float, bool)
 
 
 class _Latest(Generic[_Value]):
@@ -201,5 +214,12 @@ def tokenizer_digest(tokenizer: Any) -> str:
 
 
 def _digest(*parts: object) -> str:
-    """SHA-256 (hex) of parts; no two different ones hash the same bytes."""
-    return hashlib.sha256(repr(parts).encode()).hexdigest()
+    """SHA-256 (hex) of parts; no two different ones of the same types hash the same bytes."""
+    sha = hashlib.sha256()
+    for part in parts:
+        # What is a text already goes in by its characters: a subclass may say otherwise in `__str__` and `__repr__`.
+        characters = part if isinstance(part, str) else str(part)
+        packed = str.encode(characters, errors="surrogatepass")
+        sha.update(b"%d:" % len(packed))
+        sha.update(packed)
+    return sha.hexdigest()

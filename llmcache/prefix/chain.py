@@ -22,7 +22,7 @@ def links(scope: Scope, row: Row, size: int) -> tuple[Link, ...]:
         Links of which the first n are those of another request exactly where both have the same root (scope, block
         size, first position) and the same first n * size tokens.
     """
-    key = hashlib.sha256(repr((scope.key, row.start, size)).encode()).digest()
+    key = hashlib.sha256(f"{row.start}:{size}:".encode() + scope.key).digest()
     width = len(row.ids) // row.n_valid * size
     found = []
     for begin in range(0, len(row.ids) - width + 1, width):

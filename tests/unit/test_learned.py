@@ -80,6 +80,16 @@ def test_padding_and_other_rows_change_nothing() -> None:
     np.testing.assert_allclose(learned.project(padded), alone, atol=1e-6)
 
 
+@pytest.mark.parametrize("first", [50, 0])
+def test_a_token_that_alone_comes_to_no_number_is_guessed(first: int) -> None:
+    """Those from `first` on: some, or all."""
+    learned, (features, targets) = Learned(dim=8), made(200)
+    learned.bind(lambda ids: TABLE[ids], lambda ids: np.where(ids[:, None] >= first, np.float32("nan"), think(ids)))
+    learned.fit(features, targets, targets @ OUT)
+    vectors, forecasts = learned.foresee(np.float32([[20, 55, 70], [51, 52, 53]]))
+    assert np.isfinite(vectors).all() and np.isfinite(forecasts).all()
+
+
 def test_tokens_that_were_not_learned_from_are_guessed() -> None:
     learned = Learned(dim=8)
     asked: list[int] = []

@@ -1,9 +1,14 @@
 """No hit crosses a namespace, in either direction, by any rung."""
 
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 
-from llmcache import LLMCache
+from llmcache import ConfigError, LLMCache
+from llmcache.rows import Scope
 from tests.models import CLASSIFIERS, build, padded
 
 ONE, TWO = padded([6], seed=1), padded([6], seed=2)
@@ -60,6 +65,57 @@ def test_names_are_told_apart(pair: tuple[str, str]) -> None:
         with cache.namespace(name):
             cache(**ONE)
     assert cache.stats().n_hits == 0
+
+
+class Masked(str):
+    """A name that passes for another one in every way that its class can decide."""
+
+    def __repr__(self) -> str:
+        return "'victim'"
+
+    def __eq__(self, _: object) -> bool:
+        return True
+
+    def __hash__(self) -> int:
+        return hash("victim")
+
+
+class Tenant(StrEnum):
+    """Plain by intention; refused all the same, with what to do."""
+
+    VICTIM = "victim"
+
+
+@pytest.mark.parametrize(
+    "name", [Masked("attacker"), Tenant.VICTIM, np.str_("victim"), b"victim", 1, None], ids=lambda name: type(name)
+)
+def test_a_name_that_is_not_a_plain_str_is_refused(name: Any) -> None:
+    cache = LLMCache.wrap(build(CLASSIFIERS["bert"]))
+    with cache.namespace("victim"):
+        cache(**ONE)
+    with pytest.raises(ConfigError, match=r"namespace: give a plain str"), cache.namespace(name):
+        cache(**ONE)
+    with pytest.raises(ConfigError, match=r"namespace: give a plain str"):
+        cache.purge(namespace=name)
+    assert (cache.stats().n_stored, cache.stats().n_hits) == (1, 0)
+
+
+@pytest.mark.parametrize("name", ["\ud800", "a\udcff", "\ud83d\ude00"])
+def test_a_name_that_is_no_unicode_text_is_refused(name: str) -> None:
+    cache = LLMCache.wrap(build(CLASSIFIERS["bert"]))
+    with pytest.raises(ConfigError, match=r"namespace: .* is no Unicode text: character [01]"), cache.namespace(name):
+        cache(**ONE)
+    with pytest.raises(ConfigError, match="no Unicode text"):
+        cache.purge(namespace=name)
+    assert cache.stats().n_requests == 0
+
+
+def test_a_scope_is_hashed_by_its_characters() -> None:
+    """Nothing within gets another class; if it ever does, its methods are not asked."""
+    names = ["victim", "attacker", Masked("attacker"), "a', 'b", "\ud800", "\\ud800", "\x00"]
+    keys = [Scope(name, "w", "d", "a").key for name in names]
+    assert len(set(keys)) == len(names) - 1 and keys[1] == keys[2]
+    assert Scope("a", "b", "c", "d").key == b"('a', 'b', 'c', 'd')"  # as saved caches have it
 
 
 def test_purge_forgets_one_namespace_whole() -> None:

@@ -200,6 +200,63 @@ def test_messages_that_have_no_json_are_formatted_each_time(tokenizer: Counted, 
     assert tokenizer.asked == {"text": 2, "tokens": 1}
 
 
+class Masked(str):
+    """Text that says of itself whatever it likes."""
+
+    def __repr__(self) -> str:
+        return "'w1'"
+
+    __str__ = __repr__
+
+    def encode(self, *_: Any) -> bytes:
+        return b"w1"
+
+    def __eq__(self, _: object) -> bool:
+        return True
+
+    def __hash__(self) -> int:
+        return hash("w1")
+
+
+def test_a_text_is_known_by_its_characters_whatever_its_class_says(tokenizer: Counted) -> None:
+    prompts = PromptCache(tokenizer)
+    for text in ("w1", Masked("w1"), Masked("w2 w3"), "w2 w3"):
+        assert list(prompts.encode(text).ids) == tokenizer.tokenizer(str.__str__(text))["input_ids"]
+    assert len(prompts) == 2
+
+
+@pytest.mark.parametrize(
+    "pair", [("w1", Masked("w2")), (["w1"], ("w1",)), ({"1": "w1"}, {1: "w1"}), ("w1", b"w1"), (1, True), (1, 1.0)]
+)
+@pytest.mark.parametrize("turn", [1, -1])
+def test_contents_that_a_template_tells_apart_are_other_prompts(
+    tokenizer: Counted, pair: tuple[Any, Any], turn: int
+) -> None:
+    tokenizer.tokenizer.chat_template = "{% for m in messages %}{{ m['content'] ~ '' }}{% endfor %}"
+    prompts = PromptCache(tokenizer)
+    for content in pair[::turn]:
+        messages = [{"role": "user", "content": content}]
+        text = tokenizer.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        assert prompts._formatted(messages) == text
+
+
+def test_a_template_that_shows_fields_in_order_is_asked_for_each_order(tokenizer: Counted) -> None:
+    tokenizer.tokenizer.chat_template = "{% for m in messages %}{{ m.values() | join(' ') }} {% endfor %}"
+    prompts = PromptCache(tokenizer)
+    one = {"role": "user", "content": "w1"}
+    for message in (one, dict(reversed(one.items()))):
+        assert prompts.encode([message]).ids == plain(tokenizer, [message])
+
+
+def test_messages_that_hold_themselves_are_the_templates_trouble(tokenizer: Counted) -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    prompts = PromptCache(tokenizer)
+    messages = [{"role": "user", "content": "w1", "more": endless}]
+    with pytest.raises(RequestError, match="chat template does not take these messages"):  # transformers walks them
+        prompts.encode(messages)
+
+
 def test_messages_of_any_mapping(tokenizer: Counted) -> None:
     prompts = PromptCache(tokenizer)
     assert prompts.encode([MappingProxyType(one) for one in CHAT]).ids == prompts.encode(CHAT).ids

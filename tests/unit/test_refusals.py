@@ -191,6 +191,69 @@ def test_an_empty_file_means_the_defaults(tmp_path: Path) -> None:
     assert CacheConfig.from_yaml(path) == CacheConfig()
 
 
+BOMB = "\n".join(["a0: &a0 [1]", *(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 12))])
+MERGED = "\n".join(["a0: &a0 {x: 1}", *(f"a{i}: &a{i} {{<<: [*a{i - 1}, *a{i - 1}]}}" for i in range(1, 40))])
+NO_SETTINGS = {
+    "UTF-16": ("tau: 0.9".encode("utf-16"), "not UTF-8"),
+    "Latin-1": (b"policy: \xe9", "not UTF-8"),
+    "NUL": (b"tau: \x00", "not valid YAML"),
+    "nested lists": (b"a: " + b"[" * 5000, "nested too deeply"),
+    "nested lists that end": (b"a: " + b"[" * 5000 + b"]" * 5000, "nested too deeply"),
+    "nested mappings": (b"{a: " * 5000, "nested too deeply"),
+    "an alias of itself": (b"a: &a [*a]", "too large for settings"),
+    "aliases of aliases": (BOMB.encode(), "too large for settings"),
+    "merges of merges": (MERGED.encode(), "too large for settings"),
+    "long": (b"a: '" + b"x" * 1_000_000 + b"'", "more than 1,000,000 characters"),
+    "two documents": (b"tau: 1\n---\ntau: 2\n", "not valid YAML"),
+    "an empty number": (b"tau: !!int ''", "not valid YAML"),
+    "no date": (b"tau: 2024-13-45", "not valid YAML"),
+    "no time": (b"tau: !!timestamp x", "not valid YAML"),
+    "no truth": (b"tau: !!bool x", "not valid YAML"),
+    "a long number": (b"tau: " + b"1" * 5000, "not valid YAML"),
+    "a program": (b"tau: !!python/object/apply:os.getcwd []", "not valid YAML"),
+    "a mapping for a key": (b"? {a: b}\n: 1", "not valid YAML"),
+    "a number for a key": (b"1: 2", "1:"),
+    "a long text": (b"tau: " + b"x" * 10_000, "tau"),
+    "a long list": (b"tau: [" + b"1," * 10_000 + b"]", "tau"),
+}
+
+
+@pytest.mark.parametrize(("data", "part"), NO_SETTINGS.values(), ids=NO_SETTINGS)
+def test_files_of_any_bytes_are_one_line(tmp_path: Path, data: bytes, part: str) -> None:
+    path = tmp_path / "cache.yaml"
+    path.write_bytes(data)
+    with pytest.raises(ConfigError, match=part) as refusal:
+        CacheConfig.from_yaml(path)
+    assert "\n" not in str(refusal.value)
+    assert len(str(refusal.value)) < 3000
+
+
+def test_a_file_with_a_byte_order_mark_and_aliases_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "cache.yaml"
+    path.write_bytes(b"\xef\xbb\xbfpolicy: &one {name: ttl, ttl_s: 60}\n")
+    assert CacheConfig.from_yaml(path).policy.name == "ttl"
+    path.write_text("policy: &one {name: ttl, ttl_s: 60}\nindex: {<<: *one, name: flat}\n", encoding="utf-8")
+    assert CacheConfig.from_yaml(path).index.options == {"ttl_s": 60}
+
+
+@pytest.mark.parametrize("name", ["", "x" * 256, "a\0b", "file/below", "loop"])
+def test_paths_that_are_no_file_of_settings(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(ConfigError, match="cannot be read as a file of settings"):
+        CacheConfig.make(tmp_path / name)
+    with pytest.raises(FileNotFoundError):
+        CacheConfig.make(tmp_path / "nothing.yaml")
+
+
+def test_a_setting_that_is_nested_without_end_is_shown_in_part() -> None:
+    endless: list[Any] = []
+    for _ in range(5000):
+        endless = [endless]
+    with pytest.raises(ConfigError, match=r"tau.*\[\[\["):
+        CacheConfig.make({"tau": endless})
+
+
 @pytest.mark.parametrize(
     ("text", "part"),
     [("- tau\n- 0.9\n", "found list"), ("0.9\n", "found float"), ("tau: [\n", "not valid YAML"), ("ta: 1\n", "ta:")],
@@ -274,5 +337,5 @@ def test_whole_numbers_and_clocks_are_taken_for_what_they_are() -> None:
 
 @pytest.mark.parametrize("fingerprint", ["mean", "minhash"])
 def test_a_tau_out_of_range_is_told_both_ranges(fingerprint: str) -> None:
-    with pytest.raises(ConfigError, match=r"tau: .*cosine from -1 to 1 .*'minhash'.* Jaccard over 0.*got 1\.5"):
+    with pytest.raises(ConfigError, match=r"tau.*cosine from -1 to 1 .*'minhash'.* Jaccard over 0.*got 1\.5"):
         CacheConfig.make(None, tau=1.5, fingerprint=fingerprint)

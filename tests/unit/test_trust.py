@@ -1,8 +1,10 @@
 """Calibrated reuse in a cache: what is turned on, what it rests on, and what turns nothing on."""
 
+import copy
 import threading
 import types
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,10 @@ from torch import nn
 
 from llmcache import LLMCache
 from llmcache.adapters import locate
+from llmcache.audit.fresh import Fresh
 from llmcache.claim import Metric
 from llmcache.errors import BankFileError, CalibrationError, ConfigError, UnsafeReuseError, WrapError
+from llmcache.observation import flaw
 from llmcache.sample import longest_input, tokenised
 from tests.models import CLASSIFIERS, TOKEN_HEADS, build, tokenizer
 from tests.topics import classifier, requests
@@ -356,6 +360,94 @@ def test_too_few_requests_to_learn_from_are_refused_at_once(model: nn.Module) ->
         LLMCache.wrap(model, learn=100)
     with pytest.raises(ConfigError, match="max_entries=500"):
         LLMCache.wrap(model, learn=2000, max_entries=500)
+
+
+@contextmanager
+def spoiled(model: nn.Module, value: float) -> Iterator[None]:
+    """Within: one logit of each request with token 9 is this."""
+    ids: dict[str, torch.Tensor] = {}
+
+    def spoil(_: nn.Module, __: Any, logits: torch.Tensor) -> torch.Tensor:
+        logits = logits.clone()
+        logits[(ids["input_ids"] == 9).any(dim=-1), 2] = value
+        return logits
+
+    hooks = [
+        model.register_forward_pre_hook(lambda _, __, inputs: ids.update(inputs), with_kwargs=True),
+        model.classifier.register_forward_hook(spoil),
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def with_marks(inputs: list[dict[str, torch.Tensor]], *numbers: int) -> list[dict[str, torch.Tensor]]:
+    """The same requests, of which some have token 9."""
+    marked = [dict(one, input_ids=one["input_ids"].clone()) for one in inputs]
+    for number in numbers:
+        marked[number]["input_ids"][0, 3] = 9
+    return marked
+
+
+@pytest.mark.parametrize("name", ["target", "output"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), -3e38])
+def test_what_is_no_number_is_found(name: str, value: float) -> None:
+    fields = {"target": np.ones(3, np.float32), "output": np.ones(2, np.float32)}
+    assert flaw(types.SimpleNamespace(**fields)) == ""  # type: ignore[arg-type]
+    fields[name][1] = value
+    assert "not finite, or too large" in flaw(types.SimpleNamespace(**fields))  # type: ignore[arg-type]
+    fresh = Fresh(1)
+    fresh.add(types.SimpleNamespace(**fields))  # type: ignore[arg-type]
+    assert fresh.cases == []  # nor is a calibration renewed with it
+
+
+@pytest.mark.parametrize("value", [float("nan"), -3e38])
+def test_a_request_with_logits_that_are_no_numbers_is_named(cache: LLMCache, model: nn.Module, value: float) -> None:
+    inputs = with_marks(requests(N)[0], 37, 60)
+    with spoiled(model, value):
+        for learn in (lambda: cache.calibrate(inputs, **LOOSE), lambda: cache.observe(inputs)):
+            with pytest.raises(CalibrationError, match=r"^request 37: the model's outputs are not finite.*wider dtype"):
+                learn()
+    nothing_is_reused(cache)
+    assert cache.calibrate(with_marks(inputs), **LOOSE).chosen is not None
+
+
+def test_logits_that_are_no_numbers_are_not_learned_from_by_the_way(model: nn.Module) -> None:
+    inputs = requests(N + 2)[0]
+    with spoiled(model, float("nan")), LLMCache.wrap(model, learn=N, **LOOSE) as cache:
+        ask(cache, with_marks(inputs, 5, 600)[:-1])
+        assert (cache.calibration, cache.stats().errors) == (None, 2)
+        ask(cache, inputs[-1:])
+        assert cache.calibration is not None and cache.calibration.chosen is not None
+        assert ask(cache, with_marks(inputs, 5)[5:6])[1] == ["exact"]  # stored it is, for its own repeats
+
+
+def test_states_that_are_no_numbers_are_not_learned_from(model: nn.Module) -> None:
+    broken, inputs = copy.deepcopy(model), requests(N + 2)[0]
+    with torch.no_grad():
+        broken.bert.embeddings.word_embeddings.weight[9] = float("nan")
+    with LLMCache.wrap(broken, learn=N, **LOOSE) as cache:
+        ask(cache, with_marks(inputs, 5, 600)[:-1])
+        assert (cache.calibration, cache.stats().errors) == (None, 2)
+        ask(cache, inputs[-1:])
+        assert cache.calibration is not None and cache.calibration.chosen is not None
+        fresh = requests(20, seed=7)[0]
+        assert "semantic" in ask(cache, fresh)[1]
+        logits = [cache(**one).logits for one in with_marks(fresh, *range(20))]  # never served by another's answer
+        assert torch.stack(logits).isnan().all()
+        assert (cache.stats().errors, cache.stats().bypassed) == (2, {"not_finite": 20})
+        with pytest.raises(CalibrationError, match="request 37: the model's states are not finite"):
+            cache.calibrate(with_marks(inputs, 37), **LOOSE)
+
+
+def test_an_answer_is_not_read_from_logits_that_are_no_numbers(model: nn.Module) -> None:
+    inputs = with_marks(requests(2)[0], 0)
+    with spoiled(model, float("nan")), LLMCache.wrap(model, tau=0.99, decide="consensus") as cache:
+        ask(cache, inputs)
+        answers = [record.answer for record in cache._parts.library.records()]
+    assert [None if answer is None else bool(np.isnan(answer).any()) for answer in answers] == [True, False]
 
 
 def test_answers_that_cannot_be_read_leave_the_lossless_rungs(model: nn.Module) -> None:

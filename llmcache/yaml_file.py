@@ -1,0 +1,76 @@
+"""Settings as YAML: whatever is in the file, wrong text is one `ConfigError` of one line."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from llmcache.errors import ConfigError
+
+_MOST_CHARACTERS = 1_000_000
+_MOST_VALUES = 100_000  # with those that aliases repeat: ten lines can stand for billions
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """Read a YAML file that holds one mapping.
+
+    Raises:
+        ConfigError: It cannot be read, or is not YAML in UTF-8, or not a mapping, or too large for settings.
+        FileNotFoundError: No such file.
+    """
+    try:
+        with Path(path).open(encoding="utf-8-sig") as file:
+            text = file.read(_MOST_CHARACTERS + 1)
+    except FileNotFoundError:
+        raise
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8: save it in that encoding") from error
+    except (OSError, ValueError) as error:  # ValueError: no path at all
+        told = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{path}: cannot be read as a file of settings: {told}") from error
+    loaded = parse_yaml(text, str(path))
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"{path}: expected a mapping of settings, found {type(loaded).__name__}")
+    return loaded
+
+
+def parse_yaml(text: str, name: str) -> Any:
+    """What a YAML text says.
+
+    Args:
+        text: One document.
+        name: Of where it comes from, for errors.
+
+    Raises:
+        ConfigError: It is not YAML, or too large for settings.
+    """
+    if len(text) > _MOST_CHARACTERS:
+        raise ConfigError(f"{name}: more than {_MOST_CHARACTERS:,} characters: too large for settings")
+    try:
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        is_large = node is not None and not _has_room(node)
+        made = None if node is None or is_large else loader.construct_document(node)
+    except RecursionError as error:
+        raise ConfigError(f"{name}: nested too deeply for settings") from error
+    except Exception as error:  # PyYAML raises KeyError, IndexError, AttributeError on values that a tag does not fit
+        told = str(error).splitlines()[0] if isinstance(error, yaml.YAMLError | ValueError) else repr(error)
+        raise ConfigError(f"{name}: not valid YAML: {told}") from error
+    if is_large:
+        raise ConfigError(f"{name}: more than {_MOST_VALUES:,} values, aliases written out: too large for settings")
+    return made
+
+
+def _has_room(node: yaml.Node) -> bool:
+    """Whether a document has few enough values, each alias counted as all that it stands for."""
+    waiting, n_values = [node], 0
+    while waiting and n_values <= _MOST_VALUES:
+        one = waiting.pop()
+        n_values += 1
+        if isinstance(one, yaml.SequenceNode):
+            waiting += one.value
+        elif isinstance(one, yaml.MappingNode):
+            waiting += [inner for pair in one.value for inner in pair]
+    return n_values <= _MOST_VALUES
