@@ -219,7 +219,8 @@ class LLMCache:
     def unwrap(self) -> nn.Module:
         """Take the cache off the model, which is then exactly as before, and return the model. Twice does nothing.
 
-        What waits to be looked into is dropped.
+        What waits to be looked into is dropped. A call that another thread is making ends with the answer that it would
+        have had; where layers were skipped that can no longer be stood in for, the model is run again for it.
 
         Raises:
             WrapError: Somebody put another forward on top of one of ours; remove that, then call this again.
@@ -263,7 +264,8 @@ class LLMCache:
         """What became of each row of this thread's last call, in order.
 
         Bypassed calls are noted too, decode steps not: after `generate()` it tells of the last prefill. Empty before
-        the first call and after one that raised. Async tasks of a thread share it: read it before an `await`.
+        the first call and after one that raised; of calls made within one another it tells of the outer one. Async
+        tasks of a thread share it: read it before an `await`.
         """
         return self._flow.last
 

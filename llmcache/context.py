@@ -174,22 +174,3 @@ class Call:
     def saw(self, row: Row, similarity: float) -> None:
         """Take note of how like a stored request is to a row; the most alike counts."""
         self.nearest[row.number] = max(similarity, self.nearest.get(row.number, similarity))
-
-
-@dataclass(slots=True)
-class Frame:
-    """A forward of the trunk, or of the whole model around it, that is under way. One may be made within another.
-
-    Attributes:
-        outer: The forward of the same wrapped model within which this one is made, or None.
-        last: What `LLMCache.last` is to say when it has ended.
-        call: What a forward of the trunk knows, while it may use the cache; else None.
-        audit: Told that the processor is needed, or None.
-        ended: Of a whole model: the calls of the trunk made directly within, None for each that went by the cache.
-    """
-
-    outer: "Frame | None"
-    last: tuple[Any, ...]
-    call: Call | None = None
-    audit: Any = None
-    ended: list[Call | None] | None = None

@@ -9,7 +9,6 @@
 Trouble here costs speed, never correctness: a failing lookup or store is counted, logged once, and computed around.
 """
 
-import threading
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -21,8 +20,9 @@ from llmcache.adapters import CACHE, unpack
 from llmcache.arguments import Arguments
 from llmcache.bypass import find_reason, is_plain_cache
 from llmcache.checks import Checks
-from llmcache.context import OUT_OF_ORDER, WITHIN, Call, Frame
+from llmcache.context import OUT_OF_ORDER, WITHIN, Call
 from llmcache.door import Door, Packing
+from llmcache.frames import Frame, Frames
 from llmcache.hooks import LayerSwap
 from llmcache.intact import Layers
 from llmcache.keeping import Keeper
@@ -60,9 +60,7 @@ class Flow:
         self._last = parts.trunk.depth - 1
         self._layers = Layers(parts.trunk)
         self._is_retired = False
-        self._thread = threading.local()
-        # The innermost forward under way. It is put back where a forward ends, so the frames of Python are its stack.
-        self._frame: ContextVar[Frame | None] = ContextVar("llmcache_frame", default=None)
+        self._frames = Frames()
         self._n_read: ContextVar[int | None] = ContextVar("llmcache_n_read", default=None)
         # Context variables follow async tasks too: a tenant's namespace must not leak into another's request.
         self.namespace: ContextVar[str] = ContextVar("llmcache_namespace", default=DEFAULT_NAMESPACE)
@@ -71,8 +69,7 @@ class Flow:
     @property
     def last(self) -> tuple[Outcome, ...]:
         """Outcome of each row of this thread's last call; see `LLMCache.last`."""
-        last: tuple[Outcome, ...] = getattr(self._thread, "last", ())
-        return last
+        return self._frames.last
 
     # -- called by the hooks -------------------------------------------------------------------------------------------
 
@@ -80,9 +77,7 @@ class Flow:
         """Note that a forward of the trunk, or of the whole model, is under way; None where it is none of ours."""
         if torch.compiler.is_compiling() or self._is_retired:
             return None
-        frame = Frame(self._frame.get(), self.last, ended=[] if is_whole else None)
-        self._frame.set(frame)
-        return frame
+        return self._frames.begin(is_whole)
 
     def passed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Count a forward of the trunk that is being compiled, but for a strict export, which is to have one graph."""
@@ -138,7 +133,8 @@ class Flow:
             return swap.original(*args, **kwargs)
         number = call.turn
         if number not in swap.turns:  # run by hand, or within another one, and none of the trunk's own steps
-            call.turn = WITHIN if number == WITHIN else OUT_OF_ORDER
+            if number != WITHIN:
+                call.turn, call.is_complete = OUT_OF_ORDER, False
             return swap.original(*args, **kwargs)
         call.turn = WITHIN
         output = self._layer(frame, call, swap.turns[number], args, kwargs)
@@ -175,6 +171,7 @@ class Flow:
         self._lookup.withdraw(call)
         if call.kv_cache is not None:
             empty(call.kv_cache)
+            assert int(call.kv_cache.get_seq_length()) == 0, "K/V of the first run would be taken for a past"
         self._bypass(frame, self._find_trouble(), call.arguments)
         return True
 
@@ -198,8 +195,8 @@ class Flow:
         finally:
             if frame.outer is not None and frame.outer.ended is not None:
                 frame.outer.ended.append(call)
-            self._thread.last = frame.last
-            self.left(frame)
+            self._frames.last = frame.last
+            self._frames.end(frame)
 
     def answered(self, frame: Frame, output: Any) -> None:
         """After the whole model: what it put out for the call that was made within."""
@@ -215,7 +212,7 @@ class Flow:
 
     def left(self, frame: Frame) -> None:
         """A forward has ended, whatever came of it."""
-        self._frame.set(frame.outer)
+        self._frames.end(frame)
 
     def reads_last(self, n_columns: int | None) -> None:
         """Before a head: it reads so many columns, the last ones; None: maybe all. After it: None."""
@@ -229,7 +226,7 @@ class Flow:
 
     def _under_way(self) -> Frame | None:
         """The innermost forward that is under way."""
-        return None if torch.compiler.is_compiling() else self._frame.get()
+        return None if torch.compiler.is_compiling() else self._frames.innermost()
 
     def _layer(self, frame: Frame, call: Call, swap: LayerSwap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the layer whose turn it is."""
@@ -386,7 +383,7 @@ class Flow:
         """Leave the compiled graph for a moment: counters cannot be part of it."""
         self._parts.counters.bypass("compiled", n_rows)
         if not self._parts.is_collecting:
-            self._thread.last = (Outcome(bypassed="compiled"),) * n_rows
+            self._frames.last = (Outcome(bypassed="compiled"),) * n_rows
 
 
 def _count_rows(arguments: dict[str, Any]) -> int:

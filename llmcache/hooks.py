@@ -17,8 +17,8 @@ from torch.nn.modules import module as _every_module
 
 from llmcache.adapters import Trunk
 from llmcache.arguments import Arguments
-from llmcache.context import Frame
 from llmcache.errors import ConfigError, WrapError
+from llmcache.frames import Frame
 from llmcache.outcome import Outcome
 
 _CAPTURING = "transformers.utils.output_capturing"

@@ -88,8 +88,8 @@ class Stats:
         lookup_ms: Total time in fingerprint, search and decision.
         storing_ms: Total time in keeping states, checks, storing misses and fitting codecs.
         n_too_large: Requests with a state larger than its bank, which was not stored.
-        n_hooked: Rows that neither a prefix nor the short way before the layers was tried for, since hooks of others hang
-            within the trunk, which are to see all of them. They may be hits all the same.
+        n_hooked: Rows that neither a prefix nor the short way before the layers was tried for, since hooks of others
+            hang within the trunk, which are to see all of them. They may be hits all the same.
         errors: Failures of index, store or audit that were computed around.
         cost: What calls of each length cost and save, shortest first, and whether they go by the cache.
         audit: What is known of calibrated reuse in service; None without any.

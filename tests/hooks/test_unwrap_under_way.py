@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as tf
 from torch import Tensor, nn
 
 from llmcache import LLMCache
@@ -67,20 +68,22 @@ def test_a_call_ends_as_it_should(family: str, inputs: dict[str, Tensor], where:
     assert cache.stats().errors == 0
 
 
-def test_the_callers_kv_cache_is_filled_once() -> None:
-    import transformers as tf
-
+@pytest.mark.parametrize("prefix", [True, False])
+def test_the_callers_kv_cache_is_filled_once(prefix: bool) -> None:
     model = build(GENERATORS["llama"])
-    cache = LLMCache.wrap(model, prefix=False)
+    cache = LLMCache.wrap(model, prefix=prefix, prefix_block=2)
     ids = {"input_ids": tokens(2, 6)}
     cache(**ids)
-    for kv_cache in (tf.DynamicCache(), tf.StaticCache(config=model.config, max_cache_len=10)):
-        cache = LLMCache.wrap(cache.unwrap(), prefix=False)
+    for make in (tf.DynamicCache, lambda: tf.StaticCache(config=model.config, max_cache_len=10), None):
+        cache = LLMCache.wrap(cache.unwrap(), prefix=prefix, prefix_block=2)
         cache(**ids)
         layer = model.model.layers[2]
         handle = layer.register_forward_hook(once(cache.unwrap))
         with torch.inference_mode():
-            first = model(**ids, past_key_values=kv_cache).logits
+            given = None if make is None else make()
+            output = model(**ids, past_key_values=given)
+            first, kv_cache = output.logits, output.past_key_values
+            assert given in (None, kv_cache)
             assert int(kv_cache.get_seq_length()) == 6
             after = model(tokens(2, 1, seed=5), past_key_values=kv_cache).logits
             whole = model(torch.cat([ids["input_ids"], tokens(2, 1, seed=5)], dim=1)).logits
