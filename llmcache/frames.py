@@ -9,10 +9,13 @@ half-way, since a forward is no generator.
 import threading
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from llmcache.audit.audit import Audit
 from llmcache.context import Call
 from llmcache.outcome import Outcome
+
+if TYPE_CHECKING:  # what it looks at knows the hooks, which know this
+    from llmcache.audit.audit import Audit
 
 
 @dataclass(slots=True)
@@ -30,7 +33,7 @@ class Frame:
     outer: "Frame | None"
     last: tuple[Outcome, ...]
     call: Call | None = None
-    audit: Audit | None = None
+    audit: "Audit | None" = None
     ended: list[Call | None] | None = None
 
 
