@@ -21,6 +21,7 @@ from llmcache.flow import Flow
 from llmcache.hooks import install
 from llmcache.observation import Observation
 from llmcache.outcome import Outcome
+from llmcache.pooling import listen
 from llmcache.rows import checked_namespace
 from llmcache.sample import Requests
 from llmcache.stats import Stats
@@ -55,6 +56,8 @@ class LLMCache:
         with suppress(RuntimeError):  # weights that cannot be read yet are read at the first call that can
             self._parts.weights.digest()  # now, so that the first request does not wait for it
         self._installed = install(self._parts.trunk, self._flow, self._parts.attention)
+        if self._parts.head.pooled is not None and self._parts.payload.name == "mean":
+            self._installed.add(listen(self._parts.head.pooled.pooling))
         self._calibrator = Calibrator(model, config, self._parts, self._flow, self._installed, tokenizer, answer_of)
         try:
             self._calibrator.start()

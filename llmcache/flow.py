@@ -31,6 +31,8 @@ from llmcache.masks import flatten
 from llmcache.meter import Meter
 from llmcache.outcome import Outcome, count, outcomes
 from llmcache.parts import Parts
+from llmcache.payloads import last_valid
+from llmcache.pooling import veil
 from llmcache.prefix.prefill import Prefiller
 from llmcache.reuse.runner import Runner
 
@@ -56,6 +58,8 @@ class Flow:
         self._prefiller = Prefiller(parts, self._lookup, self._arguments)
         self._door = Door(parts.trunk, parts.payload)
         self._keeper = Keeper(parts)
+        self._pooled = None if parts.payload.name == "sequence" else parts.head.pooled
+        self._is_veiled = self._pooled is not None and parts.payload.name == "mean"
         self._last = parts.trunk.depth - 1
         self._thread = threading.local()
         # Context variables follow async tasks too: a tenant's namespace must not leak into another's request.
@@ -171,6 +175,8 @@ class Flow:
         for row in call.rows:
             if row.refused:
                 self._parts.counters.bypass(row.refused, 1)
+        if self._is_veiled and call.reused:
+            veil(output, {number: last_valid(call.rows[number].valid) for number in call.reused})
         if not self._parts.is_collecting:
             self._thread.last = outcomes(call)
             self._keeper.store(call)
@@ -198,6 +204,8 @@ class Flow:
         reason = self._lookup.guard("look at the arguments", partial(find_reason, arguments, self._parts.trunk))
         if reason is None and self._keeps_no_kv and (arguments.get("use_cache") or arguments.get(CACHE) is not None):
             return "kv_cache_with_pooled_payload"
+        if reason is None and self._pooled is not None and self._pooled.has_changed():
+            return "other_pooling"
         return reason
 
     def _begin(self, call: Call, swap: LayerSwap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
