@@ -63,6 +63,8 @@ CURES: dict[str, str] = {
     "not_finite": "the states that the fingerprint is made of are not finite: run the model in a wider dtype",
     "rope_by_length": "this model's RoPE (dynamic, longrope) encodes positions otherwise in long calls, like this one: "
     "only calls below the length that it was first trained on are cached",
+    "other_pooling": "the modules after the trunk are not what they were when the model was wrapped (one was put in or "
+    "exchanged, or pools in another way), and may read more than is kept: call unwrap(), and wrap the model again",
     "head_reads_padding": "the head would read another token than entries keep: pad on the other side",
     "error": "the cache failed and the model computed instead; see the log",
 }

@@ -21,6 +21,7 @@ from llmcache.flow import Flow
 from llmcache.hooks import install
 from llmcache.observation import Observation
 from llmcache.outcome import Outcome
+from llmcache.pooling import listen
 from llmcache.rows import checked_namespace
 from llmcache.sample import Requests
 from llmcache.stats import Stats
@@ -56,6 +57,8 @@ class LLMCache:
             self._parts.weights.digest()  # now, so that the first request does not wait for it
         head = None if self._parts.prefix is None else model
         self._installed = install(self._parts.trunk, self._flow, self._parts.attention, head)
+        if self._parts.head.pooled is not None and self._parts.payload.name == "mean":
+            self._installed.add(listen(self._parts.head.pooled.pooling))
         self._calibrator = Calibrator(model, config, self._parts, self._flow, self._installed, tokenizer, answer_of)
         try:
             self._calibrator.start()

@@ -31,6 +31,8 @@ from llmcache.masks import flatten
 from llmcache.meter import Meter
 from llmcache.outcome import Outcome, count, outcomes
 from llmcache.parts import Parts
+from llmcache.payloads import last_valid
+from llmcache.pooling import veil
 from llmcache.prefix.filling import empty
 from llmcache.prefix.prefill import Prefiller
 from llmcache.reuse.runner import Runner
@@ -57,6 +59,8 @@ class Flow:
         self._prefiller = Prefiller(parts, self._lookup, self._arguments)
         self._door = Door(parts.trunk, parts.payload)
         self._keeper = Keeper(parts)
+        self._pooled = parts.head.pooled
+        self._is_veiled = self._pooled is not None and parts.payload.name == "mean"
         self._last = parts.trunk.depth - 1
         self._layers = Layers(parts.trunk)
         self._is_retired = False
@@ -257,6 +261,8 @@ class Flow:
         for row in call.rows:
             if row.refused:
                 self._parts.counters.bypass(row.refused, 1)
+        if self._is_veiled and call.reused:
+            veil(output, {number: last_valid(call.rows[number].valid) for number in call.reused})
         if not self._parts.is_collecting:
             frame.last = outcomes(call)
             self._keeper.store(call)
@@ -278,6 +284,8 @@ class Flow:
         reason = self._lookup.guard("look at the arguments", find)
         if reason is None and self._keeps_no_kv and (arguments.get("use_cache") or arguments.get(CACHE) is not None):
             return "kv_cache_with_pooled_payload"
+        if reason is None and self._pooled is not None and self._pooled.has_changed():
+            return "other_pooling"
         return reason or self._layers.find_reason()
 
     def _begin(self, frame: Frame, call: Call, swap: LayerSwap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

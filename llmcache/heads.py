@@ -6,9 +6,11 @@ that answers token by token may not: start and end positions would index another
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from torch import nn
+
+from llmcache.pooling import Pooled, find_pooled
 
 Reads = Literal["pooled", "tokens", "states"]
 PayloadName = Literal["sequence", "cls", "last", "mean"]
@@ -24,14 +26,15 @@ class Head:
             known head, the caller reads the hidden states.
         payload: The least that serves it.
         why_unsafe: Why another request's states must not be put under it, or "".
-        heeds_mask: It is known to read no token that the mask hides, but for the first where `payload` is `cls`.
+        pooled: What under sentence-transformers reads one vector of the states, or None. It heeds the mask, but for the
+            first token where `payload` is `cls`.
     """
 
     name: str
     reads: Reads
     payload: PayloadName = "sequence"
     why_unsafe: str = ""
-    heeds_mask: bool = False
+    pooled: Pooled | None = None
 
 
 _BY_TOKEN = (
@@ -57,7 +60,6 @@ _ENDINGS: tuple[tuple[str, str, Reads], ...] = (
 )
 _READS_FIRST_ROW = ("bert", "roberta", "distilbert", "electra")
 _READS_LAST_ROW = ("gpt2", "llama")
-_POOLING_PAYLOADS: dict[str, PayloadName] = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
 
 
 def find_head(model: nn.Module, family: str) -> Head:
@@ -69,9 +71,8 @@ def find_head(model: nn.Module, family: str) -> Head:
     """
     for module in model.modules():
         if type(module).__name__ == "Pooling" and _is_from(module, "sentence_transformers"):
-            mode = _pooling_mode(module)  # `cls` is the first row in any case; alone, it is told by the payload
-            heeds_mask = mode == "cls" or "cls" not in mode
-            return Head("sentence embedding", "pooled", _pooling_payload(module), heeds_mask=heeds_mask)
+            pooled = find_pooled(model)
+            return Head("sentence embedding", "pooled", "sequence" if pooled is None else pooled.kept, pooled=pooled)
     for module in model.modules():
         if not _is_from(module, "transformers"):
             continue  # a user's own class of such a name may read anything
@@ -97,15 +98,3 @@ def _pooled_payload(family: str) -> PayloadName:
     if family in _READS_FIRST_ROW:
         return "cls"
     return "last" if family in _READS_LAST_ROW else "sequence"
-
-
-def _pooling_payload(pooling: Any) -> PayloadName:
-    """Payload for a sentence-transformers pooling layer; several modes, or a prompt left out, need every row."""
-    if not getattr(pooling, "include_prompt", True):
-        return "sequence"
-    return _POOLING_PAYLOADS.get(_pooling_mode(pooling), "sequence")
-
-
-def _pooling_mode(pooling: Any) -> str:
-    mode = pooling.get_pooling_mode_str() if hasattr(pooling, "get_pooling_mode_str") else pooling.pooling_mode
-    return mode if isinstance(mode, str) else "+".join(mode)

@@ -29,12 +29,13 @@ from llmcache.folder import MANIFEST, is_data_name, locked, read_json, replace, 
 from llmcache.library import Library
 from llmcache.packing import arrays_to_tensors, pack_requests, pack_states, unpack
 from llmcache.parts import Parts
+from llmcache.records import Record
 from llmcache.rows import Scope
 from llmcache.trust import Trust
 from llmcache.weights import Weights
 
 FORMAT = 5
-_READ = (4, FORMAT)  # format 4 does not say who wrote it, and is the same otherwise
+_READ = (4, FORMAT)  # format 4 does not say who wrote it, and which payload; it is the same otherwise
 _TRIES = 10
 
 Tensors: TypeAlias = dict[str, dict[str, Tensor]]
@@ -46,6 +47,7 @@ class Manifest(BaseModel):
     Attributes:
         format: Version of this layout.
         written_by: Version of this library.
+        payload: What of a state is kept.
         config: Settings of the cache.
         weights: Digest of the trunk's weights.
         special_ids: Ids that fingerprints leave out; others would make fingerprints of other requests.
@@ -59,6 +61,7 @@ class Manifest(BaseModel):
 
     format: int
     written_by: str = ""
+    payload: str = ""
     config: dict[str, Any]
     weights: str
     special_ids: list[int]
@@ -93,6 +96,7 @@ def save(served: Parts, config: CacheConfig, tokenizer: Any, folder: str | Path)
             manifest = Manifest(
                 format=FORMAT,
                 written_by=__version__,
+                payload=served.payload.name,
                 config=config.model_dump(mode="json", exclude_unset=True),
                 weights=weights,
                 special_ids=list(special_ids(served.trunk, tokenizer)),
@@ -202,13 +206,15 @@ def restore(served: Parts, manifest: Manifest, parts: Tensors, folder: str | Pat
         folder: Named in errors.
 
     Raises:
-        BankFileError: The files do not fit each other, or the calibration is one of another head.
+        BankFileError: The files do not fit each other, or the calibration is one of another head, or other parts of
+            states are kept under this model's head.
     """
     library, weights = served.library, manifest.weights
     scopes = [Scope(namespace, weights, dtype, attention) for namespace, dtype, attention in manifest.scopes]
     try:
         learned = {name: tensor.numpy() for name, tensor in parts["requests"].items()}
         records = list(unpack(parts["requests"], parts["states"], scopes))
+        _check_payload(served, manifest.payload, records, folder)
         if served.trust is not None and manifest.calibration is not None:
             namespaces = {record.scope.namespace for record in records if record.is_kept}
             served.trust.restore(manifest.calibration, below("trust.", learned), namespaces)
@@ -221,6 +227,8 @@ def restore(served: Parts, manifest: Manifest, parts: Tensors, folder: str | Pat
         library.place(records)
         for key, namespace in manifest.struck.items():
             library.strike(key, namespace)
+    except BankFileError:
+        raise
     except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
         raise BankFileError(f"{folder}: the files do not fit each other: {error!r}") from error
     made, trust = manifest.calibration, served.trust
@@ -228,6 +236,25 @@ def restore(served: Parts, manifest: Manifest, parts: Tensors, folder: str | Pat
         raise BankFileError(
             f"{folder}: calibrated for a head with other weights (digest {made.head[:12]}, this model's has "
             f"{trust.head_digest()[:12]}); load the model that it was saved from"
+        )
+
+
+def _check_payload(served: Parts, saved: str, records: list[Record], folder: str | Path) -> None:
+    """Refuse entries that keep other rows of a state than this model's head reads; format 4 does not name them."""
+    kept = served.payload
+    sizes = [
+        (len(entry.tensors["hidden"]), len(one.ids))
+        for one in records
+        for entry in one.entries.values()
+        if "hidden" in entry.tensors  # codecs that are fitted keep something else
+    ]
+    fits = all(
+        n_rows == 1 if kept.fits_any_length else n_bytes in (2 * n_rows, 4 * n_rows) for n_rows, n_bytes in sizes
+    )
+    if saved not in ("", kept.name) or not fits:
+        raise BankFileError(
+            f"{folder}: saved with {f'payload {saved!r}' if saved else 'another payload'}, where this model is served "
+            f"by {kept.name!r}: its head is another one, or is now known to read more; start an empty cache with wrap()"
         )
 
 

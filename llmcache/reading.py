@@ -34,7 +34,7 @@ class Reader:
         self._tokenizer = tokenizer
         self._tables: tuple[object, tuple[Bools, Tensor]] | None = None
         self._head_reads = _reads(parts)
-        self._layout_counts = not (parts.payload.fits_any_length or parts.head.heeds_mask)
+        self._layout_counts = not (parts.payload.fits_any_length or parts.head.pooled is not None)
         self._steady_length = steady_length(parts.trunk.module)
 
     def scope(self, call: Call, entering: torch.dtype) -> Scope:

@@ -9,7 +9,7 @@ import torch
 import transformers as tf
 from torch import nn
 
-from llmcache import LLMCache
+from llmcache import ConfigError, LLMCache
 from tests.models import BARE, CLASSIFIERS, GENERATORS, STRANGERS, TOKEN_HEADS, build, tokenizer
 
 TEXTS = ["w5 w6 w7 w8", "w9 w10", "w11 w12 w13"]
@@ -134,6 +134,112 @@ def test_sentence_transformers(mode: str, tau: float | None, tmp_path: Path) -> 
     assert (stats.hits, stats.bypassed, stats.errors) == ({"exact": 4}, {}, 0)
     cache.unwrap()
     np.testing.assert_allclose(model.encode(TEXTS), plain, atol=1e-6)
+
+
+def with_module(model: Any, where: str) -> Any:
+    """A model of the same modules and another one: before its pooling, or after."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.base.modules import Dense, Normalize
+    from sentence_transformers.sentence_transformer.modules import CNN, Dropout, WordWeights
+
+    torch.manual_seed(0)
+    parts = list(model)
+    tokens = {"module_input_name": "token_embeddings"}
+    kinds: dict[str, Any] = {
+        "dense before": [parts[0], Dense(32, 32, **tokens), parts[1]],
+        "normalize before": [parts[0], Normalize(**tokens), parts[1]],
+        "cnn before": [parts[0], CNN(32, 32, kernel_sizes=[1]), parts[1]],
+        "weights before": [parts[0], WordWeights(tokenizer().get_vocab(), {"w1": 5.0, "w5": 0.1}), parts[1]],
+        "dense on tokens after": [*parts, Dense(32, 32, **tokens)],
+        "dense after": [*parts, Dense(32, 8)],
+        "normalize after": [*parts, Normalize(), Dropout(0.5)],
+    }
+    return SentenceTransformer(modules=kinds[where], device="cpu").eval()
+
+
+@pytest.mark.parametrize(
+    "where", ["dense before", "normalize before", "cnn before", "weights before", "dense on tokens after"]
+)
+def test_a_module_that_reads_tokens_gets_all_of_them(where: str, tmp_path: Path) -> None:
+    model = with_module(embedder(tmp_path), where)
+    plain, tokens = model.encode(TEXTS), model.encode(TEXTS, output_value="token_embeddings")
+    with LLMCache.wrap(model, tau=1.0) as cache:
+        assert cache.payload == "sequence"
+        for _ in range(2):
+            np.testing.assert_allclose(model.encode(TEXTS), plain, atol=1e-5)
+        for found, expected in zip(model.encode(TEXTS, output_value="token_embeddings"), tokens, strict=True):
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+        assert cache.stats().n_hits > 0
+    with pytest.raises(ConfigError, match="payload='mean': this model's sentence embedding reads more than that"):
+        LLMCache.wrap(model, payload="mean")
+
+
+@pytest.mark.parametrize("where", ["dense after", "normalize after"])
+def test_a_module_that_reads_what_was_pooled_changes_nothing(where: str, tmp_path: Path) -> None:
+    model = with_module(embedder(tmp_path), where)
+    plain = model.encode(TEXTS)
+    with LLMCache.wrap(model, payload="mean") as cache:
+        for _ in range(2):
+            np.testing.assert_allclose(model.encode(TEXTS), plain, atol=1e-5)
+        assert cache.stats().hits == {"exact": len(TEXTS)}
+
+
+@pytest.mark.parametrize("index", ["one", "more"])
+def test_token_embeddings_that_are_not_kept_are_nan(index: str, tmp_path: Path) -> None:
+    """In a batch of one the trunk is not run at all for a hit; in one of more only for the others."""
+    model = embedder(tmp_path)
+    known, texts = (TEXTS[:1], TEXTS[:1]) if index == "one" else (TEXTS[:2], TEXTS)
+    plain, tokens = model.encode(texts), model.encode(texts, output_value="token_embeddings")
+    with LLMCache.wrap(model, payload="mean") as cache:
+        for _ in range(2):  # the second time at the door
+            model.encode(known)
+        n_hits = cache.stats().n_hits
+        for text, found, expected in zip(
+            texts, model.encode(texts, output_value="token_embeddings"), tokens, strict=True
+        ):
+            if text in known:
+                assert found.isnan().all()
+            else:
+                torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+        assert cache.stats().n_hits > n_hits
+        whole = model.encode(texts, output_value=None)
+        assert all(one["token_embeddings"].isnan().all() for one in whole)
+        np.testing.assert_allclose(np.stack([one["sentence_embedding"] for one in whole]), plain, atol=1e-5)
+        features = model.preprocess(texts)
+        with torch.inference_mode():  # modules called one by one
+            assert model[0](dict(features))["token_embeddings"].isnan().all()
+            pooled = model[1](model[0](dict(features)))["sentence_embedding"]
+            output = model[0].auto_model(input_ids=features["input_ids"], attention_mask=features["attention_mask"])
+        np.testing.assert_allclose(pooled, plain, atol=1e-5)
+        assert output.last_hidden_state.isnan().all() and output.pooler_output.isnan().all()
+        assert cache.stats().errors == 0
+    assert not (model[1]._forward_hooks or model[1]._forward_pre_hooks)
+    np.testing.assert_array_equal(model.encode(texts), plain)
+
+
+CHANGES = {
+    "mode": lambda model: setattr(model[1], "pooling_mode", "cls"),
+    "prompt": lambda model: setattr(model[1], "include_prompt", False),
+    "another pooling": lambda model: model.__setitem__(1, type(model[1])(32, pooling_mode="max")),
+    "one more": lambda model: model.append(type(model[1])(32, pooling_mode="max")),
+    "one between": lambda model: model.insert(1, with_module(model, "dense before")[1]),
+}
+
+
+@pytest.mark.parametrize("payload", ["mean", "auto"])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_another_pooling_after_wrapping_is_computed(change: Any, payload: str, tmp_path: Path) -> None:
+    model = embedder(tmp_path)
+    with LLMCache.wrap(model, payload=payload) as cache:
+        model.encode(TEXTS)
+        change(model)
+        with cache.disabled():
+            plain = model.encode(TEXTS)
+        n_bypassed = cache.stats().bypassed.get("other_pooling", 0)
+        np.testing.assert_allclose(model.encode(TEXTS), plain, atol=1e-5)
+        expected = len(TEXTS) if payload == "mean" else 0  # with all tokens kept it does not matter who reads them
+        assert cache.stats().bypassed.get("other_pooling", 0) - n_bypassed == expected
+        assert (cache.stats().n_hits > 0) == (payload == "auto")
 
 
 def test_sentence_transformers_called_with_features(tmp_path: Path) -> None:

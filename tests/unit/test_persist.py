@@ -198,12 +198,28 @@ def test_a_save_of_the_former_format_is_served(tmp_path: Path) -> None:
         plain = states(cache(**padded([5])))
         cache.save(tmp_path)
     assert json.loads((tmp_path / "manifest.json").read_text())["written_by"] == __version__
-    edit_manifest(tmp_path, format=4, written_by=None)
+    edit_manifest(tmp_path, format=4, written_by=None, payload=None)
     with LLMCache.load(build(BARE["bert"]), tmp_path) as cache:
         np.testing.assert_array_equal(states(cache(**padded([5]))), plain)
         assert cache.stats().hits == {"exact": 1}
         cache.save(tmp_path)  # replaces it
     assert len(list(tmp_path.iterdir())) == 4
+
+
+@pytest.mark.parametrize("number", [4, 5])
+def test_entries_of_another_payload_are_refused(tmp_path: Path, number: int) -> None:
+    """One vector in the place of all tokens would be put on each of them."""
+    for saved, now in (("mean", "sequence"), ("sequence", "mean"), ("cls", "mean")):
+        with LLMCache.wrap(build(BARE["bert"]), payload=saved) as cache:
+            cache(**padded([5, 8]))
+            cache.save(tmp_path)
+        config = json.loads((tmp_path / "manifest.json").read_text())["config"]
+        fields = {"written_by": None, "payload": None} if number == 4 else {}
+        edit_manifest(tmp_path, format=number, config=config | {"payload": now}, **fields)
+        if (number, saved) == (4, "cls"):
+            continue  # one vector each: nothing tells them apart
+        with pytest.raises(BankFileError, match=rf"saved with .*payload.* served by '{now}'"):
+            LLMCache.load(build(BARE["bert"]), tmp_path)
 
 
 @pytest.mark.parametrize("name", ["../states-0123456789ab.safetensors", "/etc/passwd", "states.safetensors", "\x00"])

@@ -1,0 +1,139 @@
+"""Which module of a sentence-transformers model reads the trunk's states, and what is owed to others that may.
+
+An entry that keeps one vector is enough only where one pooling layer reads the states, right after the trunk. So that
+is looked for when a model is wrapped, and looked at again in each call, since modules and modes can be exchanged. What
+else may read the states comes later (`encode(output_value="token_embeddings")`, modules that follow). `mean` puts its
+vector on every token, and nothing would tell it from states: so the trunk puts out NaN for rows that were served, as
+with `cls` and `last`, and the vector is there for the time of the pooling alone.
+
+Sizes: B rows, T tokens, D hidden width.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+_TOKENS = "token_embeddings"
+_SENTENCE = "sentence_embedding"
+_MARK, _VEILED = "_llmcache_pooled", "_llmcache_veiled"  # attributes of states
+_AFTER_POOLING = ("Normalize", "Dense", "Dropout", "LayerNorm")  # of sentence-transformers: they read what was pooled
+Kept = Literal["mean", "cls", "last"]
+_MODES: dict[str, Kept] = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
+
+
+@dataclass(frozen=True, slots=True)
+class Pooled:
+    """A pooling layer that alone reads what a trunk puts out.
+
+    Attributes:
+        parent: The model whose modules run one after the other.
+        modules: These, as they were when it was wrapped.
+        pooling: One of them.
+        kept: What of the states it reads: `mean`, `cls` or `last`.
+    """
+
+    parent: nn.Module
+    modules: tuple[nn.Module, ...]
+    pooling: nn.Module
+    kept: Kept
+
+    def has_changed(self) -> bool:
+        """Whether something else may read the states now."""
+        now = tuple(self.parent._modules.values())
+        if len(now) != len(self.modules) or any(a is not b for a, b in zip(now, self.modules, strict=True)):
+            return True
+        return _kept(self.pooling) != self.kept or not _puts_out_tokens(now[0]) or not all(map(_reads_pooled, now[2:]))
+
+
+def find_pooled(model: nn.Module) -> Pooled | None:
+    """The pooling layer of a sentence-transformers model, if it reads one vector of the states, and alone reads them.
+
+    Args:
+        model: As given to `wrap`.
+    """
+    for parent in model.modules():
+        modules = tuple(module for module in parent._modules.values() if module is not None)
+        if len(modules) < 2 or not _is_named(parent, "SentenceTransformer"):
+            continue
+        is_first = _is_named(modules[0], "Transformer") and _puts_out_tokens(modules[0])
+        if is_first and _is_named(modules[1], "Pooling") and all(map(_reads_pooled, modules[2:])):
+            kept = _kept(modules[1])
+            return Pooled(parent, modules, modules[1], kept) if kept else None
+    return None
+
+
+def veil(output: Any, places: Mapping[int, int]) -> None:
+    """Have nobody but the pooling layer see rows in which one vector stands for all tokens: they are NaN from now on.
+
+    Args:
+        output: Of the trunk; its states, and what its pooler made of them, are written to.
+        places: A valid token of each such row, by row.
+    """
+    if isinstance(output, Tensor):
+        output = (output,)
+    states, *others = output.values() if isinstance(output, Mapping) else output
+    rows = list(places)
+    vectors = states[rows, list(places.values())]
+    for other in (states, *others):
+        if isinstance(other, Tensor) and other.is_floating_point() and len(other) == len(states):
+            other[rows] = torch.nan
+    setattr(states, _MARK, (rows, vectors))
+
+
+def listen(pooling: nn.Module) -> Callable[[], None]:
+    """Let a pooling layer see what is behind the veil; returns what takes the hooks off."""
+    before = pooling.register_forward_pre_hook(_lift)
+    after = pooling.register_forward_hook(_drop)
+
+    def remove() -> None:
+        before.remove()
+        after.remove()
+
+    return remove
+
+
+def _lift(module: nn.Module, args: Any) -> None:
+    """Put each vector on every token of its row, for the time of the pooling."""
+    if torch.compiler.is_compiling() or not args:
+        return
+    veiled = args[0].get(_TOKENS)
+    if isinstance(veiled, Tensor) and (found := getattr(veiled, _MARK, None)):
+        rows, vectors = found
+        states = veiled.clone()
+        states[rows] = vectors[:, None]
+        setattr(states, _VEILED, veiled)
+        args[0][_TOKENS] = states
+
+
+def _drop(module: nn.Module, args: Any, features: Any) -> None:
+    """Give back what was there before."""
+    if not torch.compiler.is_compiling():
+        states = features.get(_TOKENS)
+        features[_TOKENS] = getattr(states, _VEILED, states)
+
+
+def _kept(pooling: Any) -> Kept | None:
+    """What of the states a pooling layer reads; None: several modes, others, or a prompt that is left out."""
+    if not getattr(pooling, "include_prompt", True):
+        return None
+    mode = pooling.get_pooling_mode_str() if hasattr(pooling, "get_pooling_mode_str") else pooling.pooling_mode
+    return _MODES.get(mode) if isinstance(mode, str) else None
+
+
+def _puts_out_tokens(module: nn.Module | None) -> bool:
+    return getattr(module, "module_output_name", _TOKENS) == _TOKENS
+
+
+def _reads_pooled(module: nn.Module | None) -> bool:
+    """Whether a module reads what was pooled, and nothing else."""
+    is_known = any(_is_named(module, name) for name in _AFTER_POOLING)
+    return is_known and getattr(module, "module_input_name", _SENTENCE) == _SENTENCE
+
+
+def _is_named(module: nn.Module | None, name: str) -> bool:
+    """Whether it is of sentence-transformers' own class of this name."""
+    kind = type(module)
+    return kind.__name__ == name and kind.__module__.split(".")[0] == "sentence_transformers"
