@@ -131,7 +131,9 @@ def test_sentence_transformers(mode: str, tau: float | None, tmp_path: Path) -> 
     np.testing.assert_allclose(model.encode(TEXTS[::-1]), plain[::-1], atol=1e-5)
     np.testing.assert_allclose(model.encode(TEXTS[1]), plain[1], atol=1e-5)
     stats = cache.stats()
-    assert (stats.hits, stats.bypassed, stats.errors) == ({"exact": 4}, {}, 0)
+    # Of `max` it is not known that it heeds the mask: alone, without padding, a text is another request.
+    n_exact = 3 if mode == "max" else 4
+    assert (stats.hits["exact"], stats.bypassed, stats.errors) == (n_exact, {}, 0)
     cache.unwrap()
     np.testing.assert_allclose(model.encode(TEXTS), plain, atol=1e-6)
 
