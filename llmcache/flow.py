@@ -304,6 +304,8 @@ class Flow:
     def _count_compiled(self, n_rows: int) -> None:
         """Leave the compiled graph for a moment: counters cannot be part of it."""
         self._thread.call = None
+        if torch.is_grad_enabled():
+            self._parts.weights.suspect()
         self._bypass("compiled", n_rows)
 
 
