@@ -389,6 +389,8 @@ class Flow:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _count_compiled(self, n_rows: int) -> None:
         """Leave the compiled graph for a moment: counters cannot be part of it."""
+        if torch.is_grad_enabled():
+            self._parts.weights.suspect()
         self._parts.counters.bypass("compiled", n_rows)
         if not self._parts.is_collecting:
             self._frames.last = (Outcome(bypassed="compiled"),) * n_rows

@@ -94,7 +94,7 @@ class Weights:
             mark: Taken when the call began, see `mark_of`.
             digest: Of that time.
         """
-        if mark is None:
+        if mark is None or mark is not self._state[0]:  # another thread saw other weights meanwhile
             return False
         now = self._take_mark()
         if now != mark:

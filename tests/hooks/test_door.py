@@ -183,19 +183,21 @@ def test_a_failed_forward_teaches_nothing() -> None:
 
 def test_what_fails_at_the_door_is_computed_and_counted_once() -> None:
     model = build(CLASSIFIERS["bert"])
+    pool = model.bert.pooler.forward
+    failures: list[Exception] = []
+
+    def may_fail(states: torch.Tensor) -> torch.Tensor:
+        if failures:
+            raise failures.pop()
+        pooled: torch.Tensor = pool(states)
+        return pooled
+
+    model.bert.pooler.forward = may_fail
     with LLMCache.wrap(model) as cache:
         for _ in range(2):
             cache(input_ids=tokens(1, 6))
-        before, pool, calls = cache.stats(), model.bert.pooler.forward, []
-
-        def once(states: torch.Tensor) -> torch.Tensor:
-            calls.append(1)
-            if len(calls) == 1:
-                raise ValueError("once")
-            pooled: torch.Tensor = pool(states)
-            return pooled
-
-        model.bert.pooler.forward = once
+        before = cache.stats()
+        failures.append(ValueError("once"))
         cache(input_ids=tokens(1, 6))
         after = cache.stats()
         assert after.errors == before.errors + 1

@@ -309,6 +309,17 @@ def test_an_edit_that_is_taken_back_is_never_taken_for_a_note() -> None:
     assert weights.digest() != before
 
 
+def test_an_edit_that_another_call_saw_is_seen_though_it_was_taken_back() -> None:
+    model = nn.Sequential(nn.LayerNorm(2))
+    weights = Weights(model)
+    digest, eps = weights.digest(), model[0].eps
+    mark = weights.mark_of(digest)
+    model[0].eps = 0.5
+    weights.digest()
+    model[0].eps = eps
+    assert weights.digest() == digest and not weights.stayed(mark, digest)
+
+
 def test_a_pruned_layer_is_followed() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     prune.random_unstructured(model[0], "weight", amount=1)

@@ -62,10 +62,10 @@ def test_inference_parameters_cannot_be_watched_and_say_so() -> None:
         model = build(BARE["bert"])
     weights = Weights(model)
     weights.digest()
-    assert not weights.can_be_watched
+    assert weights.refusal == "inference_weights"
     plain = Weights(build(BARE["bert"]))
     plain.digest()
-    assert plain.can_be_watched
+    assert plain.refusal is None
 
 
 def test_data_replaced_twice_is_seen_even_where_memory_is_used_again() -> None:

@@ -339,6 +339,20 @@ def test_a_step_of_a_model_that_is_frozen_afterwards_is_seen() -> None:
     assert agrees(cache)
 
 
+def test_a_fused_step_after_a_compiled_forward_is_seen() -> None:
+    model = build(CLASSIFIERS["bert"])
+    cache = LLMCache.wrap(model)
+    assert agrees(cache)
+    compiled = torch.compile(model, backend="eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    with warnings.catch_warnings():  # torch's compiler looks at gradients of what is no leaf
+        warnings.simplefilter("ignore")
+        compiled(**X).logits.sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert agrees(cache)
+
+
 def test_hashing_by_several_threads_gives_the_same_digests(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = [torch.full((n,), float(n)) for n in range(1, 40)]
     alone = hashing.digests(tensors)
