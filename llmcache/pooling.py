@@ -42,10 +42,13 @@ class Pooled:
 
     def has_changed(self) -> bool:
         """Whether something else may read the states now."""
-        now = tuple(self.parent._modules.values())
-        if len(now) != len(self.modules) or any(a is not b for a, b in zip(now, self.modules, strict=True)):
-            return True
-        return _kept(self.pooling) != self.kept or not _puts_out_tokens(now[0]) or not all(map(_reads_pooled, now[2:]))
+        first, *later = self.modules
+        return (
+            tuple(self.parent._modules.values()) != self.modules  # modules are equal where they are the same
+            or _kept(self.pooling) != self.kept
+            or not _puts_out_tokens(first)
+            or not all(map(_takes_sentence, later[1:]))
+        )
 
 
 def find_pooled(model: nn.Module) -> Pooled | None:
@@ -75,12 +78,15 @@ def veil(output: Any, places: Mapping[int, int]) -> None:
     if isinstance(output, Tensor):
         output = (output,)
     states, *others = output.values() if isinstance(output, Mapping) else output
-    rows = list(places)
-    vectors = states[rows, list(places.values())]
+    rows, is_whole = sorted(places), len(places) == len(states)
+    vectors = torch.stack([states[row, places[row]] for row in rows])[:, None]  # (R, 1, D), copied
     for other in (states, *others):
         if isinstance(other, Tensor) and other.is_floating_point() and len(other) == len(states):
-            other[rows] = torch.nan
-    setattr(states, _MARK, (rows, vectors))
+            if is_whole:  # picking rows takes ten times as long
+                other.fill_(torch.nan)
+            else:
+                other[rows] = torch.nan
+    setattr(states, _MARK, (None if is_whole else rows, vectors))
 
 
 def listen(pooling: nn.Module) -> Callable[[], None]:
@@ -102,8 +108,9 @@ def _lift(module: nn.Module, args: Any) -> None:
     veiled = args[0].get(_TOKENS)
     if isinstance(veiled, Tensor) and (found := getattr(veiled, _MARK, None)):
         rows, vectors = found
-        states = veiled.clone()
-        states[rows] = vectors[:, None]
+        states = vectors.expand(veiled.shape) if rows is None else veiled.clone()
+        if rows is not None:
+            states[rows] = vectors
         setattr(states, _VEILED, veiled)
         args[0][_TOKENS] = states
 
@@ -129,8 +136,11 @@ def _puts_out_tokens(module: nn.Module | None) -> bool:
 
 def _reads_pooled(module: nn.Module | None) -> bool:
     """Whether a module reads what was pooled, and nothing else."""
-    is_known = any(_is_named(module, name) for name in _AFTER_POOLING)
-    return is_known and getattr(module, "module_input_name", _SENTENCE) == _SENTENCE
+    return _takes_sentence(module) and any(_is_named(module, name) for name in _AFTER_POOLING)
+
+
+def _takes_sentence(module: nn.Module | None) -> bool:
+    return getattr(module, "module_input_name", _SENTENCE) == _SENTENCE
 
 
 def _is_named(module: nn.Module | None, name: str) -> bool:

@@ -3,6 +3,7 @@
 Sizes: B rows, T tokens, D hidden width.
 """
 
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -86,8 +87,9 @@ class Reader:
             layers = (0,) if self._parts.is_per_layer else self._parts.library.layers
             vectors, call.forecasts = fingerprint.foresee(inputs.features)
             call.fingerprints = dict.fromkeys(layers, vectors)
-            for number in np.flatnonzero(~np.isfinite(vectors).all(axis=-1)).tolist():  # as in `_refusal`
-                call.rows[number].refused = call.rows[number].refused or "not_finite"
+            if not isfinite(vectors.sum()):  # for the reason in `_refusal`
+                for number in np.flatnonzero(~np.isfinite(vectors).all(axis=-1)).tolist():
+                    call.rows[number].refused = call.rows[number].refused or "not_finite"
 
     def _can_search(self, weights: str) -> bool:
         """Whether the fingerprint is one for these weights: it keeps vectors of tokens that it meets first."""

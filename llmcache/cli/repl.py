@@ -1,5 +1,7 @@
 """`llmcache repl`: a conversation with a model that is loaded once and remembers what it computed."""
 
+import io
+import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -82,6 +84,8 @@ class _Talk:
 
     def run(self) -> None:
         """Ask for lines; an end of input ends it, as /quit does."""
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(errors="surrogateescape")  # a line that is not UTF-8 is refused as any other prompt
         while not self._is_over:
             try:
                 line = input(_PROMPT).strip()

@@ -1,7 +1,9 @@
 """`llmcache generate` and `llmcache repl`: answers, what they tell of themselves, and bad input in one line."""
 
 import builtins
+import io
 import json
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -59,6 +61,16 @@ def test_one_prompt_is_answered_and_told(models: str, tmp_path: Path, capsys: py
     assert told["kv_nbytes"] == 2 * 3 * 32 * (told["n_prompt"] + len(told["tokens"]) - 1) * 4
     assert run_main(*args) == 0
     assert capsys.readouterr().out == told["text"] + "\n"
+
+
+def test_a_line_that_is_not_utf_8_is_refused_and_the_next_one_answered(
+    models: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\na\n/caf\xe9\n"), encoding="utf-8"))
+    assert run_main("repl", "--model", "tiny", "--models-dir", models, *FEW) == 0
+    shown = capsys.readouterr()
+    assert "the prompt is no valid text: character" in shown.err and "no command '/caf\\udce9'" in shown.err
+    assert len(shown.out.split("> ")) == 5 and shown.out.split("> ")[2].strip()
 
 
 def test_seeded_draws_come_again(models: str, capsys: pytest.CaptureFixture[str]) -> None:
