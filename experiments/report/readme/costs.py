@@ -9,7 +9,7 @@ from experiments.runs import Figures
 
 def demo(results_dir: Path) -> str:
     """Every setting of the demo, those that were replayed only without a speed-up."""
-    timed = is_timed(results_dir, "demo")
+    settings, timed = figures_of(results_dir, "demo")["settings"], is_timed(results_dir, "demo")
     return table(
         ("setting", "hit rate", "speed-up", "accuracy", "drop, points", "changed answers"),
         [
@@ -21,7 +21,7 @@ def demo(results_dir: Path) -> str:
                 points(row.get("accuracy_drop")),
                 percent(row.get("changed_answers"), 2),
             )
-            for row in figures_of(results_dir, "demo")["settings"]
+            for row in settings
         ],
     )
 
