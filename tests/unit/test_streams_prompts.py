@@ -110,7 +110,7 @@ def test_what_a_draw_shares_is_held_against_the_trace_as_it_came(trace: Folders)
     told = {(row["requests"], row["blocks"]): row for row in outcome.rows}
     whole, first = (told[which, None] for which in ("the whole trace", "the first 4 as they came"))
     cut = told["the first 4 as they came", 2]
-    # Of [0, 1, 2], [0, 5], [0, 1, 2, 3], [0, 8, 9] came before: 0, 1, 3, 1; of the other four 2 of 4, 2 of 3, 3 of 5, 4.
+    # Of [0, 1, 2], [0, 5], [0, 1, 2, 3], [0, 8, 9] came before: 0, 1, 3, 1; of the others 2 of 4, 2 of 3, 3 of 5, 4.
     assert (whole["share_known"], whole["n"], whole["n_cut"]) == (16 / 28, 8, 0)
     assert (first["share_known"], cut["share_known"], cut["n_cut"]) == (5 / 12, 4 / 8, 3)
     assert first["n_conversations"] == 3
