@@ -34,8 +34,9 @@ check: setup ## Formatting, lint, types, and whether docs/cli.md is up to date.
 	$(BIN)/mypy --strict llmcache
 	$(BIN)/python -m llmcache.cli.reference --check docs/cli.md
 
-docs: setup ## Write docs/cli.md from the commands' own help.
+docs: setup ## Write docs/cli.md from the commands' own help, and the README's tables from results/.
 	$(BIN)/python -m llmcache.cli.reference docs/cli.md
+	$(BIN)/python -m experiments.report.readme
 
 fix: setup ## Format, and repair what ruff can repair.
 	$(BIN)/ruff check --fix .

@@ -60,6 +60,7 @@ def describe(seed: int) -> dict[str, Any]:
         "platform": platform.platform(),
         "cpu": _cpu(),
         "n_cpus": os.cpu_count(),
+        "load_average": round(os.getloadavg()[0], 2),  # of the last minute: figures of a busy machine are no timings
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "gpu": torch.cuda.get_device_name() if has_gpu else None,
         "threads": {"torch": torch.get_num_threads(), "faiss": faiss.omp_get_max_threads()},

@@ -94,6 +94,25 @@ class RunFolder:
         return self.path / METRICS
 
 
+def write_figures(folder: Path, config: Mapping[str, Any], env: Mapping[str, Any], metrics: Mapping[str, Any]) -> None:
+    """Write what a command measured that is no experiment: the same files as of a run, but for its rows.
+
+    Args:
+        folder: Made if it is not there; what it held is replaced.
+        config: Settings of the command.
+        env: Surroundings.
+        metrics: The figures; None stays null.
+
+    Raises:
+        OSError: Something could not be written; what was there before is untouched.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    config_text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
+    write_together(
+        {folder / "config.yaml": config_text, folder / "env.json": _json(env), folder / METRICS: _json(metrics)}
+    )
+
+
 def run_id(name: str, config: Mapping[str, Any]) -> str:
     """Readable name and short hash of the settings, fit for a folder name."""
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()

@@ -10,6 +10,8 @@ from llmcache.errors import ConfigError
 
 FILE = "mooncake/conversation_trace.jsonl"
 
+BLOCK = 512  # tokens
+
 Chain = tuple[int, ...]
 
 

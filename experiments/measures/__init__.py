@@ -20,6 +20,7 @@ from experiments.measures import (
     poisoning,
     prefix,
     serve,
+    sharing,
     sweep,
     trust,
 )
@@ -54,6 +55,7 @@ MEASURES: Mapping[str, Measure] = {
     "poisoning": Measure(poisoning.Poisoning, poisoning.run),
     "payback": Measure(payback.Payback, payback.run),
     "prefix": Measure(prefix.Prefix, prefix.run),
+    "sharing": Measure(sharing.Sharing, sharing.run),
     "decode": Measure(decode.Decode, decode.run),
     "parity": Measure(parity.Parity, parity.run),
 }

@@ -5,12 +5,13 @@ is the model alone with a K/V cache for each request, transformers' `DynamicCach
 answer in turns, as in `experiments.measures.serve`.
 
 If a share s of all tokens is known and cost nothing, prefill would take 1 - s of its time: 1 / (1 - s) is the ceiling
-of the ratio of sums. It is no bound on one request, and attention to known tokens is still paid for.
+of the ratio of sums. It is no bound on one request, and attention to known tokens is still paid for. A ratio over
+some of the requests has the ceiling of the same ones: `known` and `known_ceiling` leave out those that know nothing.
 
 Sizes: R rounds, N requests.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -77,6 +78,7 @@ def _figures(workload: Prompts, base: Trace, trace: Trace, seed: int) -> dict[st
         "asked": ASKED * workload.facts["ceiling"],
         "ratio_median": _over_rounds(np.median(ratios, axis=1)),
         "known": _over_rounds(_sums(base.ms[:, known], trace.ms[:, known])),
+        **ceiling_of_known(_tokens(workload, trace)),
         "new": _over_rounds(_sums(base.ms[:, ~known], trace.ms[:, ~known])),
         "share_reused": reused / workload.facts["n_tokens"],
         "n_same": n_same,
@@ -88,6 +90,38 @@ def _figures(workload: Prompts, base: Trace, trace: Trace, seed: int) -> dict[st
         "bytes": trace.nbytes,
         "bypassed": int((trace.served[0] == "bypassed").sum()),
     }
+
+
+def ceiling_of_known(rows: Iterable[Mapping[str, Any]]) -> dict[str, float | int | None]:
+    """What is known of the prompts that know anything, and what it allows: as `known`, without all others.
+
+    Args:
+        rows: `n_tokens`, `n_known` and `n_reused` of each prompt. Known are whole blocks that came before; where the
+            cache serves the tokens of the block that follows, too, these were known as well.
+
+    Returns:
+        `known_n`, `known_share` and `known_ceiling`; None where no prompt knows anything.
+    """
+    told = [
+        (int(row["n_tokens"]), max(int(row["n_known"]), int(row["n_reused"]))) for row in rows if int(row["n_known"])
+    ]
+    n_tokens, n_known = (sum(column) for column in zip(*told, strict=True)) if told else (0, 0)
+    return {
+        "known_n": len(told),
+        "known_share": n_known / n_tokens if told else None,
+        "known_ceiling": n_tokens / (n_tokens - n_known) if told else None,
+    }
+
+
+def _tokens(workload: Prompts, trace: Trace) -> Iterator[dict[str, int]]:
+    """Tokens of each request, those that were known, and those that no layer was run for."""
+    for number, note in enumerate(trace.notes):
+        n_tokens = workload.requests[number].inputs["input_ids"].shape[1]
+        yield {
+            "n_tokens": n_tokens,
+            "n_known": workload.known[number],
+            "n_reused": _reused(workload, number, note),
+        }
 
 
 def _sums(base_ms: NDArray[np.float64], ms: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -133,14 +167,12 @@ def _rows(workload: Prompts, traces: Mapping[str, Trace]) -> list[dict[str, Any]
         {
             "id": request.id,
             "method": label,
-            "n_tokens": request.inputs["input_ids"].shape[1],
-            "n_known": workload.known[number],
-            "n_reused": _reused(workload, number, trace.notes[number]),
+            **tokens,
             "served": trace.notes[number].by,
             "first_token": trace.answers[number],
             "is_same": int(trace.answers[number] == base[number]),
             "ttft_ms": round(float(trace.ms[0, number]), 4),
         }
         for label, trace in traces.items()
-        for number, request in enumerate(workload.requests)
+        for number, (request, tokens) in enumerate(zip(workload.requests, _tokens(workload, trace), strict=True))
     ]

@@ -1,9 +1,11 @@
 """The tables of prompts: time to first token, generation token by token, and parity."""
 
+import csv
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from experiments.measures.decode import KINDS
+from experiments.measures.prefix import ceiling_of_known
 from experiments.report.markdown import number, percent, ratio, size, speed, table
 from experiments.runs import Figures, Run
 
@@ -13,13 +15,22 @@ def prefix(runs: Sequence[Run]) -> Iterator[str]:
     yield table(
         (
             *("stream", "model", "method", "tokens known", "reused", "ceiling", "TTFT ratio", "of ceiling"),
-            *("median of prompts", "prompts with known tokens", "latter half", "same first token", "held", "n"),
+            *(
+                "median of prompts",
+                "prompts with known tokens",
+                "their ceiling",
+                "latter half",
+                "same first token",
+                "held",
+                "n",
+            ),
         ),
         [_method(run, label, row) for run in runs for label, row in run.metrics["methods"].items()],
     )
     yield (
         "Ratios: time of the model alone, each prompt with a K/V cache of its own, over that with llmcache, in turns; "
-        "sums over prompts, median over rounds, slowest and fastest round. Ceiling: 1 / (1 - share of tokens known)."
+        "sums over prompts, median over rounds, slowest and fastest round. "
+        "Ceiling: 1 / (1 - share of tokens known), of the same prompts as the ratio."
     )
     yield table(
         ("stream", "method", "first token, ms", "p50", "p90", "model alone p50", "p90", "n"),
@@ -53,11 +64,21 @@ def _method(run: Run, label: str, row: Figures) -> tuple[Any, ...]:
         percent(row["of_ceiling"]),
         _spread(row["ratio_median"]),
         _spread(row["known"]),
+        number(ceiling_of(run, label)["known_ceiling"], 2),
         speed(row["latter_half"]),
         f"{row['n_same']:,} of {n:,}",
         size(row["bytes"]),
         f"{n:,} x {run.metrics['rounds']}",
     )
+
+
+def ceiling_of(run: Run, label: str) -> Figures:
+    """What is known of the prompts that know anything, and what that allows; of older runs from their rows."""
+    row: Figures = run.metrics["methods"][label]
+    if "known_ceiling" in row or row["known"] is None:
+        return {name: row.get(name) for name in ("known_n", "known_share", "known_ceiling")}
+    with (run.path / "rows.csv").open(encoding="utf-8") as file:
+        return ceiling_of_known(shown for shown in csv.DictReader(file) if shown["method"] == label)
 
 
 def _spread(values: Mapping[str, float] | None) -> str:
@@ -67,6 +88,26 @@ def _spread(values: Mapping[str, float] | None) -> str:
 
 def _times(values: Mapping[str, float | None]) -> tuple[str, str]:
     return number(values["median"]), number(values["p90"])
+
+
+def sharing(runs: Sequence[Run]) -> Iterator[str]:
+    """How much of a trace is known, as it came and as it was drawn."""
+    yield table(
+        ("requests", "blocks kept of a prompt", "tokens known", "requests cut", "conversations", "n", "tokens"),
+        [
+            (
+                row["requests"],
+                "all" if row["blocks"] is None else row["blocks"],
+                percent(row["share_known"]),
+                f"{row['n_cut']:,}",
+                f"{row['n_conversations']:,}",
+                f"{row['n']:,}",
+                f"{row['n_tokens']:,}",
+            )
+            for run in runs
+            for row in run.metrics["summary"]
+        ],
+    )
 
 
 def decode(runs: Sequence[Run]) -> Iterator[str]:

@@ -8,7 +8,7 @@ from experiments.plots import CURVES, LAYERS
 from experiments.report.calls import latency
 from experiments.report.claims.harmless import PAPERS_CURVE, harmless_tau
 from experiments.report.markdown import number, percent, points, share, size, speed, table
-from experiments.report.prompts import decode, parity, prefix
+from experiments.report.prompts import decode, parity, prefix, sharing
 from experiments.report.told import told
 from experiments.report.trust import bound, payback, trust
 from experiments.runs import Figures, Run, at, by_size, label_of, varied
@@ -257,6 +257,7 @@ TABLES: Mapping[str, Callable[[Sequence[Run]], Iterator[str]]] = {
     "embeddings": told,
     "payback": payback,
     "prefix": prefix,
+    "sharing": sharing,
     "decode": decode,
     "parity": parity,
 }

@@ -1,13 +1,14 @@
 """`llmcache bench latency`: what each kind of call costs."""
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from llmcache.cli.options import ModelsDir
-from llmcache.cli.output import check_writable, write_json
+from llmcache.cli.options import FiguresDir, ModelsDir
+from llmcache.cli.output import check_writable, make_results_folder, write_json, write_results
 from llmcache.cli.table import show_table
 
 
@@ -30,6 +31,7 @@ def command(
     seed: Annotated[int, typer.Option(help="Of random weights and requests.")] = 0,
     models_dir: ModelsDir = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+    results_dir: FiguresDir = None,
 ) -> None:
     """Measure no cache, miss, hit, exact hit and floor (zero layers), interleaved in one process."""
     from experiments.bench.latency import Settings, measure
@@ -42,10 +44,14 @@ def command(
         source, batch_size, seq_len, entries, payload, layers, index, mode, head, tau, device, dtype, rounds, seed
     )
     check_writable(json_file)
+    if results_dir is not None:
+        make_results_folder(results_dir)
+    env = describe(seed)
     with Progress() as progress:
         figures = measure(settings, progress.advance)
     _print(figures)
-    write_json(json_file, figures | {"environment": describe(seed)})
+    write_json(json_file, figures | {"environment": env})
+    write_results(results_dir, "bench_latency", asdict(settings) | {"model": Path(source).name}, env, figures)
 
 
 def _print(figures: dict[str, Any]) -> None:

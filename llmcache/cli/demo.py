@@ -6,7 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from llmcache.cli.output import check_writable, write_json
+from llmcache.cli.options import FiguresDir
+from llmcache.cli.output import check_writable, make_results_folder, write_json, write_results
 from llmcache.cli.table import show_table
 
 
@@ -18,10 +19,13 @@ def command(
     n: Annotated[
         int, typer.Option("--n", min=600, help="Requests; the first 30 % fit the classifier, the rest are served.")
     ] = 2000,
+    results_dir: FiguresDir = None,
 ) -> None:
     """Serve a support desk's requests with and without the cache: speed, hits, and what became of the answers."""
     for path in (json_file, plot):
         check_writable(path)
+    if results_dir is not None:
+        make_results_folder(results_dir)
     from experiments.demo import run_demo
     from experiments.models import MINILM, load
     from experiments.plots import plot_speed_against_changes, require_matplotlib
@@ -34,6 +38,8 @@ def command(
     for sentence in report["conclusion"]:
         typer.echo(sentence)
     write_json(json_file, report)
+    figures = {key: value for key, value in report.items() if key != "environment"}
+    write_results(results_dir, "demo", {"model": MINILM, "n": n}, report["environment"], figures)
     typer.echo(f"Plot: {plot}")
 
 

@@ -20,6 +20,14 @@ ModelsDir: TypeAlias = Annotated[
 ]
 ResultsDir: TypeAlias = Annotated[Path, typer.Option(help="Folder that results are written under.")]
 RESULTS = Path("results")
+FiguresDir: TypeAlias = Annotated[
+    Path | None,
+    typer.Option(
+        "--results-dir",
+        metavar="DIR",
+        help="Also write config.yaml, env.json and metrics.json to a folder of this command under DIR.",
+    ),
+]
 Configs: TypeAlias = Annotated[
     list[Path] | None,
     typer.Argument(metavar="CONFIG...", help="YAML files. Default: all in configs/ but smoke.yaml."),

@@ -63,3 +63,25 @@ def write_json(path: Path | None, figures: Mapping[str, Any]) -> None:
         with naming(path):
             path.write_text(json.dumps(figures, indent=2, allow_nan=False) + "\n", encoding="utf-8")
         typer.echo(f"written to {path}")
+
+
+def write_results(
+    results_dir: Path | None, name: str, config: Mapping[str, Any], env: Mapping[str, Any], metrics: Mapping[str, Any]
+) -> None:
+    """Write figures as those of a run, if a folder of results was given, and say where.
+
+    Args:
+        results_dir: Root of all results; made before by `make_results_folder`.
+        name: Of the folder in it.
+        config: Settings of the command.
+        env: Surroundings.
+        metrics: The figures.
+
+    Raises:
+        OSError: They could not be written.
+    """
+    from experiments.results import write_figures
+
+    if results_dir is not None:
+        write_figures(results_dir / name, config, env, metrics)
+        typer.echo(f"written to {results_dir / name}")

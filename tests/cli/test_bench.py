@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from experiments.bench import latency, memory
 from llmcache import ConfigError, cli
@@ -30,7 +31,7 @@ def test_latency_writes_every_figure(
     folder: Path, tmp_path: Path, kept: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "figures.json"
-    options = f"--seq-len 32 --entries 64 --rounds 10 --json {path}".split()
+    options = f"--seq-len 32 --entries 64 --rounds 10 --json {path} --results-dir {tmp_path / 'kept'}".split()
     options += [word for name, value in kept.items() for word in (f"--{name}", value)]
     assert run_main("bench", "latency", "--model", str(folder), *options) == 0
     assert "10 calls of each kind: too few for p90 and p99" in (shown := capsys.readouterr().out)
@@ -42,6 +43,12 @@ def test_latency_writes_every_figure(
         assert figures[kind]["p90"] is figures[kind]["p99"] is None
     assert ({"batch_size": 1, "seq_len": 32, "entries": 64, "device": "cpu"} | kept).items() <= figures.items()
     assert figures["weights"] == folder.name
+    kept, env = (
+        json.loads((tmp_path / "kept" / "bench_latency" / f"{name}.json").read_text()) for name in ("metrics", "env")
+    )
+    assert kept | {"environment": env} == figures
+    config = yaml.safe_load((tmp_path / "kept" / "bench_latency" / "config.yaml").read_text())
+    assert config["entries"] == 64 and config["model"] == folder.name
     assert set(figures["ratios"]) == {f"{kind.removesuffix('_ms')}/nocache" for kind in KINDS if kind != "nocache_ms"}
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from experiments import demo, models
 from experiments.demo import NOCACHE, PAPER_TAU, SETTINGS, conclude
@@ -30,7 +31,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Loaded:
 
 
 def test_the_whole_chain(tiny: Loaded, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_main("demo", "--n", "600", "--json", "figures.json", "--plot", "p.png") == 0
+    assert run_main("demo", "--n", "600", "--json", "figures.json", "--plot", "p.png", "--results-dir", "kept") == 0
     shown = capsys.readouterr().out
     report: dict[str, Any] = json.loads((tmp_path / "figures.json").read_text())
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
@@ -45,6 +46,20 @@ def test_the_whole_chain(tiny: Loaded, tmp_path: Path, capsys: pytest.CaptureFix
     assert [row["hit_rate"] for row in approximate] == sorted(row["hit_rate"] for row in approximate)
     for sentence in report["conclusion"]:
         assert sentence in shown
+    folder = tmp_path / "kept" / "demo"
+    assert {path.name for path in folder.iterdir()} == {"config.yaml", "env.json", "metrics.json"}
+    kept, env = (json.loads((folder / name).read_text()) for name in ("metrics.json", "env.json"))
+    assert kept | {"environment": env} == report
+    assert env["load_average"] >= 0 and len(env["git"]) == 40
+    assert yaml.safe_load((folder / "config.yaml").read_text()) == {"model": "minilm", "n": 600}
+
+
+def test_a_folder_of_results_that_cannot_be_made_is_told_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    assert run_main("demo", "--results-dir", tmp_path / "file", "--plot", tmp_path / "p.png") == 2
+    assert "cannot be made a folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["--json", "--plot"])

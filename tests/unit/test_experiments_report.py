@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +182,39 @@ def test_latency_is_a_matter_of_how_many_requests_hit(miss: float, hit: float, v
     assert found.verdict is verdict
 
 
+def test_a_verdict_on_latency_names_the_hardware_and_that_of_the_paper() -> None:
+    results = [
+        run("table1_latency", "latency", calls=[call(), call("gpt2", hit=90.0)], generation=[generation(1.05, 0.8)]),
+        run("fig5_tau", points=[point(0.85, 0.5, 0.002)], live=[live(1.5, 0.002)]),
+    ]
+    for name in ("BERT-base", "GPT-2 small", "3.1 times", "K/V caching"):
+        found = judged(name, *results)
+        assert "on 2 CPU cores" in found.condition and found.measured.startswith("on 2 CPU cores")
+        assert "NVIDIA A100" in found.why
+    on_gpu = run("table1_latency", "latency", {"device": "cuda"}, calls=[call()], generation=[])
+    on_gpu = replace(on_gpu, env={**ENV, "gpu": "some GPU"})
+    assert judged("BERT-base", on_gpu).condition.endswith("on some GPU")
+    assert judged("BERT-base", replace(on_gpu, config={})).condition.endswith("on 2 CPU cores")  # one is there, unused
+
+
+def test_what_free_hits_would_give_is_a_limit_on_any_hardware() -> None:
+    latency = run("table1_latency", "latency", calls=[call(kept="pooled")], generation=[])
+    curve = run("fig5_tau", points=[point(0.85, 0.5, 0.002)], live=[live(1.5, 0.002)])
+    found = judged("3.1 times", curve, latency)
+    assert found.verdict is Verdict.DOES_NOT_HOLD
+    assert found.condition == "on 2 CPU cores (free hits would give 2.00 times at most, on any)"
+
+
+@pytest.mark.parametrize(("f1", "is_weak"), [(0.518, True), (0.90, False)])
+def test_a_weak_model_is_told_with_the_verdict(f1: float, is_weak: bool) -> None:
+    prepared = {"evaluation": {"f1": f1}, "always_no_answer": {"f1": 0.449}}
+    one = run("table2_accuracy", "serve", **served(0.1, [0.05, 0.15]), facts={"prepared": prepared})
+    found = judged("half a point on", one)
+    assert found.verdict is Verdict.DOES_NOT_HOLD
+    told = "(a weak model shows the direction, not the size: stream F1 51.8 % where no answer ever gives 44.9 %)"
+    assert found.condition == (told if is_weak else "")
+
+
 def test_hits_needed_give_the_ratio() -> None:
     ratios = call(nocache=100, miss=110, hit=10)["detail"]["ratios"]
     share = hits_needed(ratios, 2.0)
@@ -195,6 +229,7 @@ def test_a_ratio_that_hits_may_just_reach_does_not_hold() -> None:
     found = judged("BERT-base", results)
     assert found.verdict is Verdict.DOES_NOT_HOLD
     assert "% hits (" in found.condition and found.condition.endswith("for bert-base)")
+    assert found.condition.startswith("on 2 CPU cores")
     other = judged("GPT-2 small", results)  # which is another claim
     assert other.verdict is Verdict.HOLDS_UNDER and "bert" not in other.condition + other.measured
 

@@ -14,6 +14,8 @@ from experiments.folders import Folders
 from experiments.measures import MEASURES
 from experiments.measures.base import Outcome
 from experiments.measures.parity import difference
+from experiments.measures.prefix import ceiling_of_known
+from experiments.report.prompts import ceiling_of
 from experiments.report.tables import TABLES
 from experiments.runs import Run
 from llmcache.errors import ConfigError
@@ -80,6 +82,10 @@ def test_time_to_first_token_is_compared(folders: Folders) -> None:
     assert figures["known"]["median"] == ratio(known) and figures["new"]["median"] == ratio(new)
     ratios = sorted(one["ttft_ms"] / other["ttft_ms"] for one, other in zip(base, own, strict=True))
     assert figures["ratio_median"]["median"] == pytest.approx((ratios[7] + ratios[8]) / 2, rel=1e-2)
+    tokens = sum(own[i]["n_tokens"] for i in known)
+    unknown = tokens - sum(own[i]["n_known"] for i in known)
+    assert (figures["known_n"], figures["known_ceiling"]) == (len(known), tokens / unknown)
+    assert figures["known_ceiling"] > metrics["facts"]["ceiling"]  # as the ratio beside it, without first turns
     assert [row["n_reused"] for row in own] == [row["n_known"] for row in own]
     assert {row["n_reused"] for row in base} == {0}
     assert figures["share_reused"] == metrics["facts"]["share_known"] > 0.4
@@ -89,6 +95,21 @@ def test_time_to_first_token_is_compared(folders: Folders) -> None:
     assert figures["hits_by_rung"] == {"prefix": len(known) / 16}
     assert (figures["hit_ms"]["n"], figures["miss_ms"]["n"]) == (len(known), len(new))
     assert figures["bytes"] > 0
+
+
+def test_the_ceiling_of_known_prompts_leaves_out_what_the_ratio_leaves_out(tmp_path: Path) -> None:
+    rows = [
+        {"method": "llmcache", "n_tokens": "100", "n_known": "0", "n_reused": "0"},
+        {"method": "llmcache", "n_tokens": "100", "n_known": "80", "n_reused": "90"},  # part of a block was served
+        {"method": "llmcache", "n_tokens": "100", "n_known": "80", "n_reused": "0"},  # known, though not served
+    ]
+    assert ceiling_of_known(rows) == {"known_n": 2, "known_share": 0.85, "known_ceiling": 200 / 30}
+    assert ceiling_of_known(rows[:1]) == {"known_n": 0, "known_share": None, "known_ceiling": None}
+    (tmp_path / "rows.csv").write_text(
+        "\n".join(map(",".join, [rows[0].keys(), *(row.values() for row in rows), ("other", "100", "80", "80")])) + "\n"
+    )
+    older = Run("some", tmp_path, {}, {}, {"methods": {"llmcache": {"known": {"median": 2.0}}}})
+    assert ceiling_of(older, "llmcache") == ceiling_of_known(rows)
 
 
 @pytest.mark.usefixtures("_wrong_prefixes")

@@ -9,6 +9,7 @@ from experiments import paper
 from experiments.frontier import at_tau, of_curve
 from experiments.metrics import FEWEST, share_interval
 from experiments.report.claims.harmless import PAPERS_CURVE, harmless_rows, harmless_tau, n_hits, rule_of
+from experiments.report.claims.surroundings import weak_models
 from experiments.report.markdown import percent, points, share
 from experiments.report.verdict import NOTHING, Judgement, Results, Verdict
 from experiments.runs import Figures, Run
@@ -36,13 +37,18 @@ def accuracy(runs: Sequence[Run], results: Results) -> Judgement:
         "When a layer's whole output is replaced, the layers above compute the earlier request's answer: spans point "
         "into another passage, next tokens follow another text. Only requests with the same answer survive that."
     )
+    weak = weak_models(runs)
+    note = f"(a weak model shows the direction, not the size: {weak})" if weak else ""
+    if weak:
+        why += " A model that hardly beats a trivial answer carries no magnitude: a better one may lose more or less."
     if not is_below:
-        return Judgement(Verdict.HOLDS_UNDER, "; ".join(told), why, "no reuse at all: nothing hit")
+        return Judgement(Verdict.HOLDS_UNDER, "; ".join(told), why, f"no reuse at all: nothing hit {note}".rstrip())
     if all(is_below):
-        return Judgement(Verdict.HOLDS, "; ".join(told), why)
+        return Judgement(Verdict.HOLDS, "; ".join(told), why, note)
     if any(is_above):
-        return Judgement(Verdict.DOES_NOT_HOLD, "; ".join(told), why)
-    return Judgement(Verdict.HOLDS_UNDER, "; ".join(told), why, "samples so small that the drop may be chance")
+        return Judgement(Verdict.DOES_NOT_HOLD, "; ".join(told), why, note)
+    small = "samples so small that the drop may be chance"
+    return Judgement(Verdict.HOLDS_UNDER, "; ".join(told), why, f"{small} {note}".rstrip())
 
 
 def documents(runs: Sequence[Run], results: Results) -> Judgement:
@@ -64,6 +70,8 @@ def documents(runs: Sequence[Run], results: Results) -> Judgement:
         "changes what it costs, not what is answered. Rows of equal length only, as llmcache keeps whole sequences "
         "under heads that read tokens, mean fewer hits and fewer mistakes."
     )
+    if weak := weak_models(runs):
+        why += f" The share of a weak model says little of a better one: {weak}."
     n_ahead = found.count(MORE)
     if n_ahead == len(found):
         return Judgement(Verdict.HOLDS, measured, why)
@@ -183,6 +191,8 @@ def taus(runs: Sequence[Run], results: Results) -> Judgement:
         "Similarity of mean embeddings has another scale for every model and length of request: long texts of any "
         "content are more alike than short ones. No one interval can fit all."
     )
+    if weak := weak_models(judged):
+        why += f" The share of a weak model says little of a better one: {weak}."
     if len(inside) == len(told):
         return Judgement(Verdict.HOLDS, measured, why)
     if inside:

@@ -7,6 +7,7 @@ from operator import attrgetter
 from experiments import paper
 from experiments.frontier import at_tau
 from experiments.report.claims.harmless import PAPERS_CURVE, harmless_rows, loss_of, rule_of
+from experiments.report.claims.surroundings import THEIR_HARDWARE, hardware
 from experiments.report.markdown import number, percent, points, ratio
 from experiments.report.verdict import NOTHING, Judgement, Results, Verdict
 from experiments.runs import Figures, Run
@@ -32,11 +33,12 @@ def latency(runs: Sequence[Run], results: Results, head: str) -> Judgement:
         "A request costs what a hit costs or what a miss costs, so an average latency says how many requests hit, and "
         "little else. The paper gives none beside its table. What hit rates real streams allow is another claim. Where "
         "the head answers at every token, a hit still has to run it. The times are those of one row of the table; rows "
-        "were measured minutes apart, and only ratios within one can be compared."
+        "were measured minutes apart, and only ratios within one can be compared." + THEIR_HARDWARE
     )
+    measured = f"on {(where := hardware(runs))}: {'; '.join(told)}"
     if beyond:
-        return Judgement(Verdict.DOES_NOT_HOLD, "; ".join(told), why, f"(it takes {', '.join(beyond)})")
-    return Judgement(Verdict.HOLDS_UNDER, "; ".join(told), why, ", ".join(possible))
+        return Judgement(Verdict.DOES_NOT_HOLD, measured, why, f"on {where} (it takes {', '.join(beyond)})")
+    return Judgement(Verdict.HOLDS_UNDER, measured, why, f"{', '.join(possible)}, on {where}")
 
 
 def hits_needed(ratios: Mapping[str, Figures], times: float, which: str = "median") -> float:
@@ -87,27 +89,30 @@ def speed(runs: Sequence[Run], results: Results) -> Judgement:
     told = [f"fastest: {fastest.told}"]
     if harmless is not None:
         told.append(f"fastest {rule_of(runs)}: {harmless.told}")
-    large, stream = _large_model(runs, results)
+    large, free, stream = _large_model(runs, results)
     if large is not None:
         told.append(
             f"with BERT-base's costs of table 1 the most hits that a stream allows at that loss ({stream}) come to "
-            f"{large:.2f} times"
+            f"{large:.2f} times, and if hits and lookups cost nothing, on whatever hardware, to {free:.2f}"
         )
     why = (
         "A hit saves all layers, but not the embedding, the lookup and the head, and a miss costs the lookup on top. "
         "So speed is a matter of the hit rate, and the hit rate of how many answers may be another request's."
+        + THEIR_HARDWARE
     )
     if harmless is not None and harmless.loss < 0:
         why += RISES.get(harmless.task, "")
-    measured = "; ".join(told)
+    measured, where = f"on {hardware(runs)}: {'; '.join(told)}", f"on {hardware(runs)}"
     if harmless is not None and harmless.times >= paper.SPEEDUP:
-        return Judgement(Verdict.HOLDS, measured, why)
+        return Judgement(Verdict.HOLDS, measured, why, where)
     if large is not None and large >= paper.SPEEDUP:
-        return Judgement(Verdict.HOLDS_UNDER, measured, why, f"traffic such as {stream}")
+        return Judgement(Verdict.HOLDS_UNDER, measured, why, f"traffic such as {stream}, {where}")
     if fastest.times >= paper.SPEEDUP:
         loss = min(gain.loss for gain in gains if gain.times >= paper.SPEEDUP)
-        return Judgement(Verdict.HOLDS_UNDER, measured, why, f"a loss of {points(loss)} points or more")
-    return Judgement(Verdict.DOES_NOT_HOLD, measured, why)
+        return Judgement(Verdict.HOLDS_UNDER, measured, why, f"a loss of {points(loss)} points or more, {where}")
+    if large is not None and free < paper.SPEEDUP:
+        where += f" (free hits would give {free:.2f} times at most, on any)"
+    return Judgement(Verdict.DOES_NOT_HOLD, measured, why, where)
 
 
 def _gains(run: Run, row: Figures) -> Iterator[Gain]:
@@ -139,16 +144,19 @@ def _lost(figures: Figures) -> str:
     )
 
 
-def _large_model(runs: Sequence[Run], results: Results) -> tuple[float | None, str]:
-    """Speed-up of BERT-base at the highest hit rate of any stream that costs half a point at most, and that stream."""
+def _large_model(runs: Sequence[Run], results: Results) -> tuple[float | None, float, str]:
+    """Speed-up of BERT-base at the highest hit rate of any stream that costs half a point at most, what it were if hits
+    and lookups cost nothing, and that stream.
+    """
     calls = [row for run in results.get("table1_latency", ()) for row in run.metrics["calls"]]
     costs = next((row for row in calls if row["model"] == "bert-base" and row["kept"] == "pooled"), None)
     allowed = [(harmless_rows(run, PAPERS_CURVE)[0], run.task) for run in runs]
     if costs is None or not allowed:
-        return None, ""
+        return None, 1.0, ""
     rate, task = max(allowed)
     mean_ms = (1 - rate) * costs["miss_ms"] + rate * costs["hit_ms"]
-    return costs["nocache_ms"] / mean_ms, f"{task}, {percent(rate)}"
+    free = 1 / (1 - rate) if rate < 1 else float("inf")
+    return costs["nocache_ms"] / mean_ms, free, f"{task}, {percent(rate)}"
 
 
 def generation(runs: Sequence[Run], results: Results) -> Judgement:
@@ -157,18 +165,20 @@ def generation(runs: Sequence[Run], results: Results) -> Judgement:
         return NOTHING
     without, with_kv = (row[f"{kind}_ms"]["median"] for kind in ("nocache", "kv_cache"))
     known, new = (row["ratios"][f"{kind}/kv_cache"] for kind in ("exact_hit", "miss"))
+    where = f"on {hardware(runs)}"
     measured = (
-        f"{row['prompt_tokens']} prompt and {row['new_tokens']} new tokens: {without:.0f} ms without any cache, "
-        f"{with_kv:.0f} with K/V caching; with llmcache on top {ratio(known)} times the latter where the prompt was "
-        f"asked before, {ratio(new)} where not (ratios of {row['nocache_ms']['n']} rounds: median, 5th to 95th "
+        f"{where}: {row['prompt_tokens']} prompt and {row['new_tokens']} new tokens: {without:.0f} ms without any "
+        f"cache, {with_kv:.0f} with K/V caching; with llmcache on top {ratio(known)} times the latter where the prompt "
+        f"was asked before, {ratio(new)} where not (ratios of {row['nocache_ms']['n']} rounds: median, 5th to 95th "
         "percentile)"
     )
     why = (
         "K/V caching already removes what is computed twice within a generation; a cache across requests can only save "
         "the prefill, and only of a prompt that is known: the tokens after it have to be computed one by one."
+        + THEIR_HARDWARE
     )
     if new["p95"] < 1:
-        return Judgement(Verdict.HOLDS, measured, why)
+        return Judgement(Verdict.HOLDS, measured, why, where)
     if known["p95"] < 1:
-        return Judgement(Verdict.HOLDS_UNDER, measured, why, "the whole prompt was asked before")
-    return Judgement(Verdict.DOES_NOT_HOLD, measured, why)
+        return Judgement(Verdict.HOLDS_UNDER, measured, why, f"the whole prompt was asked before, {where}")
+    return Judgement(Verdict.DOES_NOT_HOLD, measured, why, where)

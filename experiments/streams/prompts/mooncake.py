@@ -1,12 +1,13 @@
 """Stream `mooncake`: whole conversations of Mooncake's trace, small enough for a small model.
 
 A block of 512 tokens becomes one piece of 16, the same wherever the block comes, and prompts keep their beginning. What
-requests share, and in which order they come, is as in the trace.
+the drawn requests share with each other, and in which order they come, is as in the trace; a draw shares more than the
+same number of requests in a row.
 """
 
 import random
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from pydantic import Field
@@ -44,7 +45,8 @@ def draw(settings: Settings, pieces: Pieces, folders: Folders, seed: int) -> lis
 def sample(trace: Sequence[Chain], n: int, seed: int) -> list[Chain]:
     """So many requests of the trace, as whole conversations but for the last drawn, in the order of their arrival.
 
-    Requests are of one conversation where the first block that not all requests of the trace have is the same.
+    Conversations are drawn from the whole trace, so requests of one that lie far apart come close together: such a draw
+    shares more than as many requests in a row. The measure `sharing` says how much.
 
     Args:
         trace: The blocks of every request.
@@ -56,11 +58,16 @@ def sample(trace: Sequence[Chain], n: int, seed: int) -> list[Chain]:
     """
     if n > len(trace):
         raise ConfigError(f"stream.n: the trace has {len(trace)} requests; ask no more (got {n})")
-    shared = set(trace[0]).intersection(*trace)
-    conversations: defaultdict[int | None, list[int]] = defaultdict(list)
-    for number, chain in enumerate(trace):
-        conversations[next((block for block in chain if block not in shared), None)].append(number)
-    drawn = list(conversations.values())
+    by_conversation: defaultdict[int | None, list[int]] = defaultdict(list)
+    for number, conversation in enumerate(conversations(trace, trace)):
+        by_conversation[conversation].append(number)
+    drawn = list(by_conversation.values())
     random.Random(seed).shuffle(drawn)
     numbers = [number for conversation in drawn for number in conversation][:n]
     return [trace[number] for number in sorted(numbers)]
+
+
+def conversations(trace: Sequence[Chain], chains: Iterable[Chain]) -> list[int | None]:
+    """The conversation of each request: its first block that not all requests of the trace have; None without one."""
+    shared = set(trace[0]).intersection(*trace)
+    return [next((block for block in chain if block not in shared), None) for chain in chains]

@@ -1,0 +1,110 @@
+"""Tables of what calls cost: the demo, one call of each kind, and where the cache does not help."""
+
+from pathlib import Path
+
+from experiments.report.markdown import number, percent, points, speed, table
+from experiments.report.readme.files import figures_of, is_timed, runs_of
+from experiments.runs import Figures
+
+
+def demo(results_dir: Path) -> str:
+    """Every setting of the demo, those that were replayed only without a speed-up."""
+    settings, timed = figures_of(results_dir, "demo")["settings"], is_timed(results_dir, "demo")
+    return table(
+        ("setting", "hit rate", "speed-up", "accuracy", "drop, points", "changed answers"),
+        [
+            (
+                row["name"],
+                percent(row.get("hit_rate")),
+                speed(row) if timed else "",
+                percent(row["accuracy"]),
+                points(row.get("accuracy_drop")),
+                percent(row.get("changed_answers"), 2),
+            )
+            for row in settings
+        ],
+    )
+
+
+def latency(results_dir: Path) -> str:
+    """One call of each kind: keeping what the head reads, and as the paper searches and stores."""
+    names = ("nocache", "miss", "hit", "exact_hit", "floor")
+    own, timed = figures_of(results_dir, "bench_latency"), is_timed(results_dir, "bench_latency")
+    paper = next(
+        row
+        for run in runs_of(results_dir, "table1_latency")
+        for row in run.metrics["calls"]
+        if (row["model"], row["kept"]) == ("bert-base", "as the paper")
+    )
+    return table(
+        ("one call, ms", "no cache", "miss", "semantic hit", "exact hit", "floor: no layers", "entries"),
+        [
+            (
+                "keeping what the head reads",
+                *(_ms(own[f"{name}_ms"]["median"]) if timed else "" for name in names),
+                _entries(own),
+            ),
+            ("as the paper searches and stores", *(_ms(paper[f"{name}_ms"]) for name in names), _entries(paper)),
+        ],
+    )
+
+
+def _ms(value: float) -> str:
+    return number(value, 1 if value >= 10 else 2)
+
+
+def _entries(figures: Figures) -> str:
+    nbytes = figures["entry_bytes"] if "entry_bytes" in figures else 1e3 * figures["entry_kb"]
+    return f"{figures['entries']:,} of {nbytes / 1e3:,.0f} kB"
+
+
+def costs(results_dir: Path) -> str:
+    """What a miss costs more, and what is left of it where nothing comes again."""
+    return table(
+        ("what", "requests", "hit rate", "changed answers", "a miss costs more", "speed-up"),
+        [*_misses(results_dir), *_streams(results_dir)],
+    )
+
+
+def _misses(results_dir: Path) -> list[tuple[str, ...]]:
+    calls = [row for run in runs_of(results_dir, "table1_latency") for row in run.metrics["calls"]]
+    return [
+        (
+            f"[one request of 128 tokens, {row['model']}](configs/table1_latency.yaml)",
+            f"{row['detail']['nocache_ms']['n']} calls",
+            "",
+            "",
+            percent(row["miss_ratio"] - 1),
+            "",
+        )
+        for row in calls
+        if row["kept"] == "pooled"
+    ]
+
+
+def _streams(results_dir: Path) -> list[tuple[str, ...]]:
+    found = []
+    for group, latter in (("banking77", False), ("cost_no_repetition", True)):
+        for run in runs_of(results_dir, group):
+            for label, figures in run.metrics["methods"].items():
+                if figures["method"] != "llmcache":
+                    continue
+                told = speed(figures["latter_half"]) if latter else speed(figures)
+                found.append(
+                    (
+                        f"[{_stream(group, label)}](configs/{group}.yaml)",
+                        f"{run.metrics['n']:,} x {run.metrics['rounds']}",
+                        percent(figures["hit_rate"]),
+                        percent(figures["changed_answers"], 2),
+                        percent(figures["miss_overhead"]),
+                        f"{told}, latter half" if latter else told,
+                    )
+                )
+    return found
+
+
+def _stream(group: str, label: str) -> str:
+    """A stream and a setting in words."""
+    if group == "banking77":
+        return f"banking77, {label.rpartition('-')[2].replace('=', ' ')}, kept on"
+    return f"no request comes again, {label}"

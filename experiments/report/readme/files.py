@@ -1,0 +1,76 @@
+"""What the tables of the README are made of: finished runs, and cells that hold the figure of every seed."""
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from experiments.results import METRICS
+from experiments.runs import Figures, Run, read_runs
+from llmcache.errors import ConfigError
+
+
+def runs_of(results_dir: Path, group: str) -> list[Run]:
+    """The finished runs of an experiment, by task and seed.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    found = read_runs(path.parent for path in sorted((results_dir / group).glob(f"*/{METRICS}")))
+    if not found:
+        raise ConfigError(f"{results_dir / group}: no results; llmcache run configs/{group}.yaml")
+    return sorted(found, key=lambda run: (run.metrics.get("task", ""), run.config["seed"]))
+
+
+def figures_of(results_dir: Path, command: str) -> Figures:
+    """What a command wrote that is no experiment.
+
+    Raises:
+        ConfigError: It is not there.
+    """
+    path = results_dir / command / METRICS
+    if not path.is_file():
+        raise ConfigError(f"{path}: not there; llmcache {command.replace('_', ' ')} --results-dir {results_dir.name}")
+    figures: Figures = json.loads(path.read_text(encoding="utf-8"))
+    return figures
+
+
+def is_timed(results_dir: Path, command: str) -> bool:
+    """Whether the machine had nothing else to do when a command began to take times: others are not shown.
+
+    What ran just before it may still be in the average, with a thread a core.
+    """
+    env = json.loads((results_dir / command / "env.json").read_text(encoding="utf-8"))
+    return float(env["load_average"]) <= env["n_cpus"] + 1
+
+
+def by_task(runs: Iterable[Run]) -> dict[str, list[Run]]:
+    """Runs of every seed, by their stream."""
+    found: dict[str, list[Run]] = {}
+    for run in runs:
+        found.setdefault(run.task, []).append(run)
+    return found
+
+
+def each(values: Sequence[float | None], digits: int = 1, unit: str = " %", factor: float = 100.0) -> str:
+    """A figure of every seed, in their order; a missing one is a dash, and none at all an empty cell."""
+    if all(value is None for value in values):
+        return ""
+    return " / ".join("-" if value is None else _fixed(factor * value, digits) for value in values) + unit
+
+
+def _fixed(value: float, digits: int) -> str:
+    """With that many decimals, and no minus before a zero."""
+    told = f"{value:.{digits}f}"
+    return told if float(told) else told.lstrip("-")
+
+
+def row_of(rows: Iterable[Figures], **wanted: object) -> Figures:
+    """The one row with these values.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    for row in rows:
+        if all(row[name] == value for name, value in wanted.items()):
+            return row
+    raise ConfigError(f"results: no row with {wanted}")

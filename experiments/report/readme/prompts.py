@@ -1,0 +1,132 @@
+"""Tables of prompts: time to the first token, whether tokens stay the same, and whole generations."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from experiments.measures.decode import KINDS
+from experiments.report.markdown import number, percent, ratio, size, speed, table
+from experiments.report.prompts import ceiling_of
+from experiments.report.readme.files import row_of, runs_of
+from experiments.runs import Run
+
+Row = tuple[str, ...]
+
+
+def first_token(results_dir: Path) -> str:
+    """How much sooner the first token is there, and the ceiling of the same prompts."""
+    return table(
+        ("prompts", "tokens known", "times as fast (slowest, fastest round)", "were known tokens free", "same token"),
+        [*_mooncake(results_dir), *_chats(results_dir), *_others(results_dir)],
+    )
+
+
+def _mooncake(results_dir: Path) -> Iterator[Row]:
+    (run,), (shared,) = runs_of(results_dir, "prefix_mooncake"), runs_of(results_dir, "mooncake_sharing")
+    n, blocks = run.metrics["n"], run.config["task"]["stream"]["blocks"]
+    rows = shared.metrics["summary"]
+    drawn = row_of(rows, requests=f"{n} of conversations drawn, seed {run.config['seed']}", blocks=blocks)
+    yield (
+        f"{n} requests of [Mooncake's trace](configs/prefix_mooncake.yaml): {drawn['n_conversations']} conversations "
+        f"drawn, the first {blocks} blocks of a prompt kept ({drawn['n_cut']} are cut), 16 tokens a block of 512",
+        *_all_prompts(run, "llmcache"),
+    )
+    others = [row for row in rows if row["requests"].startswith(f"{n} of") and row["blocks"] == blocks]
+    shares = [row["share_known"] for row in others]
+    yield (
+        f"[draws of {len(others)} seeds](configs/mooncake_sharing.yaml), this one among them",
+        f"{percent(min(shares))} to {percent(max(shares))}",
+        "",
+        "",
+        "",
+    )
+    for which in (f"the first {n} as they came", "the whole trace"):
+        uncut, cut = (row_of(rows, requests=which, blocks=kept)["share_known"] for kept in (None, blocks))
+        yield f"{which}", f"{percent(uncut)}, cut {percent(cut)}", "", "", ""
+
+
+def _all_prompts(run: Run, label: str) -> Row:
+    row = run.metrics["methods"][label]
+    known = max(run.metrics["facts"]["share_known"], row["share_reused"])  # the first counts whole blocks alone
+    same = f"{row['n_same']:,} of {run.metrics['n']:,}"
+    return (percent(known), speed(row), number(1 / (1 - known), 2), same)
+
+
+def _chats(results_dir: Path) -> Iterator[Row]:
+    for run in runs_of(results_dir, "prefix_chat"):
+        stream, known = run.config["task"]["stream"], ceiling_of(run, "llmcache")
+        what = f"conversations that [grow](configs/prefix_chat.yaml), {stream['turns']} turns"
+        if run.task == "chat_window":
+            share = f"{100 * stream['shared']:.0f} %"
+            what = f"[{stream['length']} tokens](configs/prefix_chat.yaml), {share} of them those of the turn before"
+        yield f"{what}; all turns", *_all_prompts(run, "llmcache")
+        spread = run.metrics["methods"]["llmcache"]["known"]
+        yield (
+            "the same without first turns, which know nothing",
+            percent(known["known_share"]),
+            f"{spread['median']:.2f} ({spread['min']:.2f} to {spread['max']:.2f})",
+            number(known["known_ceiling"], 2),
+            "",
+        )
+
+
+def _others(results_dir: Path) -> Iterator[Row]:
+    for run in runs_of(results_dir, "prefix_system_prompt"):
+        n, system = run.metrics["n"], run.config["task"]["stream"]["system"]
+        what = f"{n} users after one [system prompt](configs/prefix_system_prompt.yaml) of {system} tokens"
+        yield what, *_all_prompts(run, "llmcache")
+    for run in runs_of(results_dir, "prefix_nothing_shared"):
+        length = run.config["task"]["stream"]["length"]
+        for label, told in (("llmcache", "as by default"), ("prefixes alone", "`exact=False`, `step_aside=False`")):
+            what = f"{length} tokens, [none of them known](configs/prefix_nothing_shared.yaml), {told}"
+            yield what, *_all_prompts(run, label)
+
+
+def parity(results_dir: Path) -> str:
+    """How many continuations keep the model's own tokens."""
+    groups = ("prefix_parity", "prefix_parity_bfloat16", "prefix_soak")
+    return table(
+        (
+            "greedy continuations",
+            "model",
+            "same tokens",
+            "near ties",
+            "wrong",
+            "blocks that left",
+            "resident, tenth to end",
+        ),
+        [
+            (
+                f"[{run.metrics['dtype']}](configs/{group}.yaml)",
+                _model(run),
+                f"{run.metrics['n_same']:,} of {run.metrics['n']:,}",
+                f"{run.metrics['n_near_ties']}",
+                f"{run.metrics['n_wrong']}",
+                f"{run.metrics['n_evicted']:,}",
+                f"{' to '.join(size(run.metrics['memory'][at]['resident_bytes']) for at in (0, -1))}",
+            )
+            for group in groups
+            for run in runs_of(results_dir, group)
+        ],
+    )
+
+
+def _model(run: Run) -> str:
+    trained = "random weights" if run.metrics["facts"]["weights"] == "random" else "trained"
+    return f"{run.metrics['model']} ({trained})"
+
+
+def generation(results_dir: Path) -> str:
+    """Whole generations by what of the prompt is known."""
+    return table(
+        ("generation", "first token, ms", "each further token, ms", "whole, ms", "of the time with a K/V cache"),
+        [
+            (
+                KINDS[kind],
+                *(number(row["times"][kind][f"{name}_ms"]["median"], 0) for name in ("ttft", "tpot", "e2el")),
+                "" if kind == "kv_cache" else ratio(row["ratios"][f"{kind}/kv_cache"]),
+            )
+            for run in runs_of(results_dir, "prefix_decode")
+            for row in run.metrics["generation"]
+            for kind in KINDS
+        ],
+    )

@@ -1,0 +1,82 @@
+"""README.md: every figure of its tables is that of a file in `results/`, and its prose has settings alone."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from experiments.report.readme import MARK, TABLES, figures_without_a_file, fill
+from experiments.report.readme.files import each, is_timed, row_of
+from llmcache.errors import ConfigError
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+RESULTS = ROOT / "results"
+
+#: What the prose may say in numbers with a unit: settings, and sizes of what was asked.
+SETTINGS = {"0.5 %"}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_is_what_the_files_of_results_say(name: str) -> None:
+    """After a measurement: python -m experiments.report.readme"""
+    shown = [found[2].rstrip("\n") for found in MARK.finditer(README) if found[1] == name]
+    assert shown == [TABLES[name](RESULTS)]
+
+
+def test_every_table_with_figures_has_a_mark() -> None:
+    assert list(figures_without_a_file(README)) == []
+    assert {found[1] for found in MARK.finditer(README)} == TABLES.keys()
+
+
+def test_prose_leaves_figures_to_tables() -> None:
+    prose = re.sub(r"```.*?```|`[^`]*`|^\|.*$", "", README, flags=re.DOTALL | re.MULTILINE)
+    told = set(re.findall(r"\d[\d.,]* (?:%|ms|s|points|times|MB|GB)(?!\w)", prose))
+    assert told <= SETTINGS
+
+
+def test_a_figure_that_differs_or_has_no_file_is_seen() -> None:
+    table = "| a | hits |\n|---|---|\n| tau `0.9` | 5.5 % |\n"
+    assert list(figures_without_a_file(f"text\n\n{table}\n")) == ["| tau `0.9` | 5.5 % |"]
+    assert list(figures_without_a_file("| a [b](c/d9.yaml) | `wrap(tau=0.9)` |\n")) == []
+    stale = f"before\n\n<!-- table: bound -->\n{table}\nafter\n"
+    assert list(figures_without_a_file(stale)) == []
+    renewed = fill(stale, RESULTS)
+    assert renewed == f"before\n\n<!-- table: bound -->\n{TABLES['bound'](RESULTS)}\n\nafter\n" != stale
+    assert fill(renewed, RESULTS) == renewed
+    with pytest.raises(ConfigError, match="no table 'bond'; known: demo, latency"):
+        fill("<!-- table: bond -->\n", RESULTS)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [("bound", "llmcache run configs/trust_bound.yaml"), ("demo", "llmcache demo --results-dir results")],
+)
+def test_what_is_not_measured_is_told_with_its_command(name: str, told: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=told):
+        TABLES[name](tmp_path / "results")
+
+
+def test_times_of_a_busy_machine_are_not_shown(tmp_path: Path) -> None:
+    shutil.copytree(RESULTS / "demo", tmp_path / "demo")
+    path = tmp_path / "demo" / "env.json"
+    env = json.loads(path.read_text())
+    rows = {}
+    for load in (env["n_cpus"], env["n_cpus"] + 2):
+        path.write_text(json.dumps(env | {"load_average": load}))
+        assert is_timed(tmp_path, "demo") == (load == env["n_cpus"])
+        rows[load] = TABLES["demo"](tmp_path).splitlines()[3].split("|")
+    idle, busy = rows.values()
+    assert re.fullmatch(r" \d\.\d\d \(\d\.\d\d to \d\.\d\d\) ", idle[3])
+    assert busy[3].strip() == "" and busy[:3] + busy[4:] == idle[:3] + idle[4:]
+
+
+def test_a_cell_has_the_figure_of_every_seed() -> None:
+    assert each([0.5471, None, 0.5]) == "54.7 / - / 50.0 %"
+    assert each([-0.00001, -0.0004], 2, unit="") == "0.00 / -0.04"
+    assert each([None, None]) == ""
+    assert row_of([{"a b": 1}, {"a b": 2}], **{"a b": 2}) == {"a b": 2}
+    with pytest.raises(ConfigError, match="no row with"):
+        row_of([{"a": 1}], a=2)
