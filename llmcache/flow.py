@@ -29,6 +29,7 @@ from llmcache.keeping import Keeper
 from llmcache.lookup import Lookup
 from llmcache.masks import flatten
 from llmcache.meter import Meter
+from llmcache.notes import Notes
 from llmcache.outcome import Outcome, count, outcomes
 from llmcache.parts import Parts
 from llmcache.prefix.prefill import Prefiller
@@ -56,6 +57,8 @@ class Flow:
         self._prefiller = Prefiller(parts, self._lookup, self._arguments)
         self._door = Door(parts.trunk, parts.payload)
         self._keeper = Keeper(parts)
+        if parts.cost is not None:
+            parts.notes = Notes(parts, self._lookup, self._door, self._keeper)
         self._last = parts.trunk.depth - 1
         self._thread = threading.local()
         # Context variables follow async tasks too: a tenant's namespace must not leak into another's request.
@@ -76,16 +79,19 @@ class Flow:
         if torch.compiler.is_compiling():
             self._count_compiled(_count_rows(arguments))
             return args, kwargs
-        self._thread.call = self._thread.unanswered = None
+        self._thread.call = self._thread.unanswered = self._thread.passing = None
         self._begin_work()
         if torch.is_grad_enabled():
             self._parts.weights.suspect()
         arguments, mask_4d = flatten(arguments)
         call = Call(arguments, self.namespace.get(), mask_4d)
         reason = "disabled" if self.is_disabled.get() else self._find_reason(arguments)
+        if reason is None and self._parts.audit is not None:
+            self._make_way(call, self._parts.audit)
         reason = reason or self._lookup.guard("ask whether it pays", partial(self._meter.ask, call))
         if reason is not None:
             self._bypass(reason, _count_rows(arguments))
+            self._thread.passing = None if call.passing is None else call
             return args, kwargs
         if not self._parts.is_collecting:
             self._thread.last = ()  # until the call has succeeded
@@ -112,6 +118,8 @@ class Flow:
         call: Call | None = None if torch.compiler.is_compiling() else getattr(self._thread, "call", None)
         if call is None or call.served:  # of what comes after a prefix all is computed
             return swap.original(*args, **kwargs)
+        if call.give_way is not None:
+            call.give_way()
         if swap.number == 0 and not self._begin(call, swap, args, kwargs):
             self._thread.call = None
             self._lookup.withdraw(call)
@@ -160,6 +168,7 @@ class Flow:
         self._thread.call = None
         self._end_work()
         if call is None:
+            self._let_pass(output)
             return
         if not (call.has_begun and call.is_complete):
             self._lookup.withdraw(call)
@@ -262,10 +271,13 @@ class Flow:
 
     def _observe(self, call: Call, output: Any) -> None:
         assert self._parts.observer is not None
+        started = self._meter.now(call)
         try:
             self._parts.observer.see(call, output)
         except Exception as error:
             self._parts.counters.error("read an answer", error)
+        if call.is_metered and not self._parts.is_collecting:
+            self._meter.spent(call, self._meter.now(call) - started)
 
     def _bypass(self, reason: str, n_rows: int) -> None:
         """Count and note rows of a call that goes by the cache as a whole."""
@@ -273,6 +285,24 @@ class Flow:
         # A step of a generation belongs to the request that its prefill was; what is only computed, to nobody.
         if reason != "decode" and not self._parts.is_collecting:
             self._thread.last = (Outcome(bypassed=reason),) * n_rows
+
+    def _make_way(self, call: Call, audit: Audit) -> None:
+        """Have the audit's own calls stop for others, and let it catch up before a call, if it has waited for long."""
+        if self._parts.is_collecting:
+            call.give_way = audit.shadow.give_way if audit.shadow.may_stop else None
+        elif len(self._thread.audits) == 1 and (spent_s := audit.shadow.catch_up()):  # no call within another one
+            self._meter.spent(call, spent_s)
+
+    def _let_pass(self, output: Any) -> None:
+        """Take in a call that has gone by the cache, if anybody wants to know."""
+        passing: Call | None = getattr(self._thread, "passing", None)
+        self._thread.passing = None
+        if passing is None:
+            return
+        try:
+            self._meter.passed(passing, output)
+        except Exception as error:
+            self._parts.counters.error("note a call", error)
 
     def _begin_work(self) -> None:
         """Tell the audit that the processor is needed. A call may be made within another one."""

@@ -226,6 +226,8 @@ def test_a_row_says_what_was_measured() -> None:
             "lookup_ms": 0.6,
             "storing_ms": 0.4,
             "layer_ms": 2.5,
+            "plain_ms": None,
+            "beside_ms": 0.0,
             "miss_ms": 11.0,
             "hit_ms": 1.0,
             "hit_rate": 0.5,

@@ -1,0 +1,198 @@
+"""What goes by the cache, kept as it came out, so that a request that comes again is served although it was not stored.
+
+Reading, keying and storing a request costs a small model's call a tenth of its time. While calls go by, less is done:
+its tokens and last states are copied, under a hash of the tokens. Once one of them comes again, the call it came with
+is read, keyed and stored as any other would have been, and the exact rung serves it.
+
+That takes calls of which nothing has to be known but tokens and last states: where the door knows how the trunk packs
+its output, and no K/V is kept. Of others only hashes are known; they are stored when they come again.
+
+Sizes: B rows, T tokens, D hidden width.
+"""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from llmcache.context import Call
+from llmcache.door import Door, Kind, Packing
+
+if TYPE_CHECKING:  # who import `parts`, which holds this
+    from llmcache.keeping import Keeper
+    from llmcache.lookup import Lookup
+    from llmcache.parts import Parts
+
+_KNOWN = 65_536  # requests whose place is remembered
+_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
+
+
+@dataclass(slots=True, eq=False)
+class Note:
+    """A call that went by.
+
+    Attributes:
+        namespace: In force for it.
+        arguments: The trunk's that decide states, copied, and how it was asked to pack its output.
+        states: Last states (B, T, D), or what the payload takes of them; copied.
+        packing: How it was packed.
+        setting: What else decides states: see `Notes._setting`.
+        mark: Of the weights, before it was computed.
+        hashes: Of its rows.
+    """
+
+    namespace: str
+    arguments: dict[str, Any]
+    states: Tensor
+    packing: Packing
+    setting: tuple[Any, ...]
+    mark: tuple[Any, ...]
+    hashes: Sequence[int]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors."""
+        tensors = (value for value in self.arguments.values() if isinstance(value, Tensor))
+        return self.states.nbytes + sum(tensor.nbytes for tensor in tensors)
+
+
+class Notes:
+    """Of one wrapped model. Thread-safe; what is held is within what banks have left of their budgets."""
+
+    def __init__(self, parts: "Parts", lookup: "Lookup", door: Door, keeper: "Keeper") -> None:
+        """Begin with none.
+
+        Args:
+            parts: What calls are served with.
+            lookup: Reads calls.
+            door: Knows how the trunk packs its output.
+            keeper: Stores what is noted.
+        """
+        self._parts = parts
+        self._lookup = lookup
+        self._door = door
+        self._keeper = keeper
+        self._last = parts.trunk.depth - 1
+        self._mark: tuple[Any, ...] | None = None
+        self._notes: dict[Note, None] = {}  # oldest first
+        self._places: dict[int, Note | str] = {}  # by hash: a note, or the key of a stored request
+        self._lock = threading.RLock()
+        self.nbytes = 0
+        self.n_rows = 0
+
+    @property
+    def can_note(self) -> bool:
+        """Whether calls may be noted at all: repeats are served losslessly, and no K/V is kept."""
+        parts = self._parts
+        has_exact = any(rung.name == "exact" for rung in parts.rungs)
+        return has_exact and self._last in parts.library.banks and not self._lookup.needs_states
+
+    def count(self, hashes: Sequence[int]) -> int:
+        """How many of these requests are stored or noted, and could be served."""
+        places, held = self._places, self._parts.library.held
+        found = (places.get(one) for one in hashes)
+        return sum(place is not None and (not isinstance(place, str) or bool(held(place))) for place in found)
+
+    def stored(self, hashes: Sequence[int], keys: Sequence[str]) -> None:
+        """Take note that requests are stored, under these keys."""
+        with self._lock:
+            for one, key in zip(hashes, keys, strict=True):
+                self._place(one, key)
+
+    def packing(self, call: Call) -> Packing | None:
+        """How the output of a call that is about to go by will be packed; None where it cannot be noted."""
+        weights = self._parts.weights
+        if call.mask_4d is not None or not self.can_note or (packing := self._door.known(call)) is None:
+            return None
+        if weights.samples or weights.differ_by_row or not weights.can_be_watched:
+            return None
+        if self._mark is None:
+            with self._lock:
+                weights.digest()
+                self._mark = weights.mark()
+        return packing
+
+    def take(self, call: Call, packing: Packing, hashes: Sequence[int], output: Any) -> None:
+        """Note a call that has gone by, with the trunk's output."""
+        states, mark, ids = output[0], self._mark, call.arguments["input_ids"]
+        if mark is None or states.dtype != packing.dtype or states.shape != (*ids.shape, packing.width):
+            return
+        with torch.inference_mode(False), torch.no_grad():  # normal tensors, which a store can keep as they are
+            states = (states[:, :1] if self._parts.payload.name == "cls" else states).clone()
+            arguments = dict(call.arguments)
+            for name in _INPUTS:
+                if (tensor := arguments.get(name)) is not None:
+                    arguments[name] = tensor.clone()
+        note = Note(call.namespace, arguments, states, packing, self._setting(call), mark, hashes)
+        with self._lock:
+            if mark is not self._mark:
+                return
+            self._notes[note] = None
+            self.nbytes += note.nbytes
+            self.n_rows += len(hashes)
+            for one in hashes:
+                self._place(one, note)
+            while self._notes and self._is_over:
+                self._drop(next(iter(self._notes)))
+
+    def admit(self, call: Call, hashes: Sequence[int]) -> None:
+        """Store what was noted of the requests of a call, with all that they came with."""
+        if not self._notes:
+            return
+        found = (self._places.get(one) for one in hashes)
+        for note in dict.fromkeys(place for place in found if isinstance(place, Note)):
+            if note.setting == self._setting(call):
+                self._admit(note)
+
+    def clear(self, namespace: str | None = None) -> None:
+        """Forget all, or what is of one namespace."""
+        with self._lock:
+            for note in [note for note in self._notes if namespace in (None, note.namespace)]:
+                self._drop(note)
+            if namespace is None:
+                self._places.clear()
+                self._mark = None
+
+    def _admit(self, note: Note) -> None:
+        with self._lock:
+            if note not in self._notes:  # another thread did it
+                return
+            self._drop(note)
+            weights = self._parts.weights
+            if weights.digest() != note.packing.weights or weights.mark() != note.mark:
+                self.clear()  # other weights computed it, or may have
+                return
+        call = Call(note.arguments, note.namespace)
+        reason = self._lookup.read(call, None, note.packing.entering)
+        is_same = call.scope is not None and call.scope.weights == note.packing.weights and weights.mark() == note.mark
+        if reason is None and is_same:
+            self._keeper.capture(call, self._last, note.states)
+            self._keeper.store(call)
+            self.stored(note.hashes, [row.key for row in call.rows])
+
+    def _setting(self, call: Call) -> tuple[Any, ...]:
+        kind: Kind = self._door.kind(call)
+        return (*kind, getattr(self._parts.trunk.config, "_attn_implementation", ""))
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether more is held than banks have room for."""
+        bank, library = self._parts.library.banks[self._last], self._parts.library
+        room = sum(one.max_bytes for one in library.banks.values()) - library.nbytes
+        return self.nbytes > room or (bank.max_entries is not None and self.n_rows > bank.max_entries - len(bank))
+
+    def _place(self, one: int, place: Note | str) -> None:
+        self._places[one] = place
+        if len(self._places) > _KNOWN:
+            del self._places[next(iter(self._places))]
+
+    def _drop(self, note: Note) -> None:
+        del self._notes[note]
+        self.nbytes -= note.nbytes
+        self.n_rows -= len(note.hashes)
+        for one in note.hashes:
+            if self._places.get(one) is note:
+                del self._places[one]
