@@ -72,10 +72,20 @@ def busy(seconds: float, **settings: float) -> tuple[Owner, Clock]:
     return owner, clock
 
 
+def work(clock: Clock, seconds: float) -> Callable[[Owner], None]:
+    """What takes so long."""
+
+    def spend(owner: Owner) -> None:
+        owner.done.append(seconds)
+        clock.now += seconds
+
+    return spend
+
+
 def test_calls_do_what_has_waited_for_long_for_a_share_of_their_time() -> None:
     owner, clock = busy(2.0, share=0.01, patience_s=1.0)
     for _ in range(5):
-        owner.shadow.add(Job(lambda owner: (owner.done.append(clock.now), setattr(clock, "now", clock.now + 0.015))))
+        owner.shadow.add(Job(work(clock, 0.015), clock.now))
     assert owner.shadow.catch_up() == 0.0 and not owner.done  # it has not waited for long
     clock.now += 1.1
     assert owner.shadow.catch_up() == owner.shadow.catch_up() == pytest.approx(0.015)  # of 20 ms that were earned
@@ -92,13 +102,11 @@ def test_calls_do_what_has_waited_for_long_for_a_share_of_their_time() -> None:
 def test_a_quiet_time_saves_little_up_and_no_share_nothing() -> None:
     owner, clock = busy(1e6, patience_s=0.0)
     for _ in range(9):
-        owner.shadow.add(Job(lambda owner: (owner.done.append(1), setattr(clock, "now", clock.now + 0.03))))
-    clock.now += 0.1
+        owner.shadow.add(Job(work(clock, 0.03), clock.now))
     assert [owner.shadow.catch_up() > 0 for _ in range(5)] == [True] * 4 + [False]  # a tenth of a second
     owner.shadow.close()
     owner, clock = busy(1e6, patience_s=0.0, share=0.0)
-    owner.add()
-    clock.now += 0.1
+    owner.shadow.add(Job(work(clock, 0.03), clock.now))
     assert owner.shadow.catch_up() == 0.0
     owner.shadow.close()
 
