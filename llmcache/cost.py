@@ -35,7 +35,10 @@ PATIENCE = 256
 PATIENCE_OF_TAU = 2048
 _FEW = 8  # patience by so much shorter for a length whose requests are rare, where those of all lengths have used it up
 _PROBE = 64  # of calls that go by, one in so many takes the whole way: 10 % of overhead are then 0.2 % of all time
-_CHEAP = 0.01  # of the model's time: it does not step aside from a cost of less, nor notes what costs more
+_CHEAP = 0.01  # of the model's time: it does not step aside from a cost of less
+_NOTING = 0.015  # likewise: what noting may take
+_EVERY = 8  # of calls that go by, one in so many is timed
+_RARE = 8  # probes are as much rarer where calls are noted: what repeats is seen without
 _STRETCH = 16  # calls that go by in a row, to be compared with
 _FIRST_GAP, _LAST_GAP = 48, 1024  # calls between two stretches: each gap is twice the one before
 _TIMES = 64  # timed calls over which averages reach back, about
@@ -94,12 +97,14 @@ class Verdict(NamedTuple):
         is_probe: It is the one in 64 that does in any case.
         is_foretold: It does since its requests are held.
         is_noted: It goes by, and may be noted.
+        is_timed: It goes by, and is to be timed.
     """
 
     pays: bool
     is_probe: bool
     is_foretold: bool = False
     is_noted: bool = False
+    is_timed: bool = False
 
 
 def none_held(hashes: Sequence[int]) -> int:
@@ -157,6 +162,7 @@ class _Bucket:
         is_aside: Calls go by.
         n_since: Calls since it last stepped aside or returned.
         rest: Calls that go by before it may return.
+        n_noted: Calls that may have been noted.
         gap: Calls between the latest stretch of calls that go by and the next.
         until: Calls until then; less than 1 within a stretch.
     """
@@ -174,6 +180,7 @@ class _Bucket:
     is_aside: bool = False
     n_since: int = 0
     rest: int = 0
+    n_noted: int = 0
     gap: int = _FIRST_GAP
     until: int = _FIRST_GAP
 
@@ -207,12 +214,14 @@ class _Bucket:
     def serves(self, share: float) -> bool:
         """Whether a call of which that share of rows is held takes less time than the model, as far as is known."""
         saved_s, overhead_s = self.saved_s, self.overhead_s
-        return share > 0 and saved_s > 0 and share * saved_s > (1 - share) * overhead_s
+        return saved_s > 0 and share * saved_s > (1 - share) * overhead_s
 
     @property
     def is_noted(self) -> bool:
-        """Whether a call that goes by may be noted: while that is known to cost too much, it may not."""
-        return self.noting_s.n < _STRETCH or self.noting_s.value <= _CHEAP * self.model_s
+        """Whether a call that goes by may be noted: while that seems to cost too much, one in 64 is."""
+        if self.noting_s.n < _STRETCH or self.n_since % _PROBE == 0:
+            return True
+        return self.noting_s.value <= _NOTING * self.model_s
 
     def is_compared(self) -> bool:
         """Whether the next call goes by, to be compared with."""
@@ -276,6 +285,7 @@ class CostModel:
         hashes: Sequence[int],
         held: Callable[[Sequence[int]], int] = none_held,
         compares: bool = False,
+        searches: bool = True,
     ) -> Verdict:
         """Whether a call is to take the whole way.
 
@@ -285,22 +295,27 @@ class CostModel:
             hashes: Of the tokens of each; empty where reading them would cost too much.
             held: `hashes -> how many of these requests can be served`; asked of calls that would go by.
             compares: Have short stretches of calls go by, so that what the model takes alone is known.
+            searches: Others than repeats may be served, which only calls that take the whole way tell.
         """
         with self._lock:
             bucket = self._buckets[n_tokens.bit_length()]
             bucket.n_since += 1
             if hashes:
                 bucket.repeats.add(sum(map(self._came_before, hashes)) / n_rows, n_rows)
-            is_probe = bucket.n_since % _PROBE == 0
             if not bucket.is_aside:
+                is_probe = bucket.n_since % _PROBE == 0
                 goes_by = compares and bucket.is_compared()
-                return Verdict(not goes_by, is_probe and not goes_by)
+                return Verdict(not goes_by, is_probe and not goes_by, is_timed=goes_by)
+            is_probe = bucket.n_since % (_PROBE if searches or not bucket.n_noted else _RARE * _PROBE) == 0
             rate = max(bucket.hits.value, bucket.repeats.value)
             if bucket.n_since < bucket.rest or rate <= (pays_from := bucket.pays_from):
                 if is_probe or not hashes:
                     return Verdict(is_probe, is_probe)
-                serves = bucket.serves(held(hashes) / n_rows)
-                return Verdict(serves, False, serves, not serves and bucket.is_noted)
+                n_held = held(hashes)
+                serves = n_held > 0 and bucket.serves(n_held / n_rows)
+                is_noted = not serves and bucket.is_noted
+                bucket.n_noted += is_noted
+                return Verdict(serves, False, serves, is_noted, bucket.n_since % _EVERY == 0)
             bucket.come_back()
         _log("serves again", n_tokens, rate, pays_from)
         return Verdict(True, is_probe)

@@ -66,9 +66,9 @@ class Door:
         packing = self._packings.get(self.kind(call))
         return None if packing is None or any(map(has_hooks, self._hooked)) else packing
 
-    def known(self, call: Call) -> Packing | None:
-        """How the trunk packs such a call's output when it runs, whoever hung hooks on it; None where not known."""
-        return self._packings.get(self.kind(call))
+    def known(self, kind: Kind) -> Packing | None:
+        """How the trunk packs outputs of a kind when it runs, whoever hung hooks on it; None where not known."""
+        return self._packings.get(kind)
 
     def learn(self, call: Call, output: Any) -> None:
         """See the output of a call that went the whole way."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from llmcache.context import Call
 from llmcache.cost import Times, none_held
-from llmcache.door import Packing
+from llmcache.notes import Prepared
 from llmcache.parts import Parts
 
 
@@ -21,12 +21,14 @@ class Passing:
     Attributes:
         started: Clock at its beginning.
         asking_s: Seconds spent on asking whether it can be noted.
-        packing: How its output is packed, if it is to be noted.
+        kept: What is known of it before it is computed, if it is to be noted.
+        is_timed: The cost model wants to know what it takes.
     """
 
     started: float
     asking_s: float
-    packing: Packing | None
+    kept: Prepared | None
+    is_timed: bool
 
 
 class Meter:
@@ -67,13 +69,14 @@ class Meter:
         held = none_held if notes is None else notes.count
         # What is searched for, and looked into, costs more than can be told from within calls.
         compares = self._parts.trust is not None and self._parts.trust.calibration is not None
-        verdict = cost.pays(ids.numel(), len(ids), call.hashes, held, compares)
+        searches = self._parts.fingerprint is not None
+        verdict = cost.pays(ids.numel(), len(ids), call.hashes, held, compares, searches)
         if not verdict.pays:
-            if ids.is_cpu:
+            if ids.is_cpu and (verdict.is_noted or verdict.is_timed):
                 asked = self._clock()
-                packing = notes.packing(call) if notes is not None and verdict.is_noted else None
+                kept = notes.prepare(call) if notes is not None and verdict.is_noted else None
                 begun = self._clock()
-                call.passing = Passing(begun, begun - asked, packing)
+                call.passing = Passing(begun, begun - asked, kept, verdict.is_timed)
             return "does_not_pay"
         if notes is not None:
             notes.admit(call, call.hashes)
@@ -91,9 +94,11 @@ class Meter:
         if cost is None or passing is None or output is None:
             return
         ended, noting_s = self._clock(), None
-        if notes is not None and passing.packing is not None:
-            notes.take(call, passing.packing, call.hashes, output)
+        if notes is not None and passing.kept is not None:
+            notes.take(call, passing.kept, output)
             noting_s = passing.asking_s + self._clock() - ended
+        if not passing.is_timed:
+            return
         cost.passed(call.arguments["input_ids"].numel(), ended - passing.started, noting_s)
 
     def spent(self, call: Call, seconds: float) -> None:

@@ -13,7 +13,7 @@ Sizes: B rows, T tokens, D hidden width.
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,8 +26,23 @@ if TYPE_CHECKING:  # who import `parts`, which holds this
     from llmcache.lookup import Lookup
     from llmcache.parts import Parts
 
+_LOOKS_EVERY = 16  # notes after which it looks at what banks have left, if it has not filled that before
 _KNOWN = 65_536  # requests whose place is remembered
 _INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
+
+
+class Prepared(NamedTuple):
+    """What is known of a call before it is computed.
+
+    Attributes:
+        packing: How its output will be packed.
+        setting: What else decides states: see `Notes._setting`.
+        mark: Of the weights.
+    """
+
+    packing: Packing
+    setting: tuple[Kind, str]
+    mark: tuple[Any, ...]
 
 
 @dataclass(slots=True, eq=False)
@@ -38,25 +53,17 @@ class Note:
         namespace: In force for it.
         arguments: The trunk's that decide states, copied, and how it was asked to pack its output.
         states: Last states (B, T, D), or what the payload takes of them; copied.
-        packing: How it was packed.
-        setting: What else decides states: see `Notes._setting`.
-        mark: Of the weights, before it was computed.
+        kept: What was known of it before.
         hashes: Of its rows.
+        nbytes: Bytes of its tensors.
     """
 
     namespace: str
     arguments: dict[str, Any]
     states: Tensor
-    packing: Packing
-    setting: tuple[Any, ...]
-    mark: tuple[Any, ...]
+    kept: Prepared
     hashes: Sequence[int]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its tensors."""
-        tensors = (value for value in self.arguments.values() if isinstance(value, Tensor))
-        return self.states.nbytes + sum(tensor.nbytes for tensor in tensors)
+    nbytes: int
 
 
 class Notes:
@@ -80,6 +87,8 @@ class Notes:
         self._notes: dict[Note, None] = {}  # oldest first
         self._places: dict[int, Note | str] = {}  # by hash: a note, or the key of a stored request
         self._lock = threading.RLock()
+        self._can_note: tuple[Any, bool] | None = None  # with which fingerprint, and whether
+        self._left = 0  # bytes that banks had left when that was looked at
         self.nbytes = 0
         self.n_rows = 0
 
@@ -87,8 +96,11 @@ class Notes:
     def can_note(self) -> bool:
         """Whether calls may be noted at all: repeats are served losslessly, and no K/V is kept."""
         parts = self._parts
-        has_exact = any(rung.name == "exact" for rung in parts.rungs)
-        return has_exact and self._last in parts.library.banks and not self._lookup.needs_states
+        if self._can_note is None or self._can_note[0] is not parts.fingerprint:
+            has_exact = any(rung.name == "exact" for rung in parts.rungs)
+            can_note = has_exact and self._last in parts.library.banks and not self._lookup.needs_states
+            self._can_note = (parts.fingerprint, can_note)
+        return self._can_note[1]
 
     def count(self, hashes: Sequence[int]) -> int:
         """How many of these requests are stored or noted, and could be served."""
@@ -102,10 +114,13 @@ class Notes:
             for one, key in zip(hashes, keys, strict=True):
                 self._place(one, key)
 
-    def packing(self, call: Call) -> Packing | None:
-        """How the output of a call that is about to go by will be packed; None where it cannot be noted."""
+    def prepare(self, call: Call) -> Prepared | None:
+        """What has to be known of a call that is about to go by; None where it cannot be noted."""
         weights = self._parts.weights
-        if call.mask_4d is not None or not self.can_note or (packing := self._door.known(call)) is None:
+        if call.mask_4d is not None or not self.can_note:
+            return None
+        setting = self._setting(call)
+        if (packing := self._door.known(setting[0])) is None:
             return None
         if weights.samples or weights.differ_by_row or not weights.can_be_watched:
             return None
@@ -113,30 +128,33 @@ class Notes:
             with self._lock:
                 weights.digest()
                 self._mark = weights.mark()
-        return packing
+        return Prepared(packing, setting, self._mark)
 
-    def take(self, call: Call, packing: Packing, hashes: Sequence[int], output: Any) -> None:
+    def take(self, call: Call, kept: Prepared, output: Any) -> None:
         """Note a call that has gone by, with the trunk's output."""
-        states, mark, ids = output[0], self._mark, call.arguments["input_ids"]
-        if mark is None or states.dtype != packing.dtype or states.shape != (*ids.shape, packing.width):
+        states, packing, ids, hashes = output[0], kept.packing, call.arguments["input_ids"], call.hashes
+        if states.dtype != packing.dtype or states.shape != (*ids.shape, packing.width):
             return
         with torch.inference_mode(False), torch.no_grad():  # normal tensors, which a store can keep as they are
             states = (states[:, :1] if self._parts.payload.name == "cls" else states).clone()
-            arguments = dict(call.arguments)
+            arguments, nbytes = dict(call.arguments), states.nbytes
             for name in _INPUTS:
                 if (tensor := arguments.get(name)) is not None:
                     arguments[name] = tensor.clone()
-        note = Note(call.namespace, arguments, states, packing, self._setting(call), mark, hashes)
+                    nbytes += tensor.nbytes
+        note = Note(call.namespace, arguments, states, kept, hashes, nbytes)
         with self._lock:
-            if mark is not self._mark:
+            if kept.mark is not self._mark:
                 return
             self._notes[note] = None
             self.nbytes += note.nbytes
             self.n_rows += len(hashes)
             for one in hashes:
                 self._place(one, note)
-            while self._notes and self._is_over:
-                self._drop(next(iter(self._notes)))
+            self._left -= nbytes
+            if self._left < 0 or len(self._notes) % _LOOKS_EVERY == 0:
+                while self._notes and self._is_over:
+                    self._drop(next(iter(self._notes)))
 
     def admit(self, call: Call, hashes: Sequence[int]) -> None:
         """Store what was noted of the requests of a call, with all that they came with."""
@@ -144,7 +162,7 @@ class Notes:
             return
         found = (self._places.get(one) for one in hashes)
         for note in dict.fromkeys(place for place in found if isinstance(place, Note)):
-            if note.setting == self._setting(call):
+            if note.kept.setting == self._setting(call):
                 self._admit(note)
 
     def clear(self, namespace: str | None = None) -> None:
@@ -162,27 +180,28 @@ class Notes:
                 return
             self._drop(note)
             weights = self._parts.weights
-            if weights.digest() != note.packing.weights or weights.mark() != note.mark:
+            if weights.digest() != note.kept.packing.weights or weights.mark() != note.kept.mark:
                 self.clear()  # other weights computed it, or may have
                 return
         call = Call(note.arguments, note.namespace)
-        reason = self._lookup.read(call, None, note.packing.entering)
-        is_same = call.scope is not None and call.scope.weights == note.packing.weights and weights.mark() == note.mark
+        reason = self._lookup.read(call, None, note.kept.packing.entering)
+        is_same = call.scope is not None and call.scope.weights == note.kept.packing.weights
+        is_same = is_same and weights.mark() == note.kept.mark  # nor were they edited meanwhile
         if reason is None and is_same:
             self._keeper.capture(call, self._last, note.states)
             self._keeper.store(call)
             self.stored(note.hashes, [row.key for row in call.rows])
 
-    def _setting(self, call: Call) -> tuple[Any, ...]:
-        kind: Kind = self._door.kind(call)
-        return (*kind, getattr(self._parts.trunk.config, "_attn_implementation", ""))
+    def _setting(self, call: Call) -> tuple[Kind, str]:
+        """What decides states beside tokens and weights, and how they are packed."""
+        return self._door.kind(call), str(getattr(self._parts.trunk.config, "_attn_implementation", ""))
 
     @property
     def _is_over(self) -> bool:
         """Whether more is held than banks have room for."""
         bank, library = self._parts.library.banks[self._last], self._parts.library
-        room = sum(one.max_bytes for one in library.banks.values()) - library.nbytes
-        return self.nbytes > room or (bank.max_entries is not None and self.n_rows > bank.max_entries - len(bank))
+        self._left = sum(one.max_bytes for one in library.banks.values()) - library.nbytes - self.nbytes
+        return self._left < 0 or (bank.max_entries is not None and self.n_rows > bank.max_entries - len(bank))
 
     def _place(self, one: int, place: Note | str) -> None:
         self._places[one] = place
