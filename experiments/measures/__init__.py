@@ -20,6 +20,7 @@ from experiments.measures import (
     poisoning,
     prefix,
     serve,
+    service,
     sweep,
     trust,
 )
@@ -53,6 +54,7 @@ MEASURES: Mapping[str, Measure] = {
     "pairs": Measure(pairs.Pairs, pairs.run),
     "poisoning": Measure(poisoning.Poisoning, poisoning.run),
     "payback": Measure(payback.Payback, payback.run),
+    "service": Measure(service.Service, service.run),
     "prefix": Measure(prefix.Prefix, prefix.run),
     "decode": Measure(decode.Decode, decode.run),
     "parity": Measure(parity.Parity, parity.run),
