@@ -1,4 +1,4 @@
-"""Measure `service`: whole passes of a stream, as a service meets it: by the model alone, with the cache, by the model.
+"""Measure `service`: whole passes of a stream, as a service meets it: the model alone, the cache, the model.
 
     learning     the first `learn` requests are computed and calibrated on, apart; again before each pass with the cache,
                  so that each begins with what was learned and nothing else

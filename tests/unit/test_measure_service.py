@@ -20,7 +20,7 @@ VALUES: dict[str, Any] = {
     "task": {"name": "held_out", "model": "untrained", "limit": N, "data": {"path": "support_desk", "limit": 700}},
     "learn": LEARN,
     "max_drops": [0.3],
-    "threads": [2, 1],
+    "threads": 1,
     "rounds": 2,
     "cache": {"answer": "class"},
 }
@@ -52,7 +52,7 @@ def test_each_pass_with_the_cache_begins_from_what_was_learned(outcome: Outcome)
 
 def test_figures_are_of_what_was_served_alone(outcome: Outcome) -> None:
     metrics = json.loads(json.dumps(outcome.metrics, allow_nan=False))
-    assert (metrics["n_counted"], len(metrics["ways"]), len(metrics["summary"])) == (N - LEARN, 2, 2)
+    assert (metrics["n_counted"], len(metrics["ways"]), len(metrics["summary"])) == (N - LEARN, 1, 1)
     for way in metrics["ways"]:
         assert 0 < way["hit_rate"] < 1 and way["bypassed"] == 0
         assert way["hit_ms"]["n"] + way["miss_ms"]["n"] == way["plain_ms"]["n"] == 3 * (N - LEARN)
@@ -91,6 +91,6 @@ def test_threads_are_put_back_also_after_a_failure() -> None:
 
 
 def test_one_number_of_threads_may_stand_alone_and_no_request_left_is_refused() -> None:
-    assert make_experiment(VALUES | {"threads": 1}).threads == (1,)
+    assert make_experiment(VALUES).threads == (1,)
     with pytest.raises(ConfigError, match="learn=260"):
         MEASURES["service"].run(make_experiment(VALUES | {"learn": N}), Folders())
