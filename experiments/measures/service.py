@@ -1,7 +1,7 @@
 """Measure `service`: whole passes of a stream, as a service meets it: the model alone, the cache, the model.
 
-    learning     the first `learn` requests are computed and calibrated on, apart; that is done anew before each pass with
-                 the cache, so that it begins with what was learned and nothing else
+    learning     the first `learn` requests are computed and calibrated on, apart; that is done anew before each pass
+                 with the cache, so that it begins with what was learned and nothing else
     even rounds  the model alone, the cache, the model alone
     odd rounds   the cache, the model alone, the cache
 
