@@ -56,8 +56,11 @@ class CacheConfig(BaseModel):
             `growing`, later misses as well, without a bound.
         audit: Least probability with which each hit of calibrated reuse is computed after all, 0 to 1, to see whether
             its answer changed: five times as high for the first 500 requests and after an alarm, and up to twice as
-            high for doubtful ones. 0: none is. The work waits until no call is under way, at most 5 s.
-        audit_in_background: A thread of its own does that work; else only `cache.drain()` does.
+            high for doubtful ones. 0: none is. Less while much of that work waits, which `audit_share` explains.
+        audit_in_background: A thread of its own does that work, while no call is under way and none was for 20 ms; else
+            only `cache.drain()` does.
+        audit_share: Where calls leave no such moment for a second, the work is done within calls, for no more than this
+            share of their time, 0 to 1. Of what it cannot carry less is drawn. 0: none is done there.
         recalibrate: Requests after which a calibration is renewed from the newest ones that were looked into, if those
             can carry its claim by then; None: never.
         fingerprint_per_layer: Search each layer's bank with the fingerprint of the states that enter this layer, not
@@ -102,6 +105,7 @@ class CacheConfig(BaseModel):
     sources: Literal["frozen", "growing"] = "frozen"
     audit: float = Field(default=0.05, ge=0.0, le=1.0)
     audit_in_background: bool = True
+    audit_share: float = Field(default=0.02, ge=0.0, le=1.0)
     recalibrate: int | None = Field(default=None, ge=1)
     fingerprint_per_layer: bool = False
     index: Component = Component(name="auto")

@@ -3,10 +3,10 @@
 Sizes: B rows, T tokens a row (padding included), n valid tokens of a row.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from llmcache.audit.auditor import Sample
 from llmcache.mark import Mark
 from llmcache.prefix.records import Prefill
 from llmcache.rows import Row, Scope
+
+if TYPE_CHECKING:
+    from llmcache.meter import Passing
 
 
 @dataclass(slots=True)
@@ -112,6 +115,10 @@ class Call:
         opened: Clock when this was made.
         started: Clock at its beginning, where it is timed for the cost model, else None.
         is_metered: The cost model wants to know how it comes out.
+        hashes: Of its requests, where the cost model was asked about them; else empty.
+        is_foretold: It takes the whole way since its requests were seen to be held.
+        passing: Of a call that goes by, what the meter wants to know of it; else None.
+        give_way: Stops the call, which is made by the way, when another one has come; None for other calls.
     """
 
     arguments: dict[str, Any]
@@ -149,6 +156,10 @@ class Call:
     opened: float = field(default_factory=perf_counter)
     started: float | None = None
     is_metered: bool = False
+    hashes: Sequence[int] = ()
+    is_foretold: bool = False
+    passing: "Passing | None" = None
+    give_way: Callable[[], None] | None = None
 
     @property
     def n_rows(self) -> int:

@@ -4,11 +4,16 @@ What the cache costs: each call is read and looked up, and what it misses is sto
 A layer's time grows with the tokens of a call and a lookup's hardly does, so times are kept by tokens, padding and all
 rows included, in steps of a factor of two. With `overhead` = lookup + storing, the cache pays where
 
-    hit rate * (model - hit)  >  (1 - hit rate) * overhead
+    hit rate * (model - hit)  >  (1 - hit rate) * overhead + beside
 
-Below that hit rate calls go by the cache. One in 64 takes the whole way all the same, so that times and hit rate stay
-fresh, and a hash is kept of every request, which tells how many come back and could have been served. As soon as either
-says that it would pay, calls take the whole way again, and hits decide anew. `docs/design.md` gives the reasons.
+where `beside` is what else calls take for the cache's sake: what the audit does in them, what is read of answers. Below
+that hit rate calls go by the cache. One in 64 takes the whole way all the same, so that times and hit rate stay fresh,
+and so does each call whose requests are held. A hash is kept of every request, which tells how many come back and could
+have been served. As soon as hits or hashes say that it would pay, calls take the whole way again, and hits decide anew.
+`docs/design.md` gives the reasons.
+
+What the model takes alone is a miss without lookup and storing, until it was seen: in calls that go by, of which there
+are short stretches where reuse is calibrated. From then on `overhead` is all that a miss takes longer.
 
 Nothing here reads a clock, a tensor or a model: `meter.py` does.
 """
@@ -16,7 +21,7 @@ Nothing here reads a clock, a tensor or a model: `meter.py` does.
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
@@ -30,6 +35,12 @@ PATIENCE = 256
 PATIENCE_OF_TAU = 2048
 _FEW = 8  # patience by so much shorter for a length whose requests are rare, where those of all lengths have used it up
 _PROBE = 64  # of calls that go by, one in so many takes the whole way: 10 % of overhead are then 0.2 % of all time
+_CHEAP = 0.01  # of the model's time: it does not step aside from a cost of less
+_NOTING = 0.015  # likewise: what noting may take
+_EVERY = 8  # of calls that go by, one in so many is timed
+_RARE = 8  # probes are as much rarer where calls are noted: what repeats is seen without
+_STRETCH = 16  # calls that go by in a row, to be compared with
+_FIRST_GAP, _LAST_GAP = 256, 1024  # calls between two stretches: each gap is twice the one before
 _TIMES = 64  # timed calls over which averages reach back, about
 _SHARES = 256  # requests over which rates do
 _LARGEST = 4.0  # a time counts at most so many averages: a codec's fit of seconds is not what the next call costs
@@ -44,8 +55,10 @@ class Cost:
         tokens: Tokens of the smallest such call, all rows and padding included; the largest has less than twice that.
         lookup_ms: Of a miss: reading the request, fingerprint, search and decision.
         storing_ms: Of a miss: keeping its states and storing them.
-        layer_ms: What a layer takes: what is left of a miss, by the number of layers. They are alike, a reuse mostly
+        layer_ms: What a layer takes: what the model takes, by the number of layers. They are alike, a reuse mostly
             replaces all of them, and embeddings and final norm take about a hundredth.
+        plain_ms: The model alone: calls that went by.
+        beside_ms: What the audit and the reading of answers took, by call that took the whole way.
         miss_ms: All of a miss.
         hit_ms: All of a hit: lookup, transfer of the state, and what of the model still runs.
         hit_rate: Share of requests served, of those that took the whole way.
@@ -58,6 +71,8 @@ class Cost:
     lookup_ms: float | None
     storing_ms: float | None
     layer_ms: float | None
+    plain_ms: float | None
+    beside_ms: float | None
     miss_ms: float | None
     hit_ms: float | None
     hit_rate: float | None
@@ -75,10 +90,26 @@ class Times(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Whether a call is to take the whole way, and whether it is the one in 64 that does in any case."""
+    """Whether a call is to take the whole way.
+
+    Attributes:
+        pays: It is.
+        is_probe: It is the one in 64 that does in any case.
+        is_foretold: It does since its requests are held.
+        is_noted: It goes by, and may be noted.
+        is_timed: It goes by, and is to be timed.
+    """
 
     pays: bool
     is_probe: bool
+    is_foretold: bool = False
+    is_noted: bool = False
+    is_timed: bool = False
+
+
+def none_held(hashes: Sequence[int]) -> int:
+    """For callers that hold nothing."""
+    return 0
 
 
 @dataclass(slots=True)
@@ -122,38 +153,88 @@ class _Bucket:
         lookup_s: Of these seconds, those of the lookup.
         storing_s: Likewise of storing.
         hit_s: Seconds of calls of which all rows were served.
+        plain_s: Seconds of calls that went by.
+        noting_s: Seconds that noting such a call takes.
+        beside_s: Seconds beside calls that took the whole way.
+        unbilled_s: Those since the latest such call.
         hits: Share of rows served, of calls that took the whole way.
         repeats: Share of requests that were asked before.
         is_aside: Calls go by.
         n_since: Calls since it last stepped aside or returned.
         rest: Calls that go by before it may return.
+        n_noted: Calls that may have been noted.
+        gap: Calls between the latest stretch of calls that go by and the next.
+        until: Calls until then; less than 1 within a stretch.
     """
 
     miss_s: _Average = field(default_factory=_time)
     lookup_s: _Average = field(default_factory=_time)
     storing_s: _Average = field(default_factory=_time)
     hit_s: _Average = field(default_factory=_time)
+    plain_s: _Average = field(default_factory=_time)
+    noting_s: _Average = field(default_factory=_time)
+    beside_s: _Average = field(default_factory=_share)
+    unbilled_s: float = 0.0
     hits: _Average = field(default_factory=_share)
     repeats: _Average = field(default_factory=_share)
     is_aside: bool = False
     n_since: int = 0
     rest: int = 0
+    n_noted: int = 0
+    gap: int = _FIRST_GAP
+    until: int = _FIRST_GAP
 
     @property
     def overhead_s(self) -> float:
         """What the cache adds to a miss."""
-        return self.lookup_s.value + self.storing_s.value
+        told_s = self.lookup_s.value + self.storing_s.value
+        return max(told_s, self.miss_s.value - self.plain_s.value) if self._has_compared else told_s
 
     @property
     def model_s(self) -> float:
         """What the model alone takes."""
-        return self.miss_s.value - self.overhead_s
+        return self.plain_s.value if self._has_compared else self.miss_s.value - self.overhead_s
+
+    @property
+    def saved_s(self) -> float:
+        """What a hit saves. Until there was one, it is taken to cost no more than its lookup."""
+        return self.model_s - (self.hit_s.value if self.hit_s.n else self.lookup_s.value)
 
     @property
     def pays_from(self) -> float:
-        """The hit rate at which it breaks even. Until there was a hit, one is taken to cost no more than its lookup."""
-        saved_s = self.model_s - (self.hit_s.value if self.hit_s.n else self.lookup_s.value)
-        return self.overhead_s / (saved_s + self.overhead_s) if saved_s > 0 else inf
+        """The hit rate at which it breaks even."""
+        cost_s = self.overhead_s + self.beside_s.value
+        return cost_s / (self.saved_s + self.overhead_s) if self.saved_s > 0 else inf
+
+    @property
+    def is_cheap(self) -> bool:
+        """Whether so little is lost that nothing need be won; hits may come yet."""
+        return self.saved_s > 0 and self.overhead_s + self.beside_s.value <= _CHEAP * self.model_s
+
+    def serves(self, share: float) -> bool:
+        """Whether a call of which that share of rows is held takes less time than the model, as far as is known."""
+        saved_s, overhead_s = self.saved_s, self.overhead_s
+        return saved_s > 0 and share * saved_s > (1 - share) * overhead_s
+
+    @property
+    def is_noted(self) -> bool:
+        """Whether a call that goes by may be noted: while that seems to cost too much, one in 64 is."""
+        if self.noting_s.n < _STRETCH or self.n_since % _PROBE == 0:
+            return True
+        return self.noting_s.value <= _NOTING * self.model_s
+
+    def is_compared(self) -> bool:
+        """Whether the next call goes by, to be compared with."""
+        self.until -= 1
+        if self.until > 0:
+            return False
+        if self.until <= 1 - _STRETCH:
+            self.gap = self.until = min(2 * self.gap, _LAST_GAP)
+        return True
+
+    @property
+    def _has_compared(self) -> bool:
+        return self.plain_s.n >= _STRETCH
 
     def step_aside(self, patience: int) -> None:
         """Go by from now on: longer than last time, unless the return stood for more than twice as long as that."""
@@ -197,30 +278,62 @@ class CostModel:
             self._recent: set[int] = set()
             self._older: set[int] = set()
 
-    def pays(self, n_tokens: int, n_rows: int, hashes: Sequence[int]) -> Verdict:
+    def pays(
+        self,
+        n_tokens: int,
+        n_rows: int,
+        hashes: Sequence[int],
+        held: Callable[[Sequence[int]], int] = none_held,
+        compares: bool = False,
+        searches: bool = True,
+    ) -> Verdict:
         """Whether a call is to take the whole way.
 
         Args:
             n_tokens: Of all rows, padding included, at least 1.
             n_rows: Requests, at least 1.
             hashes: Of the tokens of each; empty where reading them would cost too much.
+            held: `hashes -> how many of these requests can be served`; asked of calls that would go by.
+            compares: Have short stretches of calls go by, so that what the model takes alone is known.
+            searches: Others than repeats may be served, which only calls that take the whole way tell.
         """
         with self._lock:
             bucket = self._buckets[n_tokens.bit_length()]
             bucket.n_since += 1
             if hashes:
                 bucket.repeats.add(sum(map(self._came_before, hashes)) / n_rows, n_rows)
-            is_probe = bucket.n_since % _PROBE == 0
             if not bucket.is_aside:
-                return Verdict(True, is_probe)
+                is_probe = bucket.n_since % _PROBE == 0
+                goes_by = compares and bucket.is_compared()
+                return Verdict(not goes_by, is_probe and not goes_by, is_timed=goes_by)
+            is_probe = bucket.n_since % (_PROBE if searches or not bucket.n_noted else _RARE * _PROBE) == 0
             rate = max(bucket.hits.value, bucket.repeats.value)
             if bucket.n_since < bucket.rest or rate <= (pays_from := bucket.pays_from):
-                return Verdict(is_probe, is_probe)
+                if is_probe or not hashes:
+                    return Verdict(is_probe, is_probe)
+                n_held = held(hashes)
+                serves = n_held > 0 and bucket.serves(n_held / n_rows)
+                is_noted = not serves and bucket.is_noted
+                bucket.n_noted += is_noted
+                return Verdict(serves, False, serves, is_noted, bucket.n_since % _EVERY == 0)
             bucket.come_back()
         _log("serves again", n_tokens, rate, pays_from)
         return Verdict(True, is_probe)
 
-    def took(self, n_tokens: int, n_rows: int, n_hits: int, times: Times | None) -> None:
+    def spent(self, n_tokens: int, seconds: float) -> None:
+        """Take in what was done beside the latest call that took the whole way, or before the next one."""
+        with self._lock:
+            self._buckets[n_tokens.bit_length()].unbilled_s += seconds
+
+    def passed(self, n_tokens: int, seconds: float, noting_s: float | None = None) -> None:
+        """Take in what a call took that went by, and what noting it took, if it was noted."""
+        with self._lock:
+            bucket = self._buckets[n_tokens.bit_length()]
+            bucket.plain_s.add(seconds)
+            if noting_s is not None:
+                bucket.noting_s.add(noting_s)
+
+    def took(self, n_tokens: int, n_rows: int, n_hits: int, times: Times | None, is_foretold: bool = False) -> None:
         """Take in how a call came out that took the whole way.
 
         Args:
@@ -228,11 +341,15 @@ class CostModel:
             n_rows: Likewise.
             n_hits: Rows that were served.
             times: What it took; None where it was not timed.
+            is_foretold: It took the whole way since its requests are held, which says nothing of others.
         """
         with self._lock:
             bucket = self._buckets[n_tokens.bit_length()]
-            bucket.hits.add(n_hits / n_rows, n_rows)
-            self._hits.add(n_hits / n_rows, n_rows)
+            if not (is_foretold and bucket.is_aside):
+                bucket.hits.add(n_hits / n_rows, n_rows)
+                self._hits.add(n_hits / n_rows, n_rows)
+                bucket.beside_s.add(bucket.unbilled_s)
+            bucket.unbilled_s = 0.0
             if times is not None and n_hits == n_rows:
                 bucket.hit_s.add(times.whole_s)
             elif times is not None and n_hits == 0:  # what a batch costs that is served in part says nothing of either
@@ -240,7 +357,9 @@ class CostModel:
                 bucket.lookup_s.add(times.lookup_s)
                 bucket.storing_s.add(times.storing_s)
             rate, pays_from = self._rate(bucket), bucket.pays_from
-            if bucket.is_aside or rate is None or bucket.miss_s.n < self._fewest_times or rate >= pays_from:
+            if bucket.is_aside or rate is None or bucket.miss_s.n < self._fewest_times:
+                return
+            if rate >= pays_from or bucket.is_cheap:
                 return
             bucket.step_aside(self._patience)
         _log("steps aside", n_tokens, rate, pays_from)
@@ -266,6 +385,8 @@ class CostModel:
             lookup_ms=_ms(bucket.lookup_s),
             storing_ms=_ms(bucket.storing_s),
             layer_ms=bucket.model_s / self._depth * 1e3 if is_timed else None,
+            plain_ms=_ms(bucket.plain_s),
+            beside_ms=_ms(bucket.beside_s),
             miss_ms=_ms(bucket.miss_s),
             hit_ms=_ms(bucket.hit_s),
             hit_rate=bucket.hits.value if bucket.hits.n else None,

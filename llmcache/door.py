@@ -68,19 +68,23 @@ class Door:
 
     def packing(self, call: Call) -> Packing | None:
         """How the output of such a call is packed; None where that is not known, or not understood."""
-        return self._packings.get(self._kind(call))
+        return self._packings.get(self.kind(call))
 
     @property
     def is_watched(self) -> bool:
         """Whether somebody hung hooks where they would not run."""
         return are_hooked(self._hooked)
 
+    def known(self, kind: Kind) -> Packing | None:
+        """How the trunk packs outputs of a kind when it runs, whoever hung hooks on it; None where not known."""
+        return self._packings.get(kind)
+
     def learn(self, call: Call, output: Any) -> None:
         """See the output of a call that went the whole way."""
         states, scope = call.states, call.scope
         if states is None or scope is None or call.entering is None:
             return
-        kind = self._kind(call)
+        kind = self.kind(call)
         known = self._packings.get(kind)
         if kind in self._packings and (known is None or known.weights == scope.weights):
             return
@@ -111,7 +115,7 @@ class Door:
         call.has_begun = call.is_complete = True
         return output
 
-    def _kind(self, call: Call) -> Kind:
+    def kind(self, call: Call) -> Kind:
         """What the packing of an output hangs on."""
         device = call.arguments["input_ids"].device.type
         knows = torch.amp.is_autocast_available(device)

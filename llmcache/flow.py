@@ -18,6 +18,7 @@ from torch import Tensor
 
 from llmcache.adapters import CACHE, unpack
 from llmcache.arguments import Arguments
+from llmcache.audit.audit import Audit
 from llmcache.bypass import find_reason, is_plain_cache
 from llmcache.checks import Checks
 from llmcache.context import OUT_OF_ORDER, WITHIN, Call
@@ -29,6 +30,7 @@ from llmcache.keeping import Keeper
 from llmcache.lookup import Lookup
 from llmcache.masks import flatten
 from llmcache.meter import Meter
+from llmcache.notes import Notes
 from llmcache.outcome import Outcome, count, outcomes
 from llmcache.parts import Parts
 from llmcache.payloads import last_valid
@@ -61,6 +63,8 @@ class Flow:
         self._keeper = Keeper(parts)
         self._pooled = parts.head.pooled
         self._is_veiled = self._pooled is not None and parts.payload.name == "mean"
+        if parts.cost is not None:
+            parts.notes = Notes(parts, self._lookup, self._door, self._keeper)
         self._last = parts.trunk.depth - 1
         self._layers = Layers(parts.trunk)
         self._is_retired = False
@@ -100,9 +104,12 @@ class Flow:
         arguments, mask_4d = flatten(arguments)
         call = Call(arguments, self.namespace.get(), mask_4d, n_read=self._n_read.get())
         reason = "disabled" if self.is_disabled.get() else self._find_reason(arguments)
+        if reason is None and self._parts.audit is not None:
+            self._make_way(frame, call, self._parts.audit)
         reason = reason or self._lookup.guard("ask whether it pays", partial(self._meter.ask, call))
         if reason is not None:
             self._bypass(frame, reason, arguments)
+            frame.passing = None if call.passing is None else call
             return args, kwargs
         if not self._parts.is_collecting:
             frame.last = ()  # until the call has succeeded
@@ -196,6 +203,8 @@ class Flow:
                 call = None
             if call is not None:
                 self._end(frame, call, output)
+            elif frame.passing is not None:
+                self._let_pass(frame.passing, output)
         finally:
             if frame.outer is not None and frame.outer.ended is not None:
                 frame.outer.ended.append(call)
@@ -234,6 +243,8 @@ class Flow:
 
     def _layer(self, frame: Frame, call: Call, swap: LayerSwap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the layer whose turn it is."""
+        if call.give_way is not None:
+            call.give_way()
         if swap.number == 0 and not self._begin(frame, call, swap, args, kwargs):
             frame.call = None
             self._lookup.withdraw(call)
@@ -350,10 +361,13 @@ class Flow:
 
     def _observe(self, call: Call, output: Any) -> None:
         assert self._parts.observer is not None
+        started = self._meter.now(call)
         try:
             self._parts.observer.see(call, output)
         except Exception as error:
             self._parts.counters.error("read an answer", error)
+        if call.is_metered and not self._parts.is_collecting:
+            self._meter.spent(call, self._meter.now(call) - started)
 
     def _bypass(self, frame: Frame, reason: str, arguments: dict[str, Any]) -> None:
         """Count and note rows of a call that goes by the cache as a whole."""
@@ -362,6 +376,20 @@ class Flow:
         # A step of a generation belongs to the request that its prefill was; what is only computed, to nobody.
         if reason != "decode" and not self._parts.is_collecting:
             frame.last = (Outcome(bypassed=reason),) * n_rows
+
+    def _make_way(self, frame: Frame, call: Call, audit: Audit) -> None:
+        """Have the audit's own calls stop for others, and let it catch up before a call, if it has waited for long."""
+        if self._parts.is_collecting:
+            call.give_way = audit.shadow.give_way if audit.shadow.may_stop else None
+        elif frame.is_outermost and (spent_s := audit.shadow.catch_up()):  # no call within another one
+            self._meter.spent(call, spent_s)
+
+    def _let_pass(self, passing: Call, output: Any) -> None:
+        """Take in a call that has gone by the cache."""
+        try:
+            self._meter.passed(passing, output)
+        except Exception as error:
+            self._parts.counters.error("note a call", error)
 
     def _begin_work(self, frame: Frame) -> None:
         """Tell the audit that the processor is needed. A call may be made within another one."""

@@ -26,6 +26,7 @@ class Frame:
         outer: The forward of the same wrapped model within which this one is made, or None.
         last: What `LLMCache.last` is to say when it has ended.
         call: What a forward of the trunk knows, while it may use the cache; else None.
+        passing: A forward of the trunk that goes by the cache, if somebody wants to know how it comes out.
         audit: Told that the processor is needed, or None.
         ended: Of a whole model: the calls of the trunk made directly within, None for each that went by the cache.
     """
@@ -33,8 +34,15 @@ class Frame:
     outer: "Frame | None"
     last: tuple[Outcome, ...]
     call: Call | None = None
+    passing: Call | None = None
     audit: "Audit | None" = None
     ended: list[Call | None] | None = None
+
+    @property
+    def is_outermost(self) -> bool:
+        """Whether a forward of the trunk is made within no other one, but that of the model around it."""
+        outer = self.outer
+        return outer is None or (outer.ended is not None and outer.outer is None)
 
 
 class Frames:

@@ -101,6 +101,7 @@ def make_learning(
         config.audit,
         config.recalibrate,
         config.audit_in_background,
+        config.audit_share,
     )
     observer.learner = audit
     attention = first_attention(parts.trunk) if fingerprint.reads_attention else None

@@ -1,14 +1,34 @@
 """Asks the cost model about each call, and tells it what the call took."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from llmcache.context import Call
-from llmcache.cost import Times
+from llmcache.cost import Times, none_held
+from llmcache.notes import Prepared
 from llmcache.parts import Parts
+
+
+@dataclass(frozen=True, slots=True)
+class Passing:
+    """A call that goes by, on the host.
+
+    Attributes:
+        started: Clock at its beginning.
+        asking_s: Seconds spent on asking whether it can be noted.
+        kept: What is known of it before it is computed, if it is to be noted.
+        is_timed: The cost model wants to know what it takes.
+    """
+
+    started: float
+    asking_s: float
+    kept: Prepared | None
+    is_timed: bool
 
 
 class Meter:
@@ -44,16 +64,47 @@ class Meter:
             cost.restart()  # what was seen before does not hold of what can be served afterwards
             return None
         started = self._clock()
-        verdict = cost.pays(ids.numel(), len(ids), _hashes(call) if ids.is_cpu else ())
+        call.hashes = _hashes(call) if ids.is_cpu else ()
+        notes = self._parts.notes
+        held = none_held if notes is None else notes.count
+        # What is searched for, and looked into, costs more than can be told from within calls.
+        compares = self._parts.trust is not None and self._parts.trust.calibration is not None
+        searches = self._parts.fingerprint is not None
+        verdict = cost.pays(ids.numel(), len(ids), call.hashes, held, compares, searches)
         if not verdict.pays:
+            if ids.is_cpu and (verdict.is_noted or verdict.is_timed):
+                asked = self._clock()
+                kept = notes.prepare(call) if notes is not None and verdict.is_noted else None
+                begun = self._clock()
+                call.passing = Passing(begun, begun - asked, kept, verdict.is_timed)
             return "does_not_pay"
-        call.is_metered = True
+        if notes is not None:
+            notes.admit(call, call.hashes)
+        call.is_metered, call.is_foretold = True, verdict.is_foretold
         if ids.is_cpu:
             call.started = started
             call.lookup_s += self._clock() - started
         elif verdict.is_probe:
             call.started = self._done(ids)
         return None
+
+    def passed(self, call: Call, output: Any) -> None:
+        """Take in a call that has gone by, with the trunk's output, None where that failed."""
+        cost, notes, passing = self._parts.cost, self._parts.notes, call.passing
+        if cost is None or passing is None or output is None:
+            return
+        ended, noting_s = self._clock(), None
+        if notes is not None and passing.kept is not None:
+            notes.take(call, passing.kept, output)
+            noting_s = passing.asking_s + self._clock() - ended
+        if not passing.is_timed:
+            return
+        cost.passed(call.arguments["input_ids"].numel(), ended - passing.started, noting_s)
+
+    def spent(self, call: Call, seconds: float) -> None:
+        """Take in what else was done for the cache's sake, before a call or after it."""
+        if self._parts.cost is not None:
+            self._parts.cost.spent(call.arguments["input_ids"].numel(), seconds)
 
     def now(self, call: Call) -> float:
         """The time at which the call's work so far is done, if the call is timed."""
@@ -65,7 +116,9 @@ class Meter:
         if cost is None or not call.is_metered:
             return
         times = None if call.started is None else Times(ended - call.started, call.lookup_s, call.storing_s)
-        cost.took(ids.numel(), call.n_rows, len(call.reused) + len(call.served), times)
+        cost.took(ids.numel(), call.n_rows, len(call.reused) + len(call.served), times, call.is_foretold)
+        if self._parts.notes is not None and call.hashes:
+            self._parts.notes.stored(call.hashes, [row.key for row in call.rows])
 
     def _done(self, ids: Tensor) -> float:
         """The time at which the device of these ids has done what it was given."""

@@ -12,6 +12,7 @@ from llmcache.fingerprint import Fingerprint
 from llmcache.gate import ContentGate
 from llmcache.heads import Head
 from llmcache.library import Library
+from llmcache.notes import Notes
 from llmcache.observation import Observer
 from llmcache.payloads import Payload
 from llmcache.prefix.blocks import Blocks
@@ -41,6 +42,7 @@ class Parts:
         trust: Approximate reuse that is calibrated, or None.
         cost: Tells when the cache does not pay; None where it never steps aside.
         audit: Looks into what it serves; None without.
+        notes: What went by; None where nothing does.
         counters: What was done.
     """
 
@@ -59,6 +61,7 @@ class Parts:
     trust: Trust | None = None
     cost: CostModel | None = None
     audit: Audit | None = None
+    notes: Notes | None = None
     counters: Counters = field(default_factory=Counters)
 
     @property
@@ -96,6 +99,8 @@ class Parts:
             self.trust.forget()
         if self.cost is not None:
             self.cost.restart()
+        if self.notes is not None:
+            self.notes.clear()
 
     def purge(self, namespace: str) -> int:
         """Forget all entries of a namespace, likewise, and return how many requests they were."""
@@ -108,4 +113,6 @@ class Parts:
             self.trust.forget(namespace)
         if self.cost is not None:
             self.cost.forget()
+        if self.notes is not None:
+            self.notes.clear(namespace)
         return n_requests

@@ -256,6 +256,7 @@ TABLES: Mapping[str, Callable[[Sequence[Run]], Iterator[str]]] = {
     "drift": told,
     "embeddings": told,
     "payback": payback,
+    "service": told,
     "prefix": prefix,
     "sharing": sharing,
     "decode": decode,

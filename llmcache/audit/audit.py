@@ -22,7 +22,7 @@ from llmcache.audit.auditor import Auditor
 from llmcache.audit.fresh import Fresh
 from llmcache.audit.likeness import Likeness
 from llmcache.audit.look import Look, Looks, look_at
-from llmcache.audit.shadow import Job, Shadow
+from llmcache.audit.shadow import GaveWay, Job, Shadow
 from llmcache.calibration import Calibration
 from llmcache.claim import MetricName
 from llmcache.context import Call, Drawn, Reuse
@@ -54,6 +54,7 @@ class Audit:
         floor: float,
         renew_every: int | None,
         in_background: bool,
+        share: float,
     ) -> None:
         """Wait for a calibration.
 
@@ -69,8 +70,9 @@ class Audit:
             floor: Least probability with which a hit is looked into, 0 to 1; 0: none is.
             renew_every: Requests after which a calibration is renewed; None: never.
             in_background: What waits is done in idle moments, too, not only by `drain` of the shadow.
+            share: Of the time of calls, what it may take where they leave no idle moments, 0 to 1.
         """
-        self.shadow: Shadow[Audit] = Shadow(self, in_background)
+        self.shadow: Shadow[Audit] = Shadow(self, in_background, share=share)
         self._looks = looks
         self._library = library
         self._fingerprint = fingerprint
@@ -102,6 +104,7 @@ class Audit:
         """
         hits = {reuse.row: reuse for reuse in decided if reuse.answer is not None}
         assert call.scope is not None
+        ease = self.shadow.ease  # where looks wait, fewer are drawn: before anything is known of these requests
         with self._lock:
             account = self._find_account(call.scope.weights)
             if account is None:
@@ -109,14 +112,14 @@ class Audit:
             self._compare(call, hits)
             for row in call.active_rows:
                 hit = hits.get(row.number)
-                sample = account.see(None if hit is None else hit.share)
+                sample = account.see(None if hit is None else hit.share, ease)
                 if sample is not None and hit is not None:
                     # Of all hits alike: those that were drawn for being doubtful, or early, are thinned out again.
-                    stands_for_all = account.toss(self._floor * sample.weight)
+                    stands_for_all = account.toss(ease * self._floor * sample.weight)
                     call.drawn[row.number] = Drawn(sample, hit.key, hit.answer, stands_for_all)
                     if self._likeness is not None:
                         self._drawn_hits.add(row.key)
-                elif row.number not in call.reused and hit is None and account.toss(self._floor):
+                elif row.number not in call.reused and hit is None and account.toss(ease * self._floor):
                     call.drawn[row.number] = Drawn(None, "", None, True)
         is_full = self.shadow.is_full
         return [hit for hit in hits.values() if not (is_full and hit.row in call.drawn)]
@@ -188,7 +191,12 @@ class Audit:
 
     def _look_on(self) -> None:
         """Look into the hit that has waited longest and into others, whose own jobs then have less to do."""
-        self._look(self._looks.take())
+        looks = self._looks.take()
+        try:
+            self._look(looks)
+        except GaveWay:
+            self._looks.put_back(looks)
+            raise
 
     def _look(self, looks: Sequence[Look]) -> None:
         """Compute requests that were served, store them, and settle their samples."""

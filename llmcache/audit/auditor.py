@@ -23,11 +23,13 @@ class Sample:
         account: Where it was drawn, and its verdict belongs.
         number: Of the request.
         weight: Inverse of the probability with which it was drawn.
+        ease: What the least probability was multiplied by.
     """
 
     account: "Auditor"
     number: int
     weight: float
+    ease: float = 1.0
 
 
 class Auditor:
@@ -54,15 +56,18 @@ class Auditor:
         self._often_until = N_FIRST  # requests up to which it looks more often
         self._random = random.Random(seed)
 
-    def see(self, share: float | None) -> Sample | None:
+    def see(self, share: float | None, ease: float = 1.0) -> Sample | None:
         """Count a request, and say whether it is to be looked into.
 
         Args:
             share: Of an approximate hit, its doubt over the largest that is allowed, 0 to 1; None of all other
                 requests, whose answers cannot have changed.
+            ease: What all probabilities are multiplied by, the least one included, over 0, at most 1. It may follow
+                from all that was before this request, not from the request.
         """
         floor = min(1.0, _FIRST * self._floor) if self.rate.n < self._often_until else self._floor
-        self.rate.see()
+        floor *= ease
+        self.rate.see(ease)
         number = self.alarm.see()
         if share is None:
             return None
@@ -70,8 +75,8 @@ class Auditor:
         if not self.toss(chance):
             return None
         self.n_drawn += 1
-        sample = Sample(self, number, 1 / chance)
-        self.rate.draw(sample.weight)
+        sample = Sample(self, number, 1 / chance, ease)
+        self.rate.draw(sample.weight, ease)
         return sample
 
     def begin_again(self) -> None:
@@ -91,7 +96,7 @@ class Auditor:
         """
         self.n_looked += 1
         self.n_changed += is_changed
-        self.rate.settle(sample.weight, is_changed)
+        self.rate.settle(sample.weight, is_changed, sample.ease)
         if not is_changed or not self.alarm.found(sample.number, sample.weight) or self.has_rung:
             return False
         self.has_rung = True
@@ -100,7 +105,7 @@ class Auditor:
     def withdraw(self, sample: Sample) -> None:
         """The hit was not served after all, so nobody got another answer for it."""
         self.n_drawn -= 1
-        self.rate.settle(sample.weight, has_event=False)
+        self.rate.settle(sample.weight, has_event=False, ease=sample.ease)
 
     @property
     def bounds(self) -> tuple[float, float]:

@@ -59,6 +59,7 @@ class Looks:
         self._width = _WIDTHS[0]
         self._tried: set[int] = set()  # widths at which rows together came out as they do alone
         self._waiting: list[Look] = []
+        self._most = _MOST
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -76,9 +77,16 @@ class Looks:
             taken = self._waiting[:1]
             if taken and self._width:
                 kind = self._kind(taken[0])
-                taken = [look for look in self._waiting if self._kind(look) == kind][:_MOST]
+                taken = [look for look in self._waiting if self._kind(look) == kind][: self._most]
+                self._most = min(2 * self._most, _MOST)
             self._waiting = [look for look in self._waiting if not any(look is one for one in taken)]
             return taken
+
+    def put_back(self, looks: Sequence[Look]) -> None:
+        """Have looks that were taken wait again, before all others: a call came. Next time fewer are taken."""
+        with self._lock:
+            self._waiting = [*looks, *self._waiting]
+            self._most = max(1, len(looks) // 4)
 
     def drop(self, namespace: str | None) -> None:
         """Forget those of a namespace, or all."""

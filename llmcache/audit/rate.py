@@ -19,8 +19,11 @@ class Rate:
     """Share of requests with an event that is looked for in some of them only.
 
     A request counts 0, or, if an event was found, 1 / probability with which it was looked for: the mean is the rate of
-    all events, seen or not. The same is staked on every request, whatever its probability: then the limits are limits
-    of the mean rate so far, also of one that changes, as a product of factors that average to at most 1 is at most 1.
+    all events, seen or not. The same share of what may be staked is staked on every request, whatever its probability:
+    then the limits are limits of the mean rate so far, also of one that changes, as a product of factors that average
+    to at most 1 is at most 1. What may be staked follows from the least probability that a request can have. That may
+    be lower for some (`ease`), if it is fixed before the request: each factor is fair, given what was before. In the
+    mean that the limits are of, such requests then count less, about as `ease` says; the estimate counts all alike.
 
     A sample of which nothing is known yet, or ever, counts as an event for the upper limit and as none for the lower,
     so neither is wrong because samples wait. The caller holds a lock.
@@ -30,40 +33,53 @@ class Rate:
         """Begin without requests.
 
         Args:
-            floor: The least probability with which events will ever be looked for, over 0, at most 1.
+            floor: The least probability with which events are looked for, where nothing is eased, over 0, at most 1.
         """
         self._floor = floor
-        self.n = 0  # requests
-        self._open: Counter[float] = Counter()  # samples by weight
-        self._found: Counter[float] = Counter()  # events, likewise
+        self._n: Counter[float] = Counter()  # requests by ease
+        self._open: Counter[tuple[float, float]] = Counter()  # samples by weight and ease
+        self._found: Counter[tuple[float, float]] = Counter()  # events, likewise
+
+    @property
+    def n(self) -> int:
+        """Requests so far."""
+        return self._n.total()
 
     @property
     def mean(self) -> float | None:
         """Estimated rate; None without requests."""
-        return sum(weight * n for weight, n in self._found.items()) / self.n if self.n else None
+        n = self.n
+        return sum(weight * found for (weight, _), found in self._found.items()) / n if n else None
 
-    def see(self) -> None:
-        """Take in a request."""
-        self.n += 1
+    def see(self, ease: float = 1.0) -> None:
+        """Take in a request, for which the least probability is the usual one times `ease`, over 0, at most 1."""
+        self._n[ease] += 1
 
-    def draw(self, weight: float) -> None:
+    def draw(self, weight: float, ease: float = 1.0) -> None:
         """The last request is looked into, which had the probability 1 / `weight`."""
-        self._open[weight] += 1
+        self._open[weight, ease] += 1
 
-    def settle(self, weight: float, has_event: bool) -> None:
+    def settle(self, weight: float, has_event: bool, ease: float = 1.0) -> None:
         """What was found in a request that had been drawn so."""
-        self._open[weight] -= 1
-        self._found[weight] += has_event
+        self._open[weight, ease] -= 1
+        self._found[weight, ease] += has_event
 
     def lower(self, alpha: float) -> float:
         """The rate is at least this at all times, but for a chance of `alpha`."""
-        nothing = np.log1p(-_STAKES * self._floor)  # what a request without an event leaves of a unit
+
+        def lost(ease: float) -> Doubles:
+            """Logarithm of what a request without an event leaves of a unit (J,)."""
+            left: Doubles = np.log1p(-_STAKES * self._floor * ease)
+            return left
+
+        idle = sum((n * lost(ease) for ease, n in self._n.items()), np.zeros(len(_STAKES)))
 
         def is_possible(rate: float) -> bool:
             """Whether no gambler on a larger rate got rich."""
-            wealth = self.n * nothing
-            for weight, n in self._found.items():
-                wealth = wealth + n * (np.log1p(_STAKES * self._floor * (weight / rate - 1)) - nothing)
+            wealth = idle
+            for (weight, ease), n in self._found.items():
+                won = np.log1p(_STAKES * self._floor * ease * (weight / rate - 1))
+                wealth = wealth + n * (won - lost(ease))
             return mixed(wealth) < log(1 / alpha)
 
         return edge(is_possible, 0.0, 1.0) if self._found.total() else 0.0
@@ -74,15 +90,14 @@ class Rate:
 
         def is_refuted(rate: float) -> bool:
             """Whether a gambler on a smaller rate got rich."""
-            nothing = self._kept(rate, 0.0)
-            wealth = self.n * nothing
-            for weight, n in events.items():
-                wealth = wealth + n * (self._kept(rate, weight) - nothing)
+            wealth = sum((n * self._kept(rate, 0.0, ease) for ease, n in self._n.items()), np.zeros(len(_STAKES)))
+            for (weight, ease), n in events.items():
+                wealth = wealth + n * (self._kept(rate, weight, ease) - self._kept(rate, 0.0, ease))
             return mixed(wealth) >= log(1 / alpha)
 
         return edge(is_refuted, 0.0, 1.0) if self.n else 1.0
 
-    def _kept(self, rate: float, weight: float) -> Doubles:
+    def _kept(self, rate: float, weight: float, ease: float) -> Doubles:
         """Logarithm of what bets on less than `rate` make of a unit (J,), at a request that counted `weight`."""
-        change: Doubles = np.log1p(_STAKES * (rate - weight) / (1 / self._floor - rate))
+        change: Doubles = np.log1p(_STAKES * (rate - weight) / (1 / (self._floor * ease) - rate))
         return change

@@ -1,18 +1,26 @@
-"""Work that may wait for moments in which nobody else needs the processor."""
+"""Work that may wait for moments in which nobody else needs the processor, and takes a small share where none come."""
 
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from contextvars import Context
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Generic, TypeVar
 
+import torch
+
 Owner = TypeVar("Owner")
 
 _SOON_S = 0.001  # after which the thread looks again while a call is under way, at least
+_MOST_CREDIT_S = 0.1  # what a quiet time may save up: calls after it are not to pay for it all at once
+_STEPS = 20  # parts of the queue; of its latter half, each that is reached halves what is added
+
+
+class GaveWay(BaseException):
+    """A job stopped half-way, since a call has come. No `Exception`: nobody on the way is to take it for a failure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +37,12 @@ class Job(Generic[Owner]):
 
 
 class Shadow(Generic[Owner]):
-    """A queue of jobs, done one after the other by a thread of its own while no call is under way. Thread-safe.
+    """A queue of jobs, done one after the other, so that calls hardly notice. Thread-safe.
 
-    The thread begins with the first job and ends with the owner, which it does not keep alive. It computes with as many
-    threads as torch gives it: `torch.set_num_threads` would also hold for every thread that begins later.
+    A thread of its own does them while no call is under way and none was a moment ago, with one thread of torch's. A
+    job that asks `give_way` stops once a call comes, and is done again later. Where calls leave no such moment, they do
+    jobs themselves (`catch_up`), for no more than a share of the time that calls take. The thread begins with the first
+    job and ends with the owner, which it does not keep alive.
     """
 
     def __init__(
@@ -40,29 +50,37 @@ class Shadow(Generic[Owner]):
         owner: Owner,
         in_background: bool = True,
         idle_s: float = 0.02,
-        patience_s: float = 5.0,
+        patience_s: float = 1.0,
         max_jobs: int = 1000,
+        share: float = 0.02,
+        clock: Callable[[], float] = monotonic,
     ) -> None:
         """Begin without jobs, and without a thread.
 
         Args:
             owner: Handed to every job; jobs are dropped when it is gone.
-            in_background: There will be a thread; else only `drain` does jobs.
+            in_background: There will be a thread, and `catch_up` does jobs; else only `drain` does.
             idle_s: Seconds without a call after which the processor is taken to be free.
-            patience_s: Seconds after which a job is done all the same.
+            patience_s: Seconds after which a job is one for `catch_up`.
             max_jobs: Jobs at which the queue is full.
+            share: Of the time in which calls are under way, what `catch_up` may take, 0 to 1, but for one job.
+            clock: Seconds that never go back.
         """
         self._owner = weakref.ref(owner)
         self._in_background = in_background
         self._idle_s = idle_s
         self._patience_s = patience_s
         self._max_jobs = max_jobs
+        self._share = share
+        self._clock = clock
+        self._credit_s = 0.0  # what calls may still spend on jobs; less than nothing after one that took longer
         self._jobs: deque[Job[Owner]] = deque()
         self._condition = threading.Condition()
         self._working = threading.RLock()  # one job at a time, whoever does it; a job may ask for others to be dropped
         self._is_working = False
         self._n_calls = 0
-        self._last_call_s = monotonic()
+        self._last_call_s = clock()
+        self._counted_s = self._last_call_s  # until when the time of calls has earned credit
         self._thread: threading.Thread | None = None
         self._is_closed = False
         weakref.finalize(owner, self.close)  # also when the interpreter ends, which must not meet a thread in torch
@@ -74,6 +92,12 @@ class Shadow(Generic[Owner]):
     def is_full(self) -> bool:
         """Whether no more should be added. Calls that asked before may add a few all the same."""
         return len(self._jobs) >= self._max_jobs
+
+    @property
+    def ease(self) -> float:
+        """What of the usual work should be added now, over 0, at most 1: less, the more waits. A power of one half."""
+        n_full = len(self._jobs) * _STEPS // max(self._max_jobs, 1) if self._in_background else 0
+        return float(0.5 ** min(max(n_full - _STEPS // 2 + 1, 0), _STEPS // 2))
 
     def add(self, job: Job[Owner]) -> None:
         """Have a job done some time; after `close`, never."""
@@ -90,13 +114,50 @@ class Shadow(Generic[Owner]):
     def enter(self) -> None:
         """A call has begun."""
         with self._condition:
+            if not self._n_calls:
+                self._counted_s = self._clock()
             self._n_calls += 1
 
     def leave(self) -> None:
         """A call has ended."""
         with self._condition:
             self._n_calls -= 1
-            self._last_call_s = monotonic()
+            self._last_call_s = now = self._clock()
+            earned_s = self._share * (now - self._counted_s)
+            self._credit_s, self._counted_s = min(self._credit_s + earned_s, _MOST_CREDIT_S), now
+
+    def catch_up(self) -> float:
+        """Do a job that has waited for long, if calls have earned the time; returns the seconds that it took, or 0."""
+        if not self._jobs or self._credit_s <= 0 or not self._in_background:
+            return 0.0
+        started = self._clock()
+        try:
+            if started - self._jobs[0].added_s < self._patience_s or not self._working.acquire(blocking=False):
+                return 0.0
+        except IndexError:  # another thread has taken the last one
+            return 0.0
+        try:
+            self._do_one()
+        finally:
+            self._working.release()
+            spent_s = self._clock() - started
+            with self._condition:
+                self._credit_s -= spent_s
+        return spent_s
+
+    @property
+    def may_stop(self) -> bool:
+        """Whether this thread is the one whose jobs are to ask `give_way`."""
+        return threading.current_thread() is self._thread
+
+    def give_way(self) -> None:
+        """Stop the job under way where a call has come, or all has ended; to be asked by a job of the thread's.
+
+        Raises:
+            GaveWay: The job ends here, and is done again.
+        """
+        if self._n_calls or self._is_closed:
+            raise GaveWay
 
     def drain(self) -> int:
         """Do the jobs that wait, after the one under way, until none is left; returns how many this thread did."""
@@ -120,6 +181,7 @@ class Shadow(Generic[Owner]):
             thread.join()
 
     def _run(self) -> None:
+        _compute_alone()
         while True:
             with self._condition:
                 # Not told when calls end, which would cost each of them: while jobs wait it looks by itself.
@@ -127,27 +189,48 @@ class Shadow(Generic[Owner]):
                     self._condition.wait(wait_s)
                 if self._is_closed:
                     return
-            self._do_one()
+            self._do_one(is_background=True)
 
     def _wait_s(self) -> float | None:
         """Seconds after which to look again, 0 if a job may begin, None while there is none."""
         if not self._jobs:
             return None
-        now = monotonic()
-        idle_s = max(self._idle_s, _SOON_S) if self._n_calls else self._last_call_s + self._idle_s - now
-        return max(0.0, min(idle_s, self._jobs[0].added_s + self._patience_s - now))
+        if self._n_calls:
+            return max(self._idle_s, _SOON_S)
+        return max(0.0, self._last_call_s + self._idle_s - self._clock())
 
-    def _do_one(self) -> bool:
-        """Do the oldest job; whether there was one."""
+    def _do_one(self, is_background: bool = False) -> bool:
+        """Do the oldest job; whether there was one. In the background none is begun while a call is under way."""
         with self._working:
             with self._condition:
-                job = self._jobs.popleft() if self._jobs and not self._is_working else None
+                may_begin = not (self._is_working or (is_background and self._n_calls))
+                job = self._jobs.popleft() if self._jobs and may_begin else None
             owner = self._owner()
             if job is None or owner is None:
                 return False
             self._is_working = True
             try:
                 Context().run(job.do, owner)  # nothing of the caller's: neither its namespace nor what it turned off
+            except GaveWay:
+                with self._condition:
+                    if not self._is_closed:
+                        self._jobs.appendleft(job)
             finally:
                 self._is_working = False
         return True
+
+
+def _compute_alone() -> None:
+    """Let this thread compute by itself.
+
+    `torch.set_num_threads` holds for the thread that calls it, and for those that begin to compute later: for these,
+    another thread puts it back at once.
+    """
+    n_threads = torch.get_num_threads()
+    if n_threads == 1:
+        return
+    torch.set_num_threads(1)
+    others = threading.Thread(target=torch.set_num_threads, args=(n_threads,), name="llmcache-threads")
+    with suppress(RuntimeError):  # the interpreter ends, and begins no thread any more
+        others.start()
+        others.join()

@@ -7,6 +7,10 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
 
 from llmcache.audit.shadow import Job, Shadow
 
@@ -14,7 +18,7 @@ from llmcache.audit.shadow import Job, Shadow
 class Owner:
     """Whose jobs they are."""
 
-    def __init__(self, **settings: float) -> None:
+    def __init__(self, **settings: Any) -> None:
         self.shadow: Shadow[Owner] = Shadow(self, **settings)
         self.done: list[object] = []
 
@@ -48,12 +52,118 @@ def test_no_job_is_done_while_a_call_is_under_way() -> None:
     owner.shadow.close()
 
 
-def test_a_job_that_has_waited_for_long_is_done_all_the_same() -> None:
-    owner = Owner(idle_s=1e6, patience_s=0.02)
+class Clock:
+    """Seconds that pass where a test says so."""
+
+    def __init__(self) -> None:
+        self.now = time.monotonic()
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def busy(seconds: float, **settings: float) -> tuple[Owner, Clock]:
+    """Calls that have left no idle moment for so long."""
+    clock = Clock()
+    owner = Owner(idle_s=1e6, clock=clock, **settings)
     owner.shadow.enter()
-    owner.add()
+    clock.now += seconds
+    owner.shadow.leave()
+    return owner, clock
+
+
+def work(clock: Clock, seconds: float) -> Callable[[Owner], None]:
+    """What takes so long."""
+
+    def spend(owner: Owner) -> None:
+        owner.done.append(seconds)
+        clock.now += seconds
+
+    return spend
+
+
+def test_calls_do_what_has_waited_for_long_for_a_share_of_their_time() -> None:
+    owner, clock = busy(2.0, share=0.01, patience_s=1.0)
+    for _ in range(5):
+        owner.shadow.add(Job(work(clock, 0.015), clock.now))
+    assert owner.shadow.catch_up() == 0.0 and not owner.done  # it has not waited for long
+    clock.now += 1.1
+    assert owner.shadow.catch_up() == owner.shadow.catch_up() == pytest.approx(0.015)  # of 20 ms that were earned
+    assert owner.shadow.catch_up() == 0.0  # 10 ms too much were spent
+    for _ in range(6):
+        owner.shadow.enter()
+        clock.now += 0.25
+        owner.shadow.leave()
+    assert owner.shadow.catch_up() == pytest.approx(0.015)
+    assert len(owner.done) == 3
+    owner.shadow.close()
+
+
+def test_a_quiet_time_saves_little_up_and_no_share_nothing() -> None:
+    owner, clock = busy(1e6, patience_s=0.0)
+    for _ in range(9):
+        owner.shadow.add(Job(work(clock, 0.03), clock.now))
+    assert [owner.shadow.catch_up() > 0 for _ in range(5)] == [True] * 4 + [False]  # a tenth of a second
+    owner.shadow.close()
+    owner, clock = busy(1e6, patience_s=0.0, share=0.0)
+    owner.shadow.add(Job(work(clock, 0.03), clock.now))
+    assert owner.shadow.catch_up() == 0.0
+    owner.shadow.close()
+
+
+def test_a_job_gives_way_to_a_call_and_is_done_again_later() -> None:
+    owner, begun, stopped = Owner(idle_s=0.0), threading.Event(), threading.Event()
+
+    def work(owner: Owner) -> None:
+        begun.set()
+        if not stopped.is_set():
+            assert owner.shadow.may_stop
+            try:
+                while True:
+                    owner.shadow.give_way()
+                    time.sleep(0.001)
+            finally:
+                stopped.set()
+        owner.done.append("done")
+
+    owner.shadow.add(Job(work))
+    begun.wait()
+    owner.shadow.enter()
+    assert not owner.shadow.may_stop
+    assert stopped.wait(30)
+    time.sleep(0.05)
+    assert not owner.done and len(owner.shadow) == 1
+    owner.shadow.leave()
     wait_until(lambda: owner.done)
     owner.shadow.close()
+
+
+def test_the_thread_computes_with_one_thread_and_others_as_before() -> None:
+    owner, others = Owner(idle_s=0.0), []
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        owner.shadow.add(Job(lambda owner: owner.done.append(torch.get_num_threads())))
+        wait_until(lambda: owner.done)
+        later = threading.Thread(target=lambda: others.append(torch.get_num_threads()))
+        later.start()
+        later.join()
+        assert (owner.done, others, torch.get_num_threads()) == ([1], [2], 2)
+    finally:
+        torch.set_num_threads(before)
+        owner.shadow.close()
+
+
+def test_the_more_waits_the_less_is_to_be_added() -> None:
+    owner = Owner(idle_s=1e6, max_jobs=40)
+    eases = []
+    for _ in range(40):
+        eases.append(owner.shadow.ease)
+        owner.add()
+    assert eases[:20] == [1.0] * 20 and eases[20:26] == [0.5, 0.5, 0.25, 0.25, 0.125, 0.125]
+    assert owner.shadow.ease == 0.5**10
+    owner.shadow.close()
+    assert Owner(in_background=False, max_jobs=0).shadow.ease == 1.0  # who drains has asked for all of it
 
 
 def test_draining_does_what_waits_here_and_in_order() -> None:

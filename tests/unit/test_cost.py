@@ -226,6 +226,8 @@ def test_a_row_says_what_was_measured() -> None:
             "lookup_ms": 0.6,
             "storing_ms": 0.4,
             "layer_ms": 2.5,
+            "plain_ms": None,
+            "beside_ms": 0.0,
             "miss_ms": 11.0,
             "hit_ms": 1.0,
             "hit_rate": 0.5,
@@ -275,3 +277,85 @@ def test_turns_are_logged_once_with_their_figures(caplog: pytest.LogCaptureFixtu
     went, came = caplog.messages
     assert "steps aside for calls of 16 to 31 tokens: 0.0 % of requests could be served; it pays from" in went
     assert "serves again" in came
+
+
+# -- compared with the model alone -------------------------------------------------------------------------------------
+
+
+def serve_compared(cost: CostModel, n: int, every: int, beside_s: float = 0.0, plain_s: float = 0.01) -> int:
+    """Calls of calibrated reuse, of which each `every`-th is a hit; how many went by."""
+    n_passed = 0
+    for i in range(n):
+        verdict = cost.pays(TOKENS, 1, (i,), compares=True)
+        if verdict.pays:
+            cost.took(TOKENS, 1, int(i % every == 0), HIT if i % every == 0 else MISS)
+            cost.spent(TOKENS, beside_s)
+        else:
+            assert verdict.is_timed or row(cost).is_aside
+            cost.passed(TOKENS, plain_s)
+            n_passed += 1
+    return n_passed
+
+
+def test_short_stretches_go_by_rarer_and_rarer() -> None:
+    cost = CostModel(DEPTH)
+    taken = [cost.pays(TOKENS, 1, (), compares=True).pays for _ in range(1900)]
+    by = [i for i, is_taken in enumerate(taken) if not is_taken]
+    assert by == [*range(255, 271), *range(782, 798), *range(1821, 1837)]
+    assert all(cost.pays(2 * TOKENS, 1, ()).pays for _ in range(1900))  # where nothing is calibrated, none
+
+
+def test_what_a_miss_takes_longer_than_the_model_is_the_overhead() -> None:
+    """Lookup and storing are 1 ms of 11; the model alone would take 8."""
+    cost = CostModel(DEPTH)
+    serve_compared(cost, 400, every=2, plain_s=0.008)
+    assert row(cost).plain_ms == pytest.approx(8.0)
+    assert row(cost).pays_from == pytest.approx(3 / (7 + 3))
+    assert row(cost).layer_ms == pytest.approx(8.0 / DEPTH)
+
+
+def test_what_is_done_beside_calls_counts_and_makes_it_step_aside() -> None:
+    cost = CostModel(DEPTH)
+    serve_compared(cost, 2 * PATIENCE, every=2, beside_s=0.002)
+    assert row(cost).beside_ms == pytest.approx(2.0, rel=0.05)
+    assert row(cost).pays_from == pytest.approx((1 + 2) / (9 + 1), rel=0.05)
+    assert not row(cost).is_aside
+    cost = CostModel(DEPTH)
+    serve_compared(cost, 2 * PATIENCE, every=2, beside_s=0.005)  # half of 9 ms are saved; half of 1 and all of 5 lost
+    assert row(cost).is_aside
+
+
+def test_a_cost_that_is_next_to_nothing_is_no_reason_to_step_aside() -> None:
+    cost = CostModel(DEPTH)
+    for i in range(2 * PATIENCE):
+        assert cost.pays(TOKENS, 1, (i,)).pays
+        cost.took(TOKENS, 1, 0, Times(0.1, 0.0005, 0.0004))
+    assert not row(cost).is_aside
+
+
+# -- what is held, and what is noted -----------------------------------------------------------------------------------
+
+
+def test_a_call_whose_requests_are_held_is_served_while_aside_and_does_not_speak_for_others() -> None:
+    cost = aside()
+    for i in range(20):
+        verdict = cost.pays(TOKENS, 2, (-i - 1, -i - 101), held=lambda hashes: 1)
+        assert verdict.pays and verdict.is_foretold and not verdict.is_probe
+        cost.took(TOKENS, 2, 1, None, verdict.is_foretold)
+    assert row(cost).is_aside and row(cost).hit_rate == 0.0
+    assert not cost.pays(TOKENS, 20, tuple(range(1000, 1020)), held=lambda hashes: 1).pays  # one of twenty: 5 %
+
+
+def test_what_goes_by_is_noted_unless_that_takes_too_long() -> None:
+    cost = aside()
+    for seconds, is_noted in ((0.00005, True), (0.01, False)):
+        for _ in range(100):
+            cost.passed(TOKENS, 0.01, seconds)
+        verdicts = [cost.pays(TOKENS, 1, (i,)) for i in range(10)]
+        assert {verdict.is_noted for verdict in verdicts if not verdict.is_probe} == {is_noted}
+
+
+def test_probes_are_rarer_where_calls_are_noted_and_nothing_is_searched() -> None:
+    cost = aside()
+    taken = [cost.pays(TOKENS, 1, (i + 1,), searches=False).pays for i in range(1024)]
+    assert [i for i, is_taken in enumerate(taken, 1) if is_taken] == [512, 1024]

@@ -1,0 +1,266 @@
+"""Measure `service`: whole passes of a stream, as a service meets it: the model alone, the cache, the model.
+
+    learning     the first `learn` requests are computed and calibrated on, apart; that is done anew before each pass
+                 with the cache, so that it begins with what was learned and nothing else
+    even rounds  the model alone, the cache, the model alone
+    odd rounds   the cache, the model alone, the cache
+
+Requests of a pass follow one another, with nobody between them; audit, storing and stepping aside are as by default.
+The clock of a pass runs until nothing waits to be looked into. All of that for each number of torch's threads.
+
+Sizes: N requests that are served.
+"""
+
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import Field, field_validator
+
+from experiments.folders import Folders
+from experiments.measures.base import Outcome
+from experiments.measures.learning import LearningExperiment, figures_of, later
+from experiments.methods import NOCACHE
+from experiments.methods.base import BYPASSED, COMPUTED, twin
+from experiments.methods.cached import configure
+from experiments.metrics import percentiles
+from experiments.progress import tracked
+from experiments.workload import Answer, Workload
+from llmcache import LLMCache
+from llmcache.claim import Claim
+from llmcache.observation import Observation
+
+CACHE = "llmcache"
+AS_BY_DEFAULT = {"step_aside": True, "audit_in_background": True}  # elsewhere experiments turn these off
+
+
+class Service(LearningExperiment):
+    """Settings of the measure. `cache.sources` is that of the calibration.
+
+    Attributes:
+        rounds: Of three passes each.
+        threads: Numbers of threads that torch computes with.
+    """
+
+    max_drops: tuple[float, ...] = Field(default=(0.01,), min_length=1)
+    rounds: int = Field(default=2, ge=1)
+    threads: tuple[int, ...] = Field(default=(2, 1), min_length=1)
+
+    @field_validator("threads", mode="before")
+    @classmethod
+    def _one_number_alone(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, int) else value
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One way through the stream.
+
+    Attributes:
+        who: `NOCACHE` or `CACHE`.
+        number: Of its round.
+        seconds: From the first request to the last answer, and until nothing waits.
+        drained_s: Of these, those after the last answer.
+        ms: Of each request (N,), milliseconds, from its call to its answer.
+        served: What served it (N,).
+        answers: N.
+    """
+
+    who: str
+    number: int
+    seconds: float
+    drained_s: float
+    ms: NDArray[np.float64]
+    served: NDArray[np.str_]
+    answers: Sequence[Answer]
+
+
+class Server:
+    """The model alone and a copy with the cache, which answer the later requests in whole passes."""
+
+    def __init__(self, workload: Workload, options: Mapping[str, Any], learn: int) -> None:
+        """Take two copies of the model, and compute what is learned from.
+
+        Args:
+            workload: Its requests have one row each.
+            options: Settings of the cache.
+            learn: Requests that are learned from.
+
+        Raises:
+            LLMCacheError: The settings do not fit the model, or a request could not be computed.
+        """
+        self._workload = workload
+        self._learn = learn
+        self._plain = twin(workload.module)
+        config = configure(workload, {**AS_BY_DEFAULT, **options})
+        self.cache = LLMCache.wrap(twin(workload.module), config=config, tokenizer=workload.tokenizer)
+        first = [request.inputs for request in workload.requests[:learn]]
+        self._observed: list[Observation] = self.cache.observe(first)
+
+    def calibrate(self, claim: Claim) -> None:
+        """Learn anew; all that was held is forgotten first.
+
+        Raises:
+            CalibrationError: The first requests cannot carry the claim.
+        """
+        self.cache.clear()
+        assert self.cache.trust is not None
+        self.cache.trust.calibrate(self._observed, claim)
+
+    def go(self, who: str, number: int, what: str) -> Pass:
+        """Answer the later requests, in order and without a break."""
+        requests = self._workload.requests[self._learn :]
+        module = self._plain if who == NOCACHE else self.cache.model
+        ms, served, answers = np.zeros(len(requests)), [], []
+        gc.collect()
+        with torch.inference_mode():
+            started = perf_counter()
+            for i, request in tracked(enumerate(requests), len(requests), what):
+                begun = perf_counter()
+                answers.append(self._workload.answer(module(**request.inputs), self._learn + i))
+                ms[i] = (perf_counter() - begun) * 1e3
+                served.append(COMPUTED if who == NOCACHE else _served_by(self.cache))
+            answered = perf_counter()
+            if who == CACHE:
+                self.cache.drain()
+        ended = perf_counter()
+        return Pass(who, number, ended - started, ended - answered, ms, np.array(served), answers)
+
+
+def run(experiment: Service, folders: Folders) -> Outcome:
+    """Serve the stream in whole passes, for each claim and number of threads.
+
+    Raises:
+        CalibrationError: The first requests cannot carry a claim.
+        ConfigError: The data or the model does not fit the settings.
+        FileNotFoundError: A data file is missing.
+    """
+    workload = experiment.stream(folders)
+    server = Server(workload, experiment.cache, experiment.learn)
+    rows, ways = [], []
+    for max_drop in experiment.max_drops:
+        claim = experiment.claim(max_drop, experiment.config.sources)
+        for threads in experiment.threads:
+            at = {"max_drop": max_drop, "threads": threads}
+            with threads_of_torch(threads):
+                passes, told = _passes(experiment, server, claim, f"{max_drop:g}, {threads} threads")
+            ways.append(at | figures(experiment, workload, passes) | told)
+            rows += [at | _row(one) for one in passes]
+    server.cache.unwrap()
+    metrics = {
+        **experiment.about(workload),
+        "learn": experiment.learn,
+        "n_counted": len(workload.requests) - experiment.learn,
+        "mean_tokens": float(np.mean([request.inputs["input_ids"].shape[-1] for request in workload.requests])),
+        "rounds": experiment.rounds,
+        "ways": ways,
+        "summary": [_shown(way) for way in ways],
+    }
+    return Outcome(rows, metrics)
+
+
+def order_of_passes(number: int) -> tuple[str, str, str]:
+    """Who goes in a round."""
+    return (NOCACHE, CACHE, NOCACHE) if number % 2 == 0 else (CACHE, NOCACHE, CACHE)
+
+
+def figures(experiment: Service, workload: Workload, passes: Sequence[Pass]) -> dict[str, Any]:
+    """Speed over rounds, each pass by itself, and what the first pass with the cache did to the answers."""
+    ratios = [_ratio([one for one in passes if one.number == number]) for number in range(experiment.rounds)]
+    plain, cached = ([one for one in passes if one.who == who] for who in (NOCACHE, CACHE))
+    first = cached[0]
+    counted = later(workload, experiment.learn)
+    return {
+        "speedup": float(np.median(ratios)),
+        "speedup_min": min(ratios),
+        "speedup_max": max(ratios),
+        "plain_ms": _times(np.concatenate([one.ms for one in plain])),
+        "hit_ms": _times_where(cached, lambda served: ~np.isin(served, (COMPUTED, BYPASSED))),
+        "miss_ms": _times_where(cached, lambda served: served == COMPUTED),
+        "bypassed_ms": _times_where(cached, lambda served: served == BYPASSED),
+        "bypassed": float((first.served == BYPASSED).mean()),
+        **figures_of(counted, plain[0].answers, first.answers, first.served, experiment.seed),
+    }
+
+
+@contextmanager
+def threads_of_torch(n: int) -> Iterator[None]:
+    """Within: torch computes with so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(n)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _passes(experiment: Service, server: Server, claim: Claim, what: str) -> tuple[list[Pass], dict[str, Any]]:
+    """All passes of all rounds; and what the cache tells of itself after the last one of its own."""
+    passes: list[Pass] = []
+    told: dict[str, Any] = {}
+    for number in range(experiment.rounds):
+        for who in order_of_passes(number):
+            if who == CACHE:
+                server.calibrate(claim)
+            passes.append(server.go(who, number, f"{what}: round {number + 1} of {experiment.rounds}, {who}"))
+            if who == CACHE:
+                told = _told(server.cache)
+    return passes, told
+
+
+def _told(cache: LLMCache) -> dict[str, Any]:
+    stats, made = cache.stats().to_dict(), cache.calibration
+    return {
+        "cost": stats["cost"],
+        "audit": stats["audit"],
+        "calibration_s": None if made is None else round(made.seconds, 3),
+        "limit": None if made is None else made.limit,
+        "is_certified": None if made is None else made.is_certified,
+    }
+
+
+def _served_by(cache: LLMCache) -> str:
+    (outcome,) = cache.last
+    return BYPASSED if outcome.bypassed else outcome.rung or COMPUTED
+
+
+def _ratio(passes: Sequence[Pass]) -> float:
+    """Mean time of the passes of a round by the model alone, over that with the cache."""
+    plain, cached = (float(np.mean([one.seconds for one in passes if one.who == who])) for who in (NOCACHE, CACHE))
+    return plain / cached
+
+
+def _times(ms: NDArray[np.float64]) -> dict[str, Any] | None:
+    """Percentiles and mean; None without any."""
+    known = percentiles(ms)
+    return None if known is None else known | {"mean": float(ms.mean())}
+
+
+def _times_where(passes: Sequence[Pass], where: Any) -> dict[str, Any] | None:
+    return _times(np.concatenate([one.ms[where(one.served)] for one in passes]))
+
+
+def _row(one: Pass) -> dict[str, Any]:
+    shares = {name: float((one.served == name).mean()) for name in (COMPUTED, BYPASSED)}
+    return {
+        "round": one.number,
+        "who": one.who,
+        "seconds": one.seconds,
+        "drained_s": one.drained_s,
+        "median_ms": float(np.median(one.ms)),
+        "mean_ms": float(one.ms.mean()),
+        **shares,
+    }
+
+
+def _shown(way: Mapping[str, Any]) -> dict[str, Any]:
+    """What a table on the screen has of a way."""
+    names = ("max_drop", "threads", "speedup", "speedup_min", "speedup_max", "hit_rate", "bypassed", "changed_answers")
+    times = {name: None if way[name] is None else way[name]["mean"] for name in ("plain_ms", "hit_ms", "miss_ms")}
+    return {name: way[name] for name in names} | times | {"accuracy_drop": way["accuracy_drop"]}

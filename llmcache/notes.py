@@ -1,0 +1,218 @@
+"""What goes by the cache, kept as it came out, so that a request that comes again is served although it was not stored.
+
+Reading, keying and storing a request costs a small model's call a tenth of its time. While calls go by, less is done:
+its tokens and last states are copied, under a hash of the tokens. Once one of them comes again, the call it came with
+is read, keyed and stored as any other would have been, and the exact rung serves it.
+
+That takes calls of which nothing has to be known but tokens and last states: where the door knows how the trunk packs
+its output, and no K/V is kept. Of others only hashes are known; they are stored when they come again.
+
+Sizes: B rows, T tokens, D hidden width.
+"""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from llmcache.context import Call
+from llmcache.door import Door, Kind, Packing
+from llmcache.mark import Mark
+
+if TYPE_CHECKING:  # who import `parts`, which holds this
+    from llmcache.keeping import Keeper
+    from llmcache.lookup import Lookup
+    from llmcache.parts import Parts
+
+_LOOKS_EVERY = 16  # notes after which it looks at what banks have left, if it has not filled that before
+_KNOWN = 65_536  # requests whose place is remembered
+_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
+
+
+class Prepared(NamedTuple):
+    """What is known of a call before it is computed.
+
+    Attributes:
+        packing: How its output will be packed.
+        setting: What else decides states: see `Notes._setting`.
+        mark: Of the weights.
+    """
+
+    packing: Packing
+    setting: tuple[Kind, str]
+    mark: Mark
+
+
+@dataclass(slots=True, eq=False)
+class Note:
+    """A call that went by.
+
+    Attributes:
+        namespace: In force for it.
+        arguments: The trunk's that decide states, copied, and how it was asked to pack its output.
+        states: Last states (B, T, D), or what the payload takes of them; copied.
+        kept: What was known of it before.
+        hashes: Of its rows.
+        nbytes: Bytes of its tensors.
+    """
+
+    namespace: str
+    arguments: dict[str, Any]
+    states: Tensor
+    kept: Prepared
+    hashes: Sequence[int]
+    nbytes: int
+
+
+class Notes:
+    """Of one wrapped model. Thread-safe; what is held is within what banks have left of their budgets."""
+
+    def __init__(self, parts: "Parts", lookup: "Lookup", door: Door, keeper: "Keeper") -> None:
+        """Begin with none.
+
+        Args:
+            parts: What calls are served with.
+            lookup: Reads calls.
+            door: Knows how the trunk packs its output.
+            keeper: Stores what is noted.
+        """
+        self._parts = parts
+        self._lookup = lookup
+        self._door = door
+        self._keeper = keeper
+        self._last = parts.trunk.depth - 1
+        self._mark: Mark | None = None
+        self._notes: dict[Note, None] = {}  # oldest first
+        self._places: dict[int, Note | str] = {}  # by hash: a note, or the key of a stored request
+        self._lock = threading.RLock()
+        self._can_note: tuple[Any, bool] | None = None  # with which fingerprint, and whether
+        self._left = 0  # bytes that banks had left when that was looked at
+        self.nbytes = 0
+        self.n_rows = 0
+
+    @property
+    def can_note(self) -> bool:
+        """Whether calls may be noted at all: repeats are served losslessly, and no K/V is kept."""
+        parts = self._parts
+        if self._can_note is None or self._can_note[0] is not parts.fingerprint:
+            has_exact = any(rung.name == "exact" for rung in parts.rungs)
+            can_note = has_exact and self._last in parts.library.banks and not self._lookup.needs_states
+            self._can_note = (parts.fingerprint, can_note)
+        return self._can_note[1]
+
+    def count(self, hashes: Sequence[int]) -> int:
+        """How many of these requests are stored or noted, and could be served."""
+        places, held = self._places, self._parts.library.held
+        found = (places.get(one) for one in hashes)
+        return sum(place is not None and (not isinstance(place, str) or bool(held(place))) for place in found)
+
+    def stored(self, hashes: Sequence[int], keys: Sequence[str]) -> None:
+        """Take note that requests are stored, under these keys."""
+        with self._lock:
+            for one, key in zip(hashes, keys, strict=True):
+                self._place(one, key)
+
+    def prepare(self, call: Call) -> Prepared | None:
+        """What has to be known of a call that is about to go by; None where it cannot be noted."""
+        weights = self._parts.weights
+        if call.mask_4d is not None or not self.can_note:
+            return None
+        setting = self._setting(call)
+        if (packing := self._door.known(setting[0])) is None:
+            return None
+        if weights.refusal is not None:
+            return None
+        if self._mark is None:
+            with self._lock:
+                weights.digest()
+                self._mark = weights.mark()
+        return Prepared(packing, setting, self._mark)
+
+    def take(self, call: Call, kept: Prepared, output: Any) -> None:
+        """Note a call that has gone by, with the trunk's output."""
+        states, packing, ids, hashes = output[0], kept.packing, call.arguments["input_ids"], call.hashes
+        if states.dtype != packing.dtype or states.shape != (*ids.shape, packing.width):
+            return
+        with torch.inference_mode(False), torch.no_grad():  # normal tensors, which a store can keep as they are
+            states = (states[:, :1] if self._parts.payload.name == "cls" else states).clone()
+            arguments, nbytes = dict(call.arguments), states.nbytes
+            for name in _INPUTS:
+                if (tensor := arguments.get(name)) is not None:
+                    arguments[name] = tensor.clone()
+                    nbytes += tensor.nbytes
+        note = Note(call.namespace, arguments, states, kept, hashes, nbytes)
+        with self._lock:
+            if kept.mark is not self._mark:
+                return
+            self._notes[note] = None
+            self.nbytes += note.nbytes
+            self.n_rows += len(hashes)
+            for one in hashes:
+                self._place(one, note)
+            self._left -= nbytes
+            if self._left < 0 or len(self._notes) % _LOOKS_EVERY == 0:
+                while self._notes and self._is_over:
+                    self._drop(next(iter(self._notes)))
+
+    def admit(self, call: Call, hashes: Sequence[int]) -> None:
+        """Store what was noted of the requests of a call, with all that they came with."""
+        if not self._notes:
+            return
+        found = (self._places.get(one) for one in hashes)
+        for note in dict.fromkeys(place for place in found if isinstance(place, Note)):
+            if note.kept.setting == self._setting(call):
+                self._admit(note)
+
+    def clear(self, namespace: str | None = None) -> None:
+        """Forget all, or what is of one namespace."""
+        with self._lock:
+            for note in [note for note in self._notes if namespace in (None, note.namespace)]:
+                self._drop(note)
+            if namespace is None:
+                self._places.clear()
+                self._mark = None
+
+    def _admit(self, note: Note) -> None:
+        with self._lock:
+            if note not in self._notes:  # another thread did it
+                return
+            self._drop(note)
+            weights = self._parts.weights
+            if weights.digest() != note.kept.packing.weights or weights.mark() != note.kept.mark:
+                self.clear()  # other weights computed it, or may have
+                return
+        call = Call(note.arguments, note.namespace)
+        reason = self._lookup.read(call, None, note.kept.packing.entering)
+        is_same = call.scope is not None and call.scope.weights == note.kept.packing.weights
+        is_same = is_same and weights.mark() == note.kept.mark  # nor were they edited meanwhile
+        if reason is None and is_same:
+            self._keeper.capture(call, self._last, note.states)
+            self._keeper.store(call)
+            self.stored(note.hashes, [row.key for row in call.rows])
+
+    def _setting(self, call: Call) -> tuple[Kind, str]:
+        """What decides states beside tokens and weights, and how they are packed."""
+        return self._door.kind(call), str(getattr(self._parts.trunk.config, "_attn_implementation", ""))
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether more is held than banks have room for."""
+        bank, library = self._parts.library.banks[self._last], self._parts.library
+        self._left = sum(one.max_bytes for one in library.banks.values()) - library.nbytes - self.nbytes
+        return self._left < 0 or (bank.max_entries is not None and self.n_rows > bank.max_entries - len(bank))
+
+    def _place(self, one: int, place: Note | str) -> None:
+        self._places[one] = place
+        if len(self._places) > _KNOWN:
+            del self._places[next(iter(self._places))]
+
+    def _drop(self, note: Note) -> None:
+        del self._notes[note]
+        self.nbytes -= note.nbytes
+        self.n_rows -= len(note.hashes)
+        for one in note.hashes:
+            if self._places.get(one) is note:
+                del self._places[one]

@@ -1,0 +1,162 @@
+"""Calls that go by are noted, and served when they come again: as stored, and never what another model computed."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from llmcache import LLMCache
+from llmcache.cost import CostModel
+from llmcache.notes import Notes
+from tests.models import CLASSIFIERS, GENERATORS, build, padded
+
+LENGTH, PATIENCE = 6, 8
+
+
+def request(number: int) -> Tensor:
+    """One of 8,100 requests that all differ."""
+    return torch.tensor([[5 + number // 90, 5 + number % 90, *range(10, 10 + LENGTH - 2)]])
+
+
+def wrapped(model: Any, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> LLMCache:
+    """A cache that steps aside soon, whatever calls take on a machine at work."""
+    cache = LLMCache.wrap(model, **settings)
+    cost = cache._parts.cost = CostModel(4, PATIENCE)
+    cost._fewest_times = 1
+    for name, value in (("pays_from", 0.5), ("is_cheap", False), ("is_noted", True), ("saved_s", 1.0)):
+        monkeypatch.setattr("llmcache.cost._Bucket." + name, value)
+    monkeypatch.setattr("llmcache.cost._Bucket.serves", lambda self, share: share > 0.3)
+    return cache
+
+
+def ask(cache: LLMCache, numbers: range) -> list[str | None]:
+    """What became of requests: the rung, or why they went by."""
+    told = []
+    for number in numbers:
+        cache(input_ids=request(number))
+        told.append(cache.last[0].rung or cache.last[0].bypassed)
+    return told
+
+
+def notes(cache: LLMCache) -> Notes:
+    known = cache._parts.notes
+    assert known is not None
+    return known
+
+
+@pytest.mark.parametrize("payload", ["auto", "sequence"])
+def test_a_second_pass_is_served_although_the_first_went_by(monkeypatch: pytest.MonkeyPatch, payload: str) -> None:
+    model = build(CLASSIFIERS["bert"])
+    plain = copy.deepcopy(model)
+    cache = wrapped(model, monkeypatch, payload=payload)
+    assert ask(cache, range(60)) == [None] * PATIENCE + ["does_not_pay"] * 52
+    assert (cache.stats().n_stored, notes(cache).n_rows) == (PATIENCE, 52)
+    assert ask(cache, range(60)) == ["exact"] * 60
+    assert (cache.stats().n_stored, notes(cache).n_rows, notes(cache).nbytes) == (60, 0, 0)
+    with torch.inference_mode():
+        assert all(
+            torch.equal(model(input_ids=request(n)).logits, plain(input_ids=request(n)).logits) for n in (3, 20, 59)
+        )
+
+
+def test_what_went_by_in_batches_is_served_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(CLASSIFIERS["bert"])
+    plain = copy.deepcopy(model)
+    cache = wrapped(model, monkeypatch)
+    ask(cache, range(PATIENCE))
+    batch = padded([5, LENGTH])
+    cache._parts.cost.pays(12, PATIENCE, ())  # the batch's length
+    cache._parts.cost._buckets[4].is_aside = True
+    own = cache(**batch).logits
+    assert cache.last[0].bypassed == "does_not_pay" and notes(cache).n_rows == 2
+    short = {name: value[:1, :5] for name, value in batch.items()}
+    cache(**short)
+    with torch.inference_mode():
+        expected = plain(**short).logits
+    assert cache.last[0].rung == "exact"
+    assert torch.allclose(cache(**short).logits, expected, atol=1e-5) and torch.allclose(own[:1], expected, atol=1e-5)
+
+
+def test_callers_may_write_to_what_they_passed_and_got(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(CLASSIFIERS["bert"])
+    plain = copy.deepcopy(model)
+    cache, ids = wrapped(model, monkeypatch), request(90)
+    with torch.no_grad():
+        for number in range(PATIENCE):
+            model.bert(input_ids=request(number))
+        model.bert(input_ids=ids).last_hidden_state.zero_()
+        ids.fill_(7)
+        got, want = (which(input_ids=request(90)).last_hidden_state[:, 0] for which in (model.bert, plain.bert))
+    assert cache.last[0].rung == "exact" and torch.equal(got, want)
+
+
+@pytest.mark.parametrize("restores", [False, True])
+def test_what_other_weights_computed_is_not_served(monkeypatch: pytest.MonkeyPatch, restores: bool) -> None:
+    model = build(CLASSIFIERS["bert"])
+    cache = wrapped(model, monkeypatch)
+    ask(cache, range(PATIENCE))
+    weight = model.bert.encoder.layer[0].output.dense.weight
+    before = weight.detach().clone()
+    ask(cache, range(20, 22))  # noted; what is edited afterwards may have been edited before their end
+    with torch.no_grad():
+        weight.add_(1.0)
+        ask(cache, range(30, 32)) if restores else None
+        if restores:
+            weight.copy_(before)
+    plain = copy.deepcopy(model)
+    plain_cache = LLMCache.wrap(plain, step_aside=False)
+    for number in (*range(20, 22), *range(30, 32)):
+        got = cache(input_ids=request(number)).logits
+        assert cache.last[0].rung is None
+        assert torch.equal(got, plain_cache(input_ids=request(number)).logits)
+    assert notes(cache).n_rows <= 4
+
+
+def test_purge_and_clear_forget_what_was_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = wrapped(build(CLASSIFIERS["bert"]), monkeypatch)
+    ask(cache, range(PATIENCE + 2))
+    with cache.namespace("tenant"):
+        ask(cache, range(PATIENCE + 2, PATIENCE + 5))
+    assert notes(cache).n_rows == 5
+    cache.purge(namespace="tenant")
+    assert notes(cache).n_rows == 2
+    with cache.namespace("tenant"):
+        assert ask(cache, range(PATIENCE + 2, PATIENCE + 3)) == ["does_not_pay"]
+    cache.clear()
+    assert (notes(cache).n_rows, notes(cache).nbytes) == (0, 0)
+    assert ask(cache, range(3)) == [None] * 3
+
+
+def test_a_namespace_is_not_served_what_another_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = wrapped(build(CLASSIFIERS["bert"]), monkeypatch)
+    ask(cache, range(PATIENCE + 2))
+    with cache.namespace("tenant"):
+        assert ask(cache, range(PATIENCE, PATIENCE + 2)) == ["does_not_pay"] * 2
+    assert ask(cache, range(PATIENCE, PATIENCE + 2)) == ["exact"] * 2
+
+
+@pytest.mark.parametrize("budget", [{"max_entries": PATIENCE + 4}, {"max_bytes": 40_000}])
+def test_notes_stay_within_what_banks_have_left(monkeypatch: pytest.MonkeyPatch, budget: dict[str, int]) -> None:
+    cache = wrapped(build(CLASSIFIERS["bert"]), monkeypatch, payload="sequence", **budget)
+    ask(cache, range(500))
+    held = cache.stats().nbytes + notes(cache).nbytes
+    n_held = cache.stats().n_stored + notes(cache).n_rows
+    assert held <= budget.get("max_bytes", held)
+    assert n_held <= budget.get("max_entries", n_held) + 16  # it looks at every sixteenth
+    assert 0 < notes(cache).n_rows < 492
+
+
+def test_of_a_decoder_that_keeps_kv_only_hashes_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = wrapped(build(GENERATORS["gpt2"]), monkeypatch)
+    ask(cache, range(PATIENCE + 5))
+    assert notes(cache).n_rows == 0
+
+
+def test_where_noting_fails_calls_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = wrapped(build(CLASSIFIERS["bert"]), monkeypatch)
+    ask(cache, range(PATIENCE))
+    monkeypatch.setattr(Notes, "take", lambda *_: 1 / 0)
+    assert ask(cache, range(20, 22)) == ["does_not_pay"] * 2
+    assert cache.stats().errors == 2
