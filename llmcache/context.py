@@ -28,7 +28,7 @@ class Reuse:
         entry: The stored state at that layer, decoded.
         kv: K and V (H, n, D_h) of skipped layers, by layer; empty when the caller keeps no K/V.
         key: Key of the stored request.
-        similarity: How like the fingerprints are; 1.0 for exact reuse.
+        similarity: How like the fingerprints are; 1.0 for exact reuse; None where they were not compared.
         stores_above: What the layers above compute on top of it is stored as the row's own.
         answer: Signature (S,) of the stored request's answer, where that is known.
         share: Of the doubt that was allowed, 0 to 1; 1 where doubts cannot be compared so.
@@ -40,7 +40,7 @@ class Reuse:
     entry: Tensor
     kv: Mapping[int, tuple[Tensor, Tensor]]
     key: str
-    similarity: float = 1.0
+    similarity: float | None = 1.0
     stores_above: bool = False
     answer: Floats | None = None
     share: float = 1.0
@@ -52,7 +52,8 @@ class Drawn:
 
     Attributes:
         sample: Its entry in the account; None for a row that nothing was found for.
-        source: Key of the stored request that it is, or would have been, served from.
+        source: Key of the stored request that it is, or would have been, served from, and that is to blame if the
+            answer is another; "" where none is.
         answer: Signature (S,) of that request's answer, at that time.
         stands_for_all: It was drawn with the probability that all rows have, hits and misses.
     """

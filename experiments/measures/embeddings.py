@@ -20,8 +20,9 @@ from experiments.measures.learning import LearningExperiment, figures_of, later
 from experiments.methods.base import is_hit
 from experiments.metrics import quality
 from experiments.progress import tracked
-from experiments.rehearsal import Doubt, Rehearsal, doubts_about, freeze
+from experiments.rehearsal import Rehearsal, doubts_about, freeze
 from llmcache.calibration import split
+from llmcache.teacher import Found
 
 
 class Embeddings(LearningExperiment):
@@ -88,7 +89,7 @@ def _in_hindsight(experiment: Embeddings, rehearsal: Rehearsal) -> Iterator[dict
 
 
 def _figures(
-    experiment: Embeddings, rehearsal: Rehearsal, doubts: Mapping[str, Doubt], kept: set[str], limit: float
+    experiment: Embeddings, rehearsal: Rehearsal, doubts: Mapping[str, Found], kept: set[str], limit: float
 ) -> dict[str, Any]:
     """Hits, quality and cosines at one limit."""
     rest = rehearsal.observed[experiment.learn :]
