@@ -32,6 +32,7 @@ LISTS = (
     "thresholds",
     "sources",
     "baselines",
+    "decisions",
     "models",
     "token_heads",
     "fingerprints",

@@ -148,11 +148,13 @@ class Risk:
     Attributes:
         k: Neighbours that vote, 3 to 64.
         width: Similarity lost at which a vote counts 1 / e, over 0.
+        forecast: Whether the forecast has a say; if not, neighbours alone have.
         weights: Of the features (F,), and the constant; empty until learned.
     """
 
     k: int = 8
     width: float = 0.05
+    forecast: bool = True
     weights: Sequence[float] = field(init=False, default=())
     reads_answers = True
     reads_lead = False
@@ -215,7 +217,7 @@ class Risk:
                     mean,
                     all(agrees[:3]),
                     own == nearest,
-                    seen.favour[number],
+                    seen.favour[number] if self.forecast else 0.0,
                 ),
             )
 
