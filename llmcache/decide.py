@@ -13,7 +13,7 @@ Sizes: n neighbours that were found, at most k; F features; M answers that could
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
-from math import exp, inf, log
+from math import exp, inf, log, log1p
 from operator import itemgetter, mul
 from typing import Protocol
 
@@ -314,11 +314,11 @@ def lead_of(favour: Floats, spread: float, n_tokens: int) -> tuple[int, tuple[fl
         n_tokens: Of the request.
     """
     first = int(favour.argmax())
-    rivals = np.delete(favour, first) - favour[first]
-    sums = np.log(np.exp(_SHARPNESS * rivals).sum(axis=1) + _LEAST)
-    nearest = rivals.max(initial=-_HIGHEST) if len(rivals) else 0.0
-    features = (favour[first], nearest, *sums, *np.log1p(np.exp(sums)), spread, n_tokens**0.5)
-    return first, tuple(map(float, features))
+    rivals = favour - favour[first]
+    rivals[first] = -_HIGHEST  # it is none of its own
+    sums = [log(one + _LEAST) for one in np.exp(_SHARPNESS * rivals).sum(axis=1).tolist()]
+    odds = [log1p(exp(one)) for one in sums]
+    return first, (float(favour[first]), float(rivals.max()), *sums, *odds, spread, n_tokens**0.5)
 
 
 def _chance(weights: Sequence[float], features: Sequence[float]) -> float:

@@ -29,6 +29,7 @@ from experiments.rehearsal import Rehearsal
 from experiments.streams.traffic import Arrival, arrange
 from llmcache.calibration import Setting, Trial, chosen, n_tested, try_settings
 from llmcache.claim import Claim
+from llmcache.errors import ConfigError
 
 
 class Bound(LearningExperiment):
@@ -50,7 +51,10 @@ class Bound(LearningExperiment):
         parts = dict(values)
         if parts.get("arrival") is not None:
             parts["arrival"] = Arrival.make(parts["arrival"], "arrival")
-        return super().make(parts, name)
+        made = super().make(parts, name)
+        if made.arrival is not None and made.arrival.n is not None and made.arrival.n <= made.learn:
+            raise ConfigError(f"arrival.n={made.arrival.n}: nothing would follow the learn={made.learn} first requests")
+        return made
 
 
 def run(experiment: Bound, folders: Folders) -> Outcome:
@@ -70,9 +74,9 @@ def run(experiment: Bound, folders: Folders) -> Outcome:
     metrics = {
         **experiment.about(workload),
         "delta": experiment.config.delta,
-        "arrival": None if experiment.arrival is None else experiment.arrival.kind,
+        "arrival": None if experiment.arrival is None else experiment.arrival.name,
         "n_sources": n_sources,
-        "n_population": len(workload.requests) - n_sources,
+        "n_population": _n_population(experiment, len(workload.requests)),
         "claims": figures,
         "summary": figures,
     }
@@ -82,6 +86,13 @@ def run(experiment: Bound, folders: Folders) -> Outcome:
 def _n_sources(experiment: Bound) -> int:
     """As many as the claim with the largest C leaves: the same for all, so that they are learned from once."""
     return experiment.learn - max(n_tested(experiment.learn, claim) for claim in experiment.frozen_claims)
+
+
+def _n_population(experiment: Bound, n: int) -> int:
+    """Requests that the truth is told from."""
+    if experiment.arrival is None:
+        return n - _n_sources(experiment)
+    return (experiment.arrival.n or n) - experiment.learn
 
 
 def _calibrations(experiment: Bound, rehearsal: Rehearsal, part: int) -> Iterator[dict[str, Any]]:

@@ -54,7 +54,7 @@ class Arrival(Section):
     """In which order requests of a pool come.
 
     Attributes:
-        kind: `shuffled`; `bursts`: intents come in bursts, each request once; `repeats`: requests are drawn again and
+        name: `shuffled`; `bursts`: intents come in bursts, each request once; `repeats`: requests are drawn again and
             again, by a Zipf law.
         length: Of `bursts`: requests of an intent that come in one, in the mean; lengths are exponential.
         at_once: Of `bursts`: intents whose bursts go on at the same time, their requests in turns that are drawn.
@@ -62,7 +62,7 @@ class Arrival(Section):
         n: Of `repeats`: requests drawn; by default as many as the pool has.
     """
 
-    kind: Literal["shuffled", "bursts", "repeats"]
+    name: Literal["shuffled", "bursts", "repeats"]
     length: int = Field(default=100, ge=1)
     at_once: int = Field(default=3, ge=1)
     skew: float = Field(default=1.0, ge=0.0)
@@ -78,12 +78,12 @@ def arrange(pool: Sequence[_T], label_of: Callable[[_T], object], arrival: Arriv
         arrival: In which order they come.
         seed: Of everything drawn.
     """
-    if arrival.kind == "repeats":
+    if arrival.name == "repeats":
         return draw(pool, Traffic(n=arrival.n or len(pool), skew=arrival.skew, seed=seed))
     rng = random.Random(seed)
     shuffled = list(pool)
     rng.shuffle(shuffled)
-    return _in_bursts(shuffled, label_of, arrival, rng) if arrival.kind == "bursts" else shuffled
+    return _in_bursts(shuffled, label_of, arrival, rng) if arrival.name == "bursts" else shuffled
 
 
 def _in_bursts(pool: Sequence[_T], label_of: Callable[[_T], object], arrival: Arrival, rng: random.Random) -> list[_T]:
