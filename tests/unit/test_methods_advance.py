@@ -42,7 +42,8 @@ def test_a_threshold_keeps_its_claim_on_c_and_sees_no_later_request() -> None:
     learned, tested = split(N_FIRST, CLAIM)
     assert stored.tolist() == learned and max(compared) < N_FIRST and set(compared[::2]) == set(tested)
     assert setting is not None and setting.bound <= 0.05 and setting.hit_rate > 0
-    none, _ = choose_threshold(units, N_FIRST, CLAIM, lambda one, other: True)
+    strict = Claim(0.02, 0.05, "changed", "frozen", 0)
+    none, _ = choose_threshold(units, N_FIRST, strict, lambda one, other: True)
     assert none is None
 
 
