@@ -82,7 +82,7 @@ def _in_hindsight(experiment: Embeddings, rehearsal: Rehearsal) -> Iterator[dict
     learned = [first[i] for i in split(len(first), claim)[0]]
     rehearsal.trust.learn(learned)
     doubts, kept = doubts_about(rehearsal.trust, learned, rest), {case.row.key for case in learned}
-    known = np.array([doubt for doubt, _ in doubts.values() if np.isfinite(doubt)])
+    known = np.array([one.doubt for one in doubts.values() if np.isfinite(one.doubt)])
     for limit in np.quantile(known, np.linspace(0, 1, experiment.n_limits + 1)[1:]):
         named = {"max_drop": None, "limit": float(limit), "bound": None}
         yield named | _figures(experiment, rehearsal, doubts, kept, float(limit))

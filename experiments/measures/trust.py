@@ -136,7 +136,8 @@ def _frozen_points(experiment: Trust, rehearsal: Rehearsal, trust: Calibrated, n
 
 def _parts(experiment: Trust, rehearsal: Rehearsal) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """What parts of llmcache do alone: a curve and calibrations of each, replayed."""
-    points, calibrated = [], []
+    points: list[dict[str, Any]] = []
+    calibrated: list[dict[str, Any]] = []
     for name in experiment.decisions:
         cache, trust = cache_beside(rehearsal, experiment.cache | {"decide": DECISIONS[name]})
         points += _frozen_points(experiment, rehearsal, trust, name)
@@ -211,15 +212,18 @@ def _figures(
 
 def by_intent(
     counted: Workload, base: Sequence[Answer], told: Sequence[Answer], served: NDArray[np.str_]
-) -> dict[str, Any]:
+) -> dict[str, Any] | None:
     """Share of changed answers of each intent's requests: the worst one's with its interval, and the median.
 
     An intent is what a request is really about, its reference; `n_over` counts those with more than twice the rate of
     all requests. Of the worst, the interval is of that intent alone: of many intents one is bad by chance.
     """
+    if not all(isinstance(request.reference, int) for request in counted.requests):
+        return None  # the task knows no intents
     names = np.array([request.reference for request in counted.requests])
     changed = np.array([counted.is_changed(one, other) for one, other in zip(base, told, strict=True)], dtype=bool)
-    hits, rows = is_hit(served), []
+    hits = is_hit(served)
+    rows: list[dict[str, Any]] = []
     for name in np.unique(names):
         mine = names == name
         n, n_hits, n_changed = (int(part.sum()) for part in (mine, mine & hits, mine & changed))
@@ -227,7 +231,7 @@ def by_intent(
     worst = max(rows, key=lambda row: (row["changed"], row["n"]))
     return {
         "n_intents": len(rows),
-        "n_over": sum(row["changed"] > 2 * changed.mean() for row in rows),
+        "n_over": sum(int(row["changed"] > 2 * changed.mean()) for row in rows),
         "median": float(np.median([row["changed"] for row in rows])),
         "worst": {
             **worst,
@@ -244,7 +248,8 @@ def _others(experiment: Trust, rehearsal: Rehearsal) -> tuple[list[dict[str, Any
     What llmcache learns from, they store without searching it.
     """
     recording = Recording(rehearsal.workload, rehearsal.outputs)
-    points, calibrated = [], []
+    points: list[dict[str, Any]] = []
+    calibrated: list[dict[str, Any]] = []
     for name in experiment.baselines:
         units, answers_of = _way(name, experiment, recording)
         units = replace(units, first_searched=experiment.learn)

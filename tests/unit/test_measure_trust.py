@@ -146,6 +146,7 @@ def test_rates_of_an_intent_are_of_its_own_requests(rehearsal: Rehearsal) -> Non
     told = [(answer + 1) % 5 if name == one else answer for answer, name in zip(base, names, strict=True)]
     served = np.where(np.array(names) == one, "semantic", "computed")
     found = trust.by_intent(counted, base, told, served)
+    assert found is not None
     changed = sum(a != b for a, b in zip(base, told, strict=True))
     assert (found["worst"]["n"], found["worst"]["n_changed"]) == (names.count(one), changed)
     assert found["worst"]["intent"] == counted.show(one) and found["median"] == 0.0 and found["n_over"] == 1
