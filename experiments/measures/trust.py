@@ -60,7 +60,8 @@ class Trust(LearningExperiment):
     Attributes:
         sources: Who serves then: the calibration's requests alone, or later misses as well.
         n_limits: Limits of doubt at which reuse is replayed.
-        decisions: Parts of llmcache that are shown beside it, with frozen sources.
+        decisions: Other ways to decide that are shown beside that of the settings, with frozen sources: neighbours
+            alone, the forecast alone, `risk` (neighbours who vote, and the forecast), `combined` (risk or student).
         taus: Thresholds of the other ways.
         baselines: The other ways.
         encoder: Sentence encoder of the semantic response cache.
@@ -71,7 +72,6 @@ class Trust(LearningExperiment):
     decisions: tuple[Literal["neighbours", "student", "risk", "combined"], ...] = (
         "neighbours",
         "student",
-        "risk",
         "combined",
     )
     taus: tuple[float, ...] = Field(min_length=1)
