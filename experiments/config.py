@@ -30,6 +30,7 @@ LISTS = (
     "thresholds",
     "sources",
     "baselines",
+    "decisions",
     "models",
     "token_heads",
     "fingerprints",

@@ -109,8 +109,9 @@ def _trust(runs: Sequence[Run]) -> Iterator[Path]:
             for axes, members, key in ((left, served, "precision"), (right, points, "changed_answers")):
                 x, y = ([100 * point[value] for point in members] for value in ("hit_rate", key))
                 axes.plot(x, y, marker=".", label=" ".join(part for part in name if part))
-        for sources in dict.fromkeys(row["sources"] for row in run.metrics["calibrated"]):
-            rows = [row for row in run.metrics["calibrated"] if row["sources"] == sources]
+        own = [row for row in run.metrics["calibrated"] if row.get("method", "llmcache") == "llmcache"]
+        for sources in dict.fromkeys(row["sources"] for row in own):
+            rows = [row for row in own if row["sources"] == sources]
             x, y = ([100 * row[key] for row in rows] for key in ("hit_rate", "changed_answers"))
             right.plot(x, y, marker="*", markersize=11, linestyle="", label=f"calibrated, {sources}, live")
         _label(left, "hit rate (% of later requests)", "hits whose answer stays (%)")

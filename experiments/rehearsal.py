@@ -18,10 +18,8 @@ from experiments.progress import tracked
 from experiments.workload import Answer, Workload
 from llmcache import LLMCache
 from llmcache.observation import Observation
+from llmcache.teacher import Found
 from llmcache.trust import Trust
-
-#: The doubt about a request, and the key of who would serve it.
-Doubt = tuple[float, str | None]
 
 
 class Rehearsal:
@@ -81,22 +79,20 @@ def grow(
     """
     trust.teacher.restart(learned)
 
-    def ask(case: Observation, stored: Collection[str]) -> Doubt:
-        (doubt,), (source,) = trust.teacher.doubts([case], stored)
-        return float(doubt), source
+    def ask(case: Observation, stored: Collection[str]) -> Found:
+        return trust.teacher.look_up([case], stored)[0]
 
     return _serve(later, {case.row.key for case in learned}, limit, ask, lambda case: trust.teacher.stand([case]))
 
 
-def doubts_about(trust: Trust, sources: Sequence[Observation], later: Sequence[Observation]) -> dict[str, Doubt]:
+def doubts_about(trust: Trust, sources: Sequence[Observation], later: Sequence[Observation]) -> dict[str, Found]:
     """The doubt about each request by its key, if `sources` serve, which stand already, and no others."""
-    doubts, found = trust.teacher.doubts(later, {case.row.key for case in sources})
-    pairs = zip(doubts.tolist(), found, strict=True)
-    return {case.row.key: pair for case, pair in zip(later, pairs, strict=True)}
+    found = trust.teacher.look_up(later, {case.row.key for case in sources})
+    return {case.row.key: one for case, one in zip(later, found, strict=True)}
 
 
 def freeze(
-    doubts: Mapping[str, Doubt], learned: Collection[str], later: Sequence[Observation], limit: float
+    doubts: Mapping[str, Found], learned: Collection[str], later: Sequence[Observation], limit: float
 ) -> tuple[NDArray[np.str_], list[str | None]]:
     """Serve requests from those that were learned from; the others serve their own repeats alone.
 
@@ -116,16 +112,17 @@ def _serve(
     later: Sequence[Observation],
     stored: set[str],
     limit: float,
-    ask: Callable[[Observation, Collection[str]], Doubt],
+    ask: Callable[[Observation, Collection[str]], Found],
     store: Callable[[Observation], None],
 ) -> tuple[NDArray[np.str_], list[str | None]]:
     """Serve requests one by one; what is served is not stored."""
     served, sources = [], []
     for case in later:
-        doubt, source = (-np.inf, case.row.key) if case.row.key in stored else ask(case, stored)
-        if doubt <= limit:
-            served.append("exact" if source == case.row.key else "semantic")
-            sources.append(source)
+        key = case.row.key
+        found = Found(-np.inf, key, "exact") if key in stored else ask(case, stored)
+        if found.doubt <= limit:
+            served.append(found.rung)
+            sources.append(found.key)
             continue
         store(case)
         stored.add(case.row.key)

@@ -30,10 +30,12 @@ class Answers(Protocol):
     Attributes:
         name: What it is called in settings.
         reads_payload: It is made of the state that an entry keeps, not of the model's output.
+        is_discrete: Different requests have the very same one, so that an example can stand for it.
     """
 
     name: str
     reads_payload: bool
+    is_discrete: bool
 
     def sign(self, output: Tensor) -> Tensor:
         """Signatures, float32 (B, S), of what the model put out for B rows, or of their payloads."""
@@ -66,6 +68,7 @@ class _Plain:
     """A kind of answer that needs no learning."""
 
     reads_payload = False
+    is_discrete = False
 
     def learn(self, signatures: Floats) -> None:
         """Nothing to learn."""
@@ -82,6 +85,7 @@ class Classes(_Plain):
     """One of C classes: that with the largest logit."""
 
     name = "class"
+    is_discrete = True
 
     def sign(self, output: Tensor) -> Tensor:
         return output.argmax(dim=-1, keepdim=True).float()
@@ -103,6 +107,7 @@ class Labels(_Plain):
     """Any of C labels: those with a logit over 0."""
 
     name = "labels"
+    is_discrete = True
 
     def sign(self, output: Tensor) -> Tensor:
         return (output > 0).float()

@@ -34,7 +34,7 @@ class Reuse:
         padding: The stored state at the places that are not valid (T - n, D); None: nothing is known of them.
         padding_kv: K and V of skipped layers at those places (H, T - n, D_h), by layer.
         key: Key of the stored request.
-        similarity: How like the fingerprints are; 1.0 for exact reuse.
+        similarity: How like the fingerprints are; 1.0 for exact reuse; None where they were not compared.
         stores_above: What the layers above compute on top of it is stored as the row's own.
         answer: Signature (S,) of the stored request's answer, where that is known.
         share: Of the doubt that was allowed, 0 to 1; 1 where doubts cannot be compared so.
@@ -46,7 +46,7 @@ class Reuse:
     entry: Tensor
     kv: Mapping[int, tuple[Tensor, Tensor]]
     key: str
-    similarity: float = 1.0
+    similarity: float | None = 1.0
     stores_above: bool = False
     answer: Floats | None = None
     share: float = 1.0
@@ -60,7 +60,8 @@ class Drawn:
 
     Attributes:
         sample: Its entry in the account; None for a row that nothing was found for.
-        source: Key of the stored request that it is, or would have been, served from.
+        source: Key of the stored request that it is, or would have been, served from, and that is to blame if the
+            answer is another; "" where none is.
         answer: Signature (S,) of that request's answer, at that time.
         stands_for_all: It was drawn with the probability that all rows have, hits and misses.
     """

@@ -2,18 +2,19 @@
 
 A decision looks at the nearest stored requests and says which of them would serve best, and how doubtful that is. The
 request is served if the doubt is within a limit. What the doubt is, is the decision's own affair: a negated similarity,
-or the estimated chance that reuse changes the answer.
+or the estimated chance that reuse changes the answer. Two decisions may also choose the answer that the forecast of the
+request favours, whoever the neighbours are (`Student`, `Combined`).
 
 Numbers are plain ones, of one request at a time: for so few, arrays cost ten times what is computed with them.
 
-Sizes: n neighbours that were found, at most k; F features.
+Sizes: n neighbours that were found, at most k; F features; M answers that could be given.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
-from math import exp, inf, log
-from operator import mul
+from math import exp, inf, log, log1p
+from operator import itemgetter, mul
 from typing import Protocol
 
 import numpy as np
@@ -21,6 +22,8 @@ import numpy as np
 from llmcache.arrays import Floats
 
 _HIGHEST = 700.0  # odds, as a logarithm: of more `exp` is no number
+_SHARPNESS = np.array([[1.0], [2.0], [4.0]], np.float32)  # at which the rivals of an answer are summed
+_LEAST = 1e-9  # of such a sum, before its logarithm
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,33 +35,40 @@ class Evidence:
         agree: Which pairs of them have the same answer (n, n); one without an answer agrees with none, not even itself.
             Empty where answers are not read.
         favour: How much the forecast of the request speaks for the answer of each (n,); zero without one.
+        lead: How far the forecast favours one answer above all that could be given (`lead_of`); empty where no answer
+            is read from it.
     """
 
     similarity: Sequence[float]
     agree: Sequence[Sequence[bool]] = ()
     favour: Sequence[float] = ()
+    lead: Sequence[float] = ()
 
 
 class Decision(Protocol):
     """Chooses among neighbours.
 
     Attributes:
-        k: How many it looks at.
+        k: How many it looks at; 0: none are searched for.
         reads_answers: It compares their answers, so entries without one are never served.
+        reads_lead: It may choose the answer that the forecast favours.
         most: The largest doubt that a calibration may allow.
         doubts: Least and largest doubt about one that may serve.
     """
 
     k: int
     reads_answers: bool
+    reads_lead: bool
     most: float
     doubts: tuple[float, float]
 
     def choose(self, seen: Evidence) -> tuple[int, float]:
         """The number of the neighbour that would serve, and how doubtful that is; infinite where none may serve.
 
+        The number n is that of the answer which the forecast favours.
+
         Args:
-            seen: Of one neighbour at least.
+            seen: Of one neighbour at least, or with a lead.
         """
 
     def fit(self, seen: Sequence[Evidence], is_right: Sequence[Sequence[bool]]) -> None:
@@ -66,7 +76,8 @@ class Decision(Protocol):
 
         Args:
             seen: Of N requests.
-            is_right: Whether each of their neighbours has the request's own answer, N times (n,).
+            is_right: Whether each of their neighbours has the request's own answer, N times (n,), or (n + 1,) with a
+                lead: whether the answer that the forecast favours is the request's own comes last.
         """
 
     def state(self) -> dict[str, Floats]:
@@ -81,6 +92,7 @@ class _Untaught:
 
     most = inf
     doubts = (-1.0, 1.0)  # similarities, negated
+    reads_lead = False
 
     def fit(self, seen: Sequence[Evidence], is_right: Sequence[Sequence[bool]]) -> None:
         """Nothing to learn."""
@@ -136,13 +148,16 @@ class Risk:
     Attributes:
         k: Neighbours that vote, 3 to 64.
         width: Similarity lost at which a vote counts 1 / e, over 0.
+        forecast: Whether the forecast has a say; if not, neighbours alone have.
         weights: Of the features (F,), and the constant; empty until learned.
     """
 
     k: int = 8
     width: float = 0.05
+    forecast: bool = True
     weights: Sequence[float] = field(init=False, default=())
     reads_answers = True
+    reads_lead = False
     most = 0.5  # what more likely changes than not is not served, even if it is so rare that the bound would allow it
     doubts = (0.0, 1.0)
 
@@ -154,29 +169,19 @@ class Risk:
     def choose(self, seen: Evidence) -> tuple[int, float]:
         number, least = 0, inf
         for candidate, features in self._describe(seen) if self.weights else ():
-            odds = sum(map(mul, self.weights, features), self.weights[-1])
-            if (doubt := 1 / (1 + exp(min(-odds, _HIGHEST)))) < least:
+            if (doubt := _chance(self.weights, features)) < least:
                 number, least = candidate, doubt
         return number, least
 
     def fit(self, seen: Sequence[Evidence], is_right: Sequence[Sequence[bool]]) -> None:
         """Learn the chance; see `Decision.fit`."""
-        from sklearn.linear_model import LogisticRegression
-
         told = [
             (features, not right[number])
             for one, right in zip(seen, is_right, strict=True)
             for number, features in self._describe(one)
         ]
-        if not told:
-            return
-        features, changes = np.array([features for features, _ in told]), [changed for _, changed in told]
-        centre, scale = features.mean(axis=0), features.std(axis=0) + 1e-6
-        # Two made-up requests, one each way, let it learn from answers that all stayed, or all changed.
-        shown = np.vstack([(features - centre) / scale, np.zeros((2, features.shape[1]))])
-        fitted = LogisticRegression(max_iter=1000).fit(shown, [*changes, True, False])
-        weights = fitted.coef_[0] / scale
-        self._take([*weights, float(fitted.intercept_[0] - weights @ centre)])
+        if told:
+            self.weights = _learn([features for features, _ in told], [changed for _, changed in told])
 
     def state(self) -> dict[str, Floats]:
         """Weights of the features."""
@@ -184,11 +189,7 @@ class Risk:
 
     def restore(self, state: Mapping[str, Floats]) -> None:
         """Take up weights."""
-        self._take(state["weights"])
-
-    def _take(self, weights: Iterable[float]) -> None:
-        """Take weights as they are saved, so that a cache that was loaded doubts what the saved one did."""
-        self.weights = tuple(np.array([*weights], np.float32).tolist())
+        self.weights = _rounded(state["weights"])
 
     def _describe(self, seen: Evidence) -> Iterator[tuple[int, tuple[float, ...]]]:
         """Who may serve, and what vote and forecast say of its answer (F,)."""
@@ -216,12 +217,132 @@ class Risk:
                     mean,
                     all(agrees[:3]),
                     own == nearest,
-                    seen.favour[number],
+                    seen.favour[number] if self.forecast else 0.0,
                 ),
             )
 
 
-DECISIONS: dict[str, type[Decision]] = {"threshold": Threshold, "consensus": Consensus, "risk": Risk}
+class Student:
+    """The answer that the forecast favours is given; the doubt is the chance that the request's own is another.
+
+    No neighbour is searched for. The chance is a logistic regression on how far the forecast favours the answer above
+    others, learned from requests whose own are known: a linear classifier, distilled from the model, that abstains.
+
+    Attributes:
+        weights: Of the features (F,), and the constant; empty until learned.
+    """
+
+    k = 0
+    reads_answers = True
+    reads_lead = True
+    most = Risk.most
+    doubts = Risk.doubts
+
+    def __init__(self) -> None:
+        """Nothing learned yet."""
+        self.weights: Sequence[float] = ()
+
+    def choose(self, seen: Evidence) -> tuple[int, float]:
+        is_ready = self.weights and seen.lead
+        return len(seen.similarity), _chance(self.weights, seen.lead) if is_ready else inf
+
+    def fit(self, seen: Sequence[Evidence], is_right: Sequence[Sequence[bool]]) -> None:
+        """Learn the chance; see `Decision.fit`."""
+        told = [(one.lead, not right[-1]) for one, right in zip(seen, is_right, strict=True) if one.lead]
+        if told:
+            self.weights = _learn([lead for lead, _ in told], [changed for _, changed in told])
+
+    def state(self) -> dict[str, Floats]:
+        """Weights of the features."""
+        return {"weights": np.array(self.weights, np.float32)}
+
+    def restore(self, state: Mapping[str, Floats]) -> None:
+        """Take up weights."""
+        self.weights = _rounded(state["weights"])
+
+
+class Combined:
+    """Whoever is doubted less serves: the neighbour that `Risk` chooses, or the answer that `Student` does.
+
+    Both doubts are chances of the same thing, so one limit holds for both.
+    """
+
+    reads_answers = True
+    reads_lead = True
+    most = Risk.most
+    doubts = Risk.doubts
+
+    def __init__(self, k: int = 8, width: float = 0.05) -> None:
+        """See `Risk`."""
+        self.k = k
+        self._risk = Risk(k, width)
+        self._student = Student()
+
+    def choose(self, seen: Evidence) -> tuple[int, float]:
+        return min(self._risk.choose(seen), self._student.choose(seen), key=itemgetter(1))
+
+    def fit(self, seen: Sequence[Evidence], is_right: Sequence[Sequence[bool]]) -> None:
+        """Learn both chances; see `Decision.fit`."""
+        self._risk.fit(seen, is_right)
+        self._student.fit(seen, is_right)
+
+    def state(self) -> dict[str, Floats]:
+        """Weights of both."""
+        return {"weights": self._risk.state()["weights"], "lead": self._student.state()["weights"]}
+
+    def restore(self, state: Mapping[str, Floats]) -> None:
+        """Take up the weights of both."""
+        self._risk.restore(state)
+        self._student.restore({"weights": state["lead"]})
+
+
+DECISIONS: dict[str, type[Decision]] = {
+    "threshold": Threshold,
+    "consensus": Consensus,
+    "risk": Risk,
+    "student": Student,
+    "combined": Combined,
+}
+
+
+def lead_of(favour: Floats, spread: float, n_tokens: int) -> tuple[int, tuple[float, ...]]:
+    """Which answer a forecast favours, and how far above the others (F,).
+
+    Args:
+        favour: How much the forecast speaks for each answer that could be given (M,), one at least.
+        spread: How much the numbers of the forecast differ: of a request about which little is known they are alike.
+        n_tokens: Of the request.
+    """
+    first = int(favour.argmax())
+    rivals = favour - favour[first]
+    rivals[first] = -_HIGHEST  # it is none of its own
+    sums = [log(one + _LEAST) for one in np.exp(_SHARPNESS * rivals).sum(axis=1).tolist()]
+    odds = [log1p(exp(one)) for one in sums]
+    return first, (float(favour[first]), float(rivals.max()), *sums, *odds, spread, n_tokens**0.5)
+
+
+def _chance(weights: Sequence[float], features: Sequence[float]) -> float:
+    """What a logistic regression says of features (F,)."""
+    odds = sum(map(mul, weights, features), weights[-1])
+    return 1 / (1 + exp(min(-odds, _HIGHEST)))
+
+
+def _learn(features: Sequence[Sequence[float]], changes: Sequence[bool]) -> tuple[float, ...]:
+    """Weights (F + 1,) of a logistic regression that tells from features, N times (F,), whether answers change."""
+    from sklearn.linear_model import LogisticRegression
+
+    known = np.array(features)
+    centre, scale = known.mean(axis=0), known.std(axis=0) + 1e-6
+    # Two made-up requests, one each way, let it learn from answers that all stayed, or all changed.
+    shown = np.vstack([(known - centre) / scale, np.zeros((2, known.shape[1]))])
+    fitted = LogisticRegression(max_iter=1000).fit(shown, [*changes, True, False])
+    weights = fitted.coef_[0] / scale
+    return _rounded([*weights, float(fitted.intercept_[0] - weights @ centre)])
+
+
+def _rounded(weights: Iterable[float]) -> tuple[float, ...]:
+    """Weights as they are saved, so that a cache that was loaded doubts what the saved one did."""
+    return tuple(np.array([*weights], np.float32).tolist())
 
 
 def deepest_layer(doubt: float, limits: Mapping[int, float], held: Collection[int]) -> int | None:

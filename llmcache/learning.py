@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from llmcache.adapters import first_attention
-from llmcache.answers import Reading, find_answers
+from llmcache.answers import Answers, Reading, find_answers
 from llmcache.assembly import make_fingerprint, refuse_unsafe
 from llmcache.audit.audit import Audit, Compute
 from llmcache.audit.look import Looks
@@ -82,6 +82,8 @@ def make_learning(
         tokens = TokenVectors(parts.trunk, parts.payload, plain_forward(parts.trunk.module))
         fingerprint.bind(tokens.embed, tokens.think)
     answers = find_answers(config.answer, parts.head, model)
+    if config.decide_component.name == "student":
+        _check_student(parts, config, answers)
     decision: Decision = config.decide_component.build(DECISIONS, "decide")
     chooser = Chooser(parts.library, decision, answers, parts.gate)
     head = Weights(model, without=parts.trunk.module)
@@ -147,4 +149,28 @@ def _check(parts: Parts, config: CacheConfig) -> None:
         raise ConfigError(
             f"max_entries={config.max_entries}: some of the learn={config.learn} requests would have left before they "
             "could serve; raise it, or lower learn"
+        )
+
+
+def _check_student(parts: Parts, config: CacheConfig, answers: Answers) -> None:
+    """Refuse settings under which a forecast alone could serve nothing, or past a gate."""
+    if config.fingerprint_component.name != "learned":
+        raise ConfigError(
+            f"decide='student' with fingerprint={config.fingerprint.name!r}, which forecasts nothing: use 'learned' or "
+            "'auto'"
+        )
+    if not answers.is_discrete:
+        raise ConfigError(
+            f"decide='student' with answer={answers.name!r}: an example stands for an answer that different requests "
+            "have, a class or a set of labels; use decide='risk'"
+        )
+    if not parts.payload.fits_any_length:
+        raise ConfigError(
+            f"decide='student' with payload={parts.payload.name!r}: an example of an answer has another length than "
+            "the request; use decide='risk', or a payload that fits any length"
+        )
+    if config.gate is not False:
+        raise ConfigError(
+            f"decide='student' with gate={config.gate}: the gate compares a request with the one that serves it, and "
+            "here none is like it; use decide='risk' or 'combined', or leave the gate out"
         )

@@ -76,6 +76,11 @@ class Library:
         """Projects features to search vectors; None when nothing is searched."""
         return self._shelves.fingerprint
 
+    @property
+    def fits_any_length(self) -> bool:
+        """Whether a stored request may serve others of any length."""
+        return self._shelves.fits_any_length
+
     def known(self, row: Row) -> bool:
         """Whether the very same request is stored; a row of the same key but other tokens is not."""
         with self._lock:
@@ -197,12 +202,12 @@ class Library:
         with self._lock:
             return dict(self._struck)
 
-    def stand(self, row: Row, vector: Floats, is_kept: bool = False) -> bool:
+    def stand(self, row: Row, vector: Floats | None, is_kept: bool = False) -> bool:
         """Let others find a stored request.
 
         Args:
             row: The request.
-            vector: Its fingerprint (F,).
+            vector: Its fingerprint (F,); None: none finds it.
             is_kept: From now on nothing makes it leave but `purge`, `clear` and `search_by`.
 
         Returns:
@@ -212,7 +217,9 @@ class Library:
             request = self._requests.get(row.key)
             if request is None:
                 return False
-            self._shelves.put(request, row, None, dict.fromkeys(self.layers, vector), self.banks.layers_of(row.key))
+            if vector is not None:
+                places = dict.fromkeys(self.layers, vector)
+                self._shelves.put(request, row, None, places, self.banks.layers_of(row.key))
             if is_kept:
                 self._keep(row.key, request)
             return True

@@ -13,9 +13,10 @@ class Outcome:
 
     Attributes:
         key: The row's own exact key, under which a miss is stored; "" when the call was bypassed before it was known.
-        rung: What served it: `exact`, `prefix`, `semantic`, `paper`, or None when it was computed.
+        rung: What served it: `exact`, `prefix`, `semantic`, `student`, `paper`, or None when it was computed.
         layer: The deepest layer reused, or None.
-        source: Key of the stored request whose state was reused, or None.
+        source: Key of the stored request whose state was reused, or None. Of rung `student` an example of the answer
+            that was forecast, not a request that is like this one.
         similarity: To that request; of a row that was computed, to the nearest one found, over all searches made for
             it. None when no search was made or nothing was there to be found.
         n_prefix: First tokens that a stored prefix served, 0 without.

@@ -225,6 +225,8 @@ def restore(served: Parts, manifest: Manifest, parts: Tensors, folder: str | Pat
         for record in records:
             library.adopt(record)
         library.place(records)
+        if served.trust is not None:
+            served.trust.chooser.present((one.scope, one.key, one.answer) for one in records if one.is_kept)
         for key, namespace in manifest.struck.items():
             library.strike(key, namespace)
     except BankFileError:

@@ -42,6 +42,11 @@ class Shelves(dict[tuple[Scope, int, int | None], Shelf]):
         self._by_length = by_length
         self._waiting: dict[str, tuple[Request, Row, Floats]] = {}  # until the fingerprint is fitted
 
+    @property
+    def fits_any_length(self) -> bool:
+        """Whether requests of different lengths find each other."""
+        return not self._by_length
+
     def search(
         self, scope: Scope, rows: Sequence[Row], vectors: Floats, k: int, layer: int | None
     ) -> list[list[Neighbour]]:

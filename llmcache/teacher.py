@@ -7,6 +7,7 @@ alone. The decision learns from all such looks; then the fingerprint is fitted o
 
 from collections.abc import Collection, Mapping, Sequence
 from math import inf
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,6 +23,20 @@ from llmcache.observation import Observation, outputs, targets
 from llmcache.reuse.semantic import Chooser
 
 N_TURNS = 5
+
+
+class Found(NamedTuple):
+    """Who would serve a request.
+
+    Attributes:
+        doubt: About that; -infinite where it is stored itself, infinite where none may.
+        key: Of who would; None where there is none.
+        rung: By which; "" where there is none.
+    """
+
+    doubt: float
+    key: str | None
+    rung: str
 
 
 class Teacher:
@@ -90,30 +105,25 @@ class Teacher:
         )
         self.resume()
         self.stand(cases, is_kept)
+        self._present(cases)
 
     def resume(self) -> None:
         """Let requests be found by the fingerprint again, which was fitted before."""
         self._library.search_by(self._fingerprint)
 
-    def doubts(self, cases: Sequence[Observation], repeated: Collection[str]) -> tuple[Doubles, list[str | None]]:
-        """The doubt about each request (N,), and who would serve it.
+    def look_up(self, cases: Sequence[Observation], repeated: Collection[str]) -> list[Found]:
+        """Who would serve each request.
 
         Args:
             cases: The requests.
             repeated: Keys of those that are stored themselves, about which there is no doubt.
         """
-        doubt = np.full(len(cases), inf)
-        found: list[str | None] = [None] * len(cases)
-        for i, case in enumerate(cases):
-            if case.row.key in repeated:
-                doubt[i], found[i] = -inf, case.row.key
-                continue
-            vector, forecast = self._foresee(case)
-            forecasts = None if forecast is None else forecast[None]
-            (choice,) = self._chooser.choose(case.scope, [case.row], vector[None], forecasts)
-            if choice is not None:
-                doubt[i], found[i] = choice.doubt, choice.neighbour.key
-        return doubt, found
+        return [Found(-inf, key, "exact") if (key := case.row.key) in repeated else self._find(case) for case in cases]
+
+    def doubts(self, cases: Sequence[Observation], repeated: Collection[str]) -> tuple[Doubles, list[str | None]]:
+        """The doubt about each request (N,), and the key of who would serve it; see `look_up`."""
+        found = self.look_up(cases, repeated)
+        return np.array([one.doubt for one in found], np.float64), [one.key for one in found]
 
     def trial(
         self, cases: Sequence[Observation], sources: Mapping[str, Observation], metric: MetricName | Metric
@@ -143,6 +153,7 @@ class Teacher:
         """Let these requests serve, and no others; what was learned stays."""
         self.resume()
         self.stand(cases)
+        self._present(cases)
 
     def stand(self, cases: Sequence[Observation], is_kept: bool = False) -> None:
         """Let requests serve, too.
@@ -156,10 +167,22 @@ class Teacher:
         """
         self._hold(cases)
         for case in cases:
-            if not self._library.stand(case.row, self._foresee(case)[0], is_kept) and is_kept:
+            vector = self._foresee(case)[0] if self._chooser.searches else None
+            if not self._library.stand(case.row, vector, is_kept) and is_kept:
                 raise CalibrationError(
                     "not all requests that are to serve are held: raise max_entries or max_bytes, or give fewer"
                 )
+
+    def _present(self, cases: Sequence[Observation]) -> None:
+        """Choose examples of answers among requests that serve. They stay, also where others may leave."""
+        examples = set(self._chooser.present((case.scope, case.row.key, case.answer) for case in cases))
+        self.stand([case for case in cases if case.row.key in examples], is_kept=True)
+
+    def _find(self, case: Observation) -> Found:
+        vector, forecast = self._foresee(case)
+        forecasts = None if forecast is None else forecast[None]
+        (choice,) = self._chooser.choose(case.scope, [case.row], vector[None], forecasts)
+        return Found(inf, None, "") if choice is None else Found(choice.doubt, choice.neighbour.key, choice.rung)
 
     def _hold(self, cases: Sequence[Observation]) -> None:
         for case in cases:

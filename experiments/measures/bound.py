@@ -4,6 +4,10 @@
       `parts` times   A and B are drawn and learned from; the rest is the population, its rates are the truth
         `draws` times   C is drawn from the population, with replacement: a calibration chooses a limit by it
 
+With an `arrival` the stream has an order in time, and what is drawn is the order: a calibration sees the first `learn`
+requests of each and serves what follows, which is the truth then. Where that is unlike what came first, no bound was
+promised: this measures what becomes of it. `shuffled` is the control: its truth is a sample, too, so it errs by chance.
+
 A calibration errs if more answers change in the population, at the limit that it chose, than it was asked to leave.
 With sources that stay, it may do so with probability delta. Learning, doubts and choice are the library's own.
 
@@ -11,7 +15,7 @@ Sizes: N requests of the population, M of C.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +26,10 @@ from experiments.measures.base import Outcome
 from experiments.measures.learning import LearningExperiment
 from experiments.progress import tracked
 from experiments.rehearsal import Rehearsal
-from llmcache.calibration import Trial, chosen, n_tested, try_settings
+from experiments.streams.traffic import Arrival, arrange
+from llmcache.calibration import Setting, Trial, chosen, n_tested, try_settings
+from llmcache.claim import Claim
+from llmcache.errors import ConfigError
 
 
 class Bound(LearningExperiment):
@@ -31,10 +38,23 @@ class Bound(LearningExperiment):
     Attributes:
         parts: How often A and B are drawn.
         draws: How often C is drawn for each.
+        arrival: In which order requests come in time, drawn anew for each part; then C is no draw of its own.
     """
 
     parts: int = Field(default=10, ge=1)
     draws: int = Field(default=20, ge=1)
+    arrival: Arrival | None = None
+
+    @classmethod
+    def make(cls, values: Any, name: str = "") -> Self:
+        """Check all settings; see `Section.make`."""
+        parts = dict(values)
+        if parts.get("arrival") is not None:
+            parts["arrival"] = Arrival.make(parts["arrival"], "arrival")
+        made = super().make(parts, name)
+        if made.arrival is not None and made.arrival.n is not None and made.arrival.n <= made.learn:
+            raise ConfigError(f"arrival.n={made.arrival.n}: nothing would follow the learn={made.learn} first requests")
+        return made
 
 
 def run(experiment: Bound, folders: Folders) -> Outcome:
@@ -47,14 +67,16 @@ def run(experiment: Bound, folders: Folders) -> Outcome:
     rehearsal = experiment.rehearse(folders)
     workload = rehearsal.workload
     parts = tracked(range(experiment.parts), experiment.parts, "Drawing A and B")
-    rows = [row for part in parts for row in _calibrations(experiment, rehearsal, part)]
+    calibrate = _calibrations if experiment.arrival is None else _in_order
+    rows = [row for part in parts for row in calibrate(experiment, rehearsal, part)]
     n_sources = _n_sources(experiment)
     figures = [_of_claim([row for row in rows if row["max_drop"] == drop]) for drop in experiment.max_drops]
     metrics = {
         **experiment.about(workload),
         "delta": experiment.config.delta,
+        "arrival": None if experiment.arrival is None else experiment.arrival.name,
         "n_sources": n_sources,
-        "n_population": len(workload.requests) - n_sources,
+        "n_population": _n_population(experiment, len(workload.requests)),
         "claims": figures,
         "summary": figures,
     }
@@ -64,6 +86,13 @@ def run(experiment: Bound, folders: Folders) -> Outcome:
 def _n_sources(experiment: Bound) -> int:
     """As many as the claim with the largest C leaves: the same for all, so that they are learned from once."""
     return experiment.learn - max(n_tested(experiment.learn, claim) for claim in experiment.frozen_claims)
+
+
+def _n_population(experiment: Bound, n: int) -> int:
+    """Requests that the truth is told from."""
+    if experiment.arrival is None:
+        return n - _n_sources(experiment)
+    return (experiment.arrival.n or n) - experiment.learn
 
 
 def _calibrations(experiment: Bound, rehearsal: Rehearsal, part: int) -> Iterator[dict[str, Any]]:
@@ -78,19 +107,42 @@ def _calibrations(experiment: Bound, rehearsal: Rehearsal, part: int) -> Iterato
             drawn = rng.integers(len(population), size=n_tested(experiment.learn, claim))
             seen = Trial(truth.doubt[drawn], truth.loss[drawn])
             found = chosen(try_settings(seen, limits, claim.max_drop, claim.delta), claim.max_drop)
-            served = np.isneginf(truth.doubt) if found is None else truth.doubt <= found.limit
-            changed = float(np.where(served, truth.loss, 0.0).mean())
-            yield {
-                "part": part,
-                "draw": draw,
-                "max_drop": claim.max_drop,
-                "n_tested": len(drawn),
-                "limit": None if found is None else found.limit,
-                "bound": None if found is None else found.bound,
-                "hit_rate": float(served.mean()),
-                "changed_answers": changed,
-                "is_violated": int(changed > claim.max_drop),
-            }
+            yield {"part": part, "draw": draw, **_held_against(truth, found, claim, len(drawn))}
+
+
+def _in_order(experiment: Bound, rehearsal: Rehearsal, part: int) -> Iterator[dict[str, Any]]:
+    """One row a claim, for one order in time: of the first requests A, B and C are drawn, the others are served."""
+    assert experiment.arrival is not None
+    pool, seed = rehearsal.observed, 1000 * experiment.seed + part
+    stream = arrange(pool, lambda case: case.label, experiment.arrival, seed)
+    first, later = stream[: experiment.learn], stream[experiment.learn :]
+    order = np.random.default_rng((experiment.seed, part)).permutation(len(first))
+    learned, rest = np.split(order, [_n_sources(experiment)])
+    sources = {first[i].row.key: first[i] for i in sorted(learned.tolist())}
+    limits, claims = rehearsal.trust.learn(list(sources.values())), experiment.frozen_claims
+    trial = rehearsal.trust.teacher.trial([first[i] for i in rest.tolist()], sources, "changed")
+    truth = rehearsal.trust.teacher.trial(later, sources, "changed")
+    for claim in claims:
+        n = n_tested(experiment.learn, claim)
+        found = chosen(
+            try_settings(Trial(trial.doubt[:n], trial.loss[:n]), limits, claim.max_drop, claim.delta), claim.max_drop
+        )
+        yield {"part": part, "draw": 0, **_held_against(truth, found, claim, n)}
+
+
+def _held_against(truth: Trial, found: Setting | None, claim: Claim, n: int) -> dict[str, Any]:
+    """What a calibration with `n` requests of C chose, and what became of the requests that it served."""
+    served = np.isneginf(truth.doubt) if found is None else truth.doubt <= found.limit
+    changed = float(np.where(served, truth.loss, 0.0).mean())
+    return {
+        "max_drop": claim.max_drop,
+        "n_tested": n,
+        "limit": None if found is None else found.limit,
+        "bound": None if found is None else found.bound,
+        "hit_rate": float(served.mean()),
+        "changed_answers": changed,
+        "is_violated": int(changed > claim.max_drop),
+    }
 
 
 def _of_claim(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -20,8 +20,9 @@ from experiments.measures.learning import LearningExperiment, figures_of, later
 from experiments.methods.base import is_hit
 from experiments.metrics import quality
 from experiments.progress import tracked
-from experiments.rehearsal import Doubt, Rehearsal, doubts_about, freeze
+from experiments.rehearsal import Rehearsal, doubts_about, freeze
 from llmcache.calibration import split
+from llmcache.teacher import Found
 
 
 class Embeddings(LearningExperiment):
@@ -81,14 +82,14 @@ def _in_hindsight(experiment: Embeddings, rehearsal: Rehearsal) -> Iterator[dict
     learned = [first[i] for i in split(len(first), claim)[0]]
     rehearsal.trust.learn(learned)
     doubts, kept = doubts_about(rehearsal.trust, learned, rest), {case.row.key for case in learned}
-    known = np.array([doubt for doubt, _ in doubts.values() if np.isfinite(doubt)])
+    known = np.array([one.doubt for one in doubts.values() if np.isfinite(one.doubt)])
     for limit in np.quantile(known, np.linspace(0, 1, experiment.n_limits + 1)[1:]):
         named = {"max_drop": None, "limit": float(limit), "bound": None}
         yield named | _figures(experiment, rehearsal, doubts, kept, float(limit))
 
 
 def _figures(
-    experiment: Embeddings, rehearsal: Rehearsal, doubts: Mapping[str, Doubt], kept: set[str], limit: float
+    experiment: Embeddings, rehearsal: Rehearsal, doubts: Mapping[str, Found], kept: set[str], limit: float
 ) -> dict[str, Any]:
     """Hits, quality and cosines at one limit."""
     rest = rehearsal.observed[experiment.learn :]

@@ -3,17 +3,20 @@
     first `learn` requests   computed and learned from; stored by every way that is compared
     the later ones           counted: in hindsight at many limits, replayed; with a limit chosen in advance, live
 
-Curves: llmcache with sources that grow and with those of a calibration alone, the paper's way (mean embedding, nearest
-one above tau), DocCache, the response caches. `precision`, the share of hits that leave the answer as it was, against
-the hit rate tells them apart.
+Curves: llmcache with sources that grow and with those of a calibration alone, what its parts do alone (neighbours
+without a forecast, the forecast without neighbours: `student`), the paper's way (mean embedding, nearest one above
+tau), DocCache, the response caches. `precision`, the share of hits that leave the answer as it was, against the hit
+rate tells them apart. All that has a threshold is calibrated as well, by the same tests on the same requests.
 """
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from time import perf_counter
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from pydantic import Field
 
@@ -22,18 +25,33 @@ from experiments.frontier import best, curves
 from experiments.measures.base import Outcome
 from experiments.measures.learning import LearningExperiment, figures_of, later
 from experiments.measures.sweep import SAME
-from experiments.methods.base import COMPUTED
-from experiments.metrics import quality
+from experiments.methods.advance import choose_threshold, serve
+from experiments.methods.base import COMPUTED, is_hit
+from experiments.methods.responses import Encoder
+from experiments.metrics import quality, share_interval
 from experiments.progress import tracked
 from experiments.recording import Recording, make_fingerprint
 from experiments.rehearsal import Rehearsal, doubts_about, freeze, grow
 from experiments.replay import Replay, Units, by_request, replay
-from experiments.workload import Answer
-from llmcache.calibration import split
+from experiments.serving import cache_beside
+from experiments.workload import Answer, Workload
+from llmcache.calibration import Calibration, split
 from llmcache.claim import Sources
+from llmcache.trust import Trust as Calibrated
 
 #: Losses that a frontier is told for.
 LOSSES = {"accuracy_drop": "0.5 points", "changed_answers": "0.5 % changed"}
+
+#: Parts of llmcache, by how it decides.
+DECISIONS: Mapping[str, Mapping[str, Any]] = {
+    "neighbours": {"name": "risk", "forecast": False},
+    "student": {"name": "student"},
+    "risk": {"name": "risk"},
+    "combined": {"name": "combined"},
+}
+_N_TIMED = 200  # lookups of the semantic response cache
+
+Reading = Callable[[Units, Replay], list[Answer]]
 
 
 class Trust(LearningExperiment):
@@ -42,6 +60,8 @@ class Trust(LearningExperiment):
     Attributes:
         sources: Who serves then: the calibration's requests alone, or later misses as well.
         n_limits: Limits of doubt at which reuse is replayed.
+        decisions: Other ways to decide that are shown beside that of the settings, with frozen sources: neighbours
+            alone, the forecast alone, `risk` (neighbours who vote, and the forecast), `combined` (risk or student).
         taus: Thresholds of the other ways.
         baselines: The other ways.
         encoder: Sentence encoder of the semantic response cache.
@@ -49,6 +69,11 @@ class Trust(LearningExperiment):
 
     sources: tuple[Sources, ...] = ("frozen", "growing")
     n_limits: int = Field(default=16, ge=2)
+    decisions: tuple[Literal["neighbours", "student", "risk", "combined"], ...] = (
+        "neighbours",
+        "student",
+        "combined",
+    )
     taus: tuple[float, ...] = Field(min_length=1)
     baselines: tuple[Literal["paper", "doccache", "exact_response", "semantic_response"], ...] = (
         "paper",
@@ -68,17 +93,17 @@ def run(experiment: Trust, folders: Folders) -> Outcome:
     """
     rehearsal = experiment.rehearse(folders)
     workload = rehearsal.workload
-    points = [
-        *_points_of_llmcache(experiment, rehearsal),
-        *_points_of_others(experiment, rehearsal),
-    ]
-    calibrated = list(_serve_calibrated(experiment, rehearsal))
+    points, calibrated = [*_points_of_llmcache(experiment, rehearsal)], [*_serve_calibrated(experiment, rehearsal)]
+    for more, chosen in (_parts(experiment, rehearsal), _others(experiment, rehearsal)):
+        points += more
+        calibrated += chosen
     counted, base = later(workload, experiment.learn), rehearsal.answers[experiment.learn :]
     metrics = {
         **experiment.about(workload),
         "learn": experiment.learn,
         "n_counted": len(base),
         "nocache": quality(counted, base, base, np.zeros(len(base), dtype=bool), experiment.seed),
+        "model_ms": float(np.median([case.seconds for case in rehearsal.observed])) * 1e3,
         "points": points,
         "calibrated": calibrated,
         "summary": [*_hindsight(points), *map(_told_in_advance, calibrated)],
@@ -90,15 +115,68 @@ def _points_of_llmcache(experiment: Trust, rehearsal: Rehearsal) -> Iterator[dic
     """Both kinds of sources: those that grow begin with all that was learned from, the others with A and B."""
     cases = rehearsal.observed
     first, rest = cases[: experiment.learn], cases[experiment.learn :]
-    limits = _some(rehearsal.trust.learn(first).tolist(), experiment.n_limits)
+    limits = (
+        _some(rehearsal.trust.learn(first).tolist(), experiment.n_limits) if "growing" in experiment.sources else []
+    )
     for limit in tracked(limits, len(limits), "Replaying growing sources"):
         yield _point(experiment, rehearsal, ("llmcache", "growing"), limit, *grow(rehearsal.trust, first, rest, limit))
+    yield from _frozen_points(experiment, rehearsal, rehearsal.trust, "llmcache")
+
+
+def _frozen_points(experiment: Trust, rehearsal: Rehearsal, trust: Calibrated, name: str) -> Iterator[dict[str, Any]]:
+    """A curve with the sources of a calibration alone."""
+    first, rest = rehearsal.observed[: experiment.learn], rehearsal.observed[experiment.learn :]
     learned, _ = split(len(first), experiment.claim(min(experiment.max_drops)))
     sources = [first[i] for i in learned]
-    limits = _some(rehearsal.trust.learn(sources).tolist(), experiment.n_limits)
-    doubts, kept = doubts_about(rehearsal.trust, sources, rest), {case.row.key for case in sources}
+    limits = _some(trust.learn(sources).tolist(), experiment.n_limits)
+    doubts, kept = doubts_about(trust, sources, rest), {case.row.key for case in sources}
     for limit in limits:
-        yield _point(experiment, rehearsal, ("llmcache", "frozen"), limit, *freeze(doubts, kept, rest, limit))
+        yield _point(experiment, rehearsal, (name, "frozen"), limit, *freeze(doubts, kept, rest, limit))
+
+
+def _parts(experiment: Trust, rehearsal: Rehearsal) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """What parts of llmcache do alone: a curve and calibrations of each, replayed."""
+    points: list[dict[str, Any]] = []
+    calibrated: list[dict[str, Any]] = []
+    for name in experiment.decisions:
+        cache, trust = cache_beside(rehearsal, experiment.cache | {"decide": DECISIONS[name]})
+        points += _frozen_points(experiment, rehearsal, trust, name)
+        calibrated += [_part(experiment, rehearsal, trust, name, drop) for drop in experiment.max_drops]
+        cache.unwrap()
+    return points, calibrated
+
+
+def _part(experiment: Trust, rehearsal: Rehearsal, trust: Calibrated, name: str, max_drop: float) -> dict[str, Any]:
+    """A calibration of one part, and what the later requests get: replayed, which tests hold to serving."""
+    first, rest = rehearsal.observed[: experiment.learn], rehearsal.observed[experiment.learn :]
+    claim = experiment.claim(max_drop)
+    found = trust.calibrate(first, claim)
+    learned, _ = split(len(first), claim)
+    sources = list({first[i].row.key: first[i] for i in learned}.values())
+    limit = -math.inf if found.chosen is None else found.chosen.limit
+    doubts, kept = doubts_about(trust, sources, rest), {case.row.key for case in sources}
+    served, told_by = freeze(doubts, kept, rest, limit)
+    told = rehearsal.answers_from(experiment.learn, told_by)
+    return _chosen(name, "frozen", found) | _figures(experiment, rehearsal, told, served)
+
+
+def _chosen(name: str, sources: Sources, found: Calibration) -> dict[str, Any]:
+    """What a calibration chose."""
+    setting = found.chosen
+    return {
+        "method": name,
+        "sources": sources,
+        "max_drop": found.max_drop,
+        "delta": found.delta,
+        "limit": None if setting is None else setting.limit,
+        "hit_rate_expected": None if setting is None else setting.hit_rate,
+        "bound": None if setting is None else setting.bound,
+        "is_certified": found.is_certified,
+        "n_sources": found.n_sources,
+        "n_tested": found.n_tested,
+        "calibration_s": round(found.seconds, 3),
+        "lookup_ms": found.lookup_ms,
+    }
 
 
 def _some(limits: Sequence[float], n: int) -> list[float]:
@@ -127,24 +205,113 @@ def _named(curve: tuple[str, str | None], limit: float | None, tau: float | None
 def _figures(
     experiment: Trust, rehearsal: Rehearsal, told: Sequence[Answer], served: NDArray[np.str_]
 ) -> dict[str, Any]:
-    counted = later(rehearsal.workload, experiment.learn)
-    return figures_of(counted, rehearsal.answers[experiment.learn :], told, served, experiment.seed)
+    counted, base = later(rehearsal.workload, experiment.learn), rehearsal.answers[experiment.learn :]
+    figures = figures_of(counted, base, told, served, experiment.seed)
+    return figures | {"by_intent": by_intent(counted, base, told, served)}
 
 
-def _points_of_others(experiment: Trust, rehearsal: Rehearsal) -> Iterator[dict[str, Any]]:
-    """The other ways. What llmcache learns from, they store without searching it."""
+def by_intent(
+    counted: Workload, base: Sequence[Answer], told: Sequence[Answer], served: NDArray[np.str_]
+) -> dict[str, Any] | None:
+    """Share of changed answers of each intent's requests: the worst one's with its interval, and the median.
+
+    An intent is what a request is really about, its reference; `n_over` counts those with more than twice the rate of
+    all requests. Of the worst, the interval is of that intent alone: of many intents one is bad by chance.
+    """
+    if not all(isinstance(request.reference, int) for request in counted.requests):
+        return None  # the task knows no intents
+    names = np.array([request.reference for request in counted.requests])
+    changed = np.array([counted.is_changed(one, other) for one, other in zip(base, told, strict=True)], dtype=bool)
+    hits = is_hit(served)
+    rows: list[dict[str, Any]] = []
+    for name in np.unique(names):
+        mine = names == name
+        n, n_hits, n_changed = (int(part.sum()) for part in (mine, mine & hits, mine & changed))
+        rows.append({"intent": int(name), "n": n, "n_hits": n_hits, "n_changed": n_changed, "changed": n_changed / n})
+    worst = max(rows, key=lambda row: (row["changed"], row["n"]))
+    return {
+        "n_intents": len(rows),
+        "n_over": sum(int(row["changed"] > 2 * changed.mean()) for row in rows),
+        "median": float(np.median([row["changed"] for row in rows])),
+        "worst": {
+            **worst,
+            "intent": counted.show(worst["intent"]),
+            "changed_ci": share_interval(worst["n_changed"], worst["n"]),
+            "changed_per_hit": worst["n_changed"] / worst["n_hits"] if worst["n_hits"] else None,
+        },
+    }
+
+
+def _others(experiment: Trust, rehearsal: Rehearsal) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The other ways: a curve of each, and calibrations of those that have a threshold.
+
+    What llmcache learns from, they store without searching it.
+    """
     recording = Recording(rehearsal.workload, rehearsal.outputs)
+    points: list[dict[str, Any]] = []
+    calibrated: list[dict[str, Any]] = []
     for name in experiment.baselines:
         units, answers_of = _way(name, experiment, recording)
         units = replace(units, first_searched=experiment.learn)
-        taus = (math.inf,) if name == "exact_response" else (SAME, *experiment.taus)
-        for tau, again in zip(taus, replay(units, taus), strict=True):
+        points += _points_of_another(experiment, rehearsal, name, units, answers_of)
+        if name != "exact_response":
+            timed = {"lookup_ms": _encoder_ms(experiment, rehearsal) if name == "semantic_response" else None}
+            calibrated += [row | timed for row in _calibrated_other(experiment, rehearsal, name, units, answers_of)]
+    return points, calibrated
+
+
+def _points_of_another(
+    experiment: Trust, rehearsal: Rehearsal, name: str, units: Units, answers_of: Reading
+) -> Iterator[dict[str, Any]]:
+    """The curve of one of the other ways."""
+    taus = (math.inf,) if name == "exact_response" else (SAME, *experiment.taus)
+    for tau, again in zip(taus, replay(units, taus), strict=True):
+        served, told = by_request(units, again), answers_of(units, again)
+        at = _named((name, None), None, None if math.isinf(tau) else tau)
+        yield at | _figures(experiment, rehearsal, told[experiment.learn :], served[experiment.learn :])
+
+
+def _calibrated_other(
+    experiment: Trust, rehearsal: Rehearsal, name: str, units: Units, answers_of: Reading
+) -> Iterator[dict[str, Any]]:
+    """Its threshold, chosen as a calibration of llmcache chooses its limit, and what the later requests get."""
+    answers, is_changed = rehearsal.answers, rehearsal.workload.is_changed
+    for sources in experiment.sources:
+        for max_drop in experiment.max_drops:
+            claim = experiment.claim(max_drop, sources)
+            setting, stored = choose_threshold(
+                units, experiment.learn, claim, lambda one, other: is_changed(answers[one], answers[other])
+            )
+            again = serve(units, experiment.learn, setting, stored, grows=sources == "growing")
             served, told = by_request(units, again), answers_of(units, again)
-            at = _named((name, None), None, None if math.isinf(tau) else tau)
-            yield at | _figures(experiment, rehearsal, told[experiment.learn :], served[experiment.learn :])
+            yield {
+                "method": name,
+                "sources": sources,
+                "max_drop": max_drop,
+                "delta": claim.delta,
+                "limit": None if setting is None else setting.limit,
+                "hit_rate_expected": None if setting is None else setting.hit_rate,
+                "bound": None if setting is None else setting.bound,
+                "is_certified": setting is not None and sources == "frozen",
+                "n_sources": len(stored),
+                "n_tested": experiment.learn - len(stored),
+                "calibration_s": None,
+                **_figures(experiment, rehearsal, told[experiment.learn :], served[experiment.learn :]),
+            }
 
 
-def _way(name: str, experiment: Trust, recording: Recording) -> tuple[Units, Callable[[Units, Replay], list[Answer]]]:
+def _encoder_ms(experiment: Trust, rehearsal: Rehearsal) -> float:
+    """Median time in which the sentence encoder embeds one text: what each lookup of the semantic cache costs."""
+    encode, times = Encoder(experiment.encoder), []
+    with torch.inference_mode():
+        for request in rehearsal.workload.requests[:_N_TIMED]:
+            started = perf_counter()
+            encode(request.text)
+            times.append(perf_counter() - started)
+    return float(np.median(times)) * 1e3
+
+
+def _way(name: str, experiment: Trust, recording: Recording) -> tuple[Units, Reading]:
     """What a way looks up, and how its answers are read."""
     if name == "doccache":
         return recording.documents(), recording.handed
@@ -163,19 +330,7 @@ def _serve_calibrated(experiment: Trust, rehearsal: Rehearsal) -> Iterator[dict[
             rehearsal.cache.clear()  # what an earlier claim's misses left would serve repeats
             found = rehearsal.trust.calibrate(first, claim)
             told, served = _serve(rehearsal, experiment.learn, f"Live: {sources}, {max_drop:g}")
-            yield {
-                "sources": sources,
-                "max_drop": max_drop,
-                "delta": claim.delta,
-                "limit": None if found.chosen is None else found.chosen.limit,
-                "hit_rate_expected": None if found.chosen is None else found.chosen.hit_rate,
-                "bound": None if found.chosen is None else found.chosen.bound,
-                "is_certified": found.is_certified,
-                "n_sources": found.n_sources,
-                "n_tested": found.n_tested,
-                "calibration_s": round(found.seconds, 3),
-                **_figures(experiment, rehearsal, told, served),
-            }
+            yield _chosen("llmcache", sources, found) | _figures(experiment, rehearsal, told, served)
 
 
 def _serve(rehearsal: Rehearsal, first: int, what: str) -> tuple[list[Answer], NDArray[np.str_]]:
@@ -198,7 +353,7 @@ def _hindsight(points: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
 
 def _told_in_advance(row: Mapping[str, Any]) -> dict[str, Any]:
     within = f"{100 * row['max_drop']:g} % changed"
-    return _shown(f"llmcache {row['sources']}", within, "calibrated hits", row) | {"bound": row["bound"]}
+    return _shown(f"{row['method']} {row['sources']}", within, "calibrated hits", row) | {"bound": row["bound"]}
 
 
 def _shown(way: str, within: str, column: str, figures: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from experiments.data.labelled import Labelled, read_requests
 from experiments.folders import Folders
 from experiments.heads import fit_logistic
 from experiments.models import check_length, load
+from experiments.streams.traffic import Arrival, arrange
 from experiments.tasks import stream
 from experiments.tasks.split import split
 from llmcache.errors import ConfigError
@@ -21,14 +22,21 @@ class Settings(stream.Settings):
     """Settings of the task: those of `stream`, with a head that is fitted here.
 
     `head.fit_share` is a share of the first file. Its order and that of the others follow from `data.order`.
+
+    Attributes:
+        arrival: In which order requests come, and whether they come again; without it as `data.order` says.
     """
 
     name: Literal["held_out"]  # type: ignore[assignment]
+    arrival: Arrival | None = None
 
     @classmethod
     def make(cls, values: Any, name: str = "") -> Self:
         """Check all settings; see `Section.make`."""
-        made = super().make(values, name)
+        parts = dict(values)
+        if parts.get("arrival") is not None:
+            parts["arrival"] = Arrival.make(parts["arrival"], f"{name}.arrival" if name else "arrival")
+        made = super().make(parts, name)
         if made.head.kind != "logistic" or made.traffic is not None:
             raise ConfigError(
                 f"{name}: held_out fits its own head, and asks each request once: leave out head.kind and traffic, or "
@@ -47,7 +55,10 @@ def divide(settings: Settings, folders: Folders, seed: int) -> tuple[list[Labell
     data = read_requests(settings.data, folders.data, seed)
     known, _ = split([record for record in data if record.part == 0], settings.head.fit_share, seed)
     seen = {record.id for record in known}
-    return known, [record for record in data if record.id not in seen][: settings.limit]
+    rest = [record for record in data if record.id not in seen]
+    if settings.arrival is not None:
+        rest = arrange(rest, lambda record: record.label, settings.arrival, seed)
+    return known, rest[: settings.limit]
 
 
 def build(settings: Settings, folders: Folders, seed: int) -> stream.Stream:

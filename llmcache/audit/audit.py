@@ -116,7 +116,9 @@ class Audit:
                 if sample is not None and hit is not None:
                     # Of all hits alike: those that were drawn for being doubtful, or early, are thinned out again.
                     stands_for_all = account.toss(ease * self._floor * sample.weight)
-                    call.drawn[row.number] = Drawn(sample, hit.key, hit.answer, stands_for_all)
+                    # An example of an answer is not to blame for the forecast that chose it.
+                    source = "" if hit.rung == "student" else hit.key
+                    call.drawn[row.number] = Drawn(sample, source, hit.answer, stands_for_all)
                     if self._likeness is not None:
                         self._drawn_hits.add(row.key)
                 elif row.number not in call.reused and hit is None and account.toss(ease * self._floor):
@@ -269,7 +271,7 @@ class Audit:
                 made = self._made
                 if rings and made is not None:
                     self._trust.alarm(made)
-            if is_changed and made is not None and made.metric in get_args(MetricName):
+            if is_changed and drawn.source and made is not None and made.metric in get_args(MetricName):
                 self._library.strike(drawn.source, case.scope.namespace)
         if drawn.stands_for_all:
             self._gather(case)

@@ -1,11 +1,15 @@
 """The semantic rung: another request means the same, say the fingerprints of its neighbours. Approximate.
 
+Where the decision reads the forecast, the answer that it favours may be given instead: by an example, a stored request
+that was answered so. Its state goes through the model's own head, so what is served is an output that the model made.
+Such hits are of the rung `student`: nobody says that the example is like the request.
+
 One search a call serves all layers, and the deepest stored layer of the neighbour is taken: what the layers above it
 would compute from its state is what they computed for it before, so reusing a lower one gives the same answer for more
 work. What is computed on top of another request's state is not stored: it is not this request's.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, nan
 from typing import Any, Protocol
@@ -15,7 +19,7 @@ import numpy as np
 from llmcache.answers import Answers
 from llmcache.arrays import Doubles, Floats, below
 from llmcache.context import Call, Reuse
-from llmcache.decide import Decision, Evidence, deepest_layer, share_of
+from llmcache.decide import Decision, Evidence, deepest_layer, lead_of, share_of
 from llmcache.errors import ConfigError
 from llmcache.gate import ContentGate
 from llmcache.library import Library
@@ -26,10 +30,30 @@ from llmcache.shelf import Neighbour
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Who would serve a request, and how doubtful that is; infinite doubt where the gate refuses, or it was struck."""
+    """Who would serve a request, and how doubtful that is; infinite doubt where the gate refuses, or it was struck.
+
+    Attributes:
+        neighbour: Who would; its similarity is NaN where it was not searched for.
+        doubt: That its answer is not the request's own.
+        rung: `semantic` for a neighbour, `student` for an example of the answer that the forecast favours.
+    """
 
     neighbour: Neighbour
     doubt: float
+    rung: str = "semantic"
+
+
+@dataclass(frozen=True, slots=True)
+class Examples:
+    """Stored requests of one scope, one for each answer that was given.
+
+    Attributes:
+        neighbours: The first that was answered so, of each answer, M.
+        signatures: Their answers (M, S).
+    """
+
+    neighbours: Sequence[Neighbour]
+    signatures: Floats
 
 
 class Limits(Protocol):
@@ -57,6 +81,7 @@ class Chooser:
         self._decision = decision
         self._answers = answers
         self._gate = gate
+        self._examples: dict[Scope, Examples] = {}  # replaced as a whole: others may be reading it
 
     def choose(
         self, scope: Scope, rows: Sequence[Row], vectors: Floats, forecasts: Floats | None
@@ -69,11 +94,33 @@ class Chooser:
             vectors: Their fingerprints (B, F).
             forecasts: Of their outputs (B, C), or None where there is none.
         """
-        found = self._library.search(scope, rows, vectors, self._decision.k)
+        found = self._search(scope, rows, vectors)
         return [
-            self._choose(row, near, None if forecasts is None else forecasts[i]) if near else None
+            self._choose(scope, row, near, None if forecasts is None else forecasts[i])
             for i, (row, near) in enumerate(zip(rows, found, strict=True))
         ]
+
+    @property
+    def searches(self) -> bool:
+        """Whether it looks for neighbours at all."""
+        return self._decision.k > 0
+
+    def present(self, cases: Iterable[tuple[Scope, str, Floats | None]]) -> list[str]:
+        """Have answers given by requests that are stored: of each answer, by the first. Returns their keys.
+
+        Args:
+            cases: Scope, key and signature (S,) of requests.
+        """
+        is_discrete = self._answers is not None and self._answers.is_discrete
+        if not (self._decision.reads_lead and is_discrete and self._library.fits_any_length):
+            return []
+        first: dict[Scope, dict[bytes, Neighbour]] = {}
+        for scope, key, answer in cases:
+            if answer is not None:
+                first.setdefault(scope, {}).setdefault(answer.tobytes(), Neighbour(key, nan, answer))
+        kept = {scope: list(by_answer.values()) for scope, by_answer in first.items()}
+        self._examples = {scope: Examples(near, _signatures(near)) for scope, near in kept.items()}
+        return [near.key for examples in kept.values() for near in examples]
 
     @property
     def most(self) -> float:
@@ -105,16 +152,19 @@ class Chooser:
             vector: Its fingerprint (F,).
             forecast: Of its output (C,), or None.
         """
-        (near,) = self._library.search(case.scope, [case.row], vector[None], self._decision.k)
-        if self._answers is None or not near:
-            return self._see(near, forecast), [False] * len(near)
-        return self._see(near, forecast), self._answers.agree(_signatures(near), case.answer).tolist()
+        (near,) = self._search(case.scope, [case.row], vector[None])
+        seen, example = self._see(case.scope, case.row, near, forecast)
+        shown = near if example is None else [*near, example]
+        if self._answers is None or not shown:
+            return seen, [False] * len(shown)
+        return seen, self._answers.agree(_signatures(shown), case.answer).tolist()
 
     def teach(self, looks: Sequence[tuple[Evidence, Sequence[bool]]]) -> Doubles:
         """Let the decision learn from requests whose answers are known, and return its doubts about them (N,)."""
         seen = [one for one, _ in looks]
         self._decision.fit(seen, [is_right for _, is_right in looks])
-        return np.array([self._decision.choose(one)[1] if one.similarity else inf for one in seen], np.float64)
+        doubts = [self._decision.choose(one)[1] if one.similarity or one.lead else inf for one in seen]
+        return np.array(doubts, np.float64)
 
     def state(self) -> dict[str, Floats]:
         """What decision, answers and gate learned."""
@@ -128,24 +178,42 @@ class Chooser:
             if learner is not None:
                 learner.restore(below(f"{part}.", state))
 
-    def _choose(self, row: Row, near: Sequence[Neighbour], forecast: Floats | None) -> Choice:
-        number, doubt = self._decision.choose(self._see(near, forecast))
+    def _search(self, scope: Scope, rows: Sequence[Row], vectors: Floats) -> list[list[Neighbour]]:
+        return self._library.search(scope, rows, vectors, self._decision.k) if self.searches else [[] for _ in rows]
+
+    def _choose(self, scope: Scope, row: Row, near: Sequence[Neighbour], forecast: Floats | None) -> Choice | None:
+        seen, example = self._see(scope, row, near, forecast)
+        if not near and example is None:
+            return None
+        number, doubt = self._decision.choose(seen)
+        if number == len(near):
+            # That a neighbour's words tell otherwise is what a gate is for: what it would refuse is not given either.
+            is_refused = self._gate is not None and any(self._gate.refuses(row.ids, one.ids) for one in near[:1])
+            return None if example is None else Choice(example, inf if is_refused else doubt, "student")
         chosen = near[number]
         if chosen.is_struck or (self._gate is not None and self._gate.refuses(row.ids, chosen.ids)):
             return Choice(chosen, inf)
         return Choice(chosen, doubt)
 
-    def _see(self, near: Sequence[Neighbour], forecast: Floats | None) -> Evidence:
-        """What the neighbours of one request are like."""
+    def _see(
+        self, scope: Scope, row: Row, near: Sequence[Neighbour], forecast: Floats | None
+    ) -> tuple[Evidence, Neighbour | None]:
+        """What the neighbours of one request are like, and who gives the answer that the forecast favours."""
         similarity = [neighbour.similarity for neighbour in near]
-        if not self._decision.reads_answers or self._answers is None or not near:
-            return Evidence(similarity)
+        if not self._decision.reads_answers or self._answers is None:
+            return Evidence(similarity), None
         signatures = _signatures(near)
-        agree = self._answers.agree(signatures[:, None], signatures).tolist()
+        agree = self._answers.agree(signatures[:, None], signatures).tolist() if near else ()
         if forecast is None:
-            return Evidence(similarity, agree, [0.0] * len(near))
-        told = self._answers.favour(forecast, signatures).tolist()
-        return Evidence(similarity, agree, [one if one == one else 0.0 for one in told])
+            return Evidence(similarity, agree, [0.0] * len(near)), None
+        told = self._answers.favour(forecast, signatures).tolist() if near else ()
+        favour = [one if one == one else 0.0 for one in told]
+        examples = self._examples.get(scope) if self._decision.reads_lead else None
+        if examples is None:
+            return Evidence(similarity, agree, favour), None
+        could_be = self._answers.favour(forecast, examples.signatures)
+        first, lead = lead_of(could_be, float(forecast.std()), row.n_valid)
+        return Evidence(similarity, agree, favour, lead), examples.neighbours[first]
 
 
 def _signatures(near: Sequence[Neighbour]) -> Floats:
@@ -184,14 +252,17 @@ class Semantic:
 
     def _reuse(self, call: Call, row: Row, choice: Choice, limits: Mapping[int, float]) -> Reuse | None:
         near = choice.neighbour
-        call.saw(row, near.similarity)
+        is_near = choice.rung == self.name
+        if is_near:
+            call.saw(row, near.similarity)
         layer = deepest_layer(choice.doubt, limits, self._library.held(near.key))
         if layer is None:
             return None
         state = self._library.read(near.key, layer, with_kv=call.kv_cache is not None)
         if state is None:
             return None
-        reuse = Reuse(row.number, layer, self.name, state.hidden, state.kv, near.key, near.similarity)
+        similarity = near.similarity if is_near else None
+        reuse = Reuse(row.number, layer, choice.rung, state.hidden, state.kv, near.key, similarity)
         reuse.answer, reuse.share = near.answer, share_of(choice.doubt, limits[layer])
         return reuse
 

@@ -19,7 +19,7 @@ from experiments.methods.cached import Cached
 from experiments.methods.nocache import NoCache
 from experiments.recording import Recording, make_fingerprint
 from experiments.replay import by_request, replay, rows_served
-from experiments.streams.traffic import Traffic, draw
+from experiments.streams.traffic import Arrival, Traffic, arrange, draw
 from experiments.tasks import build, make_task
 from experiments.workload import Request
 from llmcache.errors import ConfigError
@@ -245,3 +245,22 @@ def test_traffic_is_seeded_skewed_and_changes_by_phases() -> None:
     shifting = draw(pool, Traffic(n=4000, skew=1.2, phases=2))
     halves = [max(set(half), key=half.count) for half in (shifting[:2000], shifting[2000:])]
     assert halves[0] != halves[1]
+
+
+def test_bursts_bring_each_request_once_and_intents_together() -> None:
+    pool = [(intent, i) for intent in range(10) for i in range(40)]
+    come = [arrange(pool, lambda one: one[0], Arrival(name=kind, length=20, at_once=2), seed=1) for kind in KINDS]
+    bursts, shuffled = come
+    assert sorted(bursts) == sorted(shuffled) == pool and bursts != shuffled
+    n_intents = [len({intent for intent, _ in stream[:40]}) for stream in come]
+    assert n_intents[0] <= 6 < n_intents[1]
+    assert arrange(pool, lambda one: one[0], Arrival(name="bursts", length=20, at_once=2), seed=1) == bursts
+
+
+def test_repeats_come_again_by_a_law() -> None:
+    stream = arrange(range(100), lambda one: one, Arrival(name="repeats", n=400, skew=1.0), seed=1)
+    counts = sorted((stream.count(one) for one in set(stream)), reverse=True)
+    assert len(stream) == 400 and counts[0] > 40 and len(counts) < 95
+
+
+KINDS = ("bursts", "shuffled")

@@ -88,12 +88,28 @@ def test_violations_are_counted() -> None:
 
 def test_results_are_told(outcome: Outcome, tmp_path: Any) -> None:
     text = "\n".join(TABLES["bound"]([Run("trust_bound", tmp_path, {"measure": "bound"}, {}, outcome.metrics)]))
-    assert text.count("| support_desk |") == 2 and "/ 320 |" in text
+    assert text.count("| support_desk | drawn |") == 2 and "/ 320 |" in text
+
+
+@pytest.mark.parametrize("kind", ["bursts", "repeats", "shuffled"])
+def test_in_an_order_in_time_what_follows_is_the_truth(kind: str) -> None:
+    done = run(arrival={"name": kind, "n": 260} if kind == "repeats" else {"name": kind})
+    named = [(row["part"], row["draw"], row["max_drop"]) for row in done.rows]
+    assert named == [(part, 0, drop) for part in range(2) for drop in (0.05, 0.2)]
+    metrics = done.metrics
+    assert (metrics["arrival"], metrics["n_population"]) == (kind, 60 if kind == "repeats" else 120)
+    for row in done.rows:
+        n_hits = row["hit_rate"] * metrics["n_population"]
+        assert n_hits == pytest.approx(round(n_hits))
+        assert row["is_violated"] == (row["changed_answers"] > row["max_drop"])
+    assert [claim["n_calibrations"] for claim in metrics["claims"]] == [2, 2]
 
 
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
+        ({"arrival": {"name": "repeats", "n": 200}}, "arrival.n=200: nothing would follow"),
+        ({"arrival": {"name": "late"}}, "arrival.name"),
         ({"max_drops": [0.001]}, "learn=200: 200 requests cannot show a loss of at most 0.001"),
         ({"parts": 0}, "parts"),
         ({"draws": 0}, "draws"),

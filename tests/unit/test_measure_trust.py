@@ -10,7 +10,7 @@ import pytest
 from experiments.config import make_experiment
 from experiments.folders import Folders
 from experiments.frontier import curves, of_curve
-from experiments.measures import MEASURES
+from experiments.measures import MEASURES, trust
 from experiments.measures.base import Outcome
 from experiments.plots import PLOTS
 from experiments.rehearsal import Rehearsal, doubts_about, freeze, grow
@@ -26,6 +26,7 @@ VALUES: dict[str, Any] = {
     "task": {"name": "held_out", "model": "untrained", "limit": N, "data": {"path": "support_desk", "limit": 700}},
     "learn": LEARN,
     "max_drops": [0.05, 0.2],
+    "decisions": ["neighbours", "student", "combined"],
     "taus": [0.8, 0.95],
     "n_limits": 4,
     "cache": {"answer": "class"},
@@ -80,7 +81,8 @@ def test_a_replay_of_frozen_sources_equals_serving(rehearsal: Rehearsal) -> None
 
 def test_every_way_is_counted_on_the_later_requests(outcome: Outcome) -> None:
     metrics = outcome.metrics
-    ways = [("llmcache", "growing"), ("llmcache", "frozen"), *((name, None) for name in BASELINES)]
+    parts = [(name, "frozen") for name in PARTS]
+    ways = [("llmcache", "growing"), ("llmcache", "frozen"), *parts, *((name, None) for name in BASELINES)]
     assert curves(metrics["points"]) == ways
     assert (metrics["learn"], metrics["n_counted"], metrics["n"]) == (LEARN, N - LEARN, N)
     for point in metrics["points"]:
@@ -95,12 +97,17 @@ def test_every_way_is_counted_on_the_later_requests(outcome: Outcome) -> None:
 
 
 BASELINES = ("paper", "doccache", "exact_response", "semantic_response")
+PARTS = ("neighbours", "student", "combined")
 
 
 def test_what_is_chosen_in_advance_stands_apart(outcome: Outcome) -> None:
     rows = outcome.metrics["calibrated"]
-    assert [(row["sources"], row["max_drop"]) for row in rows] == [
-        (sources, drop) for sources in ("frozen", "growing") for drop in (0.05, 0.2)
+    both, drops = ("frozen", "growing"), (0.05, 0.2)
+    others = [(name, kind, drop) for name in BASELINES if "exact" not in name for kind in both for drop in drops]
+    assert [(row["method"], row["sources"], row["max_drop"]) for row in rows] == [
+        *(("llmcache", sources, drop) for sources in both for drop in drops),
+        *((name, "frozen", drop) for name in PARTS for drop in drops),
+        *others,
     ]
     for row in rows:
         assert row["is_certified"] == (row["sources"] == "frozen" and row["limit"] is not None)
@@ -111,6 +118,40 @@ def test_what_is_chosen_in_advance_stands_apart(outcome: Outcome) -> None:
     assert len({tuple(shown) for shown in outcome.metrics["summary"]}) == 1
 
 
+def test_the_default_decision_is_told_alike_by_replay_and_live(rehearsal: Rehearsal) -> None:
+    experiment = make_experiment(VALUES)
+    _, (strict, loose) = trust._parts(experiment.model_copy(update={"decisions": ("risk",)}), rehearsal)
+    rows = [row for row in trust._serve_calibrated(experiment, rehearsal) if row["sources"] == "frozen"]
+    told = ("limit", "hit_rate", "changed_answers", "bound", "hits_by_rung")
+    assert [[row[key] for key in told] for row in rows] == [[row[key] for key in told] for row in (strict, loose)]
+
+
+def test_errors_are_told_by_intent_and_by_hit(outcome: Outcome) -> None:
+    n_intents = 0
+    for row in outcome.metrics["calibrated"]:
+        told, worst = row["by_intent"], row["by_intent"]["worst"]
+        assert 0 <= told["median"] <= worst["changed"] <= 1 and worst["changed"] >= row["changed_answers"]
+        assert worst["changed"] == worst["n_changed"] / worst["n"] and worst["n_changed"] <= worst["n_hits"]
+        assert worst["changed_ci"][0] <= worst["changed"] <= worst["changed_ci"][1]
+        n_intents = max(n_intents, told["n_intents"])
+        if row["changed_per_hit"] is not None:
+            assert row["changed_per_hit"] * row["hit_rate"] == pytest.approx(row["changed_answers"])
+    assert n_intents > 5
+
+
+def test_rates_of_an_intent_are_of_its_own_requests(rehearsal: Rehearsal) -> None:
+    counted, base = rehearsal.workload, rehearsal.answers
+    names = [request.reference for request in counted.requests]
+    one = max(set(names), key=names.count)
+    told = [(answer + 1) % 5 if name == one else answer for answer, name in zip(base, names, strict=True)]
+    served = np.where(np.array(names) == one, "semantic", "computed")
+    found = trust.by_intent(counted, base, told, served)
+    assert found is not None
+    changed = sum(a != b for a, b in zip(base, told, strict=True))
+    assert (found["worst"]["n"], found["worst"]["n_changed"]) == (names.count(one), changed)
+    assert found["worst"]["intent"] == counted.show(one) and found["median"] == 0.0 and found["n_over"] == 1
+
+
 def test_results_are_drawn_and_told(outcome: Outcome, tmp_path: Path) -> None:
     folder = tmp_path / "trust_made" / "run"
     folder.mkdir(parents=True)
@@ -118,7 +159,9 @@ def test_results_are_drawn_and_told(outcome: Outcome, tmp_path: Path) -> None:
     run = Run("trust_made", folder, {"measure": "trust", "seed": 0}, {}, kept)
     assert [path.is_file() for path in PLOTS["trust"]([run])] == [True]
     text = "\n".join(TABLES["trust"]([run]))
-    assert text.count("| support_desk | 0 | frozen |") == 2 and "at the start" in text
+    assert text.count("| support_desk | 0 | llmcache | frozen |") == 2 and "at the start" in text
+    assert text.count("| support_desk | 0 | student | frozen |") == 2
+    assert text.count("| support_desk | 0 | semantic_response | growing |") == 2
 
 
 @pytest.mark.parametrize(

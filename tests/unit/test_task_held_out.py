@@ -84,3 +84,13 @@ def test_path_and_columns_are_set_without_naming_the_task(tmp_path: Path) -> Non
     assert alone.name == "clinc-minilm"
     expected = Data(path=("clinc/a.csv", "clinc/b.csv"), text="q", label="kind", order="shuffled")
     assert run.experiment.task.data == expected
+
+
+def test_requests_may_arrive_in_bursts_or_again(folder: Path) -> None:
+    plain = texts(folder)
+    again = texts(folder, arrival={"name": "repeats", "n": 50})
+    assert len(again) == 50 and len(set(again)) < 50 and set(again) <= set(plain)
+    bursts = texts(folder, arrival={"name": "bursts", "length": 3, "at_once": 1})
+    assert sorted(bursts) == sorted(plain) and bursts != plain
+    with pytest.raises(ConfigError, match=r"task.arrival.name"):
+        make_task(TASK | {"arrival": {"name": "late"}})
