@@ -6,7 +6,7 @@ Sizes: B rows, T tokens a row (padding included), n valid tokens of a row.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from llmcache.arrays import Floats
 from llmcache.audit.auditor import Sample
 from llmcache.prefix.records import Prefill
 from llmcache.rows import Row, Scope
+
+if TYPE_CHECKING:
+    from llmcache.reuse.semantic import Choice
 
 
 @dataclass(slots=True)
@@ -85,6 +88,7 @@ class Call:
         generation: Of the library's fingerprint, when these were made.
         forecasts: What the fingerprint lets expect of the outputs, float32 (B, C), or None.
         nearest: Similarity of the nearest stored request that a search found, by row number.
+        choices: Who would serve a row semantically, whatever is allowed, by number of the rows that were searched for.
         reused: Latest decision by row number.
         doubted: Decisions that are not carried out: their rows are computed, and compared with the stored state.
         drawn: Rows that the audit looks into, by number.
@@ -119,6 +123,7 @@ class Call:
     generation: int = 0
     forecasts: Floats | None = None
     nearest: dict[int, float] = field(default_factory=dict)
+    choices: "Mapping[int, Choice | None]" = field(default_factory=dict)
     reused: dict[int, Reuse] = field(default_factory=dict)
     doubted: dict[int, Reuse] = field(default_factory=dict)
     drawn: dict[int, Drawn] = field(default_factory=dict)

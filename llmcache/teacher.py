@@ -12,6 +12,8 @@ import numpy as np
 
 from llmcache.answers import Answers
 from llmcache.arrays import Doubles, Floats
+from llmcache.audit.likeness import Profile, profile
+from llmcache.audit.marking import marks_of, marks_of_source
 from llmcache.calibration import Trial, losses, settings
 from llmcache.claim import Metric, MetricName
 from llmcache.errors import CalibrationError
@@ -114,6 +116,26 @@ class Teacher:
             if choice is not None:
                 doubt[i], found[i] = choice.doubt, choice.neighbour.key
         return doubt, found
+
+    def profile(self, cases: Sequence[Observation], sources: Mapping[str, Observation], limit: float) -> Profile:
+        """What requests of C are like, for those that come later to be compared with.
+
+        Args:
+            cases: The requests.
+            sources: Those that stand, by key.
+            limit: The largest doubt that is allowed.
+        """
+        marks = {}
+        for case in cases:
+            vector, forecast = self._foresee(case)
+            if case.row.key in sources:
+                marks[case.row.key] = marks_of_source(forecast)
+                continue
+            forecasts = None if forecast is None else forecast[None]
+            (choice,) = self._chooser.choose(case.scope, [case.row], vector[None], forecasts)
+            marks[case.row.key] = marks_of(choice, forecast)
+        learned = [marks_of_source(self._foresee(case)[1]).forecast for case in sources.values()]
+        return profile(marks, learned, limit)
 
     def trial(
         self, cases: Sequence[Observation], sources: Mapping[str, Observation], metric: MetricName | Metric

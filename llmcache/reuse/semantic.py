@@ -26,10 +26,17 @@ from llmcache.shelf import Neighbour
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Who would serve a request, and how doubtful that is; infinite doubt where the gate refuses, or it was struck."""
+    """Who would serve a request, and how doubtful that is; infinite doubt where the gate refuses, or it was struck.
+
+    Attributes:
+        neighbour: Who would.
+        doubt: About it.
+        at_first: The doubt before anybody was struck: of like requests it stays alike.
+    """
 
     neighbour: Neighbour
     doubt: float
+    at_first: float
 
 
 class Limits(Protocol):
@@ -131,9 +138,9 @@ class Chooser:
     def _choose(self, row: Row, near: Sequence[Neighbour], forecast: Floats | None) -> Choice:
         number, doubt = self._decision.choose(self._see(near, forecast))
         chosen = near[number]
-        if chosen.is_struck or (self._gate is not None and self._gate.refuses(row.ids, chosen.ids)):
-            return Choice(chosen, inf)
-        return Choice(chosen, doubt)
+        if self._gate is not None and self._gate.refuses(row.ids, chosen.ids):
+            doubt = inf
+        return Choice(chosen, inf if chosen.is_struck else doubt, doubt)
 
     def _see(self, near: Sequence[Neighbour], forecast: Floats | None) -> Evidence:
         """What the neighbours of one request are like."""
@@ -179,6 +186,7 @@ class Semantic:
         numbers = [row.number for row in rows]
         forecasts = None if call.forecasts is None else call.forecasts[numbers]
         chosen = self._chooser.choose(call.scope, rows, vectors[numbers], forecasts)
+        call.choices = dict(zip(numbers, chosen, strict=True))
         pairs = zip(rows, chosen, strict=True)
         return [reuse for row, choice in pairs if choice and (reuse := self._reuse(call, row, choice, limits))]
 
