@@ -6,8 +6,8 @@ request; some of those that would be served are computed instead. So no answer c
 before. Under a metric of the user's, where a changed answer may be the better one, sources stay: the mean of losses and
 gains, which is what is claimed then, may rise when hits are taken away.
 
-Beside that, requests are compared with those of the calibration. That computes nothing again, and is done with `audit=0`,
-too: once requests are unlike, the calibration is void.
+Beside that, requests are compared with those of the calibration. That computes nothing again, and is done with
+`audit=0`, too: once requests are unlike, the calibration is void.
 """
 
 import threading

@@ -4,7 +4,8 @@ A certificate is about requests that are drawn like those it was measured on. Of
 with those on C (part C of the calibration, which nothing was learned from): the doubt about it, the similarity of who
 would serve it, the class that is forecast, and with the doubt whether it would be served at all.
 
-    profile    edges are laid at quantiles of C; a mark beyond an edge, or not, is an event with a share on C
+    profile    edges are laid at quantiles of C; a mark beyond an edge, or not, is an event with a share on C. Classes
+               are laid out by how rare they are, and in three other orders, which part those that are equally so
     null       no event has a larger probability than the upper limit of its share: C is a sample, too
     bets       on each event, with several stakes, that it has: each is worth more than it was with probability small
     detector   a bet sets out with every request (Shiryaev and Roberts; e-detectors: Shin, Ramdas, Rinaldo 2024): all
@@ -30,6 +31,7 @@ from llmcache.bounds import share_upper
 
 _QUANTILES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.98)
 _STAKES = (0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.5, 0.7, 0.85)
+_ORDERS = (0.6180339887, 0.7548776662, 0.5698402910)  # multiples of these, less the whole part, shuffle ranks
 _ERROR = 0.01  # chance that a share is over its upper limit, all together
 _RARELY = 2_000_000  # requests between two false alarms, at least, on average: 1 % in 20,000
 _BATCH = 20  # requests after which bets are settled
@@ -55,18 +57,15 @@ class Profile:
 
     Attributes:
         n: Different requests.
-        doubts: Edges, rising; the limit in use is one of them.
-        similarities: Edges, rising.
-        classes: Forecasts, the rarest first: their places in this order are compared.
-        places: Edges of places, rising; none where nothing is forecast.
-        counts: Of each kind, how many marks are at most each edge.
+        classes: Forecasts, the rarest first. Empty where nothing is forecast.
+        edges: Of each kind of mark, rising: doubts, of which the limit in use is one, similarities, and places of the
+            class in each order of classes.
+        counts: How many marks are at most each edge.
     """
 
     n: int
-    doubts: tuple[float, ...]
-    similarities: tuple[float, ...]
     classes: tuple[int, ...]
-    places: tuple[float, ...]
+    edges: tuple[tuple[float, ...], ...]
     counts: tuple[tuple[int, ...], ...]
 
 
@@ -78,52 +77,53 @@ def profile(marks: Mapping[str, Marks], learned: Sequence[int], limit: float) ->
         learned: Forecasts of requests that were learned from: the order of classes must not come from C.
         limit: The largest doubt that is allowed.
     """
-    doubts = _edges([one.doubt for one in marks.values()], limit)
-    similarities = _edges([one.similarity for one in marks.values()])
     classes = tuple(name for name, _ in reversed(Counter(learned).most_common()) if name >= 0)
-    place = _places(classes)
-    places = _edges([place.get(one.forecast, -1) for one in marks.values()]) if classes else ()
-    kinds = _Kinds(doubts, similarities, places, place)
+    spread = _Spread(classes)
+    kinds = list(zip(*map(spread, marks.values()), strict=True))
+    edges = tuple(_edges(kind, *((limit,) if i == 0 else ())) for i, kind in enumerate(kinds))
+    counts = _Counts(edges)
     for one in marks.values():
-        kinds.add(one)
-    return Profile(len(marks), doubts, similarities, classes, places, tuple(map(tuple, kinds.take())))
+        counts.add(spread(one))
+    return Profile(len(marks), classes, edges, tuple(map(tuple, counts.take())))
 
 
 def hits_alone(limit: float, hit_rate: float, n: int) -> Profile:
     """What is known of a calibration whose profile was not saved: how many of `n` requests would be served."""
-    return Profile(n, (limit,), (), (), (), ((round(hit_rate * n),), (), ()))
+    return Profile(n, (), ((limit,), ()), ((round(hit_rate * n),), ()))
 
 
-class _Kinds:
-    """Counts marks between edges, kind by kind."""
+class _Spread:
+    """Turns marks into numbers, one of each kind."""
 
-    def __init__(
-        self,
-        doubts: Sequence[float],
-        similarities: Sequence[float],
-        places: Sequence[float],
-        place: Mapping[int, int],
-    ) -> None:
-        """Begin without marks."""
-        self._edges = doubts, similarities, places
-        self._place = place
-        self._counts = [[0] * (len(edges) + 1) for edges in self._edges]
+    def __init__(self, classes: Sequence[int]) -> None:
+        """Lay out classes, the rarest first."""
+        self._none = (-1.0,) * (1 + len(_ORDERS) if classes else 0)  # the place of all classes that are not known
+        self._places = {
+            name: (float(rank), *(rank * order % 1 for order in _ORDERS)) for rank, name in enumerate(classes, start=1)
+        }
 
-    def add(self, marks: Marks) -> None:
+    def __call__(self, marks: Marks) -> tuple[float, ...]:
+        """Doubt, similarity, and the places of the class."""
+        return marks.doubt, marks.similarity, *self._places.get(marks.forecast, self._none)
+
+
+class _Counts:
+    """Counts numbers between edges, kind by kind."""
+
+    def __init__(self, edges: Sequence[Sequence[float]]) -> None:
+        """Begin without requests."""
+        self._edges = edges
+        self._counts = [[0] * (len(kind) + 1) for kind in edges]
+
+    def add(self, numbers: Sequence[float]) -> None:
         """Count a request."""
-        for edges, counts, mark in zip(
-            self._edges,
-            self._counts,
-            (marks.doubt, marks.similarity, self._place.get(marks.forecast, -1)),
-            strict=True,
-        ):
-            counts[bisect_left(edges, mark)] += 1
+        for edges, counts, number in zip(self._edges, self._counts, numbers, strict=True):
+            counts[bisect_left(edges, number)] += 1
 
     def take(self) -> list[list[int]]:
-        """How many marks were at most each edge, by kind; then begin anew."""
+        """How many numbers were at most each edge, by kind; then begin anew."""
         taken = [list(accumulate(counts))[:-1] for counts in self._counts]
-        for counts in self._counts:
-            counts[:] = [0] * len(counts)
+        self._counts = [[0] * len(counts) for counts in self._counts]
         return taken
 
 
@@ -141,7 +141,8 @@ class Likeness:
         self._lost = np.log1p(-stakes)  # (S,)
         self._gained = np.log1p(stakes * (1 / limits[:, None] - 1)) - self._lost  # (J, S), over what is lost
         self._worth = np.zeros_like(self._gained)
-        self._kinds = _Kinds(profile.doubts, profile.similarities, profile.places, _places(profile.classes))
+        self._spread = _Spread(profile.classes)
+        self._counts = _Counts(profile.edges)
         self._n = n
         self._n_new = 0
         self._seen: set[str] = set()
@@ -155,13 +156,13 @@ class Likeness:
         if len(self._seen) >= self._n:
             self._seen.clear()
         self._seen.add(key)
-        self._kinds.add(marks)
+        self._counts.add(self._spread(marks))
         self._n_new += 1
         return self._n_new == _BATCH and self._settle()
 
     def _settle(self) -> bool:
         """Pay out the bets of a batch; whether they are worth more than they hardly ever are on like requests."""
-        at_most = np.array([count for counts in self._kinds.take() for count in counts])
+        at_most = np.array([count for counts in self._counts.take() for count in counts])
         events = np.concatenate([at_most, self._n_new - at_most])
         self._worth += self._n_new / self._worth.size
         self._worth *= np.exp(events[:, None] * self._gained + self._n_new * self._lost)
@@ -174,7 +175,3 @@ def _edges(marks: Sequence[float], *others: float) -> tuple[float, ...]:
     finite = sorted(mark for mark in marks if isfinite(mark))
     among = [finite[int(share * (len(finite) - 1))] for share in _QUANTILES] if finite else []
     return tuple(sorted({float(edge) for edge in (*among, *others) if -inf < edge < inf}))
-
-
-def _places(classes: Sequence[int]) -> dict[int, int]:
-    return {name: place for place, name in enumerate(classes)}
