@@ -24,8 +24,8 @@ class AuditStats:
 
     Attributes:
         status: `learning` from the first requests; `certified`: the bound holds, as far as is known, and the audit
-            looks into hits; `unwatched`: it was shown, but with `audit=0` nobody looks; `drifted`: it is void, requests being
-            unlike those that it was made with, and nothing is reused approximately; `failing`: nor is anything
+            looks into hits; `unwatched`: it was shown, but with `audit=0` nobody looks; `drifted`: it is void, requests
+            being unlike those that it was made with, and nothing is reused approximately; `failing`: nor is anything
             meanwhile, as the cache itself fails (`Stats.health`); `growing`: sources grow, and there is no bound;
             `tightened`: after a first alarm, half is served; `off`: nothing is, after a second alarm, a calibration
             that failed, or none; `other weights`: the model was calibrated with others.
