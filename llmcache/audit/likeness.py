@@ -5,7 +5,7 @@ with those on C (part C of the calibration, which nothing was learned from): the
 would serve it, the class that is forecast, and with the doubt whether it would be served at all.
 
     profile    edges are laid at quantiles of C; a mark beyond an edge, or not, is an event with a share on C. Classes
-               are laid out by how rare they are, and in three other orders, which part those that are equally so
+               are laid out by how rare they are, and in six other orders, which part those that are equally so
     null       no event has a larger probability than the upper limit of its share: C is a sample, too
     bets       on each event, with several stakes, that it has: each is worth more than it was with probability small
     detector   a bet sets out with every request (Shiryaev and Roberts; e-detectors: Shin, Ramdas, Rinaldo 2024): all
@@ -31,7 +31,8 @@ from llmcache.bounds import share_upper
 
 _QUANTILES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.98)
 _STAKES = (0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.5, 0.7, 0.85)
-_ORDERS = (0.6180339887, 0.7548776662, 0.5698402910)  # multiples of these, less the whole part, shuffle ranks
+# Ranks times these, less the whole part, are orders that have little to do with one another.
+_ORDERS = (0.6180339887, 0.7548776662, 0.5698402910, 0.8191725134, 0.6710436067, 0.5497004779)
 _ERROR = 0.01  # chance that a share is over its upper limit, all together
 _RARELY = 2_000_000  # requests between two false alarms, at least, on average: 1 % in 20,000
 _BATCH = 20  # requests after which bets are settled
