@@ -9,8 +9,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 N_LATEST = 64  # calls, or looks, over which the share of failed ones is averaged; older ones fade
+_AT_FIRST = 16  # successes that it begins with: one failure among the first calls is no tenth of them
 _FAILING = 0.1  # share of failed ones from which it is failing
-_RECOVERED = 0.05  # share below which it works again: after 45 calls without failure at least, 192 if all had failed
+_RECOVERED = 0.05  # share below which it works again: after some 45 calls without failure, or 192 if all had failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +46,12 @@ class Share:
         """Begin with none that failed."""
         self.value = 0.0
         self.is_large = False
+        self._n = _AT_FIRST
 
     def add(self, has_failed: bool) -> bool:
         """Take in one; whether `is_large` has turned."""
-        self.value += (has_failed - self.value) / N_LATEST
+        self._n = min(self._n + 1, N_LATEST)
+        self.value += (has_failed - self.value) / self._n
         was_large = self.is_large
         self.is_large = self.value >= (_RECOVERED if was_large else _FAILING)
         return self.is_large is not was_large

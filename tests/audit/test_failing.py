@@ -55,7 +55,7 @@ def test_an_audit_of_which_every_look_fails_ends_approximate_reuse(
     assert "tightened" in statuses
     assert known(cache).n_alarms == 2
     health = cache.stats().health
-    assert health.is_failing and health.failed_looks > 0.05 and health.failed_calls == 0
+    assert health.is_failing and health.failed_looks > 0.2 and health.failed_calls == 0
     assert set(health.failures) == {"look into a hit: CalibrationError"}
     assert str(health).startswith("failing: 0% of calls, ")
     served = cache.stats().hits["semantic"]
@@ -68,7 +68,9 @@ def test_a_verdict_that_fails_counts_as_changed(cache: LLMCache, monkeypatch: py
     n_waiting = known(cache).n_waiting
     monkeypatch.setattr(audit_of(cache)._answers, "agree", fail)
     cache.drain()
-    assert 0 < n_waiting == known(cache).n_lost + 0 if known(cache).n_alarms == 0 else known(cache).n_alarms > 0
+    assert n_waiting > 0 and known(cache).n_looked == 0
+    assert cache.stats().health.failures == {"look into a hit: RuntimeError": n_waiting}
+    assert known(cache).n_lost + known(cache).n_alarms > 0  # an alarm begins a new account
 
 
 def test_a_store_that_fails_costs_no_verdict(cache: LLMCache, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +135,7 @@ def test_lookups_that_fail_stop_approximate_reuse_until_calls_succeed_again(
     assert health.failures["look up (semantic): RuntimeError"] < 20  # it was not asked any more
     assert "nothing is reused under a calibration meanwhile" in caplog.text
     assert "semantic" not in ask(cache, fresh(20, seed=10))
-    ask(cache, fresh(60, seed=11))
+    ask(cache, fresh(150, seed=11))
     assert known(cache).status == "certified"
     assert "no longer fail" in caplog.text
     assert "semantic" in ask(cache, fresh(20, seed=12))
@@ -165,9 +167,9 @@ def test_failures_are_logged_at_growing_intervals(caplog: pytest.LogCaptureFixtu
 def test_a_share_turns_at_a_tenth_and_back_at_half_of_that() -> None:
     share = Share()
     turns = [(n, share.is_large) for n in range(40) if share.add(n < 10)]
-    assert turns == [(6, True)]
+    assert turns == [(1, True)]
     quiet = next(n for n in range(1, 200) if share.add(False))
-    assert 10 < quiet < 60 and not share.is_large
+    assert 20 < quiet < 120 and not share.is_large
     seldom = Share()
     assert not any(seldom.add(n % 20 == 0) for n in range(5000))
 
