@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from llmcache.arrays import Doubles
+from llmcache.audit.likeness import Profile
 from llmcache.bounds import draws_needed, mean_upper, share_upper
 from llmcache.claim import Claim, Metric, Sources
 from llmcache.errors import CalibrationError
@@ -53,10 +54,13 @@ class Watch:
         most_changed: Share of changed answers over which the alarm is to ring: what was allowed, or, where the metric
             is another one, an upper limit of the share that was seen on C.
         tighter: The limit after a first alarm: at most half of the approximate hits on C were within it.
+        profile: What requests are compared with, to tell whether they are still like those of C; None of growing
+            sources, and where it was not saved: then only how many are served is compared.
     """
 
     most_changed: float
     tighter: float
+    profile: Profile | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +84,8 @@ class Calibration:
         lookup_ms: Mean time in which it was found who would serve one.
         watch: What the audit goes by; None where nothing is reused.
         n_alarms: Alarms of the audit since. The bound is void from the first on.
-        has_drifted: Requests are no longer like those that it was made with (`audit/likeness.py`). The bound is void.
+        has_drifted: Requests are no longer like those that it was made with (`audit/likeness.py`). The bound is void,
+            and nothing is reused approximately.
     """
 
     chosen: Setting | None
@@ -102,13 +107,16 @@ class Calibration:
 
     @property
     def is_certified(self) -> bool:
-        """Whether the bound holds for what is served, as far as is known."""
+        """Whether the bound holds for requests like those of the calibration, and none unlike them were seen.
+
+        Whether anybody watches that it still does, `LLMCache.stats().audit.status` says.
+        """
         return self.chosen is not None and self.sources == "frozen" and not self.n_alarms and not self.has_drifted
 
     @property
     def limit(self) -> float | None:
         """The largest doubt that is allowed now; None: nothing is reused."""
-        if self.chosen is None or self.watch is None:
+        if self.chosen is None or self.watch is None or self.has_drifted:
             return None
         return self.watch.tighter if self.n_alarms else self.chosen.limit
 

@@ -19,6 +19,7 @@ from llmcache.rows import Row, Scope
 
 if TYPE_CHECKING:
     from llmcache.meter import Passing
+    from llmcache.reuse.semantic import Choice
 
 
 @dataclass(slots=True)
@@ -101,6 +102,7 @@ class Call:
         generation: Of the library's fingerprint, when these were made.
         forecasts: What the fingerprint lets expect of the outputs, float32 (B, C), or None.
         nearest: Similarity of the nearest stored request that a search found, by row number.
+        choices: Who would serve a row semantically, whatever is allowed, by number of the rows that were searched for.
         reused: Latest decision by row number.
         doubted: Decisions that are not carried out: their rows are computed, and compared with the stored state.
         drawn: Rows that the audit looks into, by number.
@@ -142,6 +144,7 @@ class Call:
     generation: int = 0
     forecasts: Floats | None = None
     nearest: dict[int, float] = field(default_factory=dict)
+    choices: "Mapping[int, Choice | None]" = field(default_factory=dict)
     reused: dict[int, Reuse] = field(default_factory=dict)
     doubted: dict[int, Reuse] = field(default_factory=dict)
     drawn: dict[int, Drawn] = field(default_factory=dict)

@@ -89,7 +89,8 @@ def make_learning(
     head = Weights(model, without=parts.trunk.module)
     claim = Claim(config.max_drop, config.delta, "changed", config.sources, 0)
     teacher = Teacher(parts.library, fingerprint, tokens, chooser, answers)
-    trust = Trust(parts.library, teacher, chooser, answers, head, parts.counters, config.learn, claim)
+    is_watched = config.audit > 0
+    trust = Trust(parts.library, teacher, chooser, answers, head, parts.counters, config.learn, claim, is_watched)
     observer = Observer(parts.library, answers, answer_of, head)
     audit = Audit(
         parts.library,

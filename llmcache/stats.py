@@ -8,11 +8,14 @@ from typing import Any, Literal
 
 from llmcache.bypass import CURES
 from llmcache.cost import Cost
+from llmcache.health import Health, Share, is_told
 
 logger = logging.getLogger("llmcache")
 
 
-Status = Literal["learning", "certified", "drifted", "growing", "tightened", "off", "other weights"]
+Status = Literal[
+    "learning", "certified", "unwatched", "drifted", "failing", "growing", "tightened", "off", "other weights"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,14 +23,18 @@ class AuditStats:
     """What is known of calibrated reuse in service. Counts begin anew with each calibration and after each alarm.
 
     Attributes:
-        status: `learning` from the first requests; `certified`: the bound holds, as far as is known; `drifted`:
-            it is void, requests being served much more seldom, or oftener, than those that it was made with; `growing`:
-            sources grow, and there is none; `tightened`: after a first alarm, half is served; `off`: nothing is, after
-            a second alarm, a calibration that failed, or none; `other weights`: the model was calibrated with others.
+        status: `learning` from the first requests; `certified`: the bound holds, as far as is known, and the audit
+            looks into hits; `unwatched`: it was shown, but with `audit=0` nobody looks; `drifted`: it is void, requests
+            being unlike those that it was made with, and nothing is reused approximately; `failing`: nor is anything
+            meanwhile, as the cache itself fails (`Stats.health`); `growing`: sources grow, and there is no bound;
+            `tightened`: after a first alarm, half is served; `off`: nothing is, after a second alarm, a calibration
+            that failed, or none; `other weights`: the model was calibrated with others.
         n_requests: Requests counted, hits or not; bypassed ones are not.
         n_drawn: Approximate hits to be looked into.
         n_looked: Those whose own answer is known by now. Where n_drawn - n_looked exceeds n_waiting, the rest cannot be
-            known: computing failed, or the weights were others by then.
+            known: computing failed, they were purged, or the weights were others by then.
+        n_lost: Those that count as changed to the alarm since they were not looked into: computing them failed, or
+            more than a thousand others have been drawn and not looked into since (`llmcache.audit.auditor`).
         n_waiting: Hits that wait to be looked into, and a renewal if one does: `LLMCache.drain` does them.
         n_changed: Of those looked into, how many answers were not the model's own.
         rate: Estimated share of changed answers, of all requests; None before the first.
@@ -43,6 +50,7 @@ class AuditStats:
     n_requests: int = 0
     n_drawn: int = 0
     n_looked: int = 0
+    n_lost: int = 0
     n_waiting: int = 0
     n_changed: int = 0
     rate: float | None = None
@@ -91,6 +99,7 @@ class Stats:
         n_hooked: Rows that neither a prefix nor the short way before the layers was tried for, since hooks of others
             hang within the trunk, which are to see all of them. They may be hits all the same.
         errors: Failures of index, store or audit that were computed around.
+        health: Whether the cache itself works, and what failed (`llmcache.health.Health`).
         cost: What calls of each length cost and save, shortest first, and whether they go by the cache.
         audit: What is known of calibrated reuse in service; None without any.
     """
@@ -121,6 +130,7 @@ class Stats:
     n_too_large: int = 0
     n_hooked: int = 0
     errors: int = 0
+    health: Health = field(default_factory=Health)
     cost: tuple[Cost, ...] = ()
     audit: AuditStats | None = None
 
@@ -169,6 +179,15 @@ class Counters:
         self._lookup_s = 0.0
         self._storing_s = 0.0
         self._told: set[str] = set()
+        self._failures: Counter[str] = Counter()
+        self._calls, self._looks = Share(), Share()
+        self._has_failed = False  # something did, since the last call ended
+        self._n_turns = 0
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether so many of the latest calls failed in the cache that it should promise nothing."""
+        return self._calls.is_large
 
     def bypass(self, reason: str, n_rows: int) -> None:
         """Count rows that went by the cache; the first of each reason is logged with its cure."""
@@ -177,20 +196,57 @@ class Counters:
             self._totals["requests"] += 0 if reason == "decode" else n_rows
             is_first = reason not in self._told
             self._told.add(reason)
+            has_turned = reason == "error" and self._end_call()
+        self._tell_turn(has_turned)
         if is_first:
             # Decode steps are what generation is made of: nothing for the user to cure.
             level = logging.DEBUG if reason in ("decode", "disabled") else logging.WARNING
             logger.log(level, "llmcache is bypassed (%s): %s", reason, CURES[reason])
 
     def error(self, what: str, error: Exception) -> None:
-        """Count a failure; the first of each kind is logged."""
+        """Count a failure of the call under way; of each kind the first, the 10th, the 100th and so on are logged."""
+        with self._lock:
+            self._has_failed = True
+        self._count_failure(what, error)
+
+    def look(self, error: Exception | None = None) -> None:
+        """Count a look of the audit that succeeded or failed; failures are logged likewise."""
+        with self._lock:
+            self._looks.add(error is not None)
+        if error is not None:
+            self._count_failure("look into a hit", error)
+
+    def _count_failure(self, what: str, error: Exception) -> None:
         kind = f"{what}: {type(error).__name__}"
         with self._lock:
             self._totals["errors"] += 1
-            is_first = kind not in self._told
-            self._told.add(kind)
-        if is_first:
-            logger.warning("llmcache failed to %s; computing instead", what, exc_info=error)
+            self._failures[kind] += 1
+            n = self._failures[kind]
+        if is_told(n):
+            often = "" if n == 1 else f" for the {n:,}th time"
+            logger.warning("llmcache failed to %s%s; computing instead", what, often, exc_info=error)
+
+    def _end_call(self) -> bool:
+        """Count a call as failed or not; whether that made the cache failing, or no longer so."""
+        has_failed, self._has_failed = self._has_failed, False
+        has_turned = self._calls.add(has_failed)
+        self._n_turns += has_turned and self._calls.is_large
+        return has_turned
+
+    def _tell_turn(self, has_turned: bool) -> None:
+        """Log that calls fail; of the times that they began to, the first, the 10th and so on."""
+        if not has_turned or not is_told(self._n_turns):
+            return
+        with self._lock:
+            health = self._health()
+        if self._calls.is_large:
+            logger.warning("llmcache: the cache is %s; nothing is reused under a calibration meanwhile", health)
+        else:
+            logger.warning("llmcache: calls no longer fail in the cache; what was calibrated is reused again")
+
+    def _health(self) -> Health:
+        is_failing = self._calls.is_large or self._looks.is_large
+        return Health(is_failing, self._calls.value, self._looks.value, dict(self._failures))
 
     def too_large(self) -> None:
         """Count a request that does not fit; the first is logged."""
@@ -259,6 +315,8 @@ class Counters:
             self._totals["skipped"] += skipped
             self._lookup_s += seconds[0]
             self._storing_s += seconds[1]
+            has_turned = self._end_call()
+        self._tell_turn(has_turned)
 
     def snapshot(self, **held: Any) -> Stats:
         """The counts, joined with what the library holds now."""
@@ -279,5 +337,6 @@ class Counters:
                 n_too_large=self._totals["too_large"],
                 n_hooked=self._totals["hooked"],
                 errors=self._totals["errors"],
+                health=self._health(),
                 **held,
             )

@@ -13,6 +13,8 @@ import numpy as np
 
 from llmcache.answers import Answers
 from llmcache.arrays import Doubles, Floats
+from llmcache.audit.likeness import Marks, Profile, profile
+from llmcache.audit.marking import marks_of, marks_of_source
 from llmcache.calibration import Trial, losses, settings
 from llmcache.claim import Metric, MetricName
 from llmcache.errors import CalibrationError
@@ -124,6 +126,30 @@ class Teacher:
         """The doubt about each request (N,), and the key of who would serve it; see `look_up`."""
         found = self.look_up(cases, repeated)
         return np.array([one.doubt for one in found], np.float64), [one.key for one in found]
+
+    def profile(self, cases: Sequence[Observation], sources: Mapping[str, Observation], limit: float) -> Profile:
+        """What requests of C are like, for those that come later to be compared with.
+
+        Args:
+            cases: The requests.
+            sources: Those that stand, by key.
+            limit: The largest doubt that is allowed.
+        """
+        learned = [marks_of_source(self._foresee(case)[1]).forecast for case in sources.values()]
+        return profile(self.marks(cases, sources), learned, limit)
+
+    def marks(self, cases: Sequence[Observation], repeated: Collection[str]) -> dict[str, Marks]:
+        """What is compared of each request, by key; see `doubts`."""
+        marks = {}
+        for case in cases:
+            vector, forecast = self._foresee(case)
+            if case.row.key in repeated:
+                marks[case.row.key] = marks_of_source(forecast)
+                continue
+            forecasts = None if forecast is None else forecast[None]
+            (choice,) = self._chooser.choose(case.scope, [case.row], vector[None], forecasts)
+            marks[case.row.key] = marks_of(choice, forecast)
+        return marks
 
     def trial(
         self, cases: Sequence[Observation], sources: Mapping[str, Observation], metric: MetricName | Metric

@@ -7,6 +7,7 @@
 Until a calibration has succeeded, and after one that failed, nothing is reused approximately.
 """
 
+import logging
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -33,6 +34,17 @@ from llmcache.stats import Counters, Status
 from llmcache.teacher import Teacher
 from llmcache.weights import Weights
 
+logger = logging.getLogger("llmcache")
+
+_ALARM = (
+    "llmcache: more answers changed, or could not be looked into, than max_drop=%g allows; from now on %s is reused "
+    "approximately. Call calibrate() with requests like those of now"
+)
+_DRIFT = (
+    "llmcache: requests are no longer like those of the calibration. Its bound is void, and nothing is reused "
+    "approximately any more. Call calibrate() with requests like those of now"
+)
+
 
 class Trust:
     """Calibrated reuse of one wrapped model. Thread-safe."""
@@ -47,6 +59,7 @@ class Trust:
         counters: Counters,
         learn: int | None,
         claim: Claim,
+        is_watched: bool = True,
     ) -> None:
         """Begin to learn, or wait to be calibrated.
 
@@ -59,6 +72,7 @@ class Trust:
             counters: Told of failures.
             learn: Requests after which it calibrates by itself; None: when told.
             claim: What it then shows.
+            is_watched: An audit looks into what is served; without one no status says `certified`.
         """
         self.chooser = chooser
         self.calibration: Calibration | None = None
@@ -70,6 +84,7 @@ class Trust:
         self._counters = counters
         self._learn = learn
         self._claim = claim
+        self._is_watched = is_watched
         self._namespaces: set[str] = set()  # of those who serve
         self._observed: list[Observation] = []
         self._limits: dict[int, float] = {}
@@ -87,8 +102,11 @@ class Trust:
         return bool(self._limits) and self.calibration is not None and self.calibration.sources == "growing"
 
     def allowed(self, scope: Scope) -> Mapping[int, float]:
-        """Largest doubt by layer: nothing for other weights than those of the calibration, the head's included."""
-        if not self._limits or not self.is_made_for(scope.weights):
+        """Largest doubt by layer: nothing for other weights than those of the calibration, the head's included.
+
+        Nothing either while the cache fails: what it has lost track of it cannot vouch for.
+        """
+        if not self._limits or self._counters.is_failing or not self.is_made_for(scope.weights):
             return {}
         least = self.tightened.get()
         return self._limits if least == inf else {layer: min(limit, least) for layer, limit in self._limits.items()}
@@ -195,29 +213,47 @@ class Trust:
     def alarm(self, made: Calibration) -> None:
         """More is lost than a calibration allows: at the first alarm serve half as much, at the second nothing."""
         with self._lock:
-            if self.calibration is made and made.n_alarms:
+            if self.calibration is not made:
+                return
+            if made.n_alarms:
                 self.end()
-            elif self.calibration is made:
+            else:
                 self._serve(replace(made, n_alarms=1))
+        logger.warning(_ALARM, made.max_drop, "nothing" if made.n_alarms else "half as much")
 
     def drifted(self, made: Calibration) -> Calibration:
-        """Requests are no longer like those of a calibration: it is void, and says so. It is served on, and audited."""
+        """Requests are no longer like those of a calibration: it is void, says so, and nothing rests on it any more.
+
+        Nothing is known then of how many answers would change, and nobody may be there to look. So approximate reuse
+        stops until there is another calibration: one that is asked for, renewed, or learned (`learn`) from what comes.
+        """
         with self._lock:
             told = replace(made, has_drifted=True)
             if self.calibration is made:
                 self._serve(told)
-            return told
+                if self._learn is not None:
+                    self.end()
+        logger.warning(_DRIFT)
+        return told
+
+    def serves_in(self, namespace: str) -> bool:
+        """Whether requests of a namespace may be served by others: sources are all of some namespaces."""
+        return namespace in self._namespaces
 
     def status(self, weights: str) -> Status:
         """How approximate reuse stands for the weights that the trunk has now."""
         made = self.calibration
-        if made is None or made.limit is None:
+        if made is None or made.chosen is None:
             return "learning" if self.is_learning else "off"
         if not self.is_made_for(weights):
             return "other weights"
+        if made.has_drifted:
+            return "drifted"
+        if self._counters.is_failing:
+            return "failing"
         if made.n_alarms:
             return "tightened"
-        return "growing" if made.sources == "growing" else "drifted" if made.has_drifted else "certified"
+        return "growing" if made.sources == "growing" else "certified" if self._is_watched else "unwatched"
 
     def learn(self, cases: Sequence[Observation]) -> Doubles:
         """Learn from requests, of which those that differ serve from then on. Nothing is allowed yet: for replays.
@@ -246,6 +282,9 @@ class Trust:
         if claim.sources == "growing":
             sources |= {case.row.key: case for case in tested}
             self.teacher.fit(list(sources.values()), is_kept=False)
+        watch = cal.watch(changes, chosen, claim.max_drop if counts_changes else None, claim.delta)
+        if watch is not None and chosen is not None and claim.sources == "frozen":
+            watch = replace(watch, profile=self.teacher.profile(tested, sources, chosen.limit))
         calibration = Calibration(
             chosen=chosen,
             curve=curve,
@@ -260,7 +299,7 @@ class Trust:
             seconds=perf_counter() - started,
             model_ms=float(np.median([case.seconds for case in tested])) * 1e3,
             lookup_ms=lookup_s / len(tested) * 1e3,
-            watch=cal.watch(changes, chosen, claim.max_drop if counts_changes else None, claim.delta),
+            watch=watch,
         )
         self._namespaces = {case.scope.namespace for case in sources.values()}
         self._serve(calibration)
@@ -282,9 +321,8 @@ class Trust:
         self._serve(calibration)
 
     def _serve(self, calibration: Calibration) -> None:
-        self.calibration = calibration
-        if calibration.limit is not None:
-            self._limits = dict.fromkeys(self._library.layers, calibration.limit)
+        self.calibration, limit = calibration, calibration.limit
+        self._limits = {} if limit is None else dict.fromkeys(self._library.layers, limit)
 
     def _divide(self, observed: Sequence[Observation], claim: Claim) -> list[list[Observation]]:
         """Requests to learn from, and those to measure the bound on, of requests that can carry the claim."""

@@ -3,9 +3,12 @@
     first half     requests of one half of the intents, drawn by seed; the first `learn` calibrate
     second half    what is left: the other intents, mostly
     windows        changed answers every `window` requests, without audit and with each one
+    unchanged      calibrated on `learn` requests of all intents, then asked the others again and again, drawn alike or
+                   some of them often (Zipf): how many of these streams are told to have changed, too?
 
-The claim is void once requests are drawn otherwise. Nothing but the audit can say so: it looks into hits. Without it,
-serving is replayed on one pass of the model; with it, it is live, and what was drawn is looked into at once.
+The claim is void once requests are drawn otherwise. That is told from requests alone, audited or not
+(`llmcache/audit/likeness.py`); the audit looks into hits. Both are live here, and what was drawn is looked into at
+once. Streams that do not change are long and many: what is compared of each request was found once, and is replayed.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,10 +31,14 @@ from experiments.tasks import build
 from experiments.workload import Workload
 from llmcache import LLMCache
 from llmcache.arrays import Floats
+from llmcache.audit.likeness import Likeness, Marks, Profile
+from llmcache.calibration import split
 from llmcache.claim import Claim, Sources
 from llmcache.errors import ConfigError
 
 Late = Literal["any", "alike"]
+
+_REPEATS = {"alike": 0.0, "zipf": 1.0}  # the request of rank r comes with probability proportional to r^-power
 
 
 class Drift(LearningExperiment):
@@ -43,12 +50,16 @@ class Drift(LearningExperiment):
         late: Which intents come late. `any`: half of them, drawn by seed. `alike`: one of each two that the head tells
             apart least, so that what is new is like what was seen.
         window: Requests over which answers that changed are counted.
+        n_unchanged: Streams that do not change, of each kind and claim.
+        length: Requests of each of them.
     """
 
     audits: tuple[float, ...] = Field(default=(0.0, 0.05, 0.25), min_length=1)
     sources: tuple[Sources, ...] = ("frozen", "growing")
     late: Late = "any"
     window: int = Field(default=500, ge=1)
+    n_unchanged: int = Field(default=20, ge=0)
+    length: int = Field(default=20_000, ge=1)
 
 
 def run(experiment: Drift, folders: Folders) -> Outcome:
@@ -79,11 +90,13 @@ def run(experiment: Drift, folders: Folders) -> Outcome:
                 windows += [named | row for row in watched.windows(experiment.window)]
                 runs.append(named | watched.figures(claim, audit))
         cache.unwrap()
+    unchanged = _unchanged(experiment, rehearsal)
     metrics = {
         **experiment.about(workload),
         "learn": experiment.learn,
         "change": change,
         "runs": runs,
+        "unchanged": unchanged,
         "summary": [_shown(figures) for figures in runs],
     }
     return Outcome(windows, metrics)
@@ -131,6 +144,32 @@ def _pairs(intents: Sequence[int], weights: Floats) -> list[tuple[int, int]]:
             pairs.append((one, other))
             left -= {one, other}
     return pairs
+
+
+def _unchanged(experiment: Drift, rehearsal: Rehearsal) -> list[dict[str, Any]]:
+    """How many streams of requests that are drawn like those of the calibration are told to be others."""
+    rng, n = np.random.default_rng(experiment.seed), len(rehearsal.observed)
+    order = rng.permutation(n).tolist()
+    learned, rest = ([rehearsal.observed[i] for i in part] for part in np.split(order, [experiment.learn]))
+    found = []
+    for claim in experiment.frozen_claims:
+        made = rehearsal.trust.calibrate(learned, claim)
+        if made.watch is None or made.watch.profile is None:
+            continue
+        sources = {learned[i].row.key for i in split(len(learned), claim)[0]}
+        marks = list(rehearsal.trust.teacher.marks(rest, sources).items())
+        for kind, power in _REPEATS.items():
+            weights = rng.permutation(np.arange(1.0, len(marks) + 1) ** -power)
+            drawn = rng.choice(len(marks), (experiment.n_unchanged, experiment.length), p=weights / weights.sum())
+            n_told = sum(_is_told(made.watch.profile, [marks[i] for i in numbers]) for numbers in drawn)
+            named = {"max_drop": claim.max_drop, "repeats": kind, "n_different": len(marks)}
+            found.append(named | {"n_streams": len(drawn), "length": experiment.length, "n_suspended": n_told})
+    return found
+
+
+def _is_told(profile: Profile, asked: Sequence[tuple[str, Marks]]) -> bool:
+    likeness = Likeness(profile)
+    return any(likeness.wants(key) and likeness.see(key, marks) for key, marks in asked)
 
 
 class _Watched:
@@ -181,6 +220,8 @@ class _Watched:
         tightened, off = (self._after_change(late, i) for i in (0, 1))
         end = len(hits) if not late else late[0] + 1 - self._first
         rate = float(changed[change:end].mean())  # until the first alarm, which changes it
+        noticed = [number for number in (self._noticed,) if number is not None and number >= self._change]
+        suspended = len(hits) if not noticed else noticed[0] + 1 - self._first
         return {
             "hit_rate_before": float(hits[:change].mean()),
             "changed_before": float(changed[:change].mean()),
@@ -192,7 +233,9 @@ class _Watched:
             "requests_expected": requests_expected(claim, audit, change, rate),
             "requests_to_alarm": tightened[0],
             "hits_to_alarm": tightened[1],
-            "requests_to_notice": self._after_change([] if self._noticed is None else [self._noticed], 0)[0],
+            "requests_to_notice": self._after_change(noticed, 0)[0],
+            "n_changed_until_notice": int(changed[change:suspended].sum()),
+            "noticed_too_early": self._noticed is not None and not noticed,
             "requests_to_off": off[0],
             "hits_to_off": off[1],
             "status": dict(zip(("first", "at_change", "last"), self._said, strict=True)),
@@ -231,6 +274,7 @@ def _shown(figures: Mapping[str, Any]) -> dict[str, Any]:
         "hits before": figures["hit_rate_before"],
         "hits after": figures["hit_rate_after"],
         "void said after": figures["requests_to_notice"],
+        "changed until then": figures["n_changed_until_notice"],
         "alarm expected, requests": figures["requests_expected"],
         "alarm": figures["requests_to_alarm"],
         "in hits": figures["hits_to_alarm"],

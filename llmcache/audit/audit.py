@@ -5,12 +5,14 @@ a frozen calibration claims survives that. Which neighbour is chosen, and how do
 request; some of those that would be served are computed instead. So no answer changes that would not have changed
 before. Under a metric of the user's, where a changed answer may be the better one, sources stay: the mean of losses and
 gains, which is what is claimed then, may rise when hits are taken away.
+
+Beside that, requests are compared with those of the calibration. That computes nothing again, and is done with
+`audit=0`, too: once requests are unlike, the calibration is void.
 """
 
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from math import inf
 from typing import Any, get_args
 
 import numpy as np
@@ -18,10 +20,11 @@ import torch
 from torch import Tensor
 
 from llmcache.answers import Answers
-from llmcache.audit.auditor import Auditor
+from llmcache.audit.auditor import MOST_WAITING, Auditor
 from llmcache.audit.fresh import Fresh
-from llmcache.audit.likeness import Likeness
+from llmcache.audit.likeness import Likeness, hits_alone
 from llmcache.audit.look import Look, Looks, look_at
+from llmcache.audit.marking import Marking
 from llmcache.audit.shadow import GaveWay, Job, Shadow
 from llmcache.calibration import Calibration
 from llmcache.claim import MetricName
@@ -86,8 +89,8 @@ class Audit:
         self._fresh = Fresh(renew_every)
         self._made: Calibration | None = None  # whose account it is
         self._account: Auditor | None = None
-        self._likeness: Likeness | None = None
-        self._drawn_hits: set[str] = set()  # keys: repeats of what is looked into are exact, and were hits before
+        self._likeness: Likeness | None = None  # of a certificate that is not void
+        self._marking = Marking(library, trust.chooser)
         self._is_renewing = False
         self._n_accounts = 0
         self._n_alarms = 0
@@ -98,42 +101,51 @@ class Audit:
     def draw(self, call: Call, decided: Sequence[Reuse]) -> list[Reuse]:
         """Count a call's requests, draw among its approximate hits, and return those that are served.
 
-        A hit that is drawn while the queue is full is computed in the call, not served: so it is looked into at once,
-        and the estimate keeps every sample. A hit whose source has no known answer could not be looked into, and is
-        computed as well.
+        None is once requests are unlike those of the calibration. A hit that is drawn while the queue is full is
+        computed in the call, not served: so it is looked into at once, and the estimate keeps every sample. A hit whose
+        source has no known answer could not be looked into, and is computed as well.
         """
-        hits = {reuse.row: reuse for reuse in decided if reuse.answer is not None}
         assert call.scope is not None
         ease = self.shadow.ease  # where looks wait, fewer are drawn: before anything is known of these requests
         with self._lock:
-            account = self._find_account(call.scope.weights)
-            if account is None:
+            if not self._follow(call.scope.weights):
                 return list(decided)
-            self._compare(call, hits)
-            for row in call.active_rows:
-                hit = hits.get(row.number)
-                sample = account.see(None if hit is None else hit.share, ease)
-                if sample is not None and hit is not None:
-                    # Of all hits alike: those that were drawn for being doubtful, or early, are thinned out again.
-                    stands_for_all = account.toss(ease * self._floor * sample.weight)
-                    # An example of an answer is not to blame for the forecast that chose it.
-                    source = "" if hit.rung == "student" else hit.key
-                    call.drawn[row.number] = Drawn(sample, source, hit.answer, stands_for_all)
-                    if self._likeness is not None:
-                        self._drawn_hits.add(row.key)
-                elif row.number not in call.reused and hit is None and account.toss(ease * self._floor):
-                    call.drawn[row.number] = Drawn(None, "", None, True)
-        is_full = self.shadow.is_full
+            kept = decided if self._are_alike(call) else ()
+            if self._account is None:
+                return list(kept)
+            hits = {reuse.row: reuse for reuse in kept if reuse.answer is not None}
+            self._draw(self._account, call, hits, ease)
+        is_full = self.shadow.is_full or len(self._looks) >= MOST_WAITING
         return [hit for hit in hits.values() if not (is_full and hit.row in call.drawn)]
+
+    def _draw(self, account: Auditor, call: Call, hits: Mapping[int, Reuse], ease: float) -> None:
+        """Draw among the rows of a call; those that would be hits are given by row."""
+        for row in call.active_rows:
+            hit = hits.get(row.number)
+            sample = account.see(None if hit is None else hit.share, ease)
+            if sample is not None and hit is not None:
+                # Of all hits alike: those that were drawn for being doubtful, or early, are thinned out again.
+                stands_for_all = account.toss(ease * self._floor * sample.weight)
+                # An example of an answer is not to blame for the forecast that chose it.
+                source = "" if hit.rung == "student" else hit.key
+                call.drawn[row.number] = Drawn(sample, source, hit.answer, stands_for_all)
+            elif row.number not in call.reused and hit is None and account.toss(ease * self._floor):
+                call.drawn[row.number] = Drawn(None, "", None, True)
+        self._hear(account, account.lose_overdue())
 
     def served(self, call: Call) -> None:
         """Have hits of a call that has ended looked into, where they were drawn."""
         for row in call.active_rows:
             drawn = call.drawn.get(row.number)
-            if drawn is not None and row.number in call.reused:
-                look = look_at(call, row, drawn)
-                self._looks.add(look)
-                self.shadow.add(Job(Audit._look_on))
+            if drawn is None or row.number not in call.reused:
+                continue
+            try:
+                self._looks.add(look_at(call, row, drawn))
+            except Exception as error:
+                self._counters.error("have a hit looked into", error)
+                self._lose(drawn)
+                continue
+            self.shadow.add(Job(Audit._look_on))
 
     def withdraw(self, call: Call) -> None:
         """Take back what was drawn of a call whose hits are not served after all."""
@@ -164,7 +176,7 @@ class Audit:
         with self._lock:
             self._fresh.forget(namespace)
             if namespace is None:
-                self._drawn_hits.clear()
+                self._marking.forget()
 
     def stats(self) -> AuditStats:
         """How it stands now."""
@@ -172,13 +184,14 @@ class Audit:
         n_struck = len(self._library.struck)
         with self._lock:
             n_waiting = len(self._looks) + self._is_renewing
-            account = None if made is None else self._find_account(made.weights)
+            account = self._account if made is not None and self._follow(made.weights) else None
             lower, upper = (0.0, 1.0) if account is None else account.bounds
             return AuditStats(
                 status=status,
                 n_requests=0 if account is None else account.rate.n,
                 n_drawn=0 if account is None else account.n_drawn,
                 n_looked=0 if account is None else account.n_looked,
+                n_lost=0 if account is None else account.n_lost,
                 n_waiting=n_waiting,
                 n_changed=0 if account is None else account.n_changed,
                 rate=None if account is None else account.rate.mean,
@@ -206,7 +219,9 @@ class Audit:
             cases = self._compute_again(looks) if looks else []
         except Exception as error:
             if len(looks) == 1:
-                self._counters.error("look into a hit", error)
+                self._counters.look(error)
+                if self._weights.refusal != "training":  # a model in training mode tells nothing, and comes back
+                    self._lose(looks[0].drawn)
                 return
             for look in looks:  # one of them may be to blame
                 self._look([look])
@@ -246,9 +261,14 @@ class Audit:
     def _take_in(self, look: Look, case: Observation) -> None:
         try:
             self._keep(case)
-            self._settle(look.drawn, case)
         except Exception as error:
-            self._counters.error("look into a hit", error)
+            self._counters.error("store what was looked into", error)
+        try:
+            self._settle(look.drawn, case)
+            self._counters.look()
+        except Exception as error:
+            self._counters.look(error)
+            self._lose(look.drawn)
 
     def _keep(self, case: Observation) -> None:
         """Store a computed request for its own repeats; where sources grow, it becomes one."""
@@ -266,15 +286,25 @@ class Audit:
             assert drawn.answer is not None
             account, is_changed = drawn.sample.account, not self._answers.agree(case.answer, drawn.answer)
             with self._lock:
-                rings = account.settle(drawn.sample, is_changed) and account is self._account
-                self._n_alarms += rings
                 made = self._made
-                if rings and made is not None:
-                    self._trust.alarm(made)
+                self._hear(account, account.settle(drawn.sample, is_changed))
             if is_changed and drawn.source and made is not None and made.metric in get_args(MetricName):
                 self._library.strike(drawn.source, case.scope.namespace)
         if drawn.stands_for_all:
             self._gather(case)
+
+    def _lose(self, drawn: Drawn) -> None:
+        """A hit will never be looked into."""
+        if drawn.sample is not None:
+            account = drawn.sample.account
+            with self._lock:
+                self._hear(account, account.lose(drawn.sample))
+
+    def _hear(self, account: Auditor, rings: bool) -> None:
+        """Have an alarm followed, unless it is that of an account that was closed."""
+        if rings and account is self._account and self._made is not None:
+            self._n_alarms += 1
+            self._trust.alarm(self._made)
 
     def _gather(self, case: Observation) -> None:
         """Keep a request that stands for all; have the calibration renewed where that is due."""
@@ -300,31 +330,38 @@ class Audit:
     def _is_made_now(self) -> bool:
         return self._trust.is_made_for(self._weights.digest())
 
-    def _compare(self, call: Call, hits: Mapping[int, Reuse]) -> None:
-        """Hold a call's requests against those of the calibration; once they are unlike, it is told that it is void.
+    def _are_alike(self, call: Call) -> bool:
+        """Hold a call's requests against those of the calibration; once they are unlike, it is told that it is void."""
+        likeness, made, scope = self._likeness, self._made, call.scope
+        if likeness is None or made is None or scope is None or not self._trust.serves_in(scope.namespace):
+            return True
+        if not self._trust.allowed(scope):  # what is not looked up tells nothing
+            return True
+        for row in call.active_rows:
+            if not likeness.wants(row.key) or (marks := self._marking.find(call, row)) is None:
+                continue
+            if likeness.see(row.key, marks):
+                self._made, self._likeness = self._trust.drifted(made), None
+                self._fresh.forget(None)  # the next calibration is made of requests like those of now
+                return False
+        return True
 
-        Counted is who would be served by its sources, exactly or approximately: of requests that are drawn alike, that
-        share stays the same however often they repeat.
+    def _follow(self, weights: str) -> bool:
+        """Keep up with the calibration in force; whether there is one for these weights, which serves.
+
+        Each has an account of its own, and a new one after an alarm.
         """
-        if self._likeness is None or self._made is None or self._trust.tightened.get() < inf:
-            return
-        repeated = [reuse.key for reuse in call.reused.values()]
-        n_hits = len(hits) + sum(key in self._drawn_hits or self._library.keeps(key) for key in repeated)
-        if self._likeness.see(len(call.active_rows), n_hits):
-            self._made, self._likeness = self._trust.drifted(self._made), None
-            if self._account is not None:
-                self._account.begin_again()
-
-    def _find_account(self, weights: str) -> Auditor | None:
-        """The account of the calibration in force for these weights. Each has its own, and a new one after an alarm."""
         made = self._trust.calibration
-        if made is None or made.watch is None or made.weights != weights or not self._floor:
-            return None
+        if made is None or made.watch is None or made.chosen is None or made.weights != weights:
+            return False
         if made is not self._made:
             self._made, self._n_accounts = made, self._n_accounts + 1
-            self._account = Auditor(made.watch.most_changed, self._floor, made.delta, seed=self._n_accounts)
-            chosen = made.chosen if made.is_certified else None
-            self._likeness = None if chosen is None else Likeness(chosen.hit_rate, made.n_tested)
-            self._drawn_hits.clear()
+            self._account = self._likeness = None
+            if self._floor:
+                self._account = Auditor(made.watch.most_changed, self._floor, made.delta, seed=self._n_accounts)
+            if made.is_certified:
+                known = made.watch.profile or hits_alone(made.chosen.limit, made.chosen.hit_rate, made.n_tested)
+                self._likeness = Likeness(known)
+            self._marking.forget()
             self._fresh.begin(made)
-        return self._account
+        return True

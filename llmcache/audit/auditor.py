@@ -3,6 +3,10 @@
 A hit is looked into with a known probability: higher at first, and the more doubtful it was, never under a floor. A
 change that is found counts with the inverse of that probability, so that all requests together tell the rate of
 changed answers without bias, misses and exact repeats included.
+
+A hit that was drawn and is never looked into counts against the claim: as changed for the upper limit from the moment
+that it is drawn, and to the alarm once computing it has failed, or it has waited for longer than the queue is. Who
+could not look must not be taken for one who found nothing.
 """
 
 import random
@@ -13,6 +17,8 @@ from llmcache.audit.rate import Rate
 
 N_FIRST = 500  # requests at the beginning of an account: what does not hold mostly does not from the start
 _FIRST = 5  # times the floor, with which they are looked into
+MOST_WAITING = 1000  # hits that wait to be looked into; with more, hits that are drawn are computed in their calls
+_MOST_OPEN = MOST_WAITING + 200  # some are under way, or were drawn by calls that asked before: what is older is lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +55,13 @@ class Auditor:
         self.alarm = Alarm(limit, floor, alpha)
         self.n_drawn = 0
         self.n_looked = 0
+        self.n_lost = 0
         self.n_changed = 0
         self.has_rung = False
         self._floor = floor
         self._alpha = alpha
-        self._often_until = N_FIRST  # requests up to which it looks more often
         self._random = random.Random(seed)
+        self._open: dict[int, Sample] = {}  # without a verdict, by number, oldest first
 
     def see(self, share: float | None, ease: float = 1.0) -> Sample | None:
         """Count a request, and say whether it is to be looked into.
@@ -65,7 +72,7 @@ class Auditor:
             ease: What all probabilities are multiplied by, the least one included, over 0, at most 1. It may follow
                 from all that was before this request, not from the request.
         """
-        floor = min(1.0, _FIRST * self._floor) if self.rate.n < self._often_until else self._floor
+        floor = min(1.0, _FIRST * self._floor) if self.rate.n < N_FIRST else self._floor
         floor *= ease
         self.rate.see(ease)
         number = self.alarm.see()
@@ -77,11 +84,8 @@ class Auditor:
         self.n_drawn += 1
         sample = Sample(self, number, 1 / chance, ease)
         self.rate.draw(sample.weight, ease)
+        self._open[number] = sample
         return sample
-
-    def begin_again(self) -> None:
-        """Look as often again as at first: requests have changed. What was found so far stays."""
-        self._often_until = self.rate.n + N_FIRST
 
     def toss(self, chance: float) -> bool:
         """True with a given probability, 0 to 1."""
@@ -97,15 +101,35 @@ class Auditor:
         self.n_looked += 1
         self.n_changed += is_changed
         self.rate.settle(sample.weight, is_changed, sample.ease)
-        if not is_changed or not self.alarm.found(sample.number, sample.weight) or self.has_rung:
+        was_open = self._open.pop(sample.number, None) is not None  # else it counts as changed already
+        return is_changed and was_open and self._strikes(sample)
+
+    def lose(self, sample: Sample) -> bool:
+        """A sample will never be looked into; whether the alarm rings, to which it counts as changed."""
+        if self._open.pop(sample.number, None) is None:
             return False
-        self.has_rung = True
-        return True
+        self.n_lost += 1
+        return self._strikes(sample)
+
+    def lose_overdue(self) -> bool:
+        """Give up samples that have waited for longer than the queue is, whatever became of them; likewise."""
+        rings = False
+        while len(self._open) > _MOST_OPEN:
+            rings |= self.lose(next(iter(self._open.values())))
+        return rings
 
     def withdraw(self, sample: Sample) -> None:
         """The hit was not served after all, so nobody got another answer for it."""
+        self._open.pop(sample.number, None)
         self.n_drawn -= 1
         self.rate.settle(sample.weight, has_event=False, ease=sample.ease)
+
+    def _strikes(self, sample: Sample) -> bool:
+        """Tell the alarm of a changed answer; whether it rings for the first time."""
+        if not self.alarm.found(sample.number, sample.weight) or self.has_rung:
+            return False
+        self.has_rung = True
+        return True
 
     @property
     def bounds(self) -> tuple[float, float]:

@@ -1,38 +1,178 @@
-"""Whether requests are still like those of the calibration, told from how many of them find somebody to serve them.
+"""Whether requests are still like those of the calibration, told from what their lookups find. Nothing is recomputed.
 
-A certificate is about requests that are drawn like those it was measured on. What they mean nobody can see for certain,
-but a stream that has moved on (new topics, another language, other users) is served more seldom, or oftener. So the
-share of requests that the calibration's sources serve is compared, window by window, with that on C.
+A certificate is about requests that are drawn like those it was measured on. Of each request some marks are compared
+with those on C (part C of the calibration, which nothing was learned from): the doubt about it, the similarity of who
+would serve it, the class that is forecast, and with the doubt whether it would be served at all.
+
+    profile    edges are laid at quantiles of C; a mark beyond an edge, or not, is an event with a share on C. Classes
+               are laid out by how rare they are, and in six other orders, which part those that are equally so
+    null       no event has a larger probability than the upper limit of its share: C is a sample, too
+    bets       on each event, with several stakes, that it has: each is worth more than it was with probability small
+    detector   a bet sets out with every request (Shiryaev and Roberts; e-detectors: Shin, Ramdas, Rinaldo 2024): all
+               together are worth the number of requests on average, at most, whenever one looks, while the null holds
+
+A request counts once in a block of as many different ones as C had. So requests that come again and again are no sign
+of anything, as they are not on C.
+
+Sizes: J events, S stakes.
 """
 
-from math import sqrt
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import inf, isfinite
+from typing import NamedTuple
 
-WINDOW = 500  # requests of one comparison
-_LARGEST = 5.0  # standard errors by which shares of like requests differ in one comparison of 1.7 million
+import numpy as np
+
+from llmcache.bounds import share_upper
+
+_QUANTILES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.98)
+_STAKES = (0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.5, 0.7, 0.85)
+# Ranks times these, less the whole part, are orders that have little to do with one another.
+_ORDERS = (0.6180339887, 0.7548776662, 0.5698402910, 0.8191725134, 0.6710436067, 0.5497004779)
+_ERROR = 0.01  # chance that a share is over its upper limit, all together
+_RARELY = 2_000_000  # requests between two false alarms, at least, on average: 1 % in 20,000
+_BATCH = 20  # requests after which bets are settled
+
+
+class Marks(NamedTuple):
+    """What is compared of a request.
+
+    Attributes:
+        doubt: About who would serve it; infinite where nobody may, -infinite of a source.
+        similarity: Of that one, -1 to 1; -1 where nobody was found.
+        forecast: The class that is expected, or the largest component of what is; -1 where nothing is forecast.
+    """
+
+    doubt: float
+    similarity: float
+    forecast: int
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What marks are on C.
+
+    Attributes:
+        n: Different requests.
+        classes: Forecasts, the rarest first. Empty where nothing is forecast.
+        edges: Of each kind of mark, rising: doubts, of which the limit in use is one, similarities, and places of the
+            class in each order of classes.
+        counts: How many marks are at most each edge.
+    """
+
+    n: int
+    classes: tuple[int, ...]
+    edges: tuple[tuple[float, ...], ...]
+    counts: tuple[tuple[int, ...], ...]
+
+
+def profile(marks: Mapping[str, Marks], learned: Sequence[int], limit: float) -> Profile:
+    """Lay edges through what was found on C.
+
+    Args:
+        marks: Of the requests of C, by key.
+        learned: Forecasts of requests that were learned from: the order of classes must not come from C.
+        limit: The largest doubt that is allowed.
+    """
+    classes = tuple(name for name, _ in reversed(Counter(learned).most_common()) if name >= 0)
+    spread = _Spread(classes)
+    kinds = list(zip(*map(spread, marks.values()), strict=True))
+    edges = tuple(_edges(kind, *((limit,) if i == 0 else ())) for i, kind in enumerate(kinds))
+    counts = _Counts(edges)
+    for one in marks.values():
+        counts.add(spread(one))
+    return Profile(len(marks), classes, edges, tuple(map(tuple, counts.take())))
+
+
+def hits_alone(limit: float, hit_rate: float, n: int) -> Profile:
+    """What is known of a calibration whose profile was not saved: how many of `n` requests would be served."""
+    return Profile(n, (), ((limit,), ()), ((round(hit_rate * n),), ()))
+
+
+class _Spread:
+    """Turns marks into numbers, one of each kind."""
+
+    def __init__(self, classes: Sequence[int]) -> None:
+        """Lay out classes, the rarest first."""
+        self._none = (-1.0,) * (1 + len(_ORDERS) if classes else 0)  # the place of all classes that are not known
+        self._places = {
+            name: (float(rank), *(rank * order % 1 for order in _ORDERS)) for rank, name in enumerate(classes, start=1)
+        }
+
+    def __call__(self, marks: Marks) -> tuple[float, ...]:
+        """Doubt, similarity, and the places of the class."""
+        return marks.doubt, marks.similarity, *self._places.get(marks.forecast, self._none)
+
+
+class _Counts:
+    """Counts numbers between edges, kind by kind."""
+
+    def __init__(self, edges: Sequence[Sequence[float]]) -> None:
+        """Begin without requests."""
+        self._edges = edges
+        self._counts = [[0] * (len(kind) + 1) for kind in edges]
+
+    def add(self, numbers: Sequence[float]) -> None:
+        """Count a request."""
+        for edges, counts, number in zip(self._edges, self._counts, numbers, strict=True):
+            counts[bisect_left(edges, number)] += 1
+
+    def take(self) -> list[list[int]]:
+        """How many numbers were at most each edge, by kind; then begin anew."""
+        taken = [list(accumulate(counts))[:-1] for counts in self._counts]
+        self._counts = [[0] * len(counts) for counts in self._counts]
+        return taken
 
 
 class Likeness:
-    """Compares hit rates for one calibration. The caller holds a lock."""
+    """Compares requests with one profile. The caller holds a lock."""
 
-    def __init__(self, share: float, n: int) -> None:
-        """Begin a window.
-
-        Args:
-            share: Of the requests of C, those that would be served, 0 to 1.
-            n: How many requests C has.
-        """
-        self._share = share
+    def __init__(self, profile: Profile) -> None:
+        """Begin without requests."""
+        n = profile.n
+        at_most = np.concatenate([np.array(counts, np.int64) for counts in profile.counts])
+        shown = np.concatenate([at_most, n - at_most])  # a mark is at most an edge, or beyond it
+        delta = _ERROR / len(shown)
+        limits = np.array([share_upper(int(k), n, delta) for k in shown])
+        stakes = np.array(_STAKES)
+        self._lost = np.log1p(-stakes)  # (S,)
+        self._gained = np.log1p(stakes * (1 / limits[:, None] - 1)) - self._lost  # (J, S), over what is lost
+        self._worth = np.zeros_like(self._gained)
+        self._spread = _Spread(profile.classes)
+        self._counts = _Counts(profile.edges)
         self._n = n
-        self._seen = 0
-        self._hits = 0
+        self._n_new = 0
+        self._seen: set[str] = set()
 
-    def see(self, n_requests: int, n_hits: int) -> bool:
-        """Take in requests, and how many of them the sources serve; whether the window that they end is unlike C."""
-        self._seen += n_requests
-        self._hits += n_hits
-        if self._seen < WINDOW:
-            return False
-        share, self._seen, self._hits, n = self._hits / self._seen, 0, 0, self._seen
-        mean = (n * share + self._n * self._share) / (n + self._n)
-        error = sqrt(mean * (1 - mean) * (1 / n + 1 / self._n))
-        return abs(share - self._share) > _LARGEST * error
+    def wants(self, key: str) -> bool:
+        """Whether a request counts: none does twice in a block."""
+        return key not in self._seen
+
+    def see(self, key: str, marks: Marks) -> bool:
+        """Take in a request that counts; whether requests are unlike those of C by now."""
+        if len(self._seen) >= self._n:
+            self._seen.clear()
+        self._seen.add(key)
+        self._counts.add(self._spread(marks))
+        self._n_new += 1
+        return self._n_new == _BATCH and self._settle()
+
+    def _settle(self) -> bool:
+        """Pay out the bets of a batch; whether they are worth more than they hardly ever are on like requests."""
+        at_most = np.array([count for counts in self._counts.take() for count in counts])
+        events = np.concatenate([at_most, self._n_new - at_most])
+        self._worth += self._n_new / self._worth.size
+        self._worth *= np.exp(events[:, None] * self._gained + self._n_new * self._lost)
+        self._n_new = 0
+        return float(self._worth.sum()) >= _RARELY
+
+
+def _edges(marks: Sequence[float], *others: float) -> tuple[float, ...]:
+    """Edges through marks, and others, rising; only finite ones."""
+    finite = sorted(mark for mark in marks if isfinite(mark))
+    among = [finite[int(share * (len(finite) - 1))] for share in _QUANTILES] if finite else []
+    return tuple(sorted({float(edge) for edge in (*among, *others) if -inf < edge < inf}))

@@ -35,11 +35,13 @@ class Choice:
     Attributes:
         neighbour: Who would; its similarity is NaN where it was not searched for.
         doubt: That its answer is not the request's own.
+        at_first: The doubt before anybody was struck: of like requests it stays alike.
         rung: `semantic` for a neighbour, `student` for an example of the answer that the forecast favours.
     """
 
     neighbour: Neighbour
     doubt: float
+    at_first: float
     rung: str = "semantic"
 
 
@@ -189,11 +191,12 @@ class Chooser:
         if number == len(near):
             # That a neighbour's words tell otherwise is what a gate is for: what it would refuse is not given either.
             is_refused = self._gate is not None and any(self._gate.refuses(row.ids, one.ids) for one in near[:1])
-            return None if example is None else Choice(example, inf if is_refused else doubt, "student")
+            doubt = inf if is_refused else doubt
+            return None if example is None else Choice(example, doubt, doubt, "student")
         chosen = near[number]
-        if chosen.is_struck or (self._gate is not None and self._gate.refuses(row.ids, chosen.ids)):
-            return Choice(chosen, inf)
-        return Choice(chosen, doubt)
+        if self._gate is not None and self._gate.refuses(row.ids, chosen.ids):
+            doubt = inf
+        return Choice(chosen, inf if chosen.is_struck else doubt, doubt)
 
     def _see(
         self, scope: Scope, row: Row, near: Sequence[Neighbour], forecast: Floats | None
@@ -247,6 +250,7 @@ class Semantic:
         numbers = [row.number for row in rows]
         forecasts = None if call.forecasts is None else call.forecasts[numbers]
         chosen = self._chooser.choose(call.scope, rows, vectors[numbers], forecasts)
+        call.choices = dict(zip(numbers, chosen, strict=True))
         pairs = zip(rows, chosen, strict=True)
         return [reuse for row, choice in pairs if choice and (reuse := self._reuse(call, row, choice, limits))]
 

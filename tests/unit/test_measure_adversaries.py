@@ -152,7 +152,7 @@ def test_intents_that_are_alike_part(rehearsal: Rehearsal) -> None:
 
 @pytest.fixture(scope="module")
 def drifted() -> Outcome:
-    return run("drift", learn=140, audits=[0.0, 1.0], sources=["frozen"], window=50)
+    return run("drift", learn=140, audits=[0.0, 1.0], sources=["frozen"], window=50, n_unchanged=3, length=500)
 
 
 def test_what_changes_is_told_by_window(drifted: Outcome) -> None:

@@ -1,0 +1,74 @@
+"""What is compared of each request that the cache is asked; of a repeat, what it was when it was looked up."""
+
+from math import inf, isnan
+
+from llmcache.arrays import Floats
+from llmcache.audit.likeness import Marks
+from llmcache.context import Call
+from llmcache.library import Library
+from llmcache.reuse.semantic import Choice, Chooser
+from llmcache.rows import Row
+
+_MOST_KNOWN = 16_384  # requests whose marks are kept, 5 MB: repeats of others are looked up once more
+
+
+class Marking:
+    """Finds the marks of requests. The caller holds a lock."""
+
+    def __init__(self, library: Library, chooser: Chooser) -> None:
+        """Begin without requests.
+
+        Args:
+            library: Where sources are.
+            chooser: Finds who would serve.
+        """
+        self._library = library
+        self._chooser = chooser
+        self._known: dict[str, Marks] = {}  # the longest unasked first
+
+    def find(self, call: Call, row: Row) -> Marks | None:
+        """Marks of a row that was looked up, or is served by its own state; None where that cannot be told."""
+        forecast = None if call.forecasts is None else call.forecasts[row.number]
+        if row.number in call.choices:
+            marks = marks_of(call.choices[row.number], forecast)
+        elif row.number not in call.reused:
+            return None
+        elif self._library.keeps(row.key):
+            return marks_of_source(forecast)
+        elif (known := self._known.pop(row.key, None)) is not None:
+            marks = known
+        elif (found := self._look_up(call, row, forecast)) is not None:
+            marks = found
+        else:
+            return None
+        self._known[row.key] = marks
+        if len(self._known) > _MOST_KNOWN:
+            del self._known[next(iter(self._known))]
+        return marks
+
+    def forget(self) -> None:
+        """Forget all requests."""
+        self._known.clear()
+
+    def _look_up(self, call: Call, row: Row, forecast: Floats | None) -> Marks | None:
+        """What is found for a row that needed no lookup to be served: it was stored before marks were kept."""
+        vectors = call.fingerprints.get(self._library.layers[-1])
+        if vectors is None or call.scope is None or call.generation != self._library.generation:
+            return None
+        forecasts = None if forecast is None else forecast[None]
+        (choice,) = self._chooser.choose(call.scope, [row], vectors[[row.number]], forecasts)
+        return marks_of(choice, forecast)
+
+
+def marks_of(choice: Choice | None, forecast: Floats | None) -> Marks:
+    """Marks of a request that is not a source, by who would serve it and what is forecast of its output (C,)."""
+    expected = -1 if forecast is None else int(forecast.argmax())
+    if choice is None:
+        return Marks(inf, -1.0, expected)
+    similarity = choice.neighbour.similarity  # of an example of an answer it is not known
+    return Marks(choice.at_first, -1.0 if isnan(similarity) else similarity, expected)
+
+
+def marks_of_source(forecast: Floats | None) -> Marks:
+    """Marks of a request that is a source itself."""
+    return Marks(-inf, 1.0, -1 if forecast is None else int(forecast.argmax()))

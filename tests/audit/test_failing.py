@@ -1,0 +1,187 @@
+"""A cache that fails promises nothing: looks that fail count as changed, calls that fail stop approximate reuse."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from llmcache import LLMCache
+from llmcache.audit.auditor import _MOST_OPEN, Auditor
+from llmcache.health import Share, is_told
+from llmcache.stats import Counters
+from tests.audit.test_audit import ask, audit_of, fresh, keep_quiet, known
+from tests.topics import classifier, requests
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    return classifier()
+
+
+@pytest.fixture(scope="module")
+def folder(model: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("calibrated")
+    with LLMCache.wrap(model, max_drop=0.05, audit=0.25, step_aside=False) as cache:
+        assert cache.calibrate(requests(700)[0]).is_certified
+        cache.save(folder)
+    return folder
+
+
+@pytest.fixture
+def cache(model: nn.Module, folder: Path) -> Iterator[LLMCache]:
+    with LLMCache.load(model, folder) as cache:
+        yield keep_quiet(cache)
+
+
+def fail(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("not today")
+
+
+# -- looks -------------------------------------------------------------------------------------------------------------
+
+
+def test_an_audit_of_which_every_look_fails_ends_approximate_reuse(
+    cache: LLMCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(audit_of(cache), "_compute", fail)
+    statuses = []
+    for one in fresh(150):
+        cache(**one)
+        cache.drain()
+        statuses.append(known(cache).status)
+    assert statuses[0] == "certified" and statuses[-1] == "off"
+    assert "tightened" in statuses
+    assert known(cache).n_alarms == 2
+    health = cache.stats().health
+    assert health.is_failing and health.failed_looks > 0.2 and health.failed_calls == 0
+    assert set(health.failures) == {"look into a hit: CalibrationError"}
+    assert str(health).startswith("failing: 0% of calls, ")
+    served = cache.stats().hits["semantic"]
+    ask(cache, fresh(40, seed=8))
+    assert cache.stats().hits["semantic"] == served
+
+
+def test_a_verdict_that_fails_counts_as_changed(cache: LLMCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask(cache, fresh(8))
+    n_waiting = known(cache).n_waiting
+    monkeypatch.setattr(audit_of(cache)._answers, "agree", fail)
+    cache.drain()
+    assert n_waiting > 0 and known(cache).n_looked == 0
+    assert cache.stats().health.failures == {"look into a hit: RuntimeError": n_waiting}
+    assert known(cache).n_lost + known(cache).n_alarms > 0  # an alarm begins a new account
+
+
+def test_a_store_that_fails_costs_no_verdict(cache: LLMCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    n_hits = ask(cache, fresh(40)).count("semantic")
+    monkeypatch.setattr(cache._parts.library, "put", fail)
+    n_drawn = known(cache).n_drawn
+    cache.drain()
+    assert 0 < known(cache).n_looked == n_drawn <= n_hits
+    assert cache.stats().errors == n_drawn
+
+
+def test_a_model_in_training_mode_loses_no_sample_at_once(cache: LLMCache, model: nn.Module) -> None:
+    ask(cache, fresh(40))
+    model.train()
+    cache.drain()
+    model.eval()
+    assert (known(cache).n_lost, known(cache).n_looked, known(cache).status) == (0, 0, "certified")
+
+
+def test_samples_without_a_verdict_are_lost_once_others_have_overtaken_them() -> None:
+    account = Auditor(0.02, 1.0, 0.05)
+    samples = [account.see(0.0) for _ in range(_MOST_OPEN)]
+    assert not account.lose_overdue() and account.n_lost == 0
+    rings = []
+    for _ in range(100):
+        samples.append(account.see(0.0))
+        rings.append(account.lose_overdue())
+    assert account.n_lost == 100 and rings.count(True) == 1  # it rings once
+    first, last = samples[0], samples[-1]
+    assert first is not None and last is not None
+    assert not account.settle(first, True)  # it counted already
+    assert not account.lose(first)
+    account.settle(last, False)
+    assert not account.lose(last)
+    assert account.n_lost == 100
+
+
+def test_samples_that_were_looked_into_or_withdrawn_are_not_lost() -> None:
+    account = Auditor(0.02, 1.0, 0.05)
+    for i in range(2 * _MOST_OPEN):
+        sample = account.see(0.0)
+        assert sample is not None
+        account.settle(sample, False) if i % 2 else account.withdraw(sample)
+        assert not account.lose_overdue()
+    assert (account.n_lost, account.n_changed) == (0, 0)
+
+
+# -- calls -------------------------------------------------------------------------------------------------------------
+
+
+def test_lookups_that_fail_stop_approximate_reuse_until_calls_succeed_again(
+    cache: LLMCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    inputs = fresh(20)
+    assert "semantic" in ask(cache, inputs)
+    with monkeypatch.context() as broken:
+        broken.setattr(cache._parts.library, "search", fail)
+        ask(cache, fresh(20, seed=9))
+    assert known(cache).status == "failing"
+    health = cache.stats().health
+    assert health.is_failing and health.failed_calls >= 0.05
+    assert health.failures["look up (semantic): RuntimeError"] < 20  # it was not asked any more
+    assert "nothing is reused under a calibration meanwhile" in caplog.text
+    assert "semantic" not in ask(cache, fresh(20, seed=10))
+    ask(cache, fresh(150, seed=11))
+    assert known(cache).status == "certified"
+    assert "no longer fail" in caplog.text
+    assert "semantic" in ask(cache, fresh(20, seed=12))
+    assert str(cache.stats().health) == "good"
+
+
+def test_exact_repeats_are_served_while_it_fails(cache: LLMCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache._parts.library, "search", fail)
+    inputs = fresh(20, seed=13)
+    ask(cache, inputs)
+    assert known(cache).status == "failing"
+    assert set(ask(cache, inputs)) == {"exact"}
+
+
+def test_failures_are_logged_at_growing_intervals(caplog: pytest.LogCaptureFixture) -> None:
+    counters = Counters()
+    for _ in range(1497):
+        counters.look(ValueError("no"))
+    for _ in range(5):
+        counters.error("store", ValueError("no"))
+    texts = [record.getMessage() for record in caplog.records]
+    assert [text for text in texts if "store" in text] == ["llmcache failed to store; computing instead"]
+    assert len([text for text in texts if "look into" in text]) == 4
+    assert "for the 1,000th time" in texts[3]
+    assert [n for n in range(1, 2000) if is_told(n)] == [1, 10, 100, 1000]
+    assert counters.snapshot().errors == 1502
+
+
+def test_a_share_turns_at_a_tenth_and_back_at_half_of_that() -> None:
+    share = Share()
+    turns = [(n, share.is_large) for n in range(40) if share.add(n < 10)]
+    assert turns == [(1, True)]
+    quiet = next(n for n in range(1, 200) if share.add(False))
+    assert 20 < quiet < 120 and not share.is_large
+    seldom = Share()
+    assert not any(seldom.add(n % 20 == 0) for n in range(5000))
+
+
+def test_failures_in_one_call_count_as_one() -> None:
+    counters = Counters()
+    for _ in range(8):
+        counters.error("store", ValueError("no"))
+    for _ in range(20):
+        counters.call([], [], 1, 0, (0.0, 0.0))
+    assert not counters.is_failing
+    for _ in range(8):
+        counters.error("read", ValueError("no"))
+        counters.bypass("error", 1)
+    assert counters.is_failing
