@@ -97,7 +97,7 @@ _WITHOUT_TENSORS = (
 )
 _STRANGERS = ("accelerate", "llmcache", "logging", "threading", "_thread", "weakref", "tokenizers")
 _KINDS = ("same", "flat", "deep")  # how attributes are compared: by identity, by elements, by what they print as
-_MANY = 64  # elements, from which on a container of settings is not compared in each call
+_MANY = 256  # elements, from which on a container of settings is not compared in each call
 _DEPTH = 4  # of objects and containers in which tensors are looked for
 
 Space = dict[str, Any]

@@ -97,9 +97,11 @@ class Weights:
         if mark is None or mark is not self._state[0]:  # another thread saw other weights meanwhile
             return False
         now = self._take_mark()
-        if now != mark:
+        if now != mark and not self._rewrote_buffers(mark, now):
             self._note(mark, now)
             return False
+        if now != mark:
+            return self.digest() == digest
         return not (self._suspects or self._trained) or self.digest() == digest
 
     def suspect(self) -> None:
@@ -153,6 +155,15 @@ class Weights:
             return Mark(numbers, held, found.settings(), found.contents())
         except (KeyError, TypeError, AttributeError, RuntimeError):  # an attribute is gone, or of another kind
             return Mark((), (object(),), (), ())
+
+    def _rewrote_buffers(self, before: Mark, after: Mark) -> bool:
+        """Whether only buffers were written in place, as `longrope` does in each call, mostly with what they held."""
+        first = len(self._tensors)
+        if len(before.numbers) != len(after.numbers):
+            return False
+        changed = [i - first for i, (a, b) in enumerate(zip(before.numbers, after.numbers, strict=True)) if a != b]
+        are_buffers = all(0 <= i < first and not isinstance(self._tensors[i], nn.Parameter) for i in changed)
+        return are_buffers and Mark(after.numbers, before.held, before.settings, before.contents) == after
 
     def _note(self, before: Mark, after: Mark) -> None:
         """Learn which settings are notes of the model's own: counters, say, that its forward writes in each call.

@@ -46,7 +46,10 @@ def test_a_prompt_beyond_the_original_length_is_computed(kind: str) -> None:
     for length in (12, 20, 50, 22, 23, 21):
         torch.testing.assert_close(logits(model, text[:, :length]), logits(reference, text[:, :length]))
         served.append(cache.last[0].n_prefix)
-        assert cache.last[0].bypassed == ("rope_by_length" if length >= ORIGINAL else None)
+        # The first short call after the long one may put the frequencies back while it runs, and is not stored then.
+        may_change = length in (12, 22)  # of longrope, the very first call makes the other frequencies, too
+        expected = ["rope_by_length"] if length >= ORIGINAL else [None, "weights_changed"] if may_change else [None]
+        assert cache.last[0].bypassed in expected
     # Short calls after a long one find its frequencies, which are weights like others, and then their own anew.
     assert (served[:3], served[-1]) == ([0, 12, 0], 20)
 
