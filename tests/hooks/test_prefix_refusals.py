@@ -43,7 +43,7 @@ def test_a_prompt_beyond_the_original_length_is_computed(kind: str) -> None:
     cache = wrapped(model)
     text = tokens(1, 60)
     served = []
-    logits(model, tokens(1, 12, seed=9))  # the very first call of longrope makes the other frequencies, and is not stored
+    logits(model, tokens(1, 12, seed=9))  # longrope makes frequencies in its first call, which is not stored
     for length in (12, 20, 50, 22, 23, 21):
         torch.testing.assert_close(logits(model, text[:, :length]), logits(reference, text[:, :length]))
         served.append(cache.last[0].n_prefix)
