@@ -43,12 +43,12 @@ def test_a_prompt_beyond_the_original_length_is_computed(kind: str) -> None:
     cache = wrapped(model)
     text = tokens(1, 60)
     served = []
+    logits(model, tokens(1, 12, seed=9))  # longrope makes frequencies in its first call, which is not stored
     for length in (12, 20, 50, 22, 23, 21):
         torch.testing.assert_close(logits(model, text[:, :length]), logits(reference, text[:, :length]))
         served.append(cache.last[0].n_prefix)
         # The first short call after the long one may put the frequencies back while it runs, and is not stored then.
-        may_change = length in (12, 22)  # of longrope, the very first call makes the other frequencies, too
-        expected = ["rope_by_length"] if length >= ORIGINAL else [None, "weights_changed"] if may_change else [None]
+        expected = ["rope_by_length"] if length >= ORIGINAL else [None, "weights_changed"] if length == 22 else [None]
         assert cache.last[0].bypassed in expected
     # Short calls after a long one find its frequencies, which are weights like others, and then their own anew.
     assert (served[:3], served[-1]) == ([0, 12, 0], 20)
