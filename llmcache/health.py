@@ -44,8 +44,8 @@ class Share:
 
     def __init__(self) -> None:
         """Begin with none that failed."""
-        self.value = 0.0
-        self.is_large = False
+        self.value: float = 0.0
+        self.is_large: bool = False
         self._n = _AT_FIRST
 
     def add(self, has_failed: bool) -> bool:

@@ -171,10 +171,21 @@ def test_what_changes_is_told_by_window(drifted: Outcome) -> None:
 def test_alarms_and_status_are_those_of_the_audit(drifted: Outcome) -> None:
     without, watched = drifted.metrics["runs"]
     assert without["requests_to_alarm"] is without["requests_expected"] is None
-    assert without["status"] == {"first": "certified", "at_change": "certified", "last": "certified"}
+    assert without["status"]["first"] == without["status"]["at_change"] == "unwatched"
     assert watched["status"]["first"] == "certified"
-    rang = watched["requests_to_alarm"] is not None or watched["false_alarms"]
-    assert (watched["status"]["last"] == "certified") == (not rang)
+    for figures, quiet in ((without, "unwatched"), (watched, "certified")):
+        is_told = figures["requests_to_notice"] is not None or figures["noticed_too_early"]
+        rang = figures["requests_to_alarm"] is not None or figures["false_alarms"]
+        assert (figures["status"]["last"] == quiet) == (not rang and not is_told)
+        assert 0 <= figures["n_changed_until_notice"] <= round(figures["changed_after"] * figures["n_after"])
+
+
+def test_streams_that_do_not_change_are_told_to_be_so(drifted: Outcome) -> None:
+    unchanged = drifted.metrics["unchanged"]
+    assert [one["repeats"] for one in unchanged] == ["alike", "zipf"]
+    for one in unchanged:
+        assert (one["n_streams"], one["length"], one["n_different"]) == (3, 500, N - 140)
+        assert one["n_suspended"] == 0
 
 
 def test_a_stream_that_changes_too_early_is_refused() -> None:
