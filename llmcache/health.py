@@ -59,4 +59,4 @@ class Share:
 
 def is_told(n: int) -> bool:
     """Whether the `n`-th failure of a kind is logged: the first, the 10th, the 100th and so on."""
-    return n == 10 ** (len(str(n)) - 1)
+    return str(n).rstrip("0") == "1"
