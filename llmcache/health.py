@@ -44,8 +44,8 @@ class Share:
 
     def __init__(self) -> None:
         """Begin with none that failed."""
-        self.value = 0.0
-        self.is_large = False
+        self.value: float = 0.0
+        self.is_large: bool = False
         self._n = _AT_FIRST
 
     def add(self, has_failed: bool) -> bool:
@@ -59,4 +59,4 @@ class Share:
 
 def is_told(n: int) -> bool:
     """Whether the `n`-th failure of a kind is logged: the first, the 10th, the 100th and so on."""
-    return n == int(10 ** (len(str(n)) - 1))
+    return str(n).rstrip("0") == "1"

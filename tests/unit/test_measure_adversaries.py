@@ -15,6 +15,7 @@ from experiments.report.tables import TABLES
 from experiments.runs import Run
 from experiments.serving import ask, asking, cache_beside
 from experiments.tasks import build, make_task
+from llmcache.audit.likeness import Likeness
 from llmcache.claim import Claim
 from llmcache.errors import ConfigError
 
@@ -64,7 +65,10 @@ def test_the_gate_lets_fewer_negated_requests_pass(edited: Outcome) -> None:
     assert on["hit_rate"] < off["hit_rate"]
 
 
-def test_edited_requests_are_served_as_a_cache_serves_them(edited: Outcome, rehearsal: Rehearsal) -> None:
+def test_edited_requests_are_served_as_a_cache_serves_them(
+    edited: Outcome, rehearsal: Rehearsal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Likeness, "see", lambda *_: False)  # nothing but edits is unlike what it was calibrated on
     cache, trust = cache_beside(rehearsal, {"answer": "class", "gate": True, "audit": 0.0})
     trust.calibrate(rehearsal.observed[:LEARN], Claim(0.2, 0.05, "changed", "frozen", 0))
     rows = [row for row in edited.rows if row["gate"] == "on"]
@@ -171,10 +175,22 @@ def test_what_changes_is_told_by_window(drifted: Outcome) -> None:
 def test_alarms_and_status_are_those_of_the_audit(drifted: Outcome) -> None:
     without, watched = drifted.metrics["runs"]
     assert without["requests_to_alarm"] is without["requests_expected"] is None
-    assert without["status"] == {"first": "certified", "at_change": "certified", "last": "certified"}
+    assert without["status"]["first"] == without["status"]["at_change"] == "unwatched"
     assert watched["status"]["first"] == "certified"
-    rang = watched["requests_to_alarm"] is not None or watched["false_alarms"]
-    assert (watched["status"]["last"] == "certified") == (not rang)
+    for figures, quiet in ((without, "unwatched"), (watched, "certified")):
+        is_told = figures["requests_to_notice"] is not None or figures["noticed_too_early"]
+        rang = figures["requests_to_alarm"] is not None or figures["false_alarms"]
+        assert (figures["status"]["last"] == quiet) == (not rang and not is_told)
+        assert 0 <= figures["n_changed_until_notice"] <= round(figures["changed_after"] * figures["n_after"])
+
+
+def test_streams_that_do_not_change_are_told_to_be_so(drifted: Outcome) -> None:
+    unchanged = drifted.metrics["unchanged"]
+    assert [one["repeats"] for one in unchanged] == ["alike", "zipf"]
+    for one in unchanged:
+        assert (one["n_streams"], one["length"]) == (3, 500)
+        assert (N - 140) * 0.9 < one["n_different"] <= N - 140  # some are the same
+        assert one["n_suspended"] == 0
 
 
 def test_a_stream_that_changes_too_early_is_refused() -> None:
