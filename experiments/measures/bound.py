@@ -6,7 +6,9 @@
 
 With an `arrival` the stream has an order in time, and what is drawn is the order: a calibration sees the first `learn`
 requests of each and serves what follows, which is the truth then. Where that is unlike what came first, no bound was
-promised: this measures what becomes of it. `shuffled` is the control: its truth is a sample, too, so it errs by chance.
+promised: this measures what becomes of it. What follows is a sample itself, so some orders exceed what was asked by
+chance, `shuffled` ones too, which are the control; `is_beyond_chance` where its exact interval lies above (of requests
+that stand for themselves: repeats do not).
 
 A calibration errs if more answers change in the population, at the limit that it chose, than it was asked to leave.
 With sources that stay, it may do so with probability delta. Learning, doubts and choice are the library's own.
@@ -24,6 +26,7 @@ from pydantic import Field
 from experiments.folders import Folders
 from experiments.measures.base import Outcome
 from experiments.measures.learning import LearningExperiment
+from experiments.metrics import share_interval
 from experiments.progress import tracked
 from experiments.rehearsal import Rehearsal
 from experiments.streams.traffic import Arrival, arrange
@@ -142,6 +145,7 @@ def _held_against(truth: Trial, found: Setting | None, claim: Claim, n: int) -> 
         "hit_rate": float(served.mean()),
         "changed_answers": changed,
         "is_violated": int(changed > claim.max_drop),
+        "is_beyond_chance": int(share_interval(round(changed * len(served)), len(served))[0] > claim.max_drop),
     }
 
 
@@ -153,6 +157,7 @@ def _of_claim(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "n_tested": rows[0]["n_tested"],
         "n_calibrations": len(rows),
         "n_violated": sum(row["is_violated"] for row in rows),
+        "n_beyond_chance": sum(row["is_beyond_chance"] for row in rows),
         "turned_on": sum(row["limit"] is not None for row in rows) / len(rows),
         "hit_rate_median": float(np.median(rates)),
         "hit_rate_p10": float(np.quantile(rates, 0.1)),

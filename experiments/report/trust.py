@@ -42,7 +42,7 @@ def bound(runs: Sequence[Run]) -> Iterator[str]:
     """How often calibrations were worse than they said."""
     yield table(
         (
-            *("stream", "arrival", "asked: changed <=", "calibrations", "violated", "turned on"),
+            *("stream", "arrival", "asked: changed <=", "calibrations", "violated", "beyond chance", "turned on"),
             *("median hit rate", "10th to 90th percentile", "median of changed answers", "most", "A and B / C / all"),
         ),
         [_claim(run, row) for run in runs for row in run.metrics["claims"]],
@@ -51,7 +51,7 @@ def bound(runs: Sequence[Run]) -> Iterator[str]:
     if any(run.metrics.get("arrival") for run in runs):
         yield (
             "With an arrival the rest is what comes after the first requests: a sample itself, of which some exceed "
-            "what was asked by chance. `shuffled` shows how many."
+            "what was asked by chance. Beyond chance: its exact interval lies above. `shuffled` is the control."
         )
 
 
@@ -63,6 +63,7 @@ def _claim(run: Run, row: Figures) -> tuple[Any, ...]:
         percent(row["max_drop"]),
         row["n_calibrations"],
         row["n_violated"],
+        row.get("n_beyond_chance", "") if run.metrics.get("arrival") else "",
         percent(row["turned_on"]),
         percent(row["hit_rate_median"]),
         f"{percent(row['hit_rate_p10'])} to {percent(row['hit_rate_p90'])}",

@@ -76,12 +76,13 @@ def row(drop: float, changed: float, limit: float | None) -> Mapping[str, Any]:
         "changed_answers": changed,
         "limit": limit,
         "is_violated": int(changed > drop),
+        "is_beyond_chance": int(changed > 1.5 * drop),
     }
 
 
 def test_violations_are_counted() -> None:
     figures = bound._of_claim([row(0.1, 0.2, 0.3), row(0.1, 0.1, 0.3), row(0.1, 0.0, None)])
-    assert (figures["n_violated"], figures["n_calibrations"]) == (1, 3)
+    assert (figures["n_violated"], figures["n_beyond_chance"], figures["n_calibrations"]) == (1, 1, 3)
     assert figures["turned_on"] == pytest.approx(2 / 3)
     assert figures["changed_answers_most"] == 0.2
 
@@ -102,6 +103,7 @@ def test_in_an_order_in_time_what_follows_is_the_truth(kind: str) -> None:
         n_hits = row["hit_rate"] * metrics["n_population"]
         assert n_hits == pytest.approx(round(n_hits))
         assert row["is_violated"] == (row["changed_answers"] > row["max_drop"])
+        assert row["is_beyond_chance"] <= row["is_violated"]
     assert [claim["n_calibrations"] for claim in metrics["claims"]] == [2, 2]
 
 
