@@ -59,6 +59,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.failed:
         _OUTCOMES[name] = "failed"
         _MESSAGES[name] = report.longreprtext.strip()[-1500:]
+    elif hasattr(report, "context"):  # a part of a test (`subTest`), whose own report follows
+        return
     elif report.skipped:
         _OUTCOMES.setdefault(name, "skipped")
     elif report.when == "call":
