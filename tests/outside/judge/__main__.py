@@ -50,6 +50,7 @@ LEFT_OUT = {
     "bc_torch_dtype": "loads every class in every dtype, and calls none",
     "reverse_loading": "renames weights, and calls no model",
     "ntegration": "weights of the hub",
+    "hsdp": "need several processes",
     "pipeline": "models of the hub",
 }
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers
+import transformers  # noqa: F401  before a checkout puts its own on the path
 
 from judge.wrapping import WAYS, Judge, seed
 
@@ -28,12 +28,13 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"LLMCACHE_OUTSIDE_WAY: give one of {', '.join(WAYS)} (got {_JUDGE.way!r})")
     if importlib.util.find_spec("httpx") is None:  # a checkout's tests import it by its old name
         sys.modules["httpx"] = importlib.import_module("httpx2")
-    classes: list[Any] = [transformers.PreTrainedModel]
+    classes: list[Any] = []
     if os.environ.get("LLMCACHE_OUTSIDE_SENTENCES"):
-        from sentence_transformers import SentenceTransformer
+        from sentence_transformers import CrossEncoder, SentenceTransformer
 
-        classes.append(SentenceTransformer)
+        classes += [SentenceTransformer, CrossEncoder]
     _JUDGE.start(*classes)
+    seed()  # models of fixtures, too
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -1,6 +1,7 @@
 """What the ways differ in, what of that is allowed, and how it is told."""
 
 import fnmatch
+import re
 import tomllib
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -93,13 +94,14 @@ def _find_outputs(family: str, way: str, result: Result) -> Iterable[Finding]:
     """One finding for each class, kind and field; the tests that showed it are counted."""
     groups: dict[tuple[str, str, str], list[Mapping[str, Any]]] = {}
     for one in result["differences"]:
-        groups.setdefault((one["class"], one["kind"], one["field"]), []).append(one)
+        place = re.sub(r"\.\d+\.(keys|values)$", ".K/V", one["field"])  # of all layers
+        groups.setdefault((one["class"], one["kind"], place), []).append(one)
     for (name, kind, place), ones in sorted(groups.items()):
         known = [one["at_valid"] for one in ones if one["at_valid"] is not None]
         valid = f", {max(known):.1e} at valid positions" if known else ""
         tests = sorted({one["test"].split("::")[-1] for one in ones})
         most = max(float(one["most"]) for one in ones)
-        text = f"{place}: {len(ones)} calls, up to {most:.1e}{valid}; {', '.join(tests[:3])}"
+        text = f"{place}: {len(ones)} times, up to {most:.1e}{valid}; {', '.join(tests[:3])}"
         yield Finding(family, way, kind, name, text)
 
 
@@ -109,8 +111,8 @@ def _find_trouble(family: str, way: str, result: Result) -> Iterable[Finding]:
     for name, counts in result["classes"].items():
         if counts.get("errors"):
             yield Finding(family, way, "error", name, f"{counts['errors']} failures were computed around")
-        if way == "hit" and name not in result["refused"] and not counts["hits"]:
-            text = f"{counts.get('calls', 0)} calls without gradients; bypassed: {_told(counts['bypassed'])}"
+        if way == "hit" and counts.get("calls") and not counts["hits"]:
+            text = f"{counts['calls']} calls without gradients; bypassed: {_told(counts['bypassed'])}"
             yield Finding(family, way, "no hit", name, text)
 
 

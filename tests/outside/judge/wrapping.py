@@ -10,6 +10,7 @@ copying and training happen to the wrapped model: users do that, too.
 """
 
 import copy
+import functools
 import random
 import threading
 from collections import Counter, defaultdict
@@ -44,33 +45,41 @@ class Judge:
         self._owners: dict[int, LLMCache] = {}
         self._thread = threading.local()
 
-    def start(self, *classes: type[nn.Module]) -> None:
-        """Patch `eval` and `__call__` of model classes."""
+    def start(self, *sentences: type[nn.Module]) -> None:
+        """Patch transformers' model class, and those of sentence-transformers, which call `forward` themselves."""
         if self.way == "off":
             return
-        for one in classes:
+        for one in (transformers.PreTrainedModel, *sentences):
             _patch(one, "eval", self._eval)
         _patch(transformers.PreTrainedModel, "__call__", self._call)
+        for one in sentences:
+            _patch(one, "forward", self._call)
 
     def finish_test(self) -> None:
         """Take all caches off, and add up what they counted."""
-        for cache in self._caches:
-            name = type(cache.model).__name__
-            stats = cache.stats()
-            self.hits[name].update(stats.hits)
-            self.bypassed[name].update({why: n for why, n in stats.bypassed.items() if why != "disabled"})
-            self.counts[name].update(errors=stats.errors, misses=stats.n_misses)
-            try:
-                cache.unwrap()
-            except LLMCacheError as error:
-                self._note(name, "unwrap", field=str(error))
-        self._caches.clear()
+        for cache in list(self._caches):
+            self._take_off(cache)
         self._owners.clear()
 
+    def _take_off(self, cache: LLMCache) -> None:
+        name = type(cache.model).__name__
+        stats = cache.stats()
+        self.hits[name].update(stats.hits)
+        self.bypassed[name].update({why: n for why, n in stats.bypassed.items() if why != "disabled"})
+        self.counts[name].update(errors=stats.errors, misses=stats.n_misses)
+        try:
+            cache.unwrap()
+        except LLMCacheError as error:
+            self._note(name, "unwrap", field=str(error))
+        self._caches.remove(cache)
+        self._owners = {key: owner for key, owner in self._owners.items() if owner is not cache}
+
     def wrap(self, model: nn.Module) -> None:
-        """Hang a cache on a model, unless one hangs there already or it is refused."""
-        if self.way == "twice" or any(id(module) in self._owners for module in model.modules()):
+        """Hang a cache on a model, unless one hangs there already or it is refused; the outermost model has it."""
+        if self.way == "twice" or id(model) in self._owners:
             return
+        for inner in {id(cache): cache for m in model.modules() if (cache := self._owners.get(id(m)))}.values():
+            self._take_off(inner)
         name = type(model).__name__
         self.counts[name]["wrapped"] += 1
         try:
@@ -121,7 +130,8 @@ class Judge:
         judged = run(args, kwargs)
         if cache is not None:
             had_prefix = cache.stats().hits.get("prefix", 0) > n_prefixes
-            self._judge(type(cache.model).__name__, kwargs.get("attention_mask"), plain, first, judged, had_prefix)
+            given = args[0] if args and isinstance(args[0], dict) else kwargs  # sentence-transformers give a dict
+            self._judge(type(cache.model).__name__, given.get("attention_mask"), plain, first, judged, had_prefix)
         return judged
 
     def _judge(self, name: str, mask: Any, plain: Any, first: Any, judged: Any, had_prefix: bool) -> None:
@@ -158,6 +168,7 @@ class Judge:
 def _patch(owner: type[nn.Module], name: str, replacement: Callable[..., Any]) -> None:
     original = getattr(owner, name)
 
+    @functools.wraps(original)  # sentence-transformers read the signature of `forward`
     def patched(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return replacement(original, self, *args, **kwargs)
 
