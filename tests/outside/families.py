@@ -92,24 +92,35 @@ def make(prefix: str, heads: str, config: tf.PreTrainedConfig, **more: Any) -> t
     return type(f"{prefix}ModelTest", (ModelTesterMixin, *generates, unittest.TestCase), body)
 
 
-BERT_HEADS = (
-    "Model ForMaskedLM ForMultipleChoice ForQuestionAnswering ForSequenceClassification ForTokenClassification"
-)
+BERT_HEADS = "Model ForMaskedLM ForMultipleChoice ForQuestionAnswering ForSequenceClassification ForTokenClassification"
 CLASSIFIERS = "Model ForCausalLM ForSequenceClassification ForTokenClassification ForQuestionAnswering"
 
 BertModelTest = make(
-    "Bert", f"{BERT_HEADS} LMHeadModel ForNextSentencePrediction ForPreTraining", tf.BertConfig(**ENCODER), has_types=True
+    "Bert",
+    f"{BERT_HEADS} LMHeadModel ForNextSentencePrediction ForPreTraining",
+    tf.BertConfig(**ENCODER),
+    has_types=True,
 )
 RobertaModelTest = make("Roberta", f"{BERT_HEADS} ForCausalLM", tf.RobertaConfig(**ENCODER))
 DistilBertModelTest = make(
     "DistilBert",
     BERT_HEADS,
     tf.DistilBertConfig(
-        **SIZES, dim=32, n_layers=2, n_heads=4, hidden_dim=37, max_position_embeddings=64, dropout=0, attention_dropout=0
+        **SIZES,
+        dim=32,
+        n_layers=2,
+        n_heads=4,
+        hidden_dim=37,
+        max_position_embeddings=64,
+        dropout=0,
+        attention_dropout=0,
     ),
 )
 ElectraModelTest = make(
-    "Electra", f"{BERT_HEADS} ForCausalLM ForPreTraining", tf.ElectraConfig(**ENCODER, embedding_size=24), has_types=True
+    "Electra",
+    f"{BERT_HEADS} ForCausalLM ForPreTraining",
+    tf.ElectraConfig(**ENCODER, embedding_size=24),
+    has_types=True,
 )
 MPNetModelTest = make("MPNet", BERT_HEADS, tf.MPNetConfig(**ENCODER))
 DebertaV2ModelTest = make(

@@ -37,10 +37,10 @@ def fetch(distribution: str, folder: Path = ARCHIVES) -> Path:
     if not packed.is_file():
         raise RuntimeError(f"{distribution}=={version}: PyPI gave no {packed.name}; name a checkout instead")
     with tarfile.open(packed) as archive:
+        facts = archive.extractfile(f"{stem}/PKG-INFO")
+        if facts is None or f"\nVersion: {version}\n" not in facts.read().decode():
+            raise RuntimeError(f"{packed}: is not version {version}; remove it and call this again")
         archive.extractall(folder, filter="data")
-    found = (source / "PKG-INFO").read_text(encoding="utf-8")
-    if f"\nVersion: {version}\n" not in found:
-        raise RuntimeError(f"{packed}: is not version {version}; remove it and call this again")
     return source
 
 

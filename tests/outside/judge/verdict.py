@@ -131,7 +131,7 @@ def table(family: str, results: Mapping[str, Result]) -> str:
         [
             f"{family:<14} passed  {_told(passed)}",
             f"{'':<14} hits    {_told(hits)}",
-            f"{'':<14} calls   {totals['calls']} in way hit; equal to the plain model bit for bit {totals['bit_equal']}, "
+            f"{'':<14} calls   {totals['calls']} in way hit; bit-equal to the plain model {totals['bit_equal']}, "
             f"within rounding {totals['close']}; equal to the call before {totals['repeated']}",
             f"{'':<14} bypass  {_told(bypassed)}",
         ]

@@ -5,8 +5,8 @@ twice  unwrapped, every call made twice: shows which tests count calls, hooks or
 cold   wrapped; what is stored is forgotten before every call, so each is computed
 hit    wrapped; every call is made plainly, then twice with the cache, and the last result is judged
 
-Models are wrapped in `eval`, which nearly every test calls on the outermost model, and unwrapped after each test. Saving,
-copying and training happen to the wrapped model: users do that, too.
+Models are wrapped in `eval`, which nearly every test calls on the outermost model, and unwrapped after each test.
+Saving, copying and training happen to the wrapped model: users do that, too.
 """
 
 import copy
@@ -43,6 +43,7 @@ class Judge:
         self.differences: list[dict[str, Any]] = []
         self._caches: list[LLMCache] = []
         self._owners: dict[int, LLMCache] = {}
+        self._patches: list[Callable[[], None]] = []
         self._thread = threading.local()
 
     def start(self, *sentences: type[nn.Module]) -> None:
@@ -50,10 +51,16 @@ class Judge:
         if self.way == "off":
             return
         for one in (transformers.PreTrainedModel, *sentences):
-            _patch(one, "eval", self._eval)
-        _patch(transformers.PreTrainedModel, "__call__", self._call)
+            self._patches.append(_patch(one, "eval", self._eval))
+        self._patches.append(_patch(transformers.PreTrainedModel, "__call__", self._call))
         for one in sentences:
-            _patch(one, "forward", self._call)
+            self._patches.append(_patch(one, "forward", self._call))
+
+    def stop(self) -> None:
+        """Take caches and patches off."""
+        self.finish_test()
+        while self._patches:
+            self._patches.pop()()
 
     def finish_test(self) -> None:
         """Take all caches off, and add up what they counted."""
@@ -165,7 +172,9 @@ class Judge:
         return {"classes": per_class, "refused": self.refused, "differences": self.differences}
 
 
-def _patch(owner: type[nn.Module], name: str, replacement: Callable[..., Any]) -> None:
+def _patch(owner: type[nn.Module], name: str, replacement: Callable[..., Any]) -> Callable[[], None]:
+    """Put a method in a class's place for it; returns what gives the class its own back."""
+    had_own = name in vars(owner)
     original = getattr(owner, name)
 
     @functools.wraps(original)  # sentence-transformers read the signature of `forward`
@@ -173,6 +182,7 @@ def _patch(owner: type[nn.Module], name: str, replacement: Callable[..., Any]) -
         return replacement(original, self, *args, **kwargs)
 
     setattr(owner, name, patched)
+    return lambda: setattr(owner, name, original) if had_own else delattr(owner, name)
 
 
 def _copied(value: Any) -> Any:

@@ -1,7 +1,7 @@
 """In place of transformers' `tests/generation/test_utils.py`, which its source archive lacks: tests of `generate()`.
 
-Each asks a model and a copy of it that nothing hangs on for the same, twice, and expects the same tokens and scores. The
-copy is taken before `eval`, which is where caches are hung on.
+Each asks a model and a copy of it that nothing hangs on for the same, twice, and expects the same tokens and scores.
+The copy is taken before `eval`, which is where caches are hung on.
 """
 
 import copy
@@ -64,9 +64,7 @@ class GenerationTesterMixin:
             asked = {"do_sample": False, "return_dict_in_generate": True}
             for _ in range(2):
                 ours, theirs = (self._generate(one, inputs, **asked) for one in (model, plain))
-                again = [
-                    self._continue(one, inputs, done) for one, done in ((model, ours), (plain, theirs))
-                ]
+                again = [self._continue(one, inputs, done) for one, done in ((model, ours), (plain, theirs))]
                 self.assertEqual(again[0].tolist(), again[1].tolist())
 
     def test_prompt_that_grows(self) -> None:
