@@ -37,7 +37,7 @@ DECODER = SIZES | {
 
 
 class Tester:
-    """What the mixins ask of a family: its config, and a batch with padding on the right."""
+    """What the mixins ask of a family: its config, and a batch with a full row and padding on either side."""
 
     batch_size = 3
     seq_length = encoder_seq_length = decoder_seq_length = key_length = 7
@@ -63,6 +63,7 @@ class Tester:
         ids = torch.randint(5, VOCABULARY, shape)
         mask = torch.ones_like(ids)
         mask[1, -2:] = 0
+        mask[2, :2] = 0
         inputs = {"input_ids": ids.masked_fill(mask == 0, self.pad_token_id), "attention_mask": mask}
         if self.has_types:
             inputs["token_type_ids"] = torch.randint(0, 2, shape)

@@ -9,8 +9,10 @@
 import argparse
 import json
 import os
+import resource
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -81,9 +83,12 @@ def _read_arguments() -> argparse.Namespace:
 
 def _run_all(families: list[str], asked: argparse.Namespace, results: Path) -> None:
     """Every family in every way; where a test fails only when calls are repeated, that is run unwrapped, too."""
+    began = time.monotonic()
     with ThreadPoolExecutor(asked.jobs) as pool:
         list(pool.map(lambda one: _run(*one, asked, results), [(f, w) for f in families for w in WAYS]))
         list(pool.map(lambda family: _run_twice(family, asked, results), families))
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    print(f"{time.monotonic() - began:.0f} s, {used.ru_utime + used.ru_stime:.0f} s of them on processors", flush=True)
 
 
 def _run(family: str, way: str, asked: argparse.Namespace, results: Path, only: list[str] | None = None) -> None:

@@ -148,7 +148,7 @@ class Judge:
         self.counts[name]["bit_equal"] += not from_plain
         self.counts[name]["close"] += bool(from_plain) and all(one.is_close for one in from_plain)
         for one in from_plain:
-            if not one.is_close:
+            if not one.is_close or self.way == "cold":  # what is computed is bit-equal
                 self._note(name, "plain", one.field, one.most, one.at_valid)
         if first is None:
             return
