@@ -12,8 +12,8 @@ from judge import __main__ as command
 from judge import archive, plugin
 from judge.comparing import compare
 from judge.verdict import Allowed, Finding, find, read_allowed, table
-from judge.wrapping import Judge
-from transformers import BertConfig, BertForSequenceClassification, DynamicCache, PreTrainedModel
+from judge.wrapping import Judge, _copied
+from transformers import BatchEncoding, BertConfig, BertForSequenceClassification, DynamicCache, PreTrainedModel
 
 TINY = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
 
@@ -94,6 +94,16 @@ def test_calls_are_repeated_and_hits_counted(judge: Judge) -> None:
     assert judge.hits["BertForSequenceClassification"] == {"exact": 3}  # of two calls with the cache each
     assert judge.counts["BertForSequenceClassification"]["repeated"] == 2
     assert judge.differences == []
+
+
+def test_arguments_that_a_call_changes_are_copied() -> None:
+    cache = DynamicCache()
+    features = BatchEncoding({"input_ids": torch.ones(1, 2)})
+    copied = _copied(({"past": cache}, features))
+    copied[0]["past"].update(torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 4), 0)
+    copied[1]["more"] = 1
+    assert cache.get_seq_length() == 0
+    assert "more" not in features
 
 
 @pytest.mark.parametrize("judge", ["cold"], indirect=True)

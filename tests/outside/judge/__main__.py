@@ -100,7 +100,7 @@ def _run(family: str, way: str, asked: argparse.Namespace, results: Path, only: 
         "pytest",
         "-q",
         "-c",
-        str(HERE / "pytest.ini"),
+        str(HERE / "outside.ini"),
         "-p",
         "judge.plugin",
         "--noconftest",

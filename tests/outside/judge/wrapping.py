@@ -14,7 +14,7 @@ import functools
 import random
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -90,7 +90,7 @@ class Judge:
         name = type(model).__name__
         self.counts[name]["wrapped"] += 1
         try:
-            cache = LLMCache.wrap(model, step_aside=False)
+            cache = LLMCache.wrap(model, step_aside=False, prefix_block=2)  # their prompts have few tokens
         except LLMCacheError as error:
             self.refused[name] = f"{type(error).__name__}: {error}"
             return
@@ -137,7 +137,9 @@ class Judge:
         judged = run(args, kwargs)
         if cache is not None:
             had_prefix = cache.stats().hits.get("prefix", 0) > n_prefixes
-            given = args[0] if args and isinstance(args[0], dict) else kwargs  # sentence-transformers give a dict
+            given = (
+                args[0] if args and isinstance(args[0], MutableMapping) else kwargs
+            )  # sentence-transformers give a dict
             self._judge(type(cache.model).__name__, given.get("attention_mask"), plain, first, judged, had_prefix)
         return judged
 
@@ -186,9 +188,14 @@ def _patch(owner: type[nn.Module], name: str, replacement: Callable[..., Any]) -
 
 
 def _copied(value: Any) -> Any:
-    """The arguments again, with K/V caches of their own: a call fills the ones that it is given."""
+    """The arguments again, with K/V caches of their own: a call fills the ones that it is given.
+
+    Mappings, too: sentence-transformers put a module's outputs into the one that they gave it.
+    """
     if isinstance(value, dict):
         return {name: _copied(one) for name, one in value.items()}
+    if isinstance(value, MutableMapping):
+        return copy.copy(value)
     if isinstance(value, tuple) and type(value) is tuple:
         return tuple(_copied(one) for one in value)
     return copy.deepcopy(value) if hasattr(value, "get_seq_length") else value
