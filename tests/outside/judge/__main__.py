@@ -42,6 +42,15 @@ FAMILIES = {
 }
 SENTENCES = "sentences"
 
+# Of sentence-transformers' checkout: what encodes. The rest trains, needs the hub, or starts processes.
+SENTENCE_TESTS = [
+    "tests/sentence_transformer/test_model.py",
+    "tests/sentence_transformer/test_compute_embeddings.py",
+    "tests/sentence_transformer/evaluation",
+    "tests/cross_encoder/test_model.py",
+    "tests/cross_encoder/evaluation",
+]
+
 # Tests that are not run, by a part of their name. None of them calls a model that a cache hangs on.
 LEFT_OUT = {
     "compile": "graphs: a compiled model bypasses the cache",
@@ -141,7 +150,13 @@ def _targets(family: str, asked: argparse.Namespace, command: list[str]) -> tupl
     """Where to run, and the command with what to run."""
     if family == SENTENCES and asked.sentences:
         source = Path(asked.sentences)
-        return source, [*command, "--rootdir=.", "-p", "judge.hub", "tests/sentence_transformer", "tests/cross_encoder"]
+        return source, [
+            *command,
+            "--rootdir=.",
+            "-p",
+            "judge.hub",
+            *(t for t in SENTENCE_TESTS if (source / t).exists()),
+        ]
     if family == SENTENCES:
         return HERE, [*command, "--rootdir=.", "--confcutdir=.", "sentences.py"]
     if asked.transformers:
