@@ -8,7 +8,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 TORCH  := $(shell grep '^torch==' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check docs fix bench-gpu clean
+.PHONY: help setup demo test test-outside check docs fix bench-gpu clean
 
 help: ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' Makefile | expand -t 14
@@ -27,6 +27,18 @@ demo: setup ## Show what the cache saves, on a small model that is part of the i
 
 test: setup ## Run the tests, offline, with their coverage of llmcache/ (at least 90 %).
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest --cov=llmcache --cov-report=term-missing:skip-covered --cov-fail-under=90
+
+# Only this target reaches for PyPI: transformers' source archive of the installed version, kept in build/outside. In its
+# place, a checkout with the families' own tests; and one of sentence-transformers:
+#   make test-outside FAMILIES=bert,gpt2 TRANSFORMERS_SRC=~/transformers SENTENCES_SRC=~/sentence-transformers
+FAMILIES         ?=
+TRANSFORMERS_SRC ?=
+SENTENCES_SRC    ?=
+
+test-outside: setup ## Run transformers' and sentence-transformers' tests, unwrapped and wrapped, and compare; 20 minutes.
+	$(PIP) install -c constraints.txt -e '.[outside]'
+	PYTHONPATH=tests/outside:. $(BIN)/python -m judge --families='$(FAMILIES)' \
+	    --transformers='$(TRANSFORMERS_SRC)' --sentences='$(SENTENCES_SRC)'
 
 check: setup ## Formatting, lint, types, and whether docs/cli.md is up to date.
 	$(BIN)/ruff format --check .

@@ -1,0 +1,214 @@
+"""`python -m judge`: all families in all ways, then the verdict; status 1 where something is not allowed.
+
+--families bert,gpt2   some only             --jobs 2               processes at a time
+--results FOLDER       what was found        --read                 judge what lies there, run nothing
+--transformers FOLDER  a checkout, with its families' own tests, in place of the archive and our classes
+--sentences FOLDER     likewise of sentence-transformers
+"""
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from judge import archive
+from judge.verdict import Finding, find, read_allowed, table
+
+HERE = Path(__file__).resolve().parents[1]
+ROOT = HERE.parents[1]
+WAYS = ("off", "cold", "hit")
+TIMEOUT_S = 1800
+
+# Test class of ours by family; a checkout's folder has the family's name.
+FAMILIES = {
+    "bert": ["BertModelTest"],
+    "roberta": ["RobertaModelTest"],
+    "distilbert": ["DistilBertModelTest"],
+    "electra": ["ElectraModelTest"],
+    "mpnet": ["MPNetModelTest"],
+    "deberta_v2": ["DebertaV2ModelTest"],
+    "modernbert": ["ModernBertModelTest"],
+    "gpt2": ["GPT2ModelTest"],
+    "llama": ["LlamaModelTest"],
+    "qwen2": ["Qwen2ModelTest"],
+    "mistral": ["MistralModelTest"],
+    "t5": ["T5ModelTest", "T5EncoderModelTest"],
+    "bart": ["BartModelTest"],
+}
+SENTENCES = "sentences"
+
+# Of sentence-transformers' checkout: what encodes. The rest trains, needs the hub, or starts processes.
+SENTENCE_TESTS = [
+    "tests/sentence_transformer/test_model.py",
+    "tests/sentence_transformer/test_compute_embeddings.py",
+    "tests/sentence_transformer/evaluation",
+    "tests/cross_encoder/test_model.py",
+    "tests/cross_encoder/evaluation",
+]
+
+# Tests that are not run, by a part of their name. None of them calls a model that a cache hangs on.
+LEFT_OUT = {
+    "compile": "graphs: a compiled model bypasses the cache",
+    "flash": "need a GPU",
+    "fsdp": "need several processes",
+    "test_tp_": "need several processes",
+    "training": "caches are of inference; 300 steps each",
+    "bc_torch_dtype": "loads every class in every dtype, and calls none",
+    "reverse_loading": "renames weights, and calls no model",
+    "ntegration": "weights of the hub",
+    "hsdp": "need several processes",
+    "pipeline": "models of the hub",
+}
+
+
+def main() -> int:
+    """Run what was asked for; returns the exit status."""
+    asked = _read_arguments()
+    families = [*FAMILIES, SENTENCES] if not asked.families else asked.families.split(",")
+    results = Path(asked.results)
+    results.mkdir(parents=True, exist_ok=True)
+    if not asked.read:
+        if not asked.transformers:
+            archive.fetch("transformers")
+        _run_all(families, asked, results)
+    return _judge(families, results, is_whole=not asked.families)
+
+
+def _read_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m judge", description="Run other people's tests on wrapped models.")
+    parser.add_argument("--families", default="", help="some only, with commas")
+    parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
+    parser.add_argument("--results", default=str(archive.ARCHIVES / "results"), help="folder of what was found")
+    parser.add_argument("--read", action="store_true", help="judge what lies there, run nothing")
+    parser.add_argument("--transformers", default="", help="a checkout, in place of the archive")
+    parser.add_argument("--sentences", default="", help="a checkout of sentence-transformers")
+    return parser.parse_args()
+
+
+def _run_all(families: list[str], asked: argparse.Namespace, results: Path) -> None:
+    """Every family in every way; where a test fails only when calls are repeated, that is run unwrapped, too."""
+    began = time.monotonic()
+    with ThreadPoolExecutor(asked.jobs) as pool:
+        list(pool.map(lambda one: _run(*one, asked, results), [(f, w) for f in families for w in WAYS]))
+        list(pool.map(lambda family: _run_twice(family, asked, results), families))
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    print(f"{time.monotonic() - began:.0f} s, {used.ru_utime + used.ru_stime:.0f} s of them on processors", flush=True)
+
+
+def _run(family: str, way: str, asked: argparse.Namespace, results: Path, only: list[str] | None = None) -> None:
+    out = results / f"{family}-{way}.json"
+    out.unlink(missing_ok=True)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-c",
+        str(HERE / "outside.ini"),
+        "-p",
+        "judge.plugin",
+        "--noconftest",
+    ]
+    if family == SENTENCES:
+        command.remove("--noconftest")
+    where, command = _targets(family, asked, command)
+    chosen = " or ".join(only or []) or "not (" + " or ".join(LEFT_OUT) + ")"
+    environment = os.environ | {
+        "LLMCACHE_OUTSIDE_WAY": way,
+        "LLMCACHE_OUTSIDE_OUT": str(out),
+        "LLMCACHE_OUTSIDE_SENTENCES": "1" if family == SENTENCES else "",
+        "PYTHONPATH": os.pathsep.join([str(HERE), str(ROOT)]),
+        "PYTHONHASHSEED": "0",
+        "PYTHONWARNINGS": "ignore",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "TORCHDYNAMO_DISABLE": "1",  # generate() with a static cache would compile, for minutes
+    }
+    with (results / f"{family}-{way}.log").open("w") as log:
+        try:
+            subprocess.run(
+                [*command, "-k", chosen],
+                cwd=where,
+                env=environment,
+                stdout=log,
+                stderr=log,
+                check=False,
+                timeout=TIMEOUT_S,
+            )
+        except subprocess.TimeoutExpired:
+            print(f"{family}: way {way} took more than {TIMEOUT_S} s", flush=True)
+    print(f"{family} {way}: {_last_line(results / f'{family}-{way}.log')}", flush=True)
+
+
+def _targets(family: str, asked: argparse.Namespace, command: list[str]) -> tuple[Path, list[str]]:
+    """Where to run, and the command with what to run."""
+    if family == SENTENCES and asked.sentences:
+        source = Path(asked.sentences)
+        return source, [
+            *command,
+            "--rootdir=.",
+            "-p",
+            "judge.hub",
+            *(t for t in SENTENCE_TESTS if (source / t).exists()),
+        ]
+    if family == SENTENCES:
+        return HERE, [*command, "--rootdir=.", "--confcutdir=.", "sentences.py"]
+    if asked.transformers:
+        test = f"tests/models/{family}/test_modeling_{family}.py"
+        return Path(asked.transformers), [*command, "--rootdir=.", test]
+    return HERE, [*command, "--rootdir=.", *[f"families.py::{name}" for name in FAMILIES[family]]]
+
+
+def _run_twice(family: str, asked: argparse.Namespace, results: Path) -> None:
+    """Unwrapped with every call made twice: tests that fail so count calls, and say nothing of the cache."""
+    read = _read(family, results)
+    if "off" not in read or "hit" not in read:
+        return
+    hit = read["hit"]["outcomes"]
+    changed = [t for t, o in read["off"]["outcomes"].items() if o == "passed" and hit.get(t) != "passed"]
+    if changed:
+        _run(family, "twice", asked, results, [test.split("::")[-1].split("[")[0] for test in changed])
+
+
+def _read(family: str, results: Path) -> dict[str, dict[str, object]]:
+    files = {way: results / f"{family}-{way}.json" for way in (*WAYS, "twice")}
+    return {way: json.loads(file.read_text(encoding="utf-8")) for way, file in files.items() if file.is_file()}
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return lines[-1] if lines else "no output"
+
+
+def _judge(families: list[str], results: Path, is_whole: bool) -> int:
+    allowed = read_allowed(HERE / "allowed.toml")
+    findings: list[Finding] = []
+    trouble: list[str] = []
+    for family in families:
+        read = _read(family, results)
+        missing = [way for way in WAYS if way not in read or not read[way]["outcomes"]]
+        if missing:
+            trouble.append(f"{family}: no results of way {', '.join(missing)}; see {results}")
+            continue
+        print("\n" + table(family, read))
+        findings += find(family, read)
+    open_ones = [one for one in findings if not sum(entry.covers(one) for entry in allowed)]  # all entries are asked
+    unused = [entry for entry in allowed if not entry.n_used and is_whole and not trouble]
+    print(f"\n{len(findings)} differences, {len(findings) - len(open_ones)} of them allowed")
+    for one in open_ones:
+        print(f"  {one.family} {one.way}: {one.kind}: {one.where}: {one.text}")
+    for entry in unused:
+        print(f"  allowed, and not met any more: {entry.kind} {entry.where} ({entry.reason})")
+    for line in trouble:
+        print(f"  {line}")
+    return 1 if open_ones or unused or trouble else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,67 @@
+"""Where other people's tests come from: a checkout that was named, or the source archive that PyPI has of a release.
+
+The archive is fetched at the installed version, into a folder that git ignores. transformers' archive holds the common
+mixins (`tests/test_*.py`), not the tests of each family, nor two of the modules that the mixins import: stand-ins of
+ours take their places (`stand_ins/`).
+"""
+
+import importlib
+import importlib.metadata
+import subprocess
+import sys
+import tarfile
+import types
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parents[1]
+ARCHIVES = HERE.parents[1] / "build" / "outside"
+PACKAGE = "transformers_tests"
+STAND_INS = {"generation.test_utils": "stand_ins.generation", "exporters.test_export": "stand_ins.exporting"}
+
+
+def fetch(distribution: str, folder: Path = ARCHIVES) -> Path:
+    """The unpacked source archive of the installed version; downloaded if it is not there yet.
+
+    Raises:
+        RuntimeError: PyPI gave none.
+    """
+    version = importlib.metadata.version(distribution)
+    stem = f"{distribution.replace('-', '_')}-{version}"
+    source = folder / stem
+    if (source / "PKG-INFO").is_file():
+        return source
+    folder.mkdir(parents=True, exist_ok=True)
+    packed = folder / f"{stem}.tar.gz"
+    if not packed.is_file():
+        _download(f"{distribution}=={version}", folder)
+    if not packed.is_file():
+        raise RuntimeError(f"{distribution}=={version}: PyPI gave no {packed.name}; name a checkout instead")
+    with tarfile.open(packed) as archive:
+        facts = archive.extractfile(f"{stem}/PKG-INFO")
+        if facts is None or f"\nVersion: {version}\n" not in facts.read().decode():
+            raise RuntimeError(f"{packed}: is not version {version}; remove it and call this again")
+        archive.extractall(folder, filter="data")
+    return source
+
+
+def _download(requirement: str, folder: Path) -> None:
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    command += ["--no-binary", ":all:", "--no-build-isolation", "--dest", str(folder), requirement]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{requirement}: pip could not fetch the source archive:\n{done.stderr.strip()[-800:]}")
+
+
+def enter(source: Path) -> None:
+    """Make an archive's test modules importable as `transformers_tests.test_*`, with stand-ins for what it lacks."""
+    package = types.ModuleType(PACKAGE)
+    package.__path__ = [str(source / "tests")]
+    sys.modules[PACKAGE] = package
+    for missing, ours in STAND_INS.items():
+        parent, _, name = missing.partition(".")
+        folder = types.ModuleType(f"{PACKAGE}.{parent}")
+        folder.__path__ = []
+        module = importlib.import_module(ours)
+        sys.modules[folder.__name__] = folder
+        sys.modules[f"{folder.__name__}.{name}"] = module
+        setattr(folder, name, module)

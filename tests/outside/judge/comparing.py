@@ -1,0 +1,110 @@
+"""What two outputs of a model differ in, tensor by tensor, K/V included."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Largest difference, relative to the largest value: another order of additions, no more.
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Where one tensor of two outputs differs.
+
+    Attributes:
+        field: Its place in the output, `past_key_values.0.keys` for instance.
+        most: Largest difference, relative to the largest value (at least 1); infinite for another shape or type.
+        at_valid: The same at positions that the mask calls valid; None where the tensor has none that it tells of.
+        is_close: Whether it is no more than what another order of additions gives.
+    """
+
+    field: str
+    most: float
+    at_valid: float | None
+    is_close: bool
+
+
+def leaves(output: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value of an output with its place: of mappings, sequences, and K/V caches of any kind."""
+    if isinstance(output, Mapping):
+        children = list(output.items())
+    elif isinstance(output, (list, tuple)):
+        children = list(enumerate(output))
+    elif hasattr(output, "self_attention_cache"):
+        children = [("self", output.self_attention_cache), ("cross", output.cross_attention_cache)]
+    elif hasattr(output, "layers") and hasattr(output, "get_seq_length"):
+        children = [
+            (f"{number}.{name}", getattr(layer, name, None))
+            for number, layer in enumerate(output.layers)
+            for name in ("keys", "values")
+        ]
+    else:
+        yield path, output
+        return
+    for name, child in children:
+        yield from leaves(child, f"{path}.{name}" if path else str(name))
+
+
+def compare(mine: Any, other: Any, mask: Any = None) -> list[Difference]:
+    """Every tensor that is not bit-equal, and every place that only one output has.
+
+    Args:
+        mine: What is judged.
+        other: What it ought to be.
+        mask: Which of its (B, T) positions are valid, if that is known.
+    """
+    ours, theirs = dict(leaves(mine)), dict(leaves(other))
+    found = [Difference(name, float("inf"), None, False) for name in ours.keys() ^ theirs.keys()]
+    for name in ours.keys() & theirs.keys():
+        one = _compare_leaf(name, ours[name], theirs[name], mask)
+        if one is not None:
+            found.append(one)
+    return sorted(found, key=lambda one: one.field)
+
+
+def _compare_leaf(name: str, mine: Any, other: Any, mask: Any) -> Difference | None:
+    if not (isinstance(mine, Tensor) and isinstance(other, Tensor)):
+        is_same = type(mine) is type(other) and (isinstance(mine, Tensor) or mine is other or _is_equal(mine, other))
+        return None if is_same else Difference(name, float("inf"), None, False)
+    if mine.shape != other.shape or mine.dtype != other.dtype or mine.device != other.device:
+        return Difference(name, float("inf"), None, False)
+    if mine.device.type == "meta" or torch.equal(mine, other):
+        return None
+    apart = _distance(mine, other)
+    most = float(apart.max())
+    if most == 0.0:  # NaN at the same places
+        return None
+    return Difference(name, most, _at_valid(apart, mask), most <= TOLERANCE.get(mine.dtype, 0.0))
+
+
+def _is_equal(mine: Any, other: Any) -> bool:
+    try:
+        return bool(mine == other)
+    except (RuntimeError, TypeError, ValueError):
+        return True  # objects that cannot be compared are no answers
+
+
+def _distance(mine: Tensor, other: Tensor) -> Tensor:
+    """Differences relative to the largest finite value, NaN and infinities equal to their like."""
+    a, b = mine.detach().to(torch.float64), other.detach().to(torch.float64)
+    finite = b[torch.isfinite(b)].abs()
+    scale = max(1.0, float(finite.max())) if finite.numel() else 1.0
+    apart = torch.nan_to_num((a - b).abs() / scale, nan=float("inf"), posinf=float("inf"))
+    return apart.masked_fill((a == b) | (a.isnan() & b.isnan()), 0.0)
+
+
+def _at_valid(apart: Tensor, mask: Any) -> float | None:
+    """Largest difference at valid positions of (B, T, ...) and of K/V (B, heads, T, width)."""
+    if not isinstance(mask, Tensor) or mask.ndim != 2:
+        return None
+    valid = mask.to(apart.device).bool()
+    if apart.ndim == 4 and apart.shape[0] == valid.shape[0] and apart.shape[2] == valid.shape[1]:
+        apart = apart.transpose(1, 2)
+    if apart.ndim < 2 or apart.shape[:2] != valid.shape:
+        return None
+    chosen = apart[valid]
+    return float(chosen.max()) if chosen.numel() else 0.0

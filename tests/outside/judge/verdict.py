@@ -1,0 +1,142 @@
+"""What the ways differ in, what of that is allowed, and how it is told."""
+
+import fnmatch
+import re
+import tomllib
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+Result = Mapping[str, Any]  # what the plug-in wrote of one family in one way
+KINDS = ("test", "plain", "repeat", "unwrap", "no hit", "refused", "error")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One difference that the cache made.
+
+    Attributes:
+        family: Whose tests.
+        way: `cold` or `hit`.
+        kind: `test`: it passes unwrapped, and does not now. `plain`: an output is not the plain model's. `repeat`: the
+            same call gave another output a moment ago. `unwrap`: the cache could not be taken off. `no hit`: a class
+            never had one. `refused`: it could not be wrapped. `error`: the cache failed and the model computed.
+        where: The class of the model, or the test.
+        text: What is known of it.
+    """
+
+    family: str
+    way: str
+    kind: str
+    where: str
+    text: str
+
+
+@dataclass(slots=True)
+class Allowed:
+    """One entry of the list of what is refused by design; shell patterns, all of which must match."""
+
+    reason: str
+    kind: str
+    family: str = "*"
+    way: str = "*"
+    where: str = "*"
+    text: str = "*"
+    n_used: int = field(default=0, compare=False)
+
+    def covers(self, finding: Finding) -> bool:
+        """Whether this entry is about that finding; counts how often it was."""
+        names = ("family", "way", "kind", "where", "text")
+        does = all(fnmatch.fnmatchcase(getattr(finding, name), getattr(self, name)) for name in names)
+        self.n_used += does
+        return does
+
+
+def read_allowed(file: Path) -> list[Allowed]:
+    """The list, checked.
+
+    Raises:
+        ValueError: An entry has no reason, or names no known kind.
+    """
+    entries = [Allowed(**one) for one in tomllib.loads(file.read_text(encoding="utf-8")).get("allowed", [])]
+    for entry in entries:
+        if not entry.reason.strip() or entry.kind not in KINDS:
+            raise ValueError(f"{file}: an entry needs a reason, and a kind of {', '.join(KINDS)} (got {entry})")
+    return entries
+
+
+def find(family: str, results: Mapping[str, Result]) -> list[Finding]:
+    """All that the cache changed in one family, results by way; `off` must be among them."""
+    found: list[Finding] = []
+    for way, result in results.items():
+        if way not in ("cold", "hit"):
+            continue
+        found += _find_tests(family, way, results, result)
+        found += _find_outputs(family, way, result)
+        found += _find_trouble(family, way, result)
+    return found
+
+
+def _find_tests(family: str, way: str, results: Mapping[str, Result], result: Result) -> Iterable[Finding]:
+    """Tests that pass unwrapped, also with every call made twice where that was run, and do not now."""
+    twice = results.get("twice", {}).get("outcomes", {})
+    for test, outcome in results["off"]["outcomes"].items():
+        now = result["outcomes"].get(test, "missing")
+        if outcome == "passed" and now != "passed" and twice.get(test) != "failed":
+            message = result["messages"].get(test, now).splitlines()
+            errors = [line[1:].strip() for line in message if line.startswith("E ")]
+            yield Finding(family, way, "test", test, (errors or message[-1:] or [now])[0])
+
+
+def _find_outputs(family: str, way: str, result: Result) -> Iterable[Finding]:
+    """One finding for each class, kind and field; the tests that showed it are counted."""
+    groups: dict[tuple[str, str, str], list[Mapping[str, Any]]] = {}
+    for one in result["differences"]:
+        place = re.sub(r"\.\d+\.(keys|values)$", ".K/V", one["field"])  # of all layers
+        groups.setdefault((one["class"], one["kind"], place), []).append(one)
+    for (name, kind, place), ones in sorted(groups.items()):
+        known = [one["at_valid"] for one in ones if one["at_valid"] is not None]
+        valid = f", {max(known):.1e} at valid positions" if known else ""
+        tests = sorted({one["test"].split("::")[-1] for one in ones})
+        most = max(float(one["most"]) for one in ones)
+        text = f"{place}: {len(ones)} times, up to {most:.1e}{valid}; {', '.join(tests[:3])}"
+        yield Finding(family, way, kind, name, text)
+
+
+def _find_trouble(family: str, way: str, result: Result) -> Iterable[Finding]:
+    for name, why in result["refused"].items():
+        yield Finding(family, way, "refused", name, why)
+    for name, counts in result["classes"].items():
+        if counts.get("errors"):
+            yield Finding(family, way, "error", name, f"{counts['errors']} failures were computed around")
+        if way == "hit" and counts.get("calls") and not counts["hits"]:
+            text = f"{counts['calls']} calls without gradients; bypassed: {_told(counts['bypassed'])}"
+            yield Finding(family, way, "no hit", name, text)
+
+
+def table(family: str, results: Mapping[str, Result]) -> str:
+    """Passed in each way, hits served, calls compared, and bypasses by reason, of one family."""
+    passed = {way: Counter(result["outcomes"].values())["passed"] for way, result in results.items()}
+    hit = results.get("hit", {"classes": {}})["classes"].values()
+    hits: Counter[str] = Counter()
+    bypassed: Counter[str] = Counter()
+    totals: Counter[str] = Counter()
+    for counts in hit:
+        hits.update(counts["hits"])
+        bypassed.update(counts["bypassed"])
+        totals.update({name: counts.get(name, 0) for name in ("calls", "bit_equal", "close", "repeated")})
+    return "\n".join(
+        [
+            f"{family:<14} passed  {_told(passed)}",
+            f"{'':<14} hits    {_told(hits)}",
+            f"{'':<14} calls   {totals['calls']} in way hit; bit-equal to the plain model {totals['bit_equal']}, "
+            f"within rounding {totals['close']}; equal to the call before {totals['repeated']}",
+            f"{'':<14} bypass  {_told(bypassed)}",
+        ]
+    )
+
+
+def _told(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {n}" for name, n in sorted(counts.items(), key=lambda one: -one[1])) or "none"

@@ -1,0 +1,1 @@
+"""Modules that transformers' common mixins import and its source archive lacks."""

@@ -1,0 +1,267 @@
+"""The judge itself: it wraps, repeats, sees what differs, and allows no more than what is listed."""
+
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from judge import __main__ as command
+from judge import archive, plugin
+from judge.comparing import compare
+from judge.verdict import Allowed, Finding, find, read_allowed, table
+from judge.wrapping import Judge, _copied
+from transformers import BatchEncoding, BertConfig, BertForSequenceClassification, DynamicCache, PreTrainedModel
+
+TINY = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+
+
+def result(**changes: Any) -> dict[str, Any]:
+    """What the plug-in writes of a family in which nothing differs."""
+    counts = {
+        "hits": {"exact": 3},
+        "bypassed": {"gradients": 1},
+        "calls": 2,
+        "bit_equal": 2,
+        "repeated": 2,
+        "errors": 0,
+    }
+    plain = {"outcomes": {"T::test_a": "passed"}, "messages": {}, "classes": {"M": counts}, "refused": {}}
+    return plain | {"differences": []} | changes
+
+
+@pytest.fixture
+def judge(request: pytest.FixtureRequest) -> Iterator[Judge]:
+    """A judge at work, in the way that the test names."""
+    one = Judge(request.param)
+    one.start()
+    yield one
+    one.stop()
+
+
+def call_twice(model: torch.nn.Module) -> None:
+    ids = torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad():
+        for _ in range(2):
+            model(input_ids=ids, attention_mask=torch.ones_like(ids))
+
+
+# -- comparing ---------------------------------------------------------------------------------------------------------
+
+
+def test_equal_outputs_do_not_differ() -> None:
+    one = {"logits": torch.tensor([[1.0, float("nan"), float("inf")]]), "loss": None}
+    assert compare(one, {"logits": one["logits"].clone(), "loss": None}) == []
+
+
+def test_a_difference_at_padding_is_told_from_one_at_a_token() -> None:
+    one, other = torch.zeros(1, 3, 2), torch.zeros(1, 3, 2)
+    other[0, 2] = 0.5
+    (found,) = compare([one], [other], torch.tensor([[1, 1, 0]]))
+    assert (found.field, found.most, found.at_valid, found.is_close) == ("0", 0.5, 0.0, False)
+    (found,) = compare([one], [other], torch.tensor([[1, 1, 1]]))
+    assert found.at_valid == 0.5
+
+
+def test_rounding_is_close() -> None:
+    (found,) = compare({"x": torch.ones(2)}, {"x": torch.ones(2) + 1e-6})
+    assert found.is_close
+
+
+def test_what_one_output_lacks_differs() -> None:
+    (found,) = compare({"a": torch.ones(1)}, {"a": torch.ones(1), "b": torch.ones(1)})
+    assert (found.field, found.is_close) == ("b", False)
+    assert not compare({"a": torch.ones(1)}, {"a": torch.ones(2)})[0].is_close
+
+
+def test_kv_is_compared_layer_by_layer() -> None:
+    caches = [DynamicCache(), DynamicCache()]
+    for number, cache in enumerate(caches):
+        cache.update(torch.zeros(1, 2, 3, 4), torch.full((1, 2, 3, 4), float(number)), 0)
+    (found,) = compare({"past": caches[0]}, {"past": caches[1]}, torch.tensor([[1, 1, 0]]))
+    assert (found.field, found.at_valid) == ("past.0.values", 1.0)
+
+
+# -- wrapping ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("judge", ["hit"], indirect=True)
+def test_calls_are_repeated_and_hits_counted(judge: Judge) -> None:
+    call_twice(BertForSequenceClassification(BertConfig(**TINY)).eval())
+    judge.stop()
+    assert judge.hits["BertForSequenceClassification"] == {"exact": 3}  # of two calls with the cache each
+    assert judge.counts["BertForSequenceClassification"]["repeated"] == 2
+    assert judge.differences == []
+
+
+def test_arguments_that_a_call_changes_are_copied() -> None:
+    cache = DynamicCache()
+    features = BatchEncoding({"input_ids": torch.ones(1, 2)})
+    copied = _copied(({"past": cache}, features))
+    copied[0]["past"].update(torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 4), 0)
+    copied[1]["more"] = 1
+    assert cache.get_seq_length() == 0
+    assert "more" not in features
+
+
+@pytest.mark.parametrize("judge", ["cold"], indirect=True)
+def test_cold_calls_are_computed(judge: Judge) -> None:
+    call_twice(BertForSequenceClassification(BertConfig(**TINY)).eval())
+    judge.stop()
+    counts = judge.counts["BertForSequenceClassification"]
+    assert (counts["misses"], counts["bit_equal"]) == (2, 2)
+    assert not judge.hits["BertForSequenceClassification"]
+
+
+@pytest.mark.parametrize("judge", ["hit"], indirect=True)
+def test_an_answer_that_changes_is_seen(judge: Judge) -> None:
+    model = BertForSequenceClassification(BertConfig(**TINY)).eval()
+    steps = iter(range(100))
+    model.classifier.register_forward_hook(lambda module, args, output: output + next(steps))
+    call_twice(model)
+    assert {one["kind"] for one in judge.differences} == {"plain", "repeat"}
+    assert {(one["class"], one["field"]) for one in judge.differences} == {("BertForSequenceClassification", "logits")}
+
+
+@pytest.mark.parametrize("judge", ["twice"], indirect=True)
+def test_twice_wraps_nothing(judge: Judge) -> None:
+    model = BertForSequenceClassification(BertConfig(**TINY)).eval()
+    steps = iter(range(100))
+    model.classifier.register_forward_hook(lambda module, args, output: output + next(steps))
+    call_twice(model)
+    assert next(steps) == 4
+    assert not judge.counts
+
+
+def test_stopping_gives_the_classes_back() -> None:
+    before = PreTrainedModel.eval, PreTrainedModel.__call__
+    one = Judge("hit")
+    one.start()
+    assert PreTrainedModel.eval is not before[0]
+    one.stop()
+    assert (PreTrainedModel.eval, PreTrainedModel.__call__) == before
+    assert "__call__" not in vars(PreTrainedModel)
+
+
+# -- the verdict -------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_found_where_nothing_differs() -> None:
+    assert find("bert", {"off": result(), "cold": result(), "hit": result()}) == []
+
+
+def test_a_test_that_fails_only_wrapped_is_found() -> None:
+    failed = result(outcomes={"T::test_a": "failed"}, messages={"T::test_a": "x\nE   AssertionError: no"})
+    assert find("bert", {"off": result(), "hit": failed}) == [
+        Finding("bert", "hit", "test", "T::test_a", "AssertionError: no")
+    ]
+    assert [one.text for one in find("bert", {"off": result(), "hit": result(outcomes={})})] == ["missing"]
+
+
+def test_a_test_that_fails_unwrapped_or_with_calls_repeated_says_nothing() -> None:
+    failed = result(outcomes={"T::test_a": "failed"})
+    assert find("bert", {"off": failed, "hit": failed}) == []
+    assert find("bert", {"off": result(), "hit": failed, "twice": failed}) == []
+
+
+def test_outputs_are_grouped_by_class_and_place() -> None:
+    ones = [
+        {"test": f"T::test_{n}", "class": "M", "kind": "plain", "field": f"past.{n}.keys", "most": n, "at_valid": 0.0}
+        for n in range(3)
+    ]
+    (found,) = find("bert", {"off": result(), "hit": result(differences=ones)})
+    assert found.where == "M"
+    assert found.text.startswith("past.K/V: 3 times, up to 2.0e+00, 0.0e+00 at valid positions; test_0, test_1, test_2")
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind"),
+    [
+        ({"classes": {"M": {"hits": {}, "bypassed": {}, "calls": 1}}}, "no hit"),
+        ({"classes": {"M": {"hits": {"exact": 1}, "bypassed": {}, "calls": 1, "errors": 2}}}, "error"),
+        ({"refused": {"M": "no trunk found"}}, "refused"),
+    ],
+)
+def test_a_class_that_the_cache_does_not_serve_is_found(changes: dict[str, Any], kind: str) -> None:
+    assert [one.kind for one in find("bert", {"off": result(), "hit": result(**changes)})] == [kind]
+
+
+def test_an_entry_covers_what_all_its_patterns_match() -> None:
+    finding = Finding("bert", "hit", "plain", "BertModel", "past.K/V: 3 times")
+    entry = Allowed("by design", "plain", where="*Model", text="past.K/V*")
+    assert entry.covers(finding)
+    assert entry.n_used == 1
+    assert not Allowed("by design", "repeat").covers(finding)
+    assert not Allowed("by design", "plain", way="cold").covers(finding)
+
+
+def test_the_list_is_valid_and_short() -> None:
+    entries = read_allowed(archive.HERE / "allowed.toml")
+    assert len(entries) <= 12
+
+
+@pytest.mark.parametrize("entry", ['reason = ""\nkind = "test"', 'reason = "x"\nkind = "all"'])
+def test_an_entry_needs_a_reason_and_a_kind(tmp_path: Path, entry: str) -> None:
+    file = tmp_path / "allowed.toml"
+    file.write_text(f"[[allowed]]\n{entry}\n")
+    with pytest.raises(ValueError, match="reason"):
+        read_allowed(file)
+
+
+def test_the_table_tells_all_ways() -> None:
+    told = table("bert", {"off": result(), "cold": result(), "hit": result()})
+    assert "off 1, cold 1, hit 1" in told
+    assert "exact 3" in told
+    assert "gradients 1" in told
+
+
+# -- plug-in, archive, command -----------------------------------------------------------------------------------------
+
+
+def test_what_fails_in_any_phase_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, str] = {}
+    monkeypatch.setattr(plugin, "_OUTCOMES", seen)
+    monkeypatch.setattr(plugin, "_MESSAGES", {})
+
+    def report(when: str, outcome: str, **more: Any) -> Any:
+        facts = {"failed": outcome == "failed", "skipped": outcome == "skipped", "longreprtext": "E no"}
+        return SimpleNamespace(nodeid="file.py::T::test_a", when=when, **facts, **more)
+
+    plugin.pytest_runtest_logreport(report("call", "skipped", context=None))  # a sub-test
+    assert seen == {}
+    plugin.pytest_runtest_logreport(report("call", "passed"))
+    assert seen == {"T::test_a": "passed"}
+    plugin.pytest_runtest_logreport(report("teardown", "failed"))
+    assert seen == {"T::test_a": "failed"}
+
+
+def pack(folder: Path, stem: str, version: str) -> None:
+    """Write a source archive."""
+    inside = folder / "made" / stem
+    inside.mkdir(parents=True)
+    (inside / "PKG-INFO").write_text(f"Metadata-Version: 2.1\nVersion: {version}\nName: x\n")
+    with tarfile.open(folder / f"{stem}.tar.gz", "w:gz") as packed:
+        packed.add(inside, stem)
+
+
+def test_an_archive_is_unpacked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(archive.importlib.metadata, "version", lambda name: "1.2")
+    monkeypatch.setattr(archive, "_download", lambda requirement, folder: pack(folder, "some_package-1.2", "1.2"))
+    assert archive.fetch("some-package", tmp_path) == tmp_path / "some_package-1.2"
+    monkeypatch.setattr(archive, "_download", lambda requirement, folder: pytest.fail("downloaded again"))
+    assert archive.fetch("some-package", tmp_path).is_dir()
+
+
+def test_an_archive_of_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(archive.importlib.metadata, "version", lambda name: "1.2")
+    monkeypatch.setattr(archive, "_download", lambda requirement, folder: pack(folder, "some_package-1.2", "1.1"))
+    with pytest.raises(RuntimeError, match=r"not version 1\.2"):
+        archive.fetch("some-package", tmp_path)
+    assert not (tmp_path / "some_package-1.2").exists()
+
+
+def test_what_is_left_out_has_a_reason() -> None:
+    assert len(command.FAMILIES) == 13
+    assert all(command.LEFT_OUT.values())
