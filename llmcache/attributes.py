@@ -29,6 +29,7 @@ _OF_MODULES = frozenset(vars(nn.Module()))  # torch's own, which is looked at el
 _IDLE = frozenset(
     [
         "_is_hf_initialized",
+        "_output_capturing_hooks_installed",
         "_hf_hook",
         "_old_forward",
         "hf_device_map",

@@ -97,7 +97,7 @@ class Weights:
         if mark is None or mark is not self._state[0]:  # another thread saw other weights meanwhile
             return False
         now = self._take_mark()
-        if now != mark and not self._rewrote_buffers(mark, now):
+        if now != mark and not self._may_be_alike(mark, now):
             self._note(mark, now)
             return False
         if now != mark:
@@ -156,14 +156,21 @@ class Weights:
         except (KeyError, TypeError, AttributeError, RuntimeError):  # an attribute is gone, or of another kind
             return Mark((), (object(),), (), ())
 
-    def _rewrote_buffers(self, before: Mark, after: Mark) -> bool:
-        """Whether only buffers were written in place, as `longrope` does in each call, mostly with what they held."""
-        first = len(self._tensors)
+    def _may_be_alike(self, before: Mark, after: Mark) -> bool:
+        """Whether all that changed may have left the digest as it was.
+
+        Buffers that were written in place, as `longrope` does in each call, mostly with what they held; attributes that
+        came or went, such as a forward of ours or a note of transformers'.
+        """
         if len(before.numbers) != len(after.numbers):
             return False
-        changed = [i - first for i, (a, b) in enumerate(zip(before.numbers, after.numbers, strict=True)) if a != b]
-        are_buffers = all(0 <= i < first and not isinstance(self._tensors[i], nn.Parameter) for i in changed)
-        return are_buffers and Mark(after.numbers, before.held, before.settings, before.contents) == after
+        n = len(self._tensors)
+        spaces = 2 * n + len(self._pointers) + len(self._outer)  # where their sizes begin
+        changed = (i for i, (a, b) in enumerate(zip(before.numbers, after.numbers, strict=True)) if a != b)
+        is_known = all(
+            i >= spaces or (n <= i < 2 * n and not isinstance(self._tensors[i - n], nn.Parameter)) for i in changed
+        )
+        return is_known and Mark(after.numbers, before.held, before.settings, before.contents) == after
 
     def _note(self, before: Mark, after: Mark) -> None:
         """Learn which settings are notes of the model's own: counters, say, that its forward writes in each call.
