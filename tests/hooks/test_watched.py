@@ -14,7 +14,7 @@ ASKED = [{"output_hidden_states": True}, {"output_attentions": True}]
 
 
 def layers_run(model: nn.Module) -> list[int]:
-    """Counts what the embeddings are run for; a tensor's own hook is no module's."""
+    """Counts what the embeddings are run for. Their forward is another one from then on, so the weights are, too."""
     n_columns: list[int] = []
     embedding = model.get_input_embeddings()
     forward = embedding.forward
@@ -36,12 +36,13 @@ def test_a_call_that_captures_does_not_end_prefix_hits(asked: dict[str, bool], w
     text = tokens(1, 24)
     if when == "before wrapping":
         with_all(model, asked, text)
+    n_columns = layers_run(model)
     cache = LLMCache.wrap(model, prefix_block=4, step_aside=False)
     if when == "after wrapping":
         with_all(model, asked, text)
     assert len(model.model.layers[0]._forward_hooks) + len(model.model.layers[0].self_attn._forward_hooks) > 0
     cache(text[:, :12])
-    n_columns = layers_run(model)
+    n_columns.clear()
     with torch.inference_mode():
         found = model(text).logits
     assert (n_columns, cache.last[0].n_prefix, cache.stats().n_hooked) == ([12], 12, 0)
@@ -56,11 +57,12 @@ def test_a_call_that_captures_does_not_end_prefix_hits(asked: dict[str, bool], w
 def test_nor_does_it_shut_the_door(asked: dict[str, bool]) -> None:
     model = build(CLASSIFIERS["bert"])
     model.set_attn_implementation("eager")
+    n_columns = layers_run(model)
     cache = LLMCache.wrap(model)
     inputs = padded([6, 4])
     with_all(model, asked, inputs["input_ids"])
     cache(**inputs)
-    n_columns = layers_run(model)
+    n_columns.clear()
     cache(**inputs)
     assert (n_columns, cache.stats().hits, cache.stats().n_hooked) == ([], {"exact": 2}, 0)
 
@@ -93,9 +95,10 @@ def test_hooks_of_others_keep_the_door_shut_and_that_is_told() -> None:
         assert (len(seen), cache.stats().n_hooked) == (n + 1, 2 * (n + 1))
     assert cache.stats().hits == {"exact": 4}  # hits all the same, by the long way
     handle.remove()
+    n_columns = layers_run(model)
     for _ in range(2):
         cache(**inputs)
-    n_columns = layers_run(model)
+    n_columns.clear()
     cache(**inputs)
     assert (n_columns, cache.stats().n_hooked) == ([], 6)
 
