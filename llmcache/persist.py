@@ -302,5 +302,5 @@ def _read_checked(path: Path, sha: str) -> dict[str, Tensor]:
         if sha256(path) != sha:
             raise BankFileError(f"{path}: cut short or changed since it was saved")
         return load_file(path)
-    except (OSError, SafetensorError) as error:
+    except (OSError, RuntimeError, SafetensorError) as error:  # a file that is gone by now is a RuntimeError there
         raise BankFileError(f"{path}: not readable: {error}") from error

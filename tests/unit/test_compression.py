@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from llmcache import BankFileError, LLMCache, persist
+from llmcache import BankFileError, LLMCache, folder
 from llmcache.bank import Bank
 from llmcache.compression import CODECS, PCA, Autoencoder, Half, Int8, Plain
 from llmcache.compression.packer import MEASURED_EVERY, Loss, Packer
@@ -399,7 +399,7 @@ def test_a_codec_that_does_not_fit_the_entries_is_refused(tmp_path: Path, damage
         del parts["3/codec/centre"]
     save_file(parts, path)
     manifest = json.loads((tmp_path / "manifest.json").read_text())
-    manifest["files"][path.name] = persist._sha256(path)
+    manifest["files"][path.name] = folder.sha256(path)
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(BankFileError, match="do not fit"):
         LLMCache.load(build(CLASSIFIERS["bert"]), tmp_path)

@@ -152,7 +152,7 @@ def test_a_changed_answer_strikes_no_example(model: nn.Module, monkeypatch: pyte
 
         def wrongly(self: Chooser, *args: Any) -> Any:
             (found,), (examples,) = choose(self, *args), self._examples.values()
-            return [type(found)(examples.neighbours[0], found.doubt, found.rung)] if found else [found]
+            return [type(found)(examples.neighbours[0], found.doubt, found.at_first, found.rung)] if found else [found]
 
         monkeypatch.setattr(Chooser, "choose", wrongly)
         ask(cache, requests(60, seed=7)[0])
