@@ -87,7 +87,10 @@ def _read_arguments() -> argparse.Namespace:
     parser.add_argument("--read", action="store_true", help="judge what lies there, run nothing")
     parser.add_argument("--transformers", default="", help="a checkout, in place of the archive")
     parser.add_argument("--sentences", default="", help="a checkout of sentence-transformers")
-    return parser.parse_args()
+    asked = parser.parse_args()
+    if unknown := {*filter(None, asked.families.split(","))} - {*FAMILIES, SENTENCES}:
+        parser.error(f"--families: unknown: {', '.join(sorted(unknown))}; known: {', '.join([*FAMILIES, SENTENCES])}")
+    return asked
 
 
 def _run_all(families: list[str], asked: argparse.Namespace, results: Path) -> None:
