@@ -102,8 +102,6 @@ _MANY = 256  # elements, from which on a container of settings is not compared i
 _DEPTH = 4  # of objects and containers in which tensors are looked for
 
 Space = dict[str, Any]
-#: Where it is kept: attributes, and a name among them.
-Place = tuple[int, str]
 
 
 class Attributes:
@@ -113,7 +111,6 @@ class Attributes:
         self,
         parts: Mapping[str, nn.Module],
         known: Iterable[nn.Module] = (),
-        notes: Iterable[Place] = (),
         has_values: bool = True,
     ) -> None:
         """Look at modules, and at those found with them.
@@ -121,7 +118,6 @@ class Attributes:
         Args:
             parts: By path.
             known: Not to be looked at where they turn up.
-            notes: Attributes that mean nothing.
             has_values: Numbers, strings and containers of them count, too, not only classes and functions.
         """
         self.parts: dict[str, nn.Module] = {}
@@ -130,7 +126,6 @@ class Attributes:
         self.facts: list[str] = []  # what settings are, in no order
         self.unseen = ""  # path of something that may hold weights and cannot be read
         self.spaces: list[Space] = []  # attributes of modules
-        self._notes = frozenset(notes)
         self._has_values = has_values
         self._known = {*map(id, known), *map(id, parts.values())}
         self._groups: dict[tuple[str, tuple[str, ...]], list[Space]] = defaultdict(list)
@@ -154,17 +149,6 @@ class Attributes:
         deep = (repr(value) for get in self._getters["deep"] for values in map(*get) for value in values)
         return (*flat, *deep)
 
-    def places(self) -> list[Place]:
-        """Where each of the settings is, and then each of the containers, in their order."""
-        return [
-            (id(space), name)
-            for kind in _KINDS
-            for (of, names), spaces in self._groups.items()
-            if of == kind
-            for space in spaces
-            for name in _twice(names)
-        ]
-
     def _make_getters(self, kind: str) -> list[tuple[Callable[[Space], tuple[Any, ...]], list[Space]]]:
         groups = ((names, spaces) for (of, names), spaces in self._groups.items() if of == kind)
         return [(itemgetter(*_twice(names)), spaces) for names, spaces in groups]
@@ -181,7 +165,9 @@ class Attributes:
         idle = _IDLE | _OF_MODULES | _UNREAD.get(type(module), frozenset())
         if "forward" in vars(module) and _is_own(module, vars(module)["forward"]):
             idle |= {"forward"}
-        self._read(path, vars(module), [name for name in vars(module) if name not in idle])
+        self._read(
+            path, vars(module), [name for name in vars(module) if name not in idle and not _is_made(module, name)]
+        )
         for kind in (module._parameters, module._buffers):
             for name, tensor in kind.items():
                 if tensor is not None:
@@ -191,7 +177,7 @@ class Attributes:
         """Take in attributes, and compare them from now on."""
         kinds: dict[str, list[str]] = defaultdict(list)
         for name in names:
-            if (id(space), name) not in self._notes and (kind := self._take(f"{path}.{name}", name, space[name])):
+            if kind := self._take(f"{path}.{name}", name, space[name]):
                 kinds[kind].append(name)
         for kind, alike in kinds.items():
             self._groups[kind, tuple(alike)].append(space)
@@ -296,6 +282,11 @@ class Attributes:
                 self.facts.append(f"{path}.{number}={digests([tensor])[0]}")
             else:
                 self._add(f"{path}.{number}", tensor)
+
+
+def _is_made(module: nn.Module, name: str) -> bool:
+    """Whether pruning or weight normalisation makes an attribute anew in each call, of parameters that are watched."""
+    return f"{name}_orig" in module._parameters or {f"{name}_g", f"{name}_v"} <= module._parameters.keys()
 
 
 def _is_own(module: nn.Module, forward: Any) -> bool:

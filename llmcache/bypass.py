@@ -32,7 +32,7 @@ CURES: dict[str, str] = {
     "more_output": "more than the last states was asked for, which skipped layers do not make (router logits, say): "
     "turn that output_... off (argument and config)",
     "cross_attention": "the model attends to an encoder's states, which are not part of the key",
-    "input_shape": "input_ids is not (batch, tokens)",
+    "input_shape": "input_ids, token_type_ids and position_ids are not all integers (batch, tokens), or (1, tokens)",
     "unknown_layout": "the first layer's input is not (batch, tokens, width): register an adapter for this model",
     "unknown_output": "its layers hand on more than hidden states: register an adapter that says what a skipped one "
     "returns",
@@ -43,7 +43,7 @@ CURES: dict[str, str] = {
     "meta_weights": "weights are on the meta device between calls, as accelerate's cpu_offload() and disk_offload() "
     "leave them: load the model to one device",
     "weights_changed": "weights or settings of the model were edited while the call ran, so nothing of it was stored: "
-    "edit between calls",
+    "edit between calls, and keep what a forward counts or logs outside of the trunk's modules",
     "gradients_held": "the weights hold gradients, so an optimizer may write them unseen in each call: call "
     "optimizer.zero_grad() before the model is evaluated",
     "adapter_names": "PEFT serves each row with an adapter of its own: call it with one adapter a batch",
@@ -69,6 +69,7 @@ CURES: dict[str, str] = {
     "error": "the cache failed and the model computed instead; see the log",
 }
 
+_BY_TOKEN = ("input_ids", "token_type_ids", "position_ids")
 _PLAIN = (bool, int, float, str)
 
 # Arguments of a trunk that decide its hidden states and are part of the key, or leave them alone.
@@ -122,7 +123,7 @@ def find_reason(arguments: dict[str, Any], trunk: Trunk, defaults: Mapping[str, 
         return "cross_attention"
     if _seen_tokens(arguments.get("past_key_values")):
         return "decode"
-    if arguments["input_ids"].ndim != 2:
+    if not all(_are_by_token(arguments.get(name), arguments["input_ids"]) for name in _BY_TOKEN):
         return "input_shape"
     mask = arguments.get("attention_mask")
     if mask is not None and (not isinstance(mask, torch.Tensor) or mask.shape != arguments["input_ids"].shape):
@@ -142,6 +143,14 @@ def is_plain_cache(cache: Any) -> bool:
     if type(cache).__name__ not in ("DynamicCache", "StaticCache"):
         return False
     return all(type(layer).__name__ in ("DynamicLayer", "StaticLayer") for layer in layers)
+
+
+def _are_by_token(values: Any, ids: torch.Tensor) -> bool:
+    """Whether an argument, if it was passed, holds an integer a token; RoPE takes fractions, too, and several axes."""
+    if values is None:
+        return True
+    is_tensor = isinstance(values, torch.Tensor) and ids.ndim == 2 and not values.dtype.is_floating_point
+    return is_tensor and values.ndim == 2 and values.shape[1] == ids.shape[1] and values.shape[0] in (1, len(ids))
 
 
 def _is_same(value: Any, default: Any) -> bool:

@@ -21,7 +21,6 @@ from llmcache.flow import Flow
 from llmcache.hooks import install
 from llmcache.observation import Observation
 from llmcache.outcome import Outcome
-from llmcache.pooling import listen
 from llmcache.rows import checked_namespace
 from llmcache.sample import Requests
 from llmcache.stats import Stats
@@ -58,7 +57,7 @@ class LLMCache:
         head = None if self._parts.prefix is None else model
         self._installed = install(self._parts.trunk, self._flow, self._parts.attention, head)
         if self._parts.head.pooled is not None and self._parts.payload.name == "mean":
-            self._installed.add(listen(self._parts.head.pooled.pooling))
+            self._installed.add(self._flow.veil.listen(self._parts.head.pooled.pooling))
         self._calibrator = Calibrator(model, config, self._parts, self._flow, self._installed, tokenizer, answer_of)
         try:
             self._calibrator.start()

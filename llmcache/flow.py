@@ -34,7 +34,7 @@ from llmcache.notes import Notes
 from llmcache.outcome import Outcome, count, outcomes
 from llmcache.parts import Parts
 from llmcache.payloads import last_valid
-from llmcache.pooling import veil
+from llmcache.pooling import Veil
 from llmcache.prefix.filling import empty
 from llmcache.prefix.prefill import Prefiller
 from llmcache.reuse.runner import Runner
@@ -63,6 +63,7 @@ class Flow:
         self._keeper = Keeper(parts)
         self._pooled = parts.head.pooled
         self._is_veiled = self._pooled is not None and parts.payload.name == "mean"
+        self.veil = Veil()
         if parts.cost is not None:
             parts.notes = Notes(parts, self._lookup, self._door, self._keeper)
         self._last = parts.trunk.depth - 1
@@ -103,6 +104,7 @@ class Flow:
             self._parts.weights.suspect()
         arguments, mask_4d = flatten(arguments)
         call = Call(arguments, self.namespace.get(), mask_4d, n_read=self._n_read.get())
+        self._n_read.set(None)  # it is about the head's own call, which comes first
         reason = "disabled" if self.is_disabled.get() else self._find_reason(arguments)
         if reason is None and self._parts.audit is not None:
             self._make_way(frame, call, self._parts.audit)
@@ -273,7 +275,7 @@ class Flow:
             if row.refused:
                 self._parts.counters.bypass(row.refused, 1)
         if self._is_veiled and call.reused:
-            veil(output, {number: last_valid(call.rows[number].valid) for number in call.reused})
+            self.veil.draw(output, {number: last_valid(call.rows[number].valid) for number in call.reused})
         if not self._parts.is_collecting:
             frame.last = outcomes(call)
             self._keeper.store(call)

@@ -160,6 +160,18 @@ class TrunkSwap(Swap):
             self.listener.closed(frame, output)
 
 
+class HeadSwap(Swap):
+    """Stands in for a language-model head's forward: tells how many columns it reads, from the last on."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        n_kept = self.arguments.get(args, kwargs, _KEPT)
+        self.listener.reads_last(n_kept if isinstance(n_kept, int) and n_kept > 0 else None)
+        try:
+            return self.original(*args, **kwargs)
+        finally:
+            self.listener.reads_last(None)
+
+
 class ModelSwap(Swap):
     """Stands in for the whole model's forward: shows what it put out."""
 
@@ -189,32 +201,6 @@ class _OutputHook:
 
     def __reduce__(self) -> tuple[type["_OutputHook"], tuple[()]]:
         return _OutputHook, ()
-
-
-class _KeptLogitsHook:
-    """Tells the listener of how many columns, from the last on, a head reads; in a copy of the model it does nothing.
-
-    Hung before and after the head's forward, so that nobody takes it for what another forward is to read.
-    """
-
-    def __init__(self, listener: Listener | None = None, arguments: Arguments | None = None) -> None:
-        self._listener = listener
-        self._arguments = arguments
-
-    def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._listener is not None and self._arguments is not None:
-            n_kept = self._arguments.get(args, kwargs, _KEPT)
-            self._listener.reads_last(n_kept if isinstance(n_kept, int) and n_kept > 0 else None)
-
-    def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._listener is not None:
-            self._listener.reads_last(None)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_KeptLogitsHook":
-        return _KeptLogitsHook()
-
-    def __reduce__(self) -> tuple[type["_KeptLogitsHook"], tuple[()]]:
-        return _KeptLogitsHook, ()
 
 
 class Installed:
@@ -310,17 +296,13 @@ def listen(attention: nn.Module, listener: Listener) -> Callable[[], None]:
     return attention.register_forward_hook(_OutputHook(listener.attended)).remove
 
 
-def listen_to_head(model: nn.Module, listener: Listener, trunk: Trunk) -> list[Callable[[], None]]:
-    """Have a language-model head of transformers tell which columns it reads; returns what takes the hooks off."""
+def _find_head(model: nn.Module, trunk: Trunk) -> nn.Module | None:
+    """A language-model head of transformers right around the trunk that can be asked for the last logits alone."""
     for module in model.modules():
         is_theirs = type(module).__module__.startswith("transformers.")
-        if is_theirs and trunk.module in module.children() and _KEPT in (arguments := Arguments(module.forward)).names:
-            hook = _KeptLogitsHook(listener, arguments)
-            return [
-                module.register_forward_pre_hook(hook.before, with_kwargs=True).remove,
-                module.register_forward_hook(hook.after, always_call=True).remove,
-            ]
-    return []
+        if is_theirs and trunk.module in module.children() and _KEPT in Arguments(module.forward).names:
+            return module
+    return None
 
 
 def install(
@@ -355,8 +337,8 @@ def install(
             installed.add(trunk.norm.register_forward_hook(_OutputHook(listener.normed)).remove)
         if attention is not None:
             installed.add(listen(attention, listener))
-        for remove in [] if model is None else listen_to_head(model, listener, trunk):
-            installed.add(remove)
+        if model is not None and (head := _find_head(model, trunk)) is not None:
+            installed.add(HeadSwap(head, listener).remove)
         installed.add(TrunkSwap(trunk.module, listener).remove)
         installed.add(listener.retire)  # before the rest: calls that begin from then on are plain
     except BaseException:

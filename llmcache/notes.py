@@ -38,7 +38,7 @@ class Prepared(NamedTuple):
     Attributes:
         packing: How its output will be packed.
         setting: What else decides states: see `Notes._setting`.
-        mark: Of the weights.
+        mark: Of the weights, whose digest is that of `packing`.
     """
 
     packing: Packing
@@ -84,7 +84,6 @@ class Notes:
         self._door = door
         self._keeper = keeper
         self._last = parts.trunk.depth - 1
-        self._mark: Mark | None = None
         self._notes: dict[Note, None] = {}  # oldest first
         self._places: dict[int, Note | str] = {}  # by hash: a note, or the key of a stored request
         self._lock = threading.RLock()
@@ -123,18 +122,15 @@ class Notes:
         setting = self._setting(call)
         if (packing := self._door.known(setting[0])) is None:
             return None
-        if weights.refusal is not None:
-            return None
-        if self._mark is None:
-            with self._lock:
-                weights.digest()
-                self._mark = weights.mark()
-        return Prepared(packing, setting, self._mark)
+        mark = weights.mark_of(packing.weights) if weights.digest() == packing.weights else None
+        return None if mark is None or weights.refusal is not None else Prepared(packing, setting, mark)
 
     def take(self, call: Call, kept: Prepared, output: Any) -> None:
         """Note a call that has gone by, with the trunk's output."""
         states, packing, ids, hashes = output[0], kept.packing, call.arguments["input_ids"], call.hashes
         if states.dtype != packing.dtype or states.shape != (*ids.shape, packing.width):
+            return
+        if not self._parts.weights.stayed(kept.mark, packing.weights):  # edited since, be they restored
             return
         with torch.inference_mode(False), torch.no_grad():  # normal tensors, which a store can keep as they are
             states = (states[:, :1] if self._parts.payload.name == "cls" else states).clone()
@@ -145,8 +141,6 @@ class Notes:
                     nbytes += tensor.nbytes
         note = Note(call.namespace, arguments, states, kept, hashes, nbytes)
         with self._lock:
-            if kept.mark is not self._mark:
-                return
             self._notes[note] = None
             self.nbytes += note.nbytes
             self.n_rows += len(hashes)
@@ -161,9 +155,10 @@ class Notes:
         """Store what was noted of the requests of a call, with all that they came with."""
         if not self._notes:
             return
+        weights = self._parts.weights.digest()
         found = (self._places.get(one) for one in hashes)
         for note in dict.fromkeys(place for place in found if isinstance(place, Note)):
-            if note.kept.setting == self._setting(call):
+            if note.kept.setting == self._setting(call) and note.kept.packing.weights == weights:
                 self._admit(note)
 
     def clear(self, namespace: str | None = None) -> None:
@@ -173,22 +168,15 @@ class Notes:
                 self._drop(note)
             if namespace is None:
                 self._places.clear()
-                self._mark = None
 
     def _admit(self, note: Note) -> None:
         with self._lock:
             if note not in self._notes:  # another thread did it
                 return
             self._drop(note)
-            weights = self._parts.weights
-            if weights.digest() != note.kept.packing.weights or weights.mark() != note.kept.mark:
-                self.clear()  # other weights computed it, or may have
-                return
         call = Call(note.arguments, note.namespace)
         reason = self._lookup.read(call, None, note.kept.packing.entering)
-        is_same = call.scope is not None and call.scope.weights == note.kept.packing.weights
-        is_same = is_same and weights.mark() == note.kept.mark  # nor were they edited meanwhile
-        if reason is None and is_same:
+        if reason is None and call.scope is not None and call.scope.weights == note.kept.packing.weights:
             self._keeper.capture(call, self._last, note.states)
             self._keeper.store(call)
             self.stored(note.hashes, [row.key for row in call.rows])

@@ -9,6 +9,8 @@ with `cls` and `last`, and the vector is there for the time of the pooling alone
 Sizes: B rows, T tokens, D hidden width.
 """
 
+import threading
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -68,37 +70,67 @@ def find_pooled(model: nn.Module) -> Pooled | None:
     return None
 
 
-def veil(output: Any, places: Mapping[int, int]) -> None:
-    """Have nobody but the pooling layer see rows in which one vector stands for all tokens: they are NaN from now on.
+class Veil:
+    """Has nobody but one pooling layer see rows in which one vector stands for all tokens. Thread-safe."""
 
-    Args:
-        output: Of the trunk; its states, and what its pooler made of them, are written to.
-        places: A valid token of each such row, by row.
-    """
-    if isinstance(output, Tensor):
-        output = (output,)
-    states, *others = output.values() if isinstance(output, Mapping) else output
-    rows, is_whole = sorted(places), len(places) == len(states)
-    vectors = torch.stack([states[row, places[row]] for row in rows])[:, None]  # (R, 1, D), copied
-    for other in (states, *others):
-        if isinstance(other, Tensor) and other.is_floating_point() and len(other) == len(states):
-            if is_whole:  # picking rows takes ten times as long
-                other.fill_(torch.nan)
-            else:
-                other[rows] = torch.nan
-    setattr(states, _MARK, (None if is_whole else rows, vectors))
+    def __init__(self) -> None:
+        """Nothing is veiled yet."""
+        self._lock = threading.Lock()
+        self._is_off = False
+        self._pending: dict[int, weakref.ref[Tensor]] = {}  # states that no pooling layer has read, by id
 
+    def draw(self, output: Any, places: Mapping[int, int]) -> None:
+        """Make rows NaN but for the pooling layer.
 
-def listen(pooling: nn.Module) -> Callable[[], None]:
-    """Let a pooling layer see what is behind the veil; returns what takes the hooks off."""
-    before = pooling.register_forward_pre_hook(_lift)
-    after = pooling.register_forward_hook(_drop)
+        Args:
+            output: Of the trunk; its states, and what its pooler made of them, are written to.
+            places: A valid token of each such row, by row.
+        """
+        if isinstance(output, Tensor):
+            output = (output,)
+        states, *others = output.values() if isinstance(output, Mapping) else output
+        rows, is_whole = sorted(places), len(places) == len(states)
+        vectors = torch.stack([states[row, places[row]] for row in rows])[:, None]  # (R, 1, D), copied
+        with self._lock:
+            if self._is_off:  # unwrapped meanwhile: nobody is left to lift it
+                return
+            for other in (states, *others):
+                if isinstance(other, Tensor) and other.is_floating_point() and len(other) == len(states):
+                    if is_whole:  # picking rows takes ten times as long
+                        other.fill_(torch.nan)
+                    else:
+                        other[rows] = torch.nan
+            setattr(states, _MARK, (None if is_whole else rows, vectors))
+            number = id(states)
+            self._pending[number] = weakref.ref(states, lambda _: self._pending.pop(number, None))
 
-    def remove() -> None:
-        before.remove()
-        after.remove()
+    def listen(self, pooling: nn.Module) -> Callable[[], None]:
+        """Let a pooling layer see what is behind the veil; returns what takes the hooks off."""
+        before = pooling.register_forward_pre_hook(_lift)
+        after = pooling.register_forward_hook(self._drop)
 
-    return remove
+        def remove() -> None:
+            self._lift_pending()
+            before.remove()
+            after.remove()
+
+        return remove
+
+    def _lift_pending(self) -> None:
+        """Show the vectors of calls that are under way: their pooling layer comes too late for its hooks."""
+        with self._lock, torch.inference_mode():
+            self._is_off = True
+            for found in list(self._pending.values()):
+                if (states := found()) is not None:
+                    rows, vectors = getattr(states, _MARK)
+                    states[slice(None) if rows is None else rows] = vectors
+
+    def _drop(self, module: nn.Module, args: Any, features: Any) -> None:
+        """Give back what was there before."""
+        if not torch.compiler.is_compiling():
+            states = features.get(_TOKENS)
+            veiled = features[_TOKENS] = getattr(states, _VEILED, states)
+            self._pending.pop(id(veiled), None)
 
 
 def _lift(module: nn.Module, args: Any) -> None:
@@ -113,13 +145,6 @@ def _lift(module: nn.Module, args: Any) -> None:
             states[rows] = vectors
         setattr(states, _VEILED, veiled)
         args[0][_TOKENS] = states
-
-
-def _drop(module: nn.Module, args: Any, features: Any) -> None:
-    """Give back what was there before."""
-    if not torch.compiler.is_compiling():
-        states = features.get(_TOKENS)
-        features[_TOKENS] = getattr(states, _VEILED, states)
 
 
 def _kept(pooling: Any) -> Kept | None:

@@ -20,13 +20,26 @@ def steady_length(trunk: nn.Module) -> int | None:
     return min(_limits(trunk), default=None)
 
 
+def changes_with_length(part: nn.Module) -> bool:
+    """Whether a module encodes positions by frequencies that hang on the length of a call."""
+    return bool(_kinds(part))
+
+
 def _limits(trunk: nn.Module) -> Iterator[int]:
     for part in trunk.modules():
-        kinds = part.__dict__.get("rope_type")
-        by_layer_type = kinds if isinstance(kinds, Mapping) else {None: kinds}
-        for layer_type, kind in by_layer_type.items():
-            if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope"):
-                yield _original_length(part, layer_type)
+        for layer_type in _kinds(part):
+            yield _original_length(part, layer_type)
+
+
+def _kinds(part: nn.Module) -> list[str | None]:
+    """Layer types of which a module's frequencies do; None where it makes no difference between layers."""
+    kinds = part.__dict__.get("rope_type")
+    by_layer_type = kinds if isinstance(kinds, Mapping) else {None: kinds}
+    return [one for one, kind in by_layer_type.items() if isinstance(kind, str) and _changes(kind)]
+
+
+def _changes(kind: str) -> bool:
+    return "dynamic" in kind or kind == "longrope"
 
 
 def _original_length(rope: Any, layer_type: str | None) -> int:

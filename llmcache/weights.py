@@ -22,9 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llmcache.attributes import Attributes, Place
+from llmcache.attributes import Attributes
 from llmcache.hashing import digests, is_readable
 from llmcache.mark import Mark
+from llmcache.rotary import changes_with_length
 
 # Read by the hundred in every call.
 _VERSION = attrgetter("_version")
@@ -32,7 +33,6 @@ _TRAINING = itemgetter("training")
 
 _UNREADABLE = ("meta_weights", "unseen_weights")
 _MAX_STATES = 16  # whose digests are kept
-_N_NOTES = 3  # calls in a row that write an attribute, after which it is taken for a note of the model's own
 MAX_HELD_BYTES = 16 << 20  # that hold gradients and are hashed in each call: some 10 ms
 
 
@@ -64,11 +64,10 @@ class Weights:
         self._hashed: dict[int, tuple[Tensor, Any, int, int, str]] = {}
         self._suspects: set[int] = set()
         self._trained: list[Tensor] = []  # hold gradients, so that a step may follow at any time
-        self._known: OrderedDict[Mark, str] = OrderedDict()
+        self._known: OrderedDict[Mark, tuple[str, str | None]] = OrderedDict()  # digest and refusal
         self._state: tuple[Mark | None, str] = (None, "")
         self._refusal: str | None = None
-        self._written: dict[Place, tuple[int, Any]] = {}
-        self._notes: set[Place] = set()
+        self._rewritten: set[int] = set()
 
     def digest(self) -> str:
         """SHA-256 (hex) over names, types, tensors and settings; unlike any other where not all of them can be read."""
@@ -97,12 +96,9 @@ class Weights:
         if mark is None or mark is not self._state[0]:  # another thread saw other weights meanwhile
             return False
         now = self._take_mark()
-        if now != mark and not self._may_be_alike(mark, now):
-            self._note(mark, now)
-            return False
-        if now != mark:
-            return self.digest() == digest
-        return not (self._suspects or self._trained) or self.digest() == digest
+        if now == mark and not (self._suspects or self._trained):
+            return True
+        return (now == mark or self._may_be_alike(mark, now)) and self.digest() == digest
 
     def suspect(self) -> None:
         """Say that a forward with gradients ran, so that an optimizer may write the weights from now on."""
@@ -159,37 +155,16 @@ class Weights:
     def _may_be_alike(self, before: Mark, after: Mark) -> bool:
         """Whether all that changed may have left the digest as it was.
 
-        Buffers that were written in place, as `longrope` does in each call, mostly with what they held; attributes that
-        came or went, such as a forward of ours or a note of transformers'.
+        Frequencies, which `longrope` writes in each call, mostly with what they were; attributes that came or went: a
+        forward of ours, say, or a note of transformers'.
         """
         if len(before.numbers) != len(after.numbers):
             return False
         n = len(self._tensors)
         spaces = 2 * n + len(self._pointers) + len(self._outer)  # where their sizes begin
         changed = (i for i, (a, b) in enumerate(zip(before.numbers, after.numbers, strict=True)) if a != b)
-        is_known = all(
-            i >= spaces or (n <= i < 2 * n and not isinstance(self._tensors[i - n], nn.Parameter)) for i in changed
-        )
+        is_known = all(i >= spaces or (n <= i < 2 * n and id(self._tensors[i - n]) in self._rewritten) for i in changed)
         return is_known and Mark(after.numbers, before.held, before.settings, before.contents) == after
-
-    def _note(self, before: Mark, after: Mark) -> None:
-        """Learn which settings are notes of the model's own: counters, say, that its forward writes in each call.
-
-        They are not compared any more. An edit that is taken back is none, since the next call begins as before.
-        """
-        if not before.has_structure_of(after):
-            return
-        with self._lock:
-            values = [(*mark.settings, *mark.contents) for mark in (before, after)]
-            written: dict[Place, tuple[int, Any]] = {}
-            if len(places := self._found.places()) != len(values[0]) or len(values[0]) != len(values[1]):
-                return
-            for place, one, other in zip(places, *values, strict=True):
-                if not _is_same(one, other):
-                    n_times, last = self._written.get(place, (0, one))
-                    written[place] = (n_times + 1 if _is_same(last, one) else 1, other)
-            self._written = written
-            self._notes.update(place for place, (n_times, _) in written.items() if n_times >= _N_NOTES)
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
@@ -198,7 +173,8 @@ class Weights:
             suspects, self._suspects = self._suspects, set()
         suspects.update(map(id, self._trained))
         if (known := self._recall()) is not None and not suspects:
-            self._state = known
+            mark, (digest, self._refusal) = known
+            self._state = (mark, digest)
             return
         if self._state[0] is None or self._take_mark() != self._state[0]:
             self._survey()
@@ -207,17 +183,17 @@ class Weights:
             self._known.clear()
         self._refusal = self._find_refusal()
         digest = self._no_digest() if self._refusal in _UNREADABLE else self._hash_what_changed(suspects)
-        self._known[mark] = digest
+        self._known[mark] = (digest, self._refusal)
         while len(self._known) > _MAX_STATES:
             self._known.popitem(last=False)
         self._state = (mark, digest)
         self._trained = [tensor for tensor in self._tensors if _holds_gradient(tensor)]
 
-    def _recall(self) -> tuple[Mark, str] | None:
-        """The digest of a state that was there before."""
+    def _recall(self) -> tuple[Mark, tuple[str, str | None]] | None:
+        """Digest and refusal of a state that was there before."""
         mark = self._take_mark()
-        digest = self._known.get(mark)
-        return None if digest is None else (mark, digest)
+        known = self._known.get(mark)
+        return None if known is None else (mark, known)
 
     def _survey(self) -> None:
         """Find out what there is to look at."""
@@ -225,7 +201,7 @@ class Weights:
         left_out = [] if other is None else list(other.modules())
         excluded = set(left_out)
         named = {name: part for name, part in self._module.named_modules() if part not in excluded}
-        self._found = Attributes(named, left_out, self._notes, has_values=other is None)
+        self._found = Attributes(named, left_out, has_values=other is None)
         parts = self._found.parts
         self._modules = list(parts.values())
         scripted = torch.jit.ScriptModule
@@ -242,6 +218,9 @@ class Weights:
         readable = [tensor for _, tensor in self._named if is_readable(tensor)]
         self._tensors = [tensor for tensor in readable if not tensor.is_inference()]
         self._pointers = [tensor for tensor in readable if id(tensor) in unwatched]
+        self._rewritten = {
+            id(buffer) for part in self._modules if changes_with_length(part) for buffer in part._buffers.values()
+        }
         self._dropouts = [vars(part) for part in self._modules if _drops(part)]
         self._forget_merged()
 

@@ -94,7 +94,7 @@ class Audit:
         self._is_renewing = False
         self._n_accounts = 0
         self._n_alarms = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # who handles a log record may ask for the stats
 
     # -- while a call is served ----------------------------------------------------------------------------------------
 
@@ -207,38 +207,44 @@ class Audit:
     def _look_on(self) -> None:
         """Look into the hit that has waited longest and into others, whose own jobs then have less to do."""
         looks = self._looks.take()
+        left = list(looks)
         try:
-            self._look(looks)
+            self._look(looks, left)
         except GaveWay:
-            self._looks.put_back(looks)
+            self._looks.put_back(left)
             raise
 
-    def _look(self, looks: Sequence[Look]) -> None:
-        """Compute requests that were served, store them, and settle their samples."""
+    def _look(self, looks: Sequence[Look], left: list[Look]) -> None:
+        """Compute requests that were served, store them, and settle their samples; `left` loses those that are done."""
         try:
             cases = self._compute_again(looks) if looks else []
         except Exception as error:
             if len(looks) == 1:
                 self._counters.look(error)
-                if self._weights.refusal != "training":  # a model in training mode tells nothing, and comes back
+                _take_out(looks[0], left)
+                if self._weights.refusal == "training":  # which tells nothing of the hit, and does not last
+                    self._looks.put_back(looks)
+                else:
                     self._lose(looks[0].drawn)
                 return
             for look in looks:  # one of them may be to blame
-                self._look([look])
+                self._look([look], left)
             return
+        for look in looks:
+            _take_out(look, left)
         for look, case in zip(looks, cases, strict=False):
             if case.row.key == look.key:  # else weights or dtype are not those that served it: no verdict
                 self._take_in(look, case)
 
     def _compute_again(self, looks: Sequence[Look]) -> list[Observation]:
         """What the model makes of them now; none where its weights change meanwhile: half of it may be another's."""
-        before = self._weights.mark()
+        mark = self._weights.mark_of(digest := self._weights.digest())
         if self._looks.are_tried(looks):
             cases = self._run(looks[0], self._looks.inputs(looks))
         else:
             cases = [case for look in looks for case in self._run(look, self._looks.inputs([look]))]
             self._looks.tried(looks, self._come_out_alike(looks, cases))
-        return cases if self._weights.mark() == before else []
+        return cases if self._weights.stayed(mark, digest) else []
 
     def _run(self, look: Look, inputs: Mapping[str, Tensor]) -> list[Observation]:
         """Have the model compute inputs as those of a look."""
@@ -333,6 +339,8 @@ class Audit:
     def _are_alike(self, call: Call) -> bool:
         """Hold a call's requests against those of the calibration; once they are unlike, it is told that it is void."""
         likeness, made, scope = self._likeness, self._made, call.scope
+        if call.is_foretold:  # of calls that go by the cache, those take part that are held: these are no sample
+            return True
         if likeness is None or made is None or scope is None or not self._trust.serves_in(scope.namespace):
             return True
         if not self._trust.allowed(scope):  # what is not looked up tells nothing
@@ -365,3 +373,7 @@ class Audit:
             self._marking.forget()
             self._fresh.begin(made)
         return True
+
+
+def _take_out(look: Look, left: list[Look]) -> None:
+    left[:] = [other for other in left if other is not look]

@@ -167,7 +167,7 @@ class Prefiller:
         reached = [blocks.reach(chain, row.ids, len(row.ids) // row.n_valid) for row, chain in rows]
         matched, n_known = zip(*reached, strict=True)
         n_cut = cut_column(call.rows, n_known, ids.shape[1])
-        if call.n_read is None or n_cut > ids.shape[1] - call.n_read:
+        if call.n_read is None or n_cut > ids.shape[1] - call.n_read or are_hooked([self._parts.trunk.module]):
             n_cut = min(n_cut, _first_padding(call.rows))  # what the model makes of padding is not known
         used = [max(0, min(n, n_cut - _first(row))) for row, n in zip(call.rows, n_known, strict=True)]
         if sum(used) < blocks.size:

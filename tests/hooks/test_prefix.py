@@ -521,3 +521,22 @@ def test_prefixes_alone() -> None:
     held = [x for block in blocks._held.values() for x in (block.keys, block.values, block.states)]
     assert not any(x.is_inference() or x.requires_grad for x in held)
     assert sum(x.untyped_storage().nbytes() for x in held) == stats.prefix_nbytes
+
+
+@pytest.mark.parametrize("who", ["a hook of the head", "a hook of the trunk"])
+def test_padding_is_computed_where_others_than_the_head_read_it(who: str) -> None:
+    model: Any = build(FAMILIES["llama"])
+    inputs = batch([tokens(1, 16), tokens(1, 8, seed=5)], left=True)
+    with torch.inference_mode():
+        plain = model.model(**inputs).last_hidden_state
+    seen: list[Tensor] = []
+    with wrapped(model, exact=False) as cache:
+        for prompt in (tokens(1, 16), tokens(1, 8, seed=5)):
+            cache(prompt)
+        if who == "a hook of the head":
+            hook = model.register_forward_pre_hook(lambda *_: seen.append(model.model(**inputs).last_hidden_state))
+        else:
+            hook = model.model.register_forward_hook(lambda *given: seen.append(given[-1].last_hidden_state))
+        cache(**inputs, logits_to_keep=1)
+        hook.remove()
+    torch.testing.assert_close(seen[0], plain, atol=1e-5, rtol=1e-5)

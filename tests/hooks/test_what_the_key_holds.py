@@ -181,3 +181,23 @@ def test_heads_pass_nothing_that_is_unknown() -> None:
             run(model, **padded([6, 6]))
             run(model, **padded([6, 6]))
             assert cache.stats().hits == {"exact": 2}, family
+
+
+def test_positions_that_are_no_integers_are_computed() -> None:
+    model = build(GENERATORS["llama"])
+    ids, mask = tokens(1, 9), torch.ones(1, 9, dtype=torch.long)
+    whole, half = torch.arange(9.0)[None], torch.arange(9.0)[None] + 0.5
+    plain = [model(ids, attention_mask=mask, position_ids=p).past_key_values.layers[0].keys for p in (whole, half)]
+    with LLMCache.wrap(model) as cache:
+        for _ in range(2):
+            for positions, keys in zip((whole, half), plain, strict=True):
+                served = cache(ids, attention_mask=mask, position_ids=positions).past_key_values.layers[0].keys
+                torch.testing.assert_close(served, keys)
+        assert cache.stats().bypassed == {"input_shape": 4}
+
+
+def test_positions_of_several_axes_are_computed() -> None:
+    model = build(GENERATORS["llama"])
+    with LLMCache.wrap(model) as cache, pytest.raises((RuntimeError, IndexError, ValueError)):
+        cache(tokens(1, 8), position_ids=torch.arange(8).expand(3, 1, 8))
+    assert cache.stats().bypassed == {"input_shape": 1}

@@ -219,6 +219,18 @@ def test_token_embeddings_that_are_not_kept_are_nan(index: str, tmp_path: Path) 
     np.testing.assert_array_equal(model.encode(texts), plain)
 
 
+def test_unwrapping_between_trunk_and_pooling_leaves_no_nan(tmp_path: Path) -> None:
+    model = embedder(tmp_path)
+    plain = model.encode(TEXTS)
+    cache = LLMCache.wrap(model, payload="mean")
+    model.encode(TEXTS)
+    hook = model[0].register_forward_hook(lambda *_: cache.unwrap() and None)
+    np.testing.assert_allclose(model.encode(TEXTS), plain, atol=1e-5)
+    assert cache.stats().hits == {"exact": 3}
+    hook.remove()
+    np.testing.assert_array_equal(model.encode(TEXTS), plain)
+
+
 CHANGES = {
     "mode": lambda model: setattr(model[1], "pooling_mode", "cls"),
     "prompt": lambda model: setattr(model[1], "include_prompt", False),
