@@ -122,7 +122,7 @@ class Notes:
         setting = self._setting(call)
         if (packing := self._door.known(setting[0])) is None:
             return None
-        mark = weights.mark_of(packing.weights) if weights.digest() == packing.weights else None
+        mark = weights.mark_of(packing.weights)  # of the latest look at them; `take` looks whether it still holds
         return None if mark is None or weights.refusal is not None else Prepared(packing, setting, mark)
 
     def take(self, call: Call, kept: Prepared, output: Any) -> None:

@@ -145,8 +145,10 @@ class Reader:
 def _read_mask(inputs: Inputs) -> None:
     """Which tokens a mask lets pass, of what was read of it; some models multiply by it, so its values count, too."""
     if inputs.valid is not None and inputs.valid.dtype != np.bool_:
-        mask, inputs.valid = inputs.valid, inputs.valid != 0
-        inputs.is_binary = (mask == inputs.valid).all(axis=1)
+        mask = inputs.valid
+        inputs.valid = mask.astype(np.bool_)
+        if not np.array_equal(mask, inputs.valid):
+            inputs.is_binary = (mask == inputs.valid).all(axis=1)
 
 
 def _reads(parts: Parts) -> str:

@@ -103,7 +103,7 @@ class Inputs:
         is_causal: Whether a row's 4-D mask is that of its valid tokens, bool (B,), or None without such a mask.
         features: What the fingerprint is projected from, float32 (B, F0), or None.
         order: Where the K/V of the tokens goes (T,), or None.
-        is_binary: Whether the mask holds nothing but 0 and 1, bool (B,), or None where it cannot hold others.
+        is_binary: Whether the mask holds nothing but 0 and 1, bool (B,), or None where it holds no others.
     """
 
     ids: Any
