@@ -20,6 +20,7 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "calibrated": reuse.calibrated,
     "hindsight": reuse.hindsight,
     "bound": reuse.bound,
+    "service": reuse.service,
     "speed": reuse.speed,
     "limits": reuse.limits,
     "paws": reuse.paws,

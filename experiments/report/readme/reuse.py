@@ -112,6 +112,27 @@ def speed(results_dir: Path) -> str:
     return table((*heads, *costs), rows)
 
 
+def service(results_dir: Path) -> str:
+    """Whole passes of a service: every stream and number of threads that was run."""
+    heads = ("stream", "threads", "hits", "changed", "points lost", "speed-up", "plain, ms", "hit, ms", "miss, ms")
+    rows = [
+        (
+            run.task,
+            str(row["threads"]),
+            percent(row["hit_rate"]),
+            percent(row["changed_answers"], 2),
+            points(row["accuracy_drop"]),
+            times(row),
+            number(row["plain_ms"], 2),
+            number(row["hit_ms"], 2),
+            number(row["miss_ms"], 2),
+        )
+        for run in runs_of(results_dir, "service_small")
+        for row in run.metrics["summary"]
+    ]
+    return table(heads, sorted(rows))
+
+
 def _labels(run: Run) -> list[str]:
     return list(run.metrics["methods"])
 
