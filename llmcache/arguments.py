@@ -14,6 +14,8 @@ _BY_ROW = frozenset(
         *("encoder_decoder_position_bias", "relative_pos"),
     )
 )
+#: Of a trunk's arguments, those that decide a row's states; a model with a head takes them by the same names.
+DECIDING = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 _SHARED = frozenset({"rel_embeddings", "cache_position"})
 
 

@@ -88,7 +88,7 @@ class Keeper:
 
     def _padding_of(self, row: Row, hidden: Tensor) -> Ids | None:
         """The places of a row that are not valid, where they are to be served as well; only repeats are."""
-        if not row.has_layout or not any(rung.is_lossless for rung in self._parts.rungs):
+        if not row.has_layout or not self._parts.serves_repeats:
             return None
         return padding_of(row.valid, hidden.shape[1])
 

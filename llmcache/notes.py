@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from llmcache.arguments import DECIDING
 from llmcache.context import Call
 from llmcache.door import Door, Kind, Packing
 from llmcache.mark import Mark
@@ -29,7 +30,6 @@ if TYPE_CHECKING:  # who import `parts`, which holds this
 
 _LOOKS_EVERY = 16  # notes after which it looks at what banks have left, if it has not filled that before
 _KNOWN = 65_536  # requests whose place is remembered
-_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 
 
 class Prepared(NamedTuple):
@@ -97,8 +97,7 @@ class Notes:
         """Whether calls may be noted at all: repeats are served losslessly, and no K/V is kept."""
         parts = self._parts
         if self._can_note is None or self._can_note[0] is not parts.fingerprint:
-            has_exact = any(rung.name == "exact" for rung in parts.rungs)
-            can_note = has_exact and self._last in parts.library.banks and not self._lookup.needs_states
+            can_note = parts.serves_repeats and self._last in parts.library.banks and not self._lookup.needs_states
             self._can_note = (parts.fingerprint, can_note)
         return self._can_note[1]
 
@@ -135,7 +134,7 @@ class Notes:
         with torch.inference_mode(False), torch.no_grad():  # normal tensors, which a store can keep as they are
             states = (states[:, :1] if self._parts.payload.name == "cls" else states).clone()
             arguments, nbytes = dict(call.arguments), states.nbytes
-            for name in _INPUTS:
+            for name in DECIDING:
                 if (tensor := arguments.get(name)) is not None:
                     arguments[name] = tensor.clone()
                     nbytes += tensor.nbytes

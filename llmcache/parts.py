@@ -65,6 +65,11 @@ class Parts:
     counters: Counters = field(default_factory=Counters)
 
     @property
+    def serves_repeats(self) -> bool:
+        """Whether requests that come again are served from their own states."""
+        return any(rung.name == "exact" for rung in self.rungs)
+
+    @property
     def is_collecting(self) -> bool:
         """Whether the call under way is computed to be shown: neither served nor stored, and no request of a user's."""
         return self.observer is not None and self.observer.collected.get() is not None

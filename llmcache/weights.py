@@ -77,10 +77,6 @@ class Weights:
                     self._refresh()
         return self._state[1]
 
-    def mark(self) -> Mark:
-        """What every edit makes another one, also an edit that was taken back."""
-        return self._take_mark()
-
     def mark_of(self, digest: str) -> Mark | None:
         """The mark that came with a digest; None where others have come since."""
         mark, latest = self._state
@@ -95,7 +91,7 @@ class Weights:
         """
         if mark is None or mark is not self._state[0]:  # another thread saw other weights meanwhile
             return False
-        now = self._take_mark()
+        now = self.mark()
         if now == mark and not (self._suspects or self._trained):
             return True
         return (now == mark or self._may_be_alike(mark, now)) and self.digest() == digest
@@ -133,10 +129,10 @@ class Weights:
     # -- comparing -----------------------------------------------------------------------------------------------------
 
     def _is_stale(self) -> bool:
-        return bool(self._suspects or self._trained) or self._state[0] is None or self._take_mark() != self._state[0]
+        return bool(self._suspects or self._trained) or self._state[0] is None or self.mark() != self._state[0]
 
-    def _take_mark(self) -> Mark:
-        """What changes when a weight or a setting does, without reading weights."""
+    def mark(self) -> Mark:
+        """What every edit makes another one, also an edit that was taken back; no weight is read."""
         found, tensors = self._found, self._tensors
         try:
             numbers = (
@@ -176,9 +172,9 @@ class Weights:
             mark, (digest, self._refusal) = known
             self._state = (mark, digest)
             return
-        if self._state[0] is None or self._take_mark() != self._state[0]:
+        if self._state[0] is None or self.mark() != self._state[0]:
             self._survey()
-        mark = self._take_mark()
+        mark = self.mark()
         if self._state[0] is None or not mark.has_structure_of(self._state[0]):
             self._known.clear()
         self._refusal = self._find_refusal()
@@ -191,7 +187,7 @@ class Weights:
 
     def _recall(self) -> tuple[Mark, tuple[str, str | None]] | None:
         """Digest and refusal of a state that was there before."""
-        mark = self._take_mark()
+        mark = self.mark()
         known = self._known.get(mark)
         return None if known is None else (mark, known)
 
@@ -303,11 +299,6 @@ class Weights:
             for path, tensor in self._named
         ]
         return hashlib.sha256("\n".join(sorted(chain(tensors, self._found.facts))).encode()).hexdigest()
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    """Whether two settings are one, or two containers hold the same; those come as tuples or printed."""
-    return one is other or (isinstance(one, tuple | str) and isinstance(other, tuple | str) and one == other)
 
 
 def _holds_gradient(tensor: Tensor) -> bool:

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from llmcache.arguments import DECIDING
 from llmcache.context import Call, Drawn
 from llmcache.rows import Row
 
-# Of the trunk's arguments, those that decide a row's states; a model with a head takes them by the same names.
-_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 _MOST = 8  # looks that are taken together: more make a call that comes meanwhile wait for longer
 _WIDTHS = (16, 1, 0)  # tokens that share a kind: rows are padded to the longest; only equal ones; each is taken alone
 
@@ -139,7 +138,7 @@ def look_at(call: Call, row: Row, drawn: Drawn) -> Look:
     """Take what a look needs from a call that has ended."""
     end = row.valid.stop if isinstance(row.valid, slice) else int(row.valid[-1]) + 1
     end = call.arguments["input_ids"].shape[1] if row.has_layout else end  # its key covers all of it
-    given = {name: call.arguments.get(name) for name in _INPUTS}
+    given = {name: call.arguments.get(name) for name in DECIDING}
     inputs = {name: _row(tensor, row.number, end) for name, tensor in given.items() if tensor is not None}
     device = inputs["input_ids"].device.type
     autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))

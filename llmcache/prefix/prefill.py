@@ -70,8 +70,7 @@ class Prefiller:
                 return args, kwargs
             args, kwargs = self._arguments.replace(args, kwargs, CACHE, call.prefill.kv_cache)
             started = perf_counter()
-            is_exact = any(rung.name == "exact" for rung in self._parts.rungs)
-            if not (is_exact and all(self._parts.library.known(row) for row in call.rows)):
+            if not (self._parts.serves_repeats and all(self._parts.library.known(row) for row in call.rows)):
                 args, kwargs = self._cut(call, args, kwargs)
             call.lookup_s += perf_counter() - started
         except BaseException as error:  # an interruption must not leave half a past either
