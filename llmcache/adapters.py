@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from llmcache.arguments import Arguments
 from llmcache.errors import ConfigError, UnsupportedModelError
+from llmcache.settings import setting
 
 HIDDEN = "hidden_states"
 CACHE = "past_key_values"
@@ -163,12 +164,12 @@ class Trunk:
     @property
     def runs_its_layers(self) -> bool:
         """Whether its config names as many layers as when it was found: some trunks run as many as that says."""
-        return self.n_configured == _n_configured(self.module)
+        return bool(self.n_configured == setting(self.config, "num_hidden_layers"))
 
     @property
     def makes_kv(self) -> bool:
         """Whether its layers keep keys and values for later tokens."""
-        return self.adapter.is_causal or bool(getattr(self.config, "is_decoder", False))
+        return self.adapter.is_causal or bool(setting(self.config, "is_decoder"))
 
     @property
     def config(self) -> Any:
@@ -210,7 +211,8 @@ def _dissect(module: nn.Module, adapter: Adapter) -> Trunk:
     if len(layers) == 0:
         raise UnsupportedModelError(f"{type(module).__name__}: {adapter.layers} holds no layers, nothing to reuse")
     norm = _follow(module, adapter.norm) if adapter.norm else None
-    return Trunk(module, tuple(layers), norm, adapter, _n_configured(module), _asks_for_more(module))
+    n_configured = setting(getattr(module, "config", None), "num_hidden_layers")
+    return Trunk(module, tuple(layers), norm, adapter, n_configured, _asks_for_more(module))
 
 
 def _asks_for_more(module: nn.Module) -> tuple[str, ...]:
@@ -219,10 +221,6 @@ def _asks_for_more(module: nn.Module) -> tuple[str, ...]:
     settings = getattr(getattr(module, "config", None), "__dict__", {})
     configured = (name for name in settings if name.startswith("output_"))
     return tuple(dict.fromkeys((*_ALWAYS_ASKED, *(f"output_{what}" for what in recorded), *configured)))
-
-
-def _n_configured(module: nn.Module) -> int | None:
-    return getattr(getattr(module, "config", None), "num_hidden_layers", None)
 
 
 def first_attention(trunk: Trunk) -> nn.Module:

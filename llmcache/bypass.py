@@ -1,11 +1,12 @@
 """When a call is computed as if there were no cache, why, and what to do about it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from llmcache.adapters import Trunk
+from llmcache.settings import setting
 from llmcache.tracing import is_traced
 
 CURES: dict[str, str] = {
@@ -103,7 +104,7 @@ def find_reason(arguments: dict[str, Any], trunk: Trunk, defaults: Mapping[str, 
     Returns:
         A key of `CURES`. Cheap: no tensor is read.
     """
-    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+    if torch._C._is_tracing():  # by torch.jit.trace
         return "compiled"
     if is_traced(arguments.values()):
         return "traced"
@@ -113,24 +114,29 @@ def find_reason(arguments: dict[str, Any], trunk: Trunk, defaults: Mapping[str, 
         return "gradients"
     if not trunk.runs_its_layers:
         return "other_depth"
-    if arguments.get("inputs_embeds") is not None or arguments.get("input_ids") is None:
+    ids = arguments.get("input_ids")
+    if ids is None or arguments.get("inputs_embeds") is not None:
         return "inputs_embeds"
     for what in trunk.asks_for_more:
         asked = arguments.get(what)
-        if asked if asked is not None else getattr(trunk.config, what, False):
+        if asked if asked is not None else setting(trunk.config, what):
             return what if what in CURES else "more_output"
     if arguments.get("encoder_hidden_states") is not None:
         return "cross_attention"
     if _seen_tokens(arguments.get("past_key_values")):
         return "decode"
-    if not all(_are_by_token(arguments.get(name), arguments["input_ids"]) for name in _BY_TOKEN):
-        return "input_shape"
+    shape = ids.shape if isinstance(ids, torch.Tensor) else ()
+    for name in _BY_TOKEN:
+        if (values := arguments.get(name)) is not None and not _are_by_token(values, shape):
+            return "input_shape"
     mask = arguments.get("attention_mask")
-    if mask is not None and (not isinstance(mask, torch.Tensor) or mask.shape != arguments["input_ids"].shape):
+    if mask is not None and (not isinstance(mask, torch.Tensor) or mask.shape != shape):
         return "mask_4d"
-    for name in arguments.keys() - _KNOWN - {*trunk.asks_for_more}:
+    for name, value in arguments.items():
+        if name in _KNOWN or name in trunk.asks_for_more:
+            continue
         # One that is swallowed by **kwargs reaches the layers whatever it is, False and None included.
-        if name not in defaults or not _is_same(arguments[name], defaults[name]):
+        if name not in defaults or not _is_same(value, defaults[name]):
             return "unknown_argument"
     return None
 
@@ -145,12 +151,11 @@ def is_plain_cache(cache: Any) -> bool:
     return all(type(layer).__name__ in ("DynamicLayer", "StaticLayer") for layer in layers)
 
 
-def _are_by_token(values: Any, ids: torch.Tensor) -> bool:
-    """Whether an argument, if it was passed, holds an integer a token; RoPE takes fractions, too, and several axes."""
-    if values is None:
-        return True
-    is_tensor = isinstance(values, torch.Tensor) and ids.ndim == 2 and not values.dtype.is_floating_point
-    return is_tensor and values.ndim == 2 and values.shape[1] == ids.shape[1] and values.shape[0] in (1, len(ids))
+def _are_by_token(values: Any, shape: Sequence[int]) -> bool:
+    """Whether an argument holds an integer a token of ids (B, T); RoPE takes fractions, too, and several axes."""
+    if not isinstance(values, torch.Tensor) or len(shape) != 2 or values.dtype.is_floating_point:
+        return False
+    return values.shape == shape or values.shape == (1, shape[1])
 
 
 def _is_same(value: Any, default: Any) -> bool:

@@ -263,6 +263,7 @@ class CostModel:
         # One slow call must not decide: so many times are the least, and what an accelerator has by then.
         self._fewest_times = max(1, patience // _PROBE)
         self._lock = threading.Lock()
+        self.has_aside = False  # or had: calls of some length go by
         self.restart()
 
     def restart(self) -> None:
@@ -320,6 +321,24 @@ class CostModel:
         _log("serves again", n_tokens, rate, pays_from)
         return Verdict(True, is_probe)
 
+    def lets_pass(self, n_tokens: int, request: int) -> bool:
+        """Whether a call of one request goes by, and nothing more is to be done: most calls do while they are aside.
+
+        Args:
+            n_tokens: As for `pays`, which is asked where this is False, and only then.
+            request: The hash of its tokens.
+        """
+        with self._lock:
+            bucket = self._buckets.get(n_tokens.bit_length())
+            if bucket is None or not bucket.is_aside or request in self._recent or request in self._older:
+                return False
+            if (bucket.n_since + 1) % _EVERY == 0 or bucket.is_noted:
+                return False
+            bucket.n_since += 1
+            bucket.repeats.add(0.0)
+            self._came_before(request)
+            return True
+
     def spent(self, n_tokens: int, seconds: float) -> None:
         """Take in what was done beside the latest call that took the whole way, or before the next one."""
         with self._lock:
@@ -362,6 +381,7 @@ class CostModel:
             if rate >= pays_from or bucket.is_cheap:
                 return
             bucket.step_aside(self._patience)
+            self.has_aside = True
         _log("steps aside", n_tokens, rate, pays_from)
 
     def rows(self) -> tuple[Cost, ...]:

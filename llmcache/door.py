@@ -20,6 +20,7 @@ from llmcache.adapters import Trunk
 from llmcache.context import Call
 from llmcache.hooks import are_hooked
 from llmcache.payloads import Payload, place_padding
+from llmcache.settings import setting
 
 _STATES, _POOLED = "last_hidden_state", "pooler_output"
 
@@ -120,7 +121,7 @@ class Door:
         device = call.arguments["input_ids"].device.type
         knows = torch.amp.is_autocast_available(device)
         autocast = torch.get_autocast_dtype(device) if knows and torch.is_autocast_enabled(device) else None
-        by_default = getattr(self._trunk.config, "return_dict", None)
+        by_default = setting(self._trunk.config, "return_dict")
         return call.arguments.get("return_dict"), by_default, call.arguments.get("use_cache"), autocast
 
 

@@ -10,7 +10,6 @@ Trouble here costs speed, never correctness: a failing lookup or store is counte
 """
 
 from contextvars import ContextVar
-from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ from llmcache.lookup import Lookup
 from llmcache.masks import flatten
 from llmcache.meter import Meter
 from llmcache.notes import Notes
-from llmcache.outcome import Outcome, count, outcomes
+from llmcache.outcome import Outcome, bypassed, count, outcomes
 from llmcache.parts import Parts
 from llmcache.payloads import last_valid
 from llmcache.pooling import Veil
@@ -100,15 +99,19 @@ class Flow:
         """Begin a forward of the trunk, unless it must go by the cache; returns the arguments to run it with."""
         arguments = self._arguments.bind(args, kwargs)
         self._begin_work(frame)
+        namespace, n_read, is_disabled = self.namespace.get(), self._n_read.get(), self.is_disabled.get()
+        self._n_read.set(None)  # it is about the head's own call, which comes first
         if torch.is_grad_enabled():
             self._parts.weights.suspect()
+        elif not is_disabled and self._meter.lets_pass(arguments, namespace):
+            self._bypass(frame, "does_not_pay", arguments)
+            return args, kwargs
         arguments, mask_4d = flatten(arguments)
-        call = Call(arguments, self.namespace.get(), mask_4d, n_read=self._n_read.get())
-        self._n_read.set(None)  # it is about the head's own call, which comes first
-        reason = "disabled" if self.is_disabled.get() else self._find_reason(arguments)
+        call = Call(arguments, namespace, mask_4d, n_read=n_read)
+        reason = "disabled" if is_disabled else self._find_reason(arguments)
         if reason is None and self._parts.audit is not None:
             self._make_way(frame, call, self._parts.audit)
-        reason = reason or self._lookup.guard("ask whether it pays", partial(self._meter.ask, call))
+        reason = reason or self._lookup.guard("ask whether it pays", self._meter.ask, call)
         if reason is not None:
             self._bypass(frame, reason, arguments)
             frame.passing = None if call.passing is None else call
@@ -140,7 +143,7 @@ class Flow:
 
     def layer(self, swap: LayerSwap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one layer for the rows that need it."""
-        frame = self._under_way()
+        frame = None if torch.compiler.is_compiling() else self._frames.innermost()
         call = None if frame is None else frame.call
         if frame is None or call is None or call.served:  # of what comes after a prefix all is computed
             return swap.original(*args, **kwargs)
@@ -293,8 +296,8 @@ class Flow:
         return "unwrapped" if self._is_retired else self._layers.find_reason() or "other_layers"
 
     def _find_reason(self, arguments: dict[str, Any]) -> str | None:
-        find = partial(find_reason, arguments, self._parts.trunk, self._arguments.defaults)
-        reason = self._lookup.guard("look at the arguments", find)
+        trunk, defaults = self._parts.trunk, self._arguments.defaults
+        reason = self._lookup.guard("look at the arguments", find_reason, arguments, trunk, defaults)
         if reason is None and self._keeps_no_kv and (arguments.get("use_cache") or arguments.get(CACHE) is not None):
             return "kv_cache_with_pooled_payload"
         if reason is None and self._pooled is not None and self._pooled.has_changed():
@@ -305,7 +308,7 @@ class Flow:
         """See to it that rows and fingerprints are read; False when the call must go by the cache after all."""
         call.kv_cache = swap.arguments.get(args, kwargs, CACHE)
         hidden = swap.arguments.get(args, kwargs, swap.arguments.names[0])
-        reason = self._lookup.guard("read the request", partial(self._find_late_reason, call, hidden))
+        reason = self._lookup.guard("read the request", self._find_late_reason, call, hidden)
         if reason is None and call.entering not in (None, hidden.dtype):  # read at the door, of another model
             self._door.forget()
             self._lookup.withdraw(call)
@@ -377,7 +380,7 @@ class Flow:
         self._parts.counters.bypass(reason, n_rows)
         # A step of a generation belongs to the request that its prefill was; what is only computed, to nobody.
         if reason != "decode" and not self._parts.is_collecting:
-            frame.last = (Outcome(bypassed=reason),) * n_rows
+            frame.last = (bypassed(reason),) * n_rows
 
     def _make_way(self, frame: Frame, call: Call, audit: Audit) -> None:
         """Have the audit's own calls stop for others, and let it catch up before a call, if it has waited for long."""
@@ -423,7 +426,7 @@ class Flow:
             self._parts.weights.suspect()
         self._parts.counters.bypass("compiled", n_rows)
         if not self._parts.is_collecting:
-            self._frames.last = (Outcome(bypassed="compiled"),) * n_rows
+            self._frames.last = (bypassed("compiled"),) * n_rows
 
 
 def _count_rows(arguments: dict[str, Any]) -> int:

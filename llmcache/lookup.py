@@ -7,7 +7,6 @@ Sizes: B rows, T tokens, D hidden width.
 """
 
 from collections.abc import Callable
-from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -45,10 +44,10 @@ class Lookup:
         fills_kv = trunk.makes_kv and not self._parts.payload.fits_any_length
         return fills_kv or (fingerprint is not None and fingerprint.reads_states)
 
-    def guard(self, what: str, step: Callable[[], str | None]) -> str | None:
+    def guard(self, what: str, step: Callable[..., str | None], *args: Any) -> str | None:
         """Why the cache cannot be used, as a step found; that the step failed is a reason, too."""
         try:
-            return step()
+            return step(*args)
         except Exception as error:
             self._parts.counters.error(what, error)
             return "error"
@@ -65,7 +64,7 @@ class Lookup:
             Why the call must go by the cache, or None.
         """
         started = perf_counter()
-        reason = self.guard("read the request", partial(self._read, call, hidden, entering))
+        reason = self.guard("read the request", self._read, call, hidden, entering)
         call.lookup_s += perf_counter() - started
         return reason
 

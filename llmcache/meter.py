@@ -1,17 +1,21 @@
 """Asks the cost model about each call, and tells it what the call took."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from llmcache.adapters import CACHE
 from llmcache.context import Call
 from llmcache.cost import Times, none_held
 from llmcache.notes import Prepared
 from llmcache.parts import Parts
+from llmcache.tracing import is_traced
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,22 @@ class Meter:
         self._clock = clock
         self._wait = wait
 
+    def lets_pass(self, arguments: Mapping[str, Any], namespace: str) -> bool:
+        """Whether a call goes by without a further look at it: a short way for most calls that do.
+
+        Args:
+            arguments: The trunk's by name; gradients are off.
+            namespace: In force for the call.
+        """
+        cost, ids = self._parts.cost, arguments.get("input_ids")
+        if cost is None or not cost.has_aside or type(ids) is not Tensor or not ids.is_cpu or len(ids) != 1:
+            return False
+        if arguments.get(CACHE) is not None or torch._C._is_tracing() or is_traced((ids,)):
+            return False
+        if self._parts.trunk.module.training or self._parts.is_collecting or self._is_learning:
+            return False
+        return cost.lets_pass(ids.numel(), _hash(namespace, ids.numpy()))
+
     def ask(self, call: Call) -> str | None:
         """Why a call is to go by the cache, or None; starts the clock of one that is not."""
         cost, ids = self._parts.cost, call.arguments["input_ids"]
@@ -70,7 +90,7 @@ class Meter:
         # What is searched for, and looked into, costs more than can be told from within calls.
         compares = self._parts.trust is not None and self._parts.trust.calibration is not None
         searches = self._parts.fingerprint is not None
-        verdict = cost.pays(ids.numel(), len(ids), call.hashes, held, compares, searches)
+        verdict = cost.pays(ids.numel(), ids.shape[0], call.hashes, held, compares, searches)
         if not verdict.pays:
             if ids.is_cpu and (verdict.is_noted or verdict.is_timed):
                 asked = self._clock()
@@ -139,6 +159,10 @@ def _hashes(call: Call) -> list[int]:
     """What tells the requests of a call apart, by row; its tokens are on the host."""
     ids, mask = call.arguments["input_ids"].numpy(), call.arguments.get("attention_mask")
     if mask is None or len(ids) == 1:
-        return [hash((call.namespace, row.tobytes())) for row in ids]
+        return [_hash(call.namespace, row) for row in ids]
     valid = (mask != 0).numpy()  # the padding of a row in a batch hangs on the others
-    return [hash((call.namespace, row[is_valid].tobytes())) for row, is_valid in zip(ids, valid, strict=True)]
+    return [_hash(call.namespace, row[is_valid]) for row, is_valid in zip(ids, valid, strict=True)]
+
+
+def _hash(namespace: str, ids: NDArray[np.generic]) -> int:
+    return hash((namespace, ids.tobytes()))

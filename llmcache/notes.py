@@ -22,6 +22,7 @@ from llmcache.arguments import DECIDING
 from llmcache.context import Call
 from llmcache.door import Door, Kind, Packing
 from llmcache.mark import Mark
+from llmcache.settings import setting
 
 if TYPE_CHECKING:  # who import `parts`, which holds this
     from llmcache.keeping import Keeper
@@ -182,7 +183,7 @@ class Notes:
 
     def _setting(self, call: Call) -> tuple[Kind, str]:
         """What decides states beside tokens and weights, and how they are packed."""
-        return self._door.kind(call), str(getattr(self._parts.trunk.config, "_attn_implementation", ""))
+        return self._door.kind(call), str(setting(self._parts.trunk.config, "_attn_implementation", ""))
 
     @property
     def _is_over(self) -> bool:

@@ -1,6 +1,7 @@
 """What became of each request of one call."""
 
 from dataclasses import dataclass
+from functools import cache
 
 from llmcache.context import Call
 from llmcache.rows import Row
@@ -30,6 +31,12 @@ class Outcome:
     similarity: float | None = None
     n_prefix: int = 0
     bypassed: str | None = None
+
+
+@cache
+def bypassed(reason: str) -> Outcome:
+    """Of a row of a call that was bypassed as a whole."""
+    return Outcome(bypassed=reason)
 
 
 def outcomes(call: Call) -> tuple[Outcome, ...]:

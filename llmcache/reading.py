@@ -19,6 +19,7 @@ from llmcache.parts import Parts
 from llmcache.payloads import head_reads_padding
 from llmcache.rotary import steady_length
 from llmcache.rows import Inputs, Row, Scope, id_dtype, read_rows, to_host
+from llmcache.settings import setting
 
 
 class Reader:
@@ -43,7 +44,7 @@ class Reader:
         dtype, device = str(entering), call.arguments["input_ids"].device.type
         if torch.is_autocast_enabled(device):
             dtype += f" autocast {torch.get_autocast_dtype(device)}"
-        attention = str(getattr(self._parts.trunk.config, "_attn_implementation", ""))
+        attention = str(setting(self._parts.trunk.config, "_attn_implementation", ""))
         return Scope(call.namespace, self._parts.weights.digest(), dtype, attention)
 
     def read(self, call: Call, hidden: Tensor | None) -> None:
@@ -125,7 +126,7 @@ class Reader:
             return "no_content"
         if inputs.features is not None and not np.isfinite(inputs.features[row.number]).all():
             return "not_finite"  # no index takes such a vector, nor the other rows searched with it
-        pad_id = getattr(self._parts.trunk.config, "pad_token_id", None)
+        pad_id = setting(self._parts.trunk.config, "pad_token_id")
         row.is_misread = head_reads_padding(self._head_reads, row.valid, inputs.ids[row.number], pad_id)
         return "head_reads_padding" if row.is_misread and not self._layout_counts else ""
 

@@ -355,6 +355,30 @@ def test_what_goes_by_is_noted_unless_that_takes_too_long() -> None:
         assert {verdict.is_noted for verdict in verdicts if not verdict.is_probe} == {is_noted}
 
 
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=400))
+def test_the_short_way_changes_no_decision(asked: list[int]) -> None:
+    short, long = aside(), aside()
+    for cost in (short, long):
+        for _ in range(100):
+            cost.passed(TOKENS, 0.01, 0.01)  # noting takes too long
+
+    def ask_shortly(request: int) -> bool:
+        return not short.lets_pass(TOKENS, request) and ask(short, hashes=(request,))
+
+    assert [ask_shortly(one) for one in asked] == [ask(long, hashes=(one,)) for one in asked]
+    assert row(short) == row(long)
+
+
+def test_the_short_way_is_for_new_requests_of_lengths_that_are_aside_and_not_noted() -> None:
+    cost = aside()
+    assert not CostModel(DEPTH).lets_pass(TOKENS, 1) and not cost.lets_pass(4 * TOKENS, 1)
+    assert not cost.lets_pass(TOKENS, 1)  # noting has not been timed: it may be cheap
+    for _ in range(100):
+        cost.passed(TOKENS, 0.01, 0.01)
+    cost.pays(TOKENS, 1, (0,))
+    assert cost.lets_pass(TOKENS, 1) and not cost.lets_pass(TOKENS, 1)
+
+
 def test_probes_are_rarer_where_calls_are_noted_and_nothing_is_searched() -> None:
     cost = aside()
     taken = [cost.pays(TOKENS, 1, (i + 1,), searches=False).pays for i in range(1024)]

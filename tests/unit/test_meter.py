@@ -3,12 +3,14 @@
 import copy
 import json
 import logging
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from llmcache import LLMCache
 from llmcache.context import Call
@@ -317,6 +319,58 @@ def test_it_returns_when_requests_come_again_and_serves_them(monkeypatch: pytest
     asked(cache, 2 * PATIENCE)
     assert cache.stats().n_hits >= hits + 2 * PATIENCE - back
     assert cache.stats().bypassed["does_not_pay"] <= PATIENCE + back
+
+
+class Doubling(TorchFunctionMode):
+    """A mode of which nothing is known."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+def in_training(model: nn.Module, ids: Tensor) -> None:
+    model.train()
+    model(input_ids=ids)
+    model.eval()
+
+
+def with_gradients(model: nn.Module, ids: Tensor) -> None:
+    with torch.inference_mode(False), torch.enable_grad():
+        model(input_ids=ids.clone())
+
+
+def watched(model: nn.Module, ids: Tensor) -> None:
+    with Doubling():
+        model(input_ids=ids)
+
+
+def decoding(model: nn.Module, ids: Tensor) -> None:
+    past = model.unwrapped(input_ids=ids, use_cache=True).past_key_values
+    model(input_ids=ids, past_key_values=past, use_cache=True)
+
+
+@pytest.mark.parametrize(
+    ("reason", "call"),
+    [("training", in_training), ("gradients", with_gradients), ("traced", watched), ("decode", decoding)],
+)
+def test_a_call_that_could_not_be_served_is_told_as_such_while_others_go_by(
+    reason: str, call: Callable[[Any, Tensor], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build(GENERATORS["gpt2"])
+    model.unwrapped = copy.deepcopy(model)
+    cache = LLMCache.wrap(model)
+    asked(cache, PATIENCE + 1)
+    for bucket in cache._parts.cost._buckets.values():
+        bucket.noting_s.add(1.0, 100)  # noting takes too long
+    let_pass, lets_pass = [], CostModel.lets_pass
+    monkeypatch.setattr(CostModel, "lets_pass", lambda *args: let_pass.append(lets_pass(*args)) or let_pass[-1])
+    with torch.inference_mode():
+        for number in range(20):
+            call(model, request(4000 + number))
+    assert cache.stats().bypassed == {"does_not_pay": 1, reason: 20}
+    assert not let_pass
+    asked(cache, 5, first=4100)
+    assert True in let_pass and cache.stats().bypassed["does_not_pay"] == 6
 
 
 def test_prefills_are_judged_and_decode_steps_are_not() -> None:

@@ -1,0 +1,46 @@
+"""Reads attributes of a transformers config in each call.
+
+transformers' own access asks several Python functions for each attribute, some microseconds; here it is one look into
+the config's dict, wherever that says the same.
+"""
+
+from functools import cache
+from inspect import getattr_static
+from typing import Any
+
+_MISSING = object()
+
+
+def setting(config: Any, name: str, default: Any = None) -> Any:
+    """An attribute of a config as it is now: what `getattr(config, name, default)` returns."""
+    kind: Any = type(config)
+    key, by_class = _place(kind, name)
+    if key is not None:
+        held = object.__getattribute__(config, "__dict__")
+        if held.get("_heterogeneity_spec") is None:  # else some attributes are each layer's own
+            value = held.get(key, by_class)
+            return default if value is _MISSING else value
+    return getattr(config, name, default)
+
+
+@cache
+def _place(kind: type[Any], name: str) -> tuple[str | None, Any]:
+    """Under which key instances hold an attribute, and what their class says without; None where code makes it."""
+    if not _is_plain(kind):
+        return None, None
+    key = getattr(kind, "attribute_map", {}).get(name, name)
+    by_class = getattr_static(kind, key, _MISSING)
+    if isinstance(by_class, property) and by_class.fget is not None and _is_theirs(by_class.fget):
+        names = by_class.fget.__code__.co_names  # of a property that returns what is held under another name
+        return (names[0], _MISSING) if len(names) == 1 else (None, None)
+    return (None, None) if hasattr(type(by_class), "__get__") else (key, by_class)
+
+
+def _is_plain(kind: type[Any]) -> bool:
+    """Whether access to attributes of a class is Python's own, or transformers'."""
+    ways = (getattr_static(kind, "__getattribute__"), getattr_static(kind, "__getattr__", None))
+    return kind.__dictoffset__ != 0 and all(way in (None, object.__getattribute__) or _is_theirs(way) for way in ways)
+
+
+def _is_theirs(function: Any) -> bool:
+    return str(function.__module__).startswith("transformers.")
