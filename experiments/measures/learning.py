@@ -80,11 +80,13 @@ class LearningExperiment(TaskExperiment):
 
 
 def check_learn(learn: int, max_drops: Sequence[float], delta: float) -> None:
-    """Refuse to learn from fewer requests than the least loss takes, which is the one that takes most.
+    """Refuse to learn from fewer requests than the least loss takes, which is the one that takes most; 0: no claim.
 
     Raises:
         ConfigError: It says how many are needed.
     """
+    if not learn:
+        return
     try:
         check_size(learn, min(max_drops), delta)
     except CalibrationError as error:

@@ -1,7 +1,7 @@
 """Measure `service`: whole passes of a stream, as a service meets it: the model alone, the cache, the model.
 
     learning     the first `learn` requests are computed and calibrated on, apart; that is done anew before each pass
-                 with the cache, so that it begins with what was learned and nothing else
+                 with the cache, so that it begins with what was learned and nothing else. 0: it begins empty
     even rounds  the model alone, the cache, the model alone
     odd rounds   the cache, the model alone, the cache
 
@@ -44,10 +44,12 @@ class Service(LearningExperiment):
     """Settings of the measure. `cache.sources` is that of the calibration.
 
     Attributes:
+        learn: As for others; 0: nothing is calibrated, and repeats alone are served.
         rounds: Of three passes each.
         threads: Numbers of threads that torch computes with.
     """
 
+    learn: int = Field(default=2500, ge=0)
     max_drops: tuple[float, ...] = Field(default=(0.01,), min_length=1)
     rounds: int = Field(default=2, ge=1)
     threads: tuple[int, ...] = Field(default=(2, 1), min_length=1)
@@ -101,17 +103,18 @@ class Server:
         config = configure(workload, {**AS_BY_DEFAULT, **options})
         self.cache = LLMCache.wrap(twin(workload.module), config=config, tokenizer=workload.tokenizer)
         first = [request.inputs for request in workload.requests[:learn]]
-        self._observed: list[Observation] = self.cache.observe(first)
+        self._observed: list[Observation] = self.cache.observe(first) if first else []
 
-    def calibrate(self, claim: Claim) -> None:
-        """Learn anew; all that was held is forgotten first.
+    def begin(self, claim: Claim | None) -> None:
+        """Forget all that was held, and learn anew where a claim is to be kept.
 
         Raises:
             CalibrationError: The first requests cannot carry the claim.
         """
         self.cache.clear()
-        assert self.cache.trust is not None
-        self.cache.trust.calibrate(self._observed, claim)
+        if claim is not None:
+            assert self.cache.trust is not None
+            self.cache.trust.calibrate(self._observed, claim)
 
     def go(self, who: str, number: int, what: str) -> Pass:
         """Answer the later requests, in order and without a break."""
@@ -144,12 +147,12 @@ def run(experiment: Service, folders: Folders) -> Outcome:
     workload = experiment.stream(folders)
     server = Server(workload, experiment.cache, experiment.learn)
     rows, ways = [], []
-    for max_drop in experiment.max_drops:
-        claim = experiment.claim(max_drop, experiment.config.sources)
+    for max_drop in experiment.max_drops if experiment.learn else (None,):
+        claim = None if max_drop is None else experiment.claim(max_drop, experiment.config.sources)
         for threads in experiment.threads:
             at = {"max_drop": max_drop, "threads": threads}
             with threads_of_torch(threads):
-                passes, told = _passes(experiment, server, claim, f"{max_drop:g}, {threads} threads")
+                passes, told = _passes(experiment, server, claim, f"{threads} threads, at most {max_drop} changed")
             ways.append(at | figures(experiment, workload, passes) | told)
             rows += [at | _row(one) for one in passes]
     server.cache.unwrap()
@@ -200,14 +203,14 @@ def threads_of_torch(n: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _passes(experiment: Service, server: Server, claim: Claim, what: str) -> tuple[list[Pass], dict[str, Any]]:
+def _passes(experiment: Service, server: Server, claim: Claim | None, what: str) -> tuple[list[Pass], dict[str, Any]]:
     """All passes of all rounds; and what the cache tells of itself after the last one of its own."""
     passes: list[Pass] = []
     told: dict[str, Any] = {}
     for number in range(experiment.rounds):
         for who in order_of_passes(number):
             if who == CACHE:
-                server.calibrate(claim)
+                server.begin(claim)
             passes.append(server.go(who, number, f"{what}: round {number + 1} of {experiment.rounds}, {who}"))
             if who == CACHE:
                 told = _told(server.cache)

@@ -12,6 +12,7 @@ from experiments.folders import Folders
 from experiments.measures import MEASURES
 from experiments.measures.base import Outcome
 from experiments.measures.service import Pass, figures, order_of_passes, threads_of_torch
+from experiments.tasks import build
 from llmcache.errors import ConfigError
 
 LEARN, N = 200, 260
@@ -56,6 +57,14 @@ def test_figures_are_of_what_was_served_alone(outcome: Outcome) -> None:
         assert way["hit_ms"]["n"] + way["miss_ms"]["n"] == way["plain_ms"]["n"] == 3 * (N - LEARN)
         assert way["bypassed_ms"] is None
         assert 0 <= way["changed_answers"] <= 1 and way["audit"]["n_waiting"] == 0
+
+
+def test_without_a_claim_each_pass_begins_empty_and_serves_repeats_alone() -> None:
+    done = MEASURES["service"].run(make_experiment(VALUES | {"learn": 0, "cache": {}, "rounds": 1}), Folders())
+    (way,) = done.metrics["ways"]
+    assert (way["max_drop"], way["changed_answers"], way["limit"], way["audit"]) == (None, 0.0, None, None)
+    texts = [request.text for request in build(make_experiment(VALUES).task, Folders(), 0).requests]
+    assert way["hit_rate"] == pytest.approx(1 - len(set(texts)) / N) and done.metrics["n_counted"] == N
 
 
 def test_the_ratio_of_a_round_is_of_whole_passes() -> None:

@@ -114,10 +114,22 @@ def speed(results_dir: Path) -> str:
 
 def service(results_dir: Path) -> str:
     """Whole passes of a service: every stream and number of threads that was run."""
-    heads = ("stream", "threads", "hits", "changed", "points lost", "speed-up", "plain, ms", "hit, ms", "miss, ms")
+    heads = (
+        "stream",
+        "reuse",
+        "threads",
+        "hits",
+        "changed",
+        "points lost",
+        "speed-up",
+        "plain, ms",
+        "hit, ms",
+        "miss, ms",
+    )
     rows = [
         (
             run.task,
+            "repeats alone" if row["max_drop"] is None else f"calibrated, {percent(row['max_drop'])}",
             str(row["threads"]),
             percent(row["hit_rate"]),
             percent(row["changed_answers"], 2),
@@ -127,10 +139,11 @@ def service(results_dir: Path) -> str:
             number(row["hit_ms"], 2),
             number(row["miss_ms"], 2),
         )
-        for run in runs_of(results_dir, "service_small")
+        for group in ("service_small", "service_exact")
+        for run in sorted(runs_of(results_dir, group), key=lambda run: run.task)
         for row in run.metrics["summary"]
     ]
-    return table(heads, sorted(rows))
+    return table(heads, rows)
 
 
 def _labels(run: Run) -> list[str]:
