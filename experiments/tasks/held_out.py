@@ -30,6 +30,11 @@ class Settings(stream.Settings):
     name: Literal["held_out"]  # type: ignore[assignment]
     arrival: Arrival | None = None
 
+    @property
+    def title(self) -> str:
+        """The data's name, and how requests arrive."""
+        return super().title if self.arrival is None else f"{super().title}-{self.arrival.name}"
+
     @classmethod
     def make(cls, values: Any, name: str = "") -> Self:
         """Check all settings; see `Section.make`."""

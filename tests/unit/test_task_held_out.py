@@ -94,3 +94,8 @@ def test_requests_may_arrive_in_bursts_or_again(folder: Path) -> None:
     assert sorted(bursts) == sorted(plain) and bursts != plain
     with pytest.raises(ConfigError, match=r"task.arrival.name"):
         make_task(TASK | {"arrival": {"name": "late"}})
+
+
+def test_results_tell_how_requests_arrive() -> None:
+    repeats = make_task(TASK | {"arrival": {"name": "repeats", "n": 50}})
+    assert (make_task(TASK).title, repeats.title) == ("set", "set-repeats")
