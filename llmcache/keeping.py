@@ -13,7 +13,7 @@ from torch import Tensor
 from llmcache import kv
 from llmcache.arrays import Ids
 from llmcache.banks import HIDDEN_PADDING
-from llmcache.context import Call
+from llmcache.context import Call, Reuse
 from llmcache.parts import Parts
 from llmcache.payloads import padding_of
 from llmcache.rows import Row
@@ -79,16 +79,18 @@ class Keeper:
                 continue
             with torch.inference_mode(False), torch.no_grad():  # normal tensors, which a store can keep as they are
                 tensors = {"hidden": self._parts.payload.take(hidden[row.number], row.valid)}
-                padding = self._padding_of(row, hidden)
+                padding = self._padding_of(row, hidden, reuse)
                 if padding is not None:
                     tensors[HIDDEN_PADDING] = hidden[row.number][padding]
                 if call.kv_cache is not None:
                     tensors |= kv.capture(call.kv_cache, row, number, self._parts.library.layers, padding)
             call.captured.setdefault(row.number, {})[number] = tensors
 
-    def _padding_of(self, row: Row, hidden: Tensor) -> Ids | None:
+    def _padding_of(self, row: Row, hidden: Tensor, reuse: Reuse | None) -> Ids | None:
         """The places of a row that are not valid, where they are to be served as well; only repeats are."""
-        if not row.has_layout or not self._parts.serves_repeats:
+        if not (row.has_layout or row.layout) or not self._parts.serves_repeats:
+            return None
+        if reuse is not None and reuse.padding is None:  # what lies below is not what the model made of them
             return None
         return padding_of(row.valid, hidden.shape[1])
 

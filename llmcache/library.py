@@ -18,6 +18,7 @@ from llmcache.banks import Banks
 from llmcache.compression import Codec
 from llmcache.fingerprint import Fingerprint
 from llmcache.index import Index
+from llmcache.kv import without_padding
 from llmcache.records import Record, Request, State
 from llmcache.rows import Row, Scope
 from llmcache.shelf import Neighbour
@@ -158,6 +159,9 @@ class Library:
             False when a state is larger than its bank and was left out.
         """
         with self._lock:
+            known = self._requests.get(row.key)
+            if known is not None and known.layout != row.layout:  # it keeps the padding that it first came with
+                states = {layer: without_padding(tensors) for layer, tensors in states.items()}
             encoded = self.banks.pack(row.key, scope, states)
             stored = {layer: entry for layer, entry in encoded.items() if self.banks[layer].fits(entry)}
             if not stored:
@@ -289,7 +293,7 @@ class Library:
     def adopt(self, record: Record) -> None:
         """Hold a saved request as if it had been put. Nothing finds it yet."""
         with self._lock:
-            request = self._requests[record.key] = Request(record.scope, record.ids, record.dtype)
+            request = self._requests[record.key] = Request(record.scope, record.ids, record.dtype, record.layout)
             for layer, entry in record.entries.items():
                 shown = self.banks.learn(record.key, record.scope, layer, entry)
                 self.banks.put(record.key, {layer: shown}, self._let_go)
@@ -310,7 +314,7 @@ class Library:
         request = self._requests.get(row.key)
         if request is None or request.ids != row.ids:
             self._forget(row.key)
-            request = self._requests[row.key] = Request(scope, row.ids, dtype)
+            request = self._requests[row.key] = Request(scope, row.ids, dtype, row.layout)
         return request
 
     def _keep(self, key: str, request: Request) -> None:

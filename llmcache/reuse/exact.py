@@ -29,7 +29,10 @@ class Exact:
             return None
         for layer in reversed(self._library.held(row.key)):
             state = self._library.read(row.key, layer, with_kv=call.kv_cache is not None)
-            if state is None or (row.has_layout and not _is_whole(state)):
+            if state is None:
+                continue
+            is_whole = _is_whole(state, row)
+            if row.has_layout and not is_whole:
                 continue
             return Reuse(
                 row.number,
@@ -39,12 +42,13 @@ class Exact:
                 state.kv,
                 row.key,
                 stores_above=True,
-                padding=state.padding if row.has_layout else None,
-                padding_kv=state.padding_kv,
+                padding=state.padding if is_whole else None,
+                padding_kv=state.padding_kv if is_whole else {},
             )
         return None
 
 
-def _is_whole(state: State) -> bool:
-    """Whether it holds what the model made of padding, K/V included."""
-    return state.padding is not None and state.kv.keys() == state.padding_kv.keys()
+def _is_whole(state: State, row: Row) -> bool:
+    """Whether it holds what the model made of this row's padding, K/V included."""
+    has_all = state.padding is not None and state.kv.keys() == state.padding_kv.keys()
+    return has_all and state.layout == row.layout
