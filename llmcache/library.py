@@ -82,10 +82,15 @@ class Library:
         """Whether a stored request may serve others of any length."""
         return self._shelves.fits_any_length
 
-    def known(self, row: Row) -> bool:
-        """Whether the very same request is stored; a row of the same key but other tokens is not."""
+    def known(self, row: Row, key: str = "") -> bool:
+        """Whether the very same request is stored; a row of the same key but other tokens is not.
+
+        Args:
+            row: The request.
+            key: Another one than its own.
+        """
         with self._lock:
-            request = self._requests.get(row.key)
+            request = self._requests.get(key or row.key)
             return request is not None and request.ids == row.ids
 
     def is_lossless(self, key: str) -> bool:

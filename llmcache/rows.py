@@ -79,6 +79,8 @@ class Row:
         has_layout: Its key covers its padding as well, so that what is stored of it fits every place of the row.
         layout: Digest of what its padding is made of, where that is kept and not part of the key; else b"".
         is_misread: The head may read a place of it that is not valid: what another request left there is not known.
+        again: A key of its own, where an earlier row of the call has the same key; else "". What the model makes of the
+            two may differ in the last bits, since kernels round by the place in a batch.
     """
 
     number: int
@@ -91,6 +93,7 @@ class Row:
     has_layout: bool = False
     layout: bytes = b""
     is_misread: bool = False
+    again: str = ""
 
 
 @dataclass(slots=True)
@@ -165,7 +168,8 @@ def read_rows(
         layout_is_kept: They are not read, but given back where they are known: a digest of that is kept beside the key.
     """
     prefix = _sha_of(scope)
-    rows = []
+    rows: list[Row] = []
+    n_seen: dict[str, int] = {}
     for number, row_ids in enumerate(inputs.ids):
         mask = None if inputs.valid is None else inputs.valid[number]
         valid, n_valid = _valid_positions(None if padding_counts else mask, len(row_ids))
@@ -190,7 +194,12 @@ def read_rows(
             layout = whole.digest()
         packed = row_ids[valid].astype(dtype).tobytes()
         start = _start(_row(inputs.positions, number, valid), valid, n_valid)
-        rows.append(Row(number, _name(sha), packed, valid, n_valid, start, has_layout=has_layout, layout=layout))
+        row = Row(number, _name(sha), packed, valid, n_valid, start, has_layout=has_layout, layout=layout)
+        if nth := n_seen.get(row.key, 0):
+            _update(sha, b"again", [nth])
+            row.again = _name(sha)
+        n_seen[row.key] = nth + 1
+        rows.append(row)
     return rows
 
 
