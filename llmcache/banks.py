@@ -92,7 +92,7 @@ class Banks(dict[int, Bank]):
         def decode() -> State:
             unpack = partial(packers[layer].unpack, entry=entry, dtype=request.dtype)
             padding = unpack(HIDDEN_PADDING) if HIDDEN_PADDING in entry.tensors else None
-            return State(unpack("hidden"), pairs, padding, padding_pairs)
+            return State(unpack("hidden"), pairs, padding, padding_pairs, request.layout)
 
         return decode
 

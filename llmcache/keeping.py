@@ -5,6 +5,8 @@ Trouble here costs speed, never correctness: it is counted, logged once, and the
 Sizes: B rows, T tokens, D hidden width.
 """
 
+from collections.abc import Mapping
+from dataclasses import replace
 from time import perf_counter
 
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor
 from llmcache import kv
 from llmcache.arrays import Ids
 from llmcache.banks import HIDDEN_PADDING
-from llmcache.context import Call
+from llmcache.context import Call, Reuse
 from llmcache.parts import Parts
 from llmcache.payloads import padding_of
 from llmcache.rows import Row
@@ -59,16 +61,36 @@ class Keeper:
         assert call.scope is not None
         trust = self._parts.trust
         is_found = trust is None or trust.is_growing  # sources that were calibrated are joined by no other
+        differing = self._differing(call)
         for number, states in call.captured.items():
-            features = None if call.features is None or trust is not None else call.features[number]
-            vectors = {layer: rows[number] for layer, rows in call.fingerprints.items() if layer in states and is_found}
+            row, features, vectors = call.rows[number], None, {}
+            if number not in differing:
+                features = None if call.features is None or trust is not None else call.features[number]
+                vectors = {
+                    layer: rows[number] for layer, rows in call.fingerprints.items() if layer in states and is_found
+                }
+            elif differing[number]:
+                row = replace(row, key=row.again)  # others find the first
+            else:
+                continue
             try:
-                if not self._parts.library.put(
-                    call.scope, call.rows[number], states, features, vectors, call.generation
-                ):
+                if not self._parts.library.put(call.scope, row, states, features, vectors, call.generation):
                     self._parts.counters.too_large()
             except Exception as error:
                 self._parts.counters.error("store a request", error)
+
+    def _differing(self, call: Call) -> dict[int, bool]:
+        """Of rows that are the same request as an earlier one: whether they came out otherwise, and that is of use."""
+        firsts: dict[str, int] = {}
+        pairs = {n: first for n in call.captured if (first := firsts.setdefault(call.rows[n].key, n)) != n}
+        if not pairs or not self._parts.serves_repeats:
+            return dict.fromkeys(pairs, False)
+        try:
+            differ = [_differ(call.captured[number], call.captured[first]) for number, first in pairs.items()]
+            return dict(zip(pairs, torch.stack(differ).tolist(), strict=True))  # in one transfer
+        except Exception as error:
+            self._parts.counters.error("compare rows that are the same request", error)
+            return dict.fromkeys(pairs, False)
 
     def _capture(self, call: Call, number: int, hidden: Tensor) -> None:
         if number not in self._parts.library.banks or not self._is_of_use:
@@ -79,16 +101,18 @@ class Keeper:
                 continue
             with torch.inference_mode(False), torch.no_grad():  # normal tensors, which a store can keep as they are
                 tensors = {"hidden": self._parts.payload.take(hidden[row.number], row.valid)}
-                padding = self._padding_of(row, hidden)
+                padding = self._padding_of(row, hidden, reuse)
                 if padding is not None:
                     tensors[HIDDEN_PADDING] = hidden[row.number][padding]
                 if call.kv_cache is not None:
                     tensors |= kv.capture(call.kv_cache, row, number, self._parts.library.layers, padding)
             call.captured.setdefault(row.number, {})[number] = tensors
 
-    def _padding_of(self, row: Row, hidden: Tensor) -> Ids | None:
+    def _padding_of(self, row: Row, hidden: Tensor, reuse: Reuse | None) -> Ids | None:
         """The places of a row that are not valid, where they are to be served as well; only repeats are."""
-        if not row.has_layout or not self._parts.serves_repeats:
+        if not (row.has_layout or row.layout) or not self._parts.serves_repeats:
+            return None
+        if reuse is not None and reuse.padding is None:  # what lies below is not what the model made of them
             return None
         return padding_of(row.valid, hidden.shape[1])
 
@@ -97,3 +121,16 @@ class Keeper:
         """Whether an entry may serve anybody: where prefixes are all that serves, none does."""
         parts = self._parts
         return bool(parts.rungs) or parts.fingerprint is not None or parts.is_collecting
+
+
+def _differ(states: Mapping[int, Mapping[str, Tensor]], others: Mapping[int, Mapping[str, Tensor]]) -> Tensor:
+    """Whether what was kept of two rows of one call is not the same bit for bit: bool (), on their device."""
+    pairs = [(one, others.get(layer, {}).get(name)) for layer in states for name, one in states[layer].items()]
+    device = pairs[0][0].device
+    found = [
+        torch.ne(one, other).any().to(device)
+        if other is not None and other.shape == one.shape
+        else torch.ones((), dtype=torch.bool, device=device)  # in another layout
+        for one, other in pairs
+    ]
+    return torch.stack(found).any()

@@ -18,6 +18,7 @@ from llmcache.banks import Banks
 from llmcache.compression import Codec
 from llmcache.fingerprint import Fingerprint
 from llmcache.index import Index
+from llmcache.kv import without_padding
 from llmcache.records import Record, Request, State
 from llmcache.rows import Row, Scope
 from llmcache.shelf import Neighbour
@@ -81,10 +82,15 @@ class Library:
         """Whether a stored request may serve others of any length."""
         return self._shelves.fits_any_length
 
-    def known(self, row: Row) -> bool:
-        """Whether the very same request is stored; a row of the same key but other tokens is not."""
+    def known(self, row: Row, key: str = "") -> bool:
+        """Whether the very same request is stored; a row of the same key but other tokens is not.
+
+        Args:
+            row: The request.
+            key: Another one than its own.
+        """
         with self._lock:
-            request = self._requests.get(row.key)
+            request = self._requests.get(key or row.key)
             return request is not None and request.ids == row.ids
 
     def is_lossless(self, key: str) -> bool:
@@ -158,6 +164,9 @@ class Library:
             False when a state is larger than its bank and was left out.
         """
         with self._lock:
+            known = self._requests.get(row.key)
+            if known is not None and known.layout != row.layout:  # it keeps the padding that it first came with
+                states = {layer: without_padding(tensors) for layer, tensors in states.items()}
             encoded = self.banks.pack(row.key, scope, states)
             stored = {layer: entry for layer, entry in encoded.items() if self.banks[layer].fits(entry)}
             if not stored:
@@ -289,7 +298,7 @@ class Library:
     def adopt(self, record: Record) -> None:
         """Hold a saved request as if it had been put. Nothing finds it yet."""
         with self._lock:
-            request = self._requests[record.key] = Request(record.scope, record.ids, record.dtype)
+            request = self._requests[record.key] = Request(record.scope, record.ids, record.dtype, record.layout)
             for layer, entry in record.entries.items():
                 shown = self.banks.learn(record.key, record.scope, layer, entry)
                 self.banks.put(record.key, {layer: shown}, self._let_go)
@@ -310,7 +319,7 @@ class Library:
         request = self._requests.get(row.key)
         if request is None or request.ids != row.ids:
             self._forget(row.key)
-            request = self._requests[row.key] = Request(scope, row.ids, dtype)
+            request = self._requests[row.key] = Request(scope, row.ids, dtype, row.layout)
         return request
 
     def _keep(self, key: str, request: Request) -> None:

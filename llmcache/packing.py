@@ -25,6 +25,9 @@ def pack_requests(records: list[Record], scopes: list[Scope]) -> dict[str, Tenso
     packed = {
         "answers": _answers(records),
         "is_kept": np.array([record.is_kept for record in records], np.bool_),
+        "layouts": np.frombuffer(b"".join(r.layout or _NO_LAYOUT for r in records), np.uint8).reshape(
+            -1, len(_NO_LAYOUT)
+        ),
         "keys": np.frombuffer("".join(r.key for r in records).encode(), np.uint8).reshape(-1, KEY_LENGTH),
         "ids": np.frombuffer(b"".join(r.ids for r in records), np.uint8),
         "n_id_bytes": np.array([len(r.ids) for r in records], np.int64),
@@ -86,6 +89,7 @@ def unpack(requests: dict[str, Tensor], states: dict[str, Tensor], scopes: list[
         places[int(i)].append(Place(None if layer < 0 else int(layer), int(length), vector, int(slot)))
     ends = np.cumsum(arrays["n_id_bytes"])
     ids = arrays["ids"].tobytes()
+    layouts = arrays.get("layouts")  # older saves have none
     for i, end in enumerate(ends):
         yield Record(
             arrays["keys"][i].tobytes().decode(),
@@ -97,7 +101,9 @@ def unpack(requests: dict[str, Tensor], states: dict[str, Tensor], scopes: list[
             tuple(places[i]),
             None if np.isnan(arrays["answers"][i]).any() or not arrays["answers"].shape[1] else arrays["answers"][i],
             bool(arrays["is_kept"][i]),
+            b"" if layouts is None or not layouts[i].any() else layouts[i].tobytes(),
         )
 
 
+_NO_LAYOUT = bytes(32)
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)

@@ -2,8 +2,8 @@
 
 A pooled head reads one vector, so `cls`, `last` and `mean` keep one row whatever the length; such an entry fits any
 request. `sequence` keeps every valid token and fits only rows with as many. Tokens that are not valid come back as
-zeros; all that `cls` and `last` do not keep comes back as NaN: the head does not read it, and whatever else does shall
-not take it for a state.
+zeros, unless their states are known; all that `cls` and `last` do not keep comes back as NaN: the head does not read
+it, and whatever else does shall not take it for a state.
 
 Sizes: T tokens of the row, n valid ones, D hidden width.
 """

@@ -36,7 +36,9 @@ class Reader:
         self._tokenizer = tokenizer
         self._tables: tuple[object, tuple[Bools, Tensor]] | None = None
         self._head_reads = _reads(parts)
-        self._layout_counts = not (parts.payload.fits_any_length or parts.head.pooled is not None)
+        keeps_tokens, heeds_mask = not parts.payload.fits_any_length, parts.head.pooled is not None
+        self._layout_counts = keeps_tokens and not heeds_mask
+        self._layout_is_kept = keeps_tokens and heeds_mask
         self._steady_length = steady_length(parts.trunk.module)
 
     def scope(self, call: Call, entering: torch.dtype) -> Scope:
@@ -76,7 +78,12 @@ class Reader:
             view = View(None, torch.from_numpy(content), torch.from_numpy(inputs.ids))
             inputs.features = fingerprint.features(view).numpy()
         call.rows = read_rows(
-            call.scope, inputs, id_dtype(len(on_host)), self._parts.trunk.adapter.is_guess, self._layout_counts
+            call.scope,
+            inputs,
+            id_dtype(len(on_host)),
+            self._parts.trunk.adapter.is_guess,
+            self._layout_counts,
+            self._layout_is_kept,
         )
         call.features = None if self._parts.is_per_layer else inputs.features
         has_content = content.any(axis=1).tolist()

@@ -25,12 +25,14 @@ class State:
         kv: Of valid tokens.
         padding: The other rows (T - n, D) where they are kept, else None.
         padding_kv: K/V (H, T - n, D_h) of these.
+        layout: Digest of what these are made of, where the key does not cover that.
     """
 
     hidden: Tensor
     kv: KV
     padding: Tensor | None = None
     padding_kv: KV = field(default_factory=dict)
+    layout: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,7 @@ class Record:
         places: Where it is found.
         answer: Signature of its answer (S,), where that is known.
         is_kept: Nothing makes it leave.
+        layout: Of the padding that its states hold; see `Row.layout`.
     """
 
     key: str
@@ -56,24 +59,27 @@ class Record:
     places: tuple[Place, ...]
     answer: Floats | None = None
     is_kept: bool = False
+    layout: bytes = b""
 
 
 class Request:
     """What is known of one stored request besides its states."""
 
-    __slots__ = ("_places", "answer", "dtype", "ids", "is_kept", "scope")
+    __slots__ = ("_places", "answer", "dtype", "ids", "is_kept", "layout", "scope")
 
-    def __init__(self, scope: Scope, ids: bytes, dtype: torch.dtype) -> None:
+    def __init__(self, scope: Scope, ids: bytes, dtype: torch.dtype, layout: bytes = b"") -> None:
         """A request that no index finds yet.
 
         Args:
             scope: Its scope.
             ids: Its packed token ids.
             dtype: Dtype of its states as the model made them.
+            layout: Of the padding that its states hold; see `Row.layout`.
         """
         self.scope = scope
         self.ids = ids
         self.dtype = dtype
+        self.layout = layout
         self.answer: Floats | None = None  # signature (S,), once the model has given it
         self.is_kept = False
         self._places: tuple[Any, ...] = ()  # flat: a pair of its own would cost 70 bytes a request
@@ -95,4 +101,4 @@ class Request:
             entries: Its encoded states by layer.
         """
         places = tuple(Place(shelf.layer, shelf.length, shelf.vector(slot), slot) for shelf, slot in self.places)
-        return Record(key, self.scope, self.ids, self.dtype, entries, places, self.answer, self.is_kept)
+        return Record(key, self.scope, self.ids, self.dtype, entries, places, self.answer, self.is_kept, self.layout)

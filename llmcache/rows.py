@@ -77,7 +77,10 @@ class Row:
         start: Position of the first valid token where those of the others follow one by one; else None.
         refused: Why the row takes no part in caching, or "".
         has_layout: Its key covers its padding as well, so that what is stored of it fits every place of the row.
+        layout: Digest of what its padding is made of, where that is kept and not part of the key; else b"".
         is_misread: The head may read a place of it that is not valid: what another request left there is not known.
+        again: A key of its own, where an earlier row of the call has the same key; else "". What the model makes of the
+            two may differ in the last bits, since kernels round by the place in a batch.
     """
 
     number: int
@@ -88,7 +91,9 @@ class Row:
     start: int | None = None
     refused: str = ""
     has_layout: bool = False
+    layout: bytes = b""
     is_misread: bool = False
+    again: str = ""
 
 
 @dataclass(slots=True)
@@ -142,7 +147,12 @@ def id_dtype(vocabulary: int) -> np.dtype[Any]:
 
 
 def read_rows(
-    scope: Scope, inputs: Inputs, dtype: np.dtype[Any], padding_counts: bool = False, layout_counts: bool = False
+    scope: Scope,
+    inputs: Inputs,
+    dtype: np.dtype[Any],
+    padding_counts: bool = False,
+    layout_counts: bool = False,
+    layout_is_kept: bool = False,
 ) -> list[Row]:
     """Work out each row's valid tokens and exact key.
 
@@ -155,9 +165,11 @@ def read_rows(
         dtype: Of packed ids; see `id_dtype`.
         padding_counts: The model may treat padding as it likes: all tokens are kept, and the mask is part of the key.
         layout_counts: States of padding may be read, too: the key of a padded row covers all that decides them.
+        layout_is_kept: They are not read, but given back where they are known: a digest of that is kept beside the key.
     """
     prefix = _sha_of(scope)
-    rows = []
+    rows: list[Row] = []
+    n_seen: dict[str, int] = {}
     for number, row_ids in enumerate(inputs.ids):
         mask = None if inputs.valid is None else inputs.valid[number]
         valid, n_valid = _valid_positions(None if padding_counts else mask, len(row_ids))
@@ -173,12 +185,21 @@ def read_rows(
             _update(sha, b"where", np.arange(end)[valid])
         elif not isinstance(valid, slice):
             _update(sha, b"gaps", valid - valid[0])
-        has_layout = layout_counts and n_valid < len(row_ids)
+        has_layout, layout = layout_counts and n_valid < len(row_ids), b""
         if has_layout:
             _update_layout(sha, inputs, number, mask)
+        elif layout_is_kept and n_valid < len(row_ids):
+            whole = sha.copy()
+            _update_layout(whole, inputs, number, mask)
+            layout = whole.digest()
         packed = row_ids[valid].astype(dtype).tobytes()
         start = _start(_row(inputs.positions, number, valid), valid, n_valid)
-        rows.append(Row(number, _name(sha), packed, valid, n_valid, start, has_layout=has_layout))
+        row = Row(number, _name(sha), packed, valid, n_valid, start, has_layout=has_layout, layout=layout)
+        if nth := n_seen.get(row.key, 0):
+            _update(sha, b"again", [nth])
+            row.again = _name(sha)
+        n_seen[row.key] = nth + 1
+        rows.append(row)
     return rows
 
 

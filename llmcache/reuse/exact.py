@@ -25,11 +25,18 @@ class Exact:
         return [reuse for row in rows if (reuse := self._decide(call, row))]
 
     def _decide(self, call: Call, row: Row) -> Reuse | None:
-        if not self._library.known(row) or not self._library.is_lossless(row.key):
+        own = self._find(call, row, row.again) if row.again else None
+        return own or self._find(call, row, row.key)
+
+    def _find(self, call: Call, row: Row, key: str) -> Reuse | None:
+        if not self._library.known(row, key) or not self._library.is_lossless(key):
             return None
-        for layer in reversed(self._library.held(row.key)):
-            state = self._library.read(row.key, layer, with_kv=call.kv_cache is not None)
-            if state is None or (row.has_layout and not _is_whole(state)):
+        for layer in reversed(self._library.held(key)):
+            state = self._library.read(key, layer, with_kv=call.kv_cache is not None)
+            if state is None:
+                continue
+            is_whole = _is_whole(state, row)
+            if row.has_layout and not is_whole:
                 continue
             return Reuse(
                 row.number,
@@ -37,14 +44,15 @@ class Exact:
                 self.name,
                 state.hidden,
                 state.kv,
-                row.key,
+                key,
                 stores_above=True,
-                padding=state.padding if row.has_layout else None,
-                padding_kv=state.padding_kv,
+                padding=state.padding if is_whole else None,
+                padding_kv=state.padding_kv if is_whole else {},
             )
         return None
 
 
-def _is_whole(state: State) -> bool:
-    """Whether it holds what the model made of padding, K/V included."""
-    return state.padding is not None and state.kv.keys() == state.padding_kv.keys()
+def _is_whole(state: State, row: Row) -> bool:
+    """Whether it holds what the model made of this row's padding, K/V included."""
+    has_all = state.padding is not None and state.kv.keys() == state.padding_kv.keys()
+    return has_all and state.layout == row.layout

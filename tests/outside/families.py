@@ -180,7 +180,15 @@ T5EncoderModelTest = make(
     "T5",
     "EncoderModel",
     tf.T5Config(
-        vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=37, num_layers=2, num_heads=4, dropout_rate=0.0, pad_token_id=1
+        vocab_size=VOCABULARY,
+        d_model=32,
+        d_kv=8,
+        d_ff=37,
+        num_layers=2,
+        num_heads=4,
+        dropout_rate=0.0,
+        pad_token_id=1,
+        is_encoder_decoder=False,  # else it would be given a decoder's ids, which it does not take
     ),
 )
 T5EncoderModelTest.__name__ = "T5EncoderModelTest"

@@ -1,5 +1,6 @@
 """Pipelines, Trainer and sentence-transformers on a wrapped model, used as they are without it."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -7,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
-from torch import nn
+from torch import Tensor, nn
 
 from llmcache import ConfigError, LLMCache
-from tests.models import BARE, CLASSIFIERS, GENERATORS, STRANGERS, TOKEN_HEADS, build, tokenizer
+from tests.models import BARE, CLASSIFIERS, GENERATORS, STRANGERS, TOKEN_HEADS, build, padded, tokenizer
 
 TEXTS = ["w5 w6 w7 w8", "w9 w10", "w11 w12 w13"]
 
@@ -301,6 +302,82 @@ def test_token_embeddings_are_served_losslessly(tmp_path: Path) -> None:
         for ours, theirs in zip(model.encode(TEXTS, output_value="token_embeddings"), plain, strict=True):
             torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
     assert cache.stats().hits == {"exact": 3}
+
+
+def token_embeddings(model: Any, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
+    """Of a whole batch, padding included (B, T, D), and its mask (B, T)."""
+    features = model.preprocess(list(texts))
+    with torch.inference_mode():
+        return model(dict(features))["token_embeddings"], features["attention_mask"]
+
+
+@pytest.mark.parametrize("layers", ["auto", [1]])
+@pytest.mark.parametrize("mode", ["mean", "cls", "lasttoken"])
+def test_token_embeddings_come_back_at_every_place(mode: str, layers: Any, tmp_path: Path) -> None:
+    model = embedder(tmp_path, mode)
+    plain, _ = token_embeddings(model, TEXTS)
+    with LLMCache.wrap(model, layers=layers) as cache:
+        first, _ = token_embeddings(model, TEXTS)
+        for _ in range(2):  # the second time at the door, where only the last layer is stored
+            again, _ = token_embeddings(model, TEXTS)
+            assert torch.equal(again, first)
+        assert torch.equal(first, plain)
+        assert cache.stats().hits == {"exact": 2 * len(TEXTS)}
+
+
+@pytest.mark.parametrize("n_known", [2, 3])
+def test_other_layouts_are_served_with_zeros_for_padding(n_known: int, tmp_path: Path) -> None:
+    """Also in a batch of which a row is computed."""
+    model = embedder(tmp_path)
+    longer = [*TEXTS[:n_known], "w1 w2 w3 w5 w6 w7 w8 w9"]
+    plain, mask = token_embeddings(model, longer)
+    with LLMCache.wrap(model) as cache:
+        first, _ = token_embeddings(model, TEXTS)
+        other, _ = token_embeddings(model, longer)
+        assert cache.stats().hits == {"exact": n_known}
+        again, _ = token_embeddings(model, longer)
+        assert cache.stats().hits == {"exact": 2 * n_known + 1}
+        assert torch.equal(token_embeddings(model, TEXTS)[0], first)  # its own padding is still held
+    assert torch.equal(other, again)
+    torch.testing.assert_close(other[mask == 1], plain[mask == 1], atol=1e-5, rtol=1e-5)
+    assert not other[mask == 0].any()
+
+
+def test_what_padding_is_made_of_is_looked_at_where_pooling_heeds_the_mask(tmp_path: Path) -> None:
+    model = embedder(tmp_path)
+    features = model.preprocess(TEXTS)
+    other = features | {"input_ids": torch.where(features["attention_mask"] == 1, features["input_ids"], 7)}
+    with LLMCache.wrap(model) as cache:
+        cache(dict(features))
+        served = cache(dict(other))["token_embeddings"]
+        assert cache.stats().hits == {"exact": len(TEXTS)}
+    assert not served[features["attention_mask"] == 0].any()
+
+
+def test_padding_under_pooling_is_kept_on_disk(tmp_path: Path) -> None:
+    model = embedder(tmp_path / "model")
+    with LLMCache.wrap(model) as cache:
+        first, _ = token_embeddings(model, TEXTS)
+        cache.save(tmp_path / "saved")
+    with LLMCache.load(model, tmp_path / "saved") as cache:
+        assert torch.equal(token_embeddings(model, TEXTS)[0], first)
+        assert cache.stats().hits == {"exact": len(TEXTS)}
+
+
+def test_keys_and_values_of_padding_under_pooling_come_back(tmp_path: Path) -> None:
+    model = embedder(tmp_path, "lasttoken", model=build(BARE["gpt2"]))
+    trunk = model[0].auto_model
+    layouts = [padded([9, 4]), padded([11, 4])]
+    with LLMCache.wrap(model, prefix=False) as cache, torch.inference_mode():
+        first = trunk(**layouts[0], use_cache=True)
+        other = trunk(**layouts[1], use_cache=True)
+        again = trunk(**layouts[0], use_cache=True)
+        assert cache.stats().hits == {"exact": 3}
+    assert torch.equal(again.last_hidden_state, first.last_hidden_state)
+    for ours, theirs in zip(again.past_key_values.layers, first.past_key_values.layers, strict=True):
+        assert torch.equal(ours.keys, theirs.keys) and torch.equal(ours.values, theirs.values)
+    for layer in other.past_key_values.layers:
+        assert not layer.keys[1, :, 4:].any() and not layer.values[1, :, 4:].any()
 
 
 def test_prompts_that_pooling_leaves_out(tmp_path: Path) -> None:

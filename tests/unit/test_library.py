@@ -77,6 +77,17 @@ def check(lib: Library) -> None:
         }
 
 
+def test_a_request_keeps_the_padding_that_it_first_came_with() -> None:
+    lib, ours, theirs = library(), row(1), row(1)
+    ours.layout, theirs.layout = b"a" * 32, b"b" * 32
+    for one, layers in ((ours, LAYERS), (theirs, LAYERS[:1])):
+        given = {layer: {**tensors, "padding_hidden": torch.ones(2, WIDTH)} for layer, tensors in states(1).items()}
+        assert lib.put(scope(), one, {layer: given[layer] for layer in layers}, vector(1))
+    found = [lib.read(ours.key, layer, with_kv=False) for layer in LAYERS]
+    assert [state is not None and state.padding is not None for state in found] == [False, True]
+    assert all(state is not None and state.layout == ours.layout for state in found)
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(
