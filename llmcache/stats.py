@@ -24,11 +24,12 @@ class AuditStats:
 
     Attributes:
         status: `learning` from the first requests; `certified`: the bound holds, as far as is known, and the audit
-            looks into hits; `unwatched`: it was shown, but with `audit=0` nobody looks; `drifted`: it is void, requests
-            being unlike those that it was made with, and nothing is reused approximately; `failing`: nor is anything
-            meanwhile, as the cache itself fails (`Stats.health`); `growing`: sources grow, and there is no bound;
-            `tightened`: after a first alarm, half is served; `off`: nothing is, after a second alarm, a calibration
-            that failed, or none; `other weights`: the model was calibrated with others.
+            looks into hits; `unwatched`: it was shown, but with `audit=0` nobody looks, or an early save does not tell
+            what requests are to be compared with; `drifted`: it is void, requests being unlike those that it was made
+            with, and nothing is reused approximately; `failing`: nor is anything meanwhile, as the cache itself fails
+            (`Stats.health`); `growing`: sources grow, and there is no bound; `tightened`: after a first alarm, half is
+            served; `off`: nothing is, after a second alarm, a calibration that failed, or none; `other weights`: the
+            model was calibrated with others.
         n_requests: Requests counted, hits or not; bypassed ones are not.
         n_drawn: Approximate hits to be looked into.
         n_looked: Those whose own answer is known by now. Where n_drawn - n_looked exceeds n_waiting, the rest cannot be

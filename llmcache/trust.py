@@ -253,7 +253,10 @@ class Trust:
             return "failing"
         if made.n_alarms:
             return "tightened"
-        return "growing" if made.sources == "growing" else "certified" if self._is_watched else "unwatched"
+        if made.sources == "growing":
+            return "growing"
+        is_compared = made.watch is not None and made.watch.compares
+        return "certified" if self._is_watched and is_compared else "unwatched"
 
     def learn(self, cases: Sequence[Observation]) -> Doubles:
         """Learn from requests, of which those that differ serve from then on. Nothing is allowed yet: for replays.

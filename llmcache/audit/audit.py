@@ -22,7 +22,7 @@ from torch import Tensor
 from llmcache.answers import Answers
 from llmcache.audit.auditor import MOST_WAITING, Auditor
 from llmcache.audit.fresh import Fresh
-from llmcache.audit.likeness import Likeness, hits_alone
+from llmcache.audit.likeness import Likeness
 from llmcache.audit.look import Look, Looks, look_at
 from llmcache.audit.marking import Marking
 from llmcache.audit.shadow import GaveWay, Job, Shadow
@@ -367,9 +367,8 @@ class Audit:
             self._account = self._likeness = None
             if self._floor:
                 self._account = Auditor(made.watch.most_changed, self._floor, made.delta, seed=self._n_accounts)
-            if made.is_certified:
-                known = made.watch.profile or hits_alone(made.chosen.limit, made.chosen.hit_rate, made.n_tested)
-                self._likeness = Likeness(known)
+            if made.is_certified and made.watch.profile is not None and made.watch.compares:
+                self._likeness = Likeness(made.watch.profile)
             self._marking.forget()
             self._fresh.begin(made)
         return True
