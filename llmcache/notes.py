@@ -182,7 +182,7 @@ class Notes:
 
     def _setting(self, call: Call) -> tuple[Kind, str]:
         """What decides states beside tokens and weights, and how they are packed."""
-        return self._door.kind(call), str(getattr(self._parts.trunk.config, "_attn_implementation", ""))
+        return self._door.kind(call), self._parts.trunk.attention
 
     @property
     def _is_over(self) -> bool:

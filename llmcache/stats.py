@@ -33,10 +33,11 @@ class AuditStats:
         n_requests: Requests counted, hits or not; bypassed ones are not.
         n_drawn: Approximate hits to be looked into.
         n_looked: Those whose own answer is known by now. Where n_drawn - n_looked exceeds n_waiting, the rest cannot be
-            known: computing failed, they were purged, or the weights were others by then.
+            known: computing failed, or they were purged.
         n_lost: Those that count as changed to the alarm since they were not looked into: computing them failed, or
             more than a thousand others have been drawn and not looked into since (`llmcache.audit.auditor`).
-        n_waiting: Hits that wait to be looked into, and a renewal if one does: `LLMCache.drain` does them.
+        n_waiting: Hits that wait to be looked into, and a renewal if one does: `LLMCache.drain` does them, but for hits
+            that wait until the weights that served them are back.
         n_changed: Of those looked into, how many answers were not the model's own.
         rate: Estimated share of changed answers, of all requests; None before the first.
         lower: The mean rate so far is at least this, at all times but for a chance of `delta`.
