@@ -152,11 +152,11 @@ class Notes:
 
     def admit(self, call: Call, hashes: Sequence[int]) -> None:
         """Store what was noted of the requests of a call, with all that they came with."""
-        if not self._notes:
+        found = {place: None for one in hashes if isinstance(place := self._places.get(one), Note)}
+        if not found:
             return
         weights = self._parts.weights.digest()
-        found = (self._places.get(one) for one in hashes)
-        for note in dict.fromkeys(place for place in found if isinstance(place, Note)):
+        for note in found:
             if note.kept.setting == self._setting(call) and note.kept.packing.weights == weights:
                 self._admit(note)
 

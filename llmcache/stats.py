@@ -12,6 +12,8 @@ from llmcache.health import Health, Share, is_told
 
 logger = logging.getLogger("llmcache")
 
+# Decode steps are what generation is made of, and comparisons what costs are known by: nothing for the user to cure.
+_WANTED = ("decode", "disabled", "compared")
 
 Status = Literal[
     "learning", "certified", "unwatched", "drifted", "failing", "growing", "tightened", "off", "other weights"
@@ -201,8 +203,7 @@ class Counters:
             has_turned = reason == "error" and self._end_call()
         self._tell_turn(has_turned)
         if is_first:
-            # Decode steps are what generation is made of: nothing for the user to cure.
-            level = logging.DEBUG if reason in ("decode", "disabled") else logging.WARNING
+            level = logging.DEBUG if reason in _WANTED else logging.WARNING
             logger.log(level, "llmcache is bypassed (%s): %s", reason, CURES[reason])
 
     def error(self, what: str, error: Exception) -> None:

@@ -106,10 +106,14 @@ class Trust:
 
         Nothing either while the cache fails: what it has lost track of it cannot vouch for.
         """
-        if not self._limits or self._counters.is_failing or not self.is_made_for(scope.weights):
+        if not self.is_serving(scope.weights):
             return {}
         least = self.tightened.get()
         return self._limits if least == inf else {layer: min(limit, least) for layer, limit in self._limits.items()}
+
+    def is_serving(self, weights: str) -> bool:
+        """Whether anything may be reused approximately by a trunk of these weights."""
+        return bool(self._limits) and not self._counters.is_failing and self.is_made_for(weights)
 
     def is_made_for(self, weights: str) -> bool:
         """Whether there is a calibration, and it is one of this trunk and of the head as it is now."""

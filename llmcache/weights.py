@@ -77,6 +77,11 @@ class Weights:
                     self._refresh()
         return self._state[1]
 
+    @property
+    def latest(self) -> str:
+        """The latest digest that was made, without a look at what has changed since; "" before the first."""
+        return self._state[1]
+
     def mark_of(self, digest: str) -> Mark | None:
         """The mark that came with a digest; None where others have come since."""
         mark, latest = self._state
