@@ -161,12 +161,14 @@ class Notes:
                 self._admit(note)
 
     def clear(self, namespace: str | None = None) -> None:
-        """Forget all, or what is of one namespace."""
+        """Forget all, or what is of one namespace, whose requests have left the library."""
         with self._lock:
             for note in [note for note in self._notes if namespace in (None, note.namespace)]:
                 self._drop(note)
-            if namespace is None:
-                self._places.clear()
+            library = self._parts.library
+            left = [one for one, place in self._places.items() if isinstance(place, str) and place not in library]
+            for one in list(self._places) if namespace is None else left:
+                del self._places[one]
 
     def _admit(self, note: Note) -> None:
         with self._lock:

@@ -127,7 +127,8 @@ class Trust:
     def end(self) -> None:
         """Reuse nothing approximately any more; what served may leave."""
         with self._lock:
-            self._limits, self.calibration = {}, None
+            self._limits, self.calibration, self._namespaces = {}, None, set()
+            self.chooser.forget()
             self._library.search_by(None)
 
     def forget(self, namespace: str | None = None) -> None:

@@ -189,8 +189,9 @@ class Audit:
             self._looks.drop(namespace)
         with self._lock:
             self._fresh.forget(namespace)
-            if namespace is None:
-                self._marking.forget()
+            self._marking.forget()  # what is left of others is looked up once more
+            if self._likeness is not None:
+                self._likeness.forget()
 
     def stats(self) -> AuditStats:
         """How it stands now."""

@@ -124,6 +124,10 @@ class Chooser:
         self._examples = {scope: Examples(near, _signatures(near)) for scope, near in kept.items()}
         return self.examples
 
+    def forget(self) -> None:
+        """Have no answer given by an example until some are presented."""
+        self._examples = {}
+
     @property
     def examples(self) -> list[str]:
         """Keys of the requests that answers are given by, in the order in which they were presented."""
