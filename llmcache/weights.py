@@ -120,6 +120,11 @@ class Weights:
         return "adapter_names" if any(tuner._forward_pre_hooks for tuner, _ in self._tuners) else None
 
     @property
+    def is_training(self) -> bool:
+        """Whether the module is in training mode, or one in it that drops at random what passes."""
+        return self._module.training or any(map(_TRAINING, self._dropouts))
+
+    @property
     def unreadable(self) -> str | None:
         """The refusal, where weights cannot be told from others at all."""
         return self._refusal if self._refusal in _UNREADABLE else None

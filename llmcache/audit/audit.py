@@ -221,9 +221,14 @@ class Audit:
 
     def _resume(self) -> None:
         """Have hits looked into that waited for the model to be as it was when they were served."""
-        if self._looks.has_parked and self._weights.refusal is None:
+        if self._looks.has_parked and self._can_look:
             for look in self._looks.resume(self._origin(), self._is_over):
                 self.shadow.add(Job(Audit._look_on, look.since_s))
+
+    @property
+    def _can_look(self) -> bool:
+        """Whether the model would be computed as it was when it served: it is not in training mode, say."""
+        return self._weights.refusal is None and not self._weights.is_training
 
     def _is_over(self, origin: Origin) -> bool:
         """Whether nothing follows any more from what was served so: the calibration that allowed it has ended."""
@@ -233,7 +238,8 @@ class Audit:
     def _look_on(self) -> None:
         """Look into the hit that has waited longest and into others, whose own jobs then have less to do."""
         looks = self._looks.take()
-        if looks and looks[0].origin != self._origin():  # adapters take turns, say: a verdict takes the one that served
+        # Where adapters take turns, a verdict takes the one that served. Neither that nor training mode is for ever.
+        if looks and (looks[0].origin != self._origin() or not self._can_look):
             self._looks.park([] if self._is_over(looks[0].origin) else looks)
             return
         left = list(looks)
@@ -249,12 +255,12 @@ class Audit:
             cases = self._compute_again(looks) if looks else []
         except Exception as error:
             if len(looks) == 1:
-                self._counters.look(error)
                 _take_out(looks[0], left)
-                if self._weights.refusal == "training":  # which tells nothing of the hit, and does not last
-                    self._looks.park(looks)
-                else:
+                if self._can_look:
+                    self._counters.look(error)
                     self._lose(looks[0].drawn)
+                else:  # by now; it tells nothing of the hit
+                    self._looks.park(looks)
                 return
             for look in looks:  # one of them may be to blame
                 self._look([look], left)

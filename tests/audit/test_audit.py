@@ -558,11 +558,40 @@ def test_looks_that_nothing_follows_from_any_more_wait_no_longer(cache: LLMCache
         assert known(cache).n_waiting == 0
 
 
+@contextmanager
+def training(model: nn.Module) -> Iterator[None]:
+    """Within: in training mode, of a trunk without dropout."""
+    model.train()
+    for part in model.modules():
+        if isinstance(part, nn.Dropout):
+            part.eval()
+    try:
+        yield
+    finally:
+        model.eval()
+
+
 def test_a_model_in_training_mode_is_looked_into_afterwards(cache: LLMCache, model: nn.Module) -> None:
     n_hits = ask(cache, fresh(40)).count("semantic")
-    model.train()
-    assert known_after(cache) == (n_hits, 0, 0, n_hits)
-    model.eval()
+    with training(model):
+        assert known_after(cache) == (n_hits, 0, 0, n_hits)
+    assert cache.stats().errors == 0 and not cache.stats().health.is_failing  # nothing has failed
+    assert known_after(cache) == (n_hits, n_hits, 0, 0)
+
+
+def test_training_that_begins_while_it_looks_costs_no_verdict(
+    cache: LLMCache, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n_hits, run = ask(cache, fresh(20)).count("semantic"), Audit._run
+
+    def train_first(self: Audit, look: Any, inputs: Any) -> Any:
+        model.train()
+        return run(self, look, inputs)
+
+    monkeypatch.setattr(Audit, "_run", train_first)
+    with training(model):
+        assert known_after(cache) == (n_hits, 0, 0, n_hits)
+    monkeypatch.undo()
     assert known_after(cache) == (n_hits, n_hits, 0, 0)
 
 
