@@ -94,7 +94,8 @@ class Weights:
             mark: Taken when the call began, see `mark_of`.
             digest: Of that time.
         """
-        if mark is None or mark is not self._state[0]:  # another thread saw other weights meanwhile
+        latest = self._state[0]
+        if mark is None or latest is None or mark.era != latest.era:  # other weights were seen meanwhile
             return False
         now = self.mark()
         if now == mark and not (self._suspects or self._trained):
@@ -180,7 +181,7 @@ class Weights:
         suspects.update(map(id, self._trained))
         if (known := self._recall()) is not None and not suspects:
             mark, (digest, self._refusal) = known
-            self._state = (mark, digest)
+            self._become(mark, digest)
             return
         if self._state[0] is None or self.mark() != self._state[0]:
             self._survey()
@@ -192,8 +193,19 @@ class Weights:
         self._known[mark] = (digest, self._refusal)
         while len(self._known) > _MAX_STATES:
             self._known.popitem(last=False)
-        self._state = (mark, digest)
+        self._become(mark, digest)
         self._trained = [tensor for tensor in self._tensors if _holds_gradient(tensor)]
+
+    def _become(self, mark: Mark, digest: str) -> None:
+        """Take note of the latest mark; its era is that of the one before if nothing came between that decides states.
+
+        Frequencies that are written anew come before layer 0, in the middle of a call.
+        """
+        before, known = self._state
+        if before is not None:
+            has_stayed = known == digest and self._may_be_alike(before, mark)
+            mark.era = before.era + (not has_stayed)
+        self._state = (mark, digest)
 
     def _recall(self) -> tuple[Mark, tuple[str, str | None]] | None:
         """Digest and refusal of a state that was there before."""

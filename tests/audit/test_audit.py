@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as tf
 from torch import Tensor, nn
 
 from llmcache import AuditStats, LLMCache
@@ -21,7 +22,7 @@ from llmcache.audit.auditor import Auditor
 from llmcache.audit.likeness import Likeness
 from llmcache.audit.shadow import GaveWay
 from llmcache.errors import CalibrationError, ConfigError
-from tests.models import PAD
+from tests.models import PAD, build, llama
 from tests.topics import classifier, requests
 
 N = 700
@@ -593,6 +594,20 @@ def test_training_that_begins_while_it_looks_costs_no_verdict(
         assert known_after(cache) == (n_hits, 0, 0, n_hits)
     monkeypatch.undo()
     assert known_after(cache) == (n_hits, n_hits, 0, 0)
+
+
+def test_a_trunk_that_writes_its_frequencies_in_each_call_is_looked_into() -> None:
+    """With what they were: that comes before layer 0, in the middle of the look."""
+    rope = {"rope_type": "longrope", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+    rope |= {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
+    llm = build(lambda: tf.LlamaForSequenceClassification(llama(rope_parameters=rope)))
+    settings = {**SETTINGS, "max_drop": 0.3, "audit_in_background": False}
+    with LLMCache.wrap(llm, **settings) as cache:
+        assert cache.calibrate(requests(N)[0]).is_certified
+        n_hits = ask(cache, fresh(40)).count("semantic")
+        assert n_hits > 20
+        assert known_after(cache) == (n_hits, n_hits, 0, 0)
+        assert cache.stats().errors == 0
 
 
 def test_looks_of_another_attention_wait_for_it(cache: LLMCache, model: nn.Module) -> None:

@@ -2,12 +2,15 @@
 
 from dataclasses import replace
 from math import inf
+from typing import Any
 
 import numpy as np
 import pytest
 
 from llmcache import LLMCache
+from llmcache.audit.audit import Audit
 from llmcache.audit.likeness import Likeness, Marks, Profile, profile
+from llmcache.context import Call
 from tests.topics import classifier, requests
 
 N = 800  # of C
@@ -192,6 +195,26 @@ def test_a_cache_that_learns_by_itself_learns_anew_after_a_drift() -> None:
         for one in requests(760, seed=8, noise=0.0)[0]:
             cache(**one)
         assert status_of(cache) == "unwatched"
+
+
+def test_calls_that_are_known_to_be_held_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of calls that go by the cache, those take part: they are no sample of all."""
+    with LLMCache.wrap(classifier(), step_aside=False, max_drop=0.05) as cache:
+        cache.calibrate(requests(700)[0])
+        draw = Audit.draw
+
+        def foretold(self: Audit, call: Call, decided: Any) -> Any:
+            call.is_foretold = True
+            return draw(self, call, decided)
+
+        monkeypatch.setattr(Audit, "draw", foretold)
+        for one in requests(300, seed=7, noise=1.0)[0]:
+            cache(**one)
+        assert status_of(cache) == "certified"
+        monkeypatch.undo()
+        for one in requests(300, seed=8, noise=1.0)[0]:
+            cache(**one)
+        assert status_of(cache) == "drifted"
 
 
 def test_other_tenants_are_not_compared() -> None:
