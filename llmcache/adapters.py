@@ -176,6 +176,11 @@ class Trunk:
         """The trunk's transformers config."""
         return self.module.config
 
+    @property
+    def attention(self) -> str:
+        """The attention implementation in use; "" where its config names none."""
+        return str(setting(self.config, "_attn_implementation", ""))
+
 
 def locate(model: nn.Module) -> Trunk:
     """Find the trunk of a model, outermost first; of an encoder-decoder, the encoder.

@@ -236,8 +236,9 @@ class LLMCache:
         """Do now what waits for a moment without calls, and return how many jobs this thread did.
 
         Jobs are hits that the audit looks into, and renewals of a calibration. None is left or under way afterwards.
+        Hits that were served with other weights than those of now wait until these are back.
         """
-        return 0 if self._parts.audit is None else self._parts.audit.shadow.drain()
+        return 0 if self._parts.audit is None else self._parts.audit.drain()
 
     def __enter__(self) -> Self:
         """Return the cache."""

@@ -98,6 +98,7 @@ class Verdict(NamedTuple):
         is_foretold: It does since its requests are held.
         is_noted: It goes by, and may be noted.
         is_timed: It goes by, and is to be timed.
+        is_compared: It goes by only so that what the model takes alone is known.
     """
 
     pays: bool
@@ -105,6 +106,7 @@ class Verdict(NamedTuple):
     is_foretold: bool = False
     is_noted: bool = False
     is_timed: bool = False
+    is_compared: bool = False
 
 
 def none_held(hashes: Sequence[int]) -> int:
@@ -156,7 +158,7 @@ class _Bucket:
         plain_s: Seconds of calls that went by.
         noting_s: Seconds that noting such a call takes.
         beside_s: Seconds beside calls that took the whole way.
-        unbilled_s: Those since the latest such call.
+        unbilled_s: Those since the latest such call whose hits count.
         hits: Share of rows served, of calls that took the whole way.
         repeats: Share of requests that were asked before.
         is_aside: Calls go by.
@@ -305,8 +307,10 @@ class CostModel:
                 bucket.repeats.add(sum(map(self._came_before, hashes)) / n_rows, n_rows)
             if not bucket.is_aside:
                 is_probe = bucket.n_since % _PROBE == 0
-                goes_by = compares and bucket.is_compared()
-                return Verdict(not goes_by, is_probe and not goes_by, is_timed=goes_by)
+                if compares and bucket.is_compared():
+                    # Noted, as it would have been stored; that comes after what is timed, and touches little memory.
+                    return Verdict(False, False, is_noted=True, is_timed=True, is_compared=True)
+                return Verdict(True, is_probe)
             is_probe = bucket.n_since % (_PROBE if searches or not bucket.n_noted else _RARE * _PROBE) == 0
             rate = max(bucket.hits.value, bucket.repeats.value)
             if bucket.n_since < bucket.rest or rate <= (pays_from := bucket.pays_from):
@@ -368,7 +372,7 @@ class CostModel:
                 bucket.hits.add(n_hits / n_rows, n_rows)
                 self._hits.add(n_hits / n_rows, n_rows)
                 bucket.beside_s.add(bucket.unbilled_s)
-            bucket.unbilled_s = 0.0
+                bucket.unbilled_s = 0.0
             if times is not None and n_hits == n_rows:
                 bucket.hit_s.add(times.whole_s)
             elif times is not None and n_hits == 0:  # what a batch costs that is served in part says nothing of either

@@ -386,7 +386,7 @@ class Flow:
         """Have the audit's own calls stop for others, and let it catch up before a call, if it has waited for long."""
         if self._parts.is_collecting:
             call.give_way = audit.shadow.give_way if audit.shadow.may_stop else None
-        elif frame.is_outermost and (spent_s := audit.shadow.catch_up()):  # no call within another one
+        elif frame.is_outermost and (spent_s := audit.catch_up()):  # no call within another one
             self._meter.spent(call, spent_s)
 
     def _let_pass(self, passing: Call, output: Any) -> None:

@@ -9,7 +9,7 @@ from llmcache.adapters import first_attention
 from llmcache.answers import Answers, Reading, find_answers
 from llmcache.assembly import make_fingerprint, refuse_unsafe
 from llmcache.audit.audit import Audit, Compute
-from llmcache.audit.look import Looks
+from llmcache.audit.look import Looks, Origin
 from llmcache.calibration import check_size
 from llmcache.claim import Claim
 from llmcache.config import CacheConfig
@@ -89,6 +89,11 @@ def make_learning(
     head = Weights(model, without=parts.trunk.module)
     claim = Claim(config.max_drop, config.delta, "changed", config.sources, 0)
     teacher = Teacher(parts.library, fingerprint, tokens, chooser, answers)
+
+    def origin() -> Origin:
+        """What decides the model's answers now."""
+        return Origin(parts.weights.digest(), head.digest(), parts.trunk.attention)
+
     is_watched = config.audit > 0
     trust = Trust(parts.library, teacher, chooser, answers, head, parts.counters, config.learn, claim, is_watched)
     observer = Observer(parts.library, answers, answer_of, head)
@@ -101,6 +106,7 @@ def make_learning(
         parts.counters,
         compute,
         Looks(getattr(parts.trunk.config, "pad_token_id", None) or 0, names),
+        origin,
         config.audit,
         config.recalibrate,
         config.audit_in_background,

@@ -57,6 +57,9 @@ class Library:
     def __len__(self) -> int:
         return len(self._requests)
 
+    def __contains__(self, key: str) -> bool:
+        return key in self._requests
+
     @property
     def layers(self) -> tuple[int, ...]:
         """Stored layers, first to last."""

@@ -7,7 +7,7 @@ from typing import Any
 class Mark:
     """What every edit makes another one. Compared by identity where values may be anything."""
 
-    __slots__ = ("contents", "held", "numbers", "settings")
+    __slots__ = ("contents", "era", "held", "numbers", "settings")
 
     def __init__(
         self, numbers: tuple[int, ...], held: tuple[Any, ...], settings: tuple[Any, ...], contents: tuple[Any, ...]
@@ -17,6 +17,7 @@ class Mark:
         self.held = held
         self.settings = settings
         self.contents = contents
+        self.era = 0  # of the latest digests: it moves on whenever anything may have come between two of them
 
     def has_structure_of(self, other: "Mark") -> bool:
         """Whether all but settings are alike."""

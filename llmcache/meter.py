@@ -87,17 +87,15 @@ class Meter:
         call.hashes = _hashes(call) if ids.is_cpu else ()
         notes = self._parts.notes
         held = none_held if notes is None else notes.count
-        # What is searched for, and looked into, costs more than can be told from within calls.
-        compares = self._parts.trust is not None and self._parts.trust.calibration is not None
         searches = self._parts.fingerprint is not None
-        verdict = cost.pays(ids.numel(), ids.shape[0], call.hashes, held, compares, searches)
+        verdict = cost.pays(ids.numel(), ids.shape[0], call.hashes, held, ids.is_cpu and self._compares, searches)
         if not verdict.pays:
             if ids.is_cpu and (verdict.is_noted or verdict.is_timed):
                 asked = self._clock()
                 kept = notes.prepare(call) if notes is not None and verdict.is_noted else None
                 begun = self._clock()
                 call.passing = Passing(begun, begun - asked, kept, verdict.is_timed)
-            return "does_not_pay"
+            return "compared" if verdict.is_compared else "does_not_pay"
         if notes is not None:
             notes.admit(call, call.hashes)
         call.is_metered, call.is_foretold = True, verdict.is_foretold
@@ -145,6 +143,14 @@ class Meter:
         if not ids.is_cpu:
             self._wait(ids.device)
         return self._clock()
+
+    @property
+    def _compares(self) -> bool:
+        """Whether calls are to go by now and then, to be compared with those that are searched for and looked into.
+
+        These cost more than can be told from within calls. An accelerator would have to be waited for.
+        """
+        return self._parts.trust is not None and self._parts.trust.is_serving(self._parts.weights.latest)
 
     @property
     def _is_learning(self) -> bool:

@@ -22,7 +22,6 @@ from llmcache.arguments import DECIDING
 from llmcache.context import Call
 from llmcache.door import Door, Kind, Packing
 from llmcache.mark import Mark
-from llmcache.settings import setting
 
 if TYPE_CHECKING:  # who import `parts`, which holds this
     from llmcache.keeping import Keeper
@@ -153,21 +152,23 @@ class Notes:
 
     def admit(self, call: Call, hashes: Sequence[int]) -> None:
         """Store what was noted of the requests of a call, with all that they came with."""
-        if not self._notes:
+        found = {place: None for one in hashes if isinstance(place := self._places.get(one), Note)}
+        if not found:
             return
         weights = self._parts.weights.digest()
-        found = (self._places.get(one) for one in hashes)
-        for note in dict.fromkeys(place for place in found if isinstance(place, Note)):
+        for note in found:
             if note.kept.setting == self._setting(call) and note.kept.packing.weights == weights:
                 self._admit(note)
 
     def clear(self, namespace: str | None = None) -> None:
-        """Forget all, or what is of one namespace."""
+        """Forget all, or what is of one namespace, whose requests have left the library."""
         with self._lock:
             for note in [note for note in self._notes if namespace in (None, note.namespace)]:
                 self._drop(note)
-            if namespace is None:
-                self._places.clear()
+            library = self._parts.library
+            left = [one for one, place in self._places.items() if isinstance(place, str) and place not in library]
+            for one in list(self._places) if namespace is None else left:
+                del self._places[one]
 
     def _admit(self, note: Note) -> None:
         with self._lock:
@@ -183,7 +184,7 @@ class Notes:
 
     def _setting(self, call: Call) -> tuple[Kind, str]:
         """What decides states beside tokens and weights, and how they are packed."""
-        return self._door.kind(call), str(setting(self._parts.trunk.config, "_attn_implementation", ""))
+        return self._door.kind(call), self._parts.trunk.attention
 
     @property
     def _is_over(self) -> bool:

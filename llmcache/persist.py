@@ -34,8 +34,10 @@ from llmcache.rows import Scope
 from llmcache.trust import Trust
 from llmcache.weights import Weights
 
-FORMAT = 5
-_READ = (4, FORMAT)  # format 4 does not say who wrote it, and which payload; it is the same otherwise
+FORMAT = 6
+# Format 4 does not say who wrote it, and which payload; neither it nor 5 which requests give answers (`examples`), and
+# which of those that a profile counts are repeats. They are the same otherwise.
+_READ = (4, 5, FORMAT)
 _TRIES = 10
 
 Tensors: TypeAlias = dict[str, dict[str, Tensor]]
@@ -55,6 +57,7 @@ class Manifest(BaseModel):
         files: SHA-256 of each data file by name.
         calibration: What approximate reuse rests on, where it was calibrated.
         struck: Requests that serve no others: their namespace by key.
+        examples: Keys of the requests by which a forecast is answered, in their order; None: of each answer the oldest.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -69,6 +72,7 @@ class Manifest(BaseModel):
     files: dict[str, str]
     calibration: Calibration | None = None
     struck: dict[str, str] = {}
+    examples: list[str] | None = None
 
 
 def save(served: Parts, config: CacheConfig, tokenizer: Any, folder: str | Path) -> None:
@@ -92,7 +96,7 @@ def save(served: Parts, config: CacheConfig, tokenizer: Any, folder: str | Path)
         raise StoreError(f"{folder}: not saved: {CURES[reason]}")
     try:
         with locked(folder):
-            parts, scopes, calibration = _take(served, weights)
+            parts, scopes, calibration, examples = _take(served, weights)
             manifest = Manifest(
                 format=FORMAT,
                 written_by=__version__,
@@ -104,6 +108,7 @@ def save(served: Parts, config: CacheConfig, tokenizer: Any, folder: str | Path)
                 files={},
                 calibration=calibration,
                 struck=served.library.struck,
+                examples=examples,
             )
             replace(folder, parts, lambda files: manifest.model_copy(update={"files": files}).model_dump_json(indent=2))
     except (OSError, ValueError, SafetensorError) as error:
@@ -226,7 +231,7 @@ def restore(served: Parts, manifest: Manifest, parts: Tensors, folder: str | Pat
             library.adopt(record)
         library.place(records)
         if served.trust is not None:
-            served.trust.chooser.present((one.scope, one.key, one.answer) for one in records if one.is_kept)
+            _present(served.trust, manifest.examples, records)
         for key, namespace in manifest.struck.items():
             library.strike(key, namespace)
     except BankFileError:
@@ -239,6 +244,13 @@ def restore(served: Parts, manifest: Manifest, parts: Tensors, folder: str | Pat
             f"{folder}: calibrated for a head with other weights (digest {made.head[:12]}, this model's has "
             f"{trust.head_digest()[:12]}); load the model that it was saved from"
         )
+
+
+def _present(trust: Trust, examples: list[str] | None, records: list[Record]) -> None:
+    """Have forecasts answered by the requests that did it when the calibration was made."""
+    by_key = {one.key: one for one in records if one.is_kept}
+    shown = by_key.values() if examples is None else [by_key[key] for key in examples]
+    trust.chooser.present((one.scope, one.key, one.answer) for one in shown)
 
 
 def _check_payload(served: Parts, saved: str, records: list[Record], folder: str | Path) -> None:
@@ -260,8 +272,8 @@ def _check_payload(served: Parts, saved: str, records: list[Record], folder: str
         )
 
 
-def _take(served: Parts, weights: str) -> tuple[Tensors, list[Scope], Calibration | None]:
-    """What is to be written, as it is at one moment: tensors by file, scopes, calibration."""
+def _take(served: Parts, weights: str) -> tuple[Tensors, list[Scope], Calibration | None, list[str] | None]:
+    """What is to be written, as it is at one moment: tensors by file, scopes, calibration, keys of examples."""
     library = served.library
     with nullcontext() if served.trust is None else served.trust.held():  # no calibration is renewed meanwhile
         trust = served.trust if served.trust is not None and served.trust.is_made_for(weights) else None
@@ -271,7 +283,9 @@ def _take(served: Parts, weights: str) -> tuple[Tensors, list[Scope], Calibratio
             "requests": pack_requests(records, scopes) | _pack_learned(library, trust),
             "states": pack_states(records) | _pack_codecs(library, weights),
         }
-        return parts, scopes, None if trust is None else trust.calibration
+        if trust is None:
+            return parts, scopes, None, None
+        return parts, scopes, trust.calibration, trust.chooser.examples
 
 
 def _pack_learned(library: Library, trust: Trust | None) -> dict[str, Tensor]:

@@ -46,8 +46,7 @@ class Reader:
         dtype, device = str(entering), call.arguments["input_ids"].device.type
         if torch.is_autocast_enabled(device):
             dtype += f" autocast {torch.get_autocast_dtype(device)}"
-        attention = str(setting(self._parts.trunk.config, "_attn_implementation", ""))
-        return Scope(call.namespace, self._parts.weights.digest(), dtype, attention)
+        return Scope(call.namespace, self._parts.weights.digest(), dtype, self._parts.trunk.attention)
 
     def read(self, call: Call, hidden: Tensor | None) -> None:
         """Everything that needs the host, in one transfer.

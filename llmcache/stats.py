@@ -12,6 +12,8 @@ from llmcache.health import Health, Share, is_told
 
 logger = logging.getLogger("llmcache")
 
+# Decode steps are what generation is made of, and comparisons what costs are known by: nothing for the user to cure.
+_WANTED = ("decode", "disabled", "compared")
 
 Status = Literal[
     "learning", "certified", "unwatched", "drifted", "failing", "growing", "tightened", "off", "other weights"
@@ -24,18 +26,20 @@ class AuditStats:
 
     Attributes:
         status: `learning` from the first requests; `certified`: the bound holds, as far as is known, and the audit
-            looks into hits; `unwatched`: it was shown, but with `audit=0` nobody looks; `drifted`: it is void, requests
-            being unlike those that it was made with, and nothing is reused approximately; `failing`: nor is anything
-            meanwhile, as the cache itself fails (`Stats.health`); `growing`: sources grow, and there is no bound;
-            `tightened`: after a first alarm, half is served; `off`: nothing is, after a second alarm, a calibration
-            that failed, or none; `other weights`: the model was calibrated with others.
+            looks into hits; `unwatched`: it was shown, but with `audit=0` nobody looks, or an early save does not tell
+            what requests are to be compared with; `drifted`: it is void, requests being unlike those that it was made
+            with, and nothing is reused approximately; `failing`: nor is anything meanwhile, as the cache itself fails
+            (`Stats.health`); `growing`: sources grow, and there is no bound; `tightened`: after a first alarm, half is
+            served; `off`: nothing is, after a second alarm, a calibration that failed, or none; `other weights`: the
+            model was calibrated with others.
         n_requests: Requests counted, hits or not; bypassed ones are not.
         n_drawn: Approximate hits to be looked into.
         n_looked: Those whose own answer is known by now. Where n_drawn - n_looked exceeds n_waiting, the rest cannot be
-            known: computing failed, they were purged, or the weights were others by then.
+            known: computing failed, or they were purged.
         n_lost: Those that count as changed to the alarm since they were not looked into: computing them failed, or
             more than a thousand others have been drawn and not looked into since (`llmcache.audit.auditor`).
-        n_waiting: Hits that wait to be looked into, and a renewal if one does: `LLMCache.drain` does them.
+        n_waiting: Hits that wait to be looked into, and a renewal if one does: `LLMCache.drain` does them, but for hits
+            that wait until the weights that served them are back.
         n_changed: Of those looked into, how many answers were not the model's own.
         rate: Estimated share of changed answers, of all requests; None before the first.
         lower: The mean rate so far is at least this, at all times but for a chance of `delta`.
@@ -199,8 +203,7 @@ class Counters:
             has_turned = reason == "error" and self._end_call()
         self._tell_turn(has_turned)
         if is_first:
-            # Decode steps are what generation is made of: nothing for the user to cure.
-            level = logging.DEBUG if reason in ("decode", "disabled") else logging.WARNING
+            level = logging.DEBUG if reason in _WANTED else logging.WARNING
             logger.log(level, "llmcache is bypassed (%s): %s", reason, CURES[reason])
 
     def error(self, what: str, error: Exception) -> None:

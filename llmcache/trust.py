@@ -106,10 +106,14 @@ class Trust:
 
         Nothing either while the cache fails: what it has lost track of it cannot vouch for.
         """
-        if not self._limits or self._counters.is_failing or not self.is_made_for(scope.weights):
+        if not self.is_serving(scope.weights):
             return {}
         least = self.tightened.get()
         return self._limits if least == inf else {layer: min(limit, least) for layer, limit in self._limits.items()}
+
+    def is_serving(self, weights: str) -> bool:
+        """Whether anything may be reused approximately by a trunk of these weights."""
+        return bool(self._limits) and not self._counters.is_failing and self.is_made_for(weights)
 
     def is_made_for(self, weights: str) -> bool:
         """Whether there is a calibration, and it is one of this trunk and of the head as it is now."""
@@ -123,7 +127,8 @@ class Trust:
     def end(self) -> None:
         """Reuse nothing approximately any more; what served may leave."""
         with self._lock:
-            self._limits, self.calibration = {}, None
+            self._limits, self.calibration, self._namespaces = {}, None, set()
+            self.chooser.forget()
             self._library.search_by(None)
 
     def forget(self, namespace: str | None = None) -> None:
@@ -253,7 +258,10 @@ class Trust:
             return "failing"
         if made.n_alarms:
             return "tightened"
-        return "growing" if made.sources == "growing" else "certified" if self._is_watched else "unwatched"
+        if made.sources == "growing":
+            return "growing"
+        is_compared = made.watch is not None and made.watch.compares
+        return "certified" if self._is_watched and is_compared else "unwatched"
 
     def learn(self, cases: Sequence[Observation]) -> Doubles:
         """Learn from requests, of which those that differ serve from then on. Nothing is allowed yet: for replays.

@@ -77,6 +77,11 @@ class Weights:
                     self._refresh()
         return self._state[1]
 
+    @property
+    def latest(self) -> str:
+        """The latest digest that was made, without a look at what has changed since; "" before the first."""
+        return self._state[1]
+
     def mark_of(self, digest: str) -> Mark | None:
         """The mark that came with a digest; None where others have come since."""
         mark, latest = self._state
@@ -89,7 +94,8 @@ class Weights:
             mark: Taken when the call began, see `mark_of`.
             digest: Of that time.
         """
-        if mark is None or mark is not self._state[0]:  # another thread saw other weights meanwhile
+        latest = self._state[0]
+        if mark is None or latest is None or mark.era != latest.era:  # other weights were seen meanwhile
             return False
         now = self.mark()
         if now == mark and not (self._suspects or self._trained):
@@ -113,6 +119,11 @@ class Weights:
             return "training"
         # PEFT serves each row with an adapter of its own by hooks on its layers.
         return "adapter_names" if any(tuner._forward_pre_hooks for tuner, _ in self._tuners) else None
+
+    @property
+    def is_training(self) -> bool:
+        """Whether the module is in training mode, or one in it that drops at random what passes."""
+        return self._module.training or any(map(_TRAINING, self._dropouts))
 
     @property
     def unreadable(self) -> str | None:
@@ -170,7 +181,7 @@ class Weights:
         suspects.update(map(id, self._trained))
         if (known := self._recall()) is not None and not suspects:
             mark, (digest, self._refusal) = known
-            self._state = (mark, digest)
+            self._become(mark, digest)
             return
         if self._state[0] is None or self.mark() != self._state[0]:
             self._survey()
@@ -182,8 +193,19 @@ class Weights:
         self._known[mark] = (digest, self._refusal)
         while len(self._known) > _MAX_STATES:
             self._known.popitem(last=False)
-        self._state = (mark, digest)
+        self._become(mark, digest)
         self._trained = [tensor for tensor in self._tensors if _holds_gradient(tensor)]
+
+    def _become(self, mark: Mark, digest: str) -> None:
+        """Take note of the latest mark; its era is that of the one before if nothing came between that decides states.
+
+        Frequencies that are written anew come before layer 0, in the middle of a call.
+        """
+        before, known = self._state
+        if before is not None:
+            has_stayed = known == digest and self._may_be_alike(before, mark)
+            mark.era = before.era + (not has_stayed)
+        self._state = (mark, digest)
 
     def _recall(self) -> tuple[Mark, tuple[str, str | None]] | None:
         """Digest and refusal of a state that was there before."""

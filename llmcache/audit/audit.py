@@ -22,13 +22,14 @@ from torch import Tensor
 from llmcache.answers import Answers
 from llmcache.audit.auditor import MOST_WAITING, Auditor
 from llmcache.audit.fresh import Fresh
-from llmcache.audit.likeness import Likeness, hits_alone
-from llmcache.audit.look import Look, Looks, look_at
+from llmcache.audit.likeness import Likeness
+from llmcache.audit.look import Look, Looks, Origin, look_at
 from llmcache.audit.marking import Marking
 from llmcache.audit.shadow import GaveWay, Job, Shadow
 from llmcache.calibration import Calibration
 from llmcache.claim import MetricName
 from llmcache.context import Call, Drawn, Reuse
+from llmcache.errors import CalibrationError
 from llmcache.fingerprint import Fingerprint
 from llmcache.library import Library
 from llmcache.observation import Observation, Observer, collect
@@ -54,6 +55,7 @@ class Audit:
         counters: Counters,
         compute: Compute,
         looks: Looks,
+        origin: Callable[[], Origin],
         floor: float,
         renew_every: int | None,
         in_background: bool,
@@ -70,6 +72,7 @@ class Audit:
             counters: Told of failures.
             compute: Runs the model in a namespace on tokenised inputs, in inference mode.
             looks: Empty.
+            origin: What decides the model's answers now.
             floor: Least probability with which a hit is looked into, 0 to 1; 0: none is.
             renew_every: Requests after which a calibration is renewed; None: never.
             in_background: What waits is done in idle moments, too, not only by `drain` of the shadow.
@@ -77,6 +80,7 @@ class Audit:
         """
         self.shadow: Shadow[Audit] = Shadow(self, in_background, share=share)
         self._looks = looks
+        self._origin = origin
         self._library = library
         self._fingerprint = fingerprint
         self._trust = trust
@@ -97,6 +101,11 @@ class Audit:
         self._lock = threading.RLock()  # who handles a log record may ask for the stats
 
     # -- while a call is served ----------------------------------------------------------------------------------------
+
+    def catch_up(self) -> float:
+        """Before a call: look into hits that have waited for long; returns the seconds that it took, or 0."""
+        self._resume()
+        return self.shadow.catch_up()
 
     def draw(self, call: Call, decided: Sequence[Reuse]) -> list[Reuse]:
         """Count a call's requests, draw among its approximate hits, and return those that are served.
@@ -140,7 +149,7 @@ class Audit:
             if drawn is None or row.number not in call.reused:
                 continue
             try:
-                self._looks.add(look_at(call, row, drawn))
+                self._looks.add(look_at(call, row, drawn, self._origin()))
             except Exception as error:
                 self._counters.error("have a hit looked into", error)
                 self._lose(drawn)
@@ -169,14 +178,20 @@ class Audit:
 
     # -- from time to time ---------------------------------------------------------------------------------------------
 
+    def drain(self) -> int:
+        """Do all that waits and can be done now; returns how many jobs this thread did."""
+        self._resume()
+        return self.shadow.drain()
+
     def forget(self, namespace: str | None = None) -> None:
         """Look into nothing that waits, and renew no calibration from what was seen, of one namespace or all."""
         with self.shadow.paused():
             self._looks.drop(namespace)
         with self._lock:
             self._fresh.forget(namespace)
-            if namespace is None:
-                self._marking.forget()
+            self._marking.forget()  # what is left of others is looked up once more
+            if self._likeness is not None:
+                self._likeness.forget()
 
     def stats(self) -> AuditStats:
         """How it stands now."""
@@ -204,9 +219,29 @@ class Audit:
 
     # -- in the shadow -------------------------------------------------------------------------------------------------
 
+    def _resume(self) -> None:
+        """Have hits looked into that waited for the model to be as it was when they were served."""
+        if self._looks.has_parked and self._can_look:
+            for look in self._looks.resume(self._origin(), self._is_over):
+                self.shadow.add(Job(Audit._look_on, look.since_s))
+
+    @property
+    def _can_look(self) -> bool:
+        """Whether the model would be computed as it was when it served: it is not in training mode, say."""
+        return self._weights.refusal is None and not self._weights.is_training
+
+    def _is_over(self, origin: Origin) -> bool:
+        """Whether nothing follows any more from what was served so: the calibration that allowed it has ended."""
+        made = self._trust.calibration
+        return made is None or (made.weights, made.head) != origin[:2]
+
     def _look_on(self) -> None:
         """Look into the hit that has waited longest and into others, whose own jobs then have less to do."""
         looks = self._looks.take()
+        # Where adapters take turns, a verdict takes the one that served. Neither that nor training mode is for ever.
+        if looks and (looks[0].origin != self._origin() or not self._can_look):
+            self._looks.park([] if self._is_over(looks[0].origin) else looks)
+            return
         left = list(looks)
         try:
             self._look(looks, left)
@@ -220,31 +255,37 @@ class Audit:
             cases = self._compute_again(looks) if looks else []
         except Exception as error:
             if len(looks) == 1:
-                self._counters.look(error)
                 _take_out(looks[0], left)
-                if self._weights.refusal == "training":  # which tells nothing of the hit, and does not last
-                    self._looks.put_back(looks)
-                else:
+                if self._can_look:
+                    self._counters.look(error)
                     self._lose(looks[0].drawn)
+                else:  # by now; it tells nothing of the hit
+                    self._looks.park(looks)
                 return
             for look in looks:  # one of them may be to blame
                 self._look([look], left)
             return
         for look in looks:
             _take_out(look, left)
+        if not cases:
+            self._looks.park(looks)
         for look, case in zip(looks, cases, strict=False):
-            if case.row.key == look.key:  # else weights or dtype are not those that served it: no verdict
+            if case.row.key == look.key:
                 self._take_in(look, case)
+            else:
+                self._counters.look(CalibrationError("a request that was served is read as another one now"))
+                self._lose(look.drawn)
 
     def _compute_again(self, looks: Sequence[Look]) -> list[Observation]:
-        """What the model makes of them now; none where its weights change meanwhile: half of it may be another's."""
-        mark = self._weights.mark_of(digest := self._weights.digest())
+        """What the model makes of them now; none where it is edited meanwhile: half of it may be another's."""
+        origin = self._origin()
+        mark = self._weights.mark_of(origin.weights)
         if self._looks.are_tried(looks):
             cases = self._run(looks[0], self._looks.inputs(looks))
         else:
             cases = [case for look in looks for case in self._run(look, self._looks.inputs([look]))]
             self._looks.tried(looks, self._come_out_alike(looks, cases))
-        return cases if self._weights.stayed(mark, digest) else []
+        return cases if self._weights.stayed(mark, origin.weights) and self._origin() == origin else []
 
     def _run(self, look: Look, inputs: Mapping[str, Tensor]) -> list[Observation]:
         """Have the model compute inputs as those of a look."""
@@ -319,7 +360,7 @@ class Audit:
             is_due = self._account is not None and self._fresh.is_due(self._account.rate.n) and not self._is_renewing
             self._is_renewing |= is_due
         if is_due:
-            self.shadow.add(Job(Audit._renew))
+            self.shadow.add(Job(Audit._renew, is_short=False))  # seconds, which no call is to wait for
 
     def _renew(self) -> None:
         """Calibrate from the newest requests, unless the calibration that they were gathered for has ended."""
@@ -367,9 +408,8 @@ class Audit:
             self._account = self._likeness = None
             if self._floor:
                 self._account = Auditor(made.watch.most_changed, self._floor, made.delta, seed=self._n_accounts)
-            if made.is_certified:
-                known = made.watch.profile or hits_alone(made.chosen.limit, made.chosen.hit_rate, made.n_tested)
-                self._likeness = Likeness(known)
+            if made.is_certified and made.watch.profile is not None and made.watch.compares:
+                self._likeness = Likeness(made.watch.profile)
             self._marking.forget()
             self._fresh.begin(made)
         return True

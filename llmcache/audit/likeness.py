@@ -4,8 +4,13 @@ A certificate is about requests that are drawn like those it was measured on. Of
 with those on C (part C of the calibration, which nothing was learned from): the doubt about it, the similarity of who
 would serve it, the class that is forecast, and with the doubt whether it would be served at all.
 
+Repeats of sources are left out on both sides: they are served their own answers, however many come, and C may hold
+none, as it does where a cache learned from what it computed. Only that they are fewer than on C is looked for: the
+bound counts them among all requests, so without them more of the others' answers may change than it says.
+
     profile    edges are laid at quantiles of C; a mark beyond an edge, or not, is an event with a share on C. Classes
-               are laid out by how rare they are, and in six other orders, which part those that are equally so
+               are laid out by how rare they are, and in six other orders, which part those that are equally so. That
+               a request is no repeat of a source is one more event
     null       no event has a larger probability than the upper limit of its share: C is a sample, too
     bets       on each event, with several stakes, that it has: each is worth more than it was with probability small
     detector   a bet sets out with every request (Shiryaev and Roberts; e-detectors: Shin, Ramdas, Rinaldo 2024): all
@@ -14,7 +19,7 @@ would serve it, the class that is forecast, and with the doubt whether it would 
 A request counts once in a block of as many different ones as C had. So requests that come again and again are no sign
 of anything, as they are not on C.
 
-Sizes: J events, S stakes.
+Sizes: J events, that of being no repeat of a source last; S stakes.
 """
 
 from bisect import bisect_left
@@ -42,7 +47,7 @@ class Marks(NamedTuple):
     """What is compared of a request.
 
     Attributes:
-        doubt: About who would serve it; infinite where nobody may, -infinite of a source.
+        doubt: About who would serve it; infinite where nobody may, -infinite of a repeat of a source.
         similarity: Of that one, -1 to 1; -1 where nobody was found.
         forecast: The class that is expected, or the largest component of what is; -1 where nothing is forecast.
     """
@@ -51,23 +56,30 @@ class Marks(NamedTuple):
     similarity: float
     forecast: int
 
+    @property
+    def is_repeat(self) -> bool:
+        """Whether it is a source's own request, of which nothing else is compared."""
+        return self.doubt == -inf
+
 
 @dataclass(frozen=True, slots=True)
 class Profile:
     """What marks are on C.
 
     Attributes:
-        n: Different requests.
+        n: Different requests, repeats of sources left out.
         classes: Forecasts, the rarest first. Empty where nothing is forecast.
         edges: Of each kind of mark, rising: doubts, of which the limit in use is one, similarities, and places of the
             class in each order of classes.
         counts: How many marks are at most each edge.
+        n_repeats: Sources that came again. None of early saves, which counted them in `n`: nothing can be compared.
     """
 
     n: int
     classes: tuple[int, ...]
     edges: tuple[tuple[float, ...], ...]
     counts: tuple[tuple[int, ...], ...]
+    n_repeats: int | None = None
 
 
 def profile(marks: Mapping[str, Marks], learned: Sequence[int], limit: float) -> Profile:
@@ -80,17 +92,13 @@ def profile(marks: Mapping[str, Marks], learned: Sequence[int], limit: float) ->
     """
     classes = tuple(name for name, _ in reversed(Counter(learned).most_common()) if name >= 0)
     spread = _Spread(classes)
-    kinds = list(zip(*map(spread, marks.values()), strict=True))
+    new = [spread(one) for one in marks.values() if not one.is_repeat]
+    kinds = list(zip(*new, strict=True)) if new else [()] * spread.n_kinds
     edges = tuple(_edges(kind, *((limit,) if i == 0 else ())) for i, kind in enumerate(kinds))
     counts = _Counts(edges)
-    for one in marks.values():
-        counts.add(spread(one))
-    return Profile(len(marks), classes, edges, tuple(map(tuple, counts.take())))
-
-
-def hits_alone(limit: float, hit_rate: float, n: int) -> Profile:
-    """What is known of a calibration whose profile was not saved: how many of `n` requests would be served."""
-    return Profile(n, (), ((limit,), ()), ((round(hit_rate * n),), ()))
+    for numbers in new:
+        counts.add(numbers)
+    return Profile(len(new), classes, edges, tuple(map(tuple, counts.take())), len(marks) - len(new))
 
 
 class _Spread:
@@ -106,6 +114,11 @@ class _Spread:
     def __call__(self, marks: Marks) -> tuple[float, ...]:
         """Doubt, similarity, and the places of the class."""
         return marks.doubt, marks.similarity, *self._places.get(marks.forecast, self._none)
+
+    @property
+    def n_kinds(self) -> int:
+        """How many numbers that makes."""
+        return 2 + len(self._none)
 
 
 class _Counts:
@@ -132,21 +145,27 @@ class Likeness:
     """Compares requests with one profile. The caller holds a lock."""
 
     def __init__(self, profile: Profile) -> None:
-        """Begin without requests."""
-        n = profile.n
+        """Begin without requests.
+
+        Args:
+            profile: One that says how many sources came again.
+        """
+        n, n_repeats = profile.n, profile.n_repeats
+        assert n_repeats is not None, "it is not known what of it repeats were"
         at_most = np.concatenate([np.array(counts, np.int64) for counts in profile.counts])
         shown = np.concatenate([at_most, n - at_most])  # a mark is at most an edge, or beyond it
-        delta = _ERROR / len(shown)
-        limits = np.array([share_upper(int(k), n, delta) for k in shown])
+        delta = _ERROR / (len(shown) + 1)
+        limits = np.array([share_upper(int(k), n, delta) for k in shown] + [share_upper(n, n + n_repeats, delta)])
         stakes = np.array(_STAKES)
         self._lost = np.log1p(-stakes)  # (S,)
         self._gained = np.log1p(stakes * (1 / limits[:, None] - 1)) - self._lost  # (J, S), over what is lost
         self._worth = np.zeros_like(self._gained)
         self._spread = _Spread(profile.classes)
         self._counts = _Counts(profile.edges)
-        self._n = n
-        self._n_new = 0
+        self._block = n, n + n_repeats
         self._seen: set[str] = set()
+        self._n_new = 0  # of those seen in the block, no repeats
+        self._batch = 0, 0  # requests of the batch: no repeats, and all
 
     def wants(self, key: str) -> bool:
         """Whether a request counts: none does twice in a block."""
@@ -154,20 +173,30 @@ class Likeness:
 
     def see(self, key: str, marks: Marks) -> bool:
         """Take in a request that counts; whether requests are unlike those of C by now."""
-        if len(self._seen) >= self._n:
-            self._seen.clear()
+        if self._n_new >= self._block[0] and len(self._seen) >= self._block[1]:
+            self.forget()
+        is_new = not marks.is_repeat
         self._seen.add(key)
-        self._counts.add(self._spread(marks))
-        self._n_new += 1
-        return self._n_new == _BATCH and self._settle()
+        self._n_new += is_new
+        if is_new:
+            self._counts.add(self._spread(marks))
+        self._batch = self._batch[0] + is_new, self._batch[1] + 1
+        return self._batch[1] == _BATCH and self._settle()
+
+    def forget(self) -> None:
+        """Forget which requests were seen; they may count again."""
+        self._seen.clear()
+        self._n_new = 0
 
     def _settle(self) -> bool:
         """Pay out the bets of a batch; whether they are worth more than they hardly ever are on like requests."""
-        at_most = np.array([count for counts in self._counts.take() for count in counts])
-        events = np.concatenate([at_most, self._n_new - at_most])
-        self._worth += self._n_new / self._worth.size
-        self._worth *= np.exp(events[:, None] * self._gained + self._n_new * self._lost)
-        self._n_new = 0
+        (n_new, n_all), self._batch = self._batch, (0, 0)
+        at_most = np.array([count for counts in self._counts.take() for count in counts], np.int64)
+        events = np.concatenate([at_most, n_new - at_most, [n_new]])[:, None]
+        n_asked = np.full_like(events, n_new)
+        n_asked[-1] = n_all
+        self._worth += n_asked / self._worth.size
+        self._worth *= np.exp(events * self._gained + n_asked * self._lost)
         return float(self._worth.sum()) >= _RARELY
 
 

@@ -4,9 +4,10 @@ Sizes: T tokens of a row, L looks that are taken together.
 """
 
 import threading
-from collections.abc import Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,20 @@ _MOST = 8  # looks that are taken together: more make a call that comes meanwhil
 _WIDTHS = (16, 1, 0)  # tokens that share a kind: rows are padded to the longest; only equal ones; each is taken alone
 
 
+class Origin(NamedTuple):
+    """What decides an answer beside its request.
+
+    Attributes:
+        weights: Digest of the trunk.
+        head: Digest of what of the model makes answers of its states.
+        attention: Attention implementation.
+    """
+
+    weights: str
+    head: str
+    attention: str
+
+
 @dataclass(frozen=True, slots=True)
 class Look:
     """A row that was served, to be computed.
@@ -30,6 +45,8 @@ class Look:
         namespace: Of its call.
         inputs: Its own, copied: tensors (1, T). Padding behind its last token is left out where its key leaves it out.
         autocast: Device type, dtype and whether autocast was on.
+        origin: Of what was served: no other model's answer tells whether it was right.
+        since_s: When it was served, by a clock that never goes back.
     """
 
     drawn: Drawn
@@ -37,6 +54,8 @@ class Look:
     namespace: str
     inputs: Mapping[str, Tensor]
     autocast: tuple[str, torch.dtype, bool]
+    origin: Origin
+    since_s: float = field(default_factory=monotonic)
 
 
 class Looks:
@@ -58,12 +77,18 @@ class Looks:
         self._width = _WIDTHS[0]
         self._tried: set[int] = set()  # widths at which rows together came out as they do alone
         self._waiting: list[Look] = []
+        self._parked: list[Look] = []  # until the model is again as it was when they were served
         self._most = _MOST
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        """How many wait."""
-        return len(self._waiting)
+        """How many wait, those that cannot be computed now included."""
+        return len(self._waiting) + len(self._parked)
+
+    @property
+    def has_parked(self) -> bool:
+        """Whether some cannot be computed before the model is again as it was."""
+        return bool(self._parked)
 
     def add(self, look: Look) -> None:
         """Have one wait."""
@@ -87,10 +112,24 @@ class Looks:
             self._waiting = [*looks, *self._waiting]
             self._most = max(1, len(looks) // 4)
 
+    def park(self, looks: Sequence[Look]) -> None:
+        """Have looks that were taken wait until the model is again as it was: see `resume`."""
+        with self._lock:
+            self._parked += looks
+
+    def resume(self, origin: Origin, is_over: Callable[[Origin], bool]) -> list[Look]:
+        """Have looks of an origin be taken again, before all others, and return them; forget those that are over."""
+        with self._lock:
+            again = [look for look in self._parked if look.origin == origin]
+            self._parked = [look for look in self._parked if not (look.origin == origin or is_over(look.origin))]
+            self._waiting = [*again, *self._waiting]
+            return again
+
     def drop(self, namespace: str | None) -> None:
         """Forget those of a namespace, or all."""
         with self._lock:
             self._waiting = [look for look in self._waiting if namespace not in (None, look.namespace)]
+            self._parked = [look for look in self._parked if namespace not in (None, look.namespace)]
 
     def are_tried(self, looks: Sequence[Look]) -> bool:
         """Whether it is known that they come out the same together."""
@@ -119,7 +158,7 @@ class Looks:
         """Looks of the same kind can be computed together."""
         width = self._width_of(look)
         n_tokens = look.inputs["input_ids"].shape[1]
-        return look.namespace, look.autocast, tuple(look.inputs), (n_tokens - 1) // width
+        return look.namespace, look.origin, look.autocast, tuple(look.inputs), (n_tokens - 1) // width
 
     def _width_of(self, look: Look) -> int:
         """Lengths that share a kind: one where the mask does not tell what is padding."""
@@ -134,7 +173,7 @@ def _padded(row: Tensor, n_tokens: int, fill: int) -> Tensor:
     return pad(row, (0, n_tokens - row.shape[1]), value=fill)
 
 
-def look_at(call: Call, row: Row, drawn: Drawn) -> Look:
+def look_at(call: Call, row: Row, drawn: Drawn, origin: Origin) -> Look:
     """Take what a look needs from a call that has ended."""
     end = row.valid.stop if isinstance(row.valid, slice) else int(row.valid[-1]) + 1
     end = call.arguments["input_ids"].shape[1] if row.has_layout else end  # its key covers all of it
@@ -142,7 +181,7 @@ def look_at(call: Call, row: Row, drawn: Drawn) -> Look:
     inputs = {name: _row(tensor, row.number, end) for name, tensor in given.items() if tensor is not None}
     device = inputs["input_ids"].device.type
     autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
-    return Look(drawn, row.key, call.namespace, inputs, autocast)
+    return Look(drawn, row.key, call.namespace, inputs, autocast, origin)
 
 
 def _row(tensor: Any, number: int, end: int) -> Tensor:

@@ -29,12 +29,12 @@ class Marking:
     def find(self, call: Call, row: Row) -> Marks | None:
         """Marks of a row that was looked up, or is served by its own state; None where that cannot be told."""
         forecast = None if call.forecasts is None else call.forecasts[row.number]
+        if self._library.keeps(row.key):
+            return marks_of_source(forecast)
         if row.number in call.choices:
             marks = marks_of(call.choices[row.number], forecast)
         elif row.number not in call.reused:
             return None
-        elif self._library.keeps(row.key):
-            return marks_of_source(forecast)
         elif (known := self._known.pop(row.key, None)) is not None:
             marks = known
         elif (found := self._look_up(call, row, forecast)) is not None:

@@ -30,10 +30,12 @@ class Job(Generic[Owner]):
     Attributes:
         do: Does it, given the owner.
         added_s: When it came, by a clock that never goes back.
+        is_short: A call may do it, which then takes longer by that.
     """
 
     do: Callable[[Owner], None]
     added_s: float = field(default_factory=monotonic)
+    is_short: bool = True
 
 
 class Shadow(Generic[Owner]):
@@ -41,8 +43,8 @@ class Shadow(Generic[Owner]):
 
     A thread of its own does them while no call is under way and none was a moment ago, with one thread of torch's. A
     job that asks `give_way` stops once a call comes, and is done again later. Where calls leave no such moment, they do
-    jobs themselves (`catch_up`), for no more than a share of the time that calls take. The thread begins with the first
-    job and ends with the owner, which it does not keep alive.
+    short jobs themselves (`catch_up`), for no more than a share of the time that calls take. The thread begins with the
+    first job and ends with the owner, which it does not keep alive.
     """
 
     def __init__(
@@ -127,17 +129,16 @@ class Shadow(Generic[Owner]):
             self._credit_s, self._counted_s = min(self._credit_s + earned_s, _MOST_CREDIT_S), now
 
     def catch_up(self) -> float:
-        """Do a job that has waited for long, if calls have earned the time; returns the seconds that it took, or 0."""
+        """Do a short job that has waited for long, if calls have earned the time; returns the seconds it took, or 0."""
         if not self._jobs or self._credit_s <= 0 or not self._in_background:
             return 0.0
         started = self._clock()
-        try:
-            if started - self._jobs[0].added_s < self._patience_s or not self._working.acquire(blocking=False):
-                return 0.0
-        except IndexError:  # another thread has taken the last one
+        with self._condition:
+            first = next((job for job in self._jobs if job.is_short), None)
+        if first is None or started - first.added_s < self._patience_s or not self._working.acquire(blocking=False):
             return 0.0
         try:
-            self._do_one()
+            self._do_one(first)
         finally:
             self._working.release()
             spent_s = self._clock() - started
@@ -199,12 +200,12 @@ class Shadow(Generic[Owner]):
             return max(self._idle_s, _SOON_S)
         return max(0.0, self._last_call_s + self._idle_s - self._clock())
 
-    def _do_one(self, is_background: bool = False) -> bool:
-        """Do the oldest job; whether there was one. In the background none is begun while a call is under way."""
+    def _do_one(self, job: Job[Owner] | None = None, is_background: bool = False) -> bool:
+        """Do a job, the oldest unless told; whether there was one. In the background none while a call is under way."""
         with self._working:
             with self._condition:
                 may_begin = not (self._is_working or (is_background and self._n_calls))
-                job = self._jobs.popleft() if self._jobs and may_begin else None
+                job = self._take(job) if may_begin else None
             owner = self._owner()
             if job is None or owner is None:
                 return False
@@ -218,6 +219,15 @@ class Shadow(Generic[Owner]):
             finally:
                 self._is_working = False
         return True
+
+    def _take(self, job: Job[Owner] | None) -> Job[Owner] | None:
+        """Take a job, or the oldest, from the queue; None where it is gone."""
+        if job is None:
+            return self._jobs.popleft() if self._jobs else None
+        if job not in self._jobs:  # another thread has taken it
+            return None
+        self._jobs.remove(job)
+        return job
 
 
 def _compute_alone() -> None:

@@ -122,7 +122,16 @@ class Chooser:
                 first.setdefault(scope, {}).setdefault(answer.tobytes(), Neighbour(key, nan, answer))
         kept = {scope: list(by_answer.values()) for scope, by_answer in first.items()}
         self._examples = {scope: Examples(near, _signatures(near)) for scope, near in kept.items()}
-        return [near.key for examples in kept.values() for near in examples]
+        return self.examples
+
+    def forget(self) -> None:
+        """Have no answer given by an example until some are presented."""
+        self._examples = {}
+
+    @property
+    def examples(self) -> list[str]:
+        """Keys of the requests that answers are given by, in the order in which they were presented."""
+        return [near.key for examples in self._examples.values() for near in examples.neighbours]
 
     @property
     def most(self) -> float:

@@ -1,23 +1,28 @@
 """The audit in a cache: what it sees is the truth, what follows from it, and what cannot disturb it."""
 
 import gc
+import logging
 import threading
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers as tf
 from torch import Tensor, nn
 
 from llmcache import AuditStats, LLMCache
 from llmcache.audit.audit import Audit
+from llmcache.audit.auditor import Auditor
 from llmcache.audit.likeness import Likeness
+from llmcache.audit.shadow import GaveWay
 from llmcache.errors import CalibrationError, ConfigError
-from tests.models import PAD
+from tests.models import PAD, build, llama
 from tests.topics import classifier, requests
 
 N = 700
@@ -492,6 +497,189 @@ def test_weights_edited_meanwhile_give_no_verdict(cache: LLMCache, model: nn.Mod
     assert stats.status == "certified"
     assert (stats.n_drawn, stats.n_looked, stats.n_changed, stats.n_requests) == (n_hits, 0, 0, 40)
     assert not cache._parts.library.struck
+
+
+def known_after(cache: LLMCache) -> tuple[int, int, int, int]:
+    """Hits drawn, looked into, lost and waiting after a drain."""
+    cache.drain()
+    stats = known(cache)
+    return stats.n_drawn, stats.n_looked, stats.n_lost, stats.n_waiting
+
+
+@pytest.mark.parametrize("part", ["trunk", "head"])
+def test_adapters_that_take_turns_lose_no_look(cache: LLMCache, model: nn.Module, part: str) -> None:
+    """A look takes the weights that served: it waits for them, however often others come in between."""
+    weight = model.bert.encoder.layer[0].output.dense.weight if part == "trunk" else model.classifier.bias
+    n_hits = 0
+    for one, other in zip(fresh(60), fresh(60, seed=82), strict=True):
+        n_hits += ask(cache, [one]).count("semantic")
+        with edited(weight):
+            assert ask(cache, [other]) == [None]
+            assert known_after(cache) == (n_hits, 0, 0, n_hits)
+    assert n_hits > 20
+    assert known_after(cache) == (n_hits, n_hits, 0, 0)
+    assert known(cache).status == "certified" and cache.stats().errors == 0
+
+
+def test_adapters_that_leave_no_idle_moment_have_looks_made_in_calls(cache: LLMCache, model: nn.Module) -> None:
+    weight, shadow = model.bert.encoder.layer[0].output.dense.weight, audit_of(cache).shadow
+    shadow._patience_s = 0.0
+    for one, other in zip(fresh(100), fresh(100, seed=82), strict=True):
+        shadow._credit_s = 1e6
+        ask(cache, [one])
+        with edited(weight):
+            ask(cache, [other])
+    stats = known(cache)
+    assert stats.n_drawn > 30 and stats.n_looked >= stats.n_drawn - 8 and stats.n_lost == 0
+
+
+def test_with_more_looks_than_can_wait_for_their_weights_none_is_lost(
+    cache: LLMCache, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llmcache.audit.audit.MOST_WAITING", 10)
+    monkeypatch.setattr("llmcache.audit.auditor._MOST_OPEN", 12)
+    weight = model.bert.encoder.layer[0].output.dense.weight
+    rungs = []
+    for one in fresh(60):
+        rungs += ask(cache, [one])
+        with edited(weight):
+            cache.drain()
+    stats = known(cache)
+    assert (rungs.count("semantic"), stats.n_waiting, stats.n_lost, stats.status) == (10, 10, 0, "certified")
+    assert stats.n_looked == stats.n_drawn - 10 > 10  # those were computed in their calls
+
+
+def test_looks_that_nothing_follows_from_any_more_wait_no_longer(cache: LLMCache, model: nn.Module) -> None:
+    ask(cache, fresh(40))
+    with edited(model.bert.encoder.layer[0].output.dense.weight):
+        cache.drain()
+        assert known(cache).n_waiting > 10
+        assert cache.calibrate(requests(N)[0], max_drop=0.3).chosen is not None
+        cache.drain()
+        assert known(cache).n_waiting == 0
+
+
+@contextmanager
+def training(model: nn.Module) -> Iterator[None]:
+    """Within: in training mode, of a trunk without dropout."""
+    model.train()
+    for part in model.modules():
+        if isinstance(part, nn.Dropout):
+            part.eval()
+    try:
+        yield
+    finally:
+        model.eval()
+
+
+def test_a_model_in_training_mode_is_looked_into_afterwards(cache: LLMCache, model: nn.Module) -> None:
+    n_hits = ask(cache, fresh(40)).count("semantic")
+    with training(model):
+        assert known_after(cache) == (n_hits, 0, 0, n_hits)
+    assert cache.stats().errors == 0 and not cache.stats().health.is_failing  # nothing has failed
+    assert known_after(cache) == (n_hits, n_hits, 0, 0)
+
+
+def test_training_that_begins_while_it_looks_costs_no_verdict(
+    cache: LLMCache, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n_hits, run = ask(cache, fresh(20)).count("semantic"), Audit._run
+
+    def train_first(self: Audit, look: Any, inputs: Any) -> Any:
+        model.train()
+        return run(self, look, inputs)
+
+    monkeypatch.setattr(Audit, "_run", train_first)
+    with training(model):
+        assert known_after(cache) == (n_hits, 0, 0, n_hits)
+    monkeypatch.undo()
+    assert known_after(cache) == (n_hits, n_hits, 0, 0)
+
+
+def test_a_trunk_that_writes_its_frequencies_in_each_call_is_looked_into() -> None:
+    """With what they were: that comes before layer 0, in the middle of the look."""
+    rope = {"rope_type": "longrope", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+    rope |= {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
+    llm = build(lambda: tf.LlamaForSequenceClassification(llama(rope_parameters=rope)))
+    settings = {**SETTINGS, "max_drop": 0.3, "audit_in_background": False}
+    with LLMCache.wrap(llm, **settings) as cache:
+        assert cache.calibrate(requests(N)[0]).is_certified
+        n_hits = ask(cache, fresh(40)).count("semantic")
+        assert n_hits > 20
+        assert known_after(cache) == (n_hits, n_hits, 0, 0)
+        assert cache.stats().errors == 0
+
+
+def test_looks_of_another_attention_wait_for_it(cache: LLMCache, model: nn.Module) -> None:
+    """It is no part of the weights' digest, and answers may differ in the last bits."""
+    n_hits = ask(cache, fresh(40)).count("semantic")
+    model.set_attn_implementation("eager")
+    try:
+        assert known_after(cache) == (n_hits, 0, 0, n_hits)
+    finally:
+        model.set_attn_implementation("sdpa")
+    assert known_after(cache) == (n_hits, n_hits, 0, 0)
+
+
+def test_a_request_that_reads_as_another_one_counts_against_the_claim(
+    cache: LLMCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n_hits = ask(cache, fresh(6)).count("semantic")
+    compute = Audit._compute_again
+    monkeypatch.setattr(
+        Audit,
+        "_compute_again",
+        lambda self, looks: [replace(case, row=replace(case.row, key="other")) for case in compute(self, looks)],
+    )
+    cache.drain()
+    assert 0 < n_hits == cache.stats().errors
+    assert known(cache).n_lost + known(cache).n_alarms > 0
+
+
+def test_a_job_that_gave_way_settles_no_look_twice(cache: LLMCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of looks that fail together each is computed by itself; some are done when a call comes."""
+    n_hits = ask(cache, fresh(40)).count("semantic")
+    audit, settled = audit_of(cache), []
+    run, settle, n_runs = Audit._run, Auditor.settle, 0
+
+    def run_some(self: Audit, look: Any, inputs: Any) -> Any:
+        nonlocal n_runs
+        n_runs += 1
+        if len(inputs["input_ids"]) > 1:
+            raise RuntimeError("not together")
+        if n_runs == 14:
+            raise GaveWay
+        return run(self, look, inputs)
+
+    def settle_once(self: Auditor, sample: Any, is_changed: bool) -> bool:
+        settled.append(sample.number)
+        return settle(self, sample, is_changed)
+
+    monkeypatch.setattr(Audit, "_run", run_some)
+    monkeypatch.setattr(Auditor, "settle", settle_once)
+    audit._looks._tried.add(1)  # they are taken to come out alike together
+    cache.drain()
+    cache.drain()
+    assert n_runs > 14 and len(settled) == len(set(settled)) == n_hits == known(cache).n_looked
+
+
+def test_who_handles_a_log_record_may_ask_for_the_stats(cache: LLMCache, reading: Reading) -> None:
+    seen: list[str] = []
+
+    class Asking(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            seen.append(known(cache).status)
+
+    handler = Asking()
+    logging.getLogger("llmcache").addHandler(handler)
+    try:
+        thread = threading.Thread(target=ring, args=(cache, reading), daemon=True)
+        thread.start()
+        thread.join(15)
+        assert not thread.is_alive()  # it waits for nobody
+    finally:
+        logging.getLogger("llmcache").removeHandler(handler)
+    assert "tightened" in seen
 
 
 def test_a_head_edited_meanwhile_gives_no_verdict(cache: LLMCache, model: nn.Module) -> None:

@@ -2,27 +2,36 @@
 
 from dataclasses import replace
 from math import inf
+from typing import Any
 
 import numpy as np
 import pytest
 
 from llmcache import LLMCache
-from llmcache.audit.likeness import Likeness, Marks, Profile, hits_alone, profile
+from llmcache.audit.audit import Audit
+from llmcache.audit.likeness import Likeness, Marks, Profile, profile
+from llmcache.context import Call
 from tests.topics import classifier, requests
 
 N = 800  # of C
 
 
-def draw(rng: np.random.Generator, n: int, doubt: float = 0.2, classes: int = 20) -> list[Marks]:
-    """Marks of requests: some sources themselves, some that nobody may serve, the others in between."""
-    doubts = np.where(rng.random(n) < 0.05, inf, np.where(rng.random(n) < 0.05, -inf, rng.beta(1, 1 / doubt, n)))
-    similarities, forecasts = rng.beta(8, 2, n), rng.integers(0, classes, n)
-    return [Marks(*one) for one in zip(doubts.tolist(), similarities.tolist(), forecasts.tolist(), strict=True)]
+REPEAT = Marks(-inf, 1.0, 0)  # of a source
 
 
-def known(seed: int) -> Profile:
+def draw(rng: np.random.Generator, n: int, doubt: float = 0.2, classes: int = 20, repeats: float = 0.05) -> list[Marks]:
+    """Marks of requests: some repeats of sources, some that nobody may serve, the others in between."""
+    doubts = np.where(rng.random(n) < 0.05, inf, rng.beta(1, 1 / doubt, n)).tolist()
+    others = zip(doubts, rng.beta(8, 2, n).tolist(), rng.integers(0, classes, n).tolist(), strict=True)
+    return [
+        REPEAT if is_repeat else Marks(*one) for is_repeat, one in zip(rng.random(n) < repeats, others, strict=True)
+    ]
+
+
+def known(seed: int, repeats: float = 0.05) -> Profile:
     rng = np.random.default_rng(seed)
-    return profile(dict(zip(map(str, range(N)), draw(rng, N), strict=True)), rng.integers(0, 20, N).tolist(), 0.1)
+    marks = draw(rng, N, repeats=repeats)
+    return profile(dict(zip(map(str, range(N)), marks, strict=True)), rng.integers(0, 20, N).tolist(), 0.1)
 
 
 def told_after(likeness: Likeness, asked: list[Marks], keys: list[str] | None = None) -> int | None:
@@ -39,7 +48,7 @@ def test_like_requests_are_seldom_told() -> None:
     assert sum(one is not None for one in told) == 0
 
 
-@pytest.mark.parametrize("moved", ["doubt", "similarity", "class", "new class", "sources"])
+@pytest.mark.parametrize("moved", ["doubt", "similarity", "class", "new class"])
 @pytest.mark.parametrize("before", [0, 4000])
 def test_each_kind_of_change_is_told_soon_also_late(moved: str, before: int) -> None:
     rng = np.random.default_rng(3)
@@ -48,7 +57,6 @@ def test_each_kind_of_change_is_told_soon_also_late(moved: str, before: int) -> 
         "similarity": [replace_(one, similarity=one.similarity - 0.2) for one in draw(rng, 500)],
         "class": [replace_(one, forecast=one.forecast % 10) for one in draw(rng, 500)],
         "new class": [replace_(one, forecast=99) if i % 4 == 0 else one for i, one in enumerate(draw(rng, 500))],
-        "sources": [replace_(one, doubt=-inf) if i % 3 == 0 else one for i, one in enumerate(draw(rng, 500))],
     }[moved]
     likeness = Likeness(known(1))
     assert told_after(likeness, draw(rng, before), [f"before {i}" for i in range(before)]) is None
@@ -68,16 +76,35 @@ def test_a_request_that_comes_again_and_again_counts_once() -> None:
     assert told_after(Likeness(known(2)), asked) is not None  # as many different ones are
 
 
-def test_without_a_profile_hits_are_compared_alone() -> None:
-    rng = np.random.default_rng(6)
-    served, not_served = Marks(0.05, 0.9, 3), Marks(0.3, 0.9, 3)
+@pytest.mark.parametrize("on_c", [0.0, 0.3])
+@pytest.mark.parametrize("later", [0.3, 0.95])
+def test_repeats_of_sources_are_no_sign_of_anything(on_c: float, later: float) -> None:
+    """They are served their own answers. Where a cache learned from what it computed, C holds none of them."""
+    told = [
+        told_after(Likeness(known(seed, on_c)), draw(np.random.default_rng(seed + 50), 4000, repeats=later))
+        for seed in range(10)
+    ]
+    assert told == [None] * 10
 
-    def stream(share: float) -> list[Marks]:
-        return [served if is_hit else not_served for is_hit in rng.random(2000) < share]
 
-    assert told_after(Likeness(hits_alone(0.1, 0.6, N)), stream(0.6)) is None
-    for share in (0.3, 0.9):
-        assert (told_after(Likeness(hits_alone(0.1, 0.6, N)), stream(share)) or inf) < 200
+def test_what_is_no_repeat_is_compared_among_repeats() -> None:
+    rng = np.random.default_rng(3)
+    moved = [one if one.is_repeat else replace_(one, doubt=one.doubt + 0.15) for one in draw(rng, 2000, repeats=0.5)]
+    assert (told_after(Likeness(known(1, 0.0)), moved) or inf) < 800
+
+
+def test_fewer_repeats_than_on_c_are_told() -> None:
+    """The bound counts them among all requests: without them, more of the others' answers may change than it says."""
+    rng = np.random.default_rng(4)
+    assert (told_after(Likeness(known(1, 0.6)), draw(rng, 1000, repeats=0.1)) or inf) < 300
+
+
+def test_a_sample_of_nothing_but_repeats_tells_others() -> None:
+    everything = profile({str(i): REPEAT for i in range(N)}, [0, 1], 0.1)
+    assert (everything.n, everything.n_repeats) == (0, N)
+    rng = np.random.default_rng(8)
+    assert told_after(Likeness(everything), draw(rng, 2000, repeats=1.0)) is None
+    assert (told_after(Likeness(everything), draw(rng, 2000, repeats=0.5)) or inf) < 100
 
 
 # -- in a cache --------------------------------------------------------------------------------------------------------
@@ -170,6 +197,26 @@ def test_a_cache_that_learns_by_itself_learns_anew_after_a_drift() -> None:
         assert status_of(cache) == "unwatched"
 
 
+def test_calls_that_are_known_to_be_held_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of calls that go by the cache, those take part: they are no sample of all."""
+    with LLMCache.wrap(classifier(), step_aside=False, max_drop=0.05) as cache:
+        cache.calibrate(requests(700)[0])
+        draw = Audit.draw
+
+        def foretold(self: Audit, call: Call, decided: Any) -> Any:
+            call.is_foretold = True
+            return draw(self, call, decided)
+
+        monkeypatch.setattr(Audit, "draw", foretold)
+        for one in requests(300, seed=7, noise=1.0)[0]:
+            cache(**one)
+        assert status_of(cache) == "certified"
+        monkeypatch.undo()
+        for one in requests(300, seed=8, noise=1.0)[0]:
+            cache(**one)
+        assert status_of(cache) == "drifted"
+
+
 def test_other_tenants_are_not_compared() -> None:
     """Nobody serves them, so they say nothing of those who are served."""
     with LLMCache.wrap(classifier(), step_aside=False, max_drop=0.05) as cache:
@@ -193,18 +240,45 @@ def test_sources_that_were_struck_off_do_not_look_like_other_requests() -> None:
         assert "semantic" not in cache.stats().hits
 
 
-def test_a_calibration_that_was_saved_without_a_profile_is_compared_by_its_hits() -> None:
-    with LLMCache.wrap(classifier(), step_aside=False, max_drop=0.05) as cache:
-        made = cache.calibrate(requests(700)[0])
+@pytest.mark.parametrize("is_counted", [False, True])
+def test_a_save_that_does_not_tell_repeats_apart_is_unwatched_and_suspends_nothing(is_counted: bool) -> None:
+    """How many of C were served says nothing of different requests, where some come often."""
+    pool, rng = requests(1500, seed=3)[0], np.random.default_rng(0)
+    weights = np.arange(1.0, 1501) ** -1
+    with LLMCache.wrap(classifier(), step_aside=False, max_drop=0.05, audit=0.05) as cache:
+        asked = [pool[i] for i in rng.choice(1500, 3000, p=weights / weights.sum())]
+        made = cache.calibrate(asked[:900])
         trust = cache._parts.trust
         assert trust is not None and made.watch is not None and made.watch.profile is not None
-        trust._serve(replace(made, watch=replace(made.watch, profile=None)))
-        for one in requests(300, seed=6)[0]:
+        early = replace(made.watch.profile, n_repeats=None) if is_counted else None
+        trust._serve(replace(made, watch=replace(made.watch, profile=early)))
+        for one in asked[900:]:
+            cache(**one)
+        assert status_of(cache) == "unwatched"
+        assert cache.stats().hits["semantic"] > 100
+
+
+@pytest.mark.parametrize("share", [0.1, 0.2, 0.5])
+def test_repeats_of_what_it_learned_from_void_nothing(share: float) -> None:
+    learned, rng = requests(700)[0], np.random.default_rng(1)
+    with LLMCache.wrap(classifier(), learn=700, step_aside=False, max_drop=0.05, audit=0.05) as cache:
+        for one in learned:
             cache(**one)
         assert status_of(cache) == "certified"
-        for one in requests(300, seed=7, noise=1.0)[0]:
-            cache(**one)
-        assert status_of(cache) == "drifted"
+        for one in requests(1200, seed=6)[0]:
+            cache(**(learned[rng.integers(700)] if rng.random() < share else one))
+        assert status_of(cache) == "certified"
+
+
+@pytest.mark.parametrize("power", [0.8, 1.2])
+def test_a_sample_without_duplicates_speaks_for_a_stream_in_which_some_come_often(power: float) -> None:
+    pool, rng = requests(2500, seed=3)[0], np.random.default_rng(0)
+    weights = np.arange(1.0, 2501) ** -power
+    with LLMCache.wrap(classifier(), step_aside=False, max_drop=0.05, audit=0.05) as cache:
+        assert cache.calibrate([pool[i] for i in rng.permutation(2500)[:900]]).is_certified
+        for i in rng.choice(2500, 3000, p=weights / weights.sum()):
+            cache(**pool[i])
+        assert status_of(cache) == "certified"
 
 
 def test_a_calibration_is_renewed_from_requests_after_the_drift() -> None:

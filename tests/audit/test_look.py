@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from llmcache import LLMCache
-from llmcache.audit.look import Look, Looks
+from llmcache.audit.look import Look, Looks, Origin
 from llmcache.context import Drawn
 from llmcache.errors import ConfigError
 from tests.audit.test_audit import audit_of, known
@@ -19,13 +19,14 @@ from tests.topics import classifier, requests
 PAD = 3
 DRAWN = Drawn(None, "", None, True)
 OFF = ("cpu", torch.float32, False)
+NOW = Origin("weights", "head", "sdpa")
 Inputs = dict[str, Tensor]
 
 
-def look(n_tokens: int, namespace: str = "default", has_mask: bool = True) -> Look:
+def look(n_tokens: int, namespace: str = "default", has_mask: bool = True, origin: Origin = NOW) -> Look:
     ids = torch.arange(10, 10 + n_tokens)[None]
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)} if has_mask else {"input_ids": ids}
-    return Look(DRAWN, f"{n_tokens}", namespace, inputs, OFF)
+    return Look(DRAWN, f"{n_tokens}", namespace, inputs, OFF, origin)
 
 
 def taken(looks: Looks) -> list[str]:
@@ -97,6 +98,23 @@ def test_what_a_model_does_not_take_it_is_not_passed() -> None:
     for n_tokens in (5, 6, 5):
         looks.add(look(n_tokens))
     assert taken(looks) == ["5", "5"]  # it would not know what is padding
+
+
+def test_parked_ones_wait_for_their_origin_and_are_dropped_once_that_is_over() -> None:
+    other, third = NOW._replace(weights="other"), NOW._replace(head="third")
+    looks = waiting(look(5))
+    looks.park([look(6), look(7, origin=other), look(8, "tenant", origin=other), look(9, origin=third)])
+    assert len(looks) == 5 and looks.has_parked
+    looks.drop("tenant")
+    assert [one.key for one in looks.resume(NOW, is_over=lambda origin: origin == third)] == ["6"]
+    assert (taken(looks), len(looks)) == (["6", "5"], 1)
+    assert [one.key for one in looks.resume(other, is_over=lambda _: True)] == ["7"]
+    assert not looks.has_parked and taken(looks) == ["7"]
+
+
+def test_those_of_other_origins_are_not_taken_together() -> None:
+    looks = waiting(look(5), look(6, origin=NOW._replace(attention="eager")), look(7))
+    assert [taken(looks) for _ in range(2)] == [["5", "7"], ["6"]]
 
 
 def test_those_of_a_namespace_are_dropped() -> None:

@@ -111,6 +111,16 @@ def test_a_quiet_time_saves_little_up_and_no_share_nothing() -> None:
     owner.shadow.close()
 
 
+def test_a_call_does_no_long_job_but_short_ones_behind_it() -> None:
+    owner, clock = busy(1e6, patience_s=0.0)
+    owner.shadow.add(Job(work(clock, 2.0), clock.now, is_short=False))
+    owner.shadow.add(Job(work(clock, 0.01), clock.now))
+    assert [owner.shadow.catch_up() > 0 for _ in range(2)] == [True, False]
+    assert owner.done == [0.01]
+    assert owner.shadow.drain() == 1
+    owner.shadow.close()
+
+
 def test_a_job_gives_way_to_a_call_and_is_done_again_later() -> None:
     owner, begun, stopped = Owner(idle_s=0.0), threading.Event(), threading.Event()
 

@@ -16,7 +16,7 @@ from torch.nn.utils import parametrize, prune
 from torch.testing._internal.two_tensor import TwoTensor
 
 from llmcache.weights import Weights
-from tests.models import BARE, STRANGE_GENERATORS, STRANGERS, _bert, build, padded, tokens
+from tests.models import BARE, STRANGE_GENERATORS, STRANGERS, _bert, build, llama, padded, tokens
 
 FAMILIES = {**BARE, **STRANGERS, **STRANGE_GENERATORS}
 
@@ -340,6 +340,24 @@ def test_an_edit_that_another_call_saw_is_seen_though_it_was_taken_back() -> Non
     weights.digest()
     model[0].eps = eps
     assert weights.digest() == digest and not weights.stayed(mark, digest)
+
+
+def test_frequencies_that_are_written_anew_are_none_unless_another_call_saw_other_ones() -> None:
+    """Longrope writes them at the beginning of a forward, and its layers ask for the digest after that."""
+    rope = {"rope_type": "longrope", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+    rope |= {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
+    model = build(lambda: tf.LlamaModel(llama(rope_parameters=rope)))
+    weights = Weights(model)
+    with torch.inference_mode():
+        model(tokens(1, 8))
+        mark = weights.mark_of(digest := weights.digest())
+        for _ in range(2):
+            model(tokens(1, 8))
+            assert weights.digest() == digest and weights.stayed(mark, digest)
+        model(tokens(1, 20))
+        assert weights.digest() != digest
+        model(tokens(1, 8))
+        assert weights.digest() == digest and not weights.stayed(mark, digest)
 
 
 def test_a_pruned_layer_is_followed() -> None:

@@ -305,6 +305,25 @@ def test_short_stretches_go_by_rarer_and_rarer() -> None:
     assert all(cost.pays(2 * TOKENS, 1, ()).pays for _ in range(1900))  # where nothing is calibrated, none
 
 
+def test_calls_of_a_stretch_are_noted_and_tell_that_they_go_by_to_be_compared() -> None:
+    cost = CostModel(DEPTH)
+    verdicts = [cost.pays(TOKENS, 1, (), compares=True) for _ in range(300)]
+    by = [verdict for verdict in verdicts if not verdict.pays]
+    assert by and all(verdict.is_compared and verdict.is_noted and verdict.is_timed for verdict in by)
+    assert not any(verdict.is_compared for verdict in verdicts if verdict.pays)
+
+
+def test_what_is_done_before_a_foretold_call_is_billed_to_one_that_counts() -> None:
+    cost = aside()
+    before = row(cost).beside_ms
+    assert before == 0.0
+    cost.spent(TOKENS, 0.5)
+    cost.took(TOKENS, 1, 1, HIT, is_foretold=True)
+    assert row(cost).beside_ms == 0.0  # it says nothing of others
+    cost.took(TOKENS, 1, 0, MISS)
+    assert (row(cost).beside_ms or 0.0) > 0.0
+
+
 def test_what_a_miss_takes_longer_than_the_model_is_the_overhead() -> None:
     """Lookup and storing are 1 ms of 11; the model alone would take 8."""
     cost = CostModel(DEPTH)

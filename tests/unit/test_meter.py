@@ -42,6 +42,7 @@ class Clock:
 def parts(**more: Any) -> Any:
     """What a meter looks at, of a cache without calibration."""
     nothing = {"cost": CostModel(4), "trust": None, "fingerprint": None, "is_collecting": False, "notes": None}
+    nothing["weights"] = SimpleNamespace(latest="")
     return SimpleNamespace(**{**nothing, **more})
 
 
@@ -87,9 +88,12 @@ def test_an_empty_call_is_not_asked_about() -> None:
 class Learner:
     """Stands for what a cache learns with."""
 
-    def __init__(self, is_learning: bool) -> None:
+    def __init__(self, is_learning: bool, serves: bool = False) -> None:
         self.is_learning = is_learning
-        self.calibration = None
+        self._serves = serves
+
+    def is_serving(self, weights: str) -> bool:
+        return self._serves
 
 
 @pytest.mark.parametrize(
@@ -152,6 +156,15 @@ def test_on_an_accelerator_one_call_in_64_is_waited_for_at_its_ends_and_before_s
     assert row.miss_ms == pytest.approx(7000)  # the two waits after it began are part of it
     assert row.storing_ms == pytest.approx(1500)
     assert (row.hit_rate, row.repeats) == (0.0, None)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_calls_go_by_to_be_compared_only_where_they_can_be_timed(device: str) -> None:
+    served, clock = parts(trust=Learner(False, serves=True)), Clock()
+    meter = Meter(served, clock, clock.wait)
+    ids = torch.zeros((1, LENGTH), dtype=torch.int64, device=device)
+    reasons = [meter.ask(call_with(ids)) for _ in range(300)]
+    assert reasons.count("compared") == (16 if device == "cpu" else 0)
 
 
 # -- from outside ------------------------------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """No hit crosses a namespace, in either direction, by any rung."""
 
+import gc
+import types
 from enum import StrEnum
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 from llmcache import ConfigError, LLMCache
 from llmcache.rows import Scope
 from tests.models import CLASSIFIERS, build, padded
+from tests.topics import classifier, requests
 
 ONE, TWO = padded([6], seed=1), padded([6], seed=2)
 
@@ -153,3 +156,55 @@ def test_clear_forgets_all_and_keeps_counters(settings: dict[str, object]) -> No
     cache(**ONE)
     cache(**ONE)
     assert cache.stats().n_hits == 2
+
+
+def held_within(root: object, wanted: set[str]) -> dict[str, str]:
+    """Which of these strings the cache's own objects and containers hold, from one of them on, and where."""
+    found: dict[str, str] = {}
+    seen, waiting = {id(root)}, [(root, "")]
+    while waiting:
+        one, path = waiting.pop()
+        for other in gc.get_referents(one):
+            kind = type(other)
+            if id(other) in seen or kind is type or kind.__module__.split(".")[0] not in _ENTERED:
+                continue
+            seen.add(id(other))
+            where = f"{path}/{type(one).__name__}"
+            if kind is str and other in wanted:
+                found[other] = where
+            elif kind not in (types.FunctionType, types.ModuleType):
+                waiting.append((other, where))
+    return found
+
+
+_ENTERED = ("builtins", "collections", "functools", "llmcache")
+
+
+@pytest.mark.parametrize("decide", ["risk", "combined"])
+def test_a_purge_leaves_no_key_of_the_namespace(decide: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither of what was stored, nor of what was compared, noted, looked into or learned from."""
+    monkeypatch.setattr("llmcache.cost._Bucket.is_cheap", True)
+    with LLMCache.wrap(
+        classifier(), max_drop=0.05, audit=1.0, recalibrate=2000, decide=decide, audit_in_background=False
+    ) as cache:
+        asked = requests(350, seed=7)[0]
+        keys = set()
+        with cache.namespace("tenant"):
+            cache.calibrate(requests(700)[0])
+            keys |= {record.key for record in cache._parts.library.records()}
+            for one in [*asked, *asked[:40]]:
+                cache(**one)
+                keys.add(cache.last[0].key)
+        cache.drain()
+        with cache.namespace("other"):
+            for one in asked[:20]:
+                cache(**one)
+            kept = cache.last[0].key
+        keys.discard("")  # of calls that went by
+        assert held_within(cache._parts, keys)
+        cache.purge(namespace="tenant")
+        assert held_within(cache._parts, keys) == {}
+        assert kept in held_within(cache._parts, {kept})
+        with cache.namespace("other"):
+            cache(**asked[0])
+        assert cache.last[0].rung == "exact"

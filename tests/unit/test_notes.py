@@ -1,6 +1,7 @@
 """Calls that go by are noted, and served when they come again: as stored, and never what another model computed."""
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from llmcache import LLMCache
 from llmcache.cost import CostModel
 from llmcache.notes import Notes
 from tests.models import CLASSIFIERS, GENERATORS, build, padded
+from tests.topics import classifier, requests
 
 LENGTH, PATIENCE = 6, 8
 
@@ -59,6 +61,57 @@ def test_a_second_pass_is_served_although_the_first_went_by(monkeypatch: pytest.
         assert all(
             torch.equal(model(input_ids=request(n)).logits, plain(input_ids=request(n)).logits) for n in (3, 20, 59)
         )
+
+
+def calibrated(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> LLMCache:
+    """A cache that never steps aside, but lets calls go by to be compared."""
+    monkeypatch.setattr("llmcache.cost._Bucket.is_cheap", True)
+    cache = LLMCache.wrap(classifier(), max_drop=0.05, audit=0, **settings)
+    cache.calibrate(requests(700)[0])
+    return cache
+
+
+def told_of(cache: LLMCache, inputs: list[dict[str, Tensor]]) -> list[str | None]:
+    told = []
+    for one in inputs:
+        cache(**one)
+        told.append(cache.last[0].rung or cache.last[0].bypassed)
+    return told
+
+
+def test_what_went_by_to_be_compared_is_served_when_it_comes_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = calibrated(monkeypatch)
+    inputs = requests(300, seed=7, noise=0.3)[0]
+    first = told_of(cache, inputs)
+    assert first.count("compared") == 16 and first[255:271] == ["compared"] * 16
+    assert cache.stats().bypassed == {"compared": 16} and "bypassed" not in caplog.text
+    assert set(told_of(cache, inputs)) == {"exact", "semantic"}
+    with cache.disabled():
+        own = [cache(**one).logits for one in inputs[255:271]]
+    again = [cache(**one).logits for one in inputs[255:271]]
+    rungs = told_of(cache, inputs[255:271])
+    assert all(torch.equal(a, b) for a, b, rung in zip(own, again, rungs, strict=True) if rung == "exact")
+    assert "exact" in rungs and cache.stats().errors == 0
+
+
+@pytest.mark.parametrize("why", ["other weights", "drifted", "off"])
+def test_nothing_is_compared_where_nothing_is_served_approximately(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    cache = calibrated(monkeypatch)
+    trust, made = cache.trust, cache.calibration
+    assert trust is not None and made is not None
+    if why == "other weights":
+        with torch.no_grad():
+            cache.model.bert.embeddings.word_embeddings.weight.add_(0.25)
+    elif why == "drifted":
+        trust.drifted(made)
+    else:
+        trust._serve(replace(made, chosen=None, watch=None))
+    told_of(cache, requests(300, seed=7)[0])
+    audit = cache.stats().audit
+    assert audit is not None and audit.status == why
+    assert cache.stats().bypassed == {}
 
 
 def test_what_went_by_in_batches_is_served_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -185,10 +185,10 @@ def test_another_format_is_refused_and_says_who_wrote_it(tmp_path: Path) -> None
     with LLMCache.wrap(build(BARE["bert"])) as cache:
         cache.save(tmp_path)
     edit_manifest(tmp_path, format=1, written_by=None)
-    with pytest.raises(BankFileError, match=rf"format 1; this version \({__version__}\) reads formats 4 and 5"):
+    with pytest.raises(BankFileError, match=rf"format 1; this version \({__version__}\) reads formats 4 and 5 and 6"):
         LLMCache.load(build(BARE["bert"]), tmp_path)
-    edit_manifest(tmp_path, format=6, written_by="2.0.1", something="new")
-    with pytest.raises(BankFileError, match=r"format 6, written by llmcache 2\.0\.1; this version"):
+    edit_manifest(tmp_path, format=7, written_by="2.0.1", something="new")
+    with pytest.raises(BankFileError, match=r"format 7, written by llmcache 2\.0\.1; this version"):
         LLMCache.load(build(BARE["bert"]), tmp_path)
 
 
@@ -206,7 +206,7 @@ def test_a_save_of_the_former_format_is_served(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 4
 
 
-@pytest.mark.parametrize("number", [4, 5])
+@pytest.mark.parametrize("number", [4, 5, 6])
 def test_entries_of_another_payload_are_refused(tmp_path: Path, number: int) -> None:
     """One vector in the place of all tokens would be put on each of them."""
     for saved, now in (("mean", "sequence"), ("sequence", "mean"), ("cls", "mean")):

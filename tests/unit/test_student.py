@@ -134,6 +134,28 @@ def test_a_student_searches_nothing_and_a_saved_one_serves_alike(model: nn.Modul
         assert ask(cache, fresh) == served
 
 
+@pytest.mark.parametrize("decide", ["student", "combined"])
+def test_a_saved_one_gives_answers_by_the_same_examples_whatever_was_stored_first(
+    decide: str, model: nn.Module, tmp_path: Path
+) -> None:
+    """Its limit was chosen with these: others of the same answer have other logits."""
+    learned, fresh = requests(N)[0], requests(60, seed=7)[0]
+
+    def told(cache: LLMCache) -> tuple[list[str], list[list[float]]]:
+        assert cache.trust is not None
+        return cache.trust.chooser.examples, [cache(**one).logits[0].tolist() for one in fresh]
+
+    with LLMCache.wrap(model, step_aside=False, audit=0, decide=decide) as cache:
+        for one in reversed(learned):
+            cache(**one)
+        cache.calibrate(learned, **LOOSE)
+        cache.save(tmp_path)
+        examples, answers = told(cache)
+        assert examples and cache.stats().hits["student"] > 0
+    with LLMCache.load(model, tmp_path) as cache:
+        assert told(cache) == (examples, answers)
+
+
 def test_examples_stay_where_sources_grow(model: nn.Module) -> None:
     with LLMCache.wrap(model, step_aside=False, audit=0, decide="student", sources="growing", max_entries=N) as cache:
         cache.calibrate(requests(N)[0], **LOOSE)

@@ -112,6 +112,25 @@ def test_frozen_sources_stay_whatever_comes(model: nn.Module) -> None:
         assert len(cache._parts.library) <= N
 
 
+def test_a_purge_of_a_namespace_that_growing_sources_are_of_ends_a_loaded_calibration(
+    model: nn.Module, tmp_path: Path
+) -> None:
+    """None of them is kept from leaving, so where they are found tells whose they are."""
+    with LLMCache.wrap(model, step_aside=False) as cache:
+        with cache.namespace("tenant"):
+            cache.calibrate(requests(N)[0], sources="growing", **LOOSE)
+        cache(**requests(1, seed=9)[0][0])  # stored in another namespace, where nobody serves
+        cache.save(tmp_path)
+    with LLMCache.load(model, tmp_path) as cache:
+        trust = cache.trust
+        assert trust is not None and trust.serves_in("tenant")
+        assert not any(record.is_kept for record in cache._parts.library.records())
+        cache.purge(namespace="third")
+        assert cache.calibration is not None
+        cache.purge(namespace="tenant")
+        assert cache.calibration is None
+
+
 def test_calibrating_again_replaces_what_was_found(cache: LLMCache) -> None:
     first = cache.calibrate(requests(N)[0], **LOOSE)
     again = cache.calibrate(requests(N, seed=3)[0], max_drop=0.1, seed=1)
