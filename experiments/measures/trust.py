@@ -102,7 +102,7 @@ def run(experiment: Trust, folders: Folders) -> Outcome:
         "learn": experiment.learn,
         "n_counted": len(base),
         "nocache": quality(counted, base, base, np.zeros(len(base), dtype=bool), experiment.seed),
-        "model_ms": float(np.median([case.seconds for case in rehearsal.observed])) * 1e3,
+        "model_ms": rehearsal.model_ms,
         "points": points,
         "calibrated": calibrated,
         "summary": [*_hindsight(points), *map(_told_in_advance, calibrated)],

@@ -1,5 +1,6 @@
 """What an experiment computes once and then gives again is what was computed."""
 
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -113,3 +114,11 @@ def test_caches_on_one_model_tell_what_caches_on_their_own_do(experiment: Trust,
         assert torch.equal(cache(**request.inputs), alone.cache(**request.inputs))
         assert [one.rung for one in cache.last] == [one.rung for one in alone.cache.last]
     cache.unwrap()
+
+
+def test_the_models_time_is_of_requests_that_it_computed(experiment: Trust, rehearsal: Rehearsal) -> None:
+    workload = copy(rehearsal.workload)
+    workload.requests = [workload.requests[0]] * 9 + [*workload.requests[1:3]]
+    again = Rehearsal(workload, experiment.cache)
+    seconds = [case.seconds for case in again.observed]
+    assert again.model_ms == pytest.approx(1e3 * np.median([seconds[0], *seconds[9:]]))
