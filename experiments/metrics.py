@@ -9,6 +9,7 @@ Sizes: R rounds, N requests.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -88,10 +89,15 @@ def interval(values: NDArray[np.float64], groups: NDArray[np.int64], seed: int =
     sums, sizes = np.bincount(groups, values), np.bincount(groups)
     if len(sums) < FEWEST or np.ptp(values) == 0:
         return None
+    drawn = _resamples(len(sums), seed)
+    return [float(bound) for bound in np.percentile(drawn @ sums / (drawn @ sizes), (2.5, 97.5))]
+
+
+@lru_cache(maxsize=1)  # many figures are of the same requests
+def _resamples(n: int, seed: int) -> NDArray[np.float64]:
+    """How often each of `n` clusters is in each resample (`N_RESAMPLES`, n)."""
     rng = np.random.default_rng(seed)
-    draws = (rng.integers(len(sums), size=len(sums)) for _ in range(N_RESAMPLES))
-    means = [float(sums[drawn].sum() / sizes[drawn].sum()) for drawn in draws]
-    return [float(bound) for bound in np.percentile(means, (2.5, 97.5))]
+    return np.array([np.bincount(rng.integers(n, size=n), minlength=n) for _ in range(N_RESAMPLES)], np.float64)
 
 
 def _of_share(is_counted: NDArray[Any], groups: NDArray[np.int64], seed: int) -> list[float] | None:

@@ -17,6 +17,7 @@ from experiments.methods.doccache import DocCache
 from experiments.methods.responses import Encoder
 from experiments.models import MINILM, Inputs, token_rows
 from experiments.progress import tracked
+from experiments.recall import Outputs, have_same_layers, recall_layers
 from experiments.replay import Replay, Units
 from experiments.workload import Answer, Workload
 from llmcache.adapters import Trunk, first_attention, locate, special_ids, unpack
@@ -32,16 +33,18 @@ N_LARGE = 64  # of those, the latest stay
 class Recording:
     """One pass of the model alone over a workload, from which units of any method can be had."""
 
-    def __init__(self, workload: Workload, outputs: Sequence[Any] = ()) -> None:
+    def __init__(self, workload: Workload, outputs: Sequence[Any] = (), put_out: Outputs | None = None) -> None:
         """Run the model over all requests.
 
         Args:
             workload: Its model is not wrapped, and as before when this returns.
             outputs: What it puts out for each, N, where that is known already: then it is not run.
+            put_out: What its layers put out for them; a sentence encoder with the same layers does not run them again.
         """
+        self._put_out = put_out
         self.workload = workload
         self.trunk = locate(workload.module)
-        self.outputs = Outputs(workload, outputs)
+        self.outputs = _Answered(workload, outputs)
         self._read_before: dict[str, dict[tuple[Any, ...], Answer]] = {}  # by way of reading, then request and sources
         with torch.inference_mode():
             numbers = tracked(range(len(workload.requests)), len(workload.requests), "Recording the model alone")
@@ -88,6 +91,8 @@ class Recording:
     def texts(self, encoder: str = MINILM) -> Units:
         """Units of the semantic response cache: whole requests by their sentence embedding."""
         encode = Encoder(encoder)
+        if self._put_out is not None and have_same_layers(encode.module, self.workload.module):
+            recall_layers(encode.module, self._put_out)
         requests = self.workload.requests
         with torch.inference_mode():
             vectors = [encode(request.text) for request in tracked(requests, len(requests), "Embedding texts")]
@@ -148,7 +153,7 @@ class Recording:
             return self.workload.answer(self.outputs[rows[0][0]], number)
 
 
-class Outputs:
+class _Answered:
     """The model's output for each request: kept where it is small, else computed again."""
 
     def __init__(self, workload: Workload, known: Sequence[Any] = ()) -> None:

@@ -6,7 +6,9 @@ does when it serves. Only the model is not run again.
 Sizes: N requests.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -15,8 +17,11 @@ from numpy.typing import NDArray
 from experiments.methods.base import COMPUTED, twin
 from experiments.methods.cached import configure
 from experiments.progress import tracked
+from experiments.recall import Fits, Outputs, recall_fits, recall_layers
 from experiments.workload import Answer, Workload
 from llmcache import LLMCache
+from llmcache.calibration import Calibration
+from llmcache.claim import Claim
 from llmcache.observation import Observation
 from llmcache.teacher import Found
 from llmcache.trust import Trust
@@ -31,6 +36,7 @@ class Rehearsal:
         trust: Its calibrated reuse.
         observed: The requests, N.
         answers: What the model alone answers, N.
+        put_out: What the model's layers put out for single requests; see `experiments.recall`.
     """
 
     def __init__(self, workload: Workload, options: dict[str, object]) -> None:
@@ -44,16 +50,59 @@ class Rehearsal:
             LLMCacheError: The settings do not fit the model.
         """
         self.workload = workload
-        config = configure(workload, {"audit": 0, **options})
-        self.cache = LLMCache.wrap(twin(workload.module), config=config, tokenizer=workload.tokenizer)
+        self.put_out: Outputs = {}
+        self._learned: defaultdict[str, Fits] = defaultdict(Fits)  # by the settings of the fingerprint
+        self.cache = self.wrap(options)
         requests = workload.requests
         inputs = (request.inputs for request in tracked(requests, len(requests), "Observing the model alone"))
         self.observed = self.cache.observe(inputs, labels=[request.reference for request in requests])
-        assert self.cache.trust is not None
-        self.trust: Trust = self.cache.trust
+        self.trust = self._trust_of(self.cache, options)
         self.outputs = [torch.from_numpy(case.output)[None] for case in self.observed]
         self.answers: list[Answer] = [workload.answer(output, i) for i, output in enumerate(self.outputs)]
         self._number = {case.row.key: i for i, case in enumerate(self.observed)}
+
+    def wrap(self, options: Mapping[str, object]) -> LLMCache:
+        """A cache on a copy of the model: all of them compute each request once between them; see `experiments.recall`.
+
+        Args:
+            options: As above.
+        """
+        config = configure(self.workload, {"audit": 0, **options})
+        module = twin(self.workload.module)
+        if self.workload.payload is not None and config.layers in ("auto", "last"):
+            recall_layers(module, self.put_out)
+        return LLMCache.wrap(module, config=config, tokenizer=self.workload.tokenizer)
+
+    def beside(self, options: Mapping[str, object]) -> tuple[LLMCache, Trust]:
+        """Another cache on the model, and its calibrated reuse: what was observed here can be learned from there.
+
+        Args:
+            options: As above.
+        """
+        cache = self.wrap(options)
+        cache.observe([self.workload.requests[0].inputs])  # its calibrated reuse is there from then on
+        return cache, self._trust_of(cache, options)
+
+    def calibrate(self, trust: Trust, n: int, claim: Claim) -> Calibration:
+        """Calibrate on the first requests. What is told of its time includes that of fits that were made before."""
+        saved_s = self._saved_s
+        found = trust.calibrate(self.observed[:n], claim)
+        return replace(found, seconds=found.seconds + self._saved_s - saved_s)
+
+    @property
+    def model_ms(self) -> float:
+        """Median time in which the model computed a request; those that came again were not computed."""
+        first = {case.row.key: case.seconds for case in reversed(self.observed)}
+        return float(np.median([*first.values()])) * 1e3
+
+    @property
+    def _saved_s(self) -> float:
+        return sum(fits.saved_s for fits in self._learned.values())
+
+    def _trust_of(self, cache: LLMCache, options: Mapping[str, object]) -> Trust:
+        assert cache.trust is not None
+        recall_fits(cache.trust.teacher.fingerprint, self._learned[repr(options.get("fingerprint"))])
+        return cache.trust
 
     def answers_from(self, first: int, sources: Sequence[str | None]) -> list[Answer]:
         """What requests from `first` on are told, each by who serves it; None where it is computed."""

@@ -1,19 +1,15 @@
-"""Calibrated reuse at work: caches beside a rehearsal, requests that are not of its stream, and live serving."""
+"""Calibrated reuse at work: requests that are not of a rehearsal's stream, and live serving."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import Any
 
-from experiments.methods.base import COMPUTED, twin
-from experiments.methods.cached import configure
+from experiments.methods.base import COMPUTED
 from experiments.models import encode
-from experiments.rehearsal import Rehearsal
 from experiments.workload import Answer, Request, Workload
 from llmcache import LLMCache
 from llmcache.audit.alarm import Alarm
 from llmcache.claim import Claim
-from llmcache.trust import Trust
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,21 +25,6 @@ class Reply:
     answer: Answer
     served: str
     source: str | None
-
-
-def cache_beside(rehearsal: Rehearsal, options: Mapping[str, Any]) -> tuple[LLMCache, Trust]:
-    """Another cache on the model of a rehearsal: what was observed there can be learned from here.
-
-    Args:
-        rehearsal: Has seen all requests.
-        options: Settings of the cache. It is not audited unless they say so.
-    """
-    workload = rehearsal.workload
-    config = configure(workload, {"audit": 0, **options})
-    cache = LLMCache.wrap(twin(workload.module), config=config, tokenizer=workload.tokenizer)
-    cache.observe([workload.requests[0].inputs])  # its calibrated reuse is there from then on
-    assert cache.trust is not None
-    return cache, cache.trust
 
 
 def asking(workload: Workload, texts: Sequence[str], max_length: int) -> Workload:

@@ -62,10 +62,11 @@ class Teacher:
             answers: The kind of the model's answers.
         """
         self._library = library
-        self._fingerprint = fingerprint
+        self.fingerprint = fingerprint
         self._tokens = tokens
         self._chooser = chooser
         self._answers = answers
+        self._foreseen: dict[str, tuple[Floats, Floats | None]] = {}  # by key, as the fingerprint is now
 
     def teach(self, cases: Sequence[Observation]) -> Doubles:
         """Fit the fingerprint, teach the decision, and let the requests serve from then on; they stay.
@@ -102,7 +103,7 @@ class Teacher:
         Raises:
             CalibrationError: They are to be kept, and not all are held.
         """
-        self._fingerprint.fit(
+        self.fingerprint.fit(
             [case.features for case in cases], targets(cases, self._answers), outputs(cases, self._answers)
         )
         self.resume()
@@ -110,8 +111,13 @@ class Teacher:
         self._present(cases)
 
     def resume(self) -> None:
-        """Let requests be found by the fingerprint again, which was fitted before."""
-        self._library.search_by(self._fingerprint)
+        """Let requests be found by the fingerprint, which was just fitted or restored."""
+        self.forget()
+        self._library.search_by(self.fingerprint)
+
+    def forget(self) -> None:
+        """Drop what the fingerprint told of requests; it would tell the same again."""
+        self._foreseen.clear()
 
     def look_up(self, cases: Sequence[Observation], repeated: Collection[str]) -> list[Found]:
         """Who would serve each request.
@@ -120,7 +126,11 @@ class Teacher:
             cases: The requests.
             repeated: Keys of those that are stored themselves, about which there is no doubt.
         """
-        return [Found(-inf, key, "exact") if (key := case.row.key) in repeated else self._find(case) for case in cases]
+        found: dict[str, Found] = {}
+        for case in cases:
+            if (key := case.row.key) not in found:  # one that comes again finds the same
+                found[key] = Found(-inf, key, "exact") if key in repeated else self._find(case)
+        return [found[case.row.key] for case in cases]
 
     def doubts(self, cases: Sequence[Observation], repeated: Collection[str]) -> tuple[Doubles, list[str | None]]:
         """The doubt about each request (N,), and the key of who would serve it; see `look_up`."""
@@ -177,7 +187,7 @@ class Teacher:
 
     def restart(self, cases: Sequence[Observation]) -> None:
         """Let these requests serve, and no others; what was learned stays."""
-        self.resume()
+        self._library.search_by(self.fingerprint)
         self.stand(cases)
         self._present(cases)
 
@@ -226,5 +236,8 @@ class Teacher:
 
     def _foresee(self, case: Observation) -> tuple[Floats, Floats | None]:
         """Fingerprint (F,) of a request, and the forecast of its output (C,), or None."""
-        vectors, forecasts = self._fingerprint.foresee(case.features[None])
-        return vectors[0], None if forecasts is None else forecasts[0]
+        key = case.row.key
+        if key not in self._foreseen:
+            vectors, forecasts = self.fingerprint.foresee(case.features[None])
+            self._foreseen[key] = vectors[0], None if forecasts is None else forecasts[0]
+        return self._foreseen[key]

@@ -202,6 +202,7 @@ class Trust:
                 raise CalibrationError(f"could not learn from these requests: {error!r}") from error
             finally:
                 self._is_calibrating = False
+                self.teacher.forget()
 
     def renew(self, made: Calibration, observed: Sequence[Observation]) -> None:
         """Calibrate anew, as before, unless that calibration has ended meanwhile.

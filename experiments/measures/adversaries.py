@@ -23,7 +23,7 @@ from experiments.methods.cached import Cached
 from experiments.metrics import share_interval
 from experiments.progress import tracked
 from experiments.rehearsal import Rehearsal, doubts_about, freeze
-from experiments.serving import asking, cache_beside
+from experiments.serving import asking
 from llmcache.calibration import Calibration, split
 from llmcache.claim import Claim
 from llmcache.observation import Observation
@@ -81,10 +81,10 @@ def run(experiment: Adversaries, folders: Folders) -> Outcome:
     edited = _edit(experiment, rehearsal)
     rows, settings = [], []
     for gate in experiment.gates:
-        cache, trust = cache_beside(rehearsal, {**experiment.cache, "gate": gate})
+        cache, trust = rehearsal.beside({**experiment.cache, "gate": gate})
         for claim in experiment.frozen_claims:
             cache.clear()
-            found = trust.calibrate(rehearsal.observed[: experiment.learn], claim)
+            found = rehearsal.calibrate(trust, experiment.learn, claim)
             asked = _ask(rehearsal, trust, found, edited)
             at = {"gate": name_of(gate), "max_drop": claim.max_drop}
             rows += [at | row for row in asked]

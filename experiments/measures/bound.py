@@ -16,7 +16,9 @@ With sources that stay, it may do so with probability delta. Learning, doubts an
 Sizes: N requests of the population, M of C.
 """
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Self
 
 import numpy as np
@@ -67,7 +69,7 @@ def run(experiment: Bound, folders: Folders) -> Outcome:
         ConfigError: The data or the model does not fit the settings.
         FileNotFoundError: A data file is missing.
     """
-    rehearsal = experiment.rehearse(folders)
+    rehearsal = _rehearsed(json.dumps(experiment.to_dict() | {"arrival": None}), folders)
     workload = rehearsal.workload
     parts = tracked(range(experiment.parts), experiment.parts, "Drawing A and B")
     calibrate = _calibrations if experiment.arrival is None else _in_order
@@ -84,6 +86,12 @@ def run(experiment: Bound, folders: Folders) -> Outcome:
         "summary": figures,
     }
     return Outcome(rows, metrics)
+
+
+@lru_cache(maxsize=1)
+def _rehearsed(settings: str, folders: Folders) -> Rehearsal:
+    """A stream, observed once for all orders in which it comes."""
+    return Bound.make(json.loads(settings)).rehearse(folders)
 
 
 def _n_sources(experiment: Bound) -> int:

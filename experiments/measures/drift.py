@@ -26,7 +26,7 @@ from experiments.measures.base import Outcome
 from experiments.measures.learning import LearningExperiment
 from experiments.progress import tracked
 from experiments.rehearsal import Rehearsal
-from experiments.serving import Reply, alarms_of, ask, cache_beside, has_drifted, requests_expected
+from experiments.serving import Reply, alarms_of, ask, has_drifted, requests_expected
 from experiments.tasks import build
 from experiments.workload import Workload
 from llmcache import LLMCache
@@ -78,12 +78,12 @@ def run(experiment: Drift, folders: Folders) -> Outcome:
     rehearsal = Rehearsal(workload, experiment.cache)
     windows, runs = [], []
     for audit in experiment.audits:
-        cache, trust = cache_beside(rehearsal, {**experiment.cache, "audit": audit})
+        cache, trust = rehearsal.beside({**experiment.cache, "audit": audit})
         for sources in experiment.sources:
             for drop in experiment.max_drops:
                 cache.clear()
                 claim = experiment.claim(drop, sources)
-                trust.calibrate(rehearsal.observed[: experiment.learn], claim)
+                rehearsal.calibrate(trust, experiment.learn, claim)
                 named = {"sources": sources, "audit": audit, "max_drop": drop}
                 watched = _Watched(cache, rehearsal, experiment.learn, change)
                 watched.serve(f"Serving {sources}, audit {audit:g}, {drop:g}")

@@ -31,7 +31,6 @@ from experiments.metrics import share_interval
 from experiments.models import MINILM, check_length, load
 from experiments.recording import Recording, make_fingerprint
 from experiments.rehearsal import Rehearsal
-from experiments.serving import cache_beside
 from llmcache import CacheConfig
 from llmcache.claim import Claim
 from llmcache.errors import ConfigError
@@ -144,7 +143,7 @@ def _calibrated(experiment: Pairs, rehearsal: Rehearsal, firsts: range) -> Itera
     learned, stored = rehearsal.observed[: firsts.start], rehearsal.observed[firsts.start : firsts.stop]
     numbers = {case.row.key: i for i, case in enumerate(rehearsal.observed)}
     for gate in experiment.gates:
-        cache, trust = cache_beside(rehearsal, {**experiment.cache, "gate": gate})
+        cache, trust = rehearsal.beside({**experiment.cache, "gate": gate})
         for drop in experiment.max_drops:
             cache.clear()
             found = trust.calibrate(learned, Claim(drop, experiment.delta, "changed", "growing", experiment.seed))
@@ -160,7 +159,7 @@ def _calibrated(experiment: Pairs, rehearsal: Rehearsal, firsts: range) -> Itera
 
 def _others(experiment: Pairs, rehearsal: Rehearsal, firsts: range) -> Iterator[Way]:
     """The nearest stored sentence serves above a threshold: of the paper, and of a semantic response cache."""
-    recording = Recording(rehearsal.workload, rehearsal.outputs)
+    recording = Recording(rehearsal.workload, rehearsal.outputs, rehearsal.put_out)
     by_mean = recording.rows(make_fingerprint("mean"), fits_any_length=True).vectors
     by_text = recording.texts().vectors
     for name, vectors, thresholds in (

@@ -29,7 +29,7 @@ from experiments.measures.base import Outcome
 from experiments.metrics import share_interval
 from experiments.progress import tracked
 from experiments.rehearsal import Rehearsal
-from experiments.serving import Reply, alarms_of, ask, asking, cache_beside, requests_expected
+from experiments.serving import Reply, alarms_of, ask, asking, requests_expected
 from experiments.workload import Answer, Workload
 from llmcache import LLMCache
 from llmcache.claim import Claim, Sources
@@ -140,11 +140,11 @@ def _attacks(experiment: Poisoning, rehearsal: Rehearsal, attack: Attack) -> Ite
     planting = asking(rehearsal.workload, attack.planted, experiment.task.max_length)
     own = [rehearsal.workload.answer(torch.from_numpy(case.output)[None], 0) for case in _observe(rehearsal, planting)]
     for gate, audit in product(experiment.gates, experiment.audits):
-        cache, trust = cache_beside(rehearsal, {**experiment.cache, "gate": gate, "audit": audit})
+        cache, trust = rehearsal.beside({**experiment.cache, "gate": gate, "audit": audit})
         for sources, drop in product(experiment.sources, experiment.max_drops):
             cache.clear()
             claim = experiment.claim(drop, sources)
-            found = trust.calibrate(rehearsal.observed[: experiment.learn], claim)
+            found = rehearsal.calibrate(trust, experiment.learn, claim)
             asked = _Asked(cache)
             what = f"Attacking {sources}, gate {name_of(gate)}, audit {audit:g}, {drop:g}"
             for i in range(len(attack.planted)):

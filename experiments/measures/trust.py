@@ -33,7 +33,6 @@ from experiments.progress import tracked
 from experiments.recording import Recording, make_fingerprint
 from experiments.rehearsal import Rehearsal, doubts_about, freeze, grow
 from experiments.replay import Replay, Units, by_request, replay
-from experiments.serving import cache_beside
 from experiments.workload import Answer, Workload
 from llmcache.calibration import Calibration, split
 from llmcache.claim import Sources
@@ -103,7 +102,7 @@ def run(experiment: Trust, folders: Folders) -> Outcome:
         "learn": experiment.learn,
         "n_counted": len(base),
         "nocache": quality(counted, base, base, np.zeros(len(base), dtype=bool), experiment.seed),
-        "model_ms": float(np.median([case.seconds for case in rehearsal.observed])) * 1e3,
+        "model_ms": rehearsal.model_ms,
         "points": points,
         "calibrated": calibrated,
         "summary": [*_hindsight(points), *map(_told_in_advance, calibrated)],
@@ -139,7 +138,7 @@ def _parts(experiment: Trust, rehearsal: Rehearsal) -> tuple[list[dict[str, Any]
     points: list[dict[str, Any]] = []
     calibrated: list[dict[str, Any]] = []
     for name in experiment.decisions:
-        cache, trust = cache_beside(rehearsal, experiment.cache | {"decide": DECISIONS[name]})
+        cache, trust = rehearsal.beside(experiment.cache | {"decide": DECISIONS[name]})
         points += _frozen_points(experiment, rehearsal, trust, name)
         calibrated += [_part(experiment, rehearsal, trust, name, drop) for drop in experiment.max_drops]
         cache.unwrap()
@@ -150,7 +149,7 @@ def _part(experiment: Trust, rehearsal: Rehearsal, trust: Calibrated, name: str,
     """A calibration of one part, and what the later requests get: replayed, which tests hold to serving."""
     first, rest = rehearsal.observed[: experiment.learn], rehearsal.observed[experiment.learn :]
     claim = experiment.claim(max_drop)
-    found = trust.calibrate(first, claim)
+    found = rehearsal.calibrate(trust, experiment.learn, claim)
     learned, _ = split(len(first), claim)
     sources = list({first[i].row.key: first[i] for i in learned}.values())
     limit = -math.inf if found.chosen is None else found.chosen.limit
@@ -247,7 +246,7 @@ def _others(experiment: Trust, rehearsal: Rehearsal) -> tuple[list[dict[str, Any
 
     What llmcache learns from, they store without searching it.
     """
-    recording = Recording(rehearsal.workload, rehearsal.outputs)
+    recording = Recording(rehearsal.workload, rehearsal.outputs, rehearsal.put_out)
     points: list[dict[str, Any]] = []
     calibrated: list[dict[str, Any]] = []
     for name in experiment.baselines:
@@ -323,12 +322,11 @@ def _way(name: str, experiment: Trust, recording: Recording) -> tuple[Units, Rea
 
 def _serve_calibrated(experiment: Trust, rehearsal: Rehearsal) -> Iterator[dict[str, Any]]:
     """Calibrate on the first requests, for each claim anew, and serve the later ones live and in order."""
-    first = rehearsal.observed[: experiment.learn]
     for sources in experiment.sources:
         for max_drop in experiment.max_drops:
             claim = experiment.claim(max_drop, sources)
             rehearsal.cache.clear()  # what an earlier claim's misses left would serve repeats
-            found = rehearsal.trust.calibrate(first, claim)
+            found = rehearsal.calibrate(rehearsal.trust, experiment.learn, claim)
             told, served = _serve(rehearsal, experiment.learn, f"Live: {sources}, {max_drop:g}")
             yield _chosen("llmcache", sources, found) | _figures(experiment, rehearsal, told, served)
 

@@ -117,10 +117,11 @@ class Encoder:
 
     def __init__(self, name: str) -> None:
         """Load the encoder."""
-        self._loaded = load(name)
+        loaded = load(name)
+        self.module, self._tokenizer = loaded.model, loaded.tokenizer
 
     def __call__(self, text: str) -> NDArray[np.float32]:
         """Embedding float32 (D,) of L2 norm 1."""
-        inputs = encode(self._loaded.tokenizer, text, ENCODED_TOKENS)
-        hidden = self._loaded.model(**inputs).last_hidden_state
+        inputs = encode(self._tokenizer, text, ENCODED_TOKENS)
+        hidden = self.module(**inputs).last_hidden_state
         return unit(pool_mean(hidden, inputs["attention_mask"])[0].float().numpy())

@@ -37,6 +37,8 @@ ABOUT: Mapping[str, str] = {
     "trust_speed": "Speed at looser claims, live after learning, and when that has paid for learning.",
     "trust_bound": "Whether the bound of a calibration holds as often as it says.",
     "trust_bound_time": "Whether it does where requests have an order in time.",
+    "service_small": "Whole passes of a service with a small model.",
+    "service_second_pass": "Texts that are embedded again, under a cache as it is by default.",
     "prefix_mooncake": "Time to first token on conversations drawn from a real trace.",
     "mooncake_sharing": "How much of that trace is known, as it came and as it is drawn and cut.",
     "prefix_chat": "Time to first token in conversations.",

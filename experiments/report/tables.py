@@ -257,6 +257,7 @@ TABLES: Mapping[str, Callable[[Sequence[Run]], Iterator[str]]] = {
     "embeddings": told,
     "payback": payback,
     "service": told,
+    "second_pass": told,
     "prefix": prefix,
     "sharing": sharing,
     "decode": decode,

@@ -13,7 +13,7 @@ from experiments.measures.base import Outcome
 from experiments.rehearsal import Rehearsal
 from experiments.report.tables import TABLES
 from experiments.runs import Run
-from experiments.serving import ask, asking, cache_beside
+from experiments.serving import ask, asking
 from experiments.tasks import build, make_task
 from llmcache.audit.likeness import Likeness
 from llmcache.claim import Claim
@@ -69,7 +69,7 @@ def test_edited_requests_are_served_as_a_cache_serves_them(
     edited: Outcome, rehearsal: Rehearsal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Likeness, "see", lambda *_: False)  # nothing but edits is unlike what it was calibrated on
-    cache, trust = cache_beside(rehearsal, {"answer": "class", "gate": True, "audit": 0.0})
+    cache, trust = rehearsal.beside({"answer": "class", "gate": True, "audit": 0.0})
     trust.calibrate(rehearsal.observed[:LEARN], Claim(0.2, 0.05, "changed", "frozen", 0))
     rows = [row for row in edited.rows if row["gate"] == "on"]
     experiment = make_experiment({"measure": "adversaries", **VALUES, **EDITED})

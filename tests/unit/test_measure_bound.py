@@ -120,3 +120,16 @@ def test_in_an_order_in_time_what_follows_is_the_truth(kind: str) -> None:
 def test_settings_that_cannot_be_measured_are_refused(changes: dict[str, Any], error: str) -> None:
     with pytest.raises(ConfigError, match=error):
         make_experiment(VALUES | changes)
+
+
+def test_a_stream_is_observed_once_for_all_orders_in_which_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    rehearsed: list[int] = []
+    rehearse = bound.Bound.rehearse
+    bound._rehearsed.cache_clear()
+    monkeypatch.setattr(
+        bound.Bound, "rehearse", lambda self, folders: rehearsed.append(self.seed) or rehearse(self, folders)
+    )
+    for seed in (0, 1):
+        for name in ("shuffled", "bursts"):
+            run(parts=1, seed=seed, arrival={"name": name})
+    assert rehearsed == [0, 1]

@@ -124,3 +124,23 @@ def test_what_cannot_be_observed_is_refused(cache: LLMCache) -> None:
     cache.unwrap()
     with pytest.raises(WrapError, match="was unwrapped"):
         cache.observe(requests(1)[0])
+
+
+def test_nothing_of_the_requests_is_left_with_the_teacher_once_a_calibration_has_ended(cache: LLMCache) -> None:
+    trust, observed = learned(cache)
+    trust.calibrate(observed, CLAIM)
+    assert not trust.teacher._foreseen
+    with pytest.raises(CalibrationError):
+        trust.calibrate(observed[:5], CLAIM)
+    assert not trust.teacher._foreseen
+
+
+def test_a_request_that_comes_again_is_looked_up_once(cache: LLMCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    trust, observed = learned(cache)
+    trust.learn(observed[:600])
+    asked = [*observed[600:], *observed[600:]]
+    alone = [trust.teacher.look_up([case], ())[0] for case in asked]
+    looked, find = [], trust.teacher._find
+    monkeypatch.setattr(trust.teacher, "_find", lambda case: looked.append(case) or find(case))
+    assert trust.teacher.look_up(asked, ()) == alone
+    assert len(looked) == len({case.row.key for case in asked}) < len(asked)

@@ -21,6 +21,7 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "hindsight": reuse.hindsight,
     "bound": reuse.bound,
     "service": reuse.service,
+    "second_pass": reuse.second_pass,
     "speed": reuse.speed,
     "limits": reuse.limits,
     "paws": reuse.paws,

@@ -146,6 +146,35 @@ def service(results_dir: Path) -> str:
     return table(heads, rows)
 
 
+def second_pass(results_dir: Path) -> str:
+    """Texts that are embedded again; a row without figures where that was not measured."""
+    heads = (
+        "stream",
+        "texts",
+        "a batch",
+        "hits of the second pass",
+        "its speed-up",
+        "the first costs more",
+        "plain, ms",
+    )
+    if not any((results_dir / "service_second_pass").glob("*/metrics.json")):
+        return table(heads, [("banking77", "not measured", *[""] * 5)])
+    rows = [
+        (
+            run.task,
+            number(row["n"], 0),
+            str(row["batch"]),
+            percent(row["hit_rate"]),
+            times(row),
+            percent(row["first_costs"], 0),
+            number(row["plain_ms"], 2),
+        )
+        for run in runs_of(results_dir, "service_second_pass")
+        for row in run.metrics["summary"]
+    ]
+    return table(heads, rows)
+
+
 def _labels(run: Run) -> list[str]:
     return list(run.metrics["methods"])
 

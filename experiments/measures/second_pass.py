@@ -1,0 +1,138 @@
+"""Measure `second_pass`: texts that sentence-transformers' `encode` embeds, and embeds again, under a cache as it is.
+
+    plain    by the model alone
+    first    with a new cache, `LLMCache.wrap(model)`, which knows no text yet
+    second   the same texts again
+
+Each text is asked once a pass: what the second one hits was computed, and stored, in the first.
+"""
+
+from collections.abc import Callable, Mapping
+from time import perf_counter
+from typing import Any, Self
+
+import numpy as np
+from pydantic import Field, PositiveInt, field_validator
+
+from experiments.data.labelled import Data, read_requests
+from experiments.folders import Folders
+from experiments.measures.base import Experiment, Outcome
+from experiments.models import MINILM, find
+from llmcache import LLMCache
+from llmcache.errors import ConfigError
+
+PASSES = ("plain", "first", "second")
+
+
+class SecondPass(Experiment):
+    """Settings of the measure.
+
+    Attributes:
+        data: Where texts come from: the first different ones, in its order.
+        model: Of sentence-transformers: a folder, or a name that `experiments.models.find` knows.
+        sizes: How many texts are embedded.
+        batch_sizes: Of `encode`, whose default is 32.
+        rounds: Of three passes each, with a new cache.
+    """
+
+    data: Data
+    model: str = MINILM
+    sizes: tuple[PositiveInt, ...] = Field(default=(300, 5000), min_length=1)
+    batch_sizes: tuple[PositiveInt, ...] = Field(default=(32, 1), min_length=1)
+    rounds: int = Field(default=2, ge=1)
+
+    @field_validator("sizes", "batch_sizes", mode="before")
+    @classmethod
+    def _one_number_alone(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, int) else value
+
+    @classmethod
+    def make(cls, values: Any, name: str = "") -> Self:
+        """Check all settings, section by section; see `Section.make`."""
+        parts = dict(values)
+        if "data" in parts:
+            parts["data"] = Data.make(parts["data"], "data")
+        return super().make(parts, name)
+
+    @property
+    def name(self) -> str:
+        """The data."""
+        return self.data.path[0]
+
+
+def run(experiment: SecondPass, folders: Folders) -> Outcome:
+    """Embed texts three times, for each number of them, batch size and round.
+
+    Raises:
+        ConfigError: The data has too few different texts, or the model was not found.
+        FileNotFoundError: A data file is missing.
+    """
+    from sentence_transformers import SentenceTransformer
+
+    records = read_requests(experiment.data, folders.data, experiment.seed)
+    texts = list(dict.fromkeys(record.text for record in records))
+    if len(texts) < max(experiment.sizes):
+        raise ConfigError(
+            f"sizes={experiment.sizes}: {experiment.name} has {len(texts)} different texts; ask for fewer"
+        )
+    model = SentenceTransformer(find(experiment.model, folders.models), device="cpu", local_files_only=True)
+    rows = [
+        {"n": n, "batch": batch, "round": number, **_round(model, texts[:n], batch)}
+        for n in experiment.sizes
+        for batch in experiment.batch_sizes
+        for number in range(experiment.rounds)
+    ]
+    ways = [
+        _of_way([row for row in rows if (row["n"], row["batch"]) == (n, batch)])
+        for n in experiment.sizes
+        for batch in experiment.batch_sizes
+    ]
+    return Outcome(rows, {"task": experiment.name, "model": experiment.model, "ways": ways, "summary": ways})
+
+
+def _round(model: Any, texts: list[str], batch: int) -> dict[str, Any]:
+    """Times of the three passes, and what the second one hit and gave."""
+
+    def encode() -> Any:
+        return model.encode(texts, batch_size=batch, show_progress_bar=False)
+
+    model.encode(texts[:batch], batch_size=batch)
+    plain_s, plain = _timed(encode)
+    with LLMCache.wrap(model) as cache:
+        first_s, _ = _timed(encode)
+        cache.drain()
+        before = cache.stats()
+        second_s, again = _timed(encode)
+        after = cache.stats()
+    n_bypassed = sum(after.bypassed.values()) - sum(before.bypassed.values())
+    return {
+        "plain_s": plain_s,
+        "first_s": first_s,
+        "second_s": second_s,
+        "hit_rate": (after.n_hits - before.n_hits) / len(texts),
+        "bypassed": n_bypassed / len(texts),
+        "bypassed_first": sum(before.bypassed.values()) / len(texts),
+        "largest_difference": float(np.abs(again - plain).max()),
+    }
+
+
+def _timed(encode: Callable[[], Any]) -> tuple[float, Any]:
+    started = perf_counter()
+    made = encode()
+    return perf_counter() - started, made
+
+
+def _of_way(rows: list[dict[str, Any]]) -> Mapping[str, Any]:
+    """Medians over rounds; of hits the fewest, of differences the largest."""
+    speedups = [row["plain_s"] / row["second_s"] for row in rows]
+    return {
+        "n": rows[0]["n"],
+        "batch": rows[0]["batch"],
+        "hit_rate": min(row["hit_rate"] for row in rows),
+        "speedup": float(np.median(speedups)),
+        "speedup_min": min(speedups),
+        "speedup_max": max(speedups),
+        "first_costs": float(np.median([row["first_s"] / row["plain_s"] - 1 for row in rows])),
+        "plain_ms": float(np.median([1e3 * row["plain_s"] / row["n"] for row in rows])),
+        "largest_difference": max(row["largest_difference"] for row in rows),
+    }

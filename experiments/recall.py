@@ -1,0 +1,127 @@
+"""What is computed once in an experiment, and then given again: for figures of quality, never for times.
+
+    layers          what a model's layers put out for one request, for other caches on copies of the same model
+    fingerprints    what was learned from some requests, for other caches and claims that learn from the same ones
+
+What is given again is what was computed, bit for bit. Hooks, lookups, storing, head and audit of a cache run as ever.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import wraps
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from llmcache.adapters import locate
+from llmcache.arrays import Floats
+from llmcache.fingerprint import Fingerprint
+
+_MOST_FITS = 40  # of some 5 MB each
+
+Outputs = dict[bytes, Tensor]
+
+
+@dataclass
+class Fits:
+    """What fingerprints of one kind and model learned.
+
+    Attributes:
+        known: What was learned, and the seconds that it took, by what it was learned from.
+        saved_s: Seconds that were saved so far.
+    """
+
+    known: dict[bytes, tuple[dict[str, Floats], float]] = field(default_factory=dict)
+    saved_s: float = 0.0
+
+
+def recall_layers(module: nn.Module, known: Outputs) -> nn.Module:
+    """Have an unwrapped model give again what its layers put out for the same single request.
+
+    All layers but the last one then hand on what they are given: a cache on it may keep states of the last one alone,
+    and no fingerprint may look into a layer.
+
+    Args:
+        module: Changed in place.
+        known: What was put out; models with the same weights may share it.
+
+    Returns:
+        The module.
+    """
+    layers = locate(module).layers
+    turn = _Turn(known)
+    for layer in layers:
+        layer.forward = turn.stand_in(layer.forward, layer is layers[0], layer is layers[-1])
+    return module
+
+
+def have_same_layers(one: nn.Module, other: nn.Module) -> bool:
+    """Whether the layers of two models have equal weights."""
+    pairs = zip(_weights(one), _weights(other), strict=False)
+    return len(locate(one).layers) == len(locate(other).layers) and all(torch.equal(*pair) for pair in pairs)
+
+
+def _weights(module: nn.Module) -> Iterator[Tensor]:
+    return (weight for layer in locate(module).layers for weight in layer.parameters())
+
+
+class _Turn:
+    """One forward of a model after the other."""
+
+    def __init__(self, known: Outputs) -> None:
+        self._known = known
+        self._key: bytes | None = None  # of what entered the first layer; None of batches
+
+    def stand_in(self, compute: Callable[..., Any], is_first: bool, is_last: bool) -> Callable[..., Any]:
+        """A layer's forward that computes what is not known."""
+
+        @wraps(compute)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            hidden = args[0] if args else kwargs["hidden_states"]
+            if is_first:
+                self._key = _digest(args, kwargs.values()) if len(hidden) == 1 else None
+            found = None if self._key is None else self._known.get(self._key)
+            if found is not None:
+                return found if is_last else hidden
+            output = compute(*args, **kwargs)
+            if is_last and self._key is not None and isinstance(output, Tensor):
+                self._known[self._key] = output
+            return output
+
+        return forward
+
+
+def recall_fits(fingerprint: Fingerprint, fits: Fits) -> None:
+    """Have a fingerprint take over what one of its kind and model learned from the very same requests."""
+    fit = fingerprint.fit
+
+    @wraps(fit)
+    def recall_or_fit(features: Sequence[Floats], targets: Floats | None = None, outputs: Floats | None = None) -> None:
+        key = _digest(features, (targets, outputs))
+        started = perf_counter()
+        if key in fits.known:
+            state, seconds = fits.known[key]
+            fingerprint.restore(state)
+            fits.saved_s += seconds - (perf_counter() - started)
+            return
+        fit(features, targets, outputs)
+        fits.known[key] = fingerprint.state(), perf_counter() - started
+        if len(fits.known) > _MOST_FITS:
+            del fits.known[next(iter(fits.known))]
+
+    fingerprint.fit = recall_or_fit  # type: ignore[method-assign]
+
+
+def _digest(*groups: Any) -> bytes:
+    """Of the numbers in all tensors and arrays, and of their shapes."""
+    found = hashlib.blake2b(digest_size=16)
+    for value in (value for group in groups for value in group):
+        if isinstance(value, Tensor | np.ndarray):
+            array = np.asarray(value)
+            found.update(repr((array.shape, array.dtype)).encode())
+            found.update(array.tobytes())
+    return found.digest()

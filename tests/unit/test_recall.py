@@ -1,0 +1,124 @@
+"""What an experiment computes once and then gives again is what was computed."""
+
+from copy import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from experiments.config import make_experiment
+from experiments.folders import Folders
+from experiments.measures.trust import Trust
+from experiments.methods.base import twin
+from experiments.recall import Fits, Outputs, have_same_layers, recall_fits, recall_layers
+from experiments.rehearsal import Rehearsal
+from llmcache.adapters import locate
+from llmcache.fingerprint import Learned
+from llmcache.observation import targets
+
+LEARN, N = 120, 200
+VALUES: dict[str, Any] = {
+    "measure": "trust",
+    "task": {"name": "held_out", "model": "untrained", "limit": N, "data": {"path": "support_desk", "limit": 400}},
+    "learn": LEARN,
+    "max_drops": [0.2],
+    "taus": [0.9],
+    "cache": {"answer": "class"},
+}
+
+
+@pytest.fixture(scope="module")
+def experiment() -> Trust:
+    made = make_experiment(VALUES)
+    assert isinstance(made, Trust)
+    return made
+
+
+@pytest.fixture(scope="module")
+def rehearsal(experiment: Trust) -> Rehearsal:
+    return experiment.rehearse(Folders())
+
+
+def counted(module: Any) -> list[int]:
+    """Rows of each time that the first layer is computed from now on."""
+    layer, rows = locate(module).layers[0], []
+    layer.attention.register_forward_pre_hook(lambda _, args: rows.append(len(args[0])))
+    return rows
+
+
+def test_layers_compute_each_single_request_once_for_all_copies(rehearsal: Rehearsal) -> None:
+    workload, known = rehearsal.workload, Outputs()
+    copies = [recall_layers(twin(workload.module), known) for _ in range(2)]
+    rows = [counted(module) for module in copies]
+    inputs = [request.inputs for request in workload.requests[:5]]
+    with torch.inference_mode():
+        plain = [workload.module(**one) for one in inputs]
+        for module in copies:
+            again = [module(**one) for one in inputs]
+            assert all(torch.equal(one, other) for one, other in zip(plain, again, strict=True))
+    assert rows == [[1] * 5, []] and len(known) == 5
+
+
+def test_batches_are_computed_each_time(rehearsal: Rehearsal) -> None:
+    module = recall_layers(twin(rehearsal.workload.module), known := Outputs())
+    rows = counted(module)
+    batch = {name: one.repeat(2, 1) for name, one in rehearsal.workload.requests[0].inputs.items()}
+    with torch.inference_mode():
+        assert torch.equal(module(**batch), module(**batch))
+    assert rows == [2, 2] and not known
+
+
+def test_layers_with_other_weights_are_told_apart(rehearsal: Rehearsal) -> None:
+    module = rehearsal.workload.module
+    other = twin(module)
+    assert have_same_layers(module, other)
+    weight = locate(other).layers[-1].output.dense
+    weight.bias = torch.nn.Parameter(weight.bias + 1)
+    assert not have_same_layers(module, other)
+
+
+def test_what_was_learned_is_taken_over_from_the_same_requests_alone(rehearsal: Rehearsal) -> None:
+    fits, (first, second) = Fits(), (_learned(rehearsal) for _ in range(2))
+    recall_fits(first, fits)
+    recall_fits(second, fits)
+    cases = rehearsal.observed[:LEARN]
+    for fingerprint in (first, second):
+        fingerprint.fit(*_shown(rehearsal, cases))
+    assert len(fits.known) == 1 and fits.saved_s > 0
+    assert all(np.array_equal(array, second.state()[name]) for name, array in first.state().items())
+    second.fit(*_shown(rehearsal, cases[1:]))
+    assert len(fits.known) == 2
+
+
+def _learned(rehearsal: Rehearsal) -> Learned:
+    fingerprint, tokens = Learned(), rehearsal.trust.teacher._tokens
+    assert tokens is not None
+    fingerprint.bind(tokens.embed, tokens.think)
+    return fingerprint
+
+
+def _shown(rehearsal: Rehearsal, cases: Any) -> tuple[Any, ...]:
+    answers = rehearsal.trust.teacher._answers
+    return [case.features for case in cases], targets(cases, answers), np.stack([case.output for case in cases])
+
+
+def test_caches_on_one_model_tell_what_caches_on_their_own_do(experiment: Trust, rehearsal: Rehearsal) -> None:
+    """The other one has to learn by itself; what both serve, and say, is alike."""
+    claim = experiment.claim(0.2)
+    cache, trust = rehearsal.beside(experiment.cache)
+    alone = Rehearsal(rehearsal.workload, experiment.cache)
+    made, other = rehearsal.calibrate(trust, LEARN, claim), alone.calibrate(alone.trust, LEARN, claim)
+    assert made.curve == other.curve and made.chosen == other.chosen and made.seconds > 0
+    for request in rehearsal.workload.requests[LEARN:]:
+        assert torch.equal(cache(**request.inputs), alone.cache(**request.inputs))
+        assert [one.rung for one in cache.last] == [one.rung for one in alone.cache.last]
+    cache.unwrap()
+
+
+def test_the_models_time_is_of_requests_that_it_computed(experiment: Trust, rehearsal: Rehearsal) -> None:
+    workload = copy(rehearsal.workload)
+    workload.requests = [workload.requests[0]] * 9 + [*workload.requests[1:3]]
+    again = Rehearsal(workload, experiment.cache)
+    seconds = [case.seconds for case in again.observed]
+    assert again.model_ms == pytest.approx(1e3 * np.median([seconds[0], *seconds[9:]]))
