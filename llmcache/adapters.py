@@ -10,6 +10,7 @@ Sizes: B rows, T tokens, D hidden width.
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -119,6 +120,7 @@ ADAPTERS: dict[str, Adapter] = {
         Adapter("bart", ("BartEncoder",), "layers", attention="self_attn"),
     )
 }
+_OF_TRANSFORMERS = tuple(ADAPTERS.values())  # rows that tell of transformers' own classes, not of any so named
 
 
 def register_adapter(adapter: Adapter) -> None:
@@ -196,7 +198,8 @@ def locate(model: nn.Module) -> Trunk:
     # Both halves of T5 share one class; the decoder half says so of itself.
     candidates = [module for module in model.modules() if not getattr(module, "is_decoder", False)]
     for module in candidates:
-        if adapter := by_class.get(type(module).__name__):
+        adapter = by_class.get(type(module).__name__)
+        if adapter is not None and (adapter not in _OF_TRANSFORMERS or is_from(module, "transformers")):
             return _dissect(module, adapter)
     guesses = [(module, adapter) for module in candidates if (adapter := _recognise(module))]
     for module, adapter in guesses:
@@ -209,6 +212,11 @@ def locate(model: nn.Module) -> Trunk:
         f"forward begins with one of {', '.join(_HIDDEN_NAMES)} and keeps no other state than {CACHE}. Describe the "
         "model with llmcache.register_adapter(Adapter(...))."
     )
+
+
+def is_from(module: nn.Module, package: str) -> bool:
+    """Whether the module's class was defined by a package; code that came with a checkpoint is of none."""
+    return type(module).__module__.split(".")[0] == package
 
 
 def _dissect(module: nn.Module, adapter: Adapter) -> Trunk:
@@ -273,13 +281,15 @@ def _layer_lists(module: nn.Module) -> Iterator[tuple[str, Sequence[nn.Module]]]
 
 
 def unpack(output: Any) -> Tensor:
-    """Hidden states (B, T, D) of a layer's output, which is a tensor or a tuple that begins with it."""
-    hidden: Tensor = output[0] if isinstance(output, tuple) else output
+    """Hidden states (B, T, D) of a layer's output, which is a tensor or a tuple or list that begins with it."""
+    hidden: Tensor = output[0] if isinstance(output, tuple | list) else output
     return hidden
 
 
 def repack(output: Any, hidden: Tensor) -> Any:
     """The layer's output with its hidden states replaced."""
+    if isinstance(output, list):
+        return [hidden, *output[1:]]
     return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
 
@@ -297,10 +307,21 @@ def special_ids(trunk: Trunk, tokenizer: Any = None) -> tuple[int, ...]:
 
 
 def vocabulary_size(trunk: Trunk) -> int:
-    """Rows of the input embedding."""
+    """Rows of the input embedding.
+
+    Raises:
+        UnsupportedModelError: Neither an embedding nor the config tells.
+    """
     ask: Callable[[], Any] | None = getattr(trunk.module, "get_input_embeddings", None)
-    embedding = ask() if ask else None
-    return int(embedding.num_embeddings if isinstance(embedding, nn.Embedding) else trunk.config.vocab_size)
+    embedding = None
+    with suppress(NotImplementedError):  # transformers could not tell which of its embeddings it is
+        embedding = ask() if ask else None
+    told = setting(trunk.config, "vocab_size")
+    size = embedding.num_embeddings if isinstance(embedding, nn.Embedding) else told
+    if size is None:
+        name = type(trunk.module).__name__
+        raise UnsupportedModelError(f"{name}: it has no embedding of tokens, and its config no vocab_size")
+    return int(size)
 
 
 def device_of(module: nn.Module) -> torch.device:

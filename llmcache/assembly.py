@@ -44,9 +44,10 @@ def assemble(model: nn.Module, config: CacheConfig, tokenizer: Any = None, answe
     Raises:
         ConfigError: A setting is wrong, or does not suit the model.
         UnsafeReuseError: `tau` with a head that answers token by token.
-        UnsupportedModelError: The layers were not found.
+        UnsupportedModelError: The layers were not found, or the size of the vocabulary is not told.
     """
     trunk = locate(model)
+    vocabulary_size(trunk)  # each call reads tokens by it
     head = find_head(model, trunk.adapter.family)
     if config.tau is not None:
         refuse_unsafe(f"tau={config.tau}", head, config)

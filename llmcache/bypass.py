@@ -54,7 +54,8 @@ CURES: dict[str, str] = {
     "cache: pass the tokenizer's 2-D mask",
     "mask_values": "the attention mask holds other values than 0 and 1, by which some models multiply: pass 0 and 1",
     "packed": "position_ids begin again within a row that has no attention mask: models take that for several texts "
-    "in one row, or not, as other arguments say; pass one text a row, or an attention mask",
+    "in one row, or not, as other arguments say (under a classifier on a causal model, positions without a mask are "
+    "reason enough); pass one text a row, or an attention mask",
     "unknown_argument": "an argument of the model is not known to leave the hidden states alone: leave it out, if its "
     "value is the one that holds without it",
     "kv_cache_kind": "this kind of K/V cache (with a sliding window, quantised, offloaded) cannot be filled from "

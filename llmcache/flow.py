@@ -37,6 +37,7 @@ from llmcache.pooling import Veil
 from llmcache.prefix.filling import empty
 from llmcache.prefix.prefill import Prefiller
 from llmcache.reuse.runner import Runner
+from llmcache.settings import setting
 
 DEFAULT_NAMESPACE = "default"
 
@@ -264,8 +265,9 @@ class Flow:
         output = self._runner.run(call, swap, args, kwargs, places=ends_here)
         if ends_here:
             call.is_complete = is_last
-            call.states = unpack(output)
-            self._keeper.capture(call, swap.number, call.states)
+            if not self._runner.cannot_skip:  # what is kept now would never be served
+                call.states = unpack(output)
+                self._keeper.capture(call, swap.number, call.states)
         return output
 
     def _end(self, frame: Frame, call: Call, output: Any) -> None:
@@ -298,11 +300,21 @@ class Flow:
     def _find_reason(self, arguments: dict[str, Any]) -> str | None:
         trunk, defaults = self._parts.trunk, self._arguments.defaults
         reason = self._lookup.guard("look at the arguments", find_reason, arguments, trunk, defaults)
-        if reason is None and self._keeps_no_kv and (arguments.get("use_cache") or arguments.get(CACHE) is not None):
-            return "kv_cache_with_pooled_payload"
+        if reason is None and self._keeps_no_kv:
+            reason = self._find_reason_for_kv(arguments)
         if reason is None and self._pooled is not None and self._pooled.has_changed():
             return "other_pooling"
         return reason or self._layers.find_reason()
+
+    def _find_reason_for_kv(self, arguments: dict[str, Any]) -> str | None:
+        """Why a call cannot be run without the K/V that the model would make."""
+        if arguments.get("use_cache") or arguments.get(CACHE) is not None:
+            return "kv_cache_with_pooled_payload"
+        asked = arguments.get("use_cache")
+        makes_kv = setting(self._parts.trunk.config, "use_cache") if asked is None else asked
+        # Without K/V models look at the positions for where a text begins, and hide the texts before from it.
+        is_unmasked = arguments.get("attention_mask") is None and arguments.get("position_ids") is not None
+        return "packed" if makes_kv and is_unmasked else None
 
     def _begin(self, frame: Frame, call: Call, swap: LayerSwap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """See to it that rows and fingerprints are read; False when the call must go by the cache after all."""

@@ -10,6 +10,7 @@ from typing import Literal
 
 from torch import nn
 
+from llmcache.adapters import is_from
 from llmcache.pooling import Pooled, find_pooled
 
 Reads = Literal["pooled", "tokens", "states"]
@@ -70,11 +71,11 @@ def find_head(model: nn.Module, family: str) -> Head:
         family: The adapter's family name.
     """
     for module in model.modules():
-        if type(module).__name__ == "Pooling" and _is_from(module, "sentence_transformers"):
+        if type(module).__name__ == "Pooling" and is_from(module, "sentence_transformers"):
             pooled = find_pooled(model)
             return Head("sentence embedding", "pooled", "sequence" if pooled is None else pooled.kept, pooled=pooled)
     for module in model.modules():
-        if not _is_from(module, "transformers"):
+        if not is_from(module, "transformers"):
             continue  # a user's own class of such a name may read anything
         for ending, name, reads in _ENDINGS:
             if type(module).__name__.endswith(ending):
@@ -87,11 +88,6 @@ def find_head(model: nn.Module, family: str) -> Head:
         if hasattr(module, "decoder") and getattr(getattr(module, "config", None), "is_encoder_decoder", False):
             return Head("decoder beside the encoder", "tokens", why_unsafe=_TWO_SIDES)
     return Head("hidden states", "states")
-
-
-def _is_from(module: nn.Module, package: str) -> bool:
-    """Whether the module's class was defined by a package."""
-    return type(module).__module__.split(".")[0] == package
 
 
 def _pooled_payload(family: str) -> PayloadName:

@@ -65,7 +65,7 @@ def read(
     for stored, entry in entries.items():
         if entry is None or f"{what}keys" not in entry.tensors:
             return None
-        keys, values = (packers[stored].unpack(f"{what}{name}", entry, dtype) for name in ("keys", "values"))
+        keys, values = (packers[stored].unpack_kv(f"{what}{name}", entry, dtype) for name in ("keys", "values"))
         first = stored + 1 - len(keys)
         kv |= {first + i: pair for i, pair in enumerate(zip(keys, values, strict=True))}
     return kv

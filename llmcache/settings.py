@@ -24,7 +24,7 @@ def setting(config: Any, name: str, default: Any = None) -> Any:
 
 
 @cache
-def _place(kind: Any, name: str) -> tuple[str | None, Any]:
+def _place(kind: type[Any], name: str) -> tuple[str | None, Any]:
     """Under which key instances hold an attribute, and what their class says without; None where code makes it."""
     if not _is_plain(kind):
         return None, None
@@ -43,4 +43,4 @@ def _is_plain(kind: type[Any]) -> bool:
 
 
 def _is_theirs(function: Any) -> bool:
-    return str(function.__module__).startswith("transformers.")
+    return str(getattr(function, "__module__", "")).startswith("transformers.")  # slots written in C have none

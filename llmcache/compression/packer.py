@@ -49,6 +49,10 @@ class Packer:
         """One tensor of an entry, as the model made it or nearly so."""
         return self.codec.decode(name, entry.tensors, dtype)
 
+    def unpack_kv(self, name: str, entry: Entry, dtype: torch.dtype) -> Tensor:
+        """Likewise of keys or values, which under autocast are of another dtype than the states, `dtype`."""
+        return self.unpack(name, entry, entry.tensors[name].dtype if self.codec.is_lossless(dtype) else dtype)
+
     def there_and_back(self, hidden: Tensor) -> Tensor:
         """What comes back of rows (R, D) once they are packed; rows with a value that is not finite stay as they are.
 

@@ -56,7 +56,9 @@ class Runner:
                 self.cannot_skip = self._skipped is None
         else:
             output = self._run_some(call, rows, layer, args, kwargs)
-        return repack(output, self.place(call, number, unpack(output))) if places and call.reused else output
+        if not (places and call.reused) or self.cannot_skip:  # of the latter all was computed, for all rows
+            return output
+        return repack(output, self.place(call, number, unpack(output)))
 
     def skip(self, call: Call, layer: LayerSwap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Output of a layer that no row needs: its input. K/V comes from the store."""
@@ -120,12 +122,13 @@ class Runner:
 
 def _learn(output: Any) -> Callable[[Tensor, Any, Mapping[str, Any]], Any] | None:
     """How a skipped layer of an unknown family packs its output; None when layers hand on more than hidden states."""
-    if not isinstance(output, tuple):
+    if isinstance(output, Tensor):
         return lambda hidden, layer, passed: hidden
-    if any(part is not None for part in output[1:]):
+    kind = type(output)
+    if kind not in (tuple, list) or any(part is not None for part in output[1:]):
         return None
     nothing = (None,) * (len(output) - 1)
-    return lambda hidden, layer, passed: (hidden, *nothing)
+    return lambda hidden, layer, passed: kind((hidden, *nothing))
 
 
 def _skips(reuse: Reuse | None, number: int) -> bool:

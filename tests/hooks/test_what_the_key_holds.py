@@ -92,6 +92,26 @@ def test_packed_sequences_are_no_single_text(family: str, first: str) -> None:
     assert stats.errors == 0
 
 
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_causal_classifier_is_not_run_without_kv_where_positions_would_then_tell_texts_apart(family: str) -> None:
+    model = build(CLASSIFIERS[family])
+    inputs = {"input_ids": tokens(1, 8), "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])}
+    calls: list[dict[str, Any]] = [
+        inputs,
+        {**inputs, "use_cache": False},
+        {**inputs, "attention_mask": torch.ones_like(inputs["input_ids"])},
+        {**inputs, "position_ids": torch.arange(8)[None]},
+    ]
+    plain = [run(model, **call) for call in calls]
+    assert (plain[0] - plain[1]).abs().max() > 1e-3
+    with LLMCache.wrap(model) as cache:
+        for _ in range(2):
+            for call, expected in zip(calls, plain, strict=True):
+                torch.testing.assert_close(run(model, **call), expected, atol=1e-5, rtol=1e-5)
+        stats = cache.stats()
+    assert (stats.hits, stats.bypassed) == ({"exact": 1}, {"packed": 6})
+
+
 def test_one_packed_row_goes_by_alone() -> None:
     model = build(GENERATORS["llama"])
     inputs = {"input_ids": tokens(2, 6), "position_ids": torch.tensor([[0, 1, 2, 3, 4, 5], [0, 1, 2, 0, 1, 2]])}

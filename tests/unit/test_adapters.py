@@ -1,9 +1,11 @@
 """Finding the trunk: by class, by shape, or a refusal that says what was looked for."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import transformers as tf
 from torch import nn
 
 from llmcache import Adapter, ConfigError, LLMCache, UnsupportedModelError, register_adapter
@@ -16,7 +18,9 @@ from tests.models import (
     STRANGE_GENERATORS,
     STRANGERS,
     TOKEN_HEADS,
+    VOCABULARY,
     build,
+    llama,
     padded,
     states,
     tokens,
@@ -170,6 +174,80 @@ def test_layers_that_hand_on_more_than_hidden_states_are_never_skipped() -> None
         cache(**padded([6, 4]))
     stats = cache.stats()
     assert (stats.n_hits, stats.bypassed, stats.n_layers_skipped) == (0, {"unknown_output": 4}, 0)
+
+
+def test_layers_that_return_lists_are_skipped_by_lists() -> None:
+    settings = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}
+    model = build(lambda: tf.OpenAIGPTModel(tf.OpenAIGPTConfig(**settings)))
+    calls = [tokens(2, 6), tokens(2, 6), torch.cat([tokens(2, 6)[1:], tokens(1, 6, seed=1)])]
+    with torch.inference_mode():
+        plain = [states(model(ids)) for ids in calls]
+    cache = LLMCache.wrap(model)
+    for ids, expected in zip(calls, plain, strict=True):
+        torch.testing.assert_close(states(cache(ids)), expected, atol=1e-5, rtol=1e-5)
+    stats = cache.stats()
+    assert (stats.hits, stats.n_layers_skipped, stats.errors) == ({"exact": 3}, 9, 0)
+
+
+def test_layers_that_return_something_else_are_never_skipped() -> None:
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mix = nn.Linear(8, 8)
+
+        def forward(self, hidden_states: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"states": hidden_states + self.mix(hidden_states)}
+
+    class Trunk(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config = SimpleNamespace(vocab_size=20)
+            self.words = nn.Embedding(20, 8)
+            self.layers = nn.ModuleList(Wide() for _ in range(3))
+
+        def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+            hidden = self.words(input_ids)
+            for layer in self.layers:
+                hidden = layer(hidden)["states"]
+            return hidden
+
+    model = Trunk().eval()
+    cache = LLMCache.wrap(model)
+    plain = cache(torch.arange(5)[None])
+    for _ in range(2):
+        assert torch.equal(cache(torch.arange(5)[None]), plain)
+    stats = cache.stats()
+    assert (stats.bypassed, stats.n_stored, stats.errors) == ({"unknown_output": 2}, 0, 0)
+
+
+def test_a_class_that_only_has_the_name_of_one_of_transformers_is_told_by_its_shape() -> None:
+    """As code that comes with a checkpoint is: its tokens may see later ones."""
+    named = tf.LlamaModel
+
+    class LlamaModel(named):  # type: ignore[misc, valid-type]
+        def forward(self, input_ids: torch.Tensor, past_key_values: Any = None, **more: Any) -> Any:
+            seen = torch.ones(len(input_ids), 1, input_ids.shape[1], input_ids.shape[1], dtype=torch.bool)
+            return super().forward(input_ids, attention_mask=seen, past_key_values=past_key_values, **more)
+
+    model = build(lambda: LlamaModel(llama()))
+    first = tokens(1, 40)
+    second = torch.cat([first[:, :32], tokens(1, 8, seed=1)], dim=1)
+    with torch.inference_mode():
+        plain = states(model(second))
+        causal = states(named.forward(model, second))
+    assert (plain - causal).abs().max() > 0.1
+    with LLMCache.wrap(model) as cache:
+        cache(first)
+        torch.testing.assert_close(states(cache(second)), plain, atol=1e-5, rtol=1e-5)
+        assert cache.stats().n_hits == 0
+        assert torch.equal(states(cache(second)), plain)
+        assert cache.stats().hits == {"exact": 1}
+
+
+def test_a_model_whose_vocabulary_is_not_told_is_refused() -> None:
+    settings = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    with pytest.raises(UnsupportedModelError, match=r"CanineModel: .* vocab_size"):
+        LLMCache.wrap(tf.CanineModel(tf.CanineConfig(**settings)).eval())
 
 
 def test_special_ids_come_from_tokenizer_config_or_family() -> None:

@@ -111,6 +111,23 @@ def test_autocast_keeps_apart(family: str) -> None:
     assert hits(cache) == 4
 
 
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_kv_made_under_autocast_keeps_its_dtype(family: str) -> None:
+    """There it is narrower than the states."""
+    model = build(BARE[family])
+    first, both = tokens(1, 9), torch.cat([tokens(1, 9), tokens(1, 9, seed=1)])
+    with bf16(), torch.inference_mode():
+        plain = [model(first, use_cache=True), model(both, use_cache=True)]
+    cache = LLMCache.wrap(model)
+    with bf16():
+        for expected, ids in zip((plain[0], *plain, plain[1]), (first, first, both, both), strict=True):
+            output = cache(ids, use_cache=True)
+            for layer, other in zip(output.past_key_values.layers, expected.past_key_values.layers, strict=True):
+                assert (layer.keys.dtype, layer.values.dtype) == (other.keys.dtype, other.values.dtype)
+                torch.testing.assert_close(layer.keys, other.keys, atol=0.1, rtol=0.1)
+    assert cache.stats().hits == {"exact": 4}
+
+
 def test_rounded_entries_are_never_served_as_lossless() -> None:
     """fp16 keeps fp16 states bit for bit; after a cast to fp32 it does not."""
     model = build(BARE["bert"]).half()
