@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 # Arguments of a layer that hold one row a request. A table shared by all rows may happen to have as many.
@@ -16,7 +17,8 @@ _BY_ROW = frozenset(
 )
 #: Of a trunk's arguments, those that decide a row's states; a model with a head takes them by the same names.
 DECIDING = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
-_SHARED = frozenset({"rel_embeddings", "cache_position"})
+_NOT_BY_ROW = frozenset({"rel_embeddings", "cache_position", "past_key_values"})  # the last is seen to elsewhere
+_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
 class Arguments:
@@ -78,19 +80,35 @@ def select_rows(
 def _select(value: Any, rows: Tensor, n_rows: int) -> Any:
     if isinstance(value, Tensor):  # a single row is a mask or a rotary table that is the same for all
         return value.index_select(0, rows) if value.ndim and value.shape[0] == n_rows else value
-    if isinstance(value, tuple):
-        return tuple(_select(part, rows, n_rows) for part in value)
+    if type(value) in (tuple, list):
+        return type(value)(_select(part, rows, n_rows) for part in value)
     return value
 
 
 def can_select_rows(arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any], n_rows: int) -> bool:
     """Whether it is known of every argument if it holds one row a request; see `select_rows`."""
-    known = _BY_ROW | _SHARED | {arguments.names[0]}
-    passed = arguments.bind(args, kwargs)
-    return n_rows == 1 or all(name in known or not _may_be_by_row(value, n_rows) for name, value in passed.items())
+    if n_rows == 1:
+        return True
+    by_row = _BY_ROW | {arguments.names[0]}
+    for name, value in arguments.bind(args, kwargs).items():
+        if name in by_row:
+            if not _can_be_taken_apart(value):
+                return False
+        elif name not in _NOT_BY_ROW and _may_be_by_row(value, n_rows):
+            return False
+    return True
+
+
+def _can_be_taken_apart(value: Any) -> bool:
+    """Whether `_select` knows how to: an object (a `BlockMask` of flex attention, say) may hold rows anywhere."""
+    if type(value) in (tuple, list):
+        return all(map(_can_be_taken_apart, value))
+    return isinstance(value, (Tensor, *_PLAIN))
 
 
 def _may_be_by_row(value: Any, n_rows: int) -> bool:
-    if isinstance(value, Tensor):
-        return value.ndim > 0 and value.shape[0] == n_rows
-    return isinstance(value, tuple | list) and any(_may_be_by_row(part, n_rows) for part in value)
+    if isinstance(value, Tensor):  # rows may stand beside heads in one dimension, as in ALiBi's slopes
+        return value.ndim > 0 and value.shape[0] > 0 and value.shape[0] % n_rows == 0
+    if isinstance(value, tuple | list):
+        return any(_may_be_by_row(part, n_rows) for part in value)
+    return not isinstance(value, _PLAIN)

@@ -100,7 +100,8 @@ class Lookup:
         before, n_before = ({}, 0) if number == 0 else (dict(call.reused), len(call.reused_at))
         if number > 0 or not call.was_asked:
             self.ask(call, number)
-        if len(call.reused_at) > n_before and not can_select_rows(swap.arguments, args, kwargs, call.n_rows):
+        decided = len(call.reused_at) > n_before and not call.is_served  # else no row is run
+        if decided and not can_select_rows(swap.arguments, args, kwargs, call.n_rows):
             call.reused, call.is_served = before, False  # rows could not be taken out of the batch safely
             del call.reused_at[n_before:]
             self.withdraw(call)

@@ -285,6 +285,61 @@ def test_a_table_of_unknown_meaning_forbids_taking_rows_out() -> None:
     assert not can_select_rows(Arguments(lambda hidden_states: None), (x,), {"slopes": (None, x)}, 3)
     assert can_select_rows(Arguments(lambda signal: None), (x,), {"slopes": x[:1]}, 3)
     assert can_select_rows(Arguments(lambda hidden_states: None), (x[:1],), {"slopes": x[:1]}, 1)
+    by_head = {"slopes": torch.zeros(6, 1, 4)}
+    assert not can_select_rows(Arguments(lambda hidden_states: None), (x,), by_head, 3)
+
+
+def test_rows_are_taken_out_of_lists_and_tuples() -> None:
+    x = torch.arange(6).reshape(3, 2)
+    arguments = Arguments(lambda hidden_states: None)
+    rotary: dict[str, Any] = {"position_embeddings": [x, (x, None)], "past_key_values": object()}
+    assert can_select_rows(arguments, (x,), rotary, 3)
+    _, kwargs = select_rows(arguments, (x,), rotary, torch.tensor([2]), 3)
+    (first, (second, nothing)) = kwargs["position_embeddings"]
+    assert torch.equal(first, x[2:]) and torch.equal(second, x[2:]) and nothing is None
+
+
+@pytest.mark.parametrize("name", ["attention_mask", "something"])
+def test_rows_are_not_taken_out_of_objects(name: str) -> None:
+    """Flex attention gets its mask as one, and reads beyond it where rows are fewer than it is for."""
+
+    class Mask:
+        def __init__(self, valid: torch.Tensor) -> None:
+            self.valid = valid
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mix = nn.Linear(8, 8)
+
+        def forward(self, hidden_states: torch.Tensor, **passed: Mask) -> torch.Tensor:
+            weights = passed[name].valid.unsqueeze(-1).float()
+            return hidden_states + self.mix((hidden_states * weights).mean(1, keepdim=True))
+
+    class Trunk(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config = SimpleNamespace(vocab_size=20)
+            self.words = nn.Embedding(20, 8)
+            self.layers = nn.ModuleList(Masked() for _ in range(2))
+
+        def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+            hidden = self.words(input_ids)
+            for layer in self.layers:
+                hidden = layer(hidden, **{name: Mask(attention_mask)})
+            return hidden
+
+    model = Trunk().eval()
+    ids = torch.randint(0, 20, (4, 6), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1:, 4:] = 0
+    with torch.inference_mode():
+        plain = model(ids, mask)
+    cache = LLMCache.wrap(model)
+    for rows in ([0, 1], [0, 2, 1], [3, 1], [2, 3]):
+        torch.testing.assert_close(cache(ids[rows], mask[rows]), plain[rows], atol=1e-5, rtol=1e-5)
+    stats = cache.stats()
+    assert (stats.hits, stats.errors) == ({"exact": 2}, 0)  # of the last call, none of whose rows is run
 
 
 @pytest.mark.parametrize("head", TOKEN_HEADS)
