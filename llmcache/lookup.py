@@ -131,7 +131,7 @@ class Lookup:
                 decided = self._draw(call, self._checks.doubt(call, decided))
             call.reused |= {reuse.row: reuse for reuse in decided}
             call.reused_at += [reuse.layer for reuse in decided]
-            call.is_served = len(call.reused) == call.n_rows and all(
+            call.is_served = 0 < len(call.reused) == call.n_rows and all(
                 reuse.layer == self._last for reuse in call.reused.values()
             )
             call.lookup_s += perf_counter() - started

@@ -205,6 +205,19 @@ def test_what_fails_at_the_door_is_computed_and_counted_once() -> None:
         assert after.reuses_by_layer == before.reuses_by_layer
 
 
+def test_a_call_without_rows_is_left_to_the_model() -> None:
+    model = build(BARE["bert"])
+    none = torch.zeros(0, 6, dtype=torch.long)
+    with pytest.raises(RuntimeError, match="reshape"), torch.inference_mode():
+        model(input_ids=none)
+    with LLMCache.wrap(model) as cache:
+        for _ in range(2):
+            cache(input_ids=tokens(1, 6))
+        with pytest.raises(RuntimeError, match="reshape"):
+            cache(input_ids=none)
+        assert (cache.stats().hits, cache.stats().errors) == ({"exact": 1}, 0)
+
+
 def _moved(output: Any) -> Any:
     output.last_hidden_state = output.last_hidden_state + 1
     return output
