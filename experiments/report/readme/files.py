@@ -8,6 +8,9 @@ from experiments.results import METRICS
 from experiments.runs import Figures, Run, read_runs
 from llmcache.errors import ConfigError
 
+#: What a cell says where a configuration asks for a run that is not there.
+MISSING = "not measured"
+
 
 def runs_of(results_dir: Path, group: str) -> list[Run]:
     """The finished runs of an experiment, by task and seed.
@@ -15,9 +18,15 @@ def runs_of(results_dir: Path, group: str) -> list[Run]:
     Raises:
         ConfigError: There is none.
     """
-    found = read_runs(path.parent for path in sorted((results_dir / group).glob(f"*/{METRICS}")))
+    found = runs_if_any(results_dir, group)
     if not found:
         raise ConfigError(f"{results_dir / group}: no results; llmcache run configs/{group}.yaml")
+    return found
+
+
+def runs_if_any(results_dir: Path, group: str) -> list[Run]:
+    """The same, or an empty list: for tables that say what was not measured."""
+    found = read_runs(path.parent for path in sorted((results_dir / group).glob(f"*/{METRICS}")))
     return sorted(found, key=lambda run: (run.metrics.get("task", ""), run.config["seed"]))
 
 
