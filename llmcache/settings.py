@@ -25,7 +25,7 @@ def setting(config: Any, name: str, default: Any = None) -> Any:
 
 
 @cache
-def _place(kind: type[Any], name: str) -> tuple[str | None, Any]:
+def _place(kind: Any, name: str) -> tuple[str | None, Any]:
     """Under which key instances hold an attribute, and what their class says without; None where code makes it."""
     if not _is_plain(kind):
         return None, None
