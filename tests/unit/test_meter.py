@@ -260,6 +260,17 @@ def test_clear_begins_anew_and_purge_forgets_who_asked() -> None:
     assert asked(cache, 10) == [None] * 10
 
 
+def test_requests_that_are_held_are_served_when_others_were_purged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while noting costs too much, so that most calls go by without a further look."""
+    monkeypatch.setattr("llmcache.cost._Bucket.is_noted", False)
+    monkeypatch.setattr("llmcache.cost._Bucket.serves", lambda bucket, share: share > 0)
+    cache = LLMCache.wrap(build(CLASSIFIERS["bert"]))
+    assert asked(cache, PATIENCE + 1)[-1] == "does_not_pay"
+    cache.purge(namespace="nobody")
+    asked(cache, 40)
+    assert cache.stats().hits == {"exact": 40}
+
+
 def test_calibrating_begins_anew() -> None:
     """What can be served afterwards has changed; `calibrate` refuses so few, but only once it has computed them."""
     cache = LLMCache.wrap(build(CLASSIFIERS["bert"]))
