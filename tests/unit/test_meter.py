@@ -397,6 +397,20 @@ def test_a_call_that_could_not_be_served_is_told_as_such_while_others_go_by(
     assert True in let_pass and cache.stats().bypassed["does_not_pay"] == 6
 
 
+@pytest.mark.parametrize("ids", [torch.tensor(5), torch.ones(1, 8, dtype=torch.bfloat16), request(1).to_sparse()])
+def test_what_a_model_cannot_read_it_refuses_itself_while_others_go_by(ids: Tensor) -> None:
+    plain = build(CLASSIFIERS["bert"])
+    cache = LLMCache.wrap(build(CLASSIFIERS["bert"]))
+    assert asked(cache, PATIENCE + 1)[-1] == "does_not_pay"
+    with torch.inference_mode():
+        for _ in range(2):
+            with pytest.raises(Exception) as own:
+                plain(input_ids=ids)
+            with pytest.raises(own.type) as ours:
+                cache(input_ids=ids)
+            assert str(ours.value) == str(own.value)
+
+
 def test_prefills_are_judged_and_decode_steps_are_not() -> None:
     model = build(GENERATORS["gpt2"])
     cache = LLMCache.wrap(model)
