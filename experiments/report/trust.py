@@ -189,7 +189,7 @@ def _calibrated(run: Run, row: Figures) -> tuple[Any, ...]:
         percent(row["changed_per_hit"], 2),
         *_of_intents(row.get("by_intent")),
         points(row["accuracy_drop"], row["accuracy_drop_ci"]),
-        number(row.get("lookup_ms"), 2),
+        number(row.get("lookup_ms") if run.is_timed else None, 2),
         f"{run.metrics['n_counted']:,}",
     )
 
