@@ -15,6 +15,14 @@ from llmcache.errors import ConfigError
 Figures = Mapping[str, Any]
 
 
+def was_idle(env: Figures) -> bool:
+    """Whether the machine had nothing else to do when a command began to take times: others are not shown.
+
+    What ran just before it may still be in the average, with a thread a core. Early results did not note it.
+    """
+    return float(env.get("load_average", 0.0)) <= env["n_cpus"] + 1
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
     """A finished run.
@@ -32,6 +40,11 @@ class Run:
     config: Figures
     env: Figures
     metrics: Figures
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether its times may be shown; see `was_idle`."""
+        return was_idle(self.env)
 
     @property
     def measure(self) -> str:

@@ -88,11 +88,12 @@ class Banks(dict[int, Bank]):
             return None
         for served_by in entries:  # banks that gave K/V served the request too
             self[served_by].used(key)
+        layout = request.layout  # of these entries: once the lock is let go, others may be stored
 
         def decode() -> State:
             unpack = partial(packers[layer].unpack, entry=entry, dtype=request.dtype)
             padding = unpack(HIDDEN_PADDING) if HIDDEN_PADDING in entry.tensors else None
-            return State(unpack("hidden"), pairs, padding, padding_pairs, request.layout)
+            return State(unpack("hidden"), pairs, padding, padding_pairs, layout)
 
         return decode
 

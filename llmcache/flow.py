@@ -104,7 +104,7 @@ class Flow:
         self._n_read.set(None)  # it is about the head's own call, which comes first
         if torch.is_grad_enabled():
             self._parts.weights.suspect()
-        elif not is_disabled and self._meter.lets_pass(arguments, namespace):
+        elif not is_disabled and self._lets_pass(arguments, namespace):
             self._bypass(frame, "does_not_pay", arguments)
             return args, kwargs
         arguments, mask_4d = flatten(arguments)
@@ -296,6 +296,12 @@ class Flow:
     def _find_trouble(self) -> str:
         """Why a call's layers were not run through all of the swaps, in order."""
         return "unwrapped" if self._is_retired else self._layers.find_reason() or "other_layers"
+
+    def _lets_pass(self, arguments: dict[str, Any], namespace: str) -> bool:
+        try:
+            return self._meter.lets_pass(arguments, namespace)
+        except Exception:  # of ids that cannot be hashed; the longer way fails as well, and counts it
+            return False
 
     def _find_reason(self, arguments: dict[str, Any]) -> str | None:
         trunk, defaults = self._parts.trunk, self._arguments.defaults

@@ -81,16 +81,19 @@ class Keeper:
 
     def _differing(self, call: Call) -> dict[int, bool]:
         """Of rows that are the same request as an earlier one: whether they came out otherwise, and that is of use."""
+        # What was computed on top of a row's own states joins these, whatever became of the first.
+        on_own = {n: True for n in call.captured if n in call.reused and call.reused[n].key == call.rows[n].again}
         firsts: dict[str, int] = {}
-        pairs = {n: first for n in call.captured if (first := firsts.setdefault(call.rows[n].key, n)) != n}
+        others = (n for n in call.captured if n not in on_own)
+        pairs = {n: first for n in others if (first := firsts.setdefault(call.rows[n].key, n)) != n}
         if not pairs or not self._parts.serves_repeats:
-            return dict.fromkeys(pairs, False)
+            return on_own | dict.fromkeys(pairs, False)
         try:
             differ = [_differ(call.captured[number], call.captured[first]) for number, first in pairs.items()]
-            return dict(zip(pairs, torch.stack(differ).tolist(), strict=True))  # in one transfer
+            return on_own | dict(zip(pairs, torch.stack(differ).tolist(), strict=True))  # in one transfer
         except Exception as error:
             self._parts.counters.error("compare rows that are the same request", error)
-            return dict.fromkeys(pairs, False)
+            return on_own | dict.fromkeys(pairs, False)
 
     def _capture(self, call: Call, number: int, hidden: Tensor) -> None:
         if number not in self._parts.library.banks or not self._is_of_use:

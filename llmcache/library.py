@@ -168,14 +168,17 @@ class Library:
         """
         with self._lock:
             known = self._requests.get(row.key)
-            if known is not None and known.layout != row.layout:  # it keeps the padding that it first came with
+            has_moved = known is not None and known.layout != row.layout
+            is_anew = has_moved and states.keys() >= {*self.banks.layers_of(row.key)}
+            if has_moved and not is_anew:  # padding of two layouts must not be taken for one
                 states = {layer: without_padding(tensors) for layer, tensors in states.items()}
             encoded = self.banks.pack(row.key, scope, states)
             stored = {layer: entry for layer, entry in encoded.items() if self.banks[layer].fits(entry)}
-            if not stored:
+            if not stored or (is_anew and len(stored) < len(encoded)):
                 return False
             try:
                 request = self._know(scope, row, next(iter(states.values()))["hidden"].dtype)
+                request.layout = row.layout if is_anew else request.layout
                 self.banks.put(row.key, stored, self._let_go)
                 is_stale = generation not in (None, self.generation)
                 self._shelves.put(request, row, features, None if is_stale else vectors, stored)

@@ -101,6 +101,10 @@ class Notes:
             self._can_note = (parts.fingerprint, can_note)
         return self._can_note[1]
 
+    def __contains__(self, request: int) -> bool:
+        """Whether it is known where a request is, or was, by its hash."""
+        return request in self._places
+
     def count(self, hashes: Sequence[int]) -> int:
         """How many of these requests are stored or noted, and could be served."""
         places, held = self._places, self._parts.library.held

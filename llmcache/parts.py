@@ -1,6 +1,7 @@
 """What a cache is made of, put together once and handed to those who serve calls with it."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -97,11 +98,12 @@ class Parts:
         """Forget all entries, and the calibration that rests on them; counters and what codecs learned stay."""
         if self.audit is not None:
             self.audit.forget()
-        self.library.clear()
+        with self._calibration_held():
+            self.library.clear()
+            if self.trust is not None:
+                self.trust.forget()
         if self.prefix is not None:
             self.prefix.clear()
-        if self.trust is not None:
-            self.trust.forget()
         if self.cost is not None:
             self.cost.restart()
         if self.notes is not None:
@@ -111,13 +113,18 @@ class Parts:
         """Forget all entries of a namespace, likewise, and return how many requests they were."""
         if self.audit is not None:
             self.audit.forget(namespace)
-        n_requests = self.library.purge(namespace)
+        with self._calibration_held():
+            n_requests = self.library.purge(namespace)
+            if self.trust is not None:
+                self.trust.forget(namespace)
         if self.prefix is not None:
             self.prefix.purge(namespace)
-        if self.trust is not None:
-            self.trust.forget(namespace)
         if self.cost is not None:
             self.cost.forget()
         if self.notes is not None:
             self.notes.clear(namespace)
         return n_requests
+
+    def _calibration_held(self) -> AbstractContextManager[object]:
+        """Within: no save finds a calibration whose requests are gone, as a cache could not be loaded from it."""
+        return nullcontext() if self.trust is None else self.trust.held()

@@ -9,6 +9,7 @@ from inspect import getattr_static
 from typing import Any
 
 _MISSING = object()
+_RETURNS_ANOTHER = (lambda self: self.name).__code__.co_code  # a property that does this is another name, no more
 
 
 def setting(config: Any, name: str, default: Any = None) -> Any:
@@ -24,15 +25,15 @@ def setting(config: Any, name: str, default: Any = None) -> Any:
 
 
 @cache
-def _place(kind: type[Any], name: str) -> tuple[str | None, Any]:
+def _place(kind: Any, name: str) -> tuple[str | None, Any]:
     """Under which key instances hold an attribute, and what their class says without; None where code makes it."""
     if not _is_plain(kind):
         return None, None
     key = getattr(kind, "attribute_map", {}).get(name, name)
     by_class = getattr_static(kind, key, _MISSING)
     if isinstance(by_class, property) and by_class.fget is not None and _is_theirs(by_class.fget):
-        names = by_class.fget.__code__.co_names  # of a property that returns what is held under another name
-        return (names[0], _MISSING) if len(names) == 1 else (None, None)
+        made_by = by_class.fget.__code__
+        return _place(kind, made_by.co_names[0]) if made_by.co_code == _RETURNS_ANOTHER else (None, None)
     return (None, None) if hasattr(type(by_class), "__get__") else (key, by_class)
 
 

@@ -10,7 +10,7 @@ from experiments.report.claims.harmless import PAPERS_CURVE, harmless_tau
 from experiments.report.markdown import number, percent, points, share, size, speed, table
 from experiments.report.prompts import decode, parity, prefix, sharing
 from experiments.report.told import told
-from experiments.report.trust import bound, payback, trust
+from experiments.report.trust import bound, drift, payback, trust
 from experiments.runs import Figures, Run, at, by_size, label_of, varied
 
 LOSSES = ("accuracy_drop", "changed_answers")
@@ -253,7 +253,7 @@ TABLES: Mapping[str, Callable[[Sequence[Run]], Iterator[str]]] = {
     "adversaries": told,
     "pairs": told,
     "poisoning": told,
-    "drift": told,
+    "drift": drift,
     "embeddings": told,
     "payback": payback,
     "service": told,

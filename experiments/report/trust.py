@@ -4,8 +4,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from experiments.frontier import best, curves
+from experiments.metrics import share_interval
 from experiments.plots import CURVES
 from experiments.report.markdown import number, percent, points, share, speed, table
+from experiments.report.told import told
 from experiments.runs import Figures, Run
 
 LOSSES = ("accuracy_drop", "changed_answers")
@@ -18,7 +20,7 @@ def trust(runs: Sequence[Run]) -> Iterator[str]:
         ("stream", "seed", "way", "drop <= 0.5 points: hits", "changed answers <= 0.5 %: hits"),
         [_frontier(run, curve) for run in runs for curve in curves(run.metrics["points"])],
     )
-    yield "Chosen in advance, from the first requests alone, and then served live and in order:"
+    yield "Chosen in advance, from the first requests alone, and counted on the later ones, in order:"
     yield table(
         (
             *("stream", "seed", "way", "sources", "asked: changed <=", "bound", "hit rate", "changed answers"),
@@ -36,6 +38,15 @@ def trust(runs: Sequence[Run]) -> Iterator[str]:
         f"![Precision and hit rate of {run.task}, seed {run.config['seed']}]({run.group}/{run.path.name}/{CURVES})"
         for run in runs
     )
+
+
+def chosen(run: Run, method: str, sources: str, drop: float) -> Figures | None:
+    """What a way got with a limit that was chosen in advance; None where that was not measured."""
+    for row in run.metrics["calibrated"]:
+        if (row.get("method", "llmcache"), row["sources"], row["max_drop"]) == (method, sources, drop):
+            found: Figures = row
+            return found
+    return None
 
 
 def bound(runs: Sequence[Run]) -> Iterator[str]:
@@ -71,6 +82,45 @@ def _claim(run: Run, row: Figures) -> tuple[Any, ...]:
         percent(row["changed_answers_most"], 2),
         " / ".join(f"{size:,}" for size in sizes),
     )
+
+
+def drift(runs: Sequence[Run]) -> Iterator[str]:
+    """What becomes of streams that change, and how many that do not are told to have changed."""
+    yield from told(runs)
+    found = [(run, row) for run in runs for row in run.metrics.get("unchanged", ())]
+    if not found:
+        yield "Streams that do not change: not measured."
+        return
+    yield "Streams that do not change, and how many of them end approximate reuse all the same:"
+    rows: list[tuple[Any, ...]] = [
+        (run.task, run.config["seed"], *_asked(row), f"{row['n_different']:,}", *_suspended([row]))
+        for run, row in found
+    ]
+    kinds = dict.fromkeys(_asked(row) for _, row in found)
+    rows += [("all", "", *kind, "", *_suspended([row for _, row in found if _asked(row) == kind])) for kind in kinds]
+    yield table(
+        (
+            "stream",
+            "seed",
+            "asked: changed <=",
+            "requests",
+            "different texts",
+            "streams",
+            "length",
+            "told to have changed",
+        ),
+        rows,
+    )
+
+
+def _asked(row: Figures) -> tuple[str, str]:
+    return percent(row["max_drop"]), "drawn alike" if row["repeats"] == "alike" else "some come often"
+
+
+def _suspended(rows: Sequence[Figures]) -> tuple[Any, ...]:
+    n, n_suspended = (sum(row[name] for row in rows) for name in ("n_streams", "n_suspended"))
+    lengths = "; ".join(sorted({f"{row['length']:,}" for row in rows}))
+    return n, lengths, share(n_suspended / n, share_interval(n_suspended, n)) if n else ""
 
 
 def payback(runs: Sequence[Run]) -> Iterator[str]:
@@ -139,7 +189,7 @@ def _calibrated(run: Run, row: Figures) -> tuple[Any, ...]:
         percent(row["changed_per_hit"], 2),
         *_of_intents(row.get("by_intent")),
         points(row["accuracy_drop"], row["accuracy_drop_ci"]),
-        number(row.get("lookup_ms"), 2),
+        number(row.get("lookup_ms") if run.is_timed else None, 2),
         f"{run.metrics['n_counted']:,}",
     )
 

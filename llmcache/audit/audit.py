@@ -144,12 +144,14 @@ class Audit:
 
     def served(self, call: Call) -> None:
         """Have hits of a call that has ended looked into, where they were drawn."""
+        assert call.scope is not None
+        served_by = {"weights": call.scope.weights, "attention": call.scope.attention}  # others may be there by now
         for row in call.active_rows:
             drawn = call.drawn.get(row.number)
             if drawn is None or row.number not in call.reused:
                 continue
             try:
-                self._looks.add(look_at(call, row, drawn, self._origin()))
+                self._looks.add(look_at(call, row, drawn, self._origin()._replace(**served_by)))
             except Exception as error:
                 self._counters.error("have a hit looked into", error)
                 self._lose(drawn)

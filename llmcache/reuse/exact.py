@@ -31,25 +31,32 @@ class Exact:
     def _find(self, call: Call, row: Row, key: str) -> Reuse | None:
         if not self._library.known(row, key) or not self._library.is_lossless(key):
             return None
+        deepest = None
         for layer in reversed(self._library.held(key)):
             state = self._library.read(key, layer, with_kv=call.kv_cache is not None)
             if state is None:
                 continue
-            is_whole = _is_whole(state, row)
-            if row.has_layout and not is_whole:
+            if is_whole := _is_whole(state, row):
+                return self._reuse(row, layer, key, state, is_whole)
+            if row.has_layout:
                 continue
-            return Reuse(
-                row.number,
-                layer,
-                self.name,
-                state.hidden,
-                state.kv,
-                key,
-                stores_above=True,
-                padding=state.padding if is_whole else None,
-                padding_kv=state.padding_kv if is_whole else {},
-            )
-        return None
+            deepest = deepest or self._reuse(row, layer, key, state, is_whole)
+            if not row.layout or state.layout != row.layout:
+                break  # else its padding may be held below: what lies above came when others had been served
+        return deepest
+
+    def _reuse(self, row: Row, layer: int, key: str, state: State, is_whole: bool) -> Reuse:
+        return Reuse(
+            row.number,
+            layer,
+            self.name,
+            state.hidden,
+            state.kv,
+            key,
+            stores_above=True,
+            padding=state.padding if is_whole else None,
+            padding_kv=state.padding_kv if is_whole else {},
+        )
 
 
 def _is_whole(state: State, row: Row) -> bool:

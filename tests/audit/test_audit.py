@@ -521,6 +521,21 @@ def test_adapters_that_take_turns_lose_no_look(cache: LLMCache, model: nn.Module
     assert known(cache).status == "certified" and cache.stats().errors == 0
 
 
+def test_an_adapter_that_comes_before_a_call_has_ended_loses_no_look(
+    cache: LLMCache, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    audit, weight = audit_of(cache), model.bert.encoder.layer[0].output.dense.weight
+    served = audit.served
+
+    def late(call: Any) -> None:
+        with edited(weight):
+            served(call)
+
+    monkeypatch.setattr(audit, "served", late)
+    n_hits = ask(cache, fresh(40)).count("semantic")
+    assert n_hits > 10 and known_after(cache) == (n_hits, n_hits, 0, 0)
+
+
 def test_adapters_that_leave_no_idle_moment_have_looks_made_in_calls(cache: LLMCache, model: nn.Module) -> None:
     weight, shadow = model.bert.encoder.layer[0].output.dense.weight, audit_of(cache).shadow
     shadow._patience_s = 0.0

@@ -53,6 +53,17 @@ def test_each_comes_back_as_it_was(layers: Any) -> None:
         assert cache.stats().errors == 0
 
 
+def test_each_comes_back_as_it_was_where_a_layer_has_lost_one_of_them() -> None:
+    model, inputs = rounding(), rows(1, 1)
+    with LLMCache.wrap(model, layers=[1, 3], step_aside=False) as cache:
+        first = cache(**inputs).last_hidden_state
+        library = cache._parts.library
+        library.banks[3].remove([record.key for record in library.records()][1])
+        for _ in range(2):
+            assert torch.equal(cache(**inputs).last_hidden_state, first)
+        assert cache.stats().hits == {"exact": 4} and cache.stats().n_entries == {1: 2, 3: 2}
+
+
 def test_keys_and_values_of_each_come_back_as_they_were() -> None:
     model = rounding("causal")
     inputs = {name: value.repeat_interleave(2, 0) for name, value in padded([7, 5], left=True).items()}

@@ -380,6 +380,30 @@ def test_keys_and_values_of_padding_under_pooling_come_back(tmp_path: Path) -> N
         assert not layer.keys[1, :, 4:].any() and not layer.values[1, :, 4:].any()
 
 
+def test_padding_comes_back_where_only_another_layout_was_stored_before(tmp_path: Path) -> None:
+    """And without K/V, so that it was not served."""
+    model = embedder(tmp_path, "lasttoken", model=build(BARE["gpt2"]))
+    trunk, inputs = model[0].auto_model, padded([9, 4])
+    with LLMCache.wrap(model, prefix=False) as cache, torch.inference_mode():
+        trunk(**{name: value[1:, :4] for name, value in inputs.items()}, use_cache=False)
+        first = trunk(**inputs, use_cache=True).last_hidden_state
+        assert cache.stats().n_hits == 0
+        assert torch.equal(trunk(**inputs, use_cache=True).last_hidden_state, first)
+        assert cache.stats().hits == {"exact": 2}
+
+
+def test_padding_comes_back_from_below_where_a_layer_has_it_no_more(tmp_path: Path) -> None:
+    model = embedder(tmp_path)
+    with LLMCache.wrap(model, layers=[0, 1], step_aside=False) as cache:
+        first, _ = token_embeddings(model, TEXTS)
+        for key in [record.key for record in cache._parts.library.records()]:
+            cache._parts.library.banks[1].remove(key)
+        token_embeddings(model, [*TEXTS, "w1 w2 w3 w5 w6 w7 w8 w9"])  # stored there on top of zeros
+        for _ in range(2):
+            assert torch.equal(token_embeddings(model, TEXTS)[0], first)
+        assert cache.stats().hits == {"exact": 9}
+
+
 def test_prompts_that_pooling_leaves_out(tmp_path: Path) -> None:
     """The pooled mean is over part of the tokens only, so an entry of the mean over all would be wrong."""
     model = embedder(tmp_path, include_prompt=False)

@@ -77,15 +77,49 @@ def check(lib: Library) -> None:
         }
 
 
-def test_a_request_keeps_the_padding_that_it_first_came_with() -> None:
-    lib, ours, theirs = library(), row(1), row(1)
-    ours.layout, theirs.layout = b"a" * 32, b"b" * 32
-    for one, layers in ((ours, LAYERS), (theirs, LAYERS[:1])):
-        given = {layer: {**tensors, "padding_hidden": torch.ones(2, WIDTH)} for layer, tensors in states(1).items()}
-        assert lib.put(scope(), one, {layer: given[layer] for layer in layers}, vector(1))
-    found = [lib.read(ours.key, layer, with_kv=False) for layer in LAYERS]
-    assert [state is not None and state.padding is not None for state in found] == [False, True]
-    assert all(state is not None and state.layout == ours.layout for state in found)
+def in_layout(name: bytes) -> tuple[Row, dict[int, dict[str, torch.Tensor]]]:
+    """A request in one of its layouts, and its states with those of its padding."""
+    one = row(1)
+    one.layout = name * 32
+    padding = {"padding_hidden": torch.full((2, WIDTH), float(ord(name)))}
+    return one, {layer: {**tensors, **padding} for layer, tensors in states(1).items()}
+
+
+def layouts_of(lib: Library) -> list[tuple[bytes, float | None]]:
+    """Of each layer's state of the request: the layout that it is said to have, and what its padding is."""
+    found = [lib.read(row(1).key, layer, with_kv=False) for layer in LAYERS]
+    assert all(state is not None for state in found)
+    return [(s.layout[:1], None if s.padding is None else float(s.padding[0, 0])) for s in found if s]
+
+
+def test_what_is_stored_of_some_layers_in_another_layout_has_no_padding() -> None:
+    lib = library()
+    one, made = in_layout(b"a")
+    lib.put(scope(), one, made, vector(1))
+    one, made = in_layout(b"b")
+    lib.put(scope(), one, {LAYERS[0]: made[LAYERS[0]]}, vector(1))
+    assert layouts_of(lib) == [(b"a", None), (b"a", float(ord("a")))]
+
+
+def test_a_request_that_was_computed_in_another_layout_has_its_padding_from_then_on() -> None:
+    lib = library()
+    one, made = in_layout(b"a")
+    lib.put(scope(), one, made, vector(1))
+    held = lib.banks.find(one.key, lib._requests[one.key], LAYERS[0], False, False)
+    one, made = in_layout(b"b")
+    lib.put(scope(), one, made, vector(1))
+    assert layouts_of(lib) == [(b"b", float(ord("b")))] * 2
+    assert held is not None and held().layout[:1] == b"a"  # found before, decoded after
+
+
+def test_padding_of_two_layouts_does_not_mix_where_a_layer_has_no_room() -> None:
+    lib = library(max_bytes=10 * WIDTH * 4)
+    one, made = in_layout(b"a")
+    lib.put(scope(), one, made, vector(1))
+    one, made = in_layout(b"b")
+    made[LAYERS[1]]["padding_hidden"] = torch.ones(20, WIDTH)
+    assert not lib.put(scope(), one, made, vector(1))
+    assert layouts_of(lib) == [(b"a", float(ord("a")))] * 2
 
 
 @settings(max_examples=60, deadline=None)

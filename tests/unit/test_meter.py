@@ -260,6 +260,17 @@ def test_clear_begins_anew_and_purge_forgets_who_asked() -> None:
     assert asked(cache, 10) == [None] * 10
 
 
+def test_requests_that_are_held_are_served_when_others_were_purged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while noting costs too much, so that most calls go by without a further look."""
+    monkeypatch.setattr("llmcache.cost._Bucket.is_noted", False)
+    monkeypatch.setattr("llmcache.cost._Bucket.serves", lambda bucket, share: share > 0)
+    cache = LLMCache.wrap(build(CLASSIFIERS["bert"]))
+    assert asked(cache, PATIENCE + 1)[-1] == "does_not_pay"
+    cache.purge(namespace="nobody")
+    asked(cache, 40)
+    assert cache.stats().hits == {"exact": 40}
+
+
 def test_calibrating_begins_anew() -> None:
     """What can be served afterwards has changed; `calibrate` refuses so few, but only once it has computed them."""
     cache = LLMCache.wrap(build(CLASSIFIERS["bert"]))
@@ -384,6 +395,20 @@ def test_a_call_that_could_not_be_served_is_told_as_such_while_others_go_by(
     assert not let_pass
     asked(cache, 5, first=4100)
     assert True in let_pass and cache.stats().bypassed["does_not_pay"] == 6
+
+
+@pytest.mark.parametrize("ids", [torch.tensor(5), torch.ones(1, 8, dtype=torch.bfloat16), request(1).to_sparse()])
+def test_what_a_model_cannot_read_it_refuses_itself_while_others_go_by(ids: Tensor) -> None:
+    plain = build(CLASSIFIERS["bert"])
+    cache = LLMCache.wrap(build(CLASSIFIERS["bert"]))
+    assert asked(cache, PATIENCE + 1)[-1] == "does_not_pay"
+    with torch.inference_mode():
+        for _ in range(2):
+            with pytest.raises(Exception) as own:
+                plain(input_ids=ids)
+            with pytest.raises(own.type) as ours:
+                cache(input_ids=ids)
+            assert str(ours.value) == str(own.value)
 
 
 def test_prefills_are_judged_and_decode_steps_are_not() -> None:

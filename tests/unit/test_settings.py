@@ -34,7 +34,8 @@ def test_it_says_what_getattr_says_before_and_after_edits(family: str) -> None:
     check(config)
 
 
-def test_what_a_class_makes_of_an_attribute_counts() -> None:
+@pytest.mark.parametrize("module", ["transformers.odd", "of_the_user"])
+def test_what_a_class_makes_of_an_attribute_counts(module: str) -> None:
     class Odd(PreTrainedConfig):
         model_type = "odd"
         in_class = "of the class"
@@ -44,15 +45,27 @@ def test_what_a_class_makes_of_an_attribute_counts() -> None:
             return -self.held
 
         @property
+        def one_more(self) -> int:
+            return self.held + 1
+
+        @property
+        def another_name(self) -> Any:
+            return self.in_class
+
+        @property
         def made(self) -> Any:
             return not self.held
 
+    for part in vars(Odd).values():
+        if isinstance(part, property):
+            part.fget.__module__ = module
     config = Odd()
     config.held = 4
     assert setting(config, "num_hidden_layers") == -4 and setting(config, "made") is False
     assert setting(config, "in_class") == "of the class" and setting(config, "none") is None
+    assert setting(config, "one_more") == 5 and setting(config, "another_name") == "of the class"
     config.in_class = "its own"
-    assert setting(config, "in_class") == "its own"
+    assert setting(config, "in_class") == setting(config, "another_name") == "its own"
 
 
 def test_any_object_may_stand_for_a_config() -> None:

@@ -1,6 +1,7 @@
 """The student gives the answer that the forecast favours, by an example of it, under a calibrated limit."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,27 @@ def test_a_saved_one_gives_answers_by_the_same_examples_whatever_was_stored_firs
         assert examples and cache.stats().hits["student"] > 0
     with LLMCache.load(model, tmp_path) as cache:
         assert told(cache) == (examples, answers)
+
+
+def test_a_save_while_another_thread_purges_can_be_loaded(
+    model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LLMCache.wrap(model, step_aside=False, audit=0, decide="student") as cache, ThreadPoolExecutor(1) as pool:
+        cache.calibrate(requests(N)[0], **LOOSE)
+        library, saved = cache._parts.library, []
+        purge = library.purge
+
+        def slowly(namespace: str) -> int:
+            n_requests = purge(namespace)
+            saved.append(pool.submit(cache.save, tmp_path))
+            wait(saved, timeout=1)
+            return n_requests
+
+        monkeypatch.setattr(library, "purge", slowly)
+        cache.purge(namespace="default")
+        saved[0].result()
+    with LLMCache.load(model, tmp_path) as cache:
+        assert cache.calibration is None and cache.stats().n_stored == 0
 
 
 def test_examples_stay_where_sources_grow(model: nn.Module) -> None:

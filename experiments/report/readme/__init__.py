@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from experiments.report.readme import claims, costs, prompts, reuse
+from experiments.report.readme import claims, costs, limits, prompts, reuse, ways
 from llmcache.errors import ConfigError
 
 #: Folder of results -> lines of a table, by the name in its mark.
@@ -18,13 +18,16 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "demo": costs.demo,
     "latency": costs.latency,
     "calibrated": reuse.calibrated,
+    "ways": ways.ways,
+    "errors": ways.errors,
     "hindsight": reuse.hindsight,
     "bound": reuse.bound,
+    "time_order": ways.time_order,
     "service": reuse.service,
     "second_pass": reuse.second_pass,
     "speed": reuse.speed,
-    "limits": reuse.limits,
-    "paws": reuse.paws,
+    "limits": limits.limits,
+    "paws": limits.paws,
     "first_token": prompts.first_token,
     "parity": prompts.parity,
     "generation": prompts.generation,

@@ -5,8 +5,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from experiments.results import METRICS
-from experiments.runs import Figures, Run, read_runs
+from experiments.runs import Figures, Run, read_runs, was_idle
 from llmcache.errors import ConfigError
+
+#: What a cell says where a configuration asks for a run that is not there.
+MISSING = "not measured"
 
 
 def runs_of(results_dir: Path, group: str) -> list[Run]:
@@ -15,9 +18,15 @@ def runs_of(results_dir: Path, group: str) -> list[Run]:
     Raises:
         ConfigError: There is none.
     """
-    found = read_runs(path.parent for path in sorted((results_dir / group).glob(f"*/{METRICS}")))
+    found = runs_if_any(results_dir, group)
     if not found:
         raise ConfigError(f"{results_dir / group}: no results; llmcache run configs/{group}.yaml")
+    return found
+
+
+def runs_if_any(results_dir: Path, group: str) -> list[Run]:
+    """The same, or an empty list: for tables that say what was not measured."""
+    found = read_runs(path.parent for path in sorted((results_dir / group).glob(f"*/{METRICS}")))
     return sorted(found, key=lambda run: (run.metrics.get("task", ""), run.config["seed"]))
 
 
@@ -35,12 +44,8 @@ def figures_of(results_dir: Path, command: str) -> Figures:
 
 
 def is_timed(results_dir: Path, command: str) -> bool:
-    """Whether the machine had nothing else to do when a command began to take times: others are not shown.
-
-    What ran just before it may still be in the average, with a thread a core.
-    """
-    env = json.loads((results_dir / command / "env.json").read_text(encoding="utf-8"))
-    return float(env["load_average"]) <= env["n_cpus"] + 1
+    """Whether the times of a command may be shown; see `was_idle`."""
+    return was_idle(json.loads((results_dir / command / "env.json").read_text(encoding="utf-8")))
 
 
 def by_task(runs: Iterable[Run]) -> dict[str, list[Run]]:

@@ -1,19 +1,18 @@
-"""Tables of calibrated reuse: what was chosen in advance, hindsight, the bound, speed, and what it does not do."""
+"""Tables of calibrated reuse: what was chosen in advance, hindsight, the bound, and speed."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from experiments.frontier import best, curves
 from experiments.report.markdown import number, percent, points, table
 from experiments.report.markdown import speed as times
-from experiments.report.readme.files import by_task, each, row_of, runs_of
+from experiments.report.readme.files import MISSING, by_task, each, runs_if_any, runs_of
+from experiments.report.trust import chosen
 from experiments.runs import Figures, Run
+from llmcache.errors import ConfigError
 
 TRUST = ("trust_banking77", "trust_hwu64", "trust_snips")
 SOURCES = ("frozen", "growing")
-AUDIT = 0.05  # the library's default
-ASKED = 0.02  # of the experiments that look for trouble
 
 #: Curves in the order of the columns, and their headings; others follow under their own names.
 WAYS = {
@@ -22,11 +21,20 @@ WAYS = {
     ("semantic_response", None): "semantic response cache",
     ("doccache", None): "DocCache",
     ("paper", None): "the paper's way",
+    ("student", "frozen"): "student: the forecast alone",
+    ("neighbours", "frozen"): "neighbours alone",
+    ("combined", "frozen"): "combined",
+}
+#: What the configurations of whole passes ask for: streams by experiment.
+SERVICES = {
+    "service_small": ("banking77", "hwu64", "snips"),
+    "service_exact": ("banking77", "hwu64", "snips", "banking77-repeats", "support_desk"),
 }
 LOSSES = {"changed_answers": "0.5 % of answers changed", "accuracy_drop": "half a point of accuracy lost"}
 
 
-def _trust(results_dir: Path) -> dict[str, list[Run]]:
+def trust_runs(results_dir: Path) -> dict[str, list[Run]]:
+    """Runs of every seed on the shuffled streams, by stream."""
     return by_task(run for group in TRUST for run in runs_of(results_dir, group))
 
 
@@ -34,7 +42,7 @@ def calibrated(results_dir: Path) -> str:
     """What was chosen in advance: every stream, claim and seed, with frozen sources and with growing ones."""
     asked = ("hits", "changed", "points lost")
     rows = []
-    for task, runs in _trust(results_dir).items():
+    for task, runs in trust_runs(results_dir).items():
         for drop in dict.fromkeys(row["max_drop"] for row in runs[0].metrics["calibrated"]):
             cells = []
             for sources in SOURCES:
@@ -50,12 +58,15 @@ def calibrated(results_dir: Path) -> str:
 
 
 def _chosen(run: Run, sources: str, drop: float) -> Figures:
-    return next(row for row in run.metrics["calibrated"] if row["sources"] == sources and row["max_drop"] == drop)
+    found = chosen(run, "llmcache", sources, drop)
+    if found is None:
+        raise ConfigError(f"{run.path}: no calibration with {sources} sources at {drop:g}; measure again with --force")
+    return found
 
 
 def hindsight(results_dir: Path) -> str:
     """The best threshold on the very requests it is counted on, of every way."""
-    trust = _trust(results_dir)
+    trust = trust_runs(results_dir)
     found = dict.fromkeys(curve for runs in trust.values() for curve in curves(runs[0].metrics["points"]))
     ways = [*WAYS, *(curve for curve in found if curve not in WAYS and curve[0] != "exact_response")]
     rows = [
@@ -70,6 +81,8 @@ def hindsight(results_dir: Path) -> str:
 def _frontier(runs: Sequence[Run], way: tuple[str, str | None], loss: str) -> str:
     """Hits of every seed; where accuracy is the limit, also how many answers changed."""
     found = [best(run.metrics["points"], way, loss) for run in runs]
+    if all(point is None for point in found):
+        return MISSING
     hits = each([None if point is None else point["hit_rate"] for point in found])
     if loss != "accuracy_drop":
         return hits
@@ -100,12 +113,12 @@ def speed(results_dir: Path) -> str:
     heads = ("stream", "claim", "hits", "changed", "points lost", "speed-up after learning", "learning included")
     costs = ("a miss costs more", "a hit costs", "paid back after", "same hits, BERT-base")
     default = "0.5 % of answers, frozen, audit 5 % (default)"
-    if not any((results_dir / "trust_speed_default").glob("*/metrics.json")):
-        rows: list[tuple[str, ...]] = [(task, default, "not measured", *[""] * 8) for task in _trust(results_dir)]
-    else:
-        rows = [
-            _speed(run, label, default) for run in runs_of(results_dir, "trust_speed_default") for label in _labels(run)
-        ]
+    found = by_task(runs_if_any(results_dir, "trust_speed_default"))
+    rows: list[tuple[str, ...]] = []
+    for task in trust_runs(results_dir):
+        if task not in found:
+            rows.append((task, default, MISSING, *[""] * 8))
+        rows += [_speed(run, label, default) for run in found.get(task, ()) for label in _labels(run)]
     rows += [
         _speed(run, label, _claim(run, label)) for run in runs_of(results_dir, "trust_speed") for label in _labels(run)
     ]
@@ -113,7 +126,7 @@ def speed(results_dir: Path) -> str:
 
 
 def service(results_dir: Path) -> str:
-    """Whole passes of a service: every stream and number of threads that was run."""
+    """Whole passes of a service: every stream and number of threads; a stream that was not measured says so."""
     heads = (
         "stream",
         "reuse",
@@ -126,24 +139,28 @@ def service(results_dir: Path) -> str:
         "hit, ms",
         "miss, ms",
     )
-    rows = [
-        (
-            run.task,
-            "repeats alone" if row["max_drop"] is None else f"calibrated, {percent(row['max_drop'])}",
-            str(row["threads"]),
-            percent(row["hit_rate"]),
-            percent(row["changed_answers"], 2),
-            points(row["accuracy_drop"]),
-            times(row),
-            number(row["plain_ms"], 2),
-            number(row["hit_ms"], 2),
-            number(row["miss_ms"], 2),
-        )
-        for group in ("service_small", "service_exact")
-        for run in sorted(runs_of(results_dir, group), key=lambda run: run.task)
-        for row in run.metrics["summary"]
-    ]
+    rows: list[tuple[str, ...]] = []
+    for group, tasks in SERVICES.items():
+        found = by_task(runs_if_any(results_dir, group))
+        kind = "calibrated" if group == "service_small" else "repeats alone"
+        for task in (*tasks, *(other for other in found if other not in tasks)):
+            if task not in found:
+                rows.append((task, kind, "", MISSING, *[""] * 6))
+            rows += [_passes(task, row) for run in found.get(task, ()) for row in run.metrics["summary"]]
     return table(heads, rows)
+
+
+def _passes(task: str, row: Figures) -> tuple[str, ...]:
+    return (
+        task,
+        "repeats alone" if row["max_drop"] is None else f"calibrated, {percent(row['max_drop'])}",
+        str(row["threads"]),
+        percent(row["hit_rate"]),
+        percent(row["changed_answers"], 2),
+        points(row["accuracy_drop"]),
+        times(row),
+        *(number(row[name], 2) for name in ("plain_ms", "hit_ms", "miss_ms")),
+    )
 
 
 def second_pass(results_dir: Path) -> str:
@@ -157,8 +174,8 @@ def second_pass(results_dir: Path) -> str:
         "the first costs more",
         "plain, ms",
     )
-    if not any((results_dir / "service_second_pass").glob("*/metrics.json")):
-        return table(heads, [("banking77", "not measured", *[""] * 5)])
+    if not (found := runs_if_any(results_dir, "service_second_pass")):
+        return table(heads, [("banking77", MISSING, *[""] * 5)])
     rows = [
         (
             run.task,
@@ -169,7 +186,7 @@ def second_pass(results_dir: Path) -> str:
             percent(row["first_costs"], 0),
             number(row["plain_ms"], 2),
         )
-        for run in runs_of(results_dir, "service_second_pass")
+        for run in found
         for row in run.metrics["summary"]
     ]
     return table(heads, rows)
@@ -204,100 +221,3 @@ def _speed(run: Run, label: str, claim: str) -> tuple[str, ...]:
         "never" if paid is None else f"{paid:,.0f} requests",
         "" if replayed is None else times(replayed),
     )
-
-
-def limits(results_dir: Path) -> str:
-    """What misleads it, by stream: edits, planted entries, streams that change, embeddings."""
-    columns = {
-        name: by_task(runs_of(results_dir, f"trust_{name}"))
-        for name in ("adversaries", "poisoning", "drift", "embeddings")
-    }
-    tasks = list(columns["adversaries"])
-    units = ["" if told.endswith("points") else " %" for told, *_ in _LIMITS]
-    rows = [
-        (told, *(each([value(run.metrics["summary"]) for run in columns[name][task]], digits, unit) for task in tasks))
-        for (told, name, digits, value), unit in zip(_LIMITS, units, strict=True)
-    ]
-    return table(("of 2 % asked, but for the last rows", *tasks), rows)
-
-
-def _edited(gate: str, what: str) -> Callable[[Any], float]:
-    return lambda rows: float(row_of(rows, gate=gate, edit="all", **{"asked: changed": ASKED})[what])
-
-
-def _captured(sources: str, gate: str, audit: float) -> Callable[[Any], float]:
-    wanted = {"sources": sources, "gate": gate, "audit": audit}
-    return lambda rows: float(row_of(rows, **wanted)["targets captured"])
-
-
-def _drifted(audit: float) -> Callable[[Any], float]:
-    return lambda rows: float(row_of(rows, sources="frozen", audit=audit)["after"])
-
-
-def _calibrated_hits(rows: Any) -> float:
-    return max(float(row["hit rate"]) for row in rows if row["asked: changed"] is not None)
-
-
-def _lost_at_30(rows: Any) -> float:
-    curve = [row for row in rows if row["asked: changed"] is None]
-    return float(min(curve, key=lambda row: abs(row["hit rate"] - 0.3))["lost"])
-
-
-_LIMITS: Sequence[tuple[str, str, int, Callable[[Any], float]]] = (
-    (
-        "requests [edited to mislead](configs/trust_adversaries.yaml): another answer",
-        "adversaries",
-        1,
-        _edited("off", "with another answer"),
-    ),
-    ("the same with the content gate", "adversaries", 1, _edited("on", "with another answer")),
-    ("hits of the stream without the gate", "adversaries", 1, _edited("off", "hit rate")),
-    ("with it", "adversaries", 1, _edited("on", "hit rate")),
-    (
-        "requests captured by [planted near-duplicates](configs/trust_poisoning.yaml), growing, no audit",
-        "poisoning",
-        0,
-        _captured("growing", "off", 0.0),
-    ),
-    ("the same with the content gate", "poisoning", 0, _captured("growing", "on", 0.0)),
-    ("growing, default audit", "poisoning", 0, _captured("growing", "off", AUDIT)),
-    ("frozen, no audit", "poisoning", 0, _captured("frozen", "off", 0.0)),
-    (
-        "changed answers after a stream [moved on](configs/trust_drift.yaml), frozen, no audit",
-        "drift",
-        1,
-        _drifted(0.0),
-    ),
-    ("default audit", "drift", 1, _drifted(AUDIT)),
-    (
-        "[embeddings](configs/trust_embeddings.yaml): hits of the best calibration, up to 10 % asked",
-        "embeddings",
-        1,
-        _calibrated_hits,
-    ),
-    ("embeddings: nDCG@10 lost at 30 % hits, points", "embeddings", 2, _lost_at_30),
-)
-
-
-def paws(results_dir: Path) -> str:
-    """Pairs that share words: how many of each kind are served by one another."""
-    runs = runs_of(results_dir, "trust_paws")
-    ways = {
-        "llmcache, 2 % asked": {"way": "llmcache", "gate": "off", "asked: changed": ASKED},
-        "the paper's tau of 0.85": {"way": "paper", "gate": "off", "limit": 0.85},
-        "semantic response cache at 0.8": {"way": "semantic_response", "gate": "off", "limit": 0.8},
-        "semantic response cache at 0.95": {"way": "semantic_response", "gate": "off", "limit": 0.95},
-    }
-    heads = {
-        "same meaning": "same meaning, served",
-        "other meaning": "another, served",
-        "and another answer": "and another answer",
-    }
-    rows = [
-        (
-            told,
-            *(each([float(row_of(run.metrics["summary"], **wanted)[name]) for run in runs]) for name in heads.values()),
-        )
-        for told, wanted in ways.items()
-    ]
-    return table(("served by one another", *heads), rows)

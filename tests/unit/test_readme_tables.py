@@ -1,0 +1,200 @@
+"""Tables of the README on calibrated reuse, from small folders of results that were made up; what is absent says so."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from experiments.report import tables
+from experiments.report.readme import limits, reuse, ways
+from experiments.report.readme.files import MISSING, runs_if_any
+from experiments.runs import read_runs
+from llmcache.errors import ConfigError
+
+DROPS = (0.005, 0.01)
+TASKS = ("banking77", "hwu64", "snips")
+
+
+def write(results: Path, group: str, task: str, seed: int = 0, measure: str = "trust", **metrics: Any) -> Path:
+    """A finished run."""
+    folder = results / group / f"{task}-{seed}-{len(list((results / group).glob('*')))}"
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump({"measure": measure, "seed": seed}))
+    (folder / "env.json").write_text("{}")
+    (folder / "metrics.json").write_text(json.dumps({"seconds": 1.0, "task": task, "n_counted": 100, **metrics}))
+    return folder
+
+
+def served(method: str | None, drop: float, hits: float, sources: str = "frozen", exact: float = 0.0) -> dict[str, Any]:
+    """A calibrated way; of a run before others were calibrated with method None."""
+    row = {
+        "sources": sources,
+        "max_drop": drop,
+        "bound": drop,
+        "is_certified": True,
+        "hit_rate": hits,
+        "hit_rate_ci": [hits - 0.01, hits + 0.01],
+        "hits_by_rung": {"exact": exact, "semantic": hits - exact},
+        "changed_answers": drop / 2,
+        "changed_answers_ci": [0.0, drop],
+        "changed_per_hit": drop / 2 / hits,
+        "accuracy_drop": 0.0,
+        "accuracy_drop_ci": None,
+    }
+    worst = {"intent": "a", "n": 10, "n_hits": 5, "n_changed": 1, "changed": 0.1, "changed_ci": [0.0, 0.4]}
+    new = {"method": method, "by_intent": {"n_intents": 3, "n_over": 1, "median": 0.0, "worst": worst}}
+    return row if method is None else row | new
+
+
+def trust(*methods: str | None, hits: float = 0.5, exact: float = 0.0) -> dict[str, Any]:
+    """What a trust run is made of: growing sources of llmcache first, to be told apart from frozen ones."""
+    rows = [served(method, drop, 0.9, "growing") for method in methods[:1] for drop in DROPS]
+    rows += [served(method, drop, hits + i / 10, exact=exact) for i, method in enumerate(methods) for drop in DROPS]
+    return {"calibrated": rows, "points": []}
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    """The shuffled streams as they were measured before other ways were calibrated."""
+    for task in TASKS:
+        for seed in (0, 1):
+            write(tmp_path, f"trust_{task}", task, seed, **trust(None, hits=0.5 + seed / 10))
+    return tmp_path
+
+
+def cells(table: str, *first: str) -> list[str]:
+    """Of the row that begins so."""
+    (row,) = (line for line in table.splitlines() if line.startswith("| " + " | ".join(first) + " |"))
+    return [cell.strip() for cell in row.strip("|").split("|")]
+
+
+def test_ways_and_errors_that_were_not_measured_say_so(results: Path) -> None:
+    shown = ways.ways(results)
+    assert cells(shown, "hwu64", ways.NAMES["llmcache"])[2:4] == ["50.0 / 60.0 %", "0.25 / 0.25 %"]
+    assert cells(shown, "hwu64", ways.NAMES["student"])[2:] == [MISSING, "", MISSING, ""]
+    told = ways.errors(results)
+    of_all = ["0.25 / 0.25 %", "0.50 / 0.42 %"]
+    assert cells(told, "snips", ways.NAMES["llmcache"], "0.5 %")[3:] == [*of_all, MISSING, MISSING]
+    assert cells(told, "snips", ways.NAMES["student"], "0.5 %")[3:] == [MISSING, "", "", ""]
+
+
+def test_the_student_has_a_row_with_its_errors_by_hit_and_by_intent(results: Path) -> None:
+    for path in (results / "trust_hwu64").glob("*/metrics.json"):
+        path.write_text(json.dumps(json.loads(path.read_text()) | trust("llmcache", "student", "paper")))
+    shown = ways.ways(results)
+    assert cells(shown, "hwu64", ways.NAMES["llmcache"])[2] == "50.0 / 50.0 %"  # not the growing ones' 90 %
+    assert cells(shown, "hwu64", ways.NAMES["student"])[2:4] == ["60.0 / 60.0 %", "0.25 / 0.25 %"]
+    assert cells(shown, "hwu64", ways.NAMES["paper"])[2] == "70.0 / 70.0 %"
+    assert cells(shown, "hwu64", ways.NAMES["doccache"])[2] == MISSING
+    told = cells(ways.errors(results), "hwu64", ways.NAMES["student"], "1.0 %")
+    assert told[3:] == ["0.50 / 0.50 %", "0.83 / 0.83 %", "10.0 / 10.0 %", "0.00 / 0.00 %"]
+    assert cells(reuse.calibrated(results), "hwu64", "0.5 %")[2] == "50.0 / 50.0 %"
+
+
+def test_time_order_counts_bounds_and_shows_what_live_streams_got(results: Path) -> None:
+    shown = ways.time_order(results)
+    assert len(shown.splitlines()) == 2 + 9
+    assert cells(shown, "banking77", "shuffled")[2:5] == [MISSING, "50.0 / 60.0 %", "0.25 / 0.25 %"]
+    assert cells(shown, "banking77", "bursts")[2:5] == [MISSING, MISSING, ""]
+    assert cells(shown, "snips", "bursts")[2:5] == [MISSING, "", ""]  # no config serves that one live
+    claims = [
+        {"max_drop": drop, "n_calibrations": 40, "n_violated": 7 + i, "n_beyond_chance": i}
+        for i, drop in enumerate(DROPS)
+    ]
+    write(results, "trust_bound_time", "snips", measure="bound", arrival="bursts", claims=claims)
+    write(results, "trust_bursts", "banking77-bursts", **trust("llmcache", "student"))
+    write(results, "trust_repeats", "hwu64-repeats", **trust("llmcache", exact=0.25))
+    shown = ways.time_order(results)
+    assert cells(shown, "snips", "bursts")[2:6] == ["7 of 40, 0 beyond chance", "", "", "8 of 40, 1 beyond chance"]
+    assert cells(shown, "banking77", "bursts")[3:5] == ["50.0 %", "0.25 %"]
+    assert cells(shown, "hwu64", "repeats")[3] == "50.0 %, of these exact 25.0 %"
+
+
+def drift(unchanged: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
+    rows = [
+        {"sources": "frozen", "audit": audit, "after": 0.03, "void said after": 300, "status at the end": "drifted"}
+        for audit in (0.0, 0.05)
+    ]
+    return {"summary": rows} | ({} if unchanged is None else {"unchanged": unchanged})
+
+
+def unchanged(n_suspended: int, repeats: str = "alike") -> dict[str, Any]:
+    named = {"max_drop": 0.02, "repeats": repeats, "n_different": 50}
+    return named | {"n_streams": 20, "length": 20_000, "n_suspended": n_suspended}
+
+
+def limited(results: Path, drifted: Mapping[str, Any]) -> str:
+    gates = [
+        {"gate": gate, "edit": "all", "asked: changed": 0.02, "with another answer": 0.1, "hit rate": 0.5}
+        for gate in ("off", "on")
+    ]
+    planted = [
+        {"sources": sources, "gate": gate, "audit": audit, "targets captured": 0.1}
+        for sources, gate, audit in (
+            *(("growing", "off", 0.0), ("growing", "on", 0.0)),
+            *(("growing", "off", 0.05), ("frozen", "off", 0.0)),
+        )
+    ]
+    cosine = [{"asked: changed": asked, "hit rate": 0.3, "lost": 0.1} for asked in (0.1, None)]
+    for task in TASKS:
+        write(results, "trust_adversaries", task, measure="adversaries", summary=gates)
+        write(results, "trust_poisoning", task, measure="poisoning", summary=planted)
+        write(results, "trust_embeddings", task, measure="embeddings", summary=cosine)
+        write(results, "trust_drift", task, measure="drift", **drifted)
+    return limits.limits(results)
+
+
+def test_limits_tell_how_soon_a_change_is_told_and_how_often_without_one(tmp_path: Path) -> None:
+    told = limited(tmp_path, drift([unchanged(1), unchanged(0, "zipf")]))
+    assert [line.split("|")[2].strip() for line in told.splitlines()[-3:]] == ["300", "1 of 20", "0 of 20"]
+
+
+def test_limits_of_runs_before_that_was_measured_say_so(tmp_path: Path) -> None:
+    told = limited(tmp_path, drift())
+    assert [line.split("|")[2].strip() for line in told.splitlines()[-3:]] == [MISSING] * 3
+
+
+def test_a_report_on_drift_counts_streams_that_do_not_change(tmp_path: Path) -> None:
+    folders = [
+        write(tmp_path, "trust_drift", task, measure="drift", **drift([unchanged(i)])) for i, task in enumerate(TASKS)
+    ]
+    shown = tables.of_runs(read_runs(folders))
+    assert cells(shown, "hwu64", "0", "2.0 %")[3:] == ["drawn alike", "50", "20", "20,000", "5.0 % (0.1 to 24.9)"]
+    assert cells(shown, "all", "", "2.0 %")[-3:] == ["60", "20,000", "5.0 % (1.0 to 13.9)"]
+    before = write(tmp_path, "trust_drift", "before", measure="drift", **drift())
+    assert tables.of_runs(read_runs([before])).endswith("not measured.")
+
+
+def test_a_service_that_was_not_measured_has_a_row_that_says_so(tmp_path: Path) -> None:
+    assert set(reuse.service(tmp_path).splitlines()[2:]) == {
+        f"| {task} | {kind} |  | {MISSING} |  |  |  |  |  |  |"
+        for group, kind in (("service_small", "calibrated"), ("service_exact", "repeats alone"))
+        for task in reuse.SERVICES[group]
+    }
+    row = {
+        "max_drop": None,
+        "threads": 2,
+        "hit_rate": 0.4,
+        "changed_answers": 0.0,
+        "accuracy_drop": 0.0,
+        "speedup": 1.2,
+        "speedup_min": 1.1,
+        "speedup_max": 1.3,
+        "plain_ms": 5.0,
+        "hit_ms": 1.0,
+        "miss_ms": None,
+    }
+    write(tmp_path, "service_exact", "support_desk", measure="service", summary=[row])
+    told = cells(reuse.service(tmp_path), "support_desk", "repeats alone")
+    assert told[2:] == ["2", "40.0 %", "0.00 %", "0.00", "1.20 (1.10 to 1.30)", "5.00", "1.00", ""]
+
+
+def test_a_calibration_that_a_run_lacks_is_told(tmp_path: Path) -> None:
+    for task in TASKS:
+        write(tmp_path, f"trust_{task}", task, calibrated=[served(None, 0.005, 0.5)], points=[])
+    with pytest.raises(ConfigError, match="no calibration with growing sources"):
+        reuse.calibrated(tmp_path)
+    assert runs_if_any(tmp_path, "trust_bursts") == []
