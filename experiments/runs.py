@@ -20,7 +20,7 @@ def was_idle(env: Figures) -> bool:
 
     What ran just before it may still be in the average, with a thread a core. Early results did not note it.
     """
-    return float(env.get("load_average", 0.0)) <= env["n_cpus"] + 1
+    return "load_average" not in env or float(env["load_average"]) <= env["n_cpus"] + 1
 
 
 @dataclass(frozen=True, slots=True)
