@@ -36,7 +36,7 @@ PATIENCE_OF_TAU = 2048
 _FEW = 8  # patience by so much shorter for a length whose requests are rare, where those of all lengths have used it up
 _PROBE = 64  # of calls that go by, one in so many takes the whole way: 10 % of overhead are then 0.2 % of all time
 _CHEAP = 0.01  # of the model's time: it does not step aside from a cost of less
-_NOTING = 0.015  # likewise: what noting may take
+_NOTING = 0.015  # of the time of calls that go by: what noting some of them may take
 _EVERY = 8  # of calls that go by, one in so many is timed
 _RARE = 8  # probes are as much rarer where calls are noted: what repeats is seen without
 _STRETCH = 16  # calls that go by in a row, to be compared with
@@ -165,6 +165,7 @@ class _Bucket:
         n_since: Calls since it last stepped aside or returned.
         rest: Calls that go by before it may return.
         n_noted: Calls that may have been noted.
+        credit_s: Seconds that noting may take now.
         gap: Calls between the latest stretch of calls that go by and the next.
         until: Calls until then; less than 1 within a stretch.
     """
@@ -183,6 +184,7 @@ class _Bucket:
     n_since: int = 0
     rest: int = 0
     n_noted: int = 0
+    credit_s: float = 0.0
     gap: int = _FIRST_GAP
     until: int = _FIRST_GAP
 
@@ -220,10 +222,12 @@ class _Bucket:
 
     @property
     def is_noted(self) -> bool:
-        """Whether a call that goes by may be noted: while that seems to cost too much, one in 64 is."""
-        if self.noting_s.n < _STRETCH or self.n_since % _PROBE == 0:
-            return True
-        return self.noting_s.value <= _NOTING * self.model_s
+        """Whether a call that goes by may be noted: so many are as the time allows that noting may take."""
+        return self.noting_s.n < _STRETCH or self.credit_s >= self.noting_s.value
+
+    def go_by(self) -> None:
+        """Count a call that goes by: it allows others to be noted."""
+        self.credit_s = min(self.credit_s + _NOTING * self.model_s, 2 * self.noting_s.value)
 
     def is_compared(self) -> bool:
         """Whether the next call goes by, to be compared with."""
@@ -318,8 +322,10 @@ class CostModel:
                     return Verdict(is_probe, is_probe)
                 n_held = held(hashes)
                 serves = n_held > 0 and bucket.serves(n_held / n_rows)
+                bucket.go_by()
                 is_noted = not serves and bucket.is_noted
                 bucket.n_noted += is_noted
+                bucket.credit_s -= is_noted * bucket.noting_s.value
                 return Verdict(serves, False, serves, is_noted, bucket.n_since % _EVERY == 0)
             bucket.come_back()
         _log("serves again", n_tokens, rate, pays_from)
@@ -339,6 +345,7 @@ class CostModel:
             if (bucket.n_since + 1) % _EVERY == 0 or bucket.is_noted:
                 return False
             bucket.n_since += 1
+            bucket.go_by()
             bucket.repeats.add(0.0)
             self._came_before(request)
             return True

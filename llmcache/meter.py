@@ -118,7 +118,7 @@ class Meter:
         if notes is not None and passing.kept is not None:
             notes.take(call, passing.kept, output)
             noting_s = passing.asking_s + self._clock() - ended
-        if not passing.is_timed:
+        if noting_s is None and not passing.is_timed:
             return
         cost.passed(call.arguments["input_ids"].numel(), ended - passing.started, noting_s)
 

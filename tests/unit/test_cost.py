@@ -398,6 +398,23 @@ def test_the_short_way_is_for_new_requests_of_lengths_that_are_aside_and_not_not
     assert cost.lets_pass(TOKENS, 1) and not cost.lets_pass(TOKENS, 1)
 
 
+@pytest.mark.parametrize(("noting_s", "share"), [(0.0001, 1.0), (0.0003, 0.5), (0.0015, 0.1)])
+def test_as_many_calls_are_noted_as_the_time_for_it_allows(noting_s: float, share: float) -> None:
+    """1.5 % of 10 ms are 0.15 ms a call."""
+    cost = aside()
+    for _ in range(100):
+        cost.passed(TOKENS, 0.01, noting_s)
+    n_noted = 0
+    for request in range(1, 2001):
+        if cost.lets_pass(TOKENS, request):
+            continue
+        verdict = cost.pays(TOKENS, 1, (request,), searches=False)
+        n_noted += verdict.is_noted
+        if not verdict.pays:
+            cost.passed(TOKENS, 0.01, noting_s if verdict.is_noted else None)
+    assert n_noted / 2000 == pytest.approx(share, abs=0.01)
+
+
 def test_probes_are_rarer_where_calls_are_noted_and_nothing_is_searched() -> None:
     cost = aside()
     taken = [cost.pays(TOKENS, 1, (i + 1,), searches=False).pays for i in range(1024)]
