@@ -37,6 +37,7 @@ _FEW = 8  # patience by so much shorter for a length whose requests are rare, wh
 _PROBE = 64  # of calls that go by, one in so many takes the whole way: 10 % of overhead are then 0.2 % of all time
 _CHEAP = 0.01  # of the model's time: it does not step aside from a cost of less
 _NOTING = 0.015  # of the time of calls that go by: what noting some of them may take
+_FREELY = 128  # calls that are noted before that is asked
 _EVERY = 8  # of calls that go by, one in so many is timed
 _RARE = 8  # probes are as much rarer where calls are noted: what repeats is seen without
 _STRETCH = 16  # calls that go by in a row, to be compared with
@@ -223,7 +224,7 @@ class _Bucket:
     @property
     def is_noted(self) -> bool:
         """Whether a call that goes by may be noted: so many are as the time allows that noting may take."""
-        return self.noting_s.n < _STRETCH or self.credit_s >= self.noting_s.value
+        return self.noting_s.n < _FREELY or self.credit_s >= self.noting_s.value
 
     def go_by(self) -> None:
         """Count a call that goes by: it allows others to be noted."""

@@ -368,7 +368,7 @@ def test_a_call_whose_requests_are_held_is_served_while_aside_and_does_not_speak
 def test_what_goes_by_is_noted_unless_that_takes_too_long() -> None:
     cost = aside()
     for seconds, is_noted in ((0.00005, True), (0.01, False)):
-        for _ in range(100):
+        for _ in range(200):
             cost.passed(TOKENS, 0.01, seconds)
         verdicts = [cost.pays(TOKENS, 1, (i,)) for i in range(10)]
         assert {verdict.is_noted for verdict in verdicts if not verdict.is_probe} == {is_noted}
@@ -378,7 +378,7 @@ def test_what_goes_by_is_noted_unless_that_takes_too_long() -> None:
 def test_the_short_way_changes_no_decision(asked: list[int]) -> None:
     short, long = aside(), aside()
     for cost in (short, long):
-        for _ in range(100):
+        for _ in range(200):
             cost.passed(TOKENS, 0.01, 0.01)  # noting takes too long
 
     def ask_shortly(request: int) -> bool:
@@ -392,7 +392,7 @@ def test_the_short_way_is_for_new_requests_of_lengths_that_are_aside_and_not_not
     cost = aside()
     assert not CostModel(DEPTH).lets_pass(TOKENS, 1) and not cost.lets_pass(4 * TOKENS, 1)
     assert not cost.lets_pass(TOKENS, 1)  # noting has not been timed: it may be cheap
-    for _ in range(100):
+    for _ in range(200):
         cost.passed(TOKENS, 0.01, 0.01)
     cost.pays(TOKENS, 1, (0,))
     assert cost.lets_pass(TOKENS, 1) and not cost.lets_pass(TOKENS, 1)
@@ -402,7 +402,7 @@ def test_the_short_way_is_for_new_requests_of_lengths_that_are_aside_and_not_not
 def test_as_many_calls_are_noted_as_the_time_for_it_allows(noting_s: float, share: float) -> None:
     """1.5 % of 10 ms are 0.15 ms a call."""
     cost = aside()
-    for _ in range(100):
+    for _ in range(200):
         cost.passed(TOKENS, 0.01, noting_s)
     n_noted = 0
     for request in range(1, 2001):

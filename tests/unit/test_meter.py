@@ -385,7 +385,7 @@ def test_a_call_that_could_not_be_served_is_told_as_such_while_others_go_by(
     cache = LLMCache.wrap(model)
     asked(cache, PATIENCE + 1)
     for bucket in cache._parts.cost._buckets.values():
-        bucket.noting_s.add(1.0, 100)  # noting takes too long
+        bucket.noting_s.add(1.0, 200)  # noting takes too long
     let_pass, lets_pass = [], CostModel.lets_pass
     monkeypatch.setattr(CostModel, "lets_pass", lambda *args: let_pass.append(lets_pass(*args)) or let_pass[-1])
     with torch.inference_mode():
