@@ -270,7 +270,6 @@ class CostModel:
         # One slow call must not decide: so many times are the least, and what an accelerator has by then.
         self._fewest_times = max(1, patience // _PROBE)
         self._lock = threading.Lock()
-        self.has_aside = False  # or had: calls of some length go by
         self.restart()
 
     def restart(self) -> None:
@@ -278,6 +277,7 @@ class CostModel:
         with self._lock:
             self._buckets: defaultdict[int, _Bucket] = defaultdict(_Bucket)
             self._hits = _share()  # of all lengths
+            self.has_aside = False  # calls of some length go by, or did since it began anew
         self.forget()
 
     def forget(self) -> None:
