@@ -33,12 +33,15 @@ PATIENCE = 256
 #: The same with a threshold `tau`: who is similar enough comes with the entries, and nothing else can tell whether it
 #: will. At half a millisecond a request, as many cost one second in the life of a cache.
 PATIENCE_OF_TAU = 2048
+_SOONER = (
+    8  # patience by so much shorter where calls are noted and nothing but repeats is served: nothing is missed aside
+)
 _FEW = 8  # patience by so much shorter for a length whose requests are rare, where those of all lengths have used it up
 _PROBE = 64  # of calls that go by, one in so many takes the whole way: 10 % of overhead are then 0.2 % of all time
 _CHEAP = 0.01  # of the model's time: it does not step aside from a cost of less
-_NOTING = 0.015  # of the time of calls that go by: what noting some of them may take
-_FREELY = 128  # calls that are noted before that is asked
-_EVERY = 8  # of calls that go by, one in so many is timed
+_NOTING = 0.005  # of the time of calls that go by: what noting some of them may take
+_FREELY = 128.0  # calls that may be noted before that is asked
+_EVERY = 32  # of calls that go by, one in so many is timed
 _RARE = 8  # probes are as much rarer where calls are noted: what repeats is seen without
 _STRETCH = 16  # calls that go by in a row, to be compared with
 _FIRST_GAP, _LAST_GAP = 256, 1024  # calls between two stretches: each gap is twice the one before
@@ -166,7 +169,8 @@ class _Bucket:
         n_since: Calls since it last stepped aside or returned.
         rest: Calls that go by before it may return.
         n_noted: Calls that may have been noted.
-        credit_s: Seconds that noting may take now.
+        notable: Calls that may be noted now.
+        per_call: Likewise, for each call that goes by.
         gap: Calls between the latest stretch of calls that go by and the next.
         until: Calls until then; less than 1 within a stretch.
     """
@@ -185,7 +189,8 @@ class _Bucket:
     n_since: int = 0
     rest: int = 0
     n_noted: int = 0
-    credit_s: float = 0.0
+    notable: float = _FREELY
+    per_call: float = 0.0
     gap: int = _FIRST_GAP
     until: int = _FIRST_GAP
 
@@ -221,14 +226,18 @@ class _Bucket:
         saved_s, overhead_s = self.saved_s, self.overhead_s
         return saved_s > 0 and share * saved_s > (1 - share) * overhead_s
 
-    @property
-    def is_noted(self) -> bool:
-        """Whether a call that goes by may be noted: so many are as the time allows that noting may take."""
-        return self.noting_s.n < _FREELY or self.credit_s >= self.noting_s.value
-
     def go_by(self) -> None:
         """Count a call that goes by: it allows others to be noted."""
-        self.credit_s = min(self.credit_s + _NOTING * self.model_s, 2 * self.noting_s.value)
+        if self.notable < 2:
+            self.notable += self.per_call
+
+    def time(self, plain_s: float, noting_s: float | None) -> None:
+        """Take in what a call took that went by, and what noting it took, if it was noted."""
+        self.plain_s.add(plain_s)
+        if noting_s is not None:
+            self.noting_s.add(noting_s)
+        if self.noting_s.value > 0:
+            self.per_call = _NOTING * self.model_s / self.noting_s.value
 
     def is_compared(self) -> bool:
         """Whether the next call goes by, to be compared with."""
@@ -324,9 +333,9 @@ class CostModel:
                 n_held = held(hashes)
                 serves = n_held > 0 and bucket.serves(n_held / n_rows)
                 bucket.go_by()
-                is_noted = not serves and bucket.is_noted
+                is_noted = not serves and bucket.notable >= 1
                 bucket.n_noted += is_noted
-                bucket.credit_s -= is_noted * bucket.noting_s.value
+                bucket.notable -= is_noted
                 return Verdict(serves, False, serves, is_noted, bucket.n_since % _EVERY == 0)
             bucket.come_back()
         _log("serves again", n_tokens, rate, pays_from)
@@ -343,7 +352,7 @@ class CostModel:
             bucket = self._buckets.get(n_tokens.bit_length())
             if bucket is None or not bucket.is_aside or request in self._recent or request in self._older:
                 return False
-            if (bucket.n_since + 1) % _EVERY == 0 or bucket.is_noted:
+            if bucket.notable >= 1 or (bucket.n_since + 1) % _EVERY == 0:
                 return False
             bucket.n_since += 1
             bucket.go_by()
@@ -359,12 +368,17 @@ class CostModel:
     def passed(self, n_tokens: int, seconds: float, noting_s: float | None = None) -> None:
         """Take in what a call took that went by, and what noting it took, if it was noted."""
         with self._lock:
-            bucket = self._buckets[n_tokens.bit_length()]
-            bucket.plain_s.add(seconds)
-            if noting_s is not None:
-                bucket.noting_s.add(noting_s)
+            self._buckets[n_tokens.bit_length()].time(seconds, noting_s)
 
-    def took(self, n_tokens: int, n_rows: int, n_hits: int, times: Times | None, is_foretold: bool = False) -> None:
+    def took(
+        self,
+        n_tokens: int,
+        n_rows: int,
+        n_hits: int,
+        times: Times | None,
+        is_foretold: bool = False,
+        is_noted: Callable[[], bool] = bool,
+    ) -> None:
         """Take in how a call came out that took the whole way.
 
         Args:
@@ -373,6 +387,7 @@ class CostModel:
             n_hits: Rows that were served.
             times: What it took; None where it was not timed.
             is_foretold: It took the whole way since its requests are held, which says nothing of others.
+            is_noted: Whether such a call would be noted if it went by, and others than repeats are not served.
         """
         with self._lock:
             bucket = self._buckets[n_tokens.bit_length()]
@@ -387,12 +402,18 @@ class CostModel:
                 bucket.miss_s.add(times.whole_s)
                 bucket.lookup_s.add(times.lookup_s)
                 bucket.storing_s.add(times.storing_s)
-            rate, pays_from = self._rate(bucket), bucket.pays_from
+            # One that came back has all its patience: repeats spoke for it, which others know not of.
+            patience = self._patience if bucket.rest else self._patience // _SOONER
+            rate, pays_from = self._rate(bucket, patience), bucket.pays_from
             if bucket.is_aside or rate is None or bucket.miss_s.n < self._fewest_times:
                 return
             if rate >= pays_from or bucket.is_cheap:
                 return
-            bucket.step_aside(self._patience)
+            if patience < self._patience and not is_noted():
+                if (rate := self._rate(bucket, self._patience)) is None or rate >= pays_from:
+                    return
+                patience = self._patience
+            bucket.step_aside(patience)
             self.has_aside = True
         _log("steps aside", n_tokens, rate, pays_from)
 
@@ -401,12 +422,11 @@ class CostModel:
         with self._lock:
             return tuple(self._row(bits, bucket) for bits, bucket in sorted(self._buckets.items()))
 
-    def _rate(self, bucket: _Bucket) -> float | None:
+    def _rate(self, bucket: _Bucket, patience: int) -> float | None:
         """The hit rate of a length, None while it is not known; of a few requests that of all lengths counts, too."""
-        if bucket.hits.n >= self._patience:
+        if bucket.hits.n >= patience:
             return bucket.hits.value
-        # One that came back has all its patience: repeats spoke for it, which others know not of.
-        if not bucket.rest and bucket.hits.n >= self._patience // _FEW and self._hits.n >= self._patience:
+        if not bucket.rest and bucket.hits.n >= patience // _FEW and self._hits.n >= patience:
             return max(bucket.hits.value, self._hits.value)
         return None
 

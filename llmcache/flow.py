@@ -40,6 +40,8 @@ from llmcache.reuse.runner import Runner
 from llmcache.settings import setting
 
 DEFAULT_NAMESPACE = "default"
+_DOES_NOT_PAY = "does_not_pay"
+_PASSED = (bypassed(_DOES_NOT_PAY),)
 
 
 class Flow:
@@ -70,6 +72,7 @@ class Flow:
         self._layers = Layers(parts.trunk)
         self._is_retired = False
         self._frames = Frames()
+        self.innermost = self._frames.innermost
         self._n_read: ContextVar[int | None] = ContextVar("llmcache_n_read", default=None)
         # Context variables follow async tasks too: a tenant's namespace must not leak into another's request.
         self.namespace: ContextVar[str] = ContextVar("llmcache_namespace", default=DEFAULT_NAMESPACE)
@@ -81,6 +84,26 @@ class Flow:
         return self._frames.last
 
     # -- called by the hooks -------------------------------------------------------------------------------------------
+
+    def lets_pass(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a forward of the trunk is plain, and only counted: so are most of those that go by the cache.
+
+        Whatever is not plain to see takes the longer way, which finds out why. It is 20 Python functions longer, each
+        of which the model has driven out of the processor's caches.
+        """
+        if torch.compiler.is_compiling() or self._is_retired or len(args) > 1 or kwargs.get(CACHE) is not None:
+            return False
+        if self.innermost() is not None or self.is_disabled.get() or self._n_read.get() is not None:
+            return False
+        try:
+            return self._meter.lets_pass(self._arguments.get(args, kwargs, "input_ids"), self.namespace.get())
+        except Exception:  # of ids that cannot be hashed; the longer way fails as well, and counts it
+            return False
+
+    def has_passed(self) -> None:
+        """Count a forward that was let pass: after it, since others may have been made within."""
+        self._parts.counters.bypass(_DOES_NOT_PAY, 1)
+        self._frames.last = _PASSED
 
     def entered(self, is_whole: bool = False) -> Frame | None:
         """Note that a forward of the trunk, or of the whole model, is under way; None where it is none of ours."""
@@ -104,9 +127,6 @@ class Flow:
         self._n_read.set(None)  # it is about the head's own call, which comes first
         if torch.is_grad_enabled():
             self._parts.weights.suspect()
-        elif not is_disabled and self._lets_pass(arguments, namespace):
-            self._bypass(frame, "does_not_pay", arguments)
-            return args, kwargs
         arguments, mask_4d = flatten(arguments)
         call = Call(arguments, namespace, mask_4d, n_read=n_read)
         reason = "disabled" if is_disabled else self._find_reason(arguments)
@@ -142,11 +162,10 @@ class Flow:
         self._lookup.ask(call, 0)
         return self._answer(call, packing) if call.is_served else None
 
-    def layer(self, swap: LayerSwap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def layer(self, frame: Frame, swap: LayerSwap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one layer for the rows that need it."""
-        frame = None if torch.compiler.is_compiling() else self._frames.innermost()
-        call = None if frame is None else frame.call
-        if frame is None or call is None or call.served:  # of what comes after a prefix all is computed
+        call = frame.call
+        if call is None or call.served:  # of what comes after a prefix all is computed
             return swap.original(*args, **kwargs)
         number = call.turn
         if number not in swap.turns:  # run by hand, or within another one, and none of the trunk's own steps
@@ -245,7 +264,7 @@ class Flow:
 
     def _under_way(self) -> Frame | None:
         """The innermost forward that is under way."""
-        return None if torch.compiler.is_compiling() else self._frames.innermost()
+        return None if torch.compiler.is_compiling() else self.innermost()
 
     def _layer(self, frame: Frame, call: Call, swap: LayerSwap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the layer whose turn it is."""
@@ -296,12 +315,6 @@ class Flow:
     def _find_trouble(self) -> str:
         """Why a call's layers were not run through all of the swaps, in order."""
         return "unwrapped" if self._is_retired else self._layers.find_reason() or "other_layers"
-
-    def _lets_pass(self, arguments: dict[str, Any], namespace: str) -> bool:
-        try:
-            return self._meter.lets_pass(arguments, namespace)
-        except Exception:  # of ids that cannot be hashed; the longer way fails as well, and counts it
-            return False
 
     def _find_reason(self, arguments: dict[str, Any]) -> str | None:
         trunk, defaults = self._parts.trunk, self._arguments.defaults

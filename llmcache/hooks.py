@@ -12,6 +12,7 @@ import types
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, Protocol
 
+import torch
 from torch import nn
 from torch.nn.modules import module as _every_module
 
@@ -28,13 +29,17 @@ _KEPT = "logits_to_keep"
 class Listener(Protocol):
     """What the swaps call: a forward of the trunk is `entered`, `opened`, `layer` once a layer, `completed`, `closed`.
 
-    An `answer_at_door` may come before the layers: it is the trunk's output, and no layer is called. A forward that
-    `is_undone` after the layers is run again. One that is not `entered` is `passed` and plain. A forward of the whole
-    model is `entered`, `answered` and `left`.
+    One that it `lets_pass` is plain, and `has_passed` afterwards. An `answer_at_door` may come before the layers: it is
+    the trunk's output, and no layer is called. A forward that `is_undone` after the layers is run again. One that is
+    not `entered` is `passed` and plain. A forward of the whole model is `entered`, `answered` and `left`.
     """
 
     @property
     def last(self) -> tuple[Outcome, ...]: ...
+
+    def lets_pass(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool: ...
+
+    def has_passed(self) -> None: ...
 
     def entered(self, is_whole: bool = False) -> Frame | None: ...
 
@@ -46,7 +51,9 @@ class Listener(Protocol):
 
     def answer_at_door(self, frame: Frame) -> Any: ...
 
-    def layer(self, layer: "LayerSwap", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+    def innermost(self) -> Frame | None: ...
+
+    def layer(self, frame: Frame, layer: "LayerSwap", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
     def normed(self, output: Any) -> Any: ...
 
@@ -136,13 +143,21 @@ class LayerSwap(Swap):
         turn.__dict__ |= {**self.__dict__, "number": number}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.listener.layer(self, args, kwargs)
+        frame = None if torch.compiler.is_compiling() else self.listener.innermost()
+        if frame is None or frame.call is None:
+            return self.original(*args, **kwargs)
+        return self.listener.layer(frame, self, args, kwargs)
 
 
 class TrunkSwap(Swap):
     """Stands in for the trunk's forward: opens a call, and closes it whatever happens."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.listener.lets_pass(args, kwargs):
+            try:
+                return self.original(*args, **kwargs)
+            finally:
+                self.listener.has_passed()
         frame, output = self.listener.entered(), None
         if frame is None:
             self.listener.passed(args, kwargs)

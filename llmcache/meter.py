@@ -1,16 +1,15 @@
 """Asks the cost model about each call, and tells it what the call took."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
+from itertools import compress
 from time import perf_counter
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from llmcache.adapters import CACHE
 from llmcache.context import Call
 from llmcache.cost import Times, none_held
 from llmcache.notes import Prepared
@@ -59,24 +58,28 @@ class Meter:
         self._clock = clock
         self._wait = wait
 
-    def lets_pass(self, arguments: Mapping[str, Any], namespace: str) -> bool:
+    def lets_pass(self, ids: Any, namespace: str) -> bool:
         """Whether a call goes by without a further look at it: a short way for most calls that do.
 
         Args:
-            arguments: The trunk's by name; gradients are off.
+            ids: What the trunk was passed as `input_ids`.
             namespace: In force for the call.
         """
-        cost, ids = self._parts.cost, arguments.get("input_ids")
-        if cost is None or not cost.has_aside or type(ids) is not Tensor or not ids.is_cpu or len(ids) != 1:
+        parts = self._parts
+        cost, notes = parts.cost, parts.notes
+        if cost is None or not cost.has_aside or parts.observer is not None or parts.audit is not None:
             return False
-        if arguments.get(CACHE) is not None or torch._C._is_tracing() or is_traced((ids,)):
+        if type(ids) is not Tensor or not ids.is_cpu or torch.is_grad_enabled() or parts.trunk.module.training:
             return False
-        if self._parts.trunk.module.training or self._parts.is_collecting or self._is_learning:
+        if torch._C._is_tracing() or is_traced(()) or self._is_learning:
             return False
-        request, notes = _hash(namespace, ids.numpy()), self._parts.notes
+        rows = ids.tolist()
+        if len(rows) != 1:
+            return False
+        request = _hash(namespace, rows[0])
         if notes is not None and request in notes:  # which a cost model does not know that has forgotten who asked
             return False
-        return cost.lets_pass(ids.numel(), request)
+        return cost.lets_pass(len(rows[0]), request)
 
     def ask(self, call: Call) -> str | None:
         """Why a call is to go by the cache, or None; starts the clock of one that is not."""
@@ -137,9 +140,15 @@ class Meter:
         if cost is None or not call.is_metered:
             return
         times = None if call.started is None else Times(ended - call.started, call.lookup_s, call.storing_s)
-        cost.took(ids.numel(), call.n_rows, len(call.reused) + len(call.served), times, call.is_foretold)
+        n_hits = len(call.reused) + len(call.served)
+        cost.took(ids.numel(), call.n_rows, n_hits, times, call.is_foretold, partial(self._would_note, call))
         if self._parts.notes is not None and call.hashes:
             self._parts.notes.stored(call.hashes, [row.key for row in call.rows])
+
+    def _would_note(self, call: Call) -> bool:
+        """Whether a call could have been noted, so that its repeats had been served; others would not have been."""
+        notes = self._parts.notes
+        return notes is not None and self._parts.fingerprint is None and notes.packing(call) is not None
 
     def _done(self, ids: Tensor) -> float:
         """The time at which the device of these ids has done what it was given."""
@@ -166,12 +175,13 @@ class Meter:
 
 def _hashes(call: Call) -> list[int]:
     """What tells the requests of a call apart, by row; its tokens are on the host."""
-    ids, mask = call.arguments["input_ids"].numpy(), call.arguments.get("attention_mask")
-    if mask is None or len(ids) == 1:
-        return [_hash(call.namespace, row) for row in ids]
-    valid = (mask != 0).numpy()  # the padding of a row in a batch hangs on the others
-    return [_hash(call.namespace, row[is_valid]) for row, is_valid in zip(ids, valid, strict=True)]
+    ids, mask = call.arguments["input_ids"], call.arguments.get("attention_mask")
+    rows = ids.tolist()
+    if mask is None or len(rows) == 1:
+        return [_hash(call.namespace, row) for row in rows]
+    # The padding of a row in a batch hangs on the others.
+    return [_hash(call.namespace, compress(row, valid)) for row, valid in zip(rows, mask.tolist(), strict=True)]
 
 
-def _hash(namespace: str, ids: NDArray[np.generic]) -> int:
-    return hash((namespace, ids.tobytes()))
+def _hash(namespace: str, tokens: Iterable[int]) -> int:
+    return hash((namespace, *tokens))  # of a list: to make an array of NumPy's takes thrice as long

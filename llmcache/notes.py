@@ -117,16 +117,19 @@ class Notes:
             for one, key in zip(hashes, keys, strict=True):
                 self._place(one, key)
 
+    def packing(self, call: Call) -> Packing | None:
+        """How the output of a call will be packed, where such calls are noted; else None."""
+        if call.mask_4d is not None or not call.hashes or not self.can_note:
+            return None
+        return self._door.known(self._door.kind(call))
+
     def prepare(self, call: Call) -> Prepared | None:
         """What has to be known of a call that is about to go by; None where it cannot be noted."""
         weights = self._parts.weights
-        if call.mask_4d is not None or not self.can_note:
-            return None
-        setting = self._setting(call)
-        if (packing := self._door.known(setting[0])) is None:
+        if (packing := self.packing(call)) is None:
             return None
         mark = weights.mark_of(packing.weights)  # of the latest look at them; `take` looks whether it still holds
-        return None if mark is None or weights.refusal is not None else Prepared(packing, setting, mark)
+        return None if mark is None or weights.refusal is not None else Prepared(packing, self._setting(call), mark)
 
     def take(self, call: Call, kept: Prepared, output: Any) -> None:
         """Note a call that has gone by, with the trunk's output."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from llmcache import LLMCache
-from llmcache.cost import CostModel
+from llmcache.cost import _SOONER, CostModel
 from llmcache.notes import Notes
 from tests.models import CLASSIFIERS, GENERATORS, build, padded
 from tests.topics import classifier, requests
@@ -25,11 +25,12 @@ def request(number: int) -> Tensor:
 def wrapped(model: Any, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> LLMCache:
     """A cache that steps aside soon, whatever calls take on a machine at work."""
     cache = LLMCache.wrap(model, **settings)
-    cost = cache._parts.cost = CostModel(4, PATIENCE)
+    cost = cache._parts.cost = CostModel(4, _SOONER * PATIENCE)
     cost._fewest_times = 1
-    for name, value in (("pays_from", 0.5), ("is_cheap", False), ("is_noted", True), ("saved_s", 1.0)):
+    for name, value in (("pays_from", 0.5), ("is_cheap", False), ("saved_s", 1.0)):
         monkeypatch.setattr("llmcache.cost._Bucket." + name, value)
     monkeypatch.setattr("llmcache.cost._Bucket.serves", lambda self, share: share > 0.3)
+    monkeypatch.setattr("llmcache.cost._Bucket.go_by", lambda self: setattr(self, "notable", 2.0))
     return cache
 
 
