@@ -39,8 +39,8 @@ _SOONER = (
 _FEW = 8  # patience by so much shorter for a length whose requests are rare, where those of all lengths have used it up
 _PROBE = 64  # of calls that go by, one in so many takes the whole way: 10 % of overhead are then 0.2 % of all time
 _CHEAP = 0.01  # of the model's time: it does not step aside from a cost of less
-_NOTING = 0.005  # of the time of calls that go by: what noting some of them may take
-_FREELY = 128.0  # calls that may be noted before that is asked
+_NOTING = 0.004  # of the time of calls that go by: what noting some of them may take
+_FREELY = 256  # calls of all lengths that are noted before that is asked
 _EVERY = 32  # of calls that go by, one in so many is timed
 _RARE = 8  # probes are as much rarer where calls are noted: what repeats is seen without
 _STRETCH = 16  # calls that go by in a row, to be compared with
@@ -189,7 +189,7 @@ class _Bucket:
     n_since: int = 0
     rest: int = 0
     n_noted: int = 0
-    notable: float = _FREELY
+    notable: float = 1.0
     per_call: float = 0.0
     gap: int = _FIRST_GAP
     until: int = _FIRST_GAP
@@ -279,6 +279,7 @@ class CostModel:
         # One slow call must not decide: so many times are the least, and what an accelerator has by then.
         self._fewest_times = max(1, patience // _PROBE)
         self._lock = threading.Lock()
+        self.n_let_pass = 0
         self.restart()
 
     def restart(self) -> None:
@@ -287,6 +288,7 @@ class CostModel:
             self._buckets: defaultdict[int, _Bucket] = defaultdict(_Bucket)
             self._hits = _share()  # of all lengths
             self.has_aside = False  # calls of some length go by, or did since it began anew
+            self._n_free = _FREELY
         self.forget()
 
     def forget(self) -> None:
@@ -333,9 +335,8 @@ class CostModel:
                 n_held = held(hashes)
                 serves = n_held > 0 and bucket.serves(n_held / n_rows)
                 bucket.go_by()
-                is_noted = not serves and bucket.notable >= 1
+                is_noted = not serves and self._may_note(bucket)
                 bucket.n_noted += is_noted
-                bucket.notable -= is_noted
                 return Verdict(serves, False, serves, is_noted, bucket.n_since % _EVERY == 0)
             bucket.come_back()
         _log("serves again", n_tokens, rate, pays_from)
@@ -343,6 +344,8 @@ class CostModel:
 
     def lets_pass(self, n_tokens: int, request: int) -> bool:
         """Whether a call of one request goes by, and nothing more is to be done: most calls do while they are aside.
+
+        Those that do are counted here, in `n_let_pass`.
 
         Args:
             n_tokens: As for `pays`, which is asked where this is False, and only then.
@@ -352,12 +355,13 @@ class CostModel:
             bucket = self._buckets.get(n_tokens.bit_length())
             if bucket is None or not bucket.is_aside or request in self._recent or request in self._older:
                 return False
-            if bucket.notable >= 1 or (bucket.n_since + 1) % _EVERY == 0:
+            if self._n_free or bucket.notable >= 1 or (bucket.n_since + 1) % _EVERY == 0:
                 return False
             bucket.n_since += 1
-            bucket.go_by()
+            bucket.notable += bucket.per_call
             bucket.repeats.add(0.0)
             self._came_before(request)
+            self.n_let_pass += 1
             return True
 
     def spent(self, n_tokens: int, seconds: float) -> None:
@@ -421,6 +425,16 @@ class CostModel:
         """What was measured, shortest calls first."""
         with self._lock:
             return tuple(self._row(bits, bucket) for bits, bucket in sorted(self._buckets.items()))
+
+    def _may_note(self, bucket: _Bucket) -> bool:
+        """Whether a call may be noted, which counts as one that is."""
+        if bucket.notable >= 1:
+            bucket.notable -= 1
+        elif self._n_free:
+            self._n_free -= 1
+        else:
+            return False
+        return True
 
     def _rate(self, bucket: _Bucket, patience: int) -> float | None:
         """The hit rate of a length, None while it is not known; of a few requests that of all lengths counts, too."""

@@ -40,8 +40,7 @@ from llmcache.reuse.runner import Runner
 from llmcache.settings import setting
 
 DEFAULT_NAMESPACE = "default"
-_DOES_NOT_PAY = "does_not_pay"
-_PASSED = (bypassed(_DOES_NOT_PAY),)
+_PASSED = (bypassed("does_not_pay"),)
 
 
 class Flow:
@@ -101,8 +100,7 @@ class Flow:
             return False
 
     def has_passed(self) -> None:
-        """Count a forward that was let pass: after it, since others may have been made within."""
-        self._parts.counters.bypass(_DOES_NOT_PAY, 1)
+        """Tell of a forward that was let pass: after it, since others may have been made within."""
         self._frames.last = _PASSED
 
     def entered(self, is_whole: bool = False) -> Frame | None:

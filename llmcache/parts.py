@@ -79,6 +79,7 @@ class Parts:
         """Counters since wrapping, and what is held now."""
         library, prefix = self.library, self.prefix
         return self.counters.snapshot(
+            n_let_pass=0 if self.cost is None else self.cost.n_let_pass,
             n_blocks=0 if prefix is None else len(prefix),
             n_blocks_evicted=0 if prefix is None else prefix.n_evicted,
             prefix_nbytes=0 if prefix is None else prefix.nbytes,

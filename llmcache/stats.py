@@ -321,17 +321,18 @@ class Counters:
             has_turned = self._end_call()
         self._tell_turn(has_turned)
 
-    def snapshot(self, **held: Any) -> Stats:
-        """The counts, joined with what the library holds now."""
+    def snapshot(self, n_let_pass: int = 0, **held: Any) -> Stats:
+        """The counts, joined with those of the cost model, and with what the library holds now."""
         with self._lock:
+            bypassed = self._bypassed + Counter(does_not_pay=n_let_pass)
             return Stats(
-                n_requests=self._totals["requests"],
+                n_requests=self._totals["requests"] + n_let_pass,
                 hits=dict(self._hits),
                 hits_by_layer=dict(self._hits_by_layer),
                 reuses_by_layer=dict(self._reuses_by_layer),
                 n_misses=self._totals["misses"],
                 n_revalidated=self._totals["revalidated"],
-                bypassed=dict(self._bypassed),
+                bypassed=dict(bypassed),
                 n_prefix_tokens=self._totals["prefix tokens"],
                 n_prompt_tokens=self._totals["prompt tokens"],
                 n_layers_skipped=self._totals["skipped"],

@@ -264,7 +264,7 @@ def test_clear_begins_anew_and_purge_forgets_who_asked() -> None:
 
 def test_requests_that_are_held_are_served_when_others_were_purged(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also while noting costs too much, so that most calls go by without a further look."""
-    monkeypatch.setattr("llmcache.cost._Bucket.go_by", lambda bucket: setattr(bucket, "notable", 0.0))
+    monkeypatch.setattr("llmcache.cost.CostModel._may_note", lambda cost, bucket: False)
     monkeypatch.setattr("llmcache.cost._Bucket.serves", lambda bucket, share: share > 0)
     cache = LLMCache.wrap(build(CLASSIFIERS["bert"]))
     assert asked(cache, PATIENCE + 1)[-1] == "does_not_pay"
@@ -388,6 +388,7 @@ def test_a_call_that_could_not_be_served_is_told_as_such_while_others_go_by(
     asked(cache, PATIENCE + 1)
     for bucket in cache._parts.cost._buckets.values():
         bucket.notable = 0.0  # noting takes too long
+    cache._parts.cost._n_free = 0
     let_pass, lets_pass = [], CostModel.lets_pass
     monkeypatch.setattr(CostModel, "lets_pass", lambda *args: let_pass.append(lets_pass(*args)) or let_pass[-1])
     with torch.inference_mode():
@@ -407,6 +408,7 @@ def test_a_call_that_goes_by_may_hold_another_one_and_may_fail() -> None:
     asked(cache, SOON + 1)
     for bucket in cache._parts.cost._buckets.values():
         bucket.notable = 0.0
+    cache._parts.cost._n_free = 0
     inner = {4000: request(0), 4001: torch.arange(5, 25)[None], 4002: torch.tensor([[10**6]])}
     due, outcomes = list[int](), list[Outcome]()
 
