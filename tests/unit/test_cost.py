@@ -386,7 +386,7 @@ def test_the_first_calls_are_noted_whatever_that_takes_and_one_of_each_length() 
 
 
 def test_what_goes_by_is_noted_unless_that_takes_too_long() -> None:
-    for noting_s, is_noted in ((0.00003, True), (0.01, False)):
+    for noting_s, is_noted in ((0.00002, True), (0.01, False)):
         cost = aside()
         note(cost, noting_s)
         verdicts = [cost.pays(TOKENS, 1, (i,)) for i in range(10)]
@@ -429,9 +429,9 @@ def test_the_short_way_is_for_new_requests_of_lengths_that_are_aside_and_not_not
     assert cost.lets_pass(TOKENS, 1) and not cost.lets_pass(TOKENS, 1)
 
 
-@pytest.mark.parametrize(("noting_s", "share"), [(0.00003, 1.0), (0.00008, 0.5), (0.0004, 0.1)])
+@pytest.mark.parametrize(("noting_s", "share"), [(0.00002, 1.0), (0.00005, 0.5), (0.00025, 0.1)])
 def test_as_many_calls_are_noted_as_the_time_for_it_allows(noting_s: float, share: float) -> None:
-    """0.4 % of 10 ms are 0.04 ms a call."""
+    """0.25 % of 10 ms are 0.025 ms a call."""
     cost = aside()
     note(cost, noting_s)
     n_noted = 0
