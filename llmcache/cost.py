@@ -33,9 +33,7 @@ PATIENCE = 256
 #: The same with a threshold `tau`: who is similar enough comes with the entries, and nothing else can tell whether it
 #: will. At half a millisecond a request, as many cost one second in the life of a cache.
 PATIENCE_OF_TAU = 2048
-_SOONER = (
-    8  # patience by so much shorter where calls are noted and nothing but repeats is served: nothing is missed aside
-)
+_SOONER = 8  # patience by so much shorter where nothing but repeats is served, and calls that go by are noted
 _FEW = 8  # patience by so much shorter for a length whose requests are rare, where those of all lengths have used it up
 _PROBE = 64  # of calls that go by, one in so many takes the whole way: 10 % of overhead are then 0.2 % of all time
 _CHEAP = 0.01  # of the model's time: it does not step aside from a cost of less
