@@ -18,7 +18,7 @@ def number(value: float | None, digits: int = 1) -> str:
 
 def percent(share: float | None, digits: int = 1) -> str:
     """A share of 1 as per cent."""
-    return "" if share is None else f"{100 * share:.{digits}f} %"
+    return "" if share is None else f"{100 * share:z.{digits}f} %"  # z: no minus before a rounded zero
 
 
 def points(share: float | None, bounds: Sequence[float] | None = None) -> str:
