@@ -379,7 +379,7 @@ class CostModel:
         n_hits: int,
         times: Times | None,
         is_foretold: bool = False,
-        is_noted: Callable[[], bool] = bool,
+        would_note: Callable[[], bool] = bool,
     ) -> None:
         """Take in how a call came out that took the whole way.
 
@@ -389,7 +389,7 @@ class CostModel:
             n_hits: Rows that were served.
             times: What it took; None where it was not timed.
             is_foretold: It took the whole way since its requests are held, which says nothing of others.
-            is_noted: Whether such a call would be noted if it went by, and others than repeats are not served.
+            would_note: Whether such a call would be noted if it went by, and others than repeats are not served.
         """
         with self._lock:
             bucket = self._buckets[n_tokens.bit_length()]
@@ -411,7 +411,7 @@ class CostModel:
                 return
             if rate >= pays_from or bucket.is_cheap:
                 return
-            if patience < self._patience and not is_noted():
+            if patience < self._patience and not would_note():
                 if (rate := self._rate(bucket, self._patience)) is None or rate >= pays_from:
                     return
                 patience = self._patience

@@ -148,7 +148,7 @@ class Meter:
     def _would_note(self, call: Call) -> bool:
         """Whether a call could have been noted, so that its repeats had been served; others would not have been."""
         notes = self._parts.notes
-        return notes is not None and self._parts.fingerprint is None and notes.packing(call) is not None
+        return notes is not None and self._parts.fingerprint is None and notes.takes(call)
 
     def _done(self, ids: Tensor) -> float:
         """The time at which the device of these ids has done what it was given."""

@@ -117,19 +117,17 @@ class Notes:
             for one, key in zip(hashes, keys, strict=True):
                 self._place(one, key)
 
-    def packing(self, call: Call) -> Packing | None:
-        """How the output of a call will be packed, where such calls are noted; else None."""
-        if call.mask_4d is not None or not call.hashes or not self.can_note:
-            return None
-        return self._door.known(self._door.kind(call))
+    def takes(self, call: Call) -> bool:
+        """Whether calls like this one are noted when they go by."""
+        return self._packing(call, self._door.kind(call)) is not None
 
     def prepare(self, call: Call) -> Prepared | None:
         """What has to be known of a call that is about to go by; None where it cannot be noted."""
-        weights = self._parts.weights
-        if (packing := self.packing(call)) is None:
+        weights, setting = self._parts.weights, self._setting(call)
+        if (packing := self._packing(call, setting[0])) is None:
             return None
         mark = weights.mark_of(packing.weights)  # of the latest look at them; `take` looks whether it still holds
-        return None if mark is None or weights.refusal is not None else Prepared(packing, self._setting(call), mark)
+        return None if mark is None or weights.refusal is not None else Prepared(packing, setting, mark)
 
     def take(self, call: Call, kept: Prepared, output: Any) -> None:
         """Note a call that has gone by, with the trunk's output."""
@@ -188,6 +186,11 @@ class Notes:
             self._keeper.capture(call, self._last, note.states)
             self._keeper.store(call)
             self.stored(note.hashes, [row.key for row in call.rows])
+
+    def _packing(self, call: Call, kind: Kind) -> Packing | None:
+        """How the output of a call of that kind will be packed, where it can be noted."""
+        can_note = call.mask_4d is None and call.hashes and self.can_note
+        return self._door.known(kind) if can_note else None
 
     def _setting(self, call: Call) -> tuple[Kind, str]:
         """What decides states beside tokens and weights, and how they are packed."""

@@ -397,14 +397,14 @@ def test_where_repeats_would_be_served_it_steps_aside_sooner() -> None:
     soon, late = CostModel(DEPTH), CostModel(DEPTH)
     for i in range(PATIENCE // 8):
         assert soon.pays(TOKENS, 1, (i,)).pays and late.pays(TOKENS, 1, (i,)).pays
-        soon.took(TOKENS, 1, 0, MISS, is_noted=lambda: True)
-        late.took(TOKENS, 1, 0, MISS, is_noted=lambda: False)
+        soon.took(TOKENS, 1, 0, MISS, would_note=lambda: True)
+        late.took(TOKENS, 1, 0, MISS, would_note=lambda: False)
     assert row(soon).is_aside and not row(late).is_aside
     while row(soon).is_aside:  # all that is asked was asked before
         soon.pays(TOKENS, 1, (1,))
     for _ in range(PATIENCE - 1):
         assert soon.pays(TOKENS, 1, (1,)).pays
-        soon.took(TOKENS, 1, 0, MISS, is_noted=lambda: True)
+        soon.took(TOKENS, 1, 0, MISS, would_note=lambda: True)
     assert not row(soon).is_aside  # repeats spoke for it, so it waits for hits as long as any other
 
 
