@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from experiments.hub import asking, cause, quiet
-from llmcache.adapters import locate
 from llmcache.errors import ConfigError
+from llmcache.models.adapters import locate
 
 MINILM = "minilm"
 UNTRAINED = "untrained"

@@ -20,11 +20,11 @@ from experiments.progress import tracked
 from experiments.recall import Outputs, have_same_layers, recall_layers
 from experiments.replay import Replay, Units
 from experiments.workload import Answer, Workload
-from llmcache.adapters import Trunk, first_attention, locate, special_ids, unpack
 from llmcache.arrays import Floats
 from llmcache.config import CacheConfig
 from llmcache.fingerprint import FINGERPRINTS, Fingerprint, ShingleMinHash, View
 from llmcache.index.lsh import share_equal
+from llmcache.models.adapters import Trunk, first_attention, locate, special_ids, unpack
 
 MOST_KEPT = 65_536  # bytes; larger outputs are computed again when they are needed
 N_LARGE = 64  # of those, the latest stay

@@ -11,7 +11,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from llmcache.adapters import Adapter, register_adapter
     from llmcache.cache import LLMCache
     from llmcache.calibration import Calibration
     from llmcache.claim import Metric
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
         UnsupportedModelError,
         WrapError,
     )
+    from llmcache.models.adapters import Adapter, register_adapter
     from llmcache.outcome import Outcome
     from llmcache.stats import AuditStats, Stats
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from llmcache.arrays import Bools, Floats
 from llmcache.errors import ConfigError
-from llmcache.heads import Head
+from llmcache.models.heads import Head
 
 _ALIKE = 0.98  # cosine at which two embeddings are the same answer
 _SHARE_OF_RANGE = 0.05  # by which two scores may differ

@@ -5,7 +5,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from llmcache.adapters import Trunk, device_of, first_attention, locate, vocabulary_size
 from llmcache.answers import Reading, find_answers, read_logits
 from llmcache.bank import Bank
 from llmcache.compression import CODECS, Codec
@@ -15,12 +14,14 @@ from llmcache.decide import DECISIONS, Decision, thresholds
 from llmcache.errors import ConfigError, UnsafeReuseError, UnsupportedModelError
 from llmcache.fingerprint import FINGERPRINTS, Fingerprint
 from llmcache.gate import ContentGate
-from llmcache.heads import Head, find_head
 from llmcache.index import INDEXES
 from llmcache.library import Library
+from llmcache.models.adapters import Trunk, device_of, first_attention, locate, vocabulary_size
+from llmcache.models.heads import Head, find_head
+from llmcache.models.payloads import PAYLOADS, Payload
+from llmcache.models.weights import Weights
 from llmcache.observation import Observer
 from llmcache.parts import Parts
-from llmcache.payloads import PAYLOADS, Payload
 from llmcache.policies import POLICIES
 from llmcache.prefix.blocks import Blocks
 from llmcache.reuse import Rung
@@ -29,7 +30,6 @@ from llmcache.reuse.paper import Paper
 from llmcache.reuse.semantic import Chooser, Fixed, Semantic
 from llmcache.rows import id_dtype
 from llmcache.stores.memory import MemoryStore
-from llmcache.weights import Weights
 
 
 def assemble(model: nn.Module, config: CacheConfig, tokenizer: Any = None, answer_of: Reading = read_logits) -> Parts:

@@ -14,7 +14,7 @@ from llmcache.bank import Bank
 from llmcache.compression import Codec
 from llmcache.compression.packer import Loss, Packer
 from llmcache.compression.packers import Packers
-from llmcache.payloads import cosine_distance
+from llmcache.models.payloads import cosine_distance
 from llmcache.records import KV, Request, State
 from llmcache.rows import Scope
 from llmcache.stores import Entry

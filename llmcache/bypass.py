@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from llmcache.adapters import Trunk
-from llmcache.settings import setting
-from llmcache.tracing import is_traced
+from llmcache.models.adapters import Trunk
+from llmcache.models.model_config import setting
+from llmcache.models.tracing import is_traced
 
 CURES: dict[str, str] = {
     "disabled": "the call was made inside cache.disabled()",

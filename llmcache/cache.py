@@ -9,7 +9,6 @@ from typing import Any, Literal, Self
 import torch
 from torch import nn
 
-from llmcache.adapters import locate
 from llmcache.answers import Reading, read_logits
 from llmcache.assembly import assemble
 from llmcache.calibration import Calibration
@@ -18,7 +17,8 @@ from llmcache.claim import Metric
 from llmcache.config import CacheConfig
 from llmcache.errors import ConfigError
 from llmcache.flow import Flow
-from llmcache.hooks import install
+from llmcache.models.adapters import locate
+from llmcache.models.hooks import install
 from llmcache.observation import Observation
 from llmcache.outcome import Outcome
 from llmcache.rows import checked_namespace

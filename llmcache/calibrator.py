@@ -14,8 +14,8 @@ from llmcache.claim import Claim, Metric, MetricName, Sources
 from llmcache.config import CacheConfig
 from llmcache.errors import ConfigError, WrapError
 from llmcache.flow import Flow
-from llmcache.hooks import Installed, listen, watch
 from llmcache.learning import make_learning
+from llmcache.models.hooks import Installed, listen, watch
 from llmcache.observation import Observation, Observer, collect
 from llmcache.parts import Parts
 from llmcache.sample import Requests, n_rows, numbered, tokenised

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from llmcache.arrays import Floats
 from llmcache.audit.auditor import Sample
-from llmcache.mark import Mark
+from llmcache.models.mark import Mark
 from llmcache.prefix.records import Prefill
 from llmcache.rows import Row, Scope
 

@@ -15,29 +15,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmcache.adapters import CACHE, unpack
-from llmcache.arguments import Arguments
 from llmcache.audit.audit import Audit
 from llmcache.bypass import find_reason, is_plain_cache
 from llmcache.checks import Checks
 from llmcache.context import OUT_OF_ORDER, WITHIN, Call
 from llmcache.door import Door, Packing
 from llmcache.frames import Frame, Frames
-from llmcache.hooks import LayerSwap
-from llmcache.intact import Layers
 from llmcache.keeping import Keeper
 from llmcache.lookup import Lookup
-from llmcache.masks import flatten
 from llmcache.meter import Meter
+from llmcache.models.adapters import CACHE, unpack
+from llmcache.models.arguments import Arguments
+from llmcache.models.hooks import LayerSwap
+from llmcache.models.intact import Layers
+from llmcache.models.masks import flatten
+from llmcache.models.model_config import setting
+from llmcache.models.payloads import last_valid
+from llmcache.models.pooling import Veil
 from llmcache.notes import Notes
 from llmcache.outcome import Outcome, bypassed, count, outcomes
 from llmcache.parts import Parts
-from llmcache.payloads import last_valid
-from llmcache.pooling import Veil
 from llmcache.prefix.filling import empty
 from llmcache.prefix.prefill import Prefiller
 from llmcache.reuse.runner import Runner
-from llmcache.settings import setting
 
 DEFAULT_NAMESPACE = "default"
 _PASSED = (bypassed("does_not_pay"),)

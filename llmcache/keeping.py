@@ -16,8 +16,8 @@ from llmcache import kv
 from llmcache.arrays import Ids
 from llmcache.banks import HIDDEN_PADDING
 from llmcache.context import Call, Reuse
+from llmcache.models.payloads import padding_of
 from llmcache.parts import Parts
-from llmcache.payloads import padding_of
 from llmcache.rows import Row
 
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from llmcache.adapters import first_attention
 from llmcache.answers import Answers, Reading, find_answers
 from llmcache.assembly import make_fingerprint, refuse_unsafe
 from llmcache.audit.audit import Audit, Compute
@@ -17,13 +16,14 @@ from llmcache.decide import DECISIONS, Decision
 from llmcache.errors import CalibrationError, ConfigError
 from llmcache.fingerprint import Fingerprint, Learned
 from llmcache.fingerprint.tokens import TokenVectors
-from llmcache.hooks import plain_forward
+from llmcache.models.adapters import first_attention
+from llmcache.models.hooks import plain_forward
+from llmcache.models.weights import Weights
 from llmcache.observation import Observer
 from llmcache.parts import Parts
 from llmcache.reuse.semantic import Chooser, Semantic
 from llmcache.teacher import Teacher
 from llmcache.trust import Trust
-from llmcache.weights import Weights
 
 _LEAVING = ("ttl", "divergence")  # policies that make entries leave, or be computed, whatever was calibrated
 

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmcache.arguments import can_select_rows
 from llmcache.checks import Checks
 from llmcache.context import Call, Reuse
-from llmcache.hooks import LayerSwap
+from llmcache.models.arguments import can_select_rows
+from llmcache.models.hooks import LayerSwap
 from llmcache.parts import Parts
 from llmcache.reading import Reader
 

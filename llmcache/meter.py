@@ -12,9 +12,9 @@ from torch import Tensor
 
 from llmcache.context import Call
 from llmcache.cost import Times, none_held
+from llmcache.models.tracing import is_traced
 from llmcache.notes import Prepared
 from llmcache.parts import Parts
-from llmcache.tracing import is_traced
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from llmcache.arguments import DECIDING
 from llmcache.context import Call
 from llmcache.door import Door, Kind, Packing
-from llmcache.mark import Mark
+from llmcache.models.arguments import DECIDING
+from llmcache.models.mark import Mark
 
 if TYPE_CHECKING:  # who import `parts`, which holds this
     from llmcache.keeping import Keeper

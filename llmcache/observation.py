@@ -19,10 +19,10 @@ from llmcache.arrays import Floats
 from llmcache.context import Call
 from llmcache.errors import CalibrationError
 from llmcache.library import Library
+from llmcache.models.weights import Weights
 from llmcache.rows import Row, Scope, to_host
 from llmcache.sample import n_rows
 from llmcache.variables import setting
-from llmcache.weights import Weights
 
 _MOST = 1e18  # the square of more is no number in float32
 

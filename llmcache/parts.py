@@ -6,21 +6,21 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from llmcache.adapters import Trunk
 from llmcache.audit.audit import Audit
 from llmcache.cost import CostModel
 from llmcache.fingerprint import Fingerprint
 from llmcache.gate import ContentGate
-from llmcache.heads import Head
 from llmcache.library import Library
+from llmcache.models.adapters import Trunk
+from llmcache.models.heads import Head
+from llmcache.models.payloads import Payload
+from llmcache.models.weights import Weights
 from llmcache.notes import Notes
 from llmcache.observation import Observer
-from llmcache.payloads import Payload
 from llmcache.prefix.blocks import Blocks
 from llmcache.reuse import Rung
 from llmcache.stats import Counters, Stats
 from llmcache.trust import Trust
-from llmcache.weights import Weights
 
 
 @dataclass(slots=True)

@@ -19,7 +19,6 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from llmcache import __version__
-from llmcache.adapters import Trunk, special_ids
 from llmcache.arrays import below
 from llmcache.bypass import CURES
 from llmcache.calibration import Calibration
@@ -27,12 +26,13 @@ from llmcache.config import CacheConfig
 from llmcache.errors import BankFileError, StoreError
 from llmcache.folder import MANIFEST, is_data_name, locked, read_json, replace, sha256
 from llmcache.library import Library
+from llmcache.models.adapters import Trunk, special_ids
+from llmcache.models.weights import Weights
 from llmcache.packing import arrays_to_tensors, pack_requests, pack_states, unpack
 from llmcache.parts import Parts
 from llmcache.records import Record
 from llmcache.rows import Scope
 from llmcache.trust import Trust
-from llmcache.weights import Weights
 
 FORMAT = 6
 # Format 4 does not say who wrote it, and which payload; neither it nor 5 which requests give answers (`examples`), and

@@ -10,16 +10,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmcache.adapters import special_ids, vocabulary_size
 from llmcache.arrays import Bools
 from llmcache.context import Call
 from llmcache.fingerprint import View
-from llmcache.masks import expand
+from llmcache.models.adapters import special_ids, vocabulary_size
+from llmcache.models.masks import expand
+from llmcache.models.model_config import setting
+from llmcache.models.payloads import head_reads_padding
+from llmcache.models.rope import steady_length
 from llmcache.parts import Parts
-from llmcache.payloads import head_reads_padding
-from llmcache.rotary import steady_length
 from llmcache.rows import Inputs, Row, Scope, id_dtype, read_rows, to_host
-from llmcache.settings import setting
 
 
 class Reader:

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from llmcache.adapters import Trunk, device_of
 from llmcache.answers import Answers
 from llmcache.errors import CalibrationError
+from llmcache.models.adapters import Trunk, device_of
 
 Requests = Iterable[Mapping[str, Any] | str]
 

@@ -26,13 +26,13 @@ from llmcache.calibration import Calibration
 from llmcache.claim import Claim, Metric
 from llmcache.errors import CalibrationError
 from llmcache.library import Library
+from llmcache.models.weights import Weights
 from llmcache.observation import Observation, flaw
 from llmcache.reuse.semantic import Chooser
 from llmcache.rows import Scope
 from llmcache.sample import check_labels
 from llmcache.stats import Counters, Status
 from llmcache.teacher import Teacher
-from llmcache.weights import Weights
 
 logger = logging.getLogger("llmcache")
 

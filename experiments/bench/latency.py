@@ -21,7 +21,7 @@ from torch import Tensor
 from experiments.bench.models import Pair, Requests, Shortcut, build, check, check_target, find_layers, synchronise
 from experiments.metrics import percentiles
 from llmcache import ConfigError, LLMCache
-from llmcache.adapters import locate
+from llmcache.models.adapters import locate
 
 MOST_DRAWS = 10
 FILL_ROWS = 64  # rows stored per call while the banks are filled

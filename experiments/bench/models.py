@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from experiments.hub import asking, cause, quiet
 from llmcache import ConfigError
-from llmcache.adapters import locate
+from llmcache.models.adapters import locate
 
 HEADS = {"class": "AutoModelForSequenceClassification", "token": "AutoModelForCausalLM"}
 

@@ -26,9 +26,9 @@ from experiments.recording import Recording
 from experiments.tasks import build
 from experiments.workload import Workload
 from llmcache import Stats
-from llmcache.adapters import locate, unpack
 from llmcache.arrays import Floats
 from llmcache.errors import ConfigError
+from llmcache.models.adapters import locate, unpack
 
 FEWEST = 4  # requests: the first half, on which a tau is chosen, then has one with another before it
 

@@ -18,8 +18,8 @@ from experiments.methods.nearest import Nearest, nbytes_of, unit
 from experiments.models import Inputs, token_rows
 from experiments.section import Section
 from experiments.workload import Answer, Workload
-from llmcache.adapters import locate, special_ids
 from llmcache.errors import ConfigError
+from llmcache.models.adapters import locate, special_ids
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,10 +32,10 @@ from llmcache.context import Call, Drawn, Reuse
 from llmcache.errors import CalibrationError
 from llmcache.fingerprint import Fingerprint
 from llmcache.library import Library
+from llmcache.models.weights import Weights
 from llmcache.observation import Observation, Observer, collect
 from llmcache.stats import AuditStats, Counters
 from llmcache.trust import Trust
-from llmcache.weights import Weights
 
 Compute = Callable[[str, Mapping[str, Tensor]], Any]
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from llmcache.arguments import DECIDING
 from llmcache.context import Call, Drawn
+from llmcache.models.arguments import DECIDING
 from llmcache.rows import Row
 
 _MOST = 8  # looks that are taken together: more make a call that comes meanwhile wait for longer

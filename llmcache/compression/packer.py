@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from llmcache.compression import Codec
-from llmcache.payloads import cosine_distance
+from llmcache.models.payloads import cosine_distance
 from llmcache.stores import Entry
 
 logger = logging.getLogger("llmcache")

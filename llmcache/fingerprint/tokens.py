@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from llmcache.adapters import Trunk, unpack
 from llmcache.arrays import Floats, Ids
 from llmcache.errors import ConfigError
-from llmcache.payloads import Payload
+from llmcache.models.adapters import Trunk, unpack
+from llmcache.models.payloads import Payload
 from llmcache.rows import Row
 
 _BATCH = 256

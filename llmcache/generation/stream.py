@@ -17,7 +17,7 @@ from llmcache.generation.records import Generation, StoppedBy, Token
 from llmcache.generation.refusals import check_context, check_prompt, decoder_config
 from llmcache.generation.sampling import Chooser, Sampling
 from llmcache.generation.steps import decode_step, run_prompt
-from llmcache.hooks import listener_of
+from llmcache.models.hooks import listener_of
 from llmcache.outcome import Outcome
 
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from llmcache.policies.divergence import Divergence
 from llmcache.policies.lfu import LFU
-from llmcache.policies.order import FIFO, LRU, TTL
+from llmcache.policies.lru import FIFO, LRU, TTL
 from llmcache.policies.staleness import Staleness
 
 

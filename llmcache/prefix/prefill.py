@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmcache.adapters import CACHE
-from llmcache.arguments import Arguments
 from llmcache.bypass import is_plain_cache
 from llmcache.context import Call
-from llmcache.hooks import are_hooked
 from llmcache.lookup import Lookup
-from llmcache.masks import cut
+from llmcache.models.adapters import CACHE
+from llmcache.models.arguments import Arguments
+from llmcache.models.hooks import are_hooked
+from llmcache.models.masks import cut
 from llmcache.parts import Parts
 from llmcache.prefix.blocks import Block, Blocks, first_tokens
 from llmcache.prefix.chain import links

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmcache.adapters import CACHE, Adapter, repack, unpack
-from llmcache.arguments import select_rows
 from llmcache.context import Call, Reuse
-from llmcache.hooks import LayerSwap
-from llmcache.payloads import Payload, padding_of, place_padding
+from llmcache.models.adapters import CACHE, Adapter, repack, unpack
+from llmcache.models.arguments import select_rows
+from llmcache.models.hooks import LayerSwap
+from llmcache.models.payloads import Payload, padding_of, place_padding
 
 
 class Runner:

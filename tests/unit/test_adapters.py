@@ -9,8 +9,8 @@ import transformers as tf
 from torch import nn
 
 from llmcache import Adapter, ConfigError, LLMCache, UnsupportedModelError, register_adapter
-from llmcache.adapters import ADAPTERS, locate, special_ids
-from llmcache.arguments import Arguments, can_select_rows, select_rows
+from llmcache.models.adapters import ADAPTERS, locate, special_ids
+from llmcache.models.arguments import Arguments, can_select_rows, select_rows
 from tests.models import (
     BARE,
     CLASSIFIERS,
@@ -59,7 +59,7 @@ def _table(monkeypatch: pytest.MonkeyPatch) -> None:
     """Registrations of a test end with it."""
     for name in list(ADAPTERS):
         monkeypatch.setitem(ADAPTERS, name, ADAPTERS[name])
-    monkeypatch.setattr("llmcache.adapters.ADAPTERS", dict(ADAPTERS))
+    monkeypatch.setattr("llmcache.models.adapters.ADAPTERS", dict(ADAPTERS))
 
 
 @pytest.mark.usefixtures("_table")

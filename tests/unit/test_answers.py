@@ -9,7 +9,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 
 from llmcache.answers import ANSWERS, Scores, find_answers, read_logits
 from llmcache.errors import ConfigError
-from llmcache.heads import find_head
+from llmcache.models.heads import find_head
 from tests.models import BARE, CLASSIFIERS, build
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.utils import parametrize, prune
 from torch.testing._internal.two_tensor import TwoTensor
 
-from llmcache.weights import Weights
+from llmcache.models.weights import Weights
 from tests.models import BARE, STRANGE_GENERATORS, STRANGERS, _bert, build, llama, padded, tokens
 
 FAMILIES = {**BARE, **STRANGERS, **STRANGE_GENERATORS}

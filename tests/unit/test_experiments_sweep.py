@@ -24,7 +24,7 @@ from experiments.tasks import build, make_task
 from experiments.workload import Request
 from llmcache.errors import ConfigError
 from llmcache.policies import POLICIES
-from llmcache.policies.order import TTL
+from llmcache.policies.lru import TTL
 
 TASKS: dict[str, dict[str, Any]] = {
     "openbookqa": {"name": "openbookqa", "model": "untrained", "data": "made", "limit": 20},

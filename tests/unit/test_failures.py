@@ -191,7 +191,7 @@ def test_half_a_request_is_never_found() -> None:
 @pytest.mark.parametrize(
     ("step", "error", "bypassed"),
     [
-        ("llmcache.payloads.Cls.take", MemoryError("no room"), {}),
+        ("llmcache.models.payloads.Cls.take", MemoryError("no room"), {}),
         ("llmcache.flow.find_reason", AttributeError("a tuple has no get_seq_length"), {"error": 2}),
     ],
     ids=["keeping a state", "looking at arguments"],

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from llmcache import ConfigError, LLMCache
-from llmcache.adapters import ADAPTERS, first_attention, locate, unpack
 from llmcache.fingerprint import AttentionMean, View
+from llmcache.models.adapters import ADAPTERS, first_attention, locate, unpack
 from tests.models import BARE, CLASSIFIERS, STRANGERS, TOKEN_HEADS, build, padded, states, tokens
 
 SPECIAL = SimpleNamespace(all_special_ids=[0, 7])

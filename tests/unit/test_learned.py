@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from llmcache.adapters import locate
 from llmcache.arrays import Floats
 from llmcache.errors import ConfigError
 from llmcache.fingerprint import Learned, View
 from llmcache.fingerprint.tokens import TokenVectors
-from llmcache.payloads import PAYLOADS
+from llmcache.models.adapters import locate
+from llmcache.models.payloads import PAYLOADS
 from llmcache.rows import Row
 from tests.models import BARE, STRANGERS, VOCABULARY, build
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, PreTrainedConfig
 
-from llmcache.settings import setting
+from llmcache.models.model_config import setting
 
 _NAMES = (
     *("output_attentions", "output_hidden_states", "output_router_logits", "output_cross_attentions"),

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from llmcache import LLMCache
-from llmcache.adapters import locate
 from llmcache.audit.fresh import Fresh
 from llmcache.claim import Metric
 from llmcache.errors import BankFileError, CalibrationError, ConfigError, UnsafeReuseError, WrapError
+from llmcache.models.adapters import locate
 from llmcache.observation import flaw
 from llmcache.sample import longest_input, tokenised
 from tests.models import CLASSIFIERS, TOKEN_HEADS, build, tokenizer

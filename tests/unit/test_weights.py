@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from llmcache.weights import Weights
+from llmcache.models.weights import Weights
 from tests.models import BARE, build
 
 

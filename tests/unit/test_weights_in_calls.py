@@ -12,8 +12,9 @@ from accelerate import cpu_offload
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 
-from llmcache import LLMCache, hashing, weights
+from llmcache import LLMCache
 from llmcache.errors import BankFileError, CalibrationError, StoreError
+from llmcache.models import hashing, weights
 from tests.models import BARE, CLASSIFIERS, GENERATORS, build, padded, states, tokens
 from tests.topics import classifier, requests
 from tests.unit.test_attributes import FAMILIES, SETTINGS, quantised

@@ -10,8 +10,8 @@ from typing import Literal
 
 from torch import nn
 
-from llmcache.adapters import is_from
-from llmcache.pooling import Pooled, find_pooled
+from llmcache.models.adapters import is_from
+from llmcache.models.pooling import Pooled, find_pooled
 
 Reads = Literal["pooled", "tokens", "states"]
 PayloadName = Literal["sequence", "cls", "last", "mean"]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmcache.adapters import CACHE
+from llmcache.models.adapters import CACHE
 
 
 def flatten(arguments: dict[str, Any]) -> tuple[dict[str, Any], Tensor | None]:

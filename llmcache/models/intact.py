@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from llmcache.adapters import Trunk
+from llmcache.models.adapters import Trunk
 
 
 class Layers:

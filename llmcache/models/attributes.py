@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from llmcache.hashing import describe, digests, inner_tensors
-from llmcache.hooks import Swap
+from llmcache.models.hashing import describe, digests, inner_tensors
+from llmcache.models.hooks import Swap
 
 _OF_MODULES = frozenset(vars(nn.Module()))  # torch's own, which is looked at elsewhere
 

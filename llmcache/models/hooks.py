@@ -16,10 +16,10 @@ import torch
 from torch import nn
 from torch.nn.modules import module as _every_module
 
-from llmcache.adapters import Trunk
-from llmcache.arguments import Arguments
 from llmcache.errors import ConfigError, WrapError
 from llmcache.frames import Frame
+from llmcache.models.adapters import Trunk
+from llmcache.models.arguments import Arguments
 from llmcache.outcome import Outcome
 
 _CAPTURING = "transformers.utils.output_capturing"

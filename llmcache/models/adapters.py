@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llmcache.arguments import Arguments
 from llmcache.errors import ConfigError, UnsupportedModelError
-from llmcache.settings import setting
+from llmcache.models.arguments import Arguments
+from llmcache.models.model_config import setting
 
 HIDDEN = "hidden_states"
 CACHE = "past_key_values"

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llmcache.attributes import Attributes
-from llmcache.hashing import digests, is_readable
-from llmcache.mark import Mark
-from llmcache.rotary import changes_with_length
+from llmcache.models.attributes import Attributes
+from llmcache.models.hashing import digests, is_readable
+from llmcache.models.mark import Mark
+from llmcache.models.rope import changes_with_length
 
 # Read by the hundred in every call.
 _VERSION = attrgetter("_version")
