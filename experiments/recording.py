@@ -23,7 +23,7 @@ from experiments.workload import Answer, Workload
 from llmcache.arrays import Floats
 from llmcache.config import CacheConfig
 from llmcache.fingerprint import FINGERPRINTS, Fingerprint, ShingleMinHash, View
-from llmcache.index.lsh import share_equal
+from llmcache.matching.index.lsh import share_equal
 from llmcache.models.adapters import Trunk, first_attention, locate, special_ids, unpack
 
 MOST_KEPT = 65_536  # bytes; larger outputs are computed again when they are needed

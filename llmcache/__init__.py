@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         WrapError,
     )
     from llmcache.models.adapters import Adapter, register_adapter
-    from llmcache.outcome import Outcome
+    from llmcache.request.outcome import Outcome
     from llmcache.stats import AuditStats, Stats
 
 __version__ = "0.1.0"

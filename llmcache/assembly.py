@@ -5,17 +5,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from llmcache.answers import Reading, find_answers, read_logits
 from llmcache.bank import Bank
 from llmcache.compression import CODECS, Codec
 from llmcache.config import CacheConfig
 from llmcache.cost import PATIENCE, PATIENCE_OF_TAU, CostModel
-from llmcache.decide import DECISIONS, Decision, thresholds
 from llmcache.errors import ConfigError, UnsafeReuseError, UnsupportedModelError
 from llmcache.fingerprint import FINGERPRINTS, Fingerprint
-from llmcache.gate import ContentGate
-from llmcache.index import INDEXES
 from llmcache.library import Library
+from llmcache.matching.answers import Reading, find_answers, read_logits
+from llmcache.matching.content_gate import ContentGate
+from llmcache.matching.decision import DECISIONS, Decision, thresholds
+from llmcache.matching.index import INDEXES
 from llmcache.models.adapters import Trunk, device_of, first_attention, locate, vocabulary_size
 from llmcache.models.heads import Head, find_head
 from llmcache.models.payloads import PAYLOADS, Payload
@@ -24,11 +24,11 @@ from llmcache.observation import Observer
 from llmcache.parts import Parts
 from llmcache.policies import POLICIES
 from llmcache.prefix.blocks import Blocks
+from llmcache.request.rows import id_dtype
 from llmcache.reuse import Rung
 from llmcache.reuse.exact import Exact
 from llmcache.reuse.paper import Paper
 from llmcache.reuse.semantic import Chooser, Fixed, Semantic
-from llmcache.rows import id_dtype
 from llmcache.stores.memory import MemoryStore
 
 

@@ -16,7 +16,7 @@ from llmcache.compression.packer import Loss, Packer
 from llmcache.compression.packers import Packers
 from llmcache.models.payloads import cosine_distance
 from llmcache.records import KV, Request, State
-from llmcache.rows import Scope
+from llmcache.request.rows import Scope
 from llmcache.stores import Entry
 
 HIDDEN_PADDING = f"{kv.PADDING}hidden"

@@ -9,7 +9,6 @@ from typing import Any, Literal, Self
 import torch
 from torch import nn
 
-from llmcache.answers import Reading, read_logits
 from llmcache.assembly import assemble
 from llmcache.calibration import Calibration
 from llmcache.calibrator import Calibrator, make_claim
@@ -17,15 +16,16 @@ from llmcache.claim import Metric
 from llmcache.config import CacheConfig
 from llmcache.errors import ConfigError
 from llmcache.flow import Flow
+from llmcache.matching.answers import Reading, read_logits
 from llmcache.models.adapters import locate
 from llmcache.models.hooks import install
 from llmcache.observation import Observation
-from llmcache.outcome import Outcome
-from llmcache.rows import checked_namespace
+from llmcache.request.outcome import Outcome
+from llmcache.request.rows import checked_namespace
+from llmcache.request.variables import setting
 from llmcache.sample import Requests
 from llmcache.stats import Stats
 from llmcache.trust import Trust
-from llmcache.variables import setting
 
 
 class LLMCache:

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from llmcache.context import Call, Reuse
 from llmcache.library import Library
+from llmcache.request.call import Call, Reuse
 from llmcache.stats import Counters
 
 

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llmcache.context import Call
 from llmcache.models.adapters import Trunk
 from llmcache.models.hooks import are_hooked
 from llmcache.models.model_config import setting
 from llmcache.models.payloads import Payload, place_padding
+from llmcache.request.call import Call
 
 _STATES, _POOLED = "last_hidden_state", "pooler_output"
 

@@ -16,9 +16,7 @@ import torch
 from torch import Tensor
 
 from llmcache.audit.audit import Audit
-from llmcache.bypass import find_reason, is_plain_cache
 from llmcache.checks import Checks
-from llmcache.context import OUT_OF_ORDER, WITHIN, Call
 from llmcache.door import Door, Packing
 from llmcache.frames import Frame, Frames
 from llmcache.keeping import Keeper
@@ -33,10 +31,12 @@ from llmcache.models.model_config import setting
 from llmcache.models.payloads import last_valid
 from llmcache.models.pooling import Veil
 from llmcache.notes import Notes
-from llmcache.outcome import Outcome, bypassed, count, outcomes
 from llmcache.parts import Parts
 from llmcache.prefix.filling import empty
 from llmcache.prefix.prefill import Prefiller
+from llmcache.request.bypass import find_reason, is_plain_cache
+from llmcache.request.call import OUT_OF_ORDER, WITHIN, Call
+from llmcache.request.outcome import Outcome, bypassed, count, outcomes
 from llmcache.reuse.runner import Runner
 
 DEFAULT_NAMESPACE = "default"

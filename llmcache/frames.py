@@ -11,8 +11,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from llmcache.context import Call
-from llmcache.outcome import Outcome
+from llmcache.request.call import Call
+from llmcache.request.outcome import Outcome
 
 if TYPE_CHECKING:  # what it looks at knows the hooks, which know this
     from llmcache.audit.audit import Audit

@@ -15,10 +15,10 @@ from torch import Tensor
 from llmcache import kv
 from llmcache.arrays import Ids
 from llmcache.banks import HIDDEN_PADDING
-from llmcache.context import Call, Reuse
 from llmcache.models.payloads import padding_of
 from llmcache.parts import Parts
-from llmcache.rows import Row
+from llmcache.request.call import Call, Reuse
+from llmcache.request.rows import Row
 
 
 class Keeper:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from llmcache.compression.packer import Packer
 from llmcache.records import KV
-from llmcache.rows import Positions, Row
+from llmcache.request.rows import Positions, Row
 from llmcache.stores import Entry
 
 PADDING = "padding_"  # begins the names of tensors of places that are not valid

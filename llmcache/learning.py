@@ -5,17 +5,17 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from llmcache.answers import Answers, Reading, find_answers
 from llmcache.assembly import make_fingerprint, refuse_unsafe
 from llmcache.audit.audit import Audit, Compute
 from llmcache.audit.look import Looks, Origin
 from llmcache.calibration import check_size
 from llmcache.claim import Claim
 from llmcache.config import CacheConfig
-from llmcache.decide import DECISIONS, Decision
 from llmcache.errors import CalibrationError, ConfigError
 from llmcache.fingerprint import Fingerprint, Learned
-from llmcache.fingerprint.tokens import TokenVectors
+from llmcache.fingerprint.token_vectors import TokenVectors
+from llmcache.matching.answers import Answers, Reading, find_answers
+from llmcache.matching.decision import DECISIONS, Decision
 from llmcache.models.adapters import first_attention
 from llmcache.models.hooks import plain_forward
 from llmcache.models.weights import Weights

@@ -17,12 +17,12 @@ from llmcache.bank import Bank
 from llmcache.banks import Banks
 from llmcache.compression import Codec
 from llmcache.fingerprint import Fingerprint
-from llmcache.index import Index
 from llmcache.kv import without_padding
+from llmcache.matching.fingerprint_index import Shelves
+from llmcache.matching.index import Index
+from llmcache.matching.partition import Neighbour
 from llmcache.records import Record, Request, State
-from llmcache.rows import Row, Scope
-from llmcache.shelf import Neighbour
-from llmcache.shelves import Shelves
+from llmcache.request.rows import Row, Scope
 
 
 class Library:

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from llmcache.checks import Checks
-from llmcache.context import Call, Reuse
 from llmcache.models.arguments import can_select_rows
 from llmcache.models.hooks import LayerSwap
 from llmcache.parts import Parts
 from llmcache.reading import Reader
+from llmcache.request.call import Call, Reuse
 
 
 class Lookup:

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmcache.context import Call
 from llmcache.cost import Times, none_held
 from llmcache.models.tracing import is_traced
 from llmcache.notes import Prepared
 from llmcache.parts import Parts
+from llmcache.request.call import Call
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from llmcache.context import Call
 from llmcache.door import Door, Kind, Packing
 from llmcache.models.arguments import DECIDING
 from llmcache.models.mark import Mark
+from llmcache.request.call import Call
 
 if TYPE_CHECKING:  # who import `parts`, which holds this
     from llmcache.keeping import Keeper

@@ -14,15 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmcache.answers import Answers, Reading
 from llmcache.arrays import Floats
-from llmcache.context import Call
 from llmcache.errors import CalibrationError
 from llmcache.library import Library
+from llmcache.matching.answers import Answers, Reading
 from llmcache.models.weights import Weights
-from llmcache.rows import Row, Scope, to_host
+from llmcache.request.call import Call
+from llmcache.request.rows import Row, Scope, to_host
+from llmcache.request.variables import setting
 from llmcache.sample import n_rows
-from llmcache.variables import setting
 
 _MOST = 1e18  # the square of more is no number in float32
 

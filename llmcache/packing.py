@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from llmcache.arrays import Floats, below
+from llmcache.matching.partition import Place
 from llmcache.records import Record
-from llmcache.rows import KEY_LENGTH, Scope
-from llmcache.shelf import Place
+from llmcache.request.rows import KEY_LENGTH, Scope
 from llmcache.stores import Entry
 
 

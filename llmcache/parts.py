@@ -9,8 +9,8 @@ from torch import nn
 from llmcache.audit.audit import Audit
 from llmcache.cost import CostModel
 from llmcache.fingerprint import Fingerprint
-from llmcache.gate import ContentGate
 from llmcache.library import Library
+from llmcache.matching.content_gate import ContentGate
 from llmcache.models.adapters import Trunk
 from llmcache.models.heads import Head
 from llmcache.models.payloads import Payload

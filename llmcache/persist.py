@@ -20,7 +20,6 @@ from torch import Tensor
 
 from llmcache import __version__
 from llmcache.arrays import below
-from llmcache.bypass import CURES
 from llmcache.calibration import Calibration
 from llmcache.config import CacheConfig
 from llmcache.errors import BankFileError, StoreError
@@ -31,7 +30,8 @@ from llmcache.models.weights import Weights
 from llmcache.packing import arrays_to_tensors, pack_requests, pack_states, unpack
 from llmcache.parts import Parts
 from llmcache.records import Record
-from llmcache.rows import Scope
+from llmcache.request.bypass import CURES
+from llmcache.request.rows import Scope
 from llmcache.trust import Trust
 
 FORMAT = 6

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from llmcache.arrays import Floats
-from llmcache.rows import Scope
-from llmcache.shelf import Place, Shelf
+from llmcache.matching.partition import Place, Shelf
+from llmcache.request.rows import Scope
 from llmcache.stores import Entry
 
 KV = dict[int, tuple[Tensor, Tensor]]

@@ -6,9 +6,9 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
-from llmcache.bypass import CURES
 from llmcache.cost import Cost
 from llmcache.health import Health, Share, is_told
+from llmcache.request.bypass import CURES
 
 logger = logging.getLogger("llmcache")
 
@@ -78,7 +78,7 @@ class Stats:
         n_misses: Rows computed in full and eligible to be stored.
         n_revalidated: Rows that could have been reused approximately, and were computed to check the entry (policy
             `divergence`): neither hits nor misses, and not stored.
-        bypassed: Rows computed as if there were no cache, by reason (`llmcache.bypass.CURES`); decode steps here.
+        bypassed: Rows computed as if there were no cache, by reason (`llmcache.request.bypass.CURES`); decode steps here.
         n_prefix_tokens: Tokens that stored prefixes served, which no layer was run for.
         n_prompt_tokens: Tokens of all requests that the prefix rung was asked about.
         n_blocks: Blocks of tokens that it holds.

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from llmcache.answers import Answers
 from llmcache.arrays import Doubles, Floats
 from llmcache.audit.likeness import Marks, Profile, profile
 from llmcache.audit.marking import marks_of, marks_of_source
@@ -19,8 +18,9 @@ from llmcache.calibration import Trial, losses, settings
 from llmcache.claim import Metric, MetricName
 from llmcache.errors import CalibrationError
 from llmcache.fingerprint import Fingerprint
-from llmcache.fingerprint.tokens import TokenVectors
+from llmcache.fingerprint.token_vectors import TokenVectors
 from llmcache.library import Library
+from llmcache.matching.answers import Answers
 from llmcache.observation import Observation, outputs, targets
 from llmcache.reuse.semantic import Chooser
 

@@ -20,16 +20,16 @@ from typing import Any
 import numpy as np
 
 from llmcache import calibration as cal
-from llmcache.answers import Answers
 from llmcache.arrays import Doubles, Floats
 from llmcache.calibration import Calibration
 from llmcache.claim import Claim, Metric
 from llmcache.errors import CalibrationError
 from llmcache.library import Library
+from llmcache.matching.answers import Answers
 from llmcache.models.weights import Weights
 from llmcache.observation import Observation, flaw
+from llmcache.request.rows import Scope
 from llmcache.reuse.semantic import Chooser
-from llmcache.rows import Scope
 from llmcache.sample import check_labels
 from llmcache.stats import Counters, Status
 from llmcache.teacher import Teacher

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmcache.answers import Answers
 from llmcache.audit.auditor import MOST_WAITING, Auditor
 from llmcache.audit.fresh import Fresh
 from llmcache.audit.likeness import Likeness
@@ -28,12 +27,13 @@ from llmcache.audit.marking import Marking
 from llmcache.audit.shadow import GaveWay, Job, Shadow
 from llmcache.calibration import Calibration
 from llmcache.claim import MetricName
-from llmcache.context import Call, Drawn, Reuse
 from llmcache.errors import CalibrationError
 from llmcache.fingerprint import Fingerprint
 from llmcache.library import Library
+from llmcache.matching.answers import Answers
 from llmcache.models.weights import Weights
 from llmcache.observation import Observation, Observer, collect
+from llmcache.request.call import Call, Drawn, Reuse
 from llmcache.stats import AuditStats, Counters
 from llmcache.trust import Trust
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from llmcache.context import Call, Drawn
 from llmcache.models.arguments import DECIDING
-from llmcache.rows import Row
+from llmcache.request.call import Call, Drawn
+from llmcache.request.rows import Row
 
 _MOST = 8  # looks that are taken together: more make a call that comes meanwhile wait for longer
 _WIDTHS = (16, 1, 0)  # tokens that share a kind: rows are padded to the longest; only equal ones; each is taken alone

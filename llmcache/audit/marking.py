@@ -4,10 +4,10 @@ from math import inf, isnan
 
 from llmcache.arrays import Floats
 from llmcache.audit.likeness import Marks
-from llmcache.context import Call
 from llmcache.library import Library
+from llmcache.request.call import Call
+from llmcache.request.rows import Row
 from llmcache.reuse.semantic import Choice, Chooser
-from llmcache.rows import Row
 
 _MOST_KNOWN = 16_384  # requests whose marks are kept, 5 MB: repeats of others are looked up once more
 

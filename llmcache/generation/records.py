@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from llmcache.generation.latency import Latency
-from llmcache.outcome import Outcome
+from llmcache.request.outcome import Outcome
 
 StoppedBy = Literal["stop", "length"]
 

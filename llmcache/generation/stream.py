@@ -18,7 +18,7 @@ from llmcache.generation.refusals import check_context, check_prompt, decoder_co
 from llmcache.generation.sampling import Chooser, Sampling
 from llmcache.generation.steps import decode_step, run_prompt
 from llmcache.models.hooks import listener_of
-from llmcache.outcome import Outcome
+from llmcache.request.outcome import Outcome
 
 
 def stream(

@@ -20,7 +20,7 @@ from llmcache.errors import ConfigError, WrapError
 from llmcache.frames import Frame
 from llmcache.models.adapters import Trunk
 from llmcache.models.arguments import Arguments
-from llmcache.outcome import Outcome
+from llmcache.request.outcome import Outcome
 
 _CAPTURING = "transformers.utils.output_capturing"
 _KEPT = "logits_to_keep"

@@ -18,7 +18,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from llmcache.prefix.records import Link
+from llmcache.request.prefill import Link
 
 _MOST_LOOKED_AT = 64  # of the blocks that follow one, newest first: a system prompt is followed by thousands
 

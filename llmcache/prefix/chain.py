@@ -6,8 +6,8 @@ block, takes in what is not tokens.
 
 import hashlib
 
-from llmcache.prefix.records import Link
-from llmcache.rows import Row, Scope
+from llmcache.request.prefill import Link
+from llmcache.request.rows import Row, Scope
 
 
 def links(scope: Scope, row: Row, size: int) -> tuple[Link, ...]:

@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmcache.bypass import is_plain_cache
-from llmcache.context import Call
 from llmcache.lookup import Lookup
 from llmcache.models.adapters import CACHE
 from llmcache.models.arguments import Arguments
@@ -27,8 +25,10 @@ from llmcache.parts import Parts
 from llmcache.prefix.blocks import Block, Blocks, first_tokens
 from llmcache.prefix.chain import links
 from llmcache.prefix.filling import empty, fill, join, lay
-from llmcache.prefix.records import Link, Prefill
-from llmcache.rows import Row
+from llmcache.request.bypass import is_plain_cache
+from llmcache.request.call import Call
+from llmcache.request.prefill import Link, Prefill
+from llmcache.request.rows import Row
 from llmcache.stores.memory import keep, own
 
 Passed = tuple[tuple[Any, ...], dict[str, Any]]

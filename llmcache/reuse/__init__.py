@@ -6,8 +6,8 @@ One file a rung, one interface, safest first: a row goes to the first rung that 
 from collections.abc import Sequence
 from typing import Protocol
 
-from llmcache.context import Call, Reuse
-from llmcache.rows import Row
+from llmcache.request.call import Call, Reuse
+from llmcache.request.rows import Row
 
 
 class Rung(Protocol):

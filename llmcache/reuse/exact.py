@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from llmcache.context import Call, Reuse
 from llmcache.library import Library
 from llmcache.records import State
-from llmcache.rows import Row
+from llmcache.request.call import Call, Reuse
+from llmcache.request.rows import Row
 
 
 class Exact:

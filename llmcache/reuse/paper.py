@@ -13,10 +13,10 @@ eviction a higher bank may hold only another neighbour above tau, which this run
 
 from collections.abc import Mapping, Sequence
 
-from llmcache.context import Call, Reuse
 from llmcache.library import Library
-from llmcache.rows import Row
-from llmcache.shelf import Neighbour
+from llmcache.matching.partition import Neighbour
+from llmcache.request.call import Call, Reuse
+from llmcache.request.rows import Row
 
 
 class Paper:

@@ -16,16 +16,16 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from llmcache.answers import Answers
 from llmcache.arrays import Doubles, Floats, below
-from llmcache.context import Call, Reuse
-from llmcache.decide import Decision, Evidence, deepest_layer, lead_of, share_of
 from llmcache.errors import ConfigError
-from llmcache.gate import ContentGate
 from llmcache.library import Library
+from llmcache.matching.answers import Answers
+from llmcache.matching.content_gate import ContentGate
+from llmcache.matching.decision import Decision, Evidence, deepest_layer, lead_of, share_of
+from llmcache.matching.partition import Neighbour
 from llmcache.observation import Observation
-from llmcache.rows import Row, Scope
-from llmcache.shelf import Neighbour
+from llmcache.request.call import Call, Reuse
+from llmcache.request.rows import Row, Scope
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import pytest
 from llmcache import LLMCache
 from llmcache.audit.audit import Audit
 from llmcache.audit.likeness import Likeness, Marks, Profile, profile
-from llmcache.context import Call
+from llmcache.request.call import Call
 from tests.topics import classifier, requests
 
 N = 800  # of C

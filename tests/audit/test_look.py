@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from llmcache import LLMCache
 from llmcache.audit.look import Look, Looks, Origin
-from llmcache.context import Drawn
 from llmcache.errors import ConfigError
+from llmcache.request.call import Drawn
 from tests.audit.test_audit import audit_of, known
 from tests.topics import classifier, requests
 

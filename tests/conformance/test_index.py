@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmcache.index import INDEXES, HNSWIndex, Ids, Index, LSHIndex, Rows
-from llmcache.index.lsh import chance_to_meet
+from llmcache.matching.index import INDEXES, HNSWIndex, Ids, Index, LSHIndex, Rows
+from llmcache.matching.index.lsh import chance_to_meet
 
 DIM = 32
 

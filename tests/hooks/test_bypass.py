@@ -11,7 +11,7 @@ from torch import nn
 from transformers.masking_utils import create_bidirectional_mask
 
 from llmcache import ConfigError, LLMCache, UnsupportedModelError
-from llmcache.bypass import CURES
+from llmcache.request.bypass import CURES
 from tests.models import (
     BARE,
     CLASSIFIERS,

@@ -9,7 +9,7 @@ import transformers as tf
 from torch import Tensor, nn
 
 from llmcache import LLMCache
-from llmcache.bypass import CURES
+from llmcache.request.bypass import CURES
 from tests.models import BARE, CLASSIFIERS, GENERATORS, STRANGE_GENERATORS, VOCABULARY, build, padded, states, tokens
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from llmcache.answers import ANSWERS, Scores, find_answers, read_logits
 from llmcache.errors import ConfigError
+from llmcache.matching.answers import ANSWERS, Scores, find_answers, read_logits
 from llmcache.models.heads import find_head
 from tests.models import BARE, CLASSIFIERS, build
 

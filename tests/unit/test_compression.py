@@ -18,7 +18,7 @@ from llmcache.compression import CODECS, PCA, Autoencoder, Half, Int8, Plain
 from llmcache.compression.packer import MEASURED_EVERY, Loss, Packer
 from llmcache.library import Library
 from llmcache.policies import LRU
-from llmcache.rows import Row, Scope
+from llmcache.request.rows import Row, Scope
 from llmcache.stores.memory import MemoryStore
 from tests.models import BARE, CLASSIFIERS, TOKEN_HEADS, build, padded, tokens
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from llmcache.component import Component
-from llmcache.decide import DECISIONS, Consensus, Evidence, Risk, Threshold, deepest_layer
 from llmcache.errors import ConfigError
+from llmcache.matching.decision import DECISIONS, Consensus, Evidence, Risk, Threshold, deepest_layer
 
 
 def seen(similarity: Sequence[float], answers: Sequence[int], favour: Sequence[float] | None = None) -> Evidence:

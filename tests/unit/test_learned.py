@@ -7,10 +7,10 @@ import torch
 from llmcache.arrays import Floats
 from llmcache.errors import ConfigError
 from llmcache.fingerprint import Learned, View
-from llmcache.fingerprint.tokens import TokenVectors
+from llmcache.fingerprint.token_vectors import TokenVectors
 from llmcache.models.adapters import locate
 from llmcache.models.payloads import PAYLOADS
-from llmcache.rows import Row
+from llmcache.request.rows import Row
 from tests.models import BARE, STRANGERS, VOCABULARY, build
 
 D = 12

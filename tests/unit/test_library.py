@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from llmcache.bank import Bank
 from llmcache.compression import CODECS
 from llmcache.fingerprint import MeanEmbedding
-from llmcache.index import FlatIndex, HNSWIndex
 from llmcache.library import Library
+from llmcache.matching.index import FlatIndex, HNSWIndex
 from llmcache.policies import LRU, TTL, Policy
-from llmcache.rows import Row, Scope
+from llmcache.request.rows import Row, Scope
 from llmcache.stores import Entry
 from llmcache.stores.memory import MemoryStore
 

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from llmcache import LLMCache
-from llmcache.context import Call
 from llmcache.cost import PATIENCE, PATIENCE_OF_TAU, CostModel, Times
 from llmcache.meter import Meter
-from llmcache.outcome import Outcome
-from llmcache.rows import Row
+from llmcache.request.call import Call
+from llmcache.request.outcome import Outcome
+from llmcache.request.rows import Row
 from tests.models import CLASSIFIERS, GENERATORS, build, padded, tokens
 
 LENGTH = 6

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from llmcache import ConfigError, LLMCache
-from llmcache.rows import Scope
+from llmcache.request.rows import Scope
 from tests.models import CLASSIFIERS, build, padded
 from tests.topics import classifier, requests
 

@@ -14,7 +14,7 @@ from llmcache.compression import PCA, Half
 from llmcache.compression.packer import MEASURED_EVERY, Loss, Packer
 from llmcache.library import Library
 from llmcache.policies import LRU
-from llmcache.rows import Row, Scope
+from llmcache.request.rows import Row, Scope
 from llmcache.stores.memory import MemoryStore
 from tests.models import CLASSIFIERS, build, tokens
 

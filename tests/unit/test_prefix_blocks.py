@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from llmcache.prefix.blocks import Block, Blocks
 from llmcache.prefix.chain import links
-from llmcache.prefix.records import Link
-from llmcache.rows import Row, Scope
+from llmcache.request.prefill import Link
+from llmcache.request.rows import Row, Scope
 
 SCOPE = Scope("default", "weights", "torch.float32", "sdpa")
 CPU = torch.device("cpu")

@@ -10,8 +10,8 @@ import pytest
 from torch import nn
 
 from llmcache import LLMCache
-from llmcache.decide import Combined, Evidence, Risk, Student, lead_of
 from llmcache.errors import ConfigError
+from llmcache.matching.decision import Combined, Evidence, Risk, Student, lead_of
 from llmcache.reuse.semantic import Chooser
 from tests.models import tokenizer
 from tests.topics import N_TOPICS, classifier, requests

@@ -3,8 +3,8 @@
 import numpy as np
 
 from llmcache.arrays import Ids, product
-from llmcache.index.binary import BinaryIndex
-from llmcache.index.flat import FlatIndex, Rows, check_k, check_rows
+from llmcache.matching.index.binary import BinaryIndex
+from llmcache.matching.index.flat import FlatIndex, Rows, check_k, check_rows
 
 
 class RefinedIndex:

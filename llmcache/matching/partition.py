@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from llmcache.arrays import Floats
-from llmcache.index import Index
-from llmcache.rows import Scope
+from llmcache.matching.index import Index
+from llmcache.request.rows import Scope
 
 
 @dataclass(slots=True)

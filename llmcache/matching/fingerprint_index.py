@@ -8,10 +8,10 @@ from contextlib import ExitStack
 
 from llmcache.arrays import Floats
 from llmcache.fingerprint import Fingerprint
-from llmcache.index import Index
+from llmcache.matching.index import Index
+from llmcache.matching.partition import Neighbour, Place, Shelf
 from llmcache.records import Request
-from llmcache.rows import Row, Scope
-from llmcache.shelf import Neighbour, Place, Shelf
+from llmcache.request.rows import Row, Scope
 
 
 class Shelves(dict[tuple[Scope, int, int | None], Shelf]):

@@ -8,11 +8,11 @@ An index knows vectors and integer ids, nothing of entries, keys or budgets. It 
 from typing import Any, Protocol
 
 from llmcache.arrays import Ids
-from llmcache.index.binary import BinaryIndex
-from llmcache.index.flat import FlatIndex, Rows
-from llmcache.index.hnsw import HNSWIndex
-from llmcache.index.lsh import LSHIndex
-from llmcache.index.refined import RefinedIndex
+from llmcache.matching.index.binary import BinaryIndex
+from llmcache.matching.index.flat import FlatIndex, Rows
+from llmcache.matching.index.hnsw import HNSWIndex
+from llmcache.matching.index.lsh import LSHIndex
+from llmcache.matching.index.refined import RefinedIndex
 
 __all__ = ["INDEXES", "BinaryIndex", "FlatIndex", "HNSWIndex", "Ids", "Index", "LSHIndex", "RefinedIndex", "Rows"]
 

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from functools import cache
 
-from llmcache.context import Call
-from llmcache.rows import Row
+from llmcache.request.call import Call
+from llmcache.request.rows import Row
 from llmcache.stats import Counters
 
 
@@ -21,7 +21,7 @@ class Outcome:
         similarity: To that request; of a row that was computed, to the nearest one found, over all searches made for
             it. None when no search was made or nothing was there to be found.
         n_prefix: First tokens that a stored prefix served, 0 without.
-        bypassed: Why the cache was not used (`llmcache.bypass.CURES`), or None.
+        bypassed: Why the cache was not used (`llmcache.request.bypass.CURES`), or None.
     """
 
     key: str = ""

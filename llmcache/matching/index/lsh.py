@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from llmcache.arrays import Ids
-from llmcache.index.flat import FlatIndex, Rows, check_k, check_rows
+from llmcache.matching.index.flat import FlatIndex, Rows, check_k, check_rows
 
 
 class LSHIndex:

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from llmcache.index.flat import FlatIndex, Rows
+from llmcache.matching.index.flat import FlatIndex, Rows
 
 
 class BinaryIndex(FlatIndex):

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from llmcache.arrays import Ids
-from llmcache.index.flat import FlatIndex, Rows
+from llmcache.matching.index.flat import FlatIndex, Rows
 
 
 class HNSWIndex:

@@ -13,7 +13,7 @@ from llmcache.arrays import Floats, Ids
 from llmcache.errors import ConfigError
 from llmcache.models.adapters import Trunk, unpack
 from llmcache.models.payloads import Payload
-from llmcache.rows import Row
+from llmcache.request.rows import Row
 
 _BATCH = 256
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from llmcache.arrays import Floats
 from llmcache.audit.auditor import Sample
 from llmcache.models.mark import Mark
-from llmcache.prefix.records import Prefill
-from llmcache.rows import Row, Scope
+from llmcache.request.prefill import Prefill
+from llmcache.request.rows import Row, Scope
 
 if TYPE_CHECKING:
     from llmcache.meter import Passing
