@@ -5,13 +5,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from llmcache.bank import Bank
-from llmcache.compression import CODECS, Codec
+from llmcache.banks.bank import Bank
+from llmcache.banks.cache_banks import Library
+from llmcache.banks.compression import CODECS, Codec
+from llmcache.banks.stores.memory import MemoryStore
 from llmcache.config import CacheConfig
 from llmcache.cost import PATIENCE, PATIENCE_OF_TAU, CostModel
 from llmcache.errors import ConfigError, UnsafeReuseError, UnsupportedModelError
 from llmcache.fingerprint import FINGERPRINTS, Fingerprint
-from llmcache.library import Library
 from llmcache.matching.answers import Reading, find_answers, read_logits
 from llmcache.matching.content_gate import ContentGate
 from llmcache.matching.decision import DECISIONS, Decision, thresholds
@@ -23,13 +24,12 @@ from llmcache.models.weights import Weights
 from llmcache.observation import Observer
 from llmcache.parts import Parts
 from llmcache.policies import POLICIES
-from llmcache.prefix.blocks import Blocks
 from llmcache.request.rows import id_dtype
 from llmcache.reuse import Rung
 from llmcache.reuse.exact import Exact
 from llmcache.reuse.paper import Paper
+from llmcache.reuse.prefix.block_pool import Blocks
 from llmcache.reuse.semantic import Chooser, Fixed, Semantic
-from llmcache.stores.memory import MemoryStore
 
 
 def assemble(model: nn.Module, config: CacheConfig, tokenizer: Any = None, answer_of: Reading = read_logits) -> Parts:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from llmcache.library import Library
+from llmcache.banks.cache_banks import Library
 from llmcache.request.call import Call, Reuse
 from llmcache.stats import Counters
 

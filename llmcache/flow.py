@@ -32,11 +32,11 @@ from llmcache.models.payloads import last_valid
 from llmcache.models.pooling import Veil
 from llmcache.notes import Notes
 from llmcache.parts import Parts
-from llmcache.prefix.filling import empty
-from llmcache.prefix.prefill import Prefiller
 from llmcache.request.bypass import find_reason, is_plain_cache
 from llmcache.request.call import OUT_OF_ORDER, WITHIN, Call
 from llmcache.request.outcome import Outcome, bypassed, count, outcomes
+from llmcache.reuse.prefix.kv_fill import empty
+from llmcache.reuse.prefix.prefill import Prefiller
 from llmcache.reuse.runner import Runner
 
 DEFAULT_NAMESPACE = "default"

@@ -12,9 +12,9 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from llmcache import kv
 from llmcache.arrays import Ids
-from llmcache.banks import HIDDEN_PADDING
+from llmcache.banks import kv
+from llmcache.banks.layer_banks import HIDDEN_PADDING
 from llmcache.models.payloads import padding_of
 from llmcache.parts import Parts
 from llmcache.request.call import Call, Reuse

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from llmcache.arrays import Floats
+from llmcache.banks.cache_banks import Library
 from llmcache.errors import CalibrationError
-from llmcache.library import Library
 from llmcache.matching.answers import Answers, Reading
 from llmcache.models.weights import Weights
 from llmcache.request.call import Call

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from llmcache.audit.audit import Audit
+from llmcache.banks.cache_banks import Library
 from llmcache.cost import CostModel
 from llmcache.fingerprint import Fingerprint
-from llmcache.library import Library
 from llmcache.matching.content_gate import ContentGate
 from llmcache.models.adapters import Trunk
 from llmcache.models.heads import Head
@@ -17,8 +17,8 @@ from llmcache.models.payloads import Payload
 from llmcache.models.weights import Weights
 from llmcache.notes import Notes
 from llmcache.observation import Observer
-from llmcache.prefix.blocks import Blocks
 from llmcache.reuse import Rung
+from llmcache.reuse.prefix.block_pool import Blocks
 from llmcache.stats import Counters, Stats
 from llmcache.trust import Trust
 

@@ -20,16 +20,16 @@ from torch import Tensor
 
 from llmcache import __version__
 from llmcache.arrays import below
+from llmcache.banks.cache_banks import Library
+from llmcache.banks.records import Record
+from llmcache.banks.serialization import arrays_to_tensors, pack_requests, pack_states, unpack
 from llmcache.calibration import Calibration
 from llmcache.config import CacheConfig
 from llmcache.errors import BankFileError, StoreError
 from llmcache.folder import MANIFEST, is_data_name, locked, read_json, replace, sha256
-from llmcache.library import Library
 from llmcache.models.adapters import Trunk, special_ids
 from llmcache.models.weights import Weights
-from llmcache.packing import arrays_to_tensors, pack_requests, pack_states, unpack
 from llmcache.parts import Parts
-from llmcache.records import Record
 from llmcache.request.bypass import CURES
 from llmcache.request.rows import Scope
 from llmcache.trust import Trust

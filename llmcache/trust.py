@@ -21,10 +21,10 @@ import numpy as np
 
 from llmcache import calibration as cal
 from llmcache.arrays import Doubles, Floats
+from llmcache.banks.cache_banks import Library
 from llmcache.calibration import Calibration
 from llmcache.claim import Claim, Metric
 from llmcache.errors import CalibrationError
-from llmcache.library import Library
 from llmcache.matching.answers import Answers
 from llmcache.models.weights import Weights
 from llmcache.observation import Observation, flaw

@@ -25,11 +25,11 @@ from llmcache.audit.likeness import Likeness
 from llmcache.audit.look import Look, Looks, Origin, look_at
 from llmcache.audit.marking import Marking
 from llmcache.audit.shadow import GaveWay, Job, Shadow
+from llmcache.banks.cache_banks import Library
 from llmcache.calibration import Calibration
 from llmcache.claim import MetricName
 from llmcache.errors import CalibrationError
 from llmcache.fingerprint import Fingerprint
-from llmcache.library import Library
 from llmcache.matching.answers import Answers
 from llmcache.models.weights import Weights
 from llmcache.observation import Observation, Observer, collect

@@ -4,7 +4,7 @@ from math import inf, isnan
 
 from llmcache.arrays import Floats
 from llmcache.audit.likeness import Marks
-from llmcache.library import Library
+from llmcache.banks.cache_banks import Library
 from llmcache.request.call import Call
 from llmcache.request.rows import Row
 from llmcache.reuse.semantic import Choice, Chooser

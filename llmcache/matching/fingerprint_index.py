@@ -7,10 +7,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 
 from llmcache.arrays import Floats
+from llmcache.banks.records import Request
 from llmcache.fingerprint import Fingerprint
 from llmcache.matching.index import Index
 from llmcache.matching.partition import Neighbour, Place, Shelf
-from llmcache.records import Request
 from llmcache.request.rows import Row, Scope
 
 

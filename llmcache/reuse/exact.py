@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from llmcache.library import Library
-from llmcache.records import State
+from llmcache.banks.cache_banks import Library
+from llmcache.banks.records import State
 from llmcache.request.call import Call, Reuse
 from llmcache.request.rows import Row
 

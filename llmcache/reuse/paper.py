@@ -13,7 +13,7 @@ eviction a higher bank may hold only another neighbour above tau, which this run
 
 from collections.abc import Mapping, Sequence
 
-from llmcache.library import Library
+from llmcache.banks.cache_banks import Library
 from llmcache.matching.partition import Neighbour
 from llmcache.request.call import Call, Reuse
 from llmcache.request.rows import Row

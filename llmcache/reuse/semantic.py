@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from llmcache.arrays import Doubles, Floats, below
+from llmcache.banks.cache_banks import Library
 from llmcache.errors import ConfigError
-from llmcache.library import Library
 from llmcache.matching.answers import Answers
 from llmcache.matching.content_gate import ContentGate
 from llmcache.matching.decision import Decision, Evidence, deepest_layer, lead_of, share_of

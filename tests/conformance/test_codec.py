@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from llmcache.compression import CODECS, Codec, Half, Int8
+from llmcache.banks.compression import CODECS, Codec, Half, Int8
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 # Largest relative error of a value that is neither subnormal nor out of range, for values about as large as their row.

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from llmcache.stores import STORES, Entry, Store
-from llmcache.stores.memory import BLOCK_BYTES, SMALL_BYTES, MemoryStore
+from llmcache.banks.stores import STORES, Entry, Store
+from llmcache.banks.stores.memory import BLOCK_BYTES, SMALL_BYTES, MemoryStore
 
 
 def small(value: float) -> Entry:

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from llmcache import LLMCache, WrapError
+from llmcache.banks.stores.memory import SMALL_BYTES
 from llmcache.models.hooks import Swap
-from llmcache.stores.memory import SMALL_BYTES
 from tests.models import BARE, CLASSIFIERS, GENERATORS, TOKEN_HEADS, build, padded, states, tokens
 
 

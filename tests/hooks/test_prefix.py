@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 from llmcache import LLMCache
-from llmcache.prefix.filling import join
+from llmcache.reuse.prefix.kv_fill import join
 from tests.models import CLASSIFIERS, GENERATORS, PAD, STRANGE_GENERATORS, build, tokens
 
 FAMILIES: dict[str, Callable[[], nn.Module]] = {
@@ -456,7 +456,7 @@ def test_an_interruption_while_the_output_is_completed(monkeypatch: pytest.Monke
         return join(pieces)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("llmcache.prefix.prefill.join", interrupt)
+        patch.setattr("llmcache.reuse.prefix.prefill.join", interrupt)
         cache(prompt, past_key_values=kv)
     assert (kv.get_seq_length(), cache.stats().hits) == (0, {})
     torch.testing.assert_close(cache(prompt, past_key_values=kv).logits, plain, atol=1e-5, rtol=1e-5)

@@ -13,13 +13,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from llmcache import BankFileError, LLMCache, folder
-from llmcache.bank import Bank
-from llmcache.compression import CODECS, PCA, Autoencoder, Half, Int8, Plain
-from llmcache.compression.packer import MEASURED_EVERY, Loss, Packer
-from llmcache.library import Library
+from llmcache.banks.bank import Bank
+from llmcache.banks.cache_banks import Library
+from llmcache.banks.compression import CODECS, PCA, Autoencoder, Half, Int8, Plain
+from llmcache.banks.compression.packer import MEASURED_EVERY, Loss, Packer
+from llmcache.banks.stores.memory import MemoryStore
 from llmcache.policies import LRU
 from llmcache.request.rows import Row, Scope
-from llmcache.stores.memory import MemoryStore
 from tests.models import BARE, CLASSIFIERS, TOKEN_HEADS, build, padded, tokens
 
 LEARNED = ["pca", "autoencoder"]

@@ -8,15 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmcache.bank import Bank
-from llmcache.compression import CODECS
+from llmcache.banks.bank import Bank
+from llmcache.banks.cache_banks import Library
+from llmcache.banks.compression import CODECS
+from llmcache.banks.stores import Entry
+from llmcache.banks.stores.memory import MemoryStore
 from llmcache.fingerprint import MeanEmbedding
-from llmcache.library import Library
 from llmcache.matching.index import FlatIndex, HNSWIndex
 from llmcache.policies import LRU, TTL, Policy
 from llmcache.request.rows import Row, Scope
-from llmcache.stores import Entry
-from llmcache.stores.memory import MemoryStore
 
 WIDTH = 8
 LAYERS = (0, 2)

@@ -17,8 +17,8 @@ from experiments.bench import models as bench_models
 from experiments.config import make_experiment
 from experiments.folders import Folders
 from experiments.measures.latency import SHOWN, run
+from llmcache.banks.cache_banks import Library
 from llmcache.errors import ConfigError
-from llmcache.library import Library
 from tests.models import BARE, PAD, VOCABULARY, build
 
 WIDTH, LAYERS, TOKENS = 32, 3, 16

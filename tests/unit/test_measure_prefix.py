@@ -19,7 +19,7 @@ from experiments.report.prompts import ceiling_of
 from experiments.report.tables import TABLES
 from experiments.runs import Run
 from llmcache.errors import ConfigError
-from llmcache.prefix.filling import Pieces, fill
+from llmcache.reuse.prefix.kv_fill import Pieces, fill
 from tests.tiny_prompts import write_prompts
 
 STREAM = {"name": "chat", "n": 16, "turns": 4, "question": 20, "answer": 20, "at_once": 2}
@@ -53,7 +53,7 @@ def _wrong_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
     def lie(kv_cache: Any, number: int, keys: Pieces, values: Pieces) -> None:
         fill(kv_cache, number, keys, [-10 * piece for piece in values])
 
-    monkeypatch.setattr("llmcache.prefix.prefill.fill", lie)
+    monkeypatch.setattr("llmcache.reuse.prefix.prefill.fill", lie)
 
 
 def told(values: dict[str, Any], outcome: Outcome) -> str:

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from llmcache import LLMCache
-from llmcache.bank import Bank
-from llmcache.compression import PCA, Half
-from llmcache.compression.packer import MEASURED_EVERY, Loss, Packer
-from llmcache.library import Library
+from llmcache.banks.bank import Bank
+from llmcache.banks.cache_banks import Library
+from llmcache.banks.compression import PCA, Half
+from llmcache.banks.compression.packer import MEASURED_EVERY, Loss, Packer
+from llmcache.banks.stores.memory import MemoryStore
 from llmcache.policies import LRU
 from llmcache.request.rows import Row, Scope
-from llmcache.stores.memory import MemoryStore
 from tests.models import CLASSIFIERS, build, tokens
 
 WIDTH = 16

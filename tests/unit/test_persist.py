@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from llmcache import BankFileError, LLMCache, StoreError, __version__, folder, persist
-from llmcache.stores.memory import SMALL_BYTES
+from llmcache.banks.stores.memory import SMALL_BYTES
 from tests.models import BARE, CLASSIFIERS, GENERATORS, build, padded, states, tokens
 
 SETTINGS = [

@@ -8,10 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmcache.prefix.blocks import Block, Blocks
-from llmcache.prefix.chain import links
 from llmcache.request.prefill import Link
 from llmcache.request.rows import Row, Scope
+from llmcache.reuse.prefix.block_hash import links
+from llmcache.reuse.prefix.block_pool import Block, Blocks
 
 SCOPE = Scope("default", "weights", "torch.float32", "sdpa")
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, StaticCache
 
-from llmcache.prefix.filling import empty, fill, join
+from llmcache.reuse.prefix.kv_fill import empty, fill, join
 
 CONFIG = LlamaConfig(num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, hidden_size=8)
 CACHES: dict[str, Callable[[], Any]] = {

@@ -6,8 +6,8 @@ lost. PEFT adapters that take turns are such weights, too.
 
 from collections.abc import Callable, Collection, Iterable
 
-from llmcache.compression import Codec
-from llmcache.compression.packer import Packer
+from llmcache.banks.compression import Codec
+from llmcache.banks.compression.packer import Packer
 
 
 class Packers(dict[str, dict[int, Packer]]):

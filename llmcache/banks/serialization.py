@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from llmcache.arrays import Floats, below
+from llmcache.banks.records import Record
+from llmcache.banks.stores import Entry
 from llmcache.matching.partition import Place
-from llmcache.records import Record
 from llmcache.request.rows import KEY_LENGTH, Scope
-from llmcache.stores import Entry
 
 
 def pack_requests(records: list[Record], scopes: list[Scope]) -> dict[str, Tensor]:

@@ -16,20 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmcache.banks.stores.memory import keep, own
 from llmcache.lookup import Lookup
 from llmcache.models.adapters import CACHE
 from llmcache.models.arguments import Arguments
 from llmcache.models.hooks import are_hooked
 from llmcache.models.masks import cut
 from llmcache.parts import Parts
-from llmcache.prefix.blocks import Block, Blocks, first_tokens
-from llmcache.prefix.chain import links
-from llmcache.prefix.filling import empty, fill, join, lay
 from llmcache.request.bypass import is_plain_cache
 from llmcache.request.call import Call
 from llmcache.request.prefill import Link, Prefill
 from llmcache.request.rows import Row
-from llmcache.stores.memory import keep, own
+from llmcache.reuse.prefix.block_hash import links
+from llmcache.reuse.prefix.block_pool import Block, Blocks, first_tokens
+from llmcache.reuse.prefix.kv_fill import empty, fill, join, lay
 
 Passed = tuple[tuple[Any, ...], dict[str, Any]]
 

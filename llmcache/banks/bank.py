@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Iterable
 
+from llmcache.banks.stores import Entry, Store
 from llmcache.policies import Policy
-from llmcache.stores import Entry, Store
 
 
 class Bank:

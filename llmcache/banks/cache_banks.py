@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from llmcache.arrays import Floats
-from llmcache.bank import Bank
-from llmcache.banks import Banks
-from llmcache.compression import Codec
+from llmcache.banks.bank import Bank
+from llmcache.banks.compression import Codec
+from llmcache.banks.kv import without_padding
+from llmcache.banks.layer_banks import Banks
+from llmcache.banks.records import Record, Request, State
 from llmcache.fingerprint import Fingerprint
-from llmcache.kv import without_padding
 from llmcache.matching.fingerprint_index import Shelves
 from llmcache.matching.index import Index
 from llmcache.matching.partition import Neighbour
-from llmcache.records import Record, Request, State
 from llmcache.request.rows import Row, Scope
 
 

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from llmcache.compression.learned import Learned
+from llmcache.banks.compression.learned import Learned
 
 
 class PCA(Learned):

@@ -9,15 +9,15 @@ from functools import partial
 
 from torch import Tensor
 
-from llmcache import kv
-from llmcache.bank import Bank
-from llmcache.compression import Codec
-from llmcache.compression.packer import Loss, Packer
-from llmcache.compression.packers import Packers
+from llmcache.banks import kv
+from llmcache.banks.bank import Bank
+from llmcache.banks.compression import Codec
+from llmcache.banks.compression.packer import Loss, Packer
+from llmcache.banks.compression.packers import Packers
+from llmcache.banks.records import KV, Request, State
+from llmcache.banks.stores import Entry
 from llmcache.models.payloads import cosine_distance
-from llmcache.records import KV, Request, State
 from llmcache.request.rows import Scope
-from llmcache.stores import Entry
 
 HIDDEN_PADDING = f"{kv.PADDING}hidden"
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from llmcache.compression.rounding import Plain, check_rows, saturate
+from llmcache.banks.compression.rounding import Plain, check_rows, saturate
 
 PACKED = "hidden"  # K/V have another width, and would need codecs of their own
 

@@ -11,9 +11,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from llmcache.compression.autoencoder import Autoencoder
-from llmcache.compression.pca import PCA
-from llmcache.compression.rounding import Half, Int8, Plain
+from llmcache.banks.compression.autoencoder import Autoencoder
+from llmcache.banks.compression.pca import PCA
+from llmcache.banks.compression.rounding import Half, Int8, Plain
 
 
 class Codec(Protocol):

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from llmcache.compression.learned import Learned
+from llmcache.banks.compression.learned import Learned
 
 LEARNING_RATE = 1e-2  # 200 steps at Adam's usual 1e-3 end long before the loss does
 LEAST_SCALE = 0.01  # of the mean deviation: a dimension that hardly varied in the sample must not swamp the rest later

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from llmcache.arrays import Floats
+from llmcache.banks.stores import Entry
 from llmcache.matching.partition import Place, Shelf
 from llmcache.request.rows import Scope
-from llmcache.stores import Entry
 
 KV = dict[int, tuple[Tensor, Tensor]]
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from llmcache.compression import Codec
+from llmcache.banks.compression import Codec
+from llmcache.banks.stores import Entry
 from llmcache.models.payloads import cosine_distance
-from llmcache.stores import Entry
 
 logger = logging.getLogger("llmcache")
 

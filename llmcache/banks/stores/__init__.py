@@ -58,6 +58,6 @@ class Store(MutableMapping[str, Entry]):
         self.close()
 
 
-from llmcache.stores.memory import MemoryStore  # noqa: E402  it needs the two classes above
+from llmcache.banks.stores.memory import MemoryStore  # noqa: E402  it needs the two classes above
 
 STORES: dict[str, type[Store]] = {"memory": MemoryStore}

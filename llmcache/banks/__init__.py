@@ -1,0 +1,8 @@
+"""(2) Layer-wise cache banks: what is stored of a request, how it is packed, and where its bytes are.
+
+request -> cache_banks   its record, its index rows and its states, under one lock
+        -> layer_banks   all layers of one request
+        -> compression   a codec packs each state
+        -> bank          one layer: budgets, policy; the only place that evicts
+        -> stores        where bytes lie
+"""
