@@ -7,7 +7,7 @@ from experiments.methods.cached import configure
 from experiments.progress import tracked
 from experiments.tasks import build
 from llmcache import LLMCache
-from llmcache.calibration import Calibration, check_size
+from llmcache.calibration.calibration import Calibration, check_size
 from llmcache.errors import ConfigError
 
 

@@ -20,11 +20,11 @@ from experiments.progress import tracked
 from experiments.recall import Fits, Outputs, recall_fits, recall_layers
 from experiments.workload import Answer, Workload
 from llmcache import LLMCache
-from llmcache.calibration import Calibration
-from llmcache.claim import Claim
-from llmcache.observation import Observation
-from llmcache.teacher import Found
-from llmcache.trust import Trust
+from llmcache.calibration.calibrated_reuse import Trust
+from llmcache.calibration.calibration import Calibration
+from llmcache.calibration.claim import Claim
+from llmcache.calibration.observer import Observation
+from llmcache.calibration.training import Found
 
 
 class Rehearsal:

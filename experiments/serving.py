@@ -9,7 +9,7 @@ from experiments.models import encode
 from experiments.workload import Answer, Request, Workload
 from llmcache import LLMCache
 from llmcache.audit.alarm import Alarm
-from llmcache.claim import Claim
+from llmcache.calibration.claim import Claim
 
 
 @dataclass(frozen=True, slots=True)

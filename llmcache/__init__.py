@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from llmcache.cache import LLMCache
-    from llmcache.calibration import Calibration
-    from llmcache.claim import Metric
+    from llmcache.calibration.calibration import Calibration
+    from llmcache.calibration.claim import Metric
     from llmcache.config import CacheConfig
     from llmcache.errors import (
         BankFileError,

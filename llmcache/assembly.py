@@ -9,9 +9,11 @@ from llmcache.banks.bank import Bank
 from llmcache.banks.cache_banks import Library
 from llmcache.banks.compression import CODECS, Codec
 from llmcache.banks.stores.memory import MemoryStore
+from llmcache.calibration.observer import Observer
 from llmcache.config import CacheConfig
-from llmcache.cost import PATIENCE, PATIENCE_OF_TAU, CostModel
 from llmcache.errors import ConfigError, UnsafeReuseError, UnsupportedModelError
+from llmcache.execution.components import Parts
+from llmcache.execution.cost import PATIENCE, PATIENCE_OF_TAU, CostModel
 from llmcache.fingerprint import FINGERPRINTS, Fingerprint
 from llmcache.matching.answers import Reading, find_answers, read_logits
 from llmcache.matching.content_gate import ContentGate
@@ -21,8 +23,6 @@ from llmcache.models.adapters import Trunk, device_of, first_attention, locate, 
 from llmcache.models.heads import Head, find_head
 from llmcache.models.payloads import PAYLOADS, Payload
 from llmcache.models.weights import Weights
-from llmcache.observation import Observer
-from llmcache.parts import Parts
 from llmcache.policies import POLICIES
 from llmcache.request.rows import id_dtype
 from llmcache.reuse import Rung

@@ -10,22 +10,22 @@ import torch
 from torch import nn
 
 from llmcache.assembly import assemble
-from llmcache.calibration import Calibration
+from llmcache.calibration.calibrated_reuse import Trust
+from llmcache.calibration.calibration import Calibration
+from llmcache.calibration.claim import Metric
+from llmcache.calibration.inputs import Requests
+from llmcache.calibration.observer import Observation
 from llmcache.calibrator import Calibrator, make_claim
-from llmcache.claim import Metric
 from llmcache.config import CacheConfig
 from llmcache.errors import ConfigError
-from llmcache.flow import Flow
+from llmcache.execution.flow import Flow
 from llmcache.matching.answers import Reading, read_logits
 from llmcache.models.adapters import locate
 from llmcache.models.hooks import install
-from llmcache.observation import Observation
 from llmcache.request.outcome import Outcome
 from llmcache.request.rows import checked_namespace
 from llmcache.request.variables import setting
-from llmcache.sample import Requests
 from llmcache.stats import Stats
-from llmcache.trust import Trust
 
 
 class LLMCache:

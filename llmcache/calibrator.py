@@ -8,19 +8,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from llmcache.calibration import Calibration, check_size
-from llmcache.claim import Claim, Metric, MetricName, Sources
+from llmcache.calibration.calibrated_reuse import Trust
+from llmcache.calibration.calibration import Calibration, check_size
+from llmcache.calibration.claim import Claim, Metric, MetricName, Sources
+from llmcache.calibration.inputs import Requests, n_rows, numbered, tokenised
+from llmcache.calibration.observer import Observation, Observer, collect
 from llmcache.config import CacheConfig
 from llmcache.errors import ConfigError, WrapError
-from llmcache.flow import Flow
+from llmcache.execution.components import Parts
+from llmcache.execution.flow import Flow
 from llmcache.learning import make_learning
 from llmcache.matching.answers import Reading
 from llmcache.models.hooks import Installed, listen, watch
-from llmcache.observation import Observation, Observer, collect
-from llmcache.parts import Parts
 from llmcache.request.variables import setting
-from llmcache.sample import Requests, n_rows, numbered, tokenised
-from llmcache.trust import Trust
 
 
 class Calibrator:

@@ -7,11 +7,15 @@ from torch import nn
 
 from llmcache.assembly import make_fingerprint, refuse_unsafe
 from llmcache.audit.audit import Audit, Compute
-from llmcache.audit.look import Looks, Origin
-from llmcache.calibration import check_size
-from llmcache.claim import Claim
+from llmcache.audit.recompute import Looks, Origin
+from llmcache.calibration.calibrated_reuse import Trust
+from llmcache.calibration.calibration import check_size
+from llmcache.calibration.claim import Claim
+from llmcache.calibration.observer import Observer
+from llmcache.calibration.training import Teacher
 from llmcache.config import CacheConfig
 from llmcache.errors import CalibrationError, ConfigError
+from llmcache.execution.components import Parts
 from llmcache.fingerprint import Fingerprint, Learned
 from llmcache.fingerprint.token_vectors import TokenVectors
 from llmcache.matching.answers import Answers, Reading, find_answers
@@ -19,11 +23,7 @@ from llmcache.matching.decision import DECISIONS, Decision
 from llmcache.models.adapters import first_attention
 from llmcache.models.hooks import plain_forward
 from llmcache.models.weights import Weights
-from llmcache.observation import Observer
-from llmcache.parts import Parts
 from llmcache.reuse.semantic import Chooser, Semantic
-from llmcache.teacher import Teacher
-from llmcache.trust import Trust
 
 _LEAVING = ("ttl", "divergence")  # policies that make entries leave, or be computed, whatever was calibrated
 

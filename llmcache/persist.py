@@ -23,16 +23,16 @@ from llmcache.arrays import below
 from llmcache.banks.cache_banks import Library
 from llmcache.banks.records import Record
 from llmcache.banks.serialization import arrays_to_tensors, pack_requests, pack_states, unpack
-from llmcache.calibration import Calibration
+from llmcache.calibration.calibrated_reuse import Trust
+from llmcache.calibration.calibration import Calibration
 from llmcache.config import CacheConfig
 from llmcache.errors import BankFileError, StoreError
+from llmcache.execution.components import Parts
 from llmcache.folder import MANIFEST, is_data_name, locked, read_json, replace, sha256
 from llmcache.models.adapters import Trunk, special_ids
 from llmcache.models.weights import Weights
-from llmcache.parts import Parts
 from llmcache.request.bypass import CURES
 from llmcache.request.rows import Scope
-from llmcache.trust import Trust
 
 FORMAT = 6
 # Format 4 does not say who wrote it, and which payload; neither it nor 5 which requests give answers (`examples`), and

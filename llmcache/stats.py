@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
-from llmcache.cost import Cost
+from llmcache.execution.cost import Cost
 from llmcache.health import Health, Share, is_told
 from llmcache.request.bypass import CURES
 
@@ -37,7 +37,7 @@ class AuditStats:
         n_looked: Those whose own answer is known by now. Where n_drawn - n_looked exceeds n_waiting, the rest cannot be
             known: computing failed, or they were purged.
         n_lost: Those that count as changed to the alarm since they were not looked into: computing them failed, or
-            more than a thousand others have been drawn and not looked into since (`llmcache.audit.auditor`).
+            more than a thousand others have been drawn and not looked into since (`llmcache.audit.account`).
         n_waiting: Hits that wait to be looked into, and a renewal if one does: `LLMCache.drain` does them, but for hits
             that wait until the weights that served them are back.
         n_changed: Of those looked into, how many answers were not the model's own.

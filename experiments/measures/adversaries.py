@@ -24,10 +24,10 @@ from experiments.metrics import share_interval
 from experiments.progress import tracked
 from experiments.rehearsal import Rehearsal, doubts_about, freeze
 from experiments.serving import asking
-from llmcache.calibration import Calibration, split
-from llmcache.claim import Claim
-from llmcache.observation import Observation
-from llmcache.trust import Trust
+from llmcache.calibration.calibrated_reuse import Trust
+from llmcache.calibration.calibration import Calibration, split
+from llmcache.calibration.claim import Claim
+from llmcache.calibration.observer import Observation
 
 Gate = bool | dict[str, Any]
 

@@ -32,8 +32,8 @@ from experiments.metrics import share_interval
 from experiments.progress import tracked
 from experiments.rehearsal import Rehearsal
 from experiments.streams.traffic import Arrival, arrange
-from llmcache.calibration import Setting, Trial, chosen, n_tested, try_settings
-from llmcache.claim import Claim
+from llmcache.calibration.calibration import Setting, Trial, chosen, n_tested, try_settings
+from llmcache.calibration.claim import Claim
 from llmcache.errors import ConfigError
 
 

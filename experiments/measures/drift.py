@@ -7,7 +7,7 @@
                    some of them often (Zipf): how many of these streams are told to have changed, too?
 
 The claim is void once requests are drawn otherwise. That is told from requests alone, audited or not
-(`llmcache/audit/likeness.py`); the audit looks into hits. Both are live here, and what was drawn is looked into at
+(`llmcache/calibration/drift.py`); the audit looks into hits. Both are live here, and what was drawn is looked into at
 once. Streams that do not change are long and many: what is compared of each request was found once, and is replayed.
 """
 
@@ -31,9 +31,9 @@ from experiments.tasks import build
 from experiments.workload import Workload
 from llmcache import LLMCache
 from llmcache.arrays import Floats
-from llmcache.audit.likeness import Likeness, Marks, Profile
-from llmcache.calibration import split
-from llmcache.claim import Claim, Sources
+from llmcache.calibration.calibration import split
+from llmcache.calibration.claim import Claim, Sources
+from llmcache.calibration.drift import Likeness, Marks, Profile
 from llmcache.errors import ConfigError
 
 Late = Literal["any", "alike"]

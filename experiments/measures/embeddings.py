@@ -21,8 +21,8 @@ from experiments.methods.base import is_hit
 from experiments.metrics import quality
 from experiments.progress import tracked
 from experiments.rehearsal import Rehearsal, doubts_about, freeze
-from llmcache.calibration import split
-from llmcache.teacher import Found
+from llmcache.calibration.calibration import split
+from llmcache.calibration.training import Found
 
 
 class Embeddings(LearningExperiment):

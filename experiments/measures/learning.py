@@ -17,8 +17,8 @@ from experiments.rehearsal import Rehearsal
 from experiments.tasks import build
 from experiments.workload import Answer, Workload
 from llmcache import CacheConfig
-from llmcache.calibration import check_size
-from llmcache.claim import Claim, MetricName, Sources
+from llmcache.calibration.calibration import check_size
+from llmcache.calibration.claim import Claim, MetricName, Sources
 from llmcache.errors import CalibrationError, ConfigError
 
 

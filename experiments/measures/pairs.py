@@ -32,7 +32,7 @@ from experiments.models import MINILM, check_length, load
 from experiments.recording import Recording, make_fingerprint
 from experiments.rehearsal import Rehearsal
 from llmcache import CacheConfig
-from llmcache.claim import Claim
+from llmcache.calibration.claim import Claim
 from llmcache.errors import ConfigError
 
 

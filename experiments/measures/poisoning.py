@@ -32,8 +32,8 @@ from experiments.rehearsal import Rehearsal
 from experiments.serving import Reply, alarms_of, ask, asking, requests_expected
 from experiments.workload import Answer, Workload
 from llmcache import LLMCache
-from llmcache.claim import Claim, Sources
-from llmcache.observation import Observation
+from llmcache.calibration.claim import Claim, Sources
+from llmcache.calibration.observer import Observation
 
 _N_PLACES = 3  # words of a target that the attacker tries to replace, each by every word that he knows
 

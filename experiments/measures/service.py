@@ -33,8 +33,8 @@ from experiments.metrics import percentiles
 from experiments.progress import tracked
 from experiments.workload import Answer, Workload
 from llmcache import LLMCache
-from llmcache.claim import Claim
-from llmcache.observation import Observation
+from llmcache.calibration.claim import Claim
+from llmcache.calibration.observer import Observation
 
 CACHE = "llmcache"
 AS_BY_DEFAULT = {"step_aside": True, "audit_in_background": True}  # elsewhere experiments turn these off

@@ -34,9 +34,9 @@ from experiments.recording import Recording, make_fingerprint
 from experiments.rehearsal import Rehearsal, doubts_about, freeze, grow
 from experiments.replay import Replay, Units, by_request, replay
 from experiments.workload import Answer, Workload
-from llmcache.calibration import Calibration, split
-from llmcache.claim import Sources
-from llmcache.trust import Trust as Calibrated
+from llmcache.calibration.calibrated_reuse import Trust as Calibrated
+from llmcache.calibration.calibration import Calibration, split
+from llmcache.calibration.claim import Sources
 
 #: Losses that a frontier is told for.
 LOSSES = {"accuracy_drop": "0.5 points", "changed_answers": "0.5 % changed"}

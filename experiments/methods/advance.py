@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from experiments.methods.base import COMPUTED
 from experiments.replay import Replay, Units, replay
-from llmcache.calibration import Setting, Trial, chosen, settings, split, try_settings
-from llmcache.claim import Claim
+from llmcache.calibration.calibration import Setting, Trial, chosen, settings, split, try_settings
+from llmcache.calibration.claim import Claim
 
 #: Whether the answer of a source is not the request's own: `(request, source) -> bool`.
 IsChanged = Callable[[int, int], bool]

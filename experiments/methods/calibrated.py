@@ -8,8 +8,8 @@ import torch
 from experiments.methods.cached import Cached
 from experiments.workload import Answer, Workload
 from llmcache import Calibration
-from llmcache.claim import Claim
-from llmcache.observation import Observation
+from llmcache.calibration.claim import Claim
+from llmcache.calibration.observer import Observation
 
 
 class Calibrated(Cached):

@@ -7,7 +7,7 @@ from math import ceil, log
 
 import numpy as np
 
-from llmcache.bounds import mixed, stakes
+from llmcache.calibration.bounds import mixed, stakes
 
 EPOCH = 500  # requests between two gamblers: how late, at most, the next one sets out after the rate has changed
 

@@ -19,23 +19,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmcache.audit.auditor import MOST_WAITING, Auditor
-from llmcache.audit.fresh import Fresh
-from llmcache.audit.likeness import Likeness
-from llmcache.audit.look import Look, Looks, Origin, look_at
+from llmcache.audit.account import MOST_WAITING, Auditor
+from llmcache.audit.idle_worker import GaveWay, Job, Shadow
 from llmcache.audit.marking import Marking
-from llmcache.audit.shadow import GaveWay, Job, Shadow
+from llmcache.audit.recompute import Look, Looks, Origin, look_at
+from llmcache.audit.renewal import Fresh
 from llmcache.banks.cache_banks import Library
-from llmcache.calibration import Calibration
-from llmcache.claim import MetricName
+from llmcache.calibration.calibrated_reuse import Trust
+from llmcache.calibration.calibration import Calibration
+from llmcache.calibration.claim import MetricName
+from llmcache.calibration.drift import Likeness
+from llmcache.calibration.observer import Observation, Observer, collect
 from llmcache.errors import CalibrationError
 from llmcache.fingerprint import Fingerprint
 from llmcache.matching.answers import Answers
 from llmcache.models.weights import Weights
-from llmcache.observation import Observation, Observer, collect
 from llmcache.request.call import Call, Drawn, Reuse
 from llmcache.stats import AuditStats, Counters
-from llmcache.trust import Trust
 
 Compute = Callable[[str, Mapping[str, Tensor]], Any]
 

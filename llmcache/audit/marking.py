@@ -3,8 +3,8 @@
 from math import inf, isnan
 
 from llmcache.arrays import Floats
-from llmcache.audit.likeness import Marks
 from llmcache.banks.cache_banks import Library
+from llmcache.calibration.drift import Marks
 from llmcache.request.call import Call
 from llmcache.request.rows import Row
 from llmcache.reuse.semantic import Choice, Chooser

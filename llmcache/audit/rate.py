@@ -10,7 +10,7 @@ from math import log
 import numpy as np
 
 from llmcache.arrays import Doubles
-from llmcache.bounds import edge, mixed, stakes
+from llmcache.calibration.bounds import edge, mixed, stakes
 
 _STAKES = stakes(1e-5)  # the least: stakes of what is watched without end may not follow the number of observations
 

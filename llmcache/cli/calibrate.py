@@ -11,7 +11,7 @@ from llmcache.cli.table import show_table
 from llmcache.errors import ConfigError
 
 if TYPE_CHECKING:
-    from llmcache.calibration import Calibration
+    from llmcache.calibration.calibration import Calibration
 
 _MOST_SHOWN = 20  # settings of the curve: one screen; the JSON file has all
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.modules import module as _every_module
 
 from llmcache.errors import ConfigError, WrapError
-from llmcache.frames import Frame
+from llmcache.execution.frames import Frame
 from llmcache.models.adapters import Trunk
 from llmcache.models.arguments import Arguments
 from llmcache.request.outcome import Outcome

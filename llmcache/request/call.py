@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from llmcache.arrays import Floats
-from llmcache.audit.auditor import Sample
+from llmcache.audit.account import Sample
 from llmcache.models.mark import Mark
 from llmcache.request.prefill import Prefill
 from llmcache.request.rows import Row, Scope
 
 if TYPE_CHECKING:
-    from llmcache.meter import Passing
+    from llmcache.execution.meter import Passing
     from llmcache.reuse.semantic import Choice
 
 

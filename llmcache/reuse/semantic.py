@@ -18,12 +18,12 @@ import numpy as np
 
 from llmcache.arrays import Doubles, Floats, below
 from llmcache.banks.cache_banks import Library
+from llmcache.calibration.observer import Observation
 from llmcache.errors import ConfigError
 from llmcache.matching.answers import Answers
 from llmcache.matching.content_gate import ContentGate
 from llmcache.matching.decision import Decision, Evidence, deepest_layer, lead_of, share_of
 from llmcache.matching.partition import Neighbour
-from llmcache.observation import Observation
 from llmcache.request.call import Call, Reuse
 from llmcache.request.rows import Row, Scope
 

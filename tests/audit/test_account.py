@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llmcache.audit.account import N_FIRST, Auditor, Sample
 from llmcache.audit.alarm import EPOCH, Alarm
-from llmcache.audit.auditor import N_FIRST, Auditor, Sample
 from llmcache.audit.rate import Rate
 
 # -- Rate --------------------------------------------------------------------------------------------------------------

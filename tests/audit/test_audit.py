@@ -17,10 +17,10 @@ import transformers as tf
 from torch import Tensor, nn
 
 from llmcache import AuditStats, LLMCache
+from llmcache.audit.account import Auditor
 from llmcache.audit.audit import Audit
-from llmcache.audit.auditor import Auditor
-from llmcache.audit.likeness import Likeness
-from llmcache.audit.shadow import GaveWay
+from llmcache.audit.idle_worker import GaveWay
+from llmcache.calibration.drift import Likeness
 from llmcache.errors import CalibrationError, ConfigError
 from tests.models import PAD, build, llama
 from tests.topics import classifier, requests
@@ -243,7 +243,7 @@ def test_states_of_a_model_that_was_edited_meanwhile_are_not_kept(
 
 
 def test_a_hit_that_is_not_served_after_all_counts_as_none(cache: LLMCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmcache.lookup.can_select_rows", lambda *_: False)
+    monkeypatch.setattr("llmcache.execution.lookup.can_select_rows", lambda *_: False)
     ask(cache, fresh(1, seed=32))  # from here on the output is understood
     served, undone = [], 0
     for one, other in zip(fresh(60, seed=33), fresh(60, seed=34), strict=True):
@@ -552,7 +552,7 @@ def test_with_more_looks_than_can_wait_for_their_weights_none_is_lost(
     cache: LLMCache, model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("llmcache.audit.audit.MOST_WAITING", 10)
-    monkeypatch.setattr("llmcache.audit.auditor._MOST_OPEN", 12)
+    monkeypatch.setattr("llmcache.audit.account._MOST_OPEN", 12)
     weight = model.bert.encoder.layer[0].output.dense.weight
     rungs = []
     for one in fresh(60):

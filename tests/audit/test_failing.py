@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from llmcache import LLMCache
-from llmcache.audit.auditor import _MOST_OPEN, Auditor
+from llmcache.audit.account import _MOST_OPEN, Auditor
 from llmcache.health import Share, is_told
 from llmcache.stats import Counters
 from tests.audit.test_audit import ask, audit_of, fresh, keep_quiet, known

@@ -9,7 +9,7 @@ import pytest
 
 from llmcache import LLMCache
 from llmcache.audit.audit import Audit
-from llmcache.audit.likeness import Likeness, Marks, Profile, profile
+from llmcache.calibration.drift import Likeness, Marks, Profile, profile
 from llmcache.request.call import Call
 from tests.topics import classifier, requests
 

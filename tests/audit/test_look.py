@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from llmcache import LLMCache
-from llmcache.audit.look import Look, Looks, Origin
+from llmcache.audit.recompute import Look, Looks, Origin
 from llmcache.errors import ConfigError
 from llmcache.request.call import Drawn
 from tests.audit.test_audit import audit_of, known

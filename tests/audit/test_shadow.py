@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from llmcache.audit.shadow import Job, Shadow
+from llmcache.audit.idle_worker import Job, Shadow
 
 
 class Owner:
@@ -272,7 +272,7 @@ def test_jobs_of_many_threads_are_all_done_once() -> None:
 def test_the_interpreter_ends_though_jobs_wait_and_one_is_under_way() -> None:
     script = """
 import time
-from llmcache.audit.shadow import Job, Shadow
+from llmcache.audit.idle_worker import Job, Shadow
 class Owner: pass
 owner = Owner()
 shadow = Shadow(owner, idle_s=0.0)

@@ -7,7 +7,7 @@ import pytest
 from torch import nn
 
 from llmcache import LLMCache
-from llmcache.audit.auditor import Auditor
+from llmcache.audit.account import Auditor
 from llmcache.audit.rate import Rate
 from tests.audit.test_audit import ask, audit_of, cache, folder, fresh, known, model, reading  # noqa: F401
 from tests.audit.test_shadow import wait_until

@@ -10,7 +10,7 @@ from experiments.config import load_experiments
 from experiments.folders import Folders
 from experiments.tasks import build
 from llmcache import LLMCache, cli
-from llmcache.calibration import Calibration, Setting
+from llmcache.calibration.calibration import Calibration, Setting
 from llmcache.cli.calibrate import _show
 
 VALUES = {

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import settings as settings_
 from hypothesis import strategies as st
 
-from llmcache.bounds import share_upper
-from llmcache.calibration import (
+from llmcache.calibration.bounds import share_upper
+from llmcache.calibration.calibration import (
     TESTED,
     Calibration,
     Setting,
@@ -21,7 +21,7 @@ from llmcache.calibration import (
     split,
     try_settings,
 )
-from llmcache.claim import Claim, Metric
+from llmcache.calibration.claim import Claim, Metric
 from llmcache.errors import CalibrationError, ConfigError
 
 

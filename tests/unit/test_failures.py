@@ -192,7 +192,7 @@ def test_half_a_request_is_never_found() -> None:
     ("step", "error", "bypassed"),
     [
         ("llmcache.models.payloads.Cls.take", MemoryError("no room"), {}),
-        ("llmcache.flow.find_reason", AttributeError("a tuple has no get_seq_length"), {"error": 2}),
+        ("llmcache.execution.flow.find_reason", AttributeError("a tuple has no get_seq_length"), {"error": 2}),
     ],
     ids=["keeping a state", "looking at arguments"],
 )

@@ -15,8 +15,8 @@ from experiments.report.tables import TABLES
 from experiments.runs import Run
 from experiments.serving import ask, asking
 from experiments.tasks import build, make_task
-from llmcache.audit.likeness import Likeness
-from llmcache.claim import Claim
+from llmcache.calibration.claim import Claim
+from llmcache.calibration.drift import Likeness
 from llmcache.errors import ConfigError
 
 LEARN, N = 200, 320

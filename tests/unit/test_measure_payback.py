@@ -22,7 +22,7 @@ from experiments.rehearsal import Rehearsal, grow
 from experiments.report.tables import TABLES
 from experiments.runs import Run
 from experiments.tasks import build, make_task
-from llmcache.claim import Claim
+from llmcache.calibration.claim import Claim
 from llmcache.errors import ConfigError
 from tests.models import save_bert
 

@@ -17,7 +17,7 @@ from experiments.rehearsal import Rehearsal, doubts_about, freeze, grow
 from experiments.report.tables import TABLES
 from experiments.runs import Run
 from experiments.tasks import build, make_task
-from llmcache.claim import Claim, Sources
+from llmcache.calibration.claim import Claim, Sources
 from llmcache.errors import ConfigError
 
 LEARN, N = 200, 320

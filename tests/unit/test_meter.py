@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from llmcache import LLMCache
-from llmcache.cost import PATIENCE, PATIENCE_OF_TAU, CostModel, Times
-from llmcache.meter import Meter
+from llmcache.execution.cost import PATIENCE, PATIENCE_OF_TAU, CostModel, Times
+from llmcache.execution.meter import Meter
 from llmcache.request.call import Call
 from llmcache.request.outcome import Outcome
 from llmcache.request.rows import Row
@@ -264,8 +264,8 @@ def test_clear_begins_anew_and_purge_forgets_who_asked() -> None:
 
 def test_requests_that_are_held_are_served_when_others_were_purged(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also while noting costs too much, so that most calls go by without a further look."""
-    monkeypatch.setattr("llmcache.cost.CostModel._may_note", lambda cost, bucket: False)
-    monkeypatch.setattr("llmcache.cost._Bucket.serves", lambda bucket, share: share > 0)
+    monkeypatch.setattr("llmcache.execution.cost.CostModel._may_note", lambda cost, bucket: False)
+    monkeypatch.setattr("llmcache.execution.cost._Bucket.serves", lambda bucket, share: share > 0)
     cache = LLMCache.wrap(build(CLASSIFIERS["bert"]))
     assert asked(cache, PATIENCE + 1)[-1] == "does_not_pay"
     cache.purge(namespace="nobody")
@@ -305,8 +305,8 @@ class Machine(Clock):
 
     def __init__(self, cache: LLMCache, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
-        monkeypatch.setattr("llmcache.keeping.perf_counter", self)
-        monkeypatch.setattr("llmcache.lookup.perf_counter", self)
+        monkeypatch.setattr("llmcache.execution.capture.perf_counter", self)
+        monkeypatch.setattr("llmcache.execution.lookup.perf_counter", self)
         flow, library = cache._flow, cache._parts.library
         flow._meter = Meter(cache._parts, self)
         for layer in cache._parts.trunk.layers:

@@ -5,8 +5,8 @@ import pytest
 
 from experiments.methods.advance import choose_threshold, nearest, serve
 from experiments.replay import Units
-from llmcache.calibration import split
-from llmcache.claim import Claim
+from llmcache.calibration.calibration import split
+from llmcache.calibration.claim import Claim
 
 N, N_FIRST = 900, 600
 CLAIM = Claim(0.05, 0.05, "changed", "frozen", 0)

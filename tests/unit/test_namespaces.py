@@ -183,7 +183,7 @@ _ENTERED = ("builtins", "collections", "functools", "llmcache")
 @pytest.mark.parametrize("decide", ["risk", "combined"])
 def test_a_purge_leaves_no_key_of_the_namespace(decide: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither of what was stored, nor of what was compared, noted, looked into or learned from."""
-    monkeypatch.setattr("llmcache.cost._Bucket.is_cheap", True)
+    monkeypatch.setattr("llmcache.execution.cost._Bucket.is_cheap", True)
     with LLMCache.wrap(
         classifier(), max_drop=0.05, audit=1.0, recalibrate=2000, decide=decide, audit_in_background=False
     ) as cache:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from llmcache import LLMCache
-from llmcache.cost import _SOONER, CostModel
-from llmcache.notes import Notes
+from llmcache.execution.cost import _SOONER, CostModel
+from llmcache.execution.notes import Notes
 from tests.models import CLASSIFIERS, GENERATORS, build, padded
 from tests.topics import classifier, requests
 
@@ -28,9 +28,9 @@ def wrapped(model: Any, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> LLM
     cost = cache._parts.cost = CostModel(4, _SOONER * PATIENCE)
     cost._fewest_times = 1
     for name, value in (("pays_from", 0.5), ("is_cheap", False), ("saved_s", 1.0)):
-        monkeypatch.setattr("llmcache.cost._Bucket." + name, value)
-    monkeypatch.setattr("llmcache.cost._Bucket.serves", lambda self, share: share > 0.3)
-    monkeypatch.setattr("llmcache.cost._Bucket.go_by", lambda self: setattr(self, "notable", 2.0))
+        monkeypatch.setattr("llmcache.execution.cost._Bucket." + name, value)
+    monkeypatch.setattr("llmcache.execution.cost._Bucket.serves", lambda self, share: share > 0.3)
+    monkeypatch.setattr("llmcache.execution.cost._Bucket.go_by", lambda self: setattr(self, "notable", 2.0))
     return cache
 
 
@@ -66,7 +66,7 @@ def test_a_second_pass_is_served_although_the_first_went_by(monkeypatch: pytest.
 
 def calibrated(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> LLMCache:
     """A cache that never steps aside, but lets calls go by to be compared."""
-    monkeypatch.setattr("llmcache.cost._Bucket.is_cheap", True)
+    monkeypatch.setattr("llmcache.execution.cost._Bucket.is_cheap", True)
     cache = LLMCache.wrap(classifier(), max_drop=0.05, audit=0, **settings)
     cache.calibrate(requests(700)[0])
     return cache

@@ -13,9 +13,9 @@ from experiments.measures.trust import Trust
 from experiments.methods.base import twin
 from experiments.recall import Fits, Outputs, have_same_layers, recall_fits, recall_layers
 from experiments.rehearsal import Rehearsal
+from llmcache.calibration.observer import targets
 from llmcache.fingerprint import Learned
 from llmcache.models.adapters import locate
-from llmcache.observation import targets
 
 LEARN, N = 120, 200
 VALUES: dict[str, Any] = {

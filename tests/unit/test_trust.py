@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from llmcache import LLMCache
-from llmcache.audit.fresh import Fresh
-from llmcache.claim import Metric
+from llmcache.audit.renewal import Fresh
+from llmcache.calibration.claim import Metric
+from llmcache.calibration.inputs import longest_input, tokenised
+from llmcache.calibration.observer import flaw
 from llmcache.errors import BankFileError, CalibrationError, ConfigError, UnsafeReuseError, WrapError
 from llmcache.models.adapters import locate
-from llmcache.observation import flaw
-from llmcache.sample import longest_input, tokenised
 from tests.models import CLASSIFIERS, TOKEN_HEADS, build, tokenizer
 from tests.topics import classifier, requests
 

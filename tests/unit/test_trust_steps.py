@@ -8,10 +8,10 @@ import pytest
 from torch import nn
 
 from llmcache import LLMCache
-from llmcache.claim import Claim
+from llmcache.calibration.calibrated_reuse import Trust
+from llmcache.calibration.claim import Claim
+from llmcache.calibration.observer import Observation
 from llmcache.errors import CalibrationError, WrapError
-from llmcache.observation import Observation
-from llmcache.trust import Trust
 from tests.topics import classifier, requests
 from tests.unit.test_trust import ask
 

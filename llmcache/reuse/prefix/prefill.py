@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from llmcache.banks.stores.memory import keep, own
-from llmcache.lookup import Lookup
+from llmcache.execution.components import Parts
+from llmcache.execution.lookup import Lookup
 from llmcache.models.adapters import CACHE
 from llmcache.models.arguments import Arguments
 from llmcache.models.hooks import are_hooked
 from llmcache.models.masks import cut
-from llmcache.parts import Parts
 from llmcache.request.bypass import is_plain_cache
 from llmcache.request.call import Call
 from llmcache.request.prefill import Link, Prefill

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmcache.checks import Checks
+from llmcache.execution.components import Parts
+from llmcache.execution.reader import Reader
+from llmcache.execution.revalidation import Checks
 from llmcache.models.arguments import can_select_rows
 from llmcache.models.hooks import LayerSwap
-from llmcache.parts import Parts
-from llmcache.reading import Reader
 from llmcache.request.call import Call, Reuse
 
 

@@ -16,12 +16,15 @@ import torch
 from torch import Tensor
 
 from llmcache.audit.audit import Audit
-from llmcache.checks import Checks
-from llmcache.door import Door, Packing
-from llmcache.frames import Frame, Frames
-from llmcache.keeping import Keeper
-from llmcache.lookup import Lookup
-from llmcache.meter import Meter
+from llmcache.execution.capture import Keeper
+from llmcache.execution.components import Parts
+from llmcache.execution.fast_path import Door, Packing
+from llmcache.execution.frames import Frame, Frames
+from llmcache.execution.lookup import Lookup
+from llmcache.execution.meter import Meter
+from llmcache.execution.notes import Notes
+from llmcache.execution.revalidation import Checks
+from llmcache.execution.runner import Runner
 from llmcache.models.adapters import CACHE, unpack
 from llmcache.models.arguments import Arguments
 from llmcache.models.hooks import LayerSwap
@@ -30,14 +33,11 @@ from llmcache.models.masks import flatten
 from llmcache.models.model_config import setting
 from llmcache.models.payloads import last_valid
 from llmcache.models.pooling import Veil
-from llmcache.notes import Notes
-from llmcache.parts import Parts
 from llmcache.request.bypass import find_reason, is_plain_cache
 from llmcache.request.call import OUT_OF_ORDER, WITHIN, Call
 from llmcache.request.outcome import Outcome, bypassed, count, outcomes
 from llmcache.reuse.prefix.kv_fill import empty
 from llmcache.reuse.prefix.prefill import Prefiller
-from llmcache.reuse.runner import Runner
 
 DEFAULT_NAMESPACE = "default"
 _PASSED = (bypassed("does_not_pay"),)

@@ -15,8 +15,8 @@ from torch import Tensor
 from llmcache.arrays import Ids
 from llmcache.banks import kv
 from llmcache.banks.layer_banks import HIDDEN_PADDING
+from llmcache.execution.components import Parts
 from llmcache.models.payloads import padding_of
-from llmcache.parts import Parts
 from llmcache.request.call import Call, Reuse
 from llmcache.request.rows import Row
 

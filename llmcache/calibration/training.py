@@ -12,16 +12,16 @@ from typing import NamedTuple
 import numpy as np
 
 from llmcache.arrays import Doubles, Floats
-from llmcache.audit.likeness import Marks, Profile, profile
 from llmcache.audit.marking import marks_of, marks_of_source
 from llmcache.banks.cache_banks import Library
-from llmcache.calibration import Trial, losses, settings
-from llmcache.claim import Metric, MetricName
+from llmcache.calibration.calibration import Trial, losses, settings
+from llmcache.calibration.claim import Metric, MetricName
+from llmcache.calibration.drift import Marks, Profile, profile
+from llmcache.calibration.observer import Observation, outputs, targets
 from llmcache.errors import CalibrationError
 from llmcache.fingerprint import Fingerprint
 from llmcache.fingerprint.token_vectors import TokenVectors
 from llmcache.matching.answers import Answers
-from llmcache.observation import Observation, outputs, targets
 from llmcache.reuse.semantic import Chooser
 
 N_TURNS = 5

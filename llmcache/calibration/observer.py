@@ -16,13 +16,13 @@ from torch import Tensor
 
 from llmcache.arrays import Floats
 from llmcache.banks.cache_banks import Library
+from llmcache.calibration.inputs import n_rows
 from llmcache.errors import CalibrationError
 from llmcache.matching.answers import Answers, Reading
 from llmcache.models.weights import Weights
 from llmcache.request.call import Call
 from llmcache.request.rows import Row, Scope, to_host
 from llmcache.request.variables import setting
-from llmcache.sample import n_rows
 
 _MOST = 1e18  # the square of more is no number in float32
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmcache.cost import Times, none_held
+from llmcache.execution.components import Parts
+from llmcache.execution.cost import Times, none_held
+from llmcache.execution.notes import Prepared
 from llmcache.models.tracing import is_traced
-from llmcache.notes import Prepared
-from llmcache.parts import Parts
 from llmcache.request.call import Call
 
 

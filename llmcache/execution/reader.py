@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from llmcache.arrays import Bools
+from llmcache.execution.components import Parts
 from llmcache.fingerprint import View
 from llmcache.models.adapters import special_ids, vocabulary_size
 from llmcache.models.masks import expand
 from llmcache.models.model_config import setting
 from llmcache.models.payloads import head_reads_padding
 from llmcache.models.rope import steady_length
-from llmcache.parts import Parts
 from llmcache.request.call import Call
 from llmcache.request.rows import Inputs, Row, Scope, id_dtype, read_rows, to_host
 

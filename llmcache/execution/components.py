@@ -8,19 +8,19 @@ from torch import nn
 
 from llmcache.audit.audit import Audit
 from llmcache.banks.cache_banks import Library
-from llmcache.cost import CostModel
+from llmcache.calibration.calibrated_reuse import Trust
+from llmcache.calibration.observer import Observer
+from llmcache.execution.cost import CostModel
+from llmcache.execution.notes import Notes
 from llmcache.fingerprint import Fingerprint
 from llmcache.matching.content_gate import ContentGate
 from llmcache.models.adapters import Trunk
 from llmcache.models.heads import Head
 from llmcache.models.payloads import Payload
 from llmcache.models.weights import Weights
-from llmcache.notes import Notes
-from llmcache.observation import Observer
 from llmcache.reuse import Rung
 from llmcache.reuse.prefix.block_pool import Blocks
 from llmcache.stats import Counters, Stats
-from llmcache.trust import Trust
 
 
 @dataclass(slots=True)

@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from llmcache.door import Door, Kind, Packing
+from llmcache.execution.fast_path import Door, Kind, Packing
 from llmcache.models.arguments import DECIDING
 from llmcache.models.mark import Mark
 from llmcache.request.call import Call
 
 if TYPE_CHECKING:  # who import `parts`, which holds this
-    from llmcache.keeping import Keeper
-    from llmcache.lookup import Lookup
-    from llmcache.parts import Parts
+    from llmcache.execution.capture import Keeper
+    from llmcache.execution.components import Parts
+    from llmcache.execution.lookup import Lookup
 
 _LOOKS_EVERY = 16  # notes after which it looks at what banks have left, if it has not filled that before
 _KNOWN = 65_536  # requests whose place is remembered

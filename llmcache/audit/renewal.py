@@ -6,8 +6,8 @@ others holds all the more for all.
 
 from collections import deque
 
-from llmcache.calibration import Calibration, size_needed
-from llmcache.observation import Observation, flaw
+from llmcache.calibration.calibration import Calibration, size_needed
+from llmcache.calibration.observer import Observation, flaw
 
 
 class Fresh:

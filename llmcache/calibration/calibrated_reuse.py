@@ -19,20 +19,20 @@ from typing import Any
 
 import numpy as np
 
-from llmcache import calibration as cal
 from llmcache.arrays import Doubles, Floats
 from llmcache.banks.cache_banks import Library
-from llmcache.calibration import Calibration
-from llmcache.claim import Claim, Metric
+from llmcache.calibration import calibration as cal
+from llmcache.calibration.calibration import Calibration
+from llmcache.calibration.claim import Claim, Metric
+from llmcache.calibration.inputs import check_labels
+from llmcache.calibration.observer import Observation, flaw
+from llmcache.calibration.training import Teacher
 from llmcache.errors import CalibrationError
 from llmcache.matching.answers import Answers
 from llmcache.models.weights import Weights
-from llmcache.observation import Observation, flaw
 from llmcache.request.rows import Scope
 from llmcache.reuse.semantic import Chooser
-from llmcache.sample import check_labels
 from llmcache.stats import Counters, Status
-from llmcache.teacher import Teacher
 
 logger = logging.getLogger("llmcache")
 

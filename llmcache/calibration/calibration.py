@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from llmcache.arrays import Doubles
-from llmcache.audit.likeness import Profile
-from llmcache.bounds import draws_needed, mean_upper, share_upper
-from llmcache.claim import Claim, Metric, Sources
+from llmcache.calibration.bounds import draws_needed, mean_upper, share_upper
+from llmcache.calibration.claim import Claim, Metric, Sources
+from llmcache.calibration.drift import Profile
 from llmcache.errors import CalibrationError
 
 TESTED = 0.5  # share of the requests that the bound is measured on, about
