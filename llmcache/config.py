@@ -12,8 +12,8 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from llmcache.component import Component
 from llmcache.errors import ConfigError
+from llmcache.registry import Component
 from llmcache.yaml_file import read_yaml
 
 GIB = 1024**3

@@ -10,11 +10,11 @@ print(answer.generation().times.ttft_s)
 K/V caches and logits processors are transformers' own. On a wrapped model the cache serves the prefill by itself.
 """
 
-from llmcache.generation.caches import Kind, held_nbytes, kv_nbytes
 from llmcache.generation.chat import Answer, Chat, Turn
+from llmcache.generation.kv_caches import Kind, held_nbytes, kv_nbytes
 from llmcache.generation.latency import QUOTABLE, Latencies, Latency, LatencySummary, Spread
-from llmcache.generation.prompts import Prompt, PromptCache
-from llmcache.generation.records import Generation, StoppedBy, Token
+from llmcache.generation.prompt_cache import Prompt, PromptCache
+from llmcache.generation.results import Generation, StoppedBy, Token
 from llmcache.generation.sampling import Sampling
 from llmcache.generation.steps import decode_step, prefill
 from llmcache.generation.stream import Stream, generate, stream

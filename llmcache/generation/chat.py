@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from llmcache.errors import RequestError
-from llmcache.generation.caches import context_length
-from llmcache.generation.prompts import Message, Prompt, PromptCache, Truncate
-from llmcache.generation.records import Generation
-from llmcache.generation.refusals import decoder_config
+from llmcache.generation.kv_caches import context_length
+from llmcache.generation.prompt_cache import Message, Prompt, PromptCache, Truncate
+from llmcache.generation.results import Generation
 from llmcache.generation.sampling import Sampling
 from llmcache.generation.stream import Stream, stream
+from llmcache.generation.validation import decoder_config
 
 _KEPT = 0.75  # of the room, after turns were forgotten: the next few then begin alike again, which prefixes live on
 _UNFINISHED = "\ufffd"  # what a tokenizer makes of a character whose last bytes are in the next token

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from llmcache.errors import RequestError, UnsupportedModelError
-from llmcache.generation.caches import Kind, check_room, make_cache
-from llmcache.generation.refusals import check_context, check_last, check_prompt, decoder_config
+from llmcache.generation.kv_caches import Kind, check_room, make_cache
+from llmcache.generation.validation import check_context, check_last, check_prompt, decoder_config
 
 #: K/V caches of prompts that were padded: nothing in a cache itself tells which of its columns are tokens.
 _PADDED: WeakSet[Any] = WeakSet()
@@ -35,7 +35,7 @@ def prefill(
         model: A causal language model of transformers in eval mode, wrapped or not.
         ids: int64 (B, T), on the model's device.
         attention_mask: (B, T), 1 for tokens, 0 for padding on either side; None: no padding.
-        cache: What keeps the K/V; see `llmcache.generation.caches`.
+        cache: What keeps the K/V; see `llmcache.generation.kv_caches`.
         max_length: Tokens that a `static` one has room for; None: the model's context.
 
     Returns:

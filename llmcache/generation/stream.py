@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from llmcache.errors import ConfigError, RequestError
-from llmcache.generation.caches import Kind, check_room, held_nbytes, make_cache
+from llmcache.generation.kv_caches import Kind, check_room, held_nbytes, make_cache
 from llmcache.generation.latency import Latency
-from llmcache.generation.records import Generation, StoppedBy, Token
-from llmcache.generation.refusals import check_context, check_prompt, decoder_config
+from llmcache.generation.results import Generation, StoppedBy, Token
 from llmcache.generation.sampling import Chooser, Sampling
 from llmcache.generation.steps import decode_step, run_prompt
+from llmcache.generation.validation import check_context, check_prompt, decoder_config
 from llmcache.models.hooks import listener_of
 from llmcache.request.outcome import Outcome
 
@@ -38,7 +38,7 @@ def stream(
         model: A causal language model of transformers in eval mode, wrapped or not.
         ids: The prompt, int64 (1, T), on the model's device.
         sampling: How tokens are chosen; None: greedy.
-        cache: What keeps the K/V; see `llmcache.generation.caches`.
+        cache: What keeps the K/V; see `llmcache.generation.kv_caches`.
         max_length: Tokens that a `static` one has room for; None: as many as this request can take.
         clock: Seconds. The request begins with this call; what its reader does between tokens counts to the next one.
 

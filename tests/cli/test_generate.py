@@ -11,7 +11,7 @@ import pytest
 
 from llmcache import cli
 from llmcache.generation.chat import Answer
-from llmcache.generation.prompts import PromptCache
+from llmcache.generation.prompt_cache import PromptCache
 from tests.tiny_data import passage
 from tests.tiny_prompts import write_prompts
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from llmcache.component import Component
 from llmcache.errors import ConfigError
 from llmcache.matching.decision import DECISIONS, Consensus, Evidence, Risk, Threshold, deepest_layer
+from llmcache.registry import Component
 
 
 def seen(similarity: Sequence[float], answers: Sequence[int], favour: Sequence[float] | None = None) -> Evidence:

@@ -10,7 +10,7 @@ import pytest
 import transformers as tf
 
 from llmcache.errors import RequestError
-from llmcache.generation.prompts import PromptCache, tokenizer_digest
+from llmcache.generation.prompt_cache import PromptCache, tokenizer_digest
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"

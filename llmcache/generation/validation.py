@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from llmcache.errors import RequestError, UnsupportedModelError
-from llmcache.generation.caches import context_length, has_window
+from llmcache.generation.kv_caches import context_length, has_window
 
 
 def decoder_config(model: Any) -> Any:
