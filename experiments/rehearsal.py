@@ -23,8 +23,8 @@ from llmcache import LLMCache
 from llmcache.calibration.calibrated_reuse import Trust
 from llmcache.calibration.calibration import Calibration
 from llmcache.calibration.claim import Claim
-from llmcache.calibration.observer import Observation
 from llmcache.calibration.training import Found
+from llmcache.request.observation import Observation
 
 
 class Rehearsal:

@@ -11,6 +11,8 @@ Floats: TypeAlias = NDArray[np.float32]
 Doubles: TypeAlias = NDArray[np.float64]
 Bools: TypeAlias = NDArray[np.bool_]
 Ids: TypeAlias = NDArray[np.int64]
+#: Places of a row's valid tokens: a slice where these are contiguous.
+Positions: TypeAlias = slice | NDArray[np.int64]
 
 _T = TypeVar("_T")
 

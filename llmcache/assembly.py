@@ -26,10 +26,11 @@ from llmcache.models.weights import Weights
 from llmcache.policies import POLICIES
 from llmcache.request.rows import id_dtype
 from llmcache.reuse import Rung
+from llmcache.reuse.chooser import Chooser
 from llmcache.reuse.exact import Exact
 from llmcache.reuse.paper import Paper
 from llmcache.reuse.prefix.block_pool import Blocks
-from llmcache.reuse.semantic import Chooser, Fixed, Semantic
+from llmcache.reuse.semantic import Fixed, Semantic
 
 
 def assemble(model: nn.Module, config: CacheConfig, tokenizer: Any = None, answer_of: Reading = read_logits) -> Parts:

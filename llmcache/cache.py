@@ -14,7 +14,6 @@ from llmcache.calibration.calibrated_reuse import Trust
 from llmcache.calibration.calibration import Calibration
 from llmcache.calibration.claim import Metric
 from llmcache.calibration.inputs import Requests
-from llmcache.calibration.observer import Observation
 from llmcache.calibrator import Calibrator, make_claim
 from llmcache.config import CacheConfig
 from llmcache.errors import ConfigError
@@ -22,6 +21,7 @@ from llmcache.execution.flow import Flow
 from llmcache.matching.answers import Reading, read_logits
 from llmcache.models.adapters import locate
 from llmcache.models.hooks import install
+from llmcache.request.observation import Observation
 from llmcache.request.outcome import Outcome
 from llmcache.request.rows import checked_namespace
 from llmcache.request.variables import setting

@@ -12,7 +12,7 @@ from llmcache.calibration.calibrated_reuse import Trust
 from llmcache.calibration.calibration import Calibration, check_size
 from llmcache.calibration.claim import Claim, Metric, MetricName, Sources
 from llmcache.calibration.inputs import Requests, n_rows, numbered, tokenised
-from llmcache.calibration.observer import Observation, Observer, collect
+from llmcache.calibration.observer import Observer, collect
 from llmcache.config import CacheConfig
 from llmcache.errors import ConfigError, WrapError
 from llmcache.execution.components import Parts
@@ -20,6 +20,7 @@ from llmcache.execution.flow import Flow
 from llmcache.learning import make_learning
 from llmcache.matching.answers import Reading
 from llmcache.models.hooks import Installed, listen, watch
+from llmcache.request.observation import Observation
 from llmcache.request.variables import setting
 
 

@@ -49,7 +49,7 @@ class CacheConfig(BaseModel):
             else `risk`.
         answer: What the model answers: `class`, `labels` (any number of them), `score` or `embedding`; `auto` follows
             the model's head, and takes what it does not know for embeddings.
-        gate: Compare tokens as well (`llmcache.matching.content_gate.ContentGate` and its options): true, false or options. Needs the
+        gate: Compare tokens as well (`ContentGate` and its options): true, false or options. Needs the
             tokenizer.
         learn: Compute the first requests, that many, and calibrate on them; None: when `calibrate` is called.
         max_drop: Largest loss that a calibration may leave, a fraction of 1.

@@ -23,7 +23,8 @@ from llmcache.matching.decision import DECISIONS, Decision
 from llmcache.models.adapters import first_attention
 from llmcache.models.hooks import plain_forward
 from llmcache.models.weights import Weights
-from llmcache.reuse.semantic import Chooser, Semantic
+from llmcache.reuse.chooser import Chooser
+from llmcache.reuse.semantic import Semantic
 
 _LEAVING = ("ttl", "divergence")  # policies that make entries leave, or be computed, whatever was calibrated
 

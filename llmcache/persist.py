@@ -221,7 +221,7 @@ def restore(served: Parts, manifest: Manifest, parts: Tensors, folder: str | Pat
         records = list(unpack(parts["requests"], parts["states"], scopes))
         _check_payload(served, manifest.payload, records, folder)
         if served.trust is not None and manifest.calibration is not None:
-            namespaces = {record.scope.namespace for record in records if record.is_kept or record.places}
+            namespaces = {record.scope.namespace for record in records if record.is_kept or record.slots}
             served.trust.restore(manifest.calibration, below("trust.", learned), namespaces)
         if library.fingerprint is not None:
             library.fingerprint.restore(below("fingerprint.", learned))

@@ -1,19 +1,8 @@
-"""What the cache did: counters, with the unit in the name."""
+"""What the cache did and how it stands, as plain values with the unit in the name."""
 
-import logging
-import threading
 from collections import Counter
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
-
-from llmcache.execution.cost import Cost
-from llmcache.health import Health, Share, is_told
-from llmcache.request.bypass import CURES
-
-logger = logging.getLogger("llmcache")
-
-# Decode steps are what generation is made of, and comparisons what costs are known by: nothing for the user to cure.
-_WANTED = ("decode", "disabled", "compared")
 
 Status = Literal[
     "learning", "certified", "unwatched", "drifted", "failing", "growing", "tightened", "off", "other weights"
@@ -66,6 +55,65 @@ class AuditStats:
 
 
 @dataclass(frozen=True, slots=True)
+class Cost:
+    """What the cache costs and saves in calls of about one length. Times are recent averages; None: no such call.
+
+    Attributes:
+        tokens: Tokens of the smallest such call, all rows and padding included; the largest has less than twice that.
+        lookup_ms: Of a miss: reading the request, fingerprint, search and decision.
+        storing_ms: Of a miss: keeping its states and storing them.
+        layer_ms: What a layer takes: what the model takes, by the number of layers. They are alike, a reuse mostly
+            replaces all of them, and embeddings and final norm take about a hundredth.
+        plain_ms: The model alone: calls that went by.
+        beside_ms: What the audit and the reading of answers took, by call that took the whole way.
+        miss_ms: All of a miss.
+        hit_ms: All of a hit: lookup, transfer of the state, and what of the model still runs.
+        hit_rate: Share of requests served, of those that took the whole way.
+        repeats: Share of all requests that were asked before; None where tokens are not on the host.
+        pays_from: Hit rate from which the cache pays; None also where a hit takes longer than the model.
+        is_aside: Such calls go by the cache.
+    """
+
+    tokens: int
+    lookup_ms: float | None
+    storing_ms: float | None
+    layer_ms: float | None
+    plain_ms: float | None
+    beside_ms: float | None
+    miss_ms: float | None
+    hit_ms: float | None
+    hit_rate: float | None
+    repeats: float | None
+    pays_from: float | None
+    is_aside: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """How the cache stands.
+
+    Attributes:
+        is_failing: A tenth of the latest calls or looks failed, and the share has not fallen to half of that since.
+        failed_calls: Share of the latest calls in which something of the cache failed and was computed around: reading,
+            lookup, draw or storing; 0 to 1, over some 64 calls.
+        failed_looks: Share of the latest looks of the audit that failed, over some 64 looks.
+        failures: Failures since wrapping, by what failed and the kind of error.
+    """
+
+    is_failing: bool = False
+    failed_calls: float = 0.0
+    failed_looks: float = 0.0
+    failures: dict[str, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """`good`, or `failing` with the shares and what failed most often."""
+        if not self.is_failing:
+            return "good"
+        often = ", ".join(f"{what} ({n})" for what, n in Counter(self.failures).most_common(3))
+        return f"failing: {self.failed_calls:.0%} of calls, {self.failed_looks:.0%} of looks; since wrapping: {often}"
+
+
+@dataclass(frozen=True, slots=True)
 class Stats:
     """A snapshot. A request is one row; a hit is a request whose output came wholly or partly from the store.
 
@@ -78,7 +126,8 @@ class Stats:
         n_misses: Rows computed in full and eligible to be stored.
         n_revalidated: Rows that could have been reused approximately, and were computed to check the entry (policy
             `divergence`): neither hits nor misses, and not stored.
-        bypassed: Rows computed as if there were no cache, by reason (`llmcache.request.bypass.CURES`); decode steps here.
+        bypassed: Rows computed as if there were no cache, by reason (`llmcache.request.bypass.CURES`), decode steps
+            included.
         n_prefix_tokens: Tokens that stored prefixes served, which no layer was run for.
         n_prompt_tokens: Tokens of all requests that the prefix rung was asked about.
         n_blocks: Blocks of tokens that it holds.
@@ -103,7 +152,7 @@ class Stats:
         n_hooked: Rows that neither a prefix nor the short way before the layers was tried for, since hooks of others
             hang within the trunk, which are to see all of them. They may be hits all the same.
         errors: Failures of index, store or audit that were computed around.
-        health: Whether the cache itself works, and what failed (`llmcache.health.Health`).
+        health: Whether the cache itself works, and what failed (`llmcache.stats.Health`).
         cost: What calls of each length cost and save, shortest first, and whether they go by the cache.
         audit: What is known of calibrated reuse in service; None without any.
     """
@@ -167,180 +216,3 @@ class Stats:
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON, `n_hits` and `hit_rate` included."""
         return {**asdict(self), "n_hits": self.n_hits, "hit_rate": self.hit_rate}
-
-
-class Counters:
-    """Counts as calls end. Thread-safe."""
-
-    def __init__(self) -> None:
-        """All zero."""
-        self._lock = threading.Lock()
-        self._hits: Counter[str] = Counter()
-        self._hits_by_layer: Counter[int] = Counter()
-        self._reuses_by_layer: Counter[int] = Counter()
-        self._bypassed: Counter[str] = Counter()
-        self._totals: Counter[str] = Counter()
-        self._lookup_s = 0.0
-        self._storing_s = 0.0
-        self._told: set[str] = set()
-        self._failures: Counter[str] = Counter()
-        self._calls, self._looks = Share(), Share()
-        self._has_failed = False  # something did, since the last call ended
-        self._n_turns = 0
-
-    @property
-    def is_failing(self) -> bool:
-        """Whether so many of the latest calls failed in the cache that it should promise nothing."""
-        return self._calls.is_large
-
-    def bypass(self, reason: str, n_rows: int) -> None:
-        """Count rows that went by the cache; the first of each reason is logged with its cure."""
-        with self._lock:
-            self._bypassed[reason] += n_rows
-            self._totals["requests"] += 0 if reason == "decode" else n_rows
-            is_first = reason not in self._told
-            self._told.add(reason)
-            has_turned = reason == "error" and self._end_call()
-        self._tell_turn(has_turned)
-        if is_first:
-            level = logging.DEBUG if reason in _WANTED else logging.WARNING
-            logger.log(level, "llmcache is bypassed (%s): %s", reason, CURES[reason])
-
-    def error(self, what: str, error: Exception) -> None:
-        """Count a failure of the call under way; of each kind the first, the 10th, the 100th and so on are logged."""
-        with self._lock:
-            self._has_failed = True
-        self._count_failure(what, error)
-
-    def look(self, error: Exception | None = None) -> None:
-        """Count a look of the audit that succeeded or failed; failures are logged likewise."""
-        with self._lock:
-            self._looks.add(error is not None)
-        if error is not None:
-            self._count_failure("look into a hit", error)
-
-    def _count_failure(self, what: str, error: Exception) -> None:
-        kind = f"{what}: {type(error).__name__}"
-        with self._lock:
-            self._totals["errors"] += 1
-            self._failures[kind] += 1
-            n = self._failures[kind]
-        if is_told(n):
-            often = "" if n == 1 else f" for the {n:,}th time"
-            logger.warning("llmcache failed to %s%s; computing instead", what, often, exc_info=error)
-
-    def _end_call(self) -> bool:
-        """Count a call as failed or not; whether that made the cache failing, or no longer so."""
-        has_failed, self._has_failed = self._has_failed, False
-        has_turned = self._calls.add(has_failed)
-        self._n_turns += has_turned and self._calls.is_large
-        return has_turned
-
-    def _tell_turn(self, has_turned: bool) -> None:
-        """Log that calls fail; of the times that they began to, the first, the 10th and so on."""
-        if not has_turned or not is_told(self._n_turns):
-            return
-        with self._lock:
-            health = self._health()
-        if self._calls.is_large:
-            logger.warning("llmcache: the cache is %s; nothing is reused under a calibration meanwhile", health)
-        else:
-            logger.warning("llmcache: calls no longer fail in the cache; what was calibrated is reused again")
-
-    def _health(self) -> Health:
-        is_failing = self._calls.is_large or self._looks.is_large
-        return Health(is_failing, self._calls.value, self._looks.value, dict(self._failures))
-
-    def too_large(self) -> None:
-        """Count a request that does not fit; the first is logged."""
-        with self._lock:
-            self._totals["too_large"] += 1
-            is_first = self._totals["too_large"] == 1
-        if is_first:
-            logger.warning("llmcache: a state is larger than its bank's budget and was not stored; raise max_bytes")
-
-    def hooked(self, n_rows: int) -> None:
-        """Count rows that take the whole way for hooks that somebody hung on the model; the first are logged."""
-        with self._lock:
-            self._totals["hooked"] += n_rows
-            is_first = "hooked" not in self._told
-            self._told.add("hooked")
-        if is_first:
-            logger.warning(
-                "llmcache: hooks hang on modules of the trunk and are to see all tokens, so nothing is served from a "
-                "prefix or before the layers (stats().n_hooked): remove them to have that back"
-            )
-
-    def prefix(self, n_hits: int, n_served: int, n_tokens: int) -> None:
-        """Count what stored prefixes served.
-
-        Args:
-            n_hits: Requests served.
-            n_served: Their tokens that were.
-            n_tokens: Tokens of all requests that the rung was asked about.
-        """
-        with self._lock:
-            if n_hits:
-                self._hits["prefix"] += n_hits
-            self._totals["requests"] += n_hits
-            self._totals["prefix tokens"] += n_served
-            self._totals["prompt tokens"] += n_tokens
-
-    def revalidated(self, n_rows: int) -> None:
-        """Count rows that were computed to check an entry."""
-        with self._lock:
-            self._totals["requests"] += n_rows
-            self._totals["revalidated"] += n_rows
-
-    def call(
-        self,
-        hits: list[tuple[str, int]],
-        reused_at: list[int],
-        n_misses: int,
-        skipped: int,
-        seconds: tuple[float, float],
-    ) -> None:
-        """Count one forward.
-
-        Args:
-            hits: Rung and deepest reused layer of each hit.
-            reused_at: Layer of every reuse.
-            n_misses: Rows computed in full.
-            skipped: Layer executions saved.
-            seconds: Spent before the layers, and after them.
-        """
-        with self._lock:
-            self._hits.update(rung for rung, _ in hits)
-            self._hits_by_layer.update(layer for _, layer in hits)
-            self._reuses_by_layer.update(reused_at)
-            self._totals["requests"] += len(hits) + n_misses
-            self._totals["misses"] += n_misses
-            self._totals["skipped"] += skipped
-            self._lookup_s += seconds[0]
-            self._storing_s += seconds[1]
-            has_turned = self._end_call()
-        self._tell_turn(has_turned)
-
-    def snapshot(self, n_let_pass: int = 0, **held: Any) -> Stats:
-        """The counts, joined with those of the cost model, and with what the library holds now."""
-        with self._lock:
-            bypassed = self._bypassed + Counter(does_not_pay=n_let_pass)
-            return Stats(
-                n_requests=self._totals["requests"] + n_let_pass,
-                hits=dict(self._hits),
-                hits_by_layer=dict(self._hits_by_layer),
-                reuses_by_layer=dict(self._reuses_by_layer),
-                n_misses=self._totals["misses"],
-                n_revalidated=self._totals["revalidated"],
-                bypassed=dict(bypassed),
-                n_prefix_tokens=self._totals["prefix tokens"],
-                n_prompt_tokens=self._totals["prompt tokens"],
-                n_layers_skipped=self._totals["skipped"],
-                lookup_ms=self._lookup_s * 1e3,
-                storing_ms=self._storing_s * 1e3,
-                n_too_large=self._totals["too_large"],
-                n_hooked=self._totals["hooked"],
-                errors=self._totals["errors"],
-                health=self._health(),
-                **held,
-            )

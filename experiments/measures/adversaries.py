@@ -27,7 +27,7 @@ from experiments.serving import asking
 from llmcache.calibration.calibrated_reuse import Trust
 from llmcache.calibration.calibration import Calibration, split
 from llmcache.calibration.claim import Claim
-from llmcache.calibration.observer import Observation
+from llmcache.request.observation import Observation
 
 Gate = bool | dict[str, Any]
 

@@ -33,7 +33,7 @@ from experiments.serving import Reply, alarms_of, ask, asking, requests_expected
 from experiments.workload import Answer, Workload
 from llmcache import LLMCache
 from llmcache.calibration.claim import Claim, Sources
-from llmcache.calibration.observer import Observation
+from llmcache.request.observation import Observation
 
 _N_PLACES = 3  # words of a target that the attacker tries to replace, each by every word that he knows
 

@@ -34,7 +34,7 @@ from experiments.progress import tracked
 from experiments.workload import Answer, Workload
 from llmcache import LLMCache
 from llmcache.calibration.claim import Claim
-from llmcache.calibration.observer import Observation
+from llmcache.request.observation import Observation
 
 CACHE = "llmcache"
 AS_BY_DEFAULT = {"step_aside": True, "audit_in_background": True}  # elsewhere experiments turn these off

@@ -9,7 +9,7 @@ from experiments.methods.cached import Cached
 from experiments.workload import Answer, Workload
 from llmcache import Calibration
 from llmcache.calibration.claim import Claim
-from llmcache.calibration.observer import Observation
+from llmcache.request.observation import Observation
 
 
 class Calibrated(Cached):

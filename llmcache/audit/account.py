@@ -12,6 +12,7 @@ could not look must not be taken for one who found nothing.
 import random
 from dataclasses import dataclass
 
+from llmcache.arrays import Floats
 from llmcache.audit.alarm import Alarm
 from llmcache.audit.rate import Rate
 
@@ -36,6 +37,24 @@ class Sample:
     number: int
     weight: float
     ease: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A row whose own answer the audit wants to know.
+
+    Attributes:
+        sample: Its entry in the account; None for a row that nothing was found for.
+        source: Key of the stored request that it is, or would have been, served from, and that is to blame if the
+            answer is another; "" where none is.
+        answer: Signature (S,) of that request's answer, at that time.
+        stands_for_all: It was drawn with the probability that all rows have, hits and misses.
+    """
+
+    sample: Sample | None
+    source: str
+    answer: Floats | None
+    stands_for_all: bool
 
 
 class Auditor:

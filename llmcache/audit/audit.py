@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmcache.audit.account import MOST_WAITING, Auditor
+from llmcache.audit.account import MOST_WAITING, Auditor, Drawn
 from llmcache.audit.idle_worker import GaveWay, Job, Shadow
 from llmcache.audit.marking import Marking
 from llmcache.audit.recompute import Look, Looks, Origin, look_at
@@ -29,13 +29,15 @@ from llmcache.calibration.calibrated_reuse import Trust
 from llmcache.calibration.calibration import Calibration
 from llmcache.calibration.claim import MetricName
 from llmcache.calibration.drift import Likeness
-from llmcache.calibration.observer import Observation, Observer, collect
+from llmcache.calibration.observer import Observer, collect
+from llmcache.counters import Counters
 from llmcache.errors import CalibrationError
 from llmcache.fingerprint import Fingerprint
 from llmcache.matching.answers import Answers
 from llmcache.models.weights import Weights
-from llmcache.request.call import Call, Drawn, Reuse
-from llmcache.stats import AuditStats, Counters
+from llmcache.request.call import Call, Reuse
+from llmcache.request.observation import Observation
+from llmcache.stats import AuditStats
 
 Compute = Callable[[str, Mapping[str, Tensor]], Any]
 
@@ -147,7 +149,7 @@ class Audit:
         assert call.scope is not None
         served_by = {"weights": call.scope.weights, "attention": call.scope.attention}  # others may be there by now
         for row in call.active_rows:
-            drawn = call.drawn.get(row.number)
+            drawn: Drawn | None = call.drawn.get(row.number)
             if drawn is None or row.number not in call.reused:
                 continue
             try:

@@ -1,13 +1,11 @@
 """What is compared of each request that the cache is asked; of a repeat, what it was when it was looked up."""
 
-from math import inf, isnan
-
 from llmcache.arrays import Floats
 from llmcache.banks.cache_banks import Library
-from llmcache.calibration.drift import Marks
+from llmcache.calibration.drift import Marks, marks_of, marks_of_source
 from llmcache.request.call import Call
 from llmcache.request.rows import Row
-from llmcache.reuse.semantic import Choice, Chooser
+from llmcache.reuse.chooser import Chooser
 
 _MOST_KNOWN = 16_384  # requests whose marks are kept, 5 MB: repeats of others are looked up once more
 
@@ -58,17 +56,3 @@ class Marking:
         forecasts = None if forecast is None else forecast[None]
         (choice,) = self._chooser.choose(call.scope, [row], vectors[[row.number]], forecasts)
         return marks_of(choice, forecast)
-
-
-def marks_of(choice: Choice | None, forecast: Floats | None) -> Marks:
-    """Marks of a request that is not a source, by who would serve it and what is forecast of its output (C,)."""
-    expected = -1 if forecast is None else int(forecast.argmax())
-    if choice is None:
-        return Marks(inf, -1.0, expected)
-    similarity = choice.neighbour.similarity  # of an example of an answer it is not known
-    return Marks(choice.at_first, -1.0 if isnan(similarity) else similarity, expected)
-
-
-def marks_of_source(forecast: Floats | None) -> Marks:
-    """Marks of a request that is a source itself."""
-    return Marks(-inf, 1.0, -1 if forecast is None else int(forecast.argmax()))

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from llmcache.audit.account import Drawn
 from llmcache.models.arguments import DECIDING
-from llmcache.request.call import Call, Drawn
+from llmcache.request.call import Call
 from llmcache.request.rows import Row
 
 _MOST = 8  # looks that are taken together: more make a call that comes meanwhile wait for longer

@@ -7,7 +7,8 @@ others holds all the more for all.
 from collections import deque
 
 from llmcache.calibration.calibration import Calibration, size_needed
-from llmcache.calibration.observer import Observation, flaw
+from llmcache.calibration.observer import flaw
+from llmcache.request.observation import Observation
 
 
 class Fresh:

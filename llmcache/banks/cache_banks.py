@@ -19,7 +19,7 @@ from llmcache.banks.kv import without_padding
 from llmcache.banks.layer_banks import Banks
 from llmcache.banks.records import Record, Request, State
 from llmcache.fingerprint import Fingerprint
-from llmcache.matching.fingerprint_index import Shelves
+from llmcache.matching.fingerprint_index import FingerprintIndex
 from llmcache.matching.index import Index
 from llmcache.matching.partition import Neighbour
 from llmcache.request.rows import Row, Scope
@@ -50,7 +50,7 @@ class Library:
         self._requests: dict[str, Request] = {}
         self.banks = Banks(banks, make_codec, self._requests)
         self._struck: dict[str, str] = {}  # namespaces by key; also of requests that left, as they may come again
-        self._shelves = Shelves(fingerprint, make_index, self.banks.layers_of, by_length, by_layer)
+        self._index = FingerprintIndex(fingerprint, make_index, self.banks.layers_of, by_length, by_layer)
         self._lock = threading.RLock()
         self.generation = 0  # moves on when requests begin to be compared by another fingerprint
 
@@ -73,17 +73,17 @@ class Library:
     @property
     def index_nbytes(self) -> int:
         """Bytes of the fingerprints that requests are found by."""
-        return sum(shelf.nbytes for shelf in self._shelves.values())
+        return sum(partition.nbytes for partition in self._index.values())
 
     @property
     def fingerprint(self) -> Fingerprint | None:
         """Projects features to search vectors; None when nothing is searched."""
-        return self._shelves.fingerprint
+        return self._index.fingerprint
 
     @property
     def fits_any_length(self) -> bool:
         """Whether a stored request may serve others of any length."""
-        return self._shelves.fits_any_length
+        return self._index.fits_any_length
 
     def known(self, row: Row, key: str = "") -> bool:
         """Whether the very same request is stored; a row of the same key but other tokens is not.
@@ -122,7 +122,7 @@ class Library:
         """
         with self._lock:
             self._expire()
-            found = self._shelves.search(scope, rows, vectors, k, layer)
+            found = self._index.search(scope, rows, vectors, k, layer)
             for near in chain.from_iterable(found):
                 request = self._requests[near.key]
                 near.answer, near.ids, near.is_struck = request.answer, request.ids, near.key in self._struck
@@ -181,7 +181,7 @@ class Library:
                 request.layout = row.layout if is_anew else request.layout
                 self.banks.put(row.key, stored, self._let_go)
                 is_stale = generation not in (None, self.generation)
-                self._shelves.put(request, row, features, None if is_stale else vectors, stored)
+                self._index.put(scope, row, features, None if is_stale else vectors, stored)
             except Exception:
                 self._forget(row.key)  # half a request must not be found
                 raise
@@ -233,8 +233,8 @@ class Library:
             if request is None:
                 return False
             if vector is not None:
-                places = dict.fromkeys(self.layers, vector)
-                self._shelves.put(request, row, None, places, self.banks.layers_of(row.key))
+                vectors = dict.fromkeys(self.layers, vector)
+                self._index.put(request.scope, row, None, vectors, self.banks.layers_of(row.key))
             if is_kept:
                 self._keep(row.key, request)
             return True
@@ -248,9 +248,9 @@ class Library:
         with self._lock:
             self.generation += 1
             for request in self._requests.values():
-                request.places, request.is_kept = (), False
+                request.is_kept = False
             self.banks.release()
-            self._shelves.use(fingerprint)
+            self._index.use(fingerprint)
 
     def should_check(self, key: str, layer: int) -> bool:
         """Whether an approximate reuse is to be computed instead, and compared: the layer's policy decides."""
@@ -272,7 +272,7 @@ class Library:
                 return
             self.banks.check(key, request, layer, fresh, stored)
             self._expire()
-            if key not in bank and not self._shelves.by_layer:
+            if key not in bank and not self._index.by_layer:
                 self._forget(key)  # a lower layer of it would give the same answer
 
     def purge(self, namespace: str) -> int:
@@ -283,7 +283,7 @@ class Library:
                 self._forget(key)
             self._struck = {key: name for key, name in self._struck.items() if name != namespace}
             self.banks.packers.forget(namespace)
-            self._shelves.purge(namespace)
+            self._index.purge(namespace)
             return len(keys)
 
     def clear(self) -> None:
@@ -293,13 +293,16 @@ class Library:
                 self._forget(key)
             self._struck.clear()
             self.banks.packers.forget()
-            self._shelves.clear()
+            self._index.clear()
 
     def records(self) -> list[Record]:
-        """Everything held, oldest first. A request waiting for the fingerprint to be fitted has no place yet."""
+        """Everything held, oldest first. A request waiting for the fingerprint to be fitted has no slot yet."""
         with self._lock:
             self._expire()
-            return [request.record(key, self.banks.entries(key)) for key, request in self._requests.items()]
+            return [
+                request.record(key, self.banks.entries(key), self._index.slots(key))
+                for key, request in self._requests.items()
+            ]
 
     def adopt(self, record: Record) -> None:
         """Hold a saved request as if it had been put. Nothing finds it yet."""
@@ -313,12 +316,12 @@ class Library:
                 self._keep(record.key, request)
 
     def place(self, records: Iterable[Record]) -> None:
-        """Let adopted requests be found, in the order in which they came to their shelves."""
-        places = [(place, record.key) for record in records for place in record.places]
+        """Let adopted requests be found, in the order in which they came to their partitions."""
+        slots = [(slot, record.key) for record in records for slot in record.slots]
         with self._lock:
-            for place, key in sorted(places, key=lambda one: one[0].slot):
+            for slot, key in sorted(slots, key=lambda one: one[0].slot):
                 if (request := self._requests.get(key)) is not None:
-                    self._shelves.place(key, request, place)
+                    self._index.insert(key, request.scope, slot)
 
     def _know(self, scope: Scope, row: Row, dtype: torch.dtype) -> Request:
         """What is known of a request from now on; another one of the same key is forgotten."""
@@ -338,17 +341,16 @@ class Library:
 
     def _let_go(self, layer: int, key: str) -> None:
         """A layer's bank no longer holds this: drop its index row there, and everything with the last bank."""
-        if (request := self._requests.get(key)) is None:
+        if key not in self._requests:
             return
         if self.banks.layers_of(key):
-            self._shelves.leave(request, layer)
+            self._index.leave(key, layer)
         else:
             self._forget(key)
 
     def _forget(self, key: str) -> None:
         """Drop all traces of a request. If a part fails, the others are dropped all the same."""
-        request = self._requests.pop(key, None)
+        self._requests.pop(key, None)
         with ExitStack() as stack:
             stack.callback(self.banks.remove, key)
-            if request is not None:
-                stack.callback(self._shelves.forget, key, request)
+            stack.callback(self._index.forget, key)

@@ -1,16 +1,13 @@
 """What is known of one request, and the forms in which it is handed out."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from llmcache.arrays import Floats
 from llmcache.banks.stores import Entry
-from llmcache.matching.partition import Place, Shelf
+from llmcache.matching.partition import IndexSlot
 from llmcache.request.rows import Scope
 
 KV = dict[int, tuple[Tensor, Tensor]]
@@ -45,7 +42,7 @@ class Record:
         ids: Its packed token ids.
         dtype: Dtype of its states as the model made them.
         entries: Encoded states by layer.
-        places: Where it is found.
+        slots: Where it is found.
         answer: Signature of its answer (S,), where that is known.
         is_kept: Nothing makes it leave.
         layout: Of the padding that its states hold; see `Row.layout`.
@@ -56,7 +53,7 @@ class Record:
     ids: bytes
     dtype: torch.dtype
     entries: dict[int, Entry]
-    places: tuple[Place, ...]
+    slots: tuple[IndexSlot, ...]
     answer: Floats | None = None
     is_kept: bool = False
     layout: bytes = b""
@@ -65,10 +62,10 @@ class Record:
 class Request:
     """What is known of one stored request besides its states."""
 
-    __slots__ = ("_places", "answer", "dtype", "ids", "is_kept", "layout", "scope")
+    __slots__ = ("answer", "dtype", "ids", "is_kept", "layout", "scope")
 
     def __init__(self, scope: Scope, ids: bytes, dtype: torch.dtype, layout: bytes = b"") -> None:
-        """A request that no index finds yet.
+        """What is known when it is stored.
 
         Args:
             scope: Its scope.
@@ -82,23 +79,13 @@ class Request:
         self.layout = layout
         self.answer: Floats | None = None  # signature (S,), once the model has given it
         self.is_kept = False
-        self._places: tuple[Any, ...] = ()  # flat: a pair of its own would cost 70 bytes a request
 
-    @property
-    def places(self) -> tuple[tuple[Shelf, int], ...]:
-        """Shelves and slots where it is found."""
-        return tuple(zip(self._places[::2], self._places[1::2], strict=True))
-
-    @places.setter
-    def places(self, pairs: Iterable[tuple[Shelf, int]]) -> None:
-        self._places = tuple(chain.from_iterable(pairs))
-
-    def record(self, key: str, entries: dict[int, Entry]) -> Record:
+    def record(self, key: str, entries: dict[int, Entry], slots: tuple[IndexSlot, ...]) -> Record:
         """All that is held of it.
 
         Args:
             key: Its exact key.
             entries: Its encoded states by layer.
+            slots: Where it is found.
         """
-        places = tuple(Place(shelf.layer, shelf.length, shelf.vector(slot), slot) for shelf, slot in self.places)
-        return Record(key, self.scope, self.ids, self.dtype, entries, places, self.answer, self.is_kept, self.layout)
+        return Record(key, self.scope, self.ids, self.dtype, entries, slots, self.answer, self.is_kept, self.layout)

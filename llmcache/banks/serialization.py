@@ -1,6 +1,6 @@
 """Records of a cache as named tensors, for files, and back.
 
-Sizes: N requests, P places, F fingerprint width, S width of a signature.
+Sizes: N requests, P slots, F fingerprint width, S width of a signature.
 """
 
 from collections import defaultdict
@@ -14,14 +14,14 @@ from torch import Tensor
 from llmcache.arrays import Floats, below
 from llmcache.banks.records import Record
 from llmcache.banks.stores import Entry
-from llmcache.matching.partition import Place
+from llmcache.matching.partition import IndexSlot
 from llmcache.request.rows import KEY_LENGTH, Scope
 
 
 def pack_requests(records: list[Record], scopes: list[Scope]) -> dict[str, Tensor]:
     """All of records but their states; a scope is named by its number."""
     number = {scope: i for i, scope in enumerate(scopes)}
-    places = [(i, place) for i, record in enumerate(records) for place in record.places]
+    slots = [(i, slot) for i, record in enumerate(records) for slot in record.slots]
     packed = {
         "answers": _answers(records),
         "is_kept": np.array([record.is_kept for record in records], np.bool_),
@@ -33,11 +33,11 @@ def pack_requests(records: list[Record], scopes: list[Scope]) -> dict[str, Tenso
         "n_id_bytes": np.array([len(r.ids) for r in records], np.int64),
         "scope": np.array([number[r.scope] for r in records], np.int64),
         "dtype": np.array([_DTYPES.index(r.dtype) for r in records], np.int64),
-        "place.request": np.array([i for i, _ in places], np.int64),
-        "place.layer": np.array([-1 if p.layer is None else p.layer for _, p in places], np.int64),
-        "place.length": np.array([p.length for _, p in places], np.int64),
-        "place.slot": np.array([p.slot for _, p in places], np.int64),
-        "place.vector": np.stack([p.vector for _, p in places]) if places else np.zeros((0, 0), np.float32),
+        "place.request": np.array([i for i, _ in slots], np.int64),
+        "place.layer": np.array([-1 if one.layer is None else one.layer for _, one in slots], np.int64),
+        "place.length": np.array([one.length for _, one in slots], np.int64),
+        "place.slot": np.array([one.slot for _, one in slots], np.int64),
+        "place.vector": np.stack([one.vector for _, one in slots]) if slots else np.zeros((0, 0), np.float32),
     }
     return arrays_to_tensors(packed)
 
@@ -82,11 +82,11 @@ def unpack(requests: dict[str, Tensor], states: dict[str, Tensor], scopes: list[
             stacks = below(f"{layer}/{group}/state/", states)
             for row, i in enumerate(numbers.tolist()):
                 views[i][int(layer)] = {n: stack[row] for n, stack in stacks.items()}
-    places: dict[int, list[Place]] = defaultdict(list)
+    slots: dict[int, list[IndexSlot]] = defaultdict(list)
     for i, layer, length, slot, vector in zip(
         *(arrays[f"place.{what}"] for what in ("request", "layer", "length", "slot", "vector")), strict=True
     ):
-        places[int(i)].append(Place(None if layer < 0 else int(layer), int(length), vector, int(slot)))
+        slots[int(i)].append(IndexSlot(None if layer < 0 else int(layer), int(length), vector, int(slot)))
     ends = np.cumsum(arrays["n_id_bytes"])
     ids = arrays["ids"].tobytes()
     layouts = arrays.get("layouts")  # older saves have none
@@ -98,7 +98,7 @@ def unpack(requests: dict[str, Tensor], states: dict[str, Tensor], scopes: list[
             _DTYPES[arrays["dtype"][i]],
             # Copies: a tensor of a file may lie in it, and what is held must outlive the file.
             {layer: Entry({n: x.clone() for n, x in tensors.items()}) for layer, tensors in views[i].items()},
-            tuple(places[i]),
+            tuple(slots[i]),
             None if np.isnan(arrays["answers"][i]).any() or not arrays["answers"].shape[1] else arrays["answers"][i],
             bool(arrays["is_kept"][i]),
             b"" if layouts is None or not layouts[i].any() else layouts[i].tobytes(),

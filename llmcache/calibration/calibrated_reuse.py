@@ -25,14 +25,16 @@ from llmcache.calibration import calibration as cal
 from llmcache.calibration.calibration import Calibration
 from llmcache.calibration.claim import Claim, Metric
 from llmcache.calibration.inputs import check_labels
-from llmcache.calibration.observer import Observation, flaw
+from llmcache.calibration.observer import flaw
 from llmcache.calibration.training import Teacher
+from llmcache.counters import Counters
 from llmcache.errors import CalibrationError
 from llmcache.matching.answers import Answers
 from llmcache.models.weights import Weights
+from llmcache.request.observation import Observation
 from llmcache.request.rows import Scope
-from llmcache.reuse.semantic import Chooser
-from llmcache.stats import Counters, Status
+from llmcache.reuse.chooser import Chooser
+from llmcache.stats import Status
 
 logger = logging.getLogger("llmcache")
 

@@ -27,12 +27,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from math import inf, isfinite
+from math import inf, isfinite, isnan
 from typing import NamedTuple
 
 import numpy as np
 
+from llmcache.arrays import Floats
 from llmcache.calibration.bounds import share_upper
+from llmcache.reuse.chooser import Choice
 
 _QUANTILES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.98)
 _STAKES = (0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.5, 0.7, 0.85)
@@ -60,6 +62,20 @@ class Marks(NamedTuple):
     def is_repeat(self) -> bool:
         """Whether it is a source's own request, of which nothing else is compared."""
         return self.doubt == -inf
+
+
+def marks_of(choice: Choice | None, forecast: Floats | None) -> Marks:
+    """Marks of a request that is not a source, by who would serve it and what is forecast of its output (C,)."""
+    expected = -1 if forecast is None else int(forecast.argmax())
+    if choice is None:
+        return Marks(inf, -1.0, expected)
+    similarity = choice.neighbour.similarity  # of an example of an answer it is not known
+    return Marks(choice.at_first, -1.0 if isnan(similarity) else similarity, expected)
+
+
+def marks_of_source(forecast: Floats | None) -> Marks:
+    """Marks of a request that is a source itself."""
+    return Marks(-inf, 1.0, -1 if forecast is None else int(forecast.argmax()))
 
 
 @dataclass(frozen=True, slots=True)

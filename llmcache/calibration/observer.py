@@ -5,7 +5,6 @@ Sizes: B rows, F0 features, D hidden width, S width of a signature, C logits.
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
 from math import nan
 from time import perf_counter
 from typing import Any, Protocol
@@ -21,42 +20,11 @@ from llmcache.errors import CalibrationError
 from llmcache.matching.answers import Answers, Reading
 from llmcache.models.weights import Weights
 from llmcache.request.call import Call
-from llmcache.request.rows import Row, Scope, to_host
+from llmcache.request.observation import Observation
+from llmcache.request.rows import to_host
 from llmcache.request.variables import setting
 
 _MOST = 1e18  # the square of more is no number in float32
-
-
-@dataclass(slots=True)
-class Observation:
-    """One request that was computed.
-
-    Attributes:
-        scope: Its scope.
-        row: The request.
-        features: What its fingerprint is projected from (F0,).
-        target: What its fingerprint is to resemble: the mean row of the payload of the last layer, float32 (D,).
-        answer: Signature of its answer (S,).
-        output: What the model put out for it, float32 (C,).
-        states: What would be stored of it, by layer, and may be once the requests are learned from: not to be written
-            to. Empty where it is stored already, and not to be kept beside that.
-        head: Digest of the weights outside the trunk, as they were then.
-        seconds: From the trunk's arguments to the answer, with what the cache did meanwhile, by the row.
-        label: What it should have been answered, where that was given.
-        number: Which of the requests that were given it is, from 0.
-    """
-
-    scope: Scope
-    row: Row
-    features: Floats
-    target: Floats
-    answer: Floats
-    output: Floats
-    states: Mapping[int, Mapping[str, Tensor]]
-    head: str
-    seconds: float
-    label: Any = None
-    number: int = 0
 
 
 class Learner(Protocol):

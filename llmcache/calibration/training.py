@@ -12,17 +12,17 @@ from typing import NamedTuple
 import numpy as np
 
 from llmcache.arrays import Doubles, Floats
-from llmcache.audit.marking import marks_of, marks_of_source
 from llmcache.banks.cache_banks import Library
 from llmcache.calibration.calibration import Trial, losses, settings
 from llmcache.calibration.claim import Metric, MetricName
-from llmcache.calibration.drift import Marks, Profile, profile
-from llmcache.calibration.observer import Observation, outputs, targets
+from llmcache.calibration.drift import Marks, Profile, marks_of, marks_of_source, profile
+from llmcache.calibration.observer import outputs, targets
 from llmcache.errors import CalibrationError
 from llmcache.fingerprint import Fingerprint
 from llmcache.fingerprint.token_vectors import TokenVectors
 from llmcache.matching.answers import Answers
-from llmcache.reuse.semantic import Chooser
+from llmcache.request.observation import Observation
+from llmcache.reuse.chooser import Chooser
 
 N_TURNS = 5
 

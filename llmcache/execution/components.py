@@ -10,6 +10,7 @@ from llmcache.audit.audit import Audit
 from llmcache.banks.cache_banks import Library
 from llmcache.calibration.calibrated_reuse import Trust
 from llmcache.calibration.observer import Observer
+from llmcache.counters import Counters
 from llmcache.execution.cost import CostModel
 from llmcache.execution.notes import Notes
 from llmcache.fingerprint import Fingerprint
@@ -20,7 +21,7 @@ from llmcache.models.payloads import Payload
 from llmcache.models.weights import Weights
 from llmcache.reuse import Rung
 from llmcache.reuse.prefix.block_pool import Blocks
-from llmcache.stats import Counters, Stats
+from llmcache.stats import Stats
 
 
 @dataclass(slots=True)

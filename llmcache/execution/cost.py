@@ -26,6 +26,8 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
 
+from llmcache.stats import Cost
+
 logger = logging.getLogger("llmcache")
 
 #: Requests of a bucket before it may step aside: 5 % of hits, where a small encoder breaks even, are then 13 +- 3.5.
@@ -47,40 +49,6 @@ _TIMES = 64  # timed calls over which averages reach back, about
 _SHARES = 256  # requests over which rates do
 _LARGEST = 4.0  # a time counts at most so many averages: a codec's fit of seconds is not what the next call costs
 _KNOWN = 65_536  # hashes kept; also the most calls that go by before it may return, past which none of them is known
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """What the cache costs and saves in calls of about one length. Times are recent averages; None: no such call.
-
-    Attributes:
-        tokens: Tokens of the smallest such call, all rows and padding included; the largest has less than twice that.
-        lookup_ms: Of a miss: reading the request, fingerprint, search and decision.
-        storing_ms: Of a miss: keeping its states and storing them.
-        layer_ms: What a layer takes: what the model takes, by the number of layers. They are alike, a reuse mostly
-            replaces all of them, and embeddings and final norm take about a hundredth.
-        plain_ms: The model alone: calls that went by.
-        beside_ms: What the audit and the reading of answers took, by call that took the whole way.
-        miss_ms: All of a miss.
-        hit_ms: All of a hit: lookup, transfer of the state, and what of the model still runs.
-        hit_rate: Share of requests served, of those that took the whole way.
-        repeats: Share of all requests that were asked before; None where tokens are not on the host.
-        pays_from: Hit rate from which the cache pays; None also where a hit takes longer than the model.
-        is_aside: Such calls go by the cache.
-    """
-
-    tokens: int
-    lookup_ms: float | None
-    storing_ms: float | None
-    layer_ms: float | None
-    plain_ms: float | None
-    beside_ms: float | None
-    miss_ms: float | None
-    hit_ms: float | None
-    hit_rate: float | None
-    repeats: float | None
-    pays_from: float | None
-    is_aside: bool
 
 
 class Times(NamedTuple):

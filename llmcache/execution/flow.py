@@ -35,7 +35,8 @@ from llmcache.models.payloads import last_valid
 from llmcache.models.pooling import Veil
 from llmcache.request.bypass import find_reason, is_plain_cache
 from llmcache.request.call import OUT_OF_ORDER, WITHIN, Call
-from llmcache.request.outcome import Outcome, bypassed, count, outcomes
+from llmcache.request.outcome import Outcome, bypassed, outcomes
+from llmcache.reuse.prefix.block_pool import Blocks
 from llmcache.reuse.prefix.kv_fill import empty
 from llmcache.reuse.prefix.prefill import Prefiller
 
@@ -59,7 +60,7 @@ class Flow:
         self._meter = Meter(parts)
         self._checks = Checks(parts.library, parts.counters)
         self._lookup = Lookup(parts, self._checks, tokenizer)
-        self._prefiller = Prefiller(parts, self._lookup, self._arguments)
+        self._prefiller = None if parts.prefix is None else self._make_prefiller(parts.prefix)
         self._door = Door(parts.trunk, parts.payload)
         self._keeper = Keeper(parts)
         self._pooled = parts.head.pooled
@@ -140,7 +141,7 @@ class Flow:
         frame.call = call
         if self._keeps_no_kv:
             return self._arguments.replace(args, kwargs, "use_cache", False)
-        return self._prefiller.begin(call, args, kwargs)
+        return (args, kwargs) if self._prefiller is None else self._prefiller.begin(call, args, kwargs)
 
     def answer_at_door(self, frame: Frame) -> Any:
         """The trunk's output for a call that is served before the trunk runs; else None."""
@@ -211,7 +212,9 @@ class Flow:
 
     def completed(self, frame: Frame, output: Any) -> Any:
         """The output at all positions, where the trunk ran on those after a stored prefix."""
-        return output if frame.call is None else self._prefiller.complete(frame.call, output)
+        if frame.call is None or self._prefiller is None:
+            return output
+        return self._prefiller.complete(frame.call, output)
 
     def closed(self, frame: Frame, output: Any) -> None:
         """End a forward: store what was computed, count what was done. A call that failed half-way leaves nothing."""
@@ -220,7 +223,8 @@ class Flow:
             self._end_work(frame)
             if call is not None and not (call.has_begun and call.is_complete):
                 self._lookup.withdraw(call)
-                self._prefiller.abandon(call)
+                if self._prefiller is not None:
+                    self._prefiller.abandon(call)
                 if output is not None:  # it did not fail
                     self._bypass(frame, self._find_trouble(), call.arguments)
                 call = None
@@ -301,11 +305,12 @@ class Flow:
         if not self._parts.is_collecting:
             frame.last = outcomes(call)
             self._keeper.store(call)
-            self._prefiller.store(call, output)
+            if self._prefiller is not None:
+                self._prefiller.store(call, output)
             self._have_looked_into(call)
             ended = self._meter.now(call)
             call.storing_s += ended - started
-            count(call, self._parts.counters)
+            self._parts.counters.call(call)
             self._meter.took(call, ended)
         if self._parts.observer is not None and self._parts.observer.answers.reads_payload:
             self._observe(call, None)
@@ -332,6 +337,19 @@ class Flow:
         # Without K/V models look at the positions for where a text begins, and hide the texts before from it.
         is_unmasked = arguments.get("attention_mask") is None and arguments.get("position_ids") is not None
         return "packed" if makes_kv and is_unmasked else None
+
+    def _make_prefiller(self, blocks: Blocks) -> Prefiller:
+        """What serves prefixes."""
+        parts = self._parts
+        return Prefiller(
+            parts.trunk,
+            blocks,
+            parts.counters,
+            self._arguments,
+            read=self._lookup.read_early,
+            is_repeat=lambda row: parts.serves_repeats and parts.library.known(row),
+            is_alone=lambda: parts.fingerprint is None and parts.observer is None,
+        )
 
     def _begin(self, frame: Frame, call: Call, swap: LayerSwap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """See to it that rows and fingerprints are read; False when the call must go by the cache after all."""

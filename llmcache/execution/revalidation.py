@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from llmcache.banks.cache_banks import Library
+from llmcache.counters import Counters
 from llmcache.request.call import Call, Reuse
-from llmcache.stats import Counters
 
 
 class Checks:

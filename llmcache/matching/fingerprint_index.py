@@ -1,21 +1,22 @@
-"""(3) Matching: all shelves, and which of them a request stands on.
+"""(3) Matching: the index of fingerprints, partitioned, and where each request is found in it.
 
 Sizes: B rows, F0 features, F fingerprint width.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import chain
+from typing import Any
 
 from llmcache.arrays import Floats
-from llmcache.banks.records import Request
 from llmcache.fingerprint import Fingerprint
 from llmcache.matching.index import Index
-from llmcache.matching.partition import Neighbour, Place, Shelf
+from llmcache.matching.partition import IndexPartition, IndexSlot, Neighbour
 from llmcache.request.rows import Row, Scope
 
 
-class Shelves(dict[tuple[Scope, int, int | None], Shelf]):
-    """Shelves by scope, length (0: not kept apart) and layer (None: all at once). The library holds a lock."""
+class FingerprintIndex(dict[tuple[Scope, int, int | None], IndexPartition]):
+    """Partitions by scope, length (0: not kept apart) and layer (None: all at once). The caller holds a lock."""
 
     def __init__(
         self,
@@ -40,7 +41,9 @@ class Shelves(dict[tuple[Scope, int, int | None], Shelf]):
         self.by_layer = by_layer
         self._held = held
         self._by_length = by_length
-        self._waiting: dict[str, tuple[Request, Row, Floats]] = {}  # until the fingerprint is fitted
+        self._waiting: dict[str, tuple[Scope, Row, Floats]] = {}  # until the fingerprint is fitted
+        # By key: partition and slot, in turn. Flat, since a pair of its own would take 70 bytes a request.
+        self._found_at: dict[str, tuple[Any, ...]] = {}
 
     @property
     def fits_any_length(self) -> bool:
@@ -57,22 +60,22 @@ class Shelves(dict[tuple[Scope, int, int | None], Shelf]):
             rows: The requests; decide the length where lengths are kept apart.
             vectors: Fingerprints (B, F).
             k: How many neighbours.
-            layer: The layer to search, as on `Place`.
+            layer: The layer to search, as on `IndexSlot`.
         """
         lengths = [self._length(row) for row in rows]
         found: list[list[Neighbour]] = [[] for _ in rows]
         for length in set(lengths):  # one search unless lengths are kept apart
-            shelf = self.get((scope, length, layer))
-            if shelf is None or len(shelf) == 0:
+            partition = self.get((scope, length, layer))
+            if partition is None or len(partition) == 0:
                 continue
             members = [i for i, other in enumerate(lengths) if other == length]
-            for i, near in zip(members, shelf.search(vectors[members], k), strict=True):
+            for i, near in zip(members, partition.search(vectors[members], k), strict=True):
                 found[i] = near
         return found
 
     def put(
         self,
-        request: Request,
+        scope: Scope,
         row: Row,
         features: Floats | None,
         vectors: Mapping[int, Floats] | None,
@@ -81,8 +84,8 @@ class Shelves(dict[tuple[Scope, int, int | None], Shelf]):
         """Make a request findable, at once or when the fingerprint has seen enough to be fitted.
 
         Args:
-            request: What is known of it.
-            row: The same as a row of its call.
+            scope: Its scope.
+            row: The request.
             features: What its fingerprint is projected from (F0,), or None.
             vectors: Its fingerprint (F,) by layer, where known already. With neither it is not found.
             layers: At which it was stored.
@@ -92,51 +95,63 @@ class Shelves(dict[tuple[Scope, int, int | None], Shelf]):
                 return
             assert self.fingerprint is not None
             if needed := self.fingerprint.n_fit:
-                self._waiting[row.key] = (request, row, features)
+                self._waiting[row.key] = (scope, row, features)
                 if len(self._waiting) >= needed:
                     self._fit()
                 return
             vectors = dict.fromkeys(layers, self.fingerprint.project(features[None])[0])
         length = self._length(row)
-        places = [Place(layer, length, vectors[layer]) for layer in layers if layer in vectors]
-        for place in places if self.by_layer else [Place(None, length, next(iter(vectors.values())))]:
-            self.place(row.key, request, place)
+        slots = [IndexSlot(layer, length, vectors[layer]) for layer in layers if layer in vectors]
+        for slot in slots if self.by_layer else [IndexSlot(None, length, next(iter(vectors.values())))]:
+            self.insert(row.key, scope, slot)
 
-    def place(self, key: str, request: Request, place: Place) -> None:
-        """Put a request on the shelf it belongs to; where it stands there already, its fingerprint is renewed."""
-        for standing, slot in request.places:
-            if standing.layer == place.layer:
-                standing.replace(slot, place.vector)
+    def insert(self, key: str, scope: Scope, slot: IndexSlot) -> None:
+        """Put a request into its partition; where it is there already, its fingerprint is replaced."""
+        for partition, number in self._pairs(key):
+            if partition.layer == slot.layer:
+                partition.replace(number, slot.vector)
                 return
         assert self.make_index is not None
-        name = (request.scope, place.length, place.layer)
-        shelf = self.get(name)
-        if shelf is None:
-            shelf = self[name] = Shelf(*name, self.make_index(len(place.vector)))
-        request.places = (*request.places, (shelf, shelf.add(key, place.vector)))
+        name = (scope, slot.length, slot.layer)
+        partition = self.get(name)
+        if partition is None:
+            partition = self[name] = IndexPartition(*name, self.make_index(len(slot.vector)))
+        self._found_at[key] = (*self._found_at.get(key, ()), partition, partition.add(key, slot.vector))
 
-    def leave(self, request: Request, layer: int) -> None:
-        """Take a request down where this layer is searched by itself."""
-        gone = [(shelf, slot) for shelf, slot in request.places if shelf.layer == layer]
-        request.places = tuple(place for place in request.places if place not in gone)
-        for shelf, slot in gone:
-            self._take_down(shelf, slot)
+    def slots(self, key: str) -> tuple[IndexSlot, ...]:
+        """Where a request is found, for saving; empty while it waits for the fingerprint to be fitted."""
+        return tuple(
+            IndexSlot(partition.layer, partition.length, partition.vector(number), number)
+            for partition, number in self._pairs(key)
+        )
 
-    def forget(self, key: str, request: Request) -> None:
-        """Take a request down everywhere. If one shelf fails, the others let go all the same."""
+    def leave(self, key: str, layer: int) -> None:
+        """Remove a request where this layer is searched by itself."""
+        pairs = self._pairs(key)
+        gone = [(partition, number) for partition, number in pairs if partition.layer == layer]
+        if gone:
+            self._found_at[key] = tuple(chain.from_iterable(pair for pair in pairs if pair not in gone))
+        for partition, number in gone:
+            self._remove(partition, number)
+
+    def forget(self, key: str) -> None:
+        """Remove a request everywhere. If one partition fails, the others let go all the same."""
         self._waiting.pop(key, None)
+        pairs = self._pairs(key)
+        self._found_at.pop(key, None)
         with ExitStack() as stack:
-            for shelf, slot in request.places:
-                stack.callback(self._take_down, shelf, slot)
+            for partition, number in pairs:
+                stack.callback(self._remove, partition, number)
 
     def use(self, fingerprint: Fingerprint | None) -> None:
         """Begin again, empty, with another fingerprint."""
         self.clear()
         self._waiting.clear()
+        self._found_at.clear()
         self.fingerprint = fingerprint
 
     def purge(self, namespace: str) -> None:
-        """Drop the shelves of a namespace."""
+        """Drop the partitions of a namespace."""
         for name in [name for name in self if name[0].namespace == namespace]:
             del self[name]
 
@@ -144,14 +159,19 @@ class Shelves(dict[tuple[Scope, int, int | None], Shelf]):
         assert self.fingerprint is not None
         waiting, self._waiting = self._waiting, {}
         self.fingerprint.fit([features for _, _, features in waiting.values()])
-        for request, row, features in waiting.values():
-            self.put(request, row, features, None, self._held(row.key))
+        for scope, row, features in waiting.values():
+            self.put(scope, row, features, None, self._held(row.key))
 
     def _length(self, row: Row) -> int:
         return row.n_valid if self._by_length else 0
 
-    def _take_down(self, shelf: Shelf, slot: int) -> None:
-        """Remove a request from a shelf, and an empty shelf with it: scopes come and go with weights and tenants."""
-        shelf.remove(slot)
-        if len(shelf) == 0:
-            self.pop((shelf.scope, shelf.length, shelf.layer), None)
+    def _pairs(self, key: str) -> list[tuple[IndexPartition, int]]:
+        """Partitions and slots where a request is found."""
+        flat = self._found_at.get(key, ())
+        return list(zip(flat[::2], flat[1::2], strict=True))
+
+    def _remove(self, partition: IndexPartition, number: int) -> None:
+        """Free a slot, and drop a partition that is empty then: scopes come and go with weights and tenants."""
+        partition.remove(number)
+        if len(partition) == 0:
+            self.pop((partition.scope, partition.length, partition.layer), None)

@@ -1,4 +1,4 @@
-"""Where requests stand to be found: an index and the keys of its rows."""
+"""One partition of the fingerprint index: an index and the keys of its rows."""
 
 from dataclasses import dataclass
 
@@ -29,14 +29,14 @@ class Neighbour:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class IndexSlot:
     """Where a request is found.
 
     Attributes:
         layer: The layer that is searched; None: all at once.
         length: The length that is kept apart; 0: none is.
         vector: Its fingerprint (F,).
-        slot: Its number on the shelf. Searches that are not exact depend on the order in which requests came.
+        slot: Its number in the partition. Searches that are not exact depend on the order in which requests came.
     """
 
     layer: int | None
@@ -45,8 +45,8 @@ class Place:
     slot: int = 0
 
 
-class Shelf:
-    """One index and the keys of its rows. Requests on different shelves never find each other."""
+class IndexPartition:
+    """One index and the keys of its rows. Requests in different partitions never find each other."""
 
     __slots__ = ("_free", "_index", "_keys", "_leaving", "layer", "length", "scope")
 

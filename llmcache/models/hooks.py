@@ -9,21 +9,23 @@ included.
 import copy
 import sys
 import types
-from collections.abc import Callable, Iterable
-from typing import Any, NoReturn, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn, Protocol, TypeAlias
 
 import torch
 from torch import nn
 from torch.nn.modules import module as _every_module
 
 from llmcache.errors import ConfigError, WrapError
-from llmcache.execution.frames import Frame
 from llmcache.models.adapters import Trunk
 from llmcache.models.arguments import Arguments
-from llmcache.request.outcome import Outcome
 
 _CAPTURING = "transformers.utils.output_capturing"
 _KEPT = "logits_to_keep"
+
+
+#: A forward that is under way, as its listener knows it.
+Frame: TypeAlias = Any
 
 
 class Listener(Protocol):
@@ -35,7 +37,7 @@ class Listener(Protocol):
     """
 
     @property
-    def last(self) -> tuple[Outcome, ...]: ...
+    def last(self) -> Sequence[object]: ...
 
     def lets_pass(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool: ...
 

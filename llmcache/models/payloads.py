@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from llmcache.request.rows import Positions
+from llmcache.arrays import Positions
 
 
 class Payload(Protocol):

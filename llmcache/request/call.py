@@ -6,20 +6,15 @@ Sizes: B rows, T tokens a row (padding included), n valid tokens of a row.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from llmcache.arrays import Floats
-from llmcache.audit.account import Sample
 from llmcache.models.mark import Mark
 from llmcache.request.prefill import Prefill
 from llmcache.request.rows import Row, Scope
-
-if TYPE_CHECKING:
-    from llmcache.execution.meter import Passing
-    from llmcache.reuse.semantic import Choice
 
 
 @dataclass(slots=True)
@@ -55,24 +50,6 @@ class Reuse:
     padding_kv: Mapping[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """A row whose own answer the audit wants to know.
-
-    Attributes:
-        sample: Its entry in the account; None for a row that nothing was found for.
-        source: Key of the stored request that it is, or would have been, served from, and that is to blame if the
-            answer is another; "" where none is.
-        answer: Signature (S,) of that request's answer, at that time.
-        stands_for_all: It was drawn with the probability that all rows have, hits and misses.
-    """
-
-    sample: Sample | None
-    source: str
-    answer: Floats | None
-    stands_for_all: bool
-
-
 #: In place of the layer whose turn it is: one is being run; they were run in another order, and no decision holds.
 WITHIN, OUT_OF_ORDER = -1, -2
 
@@ -102,10 +79,11 @@ class Call:
         generation: Of the library's fingerprint, when these were made.
         forecasts: What the fingerprint lets expect of the outputs, float32 (B, C), or None.
         nearest: Similarity of the nearest stored request that a search found, by row number.
-        choices: Who would serve a row semantically, whatever is allowed, by number of the rows that were searched for.
+        choices: Who would serve a row semantically, whatever is allowed (`Choice` or None), by number of the rows that
+            were searched for.
         reused: Latest decision by row number.
         doubted: Decisions that are not carried out: their rows are computed, and compared with the stored state.
-        drawn: Rows that the audit looks into, by number.
+        drawn: What the audit knows of rows that it looks into (`Drawn`), by number.
         is_served: Every row takes its state at the last layer, so that all layers below are skipped.
         kv_cache: The caller's K/V cache object, or None.
         prefill: What it has to do with stored prefixes, or None.
@@ -120,7 +98,7 @@ class Call:
         is_metered: The cost model wants to know how it comes out.
         hashes: Of its requests, where the cost model was asked about them; else empty.
         is_foretold: It takes the whole way since its requests were seen to be held.
-        passing: Of a call that goes by, what the meter wants to know of it; else None.
+        passing: Of a call that goes by, what the meter wants to know of it (`Passing`); else None.
         give_way: Stops the call, which is made by the way, when another one has come; None for other calls.
     """
 
@@ -144,10 +122,10 @@ class Call:
     generation: int = 0
     forecasts: Floats | None = None
     nearest: dict[int, float] = field(default_factory=dict)
-    choices: "Mapping[int, Choice | None]" = field(default_factory=dict)
+    choices: Mapping[int, Any] = field(default_factory=dict)
     reused: dict[int, Reuse] = field(default_factory=dict)
     doubted: dict[int, Reuse] = field(default_factory=dict)
-    drawn: dict[int, Drawn] = field(default_factory=dict)
+    drawn: dict[int, Any] = field(default_factory=dict)
     is_served: bool = False
     kv_cache: Any = None
     prefill: Prefill | None = None
@@ -162,7 +140,7 @@ class Call:
     is_metered: bool = False
     hashes: Sequence[int] = ()
     is_foretold: bool = False
-    passing: "Passing | None" = None
+    passing: Any = None
     give_way: Callable[[], None] | None = None
 
     @property

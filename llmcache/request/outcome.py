@@ -5,7 +5,6 @@ from functools import cache
 
 from llmcache.request.call import Call
 from llmcache.request.rows import Row
-from llmcache.stats import Counters
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +41,6 @@ def bypassed(reason: str) -> Outcome:
 def outcomes(call: Call) -> tuple[Outcome, ...]:
     """What became of the rows of a call that was not bypassed, in their order."""
     return tuple(_outcome(call, row) for row in call.rows)
-
-
-def count(call: Call, counters: Counters) -> None:
-    """Count what became of them, and what it took."""
-    hits = [(reuse.rung, reuse.layer) for reuse in call.reused.values()]
-    if call.prefill is not None:
-        n_tokens = sum(row.n_valid for row in call.rows if row.number not in call.reused)
-        counters.prefix(len(call.served), sum(call.served.values()), n_tokens)
-    done = {*call.reused, *call.served, *call.doubted}
-    n_misses = sum(row.number not in done for row in call.active_rows)
-    counters.call(hits, call.reused_at, n_misses, call.n_skipped, (call.lookup_s, call.storing_s))
 
 
 def _outcome(call: Call, row: Row) -> Outcome:

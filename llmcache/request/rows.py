@@ -15,10 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from llmcache.arrays import Positions
 from llmcache.errors import ConfigError
 
 KEY_LENGTH = 43  # characters of a SHA-256 in base64
-Positions = slice | NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)

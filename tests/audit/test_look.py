@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from llmcache import LLMCache
+from llmcache.audit.account import Drawn
 from llmcache.audit.recompute import Look, Looks, Origin
 from llmcache.errors import ConfigError
-from llmcache.request.call import Drawn
 from tests.audit.test_audit import audit_of, known
 from tests.topics import classifier, requests
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmcache.execution.cost import PATIENCE, Cost, CostModel, Times
+from llmcache.execution.cost import PATIENCE, CostModel, Times
+from llmcache.stats import Cost
 
 TOKENS, DEPTH = 20, 4
 MISS = Times(whole_s=0.011, lookup_s=0.0006, storing_s=0.0004)  # of which the model takes 10 ms

@@ -227,7 +227,7 @@ def test_both_halves_are_means_over_content_tokens(family: str, left: bool) -> N
     halves = [normalize(mean_over(x, content)) for x in seen_by_first_attention(model, **inputs)]
     with LLMCache.wrap(model, tau=0.9999, fingerprint="attention", tokenizer=SPECIAL, allow_unsafe=True) as cache:
         cache(**inputs)
-        vectors = [record.places[0].vector for record in cache._parts.library.records()]
+        vectors = [record.slots[0].vector for record in cache._parts.library.records()]
     expected = torch.cat([halves[1], halves[0]], dim=1) * 0.5**0.5
     torch.testing.assert_close(torch.from_numpy(np.stack(vectors)), expected, atol=1e-5, rtol=1e-5)
 
@@ -253,8 +253,8 @@ def test_each_layer_is_searched_and_stored_under_what_enters_it() -> None:
     with LLMCache.wrap(model, mode="paper", tau=1.0, fingerprint_per_layer=True, index="flat") as cache:
         cache(input_ids=one)
         (record,) = cache._parts.library.records()
-        assert [place.layer for place in record.places] == [0, 1, 2, 3]
-        for place, vector in zip(record.places, vectors, strict=True):
+        assert [place.layer for place in record.slots] == [0, 1, 2, 3]
+        for place, vector in zip(record.slots, vectors, strict=True):
             torch.testing.assert_close(torch.from_numpy(place.vector), vector, atol=1e-5, rtol=1e-5)
         cache(input_ids=two)
         nearest = max(float(a @ b) for a, b in zip(vectors, others, strict=True))
@@ -296,7 +296,7 @@ def test_a_request_stored_again_on_other_states_is_found_under_those() -> None:
     one, two = tokens(1, 6, seed=1), tokens(1, 6, seed=2)
     cache(input_ids=one)
     cache(input_ids=two)
-    first, second = (record.places[1].vector for record in library.records())
+    first, second = (record.slots[1].vector for record in library.records())
     rung = cache._parts.rungs[0]
     rung._tau = {0: -1.0, 1: 1.1}  # from now on any request takes the first one's layer 0, and computes layer 1
     key = library.records()[0].key
@@ -305,7 +305,7 @@ def test_a_request_stored_again_on_other_states_is_found_under_those() -> None:
     cache(input_ids=two)
     assert cache.last[0].source == key
     again = next(record for record in library.records() if record.key == cache.last[0].key)
-    (vector,) = (place.vector for place in again.places if place.layer == 1)
+    (vector,) = (place.vector for place in again.slots if place.layer == 1)
     assert abs(vector - first).max() < 1e-5 < abs(vector - second).max()
 
 
@@ -339,8 +339,8 @@ def test_what_enters_a_layer_is_averaged_over_content_tokens(family: str, left: 
         records = cache._parts.library.records()
     for layer, hidden in enumerate(entered):
         expected = normalize(mean_over(hidden, content))
-        vectors = [record.places[layer].vector for record in records]
-        assert [record.places[layer].layer for record in records] == [layer, layer]
+        vectors = [record.slots[layer].vector for record in records]
+        assert [record.slots[layer].layer for record in records] == [layer, layer]
         torch.testing.assert_close(torch.from_numpy(np.stack(vectors)), expected, atol=1e-5, rtol=1e-5)
 
 

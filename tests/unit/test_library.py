@@ -69,11 +69,11 @@ def check(lib: Library) -> None:
         assert bank.max_entries is None or len(bank) <= bank.max_entries
     for record in lib.records():
         assert set(record.entries) == {layer for layer in LAYERS if record.key in held[layer]}
-        found = lib.search(record.scope, [row(0)], record.places[0].vector[None], k=100, layer=record.places[0].layer)
+        found = lib.search(record.scope, [row(0)], record.slots[0].vector[None], k=100, layer=record.slots[0].layer)
         assert {near.key for near in found[0]} == {
             other.key
             for other in lib.records()
-            if other.scope == record.scope and record.places[0].layer in {place.layer for place in other.places}
+            if other.scope == record.scope and record.slots[0].layer in {place.layer for place in other.slots}
         }
 
 

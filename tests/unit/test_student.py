@@ -12,7 +12,7 @@ from torch import nn
 from llmcache import LLMCache
 from llmcache.errors import ConfigError
 from llmcache.matching.decision import Combined, Evidence, Risk, Student, lead_of
-from llmcache.reuse.semantic import Chooser
+from llmcache.reuse.chooser import Chooser
 from tests.models import tokenizer
 from tests.topics import N_TOPICS, classifier, requests
 from tests.unit.test_decide import made

@@ -10,8 +10,8 @@ from torch import nn
 from llmcache import LLMCache
 from llmcache.calibration.calibrated_reuse import Trust
 from llmcache.calibration.claim import Claim
-from llmcache.calibration.observer import Observation
 from llmcache.errors import CalibrationError, WrapError
+from llmcache.request.observation import Observation
 from tests.topics import classifier, requests
 from tests.unit.test_trust import ask
 

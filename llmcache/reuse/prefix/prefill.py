@@ -9,7 +9,7 @@ Sizes: B rows, T tokens a row (padding included), C columns cut, L layers, H K/V
 width, b tokens a block.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from llmcache.banks.stores.memory import keep, own
-from llmcache.execution.components import Parts
-from llmcache.execution.lookup import Lookup
-from llmcache.models.adapters import CACHE
+from llmcache.counters import Counters
+from llmcache.models.adapters import CACHE, Trunk
 from llmcache.models.arguments import Arguments
 from llmcache.models.hooks import are_hooked
 from llmcache.models.masks import cut
@@ -40,17 +39,34 @@ _OUTPUT = {"last_hidden_state", CACHE}  # what a trunk may put out: more might b
 class Prefiller:
     """Serves the calls of one wrapped model from stored prefixes. Thread-safe."""
 
-    def __init__(self, parts: Parts, lookup: Lookup, arguments: Arguments) -> None:
+    def __init__(
+        self,
+        trunk: Trunk,
+        blocks: Blocks,
+        counters: Counters,
+        arguments: Arguments,
+        read: Callable[[Call, torch.dtype], bool],
+        is_repeat: Callable[[Row], bool],
+        is_alone: Callable[[], bool],
+    ) -> None:
         """Prepare for calls.
 
         Args:
-            parts: What calls are served with.
-            lookup: Reads their rows.
+            trunk: What is served.
+            blocks: What is stored.
+            counters: Told of failures, and of hooks that forbid to serve.
             arguments: Of the trunk.
+            read: Reads a call's rows before its layers, with the dtype that enters these; whether that succeeded.
+            is_repeat: Whether the exact rung serves a row, so that no prefix is needed.
+            is_alone: Whether nothing is reused approximately, which needs all rows as they came.
         """
-        self._parts = parts
-        self._lookup = lookup
+        self._trunk = trunk
+        self._blocks = blocks
+        self._counters = counters
         self._arguments = arguments
+        self._read = read
+        self._is_repeat = is_repeat
+        self._is_alone = is_alone
 
     def begin(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Passed:
         """Serve the beginning of a call's rows, if it is known and the exact rung does not know all of them.
@@ -70,7 +86,7 @@ class Prefiller:
                 return args, kwargs
             args, kwargs = self._arguments.replace(args, kwargs, CACHE, call.prefill.kv_cache)
             started = perf_counter()
-            if not (self._parts.serves_repeats and all(self._parts.library.known(row) for row in call.rows)):
+            if not all(map(self._is_repeat, call.rows)):
                 args, kwargs = self._cut(call, args, kwargs)
             call.lookup_s += perf_counter() - started
         except BaseException as error:  # an interruption must not leave half a past either
@@ -78,7 +94,7 @@ class Prefiller:
             call.prefill = None
             if not isinstance(error, Exception):
                 raise
-            self._parts.counters.error("serve a prefix", error)
+            self._counters.error("serve a prefix", error)
         return args, kwargs
 
     def complete(self, call: Call, output: Any) -> Any:
@@ -105,8 +121,8 @@ class Prefiller:
             call: It has succeeded.
             output: What the trunk put out, at all positions.
         """
-        blocks, prefill = self._parts.prefix, call.prefill
-        if blocks is None or prefill is None or call.mark is None or not _is_understood(output):
+        blocks, prefill = self._blocks, call.prefill
+        if prefill is None or call.mark is None or not _is_understood(output):
             return
         try:
             for row in call.active_rows:
@@ -114,59 +130,57 @@ class Prefiller:
                 chain = () if row.number in call.reused else prefill.chains[row.number]
                 n_held = len(blocks.match(chain))
                 if n_held < len(chain):
-                    blocks.put(chain, self._make(blocks, call, row, chain[n_held:], n_held * blocks.size, output[0]))
+                    blocks.put(chain, self._make(call, row, chain[n_held:], n_held * blocks.size, output[0]))
         except Exception as error:
-            self._parts.counters.error("store a prefix", error)
+            self._counters.error("store a prefix", error)
 
     def _prepare(self, call: Call) -> Prefill | None:
         """What a call has to do with prefixes; None when it must not, or approximate reuse is asked as well."""
-        parts, passed = self._parts, call.arguments
-        if parts.prefix is None or parts.fingerprint is not None or parts.observer is not None:
-            return None
-        if passed.get("token_type_ids") is not None:
+        passed = call.arguments
+        if not self._is_alone() or passed.get("token_type_ids") is not None:
             return None
         kv_cache = self._kv_cache(passed)
         if kv_cache is None or not is_plain_cache(kv_cache) or not _has_room(kv_cache, passed["input_ids"].shape[1]):
             return None
         if not self._can_be_cut(len(passed["input_ids"])):  # last of these: it looks at every module
             return None
-        if not self._lookup.read_early(call, next(parts.trunk.module.parameters()).dtype):
+        if not self._read(call, next(self._trunk.module.parameters()).dtype):
             return None
         if any(row.refused or row.start is None for row in call.rows):
             return None
         assert call.scope is not None
-        return Prefill(kv_cache, [links(call.scope, row, parts.prefix.size) for row in call.rows])
+        return Prefill(kv_cache, [links(call.scope, row, self._blocks.size) for row in call.rows])
 
     def _can_be_cut(self, n_rows: int) -> bool:
         """Whether each token sees earlier ones only, and nobody hung hooks within the trunk, who expect all tokens."""
-        trunk = self._parts.trunk
+        trunk = self._trunk
         within = [part for part in trunk.module.modules() if part is not trunk.module]
         sees_all = getattr(trunk.config, "is_causal", True) is False
         if sees_all or any(part.__dict__.get("is_causal") is False for part in within):
             return False
         is_watched = are_hooked(within)
         if is_watched:
-            self._parts.counters.hooked(n_rows)
+            self._counters.hooked(n_rows)
         return not is_watched
 
     def _kv_cache(self, passed: Mapping[str, Any]) -> Any:
         """The cache that the trunk is to fill: the caller's, else one as the trunk would make it, or None."""
         from transformers import DynamicCache
 
-        config, use_cache = self._parts.trunk.config, passed.get("use_cache")
+        config, use_cache = self._trunk.config, passed.get("use_cache")
         if passed.get(CACHE) is not None:
             return passed[CACHE]
         return DynamicCache(config=config) if (config.use_cache if use_cache is None else use_cache) else None
 
     def _cut(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Passed:
         """Fill the K/V cache with what is known, and take those columns off the arguments."""
-        blocks, prefill, ids = self._parts.prefix, call.prefill, call.arguments["input_ids"]
-        assert blocks is not None and prefill is not None
+        blocks, prefill, ids = self._blocks, call.prefill, call.arguments["input_ids"]
+        assert prefill is not None
         rows = zip(call.rows, prefill.chains, strict=True)
         reached = [blocks.reach(chain, row.ids, len(row.ids) // row.n_valid) for row, chain in rows]
         matched, n_known = zip(*reached, strict=True)
         n_cut = cut_column(call.rows, n_known, ids.shape[1])
-        if call.n_read is None or n_cut > ids.shape[1] - call.n_read or are_hooked([self._parts.trunk.module]):
+        if call.n_read is None or n_cut > ids.shape[1] - call.n_read or are_hooked([self._trunk.module]):
             n_cut = min(n_cut, _first_padding(call.rows))  # what the model makes of padding is not known
         used = [max(0, min(n, n_cut - _first(row))) for row, n in zip(call.rows, n_known, strict=True)]
         if sum(used) < blocks.size:
@@ -202,13 +216,10 @@ class Prefiller:
             fill(prefill.kv_cache, layer, of_keys, of_values)
         return join(next(states))
 
-    def _make(
-        self, blocks: Blocks, call: Call, row: Row, chain: Sequence[Link], n_before: int, states: Tensor
-    ) -> dict[bytes, Block]:
+    def _make(self, call: Call, row: Row, chain: Sequence[Link], n_before: int, states: Tensor) -> dict[bytes, Block]:
         """Blocks of a row, from its K/V and states.
 
         Args:
-            blocks: Say how large they are, and where they are kept.
             call: The row's.
             row: The request.
             chain: Those of its blocks that are wanted, one after the other.
@@ -216,6 +227,7 @@ class Prefiller:
             states: What the trunk put out (B, T, D).
         """
         assert call.prefill is not None
+        blocks = self._blocks
         layers, begin = call.prefill.kv_cache.layers, _first(row) + n_before
         n_new = len(chain) * blocks.size
         columns = slice(begin, begin + n_new)

@@ -1,0 +1,201 @@
+"""Counts what the cache does, and watches whether the cache itself works. Failures are counted here alone.
+
+A failure is computed around, so nobody sees it in an answer. But a cache that fails does not know what it would have
+known, and that must not pass for good news: while many calls fail, nothing is reused approximately under a calibration
+(`calibration/calibrated_reuse.py`); hits that could not be looked into count as changed (`audit/account.py`).
+"""
+
+import logging
+import threading
+from collections import Counter
+from typing import Any
+
+from llmcache.request.bypass import CURES
+from llmcache.request.call import Call
+from llmcache.stats import Health, Stats
+
+logger = logging.getLogger("llmcache")
+
+N_LATEST = 64  # calls, or looks, over which the share of failed ones is averaged; older ones fade
+_AT_FIRST = 16  # successes that it begins with: one failure among the first calls is no tenth of them
+_FAILING = 0.1  # share of failed ones from which it is failing
+_RECOVERED = 0.05  # share below which it works again: after some 45 calls without failure, or 192 if all had failed
+# Decode steps are what generation is made of, and comparisons what costs are known by: nothing for the user to cure.
+_WANTED = ("decode", "disabled", "compared")
+
+
+class Counters:
+    """Counts as calls end. Thread-safe."""
+
+    def __init__(self) -> None:
+        """All zero."""
+        self._lock = threading.Lock()
+        self._hits: Counter[str] = Counter()
+        self._hits_by_layer: Counter[int] = Counter()
+        self._reuses_by_layer: Counter[int] = Counter()
+        self._bypassed: Counter[str] = Counter()
+        self._totals: Counter[str] = Counter()
+        self._lookup_s = 0.0
+        self._storing_s = 0.0
+        self._told: set[str] = set()
+        self._failures: Counter[str] = Counter()
+        self._calls, self._looks = Share(), Share()
+        self._has_failed = False  # something did, since the last call ended
+        self._n_turns = 0
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether so many of the latest calls failed in the cache that it should promise nothing."""
+        return self._calls.is_large
+
+    def bypass(self, reason: str, n_rows: int) -> None:
+        """Count rows that went by the cache; the first of each reason is logged with its cure."""
+        with self._lock:
+            self._bypassed[reason] += n_rows
+            self._totals["requests"] += 0 if reason == "decode" else n_rows
+            is_first = reason not in self._told
+            self._told.add(reason)
+            has_turned = reason == "error" and self._end_call()
+        self._tell_turn(has_turned)
+        if is_first:
+            level = logging.DEBUG if reason in _WANTED else logging.WARNING
+            logger.log(level, "llmcache is bypassed (%s): %s", reason, CURES[reason])
+
+    def error(self, what: str, error: Exception) -> None:
+        """Count a failure of the call under way; of each kind the first, the 10th, the 100th and so on are logged."""
+        with self._lock:
+            self._has_failed = True
+        self._count_failure(what, error)
+
+    def look(self, error: Exception | None = None) -> None:
+        """Count a look of the audit that succeeded or failed; failures are logged likewise."""
+        with self._lock:
+            self._looks.add(error is not None)
+        if error is not None:
+            self._count_failure("look into a hit", error)
+
+    def _count_failure(self, what: str, error: Exception) -> None:
+        kind = f"{what}: {type(error).__name__}"
+        with self._lock:
+            self._totals["errors"] += 1
+            self._failures[kind] += 1
+            n = self._failures[kind]
+        if is_told(n):
+            often = "" if n == 1 else f" for the {n:,}th time"
+            logger.warning("llmcache failed to %s%s; computing instead", what, often, exc_info=error)
+
+    def _end_call(self) -> bool:
+        """Count a call as failed or not; whether that made the cache failing, or no longer so."""
+        has_failed, self._has_failed = self._has_failed, False
+        has_turned = self._calls.add(has_failed)
+        self._n_turns += has_turned and self._calls.is_large
+        return has_turned
+
+    def _tell_turn(self, has_turned: bool) -> None:
+        """Log that calls fail; of the times that they began to, the first, the 10th and so on."""
+        if not has_turned or not is_told(self._n_turns):
+            return
+        with self._lock:
+            health = self._health()
+        if self._calls.is_large:
+            logger.warning("llmcache: the cache is %s; nothing is reused under a calibration meanwhile", health)
+        else:
+            logger.warning("llmcache: calls no longer fail in the cache; what was calibrated is reused again")
+
+    def _health(self) -> Health:
+        is_failing = self._calls.is_large or self._looks.is_large
+        return Health(is_failing, self._calls.value, self._looks.value, dict(self._failures))
+
+    def too_large(self) -> None:
+        """Count a request that does not fit; the first is logged."""
+        with self._lock:
+            self._totals["too_large"] += 1
+            is_first = self._totals["too_large"] == 1
+        if is_first:
+            logger.warning("llmcache: a state is larger than its bank's budget and was not stored; raise max_bytes")
+
+    def hooked(self, n_rows: int) -> None:
+        """Count rows that take the whole way for hooks that somebody hung on the model; the first are logged."""
+        with self._lock:
+            self._totals["hooked"] += n_rows
+            is_first = "hooked" not in self._told
+            self._told.add("hooked")
+        if is_first:
+            logger.warning(
+                "llmcache: hooks hang on modules of the trunk and are to see all tokens, so nothing is served from a "
+                "prefix or before the layers (stats().n_hooked): remove them to have that back"
+            )
+
+    def revalidated(self, n_rows: int) -> None:
+        """Count rows that were computed to check an entry."""
+        with self._lock:
+            self._totals["requests"] += n_rows
+            self._totals["revalidated"] += n_rows
+
+    def call(self, call: Call) -> None:
+        """Count what became of the rows of a forward that was not bypassed, and what it took."""
+        reused, prefill = call.reused.values(), call.prefill
+        done = {*call.reused, *call.served, *call.doubted}
+        n_misses = sum(row.number not in done for row in call.active_rows)
+        with self._lock:
+            self._hits.update(reuse.rung for reuse in reused)
+            self._hits_by_layer.update(reuse.layer for reuse in reused)
+            self._reuses_by_layer.update(call.reused_at)
+            self._totals["requests"] += len(reused) + len(call.served) + n_misses
+            self._totals["misses"] += n_misses
+            self._totals["skipped"] += call.n_skipped
+            if prefill is not None:
+                self._hits["prefix"] += len(call.served)
+                self._totals["prefix tokens"] += sum(call.served.values())
+                self._totals["prompt tokens"] += sum(row.n_valid for row in call.rows if row.number not in call.reused)
+            self._lookup_s += call.lookup_s
+            self._storing_s += call.storing_s
+            has_turned = self._end_call()
+        self._tell_turn(has_turned)
+
+    def snapshot(self, n_let_pass: int = 0, **held: Any) -> Stats:
+        """The counts, joined with those of the cost model, and with what the library holds now."""
+        with self._lock:
+            bypassed = self._bypassed + Counter(does_not_pay=n_let_pass)
+            return Stats(
+                n_requests=self._totals["requests"] + n_let_pass,
+                hits=dict(+self._hits),
+                hits_by_layer=dict(self._hits_by_layer),
+                reuses_by_layer=dict(self._reuses_by_layer),
+                n_misses=self._totals["misses"],
+                n_revalidated=self._totals["revalidated"],
+                bypassed=dict(bypassed),
+                n_prefix_tokens=self._totals["prefix tokens"],
+                n_prompt_tokens=self._totals["prompt tokens"],
+                n_layers_skipped=self._totals["skipped"],
+                lookup_ms=self._lookup_s * 1e3,
+                storing_ms=self._storing_s * 1e3,
+                n_too_large=self._totals["too_large"],
+                n_hooked=self._totals["hooked"],
+                errors=self._totals["errors"],
+                health=self._health(),
+                **held,
+            )
+
+
+class Share:
+    """A share of failed ones that fades, and whether it is too large. The caller holds a lock."""
+
+    def __init__(self) -> None:
+        """Begin with none that failed."""
+        self.value: float = 0.0
+        self.is_large: bool = False
+        self._n = _AT_FIRST
+
+    def add(self, has_failed: bool) -> bool:
+        """Take in one; whether `is_large` has turned."""
+        self._n = min(self._n + 1, N_LATEST)
+        self.value += (has_failed - self.value) / self._n
+        was_large = self.is_large
+        self.is_large = self.value >= (_RECOVERED if was_large else _FAILING)
+        return self.is_large is not was_large
+
+
+def is_told(n: int) -> bool:
+    """Whether the `n`-th failure of a kind is logged: the first, the 10th, the 100th and so on."""
+    return str(n).rstrip("0") == "1"
