@@ -183,10 +183,7 @@ def make_fingerprint(options: Mapping[str, Any] | str) -> Fingerprint:
     Raises:
         ConfigError: There is none of this name, or its settings are wrong.
     """
-    fingerprint: Fingerprint = CacheConfig.make(None, fingerprint=options).fingerprint.build(
-        FINGERPRINTS, "fingerprint"
-    )
-    return fingerprint
+    return CacheConfig.make(None, fingerprint=options).fingerprint.build(FINGERPRINTS)
 
 
 def first_states(workload: Workload, trunk: Trunk, inputs: Inputs, wants_attention: bool) -> tuple[Any, Any]:

@@ -1,26 +1,36 @@
 """From settings and a model to the parts that serve its calls; what does not fit together is refused here."""
 
+import inspect
 from typing import Any
 
 import torch
 from torch import nn
 
+from llmcache.audit.audit import Audit, Compute
+from llmcache.audit.recompute import Looks, Origin
 from llmcache.banks.bank import Bank
 from llmcache.banks.cache_banks import Library
 from llmcache.banks.compression import CODECS, Codec
 from llmcache.banks.stores.memory import MemoryStore
+from llmcache.calibration.calibrated_reuse import Trust
+from llmcache.calibration.claim import Claim
 from llmcache.calibration.observer import Observer
+from llmcache.calibration.requirements import check_settings, check_student, refuse_unsafe
+from llmcache.calibration.training import Teacher
 from llmcache.config import CacheConfig
-from llmcache.errors import ConfigError, UnsafeReuseError, UnsupportedModelError
-from llmcache.execution.components import Parts
+from llmcache.errors import ConfigError, UnsupportedModelError
+from llmcache.execution.components import Calibrated, Parts
 from llmcache.execution.cost import PATIENCE, PATIENCE_OF_TAU, CostModel
-from llmcache.fingerprint import FINGERPRINTS, Fingerprint
+from llmcache.fingerprint import FINGERPRINTS, Fingerprint, Learned
+from llmcache.fingerprint.token_vectors import TokenVectors
+from llmcache.matching import DECISIONS
 from llmcache.matching.answers import Reading, find_answers, read_logits
 from llmcache.matching.content_gate import ContentGate
-from llmcache.matching.decision import DECISIONS, Decision, thresholds
+from llmcache.matching.decision import Decision, thresholds
 from llmcache.matching.index import INDEXES
 from llmcache.models.adapters import Trunk, device_of, first_attention, locate, vocabulary_size
 from llmcache.models.heads import Head, find_head
+from llmcache.models.hooks import plain_forward
 from llmcache.models.payloads import PAYLOADS, Payload
 from llmcache.models.weights import Weights
 from llmcache.policies import POLICIES
@@ -55,10 +65,10 @@ def assemble(model: nn.Module, config: CacheConfig, tokenizer: Any = None, answe
     payload = _choose_payload(trunk, head, config)
     _refuse_shared(trunk, payload)
     layers = _choose_layers(trunk, payload, config)
-    codec: Codec = config.compression.build(CODECS, "compression")
+    codec: Codec = config.compression.build(CODECS)
     # Built in any case, so that a wrong name is told now and not at the first request that needs it.
     fingerprint = make_fingerprint(config)
-    config.index_component.build(INDEXES, "index", 8)
+    config.index_component.build(INDEXES, 8)
     searched_by = None if config.tau is None else fingerprint
     is_exact = config.serves_exact and codec.is_lossless(next(trunk.module.parameters()).dtype)
     serves_entries = is_exact or config.tau is not None or config.learn is not None
@@ -66,14 +76,14 @@ def assemble(model: nn.Module, config: CacheConfig, tokenizer: Any = None, answe
     bank_bytes = max(1, config.max_bytes // len(layers) // (1 if prefix is None else 2))
     library = Library(
         {layer: _make_bank(trunk, config, bank_bytes) for layer in layers},
-        lambda: config.compression.build(CODECS, "compression"),
+        lambda: config.compression.build(CODECS),
         searched_by,
-        lambda dim: config.index_component.build(INDEXES, "index", dim),
+        lambda dim: config.index_component.build(INDEXES, dim),
         by_length=not payload.fits_any_length,
         by_layer=config.mode == "paper",
     )
     observer = None
-    decision: Decision = config.decide_component.build(DECISIONS, "decide")
+    decision: Decision = config.decide_component.build(DECISIONS)
     if config.tau is not None and decision.reads_answers:
         observer = Observer(library, find_answers(config.answer, head, model), answer_of)
     gate = _make_gate(trunk, config, tokenizer)
@@ -96,6 +106,77 @@ def assemble(model: nn.Module, config: CacheConfig, tokenizer: Any = None, answe
     return parts
 
 
+def make_calibrated(
+    parts: Parts, model: nn.Module, config: CacheConfig, answer_of: Reading, compute: Compute
+) -> Calibrated:
+    """Build what calibrates a cache.
+
+    Args:
+        parts: To which it will be added.
+        model: As given to `wrap`.
+        config: Settings.
+        answer_of: Finds the answer in what the model returned.
+        compute: Runs the wrapped model in a namespace, on tokenised inputs.
+
+    Raises:
+        ConfigError: A setting is wrong, or does not suit the model.
+        UnsafeReuseError: The head answers token by token.
+    """
+    check_settings(parts.head, config)
+    names = _names(model)
+    if config.audit and names is not None and "input_ids" not in names:
+        raise ConfigError(
+            f"audit={config.audit}: a hit is computed again from input_ids, which {type(model).__name__}.forward() "
+            f"does not take ({', '.join(sorted(names)) or 'nothing'}): name its argument so, or set audit=0"
+        )
+    fingerprint = make_fingerprint(config)
+    tokens = None
+    if isinstance(fingerprint, Learned):
+        tokens = TokenVectors(parts.trunk, parts.payload, plain_forward(parts.trunk.module))
+        fingerprint.bind(tokens.embed, tokens.think)
+    answers = find_answers(config.answer, parts.head, model)
+    if config.decide_component.name == "student":
+        check_student(parts.payload, answers, config)
+    decision: Decision = config.decide_component.build(DECISIONS)
+    chooser = Chooser(parts.library, decision, answers, parts.gate)
+    head = Weights(model, without=parts.trunk.module)
+    claim = Claim(config.max_drop, config.delta, "changed", config.sources, 0)
+    teacher = Teacher(parts.library, fingerprint, tokens, chooser, answers)
+
+    def origin() -> Origin:
+        """What decides the model's answers now."""
+        return Origin(parts.weights.digest(), head.digest(), parts.trunk.attention)
+
+    is_watched = config.audit > 0
+    trust = Trust(parts.library, teacher, chooser, answers, head, parts.counters, config.learn, claim, is_watched)
+    observer = Observer(parts.library, answers, answer_of, head)
+    audit = Audit(
+        parts.library,
+        fingerprint,
+        trust,
+        observer,
+        parts.weights,
+        parts.counters,
+        compute,
+        Looks(getattr(parts.trunk.config, "pad_token_id", None) or 0, names),
+        origin,
+        config.audit,
+        config.recalibrate,
+        config.audit_in_background,
+        config.audit_share,
+    )
+    observer.learner = audit
+    attention = first_attention(parts.trunk) if fingerprint.reads_attention else None
+    return Calibrated(fingerprint, attention, observer, trust, audit)
+
+
+def _names(model: nn.Module) -> set[str] | None:
+    """What a model may be passed by name; None: anything."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    return None if takes_all else {parameter.name for parameter in parameters}
+
+
 def _make_gate(trunk: Trunk, config: CacheConfig, tokenizer: Any) -> ContentGate | None:
     """The content gate, where it is asked for."""
     if config.gate is False:
@@ -115,7 +196,7 @@ def make_fingerprint(config: CacheConfig) -> Fingerprint:
     Raises:
         ConfigError: Its options are wrong, or it could never be fitted, or does not suit the mode.
     """
-    fingerprint: Fingerprint = config.fingerprint_component.build(FINGERPRINTS, "fingerprint")
+    fingerprint: Fingerprint = config.fingerprint_component.build(FINGERPRINTS)
     if config.max_entries is not None and config.max_entries < fingerprint.n_fit:
         raise ConfigError(
             f"max_entries={config.max_entries}: fingerprint {config.fingerprint_component.name!r} is fitted on "
@@ -128,21 +209,6 @@ def make_fingerprint(config: CacheConfig) -> Fingerprint:
             f"enter any layer; use one of {', '.join(fitting)}, or leave it out"
         )
     return fingerprint
-
-
-def refuse_unsafe(what: str, head: Head, config: CacheConfig) -> None:
-    """Refuse approximate reuse under a head whose answers it would replace by those of another input.
-
-    Raises:
-        UnsafeReuseError: It is such a head, and nobody allowed it.
-    """
-    if not head.why_unsafe or config.allow_unsafe:
-        return
-    raise UnsafeReuseError(
-        f"{what} with a model that has a {head.name}: reusing a layer's whole output replaces everything "
-        f"above it by what the stored request computed. {head.why_unsafe} Leave tau out (exact repeats are still "
-        "served), or set allow_unsafe=True to measure what that costs."
-    )
 
 
 def _choose_payload(trunk: Trunk, head: Head, config: CacheConfig) -> Payload:
@@ -205,7 +271,7 @@ def _device(trunk: Trunk, config: CacheConfig) -> torch.device:
 
 
 def _make_bank(trunk: Trunk, config: CacheConfig, max_bytes: int) -> Bank:
-    policy = config.policy.build(POLICIES, "policy")
+    policy = config.policy.build(POLICIES)
     return Bank(MemoryStore(_device(trunk, config)), policy, max_bytes, config.max_entries)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from llmcache.assembly import make_calibrated
 from llmcache.calibration.calibrated_reuse import Trust
 from llmcache.calibration.calibration import Calibration, check_size
 from llmcache.calibration.claim import Claim, Metric, MetricName, Sources
@@ -17,7 +18,6 @@ from llmcache.config import CacheConfig
 from llmcache.errors import ConfigError, WrapError
 from llmcache.execution.components import Parts
 from llmcache.execution.flow import Flow
-from llmcache.learning import make_learning
 from llmcache.matching.answers import Reading
 from llmcache.models.hooks import Installed, listen, watch
 from llmcache.request.observation import Observation
@@ -78,11 +78,11 @@ class Calibrator:
         """
         if self._parts.trust is not None:
             return
-        learning = make_learning(self._parts, self._model, self._config, self._answer_of, self._compute_in)
-        self._watch(learning.observer)
-        if learning.attention is not None:
-            self._installed.add(listen(learning.attention, self._flow))
-        learning.add_to(self._parts)
+        calibrated = make_calibrated(self._parts, self._model, self._config, self._answer_of, self._compute_in)
+        self._watch(calibrated.observer)
+        if calibrated.attention is not None:
+            self._installed.add(listen(calibrated.attention, self._flow))
+        calibrated.add_to(self._parts)
 
     def calibrate(self, requests: Requests, labels: Sequence[Any] | None, claim: Claim) -> Calibration:
         """Compute requests, learn from part of them, and choose what may be reused; see `LLMCache.calibrate`."""

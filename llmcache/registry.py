@@ -1,11 +1,62 @@
-"""An exchangeable part of a cache as settings name it, and how it is made."""
+"""Exchangeable parts of a cache: the classes that settings can name, and how one is made from its settings."""
 
-from collections.abc import Callable, Mapping
-from typing import Any, get_type_hints
+from typing import Any, Generic, TypeVar, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from llmcache.errors import ConfigError
+
+T = TypeVar("T")
+
+
+class Registry(dict[str, type[T]], Generic[T]):
+    """Classes by the name under which settings know them."""
+
+    def __init__(self, kind: str, base: type, known: dict[str, type[T]]) -> None:
+        """Begin with classes of our own.
+
+        Args:
+            kind: What they are, as the setting that names them is called.
+            base: What each has to do.
+            known: Classes by name.
+        """
+        super().__init__(known)
+        self.kind = kind
+        self._base = base
+
+    def register(self, name: str, made: type[T]) -> None:
+        """Let settings name a class.
+
+        Args:
+            name: The name; one that is taken is refused.
+            made: The class: derived from the base of its kind, or with all that this has.
+
+        Raises:
+            ConfigError: The name is taken, or the class lacks a method.
+        """
+        if name in self:
+            raise ConfigError(f"{self.kind}: the name {name!r} is taken by {self[name].__name__}")
+        if not isinstance(made, type):
+            raise ConfigError(f"{self.kind}: {name!r}: register a class, not {made!r}")
+        if missing := self._missing(made):
+            raise ConfigError(f"{self.kind}: {made.__name__} lacks {', '.join(missing)} of {self._base.__name__}")
+        self[name] = made
+
+    def find(self, name: str) -> type[T]:
+        """The class of a name.
+
+        Raises:
+            ConfigError: There is none.
+        """
+        if name not in self:
+            raise ConfigError(f"{self.kind}: unknown name {name!r}; known: {', '.join(sorted(self))}")
+        return self[name]
+
+    def _missing(self, made: type) -> list[str]:
+        """Members of the base that a class does not have."""
+        if issubclass(made, self._base):
+            return sorted(getattr(made, "__abstractmethods__", ()))
+        return [name for name in vars(self._base) if not name.startswith("_") and not hasattr(made, name)]
 
 
 class Component(BaseModel):
@@ -20,20 +71,17 @@ class Component(BaseModel):
         """Keyword arguments for the component's constructor."""
         return dict(self.model_extra or {})
 
-    def build(self, registry: Mapping[str, Callable[..., Any]], kind: str, *args: Any) -> Any:
+    def build(self, registry: Registry[T], *args: Any) -> T:
         """Construct the component.
 
         Args:
-            registry: Name to class.
-            kind: Setting that named it, for the error text.
+            registry: Of its kind.
             *args: Positional arguments that the library itself supplies.
 
         Raises:
             ConfigError: The name is unknown, or the options do not fit the class: in name, type or value.
         """
-        if self.name not in registry:
-            raise ConfigError(f"{kind}: unknown name {self.name!r}; known: {', '.join(sorted(registry))}")
-        make = registry[self.name]
+        make, kind = registry.find(self.name), registry.kind
         hints = get_type_hints(make.__init__)
         for option, value in self.options.items():
             try:

@@ -41,7 +41,7 @@ class Observe(TaskExperiment):
         """Check all settings, those of llmcache included; see `Section.make`."""
         made = super().make(values, name)
         Cached.check(made.cache, "cache")
-        CacheConfig.make(made.cache).policy.build(POLICIES, "cache.policy")
+        CacheConfig.make(made.cache).policy.build(POLICIES)
         return made
 
 

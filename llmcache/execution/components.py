@@ -21,7 +21,33 @@ from llmcache.models.payloads import Payload
 from llmcache.models.weights import Weights
 from llmcache.reuse import Rung
 from llmcache.reuse.prefix.block_pool import Blocks
+from llmcache.reuse.semantic import Semantic
 from llmcache.stats import Stats
+
+
+@dataclass(frozen=True, slots=True)
+class Calibrated:
+    """What calibrated reuse adds to the parts of a cache.
+
+    Attributes:
+        fingerprint: Not fitted yet.
+        attention: The first layer's self-attention where the fingerprint reads it, else None.
+        observer: Reads the model's answers.
+        trust: Not calibrated yet.
+        audit: Looks into what it will serve.
+    """
+
+    fingerprint: Fingerprint
+    attention: nn.Module | None
+    observer: Observer
+    trust: Trust
+    audit: Audit
+
+    def add_to(self, parts: "Parts") -> None:
+        """Serve calls with it from now on. Nothing is reused approximately until it is calibrated."""
+        parts.fingerprint, parts.attention, parts.observer = self.fingerprint, self.attention, self.observer
+        parts.rungs = [*parts.rungs, Semantic(parts.library, self.trust.chooser, self.trust)]
+        parts.trust, parts.audit = self.trust, self.audit
 
 
 @dataclass(slots=True)

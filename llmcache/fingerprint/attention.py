@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from llmcache.fingerprint.base import View
 from llmcache.fingerprint.mean import MeanEmbedding, content_mean
-from llmcache.fingerprint.view import View
 
 
 class AttentionMean(MeanEmbedding):

@@ -19,8 +19,8 @@ import numpy as np
 from torch import Tensor
 
 from llmcache.arrays import Floats, Ids, product
+from llmcache.fingerprint.base import Fingerprint, View
 from llmcache.fingerprint.mean import normalise
-from llmcache.fingerprint.view import View
 
 Lookup = Callable[[Ids], Floats]
 
@@ -28,12 +28,10 @@ _EXACT = 1e-6  # price of weights where there is nothing to guard against: outpu
 _N_POOLED = 6  # mean of input embeddings, max of these and of static ones, min likewise, weighted mean of static ones
 
 
-class Learned:
+class Learned(Fingerprint):
     """Pooled token vectors through a fitted linear map. Ready once it was fitted, by a calibration. Thread-safe."""
 
-    reads_attention = False
     reads_states = False
-    fits_any_layer = False
 
     def __init__(self, dim: int = 128, ridge: float = 1.0) -> None:
         """Choose the size.

@@ -5,10 +5,10 @@ import torch
 from torch import Tensor
 
 from llmcache.arrays import Floats
-from llmcache.fingerprint.view import Unlearned, View
+from llmcache.fingerprint.base import Fingerprint, View
 
 
-class MeanEmbedding(Unlearned):
+class MeanEmbedding(Fingerprint):
     """Mean of the hidden states that enter layer 0, over tokens that carry content.
 
     Special and padding tokens are left out (the paper does not say): they are the same in every request and only make

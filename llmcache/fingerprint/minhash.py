@@ -8,13 +8,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from llmcache.arrays import Floats
-from llmcache.fingerprint.view import Unlearned, View
+from llmcache.fingerprint.base import Fingerprint, View
 
 # The lowest 24 bits of a hash are a float32 exactly, and equal for different shingles once in 16 million.
 _KEPT_BITS = np.uint32(2**24 - 1)
 
 
-class ShingleMinHash(Unlearned):
+class ShingleMinHash(Fingerprint):
     """Signatures whose share of equal entries estimates the Jaccard similarity of two sets of shingles.
 
     A shingle is `width` content tokens in a row; a request shorter than that has one, of all its tokens. Order beyond a

@@ -6,3 +6,15 @@ fingerprint -> fingerprint_index   partitions by scope, length and layer
             -> decision            similarity or risk of each neighbour, against a limit
 answers: when two answers of the model are the same
 """
+
+from llmcache.matching.decision import Consensus, Decision, Evidence, Threshold
+from llmcache.matching.risk import Combined, Risk, Student
+from llmcache.registry import Registry
+
+__all__ = ["DECISIONS", "Combined", "Consensus", "Decision", "Evidence", "Risk", "Student", "Threshold"]
+
+DECISIONS: Registry[Decision] = Registry(
+    "decide",
+    Decision,
+    {"threshold": Threshold, "consensus": Consensus, "risk": Risk, "student": Student, "combined": Combined},
+)

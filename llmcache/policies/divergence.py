@@ -3,10 +3,11 @@
 import random
 from itertools import count
 
+from llmcache.policies.base import Policy
 from llmcache.policies.ranking import Ranking
 
 
-class Divergence:
+class Divergence(Policy):
     """The entry whose checks diverged most leaves first, among equals the least recently used.
 
     An approximate reuse is checked with probability `check_rate`: the request is computed, which is its answer, and
@@ -15,6 +16,9 @@ class Divergence:
     leaves at once. Bansal (2025) names divergence-aware eviction among the duties of the refresh and replacement
     controller and does not define it; this is our reading.
     """
+
+    lets_entries_leave_early = True
+    checks_reuse = True
 
     def __init__(self, check_rate: float = 0.05, limit: float = 0.15, weight: float = 0.5, seed: int = 0) -> None:
         """Open an empty policy.

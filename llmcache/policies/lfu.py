@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 
-from llmcache.policies.trusting import Trusting
+from llmcache.policies.base import Policy
 
 
 class Bucket:
@@ -31,7 +31,7 @@ class Bucket:
         self.higher.lower = self.lower
 
 
-class LFU(Trusting):
+class LFU(Policy):
     """Least frequently used; among equals the least recently used.
 
     Each put and each hit is a use. The count starts anew when a key was removed, and does not fade with time.

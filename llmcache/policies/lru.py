@@ -5,10 +5,10 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 
-from llmcache.policies.trusting import Trusting
+from llmcache.policies.base import Policy
 
 
-class FIFO(Trusting):
+class FIFO(Policy):
     """First in, first out. Storing a key again is a new arrival; a hit changes nothing."""
 
     def __init__(self) -> None:
@@ -48,6 +48,8 @@ class TTL(FIFO):
 
     A hit does not make a key younger; storing it again does.
     """
+
+    lets_entries_leave_early = True
 
     def __init__(self, ttl_s: float, now: Callable[[], float] = time.monotonic) -> None:
         """Open an empty policy.

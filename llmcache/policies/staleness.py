@@ -5,13 +5,13 @@ import time
 from collections.abc import Callable
 from itertools import count
 
+from llmcache.policies.base import Policy
 from llmcache.policies.ranking import Ranking
-from llmcache.policies.trusting import Trusting
 
 LEAST_S = 1e-3  # with a shorter half-life, float64 would no longer tell single matches apart after years of service
 
 
-class Staleness(Trusting):
+class Staleness(Policy):
     """The entry with the lowest score leaves first, among equals the one put longest ago.
 
     The score is the number of matches, each of which counts half as much after every `half_life_s`. Storing an entry is

@@ -17,8 +17,9 @@ from llmcache.banks.cache_banks import Library
 from llmcache.errors import ConfigError
 from llmcache.matching.answers import Answers
 from llmcache.matching.content_gate import ContentGate
-from llmcache.matching.decision import Decision, Evidence, lead_of
+from llmcache.matching.decision import Decision, Evidence
 from llmcache.matching.partition import Neighbour
+from llmcache.matching.risk import lead_of
 from llmcache.request.observation import Observation
 from llmcache.request.rows import Row, Scope
 

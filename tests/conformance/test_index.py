@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmcache.matching.index import INDEXES, HNSWIndex, Ids, Index, LSHIndex, Rows
+from llmcache.arrays import Floats, Ids
+from llmcache.matching.index import INDEXES, HNSWIndex, Index, LSHIndex
 from llmcache.matching.index.lsh import chance_to_meet
 
 DIM = 32
@@ -21,35 +22,35 @@ class Twin:
     """What an index must do, in the plainest way. Similarity is the inner product; to `lsh`, the share equal."""
 
     def __init__(self, like: Index | None = None) -> None:
-        self.rows: dict[int, Rows] = {}
+        self.rows: dict[int, Floats] = {}
         self.alike = (lambda a, b: np.mean(a == b)) if isinstance(like, LSHIndex) else np.dot
 
-    def add(self, ids: Ids, x: Rows) -> None:
+    def add(self, ids: Ids, x: Floats) -> None:
         self.rows.update(zip(ids.tolist(), x.copy(), strict=True))
 
     def remove(self, ids: Ids) -> None:
         for name in ids.tolist():
             self.rows.pop(name, None)
 
-    def similarity(self, query: Rows, ids: Ids) -> Rows:
+    def similarity(self, query: Floats, ids: Ids) -> Floats:
         return np.array([self.alike(query, self.rows[name]) for name in ids.tolist()], np.float32)
 
-    def best(self, query: Rows, k: int) -> Rows:
+    def best(self, query: Floats, k: int) -> Floats:
         return np.sort([self.alike(query, row) for row in self.rows.values()])[::-1][:k].astype(np.float32)
 
 
-def signs(rng: np.random.Generator, n: int) -> Rows:
-    """Rows that every kind of index holds exactly."""
+def signs(rng: np.random.Generator, n: int) -> Floats:
+    """Floats that every kind of index holds exactly."""
     return ((2 * rng.integers(2, size=(n, DIM)) - 1) / np.sqrt(DIM)).astype(np.float32)
 
 
-def directions(rng: np.random.Generator, n: int) -> Rows:
-    """Rows anywhere on the sphere."""
+def directions(rng: np.random.Generator, n: int) -> Floats:
+    """Floats anywhere on the sphere."""
     x = rng.standard_normal((n, DIM)).astype(np.float32)
     return x / np.linalg.norm(x, axis=1, keepdims=True)
 
 
-def check_exact(index: Index, twin: Twin, queries: Rows, k: int) -> None:
+def check_exact(index: Index, twin: Twin, queries: Floats, k: int) -> None:
     """The index finds what the twin finds. Among equals any order will do."""
     ids, similarity = index.search(queries, k)
     assert len(index) == len(twin.rows)
@@ -61,7 +62,7 @@ def check_exact(index: Index, twin: Twin, queries: Rows, k: int) -> None:
         np.testing.assert_allclose(claimed, twin.best(query, k), atol=1e-6)
 
 
-def recall(index: Index, twin: Twin, queries: Rows, k: int) -> float:
+def recall(index: Index, twin: Twin, queries: Floats, k: int) -> float:
     """Share of results as similar as the twin's; each must be alive and as similar as claimed."""
     ids, similarity = index.search(queries, k)
     assert ids.shape == (len(queries), min(k, len(twin.rows)))
@@ -204,7 +205,7 @@ def test_layout_in_memory_does_not_matter(index: Index, rng: np.random.Generator
     ],
 )
 def test_wrong_rows_are_refused_whole(
-    index: Index, rng: np.random.Generator, change: Callable[[Ids, Rows], tuple[Ids, Rows]], message: str
+    index: Index, rng: np.random.Generator, change: Callable[[Ids, Floats], tuple[Ids, Floats]], message: str
 ) -> None:
     twin, x = Twin(index), signs(rng, 5)
     for held in index, twin:
@@ -404,7 +405,7 @@ def test_vectors_gives_back_what_was_added(name: str) -> None:
 def test_refined_overlooks_next_to_nothing_and_stays_right_as_rows_come_and_go(dim: int) -> None:
     rng = np.random.default_rng(0)
 
-    def near(centres: Rows, n: int) -> Rows:
+    def near(centres: Floats, n: int) -> Floats:
         x = centres[rng.integers(len(centres), size=n)] + 0.3 * rng.standard_normal((n, dim)).astype(np.float32)
         return (x / np.linalg.norm(x, axis=1, keepdims=True)).astype(np.float32)
 
@@ -428,7 +429,7 @@ def test_refined_refuses_useless_sizes(option: dict[str, int]) -> None:
         INDEXES["refined"](8, **option)
 
 
-def sets_and_signatures(rng: np.random.Generator, jaccard: float, n: int, dim: int) -> tuple[Rows, Rows]:
+def sets_and_signatures(rng: np.random.Generator, jaccard: float, n: int, dim: int) -> tuple[Floats, Floats]:
     """Signatures of pairs of sets, by definition of MinHash: each entry agrees with probability `jaccard`."""
     first, other = (rng.integers(2**24, size=(n, dim)).astype(np.float32) for _ in range(2))
     return first, np.where(rng.random((n, dim)) < jaccard, first, other)

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from llmcache.errors import ConfigError
-from llmcache.matching.decision import DECISIONS, Consensus, Evidence, Risk, Threshold, deepest_layer
+from llmcache.matching import DECISIONS, Consensus, Evidence, Risk, Threshold
+from llmcache.matching.decision import deepest_layer
 from llmcache.registry import Component
 
 
@@ -133,7 +134,7 @@ def test_risk_that_was_saved_doubts_the_same() -> None:
 )
 def test_what_cannot_vote_is_refused(given_: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="decide"):
-        Component.model_validate(given_).build(DECISIONS, "decide")
+        Component.model_validate(given_).build(DECISIONS)
 
 
 def test_deepest_layer_within_its_limit() -> None:

@@ -11,7 +11,8 @@ from torch import nn
 
 from llmcache import LLMCache
 from llmcache.errors import ConfigError
-from llmcache.matching.decision import Combined, Evidence, Risk, Student, lead_of
+from llmcache.matching import Combined, Evidence, Risk, Student
+from llmcache.matching.risk import lead_of
 from llmcache.reuse.chooser import Chooser
 from tests.models import tokenizer
 from tests.topics import N_TOPICS, classifier, requests

@@ -1,79 +1,18 @@
 """How a stored state is packed. A codec turns one named tensor into named tensors, and back.
 
-A codec serves one layer and one state of the weights: both decide the distribution, and some codecs are fitted on what
-they first see.
-Sizes: R rows of a tensor, N rows to fit on, D hidden width.
+state -> packers   the packers of the weights in force, one a layer
+      -> packer    a codec at work: fitted on the first states, and what it loses measured
+      -> codec     encode: what is stored; decode: what is served
 """
 
-from collections.abc import Mapping
-from typing import Protocol
-
-import torch
-from torch import Tensor
-
 from llmcache.banks.compression.autoencoder import Autoencoder
+from llmcache.banks.compression.base import Codec
 from llmcache.banks.compression.pca import PCA
 from llmcache.banks.compression.rounding import Half, Int8, Plain
+from llmcache.registry import Registry
 
+__all__ = ["CODECS", "PCA", "Autoencoder", "Codec", "Half", "Int8", "Plain"]
 
-class Codec(Protocol):
-    """Packs floating-point tensors of any shape. Arguments are never modified.
-
-    `fit` and `restore` are called once at most, and need the library's lock; the rest changes nothing and is safe in
-    any thread. What was encoded before the fit can be decoded after it.
-    """
-
-    @property
-    def n_fit(self) -> int:
-        """Rows it must see before it packs; 0 when it is ready."""
-
-    def fit(self, rows: Tensor) -> None:
-        """Learn from the first `n_fit` rows of `hidden`, floating point (N, D). The global RNG is left alone."""
-
-    def encode(self, name: str, x: Tensor) -> dict[str, Tensor]:
-        """Pack a tensor.
-
-        Args:
-            name: Name under which `x` is stored; every name in the result begins with it. Codecs that are fitted pack
-                `hidden` only.
-            x: Floating-point tensor, any shape and device. It may require a gradient; the result does not.
-
-        Returns:
-            Tensors by name, on the device of `x`. They may share its memory, for who packs to store has
-            given it away; other memory is theirs alone, and nobody writes to it again.
-
-        Raises:
-            ValueError: `x` is not a floating-point tensor, or has values that the codec cannot hold.
-        """
-
-    def decode(self, name: str, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        """Unpack what `encode` returned under `name`.
-
-        Args:
-            name: As given to `encode`.
-            tensors: What `encode` returned; other names may be among them.
-            dtype: Floating-point type of the result, usually that of the encoded tensor.
-
-        Returns:
-            Tensor of the encoded shape, on the device of `tensors`. It may share memory with them.
-
-        Raises:
-            KeyError: A tensor of that name is missing.
-        """
-
-    def is_lossless(self, dtype: torch.dtype) -> bool:
-        """Say whether any tensor of this type comes back bit for bit, whenever it is encoded."""
-
-    def state(self) -> dict[str, Tensor]:
-        """Tensors that `restore` needs; empty when nothing was learned."""
-
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Take up a saved state.
-
-        Raises:
-            KeyError: A part is missing.
-            ValueError: The parts do not fit each other, or not this codec's settings.
-        """
-
-
-CODECS: dict[str, type[Codec]] = {"none": Plain, "fp16": Half, "int8": Int8, "pca": PCA, "autoencoder": Autoencoder}
+CODECS: Registry[Codec] = Registry(
+    "compression", Codec, {"none": Plain, "fp16": Half, "int8": Int8, "pca": PCA, "autoencoder": Autoencoder}
+)

@@ -6,13 +6,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from llmcache.banks.compression.learned import Learned
+from llmcache.banks.compression.fitted import FittedCodec
 
 LEARNING_RATE = 1e-2  # 200 steps at Adam's usual 1e-3 end long before the loss does
 LEAST_SCALE = 0.01  # of the mean deviation: a dimension that hardly varied in the sample must not swamp the rest later
 
 
-class Autoencoder(Learned):
+class Autoencoder(FittedCodec):
     """`autoencoder`: one hidden layer of `dim` tanh units between standardised rows, trained to give its input back.
 
     Adam on all rows at once, `epochs` steps: some 2 s for 512 rows of 768 on one core. Seeded: the same rows give the

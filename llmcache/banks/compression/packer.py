@@ -6,8 +6,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from llmcache.banks.compression import Codec
-from llmcache.banks.stores import Entry
+from llmcache.banks.compression.base import Codec
+from llmcache.banks.stores.base import Entry
 from llmcache.models.payloads import cosine_distance
 
 logger = logging.getLogger("llmcache")

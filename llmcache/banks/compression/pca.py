@@ -6,10 +6,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from llmcache.banks.compression.learned import Learned
+from llmcache.banks.compression.fitted import FittedCodec
 
 
-class PCA(Learned):
+class PCA(FittedCodec):
     """`pca`: float16 coefficients on the first `dim` principal axes of centred rows.
 
     No linear map to as few numbers has a smaller squared error on the rows it was fitted on.

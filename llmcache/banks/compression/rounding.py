@@ -5,17 +5,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from llmcache.banks.compression.base import Codec
 
-class Plain:
+
+class Plain(Codec):
     """`none`: the tensor as it is. Learns nothing, like all codecs here."""
-
-    @property
-    def n_fit(self) -> int:
-        """Nothing to learn: ready at once."""
-        return 0
-
-    def fit(self, rows: Tensor) -> None:
-        """Nothing to learn."""
 
     def encode(self, name: str, x: Tensor) -> dict[str, Tensor]:
         """Return `x` itself, detached."""
@@ -28,13 +22,6 @@ class Plain:
     def is_lossless(self, dtype: torch.dtype) -> bool:
         """Always."""
         return True
-
-    def state(self) -> dict[str, Tensor]:
-        """Nothing to save."""
-        return {}
-
-    def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Nothing to take up."""
 
 
 class Half(Plain):

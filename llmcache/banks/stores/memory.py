@@ -11,7 +11,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from llmcache.banks.stores import Entry, Store
+from llmcache.banks.stores.base import Entry, Store
 
 SMALL_BYTES = 16 * 1024
 BLOCK_BYTES = 1024 * 1024

@@ -5,7 +5,8 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from llmcache.matching.index.flat import FlatIndex, Rows
+from llmcache.arrays import Floats
+from llmcache.matching.index.flat import FlatIndex
 
 
 class BinaryIndex(FlatIndex):
@@ -38,14 +39,14 @@ class BinaryIndex(FlatIndex):
     def _memory(self) -> Any:
         return self._faiss.xb
 
-    def _encode(self, x: Rows) -> npt.NDArray[Any]:
+    def _encode(self, x: Floats) -> npt.NDArray[Any]:
         return np.packbits(x > 0, axis=1)
 
-    def _decode(self, codes: npt.NDArray[Any]) -> Rows:
+    def _decode(self, codes: npt.NDArray[Any]) -> Floats:
         bits = np.unpackbits(codes, axis=1, count=self.dim)
-        signs: Rows = ((2 * bits.astype(np.float32) - 1) / np.sqrt(self.dim)).astype(np.float32)
+        signs: Floats = ((2 * bits.astype(np.float32) - 1) / np.sqrt(self.dim)).astype(np.float32)
         return signs
 
-    def _similarity(self, score: npt.NDArray[Any]) -> Rows:
+    def _similarity(self, score: npt.NDArray[Any]) -> Floats:
         """Cosine of two sign vectors from the number of bits that differ."""
         return (1 - 2 * score / self.dim).astype(np.float32)

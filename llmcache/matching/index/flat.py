@@ -1,17 +1,16 @@
 """Exhaustive search, exact. N: rows, B: queries, F: dimensions."""
 
 from itertools import islice
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from llmcache.arrays import Ids
+from llmcache.arrays import Floats, Ids
+from llmcache.matching.index.base import Index
 
-Rows: TypeAlias = npt.NDArray[np.float32]
 
-
-class FlatIndex:
+class FlatIndex(Index):
     """Inner product with every row: exact, and the time of a search grows with the number of rows.
 
     Rows are dense. A known id is overwritten in its slot, through a view on faiss's own memory; removing one moves the
@@ -38,7 +37,7 @@ class FlatIndex:
         self._faiss = self._open()
         self._view: npt.NDArray[Any] | None = None
 
-    def add(self, ids: Ids, x: Rows) -> None:
+    def add(self, ids: Ids, x: Floats) -> None:
         """Add or overwrite rows; see `Index.add`."""
         check_rows(x, self.dim)
         check_ids(ids, len(x))
@@ -51,13 +50,13 @@ class FlatIndex:
         self._ids[slots] = ids
         self._codes()[slots] = self._encode(x)
 
-    def search(self, x: Rows, k: int) -> tuple[Ids, Rows]:
+    def search(self, x: Floats, k: int) -> tuple[Ids, Floats]:
         """Find the `k` most similar rows; see `Index.search`."""
         check_rows(x, self.dim)
         check_k(k)
         return self.nearest(x, k)
 
-    def nearest(self, x: Rows, k: int) -> tuple[Ids, Rows]:
+    def nearest(self, x: Floats, k: int) -> tuple[Ids, Floats]:
         """As `search`, for arguments that were checked already."""
         width = min(k, len(self))
         if not width or not len(x):
@@ -65,8 +64,8 @@ class FlatIndex:
         score, slots = self._faiss.search(self._encode(x), width)
         return self._ids[slots], self._similarity(score)
 
-    def vectors(self, ids: Ids) -> Rows:
-        """Rows by id; see `Index.vectors`."""
+    def vectors(self, ids: Ids) -> Floats:
+        """Floats by id; see `Index.vectors`."""
         check_ids(ids, len(ids), least=None)
         if not len(ids):
             return np.empty((0, self.dim), np.float32)
@@ -88,7 +87,7 @@ class FlatIndex:
                 self._slot_of[int(self._ids[last])] = hole
         self._resize(len(self._slot_of))
 
-    def all(self) -> tuple[Ids, Rows]:
+    def all(self) -> tuple[Ids, Floats]:
         """Everything held, oldest first: ids (N,) and a copy of the rows (N, F)."""
         ids = np.fromiter(self._slot_of, np.int64)
         return ids, self.vectors(ids)
@@ -105,7 +104,7 @@ class FlatIndex:
         return ids, rows
 
     def __len__(self) -> int:
-        """Rows held."""
+        """Floats held."""
         return len(self._slot_of)
 
     @property
@@ -141,13 +140,13 @@ class FlatIndex:
         """The vector of bytes in which faiss keeps the rows."""
         return self._faiss.codes
 
-    def _encode(self, x: Rows) -> npt.NDArray[Any]:
+    def _encode(self, x: Floats) -> npt.NDArray[Any]:
         return x
 
-    def _decode(self, codes: npt.NDArray[Any]) -> Rows:
+    def _decode(self, codes: npt.NDArray[Any]) -> Floats:
         return codes
 
-    def _similarity(self, score: npt.NDArray[Any]) -> Rows:
+    def _similarity(self, score: npt.NDArray[Any]) -> Floats:
         return score
 
 
@@ -159,7 +158,7 @@ def check_ids(ids: Ids, n_rows: int, least: int | None = 0) -> None:
         raise ValueError(f"ids must be at least {least}, got {ids.min()}")
 
 
-def check_rows(x: Rows, dim: int) -> None:
+def check_rows(x: Floats, dim: int) -> None:
     """Raise `ValueError` unless `x` is float32 (N, dim) and finite."""
     if x.dtype != np.float32 or x.ndim != 2 or x.shape[1] != dim:
         raise ValueError(f"x must be float32 of shape (N, {dim}), got {x.dtype} {x.shape}")

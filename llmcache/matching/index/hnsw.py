@@ -4,11 +4,12 @@ from typing import Any
 
 import numpy as np
 
-from llmcache.arrays import Ids
-from llmcache.matching.index.flat import FlatIndex, Rows
+from llmcache.arrays import Floats, Ids
+from llmcache.matching.index.base import Index
+from llmcache.matching.index.flat import FlatIndex
 
 
-class HNSWIndex:
+class HNSWIndex(Index):
     """A graph for the many, and beside it a flat buffer for the new.
 
     New rows wait in the buffer, which is searched exhaustively; once it holds more than `buffer` rows, the oldest
@@ -36,7 +37,7 @@ class HNSWIndex:
             ef_construction: Candidates looked at when a row is inserted.
             ef_search: Candidates looked at by a search: more find more, and take longer.
             buffer: Most rows that wait outside the graph.
-            block: Rows that enter the graph at a time. faiss inserts up to 100 in one thread, more in all: faster on
+            block: Floats that enter the graph at a time. faiss inserts up to 100 in one thread, more in all: faster on
                 idle cores, but several times slower on busy ones, where its threads wait for each other.
 
         Raises:
@@ -53,14 +54,14 @@ class HNSWIndex:
         self._max_waiting = buffer
         self._block = block
 
-    def add(self, ids: Ids, x: Rows) -> None:
+    def add(self, ids: Ids, x: Floats) -> None:
         """Add or overwrite rows; see `Index.add`."""
         self._buffer.add(ids, x)
         self._bury(ids)
         while len(self._buffer) > self._max_waiting:
             self._graph.add(*self._buffer.take(self._block))
 
-    def search(self, x: Rows, k: int) -> tuple[Ids, Rows]:
+    def search(self, x: Floats, k: int) -> tuple[Ids, Floats]:
         """Find the `k` most similar rows of buffer and graph; see `Index.search`."""
         both = self._buffer.search(x, k), self._graph.search(x, k)
         ids = np.concatenate([found for found, _ in both], axis=1)
@@ -68,8 +69,8 @@ class HNSWIndex:
         best = np.argsort(-similarity, axis=1, kind="stable")[:, : min(k, len(self))]
         return np.take_along_axis(ids, best, 1), np.take_along_axis(similarity, best, 1)
 
-    def vectors(self, ids: Ids) -> Rows:
-        """Rows by id; see `Index.vectors`."""
+    def vectors(self, ids: Ids) -> Floats:
+        """Floats by id; see `Index.vectors`."""
         rows = [self._graph.row(name) if name in self._graph else self._buffer.vectors(ids[i : i + 1])[0]
                 for i, name in enumerate(ids.tolist())]  # fmt: skip
         return np.array(rows, np.float32).reshape(len(ids), self.dim)
@@ -80,7 +81,7 @@ class HNSWIndex:
         self._bury(ids)
 
     def __len__(self) -> int:
-        """Rows held, tombstones not counted."""
+        """Floats held, tombstones not counted."""
         return len(self._buffer) + len(self._graph)
 
     @property
@@ -109,7 +110,7 @@ class Graph:
         self._slot_of: dict[int, int] = {}
         self._ids: Ids = np.empty(0, np.int64)  # slot -> id, -1 where dead
 
-    def add(self, ids: Ids, x: Rows) -> None:
+    def add(self, ids: Ids, x: Floats) -> None:
         """Insert rows (N, F) whose ids (N,) are new here."""
         first = len(self._ids)
         self._faiss.add(x)
@@ -127,12 +128,12 @@ class Graph:
         """Whether an id is here and alive."""
         return name in self._slot_of
 
-    def row(self, name: int) -> Rows:
+    def row(self, name: int) -> Floats:
         """The row (F,) of an id that is here."""
-        row: Rows = self._faiss.reconstruct(self._slot_of[name])
+        row: Floats = self._faiss.reconstruct(self._slot_of[name])
         return row
 
-    def drain(self) -> tuple[Ids, Rows]:
+    def drain(self) -> tuple[Ids, Floats]:
         """Empty the graph, and return the ids (N,) and rows (N, F) that lived in it."""
         slots = np.flatnonzero(self._ids >= 0)
         ids, rows = self._ids[slots], self._faiss.reconstruct_batch(slots)
@@ -141,7 +142,7 @@ class Graph:
         self._ids = np.empty(0, np.int64)
         return ids, rows
 
-    def search(self, x: Rows, k: int) -> tuple[Ids, Rows]:
+    def search(self, x: Floats, k: int) -> tuple[Ids, Floats]:
         """Find at least `k` living rows a query, if they can be reached.
 
         Returns:
@@ -164,7 +165,7 @@ class Graph:
             width = min(2 * width, total)
 
     def __len__(self) -> int:
-        """Rows alive."""
+        """Floats alive."""
         return len(self._slot_of)
 
     @property

@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from llmcache.arrays import Ids
-from llmcache.matching.index.flat import FlatIndex, Rows, check_k, check_rows
+from llmcache.arrays import Floats, Ids
+from llmcache.matching.index.base import Index
+from llmcache.matching.index.flat import FlatIndex, check_k, check_rows
 
 
-class LSHIndex:
+class LSHIndex(Index):
     """Finds signatures that agree with a query's in a whole band, and ranks them by the share of equal entries.
 
     That share estimates the Jaccard similarity of the sets behind two signatures, and takes the inner product's place
@@ -44,14 +45,14 @@ class LSHIndex:
         self._rows = FlatIndex(dim)
         self._bands = _open_bands(dim, self.width)
 
-    def add(self, ids: Ids, x: Rows) -> None:
+    def add(self, ids: Ids, x: Floats) -> None:
         """Add or overwrite rows; see `Index.add`."""
         self._rows.add(ids, x)
         for name, row in zip(ids.tolist(), x, strict=True):
             self._leave_bands(name)
             self._bands.insert(name, _sketch(row))
 
-    def search(self, x: Rows, k: int) -> tuple[Ids, Rows]:
+    def search(self, x: Floats, k: int) -> tuple[Ids, Floats]:
         """Find the `k` rows that share most entries, among those that share a band; see `Index.search`."""
         check_rows(x, self.dim)
         check_k(k)
@@ -65,8 +66,8 @@ class LSHIndex:
             ids[i, : len(best)], similarity[i, : len(best)] = candidates[best], share[best]
         return ids, similarity
 
-    def vectors(self, ids: Ids) -> Rows:
-        """Rows by id; see `Index.vectors`."""
+    def vectors(self, ids: Ids) -> Floats:
+        """Floats by id; see `Index.vectors`."""
         return self._rows.vectors(ids)
 
     def remove(self, ids: Ids) -> None:
@@ -76,7 +77,7 @@ class LSHIndex:
             self._leave_bands(name)
 
     def __len__(self) -> int:
-        """Rows held."""
+        """Floats held."""
         return len(self._rows)
 
     @property
@@ -89,9 +90,9 @@ class LSHIndex:
             self._bands.remove(name)
 
 
-def share_equal(rows: Rows, row: Rows) -> Rows:
+def share_equal(rows: Floats, row: Floats) -> Floats:
     """Share (N,) of the entries at which rows (N, F) equal one (F,): what MinHash estimates Jaccard similarity by."""
-    share: Rows = (rows == row).mean(axis=1, dtype=np.float32)
+    share: Floats = (rows == row).mean(axis=1, dtype=np.float32)
     return share
 
 
@@ -112,7 +113,7 @@ def _open_bands(dim: int, width: int) -> Any:
     return MinHashLSH(num_perm=dim, params=(dim // width, width))
 
 
-def _sketch(row: Rows) -> Any:
+def _sketch(row: Floats) -> Any:
     """A signature (F,) as datasketch takes it. It compares bytes, so those of a float will do as a hash."""
     from datasketch import LeanMinHash
 

@@ -2,12 +2,13 @@
 
 import numpy as np
 
-from llmcache.arrays import Ids, product
+from llmcache.arrays import Floats, Ids, product
+from llmcache.matching.index.base import Index
 from llmcache.matching.index.binary import BinaryIndex
-from llmcache.matching.index.flat import FlatIndex, Rows, check_k, check_rows
+from llmcache.matching.index.flat import FlatIndex, check_k, check_rows
 
 
-class RefinedIndex:
+class RefinedIndex(Index):
     """Exhaustive over one bit a dimension, exact over the `candidates` that differ least in them.
 
     Up to `exact` rows every row is compared in full. Beyond that the signs of the rows, centred on the mean of those
@@ -24,7 +25,7 @@ class RefinedIndex:
         Args:
             dim: F, at least 1.
             exact: Most rows that are all compared in full, at least 1.
-            candidates: Rows a query that the second stage compares, at least 1. More overlook less.
+            candidates: Floats a query that the second stage compares, at least 1. More overlook less.
 
         Raises:
             ValueError: A number is too small.
@@ -35,11 +36,11 @@ class RefinedIndex:
         self.dim = dim
         self._rows = FlatIndex(dim)
         self._bits = BinaryIndex(-(-dim // 8) * 8)
-        self._centre: Rows | None = None
+        self._centre: Floats | None = None
         self._exact = exact
         self._candidates = candidates
 
-    def add(self, ids: Ids, x: Rows) -> None:
+    def add(self, ids: Ids, x: Floats) -> None:
         """Add or overwrite rows; see `Index.add`."""
         self._rows.add(ids, x)
         if self._centre is not None:
@@ -49,7 +50,7 @@ class RefinedIndex:
             self._centre = rows.mean(axis=0)
             self._bits.add(held, self._signs(rows))
 
-    def search(self, x: Rows, k: int) -> tuple[Ids, Rows]:
+    def search(self, x: Floats, k: int) -> tuple[Ids, Floats]:
         """Find the `k` most similar rows; see `Index.search`."""
         check_rows(x, self.dim)
         check_k(k)
@@ -64,8 +65,8 @@ class RefinedIndex:
             ids[i], similarity[i] = candidates[best], exactly[best]
         return ids, similarity
 
-    def vectors(self, ids: Ids) -> Rows:
-        """Rows by id; see `Index.vectors`."""
+    def vectors(self, ids: Ids) -> Floats:
+        """Floats by id; see `Index.vectors`."""
         return self._rows.vectors(ids)
 
     def remove(self, ids: Ids) -> None:
@@ -74,7 +75,7 @@ class RefinedIndex:
         self._rows.remove(ids)
 
     def __len__(self) -> int:
-        """Rows held."""
+        """Floats held."""
         return len(self._rows)
 
     @property
@@ -82,9 +83,9 @@ class RefinedIndex:
         """Bytes of rows, bits and slot numbers."""
         return self._rows.nbytes + self._bits.nbytes
 
-    def _signs(self, x: Rows) -> Rows:
+    def _signs(self, x: Floats) -> Floats:
         """Centred rows, filled up with zeros to a whole number of bytes of bits."""
         assert self._centre is not None
-        centred: Rows = x - self._centre
+        centred: Floats = x - self._centre
         missing = self._bits.dim - self.dim
         return np.pad(centred, ((0, 0), (0, missing))) if missing else centred

@@ -12,7 +12,7 @@ from llmcache.banks.compression.rounding import Plain, check_rows, saturate
 PACKED = "hidden"  # K/V have another width, and would need codecs of their own
 
 
-class Learned(Plain, ABC):
+class FittedCodec(Plain, ABC):
     """Packs rows (R, D) of `hidden` as codes (R, K), K the smaller of `dim` and D; other tensors stay as they are.
 
     Until it is fitted it keeps the rows as they are. Codes are float16: rounding them adds at most 2**-11 of a code to

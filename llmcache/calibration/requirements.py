@@ -1,0 +1,107 @@
+"""What approximate reuse asks of a model and its settings; what does not fit is refused here."""
+
+from llmcache.calibration.calibration import check_size
+from llmcache.config import CacheConfig
+from llmcache.errors import CalibrationError, ConfigError, UnsafeReuseError
+from llmcache.matching.answers import Answers
+from llmcache.models.heads import Head
+from llmcache.models.payloads import Payload
+from llmcache.policies import POLICIES, Policy
+
+
+def refuse_unsafe(what: str, head: Head, config: CacheConfig) -> None:
+    """Refuse approximate reuse under a head whose answers it would replace by those of another input.
+
+    Raises:
+        UnsafeReuseError: It is such a head, and nobody allowed it.
+    """
+    if not head.why_unsafe or config.allow_unsafe:
+        return
+    raise UnsafeReuseError(
+        f"{what} with a model that has a {head.name}: reusing a layer's whole output replaces everything "
+        f"above it by what the stored request computed. {head.why_unsafe} Leave tau out (exact repeats are still "
+        "served), or set allow_unsafe=True to measure what that costs."
+    )
+
+
+def check_settings(head: Head, config: CacheConfig) -> None:
+    """Refuse settings under which no bound could be kept.
+
+    Args:
+        head: What reads the trunk's output.
+        config: Settings.
+
+    Raises:
+        ConfigError: A setting rules out a calibration.
+        UnsafeReuseError: The head answers token by token.
+    """
+    if config.tau is not None:
+        raise ConfigError(
+            f"tau={config.tau} is your own choice of what may be reused; to have it calibrated, wrap without tau"
+        )
+    refuse_unsafe("a calibration", head, config)
+    if head.name == "multiple-choice head":
+        raise ConfigError("a multiple-choice head answers several rows together: it cannot be calibrated row by row")
+    if config.compression.name != "none":
+        raise ConfigError(
+            f"compression={config.compression.name!r}: what it changes is not part of the bound; calibrate with 'none'"
+        )
+    if not config.serves_exact:
+        raise ConfigError(
+            "exact=False: a calibration counts on repeats being served from their own states; leave it out"
+        )
+    if _lets_leave(POLICIES.find(config.policy.name)):
+        staying = sorted(name for name, policy in POLICIES.items() if not _lets_leave(policy))
+        raise ConfigError(
+            f"policy={config.policy.name!r}: the requests that a calibration rests on stay; use one of "
+            f"{', '.join(staying)}"
+        )
+    if config.learn is None:
+        return
+    try:
+        check_size(config.learn, config.max_drop, config.delta)
+    except CalibrationError as error:
+        raise ConfigError(f"learn={config.learn}: {error}") from error
+    if config.max_entries is not None and config.max_entries < config.learn:
+        raise ConfigError(
+            f"max_entries={config.max_entries}: some of the learn={config.learn} requests would have left before they "
+            "could serve; raise it, or lower learn"
+        )
+
+
+def check_student(payload: Payload, answers: Answers, config: CacheConfig) -> None:
+    """Refuse settings under which a forecast alone could serve nothing, or past a gate.
+
+    Args:
+        payload: What of a state is kept.
+        answers: The kind of the model's answers.
+        config: Settings, which ask for `decide='student'`.
+
+    Raises:
+        ConfigError: A setting does not go with it.
+    """
+    if config.fingerprint_component.name != "learned":
+        raise ConfigError(
+            f"decide='student' with fingerprint={config.fingerprint.name!r}, which forecasts nothing: use 'learned' or "
+            "'auto'"
+        )
+    if not answers.is_discrete:
+        raise ConfigError(
+            f"decide='student' with answer={answers.name!r}: an example stands for an answer that different requests "
+            "have, a class or a set of labels; use decide='risk'"
+        )
+    if not payload.fits_any_length:
+        raise ConfigError(
+            f"decide='student' with payload={payload.name!r}: an example of an answer has another length than "
+            "the request; use decide='risk', or a payload that fits any length"
+        )
+    if config.gate is not False:
+        raise ConfigError(
+            f"decide='student' with gate={config.gate}: the gate compares a request with the one that serves it, and "
+            "here none is like it; use decide='risk' or 'combined', or leave the gate out"
+        )
+
+
+def _lets_leave(policy: type[Policy]) -> bool:
+    """Whether entries leave before a budget is used up, or are computed, whatever was calibrated."""
+    return policy.lets_entries_leave_early or policy.checks_reuse
