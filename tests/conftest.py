@@ -11,7 +11,7 @@ import faiss
 import pytest
 import torch
 
-from experiments import hub
+from llmcache.models import loading
 from tests.tiny_data import save_base, write_data
 
 # Tiny models gain nothing from threads, and on a busy machine they wait for each other.
@@ -26,7 +26,7 @@ def _seeded() -> None:
 
 @pytest.fixture(autouse=True)
 def _asks_the_hub_anew() -> None:
-    hub.FAILED.clear()
+    loading.FAILED.clear()
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import transformers as tf
 
-from experiments.folders import Folders
+from experiments.support.folders import Folders
 from tests.models import build
 from tests.tiny_data import passage, write_data
 

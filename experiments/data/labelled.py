@@ -12,8 +12,8 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from experiments.data.source import build, read_json, read_jsonl, read_text
-from experiments.section import Section
-from experiments.streams.support_desk import support_desk
+from experiments.data.streams.support_desk import support_desk
+from experiments.support.section import Section
 from llmcache.errors import ConfigError
 
 logger = logging.getLogger("llmcache")

@@ -7,8 +7,8 @@ from random import Random
 
 from experiments.data.openbookqa import Choice
 from experiments.data.squad import Question
-from experiments.streams.support_desk import INTENTS, support_desk
-from experiments.streams.support_desk_phrases import FILLERS
+from experiments.data.streams.support_desk import INTENTS, support_desk
+from experiments.data.streams.support_desk_phrases import FILLERS
 
 #: As many as a trial run could want; the tasks' `limit` takes fewer.
 N_PASSAGES, N_CHOICES, N_LINES = 40, 200, 400

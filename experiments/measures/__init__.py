@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.folders import Folders
 from experiments.measures import (
     adversaries,
     bound,
@@ -27,6 +26,7 @@ from experiments.measures import (
     trust,
 )
 from experiments.measures.base import Experiment, Outcome
+from experiments.support.folders import Folders
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,15 +15,15 @@ from typing import Any, Self
 
 from pydantic import Field
 
-from experiments.edits import edits_of
-from experiments.folders import Folders
 from experiments.measures.base import Outcome
+from experiments.measures.edits import edits_of
 from experiments.measures.learning import LearningExperiment, figures_of, later
 from experiments.methods.cached import Cached
-from experiments.metrics import share_interval
-from experiments.progress import tracked
-from experiments.rehearsal import Rehearsal, doubts_about, freeze
-from experiments.serving import asking
+from experiments.metrics.metrics import share_interval
+from experiments.replay.rehearsal import Rehearsal, doubts_about, freeze
+from experiments.replay.serving import asking
+from experiments.support.folders import Folders
+from experiments.support.progress import tracked
 from llmcache.calibration.calibrated_reuse import Trust
 from llmcache.calibration.calibration import Calibration, split
 from llmcache.calibration.claim import Claim

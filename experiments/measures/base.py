@@ -9,9 +9,9 @@ import torch
 from pydantic import Field
 
 from experiments.methods.base import Method, Served
-from experiments.section import Section
+from experiments.support.section import Section
 from experiments.tasks import make_task
-from experiments.workload import Answer, Workload
+from experiments.tasks.workload import Answer, Workload
 
 
 class Experiment(Section):

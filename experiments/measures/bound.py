@@ -25,13 +25,13 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from experiments.folders import Folders
+from experiments.data.streams.traffic import Arrival, arrange
 from experiments.measures.base import Outcome
 from experiments.measures.learning import LearningExperiment
-from experiments.metrics import share_interval
-from experiments.progress import tracked
-from experiments.rehearsal import Rehearsal
-from experiments.streams.traffic import Arrival, arrange
+from experiments.metrics.metrics import share_interval
+from experiments.replay.rehearsal import Rehearsal
+from experiments.support.folders import Folders
+from experiments.support.progress import tracked
 from llmcache.calibration.calibration import Setting, Trial, chosen, n_tested, try_settings
 from llmcache.calibration.claim import Claim
 from llmcache.errors import ConfigError

@@ -1,6 +1,6 @@
 """Measure `decode`: what a generation takes, to its first token and after, in each way that one would serve it.
 
-See `experiments.bench.generation`, which measures it, for ways, kinds and times.
+See `experiments.measures.bench.generation`, which measures it, for ways, kinds and times.
 """
 
 from collections.abc import Mapping
@@ -9,10 +9,10 @@ from typing import Any, Self
 import torch
 from pydantic import Field, model_validator
 
-from experiments.bench import generation
-from experiments.bench.models import Dtype
-from experiments.folders import Folders
 from experiments.measures.base import Experiment, Outcome
+from experiments.measures.bench import generation
+from experiments.models.architectures import Dtype
+from experiments.support.folders import Folders
 from llmcache import CacheConfig
 
 #: Kinds as they are shown.

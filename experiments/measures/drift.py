@@ -21,14 +21,14 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from experiments.folders import Folders
 from experiments.measures.base import Outcome
 from experiments.measures.learning import LearningExperiment
-from experiments.progress import tracked
-from experiments.rehearsal import Rehearsal
-from experiments.serving import Reply, alarms_of, ask, has_drifted, requests_expected
+from experiments.replay.rehearsal import Rehearsal
+from experiments.replay.serving import Reply, alarms_of, ask, has_drifted, requests_expected
+from experiments.support.folders import Folders
+from experiments.support.progress import tracked
 from experiments.tasks import build
-from experiments.workload import Workload
+from experiments.tasks.workload import Workload
 from llmcache import LLMCache
 from llmcache.arrays import Floats
 from llmcache.calibration.calibration import split

@@ -14,13 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from experiments.folders import Folders
 from experiments.measures.base import Outcome
 from experiments.measures.learning import LearningExperiment, figures_of, later
 from experiments.methods.base import is_hit
-from experiments.metrics import quality
-from experiments.progress import tracked
-from experiments.rehearsal import Rehearsal, doubts_about, freeze
+from experiments.metrics.metrics import quality
+from experiments.replay.rehearsal import Rehearsal, doubts_about, freeze
+from experiments.support.folders import Folders
+from experiments.support.progress import tracked
 from llmcache.calibration.calibration import split
 from llmcache.calibration.training import Found
 

@@ -15,11 +15,11 @@ from typing import Any, Self
 import torch
 from pydantic import Field, PositiveInt, model_validator
 
-from experiments.bench import generation, latency
-from experiments.bench.models import Dtype, check, check_target
-from experiments.folders import Folders
 from experiments.measures.base import Experiment, Outcome
-from experiments.models import find
+from experiments.measures.bench import generation, latency
+from experiments.models.architectures import Dtype, check, check_target
+from experiments.models.loading import find
+from experiments.support.folders import Folders
 
 MEGABYTE = 1e6
 

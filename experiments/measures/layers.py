@@ -17,14 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from experiments.folders import Folders
 from experiments.measures.base import Outcome, TaskExperiment, serve_once
 from experiments.methods.cached import Cached
-from experiments.metrics import quality
-from experiments.progress import tracked
-from experiments.recording import Recording
+from experiments.metrics.metrics import quality
+from experiments.replay.recording import Recording
+from experiments.support.folders import Folders
+from experiments.support.progress import tracked
 from experiments.tasks import build
-from experiments.workload import Workload
+from experiments.tasks.workload import Workload
 from llmcache import Stats
 from llmcache.arrays import Floats
 from llmcache.errors import ConfigError

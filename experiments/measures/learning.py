@@ -8,14 +8,14 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, field_validator
 
-from experiments.folders import Folders
 from experiments.measures.base import TaskExperiment
 from experiments.methods.base import is_hit
 from experiments.methods.cached import Cached
-from experiments.metrics import clusters, hit_rates, quality
-from experiments.rehearsal import Rehearsal
+from experiments.metrics.metrics import clusters, hit_rates, quality
+from experiments.replay.rehearsal import Rehearsal
+from experiments.support.folders import Folders
 from experiments.tasks import build
-from experiments.workload import Answer, Workload
+from experiments.tasks.workload import Answer, Workload
 from llmcache import CacheConfig
 from llmcache.calibration.calibration import check_size
 from llmcache.calibration.claim import Claim, MetricName, Sources

@@ -12,15 +12,15 @@ from typing import Any, Self
 import numpy as np
 from pydantic import Field
 
-from experiments.folders import Folders
 from experiments.measures.base import Outcome, TaskExperiment, serve_once
 from experiments.methods.base import Served, is_hit
 from experiments.methods.cached import Cached
 from experiments.methods.nocache import NoCache
-from experiments.metrics import clusters, hit_rates, quality
-from experiments.progress import tracked
+from experiments.metrics.metrics import clusters, hit_rates, quality
+from experiments.support.folders import Folders
+from experiments.support.progress import tracked
 from experiments.tasks import build
-from experiments.workload import Answer, Workload
+from experiments.tasks.workload import Answer, Workload
 from llmcache import CacheConfig
 from llmcache.policies import POLICIES
 

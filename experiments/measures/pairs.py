@@ -21,16 +21,16 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from experiments.data.paws import Pair, apart, read_paws
-from experiments.embedding import ALIKE, Embedding
-from experiments.folders import Folders
 from experiments.measures.adversaries import Gate, name_of
 from experiments.measures.base import Experiment, Outcome
 from experiments.measures.learning import check_learn
 from experiments.methods.cached import Cached
-from experiments.metrics import share_interval
-from experiments.models import MINILM, check_length, load
-from experiments.recording import Recording, make_fingerprint
-from experiments.rehearsal import Rehearsal
+from experiments.metrics.metrics import share_interval
+from experiments.models.loading import MINILM, check_length, load
+from experiments.replay.recording import Recording, make_fingerprint
+from experiments.replay.rehearsal import Rehearsal
+from experiments.support.folders import Folders
+from experiments.tasks.embedding import ALIKE, Embedding
 from llmcache import CacheConfig
 from llmcache.calibration.claim import Claim
 from llmcache.errors import ConfigError
@@ -40,7 +40,7 @@ class Pairs(Experiment):
     """Settings of the measure.
 
     Attributes:
-        model: A bare encoder; see `experiments.models.load`.
+        model: A bare encoder; see `experiments.models.loading.load`.
         learn: Sentences that calibrations learn from.
         limit: Most pairs that are asked.
         max_drops: Losses that calibrations may leave, a fraction of 1.

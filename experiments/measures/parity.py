@@ -18,14 +18,14 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from experiments.bench.generation import greedy
-from experiments.bench.memory import resident_bytes
-from experiments.folders import Folders
 from experiments.measures.base import Outcome, TaskExperiment
+from experiments.measures.bench.generation import greedy
+from experiments.measures.bench.memory import resident_bytes
 from experiments.methods.base import COMPUTED, twin
 from experiments.methods.cached import Cached, configure
-from experiments.models import Loaded, check_length
-from experiments.progress import tracked
+from experiments.models.loading import Loaded, check_length
+from experiments.support.folders import Folders
+from experiments.support.progress import tracked
 from experiments.tasks import prompts
 from experiments.tasks.prompts import Prompts
 from llmcache import LLMCache, Stats

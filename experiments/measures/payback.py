@@ -17,18 +17,19 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from experiments.bench import pattern
-from experiments.folders import Folders
 from experiments.measures.base import Outcome
+from experiments.measures.bench import pattern
 from experiments.measures.learning import LearningExperiment, later
-from experiments.measures.serve import Trace, measure
+from experiments.measures.serve import measure
 from experiments.methods import NOCACHE
 from experiments.methods.base import Method
 from experiments.methods.cached import Cached
 from experiments.methods.calibrated import Calibrated
 from experiments.methods.nocache import NoCache
-from experiments.metrics import speed, summary
-from experiments.workload import Workload
+from experiments.metrics.metrics import speed, summary
+from experiments.metrics.trace import Trace
+from experiments.support.folders import Folders
+from experiments.tasks.workload import Workload
 from llmcache.errors import ConfigError
 
 #: What a large model is held against: misses that cost 3 % more, hits that cost 2 %, nine tenths of what that gives.

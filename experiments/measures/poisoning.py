@@ -22,15 +22,15 @@ import torch
 from numpy.typing import NDArray
 from pydantic import Field
 
-from experiments.edits import words
-from experiments.folders import Folders
 from experiments.measures.adversaries import Adversaries, name_of
 from experiments.measures.base import Outcome
-from experiments.metrics import share_interval
-from experiments.progress import tracked
-from experiments.rehearsal import Rehearsal
-from experiments.serving import Reply, alarms_of, ask, asking, requests_expected
-from experiments.workload import Answer, Workload
+from experiments.measures.edits import words
+from experiments.metrics.metrics import share_interval
+from experiments.replay.rehearsal import Rehearsal
+from experiments.replay.serving import Reply, alarms_of, ask, asking, requests_expected
+from experiments.support.folders import Folders
+from experiments.support.progress import tracked
+from experiments.tasks.workload import Answer, Workload
 from llmcache import LLMCache
 from llmcache.calibration.claim import Claim, Sources
 from llmcache.request.observation import Observation

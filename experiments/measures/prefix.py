@@ -17,12 +17,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from experiments.folders import Folders
 from experiments.measures.base import Outcome
-from experiments.measures.serve import Serve, Trace, measure
+from experiments.measures.serve import Serve, measure
 from experiments.methods import NOCACHE, MethodSettings
 from experiments.methods.base import Served
-from experiments.metrics import clusters, hit_rates, percentiles, speed
+from experiments.metrics.metrics import clusters, hit_rates, percentiles, speed
+from experiments.metrics.trace import Trace
+from experiments.support.folders import Folders
 from experiments.tasks import prompts
 from experiments.tasks.prompts import Prompts
 

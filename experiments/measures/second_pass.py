@@ -15,9 +15,9 @@ import numpy as np
 from pydantic import Field, PositiveInt, field_validator
 
 from experiments.data.labelled import Data, read_requests
-from experiments.folders import Folders
 from experiments.measures.base import Experiment, Outcome
-from experiments.models import MINILM, find
+from experiments.models.loading import MINILM, find
+from experiments.support.folders import Folders
 from llmcache import LLMCache
 from llmcache.errors import ConfigError
 
@@ -29,7 +29,7 @@ class SecondPass(Experiment):
 
     Attributes:
         data: Where texts come from: the first different ones, in its order.
-        model: Of sentence-transformers: a folder, or a name that `experiments.models.find` knows.
+        model: Of sentence-transformers: a folder, or a name that `experiments.models.loading.find` knows.
         sizes: How many texts are embedded.
         batch_sizes: Of `encode`, whose default is 32.
         rounds: Of three passes each, with a new cache.

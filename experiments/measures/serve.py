@@ -11,23 +11,23 @@ import gc
 import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from time import monotonic, perf_counter
 from typing import Any, Self
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from pydantic import Field
 
-from experiments.folders import Folders
 from experiments.measures.base import Outcome, TaskExperiment
 from experiments.methods import NOCACHE, Method, MethodSettings, make_methods
-from experiments.methods.base import Served, is_hit
-from experiments.metrics import summary
-from experiments.progress import tracked
+from experiments.methods.base import Served
+from experiments.metrics.metrics import summary
+from experiments.metrics.trace import Trace
+from experiments.support.folders import Folders
+from experiments.support.progress import tracked
 from experiments.tasks import build
-from experiments.workload import Answer, Workload
+from experiments.tasks.workload import Answer, Workload
 
 
 class Serve(TaskExperiment):
@@ -66,45 +66,6 @@ class Serve(TaskExperiment):
         """By label, the model alone first."""
         alone = MethodSettings.make({"method": NOCACHE})
         return {NOCACHE: alone} | {method.label: method for method in self.methods}
-
-
-@dataclass(frozen=True, slots=True)
-class Trace:
-    """What one method did.
-
-    Attributes:
-        ms: Wall time of each request, milliseconds, (R, N).
-        served: What served each request, (R, N): a rung or kind of match, `computed` or `bypassed`.
-        evicting: Whether an entry had to leave for it, (R, N).
-        answers: Those of the first round, N.
-        notes: What happened to each request of the first round, N.
-        nbytes: Bytes held after the last round; None where nothing is ever held.
-        n_entries: Entries held then; likewise.
-    """
-
-    ms: NDArray[np.float64]
-    served: NDArray[np.str_]
-    evicting: NDArray[np.bool_]
-    answers: Sequence[Answer]
-    notes: Sequence[Served]
-    nbytes: int | None = None
-    n_entries: int | None = None
-
-    @property
-    def is_hit(self) -> NDArray[np.bool_]:
-        """Whether something stored served it, (R, N)."""
-        return is_hit(self.served)
-
-    def after(self, n: int) -> "Trace":
-        """The same without the first `n` requests."""
-        return replace(
-            self,
-            ms=self.ms[:, n:],
-            served=self.served[:, n:],
-            evicting=self.evicting[:, n:],
-            answers=self.answers[n:],
-            notes=self.notes[n:],
-        )
 
 
 @dataclass(slots=True)

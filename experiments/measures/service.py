@@ -23,15 +23,15 @@ import torch
 from numpy.typing import NDArray
 from pydantic import Field, field_validator
 
-from experiments.folders import Folders
 from experiments.measures.base import Outcome
 from experiments.measures.learning import LearningExperiment, figures_of, later
 from experiments.methods import NOCACHE
 from experiments.methods.base import BYPASSED, COMPUTED, twin
 from experiments.methods.cached import configure
-from experiments.metrics import percentiles
-from experiments.progress import tracked
-from experiments.workload import Answer, Workload
+from experiments.metrics.metrics import percentiles
+from experiments.support.folders import Folders
+from experiments.support.progress import tracked
+from experiments.tasks.workload import Answer, Workload
 from llmcache import LLMCache
 from llmcache.calibration.claim import Claim
 from llmcache.request.observation import Observation

@@ -10,9 +10,9 @@ from typing import Any
 from pydantic import Field
 
 from experiments.data.mooncake import BLOCK, Chain, read_trace
-from experiments.folders import Folders
+from experiments.data.streams.prompts.mooncake import conversations, sample
 from experiments.measures.base import Experiment, Outcome
-from experiments.streams.prompts.mooncake import conversations, sample
+from experiments.support.folders import Folders
 
 
 class Sharing(Experiment):

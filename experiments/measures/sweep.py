@@ -11,20 +11,20 @@ from typing import Any, Literal, Self
 import numpy as np
 from pydantic import Field
 
-from experiments.folders import Folders
-from experiments.frontier import at_tau
 from experiments.measures.base import Outcome, TaskExperiment
 from experiments.measures.serve import measure
 from experiments.methods import NOCACHE
 from experiments.methods.base import Method, is_hit
 from experiments.methods.cached import Cached
 from experiments.methods.nocache import NoCache
-from experiments.metrics import clusters, hit_rates, quality, summary
-from experiments.progress import tracked
-from experiments.recording import Recording, make_fingerprint
-from experiments.replay import Replay, Units, by_request, replay, rows_served
+from experiments.metrics.frontier import at_tau
+from experiments.metrics.metrics import clusters, hit_rates, quality, summary
+from experiments.replay.recording import Recording, make_fingerprint
+from experiments.replay.replay import Replay, Units, by_request, replay, rows_served
+from experiments.support.folders import Folders
+from experiments.support.progress import tracked
 from experiments.tasks import build
-from experiments.workload import Answer, Workload
+from experiments.tasks.workload import Answer, Workload
 
 WARMUP = 20
 SAME = 0.9999  # cosine of requests that are the same, but for rounding: what exact repeats alone are to llmcache

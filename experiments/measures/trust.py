@@ -20,20 +20,20 @@ import torch
 from numpy.typing import NDArray
 from pydantic import Field
 
-from experiments.folders import Folders
-from experiments.frontier import best, curves
 from experiments.measures.base import Outcome
 from experiments.measures.learning import LearningExperiment, figures_of, later
 from experiments.measures.sweep import SAME
-from experiments.methods.advance import choose_threshold, serve
 from experiments.methods.base import COMPUTED, is_hit
 from experiments.methods.responses import Encoder
-from experiments.metrics import quality, share_interval
-from experiments.progress import tracked
-from experiments.recording import Recording, make_fingerprint
-from experiments.rehearsal import Rehearsal, doubts_about, freeze, grow
-from experiments.replay import Replay, Units, by_request, replay
-from experiments.workload import Answer, Workload
+from experiments.metrics.frontier import best, curves
+from experiments.metrics.metrics import quality, share_interval
+from experiments.replay.advance import choose_threshold, serve
+from experiments.replay.recording import Recording, make_fingerprint
+from experiments.replay.rehearsal import Rehearsal, doubts_about, freeze, grow
+from experiments.replay.replay import Replay, Units, by_request, replay
+from experiments.support.folders import Folders
+from experiments.support.progress import tracked
+from experiments.tasks.workload import Answer, Workload
 from llmcache.calibration.calibrated_reuse import Trust as Calibrated
 from llmcache.calibration.calibration import Calibration, split
 from llmcache.calibration.claim import Sources

@@ -17,8 +17,8 @@ from experiments.methods.cached import Cached
 from experiments.methods.doccache import DocCache
 from experiments.methods.nocache import NoCache
 from experiments.methods.responses import ExactResponse, SemanticResponse
-from experiments.section import Section, choose
-from experiments.workload import Workload
+from experiments.support.section import Section, choose
+from experiments.tasks.workload import Workload
 from llmcache.errors import ConfigError, LLMCacheError
 
 NOCACHE = "nocache"

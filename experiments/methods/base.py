@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
-from experiments.section import Section
-from experiments.workload import Answer, Request, Workload
+from experiments.support.section import Section
+from experiments.tasks.workload import Answer, Request, Workload
 
 COMPUTED, BYPASSED = "computed", "bypassed"
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments.methods.base import BYPASSED, COMPUTED, Served, twin
-from experiments.workload import Answer, Workload
+from experiments.tasks.workload import Answer, Workload
 from llmcache import CacheConfig, LLMCache, Outcome, Stats
 from llmcache.errors import ConfigError
 

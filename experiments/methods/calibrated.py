@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from experiments.methods.cached import Cached
-from experiments.workload import Answer, Workload
+from experiments.tasks.workload import Answer, Workload
 from llmcache import Calibration
 from llmcache.calibration.claim import Claim
 from llmcache.request.observation import Observation

@@ -14,10 +14,10 @@ from pydantic import Field
 from torch import nn
 
 from experiments.methods.base import COMPUTED, Served, Twinned
-from experiments.methods.nearest import Nearest, nbytes_of, unit
-from experiments.models import Inputs, token_rows
-from experiments.section import Section
-from experiments.workload import Answer, Workload
+from experiments.models.loading import Inputs, token_rows
+from experiments.support.nearest import Nearest, nbytes_of, unit
+from experiments.support.section import Section
+from experiments.tasks.workload import Answer, Workload
 from llmcache.errors import ConfigError
 from llmcache.models.adapters import locate, special_ids
 

@@ -1,7 +1,7 @@
 """The model alone, as one would serve it: scaled dot-product attention, eval mode, inference mode."""
 
 from experiments.methods.base import Twinned
-from experiments.workload import Answer
+from experiments.tasks.workload import Answer
 
 
 class NoCache(Twinned):

@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from experiments.heads import pool_mean
 from experiments.methods.base import COMPUTED, Served, Twinned
-from experiments.methods.nearest import Nearest, unit
-from experiments.models import MINILM, encode, load
-from experiments.section import Section
-from experiments.workload import Answer, Workload
+from experiments.models.heads import pool_mean
+from experiments.models.loading import MINILM, encode, load
+from experiments.support.nearest import Nearest, unit
+from experiments.support.section import Section
+from experiments.tasks.workload import Answer, Workload
 
 NUMBER_BYTES = 8
 ENCODED_TOKENS = 256  # all-MiniLM-L6-v2 was trained on no more
@@ -64,7 +64,7 @@ class SemanticResponse(Twinned):
 
         Attributes:
             threshold: Least cosine; 0.8 is GPTCache's default.
-            encoder: The sentence encoder: a name that `experiments.models.load` takes.
+            encoder: The sentence encoder: a name that `experiments.models.loading.load` takes.
         """
 
         threshold: float = Field(default=0.8, ge=-1.0, le=1.0)

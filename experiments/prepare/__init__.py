@@ -6,13 +6,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from experiments.environment import describe
-from experiments.files import write_whole, written_by_others
-from experiments.hub import quiet
-from experiments.lock import held
-from experiments.models import FIGURES, MINILM, Loaded
+from experiments.models.loading import FIGURES, MINILM, Loaded
 from experiments.prepare.training import Order, as_words, begin, finish
+from experiments.support.environment import describe
+from experiments.support.files import write_whole, written_by_others
+from experiments.support.lock import held
 from llmcache.errors import ConfigError
+from llmcache.models.loading import quiet
 
 Recipe = Callable[[Order], tuple[Loaded, dict[str, Any]]]
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from experiments.data.labelled import Data, Labelled, read_requests
-from experiments.models import Loaded, load
+from experiments.models.loading import Loaded, load
 from experiments.prepare.training import Order, Padding, Schedule, train
-from experiments.progress import tracked
+from experiments.support.progress import tracked
 from experiments.tasks.split import split
 
 MAX_LENGTH = 64

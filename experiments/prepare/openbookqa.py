@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from experiments.data.openbookqa import Choice, read_openbookqa
-from experiments.models import Loaded, load
+from experiments.models.loading import Loaded, load
 from experiments.prepare.training import Order, Schedule, train
-from experiments.progress import tracked
+from experiments.support.progress import tracked
 from experiments.tasks.openbookqa import OpenBookQA
 from llmcache.errors import ConfigError
 

@@ -12,11 +12,11 @@ import torch
 
 from experiments.data.squad import Question, read_squad
 from experiments.data.wikitext import read_wikitext
-from experiments.models import Loaded, load
+from experiments.models.loading import Loaded, load
 from experiments.prepare.cloze import make_clozes, plain
 from experiments.prepare.training import Order, Padding, Schedule, train
-from experiments.progress import tracked
-from experiments.scorers.squad_v2 import f1
+from experiments.support.progress import tracked
+from experiments.tasks.scorers.squad_v2 import f1
 from experiments.tasks.squad_v2 import THRESHOLD, SquadV2, encode, figures, in_context
 from llmcache.errors import ConfigError
 

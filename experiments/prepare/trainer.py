@@ -5,8 +5,8 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback
 
-from experiments.files import written_by_others
-from experiments.progress import Progress
+from experiments.support.files import written_by_others
+from experiments.support.progress import Progress
 
 
 class SavingTrainer(Trainer):

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from experiments.files import write_whole
-from experiments.progress import Progress
+from experiments.support.files import write_whole
+from experiments.support.progress import Progress
 from llmcache.errors import ConfigError
 
 CHECKPOINTS = "checkpoints"

@@ -14,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 
 from experiments.data.wikitext import UNK, read_wikitext, unk_rate
-from experiments.models import Loaded
+from experiments.models.loading import Loaded
 from experiments.prepare.training import Order, Schedule, train
-from experiments.progress import tracked
+from experiments.support.progress import tracked
 from experiments.tasks.wikitext import WikiText
 
 VOCABULARY = 8000

@@ -6,13 +6,13 @@ results -> read_runs -> judge (claims) + tables -> REPORT.md
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from experiments import paper
-from experiments.files import write_whole
+from experiments.metrics import paper
 from experiments.report import tables
 from experiments.report.claims import Claim, judge
 from experiments.report.markdown import number, percent, table
 from experiments.report.verdict import Judgement, Verdict
-from experiments.runs import Figures, Run, groups, read_runs, unfinished
+from experiments.runs.read import Figures, Run, groups, read_runs, unfinished
+from experiments.support.files import write_whole
 from llmcache.errors import ConfigError
 
 REPORT = "REPORT.md"

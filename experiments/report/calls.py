@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from experiments import paper
+from experiments.metrics import paper
 from experiments.report.markdown import number, ratio, table
-from experiments.runs import Figures, Run
+from experiments.runs.read import Figures, Run
 
 CALL_HEADINGS = (
     *("model", "head", "entries keep", "rows", "dtype"),

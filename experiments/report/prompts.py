@@ -7,7 +7,7 @@ from typing import Any
 from experiments.measures.decode import KINDS
 from experiments.measures.prefix import ceiling_of_known
 from experiments.report.markdown import number, percent, ratio, size, speed, table
-from experiments.runs import Figures, Run
+from experiments.runs.read import Figures, Run
 
 
 def prefix(runs: Sequence[Run]) -> Iterator[str]:

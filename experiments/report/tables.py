@@ -3,15 +3,15 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from experiments.frontier import Curve, best, curves, of_curve
-from experiments.plots import CURVES, LAYERS
+from experiments.metrics.frontier import Curve, best, curves, of_curve
 from experiments.report.calls import latency
 from experiments.report.claims.harmless import PAPERS_CURVE, harmless_tau
 from experiments.report.markdown import number, percent, points, share, size, speed, table
+from experiments.report.plots import CURVES, LAYERS
 from experiments.report.prompts import decode, parity, prefix, sharing
 from experiments.report.told import told
 from experiments.report.trust import bound, drift, payback, trust
-from experiments.runs import Figures, Run, at, by_size, label_of, varied
+from experiments.runs.read import Figures, Run, at, by_size, label_of, varied
 
 LOSSES = ("accuracy_drop", "changed_answers")
 COSTS = ("drop, points", "changed answers", "of hits")

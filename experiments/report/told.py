@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from experiments.report.markdown import table
-from experiments.runs import Run
+from experiments.runs.read import Run
 
 
 def told(runs: Sequence[Run]) -> Iterator[str]:

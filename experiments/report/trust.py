@@ -3,12 +3,12 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from experiments.frontier import best, curves
-from experiments.metrics import share_interval
-from experiments.plots import CURVES
+from experiments.metrics.frontier import best, curves
+from experiments.metrics.metrics import share_interval
 from experiments.report.markdown import number, percent, points, share, speed, table
+from experiments.report.plots import CURVES
 from experiments.report.told import told
-from experiments.runs import Figures, Run
+from experiments.runs.read import Figures, Run
 
 LOSSES = ("accuracy_drop", "changed_answers")
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from experiments.runs import Run
+from experiments.runs.read import Run
 
 #: Finished runs by experiment.
 Results = Mapping[str, Sequence[Run]]

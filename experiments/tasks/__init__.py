@@ -4,11 +4,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.folders import Folders
-from experiments.models import UNTRAINED, find, prepared_figures
-from experiments.section import Section, choose
+from experiments.models.loading import UNTRAINED, find, prepared_figures
+from experiments.support.folders import Folders
+from experiments.support.section import Section, choose
 from experiments.tasks import held_out, openbookqa, prompts, retrieval, squad_v2, stream, wikitext
-from experiments.workload import Workload
+from experiments.tasks.workload import Workload
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,10 @@ With one file alone, the stream is its other half.
 from typing import Any, Literal, Self
 
 from experiments.data.labelled import Labelled, read_requests
-from experiments.folders import Folders
-from experiments.heads import fit_logistic
-from experiments.models import check_length, load
-from experiments.streams.traffic import Arrival, arrange
+from experiments.data.streams.traffic import Arrival, arrange
+from experiments.models.heads import fit_logistic
+from experiments.models.loading import check_length, load
+from experiments.support.folders import Folders
 from experiments.tasks import stream
 from experiments.tasks.split import split
 from llmcache.errors import ConfigError

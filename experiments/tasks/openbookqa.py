@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from experiments.data.made import make_choices
 from experiments.data.openbookqa import Choice, read_openbookqa
-from experiments.folders import Folders
-from experiments.models import Inputs, Loaded, check_length, load
+from experiments.models.loading import Inputs, Loaded, check_length, load
+from experiments.support.folders import Folders
 from experiments.tasks.plain import Plain
 from experiments.tasks.settings import OfficialSettings
-from experiments.workload import Request
+from experiments.tasks.workload import Request
 
 
 class Settings(OfficialSettings):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from experiments.workload import Answer, Request
+from experiments.tasks.workload import Answer, Request
 
 
 class Plain:

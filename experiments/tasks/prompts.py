@@ -10,18 +10,18 @@ from typing import Any, Literal, NoReturn, Self
 import torch
 from torch import nn
 
-from experiments.bench.models import ARCHITECTURES, Dtype, random_model
 from experiments.data.made import make_lines
 from experiments.data.source import find_file
+from experiments.data.streams.prompts import STREAMS, Pieces, Prompt, StreamSettings, known_tokens, make_stream
 from experiments.data.wikitext import read_wikitext
-from experiments.folders import Folders
-from experiments.hub import asking, cause
-from experiments.models import Loaded, check_length, find, load
-from experiments.streams.prompts import STREAMS, Pieces, Prompt, StreamSettings, known_tokens, make_stream
+from experiments.models.architectures import ARCHITECTURES, Dtype, random_model
+from experiments.models.loading import Loaded, check_length, find, load
+from experiments.support.folders import Folders
 from experiments.tasks.plain import Plain
 from experiments.tasks.settings import OfficialSettings
-from experiments.workload import Answer, Request
+from experiments.tasks.workload import Answer, Request
 from llmcache.errors import ConfigError
+from llmcache.models.loading import asking, cause
 
 TOKENIZER = ("tokenizers/gpt2/vocab.json", "tokenizers/gpt2/merges.txt")  # files of the data folder
 
@@ -30,9 +30,9 @@ class Settings(OfficialSettings):
     """Settings of the task.
 
     Attributes:
-        model: A causal language model; also a key of `experiments.bench.models.ARCHITECTURES` that has no folder among
+        model: A causal language model; also a key of `ARCHITECTURES` that has no folder among
             the models: the architecture then, with random weights, and GPT-2's tokenizer.
-        stream: The stream's own settings; its `name` is a key of `experiments.streams.prompts.STREAMS`.
+        stream: The stream's own settings; its `name` is a key of `experiments.data.streams.prompts.STREAMS`.
         dtype: Of weights and states.
     """
 

@@ -6,11 +6,11 @@ other files -> streamed whole
 
 from typing import Literal
 
-from experiments.embedding import Retrieval
-from experiments.folders import Folders
-from experiments.heads import pooled_states
-from experiments.models import check_length, load
+from experiments.models.heads import pooled_states
+from experiments.models.loading import check_length, load
+from experiments.support.folders import Folders
 from experiments.tasks import held_out
+from experiments.tasks.embedding import Retrieval
 
 
 class Settings(held_out.Settings):

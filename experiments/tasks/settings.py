@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from experiments.section import Section
+from experiments.support.section import Section
 
 
 class TaskSettings(Section):

@@ -14,12 +14,12 @@ from torch import nn
 
 from experiments.data.made import make_questions
 from experiments.data.squad import Question, read_squad
-from experiments.folders import Folders
-from experiments.models import Inputs, Loaded, check_length, load
-from experiments.scorers import squad_v2 as scorer
+from experiments.models.loading import Inputs, Loaded, check_length, load
+from experiments.support.folders import Folders
 from experiments.tasks.plain import Plain
+from experiments.tasks.scorers import squad_v2 as scorer
 from experiments.tasks.settings import OfficialSettings
-from experiments.workload import Request
+from experiments.tasks.workload import Request
 
 MOST_TOKENS = 30  # of an answer, as in the reference implementations
 MOST_ASKED = 64  # tokens of a question

@@ -13,14 +13,14 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from experiments.data.labelled import SETS, Data, Labelled, read_requests
-from experiments.folders import Folders
-from experiments.heads import Classifier, Head, fit_logistic, ready
-from experiments.models import check_length, encode, load, prepared_figures
-from experiments.streams.traffic import Traffic, draw
+from experiments.data.streams.traffic import Traffic, draw
+from experiments.models.heads import Classifier, Head, fit_logistic, ready
+from experiments.models.loading import check_length, encode, load, prepared_figures
+from experiments.support.folders import Folders
 from experiments.tasks.plain import Plain
 from experiments.tasks.settings import TaskSettings
 from experiments.tasks.split import split
-from experiments.workload import Request
+from experiments.tasks.workload import Request
 from llmcache.errors import ConfigError
 
 

@@ -20,12 +20,12 @@ from torch import nn
 
 from experiments.data.made import make_lines
 from experiments.data.wikitext import UNK, read_wikitext, unk_rate
-from experiments.folders import Folders
-from experiments.models import Loaded, check_length, load
-from experiments.section import Section
+from experiments.models.loading import Loaded, check_length, load
+from experiments.support.folders import Folders
+from experiments.support.section import Section
 from experiments.tasks.plain import Plain
 from experiments.tasks.settings import OfficialSettings
-from experiments.workload import Request
+from experiments.tasks.workload import Request
 from llmcache.errors import ConfigError
 
 

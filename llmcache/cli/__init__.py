@@ -1,47 +1,43 @@
 """The `llmcache` command.
 
 One command a file, each with a function `command` that parses, calls the library and prints. It imports torch,
-transformers and FAISS inside that function, so that `llmcache --help` answers at once.
+transformers and FAISS inside that function, so that `llmcache --help` answers at once. Other packages add commands
+through the entry point group `llmcache.commands`, each entry a mapping like `OWN`; the experiments of a checkout do.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Final
+from importlib.metadata import entry_points
+from typing import Annotated, Final, TypeAlias
 
 import typer
 
 from llmcache import __version__
-from llmcache.cli import (
-    bench_latency,
-    bench_memory,
-    calibrate,
-    demo,
-    generate,
-    info,
-    prepare,
-    repl,
-    report,
-    run,
-    sweep,
-)
+from llmcache.cli import generate, info, repl
 from llmcache.errors import LLMCacheError
+
+Commands: TypeAlias = Mapping[str, Callable[..., None]]
 
 #: Groups of commands and what they are for.
 GROUPS: Final[Mapping[str, str]] = {"bench": "Measure speed and memory on this machine."}
 
-#: Every command, in the order of `llmcache --help`; two words are a group and its command.
-COMMANDS: Final[Mapping[str, Callable[..., None]]] = {
-    "demo": demo.command,
-    "prepare": prepare.command,
-    "calibrate": calibrate.command,
-    "run": run.command,
-    "sweep": sweep.command,
-    "report": report.command,
-    "generate": generate.command,
-    "repl": repl.command,
-    "bench latency": bench_latency.command,
-    "bench memory": bench_memory.command,
-    "info": info.command,
-}
+#: Commands of the library; two words are a group and its command.
+OWN: Final[Commands] = {"generate": generate.command, "repl": repl.command, "info": info.command}
+
+
+def find_commands() -> Commands:
+    """Every command that is installed, in the order of `llmcache --help`: ours last."""
+    found: dict[str, Callable[..., None]] = {}
+    for entry in entry_points(group="llmcache.commands"):
+        try:
+            found |= entry.load()
+        except ModuleNotFoundError as error:
+            # The wheel holds the library alone, but names the experiments of the checkout that it was built from.
+            if error.name != entry.module.partition(".")[0]:
+                raise
+    return found | OWN
+
+
+COMMANDS: Final[Commands] = find_commands()
 
 #: What a user can put right: shown as one line, without a traceback.
 USER_ERRORS: Final = (LLMCacheError, OSError)

@@ -43,10 +43,10 @@ def command(
     """Answer one prompt, token by token."""
     check_writable(json_file)
     sampling = make_sampling(max_new_tokens, do_sample, temperature, top_k, top_p, repetition_penalty, seed)
-    from experiments.models import load
     from llmcache.generation import Chat
+    from llmcache.models.loading import load_causal
 
-    loaded = load(model, "token", models_dir)
+    loaded = load_causal(model, models_dir)
     chat = Chat(loaded.model, loaded.tokenizer, sampling, system=system, truncate=truncate, name=model)
     for piece in chat.ask(prompt):
         typer.echo(piece, nl=False)

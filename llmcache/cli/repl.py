@@ -52,11 +52,11 @@ def command(
     Ctrl-C ends an answer, which is forgotten then with its question; at the prompt it ends the conversation.
     """
     sampling = make_sampling(max_new_tokens, do_sample, temperature, top_k, top_p, repetition_penalty, seed)
-    from experiments.models import load
     from llmcache import LLMCache
     from llmcache.generation import Chat
+    from llmcache.models.loading import load_causal
 
-    loaded = load(model, "token", models_dir)
+    loaded = load_causal(model, models_dir)
     with LLMCache.wrap(loaded.model, tokenizer=loaded.tokenizer) as cache:
         chat = Chat(loaded.model, loaded.tokenizer, sampling, system=system, truncate=truncate, name=model)
         _Talk(chat, cache, verbose).run()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from experiments.bench import latency, memory
+from experiments.measures.bench import latency, memory
 from llmcache import ConfigError, cli
 from tests.models import CLASSIFIERS, build
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from experiments.config import load_experiments
-from experiments.folders import Folders
+from experiments.runs.grid import load_experiments
+from experiments.support.folders import Folders
 from experiments.tasks import build
 from llmcache import LLMCache, cli
 from llmcache.calibration.calibration import Calibration, Setting

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import yaml
 
-from experiments import demo, models
-from experiments.demo import NOCACHE, PAPER_TAU, SETTINGS, conclude
-from experiments.models import Loaded
+from experiments.measures import demo
+from experiments.measures.demo import NOCACHE, PAPER_TAU, SETTINGS, conclude
+from experiments.models import loading as models
+from experiments.models.loading import Loaded
 from llmcache import cli
 from tests.unit.test_experiments_models import save_tiny
 

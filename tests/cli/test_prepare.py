@@ -15,15 +15,15 @@ from experiments import prepare as recipes
 from experiments.data.labelled import Data, read_requests
 from experiments.data.squad import Question, read_squad
 from experiments.data.wikitext import read_wikitext
-from experiments.folders import Folders
-from experiments.lock import held
-from experiments.models import load
+from experiments.models.loading import load
 from experiments.prepare import RECIPES, squad_v2, trainer, training
+from experiments.support.folders import Folders
+from experiments.support.lock import held
 from experiments.tasks import build, make_task
 from experiments.tasks.split import split
 from experiments.tasks.squad_v2 import SquadV2
 from experiments.tasks.wikitext import WikiText
-from experiments.workload import Workload
+from experiments.tasks.workload import Workload
 from llmcache import cli
 from llmcache.cli.output import INTERRUPTED
 from llmcache.errors import ConfigError

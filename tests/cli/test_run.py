@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 import yaml
 
-from experiments import runner
-from experiments.config import load_experiments
 from experiments.data.made import make_choices, make_lines, make_questions
+from experiments.data.streams.support_desk import support_desk
 from experiments.measures import MEASURES, Measure
 from experiments.measures.base import Outcome
 from experiments.methods import METHODS
-from experiments.results import RunFolder
-from experiments.streams.support_desk import support_desk
+from experiments.runs import runner
+from experiments.runs.folder import RunFolder
+from experiments.runs.grid import load_experiments
 from experiments.tasks import TASKS
 from llmcache import cli
 from llmcache.cli.output import INTERRUPTED
@@ -240,8 +240,8 @@ def test_a_folder_is_no_config(command: str, config: Path, capsys: pytest.Captur
 HOLD = """
 import sys
 from pathlib import Path
-from experiments.config import load_experiments
-from experiments.results import RunFolder
+from experiments.runs.grid import load_experiments
+from experiments.runs.folder import RunFolder
 (run,) = load_experiments(sys.argv[1])
 with RunFolder(Path(sys.argv[2]), run).held():
     print("held", flush=True)
@@ -366,7 +366,7 @@ def test_a_sweep_takes_all_configs_but_smoke(
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
     monkeypatch.chdir(tmp_path)
     fake(monkeypatch, {"summary": []})
-    monkeypatch.setattr("experiments.plots.draw_all", lambda results_dir: [])  # there is nothing in them to draw
+    monkeypatch.setattr("experiments.report.plots.draw_all", lambda results_dir: [])  # there is nothing in them to draw
     expected = {path.stem for path in (ROOT / "configs").glob("*.yaml")} - {"smoke"}
     assert run_main("sweep") == 0
     assert {path.name for path in (tmp_path / "results").iterdir()} == expected

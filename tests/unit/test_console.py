@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments import progress
-from experiments.progress import tracked
+from experiments.support import progress
+from experiments.support.progress import tracked
 from llmcache.cli.table import cell, show_table
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments.edits import Renaming, edits_of, negate, oppose, renumber, words
+from experiments.measures.edits import Renaming, edits_of, negate, oppose, renumber, words
 
 WORDS = ("please", "turn", "on", "off", "up", "not", "never", "don't", "can", "is", "it", "two", "7", "1999", "Berlin")
 TEXTS = st.lists(st.sampled_from(WORDS), min_size=1, max_size=8).map(" ".join)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from experiments.data.labelled import Data, Labelled, read_requests
 from experiments.data.made import N_CHOICES, N_LINES, N_PASSAGES, make_choices, make_lines, make_questions
-from experiments.streams.support_desk import support_desk
+from experiments.data.streams.support_desk import support_desk
 from experiments.tasks.split import split
 from llmcache.errors import ConfigError
 

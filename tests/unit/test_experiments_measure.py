@@ -17,22 +17,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from experiments.config import make_experiment
 from experiments.data.labelled import Labelled
-from experiments.folders import Folders
-from experiments.heads import PooledClassifier, _fit_linear, fit_logistic, pooled_states, ready
-from experiments.measures.serve import Trace, measure, order_of, rows, run
+from experiments.data.streams.support_desk import support_desk
+from experiments.measures.serve import measure, order_of, rows, run
 from experiments.methods import NOCACHE
 from experiments.methods.base import COMPUTED, Method, Served, is_hit
 from experiments.methods.cached import Cached
-from experiments.metrics import hit_rates, interval, latencies, percentiles, quality, speed, summary
-from experiments.models import Loaded, encode, load
-from experiments.recording import Recording, make_fingerprint
-from experiments.replay import by_request, replay
-from experiments.results import _csv
-from experiments.streams.support_desk import support_desk
+from experiments.metrics.metrics import hit_rates, interval, latencies, percentiles, quality, speed, summary
+from experiments.metrics.trace import Trace
+from experiments.models.heads import PooledClassifier, _fit_linear, fit_logistic, pooled_states, ready
+from experiments.models.loading import Loaded, encode, load
+from experiments.replay.recording import Recording, make_fingerprint
+from experiments.replay.replay import by_request, replay
+from experiments.runs.folder import _csv
+from experiments.runs.grid import make_experiment
+from experiments.support.folders import Folders
 from experiments.tasks.stream import Stream
-from experiments.workload import Request
+from experiments.tasks.workload import Request
 from llmcache.errors import ConfigError
 from tests.unit.test_experiments_models import save_tiny
 

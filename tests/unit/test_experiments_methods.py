@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 import torch
 
-from experiments.folders import Folders
 from experiments.methods import METHODS, NOCACHE, MethodSettings
 from experiments.methods.base import BYPASSED, COMPUTED, Method, Served, twin
 from experiments.methods.cached import Cached
 from experiments.methods.doccache import DocCache
-from experiments.models import UNTRAINED, load
+from experiments.models.loading import UNTRAINED, load
+from experiments.support.folders import Folders
 from experiments.tasks import build, make_task
 from experiments.tasks.wikitext import Read
-from experiments.workload import Answer, Workload
+from experiments.tasks.workload import Answer, Workload
 from llmcache import LLMCache
 from llmcache.errors import ConfigError
 

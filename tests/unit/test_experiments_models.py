@@ -9,9 +9,9 @@ import pytest
 import torch
 import transformers as tf
 
-from experiments import models
-from experiments.models import Loaded, encode, load
-from experiments.streams.support_desk import support_desk
+from experiments.data.streams.support_desk import support_desk
+from experiments.models import loading as models
+from experiments.models.loading import Loaded, encode, load
 from llmcache.errors import ConfigError
 from tests.models import build, save_bert
 

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 import yaml
 
-from experiments import paper
-from experiments.frontier import at_tau, best, curves
-from experiments.plots import draw_all
+from experiments.metrics import paper
+from experiments.metrics.frontier import at_tau, best, curves
 from experiments.report import markdown, write_report
 from experiments.report.claims import CLAIMS, judge
 from experiments.report.claims.quality import explained_by_line
 from experiments.report.claims.speed import hits_needed
+from experiments.report.plots import draw_all
 from experiments.report.verdict import Judgement, Verdict
-from experiments.runs import Run, at, by_size, label_of, read_runs, unfinished, varied
+from experiments.runs.read import Run, at, by_size, label_of, read_runs, unfinished, varied
 from llmcache.errors import ConfigError
 
 ENV = {

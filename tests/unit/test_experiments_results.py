@@ -12,16 +12,17 @@ from typing import Any
 import pytest
 import yaml
 
-from experiments import environment, runner
-from experiments.config import Named, make_experiment
-from experiments.environment import PACKAGES, describe
-from experiments.files import write_together, write_whole
-from experiments.folders import Folders
-from experiments.lock import InUseError, held
 from experiments.measures import Measure
 from experiments.measures.base import Outcome
-from experiments.results import RunFolder
-from experiments.runner import Finished, run_one
+from experiments.runs import runner
+from experiments.runs.folder import RunFolder
+from experiments.runs.grid import Named, make_experiment
+from experiments.runs.runner import Finished, run_one
+from experiments.support import environment
+from experiments.support.environment import PACKAGES, describe
+from experiments.support.files import write_together, write_whole
+from experiments.support.folders import Folders
+from experiments.support.lock import InUseError, held
 from llmcache.errors import ConfigError
 from tests.unit.test_experiments_config import LEAST, ROOT
 
@@ -140,7 +141,7 @@ def test_files_are_replaced_in_order_and_whole(tmp_path: Path) -> None:
 TAKE_TURNS = """
 import sys
 from pathlib import Path
-from experiments.lock import InUseError, held
+from experiments.support.lock import InUseError, held
 lock, counter, n_refused = Path(sys.argv[1]), Path(sys.argv[2]), 0
 for _ in range(int(sys.argv[3])):
     is_done = False

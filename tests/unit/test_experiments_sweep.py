@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from experiments.config import make_experiment
-from experiments.folders import Folders
+from experiments.data.streams.traffic import Arrival, Traffic, arrange, draw
 from experiments.measures import MEASURES, layers, observe
 from experiments.measures.base import serve_once
 from experiments.measures.layers import choose_taus
@@ -17,11 +16,12 @@ from experiments.methods import METHODS
 from experiments.methods.base import COMPUTED
 from experiments.methods.cached import Cached
 from experiments.methods.nocache import NoCache
-from experiments.recording import Recording, make_fingerprint
-from experiments.replay import by_request, replay, rows_served
-from experiments.streams.traffic import Arrival, Traffic, arrange, draw
+from experiments.replay.recording import Recording, make_fingerprint
+from experiments.replay.replay import by_request, replay, rows_served
+from experiments.runs.grid import make_experiment
+from experiments.support.folders import Folders
 from experiments.tasks import build, make_task
-from experiments.workload import Request
+from experiments.tasks.workload import Request
 from llmcache.errors import ConfigError
 from llmcache.policies import POLICIES
 from llmcache.policies.lru import TTL

@@ -5,15 +5,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments.config import make_experiment
-from experiments.folders import Folders
 from experiments.measures import MEASURES, drift
 from experiments.measures.adversaries import Adversaries, _edit, name_of
 from experiments.measures.base import Outcome
-from experiments.rehearsal import Rehearsal
+from experiments.replay.rehearsal import Rehearsal
+from experiments.replay.serving import ask, asking
 from experiments.report.tables import TABLES
-from experiments.runs import Run
-from experiments.serving import ask, asking
+from experiments.runs.grid import make_experiment
+from experiments.runs.read import Run
+from experiments.support.folders import Folders
 from experiments.tasks import build, make_task
 from llmcache.calibration.claim import Claim
 from llmcache.calibration.drift import Likeness

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from experiments.config import make_experiment
-from experiments.folders import Folders
 from experiments.measures import MEASURES, bound
 from experiments.measures.base import Outcome
 from experiments.report.tables import TABLES
-from experiments.runs import Run
+from experiments.runs.grid import make_experiment
+from experiments.runs.read import Run
+from experiments.support.folders import Folders
 from llmcache.errors import ConfigError
 
 VALUES: dict[str, Any] = {

@@ -6,16 +6,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments.config import make_experiment
 from experiments.data.paws import Pair, apart, read_paws
-from experiments.embedding import DEPTH, Retrieval
-from experiments.folders import Folders
 from experiments.measures import MEASURES, embeddings
 from experiments.measures.base import Outcome
-from experiments.models import load
+from experiments.models.loading import load
 from experiments.report.tables import TABLES
-from experiments.runs import Run
+from experiments.runs.grid import make_experiment
+from experiments.runs.read import Run
+from experiments.support.folders import Folders
 from experiments.tasks import build, make_task
+from experiments.tasks.embedding import DEPTH, Retrieval
 from llmcache.errors import ConfigError
 
 LEARN, N = 200, 320

@@ -12,11 +12,11 @@ import pytest
 import torch
 import transformers as tf
 
-from experiments.bench import generation, latency
-from experiments.bench import models as bench_models
-from experiments.config import make_experiment
-from experiments.folders import Folders
+from experiments.measures.bench import generation, latency
+from experiments.measures.bench import models as bench_models
 from experiments.measures.latency import SHOWN, run
+from experiments.runs.grid import make_experiment
+from experiments.support.folders import Folders
 from llmcache.banks.cache_banks import Library
 from llmcache.errors import ConfigError
 from tests.models import BARE, PAD, VOCABULARY, build

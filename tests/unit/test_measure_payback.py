@@ -8,19 +8,19 @@ import numpy as np
 import pytest
 import torch
 
-from experiments.bench.pattern import Pattern, Settings
-from experiments.config import make_experiment
-from experiments.folders import Folders
 from experiments.measures import MEASURES
 from experiments.measures.base import Outcome, serve_once
+from experiments.measures.bench.pattern import Pattern, Settings
 from experiments.measures.payback import payback
-from experiments.measures.serve import Trace
 from experiments.methods.base import Served
 from experiments.methods.cached import Cached
 from experiments.methods.calibrated import Calibrated
-from experiments.rehearsal import Rehearsal, grow
+from experiments.metrics.trace import Trace
+from experiments.replay.rehearsal import Rehearsal, grow
 from experiments.report.tables import TABLES
-from experiments.runs import Run
+from experiments.runs.grid import make_experiment
+from experiments.runs.read import Run
+from experiments.support.folders import Folders
 from experiments.tasks import build, make_task
 from llmcache.calibration.claim import Claim
 from llmcache.errors import ConfigError

@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 import torch
 
-from experiments.bench import rebuild
-from experiments.bench.generation import Times
-from experiments.config import make_experiment
-from experiments.folders import Folders
 from experiments.measures import MEASURES
 from experiments.measures.base import Outcome
+from experiments.measures.bench import rebuild
+from experiments.measures.bench.generation import Times
 from experiments.measures.parity import difference
 from experiments.measures.prefix import ceiling_of_known
 from experiments.report.prompts import ceiling_of
 from experiments.report.tables import TABLES
-from experiments.runs import Run
+from experiments.runs.grid import make_experiment
+from experiments.runs.read import Run
+from experiments.support.folders import Folders
 from llmcache.errors import ConfigError
 from llmcache.reuse.prefix.kv_fill import Pieces, fill
 from tests.tiny_prompts import write_prompts

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from experiments.config import make_experiment
-from experiments.folders import Folders
 from experiments.measures import MEASURES
 from experiments.measures.base import Outcome
 from experiments.measures.second_pass import SecondPass
 from experiments.report.readme.reuse import second_pass
+from experiments.runs.grid import make_experiment
+from experiments.support.folders import Folders
 from llmcache.errors import ConfigError
 
 VALUES: dict[str, Any] = {

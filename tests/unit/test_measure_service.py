@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from experiments.config import make_experiment
-from experiments.folders import Folders
 from experiments.measures import MEASURES
 from experiments.measures.base import Outcome
 from experiments.measures.service import Pass, figures, order_of_passes, threads_of_torch
+from experiments.runs.grid import make_experiment
+from experiments.support.folders import Folders
 from experiments.tasks import build
 from llmcache.errors import ConfigError
 

@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments.config import make_experiment
-from experiments.folders import Folders
-from experiments.frontier import curves, of_curve
 from experiments.measures import MEASURES, trust
 from experiments.measures.base import Outcome
-from experiments.plots import PLOTS
-from experiments.rehearsal import Rehearsal, doubts_about, freeze, grow
+from experiments.metrics.frontier import curves, of_curve
+from experiments.replay.rehearsal import Rehearsal, doubts_about, freeze, grow
+from experiments.report.plots import PLOTS
 from experiments.report.tables import TABLES
-from experiments.runs import Run
+from experiments.runs.grid import make_experiment
+from experiments.runs.read import Run
+from experiments.support.folders import Folders
 from experiments.tasks import build, make_task
 from llmcache.calibration.claim import Claim, Sources
 from llmcache.errors import ConfigError

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from experiments.methods.advance import choose_threshold, nearest, serve
-from experiments.replay import Units
+from experiments.replay.advance import choose_threshold, nearest, serve
+from experiments.replay.replay import Units
 from llmcache.calibration.calibration import split
 from llmcache.calibration.claim import Claim
 

@@ -11,7 +11,7 @@ import yaml
 from experiments.report import tables
 from experiments.report.readme import limits, reuse, ways
 from experiments.report.readme.files import MISSING, runs_if_any
-from experiments.runs import read_runs
+from experiments.runs.read import read_runs
 from llmcache.errors import ConfigError
 
 DROPS = (0.005, 0.01)

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from experiments.config import make_experiment
-from experiments.folders import Folders
 from experiments.measures.trust import Trust
 from experiments.methods.base import twin
-from experiments.recall import Fits, Outputs, have_same_layers, recall_fits, recall_layers
-from experiments.rehearsal import Rehearsal
+from experiments.replay.recall import Fits, Outputs, have_same_layers, recall_fits, recall_layers
+from experiments.replay.rehearsal import Rehearsal
+from experiments.runs.grid import make_experiment
+from experiments.support.folders import Folders
 from llmcache.calibration.observer import targets
 from llmcache.fingerprint import Learned
 from llmcache.models.adapters import locate

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments.scorers import squad_v2 as scorer
-from experiments.scorers.squad_v2 import exact_match, f1, normalise
+from experiments.tasks.scorers import squad_v2 as scorer
+from experiments.tasks.scorers.squad_v2 import exact_match, f1, normalise
 
 ROOT = Path(__file__).parents[2]
 
@@ -113,7 +113,7 @@ def test_processes_at_once_without_a_cache_folder(tmp_path: Path) -> None:
     in_the_way = tmp_path / "file"
     in_the_way.touch()
     code = (
-        "from experiments.scorers import squad_v2 as s\n"
+        "from experiments.tasks.scorers import squad_v2 as s\n"
         "print(s.load().compute(predictions=['a', ''], references=[['a'], []])['f1'])"
     )
     # Below a file no folder can be made, whoever asks.

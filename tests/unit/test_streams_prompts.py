@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from experiments.data.mooncake import FILE, read_trace
-from experiments.folders import Folders
+from experiments.data.streams.prompts import BLOCK, STREAMS, Pieces, Prompt, known_tokens, make_stream
+from experiments.data.streams.prompts.mooncake import sample
 from experiments.measures import sharing
-from experiments.streams.prompts import BLOCK, STREAMS, Pieces, Prompt, known_tokens, make_stream
-from experiments.streams.prompts.mooncake import sample
+from experiments.support.folders import Folders
 from llmcache.errors import ConfigError
 from tests.tiny_prompts import TRACE, write_trace
 

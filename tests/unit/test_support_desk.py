@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from experiments.streams.support_desk import INTENTS, Noise, Request, Traffic, support_desk
-from experiments.streams.support_desk_phrases import CONTEXTS, FILLERS, TEMPLATES
+from experiments.data.streams.support_desk import INTENTS, Noise, Request, Traffic, support_desk
+from experiments.data.streams.support_desk_phrases import CONTEXTS, FILLERS, TEMPLATES
 
 CHECKSUM_SEED_0 = "8c7a5802a82771c81320896ee68afe36719f428f6b75cf968281c338190e7a3b"
 QUIET = Noise(**{field.name: 0.0 for field in fields(Noise)})

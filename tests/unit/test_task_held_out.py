@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from experiments.config import load_experiments
 from experiments.data.labelled import Data, read_requests
-from experiments.folders import Folders
-from experiments.streams.support_desk import support_desk
+from experiments.data.streams.support_desk import support_desk
+from experiments.runs.grid import load_experiments
+from experiments.support.folders import Folders
 from experiments.tasks import build, make_task
 from llmcache.errors import ConfigError
 

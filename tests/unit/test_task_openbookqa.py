@@ -7,7 +7,7 @@ import torch
 import transformers as tf
 
 from experiments.data.openbookqa import Choice
-from experiments.models import Loaded, load
+from experiments.models.loading import Loaded, load
 from experiments.prepare.openbookqa import Collator
 from experiments.tasks.openbookqa import OpenBookQA
 from tests.models import save_bert

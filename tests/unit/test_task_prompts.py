@@ -5,14 +5,14 @@ from typing import Any
 import pytest
 import torch
 
-from experiments.bench.models import ARCHITECTURES
-from experiments.folders import Folders
+from experiments.data.streams.prompts import known_tokens
+from experiments.data.streams.prompts.pieces import BLOCK
 from experiments.measures.base import serve_once
 from experiments.methods import MethodSettings
 from experiments.methods.cached import Cached
-from experiments.models import UNTRAINED
-from experiments.streams.prompts import known_tokens
-from experiments.streams.prompts.pieces import BLOCK
+from experiments.models.architectures import ARCHITECTURES
+from experiments.models.loading import UNTRAINED
+from experiments.support.folders import Folders
 from experiments.tasks import build, make_task, prompts
 from experiments.tasks.prompts import Prompts
 from llmcache.errors import ConfigError

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from experiments.data.squad import Question
-from experiments.models import Loaded, load
+from experiments.models.loading import Loaded, load
 from experiments.prepare.squad_v2 import best_threshold, choose_articles, windows
 from experiments.tasks import squad_v2
 from experiments.tasks.squad_v2 import MOST_ASKED, MOST_TOKENS, THRESHOLD, SquadV2, best_span, encode, in_context

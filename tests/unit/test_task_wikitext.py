@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experiments.models import Loaded
+from experiments.models.loading import Loaded
 from experiments.prepare.wikitext import Collator, make_tokenizer, unigram
 from experiments.tasks.wikitext import Repeats, WikiText, repeat
 from llmcache.errors import ConfigError

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from experiments.data.openbookqa import read_openbookqa
-from experiments.models import load
+from experiments.models.loading import load
 from experiments.prepare import RECIPES, training
 from experiments.prepare.openbookqa import Collator
 from experiments.tasks.openbookqa import OpenBookQA

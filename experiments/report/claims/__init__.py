@@ -10,7 +10,7 @@ from functools import partial
 
 from experiments.report.claims import quality, speed
 from experiments.report.verdict import NOTHING, Judgement, Results, Verdict
-from experiments.runs import Run
+from experiments.runs.read import Run
 
 
 @dataclass(frozen=True, slots=True)

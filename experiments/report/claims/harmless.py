@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from experiments.frontier import Curve, best, of_curve
-from experiments.metrics import FEWEST
-from experiments.runs import Figures, Run
+from experiments.metrics.frontier import Curve, best, of_curve
+from experiments.metrics.metrics import FEWEST
+from experiments.runs.read import Figures, Run
 
 PAPERS_CURVE = ("llmcache", "mean")  # method and fingerprint
 #: By what a loss is told, where 500 questions make half a point two and a half of them; elsewhere by the drop.

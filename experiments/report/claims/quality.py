@@ -5,14 +5,14 @@ from typing import Any
 
 import numpy as np
 
-from experiments import paper
-from experiments.frontier import at_tau, of_curve
-from experiments.metrics import FEWEST, share_interval
+from experiments.metrics import paper
+from experiments.metrics.frontier import at_tau, of_curve
+from experiments.metrics.metrics import FEWEST, share_interval
 from experiments.report.claims.harmless import PAPERS_CURVE, harmless_rows, harmless_tau, n_hits, rule_of
 from experiments.report.claims.surroundings import weak_models
 from experiments.report.markdown import percent, points, share
 from experiments.report.verdict import NOTHING, Judgement, Results, Verdict
-from experiments.runs import Figures, Run
+from experiments.runs.read import Figures, Run
 
 STRAIGHT = 0.95  # share of the variance that a line has to explain to be called one
 MORE, FEWER, CHANCE = "more", "fewer", "no difference beyond chance"

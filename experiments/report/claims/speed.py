@@ -4,13 +4,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
-from experiments import paper
-from experiments.frontier import at_tau
+from experiments.metrics import paper
+from experiments.metrics.frontier import at_tau
 from experiments.report.claims.harmless import PAPERS_CURVE, harmless_rows, loss_of, rule_of
 from experiments.report.claims.surroundings import THEIR_HARDWARE, hardware
 from experiments.report.markdown import number, percent, points, ratio
 from experiments.report.verdict import NOTHING, Judgement, Results, Verdict
-from experiments.runs import Figures, Run
+from experiments.runs.read import Figures, Run
 
 
 def latency(runs: Sequence[Run], results: Results, head: str) -> Judgement:

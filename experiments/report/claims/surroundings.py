@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
-from experiments import paper
-from experiments.runs import Run
+from experiments.metrics import paper
+from experiments.runs.read import Run
 
 #: How many times its trivial baseline a model has to reach for the size of a loss to say something of better models.
 STRONG = 2.0

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from experiments.files import write_whole
-from experiments.plots import plot_speed_against_changes
+from experiments.report.plots import plot_speed_against_changes
 from experiments.report.readme import fill
 from experiments.report.readme.files import figures_of, is_timed
+from experiments.support.files import write_whole
 
 ROOT = Path(__file__).parents[3]
 README, RESULTS = ROOT / "README.md", ROOT / "results"

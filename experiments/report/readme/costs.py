@@ -4,7 +4,7 @@ from pathlib import Path
 
 from experiments.report.markdown import number, percent, points, speed, table
 from experiments.report.readme.files import figures_of, is_timed, runs_of
-from experiments.runs import Figures
+from experiments.runs.read import Figures
 
 
 def demo(results_dir: Path) -> str:

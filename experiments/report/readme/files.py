@@ -4,8 +4,8 @@ import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from experiments.results import METRICS
-from experiments.runs import Figures, Run, read_runs, was_idle
+from experiments.runs.folder import METRICS
+from experiments.runs.read import Figures, Run, read_runs, was_idle
 from llmcache.errors import ConfigError
 
 #: What a cell says where a configuration asks for a run that is not there.

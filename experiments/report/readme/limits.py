@@ -6,7 +6,7 @@ from typing import Any
 
 from experiments.report.markdown import table
 from experiments.report.readme.files import MISSING, by_task, each, row_of, runs_of
-from experiments.runs import Run
+from experiments.runs.read import Run
 
 AUDIT = 0.05  # the library's default
 ASKED = 0.02  # of the experiments that look for trouble

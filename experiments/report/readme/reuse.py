@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.frontier import best, curves
+from experiments.metrics.frontier import best, curves
 from experiments.report.markdown import number, percent, points, table
 from experiments.report.markdown import speed as times
 from experiments.report.readme.files import MISSING, by_task, each, runs_if_any, runs_of
 from experiments.report.trust import chosen
-from experiments.runs import Figures, Run
+from experiments.runs.read import Figures, Run
 from llmcache.errors import ConfigError
 
 TRUST = ("trust_banking77", "trust_hwu64", "trust_snips")

@@ -7,7 +7,7 @@ from experiments.report.markdown import percent, table
 from experiments.report.readme.files import MISSING, by_task, each, row_of, runs_if_any
 from experiments.report.readme.reuse import trust_runs
 from experiments.report.trust import chosen
-from experiments.runs import Figures, Run
+from experiments.runs.read import Figures, Run
 
 #: Ways that are calibrated by the same tests on the same requests, in the order of the rows, and what they are called.
 NAMES = {

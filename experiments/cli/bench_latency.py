@@ -1,0 +1,85 @@
+"""`llmcache bench latency`: what each kind of call costs."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from experiments.cli.options import FiguresDir
+from experiments.cli.output import make_results_folder, write_results
+from llmcache.cli.options import ModelsDir
+from llmcache.cli.output import check_writable, write_json
+from llmcache.cli.table import show_table
+
+
+def command(
+    model: Annotated[
+        str, typer.Option(help="bert-base, distilbert, gpt2, a model folder, or a name in the models folder.")
+    ] = "bert-base",
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows a call.")] = 1,
+    seq_len: Annotated[int, typer.Option(min=4, help="Tokens a row.")] = 128,
+    entries: Annotated[int, typer.Option(min=64, help="Entries in each bank, filled before measuring.")] = 10_000,
+    payload: Annotated[str, typer.Option(help="What entries keep: cls, last, mean or sequence.")] = "cls",
+    layers: Annotated[str, typer.Option(help="Stored layers: last or all.")] = "last",
+    index: Annotated[str, typer.Option(help="Index: auto, flat, refined or hnsw.")] = "auto",
+    mode: Annotated[str, typer.Option(help="semantic, one search a call, or paper, one a layer.")] = "semantic",
+    head: Annotated[str, typer.Option(help="class, or token: a causal language model's, at every token.")] = "class",
+    tau: Annotated[float, typer.Option(help="Similarity from which the near requests of the benchmark hit.")] = 0.98,
+    device: Annotated[str, typer.Option(help="Torch device, cpu or cuda.")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="Of weights and states: float32 or bfloat16.")] = "float32",
+    rounds: Annotated[int, typer.Option(min=10, help="Calls of each kind; p90 and p99 take 200 or more.")] = 200,
+    seed: Annotated[int, typer.Option(help="Of random weights and requests.")] = 0,
+    models_dir: ModelsDir = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+    results_dir: FiguresDir = None,
+) -> None:
+    """Measure no cache, miss, hit, exact hit and floor (zero layers), interleaved in one process."""
+    from experiments.measures.bench.latency import Settings, measure
+    from experiments.models.loading import find
+    from experiments.support.environment import describe
+    from experiments.support.progress import Progress
+
+    source = find(model, models_dir)
+    settings = Settings(
+        source, batch_size, seq_len, entries, payload, layers, index, mode, head, tau, device, dtype, rounds, seed
+    )
+    check_writable(json_file)
+    if results_dir is not None:
+        make_results_folder(results_dir)
+    env = describe(seed)
+    with Progress() as progress:
+        figures = measure(settings, progress.advance)
+    _print(figures)
+    write_json(json_file, figures | {"environment": env})
+    write_results(results_dir, "bench_latency", asdict(settings) | {"model": Path(source).name}, env, figures)
+
+
+def _print(figures: dict[str, Any]) -> None:
+    weights = "random weights" if figures["weights"] == "random" else f"weights of {figures['weights']}"
+    title = (
+        f"{figures['model']} ({weights}), {figures['dtype']} on {figures['device']}, {figures['threads']} threads, "
+        f"batch {figures['batch_size']}, {figures['seq_len']} tokens, "
+        f"{figures['entries']:,} entries of {figures['entry_bytes']:,} bytes"
+    )
+    times = {key.removesuffix("_ms"): times for key, times in figures.items() if key.endswith("_ms")}
+    show_table(title, [_row(kind, times[kind], figures["ratios"].get(f"{kind}/nocache")) for kind in times])
+    is_equal = "equal" if figures["exact_hit_is_equal"] else "not equal"
+    typer.echo(f"an exact hit is {is_equal} to the stored run, bit for bit")
+    if figures["n_overlooked"]:
+        typer.echo(f"{figures['n_overlooked']} calls were drawn again: the index had overlooked a neighbour")
+    if figures["nocache_ms"]["p90"] is None:
+        typer.echo(f"{figures['nocache_ms']['n']} calls of each kind: too few for p90 and p99")
+
+
+def _row(kind: str, times: Mapping[str, Any], ratio: Mapping[str, float] | None) -> Mapping[str, Any]:
+    """What the table says of one kind of call."""
+    return {
+        "call": kind,
+        **{
+            f"{which} ms": None if times[which] is None else f"{times[which]:.3f}" for which in ("median", "p90", "p99")
+        },
+        "n": times["n"],
+        "ratio to no cache (p5 to p95)": ratio and f"{ratio['median']:.4f} ({ratio['p5']:.4f} to {ratio['p95']:.4f})",
+    }

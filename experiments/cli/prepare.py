@@ -1,0 +1,54 @@
+"""`llmcache prepare`: train the small models that the experiments use."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from experiments.cli.options import DATA_VARIABLE
+from llmcache.cli.options import MODELS_VARIABLE
+from llmcache.cli.output import interruptible
+from llmcache.cli.table import show_table
+
+
+def command(
+    recipes: Annotated[list[str], typer.Argument(help="Names of models, or `all`.", show_default=False)],
+    models_dir: Annotated[Path, typer.Option(envvar=MODELS_VARIABLE, help="Each model gets a folder in it.")] = Path(
+        "models"
+    ),
+    data_dir: Annotated[
+        Path | None, typer.Option(envvar=DATA_VARIABLE, help="Folder with the data sets. Default: the hub.")
+    ] = None,
+    base: Annotated[str, typer.Option(help="Model to fine-tune: minilm, a folder or a hub name.")] = "minilm",
+    seed: Annotated[int, typer.Option(min=0, help="Of everything drawn.")] = 0,
+    limit: Annotated[int | None, typer.Option(min=8, help="Use that many records only, to try things out.")] = None,
+    epochs: Annotated[float | None, typer.Option(help="Instead of the recipe's own number; more than 0.")] = None,
+) -> None:
+    """Train models for the experiments, on real data; those that are there already are left as they are.
+
+    A training that was interrupted goes on from its last checkpoint.
+    """
+    from experiments.prepare import RECIPES, check, prepare
+
+    chosen = list(RECIPES) if recipes == ["all"] else recipes
+    for recipe in chosen:
+        check(recipe)
+    for recipe in chosen:
+        with interruptible(
+            f"{recipe}: interrupted; the same command goes on from the last checkpoint, if there is one"
+        ):
+            figures, is_new = prepare(recipe, models_dir, data_dir, base=base, seed=seed, limit=limit, epochs=epochs)
+        shown = {name: value for name, value in figures.items() if name not in ("recipe", "options", "environment")}
+        show_table(recipe, [{"figure": name, "value": value} for name, value in _flatten(shown)], n_names=2)
+        typer.echo(f"{'trained' if is_new else 'there already'}: {models_dir / recipe}")
+
+
+def _flatten(figures: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Name and value of each figure, those of inner mappings with the outer name before theirs."""
+    for name, value in figures.items():
+        label = prefix + name.replace("_", " ")
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{label}: ")
+        else:
+            yield label, value

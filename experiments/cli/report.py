@@ -1,0 +1,25 @@
+"""`llmcache report`: pictures and verdicts from the files of results."""
+
+import typer
+
+from experiments.cli.options import RESULTS, Configs, ResultsDir, all_configs
+from llmcache.errors import ConfigError
+
+
+def command(configs: Configs = None, results_dir: ResultsDir = RESULTS) -> None:
+    """Write REPORT.md and its pictures again from what was measured: each claim of the paper and what became of it.
+
+    Only runs with the very settings of the files count; what others left in the results folder is no part of it.
+    """
+    from experiments.report import write_report
+    from experiments.report.plots import draw_all
+    from experiments.runs.read import folders_of, others_beside, read_runs
+
+    folders = folders_of(configs or all_configs(), results_dir)
+    if not read_runs(folders) and (others := others_beside(folders)):
+        raise ConfigError(
+            f"{results_dir}: no results with the settings of these files, but {len(others)} with others "
+            f"(of --set, or of the files before a change), {others[0].name} for instance; measure first: llmcache sweep"
+        )
+    path = write_report(results_dir, folders)
+    typer.echo(f"{path} and {len(draw_all(folders))} pictures")

@@ -1,0 +1,70 @@
+"""`llmcache run`: run experiments from their YAML files."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from experiments.cli.options import RESULTS, Changes, DataDir, ResultsDir, told_apart
+from experiments.cli.output import make_results_folder
+from llmcache.cli.options import ModelsDir
+from llmcache.cli.table import show_table
+
+if TYPE_CHECKING:
+    from experiments.runs.runner import Finished
+
+
+def command(
+    configs: Annotated[
+        list[Path],
+        typer.Argument(metavar="CONFIG...", help="YAML files, one experiment each; a list in one is a grid."),
+    ],
+    data_dir: DataDir = None,
+    models_dir: ModelsDir = None,
+    results_dir: ResultsDir = RESULTS,
+    changes: Changes = None,
+    force: Annotated[bool, typer.Option("--force", help="Measure again what was measured before.")] = False,
+) -> None:
+    """Run experiments and keep settings, surroundings, rows and figures of each in a folder of its own."""
+    from experiments.runs.runner import load_all, run_one
+    from experiments.support.folders import Folders
+
+    runs = load_all(*told_apart(configs, changes))
+    make_results_folder(results_dir)
+    for run in runs:
+        done = run_one(run, results_dir, Folders(data_dir, models_dir), force)
+        _show(done)
+        typer.echo(f"{'measured' if done.is_new else 'kept from before'}: {done.path}\n")
+
+
+def _show(done: "Finished") -> None:
+    """The methods of a run, or the rows of `summary` that another measure gives."""
+    metrics, n_names = done.metrics, 1
+    if "summary" in metrics:
+        rows = metrics["summary"]
+        texts = itertools.takewhile(lambda value: isinstance(value, str), rows[0].values() if rows else ())
+        n_names = max(1, len(list(texts)))
+    else:
+        rows = _method_rows(metrics)
+    about = f": {metrics['n']:,} requests" if "n" in metrics else ""
+    show_table(f"{done.run.group} {done.run.name}{about}", rows, n_names)
+
+
+def _method_rows(metrics: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """What the measure `serve` says of each method, as cells by column."""
+    return [{"method": label, **_cells(figures, metrics["metric"])} for label, figures in metrics["methods"].items()]
+
+
+def _cells(figures: Mapping[str, Any], metric: str) -> Mapping[str, str]:
+    bounds = figures["accuracy_drop_ci"]
+    return {
+        "hits": f"{figures['hit_rate']:.1%}",
+        "speed-up": f"{figures['speedup']:.2f}",
+        "of all rounds": f"{figures['speedup_min']:.2f}…{figures['speedup_max']:.2f}",
+        metric: f"{figures['accuracy']:.1%}",
+        "drop, points": f"{100 * figures['accuracy_drop']:.2f}",
+        "95 % of drop": "" if bounds is None else f"{100 * bounds[0]:.2f}…{100 * bounds[1]:.2f}",
+        "changed answers": f"{figures['changed_answers']:.2%}",
+    }

@@ -1,0 +1,45 @@
+"""Stream `system_prompt`: many users, each with a question of their own after one system prompt, or one of a few."""
+
+import random
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from experiments.data.streams.prompts.pieces import Pieces, Prompt
+from experiments.data.streams.prompts.settings import StreamSettings
+from experiments.support.folders import Folders
+
+
+class Settings(StreamSettings):
+    """Settings of the stream.
+
+    Attributes:
+        systems: System prompts; which one a request has is drawn.
+        system: Tokens of a system prompt.
+        shortest: Tokens of a question, at least.
+        longest: Tokens of a question, at most.
+    """
+
+    name: Literal["system_prompt"]
+    systems: int = Field(default=1, ge=1)
+    system: int = Field(default=256, ge=1)
+    shortest: int = Field(default=16, ge=1)
+    longest: int = Field(default=64, ge=1)
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if self.shortest > self.longest:
+            raise ValueError(f"shortest: at most longest, {self.longest} (got {self.shortest})")
+        return self
+
+
+def draw(settings: Settings, pieces: Pieces, folders: Folders, seed: int) -> list[Prompt]:
+    """The prompts.
+
+    Raises:
+        ConfigError: The text is too short.
+    """
+    rng = random.Random(seed)
+    systems = [pieces.take(settings.system) for _ in range(settings.systems)]
+    lengths = range(settings.shortest, settings.longest + 1)
+    return [rng.choice(systems) + pieces.take(rng.choice(lengths)) for _ in range(settings.n)]

@@ -1,0 +1,280 @@
+"""A synthetic stream of requests to the support desk of an online shop with a subscription and an app.
+
+Real traffic repeats itself, so each request is one of three kinds (shares in `Traffic`):
+
+- *repeat*: an earlier distinct text, character by character;
+- *near*: the paraphrase of an earlier request, with other slots, opener, closer and noise;
+- *fresh*: an intent by popularity, any of its paraphrases with equal chance, new slots and noise.
+
+Popularity is Zipf's law with an offset: what stands at rank r (from 0) has weight 1 / (offset + r). Intents are ranked
+as `TEMPLATES` lists them; texts and paraphrases by age, so what came early comes back more often, and its intent gains.
+There are always 100 ranks or more, and an empty rank means a fresh request: repeats are rarer until some 100 texts are
+there. The label is the intent that was drawn, and noise never changes it. A fresh or near request can meet an earlier
+text by chance, which adds one to three points to the share of exact repeats.
+
+Only `random.Random.random` and correctly rounded arithmetic are used, so a seed gives the same stream everywhere.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from itertools import accumulate
+from random import Random
+from typing import Final, NamedTuple, TypeVar
+
+from experiments.data.streams.support_desk_phrases import (
+    CLOSERS,
+    CONTEXTS,
+    CONTRACTIONS,
+    FILLER_WORDS,
+    FILLERS,
+    OPENERS,
+    TEMPLATES,
+)
+
+INTENTS: Final[tuple[str, ...]] = tuple(TEMPLATES)
+
+_T = TypeVar("_T")
+_CHOICES: Final[dict[str, list[str]]] = {slot: values.split("|") for slot, values in FILLERS.items()}
+_OPENERS, _CLOSERS, _CONTEXTS, _FILLER_WORDS = (x.split("|") for x in (OPENERS, CLOSERS, CONTEXTS, FILLER_WORDS))
+_ALTERNATIVES: Final = re.compile(r"\[([^\]]*)\]")
+_SLOT: Final = re.compile(r"\{(\w+)\}")
+_DIGIT: Final = re.compile("#")
+_SHORT_FORMS: Final[dict[str, str]] = dict(pair.split("=") for pair in CONTRACTIONS.split("|"))
+_CONTRACTIBLE: Final = re.compile(r"\b(" + "|".join(_SHORT_FORMS) + r")\b")
+_SENTENCE_START: Final = re.compile(r"(?:^|[.?!] )[a-z]")
+_PUNCTUATION: Final = re.compile(r"[.,:?!]+(?= |$)")
+_MIN_TYPO_LENGTH: Final = 4
+_MIN_RANKS: Final = 100  # Without this floor the first few requests would come back again and again.
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request and what it is really about.
+
+    Attributes:
+        text: What the customer wrote, one line.
+        label: The intent, one of `INTENTS`.
+    """
+
+    text: str
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """How customers write; every field is a probability from 0 to 1, for a request unless said otherwise.
+
+    Attributes:
+        opener: A greeting stands in front.
+        context: A sentence that is true of any customer stands in front of or behind the question.
+        closer: Thanks or the like stand at the end.
+        filler_word: "just", "actually" and the like are put in somewhere.
+        contraction: "do not" becomes "don't", for each place.
+        no_apostrophe: All apostrophes are left out.
+        typo: Two letters swapped, one dropped or one doubled, for each word of four letters or more.
+        no_punctuation: Commas and marks at the ends of words are left out.
+        lower: All lower case.
+        upper: All upper case.
+    """
+
+    opener: float = 0.3
+    context: float = 0.1
+    closer: float = 0.25
+    filler_word: float = 0.15
+    contraction: float = 0.6
+    no_apostrophe: float = 0.25
+    typo: float = 0.015
+    no_punctuation: float = 0.3
+    lower: float = 0.35
+    upper: float = 0.01
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        for field in fields(self):
+            _check_range(field.name, getattr(self, field.name), 0.0, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """How often what comes back.
+
+    Attributes:
+        repeat_share: Share of exact repeats, 0 to 1, beside those that happen by chance.
+        near_share: Share of known paraphrases with other slots and noise, 0 to 1; the rest are fresh.
+        intent_offset: Offset of the popularity of intents, in ranks, 1 or more; higher is flatter.
+        repeat_offset: The same for the texts and paraphrases that come back.
+    """
+
+    repeat_share: float = 0.15
+    near_share: float = 0.45
+    intent_offset: float = 12.0
+    repeat_offset: float = 20.0
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        _check_range("repeat_share", self.repeat_share, 0.0, 1.0)
+        _check_range("near_share", self.near_share, 0.0, 1.0)
+        _check_range("repeat_share + near_share", self.repeat_share + self.near_share, 0.0, 1.0)
+        _check_range("intent_offset", self.intent_offset, 1.0, 1e6)
+        _check_range("repeat_offset", self.repeat_offset, 1.0, 1e6)
+
+
+class _Paraphrase(NamedTuple):
+    """A template whose alternatives are chosen and whose slots are still open."""
+
+    text: str
+    label: str
+
+
+def support_desk(
+    n: int = 2000,
+    seed: int = 0,
+    *,
+    intents: Sequence[str] | None = None,
+    noise: Noise | None = None,
+    traffic: Traffic | None = None,
+) -> list[Request]:
+    """Make a stream of support requests, in the order of arrival.
+
+    Args:
+        n: Number of requests, 0 or more.
+        seed: Seed of the stream, 0 or more. A longer stream of the same seed begins with the shorter one.
+        intents: Which of `INTENTS` take part, from the most to the least popular; `None` means all.
+        noise: How customers write; `None` means `Noise()`.
+        traffic: How often what comes back; `None` means `Traffic()`.
+
+    Returns:
+        The requests; equal arguments give equal streams on every machine.
+
+    Raises:
+        ValueError: If `n` or `seed` is negative, or `intents` is empty, repeats a name or has an unknown one.
+    """
+    if n < 0 or seed < 0:
+        raise ValueError(f"n and seed must be 0 or more, got n={n}, seed={seed}")
+    desk = _Desk(Random(seed), _checked_intents(intents), noise or Noise(), traffic or Traffic())
+    return [desk.next_request() for _ in range(n)]
+
+
+class _Desk:
+    """The state of a stream: the distinct requests and the paraphrases so far, oldest first."""
+
+    def __init__(self, rng: Random, intents: tuple[str, ...], noise: Noise, traffic: Traffic) -> None:
+        self._rng, self._intents, self._noise, self._traffic = rng, intents, noise, traffic
+        self._intent_weights = _zipf(len(intents), traffic.intent_offset)
+        self._age_weights: list[float] = []
+        self._requests: list[Request] = []
+        self._seen: set[Request] = set()
+        self._paraphrases: list[_Paraphrase] = []
+
+    def next_request(self) -> Request:
+        """Draw the kind of the next request, then the request."""
+        kind = self._rng.random()
+        if kind < self._traffic.repeat_share:
+            request = self._old(self._requests)
+            if request is not None:
+                return request
+        is_near = self._traffic.repeat_share <= kind < self._traffic.repeat_share + self._traffic.near_share
+        paraphrase = (self._old(self._paraphrases) if is_near else None) or self._fresh()
+        request = Request(_write(paraphrase.text, self._noise, self._rng), paraphrase.label)
+        if request not in self._seen:
+            self._seen.add(request)
+            self._requests.append(request)
+        return request
+
+    def _fresh(self) -> _Paraphrase:
+        label = self._intents[_draw(self._rng, self._intent_weights, len(self._intents))]
+        template = _pick(self._rng, TEMPLATES[label])
+        text = _ALTERNATIVES.sub(lambda match: _pick(self._rng, match[1].split("|")), template)
+        self._paraphrases.append(_Paraphrase(text, label))
+        return self._paraphrases[-1]
+
+    def _old(self, things: Sequence[_T]) -> _T | None:
+        """Draw one of the things by popularity; `None` if the rank drawn is still empty."""
+        n_ranks = max(len(things), _MIN_RANKS)
+        if len(self._age_weights) < n_ranks:
+            self._age_weights = _zipf(2 * n_ranks, self._traffic.repeat_offset)
+        rank = _draw(self._rng, self._age_weights, n_ranks)
+        return things[rank] if rank < len(things) else None
+
+
+def _write(paraphrase: str, noise: Noise, rng: Random) -> str:
+    """Fill the slots of a paraphrase, put talk around it, and write it as carelessly as `noise` says."""
+    parts = [paraphrase]
+    if rng.random() < noise.context:
+        parts.insert(_pick(rng, (0, 1)), _pick(rng, _CONTEXTS))
+    if rng.random() < noise.opener:
+        parts.insert(0, _pick(rng, _OPENERS))
+    if rng.random() < noise.closer:
+        parts.append(_pick(rng, _CLOSERS))
+    text = _fill(" ".join(parts), rng)
+    text = _CONTRACTIBLE.sub(lambda m: _SHORT_FORMS[m[1]] if rng.random() < noise.contraction else m[1], text)
+    if rng.random() < noise.filler_word:
+        words = text.split(" ")
+        words.insert(1 + int(rng.random() * (len(words) - 1)), _pick(rng, _FILLER_WORDS))
+        text = " ".join(words)
+    text = " ".join(_mistyped(word, rng) if rng.random() < noise.typo else word for word in text.split(" "))
+    return _restyled(_SENTENCE_START.sub(lambda m: m[0].upper(), text), noise, rng)
+
+
+def _fill(text: str, rng: Random) -> str:
+    """Fill each slot, the same one with the same words throughout, and put a random digit at each ``#``."""
+    values: dict[str, str] = {}
+    for slot in _SLOT.findall(text):
+        if slot not in values:
+            values[slot] = _DIGIT.sub(lambda _: str(int(rng.random() * 10)), _pick(rng, _CHOICES[slot]))
+    text = _DIGIT.sub(lambda _: str(int(rng.random() * 10)), text)
+    return _SLOT.sub(lambda match: values[match[1]], text)
+
+
+def _mistyped(word: str, rng: Random) -> str:
+    """Swap two letters, drop one or double one; the first letter, short words and words with digits or marks stay."""
+    if len(word) < _MIN_TYPO_LENGTH or not word.isalpha():
+        return word
+    at = 1 + int(rng.random() * (len(word) - 2))
+    middle = _pick(rng, (word[at + 1] + word[at], word[at + 1], word[at] * 2 + word[at + 1]))
+    return word[:at] + middle + word[at + 2 :]
+
+
+def _restyled(text: str, noise: Noise, rng: Random) -> str:
+    """Leave out apostrophes and punctuation, and change the case, each by its probability."""
+    if rng.random() < noise.no_apostrophe:
+        text = text.replace("'", "")
+    if rng.random() < noise.no_punctuation:
+        text = _PUNCTUATION.sub("", text)
+    case = rng.random()
+    if case < noise.lower:
+        return text.lower()
+    return text.upper() if case > 1.0 - noise.upper else text
+
+
+def _pick(rng: Random, options: Sequence[_T]) -> _T:
+    return options[int(rng.random() * len(options))]
+
+
+def _zipf(n: int, offset: float) -> list[float]:
+    """Running totals of 1 / (offset + rank) for `n` ranks."""
+    return list(accumulate(1.0 / (offset + rank) for rank in range(n)))
+
+
+def _draw(rng: Random, totals: Sequence[float], n: int) -> int:
+    """Draw one of the first `n` ranks with the weights whose running totals are given."""
+    return bisect_right(totals, rng.random() * totals[n - 1], 0, n - 1)
+
+
+def _checked_intents(intents: Sequence[str] | None) -> tuple[str, ...]:
+    names = INTENTS if intents is None else tuple(intents)
+    unknown = sorted(set(names) - set(INTENTS))
+    if unknown:
+        raise ValueError(f"unknown intents {unknown}; known are {', '.join(INTENTS)}")
+    if not names or len(set(names)) < len(names):
+        raise ValueError(f"intents must be one or more different names, got {list(names)}")
+    return names
+
+
+def _check_range(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:
+        raise ValueError(f"{name} must be from {low:g} to {high:g}, got {value}")

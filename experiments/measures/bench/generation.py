@@ -1,0 +1,278 @@
+"""Greedy generation of a few tokens, in each of the ways that one would serve it.
+
+| way | what it keeps |
+|---|---|
+| `Recompute` | nothing: each step runs the whole sequence |
+| `KVCache` | keys and values within a generation: transformers' `DynamicCache` |
+| `Remembering` | those, and with llmcache the prefill of prompts across generations |
+
+Each round makes one generation of each kind (the third for a prompt that is new, `miss`, for one seen before,
+`exact_hit`, and, where it is asked for, for one that begins as that one did, `prefix_hit`), the order rotating; a hit's
+tokens are checked, outside the timer, to be those of `KVCache`.
+
+Times are named as in vLLM's benchmark of serving: TTFT, from the tokens of the prompt to the first new one; ITL, from
+one new token to the next; TPOT, their mean over a generation; E2EL, from the prompt to the last token.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from experiments.measures.bench.latency import ratios, rotated
+from experiments.metrics.metrics import percentiles
+from experiments.models.architectures import Requests, build, check, check_target, synchronise
+from experiments.models.loading import find
+from llmcache import LLMCache
+from llmcache.generation import Latency
+
+MAX_ENTRIES = 64
+
+#: Hits that a generation of each kind counts; none of the others.
+HITS = {"exact_hit": 1, "prefix_hit": 1}
+
+
+class Clock:
+    """Takes the time of each new token. A streamer of transformers, which is given the prompt first."""
+
+    def __init__(self) -> None:
+        """Nothing was given yet."""
+        self._at: list[float] = []
+
+    def put(self, value: Tensor) -> None:
+        """Tokens that are on the host now."""
+        self._at.append(perf_counter())
+
+    def end(self) -> None:
+        """No more come."""
+
+    @property
+    def tokens_at(self) -> list[float]:
+        """When each new token was there, seconds."""
+        return self._at[1:]
+
+
+def greedy(model: Any, ids: Tensor, new_tokens: int, **more: Any) -> Any:
+    """What transformers' own loop makes of a prompt, the likeliest token each time.
+
+    Args:
+        model: Causal language model.
+        ids: The prompt (1, T), int64, without padding.
+        new_tokens: Tokens generated, always as many.
+        **more: Further arguments of `model.generate`.
+
+    Returns:
+        Prompt and continuation, int64 (1, T + new_tokens), unless `more` asks for more.
+    """
+    return model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        min_new_tokens=new_tokens,
+        max_new_tokens=new_tokens,
+        pad_token_id=0,
+        **more,
+    )
+
+
+class Way(Protocol):
+    """One way to generate; made of a model that is in eval mode and stays as it is."""
+
+    @property
+    def n_hits(self) -> int:
+        """Prompts that were served from memory so far."""
+
+    def __call__(self, ids: Tensor, new_tokens: int, clock: Clock | None = None) -> Tensor:
+        """The prompt (1, T) and as many tokens more, int64 (1, T + new_tokens)."""
+
+
+class Recompute:
+    """Runs the whole sequence for every token."""
+
+    n_hits = 0
+    uses_kv = False
+
+    def __init__(self, model: Any) -> None:
+        """Generate with `model`."""
+        self._model = model
+
+    def __call__(self, ids: Tensor, new_tokens: int, clock: Clock | None = None) -> Tensor:
+        """Prompt and continuation."""
+        tokens: Tensor = greedy(self._model, ids, new_tokens, use_cache=self.uses_kv, streamer=clock)
+        return tokens
+
+
+class KVCache(Recompute):
+    """Runs the prompt once and then one token a step."""
+
+    uses_kv = True
+
+
+class Remembering(KVCache):
+    """As `KVCache`, on a copy of the model that is wrapped."""
+
+    def __init__(self, model: Any) -> None:
+        """Copy and wrap `model`."""
+        super().__init__(copy.deepcopy(model))
+        self._cache = LLMCache.wrap(self._model, max_entries=MAX_ENTRIES, step_aside=False)
+
+    @property
+    def n_hits(self) -> int:  # type: ignore[override]
+        """Prompts that were served from memory so far."""
+        return self._cache.stats().n_hits
+
+
+@dataclass(slots=True)
+class Times:
+    """Generations of one kind, milliseconds.
+
+    Attributes:
+        ttft: To the first token, one a generation.
+        itl: From each token to the next, of all generations.
+        tpot: Mean of those of a generation, one each; none where one token is generated.
+        e2el: To the last token, one a generation.
+    """
+
+    ttft: list[float] = field(default_factory=list)
+    itl: list[float] = field(default_factory=list)
+    tpot: list[float] = field(default_factory=list)
+    e2el: list[float] = field(default_factory=list)
+
+    def add(self, started: float, tokens_at: Sequence[float]) -> None:
+        """Count a generation that began, and gave each token, at these seconds of one clock."""
+        latency = Latency(tuple(at - started for at in tokens_at))
+        self.ttft.append(latency.ttft_s * 1e3)
+        self.itl += [gap_s * 1e3 for gap_s in latency.itl_s]
+        self.tpot += [] if latency.tpot_s is None else [latency.tpot_s * 1e3]
+        self.e2el.append(latency.e2el_s * 1e3)
+
+    def percentiles(self) -> dict[str, Any]:
+        """Of each, as `experiments.metrics.metrics.percentiles` gives them."""
+        return {f"{name}_ms": percentiles(getattr(self, name)) for name in ("ttft", "tpot", "itl", "e2el")}
+
+
+def measure_each(
+    models: Sequence[str], dtypes: Sequence[str], models_dir: Path | None, **settings: Any
+) -> list[dict[str, Any]]:
+    """Run the benchmark on each model with each dtype; see `measure`, whose figures name models as they are given here.
+
+    Args:
+        models: Causal architectures of the benchmark, prepared models, or folders.
+        dtypes: Of weights and states.
+        models_dir: Where prepared models lie.
+        **settings: The other arguments of `measure`.
+    """
+    return [
+        {**measure(find(model, models_dir), dtype=dtype, **settings), "model": model}
+        for model in models
+        for dtype in dtypes
+    ]
+
+
+def measure(
+    model: str,
+    *,
+    prompt_tokens: int,
+    new_tokens: int,
+    rounds: int,
+    shared_tokens: int = 0,
+    device: str = "cpu",
+    dtype: str = "float32",
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Run the benchmark.
+
+    Args:
+        model: A causal architecture of the benchmark, or a folder.
+        prompt_tokens: Tokens of a prompt.
+        new_tokens: Tokens generated, always as many.
+        rounds: Generations of each kind, after one unmeasured.
+        shared_tokens: First tokens of a known prompt with which that of a `prefix_hit` begins; 0 for none of this kind,
+            else a block of the prefix rung (16) at least, and fewer than the prompt has.
+        device: Torch device.
+        dtype: Of weights and states.
+        seed: Of random weights and prompts.
+
+    Returns:
+        Times of whole generations in milliseconds by kind, as `percentiles` gives them; in `ratios`
+        each kind against `kv_cache`, round by round; and in `times`, by kind, `ttft_ms`, `tpot_ms`, `itl_ms` and
+        `e2el_ms`.
+
+    Raises:
+        ConfigError: The model is no causal language model or takes fewer tokens, or device or dtype cannot be measured.
+        RuntimeError: A hit gave other tokens than the model alone.
+    """
+    check_target(device, dtype)
+    check(model, prompt_tokens + new_tokens, head="token")
+    pair = build(model, seed, device, head="token", dtype=dtype)
+    ways = _ways(pair.model, has_prefix=shared_tokens > 0)
+    requests = Requests(pair.model.config, 1, prompt_tokens, seed, device)
+    times = {kind: Times() for kind in ways}
+    with torch.inference_mode():
+        for number in range(rounds + 1):
+            new, known = (requests.fresh().to(device) for _ in range(2))
+            prompts = dict.fromkeys(ways, new) | {"exact_hit": known}
+            if shared_tokens:
+                prompts["prefix_hit"] = torch.cat([known[:, :shared_tokens], new[:, shared_tokens:]], dim=1)
+            ways["exact_hit"](known, new_tokens)  # made known before the clock runs
+            _round(ways, prompts, new_tokens, number, times if number else {kind: Times() for kind in ways})
+    whole = {kind: spent.e2el for kind, spent in times.items()}
+    return {
+        "model": model,
+        "weights": pair.weights,
+        "dtype": dtype,
+        "prompt_tokens": prompt_tokens,
+        "new_tokens": new_tokens,
+        "shared_tokens": shared_tokens,
+        **{f"{kind}_ms": percentiles(values) for kind, values in whole.items()},
+        "ratios": ratios(whole, "kv_cache"),
+        "times": {kind: spent.percentiles() for kind, spent in times.items()},
+    }
+
+
+def _ways(model: Any, has_prefix: bool) -> dict[str, Way]:
+    """The way that each kind of generation is made in; all with llmcache are made by one cache."""
+    remembering = Remembering(model)
+    ways: dict[str, Way] = {
+        "nocache": Recompute(model),
+        "kv_cache": KVCache(model),
+        "miss": remembering,
+        "exact_hit": remembering,
+    }
+    return ways | {"prefix_hit": remembering} if has_prefix else ways
+
+
+def _round(
+    ways: Mapping[str, Way], prompts: Mapping[str, Tensor], new_tokens: int, number: int, times: Mapping[str, Times]
+) -> None:
+    """One generation of each kind, and its times put with those of its kind.
+
+    Args:
+        ways: By kind.
+        prompts: By kind (1, T).
+        new_tokens: Tokens generated.
+        number: Of the round, which decides the order.
+        times: By kind.
+    """
+    made, hits = {}, {}
+    for kind in rotated(list(ways), number):
+        made[kind], hits[kind] = _timed(ways[kind], prompts[kind], new_tokens, times[kind])
+    for kind, n_hits in hits.items():
+        is_same = not n_hits or torch.equal(made[kind], ways["kv_cache"](prompts[kind], new_tokens))
+        if n_hits != HITS.get(kind, 0) or not is_same:
+            raise RuntimeError(f"a generation counted as {kind} had {n_hits} hits, or other tokens")
+
+
+def _timed(way: Way, ids: Tensor, new_tokens: int, times: Times) -> tuple[Tensor, int]:
+    """Tokens of one generation, and the hits it counted; its times are put with the others."""
+    before, clock = way.n_hits, Clock()
+    synchronise(ids.device)
+    started = perf_counter()
+    tokens = way(ids, new_tokens, clock)
+    times.add(started, clock.tokens_at)
+    return tokens, way.n_hits - before

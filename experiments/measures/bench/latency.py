@@ -1,0 +1,290 @@
+"""Latency of each kind of call, interleaved in one process.
+
+Kinds: `nocache` (an untouched copy of the model), `miss` (banks full, so it also evicts), `hit` (an input that is not
+stored, served by one that is, search and decision included), `exact_hit` (an input that is stored), `floor` (the same
+model with zero layers), and for batches `mixed` (half the rows are hits). Each round makes one call of each kind, the
+order rotating; every call is checked afterwards, outside the timer, to have been what it is counted as: a hit runs no
+layer, and in mode `paper` searches the bank of each.
+"""
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from experiments.metrics.metrics import percentiles
+from experiments.models.architectures import (
+    Pair,
+    Requests,
+    Shortcut,
+    build,
+    check,
+    check_target,
+    find_layers,
+    synchronise,
+)
+from llmcache import ConfigError, LLMCache
+from llmcache.models.adapters import locate
+
+MOST_DRAWS = 10
+FILL_ROWS = 64  # rows stored per call while the banks are filled
+CALLS_HELD = 4  # a bank holds the rows of as many calls, so that a miss does not evict what the next hit asks for
+
+#: What serves a near request and an exact repeat, by mode; to the paper's algorithm both are the same.
+RUNGS = {"semantic": ("semantic", "exact"), "paper": ("paper", "paper")}
+
+Draw = Callable[[], tuple[Any, Tensor, dict[str, int]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What to measure.
+
+    Attributes:
+        model: Architecture or folder.
+        batch_size: Rows a call.
+        seq_len: Tokens a row.
+        entries: Entries that fill each bank before measuring, at least `CALLS_HELD` a row of a call.
+        payload: What entries keep.
+        layers: Stored layers: `last` or `all`.
+        index: Index name.
+        mode: Of the cache: `semantic`, one search a call, or `paper`, one a layer.
+        head: `class`, a classifier, or `token`, a causal language model's, with logits at every token.
+        tau: Threshold between random requests (misses) and those with one token changed (hits).
+        device: Torch device.
+        dtype: Of weights and states.
+        rounds: Calls of each kind; p90 and p99 take 200 or more.
+        seed: Of weights and requests.
+    """
+
+    model: str = "bert-base"
+    batch_size: int = 1
+    seq_len: int = 128
+    entries: int = 10_000
+    payload: str = "cls"
+    layers: str = "last"
+    index: str = "auto"
+    mode: str = "semantic"
+    head: str = "class"
+    tau: float = 0.98
+    device: str = "cpu"
+    dtype: str = "float32"
+    rounds: int = 200
+    seed: int = 0
+
+
+def measure(settings: Settings, advance: Callable[[str, int, int], None] | None = None) -> dict[str, Any]:
+    """Run the benchmark.
+
+    Args:
+        settings: What to measure.
+        advance: Told phase, done and total, for a progress bar.
+
+    Returns:
+        The figures as `llmcache bench latency` prints them, times in milliseconds. `n_overlooked` calls were drawn
+        again because the index had overlooked a neighbour. `exact_hit_is_equal`: whether an exact hit of a whole call,
+        tried once on this device before the clock runs, gave the stored run's output bit for bit.
+
+    Raises:
+        ConfigError: Device, dtype, mode, model or number of entries cannot be measured.
+    """
+    _check(settings)
+    pair = build(settings.model, settings.seed, settings.device, settings.head, settings.dtype)
+    bench = Bench(settings, pair)
+    bench.fill(advance)
+    with torch.inference_mode():
+        is_equal = bench.is_exact_hit_equal()
+        times = bench.run(advance)
+    figures: dict[str, Any] = {f"{kind}_ms": percentiles(values) for kind, values in times.items()}
+    stats = bench.cache.stats()
+    figures["ratios"] = ratios(times, "nocache")
+    figures |= asdict(settings) | {
+        "weights": pair.weights,
+        "model_bytes": sum(parameter.nbytes for parameter in pair.model.parameters()),
+        "exact_hit_is_equal": is_equal,
+        "n_overlooked": bench.n_overlooked,
+        "threads": torch.get_num_threads(),
+        "entry_bytes": (stats.nbytes + stats.index_nbytes) // settings.entries,
+    }
+    return figures
+
+
+def _check(settings: Settings) -> None:
+    """Raise `ConfigError` for what is seen without loading weights."""
+    check_target(settings.device, settings.dtype)
+    if settings.entries < (needed := CALLS_HELD * settings.batch_size):
+        raise ConfigError(f"entries: give at least {needed}, the rows of {CALLS_HELD} calls (got {settings.entries})")
+    if settings.mode not in RUNGS:
+        raise ConfigError(f"mode: give {' or '.join(RUNGS)} (got {settings.mode!r})")
+    if settings.mode == "paper" and settings.layers != "all":
+        raise ConfigError(
+            f"layers: mode paper skips a layer only where its own bank serves it; give all, with payload sequence "
+            f"(got {settings.layers!r})"
+        )
+    check(settings.model, settings.seq_len, settings.head)
+
+
+class Bench:
+    """A filled cache on one model, beside an untouched copy and a twin without layers."""
+
+    def __init__(self, settings: Settings, pair: Pair) -> None:
+        """Wrap the model."""
+        self._settings = settings
+        self._plain = copy.deepcopy(pair.model)
+        self._model = pair.model
+        self._floor = pair.floor
+        self._trunk = locate(pair.model).module
+        layers = find_layers(pair.model)
+        self._depth = len(layers)
+        self._shortcut = Shortcut()
+        self._shortcut.install(layers)
+        self._requests = Requests(
+            pair.model.config, settings.batch_size, settings.seq_len, settings.seed, settings.device
+        )
+        self.n_overlooked = 0
+        self._known: list[Tensor] = []  # rows (1, T) that are stored, oldest first
+        self.cache = LLMCache.wrap(
+            pair.model,
+            tau=settings.tau,
+            payload=settings.payload,
+            layers=settings.layers,
+            index=settings.index,
+            mode=settings.mode,
+            max_entries=settings.entries,
+            max_bytes=2**40,
+            step_aside=False,
+            allow_unsafe=settings.head == "token",  # what is measured here is the clock
+        )
+        self._near_rung, self._exact_rung = RUNGS[settings.mode]
+
+    def fill(self, advance: Callable[[str, int, int], None] | None) -> None:
+        """Fill every bank to its last entry."""
+        total = self._settings.entries
+        for done in range(0, total, FILL_ROWS):
+            ids = self._requests.fresh(min(FILL_ROWS, total - done))
+            self._store(ids)
+            self._known += ids.unsqueeze(1)
+            if advance:
+                advance("filling", done + len(ids), total)
+        for _ in range(MOST_DRAWS):  # a chance hit is not stored
+            if (missing := total - self.cache.stats().n_stored) == 0:
+                return
+            self._store(self._requests.fresh(missing))
+        stats = self.cache.stats()
+        raise RuntimeError(f"{stats.n_stored} of {total} entries were stored, with {stats.errors} errors (see the log)")
+
+    def _store(self, ids: Tensor) -> None:
+        """Have requests (B, T) stored without computing layers, nor the head: logits at every token are large."""
+        with self._shortcut.opened(), torch.inference_mode():
+            self._trunk(**self._requests.inputs(ids))
+
+    def is_exact_hit_equal(self) -> bool:
+        """Whether a call's output is bit for bit the same when it is computed and stored, and when it is served."""
+        rows = self._settings.batch_size
+        _, computed = self._measure("miss", self._kinds()["miss"])
+        ids = torch.cat(self._known[-rows:])
+        _, served = self._measure("exact_hit", lambda: (self._model, ids, {self._exact_rung: rows}))
+        return torch.equal(computed, served)
+
+    def run(self, advance: Callable[[str, int, int], None] | None) -> dict[str, list[float]]:
+        """Milliseconds of every call, by kind."""
+        kinds = self._kinds()
+        times: dict[str, list[float]] = {kind: [] for kind in kinds}
+        warm_up = max(3, self._settings.rounds // 50)
+        total = self._settings.rounds + warm_up
+        for round_number in range(total):
+            for kind in rotated(list(kinds), round_number):
+                spent, _ = self._measure(kind, kinds[kind])
+                if round_number >= warm_up:
+                    times[kind].append(spent * 1e3)
+            if advance:
+                advance("measuring", round_number + 1, total)
+        return times
+
+    def _kinds(self) -> dict[str, Draw]:
+        """By kind: draws the model to call, its ids, and the hits it must count."""
+        rows = self._settings.batch_size
+        kinds: dict[str, Draw] = {
+            "nocache": lambda: (self._plain, self._requests.fresh(), {}),
+            "miss": lambda: (self._model, self._requests.fresh(), {}),
+            "hit": lambda: (self._model, self._requests.near(self._stored(rows)), {self._near_rung: rows}),
+            "exact_hit": lambda: (self._model, self._stored(rows), {self._exact_rung: rows}),
+            "floor": lambda: (self._floor, self._requests.fresh(), {}),
+        }
+        if rows > 1:
+            half = rows // 2
+            kinds["mixed"] = lambda: (
+                self._model,
+                torch.cat([self._requests.near(self._stored(half)), self._requests.fresh(rows - half)]),
+                {self._near_rung: half},
+            )
+        return kinds
+
+    def _stored(self, n_rows: int) -> Tensor:
+        """Ids (n_rows, T) of requests that are stored, from the newer half, which eviction has not reached."""
+        newer = len(self._known) // 2
+        picked = torch.randint(newer, len(self._known), (n_rows,)).tolist()
+        return torch.cat([self._known[i] for i in picked])
+
+    def _measure(self, kind: str, draw: Draw) -> tuple[float, Tensor]:
+        """Seconds and logits of one call of a kind; drawn again when an approximate index overlooked a neighbour."""
+        for _ in range(MOST_DRAWS):
+            model, ids, expected = draw()
+            spent, logits, hits = self._call(kind, model, ids)
+            if hits == expected:
+                return spent, logits
+            self.n_overlooked += 1
+        raise RuntimeError(f"a {kind} call counted hits {hits}, expected {expected}, {MOST_DRAWS} times in a row")
+
+    def _call(self, kind: str, model: Any, ids: Tensor) -> tuple[float, Tensor, dict[str, int]]:
+        """Seconds of one call, from arguments to output, its logits, and the hits it counted.
+
+        Layers that ran for a row that hit are told among the hits: where layers are searched one by one, some may serve
+        and others not.
+        """
+        inputs = self._requests.inputs(ids)
+        before = self.cache.stats()
+        synchronise(self._settings.device)
+        started = perf_counter()
+        output = model(**inputs)
+        synchronise(self._settings.device)
+        spent = perf_counter() - started
+        after = self.cache.stats()
+        if kind in ("miss", "mixed"):
+            stored = after.n_misses - before.n_misses
+            self._known = [*self._known[stored:], *ids[len(ids) - stored :].unsqueeze(1)]
+        hits = Counter(after.hits) - Counter(before.hits)
+        n_skipped = after.n_layers_skipped - before.n_layers_skipped
+        if n_run := hits.total() * self._depth - n_skipped:
+            hits["layers run"] = n_run
+        return spent, output.logits, dict(hits)
+
+
+def rotated(kinds: Sequence[str], by: int) -> Iterator[str]:
+    """The kinds in an order that changes from round to round, so that none always follows the same one."""
+    turned = [*kinds[by % len(kinds) :], *kinds[: by % len(kinds)]]
+    return iter(turned if by // len(kinds) % 2 == 0 else turned[::-1])
+
+
+def ratios(times: Mapping[str, Sequence[float]], base: str) -> dict[str, dict[str, float]]:
+    """Each kind of call against another one of the same round.
+
+    Args:
+        times: By kind, one a round.
+        base: The kind that the others are divided by.
+
+    Returns:
+        By `kind/base`: median, and the 5th and 95th percentile, between which nine rounds of ten lie.
+    """
+    found = {}
+    for kind in (kind for kind in times if kind != base):
+        values = np.array(times[kind]) / np.array(times[base])
+        p5, median, p95 = (float(value) for value in np.percentile(values, (5, 50, 95)))
+        found[f"{kind}/{base}"] = {"median": median, "p5": p5, "p95": p95}
+    return found

@@ -1,0 +1,115 @@
+"""Memory an entry takes and the rate at which entries are stored, through the whole path of a call.
+
+Layers pass their input through, so what is timed is reading the request, fingerprint, search and storing. Memory is the
+growth of the process's resident set after a first tenth, which pays for what is allocated once.
+"""
+
+import ctypes
+import gc
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from experiments.models.architectures import Requests, Shortcut, find_layers
+from llmcache import ConfigError, LLMCache
+
+MOST_TOKENS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What to measure.
+
+    Attributes:
+        entries: Entries to store.
+        width: Hidden width, and so fingerprint width with `mean`.
+        seq_len: Tokens a request.
+        batch_size: Rows a call. Few, or the calls' own buffers blur the figure.
+        payload: What entries keep.
+        compression: Codec.
+        fingerprint: Fingerprint name; `simhash` leaves next to nothing of the fingerprint in the figure.
+        seed: Of weights and requests.
+    """
+
+    entries: int = 100_000
+    width: int = 768
+    seq_len: int = 128
+    batch_size: int = 8
+    payload: str = "cls"
+    compression: str = "fp16"
+    fingerprint: str = "simhash"
+    seed: int = 0
+
+
+def measure(settings: Settings, advance: Callable[[str, int, int], None] | None = None) -> dict[str, Any]:
+    """Run the benchmark.
+
+    Args:
+        settings: What to measure.
+        advance: Told phase, done and total, for a progress bar.
+
+    Returns:
+        `bytes_per_entry` (process growth), `payload_bytes_per_entry`, entries per second of whole calls
+        (`calls_entries_per_s`) and of storing alone (`storing_entries_per_s`), and the settings.
+    """
+    if settings.width % 8:
+        raise ConfigError(f"--width {settings.width}: give a multiple of 8")
+    if settings.seq_len > MOST_TOKENS:
+        raise ConfigError(f"--seq-len {settings.seq_len}: give at most {MOST_TOKENS}")
+    cache = _wrap(settings)
+    requests = Requests(cache.model.config, settings.batch_size, settings.seq_len, settings.seed, "cpu")
+    start, resident_before, stored_before, spent = settings.entries // 10, 0, 0, 0.0
+    while (done := cache.stats().n_stored) < settings.entries:
+        if done >= start and not resident_before:
+            resident_before, stored_before = resident_bytes(), done
+        inputs = requests.inputs(requests.fresh())
+        began = perf_counter()
+        cache(**inputs)
+        spent += perf_counter() - began
+        if advance:
+            advance("storing", done, settings.entries)
+    stats = cache.stats()
+    return asdict(settings) | {
+        "bytes_per_entry": (resident_bytes() - resident_before) / (stats.n_stored - stored_before),
+        "payload_bytes_per_entry": stats.nbytes / stats.n_stored,
+        "calls_entries_per_s": stats.n_stored / spent,
+        "storing_entries_per_s": stats.n_stored / (stats.storing_ms / 1e3),
+        "n_stored": stats.n_stored,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _wrap(settings: Settings) -> LLMCache:
+    """A cache around a classifier of one layer that computes nothing."""
+    import transformers
+
+    torch.manual_seed(settings.seed)
+    config = transformers.BertConfig(
+        hidden_size=settings.width, num_hidden_layers=1, num_attention_heads=8, max_position_embeddings=MOST_TOKENS
+    )
+    model = transformers.BertForSequenceClassification(config).eval()
+    shortcut = Shortcut(is_open=True)
+    shortcut.install(find_layers(model))
+    return LLMCache.wrap(
+        model,
+        tau=1.0,
+        exact=False,
+        payload=settings.payload,
+        compression=settings.compression,
+        fingerprint=settings.fingerprint,
+        max_bytes=2**40,
+        step_aside=False,
+    )
+
+
+def resident_bytes() -> int:
+    """Resident set of this process, from /proc, without what the allocator holds free for later."""
+    gc.collect()
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc
+        trim(0)
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,1 @@
+"""Figures, their intervals, best points of curves, and the numbers that the paper claims."""

@@ -1,0 +1,40 @@
+"""The best point of a curve in hindsight: an upper limit, which nobody could have chosen in advance."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from experiments.metrics import paper
+
+#: Figures of a curve at one threshold.
+Point = Mapping[str, Any]
+
+#: Method and fingerprint; None for methods that have no choice of one.
+Curve = tuple[str, str | None]
+
+
+def curves(points: Sequence[Point]) -> list[Curve]:
+    """Names of the curves, in their order."""
+    return list(dict.fromkeys((point["method"], point["fingerprint"]) for point in points))
+
+
+def of_curve(points: Sequence[Point], curve: Curve) -> list[Point]:
+    """The points of one curve."""
+    return [point for point in points if (point["method"], point["fingerprint"]) == curve]
+
+
+def best(points: Sequence[Point], curve: Curve, loss: str = "accuracy_drop", limit: float = paper.DROP) -> Point | None:
+    """The point with most hits whose loss stays within the limit; None where every point loses more, or none is there.
+
+    Args:
+        points: Of all curves.
+        curve: Which to look at.
+        loss: `accuracy_drop` or `changed_answers`.
+        limit: Most that may be lost, a share of 1.
+    """
+    allowed = [point for point in of_curve(points, curve) if point[loss] <= limit]
+    return max(allowed, key=lambda point: point["hit_rate"], default=None)
+
+
+def at_tau(points: Sequence[Point], curve: Curve, tau: float) -> Point | None:
+    """The point at a threshold, if the curve has it."""
+    return next((point for point in of_curve(points, curve) if point["tau"] == tau), None)

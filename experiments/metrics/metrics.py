@@ -1,0 +1,213 @@
+"""Figures from traces: pure functions. Terms mean what docs and results say everywhere.
+
+A share or rate is a fraction of 1. Missing is None, never 0. Intervals cover 95 %: of shares that of Clopper and
+Pearson, of means and of differences a paired bootstrap over requests. Where requests come in clusters (one text asked
+again and again, questions on one passage), all are a bootstrap over clusters: one text can hold many of the answers.
+Where a bootstrap has nothing to draw from, there is no interval, rather than one without width.
+
+Sizes: R rounds, N requests.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import binomtest
+
+from experiments.methods.base import BYPASSED, COMPUTED, is_hit
+from experiments.metrics.trace import Trace
+from experiments.tasks.workload import Answer, Workload
+from llmcache.generation import QUOTABLE
+
+Bools = NDArray[np.bool_]
+Times = NDArray[np.float64]
+N_RESAMPLES = 2000
+#: Fewest values that span where they come from with 95 %: of n, all fall on one side of its median in 2 of 2**n cases.
+FEWEST = 6
+
+
+def quality(
+    workload: Workload, base: Sequence[Answer], answers: Sequence[Answer], hits: Bools, seed: int = 0
+) -> dict[str, Any]:
+    """What reuse did to the answers.
+
+    Args:
+        workload: Scores them.
+        base: Answers without a cache, N.
+        answers: Answers with it, N.
+        hits: Whether the store served the request (N,).
+        seed: Of the bootstrap.
+
+    Returns:
+        `accuracy` (the mean of the task's own score), `accuracy_nocache`, their difference `accuracy_drop`,
+        `changed_answers` (over all requests), `changed_per_hit` (over hits; None without any), the intervals of the
+        first, the third and the fourth, and under `extras` what else the task counts. Where no score changed, a
+        bootstrap would call that certain: the drop's interval is then what as many hits without a change leave open,
+        and None without hits, when there is nothing to lose.
+    """
+    pairs = zip(base, answers, strict=True)
+    changed = np.array([workload.is_changed(one, other) for one, other in pairs], dtype=np.float64)
+    before, after = workload.scores(base), workload.scores(answers)
+    n_hits, drops, groups = int(hits.sum()), before - after, clusters(workload)
+    return {
+        "accuracy": float(after.mean()),
+        "accuracy_nocache": float(before.mean()),
+        "accuracy_ci": interval(after, groups, seed),
+        "accuracy_drop": float(drops.mean()),
+        "accuracy_drop_ci": interval(drops, groups, seed) if drops.any() else _open(hits, groups),
+        "changed_answers": float(changed.mean()),
+        "changed_answers_ci": _of_share(changed, groups, seed),
+        "changed_per_hit": float(changed.sum()) / n_hits if n_hits else None,
+        "extras": workload.extras(answers),
+    }
+
+
+def _open(hits: Bools, groups: NDArray[np.int64]) -> list[float] | None:
+    """What hits (N,) that changed no score leave open, given their clusters (N,); None without any."""
+    if not hits.any():
+        return None
+    most = share_interval(0, len(set(groups[hits])))[1] * float(hits.mean())
+    return [-most, most]
+
+
+def clusters(workload: Workload) -> NDArray[np.int64]:
+    """Number of each request's cluster (N,)."""
+    names = np.array([request.cluster or request.id for request in workload.requests])
+    numbers: NDArray[np.int64] = np.unique(names, return_inverse=True)[1]
+    return numbers
+
+
+def interval(values: NDArray[np.float64], groups: NDArray[np.int64], seed: int = 0) -> list[float] | None:
+    """Where the mean of `values` (N,) lies in 95 % of bootstrap resamples of the clusters (N,).
+
+    None where the resamples would say nothing: fewer than `FEWEST` clusters, or values that are all the same.
+    """
+    sums, sizes = np.bincount(groups, values), np.bincount(groups)
+    if len(sums) < FEWEST or np.ptp(values) == 0:
+        return None
+    drawn = _resamples(len(sums), seed)
+    return [float(bound) for bound in np.percentile(drawn @ sums / (drawn @ sizes), (2.5, 97.5))]
+
+
+@lru_cache(maxsize=1)  # many figures are of the same requests
+def _resamples(n: int, seed: int) -> NDArray[np.float64]:
+    """How often each of `n` clusters is in each resample (`N_RESAMPLES`, n)."""
+    rng = np.random.default_rng(seed)
+    return np.array([np.bincount(rng.integers(n, size=n), minlength=n) for _ in range(N_RESAMPLES)], np.float64)
+
+
+def _of_share(is_counted: NDArray[Any], groups: NDArray[np.int64], seed: int) -> list[float] | None:
+    """Interval of a share, given what counts (N,): exact where each stands for itself, or all clusters agree."""
+    n_clusters = len(set(groups))
+    if n_clusters == len(groups):
+        return share_interval(int(is_counted.sum()), len(groups))
+    if is_counted.all() or not is_counted.any():
+        return share_interval(n_clusters if is_counted.any() else 0, n_clusters)
+    return interval(is_counted.astype(np.float64), groups, seed)
+
+
+def share_interval(k: int, n: int) -> list[float]:
+    """Where a share lies with 95 % confidence if `k` of `n` were seen (Clopper and Pearson 1934)."""
+    bounds = binomtest(k, n).proportion_ci(0.95, method="exact")
+    return [float(bounds.low), float(bounds.high)]
+
+
+def hit_rates(served: NDArray[np.str_], groups: NDArray[np.int64], seed: int = 0) -> dict[str, Any]:
+    """`hit_rate`, its interval, and `hits_by_rung` as shares of all requests.
+
+    Bypasses are no hits, and stay in the denominator.
+
+    Args:
+        served: What served each request (N,).
+        groups: Their clusters (N,).
+        seed: Of the bootstrap.
+    """
+    hits = is_hit(served)
+    rungs, counts = np.unique(served[hits], return_counts=True)
+    by_rung = {str(rung): int(count) / len(served) for rung, count in zip(rungs, counts, strict=True)}
+    return {
+        "hit_rate": float(hits.mean()),
+        "hit_rate_ci": _of_share(hits, groups, seed),
+        "hits_by_rung": by_rung,
+    }
+
+
+def speed(base: Trace, trace: Trace) -> dict[str, Any]:
+    """How much faster the stream went.
+
+    Returns:
+        `speedup`: sum of times without over sum of times with the cache, median over rounds; `speedup_min` and
+        `speedup_max` over rounds; `latter_half`: these three of the second half of the stream, where a cache that steps
+        aside has seen enough; `miss_overhead`: what a computed request costs more, over its time without a cache;
+        `hit_cost`: time of a hit over its time without a cache.
+    """
+    half = base.ms.shape[1] // 2
+    computed = trace.served == COMPUTED
+    cost_of_computed = _ratio(trace.ms, base.ms, computed)
+    return {
+        **_speedup(base.ms, trace.ms),
+        "latter_half": _speedup(base.ms[:, half:], trace.ms[:, half:]),
+        "miss_overhead": None if cost_of_computed is None else cost_of_computed - 1.0,
+        "hit_cost": _ratio(trace.ms, base.ms, trace.is_hit),
+    }
+
+
+def _speedup(base_ms: Times, ms: Times) -> dict[str, float]:
+    """Ratio of the sums of times (R, N), round by round: median and range."""
+    ratios = base_ms.sum(axis=1) / ms.sum(axis=1)
+    return {
+        "speedup": float(np.median(ratios)),
+        "speedup_min": float(ratios.min()),
+        "speedup_max": float(ratios.max()),
+    }
+
+
+def _ratio(ms: Times, base_ms: Times, where: Bools) -> float | None:
+    return float(ms[where].sum() / base_ms[where].sum()) if where.any() else None
+
+
+def latencies(base: Trace, trace: Trace) -> dict[str, dict[str, float | int | None] | None]:
+    """Percentiles of wall time over all rounds, by what happened to the request.
+
+    Returns:
+        `nocache_ms`; `cache_ms` (all requests with the cache); `hit_ms` (served from another request) and
+        `exact_hit_ms` (from the same request seen before); `miss_ms` (banks full, so it also evicted) and
+        `filling_miss_ms` (there was room).
+    """
+    computed = trace.served == COMPUTED
+    return {
+        "nocache_ms": percentiles(base.ms.ravel()),
+        "cache_ms": percentiles(trace.ms.ravel()),
+        "hit_ms": percentiles(trace.ms[trace.is_hit & (trace.served != "exact")]),
+        "exact_hit_ms": percentiles(trace.ms[trace.served == "exact"]),
+        "miss_ms": percentiles(trace.ms[computed & trace.evicting]),
+        "filling_miss_ms": percentiles(trace.ms[computed & ~trace.evicting]),
+    }
+
+
+def percentiles(ms: Sequence[float] | Times) -> dict[str, float | int | None] | None:
+    """Median, 90th and 99th percentile in milliseconds, and how many times there were; None without any.
+
+    The percentiles are None below `QUOTABLE` times.
+    """
+    if len(ms) == 0:
+        return None
+    median, *tails = (float(value) for value in np.percentile(ms, (50, 90, 99)))
+    p90, p99 = tails if np.size(ms) >= QUOTABLE else (None, None)
+    return {"median": median, "p90": p90, "p99": p99, "n": np.size(ms)}
+
+
+def summary(workload: Workload, base: Trace, trace: Trace, seed: int = 0) -> dict[str, Any]:
+    """All figures of one method against the model alone. Answers are those of the first round."""
+    return {
+        **hit_rates(trace.served[0], clusters(workload), seed),
+        "rows_served": float(np.mean([note.share * note.is_hit for note in trace.notes])),
+        **speed(base, trace),
+        **quality(workload, base.answers, trace.answers, trace.is_hit[0], seed),
+        **latencies(base, trace),
+        "bytes": trace.nbytes,
+        "entries": trace.n_entries,
+        "bypassed": int((trace.served[0] == BYPASSED).sum()),
+    }

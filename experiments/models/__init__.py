@@ -1,0 +1,1 @@
+"""Models of the experiments: loading by name, architectures with random weights, heads."""

@@ -1,0 +1,234 @@
+"""Models to measure: real architectures with random weights, or a trained one from a folder."""
+
+import copy
+import functools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from llmcache import ConfigError
+from llmcache.models.adapters import locate
+from llmcache.models.loading import asking, cause, quiet
+
+HEADS = {"class": "AutoModelForSequenceClassification", "token": "AutoModelForCausalLM"}
+
+#: Shapes by name: transformers' model type, and what differs from its defaults. `qwen3-small` stands for the families
+#: with a rotation, a norm of queries and keys, and four query heads for each K/V head; it has GPT-2's vocabulary.
+ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
+    "bert-base": {"model_type": "bert"},
+    "distilbert": {"model_type": "distilbert"},
+    "gpt2": {"model_type": "gpt2"},
+    "qwen3-small": {
+        "model_type": "qwen3",
+        "vocab_size": 50257,
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 1024,
+    },
+}
+
+#: Of weights and states.
+Dtype = Literal["float32", "bfloat16"]
+
+
+@dataclass(slots=True)
+class Pair:
+    """A model, its twin without layers, and where the weights came from."""
+
+    model: nn.Module
+    floor: nn.Module
+    weights: str
+
+
+def build(name: str, seed: int, device: str, head: str = "class", dtype: str = "float32") -> Pair:
+    """A model with a head and the same one with zero layers (embeddings and head only).
+
+    Args:
+        name: A key of `ARCHITECTURES`, or a folder or hub name for `from_pretrained`.
+        seed: Of random weights.
+        device: Torch device.
+        head: `class`, a sequence classifier, or `token`, a causal language model.
+        dtype: Of the weights.
+
+    Raises:
+        ConfigError: Neither a known name nor a model; or the device is not there, or the dtype is none of `Dtype`.
+    """
+    import transformers
+
+    check_target(device, dtype)
+    auto = getattr(transformers, HEADS[head])
+    is_random = name in ARCHITECTURES
+    torch.manual_seed(seed)  # a head that the weights lack is made new
+    with _explained(name):
+        model = random_model(name, seed, head) if is_random else auto.from_pretrained(name)
+    # One call reads no K/V: to make them would slow the plain model, and layers that pass their input make none.
+    model.config.use_cache = False  # generation asks for it itself
+    weights = "random" if is_random else Path(name).name
+    config = copy.deepcopy(model.config)
+    config.num_hidden_layers = 0
+    target = {"device": device, "dtype": getattr(torch, dtype)}
+    return Pair(model.eval().to(**target), auto.from_config(config).eval().to(**target), weights)
+
+
+def random_model(name: str, seed: int, head: str) -> nn.Module:
+    """A model of a known architecture that nobody trained, in eval mode.
+
+    Args:
+        name: A key of `ARCHITECTURES`.
+        seed: Of the weights.
+        head: As in `build`.
+    """
+    import transformers
+
+    torch.manual_seed(seed)
+    model: nn.Module = getattr(transformers, HEADS[head]).from_config(_configure(name))
+    return model.eval()
+
+
+def check(name: str, seq_len: int, head: str = "class") -> None:
+    """See without loading weights whether a model can be measured.
+
+    Args:
+        name: As in `build`.
+        seq_len: Tokens a row.
+        head: As in `build`; `token` asks for a causal model.
+
+    Raises:
+        ConfigError: There is no such model, it takes fewer tokens, or it cannot generate.
+    """
+    import transformers
+
+    config = _configure(name)
+    most = getattr(config, "max_position_embeddings", None)
+    if most is not None and seq_len > most:
+        raise ConfigError(f"seq_len: {name} takes at most {most} tokens (got {seq_len})")
+    with _explained(name), torch.device("meta"):
+        model = getattr(transformers, HEADS[head]).from_config(config)
+    # transformers puts a language-model head on an encoder, too; what comes out is no generation.
+    if head == "token" and not locate(model).makes_kv:
+        raise ConfigError(f"{name} is no causal language model; give one, gpt2 for instance")
+
+
+def _configure(name: str) -> Any:
+    """The model's transformers config."""
+    import transformers
+
+    if name in ARCHITECTURES:
+        return transformers.AutoConfig.for_model(**ARCHITECTURES[name], num_labels=2, pad_token_id=0)
+    with _explained(name):
+        return transformers.AutoConfig.from_pretrained(name)
+
+
+@contextmanager
+def _explained(name: str) -> Iterator[None]:
+    """Within: what transformers cannot load is a `ConfigError`."""
+    try:
+        with quiet() if Path(name).is_dir() else asking(name):
+            yield
+    except (OSError, ValueError) as error:
+        known = ", ".join(ARCHITECTURES)
+        raise ConfigError(
+            f"model: {name} is none of {known}, nor a model that can be loaded ({cause(error)})"
+        ) from error
+
+
+def check_target(device: str, dtype: str) -> None:
+    """Raise `ConfigError` unless a tensor of a dtype that is measured can be made there."""
+    if dtype not in get_args(Dtype):
+        raise ConfigError(f"dtype: give {' or '.join(get_args(Dtype))} (got {dtype!r})")
+    try:
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"device: {reason} (got {device!r}); give one that this machine has, or cpu") from error
+
+
+def synchronise(device: Any) -> None:
+    """Wait until an accelerator has done what it was given."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@dataclass(slots=True)
+class Shortcut:
+    """Layers that can be told to pass their input through, so that a cache is filled without computing.
+
+    The stored states are then wrong, which costs the clock nothing: this is for measuring only. Install before
+    wrapping; the cache keeps what it finds.
+    """
+
+    is_open: bool = field(default=False)
+
+    def install(self, layers: nn.ModuleList) -> None:
+        """Put a switch before each layer's forward."""
+        for layer in layers:
+            layer.forward = self._switch(layer.forward)
+
+    def _switch(self, forward: Any) -> Any:
+        @functools.wraps(forward)
+        def run(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+            return hidden_states if self.is_open else forward(hidden_states, *args, **kwargs)
+
+        return run
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Within: layers compute nothing."""
+        self.is_open = True
+        try:
+            yield
+        finally:
+            self.is_open = False
+
+
+def find_layers(model: nn.Module) -> nn.ModuleList:
+    """The model's list of layers: the longest list of modules in it."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    if not lists:
+        raise ConfigError(f"{type(model).__name__} has no list of layers to measure")
+    return max(lists, key=len)
+
+
+class Requests:
+    """Random requests, all tokens valid, each of its own few words.
+
+    Means over many random tokens are all alike; means over `WORDS` different ones are about as unlike as those of real
+    requests, so that a fresh request misses and one with a single token changed hits.
+    """
+
+    WORDS = 8
+
+    def __init__(self, config: Any, batch_size: int, seq_len: int, seed: int, device: str) -> None:
+        """Requests (batch_size, seq_len) of ids from 1000 up, where the vocabulary has room."""
+        self._low = min(1000, config.vocab_size // 4)
+        self._high = config.vocab_size
+        self._shape = (batch_size, seq_len)
+        self._device = device
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def fresh(self, n_rows: int | None = None) -> Tensor:
+        """Ids (B, T) never asked before, int64."""
+        n_rows = n_rows or self._shape[0]
+        words = torch.randint(self._low, self._high, (n_rows, self.WORDS), generator=self._generator)
+        order = torch.randint(self.WORDS, (n_rows, self._shape[1]), generator=self._generator)
+        return words.gather(1, order)
+
+    def near(self, ids: Tensor) -> Tensor:
+        """The same ids with one token of each row replaced."""
+        changed = ids.clone()
+        place = torch.randint(1, ids.shape[1] - 1, (ids.shape[0], 1), generator=self._generator)
+        return changed.scatter_(1, place, self.fresh(ids.shape[0])[:, :1])
+
+    def inputs(self, ids: Tensor) -> dict[str, Tensor]:
+        """What the model is called with."""
+        ids = ids.to(self._device)
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}

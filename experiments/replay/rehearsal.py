@@ -1,0 +1,180 @@
+"""What calibrated reuse does with a stream, tried many times on one pass of the model.
+
+All requests are observed once; who would serve whom, and how doubtful that is, the library's own code decides, as it
+does when it serves. Only the model is not run again.
+
+Sizes: N requests.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from experiments.methods.base import COMPUTED, twin
+from experiments.methods.cached import configure
+from experiments.replay.recall import Fits, Outputs, recall_fits, recall_layers
+from experiments.support.progress import tracked
+from experiments.tasks.workload import Answer, Workload
+from llmcache import LLMCache
+from llmcache.calibration.calibrated_reuse import Trust
+from llmcache.calibration.calibration import Calibration
+from llmcache.calibration.claim import Claim
+from llmcache.calibration.training import Found
+from llmcache.request.observation import Observation
+
+
+class Rehearsal:
+    """A workload whose requests were all observed.
+
+    Attributes:
+        workload: Model and requests.
+        cache: On a copy of the model. Holds nothing yet.
+        trust: Its calibrated reuse.
+        observed: The requests, N.
+        answers: What the model alone answers, N.
+        put_out: What the model's layers put out for single requests; see `experiments.replay.recall`.
+    """
+
+    def __init__(self, workload: Workload, options: dict[str, object]) -> None:
+        """Run the model over all requests.
+
+        Args:
+            workload: Its model is not wrapped, and stays as it is.
+            options: Settings of the cache. It is not audited unless they say so: a replay knows of no audit.
+
+        Raises:
+            LLMCacheError: The settings do not fit the model.
+        """
+        self.workload = workload
+        self.put_out: Outputs = {}
+        self._learned: defaultdict[str, Fits] = defaultdict(Fits)  # by the settings of the fingerprint
+        self.cache = self.wrap(options)
+        requests = workload.requests
+        inputs = (request.inputs for request in tracked(requests, len(requests), "Observing the model alone"))
+        self.observed = self.cache.observe(inputs, labels=[request.reference for request in requests])
+        self.trust = self._trust_of(self.cache, options)
+        self.outputs = [torch.from_numpy(case.output)[None] for case in self.observed]
+        self.answers: list[Answer] = [workload.answer(output, i) for i, output in enumerate(self.outputs)]
+        self._number = {case.row.key: i for i, case in enumerate(self.observed)}
+
+    def wrap(self, options: Mapping[str, object]) -> LLMCache:
+        """A cache on a copy of the model: all of them compute each request once between them; see `recall`.
+
+        Args:
+            options: As above.
+        """
+        config = configure(self.workload, {"audit": 0, **options})
+        module = twin(self.workload.module)
+        if self.workload.payload is not None and config.layers in ("auto", "last"):
+            recall_layers(module, self.put_out)
+        return LLMCache.wrap(module, config=config, tokenizer=self.workload.tokenizer)
+
+    def beside(self, options: Mapping[str, object]) -> tuple[LLMCache, Trust]:
+        """Another cache on the model, and its calibrated reuse: what was observed here can be learned from there.
+
+        Args:
+            options: As above.
+        """
+        cache = self.wrap(options)
+        cache.observe([self.workload.requests[0].inputs])  # its calibrated reuse is there from then on
+        return cache, self._trust_of(cache, options)
+
+    def calibrate(self, trust: Trust, n: int, claim: Claim) -> Calibration:
+        """Calibrate on the first requests. What is told of its time includes that of fits that were made before."""
+        saved_s = self._saved_s
+        found = trust.calibrate(self.observed[:n], claim)
+        return replace(found, seconds=found.seconds + self._saved_s - saved_s)
+
+    @property
+    def model_ms(self) -> float:
+        """Median time in which the model computed a request; those that came again were not computed."""
+        first = {case.row.key: case.seconds for case in reversed(self.observed)}
+        return float(np.median([*first.values()])) * 1e3
+
+    @property
+    def _saved_s(self) -> float:
+        return sum(fits.saved_s for fits in self._learned.values())
+
+    def _trust_of(self, cache: LLMCache, options: Mapping[str, object]) -> Trust:
+        assert cache.trust is not None
+        recall_fits(cache.trust.teacher.fingerprint, self._learned[repr(options.get("fingerprint"))])
+        return cache.trust
+
+    def answers_from(self, first: int, sources: Sequence[str | None]) -> list[Answer]:
+        """What requests from `first` on are told, each by who serves it; None where it is computed."""
+        return [
+            self.answers[i] if key is None else self.workload.answer(self.outputs[self._number[key]], i)
+            for i, key in enumerate(sources, start=first)
+        ]
+
+
+def grow(
+    trust: Trust, learned: Sequence[Observation], later: Sequence[Observation], limit: float
+) -> tuple[NDArray[np.str_], list[str | None]]:
+    """Serve requests while those that are computed become sources.
+
+    Args:
+        trust: Has learned.
+        learned: Who serves at first.
+        later: Requests, N, in the order in which they are asked.
+        limit: The largest doubt.
+
+    Returns:
+        What serves each request (N,), and the key of its source.
+    """
+    trust.teacher.restart(learned)
+
+    def ask(case: Observation, stored: Collection[str]) -> Found:
+        return trust.teacher.look_up([case], stored)[0]
+
+    return _serve(later, {case.row.key for case in learned}, limit, ask, lambda case: trust.teacher.stand([case]))
+
+
+def doubts_about(trust: Trust, sources: Sequence[Observation], later: Sequence[Observation]) -> dict[str, Found]:
+    """The doubt about each request by its key, if `sources` serve, which stand already, and no others."""
+    found = trust.teacher.look_up(later, {case.row.key for case in sources})
+    return {case.row.key: one for case, one in zip(later, found, strict=True)}
+
+
+def freeze(
+    doubts: Mapping[str, Found], learned: Collection[str], later: Sequence[Observation], limit: float
+) -> tuple[NDArray[np.str_], list[str | None]]:
+    """Serve requests from those that were learned from; the others serve their own repeats alone.
+
+    Args:
+        doubts: About each later request; see `doubts_about`.
+        learned: Keys of who serves.
+        later: See `grow`.
+        limit: See `grow`.
+
+    Returns:
+        See `grow`.
+    """
+    return _serve(later, set(learned), limit, lambda case, _: doubts[case.row.key], lambda case: None)
+
+
+def _serve(
+    later: Sequence[Observation],
+    stored: set[str],
+    limit: float,
+    ask: Callable[[Observation, Collection[str]], Found],
+    store: Callable[[Observation], None],
+) -> tuple[NDArray[np.str_], list[str | None]]:
+    """Serve requests one by one; what is served is not stored."""
+    served, sources = [], []
+    for case in later:
+        key = case.row.key
+        found = Found(-np.inf, key, "exact") if key in stored else ask(case, stored)
+        if found.doubt <= limit:
+            served.append(found.rung)
+            sources.append(found.key)
+            continue
+        store(case)
+        stored.add(case.row.key)
+        served.append(COMPUTED)
+        sources.append(None)
+    return np.array(served), sources

@@ -1,0 +1,129 @@
+"""What caches would have done at many thresholds.
+
+What a cache serves depends on tokens, vectors and the order of requests only, so one recorded pass of the model
+(`recording`) is enough for a whole sweep. What misses is stored and nothing is evicted. Speed cannot be
+replayed: it is measured live or left empty.
+
+Sizes: N requests, M rows (a request with four choices has four), F vector width, K thresholds.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from experiments.methods.base import BYPASSED, COMPUTED, is_hit
+from llmcache.arrays import Floats
+
+
+@dataclass(frozen=True, slots=True)
+class Units:
+    """What is looked up and stored one by one: rows, or whole requests.
+
+    Attributes:
+        request: Number of the request each belongs to, ascending, (M,).
+        vectors: float32 (M, F); a zero vector takes no part.
+        keys: Equal for units that are the same; None where nothing is served for being the same.
+        lengths: A unit serves only others of its length (M,); None where any length fits.
+        first_searched: Request from which on near ones are searched: before it, a fingerprint was still learning.
+        compare: `(vectors (B, F), vector (F,)) -> similarity (B,)`.
+    """
+
+    request: NDArray[np.int64]
+    vectors: Floats
+    keys: Sequence[bytes] | None = None
+    lengths: NDArray[np.int64] | None = None
+    first_searched: int = 0
+    compare: Callable[[Floats, Floats], Floats] = np.matmul
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What a cache would have done at one threshold.
+
+    Attributes:
+        served: What serves each unit: `exact`, `near`, `computed` or `bypassed`, (M,).
+        source: Number of the unit it is served from, itself where it is computed, (M,).
+        similarity: Cosine to the nearest stored unit, (M,); NaN where nothing was stored yet.
+    """
+
+    served: NDArray[np.str_]
+    source: NDArray[np.int64]
+    similarity: Floats
+
+
+def replay(units: Units, thresholds: Sequence[float]) -> list[Replay]:
+    """Decide every unit at every threshold.
+
+    Args:
+        units: In the order in which they are asked.
+        thresholds: Least cosine at which another unit's state is reused; above 1: never.
+
+    Returns:
+        One replay a threshold, in the same order.
+    """
+    vectors, m, k = units.vectors, len(units.vectors), len(thresholds)
+    limits = np.array(thresholds, dtype=np.float32)
+    stored = np.zeros((k, m), dtype=bool)
+    source = np.tile(np.arange(m), (k, 1))
+    nearest = np.full((k, m), np.nan, dtype=np.float32)
+    served = np.full((k, m), COMPUTED, dtype="<U8")
+    seen: dict[bytes, list[int]] = {}
+    for begin, end in _groups(units.request):
+        for i in range(begin, end):
+            if not vectors[i].any():
+                served[:, i] = BYPASSED
+            elif begin and units.request[i] >= units.first_searched:
+                _find_near(units, i, begin, stored, limits, source, nearest, served)
+            if units.keys is not None:
+                for earlier in seen.get(units.keys[i], []):  # of equal units, at most one is stored
+                    source[stored[:, earlier], i], served[stored[:, earlier], i] = earlier, "exact"
+        for i in range(begin, end):  # rows of one request do not see each other
+            stored[:, i] = (source[:, i] == i) & (served[:, i] != BYPASSED)
+            if units.keys is not None:
+                seen.setdefault(units.keys[i], []).append(i)
+    return [Replay(served[row], source[row], nearest[row]) for row in range(k)]
+
+
+def _find_near(
+    units: Units,
+    i: int,
+    begin: int,
+    stored: NDArray[np.bool_],
+    limits: Floats,
+    source: NDArray[np.int64],
+    nearest: Floats,
+    served: NDArray[np.str_],
+) -> None:
+    """Fill in the nearest stored unit of unit `i` among those before `begin`, at each threshold."""
+    usable = stored[:, :begin]
+    if units.lengths is not None:
+        usable = usable & (units.lengths[:begin] == units.lengths[i])
+    similarity = np.where(usable, units.compare(units.vectors[:begin], units.vectors[i]), -np.inf)
+    best = similarity.argmax(axis=1)
+    found = similarity[np.arange(len(limits)), best]
+    nearest[:, i] = np.where(np.isfinite(found), found, np.nan)
+    is_near = found >= limits
+    source[is_near, i], served[is_near, i] = best[is_near], "near"
+
+
+def _groups(request: NDArray[np.int64]) -> list[tuple[int, int]]:
+    """Begin and end of each request's rows."""
+    begins = np.flatnonzero(np.diff(request, prepend=-1)).tolist()
+    return list(zip(begins, [*begins[1:], len(request)], strict=True))
+
+
+def rows_served(units: Units, replay: Replay) -> float:
+    """Share of units that something stored served: less than the hit rate where a request is served in part."""
+    return float(is_hit(replay.served).mean())
+
+
+def by_request(units: Units, replay: Replay) -> NDArray[np.str_]:
+    """What served each request (N,): of its rows, the least exact."""
+    rank = {BYPASSED: 0, COMPUTED: 1, "exact": 2, "near": 3}
+    names = np.array(list(rank))
+    values = np.array([rank[str(served)] for served in replay.served])
+    begins = [begin for begin, _ in _groups(units.request)]
+    found: NDArray[np.str_] = names[np.maximum.reduceat(values, begins)]
+    return found

@@ -1,0 +1,68 @@
+"""Calibrated reuse at work: requests that are not of a rehearsal's stream, and live serving."""
+
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass
+
+from experiments.methods.base import COMPUTED
+from experiments.models.loading import encode
+from experiments.tasks.workload import Answer, Request, Workload
+from llmcache import LLMCache
+from llmcache.audit.alarm import Alarm
+from llmcache.calibration.claim import Claim
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What became of one request.
+
+    Attributes:
+        answer: What it was told.
+        served: What served it: a rung, or `computed`.
+        source: Key of the stored request that it was served from; None where it was computed.
+    """
+
+    answer: Answer
+    served: str
+    source: str | None
+
+
+def asking(workload: Workload, texts: Sequence[str], max_length: int) -> Workload:
+    """The workload with other requests, which have no reference."""
+    other = copy(workload)
+    other.requests = [
+        Request(str(i), encode(workload.tokenizer, text, max_length), text, None) for i, text in enumerate(texts)
+    ]
+    return other
+
+
+def ask(cache: LLMCache, workload: Workload, number: int) -> Reply:
+    """Have one request answered, and what the audit drew of it looked into at once.
+
+    In service that is done in the next idle moment, seconds later at most; here results do not hang on when that is.
+    """
+    output = cache(**workload.requests[number].inputs)
+    (outcome,) = cache.last
+    cache.drain()
+    return Reply(workload.answer(output, number), outcome.rung or COMPUTED, outcome.source)
+
+
+def requests_expected(claim: Claim, audit: float, n_before: int, rate: float) -> int | None:
+    """Requests after which an alarm can be expected at this rate; None where it is in order, or nobody listens."""
+    if not audit or rate <= claim.max_drop:
+        return None
+    alarm = Alarm(claim.max_drop, audit, claim.delta)
+    for _ in range(n_before):
+        alarm.see()
+    return alarm.needed(rate)
+
+
+def alarms_of(cache: LLMCache) -> int:
+    """Alarms of the audit since the calibration; after the second one it has ended."""
+    made = cache.calibration
+    return 2 if made is None else made.n_alarms
+
+
+def has_drifted(cache: LLMCache) -> bool:
+    """Whether a cache says that requests are no longer like those of its calibration, which is void then."""
+    return cache.calibration is not None and cache.calibration.has_drifted

@@ -1,0 +1,196 @@
+"""Pictures of results. Each function reads what a run wrote and draws one figure."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.metrics import paper
+from experiments.metrics.frontier import curves, of_curve
+from experiments.runs.read import Figures, Run, at, by_size, groups, label_of, read_runs, varied
+from experiments.support.files import naming
+from llmcache.errors import ConfigError
+
+CURVES, LAYERS = "curves.png", "layers.png"  # in the folder of a run
+DPI = 110
+
+
+def require_matplotlib() -> None:
+    """Tell at once, before anything is measured, when nothing could be drawn.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        raise ConfigError("plot: matplotlib is missing: pip install 'llmcache[demo]'") from None
+    matplotlib.use("Agg")
+
+
+def plot_speed_against_changes(report: Mapping[str, Any], path: Path) -> None:
+    """Draw speed-up against changed answers, one point a live setting, bars from the slowest round to the fastest.
+
+    Args:
+        report: As `experiments.measures.demo.run_demo` returns it.
+        path: Picture to write; the ending decides the format.
+    """
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
+    points = [row for row in report["settings"] if row.get("speedup") is not None]
+    x = [100 * row["changed_answers"] for row in points]
+    y = [row["speedup"] for row in points]
+    below = [row["speedup"] - row["speedup_min"] for row in points]
+    above = [row["speedup_max"] - row["speedup"] for row in points]
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    axes.axhline(1.0, color="grey", linewidth=0.8, linestyle="--")
+    axes.text(max(x, default=0.0), 1.0, "no cache", color="grey", ha="right", va="bottom")
+    axes.errorbar(x, y, yerr=[below, above], marker="o", capsize=3)
+    for row, place in zip(points, zip(x, y, strict=True), strict=True):
+        axes.annotate(row["name"], place, xytext=(6, -12), textcoords="offset points", fontsize=9)
+    axes.set_xlabel("changed answers (% of all requests)")
+    axes.set_ylabel("speed-up (times, whole stream)")
+    axes.set_title(f"Support desk, {report['n']:,} requests, MiniLM, median of {report['rounds']} round(s)")
+    axes.margins(x=0.15, y=0.15)
+    with naming(path):
+        figure.savefig(path, dpi=150)
+
+
+def draw_all(folders: Sequence[Path]) -> list[Path]:
+    """Draw every picture that finished runs hold figures for.
+
+    Args:
+        folders: Of the runs, finished or not.
+
+    Returns:
+        The pictures: those of one run in its folder, those of several in the folder of their experiment.
+
+    Raises:
+        ConfigError: matplotlib is missing, or a run's files are damaged.
+    """
+    require_matplotlib()
+    return [path for _, runs in groups(read_runs(folders)) for path in PLOTS.get(runs[0].measure, _nothing)(runs)]
+
+
+def _nothing(runs: Sequence[Run]) -> Iterator[Path]:
+    return iter(())
+
+
+def _sweep(runs: Sequence[Run]) -> Iterator[Path]:
+    """Precision against hit rate of every curve; hits and loss against tau of the first one."""
+    for run in runs:
+        figure, (left, right) = _panels(2)
+        names = curves(run.metrics["points"])
+        for name in names:
+            served = [point for point in of_curve(run.metrics["points"], name) if point["precision"] is not None]
+            served.sort(key=lambda point: point["hit_rate"])
+            x, y = ([100 * point[key] for point in served] for key in ("hit_rate", "precision"))
+            left.plot(x, y, marker=".", label=" ".join(part for part in name if part))
+        _label(left, "hit rate (% of all requests)", "hits whose answer stays (%)")
+        left.legend(fontsize=8)
+        points = [point for point in of_curve(run.metrics["points"], names[0]) if point["tau"] is not None]
+        tau = [point["tau"] for point in points]
+        right.axvspan(*paper.TAUS, color="grey", alpha=0.2, label="the paper's best tau")
+        for key, what in (("hit_rate", "hit rate"), ("accuracy_drop", "drop"), ("changed_answers", "changed answers")):
+            right.plot(tau, [100 * point[key] for point in points], marker=".", label=what)
+        _label(right, f"tau ({' '.join(part for part in names[0] if part)})", "% of all requests; drop in points")
+        right.legend(fontsize=8)
+        yield _save(figure, run, run.path / CURVES)
+
+
+def _trust(runs: Sequence[Run]) -> Iterator[Path]:
+    """Precision against hit rate of every way; and what hits cost, in hindsight and with a limit chosen in advance."""
+    for run in runs:
+        figure, (left, right) = _panels(2)
+        for name in curves(run.metrics["points"]):
+            points = sorted(of_curve(run.metrics["points"], name), key=lambda point: point["hit_rate"])
+            served = [point for point in points if point["precision"] is not None]
+            for axes, members, key in ((left, served, "precision"), (right, points, "changed_answers")):
+                x, y = ([100 * point[value] for point in members] for value in ("hit_rate", key))
+                axes.plot(x, y, marker=".", label=" ".join(part for part in name if part))
+        own = [row for row in run.metrics["calibrated"] if row.get("method", "llmcache") == "llmcache"]
+        for sources in dict.fromkeys(row["sources"] for row in own):
+            rows = [row for row in own if row["sources"] == sources]
+            x, y = ([100 * row[key] for row in rows] for key in ("hit_rate", "changed_answers"))
+            right.plot(x, y, marker="*", markersize=11, linestyle="", label=f"calibrated, {sources}, live")
+        _label(left, "hit rate (% of later requests)", "hits whose answer stays (%)")
+        _label(right, "hit rate (% of later requests)", "changed answers (% of later requests)")
+        right.set_yscale("symlog", linthresh=0.1)  # what matters is below 2 %
+        for axes in (left, right):
+            axes.legend(fontsize=8)
+        yield _save(figure, run, run.path / CURVES)
+
+
+def _layers(runs: Sequence[Run]) -> Iterator[Path]:
+    """Hit rates and likeness of every layer."""
+    lines = {
+        "hit_rate_as_written": "hits, as written",
+        "hit_rate_per_layer": "hits, a fingerprint a layer",
+        "hit_rate_own_tau": "hits, and a tau a layer",
+        "alike_by_layer": "states alike",
+    }
+    for run in runs:
+        figure, (axes,) = _panels(1)
+        rows = run.metrics["layers"]
+        for key, what in lines.items():
+            axes.plot([row["layer"] for row in rows], [100 * row[key] for row in rows], marker="o", label=what)
+        axes.set_ylim(-5, 105)
+        _label(axes, "layer", "% of all requests")
+        axes.legend(fontsize=8)
+        yield _save(figure, run, run.path / LAYERS)
+
+
+def _observe(runs: Sequence[Run]) -> Iterator[Path]:
+    """Hit rate against bytes where the size of the cache varies, else a bar a run."""
+    names = varied([run.config for run in runs])
+    size = ("cache", "max_entries")
+    figure, (axes,) = _panels(1)
+    others = [name for name in names if name != size]
+    series: dict[str, list[Run]] = {}
+    for run in sorted(runs, key=lambda run: [by_size(at(run.config, name)) for name in names]):
+        series.setdefault(" ".join(str(at(run.config, name)) for name in others), []).append(run)
+    if size in names:
+        for what, members in series.items():
+            kept = [run.metrics["bytes"] / 1e3 for run in members]
+            axes.plot(kept, [100 * run.metrics["hit_rate"] for run in members], marker="o", label=what)
+        axes.set_xscale("log", base=2)  # a cache twice as large is one step to the right
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        _label(axes, "entries in memory (kB)", "hit rate (% of all requests)")
+        if others:
+            axes.legend(fontsize=8, title=" ".join(map(label_of, others)))
+    else:
+        rates = [100 * members[0].metrics["hit_rate"] for members in series.values()]
+        axes.barh(list(series), rates)
+        _label(axes, "hit rate (% of all requests)", ", ".join(map(label_of, others)))
+    yield _save(figure, runs[0], runs[0].path.parent / f"{runs[0].group}.png")
+
+
+def _panels(n: int) -> tuple[Any, Sequence[Any]]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.5 * n, 4.2), layout="constrained")
+    return figure, figure.subplots(1, n, squeeze=False)[0]
+
+
+def _label(axes: Any, x: str, y: str) -> None:
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.grid(alpha=0.3)
+
+
+def _save(figure: Any, run: Run, path: Path) -> Path:
+    """Write the picture, under a title that says what it is of."""
+    metrics: Figures = run.metrics
+    figure.suptitle(f"{run.group}: {run.task}, {Path(metrics['model']).name}, n = {metrics['n']:,}")
+    with naming(path):
+        figure.savefig(path, dpi=DPI, metadata={"Software": None})  # the same picture from the same figures
+    return path
+
+
+PLOTS: Mapping[str, Callable[[Sequence[Run]], Iterator[Path]]] = {
+    "sweep": _sweep,
+    "layers": _layers,
+    "observe": _observe,
+    "trust": _trust,
+}

@@ -1,0 +1,1 @@
+"""From a YAML file to a folder of results, and reading it again."""

@@ -1,0 +1,154 @@
+"""What lies in a results folder, read again."""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from experiments.runs.folder import METRICS, RunFolder
+from experiments.runs.runner import load_all
+from llmcache.errors import ConfigError
+
+Figures = Mapping[str, Any]
+
+
+def was_idle(env: Figures) -> bool:
+    """Whether the machine had nothing else to do when a command began to take times: others are not shown.
+
+    What ran just before it may still be in the average, with a thread a core. Early results did not note it.
+    """
+    return "load_average" not in env or float(env["load_average"]) <= env["n_cpus"] + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A finished run.
+
+    Attributes:
+        group: Name of the experiment.
+        path: Its folder.
+        config: Its settings.
+        env: Its surroundings.
+        metrics: Its figures.
+    """
+
+    group: str
+    path: Path
+    config: Figures
+    env: Figures
+    metrics: Figures
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether its times may be shown; see `was_idle`."""
+        return was_idle(self.env)
+
+    @property
+    def measure(self) -> str:
+        """What kind of run it was."""
+        return str(self.config["measure"])
+
+    @property
+    def task(self) -> str:
+        """What its requests are: `wikitext-repeats`, or the name of the labelled set."""
+        known: str = self.metrics["task"]
+        return known
+
+
+def folders_of(configs: Sequence[Path], results_dir: Path) -> list[Path]:
+    """The folders of what YAML files ask for, there or not. What other settings left beside them is no part of it.
+
+    Raises:
+        ConfigError: A setting is wrong.
+        FileNotFoundError: A file is missing.
+    """
+    return [RunFolder(results_dir, run).path for run in load_all(configs)]
+
+
+def others_beside(folders: Sequence[Path]) -> list[Path]:
+    """Folders of finished runs of the same experiments, made with other settings."""
+    groups = dict.fromkeys(folder.parent for folder in folders)
+    found = [path.parent for group in groups for path in sorted(group.glob(f"*/{METRICS}"))]
+    return [folder for folder in found if folder not in folders]
+
+
+def read_runs(folders: Iterable[Path]) -> list[Run]:
+    """The runs that are finished, in this order.
+
+    Raises:
+        ConfigError: A file of a run is missing or damaged.
+    """
+    return [_read(folder) for folder in folders if (folder / METRICS).is_file()]
+
+
+def _read(folder: Path) -> Run:
+    try:
+        config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+        env = json.loads((folder / "env.json").read_text(encoding="utf-8"))
+        metrics = json.loads((folder / METRICS).read_text(encoding="utf-8"), object_hook=_without_points)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(
+            f"{folder}: not a whole run; measure it again with --force, or delete it ({error})"
+        ) from error
+    return Run(folder.parent.name, folder, config, env, metrics)
+
+
+def _without_points(figures: dict[str, Any]) -> dict[str, Any]:
+    """Figures with None for intervals of no width: a bootstrap that saw no event, or one cluster, knows no bounds."""
+    return {
+        name: None if name.endswith("_ci") and value is not None and value[0] == value[1] else value
+        for name, value in figures.items()
+    }
+
+
+def unfinished(folders: Iterable[Path]) -> dict[str, list[str]]:
+    """What was asked for and is not there: names of runs, without their hash, by experiment."""
+    found: dict[str, list[str]] = {}
+    for folder in folders:
+        if not (folder / METRICS).is_file():
+            found.setdefault(folder.parent.name, []).append(folder.name.rpartition("-")[0])
+    return found
+
+
+def groups(runs: Sequence[Run]) -> Iterator[tuple[str, list[Run]]]:
+    """Experiments and their runs."""
+    for group in dict.fromkeys(run.group for run in runs):
+        yield group, [run for run in runs if run.group == group]
+
+
+def varied(configs: Sequence[Figures]) -> list[tuple[str, ...]]:
+    """Keys, as paths, whose values differ between settings; of a named component, its name alone."""
+    paths = dict.fromkeys(path for config in configs for path in _paths(config))
+    return [path for path in paths if len({str(at(config, path)) for config in configs}) > 1]
+
+
+def _paths(config: Figures, above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for key, value in config.items():
+        if isinstance(value, Mapping) and "name" in value and above:
+            yield (*above, key, "name")
+        elif isinstance(value, Mapping):
+            yield from _paths(value, (*above, key))
+        else:
+            yield (*above, key)
+
+
+def at(config: Figures, path: Sequence[str]) -> Any:
+    """The value at a path; None where there is none."""
+    value: Any = config
+    for key in path:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def by_size(value: Any) -> tuple[bool, Any]:
+    """Numbers by size, before texts by letters."""
+    is_number = isinstance(value, int | float)
+    return not is_number, value if is_number else str(value)
+
+
+def label_of(path: Sequence[str]) -> str:
+    """What a column calls a setting."""
+    return (path[-2] if path[-1] == "name" else path[-1]).replace("_", " ")

@@ -1,0 +1,78 @@
+"""Run experiments from their files: those that are not there yet, one after another."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from experiments.measures import MEASURES
+from experiments.runs.folder import RunFolder
+from experiments.runs.grid import Named, load_experiments
+from experiments.support.environment import describe
+from experiments.support.folders import Folders
+from llmcache.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """One run and where it lies.
+
+    Attributes:
+        run: Name and settings.
+        path: Its folder.
+        metrics: Its figures; beside those of its measure `seconds`, the wall time that it took.
+        is_new: Measured now, not found from before.
+    """
+
+    run: Named
+    path: Path
+    metrics: Mapping[str, Any]
+    is_new: bool
+
+
+def load_all(configs: Sequence[Path], changes: Sequence[str] = ()) -> list[Named]:
+    """Everything that the files ask for, read and checked.
+
+    Args:
+        configs: YAML files.
+        changes: `key=value` for every file.
+
+    Raises:
+        ConfigError: A setting is wrong, or a folder was given.
+        FileNotFoundError: A file is missing.
+    """
+    for path in configs:
+        if path.is_dir():
+            raise ConfigError(f"{path}: is a folder; name the YAML files in it: {path / '*.yaml'}")
+    return [run for path in configs for run in load_experiments(path, changes)]
+
+
+def run_one(run: Named, results_dir: Path, folders: Folders, force: bool = False) -> Finished:
+    """Measure a run, unless it is there. One that is refused or interrupted leaves what was there before.
+
+    Args:
+        run: Name and settings.
+        results_dir: Root of all results.
+        folders: Where data and models lie.
+        force: Measure it even if it is there.
+
+    Raises:
+        ConfigError: The data, the model or a method does not fit the settings.
+        FileNotFoundError: A data file is missing.
+        InUseError: Another process is measuring it.
+        OSError: The results could not be written.
+    """
+    folder, is_new = RunFolder(results_dir, run), False
+    if force or not folder.is_done:
+        with folder.held():
+            is_new = force or not folder.is_done  # another process may have finished it just now
+            if is_new:
+                _measure(run, folder, folders)
+    return Finished(run, folder.path, folder.metrics, is_new)
+
+
+def _measure(run: Named, folder: RunFolder, folders: Folders) -> None:
+    env, started = describe(run.experiment.seed), perf_counter()
+    outcome = MEASURES[run.experiment.measure].run(run.experiment, folders)
+    folder.write(env, outcome.rows, {"seconds": round(perf_counter() - started, 3), **outcome.metrics})

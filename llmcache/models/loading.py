@@ -1,0 +1,146 @@
+"""Models by name: a folder, or a name on the hub, which is asked in silence and, for what cannot be had, once."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from llmcache.errors import ConfigError
+from llmcache.models.adapters import locate
+
+#: Why, by source: the runs of a sweep ask for the same ones, and the hub's client tries each for most of a minute.
+FAILED: dict[str, str] = {}
+
+
+@contextmanager
+def asking(source: str) -> Iterator[None]:
+    """Within: something is loaded from the hub. This process asks once for what could not be had.
+
+    Args:
+        source: Name of the model or data set on the hub.
+
+    Raises:
+        OSError: It could not be had, now or before.
+    """
+    if source in FAILED:
+        raise OSError(FAILED[source])
+    with quiet():
+        try:
+            yield
+        except OSError as error:
+            FAILED[source] = cause(error)
+            raise
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Let transformers and the hub report nothing but errors and draw no bars: what matters of it is raised here."""
+    from huggingface_hub.utils import logging as hub_logging
+    from transformers.utils import logging
+
+    level, hub_level = logging.get_verbosity(), hub_logging.get_verbosity()
+    has_bars = logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    hub_logging.set_verbosity_error()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        hub_logging.set_verbosity(hub_level)
+        if has_bars:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+def cause(error: Exception) -> str:
+    """The first sentence of what a library says of an error, in one line; what follows is advice for its own users."""
+    first: str = re.split(r"\n|(?<=[.!?])\s", str(error).strip())[0]
+    return first.strip().rstrip(".") or type(error).__name__
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model in eval mode and its tokenizer."""
+
+    model: nn.Module
+    tokenizer: Any
+
+
+def load_pretrained(
+    source: str,
+    auto: str,
+    head: str,
+    *,
+    name: str = "",
+    may_lack_head: bool = False,
+    known: str = "a folder with config.json, weights and tokenizer, or a hub name that can be reached",
+    **config: Any,
+) -> Loaded:
+    """Load a model with its tokenizer.
+
+    Args:
+        source: Folder, or name on the hub.
+        auto: Class of transformers that makes the model, `AutoModelForCausalLM` for instance.
+        head: What the model has on top of its layers, for error texts.
+        name: What the user calls it; by default the source.
+        may_lack_head: The head may be missing from the weights.
+        known: What may be given, for error texts.
+        **config: Entries of the model's config.
+
+    Raises:
+        ConfigError: It was not found, is damaged, or has no such head.
+    """
+    import transformers
+    from safetensors import SafetensorError
+
+    name = name or source
+    try:
+        with quiet() if Path(source).is_dir() else asking(source):
+            tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+            model, report = getattr(transformers, auto).from_pretrained(source, output_loading_info=True, **config)
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise ConfigError(f"model: {name!r} could not be loaded ({cause(error)}); give {known}") from error
+    body = f"{model.base_model_prefix}." if hasattr(model, model.base_model_prefix) else ""  # it may be the body itself
+    missing = [key for key in sorted(report["missing_keys"]) if not may_lack_head or _is_needed(key, body)]
+    if missing:
+        raise ConfigError(
+            f"model: {name!r} holds no trained {head} (missing: {', '.join(missing)}); give a model that has one"
+        )
+    return Loaded(model.eval(), tokenizer)
+
+
+def load_causal(name: str, models_dir: Path | None = None) -> Loaded:
+    """Load a causal language model.
+
+    Args:
+        name: A folder, the name of one in `models_dir`, or a name on the hub.
+        models_dir: Looked into first.
+
+    Raises:
+        ConfigError: It was not found, is damaged, or is no causal language model.
+        UnsupportedModelError: Its layers were not found.
+    """
+    folders = [Path(name).expanduser()] if models_dir is None else [models_dir / name, Path(name).expanduser()]
+    source = next((str(folder) for folder in folders if folder.is_dir()), name)
+    loaded = load_pretrained(source, "AutoModelForCausalLM", "language-model head", name=name)
+    check_causal(name, loaded.model)
+    return loaded
+
+
+def check_causal(name: str, model: nn.Module) -> None:
+    """Refuse an encoder with a language-model head, which transformers makes too: each state has seen the next token.
+
+    Raises:
+        ConfigError: The model is one.
+    """
+    if not locate(model).makes_kv:
+        raise ConfigError(f"model: {name!r} is no causal language model; give one that is, GPT-2 for instance")
+
+
+def _is_needed(key: str, body: str) -> bool:
+    """Whether weights belong to the layers below the head; many models come without the pooler, which is no layer."""
+    return key.startswith(body) and "pooler" not in key
