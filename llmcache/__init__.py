@@ -34,24 +34,24 @@ __version__ = "0.1.0"
 
 # Where each public name lives. Imported on first use: `import llmcache` alone must not pay for torch.
 _HOME = {
-    "Adapter": "adapters",
+    "Adapter": "models.adapters",
     "AuditStats": "stats",
     "BankFileError": "errors",
-    "Calibration": "calibration",
+    "Calibration": "calibration.calibration",
     "CalibrationError": "errors",
     "CacheConfig": "config",
     "ConfigError": "errors",
     "LLMCache": "cache",
     "LLMCacheError": "errors",
-    "Metric": "claim",
-    "Outcome": "outcome",
+    "Metric": "calibration.claim",
+    "Outcome": "request.outcome",
     "RequestError": "errors",
     "Stats": "stats",
     "StoreError": "errors",
     "UnsafeReuseError": "errors",
     "UnsupportedModelError": "errors",
     "WrapError": "errors",
-    "register_adapter": "adapters",
+    "register_adapter": "models.adapters",
 }
 
 __all__ = [

@@ -7,19 +7,19 @@ import torch
 from torch import nn
 
 from llmcache.audit.audit import Audit, Compute
-from llmcache.audit.recompute import Looks, Origin
+from llmcache.audit.recompute import Origin, RecomputeQueue
 from llmcache.banks.bank import Bank
-from llmcache.banks.cache_banks import Library
+from llmcache.banks.cache_banks import CacheBanks
 from llmcache.banks.compression import CODECS, Codec
 from llmcache.banks.stores.memory import MemoryStore
-from llmcache.calibration.calibrated_reuse import Trust
-from llmcache.calibration.claim import Claim
+from llmcache.calibration.calibrated_reuse import CalibratedReuse
+from llmcache.calibration.claim import RiskTarget
 from llmcache.calibration.observer import Observer
 from llmcache.calibration.requirements import check_settings, check_student, refuse_unsafe
-from llmcache.calibration.training import Teacher
+from llmcache.calibration.training import CalibrationFitter
 from llmcache.config import CacheConfig
 from llmcache.errors import ConfigError, UnsupportedModelError
-from llmcache.execution.components import Calibrated, Parts
+from llmcache.execution.components import Calibrated, Components
 from llmcache.execution.cost import PATIENCE, PATIENCE_OF_TAU, CostModel
 from llmcache.fingerprint import FINGERPRINTS, Fingerprint, Learned
 from llmcache.fingerprint.token_vectors import TokenVectors
@@ -36,14 +36,16 @@ from llmcache.models.weights import Weights
 from llmcache.policies import POLICIES
 from llmcache.request.rows import id_dtype
 from llmcache.reuse import Rung
-from llmcache.reuse.chooser import Chooser
+from llmcache.reuse.chooser import NeighbourChooser
 from llmcache.reuse.exact import Exact
 from llmcache.reuse.paper import Paper
-from llmcache.reuse.prefix.block_pool import Blocks
+from llmcache.reuse.prefix.block_pool import BlockPool
 from llmcache.reuse.semantic import Fixed, Semantic
 
 
-def assemble(model: nn.Module, config: CacheConfig, tokenizer: Any = None, answer_of: Reading = read_logits) -> Parts:
+def assemble(
+    model: nn.Module, config: CacheConfig, tokenizer: Any = None, answer_of: Reading = read_logits
+) -> Components:
     """Build the parts that the settings and the model ask for.
 
     Args:
@@ -74,7 +76,7 @@ def assemble(model: nn.Module, config: CacheConfig, tokenizer: Any = None, answe
     serves_entries = is_exact or config.tau is not None or config.learn is not None
     prefix = _make_blocks(trunk, payload, config, config.max_bytes // (2 if serves_entries else 1))
     bank_bytes = max(1, config.max_bytes // len(layers) // (1 if prefix is None else 2))
-    library = Library(
+    library = CacheBanks(
         {layer: _make_bank(trunk, config, bank_bytes) for layer in layers},
         lambda: config.compression.build(CODECS),
         searched_by,
@@ -87,7 +89,7 @@ def assemble(model: nn.Module, config: CacheConfig, tokenizer: Any = None, answe
     if config.tau is not None and decision.reads_answers:
         observer = Observer(library, find_answers(config.answer, head, model), answer_of)
     gate = _make_gate(trunk, config, tokenizer)
-    chooser = Chooser(library, decision, None if observer is None else observer.answers, gate)
+    chooser = NeighbourChooser(library, decision, None if observer is None else observer.answers, gate)
     rungs = _choose_rungs(library, trunk, config, is_exact, chooser)
     if not serves_entries and prefix is None:
         raise ConfigError(
@@ -98,7 +100,7 @@ def assemble(model: nn.Module, config: CacheConfig, tokenizer: Any = None, answe
     attention = first_attention(trunk) if reads_attention else None
     per_layer = config.fingerprint_per_layer
     weights = Weights(trunk.module)
-    parts = Parts(
+    parts = Components(
         trunk, head, payload, library, rungs, searched_by, per_layer, attention, weights, gate, prefix, observer
     )
     if config.step_aside and config.mode != "paper":  # which is the reference, and measured as written
@@ -107,7 +109,7 @@ def assemble(model: nn.Module, config: CacheConfig, tokenizer: Any = None, answe
 
 
 def make_calibrated(
-    parts: Parts, model: nn.Module, config: CacheConfig, answer_of: Reading, compute: Compute
+    parts: Components, model: nn.Module, config: CacheConfig, answer_of: Reading, compute: Compute
 ) -> Calibrated:
     """Build what calibrates a cache.
 
@@ -138,17 +140,19 @@ def make_calibrated(
     if config.decide_component.name == "student":
         check_student(parts.payload, answers, config)
     decision: Decision = config.decide_component.build(DECISIONS)
-    chooser = Chooser(parts.library, decision, answers, parts.gate)
+    chooser = NeighbourChooser(parts.library, decision, answers, parts.gate)
     head = Weights(model, without=parts.trunk.module)
-    claim = Claim(config.max_drop, config.delta, "changed", config.sources, 0)
-    teacher = Teacher(parts.library, fingerprint, tokens, chooser, answers)
+    claim = RiskTarget(config.max_drop, config.delta, "changed", config.sources, 0)
+    teacher = CalibrationFitter(parts.library, fingerprint, tokens, chooser, answers)
 
     def origin() -> Origin:
         """What decides the model's answers now."""
         return Origin(parts.weights.digest(), head.digest(), parts.trunk.attention)
 
     is_watched = config.audit > 0
-    trust = Trust(parts.library, teacher, chooser, answers, head, parts.counters, config.learn, claim, is_watched)
+    trust = CalibratedReuse(
+        parts.library, teacher, chooser, answers, head, parts.counters, config.learn, claim, is_watched
+    )
     observer = Observer(parts.library, answers, answer_of, head)
     audit = Audit(
         parts.library,
@@ -158,7 +162,7 @@ def make_calibrated(
         parts.weights,
         parts.counters,
         compute,
-        Looks(getattr(parts.trunk.config, "pad_token_id", None) or 0, names),
+        RecomputeQueue(getattr(parts.trunk.config, "pad_token_id", None) or 0, names),
         origin,
         config.audit,
         config.recalibrate,
@@ -275,16 +279,18 @@ def _make_bank(trunk: Trunk, config: CacheConfig, max_bytes: int) -> Bank:
     return Bank(MemoryStore(_device(trunk, config)), policy, max_bytes, config.max_entries)
 
 
-def _make_blocks(trunk: Trunk, payload: Payload, config: CacheConfig, max_bytes: int) -> Blocks | None:
+def _make_blocks(trunk: Trunk, payload: Payload, config: CacheConfig, max_bytes: int) -> BlockPool | None:
     """Where prefixes are kept; None where they cannot serve, or nobody wants it."""
     # Whether a trunk that was recognised by its shape ignores padding, and what else it puts out, is not known.
     can_serve = trunk.adapter.is_causal and not trunk.adapter.is_guess and not payload.fits_any_length
     if not (config.prefix and can_serve and config.tau is None):
         return None
-    return Blocks(config.prefix_block, max_bytes, _device(trunk, config))
+    return BlockPool(config.prefix_block, max_bytes, _device(trunk, config))
 
 
-def _choose_rungs(library: Library, trunk: Trunk, config: CacheConfig, is_exact: bool, chooser: Chooser) -> list[Rung]:
+def _choose_rungs(
+    library: CacheBanks, trunk: Trunk, config: CacheConfig, is_exact: bool, chooser: NeighbourChooser
+) -> list[Rung]:
     """Rungs in the order in which rows are offered to them, safest first."""
     try:
         tau = thresholds(config.tau, library.layers, trunk.depth)

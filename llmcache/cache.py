@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from llmcache.assembly import assemble
-from llmcache.calibration.calibrated_reuse import Trust
+from llmcache.calibration.calibrated_reuse import CalibratedReuse
 from llmcache.calibration.calibration import Calibration
 from llmcache.calibration.claim import Metric
 from llmcache.calibration.inputs import Requests
@@ -193,7 +193,7 @@ class LLMCache:
         return self._calibrator.observe(requests, labels)
 
     @property
-    def trust(self) -> Trust | None:
+    def trust(self) -> CalibratedReuse | None:
         """What is reused approximately, step by step: for replays. None before anything was observed or learned."""
         return self._parts.trust
 

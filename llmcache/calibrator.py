@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 from llmcache.assembly import make_calibrated
-from llmcache.calibration.calibrated_reuse import Trust
+from llmcache.calibration.calibrated_reuse import CalibratedReuse
 from llmcache.calibration.calibration import Calibration, check_size
-from llmcache.calibration.claim import Claim, Metric, MetricName, Sources
+from llmcache.calibration.claim import Metric, MetricName, RiskTarget, Sources
 from llmcache.calibration.inputs import Requests, n_rows, numbered, tokenised
 from llmcache.calibration.observer import Observer, collect
 from llmcache.config import CacheConfig
 from llmcache.errors import ConfigError, WrapError
-from llmcache.execution.components import Parts
+from llmcache.execution.components import Components
 from llmcache.execution.flow import Flow
 from llmcache.matching.answers import Reading
 from llmcache.models.hooks import Installed, listen, watch
@@ -31,7 +31,7 @@ class Calibrator:
         self,
         model: nn.Module,
         config: CacheConfig,
-        parts: Parts,
+        parts: Components,
         flow: Flow,
         installed: Installed,
         tokenizer: Any,
@@ -84,7 +84,7 @@ class Calibrator:
             self._installed.add(listen(calibrated.attention, self._flow))
         calibrated.add_to(self._parts)
 
-    def calibrate(self, requests: Requests, labels: Sequence[Any] | None, claim: Claim) -> Calibration:
+    def calibrate(self, requests: Requests, labels: Sequence[Any] | None, claim: RiskTarget) -> Calibration:
         """Compute requests, learn from part of them, and choose what may be reused; see `LLMCache.calibrate`."""
         with self._lock:
             trust, observer = self._learners()
@@ -109,7 +109,7 @@ class Calibrator:
             observed = collect(self._compute, observer, inputs, is_learned_from=True)
             return _labelled(observed, numbered(labels, len(observed), self._model))
 
-    def _learners(self) -> tuple[Trust, Observer]:
+    def _learners(self) -> tuple[CalibratedReuse, Observer]:
         """Who learns from requests, and who sees them."""
         if self._installed.is_empty:
             raise WrapError("this cache was unwrapped: wrap the model again, and calibrate that cache")
@@ -146,13 +146,13 @@ def make_claim(
     metric: MetricName | Metric,
     sources: Sources | None,
     seed: int,
-) -> Claim:
+) -> RiskTarget:
     """What a calibration is to show; what is None is as in the settings.
 
     Raises:
         ConfigError: A value is wrong, or the metric needs labels, which there are none of when it is to be renewed.
     """
-    claim = Claim(
+    claim = RiskTarget(
         config.max_drop if max_drop is None else max_drop,
         config.delta if delta is None else delta,
         metric,

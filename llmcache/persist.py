@@ -20,14 +20,14 @@ from torch import Tensor
 
 from llmcache import __version__
 from llmcache.arrays import below
-from llmcache.banks.cache_banks import Library
-from llmcache.banks.records import Record
+from llmcache.banks.cache_banks import CacheBanks
+from llmcache.banks.records import SavedRequest
 from llmcache.banks.serialization import arrays_to_tensors, pack_requests, pack_states, unpack
-from llmcache.calibration.calibrated_reuse import Trust
+from llmcache.calibration.calibrated_reuse import CalibratedReuse
 from llmcache.calibration.calibration import Calibration
 from llmcache.config import CacheConfig
 from llmcache.errors import BankFileError, StoreError
-from llmcache.execution.components import Parts
+from llmcache.execution.components import Components
 from llmcache.folder import MANIFEST, is_data_name, locked, read_json, replace, sha256
 from llmcache.models.adapters import Trunk, special_ids
 from llmcache.models.weights import Weights
@@ -75,7 +75,7 @@ class Manifest(BaseModel):
     examples: list[str] | None = None
 
 
-def save(served: Parts, config: CacheConfig, tokenizer: Any, folder: str | Path) -> None:
+def save(served: Components, config: CacheConfig, tokenizer: Any, folder: str | Path) -> None:
     """Write a cache. Entries of other weights, which could not be served anyway, are left out.
 
     Args:
@@ -201,7 +201,7 @@ def check(manifest: Manifest, trunk: Trunk, tokenizer: Any, folder: str | Path) 
         raise BankFileError(f"{folder}: saved with other special tokens; give load() the tokenizer that wrap() had")
 
 
-def restore(served: Parts, manifest: Manifest, parts: Tensors, folder: str | Path) -> None:
+def restore(served: Components, manifest: Manifest, parts: Tensors, folder: str | Path) -> None:
     """Fill an empty library with what was saved, and serve within the calibration that was saved.
 
     Args:
@@ -246,14 +246,14 @@ def restore(served: Parts, manifest: Manifest, parts: Tensors, folder: str | Pat
         )
 
 
-def _present(trust: Trust, examples: list[str] | None, records: list[Record]) -> None:
+def _present(trust: CalibratedReuse, examples: list[str] | None, records: list[SavedRequest]) -> None:
     """Have forecasts answered by the requests that did it when the calibration was made."""
     by_key = {one.key: one for one in records if one.is_kept}
     shown = by_key.values() if examples is None else [by_key[key] for key in examples]
     trust.chooser.present((one.scope, one.key, one.answer) for one in shown)
 
 
-def _check_payload(served: Parts, saved: str, records: list[Record], folder: str | Path) -> None:
+def _check_payload(served: Components, saved: str, records: list[SavedRequest], folder: str | Path) -> None:
     """Refuse entries that keep other rows of a state than this model's head reads; format 4 does not name them."""
     kept = served.payload
     sizes = [
@@ -272,7 +272,7 @@ def _check_payload(served: Parts, saved: str, records: list[Record], folder: str
         )
 
 
-def _take(served: Parts, weights: str) -> tuple[Tensors, list[Scope], Calibration | None, list[str] | None]:
+def _take(served: Components, weights: str) -> tuple[Tensors, list[Scope], Calibration | None, list[str] | None]:
     """What is to be written, as it is at one moment: tensors by file, scopes, calibration, keys of examples."""
     library = served.library
     with nullcontext() if served.trust is None else served.trust.held():  # no calibration is renewed meanwhile
@@ -288,7 +288,7 @@ def _take(served: Parts, weights: str) -> tuple[Tensors, list[Scope], Calibratio
         return parts, scopes, trust.calibration, trust.chooser.examples
 
 
-def _pack_learned(library: Library, trust: Trust | None) -> dict[str, Tensor]:
+def _pack_learned(library: CacheBanks, trust: CalibratedReuse | None) -> dict[str, Tensor]:
     """What fingerprint and calibration learned."""
     fingerprint = {} if library.fingerprint is None else library.fingerprint.state()
     learned = {f"fingerprint.{name}": array for name, array in fingerprint.items()}
@@ -297,7 +297,7 @@ def _pack_learned(library: Library, trust: Trust | None) -> dict[str, Tensor]:
     return arrays_to_tensors(learned)
 
 
-def _pack_codecs(library: Library, weights: str) -> dict[str, Tensor]:
+def _pack_codecs(library: CacheBanks, weights: str) -> dict[str, Tensor]:
     """What codecs learned of these weights' states. Taken after the records: a packed entry needs its codec."""
     return {
         f"{layer}/codec/{name}": tensor.cpu().contiguous()

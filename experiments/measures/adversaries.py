@@ -24,9 +24,9 @@ from experiments.replay.rehearsal import Rehearsal, doubts_about, freeze
 from experiments.replay.serving import asking
 from experiments.support.folders import Folders
 from experiments.support.progress import tracked
-from llmcache.calibration.calibrated_reuse import Trust
+from llmcache.calibration.calibrated_reuse import CalibratedReuse
 from llmcache.calibration.calibration import Calibration, split
-from llmcache.calibration.claim import Claim
+from llmcache.calibration.claim import RiskTarget
 from llmcache.request.observation import Observation
 
 Gate = bool | dict[str, Any]
@@ -126,7 +126,7 @@ def _edit(experiment: Adversaries, rehearsal: Rehearsal) -> list[Edited]:
 
 
 def _ask(
-    rehearsal: Rehearsal, trust: Trust, found: Calibration, edited: Sequence[Edited]
+    rehearsal: Rehearsal, trust: CalibratedReuse, found: Calibration, edited: Sequence[Edited]
 ) -> list[dict[str, int | str | None]]:
     """One row an edited request: whether it is served, by whom, and whether that changes its answer.
 
@@ -178,7 +178,7 @@ def _counts(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _figures(
-    experiment: Adversaries, rehearsal: Rehearsal, trust: Trust, claim: Claim, found: Calibration
+    experiment: Adversaries, rehearsal: Rehearsal, trust: CalibratedReuse, claim: RiskTarget, found: Calibration
 ) -> dict[str, Any]:
     """What was chosen, and what became of the later requests of the stream."""
     rest, limit = rehearsal.observed[experiment.learn :], -1.0 if found.chosen is None else found.chosen.limit

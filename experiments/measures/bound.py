@@ -32,8 +32,8 @@ from experiments.metrics.metrics import share_interval
 from experiments.replay.rehearsal import Rehearsal
 from experiments.support.folders import Folders
 from experiments.support.progress import tracked
-from llmcache.calibration.calibration import Setting, Trial, chosen, n_tested, try_settings
-from llmcache.calibration.claim import Claim
+from llmcache.calibration.calibration import HoldoutOutcome, OperatingPoint, chosen, n_tested, try_settings
+from llmcache.calibration.claim import RiskTarget
 from llmcache.errors import ConfigError
 
 
@@ -116,7 +116,7 @@ def _calibrations(experiment: Bound, rehearsal: Rehearsal, part: int) -> Iterato
     for draw in range(experiment.draws):
         for claim in claims:
             drawn = rng.integers(len(population), size=n_tested(experiment.learn, claim))
-            seen = Trial(truth.doubt[drawn], truth.loss[drawn])
+            seen = HoldoutOutcome(truth.doubt[drawn], truth.loss[drawn])
             found = chosen(try_settings(seen, limits, claim.max_drop, claim.delta), claim.max_drop)
             yield {"part": part, "draw": draw, **_held_against(truth, found, claim, len(drawn))}
 
@@ -136,12 +136,13 @@ def _in_order(experiment: Bound, rehearsal: Rehearsal, part: int) -> Iterator[di
     for claim in claims:
         n = n_tested(experiment.learn, claim)
         found = chosen(
-            try_settings(Trial(trial.doubt[:n], trial.loss[:n]), limits, claim.max_drop, claim.delta), claim.max_drop
+            try_settings(HoldoutOutcome(trial.doubt[:n], trial.loss[:n]), limits, claim.max_drop, claim.delta),
+            claim.max_drop,
         )
         yield {"part": part, "draw": 0, **_held_against(truth, found, claim, n)}
 
 
-def _held_against(truth: Trial, found: Setting | None, claim: Claim, n: int) -> dict[str, Any]:
+def _held_against(truth: HoldoutOutcome, found: OperatingPoint | None, claim: RiskTarget, n: int) -> dict[str, Any]:
     """What a calibration with `n` requests of C chose, and what became of the requests that it served."""
     served = np.isneginf(truth.doubt) if found is None else truth.doubt <= found.limit
     changed = float(np.where(served, truth.loss, 0.0).mean())

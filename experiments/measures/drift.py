@@ -32,8 +32,8 @@ from experiments.tasks.workload import Workload
 from llmcache import LLMCache
 from llmcache.arrays import Floats
 from llmcache.calibration.calibration import split
-from llmcache.calibration.claim import Claim, Sources
-from llmcache.calibration.drift import Likeness, Marks, Profile
+from llmcache.calibration.claim import RiskTarget, Sources
+from llmcache.calibration.drift import DriftDetector, Marks, Profile
 from llmcache.errors import ConfigError
 
 Late = Literal["any", "alike"]
@@ -168,7 +168,7 @@ def _unchanged(experiment: Drift, rehearsal: Rehearsal) -> list[dict[str, Any]]:
 
 
 def _is_told(profile: Profile, asked: Sequence[tuple[str, Marks]]) -> bool:
-    likeness = Likeness(profile)
+    likeness = DriftDetector(profile)
     return any(likeness.wants(key) and likeness.see(key, marks) for key, marks in asked)
 
 
@@ -213,7 +213,7 @@ class _Watched:
                 "changed_answers": float(changed[start:end].mean()),
             }
 
-    def figures(self, claim: Claim, audit: float) -> dict[str, Any]:
+    def figures(self, claim: RiskTarget, audit: float) -> dict[str, Any]:
         """What became of all of them, and when what was heard, given what was claimed and how many hits are drawn."""
         hits, changed, change = self._hits, self._changed, self._change - self._first
         late = [number for number in self._alarms if number >= self._change]

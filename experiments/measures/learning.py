@@ -18,7 +18,7 @@ from experiments.tasks import build
 from experiments.tasks.workload import Answer, Workload
 from llmcache import CacheConfig
 from llmcache.calibration.calibration import check_size
-from llmcache.calibration.claim import Claim, MetricName, Sources
+from llmcache.calibration.claim import MetricName, RiskTarget, Sources
 from llmcache.errors import CalibrationError, ConfigError
 
 
@@ -53,12 +53,12 @@ class LearningExperiment(TaskExperiment):
         """Settings of llmcache, checked."""
         return CacheConfig.make(self.cache)
 
-    def claim(self, max_drop: float, sources: Sources = "frozen", metric: MetricName = "changed") -> Claim:
+    def claim(self, max_drop: float, sources: Sources = "frozen", metric: MetricName = "changed") -> RiskTarget:
         """What a calibration is to show."""
-        return Claim(max_drop, self.config.delta, metric, sources, self.seed)
+        return RiskTarget(max_drop, self.config.delta, metric, sources, self.seed)
 
     @property
-    def frozen_claims(self) -> list[Claim]:
+    def frozen_claims(self) -> list[RiskTarget]:
         """What calibrations with frozen sources are to show, one for each loss."""
         return [self.claim(drop) for drop in self.max_drops]
 

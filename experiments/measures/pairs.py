@@ -32,7 +32,7 @@ from experiments.replay.rehearsal import Rehearsal
 from experiments.support.folders import Folders
 from experiments.tasks.embedding import ALIKE, Embedding
 from llmcache import CacheConfig
-from llmcache.calibration.claim import Claim
+from llmcache.calibration.claim import RiskTarget
 from llmcache.errors import ConfigError
 
 
@@ -146,7 +146,7 @@ def _calibrated(experiment: Pairs, rehearsal: Rehearsal, firsts: range) -> Itera
         cache, trust = rehearsal.beside({**experiment.cache, "gate": gate})
         for drop in experiment.max_drops:
             cache.clear()
-            found = trust.calibrate(learned, Claim(drop, experiment.delta, "changed", "growing", experiment.seed))
+            found = trust.calibrate(learned, RiskTarget(drop, experiment.delta, "changed", "growing", experiment.seed))
             trust.teacher.stand(stored)
             doubts, keys = trust.teacher.doubts(rehearsal.observed[firsts.stop :], ())
             limit = -1.0 if found.chosen is None else found.chosen.limit

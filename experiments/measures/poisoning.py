@@ -32,7 +32,7 @@ from experiments.support.folders import Folders
 from experiments.support.progress import tracked
 from experiments.tasks.workload import Answer, Workload
 from llmcache import LLMCache
-from llmcache.calibration.claim import Claim, Sources
+from llmcache.calibration.claim import RiskTarget, Sources
 from llmcache.request.observation import Observation
 
 _N_PLACES = 3  # words of a target that the attacker tries to replace, each by every word that he knows
@@ -187,7 +187,7 @@ class _Asked:
         if alarms_of(self._cache) > len(self._alarms):
             self._alarms.append(len(self.replies))
 
-    def attack(self, n_planted: int, claim: Claim, audit: float) -> dict[str, Any]:
+    def attack(self, n_planted: int, claim: RiskTarget, audit: float) -> dict[str, Any]:
         """What became of the planted requests, and when the audit heard of it."""
         first = self._alarms[0] if self._alarms else None
         rate = float(np.mean(self.is_changed[:first]))

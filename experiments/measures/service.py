@@ -33,7 +33,7 @@ from experiments.support.folders import Folders
 from experiments.support.progress import tracked
 from experiments.tasks.workload import Answer, Workload
 from llmcache import LLMCache
-from llmcache.calibration.claim import Claim
+from llmcache.calibration.claim import RiskTarget
 from llmcache.request.observation import Observation
 
 CACHE = "llmcache"
@@ -105,7 +105,7 @@ class Server:
         first = [request.inputs for request in workload.requests[:learn]]
         self._observed: list[Observation] = self.cache.observe(first) if first else []
 
-    def begin(self, claim: Claim | None) -> None:
+    def begin(self, claim: RiskTarget | None) -> None:
         """Forget all that was held, and learn anew where a claim is to be kept.
 
         Raises:
@@ -203,7 +203,9 @@ def threads_of_torch(n: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _passes(experiment: Service, server: Server, claim: Claim | None, what: str) -> tuple[list[Pass], dict[str, Any]]:
+def _passes(
+    experiment: Service, server: Server, claim: RiskTarget | None, what: str
+) -> tuple[list[Pass], dict[str, Any]]:
     """All passes of all rounds; and what the cache tells of itself after the last one of its own."""
     passes: list[Pass] = []
     told: dict[str, Any] = {}

@@ -34,7 +34,7 @@ from experiments.replay.replay import Replay, Units, by_request, replay
 from experiments.support.folders import Folders
 from experiments.support.progress import tracked
 from experiments.tasks.workload import Answer, Workload
-from llmcache.calibration.calibrated_reuse import Trust as Calibrated
+from llmcache.calibration.calibrated_reuse import CalibratedReuse as Calibrated
 from llmcache.calibration.calibration import Calibration, split
 from llmcache.calibration.claim import Sources
 
@@ -53,7 +53,7 @@ _N_TIMED = 200  # lookups of the semantic response cache
 Reading = Callable[[Units, Replay], list[Answer]]
 
 
-class Trust(LearningExperiment):
+class CalibratedReuse(LearningExperiment):
     """Settings of the measure.
 
     Attributes:
@@ -83,7 +83,7 @@ class Trust(LearningExperiment):
     encoder: str = "minilm"
 
 
-def run(experiment: Trust, folders: Folders) -> Outcome:
+def run(experiment: CalibratedReuse, folders: Folders) -> Outcome:
     """Replay every curve, and serve what was calibrated.
 
     Raises:
@@ -110,7 +110,7 @@ def run(experiment: Trust, folders: Folders) -> Outcome:
     return Outcome(points, metrics)
 
 
-def _points_of_llmcache(experiment: Trust, rehearsal: Rehearsal) -> Iterator[dict[str, Any]]:
+def _points_of_llmcache(experiment: CalibratedReuse, rehearsal: Rehearsal) -> Iterator[dict[str, Any]]:
     """Both kinds of sources: those that grow begin with all that was learned from, the others with A and B."""
     cases = rehearsal.observed
     first, rest = cases[: experiment.learn], cases[experiment.learn :]
@@ -122,7 +122,9 @@ def _points_of_llmcache(experiment: Trust, rehearsal: Rehearsal) -> Iterator[dic
     yield from _frozen_points(experiment, rehearsal, rehearsal.trust, "llmcache")
 
 
-def _frozen_points(experiment: Trust, rehearsal: Rehearsal, trust: Calibrated, name: str) -> Iterator[dict[str, Any]]:
+def _frozen_points(
+    experiment: CalibratedReuse, rehearsal: Rehearsal, trust: Calibrated, name: str
+) -> Iterator[dict[str, Any]]:
     """A curve with the sources of a calibration alone."""
     first, rest = rehearsal.observed[: experiment.learn], rehearsal.observed[experiment.learn :]
     learned, _ = split(len(first), experiment.claim(min(experiment.max_drops)))
@@ -133,7 +135,7 @@ def _frozen_points(experiment: Trust, rehearsal: Rehearsal, trust: Calibrated, n
         yield _point(experiment, rehearsal, (name, "frozen"), limit, *freeze(doubts, kept, rest, limit))
 
 
-def _parts(experiment: Trust, rehearsal: Rehearsal) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def _parts(experiment: CalibratedReuse, rehearsal: Rehearsal) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """What parts of llmcache do alone: a curve and calibrations of each, replayed."""
     points: list[dict[str, Any]] = []
     calibrated: list[dict[str, Any]] = []
@@ -145,7 +147,9 @@ def _parts(experiment: Trust, rehearsal: Rehearsal) -> tuple[list[dict[str, Any]
     return points, calibrated
 
 
-def _part(experiment: Trust, rehearsal: Rehearsal, trust: Calibrated, name: str, max_drop: float) -> dict[str, Any]:
+def _part(
+    experiment: CalibratedReuse, rehearsal: Rehearsal, trust: Calibrated, name: str, max_drop: float
+) -> dict[str, Any]:
     """A calibration of one part, and what the later requests get: replayed, which tests hold to serving."""
     first, rest = rehearsal.observed[: experiment.learn], rehearsal.observed[experiment.learn :]
     claim = experiment.claim(max_drop)
@@ -185,7 +189,7 @@ def _some(limits: Sequence[float], n: int) -> list[float]:
 
 
 def _point(
-    experiment: Trust,
+    experiment: CalibratedReuse,
     rehearsal: Rehearsal,
     curve: tuple[str, str],
     limit: float,
@@ -202,7 +206,7 @@ def _named(curve: tuple[str, str | None], limit: float | None, tau: float | None
 
 
 def _figures(
-    experiment: Trust, rehearsal: Rehearsal, told: Sequence[Answer], served: NDArray[np.str_]
+    experiment: CalibratedReuse, rehearsal: Rehearsal, told: Sequence[Answer], served: NDArray[np.str_]
 ) -> dict[str, Any]:
     counted, base = later(rehearsal.workload, experiment.learn), rehearsal.answers[experiment.learn :]
     figures = figures_of(counted, base, told, served, experiment.seed)
@@ -241,7 +245,7 @@ def by_intent(
     }
 
 
-def _others(experiment: Trust, rehearsal: Rehearsal) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def _others(experiment: CalibratedReuse, rehearsal: Rehearsal) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The other ways: a curve of each, and calibrations of those that have a threshold.
 
     What llmcache learns from, they store without searching it.
@@ -260,7 +264,7 @@ def _others(experiment: Trust, rehearsal: Rehearsal) -> tuple[list[dict[str, Any
 
 
 def _points_of_another(
-    experiment: Trust, rehearsal: Rehearsal, name: str, units: Units, answers_of: Reading
+    experiment: CalibratedReuse, rehearsal: Rehearsal, name: str, units: Units, answers_of: Reading
 ) -> Iterator[dict[str, Any]]:
     """The curve of one of the other ways."""
     taus = (math.inf,) if name == "exact_response" else (SAME, *experiment.taus)
@@ -271,7 +275,7 @@ def _points_of_another(
 
 
 def _calibrated_other(
-    experiment: Trust, rehearsal: Rehearsal, name: str, units: Units, answers_of: Reading
+    experiment: CalibratedReuse, rehearsal: Rehearsal, name: str, units: Units, answers_of: Reading
 ) -> Iterator[dict[str, Any]]:
     """Its threshold, chosen as a calibration of llmcache chooses its limit, and what the later requests get."""
     answers, is_changed = rehearsal.answers, rehearsal.workload.is_changed
@@ -299,7 +303,7 @@ def _calibrated_other(
             }
 
 
-def _encoder_ms(experiment: Trust, rehearsal: Rehearsal) -> float:
+def _encoder_ms(experiment: CalibratedReuse, rehearsal: Rehearsal) -> float:
     """Median time in which the sentence encoder embeds one text: what each lookup of the semantic cache costs."""
     encode, times = Encoder(experiment.encoder), []
     with torch.inference_mode():
@@ -310,7 +314,7 @@ def _encoder_ms(experiment: Trust, rehearsal: Rehearsal) -> float:
     return float(np.median(times)) * 1e3
 
 
-def _way(name: str, experiment: Trust, recording: Recording) -> tuple[Units, Reading]:
+def _way(name: str, experiment: CalibratedReuse, recording: Recording) -> tuple[Units, Reading]:
     """What a way looks up, and how its answers are read."""
     if name == "doccache":
         return recording.documents(), recording.handed
@@ -320,7 +324,7 @@ def _way(name: str, experiment: Trust, recording: Recording) -> tuple[Units, Rea
     return mean, recording.reread if name == "paper" else recording.borrowed
 
 
-def _serve_calibrated(experiment: Trust, rehearsal: Rehearsal) -> Iterator[dict[str, Any]]:
+def _serve_calibrated(experiment: CalibratedReuse, rehearsal: Rehearsal) -> Iterator[dict[str, Any]]:
     """Calibrate on the first requests, for each claim anew, and serve the later ones live and in order."""
     for sources in experiment.sources:
         for max_drop in experiment.max_drops:

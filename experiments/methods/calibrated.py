@@ -8,7 +8,7 @@ import torch
 from experiments.methods.cached import Cached
 from experiments.tasks.workload import Answer, Workload
 from llmcache import Calibration
-from llmcache.calibration.claim import Claim
+from llmcache.calibration.claim import RiskTarget
 from llmcache.request.observation import Observation
 
 
@@ -19,7 +19,7 @@ class Calibrated(Cached):
         calibration: The latest one; None before the first.
     """
 
-    def __init__(self, workload: Workload, options: Mapping[str, Any], learn: int, claim: Claim) -> None:
+    def __init__(self, workload: Workload, options: Mapping[str, Any], learn: int, claim: RiskTarget) -> None:
         """Take a copy of the model.
 
         Args:

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from experiments.methods.base import COMPUTED
 from experiments.replay.replay import Replay, Units, replay
-from llmcache.calibration.calibration import Setting, Trial, chosen, settings, split, try_settings
-from llmcache.calibration.claim import Claim
+from llmcache.calibration.calibration import HoldoutOutcome, OperatingPoint, chosen, settings, split, try_settings
+from llmcache.calibration.claim import RiskTarget
 
 #: Whether the answer of a source is not the request's own: `(request, source) -> bool`.
 IsChanged = Callable[[int, int], bool]
@@ -39,8 +39,8 @@ class Nearest:
 
 
 def choose_threshold(
-    units: Units, n_first: int, claim: Claim, is_changed: IsChanged
-) -> tuple[Setting | None, NDArray[np.int64]]:
+    units: Units, n_first: int, claim: RiskTarget, is_changed: IsChanged
+) -> tuple[OperatingPoint | None, NDArray[np.int64]]:
     """The loosest threshold that keeps the claim, negated as a limit of doubt, and the requests that are stored.
 
     Args:
@@ -54,7 +54,9 @@ def choose_threshold(
     limits = settings(-among.similarity.astype(np.float64))
     found = nearest(units, tested, learned)
     pairs = zip(tested.tolist(), found.source.tolist(), strict=True)
-    trial = Trial(-found.similarity.astype(np.float64), np.array([is_changed(*pair) for pair in pairs], np.float64))
+    trial = HoldoutOutcome(
+        -found.similarity.astype(np.float64), np.array([is_changed(*pair) for pair in pairs], np.float64)
+    )
     return chosen(try_settings(trial, limits, claim.max_drop, claim.delta), claim.max_drop), learned
 
 
@@ -69,7 +71,7 @@ def nearest(units: Units, numbers: Sequence[int] | NDArray[np.int64], stored: ND
     return Nearest(source, similarity)
 
 
-def serve(units: Units, n_first: int, setting: Setting | None, stored: NDArray[np.int64], grows: bool) -> Replay:
+def serve(units: Units, n_first: int, setting: OperatingPoint | None, stored: NDArray[np.int64], grows: bool) -> Replay:
     """What became of all requests, of which the later ones were served at the threshold.
 
     Args:

@@ -20,9 +20,9 @@ from experiments.replay.recall import Fits, Outputs, recall_fits, recall_layers
 from experiments.support.progress import tracked
 from experiments.tasks.workload import Answer, Workload
 from llmcache import LLMCache
-from llmcache.calibration.calibrated_reuse import Trust
+from llmcache.calibration.calibrated_reuse import CalibratedReuse
 from llmcache.calibration.calibration import Calibration
-from llmcache.calibration.claim import Claim
+from llmcache.calibration.claim import RiskTarget
 from llmcache.calibration.training import Found
 from llmcache.request.observation import Observation
 
@@ -73,7 +73,7 @@ class Rehearsal:
             recall_layers(module, self.put_out)
         return LLMCache.wrap(module, config=config, tokenizer=self.workload.tokenizer)
 
-    def beside(self, options: Mapping[str, object]) -> tuple[LLMCache, Trust]:
+    def beside(self, options: Mapping[str, object]) -> tuple[LLMCache, CalibratedReuse]:
         """Another cache on the model, and its calibrated reuse: what was observed here can be learned from there.
 
         Args:
@@ -83,7 +83,7 @@ class Rehearsal:
         cache.observe([self.workload.requests[0].inputs])  # its calibrated reuse is there from then on
         return cache, self._trust_of(cache, options)
 
-    def calibrate(self, trust: Trust, n: int, claim: Claim) -> Calibration:
+    def calibrate(self, trust: CalibratedReuse, n: int, claim: RiskTarget) -> Calibration:
         """Calibrate on the first requests. What is told of its time includes that of fits that were made before."""
         saved_s = self._saved_s
         found = trust.calibrate(self.observed[:n], claim)
@@ -99,7 +99,7 @@ class Rehearsal:
     def _saved_s(self) -> float:
         return sum(fits.saved_s for fits in self._learned.values())
 
-    def _trust_of(self, cache: LLMCache, options: Mapping[str, object]) -> Trust:
+    def _trust_of(self, cache: LLMCache, options: Mapping[str, object]) -> CalibratedReuse:
         assert cache.trust is not None
         recall_fits(cache.trust.teacher.fingerprint, self._learned[repr(options.get("fingerprint"))])
         return cache.trust
@@ -113,7 +113,7 @@ class Rehearsal:
 
 
 def grow(
-    trust: Trust, learned: Sequence[Observation], later: Sequence[Observation], limit: float
+    trust: CalibratedReuse, learned: Sequence[Observation], later: Sequence[Observation], limit: float
 ) -> tuple[NDArray[np.str_], list[str | None]]:
     """Serve requests while those that are computed become sources.
 
@@ -134,7 +134,9 @@ def grow(
     return _serve(later, {case.row.key for case in learned}, limit, ask, lambda case: trust.teacher.stand([case]))
 
 
-def doubts_about(trust: Trust, sources: Sequence[Observation], later: Sequence[Observation]) -> dict[str, Found]:
+def doubts_about(
+    trust: CalibratedReuse, sources: Sequence[Observation], later: Sequence[Observation]
+) -> dict[str, Found]:
     """The doubt about each request by its key, if `sources` serve, which stand already, and no others."""
     found = trust.teacher.look_up(later, {case.row.key for case in sources})
     return {case.row.key: one for case, one in zip(later, found, strict=True)}

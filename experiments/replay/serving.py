@@ -9,7 +9,7 @@ from experiments.models.loading import encode
 from experiments.tasks.workload import Answer, Request, Workload
 from llmcache import LLMCache
 from llmcache.audit.alarm import Alarm
-from llmcache.calibration.claim import Claim
+from llmcache.calibration.claim import RiskTarget
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ def ask(cache: LLMCache, workload: Workload, number: int) -> Reply:
     return Reply(workload.answer(output, number), outcome.rung or COMPUTED, outcome.source)
 
 
-def requests_expected(claim: Claim, audit: float, n_before: int, rate: float) -> int | None:
+def requests_expected(claim: RiskTarget, audit: float, n_before: int, rate: float) -> int | None:
     """Requests after which an alarm can be expected at this rate; None where it is in order, or nobody listens."""
     if not audit or rate <= claim.max_drop:
         return None

@@ -23,7 +23,7 @@ _MOST_OPEN = MOST_WAITING + 200  # some are under way, or were drawn by calls th
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class AuditSample:
     """A hit that is to be looked into.
 
     Attributes:
@@ -33,14 +33,14 @@ class Sample:
         ease: What the least probability was multiplied by.
     """
 
-    account: "Auditor"
+    account: "AuditAccount"
     number: int
     weight: float
     ease: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class Audited:
     """A row whose own answer the audit wants to know.
 
     Attributes:
@@ -51,13 +51,13 @@ class Drawn:
         stands_for_all: It was drawn with the probability that all rows have, hits and misses.
     """
 
-    sample: Sample | None
+    sample: AuditSample | None
     source: str
     answer: Floats | None
     stands_for_all: bool
 
 
-class Auditor:
+class AuditAccount:
     """Draws hits, and keeps the account of their verdicts. The caller holds a lock."""
 
     def __init__(self, limit: float, floor: float, alpha: float, seed: int = 0) -> None:
@@ -80,9 +80,9 @@ class Auditor:
         self._floor = floor
         self._alpha = alpha
         self._random = random.Random(seed)
-        self._open: dict[int, Sample] = {}  # without a verdict, by number, oldest first
+        self._open: dict[int, AuditSample] = {}  # without a verdict, by number, oldest first
 
-    def see(self, share: float | None, ease: float = 1.0) -> Sample | None:
+    def see(self, share: float | None, ease: float = 1.0) -> AuditSample | None:
         """Count a request, and say whether it is to be looked into.
 
         Args:
@@ -101,7 +101,7 @@ class Auditor:
         if not self.toss(chance):
             return None
         self.n_drawn += 1
-        sample = Sample(self, number, 1 / chance, ease)
+        sample = AuditSample(self, number, 1 / chance, ease)
         self.rate.draw(sample.weight, ease)
         self._open[number] = sample
         return sample
@@ -110,7 +110,7 @@ class Auditor:
         """True with a given probability, 0 to 1."""
         return self._random.random() < chance
 
-    def settle(self, sample: Sample, is_changed: bool) -> bool:
+    def settle(self, sample: AuditSample, is_changed: bool) -> bool:
         """Take in the verdict on a sample; whether the alarm rings, which it does once.
 
         Args:
@@ -123,7 +123,7 @@ class Auditor:
         was_open = self._open.pop(sample.number, None) is not None  # else it counts as changed already
         return is_changed and was_open and self._strikes(sample)
 
-    def lose(self, sample: Sample) -> bool:
+    def lose(self, sample: AuditSample) -> bool:
         """A sample will never be looked into; whether the alarm rings, to which it counts as changed."""
         if self._open.pop(sample.number, None) is None:
             return False
@@ -137,13 +137,13 @@ class Auditor:
             rings |= self.lose(next(iter(self._open.values())))
         return rings
 
-    def withdraw(self, sample: Sample) -> None:
+    def withdraw(self, sample: AuditSample) -> None:
         """The hit was not served after all, so nobody got another answer for it."""
         self._open.pop(sample.number, None)
         self.n_drawn -= 1
         self.rate.settle(sample.weight, has_event=False, ease=sample.ease)
 
-    def _strikes(self, sample: Sample) -> bool:
+    def _strikes(self, sample: AuditSample) -> bool:
         """Tell the alarm of a changed answer; whether it rings for the first time."""
         if not self.alarm.found(sample.number, sample.weight) or self.has_rung:
             return False

@@ -19,16 +19,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmcache.audit.account import MOST_WAITING, Auditor, Drawn
-from llmcache.audit.idle_worker import GaveWay, Job, Shadow
+from llmcache.audit.account import MOST_WAITING, AuditAccount, Audited
+from llmcache.audit.idle_worker import GaveWay, IdleWorker, Job
 from llmcache.audit.marking import Marking
-from llmcache.audit.recompute import Look, Looks, Origin, look_at
-from llmcache.audit.renewal import Fresh
-from llmcache.banks.cache_banks import Library
-from llmcache.calibration.calibrated_reuse import Trust
+from llmcache.audit.recompute import Origin, Recompute, RecomputeQueue, look_at
+from llmcache.audit.renewal import RenewalBuffer
+from llmcache.banks.cache_banks import CacheBanks
+from llmcache.calibration.calibrated_reuse import CalibratedReuse
 from llmcache.calibration.calibration import Calibration
 from llmcache.calibration.claim import MetricName
-from llmcache.calibration.drift import Likeness
+from llmcache.calibration.drift import DriftDetector
 from llmcache.calibration.observer import Observer, collect
 from llmcache.counters import Counters
 from llmcache.errors import CalibrationError
@@ -49,14 +49,14 @@ class Audit:
 
     def __init__(
         self,
-        library: Library,
+        library: CacheBanks,
         fingerprint: Fingerprint,
-        trust: Trust,
+        trust: CalibratedReuse,
         observer: Observer,
         weights: Weights,
         counters: Counters,
         compute: Compute,
-        looks: Looks,
+        looks: RecomputeQueue,
         origin: Callable[[], Origin],
         floor: float,
         renew_every: int | None,
@@ -80,7 +80,7 @@ class Audit:
             in_background: What waits is done in idle moments, too, not only by `drain` of the shadow.
             share: Of the time of calls, what it may take where they leave no idle moments, 0 to 1.
         """
-        self.shadow: Shadow[Audit] = Shadow(self, in_background, share=share)
+        self.shadow: IdleWorker[Audit] = IdleWorker(self, in_background, share=share)
         self._looks = looks
         self._origin = origin
         self._library = library
@@ -92,10 +92,10 @@ class Audit:
         self._counters = counters
         self._compute = compute
         self._floor = floor
-        self._fresh = Fresh(renew_every)
+        self._fresh = RenewalBuffer(renew_every)
         self._made: Calibration | None = None  # whose account it is
-        self._account: Auditor | None = None
-        self._likeness: Likeness | None = None  # of a certificate that is not void
+        self._account: AuditAccount | None = None
+        self._likeness: DriftDetector | None = None  # of a certificate that is not void
         self._marking = Marking(library, trust.chooser)
         self._is_renewing = False
         self._n_accounts = 0
@@ -129,7 +129,7 @@ class Audit:
         is_full = self.shadow.is_full or len(self._looks) >= MOST_WAITING
         return [hit for hit in hits.values() if not (is_full and hit.row in call.drawn)]
 
-    def _draw(self, account: Auditor, call: Call, hits: Mapping[int, Reuse], ease: float) -> None:
+    def _draw(self, account: AuditAccount, call: Call, hits: Mapping[int, Reuse], ease: float) -> None:
         """Draw among the rows of a call; those that would be hits are given by row."""
         for row in call.active_rows:
             hit = hits.get(row.number)
@@ -139,9 +139,9 @@ class Audit:
                 stands_for_all = account.toss(ease * self._floor * sample.weight)
                 # An example of an answer is not to blame for the forecast that chose it.
                 source = "" if hit.rung == "student" else hit.key
-                call.drawn[row.number] = Drawn(sample, source, hit.answer, stands_for_all)
+                call.drawn[row.number] = Audited(sample, source, hit.answer, stands_for_all)
             elif row.number not in call.reused and hit is None and account.toss(ease * self._floor):
-                call.drawn[row.number] = Drawn(None, "", None, True)
+                call.drawn[row.number] = Audited(None, "", None, True)
         self._hear(account, account.lose_overdue())
 
     def served(self, call: Call) -> None:
@@ -149,7 +149,7 @@ class Audit:
         assert call.scope is not None
         served_by = {"weights": call.scope.weights, "attention": call.scope.attention}  # others may be there by now
         for row in call.active_rows:
-            drawn: Drawn | None = call.drawn.get(row.number)
+            drawn: Audited | None = call.drawn.get(row.number)
             if drawn is None or row.number not in call.reused:
                 continue
             try:
@@ -253,7 +253,7 @@ class Audit:
             self._looks.put_back(left)
             raise
 
-    def _look(self, looks: Sequence[Look], left: list[Look]) -> None:
+    def _look(self, looks: Sequence[Recompute], left: list[Recompute]) -> None:
         """Compute requests that were served, store them, and settle their samples; `left` loses those that are done."""
         try:
             cases = self._compute_again(looks) if looks else []
@@ -280,7 +280,7 @@ class Audit:
                 self._counters.look(CalibrationError("a request that was served is read as another one now"))
                 self._lose(look.drawn)
 
-    def _compute_again(self, looks: Sequence[Look]) -> list[Observation]:
+    def _compute_again(self, looks: Sequence[Recompute]) -> list[Observation]:
         """What the model makes of them now; none where it is edited meanwhile: half of it may be another's."""
         origin = self._origin()
         mark = self._weights.mark_of(origin.weights)
@@ -291,13 +291,13 @@ class Audit:
             self._looks.tried(looks, self._come_out_alike(looks, cases))
         return cases if self._weights.stayed(mark, origin.weights) and self._origin() == origin else []
 
-    def _run(self, look: Look, inputs: Mapping[str, Tensor]) -> list[Observation]:
+    def _run(self, look: Recompute, inputs: Mapping[str, Tensor]) -> list[Observation]:
         """Have the model compute inputs as those of a look."""
         device, dtype, is_on = look.autocast
         with torch.autocast(device, dtype=dtype, enabled=is_on):
             return collect(partial(self._compute, look.namespace), self._observer, [inputs])
 
-    def _come_out_alike(self, looks: Sequence[Look], alone: Sequence[Observation]) -> bool:
+    def _come_out_alike(self, looks: Sequence[Recompute], alone: Sequence[Observation]) -> bool:
         """Whether requests together, padded, are to the model what each is alone, but for rounding, and keyed alike."""
         try:
             together = self._run(looks[0], self._looks.inputs(looks, is_trial=True))
@@ -309,7 +309,7 @@ class Audit:
             for one, other in zip(together, alone, strict=True)
         )
 
-    def _take_in(self, look: Look, case: Observation) -> None:
+    def _take_in(self, look: Recompute, case: Observation) -> None:
         try:
             self._keep(case)
         except Exception as error:
@@ -329,7 +329,7 @@ class Audit:
         self._library.put(case.scope, case.row, case.states, vectors=vectors, generation=generation)
         self._library.sign(case.row.key, case.answer)
 
-    def _settle(self, drawn: Drawn, case: Observation) -> None:
+    def _settle(self, drawn: Audited, case: Observation) -> None:
         """Compare a drawn request's own answer with the one of its source, and draw the consequences."""
         if not self._is_made_now():  # other weights, of the trunk or the head: its answer is another model's
             return
@@ -344,14 +344,14 @@ class Audit:
         if drawn.stands_for_all:
             self._gather(case)
 
-    def _lose(self, drawn: Drawn) -> None:
+    def _lose(self, drawn: Audited) -> None:
         """A hit will never be looked into."""
         if drawn.sample is not None:
             account = drawn.sample.account
             with self._lock:
                 self._hear(account, account.lose(drawn.sample))
 
-    def _hear(self, account: Auditor, rings: bool) -> None:
+    def _hear(self, account: AuditAccount, rings: bool) -> None:
         """Have an alarm followed, unless it is that of an account that was closed."""
         if rings and account is self._account and self._made is not None:
             self._n_alarms += 1
@@ -411,13 +411,13 @@ class Audit:
             self._made, self._n_accounts = made, self._n_accounts + 1
             self._account = self._likeness = None
             if self._floor:
-                self._account = Auditor(made.watch.most_changed, self._floor, made.delta, seed=self._n_accounts)
+                self._account = AuditAccount(made.watch.most_changed, self._floor, made.delta, seed=self._n_accounts)
             if made.is_certified and made.watch.profile is not None and made.watch.compares:
-                self._likeness = Likeness(made.watch.profile)
+                self._likeness = DriftDetector(made.watch.profile)
             self._marking.forget()
             self._fresh.begin(made)
         return True
 
 
-def _take_out(look: Look, left: list[Look]) -> None:
+def _take_out(look: Recompute, left: list[Recompute]) -> None:
     left[:] = [other for other in left if other is not look]

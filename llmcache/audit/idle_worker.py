@@ -38,7 +38,7 @@ class Job(Generic[Owner]):
     is_short: bool = True
 
 
-class Shadow(Generic[Owner]):
+class IdleWorker(Generic[Owner]):
     """A queue of jobs, done one after the other, so that calls hardly notice. Thread-safe.
 
     A thread of its own does them while no call is under way and none was a moment ago, with one thread of torch's. A

@@ -1,11 +1,11 @@
 """What is compared of each request that the cache is asked; of a repeat, what it was when it was looked up."""
 
 from llmcache.arrays import Floats
-from llmcache.banks.cache_banks import Library
+from llmcache.banks.cache_banks import CacheBanks
 from llmcache.calibration.drift import Marks, marks_of, marks_of_source
 from llmcache.request.call import Call
 from llmcache.request.rows import Row
-from llmcache.reuse.chooser import Chooser
+from llmcache.reuse.chooser import NeighbourChooser
 
 _MOST_KNOWN = 16_384  # requests whose marks are kept, 5 MB: repeats of others are looked up once more
 
@@ -13,7 +13,7 @@ _MOST_KNOWN = 16_384  # requests whose marks are kept, 5 MB: repeats of others a
 class Marking:
     """Finds the marks of requests. The caller holds a lock."""
 
-    def __init__(self, library: Library, chooser: Chooser) -> None:
+    def __init__(self, library: CacheBanks, chooser: NeighbourChooser) -> None:
         """Begin without requests.
 
         Args:

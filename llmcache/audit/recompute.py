@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from llmcache.audit.account import Drawn
+from llmcache.audit.account import Audited
 from llmcache.models.arguments import DECIDING
 from llmcache.request.call import Call
 from llmcache.request.rows import Row
@@ -37,7 +37,7 @@ class Origin(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class Recompute:
     """A row that was served, to be computed.
 
     Attributes:
@@ -50,7 +50,7 @@ class Look:
         since_s: When it was served, by a clock that never goes back.
     """
 
-    drawn: Drawn
+    drawn: Audited
     key: str
     namespace: str
     inputs: Mapping[str, Tensor]
@@ -59,7 +59,7 @@ class Look:
     since_s: float = field(default_factory=monotonic)
 
 
-class Looks:
+class RecomputeQueue:
     """Those that wait. Thread-safe.
 
     Whether a model answers the same when rows come together, and padded, is tried first: heads of one's own may read
@@ -77,8 +77,8 @@ class Looks:
         self._names = names
         self._width = _WIDTHS[0]
         self._tried: set[int] = set()  # widths at which rows together came out as they do alone
-        self._waiting: list[Look] = []
-        self._parked: list[Look] = []  # until the model is again as it was when they were served
+        self._waiting: list[Recompute] = []
+        self._parked: list[Recompute] = []  # until the model is again as it was when they were served
         self._most = _MOST
         self._lock = threading.Lock()
 
@@ -91,12 +91,12 @@ class Looks:
         """Whether some cannot be computed before the model is again as it was."""
         return bool(self._parked)
 
-    def add(self, look: Look) -> None:
+    def add(self, look: Recompute) -> None:
         """Have one wait."""
         with self._lock:
             self._waiting.append(look)
 
-    def take(self) -> list[Look]:
+    def take(self) -> list[Recompute]:
         """The oldest one, and others that can be computed with it; none where none waits."""
         with self._lock:
             taken = self._waiting[:1]
@@ -107,18 +107,18 @@ class Looks:
             self._waiting = [look for look in self._waiting if not any(look is one for one in taken)]
             return taken
 
-    def put_back(self, looks: Sequence[Look]) -> None:
+    def put_back(self, looks: Sequence[Recompute]) -> None:
         """Have looks that were taken wait again, before all others: a call came. Next time fewer are taken."""
         with self._lock:
             self._waiting = [*looks, *self._waiting]
             self._most = max(1, len(looks) // 4)
 
-    def park(self, looks: Sequence[Look]) -> None:
+    def park(self, looks: Sequence[Recompute]) -> None:
         """Have looks that were taken wait until the model is again as it was: see `resume`."""
         with self._lock:
             self._parked += looks
 
-    def resume(self, origin: Origin, is_over: Callable[[Origin], bool]) -> list[Look]:
+    def resume(self, origin: Origin, is_over: Callable[[Origin], bool]) -> list[Recompute]:
         """Have looks of an origin be taken again, before all others, and return them; forget those that are over."""
         with self._lock:
             again = [look for look in self._parked if look.origin == origin]
@@ -132,11 +132,11 @@ class Looks:
             self._waiting = [look for look in self._waiting if namespace not in (None, look.namespace)]
             self._parked = [look for look in self._parked if namespace not in (None, look.namespace)]
 
-    def are_tried(self, looks: Sequence[Look]) -> bool:
+    def are_tried(self, looks: Sequence[Recompute]) -> bool:
         """Whether it is known that they come out the same together."""
         return len(looks) == 1 or self._width_of(looks[0]) in self._tried
 
-    def tried(self, looks: Sequence[Look], is_same: bool) -> None:
+    def tried(self, looks: Sequence[Recompute], is_same: bool) -> None:
         """Take note whether looks that were computed together came out as they do alone."""
         width = self._width_of(looks[0])
         if is_same:
@@ -144,7 +144,7 @@ class Looks:
         else:
             self._width = max((other for other in _WIDTHS if other < width), default=0)
 
-    def inputs(self, looks: Sequence[Look], is_trial: bool = False) -> dict[str, Tensor]:
+    def inputs(self, looks: Sequence[Recompute], is_trial: bool = False) -> dict[str, Tensor]:
         """What computes looks that were taken together: tensors (L, T), T of the longest, or one more for a trial."""
         longest = max(look.inputs["input_ids"].shape[1] for look in looks)
         longest += is_trial and self._width_of(looks[0]) > 1
@@ -155,13 +155,13 @@ class Looks:
             if self._takes(name)
         }
 
-    def _kind(self, look: Look) -> Hashable:
+    def _kind(self, look: Recompute) -> Hashable:
         """Looks of the same kind can be computed together."""
         width = self._width_of(look)
         n_tokens = look.inputs["input_ids"].shape[1]
         return look.namespace, look.origin, look.autocast, tuple(look.inputs), (n_tokens - 1) // width
 
-    def _width_of(self, look: Look) -> int:
+    def _width_of(self, look: Recompute) -> int:
         """Lengths that share a kind: one where the mask does not tell what is padding."""
         return self._width if "attention_mask" in look.inputs and self._takes("attention_mask") else min(1, self._width)
 
@@ -174,7 +174,7 @@ def _padded(row: Tensor, n_tokens: int, fill: int) -> Tensor:
     return pad(row, (0, n_tokens - row.shape[1]), value=fill)
 
 
-def look_at(call: Call, row: Row, drawn: Drawn, origin: Origin) -> Look:
+def look_at(call: Call, row: Row, drawn: Audited, origin: Origin) -> Recompute:
     """Take what a look needs from a call that has ended."""
     end = row.valid.stop if isinstance(row.valid, slice) else int(row.valid[-1]) + 1
     end = call.arguments["input_ids"].shape[1] if row.has_layout else end  # its key covers all of it
@@ -182,7 +182,7 @@ def look_at(call: Call, row: Row, drawn: Drawn, origin: Origin) -> Look:
     inputs = {name: _row(tensor, row.number, end) for name, tensor in given.items() if tensor is not None}
     device = inputs["input_ids"].device.type
     autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
-    return Look(drawn, row.key, call.namespace, inputs, autocast, origin)
+    return Recompute(drawn, row.key, call.namespace, inputs, autocast, origin)
 
 
 def _row(tensor: Any, number: int, end: int) -> Tensor:

@@ -11,7 +11,7 @@ from llmcache.calibration.observer import flaw
 from llmcache.request.observation import Observation
 
 
-class Fresh:
+class RenewalBuffer:
     """Keeps what the next calibration is made of. The caller holds a lock."""
 
     def __init__(self, every: int | None) -> None:

@@ -16,8 +16,8 @@ from llmcache.arrays import Floats
 from llmcache.banks.bank import Bank
 from llmcache.banks.compression import Codec
 from llmcache.banks.kv import without_padding
-from llmcache.banks.layer_banks import Banks
-from llmcache.banks.records import Record, Request, State
+from llmcache.banks.layer_banks import LayerBanks
+from llmcache.banks.records import SavedRequest, StoredRequest, StoredState
 from llmcache.fingerprint import Fingerprint
 from llmcache.matching.fingerprint_index import FingerprintIndex
 from llmcache.matching.index import Index
@@ -25,7 +25,7 @@ from llmcache.matching.partition import Neighbour
 from llmcache.request.rows import Row, Scope
 
 
-class Library:
+class CacheBanks:
     """Requests, shelves and banks, kept consistent. Thread-safe."""
 
     def __init__(
@@ -47,8 +47,8 @@ class Library:
             by_length: Requests of different lengths never find each other.
             by_layer: Each layer is searched by itself, as the paper does.
         """
-        self._requests: dict[str, Request] = {}
-        self.banks = Banks(banks, make_codec, self._requests)
+        self._requests: dict[str, StoredRequest] = {}
+        self.banks = LayerBanks(banks, make_codec, self._requests)
         self._struck: dict[str, str] = {}  # namespaces by key; also of requests that left, as they may come again
         self._index = FingerprintIndex(fingerprint, make_index, self.banks.layers_of, by_length, by_layer)
         self._lock = threading.RLock()
@@ -128,7 +128,7 @@ class Library:
                 near.answer, near.ids, near.is_struck = request.answer, request.ids, near.key in self._struck
             return found
 
-    def read(self, key: str, layer: int, with_kv: bool, is_single: bool = False) -> State | None:
+    def read(self, key: str, layer: int, with_kv: bool, is_single: bool = False) -> StoredState | None:
         """A stored state, or None when some of what is needed is not held.
 
         Args:
@@ -295,7 +295,7 @@ class Library:
             self.banks.packers.forget()
             self._index.clear()
 
-    def records(self) -> list[Record]:
+    def records(self) -> list[SavedRequest]:
         """Everything held, oldest first. A request waiting for the fingerprint to be fitted has no slot yet."""
         with self._lock:
             self._expire()
@@ -304,10 +304,10 @@ class Library:
                 for key, request in self._requests.items()
             ]
 
-    def adopt(self, record: Record) -> None:
+    def adopt(self, record: SavedRequest) -> None:
         """Hold a saved request as if it had been put. Nothing finds it yet."""
         with self._lock:
-            request = self._requests[record.key] = Request(record.scope, record.ids, record.dtype, record.layout)
+            request = self._requests[record.key] = StoredRequest(record.scope, record.ids, record.dtype, record.layout)
             for layer, entry in record.entries.items():
                 shown = self.banks.learn(record.key, record.scope, layer, entry)
                 self.banks.put(record.key, {layer: shown}, self._let_go)
@@ -315,7 +315,7 @@ class Library:
             if record.is_kept:
                 self._keep(record.key, request)
 
-    def place(self, records: Iterable[Record]) -> None:
+    def place(self, records: Iterable[SavedRequest]) -> None:
         """Let adopted requests be found, in the order in which they came to their partitions."""
         slots = [(slot, record.key) for record in records for slot in record.slots]
         with self._lock:
@@ -323,15 +323,15 @@ class Library:
                 if (request := self._requests.get(key)) is not None:
                     self._index.insert(key, request.scope, slot)
 
-    def _know(self, scope: Scope, row: Row, dtype: torch.dtype) -> Request:
+    def _know(self, scope: Scope, row: Row, dtype: torch.dtype) -> StoredRequest:
         """What is known of a request from now on; another one of the same key is forgotten."""
         request = self._requests.get(row.key)
         if request is None or request.ids != row.ids:
             self._forget(row.key)
-            request = self._requests[row.key] = Request(scope, row.ids, dtype, row.layout)
+            request = self._requests[row.key] = StoredRequest(scope, row.ids, dtype, row.layout)
         return request
 
-    def _keep(self, key: str, request: Request) -> None:
+    def _keep(self, key: str, request: StoredRequest) -> None:
         request.is_kept = True
         self.banks.keep(key)
 

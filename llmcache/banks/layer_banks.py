@@ -14,7 +14,7 @@ from llmcache.banks.bank import Bank
 from llmcache.banks.compression import Codec
 from llmcache.banks.compression.packer import Loss, Packer
 from llmcache.banks.compression.packers import Packers
-from llmcache.banks.records import KV, Request, State
+from llmcache.banks.records import KV, StoredRequest, StoredState
 from llmcache.banks.stores import Entry
 from llmcache.models.payloads import cosine_distance
 from llmcache.request.rows import Scope
@@ -22,7 +22,7 @@ from llmcache.request.rows import Scope
 HIDDEN_PADDING = f"{kv.PADDING}hidden"
 
 
-class Banks(dict[int, Bank]):
+class LayerBanks(dict[int, Bank]):
     """Banks by layer, first to last. The library holds a lock.
 
     Attributes:
@@ -30,7 +30,7 @@ class Banks(dict[int, Bank]):
     """
 
     def __init__(
-        self, banks: Mapping[int, Bank], make_codec: Callable[[], Codec], requests: Mapping[str, Request]
+        self, banks: Mapping[int, Bank], make_codec: Callable[[], Codec], requests: Mapping[str, StoredRequest]
     ) -> None:
         """Start with empty banks.
 
@@ -61,14 +61,14 @@ class Banks(dict[int, Bank]):
         """Encoded states of a request by layer."""
         return {layer: entry for layer, bank in self.items() if (entry := bank.read(key))}
 
-    def is_lossless(self, request: Request) -> bool:
+    def is_lossless(self, request: StoredRequest) -> bool:
         """Whether the states of a request come back bit for bit."""
         packers = self.packers[request.scope.weights].values()
         return all(packer.codec.is_lossless(request.dtype) for packer in packers)
 
     def find(
-        self, key: str, request: Request, layer: int, with_kv: bool, is_single: bool
-    ) -> Callable[[], State] | None:
+        self, key: str, request: StoredRequest, layer: int, with_kv: bool, is_single: bool
+    ) -> Callable[[], StoredState] | None:
         """What decodes a stored state, or None when some of what is needed is not held; see `Library.read`.
 
         It may be called without the lock: entries are never written again.
@@ -90,10 +90,10 @@ class Banks(dict[int, Bank]):
             self[served_by].used(key)
         layout = request.layout  # of these entries: once the lock is let go, others may be stored
 
-        def decode() -> State:
+        def decode() -> StoredState:
             unpack = partial(packers[layer].unpack, entry=entry, dtype=request.dtype)
             padding = unpack(HIDDEN_PADDING) if HIDDEN_PADDING in entry.tensors else None
-            return State(unpack("hidden"), pairs, padding, padding_pairs, layout)
+            return StoredState(unpack("hidden"), pairs, padding, padding_pairs, layout)
 
         return decode
 
@@ -122,7 +122,7 @@ class Banks(dict[int, Bank]):
         for layer, entry in entries.items():
             self[layer].put(key, entry, partial(let_go, layer))
 
-    def check(self, key: str, request: Request, layer: int, fresh: Tensor, stored: Tensor) -> None:
+    def check(self, key: str, request: StoredRequest, layer: int, fresh: Tensor, stored: Tensor) -> None:
         """Tell a bank how far a state (R, D) that was computed is from the one that it holds, as that comes back.
 
         The computed one goes through the codec first, so that what compression loses is not taken for a difference.

@@ -14,7 +14,7 @@ KV = dict[int, tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class StoredState:
     """A stored state, decoded: hidden rows (R, D) and the K/V (H, n, D_h) of the layers it stands for.
 
     Attributes:
@@ -33,7 +33,7 @@ class State:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class SavedRequest:
     """All that is held of one request, for saving and restoring.
 
     Attributes:
@@ -59,7 +59,7 @@ class Record:
     layout: bytes = b""
 
 
-class Request:
+class StoredRequest:
     """What is known of one stored request besides its states."""
 
     __slots__ = ("answer", "dtype", "ids", "is_kept", "layout", "scope")
@@ -80,7 +80,7 @@ class Request:
         self.answer: Floats | None = None  # signature (S,), once the model has given it
         self.is_kept = False
 
-    def record(self, key: str, entries: dict[int, Entry], slots: tuple[IndexSlot, ...]) -> Record:
+    def record(self, key: str, entries: dict[int, Entry], slots: tuple[IndexSlot, ...]) -> SavedRequest:
         """All that is held of it.
 
         Args:
@@ -88,4 +88,6 @@ class Request:
             entries: Its encoded states by layer.
             slots: Where it is found.
         """
-        return Record(key, self.scope, self.ids, self.dtype, entries, slots, self.answer, self.is_kept, self.layout)
+        return SavedRequest(
+            key, self.scope, self.ids, self.dtype, entries, slots, self.answer, self.is_kept, self.layout
+        )

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from llmcache.arrays import Floats, below
-from llmcache.banks.records import Record
+from llmcache.banks.records import SavedRequest
 from llmcache.banks.stores import Entry
 from llmcache.matching.partition import IndexSlot
 from llmcache.request.rows import KEY_LENGTH, Scope
 
 
-def pack_requests(records: list[Record], scopes: list[Scope]) -> dict[str, Tensor]:
+def pack_requests(records: list[SavedRequest], scopes: list[Scope]) -> dict[str, Tensor]:
     """All of records but their states; a scope is named by its number."""
     number = {scope: i for i, scope in enumerate(scopes)}
     slots = [(i, slot) for i, record in enumerate(records) for slot in record.slots]
@@ -47,7 +47,7 @@ def arrays_to_tensors(arrays: Mapping[str, Any]) -> dict[str, Tensor]:
     return {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
 
 
-def _answers(records: list[Record]) -> Floats:
+def _answers(records: list[SavedRequest]) -> Floats:
     """Signatures (N, S), NaN where there is none."""
     width = max((len(record.answer) for record in records if record.answer is not None), default=0)
     answers = np.full((len(records), width), np.nan, np.float32)
@@ -57,7 +57,7 @@ def _answers(records: list[Record]) -> Floats:
     return answers
 
 
-def pack_states(records: list[Record]) -> dict[str, Tensor]:
+def pack_states(records: list[SavedRequest]) -> dict[str, Tensor]:
     """Entries of one layer and shape stacked into one tensor a name, beside the numbers of their requests."""
     groups: dict[tuple[Any, ...], list[tuple[int, Entry]]] = defaultdict(list)
     for i, record in enumerate(records):
@@ -72,7 +72,7 @@ def pack_states(records: list[Record]) -> dict[str, Tensor]:
     return packed
 
 
-def unpack(requests: dict[str, Tensor], states: dict[str, Tensor], scopes: list[Scope]) -> Iterator[Record]:
+def unpack(requests: dict[str, Tensor], states: dict[str, Tensor], scopes: list[Scope]) -> Iterator[SavedRequest]:
     """Records from the tensors of both files."""
     arrays = {name: tensor.numpy() for name, tensor in requests.items()}
     views: dict[int, dict[int, dict[str, Tensor]]] = defaultdict(dict)
@@ -91,7 +91,7 @@ def unpack(requests: dict[str, Tensor], states: dict[str, Tensor], scopes: list[
     ids = arrays["ids"].tobytes()
     layouts = arrays.get("layouts")  # older saves have none
     for i, end in enumerate(ends):
-        yield Record(
+        yield SavedRequest(
             arrays["keys"][i].tobytes().decode(),
             scopes[arrays["scope"][i]],
             ids[end - arrays["n_id_bytes"][i] : end],

@@ -20,20 +20,20 @@ from typing import Any
 import numpy as np
 
 from llmcache.arrays import Doubles, Floats
-from llmcache.banks.cache_banks import Library
+from llmcache.banks.cache_banks import CacheBanks
 from llmcache.calibration import calibration as cal
 from llmcache.calibration.calibration import Calibration
-from llmcache.calibration.claim import Claim, Metric
+from llmcache.calibration.claim import Metric, RiskTarget
 from llmcache.calibration.inputs import check_labels
 from llmcache.calibration.observer import flaw
-from llmcache.calibration.training import Teacher
+from llmcache.calibration.training import CalibrationFitter
 from llmcache.counters import Counters
 from llmcache.errors import CalibrationError
 from llmcache.matching.answers import Answers
 from llmcache.models.weights import Weights
 from llmcache.request.observation import Observation
 from llmcache.request.rows import Scope
-from llmcache.reuse.chooser import Chooser
+from llmcache.reuse.chooser import NeighbourChooser
 from llmcache.stats import Status
 
 logger = logging.getLogger("llmcache")
@@ -48,19 +48,19 @@ _DRIFT = (
 )
 
 
-class Trust:
+class CalibratedReuse:
     """Calibrated reuse of one wrapped model. Thread-safe."""
 
     def __init__(
         self,
-        library: Library,
-        teacher: Teacher,
-        chooser: Chooser,
+        library: CacheBanks,
+        teacher: CalibrationFitter,
+        chooser: NeighbourChooser,
         answers: Answers,
         head: Weights,
         counters: Counters,
         learn: int | None,
-        claim: Claim,
+        claim: RiskTarget,
         is_watched: bool = True,
     ) -> None:
         """Begin to learn, or wait to be calibrated.
@@ -159,7 +159,7 @@ class Trust:
                 self._learn = None
                 self._counters.error("calibrate", error)
 
-    def check(self, first: Observation, labels: Sequence[Any], claim: Claim) -> None:
+    def check(self, first: Observation, labels: Sequence[Any], claim: RiskTarget) -> None:
         """Refuse labels that the metric cannot use, and a metric that cannot score the first request.
 
         Args:
@@ -182,7 +182,7 @@ class Trust:
         else:
             check_labels(labels, len(first.output), self._answers)
 
-    def calibrate(self, observed: Sequence[Observation], claim: Claim) -> Calibration:
+    def calibrate(self, observed: Sequence[Observation], claim: RiskTarget) -> Calibration:
         """Learn from requests, choose the limit and serve within it. What was calibrated before ends.
 
         Args:
@@ -214,7 +214,7 @@ class Trust:
         """
         with self._lock:
             if self.calibration is made:
-                claim = Claim(made.max_drop, made.delta, "changed", made.sources, 0)
+                claim = RiskTarget(made.max_drop, made.delta, "changed", made.sources, 0)
                 self._divide(observed, claim)
                 self.calibrate(observed, claim)
 
@@ -278,7 +278,7 @@ class Trust:
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
-    def _calibrate(self, observed: Sequence[Observation], claim: Claim) -> Calibration:
+    def _calibrate(self, observed: Sequence[Observation], claim: RiskTarget) -> Calibration:
         started = perf_counter()
         learned, tested = self._divide(observed, claim)
         sources = {case.row.key: case for case in learned}
@@ -335,7 +335,7 @@ class Trust:
         self.calibration, limit = calibration, calibration.limit
         self._limits = {} if limit is None else dict.fromkeys(self._library.layers, limit)
 
-    def _divide(self, observed: Sequence[Observation], claim: Claim) -> list[list[Observation]]:
+    def _divide(self, observed: Sequence[Observation], claim: RiskTarget) -> list[list[Observation]]:
         """Requests to learn from, and those to measure the bound on, of requests that can carry the claim."""
         cal.check_size(len(observed), claim.max_drop, claim.delta, claim.metric)
         if len(weights := {(case.scope.weights, case.head) for case in observed}) > 1:

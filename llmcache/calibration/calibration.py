@@ -20,7 +20,7 @@ import numpy as np
 
 from llmcache.arrays import Doubles
 from llmcache.calibration.bounds import draws_needed, mean_upper, share_upper
-from llmcache.calibration.claim import Claim, Metric, Sources
+from llmcache.calibration.claim import Metric, RiskTarget, Sources
 from llmcache.calibration.drift import Profile
 from llmcache.errors import CalibrationError
 
@@ -30,7 +30,7 @@ N_SETTINGS = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class OperatingPoint:
     """One largest doubt, and what was seen on C with it.
 
     Attributes:
@@ -47,7 +47,7 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
-class Watch:
+class AlarmLevels:
     """What the audit of a calibration goes by.
 
     Attributes:
@@ -93,8 +93,8 @@ class Calibration:
             and nothing is reused approximately.
     """
 
-    chosen: Setting | None
-    curve: tuple[Setting, ...] = field(repr=False)  # hundreds
+    chosen: OperatingPoint | None
+    curve: tuple[OperatingPoint, ...] = field(repr=False)  # hundreds
     metric: str
     max_drop: float
     delta: float
@@ -106,7 +106,7 @@ class Calibration:
     seconds: float = 0.0
     model_ms: float = 0.0
     lookup_ms: float = 0.0
-    watch: Watch | None = None
+    watch: AlarmLevels | None = None
     n_alarms: int = 0
     has_drifted: bool = False
 
@@ -142,7 +142,7 @@ class Calibration:
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class HoldoutOutcome:
     """Requests of C, as they would be served without a limit.
 
     Attributes:
@@ -161,7 +161,7 @@ class Trial:
     is_share: bool = True
 
 
-def n_tested(n: int, claim: Claim) -> int:
+def n_tested(n: int, claim: RiskTarget) -> int:
     """How many of `n` requests the bound is measured on (C).
 
     The bound on a share gets better in steps, with each changed answer more that C could have and still pass. So C is
@@ -174,7 +174,7 @@ def n_tested(n: int, claim: Claim) -> int:
     return min(steps, key=lambda step: abs(step - half))
 
 
-def split(n: int, claim: Claim) -> tuple[list[int], list[int]]:
+def split(n: int, claim: RiskTarget) -> tuple[list[int], list[int]]:
     """Numbers of the requests to learn from (A and B, which take turns), and of those to test (C), each in order."""
     order, n_last = np.random.default_rng(claim.seed).permutation(n), n_tested(n, claim)
     return sorted(order[n_last:].tolist()), sorted(order[:n_last].tolist())
@@ -201,7 +201,9 @@ def size_needed(max_drop: float, delta: float, metric: Metric | str = "changed")
     return max(ceil(c / TESTED), ceil(LEAST_SOURCES / (1 - TESTED)))
 
 
-def watch(trial: Trial, setting: Setting | None, max_changed: float | None, delta: float) -> Watch | None:
+def watch(
+    trial: HoldoutOutcome, setting: OperatingPoint | None, max_changed: float | None, delta: float
+) -> AlarmLevels | None:
     """What an audit of a setting goes by.
 
     Args:
@@ -218,7 +220,7 @@ def watch(trial: Trial, setting: Setting | None, max_changed: float | None, delt
         max_changed = min(0.5, share_upper(int(trial.loss[served].sum()), len(served), delta))
     doubts = np.sort(trial.doubt[served & np.isfinite(trial.doubt)])
     middle = float(doubts[(len(doubts) - 1) // 2]) if len(doubts) else setting.limit
-    return Watch(max_changed, min(middle, float(np.nextafter(setting.limit, -np.inf))))
+    return AlarmLevels(max_changed, min(middle, float(np.nextafter(setting.limit, -np.inf))))
 
 
 def _draws_needed(max_drop: float, delta: float, metric: Metric | str) -> int:
@@ -243,7 +245,7 @@ def settings(doubt: Doubles) -> Doubles:
     return np.unique(np.quantile(finite, np.linspace(0, 1, N_SETTINGS)))
 
 
-def try_settings(trial: Trial, limits: Doubles, max_drop: float, delta: float) -> tuple[Setting, ...]:
+def try_settings(trial: HoldoutOutcome, limits: Doubles, max_drop: float, delta: float) -> tuple[OperatingPoint, ...]:
     """Test settings in their order until one fails, which comes last.
 
     Args:
@@ -252,7 +254,7 @@ def try_settings(trial: Trial, limits: Doubles, max_drop: float, delta: float) -
         max_drop: The largest loss that is allowed.
         delta: Level of each test, and of all together.
     """
-    tested: list[Setting] = []
+    tested: list[OperatingPoint] = []
     for limit in limits:
         served = trial.doubt <= limit
         losses = np.where(served, trial.loss, 0.0)
@@ -260,13 +262,13 @@ def try_settings(trial: Trial, limits: Doubles, max_drop: float, delta: float) -
             bound = share_upper(int(losses.sum()), len(losses), delta)
         else:
             bound = mean_upper(losses, trial.low, trial.high, delta)
-        tested.append(Setting(float(limit), float(served.mean()), float(losses.mean()), bound))
+        tested.append(OperatingPoint(float(limit), float(served.mean()), float(losses.mean()), bound))
         if bound > max_drop:
             break
     return tuple(tested)
 
 
-def chosen(tested: Sequence[Setting], max_drop: float) -> Setting | None:
+def chosen(tested: Sequence[OperatingPoint], max_drop: float) -> OperatingPoint | None:
     """The last setting that passed."""
     passed = [setting for setting in tested if setting.bound <= max_drop]
     return passed[-1] if passed else None

@@ -43,7 +43,7 @@ class Metric:
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class RiskTarget:
     """What a calibration is to show.
 
     Attributes:

@@ -157,7 +157,7 @@ class _Counts:
         return taken
 
 
-class Likeness:
+class DriftDetector:
     """Compares requests with one profile. The caller holds a lock."""
 
     def __init__(self, profile: Profile) -> None:

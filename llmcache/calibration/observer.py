@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from llmcache.arrays import Floats
-from llmcache.banks.cache_banks import Library
+from llmcache.banks.cache_banks import CacheBanks
 from llmcache.calibration.inputs import n_rows
 from llmcache.errors import CalibrationError
 from llmcache.matching.answers import Answers, Reading
@@ -40,7 +40,7 @@ class Learner(Protocol):
 class Observer:
     """Reads the answers of calls that have ended: notes them beside entries, and shows whole requests to a learner."""
 
-    def __init__(self, library: Library, answers: Answers, read: Reading, head: Weights | None = None) -> None:
+    def __init__(self, library: CacheBanks, answers: Answers, read: Reading, head: Weights | None = None) -> None:
         """Remember whom to tell.
 
         Args:

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from llmcache.arrays import Doubles, Floats
-from llmcache.banks.cache_banks import Library
-from llmcache.calibration.calibration import Trial, losses, settings
+from llmcache.banks.cache_banks import CacheBanks
+from llmcache.calibration.calibration import HoldoutOutcome, losses, settings
 from llmcache.calibration.claim import Metric, MetricName
 from llmcache.calibration.drift import Marks, Profile, marks_of, marks_of_source, profile
 from llmcache.calibration.observer import outputs, targets
@@ -22,7 +22,7 @@ from llmcache.fingerprint import Fingerprint
 from llmcache.fingerprint.token_vectors import TokenVectors
 from llmcache.matching.answers import Answers
 from llmcache.request.observation import Observation
-from llmcache.reuse.chooser import Chooser
+from llmcache.reuse.chooser import NeighbourChooser
 
 N_TURNS = 5
 
@@ -41,15 +41,15 @@ class Found(NamedTuple):
     rung: str
 
 
-class Teacher:
+class CalibrationFitter:
     """Of one wrapped model. One thread at a time."""
 
     def __init__(
         self,
-        library: Library,
+        library: CacheBanks,
         fingerprint: Fingerprint,
         tokens: TokenVectors | None,
-        chooser: Chooser,
+        chooser: NeighbourChooser,
         answers: Answers,
     ) -> None:
         """Remember whom to teach.
@@ -163,7 +163,7 @@ class Teacher:
 
     def trial(
         self, cases: Sequence[Observation], sources: Mapping[str, Observation], metric: MetricName | Metric
-    ) -> Trial:
+    ) -> HoldoutOutcome:
         """What would become of requests that were not learned from, served by those that stand.
 
         Args:
@@ -178,10 +178,10 @@ class Teacher:
             own, labels, numbers = zip(*((case.output, case.label, case.number) for case in cases), strict=True)
             loss = losses(metric, own, outputs, labels, numbers)
             span = metric.high - metric.low
-            return Trial(doubt, loss, -span, span, is_share=False)
+            return HoldoutOutcome(doubt, loss, -span, span, is_share=False)
         pairs = list(zip(cases, served_by, strict=True))
         counts = self._is_changed if metric == "changed" else self._goes_wrong
-        return Trial(
+        return HoldoutOutcome(
             doubt, np.array([source is not None and counts(case, source) for case, source in pairs], np.float64)
         )
 

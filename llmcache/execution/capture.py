@@ -15,16 +15,16 @@ from torch import Tensor
 from llmcache.arrays import Ids
 from llmcache.banks import kv
 from llmcache.banks.layer_banks import HIDDEN_PADDING
-from llmcache.execution.components import Parts
+from llmcache.execution.components import Components
 from llmcache.models.payloads import padding_of
 from llmcache.request.call import Call, Reuse
 from llmcache.request.rows import Row
 
 
-class Keeper:
+class StateCapture:
     """Keeps states of one wrapped model. Thread-safe."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Components) -> None:
         """Keep what `parts` are to serve."""
         self._parts = parts
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from llmcache.audit.audit import Audit
-from llmcache.banks.cache_banks import Library
-from llmcache.calibration.calibrated_reuse import Trust
+from llmcache.banks.cache_banks import CacheBanks
+from llmcache.calibration.calibrated_reuse import CalibratedReuse
 from llmcache.calibration.observer import Observer
 from llmcache.counters import Counters
 from llmcache.execution.cost import CostModel
@@ -20,7 +20,7 @@ from llmcache.models.heads import Head
 from llmcache.models.payloads import Payload
 from llmcache.models.weights import Weights
 from llmcache.reuse import Rung
-from llmcache.reuse.prefix.block_pool import Blocks
+from llmcache.reuse.prefix.block_pool import BlockPool
 from llmcache.reuse.semantic import Semantic
 from llmcache.stats import Stats
 
@@ -40,10 +40,10 @@ class Calibrated:
     fingerprint: Fingerprint
     attention: nn.Module | None
     observer: Observer
-    trust: Trust
+    trust: CalibratedReuse
     audit: Audit
 
-    def add_to(self, parts: "Parts") -> None:
+    def add_to(self, parts: "Components") -> None:
         """Serve calls with it from now on. Nothing is reused approximately until it is calibrated."""
         parts.fingerprint, parts.attention, parts.observer = self.fingerprint, self.attention, self.observer
         parts.rungs = [*parts.rungs, Semantic(parts.library, self.trust.chooser, self.trust)]
@@ -51,7 +51,7 @@ class Calibrated:
 
 
 @dataclass(slots=True)
-class Parts:
+class Components:
     """What a call is served with.
 
     Attributes:
@@ -77,16 +77,16 @@ class Parts:
     trunk: Trunk
     head: Head
     payload: Payload
-    library: Library
+    library: CacheBanks
     rungs: Sequence[Rung]
     fingerprint: Fingerprint | None
     is_per_layer: bool
     attention: nn.Module | None
     weights: Weights
     gate: ContentGate | None
-    prefix: Blocks | None = None
+    prefix: BlockPool | None = None
     observer: Observer | None = None
-    trust: Trust | None = None
+    trust: CalibratedReuse | None = None
     cost: CostModel | None = None
     audit: Audit | None = None
     notes: Notes | None = None

@@ -28,7 +28,7 @@ Kind = tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Packing:
+class OutputTemplate:
     """How the trunk packs its output.
 
     Attributes:
@@ -46,7 +46,7 @@ class Packing:
     pack: Callable[[Tensor], Any]
 
 
-class Door:
+class FastPath:
     """Packs outputs of one trunk. Thread-safe: what is learned is replaced as a whole."""
 
     def __init__(self, trunk: Trunk, payload: Payload) -> None:
@@ -58,7 +58,7 @@ class Door:
         """
         self._trunk = trunk
         self._payload = payload
-        self._packings: dict[Kind, Packing | None] = {}
+        self._packings: dict[Kind, OutputTemplate | None] = {}
         self._hooked: list[nn.Module] = []  # whose hooks would not run
         self.forget()
 
@@ -67,7 +67,7 @@ class Door:
         """Whether calls of such a trunk are ever answered here."""
         return not self._trunk.adapter.is_guess
 
-    def packing(self, call: Call) -> Packing | None:
+    def packing(self, call: Call) -> OutputTemplate | None:
         """How the output of such a call is packed; None where that is not known, or not understood."""
         return self._packings.get(self.kind(call))
 
@@ -76,7 +76,7 @@ class Door:
         """Whether somebody hung hooks where they would not run."""
         return are_hooked(self._hooked)
 
-    def known(self, kind: Kind) -> Packing | None:
+    def known(self, kind: Kind) -> OutputTemplate | None:
         """How the trunk packs outputs of a kind when it runs, whoever hung hooks on it; None where not known."""
         return self._packings.get(kind)
 
@@ -94,7 +94,7 @@ class Door:
         if not self.is_watched:
             self._packings = {**self._packings, kind: None}  # also where what follows fails
             if self.may_open and (pack := _understand(states, output, self._trunk.module)):
-                packing = Packing(states.dtype, call.entering, states.shape[-1], scope.weights, pack)
+                packing = OutputTemplate(states.dtype, call.entering, states.shape[-1], scope.weights, pack)
                 self._packings = {**self._packings, kind: packing}
 
     def forget(self) -> None:
@@ -103,7 +103,7 @@ class Door:
         self._hooked = [part for part in self._trunk.module.modules() if part not in within][1:]
         self._packings = {}
 
-    def answer(self, call: Call, packing: Packing) -> Any:
+    def answer(self, call: Call, packing: OutputTemplate) -> Any:
         """Output of a call whose rows are all served at the last layer."""
         ids = call.arguments["input_ids"]
         states = torch.empty((*ids.shape, packing.width), dtype=packing.dtype, device=ids.device)

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from llmcache.audit.audit import Audit
-from llmcache.execution.capture import Keeper
-from llmcache.execution.components import Parts
-from llmcache.execution.fast_path import Door, Packing
+from llmcache.execution.capture import StateCapture
+from llmcache.execution.components import Components
+from llmcache.execution.fast_path import FastPath, OutputTemplate
 from llmcache.execution.frames import Frame, Frames
 from llmcache.execution.lookup import Lookup
 from llmcache.execution.meter import Meter
 from llmcache.execution.notes import Notes
-from llmcache.execution.revalidation import Checks
+from llmcache.execution.revalidation import Revalidation
 from llmcache.execution.runner import Runner
 from llmcache.models.adapters import CACHE, unpack
 from llmcache.models.arguments import Arguments
@@ -36,7 +36,7 @@ from llmcache.models.pooling import Veil
 from llmcache.request.bypass import find_reason, is_plain_cache
 from llmcache.request.call import OUT_OF_ORDER, WITHIN, Call
 from llmcache.request.outcome import Outcome, bypassed, outcomes
-from llmcache.reuse.prefix.block_pool import Blocks
+from llmcache.reuse.prefix.block_pool import BlockPool
 from llmcache.reuse.prefix.kv_fill import empty
 from llmcache.reuse.prefix.prefill import Prefiller
 
@@ -47,7 +47,7 @@ _PASSED = (bypassed("does_not_pay"),)
 class Flow:
     """Listens to one wrapped model. Thread-safe: what a call knows is kept per context, what is shared is locked."""
 
-    def __init__(self, parts: Parts, tokenizer: Any = None) -> None:
+    def __init__(self, parts: Components, tokenizer: Any = None) -> None:
         """Prepare for calls.
 
         Args:
@@ -58,11 +58,11 @@ class Flow:
         self._arguments = Arguments(parts.trunk.module.forward)
         self._runner = Runner(parts.payload, parts.trunk.adapter)
         self._meter = Meter(parts)
-        self._checks = Checks(parts.library, parts.counters)
+        self._checks = Revalidation(parts.library, parts.counters)
         self._lookup = Lookup(parts, self._checks, tokenizer)
         self._prefiller = None if parts.prefix is None else self._make_prefiller(parts.prefix)
-        self._door = Door(parts.trunk, parts.payload)
-        self._keeper = Keeper(parts)
+        self._door = FastPath(parts.trunk, parts.payload)
+        self._keeper = StateCapture(parts)
         self._pooled = parts.head.pooled
         self._is_veiled = self._pooled is not None and parts.payload.name == "mean"
         self.veil = Veil()
@@ -338,7 +338,7 @@ class Flow:
         is_unmasked = arguments.get("attention_mask") is None and arguments.get("position_ids") is not None
         return "packed" if makes_kv and is_unmasked else None
 
-    def _make_prefiller(self, blocks: Blocks) -> Prefiller:
+    def _make_prefiller(self, blocks: BlockPool) -> Prefiller:
         """What serves prefixes."""
         parts = self._parts
         return Prefiller(
@@ -387,7 +387,7 @@ class Flow:
         except Exception as error:
             self._parts.counters.error("have a hit looked into", error)
 
-    def _answer(self, call: Call, packing: Packing) -> Any:
+    def _answer(self, call: Call, packing: OutputTemplate) -> Any:
         """Output of a call that is served at the door; None where that fails, and it is computed."""
         try:
             return self._door.answer(call, packing)

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmcache.execution.components import Parts
-from llmcache.execution.reader import Reader
-from llmcache.execution.revalidation import Checks
+from llmcache.execution.components import Components
+from llmcache.execution.reader import RequestReader
+from llmcache.execution.revalidation import Revalidation
 from llmcache.models.arguments import can_select_rows
 from llmcache.models.hooks import LayerSwap
 from llmcache.request.call import Call, Reuse
@@ -24,7 +24,7 @@ from llmcache.request.call import Call, Reuse
 class Lookup:
     """Reads calls of one wrapped model and asks its rungs. Thread-safe."""
 
-    def __init__(self, parts: Parts, checks: Checks, tokenizer: Any = None) -> None:
+    def __init__(self, parts: Components, checks: Revalidation, tokenizer: Any = None) -> None:
         """Prepare for calls.
 
         Args:
@@ -34,7 +34,7 @@ class Lookup:
         """
         self._parts = parts
         self._checks = checks
-        self._reader = Reader(parts, tokenizer)
+        self._reader = RequestReader(parts, tokenizer)
         self._last = parts.trunk.depth - 1
 
     @property

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmcache.execution.components import Parts
+from llmcache.execution.components import Components
 from llmcache.execution.cost import Times, none_held
 from llmcache.execution.notes import Prepared
 from llmcache.models.tracing import is_traced
@@ -43,7 +43,7 @@ class Meter:
 
     def __init__(
         self,
-        parts: Parts,
+        parts: Components,
         clock: Callable[[], float] = perf_counter,
         wait: Callable[[torch.device], None] = torch.accelerator.synchronize,
     ) -> None:

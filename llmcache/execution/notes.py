@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from llmcache.execution.fast_path import Door, Kind, Packing
+from llmcache.execution.fast_path import FastPath, Kind, OutputTemplate
 from llmcache.models.arguments import DECIDING
 from llmcache.models.mark import Mark
 from llmcache.request.call import Call
 
 if TYPE_CHECKING:  # who import `parts`, which holds this
-    from llmcache.execution.capture import Keeper
-    from llmcache.execution.components import Parts
+    from llmcache.execution.capture import StateCapture
+    from llmcache.execution.components import Components
     from llmcache.execution.lookup import Lookup
 
 _LOOKS_EVERY = 16  # notes after which it looks at what banks have left, if it has not filled that before
@@ -41,7 +41,7 @@ class Prepared(NamedTuple):
         mark: Of the weights, whose digest is that of `packing`.
     """
 
-    packing: Packing
+    packing: OutputTemplate
     setting: tuple[Kind, str]
     mark: Mark
 
@@ -70,7 +70,7 @@ class Note:
 class Notes:
     """Of one wrapped model. Thread-safe; what is held is within what banks have left of their budgets."""
 
-    def __init__(self, parts: "Parts", lookup: "Lookup", door: Door, keeper: "Keeper") -> None:
+    def __init__(self, parts: "Components", lookup: "Lookup", door: FastPath, keeper: "StateCapture") -> None:
         """Begin with none.
 
         Args:
@@ -187,7 +187,7 @@ class Notes:
             self._keeper.store(call)
             self.stored(note.hashes, [row.key for row in call.rows])
 
-    def _packing(self, call: Call, kind: Kind) -> Packing | None:
+    def _packing(self, call: Call, kind: Kind) -> OutputTemplate | None:
         """How the output of a call of that kind will be packed, where it can be noted."""
         can_note = call.mask_4d is None and call.hashes and self.can_note
         return self._door.known(kind) if can_note else None

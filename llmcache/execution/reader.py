@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from llmcache.arrays import Bools
-from llmcache.execution.components import Parts
+from llmcache.execution.components import Components
 from llmcache.fingerprint import View
 from llmcache.models.adapters import special_ids, vocabulary_size
 from llmcache.models.masks import expand
@@ -22,10 +22,10 @@ from llmcache.request.call import Call
 from llmcache.request.rows import Inputs, Row, Scope, id_dtype, read_rows, to_host
 
 
-class Reader:
+class RequestReader:
     """Reads the calls of one wrapped model. Thread-safe."""
 
-    def __init__(self, parts: Parts, tokenizer: Any = None) -> None:
+    def __init__(self, parts: Components, tokenizer: Any = None) -> None:
         """Prepare for calls.
 
         Args:
@@ -158,7 +158,7 @@ def _read_mask(inputs: Inputs) -> None:
             inputs.is_binary = (mask == inputs.valid).all(axis=1)
 
 
-def _reads(parts: Parts) -> str:
+def _reads(parts: Components) -> str:
     """Which row a head may read by its place, whatever the mask says: `first`, `last`, or none of these.
 
     Where every row is kept a repeat is served at every place. What is reused of another request is not, and a head that

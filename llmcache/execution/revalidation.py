@@ -2,15 +2,15 @@
 
 from collections.abc import Sequence
 
-from llmcache.banks.cache_banks import Library
+from llmcache.banks.cache_banks import CacheBanks
 from llmcache.counters import Counters
 from llmcache.request.call import Call, Reuse
 
 
-class Checks:
+class Revalidation:
     """Sets reuses aside, and compares them once their rows are computed. A failure is counted and costs the check."""
 
-    def __init__(self, library: Library, counters: Counters) -> None:
+    def __init__(self, library: CacheBanks, counters: Counters) -> None:
         """Remember whom to ask.
 
         Args:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from llmcache.arrays import Doubles, Floats, below
-from llmcache.banks.cache_banks import Library
+from llmcache.banks.cache_banks import CacheBanks
 from llmcache.errors import ConfigError
 from llmcache.matching.answers import Answers
 from llmcache.matching.content_gate import ContentGate
@@ -54,11 +54,11 @@ class Examples:
     signatures: Floats
 
 
-class Chooser:
+class NeighbourChooser:
     """Finds, for each request, the neighbour that would serve it best."""
 
     def __init__(
-        self, library: Library, decision: Decision, answers: Answers | None = None, gate: ContentGate | None = None
+        self, library: CacheBanks, decision: Decision, answers: Answers | None = None, gate: ContentGate | None = None
     ) -> None:
         """Look in `library`.
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from llmcache.banks.cache_banks import Library
-from llmcache.banks.records import State
+from llmcache.banks.cache_banks import CacheBanks
+from llmcache.banks.records import StoredState
 from llmcache.request.call import Call, Reuse
 from llmcache.request.rows import Row
 
@@ -14,7 +14,7 @@ class Exact:
     name = "exact"
     is_lossless = True
 
-    def __init__(self, library: Library) -> None:
+    def __init__(self, library: CacheBanks) -> None:
         """Look in `library`."""
         self._library = library
 
@@ -45,7 +45,7 @@ class Exact:
                 break  # else its padding may be held below: what lies above came when others had been served
         return deepest
 
-    def _reuse(self, row: Row, layer: int, key: str, state: State, is_whole: bool) -> Reuse:
+    def _reuse(self, row: Row, layer: int, key: str, state: StoredState, is_whole: bool) -> Reuse:
         return Reuse(
             row.number,
             layer,
@@ -59,7 +59,7 @@ class Exact:
         )
 
 
-def _is_whole(state: State, row: Row) -> bool:
+def _is_whole(state: StoredState, row: Row) -> bool:
     """Whether it holds what the model made of this row's padding, K/V included."""
     has_all = state.padding is not None and state.kv.keys() == state.padding_kv.keys()
     return has_all and state.layout == row.layout

@@ -13,7 +13,7 @@ eviction a higher bank may hold only another neighbour above tau, which this run
 
 from collections.abc import Mapping, Sequence
 
-from llmcache.banks.cache_banks import Library
+from llmcache.banks.cache_banks import CacheBanks
 from llmcache.matching.partition import Neighbour
 from llmcache.request.call import Call, Reuse
 from llmcache.request.rows import Row
@@ -25,7 +25,7 @@ class Paper:
     name = "paper"
     is_lossless = False
 
-    def __init__(self, library: Library, tau: Mapping[int, float]) -> None:
+    def __init__(self, library: CacheBanks, tau: Mapping[int, float]) -> None:
         """Look in `library`, with a threshold by layer."""
         self._library = library
         self._tau = tau

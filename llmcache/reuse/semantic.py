@@ -8,11 +8,11 @@ work. What is computed on top of another request's state is not stored: it is no
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from llmcache.banks.cache_banks import Library
+from llmcache.banks.cache_banks import CacheBanks
 from llmcache.matching.decision import deepest_layer, share_of
 from llmcache.request.call import Call, Reuse
 from llmcache.request.rows import Row, Scope
-from llmcache.reuse.chooser import Choice, Chooser
+from llmcache.reuse.chooser import Choice, NeighbourChooser
 
 
 class Limits(Protocol):
@@ -28,7 +28,7 @@ class Semantic:
     name = "semantic"
     is_lossless = False
 
-    def __init__(self, library: Library, chooser: Chooser, limits: Limits) -> None:
+    def __init__(self, library: CacheBanks, chooser: NeighbourChooser, limits: Limits) -> None:
         """Serve from `library` what the chooser finds, within limits."""
         self._library = library
         self._chooser = chooser

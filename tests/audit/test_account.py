@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmcache.audit.account import N_FIRST, Auditor, Sample
+from llmcache.audit.account import N_FIRST, AuditAccount, AuditSample
 from llmcache.audit.alarm import EPOCH, Alarm
 from llmcache.audit.rate import Rate
 
@@ -165,7 +165,7 @@ def test_what_is_found_late_tells_the_same_in_the_end() -> None:
 # -- Auditor -----------------------------------------------------------------------------------------------------------
 
 
-def serve(auditor: Auditor, n: int, hit_rate: float, wrong_per_hit: float, seed: int) -> int | None:
+def serve(auditor: AuditAccount, n: int, hit_rate: float, wrong_per_hit: float, seed: int) -> int | None:
     """Serve requests, each sample looked into at once; the number of requests after which the alarm rang."""
     rng = random.Random(seed)
     for number in range(1, n + 1):
@@ -178,7 +178,7 @@ def serve(auditor: Auditor, n: int, hit_rate: float, wrong_per_hit: float, seed:
 def test_the_rate_is_one_of_all_requests_without_bias() -> None:
     means = []
     for seed in range(30):
-        auditor = Auditor(limit=0.5, floor=0.05, alpha=0.05, seed=seed)
+        auditor = AuditAccount(limit=0.5, floor=0.05, alpha=0.05, seed=seed)
         assert serve(auditor, 3000, hit_rate=0.6, wrong_per_hit=0.1, seed=seed) is None
         means.append(auditor.rate.mean)
     assert np.mean(means) == pytest.approx(0.06, abs=0.012)  # three standard errors
@@ -187,7 +187,7 @@ def test_the_rate_is_one_of_all_requests_without_bias() -> None:
 def test_limits_of_an_account_cover_the_rate() -> None:
     n_missed = 0
     for seed in range(30):
-        auditor = Auditor(limit=0.5, floor=0.1, alpha=0.05, seed=seed)
+        auditor = AuditAccount(limit=0.5, floor=0.1, alpha=0.05, seed=seed)
         for part in range(4):
             serve(auditor, 400, hit_rate=0.7, wrong_per_hit=0.05, seed=100 * seed + part)
             lower, upper = auditor.bounds
@@ -198,14 +198,14 @@ def test_limits_of_an_account_cover_the_rate() -> None:
 
 
 def test_it_is_silent_while_the_rate_is_in_order() -> None:
-    rang = [serve(Auditor(0.02, 0.1, 0.05, seed=s), 3000, 0.8, 0.025, seed=s) is not None for s in range(60)]
+    rang = [serve(AuditAccount(0.02, 0.1, 0.05, seed=s), 3000, 0.8, 0.025, seed=s) is not None for s in range(60)]
     assert sum(rang) <= 7
 
 
 def test_it_rings_once_and_within_what_is_needed() -> None:
     ratios = []
     for seed in range(30):
-        auditor = Auditor(limit=0.02, floor=0.1, alpha=0.05, seed=seed)
+        auditor = AuditAccount(limit=0.02, floor=0.1, alpha=0.05, seed=seed)
         needed = auditor.needed  # for twice the limit; serves at over twice
         rang = serve(auditor, 10 * needed, hit_rate=0.8, wrong_per_hit=0.0625, seed=seed)
         assert rang is not None
@@ -215,7 +215,7 @@ def test_it_rings_once_and_within_what_is_needed() -> None:
 
 
 def test_it_looks_more_often_at_first_and_at_what_is_doubtful() -> None:
-    auditor = Auditor(limit=0.5, floor=0.05, alpha=0.05)
+    auditor = AuditAccount(limit=0.5, floor=0.05, alpha=0.05)
 
     def drawn(share: float, n: int) -> float:
         return sum(auditor.see(share) is not None for _ in range(n)) / n
@@ -228,6 +228,6 @@ def test_it_looks_more_often_at_first_and_at_what_is_doubtful() -> None:
 
 
 def test_a_floor_of_one_looks_at_everything_once() -> None:
-    auditor = Auditor(limit=0.5, floor=1.0, alpha=0.05)
+    auditor = AuditAccount(limit=0.5, floor=1.0, alpha=0.05)
     samples = [auditor.see(1.0) for _ in range(50)]
-    assert all(isinstance(sample, Sample) and sample.weight == 1.0 for sample in samples)
+    assert all(isinstance(sample, AuditSample) and sample.weight == 1.0 for sample in samples)

@@ -17,10 +17,10 @@ import transformers as tf
 from torch import Tensor, nn
 
 from llmcache import AuditStats, LLMCache
-from llmcache.audit.account import Auditor
+from llmcache.audit.account import AuditAccount
 from llmcache.audit.audit import Audit
 from llmcache.audit.idle_worker import GaveWay
-from llmcache.calibration.drift import Likeness
+from llmcache.calibration.drift import DriftDetector
 from llmcache.errors import CalibrationError, ConfigError
 from tests.models import PAD, build, llama
 from tests.topics import classifier, requests
@@ -448,7 +448,7 @@ def test_once_requests_were_told_to_have_changed_nothing_is_served_and_the_accou
     ask(cache, fresh(30))
     cache.drain()
     looked = known(cache).n_looked
-    monkeypatch.setattr(Likeness, "see", lambda *_: True)
+    monkeypatch.setattr(DriftDetector, "see", lambda *_: True)
     assert ask(cache, fresh(1, seed=30)) == [None]  # the very request that tells it is computed
     monkeypatch.undo()
     assert known(cache).status == "drifted" and cache.calibration is not None
@@ -655,7 +655,7 @@ def test_a_job_that_gave_way_settles_no_look_twice(cache: LLMCache, monkeypatch:
     """Of looks that fail together each is computed by itself; some are done when a call comes."""
     n_hits = ask(cache, fresh(40)).count("semantic")
     audit, settled = audit_of(cache), []
-    run, settle, n_runs = Audit._run, Auditor.settle, 0
+    run, settle, n_runs = Audit._run, AuditAccount.settle, 0
 
     def run_some(self: Audit, look: Any, inputs: Any) -> Any:
         nonlocal n_runs
@@ -666,12 +666,12 @@ def test_a_job_that_gave_way_settles_no_look_twice(cache: LLMCache, monkeypatch:
             raise GaveWay
         return run(self, look, inputs)
 
-    def settle_once(self: Auditor, sample: Any, is_changed: bool) -> bool:
+    def settle_once(self: AuditAccount, sample: Any, is_changed: bool) -> bool:
         settled.append(sample.number)
         return settle(self, sample, is_changed)
 
     monkeypatch.setattr(Audit, "_run", run_some)
-    monkeypatch.setattr(Auditor, "settle", settle_once)
+    monkeypatch.setattr(AuditAccount, "settle", settle_once)
     audit._looks._tried.add(1)  # they are taken to come out alike together
     cache.drain()
     cache.drain()

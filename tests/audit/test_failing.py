@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from llmcache import LLMCache
-from llmcache.audit.account import _MOST_OPEN, Auditor
+from llmcache.audit.account import _MOST_OPEN, AuditAccount
 from llmcache.counters import Counters, Share, is_told
 from llmcache.request.call import Call
 from tests.audit.test_audit import ask, audit_of, fresh, keep_quiet, known
@@ -91,7 +91,7 @@ def test_a_model_in_training_mode_loses_no_sample_at_once(cache: LLMCache, model
 
 
 def test_samples_without_a_verdict_are_lost_once_others_have_overtaken_them() -> None:
-    account = Auditor(0.02, 1.0, 0.05)
+    account = AuditAccount(0.02, 1.0, 0.05)
     samples = [account.see(0.0) for _ in range(_MOST_OPEN)]
     assert not account.lose_overdue() and account.n_lost == 0
     rings = []
@@ -109,7 +109,7 @@ def test_samples_without_a_verdict_are_lost_once_others_have_overtaken_them() ->
 
 
 def test_samples_that_were_looked_into_or_withdrawn_are_not_lost() -> None:
-    account = Auditor(0.02, 1.0, 0.05)
+    account = AuditAccount(0.02, 1.0, 0.05)
     for i in range(2 * _MOST_OPEN):
         sample = account.see(0.0)
         assert sample is not None

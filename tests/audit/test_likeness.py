@@ -9,7 +9,7 @@ import pytest
 
 from llmcache import LLMCache
 from llmcache.audit.audit import Audit
-from llmcache.calibration.drift import Likeness, Marks, Profile, profile
+from llmcache.calibration.drift import DriftDetector, Marks, Profile, profile
 from llmcache.request.call import Call
 from tests.topics import classifier, requests
 
@@ -34,7 +34,7 @@ def known(seed: int, repeats: float = 0.05) -> Profile:
     return profile(dict(zip(map(str, range(N)), marks, strict=True)), rng.integers(0, 20, N).tolist(), 0.1)
 
 
-def told_after(likeness: Likeness, asked: list[Marks], keys: list[str] | None = None) -> int | None:
+def told_after(likeness: DriftDetector, asked: list[Marks], keys: list[str] | None = None) -> int | None:
     """Number of requests after which they are told to be unlike."""
     for n, (key, marks) in enumerate(zip(keys or map(str, range(len(asked))), asked, strict=False), start=1):
         if likeness.wants(key) and likeness.see(key, marks):
@@ -44,7 +44,9 @@ def told_after(likeness: Likeness, asked: list[Marks], keys: list[str] | None = 
 
 def test_like_requests_are_seldom_told() -> None:
     """At most 1 % a 20,000 requests, beside the 1 % of calibrations whose sample misleads; here 40 streams of 5,000."""
-    told = [told_after(Likeness(known(seed)), draw(np.random.default_rng(seed + 1000), 5000)) for seed in range(40)]
+    told = [
+        told_after(DriftDetector(known(seed)), draw(np.random.default_rng(seed + 1000), 5000)) for seed in range(40)
+    ]
     assert sum(one is not None for one in told) == 0
 
 
@@ -58,7 +60,7 @@ def test_each_kind_of_change_is_told_soon_also_late(moved: str, before: int) -> 
         "class": [replace_(one, forecast=one.forecast % 10) for one in draw(rng, 500)],
         "new class": [replace_(one, forecast=99) if i % 4 == 0 else one for i, one in enumerate(draw(rng, 500))],
     }[moved]
-    likeness = Likeness(known(1))
+    likeness = DriftDetector(known(1))
     assert told_after(likeness, draw(rng, before), [f"before {i}" for i in range(before)]) is None
     assert (told_after(likeness, changed) or inf) <= 400
 
@@ -69,11 +71,11 @@ def replace_(marks: Marks, **changes: float) -> Marks:
 
 def test_a_request_that_comes_again_and_again_counts_once() -> None:
     rng = np.random.default_rng(5)
-    odd, likeness = Marks(inf, -1.0, 99), Likeness(known(2))
+    odd, likeness = Marks(inf, -1.0, 99), DriftDetector(known(2))
     asked = [one if i % 50 == 0 else odd for i, one in enumerate(draw(rng, 5000))]
     keys = [str(i) if i % 50 == 0 else "odd" for i in range(5000)]
     assert told_after(likeness, asked, keys) is None
-    assert told_after(Likeness(known(2)), asked) is not None  # as many different ones are
+    assert told_after(DriftDetector(known(2)), asked) is not None  # as many different ones are
 
 
 @pytest.mark.parametrize("on_c", [0.0, 0.3])
@@ -81,7 +83,7 @@ def test_a_request_that_comes_again_and_again_counts_once() -> None:
 def test_repeats_of_sources_are_no_sign_of_anything(on_c: float, later: float) -> None:
     """They are served their own answers. Where a cache learned from what it computed, C holds none of them."""
     told = [
-        told_after(Likeness(known(seed, on_c)), draw(np.random.default_rng(seed + 50), 4000, repeats=later))
+        told_after(DriftDetector(known(seed, on_c)), draw(np.random.default_rng(seed + 50), 4000, repeats=later))
         for seed in range(10)
     ]
     assert told == [None] * 10
@@ -90,21 +92,21 @@ def test_repeats_of_sources_are_no_sign_of_anything(on_c: float, later: float) -
 def test_what_is_no_repeat_is_compared_among_repeats() -> None:
     rng = np.random.default_rng(3)
     moved = [one if one.is_repeat else replace_(one, doubt=one.doubt + 0.15) for one in draw(rng, 2000, repeats=0.5)]
-    assert (told_after(Likeness(known(1, 0.0)), moved) or inf) < 800
+    assert (told_after(DriftDetector(known(1, 0.0)), moved) or inf) < 800
 
 
 def test_fewer_repeats_than_on_c_are_told() -> None:
     """The bound counts them among all requests: without them, more of the others' answers may change than it says."""
     rng = np.random.default_rng(4)
-    assert (told_after(Likeness(known(1, 0.6)), draw(rng, 1000, repeats=0.1)) or inf) < 300
+    assert (told_after(DriftDetector(known(1, 0.6)), draw(rng, 1000, repeats=0.1)) or inf) < 300
 
 
 def test_a_sample_of_nothing_but_repeats_tells_others() -> None:
     everything = profile({str(i): REPEAT for i in range(N)}, [0, 1], 0.1)
     assert (everything.n, everything.n_repeats) == (0, N)
     rng = np.random.default_rng(8)
-    assert told_after(Likeness(everything), draw(rng, 2000, repeats=1.0)) is None
-    assert (told_after(Likeness(everything), draw(rng, 2000, repeats=0.5)) or inf) < 100
+    assert told_after(DriftDetector(everything), draw(rng, 2000, repeats=1.0)) is None
+    assert (told_after(DriftDetector(everything), draw(rng, 2000, repeats=0.5)) or inf) < 100
 
 
 # -- in a cache --------------------------------------------------------------------------------------------------------

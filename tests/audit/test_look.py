@@ -10,31 +10,31 @@ import torch
 from torch import Tensor, nn
 
 from llmcache import LLMCache
-from llmcache.audit.account import Drawn
-from llmcache.audit.recompute import Look, Looks, Origin
+from llmcache.audit.account import Audited
+from llmcache.audit.recompute import Origin, Recompute, RecomputeQueue
 from llmcache.errors import ConfigError
 from tests.audit.test_audit import audit_of, known
 from tests.topics import classifier, requests
 
 PAD = 3
-DRAWN = Drawn(None, "", None, True)
+DRAWN = Audited(None, "", None, True)
 OFF = ("cpu", torch.float32, False)
 NOW = Origin("weights", "head", "sdpa")
 Inputs = dict[str, Tensor]
 
 
-def look(n_tokens: int, namespace: str = "default", has_mask: bool = True, origin: Origin = NOW) -> Look:
+def look(n_tokens: int, namespace: str = "default", has_mask: bool = True, origin: Origin = NOW) -> Recompute:
     ids = torch.arange(10, 10 + n_tokens)[None]
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)} if has_mask else {"input_ids": ids}
-    return Look(DRAWN, f"{n_tokens}", namespace, inputs, OFF, origin)
+    return Recompute(DRAWN, f"{n_tokens}", namespace, inputs, OFF, origin)
 
 
-def taken(looks: Looks) -> list[str]:
+def taken(looks: RecomputeQueue) -> list[str]:
     return [one.key for one in looks.take()]
 
 
-def waiting(*given: Look) -> Looks:
-    looks = Looks(PAD)
+def waiting(*given: Recompute) -> RecomputeQueue:
+    looks = RecomputeQueue(PAD)
     for one in given:
         looks.add(one)
     return looks
@@ -63,16 +63,16 @@ def test_without_a_mask_only_equal_lengths_come_together() -> None:
 
 
 def test_shorter_rows_are_padded_and_masked() -> None:
-    inputs = Looks(PAD).inputs([look(2), look(4)])
+    inputs = RecomputeQueue(PAD).inputs([look(2), look(4)])
     assert inputs["input_ids"].tolist() == [[10, 11, PAD, PAD], [10, 11, 12, 13]]
     assert inputs["attention_mask"].tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]]
 
 
 def test_all_rows_are_padded_in_a_trial() -> None:
-    inputs = Looks(PAD).inputs([look(4), look(4)], is_trial=True)
+    inputs = RecomputeQueue(PAD).inputs([look(4), look(4)], is_trial=True)
     assert inputs["input_ids"].tolist() == [[10, 11, 12, 13, PAD]] * 2
     assert inputs["attention_mask"].tolist() == [[1, 1, 1, 1, 0]] * 2
-    bare = Looks(PAD).inputs([look(4, has_mask=False)] * 2, is_trial=True)
+    bare = RecomputeQueue(PAD).inputs([look(4, has_mask=False)] * 2, is_trial=True)
     assert bare["input_ids"].tolist() == [[10, 11, 12, 13]] * 2
 
 
@@ -85,7 +85,7 @@ def test_what_does_not_come_out_alike_is_tried_in_smaller_groups() -> None:
 
 
 def test_what_came_out_alike_without_padding_says_nothing_of_padding() -> None:
-    looks = Looks(PAD)
+    looks = RecomputeQueue(PAD)
     looks.tried([look(5, has_mask=False)] * 2, is_same=True)
     assert looks.are_tried([look(7, has_mask=False)] * 2)
     assert not looks.are_tried([look(5), look(6)])
@@ -93,7 +93,7 @@ def test_what_came_out_alike_without_padding_says_nothing_of_padding() -> None:
 
 
 def test_what_a_model_does_not_take_it_is_not_passed() -> None:
-    looks = Looks(PAD, names={"input_ids"})
+    looks = RecomputeQueue(PAD, names={"input_ids"})
     assert set(looks.inputs([look(5)])) == {"input_ids"}
     for n_tokens in (5, 6, 5):
         looks.add(look(n_tokens))

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from llmcache.audit.idle_worker import Job, Shadow
+from llmcache.audit.idle_worker import IdleWorker, Job
 
 
 class Owner:
     """Whose jobs they are."""
 
     def __init__(self, **settings: Any) -> None:
-        self.shadow: Shadow[Owner] = Shadow(self, **settings)
+        self.shadow: IdleWorker[Owner] = IdleWorker(self, **settings)
         self.done: list[object] = []
 
     def add(self, what: object = None) -> None:

@@ -7,7 +7,7 @@ import pytest
 from torch import nn
 
 from llmcache import LLMCache
-from llmcache.audit.account import Auditor
+from llmcache.audit.account import AuditAccount
 from llmcache.audit.rate import Rate
 from tests.audit.test_audit import ask, audit_of, cache, folder, fresh, known, model, reading  # noqa: F401
 from tests.audit.test_shadow import wait_until
@@ -65,7 +65,7 @@ def test_a_look_stops_at_the_next_layer_when_a_call_comes(model: nn.Module, cach
 
 
 def test_where_looks_wait_fewer_are_drawn_and_count_more() -> None:
-    usual, eased = Auditor(0.01, 0.2, 0.05), Auditor(0.01, 0.2, 0.05)
+    usual, eased = AuditAccount(0.01, 0.2, 0.05), AuditAccount(0.01, 0.2, 0.05)
     for _ in range(3000):
         usual.see(0.0)
         eased.see(0.0, 0.25)

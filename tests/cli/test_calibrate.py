@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from llmcache.cli.calibrate import _show
 
 from experiments.runs.grid import load_experiments
 from experiments.support.folders import Folders
 from experiments.tasks import build
 from llmcache import LLMCache, cli
-from llmcache.calibration.calibration import Calibration, Setting
-from llmcache.cli.calibrate import _show
+from llmcache.calibration.calibration import Calibration, OperatingPoint
 
 VALUES = {
     "measure": "trust",
@@ -120,7 +120,7 @@ def test_an_experiment_that_learns_nothing_is_refused(capsys: pytest.CaptureFixt
 
 
 def test_that_nothing_is_reused_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    failed = Setting(0.1, 0.2, 0.1, 0.15)
+    failed = OperatingPoint(0.1, 0.2, 0.1, 0.15)
     _show("mine", Calibration(None, (failed,), "changed", 0.05, 0.05, 100, 100, "frozen", "w", "h", 1.0))
     shown = capsys.readouterr().out
     assert "nothing is reused approximately: not even the strictest limit" in shown
@@ -128,8 +128,8 @@ def test_that_nothing_is_reused_is_said(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_the_setting_that_ended_it_is_shown_of_a_long_curve(capsys: pytest.CaptureFixture[str]) -> None:
-    passed = [Setting(i / 1000, i / 100, 0.0, 0.01) for i in range(1, 48)]
-    curve = (*passed, Setting(0.048, 0.777, 0.1, 0.2))
+    passed = [OperatingPoint(i / 1000, i / 100, 0.0, 0.01) for i in range(1, 48)]
+    curve = (*passed, OperatingPoint(0.048, 0.777, 0.1, 0.2))
     _show("mine", Calibration(curve[-2], curve, "changed", 0.05, 0.05, 100, 100, "frozen", "w", "h", 1.0))
     shown = capsys.readouterr().out
     assert "0.777" in shown and "one of 3" in shown

@@ -12,8 +12,8 @@ from llmcache.calibration.bounds import share_upper
 from llmcache.calibration.calibration import (
     TESTED,
     Calibration,
-    Setting,
-    Trial,
+    HoldoutOutcome,
+    OperatingPoint,
     check_size,
     chosen,
     losses,
@@ -21,12 +21,12 @@ from llmcache.calibration.calibration import (
     split,
     try_settings,
 )
-from llmcache.calibration.claim import Claim, Metric
+from llmcache.calibration.claim import Metric, RiskTarget
 from llmcache.errors import CalibrationError, ConfigError
 
 
-def claim(max_drop: float, seed: int = 0, metric: Any = "changed") -> Claim:
-    return Claim(max_drop, 0.05, metric, "frozen", seed)
+def claim(max_drop: float, seed: int = 0, metric: Any = "changed") -> RiskTarget:
+    return RiskTarget(max_drop, 0.05, metric, "frozen", seed)
 
 
 def test_the_parts_are_disjoint_and_whole() -> None:
@@ -69,7 +69,7 @@ def test_settings_are_doubts_that_occur_strictest_first() -> None:
 def test_testing_stops_at_the_first_failure() -> None:
     doubt = np.linspace(0, 1, 1000)
     loss = ((doubt > 0.5) & (np.arange(1000) % 10 == 0)).astype(float)  # above 0.5, one in ten is wrong
-    tested = try_settings(Trial(doubt, loss), np.array([0.2, 0.4, 0.5, 0.9, 0.95]), max_drop=0.01, delta=0.05)
+    tested = try_settings(HoldoutOutcome(doubt, loss), np.array([0.2, 0.4, 0.5, 0.9, 0.95]), max_drop=0.01, delta=0.05)
     assert [setting.limit for setting in tested] == [0.2, 0.4, 0.5, 0.9]
     best = chosen(tested, 0.01)
     assert best is not None and best.limit == 0.5
@@ -78,20 +78,20 @@ def test_testing_stops_at_the_first_failure() -> None:
 
 
 def test_what_is_printed_of_a_calibration_fits_on_a_screen() -> None:
-    curve = tuple(Setting(doubt / 200, 0.1, 0.0, 0.001) for doubt in range(200))
+    curve = tuple(OperatingPoint(doubt / 200, 0.1, 0.0, 0.001) for doubt in range(200))
     made = Calibration(curve[3], curve, "changed", 0.01, 0.05, 100, 100, "frozen", "w" * 64, "h" * 64)
     assert "limit=0.015" in repr(made) and len(repr(made)) < 600
     assert len(made.to_dict()["curve"]) == 200
 
 
 def test_nothing_is_chosen_where_the_strictest_setting_fails() -> None:
-    trial = Trial(np.zeros(400), np.ones(400))
+    trial = HoldoutOutcome(np.zeros(400), np.ones(400))
     assert chosen(try_settings(trial, np.array([0.0, 1.0]), 0.01, 0.05), 0.01) is None
     assert chosen(try_settings(trial, np.empty(0), 0.01, 0.05), 0.01) is None
 
 
 def test_requests_without_a_neighbour_lose_nothing() -> None:
-    trial = Trial(np.array([np.inf] * 299 + [0.1]), np.ones(300))
+    trial = HoldoutOutcome(np.array([np.inf] * 299 + [0.1]), np.ones(300))
     (setting,) = try_settings(trial, np.array([0.5]), 0.02, 0.05)
     assert setting.hit_rate == setting.loss == pytest.approx(1 / 300)
 
@@ -102,7 +102,7 @@ def test_the_chosen_setting_is_seldom_worse_than_claimed() -> None:
     for _ in range(300):
         doubt = rng.random(900)
         loss = (rng.random(900) < 0.05 * doubt).astype(float)
-        best = chosen(try_settings(Trial(doubt, loss), np.linspace(0.01, 1, 100), 0.01, 0.05), 0.01)
+        best = chosen(try_settings(HoldoutOutcome(doubt, loss), np.linspace(0.01, 1, 100), 0.01, 0.05), 0.01)
         if best is not None:
             n_wrong += 0.05 * best.limit**2 / 2 > 0.01  # expected loss at this limit
             rates.append(best.limit)
@@ -114,7 +114,7 @@ def test_a_metric_that_is_not_a_share_is_bounded_by_betting() -> None:
     rng = np.random.default_rng(1)
     doubt = rng.random(2000)
     loss = np.where(doubt < 0.5, rng.choice([-0.1, 0.0, 0.1], 2000), rng.choice([0.0, 0.5], 2000))
-    trial = Trial(doubt, loss, -1.0, 1.0, is_share=False)
+    trial = HoldoutOutcome(doubt, loss, -1.0, 1.0, is_share=False)
     best = chosen(try_settings(trial, np.array([0.1, 0.3, 0.5, 0.8]), 0.02, 0.05), 0.02)
     assert best is not None and best.limit in (0.3, 0.5)
 

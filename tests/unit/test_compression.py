@@ -14,7 +14,7 @@ from torch import Tensor
 
 from llmcache import BankFileError, LLMCache, folder
 from llmcache.banks.bank import Bank
-from llmcache.banks.cache_banks import Library
+from llmcache.banks.cache_banks import CacheBanks
 from llmcache.banks.compression import CODECS, PCA, Autoencoder, Half, Int8, Plain
 from llmcache.banks.compression.packer import MEASURED_EVERY, Loss, Packer
 from llmcache.banks.stores.memory import MemoryStore
@@ -212,12 +212,12 @@ def test_what_is_fitted_on_is_not_measured_and_later_one_entry_in_sixteen_is() -
 # -- in the library ----------------------------------------------------------------------------------------------------
 
 
-def library(codec: Callable[[], object], max_entries: int | None = None) -> Library:
+def library(codec: Callable[[], object], max_entries: int | None = None) -> CacheBanks:
     banks = {layer: Bank(MemoryStore(), LRU(), 2**20, max_entries) for layer in (0, 1)}
-    return Library(banks, codec, None, None)  # type: ignore[arg-type]
+    return CacheBanks(banks, codec, None, None)  # type: ignore[arg-type]
 
 
-def put(lib: Library, name: int, n_rows: int = 2, namespace: str = "default") -> None:
+def put(lib: CacheBanks, name: int, n_rows: int = 2, namespace: str = "default") -> None:
     row = Row(0, f"{name:064x}", name.to_bytes(4, "big"), slice(0, n_rows), n_rows)
     rows = low_rank(n_rows, seed=name)
     scope = Scope(namespace, "w", "torch.float32", "sdpa")
@@ -228,7 +228,7 @@ def key(name: int) -> str:
     return f"{name:064x}"
 
 
-def hidden(lib: Library, name: int, layer: int) -> Tensor:
+def hidden(lib: CacheBanks, name: int, layer: int) -> Tensor:
     state = lib.read(key(name), layer, with_kv=False)
     assert state is not None
     return state.hidden
@@ -272,7 +272,7 @@ def test_entries_that_left_meanwhile_still_count() -> None:
 
 
 @pytest.mark.parametrize("forget", [lambda lib: lib.purge("tenant"), lambda lib: lib.clear()])
-def test_nothing_is_learned_from_what_was_forgotten_on_demand(forget: Callable[[Library], object]) -> None:
+def test_nothing_is_learned_from_what_was_forgotten_on_demand(forget: Callable[[CacheBanks], object]) -> None:
     lib = library(lambda: PCA(dim=3, fit_on=10))
     for name in range(4):
         put(lib, name, namespace="tenant")

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmcache.banks.bank import Bank
-from llmcache.banks.cache_banks import Library
+from llmcache.banks.cache_banks import CacheBanks
 from llmcache.banks.compression import CODECS
 from llmcache.banks.stores import Entry
 from llmcache.banks.stores.memory import MemoryStore
@@ -44,21 +44,21 @@ def library(
     policy: Callable[[], Policy] = LRU,
     by_layer: bool = False,
     by_length: bool = False,
-) -> Library:
+) -> CacheBanks:
     banks = {layer: Bank(MemoryStore(), policy(), max_bytes, max_entries) for layer in LAYERS}
-    return Library(banks, CODECS["none"], MeanEmbedding(), FlatIndex, by_length, by_layer)
+    return CacheBanks(banks, CODECS["none"], MeanEmbedding(), FlatIndex, by_length, by_layer)
 
 
-def put(lib: Library, name: int, namespace: str = "default", layers: Sequence[int] = LAYERS) -> None:
+def put(lib: CacheBanks, name: int, namespace: str = "default", layers: Sequence[int] = LAYERS) -> None:
     assert lib.put(scope(namespace), row(name), states(name, layers), vector(name))
 
 
-def nearest(lib: Library, name: int, namespace: str = "default", layer: int | None = None) -> list[str]:
+def nearest(lib: CacheBanks, name: int, namespace: str = "default", layer: int | None = None) -> list[str]:
     query = MeanEmbedding().project(vector(name)[None])
     return [near.key for near in lib.search(scope(namespace), [row(name)], query, k=100, layer=layer)[0]]
 
 
-def check(lib: Library) -> None:
+def check(lib: CacheBanks) -> None:
     """Every request is held by a bank, every held key is a request, and the index finds exactly the requests."""
     held = {layer: set(bank.keys()) for layer, bank in lib.banks.items()}
     keys = {record.key for record in lib.records()}
@@ -85,7 +85,7 @@ def in_layout(name: bytes) -> tuple[Row, dict[int, dict[str, torch.Tensor]]]:
     return one, {layer: {**tensors, **padding} for layer, tensors in states(1).items()}
 
 
-def layouts_of(lib: Library) -> list[tuple[bytes, float | None]]:
+def layouts_of(lib: CacheBanks) -> list[tuple[bytes, float | None]]:
     """Of each layer's state of the request: the layout that it is said to have, and what its padding is."""
     found = [lib.read(row(1).key, layer, with_kv=False) for layer in LAYERS]
     assert all(state is not None for state in found)

@@ -15,8 +15,8 @@ from experiments.runs.grid import make_experiment
 from experiments.runs.read import Run
 from experiments.support.folders import Folders
 from experiments.tasks import build, make_task
-from llmcache.calibration.claim import Claim
-from llmcache.calibration.drift import Likeness
+from llmcache.calibration.claim import RiskTarget
+from llmcache.calibration.drift import DriftDetector
 from llmcache.errors import ConfigError
 
 LEARN, N = 200, 320
@@ -68,9 +68,9 @@ def test_the_gate_lets_fewer_negated_requests_pass(edited: Outcome) -> None:
 def test_edited_requests_are_served_as_a_cache_serves_them(
     edited: Outcome, rehearsal: Rehearsal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Likeness, "see", lambda *_: False)  # nothing but edits is unlike what it was calibrated on
+    monkeypatch.setattr(DriftDetector, "see", lambda *_: False)  # nothing but edits is unlike what it was calibrated on
     cache, trust = rehearsal.beside({"answer": "class", "gate": True, "audit": 0.0})
-    trust.calibrate(rehearsal.observed[:LEARN], Claim(0.2, 0.05, "changed", "frozen", 0))
+    trust.calibrate(rehearsal.observed[:LEARN], RiskTarget(0.2, 0.05, "changed", "frozen", 0))
     rows = [row for row in edited.rows if row["gate"] == "on"]
     experiment = make_experiment({"measure": "adversaries", **VALUES, **EDITED})
     assert isinstance(experiment, Adversaries)

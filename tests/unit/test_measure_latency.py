@@ -17,7 +17,7 @@ from experiments.measures.bench import models as bench_models
 from experiments.measures.latency import SHOWN, run
 from experiments.runs.grid import make_experiment
 from experiments.support.folders import Folders
-from llmcache.banks.cache_banks import Library
+from llmcache.banks.cache_banks import CacheBanks
 from llmcache.errors import ConfigError
 from tests.models import BARE, PAD, VOCABULARY, build
 
@@ -123,12 +123,12 @@ def test_a_hit_that_runs_layers_stops_the_benchmark(folders: Folders, monkeypatc
     )
     bench = latency.Bench(settings, bench_models.build(settings.model, 0, "cpu"))
     bench.fill(None)
-    honest = Library.read
+    honest = CacheBanks.read
 
-    def read_all_but_one(self: Library, key: str, layer: int, *rest: Any, **more: Any) -> Any:
+    def read_all_but_one(self: CacheBanks, key: str, layer: int, *rest: Any, **more: Any) -> Any:
         return None if layer == 1 else honest(self, key, layer, *rest, **more)
 
-    monkeypatch.setattr(Library, "read", read_all_but_one)
+    monkeypatch.setattr(CacheBanks, "read", read_all_but_one)
     with torch.inference_mode(), pytest.raises(RuntimeError, match=r"hits \{'paper': 1, 'layers run': 1\}"):
         bench.run(None)
 
@@ -206,8 +206,8 @@ def test_a_hit_that_is_not_the_stored_run_is_said(folders: Folders, monkeypatch:
         state = honest(*args, **kwargs)
         return state and replace(state, hidden=state.hidden + 1)
 
-    honest = Library.read
-    monkeypatch.setattr(Library, "read", read_wrongly)
+    honest = CacheBanks.read
+    monkeypatch.setattr(CacheBanks, "read", read_wrongly)
     assert latency.measure(settings)["exact_hit_is_equal"] is False
 
 

@@ -22,12 +22,12 @@ from experiments.runs.grid import make_experiment
 from experiments.runs.read import Run
 from experiments.support.folders import Folders
 from experiments.tasks import build, make_task
-from llmcache.calibration.claim import Claim
+from llmcache.calibration.claim import RiskTarget
 from llmcache.errors import ConfigError
 from tests.models import save_bert
 
 LEARN, N = 200, 300
-CLAIM = Claim(0.2, 0.05, "changed", "growing", 0)
+CLAIM = RiskTarget(0.2, 0.05, "changed", "growing", 0)
 VALUES: dict[str, Any] = {
     "measure": "payback",
     "task": {"name": "held_out", "model": "untrained", "limit": N, "data": {"path": "support_desk", "limit": 700}},

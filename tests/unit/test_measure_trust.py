@@ -17,7 +17,7 @@ from experiments.runs.grid import make_experiment
 from experiments.runs.read import Run
 from experiments.support.folders import Folders
 from experiments.tasks import build, make_task
-from llmcache.calibration.claim import Claim, Sources
+from llmcache.calibration.claim import RiskTarget, Sources
 from llmcache.errors import ConfigError
 
 LEARN, N = 200, 320
@@ -50,7 +50,7 @@ def outcome() -> Outcome:
 def live(rehearsal: Rehearsal, sources: Sources) -> tuple[float, list[Any], list[str]]:
     """The limit that is chosen, and what the later requests are told and served by."""
     rehearsal.cache.clear()
-    found = rehearsal.trust.calibrate(rehearsal.observed[:LEARN], Claim(0.2, 0.05, "changed", sources, 0))
+    found = rehearsal.trust.calibrate(rehearsal.observed[:LEARN], RiskTarget(0.2, 0.05, "changed", sources, 0))
     assert found.chosen is not None
     told, served = [], []
     for number in range(LEARN, N):

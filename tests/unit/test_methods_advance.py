@@ -6,10 +6,10 @@ import pytest
 from experiments.replay.advance import choose_threshold, nearest, serve
 from experiments.replay.replay import Units
 from llmcache.calibration.calibration import split
-from llmcache.calibration.claim import Claim
+from llmcache.calibration.claim import RiskTarget
 
 N, N_FIRST = 900, 600
-CLAIM = Claim(0.05, 0.05, "changed", "frozen", 0)
+CLAIM = RiskTarget(0.05, 0.05, "changed", "frozen", 0)
 
 
 def made(noise: float = 0.3) -> tuple[Units, np.ndarray]:
@@ -42,7 +42,7 @@ def test_a_threshold_keeps_its_claim_on_c_and_sees_no_later_request() -> None:
     learned, tested = split(N_FIRST, CLAIM)
     assert stored.tolist() == learned and max(compared) < N_FIRST and set(compared[::2]) == set(tested)
     assert setting is not None and setting.bound <= 0.05 and setting.hit_rate > 0
-    strict = Claim(0.02, 0.05, "changed", "frozen", 0)
+    strict = RiskTarget(0.02, 0.05, "changed", "frozen", 0)
     none, _ = choose_threshold(units, N_FIRST, strict, lambda one, other: True)
     assert none is None
 

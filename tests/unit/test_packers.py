@@ -10,7 +10,7 @@ from torch import Tensor
 
 from llmcache import LLMCache
 from llmcache.banks.bank import Bank
-from llmcache.banks.cache_banks import Library
+from llmcache.banks.cache_banks import CacheBanks
 from llmcache.banks.compression import PCA, Half
 from llmcache.banks.compression.packer import MEASURED_EVERY, Loss, Packer
 from llmcache.banks.stores.memory import MemoryStore
@@ -22,8 +22,8 @@ WIDTH = 16
 PLAIN, PACKED = 2 * WIDTH * 4, 2 * 3 * 2  # bytes of an entry of two rows: float32, and 3 codes in float16
 
 
-def library(max_entries: int | None = None, max_bytes: int = 2**20) -> Library:
-    return Library({0: Bank(MemoryStore(), LRU(), max_bytes, max_entries)}, lambda: PCA(dim=3, fit_on=10))
+def library(max_entries: int | None = None, max_bytes: int = 2**20) -> CacheBanks:
+    return CacheBanks({0: Bank(MemoryStore(), LRU(), max_bytes, max_entries)}, lambda: PCA(dim=3, fit_on=10))
 
 
 def rows_of(name: int, weights: str = "w") -> Tensor:
@@ -36,12 +36,12 @@ def key(name: int, weights: str = "w") -> str:
     return f"{weights}{name:063x}"
 
 
-def put(lib: Library, name: int, weights: str = "w", namespace: str = "default") -> bool:
+def put(lib: CacheBanks, name: int, weights: str = "w", namespace: str = "default") -> bool:
     row = Row(0, key(name, weights), name.to_bytes(4, "big"), slice(0, 2), 2)
     return lib.put(Scope(namespace, weights, "torch.float32", "sdpa"), row, {0: {"hidden": rows_of(name, weights)}})
 
 
-def hidden(lib: Library, name: int, weights: str = "w") -> Tensor:
+def hidden(lib: CacheBanks, name: int, weights: str = "w") -> Tensor:
     state = lib.read(key(name, weights), 0, with_kv=False)
     assert state is not None
     return state.hidden

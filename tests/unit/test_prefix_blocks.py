@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from llmcache.request.prefill import Link
 from llmcache.request.rows import Row, Scope
 from llmcache.reuse.prefix.block_hash import links
-from llmcache.reuse.prefix.block_pool import Block, Blocks
+from llmcache.reuse.prefix.block_pool import Block, BlockPool
 
 SCOPE = Scope("default", "weights", "torch.float32", "sdpa")
 CPU = torch.device("cpu")
@@ -54,7 +54,7 @@ def test_the_root_takes_in_scope_position_and_size() -> None:
 
 @given(st.lists(st.tuples(st.booleans(), IDS), max_size=30), st.integers(0, 60))
 def test_budget_and_parents_whatever_is_asked(steps: list[tuple[bool, list[int]]], max_bytes: int) -> None:
-    blocks = Blocks(2, max_bytes, CPU)
+    blocks = BlockPool(2, max_bytes, CPU)
     parents: dict[bytes, bytes] = {}
     for puts, ids in steps:
         chain = links(SCOPE, row(ids), 2)
@@ -78,7 +78,7 @@ def test_budget_and_parents_whatever_is_asked(steps: list[tuple[bool, list[int]]
 def test_as_many_tokens_are_found_as_any_stored_request_shares(
     stored: list[list[int]], ids: list[int], size: int
 ) -> None:
-    blocks = Blocks(size, 10**6, CPU)
+    blocks = BlockPool(size, 10**6, CPU)
     for one in stored:
         chain = links(SCOPE, row(one), size)
         blocks.put(chain, {link.key: block(link) for link in chain})
@@ -91,7 +91,7 @@ def test_as_many_tokens_are_found_as_any_stored_request_shares(
 
 
 def test_the_least_recently_used_end_leaves_first() -> None:
-    blocks = Blocks(1, 4 * 8, CPU)
+    blocks = BlockPool(1, 4 * 8, CPU)
     old, new = links(SCOPE, row([0, 1]), 1), links(SCOPE, row([2, 0]), 1)
     for chain in (old, new):
         blocks.put(chain, {link.key: block(link) for link in chain})
@@ -104,7 +104,7 @@ def test_the_least_recently_used_end_leaves_first() -> None:
 
 def test_what_follows_a_block_that_left_is_not_held() -> None:
     """Another thread let the middle of a chain go between a match and the put of what follows it."""
-    blocks = Blocks(1, 100, CPU)
+    blocks = BlockPool(1, 100, CPU)
     chain = links(SCOPE, row([0, 1, 2]), 1)
     blocks.put(chain[:1], {chain[0].key: block(chain[0])})
     blocks.put(chain, {chain[2].key: block(chain[2])})
@@ -112,7 +112,7 @@ def test_what_follows_a_block_that_left_is_not_held() -> None:
 
 
 def test_equal_keys_with_other_tokens_do_not_match() -> None:
-    blocks = Blocks(1, 100, CPU)
+    blocks = BlockPool(1, 100, CPU)
     chain = links(SCOPE, row([0]), 1)
     blocks.put(chain, {chain[0].key: block(Link(chain[0].key, b"other"))})
     assert blocks.match(chain) == []
@@ -120,7 +120,7 @@ def test_equal_keys_with_other_tokens_do_not_match() -> None:
 
 @pytest.mark.parametrize("how", ["purge", "clear"])
 def test_forgetting(how: str) -> None:
-    blocks = Blocks(1, 100, CPU)
+    blocks = BlockPool(1, 100, CPU)
     mine, theirs = (links(Scope(name, "", "", ""), row([0, 1]), 1) for name in ("a", "b"))
     for name, chain in (("a", mine), ("b", theirs)):
         blocks.put(chain, {link.key: block(link, name) for link in chain})

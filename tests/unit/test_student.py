@@ -13,7 +13,7 @@ from llmcache import LLMCache
 from llmcache.errors import ConfigError
 from llmcache.matching import Combined, Evidence, Risk, Student
 from llmcache.matching.risk import lead_of
-from llmcache.reuse.chooser import Chooser
+from llmcache.reuse.chooser import NeighbourChooser
 from tests.models import tokenizer
 from tests.topics import N_TOPICS, classifier, requests
 from tests.unit.test_decide import made
@@ -193,13 +193,13 @@ def test_a_changed_answer_strikes_no_example(model: nn.Module, monkeypatch: pyte
     settings = {"decide": "student", "audit": 1.0, "audit_in_background": False, "step_aside": False}
     with LLMCache.wrap(model, **settings) as cache:
         cache.calibrate(requests(N)[0], max_drop=0.3)
-        choose = Chooser.choose
+        choose = NeighbourChooser.choose
 
-        def wrongly(self: Chooser, *args: Any) -> Any:
+        def wrongly(self: NeighbourChooser, *args: Any) -> Any:
             (found,), (examples,) = choose(self, *args), self._examples.values()
             return [type(found)(examples.neighbours[0], found.doubt, found.at_first, found.rung)] if found else [found]
 
-        monkeypatch.setattr(Chooser, "choose", wrongly)
+        monkeypatch.setattr(NeighbourChooser, "choose", wrongly)
         ask(cache, requests(60, seed=7)[0])
         cache.drain()
         audit = cache.stats().audit

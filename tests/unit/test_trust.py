@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from llmcache import LLMCache
-from llmcache.audit.renewal import Fresh
+from llmcache.audit.renewal import RenewalBuffer
 from llmcache.calibration.claim import Metric
 from llmcache.calibration.inputs import longest_input, tokenised
 from llmcache.calibration.observer import flaw
@@ -417,7 +417,7 @@ def test_what_is_no_number_is_found(name: str, value: float) -> None:
     assert flaw(types.SimpleNamespace(**fields)) == ""  # type: ignore[arg-type]
     fields[name][1] = value
     assert "not finite, or too large" in flaw(types.SimpleNamespace(**fields))  # type: ignore[arg-type]
-    fresh = Fresh(1)
+    fresh = RenewalBuffer(1)
     fresh.add(types.SimpleNamespace(**fields))  # type: ignore[arg-type]
     assert fresh.cases == []  # nor is a calibration renewed with it
 

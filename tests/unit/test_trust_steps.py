@@ -8,15 +8,15 @@ import pytest
 from torch import nn
 
 from llmcache import LLMCache
-from llmcache.calibration.calibrated_reuse import Trust
-from llmcache.calibration.claim import Claim
+from llmcache.calibration.calibrated_reuse import CalibratedReuse
+from llmcache.calibration.claim import RiskTarget
 from llmcache.errors import CalibrationError, WrapError
 from llmcache.request.observation import Observation
 from tests.topics import classifier, requests
 from tests.unit.test_trust import ask
 
 N = 700
-CLAIM = Claim(0.05, 0.05, "changed", "frozen", 0)
+CLAIM = RiskTarget(0.05, 0.05, "changed", "frozen", 0)
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def cache(model: nn.Module) -> Iterator[LLMCache]:
         yield cache
 
 
-def learned(cache: LLMCache, n: int = N) -> tuple[Trust, list[Observation]]:
+def learned(cache: LLMCache, n: int = N) -> tuple[CalibratedReuse, list[Observation]]:
     observed = cache.observe(requests(n)[0])
     assert cache.trust is not None
     return cache.trust, observed

@@ -47,7 +47,7 @@ class Block:
         return self.keys.nbytes + self.values.nbytes + self.states.nbytes
 
 
-class Blocks:
+class BlockPool:
     """Blocks by key, least recently used first to leave. Thread-safe.
 
     A block is never held without the one before it: blocks of a chain are used last to first, so that each was used

@@ -27,7 +27,7 @@ from llmcache.request.call import Call
 from llmcache.request.prefill import Link, Prefill
 from llmcache.request.rows import Row
 from llmcache.reuse.prefix.block_hash import links
-from llmcache.reuse.prefix.block_pool import Block, Blocks, first_tokens
+from llmcache.reuse.prefix.block_pool import Block, BlockPool, first_tokens
 from llmcache.reuse.prefix.kv_fill import empty, fill, join, lay
 
 Passed = tuple[tuple[Any, ...], dict[str, Any]]
@@ -42,7 +42,7 @@ class Prefiller:
     def __init__(
         self,
         trunk: Trunk,
-        blocks: Blocks,
+        blocks: BlockPool,
         counters: Counters,
         arguments: Arguments,
         read: Callable[[Call, torch.dtype], bool],
@@ -261,12 +261,12 @@ def _first_padding(rows: Sequence[Row]) -> int:
     return min(row.valid.stop if _first(row) == 0 else 0 for row in rows if isinstance(row.valid, slice))
 
 
-def _cut_up(whole: Tensor, blocks: Blocks) -> list[Tensor]:
+def _cut_up(whole: Tensor, blocks: BlockPool) -> list[Tensor]:
     """Tensors of blocks, fit to be kept, from one of all their tokens (..., n, D)."""
     return [own(piece, blocks.device) for piece in torch.split(whole, blocks.size, dim=-2)]
 
 
-def _stack_up(layers: Sequence[Tensor], blocks: Blocks) -> list[Tensor]:
+def _stack_up(layers: Sequence[Tensor], blocks: BlockPool) -> list[Tensor]:
     """The same from one a layer (H, n, D_h), not put together as a whole first: that would take fresh memory."""
     pieces = zip(*(torch.split(layer, blocks.size, dim=-2) for layer in layers), strict=True)
     with torch.inference_mode(False), torch.no_grad():
