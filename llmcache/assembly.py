@@ -13,9 +13,9 @@ from llmcache.banks.cache_banks import CacheBanks
 from llmcache.banks.compression import CODECS, Codec
 from llmcache.banks.stores.memory import MemoryStore
 from llmcache.calibration.calibrated_reuse import CalibratedReuse
-from llmcache.calibration.claim import RiskTarget
 from llmcache.calibration.observer import Observer
 from llmcache.calibration.requirements import check_settings, check_student, refuse_unsafe
+from llmcache.calibration.risk_target import RiskTarget
 from llmcache.calibration.training import CalibrationFitter
 from llmcache.config import CacheConfig
 from llmcache.errors import ConfigError, UnsupportedModelError
@@ -76,7 +76,7 @@ def assemble(
     serves_entries = is_exact or config.tau is not None or config.learn is not None
     prefix = _make_blocks(trunk, payload, config, config.max_bytes // (2 if serves_entries else 1))
     bank_bytes = max(1, config.max_bytes // len(layers) // (1 if prefix is None else 2))
-    library = CacheBanks(
+    banks = CacheBanks(
         {layer: _make_bank(trunk, config, bank_bytes) for layer in layers},
         lambda: config.compression.build(CODECS),
         searched_by,
@@ -87,10 +87,10 @@ def assemble(
     observer = None
     decision: Decision = config.decide_component.build(DECISIONS)
     if config.tau is not None and decision.reads_answers:
-        observer = Observer(library, find_answers(config.answer, head, model), answer_of)
+        observer = Observer(banks, find_answers(config.answer, head, model), answer_of)
     gate = _make_gate(trunk, config, tokenizer)
-    chooser = NeighbourChooser(library, decision, None if observer is None else observer.answers, gate)
-    rungs = _choose_rungs(library, trunk, config, is_exact, chooser)
+    chooser = NeighbourChooser(banks, decision, None if observer is None else observer.answers, gate)
+    rungs = _choose_rungs(banks, trunk, config, is_exact, chooser)
     if not serves_entries and prefix is None:
         raise ConfigError(
             f"no rung is left: exact={config.serves_exact}, tau={config.tau}, compression={config.compression.name!r} "
@@ -101,9 +101,9 @@ def assemble(
     per_layer = config.fingerprint_per_layer
     weights = Weights(trunk.module)
     parts = Components(
-        trunk, head, payload, library, rungs, searched_by, per_layer, attention, weights, gate, prefix, observer
+        trunk, head, payload, banks, rungs, searched_by, per_layer, attention, weights, gate, prefix, observer
     )
-    if config.step_aside and config.mode != "paper":  # which is the reference, and measured as written
+    if config.auto_bypass and config.mode != "paper":  # which is the reference, and measured as written
         parts.cost = CostModel(trunk.depth, PATIENCE if config.tau is None else PATIENCE_OF_TAU)
     return parts
 
@@ -140,24 +140,24 @@ def make_calibrated(
     if config.decide_component.name == "student":
         check_student(parts.payload, answers, config)
     decision: Decision = config.decide_component.build(DECISIONS)
-    chooser = NeighbourChooser(parts.library, decision, answers, parts.gate)
+    chooser = NeighbourChooser(parts.banks, decision, answers, parts.gate)
     head = Weights(model, without=parts.trunk.module)
-    claim = RiskTarget(config.max_drop, config.delta, "changed", config.sources, 0)
-    teacher = CalibrationFitter(parts.library, fingerprint, tokens, chooser, answers)
+    risk_target = RiskTarget(config.max_drop, config.delta, "changed", config.sources, 0)
+    fitter = CalibrationFitter(parts.banks, fingerprint, tokens, chooser, answers)
 
     def origin() -> Origin:
         """What decides the model's answers now."""
         return Origin(parts.weights.digest(), head.digest(), parts.trunk.attention)
 
     is_watched = config.audit > 0
-    trust = CalibratedReuse(
-        parts.library, teacher, chooser, answers, head, parts.counters, config.learn, claim, is_watched
+    calibrated = CalibratedReuse(
+        parts.banks, fitter, chooser, answers, head, parts.counters, config.learn, risk_target, is_watched
     )
-    observer = Observer(parts.library, answers, answer_of, head)
+    observer = Observer(parts.banks, answers, answer_of, head)
     audit = Audit(
-        parts.library,
+        parts.banks,
         fingerprint,
-        trust,
+        calibrated,
         observer,
         parts.weights,
         parts.counters,
@@ -171,7 +171,7 @@ def make_calibrated(
     )
     observer.learner = audit
     attention = first_attention(parts.trunk) if fingerprint.reads_attention else None
-    return Calibrated(fingerprint, attention, observer, trust, audit)
+    return Calibrated(fingerprint, attention, observer, calibrated, audit)
 
 
 def _names(model: nn.Module) -> set[str] | None:
@@ -289,16 +289,16 @@ def _make_blocks(trunk: Trunk, payload: Payload, config: CacheConfig, max_bytes:
 
 
 def _choose_rungs(
-    library: CacheBanks, trunk: Trunk, config: CacheConfig, is_exact: bool, chooser: NeighbourChooser
+    banks: CacheBanks, trunk: Trunk, config: CacheConfig, is_exact: bool, chooser: NeighbourChooser
 ) -> list[Rung]:
     """Rungs in the order in which rows are offered to them, safest first."""
     try:
-        tau = thresholds(config.tau, library.layers, trunk.depth)
+        tau = thresholds(config.tau, banks.layers, trunk.depth)
     except ValueError as error:
         raise ConfigError(f"tau: {error}") from error
     rungs: list[Rung] = []
     if is_exact:
-        rungs.append(Exact(library))
+        rungs.append(Exact(banks))
     if tau:
-        rungs.append(Paper(library, tau) if config.mode == "paper" else Semantic(library, chooser, Fixed(tau)))
+        rungs.append(Paper(banks, tau) if config.mode == "paper" else Semantic(banks, chooser, Fixed(tau)))
     return rungs

@@ -50,15 +50,17 @@ class LLMCache:
         self.config = config
         self._tokenizer = tokenizer
         self._answer_of = answer_of
-        self._parts = assemble(model, config, tokenizer, answer_of)
-        self._flow = Flow(self._parts, tokenizer)
+        self._components = assemble(model, config, tokenizer, answer_of)
+        self._flow = Flow(self._components, tokenizer)
         with suppress(RuntimeError):  # weights that cannot be read yet are read at the first call that can
-            self._parts.weights.digest()  # now, so that the first request does not wait for it
-        head = None if self._parts.prefix is None else model
-        self._installed = install(self._parts.trunk, self._flow, self._parts.attention, head)
-        if self._parts.head.pooled is not None and self._parts.payload.name == "mean":
-            self._installed.add(self._flow.veil.listen(self._parts.head.pooled.pooling))
-        self._calibrator = Calibrator(model, config, self._parts, self._flow, self._installed, tokenizer, answer_of)
+            self._components.weights.digest()  # now, so that the first request does not wait for it
+        head = None if self._components.prefix is None else model
+        self._installed = install(self._components.trunk, self._flow, self._components.attention, head)
+        if self._components.head.pooled is not None and self._components.payload.name == "mean":
+            self._installed.add(self._flow.veil.listen(self._components.head.pooled.pooling))
+        self._calibrator = Calibrator(
+            model, config, self._components, self._flow, self._installed, tokenizer, answer_of
+        )
         try:
             self._calibrator.start()
         except BaseException:
@@ -115,7 +117,7 @@ class LLMCache:
         try:
             if manifest.calibration is not None:
                 cache._calibrator.begin()
-            persist.restore(cache._parts, manifest, tensors, folder)
+            persist.restore(cache._components, manifest, tensors, folder)
         except BaseException:
             cache.unwrap()
             raise
@@ -133,7 +135,7 @@ class LLMCache:
         """
         from llmcache import persist
 
-        persist.save(self._parts, self.config, self._tokenizer, folder)
+        persist.save(self._components, self.config, self._tokenizer, folder)
 
     def calibrate(
         self,
@@ -193,28 +195,28 @@ class LLMCache:
         return self._calibrator.observe(requests, labels)
 
     @property
-    def trust(self) -> CalibratedReuse | None:
+    def calibrated(self) -> CalibratedReuse | None:
         """What is reused approximately, step by step: for replays. None before anything was observed or learned."""
-        return self._parts.trust
+        return self._components.calibrated
 
     @property
     def calibration(self) -> Calibration | None:
         """What approximate reuse rests on; None before one, and after a failure or a second alarm."""
-        return None if self._parts.trust is None else self._parts.trust.calibration
+        return None if self._components.calibrated is None else self._components.calibrated.calibration
 
     @contextmanager
     def tightened(self, limit: float) -> Iterator[Self]:
-        """Within: no reuse whose doubt exceeds `limit`, nor what the calibration allows. Per thread and async task.
+        """Within: no reuse whose risk exceeds `limit`, nor what the calibration allows. Per thread and async task.
 
-        The doubt of `risk` is the chance that reuse changes the answer, 0 to 1; of others the similarity, negated.
+        The risk of `risk` is the chance that reuse changes the answer, 0 to 1; of others the similarity, negated.
 
         Raises:
-            ConfigError: `limit` is no doubt of the decision, or nothing is reused by a calibration.
+            ConfigError: `limit` is no risk of the decision, or nothing is reused by a calibration.
         """
-        if self._parts.trust is None:
+        if self._components.calibrated is None:
             raise ConfigError("nothing is reused approximately by a calibration: call calibrate() first, or set learn")
-        self._parts.trust.chooser.check_limit(limit)
-        tightened = self._parts.trust.tightened
+        self._components.calibrated.chooser.check_limit(limit)
+        tightened = self._components.calibrated.tightened
         with setting(tightened, min(limit, tightened.get())):
             yield self
 
@@ -227,8 +229,8 @@ class LLMCache:
         Raises:
             WrapError: Somebody put another forward on top of one of ours; remove that, then call this again.
         """
-        if self._parts.audit is not None:
-            self._parts.audit.shadow.close()
+        if self._components.audit is not None:
+            self._components.audit.worker.close()
         self._installed.remove()
         return self.model
 
@@ -238,7 +240,7 @@ class LLMCache:
         Jobs are hits that the audit looks into, and renewals of a calibration. None is left or under way afterwards.
         Hits that were served with other weights than those of now wait until these are back.
         """
-        return 0 if self._parts.audit is None else self._parts.audit.drain()
+        return 0 if self._components.audit is None else self._components.audit.drain()
 
     def __enter__(self) -> Self:
         """Return the cache."""
@@ -255,12 +257,12 @@ class LLMCache:
 
     def stats(self) -> Stats:
         """Counters since wrapping, and what is held now."""
-        return self._parts.stats()
+        return self._components.stats()
 
     @property
     def payload(self) -> str:
         """What each entry keeps of a request's hidden states: `sequence`, `cls`, `last` or `mean`."""
-        return self._parts.payload.name
+        return self._components.payload.name
 
     @property
     def last(self) -> tuple[Outcome, ...]:
@@ -274,7 +276,7 @@ class LLMCache:
 
     def clear(self) -> None:
         """Forget all entries, and the calibration that rests on them; counters and what codecs learned stay."""
-        self._parts.clear()
+        self._components.clear()
         self._flow.forget()
 
     def purge(self, *, namespace: str) -> int:
@@ -285,7 +287,7 @@ class LLMCache:
         Raises:
             ConfigError: `namespace` is not a string, or one of a class of its own, or no Unicode text.
         """
-        return self._parts.purge(checked_namespace(namespace))
+        return self._components.purge(checked_namespace(namespace))
 
     @contextmanager
     def namespace(self, name: str) -> Iterator[Self]:
@@ -308,6 +310,6 @@ class LLMCache:
 
     def __repr__(self) -> str:
         """Model, payload and rungs."""
-        names = [rung.name for rung in self._parts.rungs]
-        rungs = "+".join(names if self._parts.prefix is None else [*names, "prefix"])
-        return f"LLMCache({type(self.model).__name__}, payload={self._parts.payload.name!r}, rungs={rungs!r})"
+        names = [rung.name for rung in self._components.rungs]
+        rungs = "+".join(names if self._components.prefix is None else [*names, "prefix"])
+        return f"LLMCache({type(self.model).__name__}, payload={self._components.payload.name!r}, rungs={rungs!r})"

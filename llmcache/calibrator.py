@@ -11,9 +11,9 @@ from torch import nn
 from llmcache.assembly import make_calibrated
 from llmcache.calibration.calibrated_reuse import CalibratedReuse
 from llmcache.calibration.calibration import Calibration, check_size
-from llmcache.calibration.claim import Metric, MetricName, RiskTarget, Sources
 from llmcache.calibration.inputs import Requests, n_rows, numbered, tokenised
 from llmcache.calibration.observer import Observer, collect
+from llmcache.calibration.risk_target import Metric, MetricName, RiskTarget, Sources
 from llmcache.config import CacheConfig
 from llmcache.errors import ConfigError, WrapError
 from llmcache.execution.components import Components
@@ -50,7 +50,7 @@ class Calibrator:
         """
         self._model = model
         self._config = config
-        self._parts = parts
+        self._components = parts
         self._flow = flow
         self._installed = installed
         self._tokenizer = tokenizer
@@ -64,8 +64,8 @@ class Calibrator:
             ConfigError: A setting is wrong, or does not suit the model.
             UnsafeReuseError: It is to learn, and the head answers token by token.
         """
-        if self._parts.observer is not None:
-            self._watch(self._parts.observer)
+        if self._components.observer is not None:
+            self._watch(self._components.observer)
         if self._config.learn is not None:
             self.begin()
 
@@ -76,36 +76,36 @@ class Calibrator:
             ConfigError: A setting is wrong, or rules out a calibration.
             UnsafeReuseError: The head answers token by token.
         """
-        if self._parts.trust is not None:
+        if self._components.calibrated is not None:
             return
-        calibrated = make_calibrated(self._parts, self._model, self._config, self._answer_of, self._compute_in)
+        calibrated = make_calibrated(self._components, self._model, self._config, self._answer_of, self._compute_in)
         self._watch(calibrated.observer)
         if calibrated.attention is not None:
             self._installed.add(listen(calibrated.attention, self._flow))
-        calibrated.add_to(self._parts)
+        calibrated.add_to(self._components)
 
-    def calibrate(self, requests: Requests, labels: Sequence[Any] | None, claim: RiskTarget) -> Calibration:
+    def calibrate(self, requests: Requests, labels: Sequence[Any] | None, risk_target: RiskTarget) -> Calibration:
         """Compute requests, learn from part of them, and choose what may be reused; see `LLMCache.calibrate`."""
         with self._lock:
-            trust, observer = self._learners()
-            trust.end()
-            if self._parts.cost is not None:
-                self._parts.cost.restart()  # what was seen so far does not hold of what can be served afterwards
-            inputs = list(tokenised(requests, self._tokenizer, self._parts.trunk))
+            calibrated, observer = self._learners()
+            calibrated.end()
+            if self._components.cost is not None:
+                self._components.cost.restart()  # what was seen so far does not hold of what can be served afterwards
+            inputs = list(tokenised(requests, self._tokenizer, self._components.trunk))
             n = sum(map(n_rows, inputs))
             told = numbered(labels, n, self._model)
-            check_size(n, claim.max_drop, claim.delta, claim.metric)
+            check_size(n, risk_target.max_drop, risk_target.delta, risk_target.metric)
             # What the first answer can tell is not told after minutes of computing the others.
             observed = collect(self._compute, observer, inputs[:1], is_learned_from=True)
-            trust.check(observed[0], told, claim)
+            calibrated.check(observed[0], told, risk_target)
             observed += collect(self._compute, observer, inputs[1:], first=1, is_learned_from=True)
-            return trust.calibrate(_labelled(observed, told), claim)
+            return calibrated.calibrate(_labelled(observed, told), risk_target)
 
     def observe(self, requests: Requests, labels: Sequence[Any] | None) -> list[Observation]:
         """Compute requests, and keep all that a calibration looks at; see `LLMCache.observe`."""
         with self._lock:
             observer = self._learners()[1]
-            inputs = tokenised(requests, self._tokenizer, self._parts.trunk)
+            inputs = tokenised(requests, self._tokenizer, self._components.trunk)
             observed = collect(self._compute, observer, inputs, is_learned_from=True)
             return _labelled(observed, numbered(labels, len(observed), self._model))
 
@@ -114,13 +114,13 @@ class Calibrator:
         if self._installed.is_empty:
             raise WrapError("this cache was unwrapped: wrap the model again, and calibrate that cache")
         self.begin()
-        assert self._parts.trust is not None and self._parts.observer is not None
-        return self._parts.trust, self._parts.observer
+        assert self._components.calibrated is not None and self._components.observer is not None
+        return self._components.calibrated, self._components.observer
 
     def _compute(self, inputs: Mapping[str, Any]) -> Any:
         """Call the model with tokenised inputs, which sentence-transformers takes in one argument."""
         with torch.inference_mode():
-            if self._parts.head.name == "sentence embedding":
+            if self._components.head.name == "sentence embedding":
                 return self._model(dict(inputs))
             return self._model(**inputs)
 
@@ -132,7 +132,7 @@ class Calibrator:
     def _watch(self, observer: Observer) -> None:
         """See what the whole model puts out, where answers are read from that."""
         if not observer.answers.reads_payload:
-            self._installed.add(watch(self._model, self._flow, self._parts.trunk).remove)
+            self._installed.add(watch(self._model, self._flow, self._components.trunk).remove)
 
 
 def _labelled(observed: Sequence[Observation], labels: Sequence[Any]) -> list[Observation]:
@@ -152,16 +152,16 @@ def make_claim(
     Raises:
         ConfigError: A value is wrong, or the metric needs labels, which there are none of when it is to be renewed.
     """
-    claim = RiskTarget(
+    risk_target = RiskTarget(
         config.max_drop if max_drop is None else max_drop,
         config.delta if delta is None else delta,
         metric,
         config.sources if sources is None else sources,
         seed,
     )
-    if config.recalibrate is not None and claim.metric != "changed":
+    if config.recalibrate is not None and risk_target.metric != "changed":
         raise ConfigError(
-            f"recalibrate={config.recalibrate} with metric {claim.name!r}: requests in service come without "
+            f"recalibrate={config.recalibrate} with metric {risk_target.name!r}: requests in service come without "
             "labels; use metric 'changed', or leave recalibrate out"
         )
-    return claim
+    return risk_target

@@ -42,10 +42,10 @@ class CacheConfig(BaseModel):
         fingerprint: Vector that similarity is measured on: `mean`, `simhash`, `pca`, `attention` (layer 0 has to run
             first), `minhash` (token shingles), `learned` (from the model's own states, by a calibration), or `auto`:
             `mean` with `tau`, else `learned`.
-        decide: Which neighbour serves, and how doubtful that is: `threshold` (the nearest), `consensus` (the nearest,
+        decide: Which neighbour serves, and how risky that is: `threshold` (the nearest), `consensus` (the nearest,
             if the `k` nearest have one answer), `risk` (a vote of `k`, and the learned chance that the answer changes),
             `student` (no neighbour: the answer that the fingerprint's forecast favours, and the learned chance that it
-            is another), `combined` (`risk` or `student`, whichever doubts less), or `auto`: `threshold` with `tau`,
+            is another), `combined` (`risk` or `student`, whichever is less risky), or `auto`: `threshold` with `tau`,
             else `risk`.
         answer: What the model answers: `class`, `labels` (any number of them), `score` or `embedding`; `auto` follows
             the model's head, and takes what it does not know for embeddings.
@@ -58,7 +58,7 @@ class CacheConfig(BaseModel):
             `growing`, later misses as well, without a bound.
         audit: Least probability with which each hit of calibrated reuse is computed after all, 0 to 1, to see whether
             its answer changed: five times as high for the first 500 requests and after an alarm, and up to twice as
-            high for doubtful ones. 0: none is. Less while much of that work waits, which `audit_share` explains.
+            high for risky ones. 0: none is. Less while much of that work waits, which `audit_share` explains.
         audit_in_background: A thread of its own does that work, while no call is under way and none was for 20 ms; else
             only `cache.drain()` does.
         audit_share: Where calls leave no such moment for a second, the work is done within calls, for no more than this
@@ -77,7 +77,7 @@ class CacheConfig(BaseModel):
             float16 numbers of each row of a layer. They are fitted on the first `fit_on` rows that are to be stored in
             the layer, anew for other weights, in the call that brings the last of them, which takes up to a few seconds
             a layer; what was stored plainly until then is packed, too. `Stats.reconstruction_error` says what is lost.
-        step_aside: Let calls go by the cache where it takes more time than it saves, as measured for calls of their
+        auto_bypass: Let calls go by the cache where it takes more time than it saves, as measured for calls of their
             length (`Stats.cost`), until it would pay. They are counted in `Stats.bypassed`. Not in `paper` mode.
         max_entries: Most entries a bank, or None.
         max_bytes: Budget in bytes of the states of all banks together; each bank gets an equal share. Where prefixes
@@ -113,7 +113,7 @@ class CacheConfig(BaseModel):
     index: Component = Component(name="auto")
     policy: Component = Component(name="lru")
     compression: Component = Component(name="none")
-    step_aside: bool = True
+    auto_bypass: bool = True
     max_entries: int | None = Field(default=None, ge=1)
     max_bytes: int = Field(default=GIB, ge=1)
     device: Literal["cpu", "model"] = "cpu"

@@ -135,7 +135,7 @@ class Counters:
     def call(self, call: Call) -> None:
         """Count what became of the rows of a forward that was not bypassed, and what it took."""
         reused, prefill = call.reused.values(), call.prefill
-        done = {*call.reused, *call.served, *call.doubted}
+        done = {*call.reused, *call.served, *call.revalidated}
         n_misses = sum(row.number not in done for row in call.active_rows)
         with self._lock:
             self._hits.update(reuse.rung for reuse in reused)
@@ -154,9 +154,9 @@ class Counters:
         self._tell_turn(has_turned)
 
     def snapshot(self, n_let_pass: int = 0, **held: Any) -> Stats:
-        """The counts, joined with those of the cost model, and with what the library holds now."""
+        """The counts, joined with those of the cost model, and with what the banks hold now."""
         with self._lock:
-            bypassed = self._bypassed + Counter(does_not_pay=n_let_pass)
+            bypassed = self._bypassed + Counter(not_worthwhile=n_let_pass)
             return Stats(
                 n_requests=self._totals["requests"] + n_let_pass,
                 hits=dict(+self._hits),

@@ -56,7 +56,7 @@ class Manifest(BaseModel):
         scopes: Namespace, dtype and attention of each scope; requests name theirs by number.
         files: SHA-256 of each data file by name.
         calibration: What approximate reuse rests on, where it was calibrated.
-        struck: Requests that serve no others: their namespace by key.
+        quarantined: Requests that serve no others: their namespace by key.
         examples: Keys of the requests by which a forecast is answered, in their order; None: of each answer the oldest.
     """
 
@@ -71,7 +71,7 @@ class Manifest(BaseModel):
     scopes: list[tuple[str, str, str]]
     files: dict[str, str]
     calibration: Calibration | None = None
-    struck: dict[str, str] = {}
+    quarantined: dict[str, str] = {}
     examples: list[str] | None = None
 
 
@@ -107,7 +107,7 @@ def save(served: Components, config: CacheConfig, tokenizer: Any, folder: str | 
                 scopes=[(scope.namespace, scope.dtype, scope.attention) for scope in scopes],
                 files={},
                 calibration=calibration,
-                struck=served.library.struck,
+                quarantined=served.banks.quarantined,
                 examples=examples,
             )
             replace(folder, parts, lambda files: manifest.model_copy(update={"files": files}).model_dump_json(indent=2))
@@ -214,43 +214,43 @@ def restore(served: Components, manifest: Manifest, parts: Tensors, folder: str 
         BankFileError: The files do not fit each other, or the calibration is one of another head, or other parts of
             states are kept under this model's head.
     """
-    library, weights = served.library, manifest.weights
+    banks, weights = served.banks, manifest.weights
     scopes = [Scope(namespace, weights, dtype, attention) for namespace, dtype, attention in manifest.scopes]
     try:
         learned = {name: tensor.numpy() for name, tensor in parts["requests"].items()}
         records = list(unpack(parts["requests"], parts["states"], scopes))
         _check_payload(served, manifest.payload, records, folder)
-        if served.trust is not None and manifest.calibration is not None:
-            namespaces = {record.scope.namespace for record in records if record.is_kept or record.slots}
-            served.trust.restore(manifest.calibration, below("trust.", learned), namespaces)
-        if library.fingerprint is not None:
-            library.fingerprint.restore(below("fingerprint.", learned))
-        for layer, packer in library.banks.packers[weights].items():
+        if served.calibrated is not None and manifest.calibration is not None:
+            namespaces = {record.scope.namespace for record in records if record.is_pinned or record.slots}
+            served.calibrated.restore(manifest.calibration, below("trust.", learned), namespaces)
+        if banks.fingerprint is not None:
+            banks.fingerprint.restore(below("fingerprint.", learned))
+        for layer, packer in banks.layer_banks.packers[weights].items():
             packer.codec.restore(below(f"{layer}/codec/", parts["states"]))
         for record in records:
-            library.adopt(record)
-        library.place(records)
-        if served.trust is not None:
-            _present(served.trust, manifest.examples, records)
-        for key, namespace in manifest.struck.items():
-            library.strike(key, namespace)
+            banks.adopt(record)
+        banks.place(records)
+        if served.calibrated is not None:
+            _present(served.calibrated, manifest.examples, records)
+        for key, namespace in manifest.quarantined.items():
+            banks.quarantine(key, namespace)
     except BankFileError:
         raise
     except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
         raise BankFileError(f"{folder}: the files do not fit each other: {error!r}") from error
-    made, trust = manifest.calibration, served.trust
-    if trust is not None and made is not None and not trust.is_made_for(weights):
+    made, calibrated = manifest.calibration, served.calibrated
+    if calibrated is not None and made is not None and not calibrated.is_made_for(weights):
         raise BankFileError(
             f"{folder}: calibrated for a head with other weights (digest {made.head[:12]}, this model's has "
-            f"{trust.head_digest()[:12]}); load the model that it was saved from"
+            f"{calibrated.head_digest()[:12]}); load the model that it was saved from"
         )
 
 
-def _present(trust: CalibratedReuse, examples: list[str] | None, records: list[SavedRequest]) -> None:
+def _present(calibrated: CalibratedReuse, examples: list[str] | None, records: list[SavedRequest]) -> None:
     """Have forecasts answered by the requests that did it when the calibration was made."""
-    by_key = {one.key: one for one in records if one.is_kept}
+    by_key = {one.key: one for one in records if one.is_pinned}
     shown = by_key.values() if examples is None else [by_key[key] for key in examples]
-    trust.chooser.present((one.scope, one.key, one.answer) for one in shown)
+    calibrated.chooser.present((one.scope, one.key, one.answer) for one in shown)
 
 
 def _check_payload(served: Components, saved: str, records: list[SavedRequest], folder: str | Path) -> None:
@@ -274,34 +274,38 @@ def _check_payload(served: Components, saved: str, records: list[SavedRequest], 
 
 def _take(served: Components, weights: str) -> tuple[Tensors, list[Scope], Calibration | None, list[str] | None]:
     """What is to be written, as it is at one moment: tensors by file, scopes, calibration, keys of examples."""
-    library = served.library
-    with nullcontext() if served.trust is None else served.trust.held():  # no calibration is renewed meanwhile
-        trust = served.trust if served.trust is not None and served.trust.is_made_for(weights) else None
-        records = [record for record in library.records() if record.scope.weights == weights]
+    banks = served.banks
+    with (
+        nullcontext() if served.calibrated is None else served.calibrated.held()
+    ):  # no calibration is renewed meanwhile
+        calibrated = (
+            served.calibrated if served.calibrated is not None and served.calibrated.is_made_for(weights) else None
+        )
+        records = [record for record in banks.records() if record.scope.weights == weights]
         scopes = list(dict.fromkeys(record.scope for record in records))
         parts = {
-            "requests": pack_requests(records, scopes) | _pack_learned(library, trust),
-            "states": pack_states(records) | _pack_codecs(library, weights),
+            "requests": pack_requests(records, scopes) | _pack_learned(banks, calibrated),
+            "states": pack_states(records) | _pack_codecs(banks, weights),
         }
-        if trust is None:
+        if calibrated is None:
             return parts, scopes, None, None
-        return parts, scopes, trust.calibration, trust.chooser.examples
+        return parts, scopes, calibrated.calibration, calibrated.chooser.examples
 
 
-def _pack_learned(library: CacheBanks, trust: CalibratedReuse | None) -> dict[str, Tensor]:
+def _pack_learned(banks: CacheBanks, calibrated: CalibratedReuse | None) -> dict[str, Tensor]:
     """What fingerprint and calibration learned."""
-    fingerprint = {} if library.fingerprint is None else library.fingerprint.state()
+    fingerprint = {} if banks.fingerprint is None else banks.fingerprint.state()
     learned = {f"fingerprint.{name}": array for name, array in fingerprint.items()}
-    if trust is not None:
-        learned |= {f"trust.{name}": array for name, array in trust.state().items()}
+    if calibrated is not None:
+        learned |= {f"trust.{name}": array for name, array in calibrated.state().items()}
     return arrays_to_tensors(learned)
 
 
-def _pack_codecs(library: CacheBanks, weights: str) -> dict[str, Tensor]:
+def _pack_codecs(banks: CacheBanks, weights: str) -> dict[str, Tensor]:
     """What codecs learned of these weights' states. Taken after the records: a packed entry needs its codec."""
     return {
         f"{layer}/codec/{name}": tensor.cpu().contiguous()
-        for layer, packer in library.banks.packers.get(weights, {}).items()
+        for layer, packer in banks.layer_banks.packers.get(weights, {}).items()
         for name, tensor in packer.codec.state().items()
     }
 

@@ -23,8 +23,8 @@ class AuditStats:
             model was calibrated with others.
         n_requests: Requests counted, hits or not; bypassed ones are not.
         n_drawn: Approximate hits to be looked into.
-        n_looked: Those whose own answer is known by now. Where n_drawn - n_looked exceeds n_waiting, the rest cannot be
-            known: computing failed, or they were purged.
+        n_recomputed: Those whose own answer is known by now. Where n_drawn - n_recomputed exceeds n_waiting, the rest
+            cannot be known: computing failed, or they were purged.
         n_lost: Those that count as changed to the alarm since they were not looked into: computing them failed, or
             more than a thousand others have been drawn and not looked into since (`llmcache.audit.account`).
         n_waiting: Hits that wait to be looked into, and a renewal if one does: `LLMCache.drain` does them, but for hits
@@ -34,7 +34,7 @@ class AuditStats:
         lower: The mean rate so far is at least this, at all times but for a chance of `delta`.
         upper: It is at most this, likewise. What was drawn and is not known counts as changed here.
         n_alarms: Times that the rate was found to exceed what is allowed, since wrapping.
-        n_struck: Stored requests that serve no others any more, since an answer of theirs was another request's.
+        n_quarantined: Stored requests that serve no others any more, since an answer of theirs was another request's.
         needed: Requests after which an alarm can be expected if the rate were twice what is allowed from now on
             (`llmcache.audit.alarm.Alarm.needed` derives it); None where nothing is looked into.
     """
@@ -42,7 +42,7 @@ class AuditStats:
     status: Status
     n_requests: int = 0
     n_drawn: int = 0
-    n_looked: int = 0
+    n_recomputed: int = 0
     n_lost: int = 0
     n_waiting: int = 0
     n_changed: int = 0
@@ -50,7 +50,7 @@ class AuditStats:
     lower: float = 0.0
     upper: float = 1.0
     n_alarms: int = 0
-    n_struck: int = 0
+    n_quarantined: int = 0
     needed: int | None = None
 
 
@@ -70,8 +70,8 @@ class Cost:
         hit_ms: All of a hit: lookup, transfer of the state, and what of the model still runs.
         hit_rate: Share of requests served, of those that took the whole way.
         repeats: Share of all requests that were asked before; None where tokens are not on the host.
-        pays_from: Hit rate from which the cache pays; None also where a hit takes longer than the model.
-        is_aside: Such calls go by the cache.
+        worthwhile_from: Hit rate from which the cache pays; None also where a hit takes longer than the model.
+        is_bypassed: Such calls go by the cache.
     """
 
     tokens: int
@@ -84,8 +84,8 @@ class Cost:
     hit_ms: float | None
     hit_rate: float | None
     repeats: float | None
-    pays_from: float | None
-    is_aside: bool
+    worthwhile_from: float | None
+    is_bypassed: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +96,13 @@ class Health:
         is_failing: A tenth of the latest calls or looks failed, and the share has not fallen to half of that since.
         failed_calls: Share of the latest calls in which something of the cache failed and was computed around: reading,
             lookup, draw or storing; 0 to 1, over some 64 calls.
-        failed_looks: Share of the latest looks of the audit that failed, over some 64 looks.
+        failed_recomputes: Share of the latest looks of the audit that failed, over some 64 looks.
         failures: Failures since wrapping, by what failed and the kind of error.
     """
 
     is_failing: bool = False
     failed_calls: float = 0.0
-    failed_looks: float = 0.0
+    failed_recomputes: float = 0.0
     failures: dict[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -110,7 +110,9 @@ class Health:
         if not self.is_failing:
             return "good"
         often = ", ".join(f"{what} ({n})" for what, n in Counter(self.failures).most_common(3))
-        return f"failing: {self.failed_calls:.0%} of calls, {self.failed_looks:.0%} of looks; since wrapping: {often}"
+        return (
+            f"failing: {self.failed_calls:.0%} of calls, {self.failed_recomputes:.0%} of looks; since wrapping: {often}"
+        )
 
 
 @dataclass(frozen=True, slots=True)

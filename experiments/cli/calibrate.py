@@ -71,7 +71,7 @@ def _show(title: str, found: "Calibration") -> None:
         "hit rate expected": None if chosen is None else chosen.hit_rate,
         "speed-up expected": found.speedup,
         "changed of those tested": None if chosen is None else chosen.loss,
-        "largest doubt allowed": None if chosen is None else chosen.limit,
+        "largest risk allowed": None if chosen is None else chosen.limit,
         "sources": f"{found.sources}, {found.n_sources:,}",
         "tested on": found.n_tested,
         "seconds, computing left out": found.seconds,
@@ -81,7 +81,7 @@ def _show(title: str, found: "Calibration") -> None:
         typer.echo("nothing is reused approximately: not even the strictest limit kept to what was asked")
     step = -(-len(found.curve) // _MOST_SHOWN)
     rows = [
-        {"largest doubt": tried.limit, "hit rate": tried.hit_rate, "loss": tried.loss, "bound": tried.bound}
+        {"largest risk": tried.limit, "hit rate": tried.hit_rate, "loss": tried.loss, "bound": tried.bound}
         for tried in found.curve[::-1][::step][::-1]  # with the last one, which ended it
     ]
     typer.echo()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, Self
 
+from llmcache.calibration.risk_target import RiskTarget
 from pydantic import Field
 
 from experiments.measures.base import Outcome
@@ -20,13 +21,12 @@ from experiments.measures.edits import edits_of
 from experiments.measures.learning import LearningExperiment, figures_of, later
 from experiments.methods.cached import Cached
 from experiments.metrics.metrics import share_interval
-from experiments.replay.rehearsal import Rehearsal, doubts_about, freeze
+from experiments.replay.rehearsal import Rehearsal, freeze, risks_about
 from experiments.replay.serving import asking
 from experiments.support.folders import Folders
 from experiments.support.progress import tracked
 from llmcache.calibration.calibrated_reuse import CalibratedReuse
 from llmcache.calibration.calibration import Calibration, split
-from llmcache.calibration.claim import RiskTarget
 from llmcache.request.observation import Observation
 
 Gate = bool | dict[str, Any]
@@ -81,14 +81,16 @@ def run(experiment: Adversaries, folders: Folders) -> Outcome:
     edited = _edit(experiment, rehearsal)
     rows, settings = [], []
     for gate in experiment.gates:
-        cache, trust = rehearsal.beside({**experiment.cache, "gate": gate})
-        for claim in experiment.frozen_claims:
+        cache, calibrated = rehearsal.beside({**experiment.cache, "gate": gate})
+        for risk_target in experiment.frozen_claims:
             cache.clear()
-            found = rehearsal.calibrate(trust, experiment.learn, claim)
-            asked = _ask(rehearsal, trust, found, edited)
-            at = {"gate": name_of(gate), "max_drop": claim.max_drop}
+            found = rehearsal.calibrate(calibrated, experiment.learn, risk_target)
+            asked = _ask(rehearsal, calibrated, found, edited)
+            at = {"gate": name_of(gate), "max_drop": risk_target.max_drop}
             rows += [at | row for row in asked]
-            settings.append(at | _figures(experiment, rehearsal, trust, claim, found) | {"edits": _by_kind(asked)})
+            settings.append(
+                at | _figures(experiment, rehearsal, calibrated, risk_target, found) | {"edits": _by_kind(asked)}
+            )
         cache.unwrap()
     metrics = {
         **experiment.about(workload),
@@ -108,7 +110,7 @@ def name_of(gate: Gate) -> str:
 
 def _edit(experiment: Adversaries, rehearsal: Rehearsal) -> list[Edited]:
     """Edited requests, made of those that serve whichever loss is allowed, and computed."""
-    parts = [set(split(experiment.learn, claim)[0]) for claim in experiment.frozen_claims]
+    parts = [set(split(experiment.learn, risk_target)[0]) for risk_target in experiment.frozen_claims]
     requests, rng = rehearsal.workload.requests, Random(experiment.seed)
     texts = [request.text for request in requests]
     drafts = []
@@ -126,7 +128,7 @@ def _edit(experiment: Adversaries, rehearsal: Rehearsal) -> list[Edited]:
 
 
 def _ask(
-    rehearsal: Rehearsal, trust: CalibratedReuse, found: Calibration, edited: Sequence[Edited]
+    rehearsal: Rehearsal, calibrated: CalibratedReuse, found: Calibration, edited: Sequence[Edited]
 ) -> list[dict[str, int | str | None]]:
     """One row an edited request: whether it is served, by whom, and whether that changes its answer.
 
@@ -134,10 +136,10 @@ def _ask(
     """
     limit = -math.inf if found.chosen is None else found.chosen.limit
     known = {case.row.key: (i, case) for i, case in enumerate(rehearsal.observed)}
-    doubts, sources = trust.teacher.doubts([one.case for one in edited], ())
+    risks, sources = calibrated.fitter.risks([one.case for one in edited], ())
     rows: list[dict[str, int | str | None]] = []
-    for one, doubt, key in zip(edited, doubts, sources, strict=True):
-        number, source = known[key] if key is not None and doubt <= limit else (None, None)
+    for one, risk, key in zip(edited, risks, sources, strict=True):
+        number, source = known[key] if key is not None and risk <= limit else (None, None)
         rows.append(
             {
                 "kind": one.kind,
@@ -178,13 +180,17 @@ def _counts(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _figures(
-    experiment: Adversaries, rehearsal: Rehearsal, trust: CalibratedReuse, claim: RiskTarget, found: Calibration
+    experiment: Adversaries,
+    rehearsal: Rehearsal,
+    calibrated: CalibratedReuse,
+    risk_target: RiskTarget,
+    found: Calibration,
 ) -> dict[str, Any]:
     """What was chosen, and what became of the later requests of the stream."""
     rest, limit = rehearsal.observed[experiment.learn :], -1.0 if found.chosen is None else found.chosen.limit
-    learned = [rehearsal.observed[i] for i in split(experiment.learn, claim)[0]]
-    doubts = doubts_about(trust, learned, rest)
-    served, sources = freeze(doubts, {case.row.key for case in learned}, rest, limit)
+    learned = [rehearsal.observed[i] for i in split(experiment.learn, risk_target)[0]]
+    risks = risks_about(calibrated, learned, rest)
+    served, sources = freeze(risks, {case.row.key for case in learned}, rest, limit)
     told = rehearsal.answers_from(experiment.learn, sources)
     counted = later(rehearsal.workload, experiment.learn)
     figures = figures_of(counted, rehearsal.answers[experiment.learn :], told, served, experiment.seed)

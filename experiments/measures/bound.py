@@ -11,7 +11,7 @@ chance, `shuffled` ones too, which are the control; `is_beyond_chance` where its
 that stand for themselves: repeats do not).
 
 A calibration errs if more answers change in the population, at the limit that it chose, than it was asked to leave.
-With sources that stay, it may do so with probability delta. Learning, doubts and choice are the library's own.
+With sources that stay, it may do so with probability delta. Learning, risks and choice are the library's own.
 
 Sizes: N requests of the population, M of C.
 """
@@ -22,6 +22,7 @@ from functools import lru_cache
 from typing import Any, Self
 
 import numpy as np
+from llmcache.calibration.risk_target import RiskTarget
 from numpy.typing import NDArray
 from pydantic import Field
 
@@ -33,7 +34,6 @@ from experiments.replay.rehearsal import Rehearsal
 from experiments.support.folders import Folders
 from experiments.support.progress import tracked
 from llmcache.calibration.calibration import HoldoutOutcome, OperatingPoint, chosen, n_tested, try_settings
-from llmcache.calibration.claim import RiskTarget
 from llmcache.errors import ConfigError
 
 
@@ -96,7 +96,7 @@ def _rehearsed(settings: str, folders: Folders) -> Rehearsal:
 
 def _n_sources(experiment: Bound) -> int:
     """As many as the claim with the largest C leaves: the same for all, so that they are learned from once."""
-    return experiment.learn - max(n_tested(experiment.learn, claim) for claim in experiment.frozen_claims)
+    return experiment.learn - max(n_tested(experiment.learn, risk_target) for risk_target in experiment.frozen_claims)
 
 
 def _n_population(experiment: Bound, n: int) -> int:
@@ -111,14 +111,14 @@ def _calibrations(experiment: Bound, rehearsal: Rehearsal, part: int) -> Iterato
     rng = np.random.default_rng((experiment.seed, part))
     order = rng.permutation(len(rehearsal.observed))
     sources, population = ([rehearsal.observed[i] for i in half] for half in np.split(order, [_n_sources(experiment)]))
-    limits, claims = rehearsal.trust.learn(sources), experiment.frozen_claims
-    truth = rehearsal.trust.teacher.trial(population, {case.row.key: case for case in sources}, "changed")
+    limits, claims = rehearsal.calibrated.learn(sources), experiment.frozen_claims
+    truth = rehearsal.calibrated.fitter.trial(population, {case.row.key: case for case in sources}, "changed")
     for draw in range(experiment.draws):
-        for claim in claims:
-            drawn = rng.integers(len(population), size=n_tested(experiment.learn, claim))
-            seen = HoldoutOutcome(truth.doubt[drawn], truth.loss[drawn])
-            found = chosen(try_settings(seen, limits, claim.max_drop, claim.delta), claim.max_drop)
-            yield {"part": part, "draw": draw, **_held_against(truth, found, claim, len(drawn))}
+        for risk_target in claims:
+            drawn = rng.integers(len(population), size=n_tested(experiment.learn, risk_target))
+            seen = HoldoutOutcome(truth.risk[drawn], truth.loss[drawn])
+            found = chosen(try_settings(seen, limits, risk_target.max_drop, risk_target.delta), risk_target.max_drop)
+            yield {"part": part, "draw": draw, **_held_against(truth, found, risk_target, len(drawn))}
 
 
 def _in_order(experiment: Bound, rehearsal: Rehearsal, part: int) -> Iterator[dict[str, Any]]:
@@ -130,31 +130,35 @@ def _in_order(experiment: Bound, rehearsal: Rehearsal, part: int) -> Iterator[di
     order = np.random.default_rng((experiment.seed, part)).permutation(len(first))
     learned, rest = np.split(order, [_n_sources(experiment)])
     sources = {first[i].row.key: first[i] for i in sorted(learned.tolist())}
-    limits, claims = rehearsal.trust.learn(list(sources.values())), experiment.frozen_claims
-    trial = rehearsal.trust.teacher.trial([first[i] for i in rest.tolist()], sources, "changed")
-    truth = rehearsal.trust.teacher.trial(later, sources, "changed")
-    for claim in claims:
-        n = n_tested(experiment.learn, claim)
+    limits, claims = rehearsal.calibrated.learn(list(sources.values())), experiment.frozen_claims
+    trial = rehearsal.calibrated.fitter.trial([first[i] for i in rest.tolist()], sources, "changed")
+    truth = rehearsal.calibrated.fitter.trial(later, sources, "changed")
+    for risk_target in claims:
+        n = n_tested(experiment.learn, risk_target)
         found = chosen(
-            try_settings(HoldoutOutcome(trial.doubt[:n], trial.loss[:n]), limits, claim.max_drop, claim.delta),
-            claim.max_drop,
+            try_settings(
+                HoldoutOutcome(trial.risk[:n], trial.loss[:n]), limits, risk_target.max_drop, risk_target.delta
+            ),
+            risk_target.max_drop,
         )
-        yield {"part": part, "draw": 0, **_held_against(truth, found, claim, n)}
+        yield {"part": part, "draw": 0, **_held_against(truth, found, risk_target, n)}
 
 
-def _held_against(truth: HoldoutOutcome, found: OperatingPoint | None, claim: RiskTarget, n: int) -> dict[str, Any]:
+def _held_against(
+    truth: HoldoutOutcome, found: OperatingPoint | None, risk_target: RiskTarget, n: int
+) -> dict[str, Any]:
     """What a calibration with `n` requests of C chose, and what became of the requests that it served."""
-    served = np.isneginf(truth.doubt) if found is None else truth.doubt <= found.limit
+    served = np.isneginf(truth.risk) if found is None else truth.risk <= found.limit
     changed = float(np.where(served, truth.loss, 0.0).mean())
     return {
-        "max_drop": claim.max_drop,
+        "max_drop": risk_target.max_drop,
         "n_tested": n,
         "limit": None if found is None else found.limit,
         "bound": None if found is None else found.bound,
         "hit_rate": float(served.mean()),
         "changed_answers": changed,
-        "is_violated": int(changed > claim.max_drop),
-        "is_beyond_chance": int(share_interval(round(changed * len(served)), len(served))[0] > claim.max_drop),
+        "is_violated": int(changed > risk_target.max_drop),
+        "is_beyond_chance": int(share_interval(round(changed * len(served)), len(served))[0] > risk_target.max_drop),
     }
 
 

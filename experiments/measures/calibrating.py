@@ -42,10 +42,10 @@ def calibrate(experiment: Experiment, folders: Folders) -> tuple[LLMCache, list[
     check_size(n, min(drops), settings.delta)  # before minutes of computing
     workload = build(experiment.task.model_copy(update={"limit": n}), folders, experiment.seed)
     # It may be kept, to serve with: then its settings say what it was calibrated for.
-    config = configure(workload, {"step_aside": True, **experiment.cache, "max_drop": drops[-1]})
+    config = configure(workload, {"auto_bypass": True, **experiment.cache, "max_drop": drops[-1]})
     cache = LLMCache.wrap(workload.module, config=config, tokenizer=workload.tokenizer)
     requests = tracked(workload.requests, len(workload.requests), "Calibrating")
     observed = cache.observe(request.inputs for request in requests)
-    assert cache.trust is not None
+    assert cache.calibrated is not None
     claims = [experiment.claim(drop, settings.sources) for drop in drops]
-    return cache, [cache.trust.calibrate(observed, claim) for claim in claims]
+    return cache, [cache.calibrated.calibrate(observed, claim) for claim in claims]

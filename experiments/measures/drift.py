@@ -18,6 +18,7 @@ from random import Random
 from typing import Any, Literal
 
 import numpy as np
+from llmcache.calibration.risk_target import RiskTarget, Sources
 from numpy.typing import NDArray
 from pydantic import Field
 
@@ -32,7 +33,6 @@ from experiments.tasks.workload import Workload
 from llmcache import LLMCache
 from llmcache.arrays import Floats
 from llmcache.calibration.calibration import split
-from llmcache.calibration.claim import RiskTarget, Sources
 from llmcache.calibration.drift import DriftDetector, Marks, Profile
 from llmcache.errors import ConfigError
 
@@ -78,17 +78,17 @@ def run(experiment: Drift, folders: Folders) -> Outcome:
     rehearsal = Rehearsal(workload, experiment.cache)
     windows, runs = [], []
     for audit in experiment.audits:
-        cache, trust = rehearsal.beside({**experiment.cache, "audit": audit})
+        cache, calibrated = rehearsal.beside({**experiment.cache, "audit": audit})
         for sources in experiment.sources:
             for drop in experiment.max_drops:
                 cache.clear()
-                claim = experiment.claim(drop, sources)
-                rehearsal.calibrate(trust, experiment.learn, claim)
+                risk_target = experiment.risk_target(drop, sources)
+                rehearsal.calibrate(calibrated, experiment.learn, risk_target)
                 named = {"sources": sources, "audit": audit, "max_drop": drop}
                 watched = _Watched(cache, rehearsal, experiment.learn, change)
                 watched.serve(f"Serving {sources}, audit {audit:g}, {drop:g}")
                 windows += [named | row for row in watched.windows(experiment.window)]
-                runs.append(named | watched.figures(claim, audit))
+                runs.append(named | watched.figures(risk_target, audit))
         cache.unwrap()
     unchanged = _unchanged(experiment, rehearsal)
     metrics = {
@@ -152,17 +152,17 @@ def _unchanged(experiment: Drift, rehearsal: Rehearsal) -> list[dict[str, Any]]:
     order = rng.permutation(n).tolist()
     learned, rest = ([rehearsal.observed[i] for i in part] for part in np.split(order, [experiment.learn]))
     found = []
-    for claim in experiment.frozen_claims:
-        made = rehearsal.trust.calibrate(learned, claim)
+    for risk_target in experiment.frozen_claims:
+        made = rehearsal.calibrated.calibrate(learned, risk_target)
         if made.watch is None or made.watch.profile is None:
             continue
-        sources = {learned[i].row.key for i in split(len(learned), claim)[0]}
-        marks = list(rehearsal.trust.teacher.marks(rest, sources).items())
+        sources = {learned[i].row.key for i in split(len(learned), risk_target)[0]}
+        marks = list(rehearsal.calibrated.fitter.marks(rest, sources).items())
         for kind, power in _REPEATS.items():
             weights = rng.permutation(np.arange(1.0, len(marks) + 1) ** -power)
             drawn = rng.choice(len(marks), (experiment.n_unchanged, experiment.length), p=weights / weights.sum())
             n_told = sum(_is_told(made.watch.profile, [marks[i] for i in numbers]) for numbers in drawn)
-            named = {"max_drop": claim.max_drop, "repeats": kind, "n_different": len(marks)}
+            named = {"max_drop": risk_target.max_drop, "repeats": kind, "n_different": len(marks)}
             found.append(named | {"n_streams": len(drawn), "length": experiment.length, "n_suspended": n_told})
     return found
 
@@ -213,7 +213,7 @@ class _Watched:
                 "changed_answers": float(changed[start:end].mean()),
             }
 
-    def figures(self, claim: RiskTarget, audit: float) -> dict[str, Any]:
+    def figures(self, risk_target: RiskTarget, audit: float) -> dict[str, Any]:
         """What became of all of them, and when what was heard, given what was claimed and how many hits are drawn."""
         hits, changed, change = self._hits, self._changed, self._change - self._first
         late = [number for number in self._alarms if number >= self._change]
@@ -230,7 +230,7 @@ class _Watched:
             "changed_until_alarm": rate,
             "n_after": len(hits) - change,
             "false_alarms": len(self._alarms) - len(late),
-            "requests_expected": requests_expected(claim, audit, change, rate),
+            "requests_expected": requests_expected(risk_target, audit, change, rate),
             "requests_to_alarm": tightened[0],
             "hits_to_alarm": tightened[1],
             "requests_to_notice": self._after_change(noticed, 0)[0],

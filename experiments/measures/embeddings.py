@@ -18,7 +18,7 @@ from experiments.measures.base import Outcome
 from experiments.measures.learning import LearningExperiment, figures_of, later
 from experiments.methods.base import is_hit
 from experiments.metrics.metrics import quality
-from experiments.replay.rehearsal import Rehearsal, doubts_about, freeze
+from experiments.replay.rehearsal import Rehearsal, freeze, risks_about
 from experiments.support.folders import Folders
 from experiments.support.progress import tracked
 from llmcache.calibration.calibration import split
@@ -29,7 +29,7 @@ class Embeddings(LearningExperiment):
     """Settings of the measure.
 
     Attributes:
-        n_limits: Limits of doubt in hindsight: as many shares of later requests that would be served, evenly spread.
+        n_limits: Limits of risk in hindsight: as many shares of later requests that would be served, evenly spread.
     """
 
     n_limits: int = Field(default=10, ge=1)
@@ -63,15 +63,15 @@ def _calibrated(experiment: Embeddings, rehearsal: Rehearsal) -> Iterator[dict[s
     first, rest = rehearsal.observed[: experiment.learn], rehearsal.observed[experiment.learn :]
     for drop in tracked(experiment.max_drops, len(experiment.max_drops), "Calibrating"):
         claim = experiment.claim(drop)
-        found = rehearsal.trust.calibrate(first, claim)
+        found = rehearsal.calibrated.calibrate(first, claim)
         learned = [first[i] for i in split(len(first), claim)[0]]
-        limit = -1.0 if found.chosen is None else found.chosen.limit  # nothing but repeats is less doubtful
-        doubts = doubts_about(rehearsal.trust, learned, rest)
+        limit = -1.0 if found.chosen is None else found.chosen.limit  # nothing but repeats is less risky
+        risks = risks_about(rehearsal.calibrated, learned, rest)
         yield {
             "max_drop": drop,
             "limit": None if found.chosen is None else limit,
             "bound": None if found.chosen is None else found.chosen.bound,
-            **_figures(experiment, rehearsal, doubts, {case.row.key for case in learned}, limit),
+            **_figures(experiment, rehearsal, risks, {case.row.key for case in learned}, limit),
         }
 
 
@@ -80,20 +80,20 @@ def _in_hindsight(experiment: Embeddings, rehearsal: Rehearsal) -> Iterator[dict
     first, rest = rehearsal.observed[: experiment.learn], rehearsal.observed[experiment.learn :]
     claim = experiment.claim(min(experiment.max_drops))
     learned = [first[i] for i in split(len(first), claim)[0]]
-    rehearsal.trust.learn(learned)
-    doubts, kept = doubts_about(rehearsal.trust, learned, rest), {case.row.key for case in learned}
-    known = np.array([one.doubt for one in doubts.values() if np.isfinite(one.doubt)])
+    rehearsal.calibrated.learn(learned)
+    risks, kept = risks_about(rehearsal.calibrated, learned, rest), {case.row.key for case in learned}
+    known = np.array([one.risk for one in risks.values() if np.isfinite(one.risk)])
     for limit in np.quantile(known, np.linspace(0, 1, experiment.n_limits + 1)[1:]):
         named = {"max_drop": None, "limit": float(limit), "bound": None}
-        yield named | _figures(experiment, rehearsal, doubts, kept, float(limit))
+        yield named | _figures(experiment, rehearsal, risks, kept, float(limit))
 
 
 def _figures(
-    experiment: Embeddings, rehearsal: Rehearsal, doubts: Mapping[str, Found], kept: set[str], limit: float
+    experiment: Embeddings, rehearsal: Rehearsal, risks: Mapping[str, Found], kept: set[str], limit: float
 ) -> dict[str, Any]:
     """Hits, quality and cosines at one limit."""
     rest = rehearsal.observed[experiment.learn :]
-    served, sources = freeze(doubts, kept, rest, limit)
+    served, sources = freeze(risks, kept, rest, limit)
     told, base = rehearsal.answers_from(experiment.learn, sources), rehearsal.answers[experiment.learn :]
     figures = figures_of(later(rehearsal.workload, experiment.learn), base, told, served, experiment.seed)
     return {**figures, **_cosines(base, told, is_hit(served) & (served != "exact"))}

@@ -5,6 +5,7 @@ from copy import copy
 from typing import Any, Self
 
 import numpy as np
+from llmcache.calibration.risk_target import MetricName, RiskTarget, Sources
 from numpy.typing import NDArray
 from pydantic import Field, field_validator
 
@@ -18,7 +19,6 @@ from experiments.tasks import build
 from experiments.tasks.workload import Answer, Workload
 from llmcache import CacheConfig
 from llmcache.calibration.calibration import check_size
-from llmcache.calibration.claim import MetricName, RiskTarget, Sources
 from llmcache.errors import CalibrationError, ConfigError
 
 
@@ -53,14 +53,14 @@ class LearningExperiment(TaskExperiment):
         """Settings of llmcache, checked."""
         return CacheConfig.make(self.cache)
 
-    def claim(self, max_drop: float, sources: Sources = "frozen", metric: MetricName = "changed") -> RiskTarget:
+    def risk_target(self, max_drop: float, sources: Sources = "frozen", metric: MetricName = "changed") -> RiskTarget:
         """What a calibration is to show."""
         return RiskTarget(max_drop, self.config.delta, metric, sources, self.seed)
 
     @property
     def frozen_claims(self) -> list[RiskTarget]:
         """What calibrations with frozen sources are to show, one for each loss."""
-        return [self.claim(drop) for drop in self.max_drops]
+        return [self.risk_target(drop) for drop in self.max_drops]
 
     def stream(self, folders: Folders) -> Workload:
         """The task's requests, unless they are over before anything could be served.

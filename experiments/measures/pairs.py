@@ -17,6 +17,7 @@ from random import Random
 from typing import Any, Self
 
 import numpy as np
+from llmcache.calibration.risk_target import RiskTarget
 from numpy.typing import NDArray
 from pydantic import Field
 
@@ -32,7 +33,6 @@ from experiments.replay.rehearsal import Rehearsal
 from experiments.support.folders import Folders
 from experiments.tasks.embedding import ALIKE, Embedding
 from llmcache import CacheConfig
-from llmcache.calibration.claim import RiskTarget
 from llmcache.errors import ConfigError
 
 
@@ -81,7 +81,7 @@ class Way:
     """What one way did.
 
     Attributes:
-        settings: Its name, gate, the loss that was asked for, and the limit: a doubt, or a threshold.
+        settings: Its name, gate, the loss that was asked for, and the limit: a risk, or a threshold.
         source: Number of the stored sentence that serves each second one (N,); -1 where it is computed.
     """
 
@@ -143,14 +143,16 @@ def _calibrated(experiment: Pairs, rehearsal: Rehearsal, firsts: range) -> Itera
     learned, stored = rehearsal.observed[: firsts.start], rehearsal.observed[firsts.start : firsts.stop]
     numbers = {case.row.key: i for i, case in enumerate(rehearsal.observed)}
     for gate in experiment.gates:
-        cache, trust = rehearsal.beside({**experiment.cache, "gate": gate})
+        cache, calibrated = rehearsal.beside({**experiment.cache, "gate": gate})
         for drop in experiment.max_drops:
             cache.clear()
-            found = trust.calibrate(learned, RiskTarget(drop, experiment.delta, "changed", "growing", experiment.seed))
-            trust.teacher.stand(stored)
-            doubts, keys = trust.teacher.doubts(rehearsal.observed[firsts.stop :], ())
+            found = calibrated.calibrate(
+                learned, RiskTarget(drop, experiment.delta, "changed", "growing", experiment.seed)
+            )
+            calibrated.fitter.stand(stored)
+            risks, keys = calibrated.fitter.risks(rehearsal.observed[firsts.stop :], ())
             limit = -1.0 if found.chosen is None else found.chosen.limit
-            is_served = doubts <= limit
+            is_served = risks <= limit
             source = [numbers[key] if is_hit and key else -1 for is_hit, key in zip(is_served, keys, strict=True)]
             named = {"way": "llmcache", "gate": name_of(gate), "asked": drop}
             yield Way({**named, "limit": limit if found.chosen else None}, np.array(source))

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from llmcache.calibration.risk_target import RiskTarget, Sources
 from numpy.typing import NDArray
 from pydantic import Field
 
@@ -32,7 +33,6 @@ from experiments.support.folders import Folders
 from experiments.support.progress import tracked
 from experiments.tasks.workload import Answer, Workload
 from llmcache import LLMCache
-from llmcache.calibration.claim import RiskTarget, Sources
 from llmcache.request.observation import Observation
 
 _N_PLACES = 3  # words of a target that the attacker tries to replace, each by every word that he knows
@@ -140,11 +140,11 @@ def _attacks(experiment: Poisoning, rehearsal: Rehearsal, attack: Attack) -> Ite
     planting = asking(rehearsal.workload, attack.planted, experiment.task.max_length)
     own = [rehearsal.workload.answer(torch.from_numpy(case.output)[None], 0) for case in _observe(rehearsal, planting)]
     for gate, audit in product(experiment.gates, experiment.audits):
-        cache, trust = rehearsal.beside({**experiment.cache, "gate": gate, "audit": audit})
+        cache, calibrated = rehearsal.beside({**experiment.cache, "gate": gate, "audit": audit})
         for sources, drop in product(experiment.sources, experiment.max_drops):
             cache.clear()
-            claim = experiment.claim(drop, sources)
-            found = rehearsal.calibrate(trust, experiment.learn, claim)
+            risk_target = experiment.risk_target(drop, sources)
+            found = rehearsal.calibrate(calibrated, experiment.learn, risk_target)
             asked = _Asked(cache)
             what = f"Attacking {sources}, gate {name_of(gate)}, audit {audit:g}, {drop:g}"
             for i in range(len(attack.planted)):
@@ -157,7 +157,7 @@ def _attacks(experiment: Poisoning, rehearsal: Rehearsal, attack: Attack) -> Ite
                 "sources": sources,
                 "max_drop": drop,
                 "limit": None if found.chosen is None else found.chosen.limit,
-                **asked.attack(len(attack.planted), claim, audit),
+                **asked.attack(len(attack.planted), risk_target, audit),
                 **_captured(attack, asked),
             }
         cache.unwrap()
@@ -187,7 +187,7 @@ class _Asked:
         if alarms_of(self._cache) > len(self._alarms):
             self._alarms.append(len(self.replies))
 
-    def attack(self, n_planted: int, claim: RiskTarget, audit: float) -> dict[str, Any]:
+    def attack(self, n_planted: int, risk_target: RiskTarget, audit: float) -> dict[str, Any]:
         """What became of the planted requests, and when the audit heard of it."""
         first = self._alarms[0] if self._alarms else None
         rate = float(np.mean(self.is_changed[:first]))
@@ -197,7 +197,7 @@ class _Asked:
             "n_alarms": len(self._alarms),
             "requests_to_alarm": first,
             "hits_to_alarm": None if first is None else sum(r.source is not None for r in self.replies[:first]),
-            "requests_expected": requests_expected(claim, audit, 0, rate),
+            "requests_expected": requests_expected(risk_target, audit, 0, rate),
         }
 
 

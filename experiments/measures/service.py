@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from llmcache.calibration.risk_target import RiskTarget
 from numpy.typing import NDArray
 from pydantic import Field, field_validator
 
@@ -33,11 +34,10 @@ from experiments.support.folders import Folders
 from experiments.support.progress import tracked
 from experiments.tasks.workload import Answer, Workload
 from llmcache import LLMCache
-from llmcache.calibration.claim import RiskTarget
 from llmcache.request.observation import Observation
 
 CACHE = "llmcache"
-AS_BY_DEFAULT = {"step_aside": True, "audit_in_background": True}  # elsewhere experiments turn these off
+AS_BY_DEFAULT = {"auto_bypass": True, "audit_in_background": True}  # elsewhere experiments turn these off
 
 
 class Service(LearningExperiment):
@@ -105,16 +105,16 @@ class Server:
         first = [request.inputs for request in workload.requests[:learn]]
         self._observed: list[Observation] = self.cache.observe(first) if first else []
 
-    def begin(self, claim: RiskTarget | None) -> None:
+    def begin(self, risk_target: RiskTarget | None) -> None:
         """Forget all that was held, and learn anew where a claim is to be kept.
 
         Raises:
             CalibrationError: The first requests cannot carry the claim.
         """
         self.cache.clear()
-        if claim is not None:
-            assert self.cache.trust is not None
-            self.cache.trust.calibrate(self._observed, claim)
+        if risk_target is not None:
+            assert self.cache.calibrated is not None
+            self.cache.calibrated.calibrate(self._observed, risk_target)
 
     def go(self, who: str, number: int, what: str) -> Pass:
         """Answer the later requests, in order and without a break."""
@@ -148,11 +148,13 @@ def run(experiment: Service, folders: Folders) -> Outcome:
     server = Server(workload, experiment.cache, experiment.learn)
     rows, ways = [], []
     for max_drop in experiment.max_drops if experiment.learn else (None,):
-        claim = None if max_drop is None else experiment.claim(max_drop, experiment.config.sources)
+        risk_target = None if max_drop is None else experiment.risk_target(max_drop, experiment.config.sources)
         for threads in experiment.threads:
             at = {"max_drop": max_drop, "threads": threads}
             with threads_of_torch(threads):
-                passes, told = _passes(experiment, server, claim, f"{threads} threads, at most {max_drop} changed")
+                passes, told = _passes(
+                    experiment, server, risk_target, f"{threads} threads, at most {max_drop} changed"
+                )
             ways.append(at | figures(experiment, workload, passes) | told)
             rows += [at | _row(one) for one in passes]
     server.cache.unwrap()
@@ -204,7 +206,7 @@ def threads_of_torch(n: int) -> Iterator[None]:
 
 
 def _passes(
-    experiment: Service, server: Server, claim: RiskTarget | None, what: str
+    experiment: Service, server: Server, risk_target: RiskTarget | None, what: str
 ) -> tuple[list[Pass], dict[str, Any]]:
     """All passes of all rounds; and what the cache tells of itself after the last one of its own."""
     passes: list[Pass] = []
@@ -212,7 +214,7 @@ def _passes(
     for number in range(experiment.rounds):
         for who in order_of_passes(number):
             if who == CACHE:
-                server.begin(claim)
+                server.begin(risk_target)
             passes.append(server.go(who, number, f"{what}: round {number + 1} of {experiment.rounds}, {who}"))
             if who == CACHE:
                 told = _told(server.cache)

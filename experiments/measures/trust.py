@@ -29,12 +29,12 @@ from experiments.metrics.frontier import best, curves
 from experiments.metrics.metrics import quality, share_interval
 from experiments.replay.advance import choose_threshold, serve
 from experiments.replay.recording import Recording, make_fingerprint
-from experiments.replay.rehearsal import Rehearsal, doubts_about, freeze, grow
+from experiments.replay.rehearsal import Rehearsal, freeze, grow, risks_about
 from experiments.replay.replay import Replay, Units, by_request, replay
 from experiments.support.folders import Folders
 from experiments.support.progress import tracked
 from experiments.tasks.workload import Answer, Workload
-from llmcache.calibration.calibrated_reuse import CalibratedReuse as Calibrated
+from llmcache.calibration.calibrated_reuse import CalibratedReuse
 from llmcache.calibration.calibration import Calibration, split
 from llmcache.calibration.claim import Sources
 
@@ -53,12 +53,12 @@ _N_TIMED = 200  # lookups of the semantic response cache
 Reading = Callable[[Units, Replay], list[Answer]]
 
 
-class CalibratedReuse(LearningExperiment):
+class Trust(LearningExperiment):
     """Settings of the measure.
 
     Attributes:
         sources: Who serves then: the calibration's requests alone, or later misses as well.
-        n_limits: Limits of doubt at which reuse is replayed.
+        n_limits: Limits of risk at which reuse is replayed.
         decisions: Other ways to decide that are shown beside that of the settings, with frozen sources: neighbours
             alone, the forecast alone, `risk` (neighbours who vote, and the forecast), `combined` (risk or student).
         taus: Thresholds of the other ways.
@@ -83,7 +83,7 @@ class CalibratedReuse(LearningExperiment):
     encoder: str = "minilm"
 
 
-def run(experiment: CalibratedReuse, folders: Folders) -> Outcome:
+def run(experiment: Trust, folders: Folders) -> Outcome:
     """Replay every curve, and serve what was calibrated.
 
     Raises:
@@ -110,55 +110,59 @@ def run(experiment: CalibratedReuse, folders: Folders) -> Outcome:
     return Outcome(points, metrics)
 
 
-def _points_of_llmcache(experiment: CalibratedReuse, rehearsal: Rehearsal) -> Iterator[dict[str, Any]]:
+def _points_of_llmcache(experiment: Trust, rehearsal: Rehearsal) -> Iterator[dict[str, Any]]:
     """Both kinds of sources: those that grow begin with all that was learned from, the others with A and B."""
     cases = rehearsal.observed
     first, rest = cases[: experiment.learn], cases[experiment.learn :]
     limits = (
-        _some(rehearsal.trust.learn(first).tolist(), experiment.n_limits) if "growing" in experiment.sources else []
+        _some(rehearsal.calibrated.learn(first).tolist(), experiment.n_limits)
+        if "growing" in experiment.sources
+        else []
     )
     for limit in tracked(limits, len(limits), "Replaying growing sources"):
-        yield _point(experiment, rehearsal, ("llmcache", "growing"), limit, *grow(rehearsal.trust, first, rest, limit))
-    yield from _frozen_points(experiment, rehearsal, rehearsal.trust, "llmcache")
+        yield _point(
+            experiment, rehearsal, ("llmcache", "growing"), limit, *grow(rehearsal.calibrated, first, rest, limit)
+        )
+    yield from _frozen_points(experiment, rehearsal, rehearsal.calibrated, "llmcache")
 
 
 def _frozen_points(
-    experiment: CalibratedReuse, rehearsal: Rehearsal, trust: Calibrated, name: str
+    experiment: Trust, rehearsal: Rehearsal, calibrated: CalibratedReuse, name: str
 ) -> Iterator[dict[str, Any]]:
     """A curve with the sources of a calibration alone."""
     first, rest = rehearsal.observed[: experiment.learn], rehearsal.observed[experiment.learn :]
     learned, _ = split(len(first), experiment.claim(min(experiment.max_drops)))
     sources = [first[i] for i in learned]
-    limits = _some(trust.learn(sources).tolist(), experiment.n_limits)
-    doubts, kept = doubts_about(trust, sources, rest), {case.row.key for case in sources}
+    limits = _some(calibrated.learn(sources).tolist(), experiment.n_limits)
+    risks, kept = risks_about(calibrated, sources, rest), {case.row.key for case in sources}
     for limit in limits:
-        yield _point(experiment, rehearsal, (name, "frozen"), limit, *freeze(doubts, kept, rest, limit))
+        yield _point(experiment, rehearsal, (name, "frozen"), limit, *freeze(risks, kept, rest, limit))
 
 
-def _parts(experiment: CalibratedReuse, rehearsal: Rehearsal) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def _parts(experiment: Trust, rehearsal: Rehearsal) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """What parts of llmcache do alone: a curve and calibrations of each, replayed."""
     points: list[dict[str, Any]] = []
     calibrated: list[dict[str, Any]] = []
     for name in experiment.decisions:
-        cache, trust = rehearsal.beside(experiment.cache | {"decide": DECISIONS[name]})
-        points += _frozen_points(experiment, rehearsal, trust, name)
-        calibrated += [_part(experiment, rehearsal, trust, name, drop) for drop in experiment.max_drops]
+        cache, calibrated = rehearsal.beside(experiment.cache | {"decide": DECISIONS[name]})
+        points += _frozen_points(experiment, rehearsal, calibrated, name)
+        calibrated += [_part(experiment, rehearsal, calibrated, name, drop) for drop in experiment.max_drops]
         cache.unwrap()
     return points, calibrated
 
 
 def _part(
-    experiment: CalibratedReuse, rehearsal: Rehearsal, trust: Calibrated, name: str, max_drop: float
+    experiment: Trust, rehearsal: Rehearsal, calibrated: CalibratedReuse, name: str, max_drop: float
 ) -> dict[str, Any]:
     """A calibration of one part, and what the later requests get: replayed, which tests hold to serving."""
     first, rest = rehearsal.observed[: experiment.learn], rehearsal.observed[experiment.learn :]
     claim = experiment.claim(max_drop)
-    found = rehearsal.calibrate(trust, experiment.learn, claim)
+    found = rehearsal.calibrate(calibrated, experiment.learn, claim)
     learned, _ = split(len(first), claim)
     sources = list({first[i].row.key: first[i] for i in learned}.values())
     limit = -math.inf if found.chosen is None else found.chosen.limit
-    doubts, kept = doubts_about(trust, sources, rest), {case.row.key for case in sources}
-    served, told_by = freeze(doubts, kept, rest, limit)
+    risks, kept = risks_about(calibrated, sources, rest), {case.row.key for case in sources}
+    served, told_by = freeze(risks, kept, rest, limit)
     told = rehearsal.answers_from(experiment.learn, told_by)
     return _chosen(name, "frozen", found) | _figures(experiment, rehearsal, told, served)
 
@@ -189,7 +193,7 @@ def _some(limits: Sequence[float], n: int) -> list[float]:
 
 
 def _point(
-    experiment: CalibratedReuse,
+    experiment: Trust,
     rehearsal: Rehearsal,
     curve: tuple[str, str],
     limit: float,
@@ -206,7 +210,7 @@ def _named(curve: tuple[str, str | None], limit: float | None, tau: float | None
 
 
 def _figures(
-    experiment: CalibratedReuse, rehearsal: Rehearsal, told: Sequence[Answer], served: NDArray[np.str_]
+    experiment: Trust, rehearsal: Rehearsal, told: Sequence[Answer], served: NDArray[np.str_]
 ) -> dict[str, Any]:
     counted, base = later(rehearsal.workload, experiment.learn), rehearsal.answers[experiment.learn :]
     figures = figures_of(counted, base, told, served, experiment.seed)
@@ -245,7 +249,7 @@ def by_intent(
     }
 
 
-def _others(experiment: CalibratedReuse, rehearsal: Rehearsal) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def _others(experiment: Trust, rehearsal: Rehearsal) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The other ways: a curve of each, and calibrations of those that have a threshold.
 
     What llmcache learns from, they store without searching it.
@@ -264,7 +268,7 @@ def _others(experiment: CalibratedReuse, rehearsal: Rehearsal) -> tuple[list[dic
 
 
 def _points_of_another(
-    experiment: CalibratedReuse, rehearsal: Rehearsal, name: str, units: Units, answers_of: Reading
+    experiment: Trust, rehearsal: Rehearsal, name: str, units: Units, answers_of: Reading
 ) -> Iterator[dict[str, Any]]:
     """The curve of one of the other ways."""
     taus = (math.inf,) if name == "exact_response" else (SAME, *experiment.taus)
@@ -275,7 +279,7 @@ def _points_of_another(
 
 
 def _calibrated_other(
-    experiment: CalibratedReuse, rehearsal: Rehearsal, name: str, units: Units, answers_of: Reading
+    experiment: Trust, rehearsal: Rehearsal, name: str, units: Units, answers_of: Reading
 ) -> Iterator[dict[str, Any]]:
     """Its threshold, chosen as a calibration of llmcache chooses its limit, and what the later requests get."""
     answers, is_changed = rehearsal.answers, rehearsal.workload.is_changed
@@ -303,7 +307,7 @@ def _calibrated_other(
             }
 
 
-def _encoder_ms(experiment: CalibratedReuse, rehearsal: Rehearsal) -> float:
+def _encoder_ms(experiment: Trust, rehearsal: Rehearsal) -> float:
     """Median time in which the sentence encoder embeds one text: what each lookup of the semantic cache costs."""
     encode, times = Encoder(experiment.encoder), []
     with torch.inference_mode():
@@ -314,7 +318,7 @@ def _encoder_ms(experiment: CalibratedReuse, rehearsal: Rehearsal) -> float:
     return float(np.median(times)) * 1e3
 
 
-def _way(name: str, experiment: CalibratedReuse, recording: Recording) -> tuple[Units, Reading]:
+def _way(name: str, experiment: Trust, recording: Recording) -> tuple[Units, Reading]:
     """What a way looks up, and how its answers are read."""
     if name == "doccache":
         return recording.documents(), recording.handed
@@ -324,13 +328,13 @@ def _way(name: str, experiment: CalibratedReuse, recording: Recording) -> tuple[
     return mean, recording.reread if name == "paper" else recording.borrowed
 
 
-def _serve_calibrated(experiment: CalibratedReuse, rehearsal: Rehearsal) -> Iterator[dict[str, Any]]:
+def _serve_calibrated(experiment: Trust, rehearsal: Rehearsal) -> Iterator[dict[str, Any]]:
     """Calibrate on the first requests, for each claim anew, and serve the later ones live and in order."""
     for sources in experiment.sources:
         for max_drop in experiment.max_drops:
             claim = experiment.claim(max_drop, sources)
             rehearsal.cache.clear()  # what an earlier claim's misses left would serve repeats
-            found = rehearsal.calibrate(rehearsal.trust, experiment.learn, claim)
+            found = rehearsal.calibrate(rehearsal.calibrated, experiment.learn, claim)
             told, served = _serve(rehearsal, experiment.learn, f"Live: {sources}, {max_drop:g}")
             yield _chosen("llmcache", sources, found) | _figures(experiment, rehearsal, told, served)
 

@@ -116,7 +116,7 @@ def configure(workload: Workload, options: Mapping[str, Any]) -> CacheConfig:
     """
     if workload.payload is not None and options.get("mode") != "paper":  # which stores whole sequences
         options = {"payload": workload.payload, **options}
-    config = CacheConfig.make({"step_aside": False, "audit_in_background": False, **options})
+    config = CacheConfig.make({"auto_bypass": False, "audit_in_background": False, **options})
     if workload.payload not in (None, config.payload) and config.payload not in ("sequence", "auto"):
         raise ConfigError(f"payload: the head reads {workload.payload!r} (got {config.payload!r}); leave it out")
     return config

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from llmcache.calibration.risk_target import RiskTarget
 
 from experiments.methods.cached import Cached
 from experiments.tasks.workload import Answer, Workload
 from llmcache import Calibration
-from llmcache.calibration.claim import RiskTarget
 from llmcache.request.observation import Observation
 
 
@@ -19,21 +19,21 @@ class Calibrated(Cached):
         calibration: The latest one; None before the first.
     """
 
-    def __init__(self, workload: Workload, options: Mapping[str, Any], learn: int, claim: RiskTarget) -> None:
+    def __init__(self, workload: Workload, options: Mapping[str, Any], learn: int, risk_target: RiskTarget) -> None:
         """Take a copy of the model.
 
         Args:
             workload: Its requests have one row each.
             options: Settings of the cache.
             learn: Requests that are learned from.
-            claim: What is to be shown.
+            risk_target: What is to be shown.
 
         Raises:
             LLMCacheError: The settings do not fit the model.
         """
         self.calibration: Calibration | None = None
         self._learn = learn
-        self._claim = claim
+        self._risk_target = risk_target
         super().__init__(workload, options)
 
     def begin(self) -> None:
@@ -51,6 +51,6 @@ class Calibrated(Cached):
         self._observed.append(case)
         self._numbers[case.row.key] = number  # what is observed leaves no outcome
         if len(self._observed) == self._learn:
-            assert self._cache.trust is not None
-            self.calibration = self._cache.trust.calibrate(self._observed, self._claim)
+            assert self._cache.calibrated is not None
+            self.calibration = self._cache.calibrated.calibrate(self._observed, self._risk_target)
         return self._workload.answer(torch.from_numpy(case.output)[None], number)

@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from math import inf
 
 import numpy as np
+from llmcache.calibration.risk_target import RiskTarget
 from numpy.typing import NDArray
 
 from experiments.methods.base import COMPUTED
 from experiments.replay.replay import Replay, Units, replay
 from llmcache.calibration.calibration import HoldoutOutcome, OperatingPoint, chosen, settings, split, try_settings
-from llmcache.calibration.claim import RiskTarget
 
 #: Whether the answer of a source is not the request's own: `(request, source) -> bool`.
 IsChanged = Callable[[int, int], bool]
@@ -39,9 +39,9 @@ class Nearest:
 
 
 def choose_threshold(
-    units: Units, n_first: int, claim: RiskTarget, is_changed: IsChanged
+    units: Units, n_first: int, risk_target: RiskTarget, is_changed: IsChanged
 ) -> tuple[OperatingPoint | None, NDArray[np.int64]]:
-    """The loosest threshold that keeps the claim, negated as a limit of doubt, and the requests that are stored.
+    """The loosest threshold that keeps the claim, negated as a limit of risk, and the requests that are stored.
 
     Args:
         units: One a request.
@@ -49,7 +49,7 @@ def choose_threshold(
         claim: What is to be shown, of changed answers.
         is_changed: Compares answers.
     """
-    learned, tested = (np.array(part) for part in split(n_first, claim))
+    learned, tested = (np.array(part) for part in split(n_first, risk_target))
     among = nearest(units, learned, learned)
     limits = settings(-among.similarity.astype(np.float64))
     found = nearest(units, tested, learned)
@@ -57,7 +57,7 @@ def choose_threshold(
     trial = HoldoutOutcome(
         -found.similarity.astype(np.float64), np.array([is_changed(*pair) for pair in pairs], np.float64)
     )
-    return chosen(try_settings(trial, limits, claim.max_drop, claim.delta), claim.max_drop), learned
+    return chosen(try_settings(trial, limits, risk_target.max_drop, risk_target.delta), risk_target.max_drop), learned
 
 
 def nearest(units: Units, numbers: Sequence[int] | NDArray[np.int64], stored: NDArray[np.int64]) -> Nearest:

@@ -1,6 +1,6 @@
 """What calibrated reuse does with a stream, tried many times on one pass of the model.
 
-All requests are observed once; who would serve whom, and how doubtful that is, the library's own code decides, as it
+All requests are observed once; who would serve whom, and how risky that is, the library's own code decides, as it
 does when it serves. Only the model is not run again.
 
 Sizes: N requests.
@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from llmcache.calibration.risk_target import RiskTarget
 from numpy.typing import NDArray
 
 from experiments.methods.base import COMPUTED, twin
@@ -22,7 +23,6 @@ from experiments.tasks.workload import Answer, Workload
 from llmcache import LLMCache
 from llmcache.calibration.calibrated_reuse import CalibratedReuse
 from llmcache.calibration.calibration import Calibration
-from llmcache.calibration.claim import RiskTarget
 from llmcache.calibration.training import Found
 from llmcache.request.observation import Observation
 
@@ -56,7 +56,7 @@ class Rehearsal:
         requests = workload.requests
         inputs = (request.inputs for request in tracked(requests, len(requests), "Observing the model alone"))
         self.observed = self.cache.observe(inputs, labels=[request.reference for request in requests])
-        self.trust = self._trust_of(self.cache, options)
+        self.calibrated = self._trust_of(self.cache, options)
         self.outputs = [torch.from_numpy(case.output)[None] for case in self.observed]
         self.answers: list[Answer] = [workload.answer(output, i) for i, output in enumerate(self.outputs)]
         self._number = {case.row.key: i for i, case in enumerate(self.observed)}
@@ -83,10 +83,10 @@ class Rehearsal:
         cache.observe([self.workload.requests[0].inputs])  # its calibrated reuse is there from then on
         return cache, self._trust_of(cache, options)
 
-    def calibrate(self, trust: CalibratedReuse, n: int, claim: RiskTarget) -> Calibration:
+    def calibrate(self, calibrated: CalibratedReuse, n: int, risk_target: RiskTarget) -> Calibration:
         """Calibrate on the first requests. What is told of its time includes that of fits that were made before."""
         saved_s = self._saved_s
-        found = trust.calibrate(self.observed[:n], claim)
+        found = calibrated.calibrate(self.observed[:n], risk_target)
         return replace(found, seconds=found.seconds + self._saved_s - saved_s)
 
     @property
@@ -100,9 +100,9 @@ class Rehearsal:
         return sum(fits.saved_s for fits in self._learned.values())
 
     def _trust_of(self, cache: LLMCache, options: Mapping[str, object]) -> CalibratedReuse:
-        assert cache.trust is not None
-        recall_fits(cache.trust.teacher.fingerprint, self._learned[repr(options.get("fingerprint"))])
-        return cache.trust
+        assert cache.calibrated is not None
+        recall_fits(cache.calibrated.fitter.fingerprint, self._learned[repr(options.get("fingerprint"))])
+        return cache.calibrated
 
     def answers_from(self, first: int, sources: Sequence[str | None]) -> list[Answer]:
         """What requests from `first` on are told, each by who serves it; None where it is computed."""
@@ -113,7 +113,7 @@ class Rehearsal:
 
 
 def grow(
-    trust: CalibratedReuse, learned: Sequence[Observation], later: Sequence[Observation], limit: float
+    calibrated: CalibratedReuse, learned: Sequence[Observation], later: Sequence[Observation], limit: float
 ) -> tuple[NDArray[np.str_], list[str | None]]:
     """Serve requests while those that are computed become sources.
 
@@ -121,34 +121,34 @@ def grow(
         trust: Has learned.
         learned: Who serves at first.
         later: Requests, N, in the order in which they are asked.
-        limit: The largest doubt.
+        limit: The largest risk.
 
     Returns:
         What serves each request (N,), and the key of its source.
     """
-    trust.teacher.restart(learned)
+    calibrated.fitter.restart(learned)
 
     def ask(case: Observation, stored: Collection[str]) -> Found:
-        return trust.teacher.look_up([case], stored)[0]
+        return calibrated.fitter.look_up([case], stored)[0]
 
-    return _serve(later, {case.row.key for case in learned}, limit, ask, lambda case: trust.teacher.stand([case]))
+    return _serve(later, {case.row.key for case in learned}, limit, ask, lambda case: calibrated.fitter.stand([case]))
 
 
-def doubts_about(
-    trust: CalibratedReuse, sources: Sequence[Observation], later: Sequence[Observation]
+def risks_about(
+    calibrated: CalibratedReuse, sources: Sequence[Observation], later: Sequence[Observation]
 ) -> dict[str, Found]:
-    """The doubt about each request by its key, if `sources` serve, which stand already, and no others."""
-    found = trust.teacher.look_up(later, {case.row.key for case in sources})
+    """The risk about each request by its key, if `sources` serve, which stand already, and no others."""
+    found = calibrated.fitter.look_up(later, {case.row.key for case in sources})
     return {case.row.key: one for case, one in zip(later, found, strict=True)}
 
 
 def freeze(
-    doubts: Mapping[str, Found], learned: Collection[str], later: Sequence[Observation], limit: float
+    risks: Mapping[str, Found], learned: Collection[str], later: Sequence[Observation], limit: float
 ) -> tuple[NDArray[np.str_], list[str | None]]:
     """Serve requests from those that were learned from; the others serve their own repeats alone.
 
     Args:
-        doubts: About each later request; see `doubts_about`.
+        risks: About each later request; see `doubts_about`.
         learned: Keys of who serves.
         later: See `grow`.
         limit: See `grow`.
@@ -156,7 +156,7 @@ def freeze(
     Returns:
         See `grow`.
     """
-    return _serve(later, set(learned), limit, lambda case, _: doubts[case.row.key], lambda case: None)
+    return _serve(later, set(learned), limit, lambda case, _: risks[case.row.key], lambda case: None)
 
 
 def _serve(
@@ -171,7 +171,7 @@ def _serve(
     for case in later:
         key = case.row.key
         found = Found(-np.inf, key, "exact") if key in stored else ask(case, stored)
-        if found.doubt <= limit:
+        if found.risk <= limit:
             served.append(found.rung)
             sources.append(found.key)
             continue

@@ -4,12 +4,13 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 
+from llmcache.calibration.risk_target import RiskTarget
+
 from experiments.methods.base import COMPUTED
 from experiments.models.loading import encode
 from experiments.tasks.workload import Answer, Request, Workload
 from llmcache import LLMCache
 from llmcache.audit.alarm import Alarm
-from llmcache.calibration.claim import RiskTarget
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +48,11 @@ def ask(cache: LLMCache, workload: Workload, number: int) -> Reply:
     return Reply(workload.answer(output, number), outcome.rung or COMPUTED, outcome.source)
 
 
-def requests_expected(claim: RiskTarget, audit: float, n_before: int, rate: float) -> int | None:
+def requests_expected(risk_target: RiskTarget, audit: float, n_before: int, rate: float) -> int | None:
     """Requests after which an alarm can be expected at this rate; None where it is in order, or nobody listens."""
-    if not audit or rate <= claim.max_drop:
+    if not audit or rate <= risk_target.max_drop:
         return None
-    alarm = Alarm(claim.max_drop, audit, claim.delta)
+    alarm = Alarm(risk_target.max_drop, audit, risk_target.delta)
     for _ in range(n_before):
         alarm.see()
     return alarm.needed(rate)

@@ -76,7 +76,7 @@ def _extras(methods: Mapping[str, Figures]) -> Iterator[str]:
 
 def _stepped_aside(methods: Mapping[str, Figures]) -> Iterator[str]:
     """What is left of the cost where a cache let requests go by."""
-    told = [label for label, figures in methods.items() if figures["options"].get("step_aside")]
+    told = [label for label, figures in methods.items() if figures["options"].get("auto_bypass")]
     if told:
         yield table(
             ("method", "requests that went by", "speed-up of the stream's latter half"),

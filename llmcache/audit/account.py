@@ -1,6 +1,6 @@
 """The account of one calibration: which hits are looked into, and what came of it.
 
-A hit is looked into with a known probability: higher at first, and the more doubtful it was, never under a floor. A
+A hit is looked into with a known probability: higher at first, and the more risky it was, never under a floor. A
 change that is found counts with the inverse of that probability, so that all requests together tell the rate of
 changed answers without bias, misses and exact repeats included.
 
@@ -73,7 +73,7 @@ class AuditAccount:
         self.rate = Rate(floor)
         self.alarm = Alarm(limit, floor, alpha)
         self.n_drawn = 0
-        self.n_looked = 0
+        self.n_recomputed = 0
         self.n_lost = 0
         self.n_changed = 0
         self.has_rung = False
@@ -86,7 +86,7 @@ class AuditAccount:
         """Count a request, and say whether it is to be looked into.
 
         Args:
-            share: Of an approximate hit, its doubt over the largest that is allowed, 0 to 1; None of all other
+            share: Of an approximate hit, its risk over the largest that is allowed, 0 to 1; None of all other
                 requests, whose answers cannot have changed.
             ease: What all probabilities are multiplied by, the least one included, over 0, at most 1. It may follow
                 from all that was before this request, not from the request.
@@ -117,7 +117,7 @@ class AuditAccount:
             sample: Of this account.
             is_changed: The answer was another than the model's own.
         """
-        self.n_looked += 1
+        self.n_recomputed += 1
         self.n_changed += is_changed
         self.rate.settle(sample.weight, is_changed, sample.ease)
         was_open = self._open.pop(sample.number, None) is not None  # else it counts as changed already

@@ -1,7 +1,7 @@
 """The audit of one wrapped model: what is drawn from its calls, what becomes of it, and what follows from that.
 
 A changed answer strikes its source off: it serves no other request approximately any more, though it still votes. What
-a frozen calibration claims survives that. Which neighbour is chosen, and how doubtful that is, stays the same for every
+a frozen calibration claims survives that. Which neighbour is chosen, and how risky that is, stays the same for every
 request; some of those that would be served are computed instead. So no answer changes that would not have changed
 before. Under a metric of the user's, where a changed answer may be the better one, sources stay: the mean of losses and
 gains, which is what is claimed then, may rise when hits are taken away.
@@ -27,9 +27,9 @@ from llmcache.audit.renewal import RenewalBuffer
 from llmcache.banks.cache_banks import CacheBanks
 from llmcache.calibration.calibrated_reuse import CalibratedReuse
 from llmcache.calibration.calibration import Calibration
-from llmcache.calibration.claim import MetricName
 from llmcache.calibration.drift import DriftDetector
 from llmcache.calibration.observer import Observer, collect
+from llmcache.calibration.risk_target import MetricName
 from llmcache.counters import Counters
 from llmcache.errors import CalibrationError
 from llmcache.fingerprint import Fingerprint
@@ -49,9 +49,9 @@ class Audit:
 
     def __init__(
         self,
-        library: CacheBanks,
+        banks: CacheBanks,
         fingerprint: Fingerprint,
-        trust: CalibratedReuse,
+        calibrated: CalibratedReuse,
         observer: Observer,
         weights: Weights,
         counters: Counters,
@@ -66,9 +66,9 @@ class Audit:
         """Wait for a calibration.
 
         Args:
-            library: Where sources are.
+            banks: Where sources are.
             fingerprint: That of the calibration.
-            trust: Told of alarms.
+            calibrated: Told of alarms.
             observer: Reads the answers of what is computed.
             weights: What states depend on.
             counters: Told of failures.
@@ -80,12 +80,12 @@ class Audit:
             in_background: What waits is done in idle moments, too, not only by `drain` of the shadow.
             share: Of the time of calls, what it may take where they leave no idle moments, 0 to 1.
         """
-        self.shadow: IdleWorker[Audit] = IdleWorker(self, in_background, share=share)
+        self.worker: IdleWorker[Audit] = IdleWorker(self, in_background, share=share)
         self._looks = looks
         self._origin = origin
-        self._library = library
+        self._banks = banks
         self._fingerprint = fingerprint
-        self._trust = trust
+        self._calibrated = calibrated
         self._observer = observer
         self._answers: Answers = observer.answers
         self._weights = weights
@@ -96,7 +96,7 @@ class Audit:
         self._made: Calibration | None = None  # whose account it is
         self._account: AuditAccount | None = None
         self._likeness: DriftDetector | None = None  # of a certificate that is not void
-        self._marking = Marking(library, trust.chooser)
+        self._marking = Marking(banks, calibrated.chooser)
         self._is_renewing = False
         self._n_accounts = 0
         self._n_alarms = 0
@@ -107,7 +107,7 @@ class Audit:
     def catch_up(self) -> float:
         """Before a call: look into hits that have waited for long; returns the seconds that it took, or 0."""
         self._resume()
-        return self.shadow.catch_up()
+        return self.worker.catch_up()
 
     def draw(self, call: Call, decided: Sequence[Reuse]) -> list[Reuse]:
         """Count a call's requests, draw among its approximate hits, and return those that are served.
@@ -117,7 +117,7 @@ class Audit:
         source has no known answer could not be looked into, and is computed as well.
         """
         assert call.scope is not None
-        ease = self.shadow.ease  # where looks wait, fewer are drawn: before anything is known of these requests
+        ease = self.worker.ease  # where looks wait, fewer are drawn: before anything is known of these requests
         with self._lock:
             if not self._follow(call.scope.weights):
                 return list(decided)
@@ -126,8 +126,8 @@ class Audit:
                 return list(kept)
             hits = {reuse.row: reuse for reuse in kept if reuse.answer is not None}
             self._draw(self._account, call, hits, ease)
-        is_full = self.shadow.is_full or len(self._looks) >= MOST_WAITING
-        return [hit for hit in hits.values() if not (is_full and hit.row in call.drawn)]
+        is_full = self.worker.is_full or len(self._looks) >= MOST_WAITING
+        return [hit for hit in hits.values() if not (is_full and hit.row in call.audited)]
 
     def _draw(self, account: AuditAccount, call: Call, hits: Mapping[int, Reuse], ease: float) -> None:
         """Draw among the rows of a call; those that would be hits are given by row."""
@@ -135,13 +135,13 @@ class Audit:
             hit = hits.get(row.number)
             sample = account.see(None if hit is None else hit.share, ease)
             if sample is not None and hit is not None:
-                # Of all hits alike: those that were drawn for being doubtful, or early, are thinned out again.
+                # Of all hits alike: those that were drawn for being risky, or early, are thinned out again.
                 stands_for_all = account.toss(ease * self._floor * sample.weight)
                 # An example of an answer is not to blame for the forecast that chose it.
                 source = "" if hit.rung == "student" else hit.key
-                call.drawn[row.number] = Audited(sample, source, hit.answer, stands_for_all)
+                call.audited[row.number] = Audited(sample, source, hit.answer, stands_for_all)
             elif row.number not in call.reused and hit is None and account.toss(ease * self._floor):
-                call.drawn[row.number] = Audited(None, "", None, True)
+                call.audited[row.number] = Audited(None, "", None, True)
         self._hear(account, account.lose_overdue())
 
     def served(self, call: Call) -> None:
@@ -149,7 +149,7 @@ class Audit:
         assert call.scope is not None
         served_by = {"weights": call.scope.weights, "attention": call.scope.attention}  # others may be there by now
         for row in call.active_rows:
-            drawn: Audited | None = call.drawn.get(row.number)
+            drawn: Audited | None = call.audited.get(row.number)
             if drawn is None or row.number not in call.reused:
                 continue
             try:
@@ -158,25 +158,25 @@ class Audit:
                 self._counters.error("have a hit looked into", error)
                 self._lose(drawn)
                 continue
-            self.shadow.add(Job(Audit._look_on))
+            self.worker.add(Job(Audit._look_on))
 
     def withdraw(self, call: Call) -> None:
         """Take back what was drawn of a call whose hits are not served after all."""
         with self._lock:
-            for drawn in call.drawn.values():
+            for drawn in call.audited.values():
                 if drawn.sample is not None:
                     drawn.sample.account.withdraw(drawn.sample)
-        call.drawn.clear()
+        call.audited.clear()
 
     def wanted(self, call: Call) -> Collection[int]:
         """Rows of a call that are to be observed, if they were computed."""
-        return range(call.n_rows) if self._trust.is_learning else call.drawn
+        return range(call.n_rows) if self._calibrated.is_learning else call.audited
 
     def observe(self, call: Call, seen: Mapping[int, Observation]) -> None:
         """Take in computed rows of a call that has ended."""
-        if self._trust.is_learning:
-            self._trust.observe(list(seen.values()))
-        for number, drawn in call.drawn.items():
+        if self._calibrated.is_learning:
+            self._calibrated.observe(list(seen.values()))
+        for number, drawn in call.audited.items():
             if number in seen:
                 self._settle(drawn, seen[number])
 
@@ -185,11 +185,11 @@ class Audit:
     def drain(self) -> int:
         """Do all that waits and can be done now; returns how many jobs this thread did."""
         self._resume()
-        return self.shadow.drain()
+        return self.worker.drain()
 
     def forget(self, namespace: str | None = None) -> None:
         """Look into nothing that waits, and renew no calibration from what was seen, of one namespace or all."""
-        with self.shadow.paused():
+        with self.worker.paused():
             self._looks.drop(namespace)
         with self._lock:
             self._fresh.forget(namespace)
@@ -199,8 +199,8 @@ class Audit:
 
     def stats(self) -> AuditStats:
         """How it stands now."""
-        made, status = self._trust.calibration, self._trust.status(self._weights.digest())
-        n_struck = len(self._library.struck)
+        made, status = self._calibrated.calibration, self._calibrated.status(self._weights.digest())
+        n_quarantined = len(self._banks.quarantined)
         with self._lock:
             n_waiting = len(self._looks) + self._is_renewing
             account = self._account if made is not None and self._follow(made.weights) else None
@@ -209,7 +209,7 @@ class Audit:
                 status=status,
                 n_requests=0 if account is None else account.rate.n,
                 n_drawn=0 if account is None else account.n_drawn,
-                n_looked=0 if account is None else account.n_looked,
+                n_recomputed=0 if account is None else account.n_recomputed,
                 n_lost=0 if account is None else account.n_lost,
                 n_waiting=n_waiting,
                 n_changed=0 if account is None else account.n_changed,
@@ -217,7 +217,7 @@ class Audit:
                 lower=lower,
                 upper=upper,
                 n_alarms=self._n_alarms,
-                n_struck=n_struck,
+                n_quarantined=n_quarantined,
                 needed=None if account is None else account.needed,
             )
 
@@ -227,7 +227,7 @@ class Audit:
         """Have hits looked into that waited for the model to be as it was when they were served."""
         if self._looks.has_parked and self._can_look:
             for look in self._looks.resume(self._origin(), self._is_over):
-                self.shadow.add(Job(Audit._look_on, look.since_s))
+                self.worker.add(Job(Audit._look_on, look.since_s))
 
     @property
     def _can_look(self) -> bool:
@@ -236,7 +236,7 @@ class Audit:
 
     def _is_over(self, origin: Origin) -> bool:
         """Whether nothing follows any more from what was served so: the calibration that allowed it has ended."""
-        made = self._trust.calibration
+        made = self._calibrated.calibration
         return made is None or (made.weights, made.head) != origin[:2]
 
     def _look_on(self) -> None:
@@ -323,11 +323,11 @@ class Audit:
 
     def _keep(self, case: Observation) -> None:
         """Store a computed request for its own repeats; where sources grow, it becomes one."""
-        vectors, generation = None, self._library.generation
-        if self._trust.is_growing:
-            vectors = dict.fromkeys(self._library.layers, self._fingerprint.project(case.features[None])[0])
-        self._library.put(case.scope, case.row, case.states, vectors=vectors, generation=generation)
-        self._library.sign(case.row.key, case.answer)
+        vectors, fingerprint_epoch = None, self._banks.fingerprint_epoch
+        if self._calibrated.is_growing:
+            vectors = dict.fromkeys(self._banks.layers, self._fingerprint.project(case.features[None])[0])
+        self._banks.put(case.scope, case.row, case.states, vectors=vectors, fingerprint_epoch=fingerprint_epoch)
+        self._banks.sign(case.row.key, case.answer)
 
     def _settle(self, drawn: Audited, case: Observation) -> None:
         """Compare a drawn request's own answer with the one of its source, and draw the consequences."""
@@ -340,7 +340,7 @@ class Audit:
                 made = self._made
                 self._hear(account, account.settle(drawn.sample, is_changed))
             if is_changed and drawn.source and made is not None and made.metric in get_args(MetricName):
-                self._library.strike(drawn.source, case.scope.namespace)
+                self._banks.quarantine(drawn.source, case.scope.namespace)
         if drawn.stands_for_all:
             self._gather(case)
 
@@ -355,7 +355,7 @@ class Audit:
         """Have an alarm followed, unless it is that of an account that was closed."""
         if rings and account is self._account and self._made is not None:
             self._n_alarms += 1
-            self._trust.alarm(self._made)
+            self._calibrated.alarm(self._made)
 
     def _gather(self, case: Observation) -> None:
         """Keep a request that stands for all; have the calibration renewed where that is due."""
@@ -364,7 +364,7 @@ class Audit:
             is_due = self._account is not None and self._fresh.is_due(self._account.rate.n) and not self._is_renewing
             self._is_renewing |= is_due
         if is_due:
-            self.shadow.add(Job(Audit._renew, is_short=False))  # seconds, which no call is to wait for
+            self.worker.add(Job(Audit._renew, is_short=False))  # seconds, which no call is to wait for
 
     def _renew(self) -> None:
         """Calibrate from the newest requests, unless the calibration that they were gathered for has ended."""
@@ -372,29 +372,29 @@ class Audit:
             made, cases = self._made, self._fresh.cases
         try:
             if made is not None and self._is_made_now():
-                self._trust.renew(made, cases)
+                self._calibrated.renew(made, cases)
         except Exception as error:
             self._counters.error("renew the calibration", error)
         finally:
             self._is_renewing = False
 
     def _is_made_now(self) -> bool:
-        return self._trust.is_made_for(self._weights.digest())
+        return self._calibrated.is_made_for(self._weights.digest())
 
     def _are_alike(self, call: Call) -> bool:
         """Hold a call's requests against those of the calibration; once they are unlike, it is told that it is void."""
         likeness, made, scope = self._likeness, self._made, call.scope
         if call.is_foretold:  # of calls that go by the cache, those take part that are held: these are no sample
             return True
-        if likeness is None or made is None or scope is None or not self._trust.serves_in(scope.namespace):
+        if likeness is None or made is None or scope is None or not self._calibrated.serves_in(scope.namespace):
             return True
-        if not self._trust.allowed(scope):  # what is not looked up tells nothing
+        if not self._calibrated.allowed(scope):  # what is not looked up tells nothing
             return True
         for row in call.active_rows:
             if not likeness.wants(row.key) or (marks := self._marking.find(call, row)) is None:
                 continue
             if likeness.see(row.key, marks):
-                self._made, self._likeness = self._trust.drifted(made), None
+                self._made, self._likeness = self._calibrated.drifted(made), None
                 self._fresh.forget(None)  # the next calibration is made of requests like those of now
                 return False
         return True
@@ -404,7 +404,7 @@ class Audit:
 
         Each has an account of its own, and a new one after an alarm.
         """
-        made = self._trust.calibration
+        made = self._calibrated.calibration
         if made is None or made.watch is None or made.chosen is None or made.weights != weights:
             return False
         if made is not self._made:

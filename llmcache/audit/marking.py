@@ -13,21 +13,21 @@ _MOST_KNOWN = 16_384  # requests whose marks are kept, 5 MB: repeats of others a
 class Marking:
     """Finds the marks of requests. The caller holds a lock."""
 
-    def __init__(self, library: CacheBanks, chooser: NeighbourChooser) -> None:
+    def __init__(self, banks: CacheBanks, chooser: NeighbourChooser) -> None:
         """Begin without requests.
 
         Args:
-            library: Where sources are.
+            banks: Where sources are.
             chooser: Finds who would serve.
         """
-        self._library = library
+        self._banks = banks
         self._chooser = chooser
         self._known: dict[str, Marks] = {}  # the longest unasked first
 
     def find(self, call: Call, row: Row) -> Marks | None:
         """Marks of a row that was looked up, or is served by its own state; None where that cannot be told."""
         forecast = None if call.forecasts is None else call.forecasts[row.number]
-        if self._library.keeps(row.key):
+        if self._banks.is_pinned(row.key):
             return marks_of_source(forecast)
         if row.number in call.choices:
             marks = marks_of(call.choices[row.number], forecast)
@@ -50,8 +50,8 @@ class Marking:
 
     def _look_up(self, call: Call, row: Row, forecast: Floats | None) -> Marks | None:
         """What is found for a row that needed no lookup to be served: it was stored before marks were kept."""
-        vectors = call.fingerprints.get(self._library.layers[-1])
-        if vectors is None or call.scope is None or call.generation != self._library.generation:
+        vectors = call.fingerprints.get(self._banks.layers[-1])
+        if vectors is None or call.scope is None or call.fingerprint_epoch != self._banks.fingerprint_epoch:
             return None
         forecasts = None if forecast is None else forecast[None]
         (choice,) = self._chooser.choose(call.scope, [row], vectors[[row.number]], forecasts)

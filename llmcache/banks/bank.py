@@ -9,7 +9,7 @@ from llmcache.policies import Policy
 class Bank:
     """A store and the policy that decides who leaves it, kept consistent.
 
-    Not thread-safe: the library above holds one lock around all banks.
+    Not thread-safe: the caller holds one lock around all banks.
     """
 
     def __init__(self, store: Store, policy: Policy, max_bytes: int, max_entries: int | None = None) -> None:
@@ -25,8 +25,8 @@ class Bank:
         self._policy = policy
         self.max_bytes = max_bytes
         self.max_entries = max_entries
-        self._kept: dict[str, int] = {}  # bytes of entries that may not leave, by key
-        self._kept_bytes = 0
+        self._pinned: dict[str, int] = {}  # bytes of entries that may not leave, by key
+        self._pinned_bytes = 0
         self.n_evicted = 0
         self.n_expelled = 0
 
@@ -68,26 +68,26 @@ class Bank:
         """Replace entries by what `pack` makes of them, no larger. Ranks stay: the policy is not told."""
         for key in keys:
             self._store[key] = pack(self._store[key])
-            if key in self._kept:
-                self.keep(key)
+            if key in self._pinned:
+                self.pin(key)
 
-    def keep(self, key: str) -> None:
+    def pin(self, key: str) -> None:
         """Let nothing but `remove` make an entry leave. An unknown key is ignored."""
         if key in self._store:
-            self._kept_bytes += self._store[key].nbytes - self._kept.get(key, 0)
-            self._kept[key] = self._store[key].nbytes
+            self._pinned_bytes += self._store[key].nbytes - self._pinned.get(key, 0)
+            self._pinned[key] = self._store[key].nbytes
             self._policy.on_remove(key)
 
     def release(self) -> None:
         """Let all entries leave again, as if they had just been put."""
-        kept, self._kept, self._kept_bytes = self._kept, {}, 0
+        kept, self._pinned, self._pinned_bytes = self._pinned, {}, 0
         for key, nbytes in kept.items():
             self._policy.on_put(key, nbytes)
 
     def fits(self, entry: Entry) -> bool:
         """Whether the entry could be held, if all left that may. Else it is refused: not an eviction storm."""
-        has_place = self.max_entries is None or len(self._kept) < self.max_entries
-        return has_place and entry.nbytes + self._kept_bytes <= self.max_bytes
+        has_place = self.max_entries is None or len(self._pinned) < self.max_entries
+        return has_place and entry.nbytes + self._pinned_bytes <= self.max_bytes
 
     def put(self, key: str, entry: Entry, on_evict: Callable[[str], None]) -> None:
         """Hold an entry, making room for it first.
@@ -103,7 +103,7 @@ class Bank:
         """
         if not self.fits(entry):
             raise ValueError(f"entry of {entry.nbytes} bytes exceeds the bank's {self.max_bytes}")
-        is_kept = key in self._kept
+        is_pinned = key in self._pinned
         self.remove(key)
         while self._is_over(entry.nbytes):
             victim = self._policy.victim()
@@ -112,8 +112,8 @@ class Bank:
             on_evict(victim)
         self._store[key] = entry
         self._policy.on_put(key, entry.nbytes)
-        if is_kept:
-            self.keep(key)
+        if is_pinned:
+            self.pin(key)
 
     def expire(self) -> list[str]:
         """Remove what the policy says must leave whatever the budget, and return those keys."""
@@ -128,7 +128,7 @@ class Bank:
         # Store first: were it to fail, the policy still knows the key and will choose it again.
         if key in self._store:
             del self._store[key]
-        self._kept_bytes -= self._kept.pop(key, 0)
+        self._pinned_bytes -= self._pinned.pop(key, 0)
         self._policy.on_remove(key)
 
     def _is_over(self, incoming: int) -> bool:

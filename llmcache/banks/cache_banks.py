@@ -48,11 +48,11 @@ class CacheBanks:
             by_layer: Each layer is searched by itself, as the paper does.
         """
         self._requests: dict[str, StoredRequest] = {}
-        self.banks = LayerBanks(banks, make_codec, self._requests)
-        self._struck: dict[str, str] = {}  # namespaces by key; also of requests that left, as they may come again
-        self._index = FingerprintIndex(fingerprint, make_index, self.banks.layers_of, by_length, by_layer)
+        self.layer_banks = LayerBanks(banks, make_codec, self._requests)
+        self._quarantined: dict[str, str] = {}  # namespaces by key; also of requests that left, as they may come again
+        self._index = FingerprintIndex(fingerprint, make_index, self.layer_banks.layers_of, by_length, by_layer)
         self._lock = threading.RLock()
-        self.generation = 0  # moves on when requests begin to be compared by another fingerprint
+        self.fingerprint_epoch = 0  # moves on when requests begin to be compared by another fingerprint
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -63,12 +63,12 @@ class CacheBanks:
     @property
     def layers(self) -> tuple[int, ...]:
         """Stored layers, first to last."""
-        return tuple(self.banks)
+        return tuple(self.layer_banks)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all states held."""
-        return self.banks.nbytes
+        return self.layer_banks.nbytes
 
     @property
     def index_nbytes(self) -> int:
@@ -100,13 +100,13 @@ class CacheBanks:
         """Whether the request's states come back bit for bit."""
         with self._lock:
             request = self._requests.get(key)
-            return request is not None and self.banks.is_lossless(request)
+            return request is not None and self.layer_banks.is_lossless(request)
 
     def held(self, key: str) -> list[int]:
         """Layers whose bank holds a state of the request."""
         with self._lock:
             self._expire()
-            return self.banks.layers_of(key)
+            return self.layer_banks.layers_of(key)
 
     def search(
         self, scope: Scope, rows: Sequence[Row], vectors: Floats, k: int = 1, layer: int | None = None
@@ -125,7 +125,7 @@ class CacheBanks:
             found = self._index.search(scope, rows, vectors, k, layer)
             for near in chain.from_iterable(found):
                 request = self._requests[near.key]
-                near.answer, near.ids, near.is_struck = request.answer, request.ids, near.key in self._struck
+                near.answer, near.ids, near.is_quarantined = request.answer, request.ids, near.key in self._quarantined
             return found
 
     def read(self, key: str, layer: int, with_kv: bool, is_single: bool = False) -> StoredState | None:
@@ -139,7 +139,7 @@ class CacheBanks:
         """
         with self._lock:
             request = self._requests.get(key)
-            decode = None if request is None else self.banks.find(key, request, layer, with_kv, is_single)
+            decode = None if request is None else self.layer_banks.find(key, request, layer, with_kv, is_single)
         return None if decode is None else decode()
 
     def put(
@@ -149,7 +149,7 @@ class CacheBanks:
         states: Mapping[int, Mapping[str, Tensor]],
         features: Floats | None = None,
         vectors: Mapping[int, Floats] | None = None,
-        generation: int | None = None,
+        fingerprint_epoch: int | None = None,
     ) -> bool:
         """Store a request's states and let it be found. A codec that has seen enough by now is fitted meanwhile.
 
@@ -161,7 +161,7 @@ class CacheBanks:
             features: What its fingerprint is projected from (F0,), where it must wait for the fingerprint to be fitted.
             vectors: Its fingerprint (F,) by layer of `states`, where known already. With neither it is not found by
                 others.
-            generation: When the fingerprint was made; if requests are compared by another one now, it is dropped.
+            fingerprint_epoch: That of the fingerprint; if requests are compared by another one now, it is dropped.
 
         Returns:
             False when a state is larger than its bank and was left out.
@@ -169,29 +169,29 @@ class CacheBanks:
         with self._lock:
             known = self._requests.get(row.key)
             has_moved = known is not None and known.layout != row.layout
-            is_anew = has_moved and states.keys() >= {*self.banks.layers_of(row.key)}
+            is_anew = has_moved and states.keys() >= {*self.layer_banks.layers_of(row.key)}
             if has_moved and not is_anew:  # padding of two layouts must not be taken for one
                 states = {layer: without_padding(tensors) for layer, tensors in states.items()}
-            encoded = self.banks.pack(row.key, scope, states)
-            stored = {layer: entry for layer, entry in encoded.items() if self.banks[layer].fits(entry)}
+            encoded = self.layer_banks.pack(row.key, scope, states)
+            stored = {layer: entry for layer, entry in encoded.items() if self.layer_banks[layer].fits(entry)}
             if not stored or (is_anew and len(stored) < len(encoded)):
                 return False
             try:
                 request = self._know(scope, row, next(iter(states.values()))["hidden"].dtype)
                 request.layout = row.layout if is_anew else request.layout
-                self.banks.put(row.key, stored, self._let_go)
-                is_stale = generation not in (None, self.generation)
+                self.layer_banks.put(row.key, stored, self._let_go)
+                is_stale = fingerprint_epoch not in (None, self.fingerprint_epoch)
                 self._index.put(scope, row, features, None if is_stale else vectors, stored)
             except Exception:
                 self._forget(row.key)  # half a request must not be found
                 raise
         return len(stored) == len(encoded)
 
-    def keeps(self, key: str) -> bool:
+    def is_pinned(self, key: str) -> bool:
         """Whether a request serves others and may not leave: it is a source of a frozen calibration."""
         with self._lock:
             request = self._requests.get(key)
-            return request is not None and request.is_kept
+            return request is not None and request.is_pinned
 
     def sign(self, key: str, answer: Floats) -> None:
         """Note what a stored request was answered: its signature (S,). A request that has left is ignored."""
@@ -199,7 +199,7 @@ class CacheBanks:
             if (request := self._requests.get(key)) is not None:
                 request.answer = answer
 
-    def strike(self, key: str, namespace: str) -> None:
+    def quarantine(self, key: str, namespace: str) -> None:
         """Let a request serve no other one from now on, only its own repeats, until `purge` or `clear`.
 
         It is found as before and may vote. So nothing but whether it serves changes for any request.
@@ -209,21 +209,21 @@ class CacheBanks:
             namespace: Where it belongs.
         """
         with self._lock:
-            self._struck[key] = namespace
+            self._quarantined[key] = namespace
 
     @property
-    def struck(self) -> dict[str, str]:
-        """Namespace of each request that was struck off, by key."""
+    def quarantined(self) -> dict[str, str]:
+        """Namespace of each request that was quarantined, by key."""
         with self._lock:
-            return dict(self._struck)
+            return dict(self._quarantined)
 
-    def stand(self, row: Row, vector: Floats | None, is_kept: bool = False) -> bool:
+    def stand(self, row: Row, vector: Floats | None, is_pinned: bool = False) -> bool:
         """Let others find a stored request.
 
         Args:
             row: The request.
             vector: Its fingerprint (F,); None: none finds it.
-            is_kept: From now on nothing makes it leave but `purge`, `clear` and `search_by`.
+            is_pinned: From now on nothing makes it leave but `purge`, `clear` and `search_by`.
 
         Returns:
             Whether it is there.
@@ -234,9 +234,9 @@ class CacheBanks:
                 return False
             if vector is not None:
                 vectors = dict.fromkeys(self.layers, vector)
-                self._index.put(request.scope, row, None, vectors, self.banks.layers_of(row.key))
-            if is_kept:
-                self._keep(row.key, request)
+                self._index.put(request.scope, row, None, vectors, self.layer_banks.layers_of(row.key))
+            if is_pinned:
+                self._pin(row.key, request)
             return True
 
     def search_by(self, fingerprint: Fingerprint | None) -> None:
@@ -246,16 +246,16 @@ class CacheBanks:
             fingerprint: Fitted, or None: nothing is searched.
         """
         with self._lock:
-            self.generation += 1
+            self.fingerprint_epoch += 1
             for request in self._requests.values():
-                request.is_kept = False
-            self.banks.release()
+                request.is_pinned = False
+            self.layer_banks.release()
             self._index.use(fingerprint)
 
     def should_check(self, key: str, layer: int) -> bool:
         """Whether an approximate reuse is to be computed instead, and compared: the layer's policy decides."""
         with self._lock:
-            return self.banks[layer].should_check(key)
+            return self.layer_banks[layer].should_check(key)
 
     def check(self, key: str, layer: int, fresh: Tensor, stored: Tensor) -> None:
         """Compare states (R, D) of a reuse that was computed instead, and let go of what must leave for it.
@@ -267,10 +267,10 @@ class CacheBanks:
             stored: What would have been taken for it.
         """
         with self._lock:
-            request, bank = self._requests.get(key), self.banks[layer]
+            request, bank = self._requests.get(key), self.layer_banks[layer]
             if request is None or key not in bank:  # it left meanwhile
                 return
-            self.banks.check(key, request, layer, fresh, stored)
+            self.layer_banks.check(key, request, layer, fresh, stored)
             self._expire()
             if key not in bank and not self._index.by_layer:
                 self._forget(key)  # a lower layer of it would give the same answer
@@ -281,8 +281,8 @@ class CacheBanks:
             keys = [key for key, request in self._requests.items() if request.scope.namespace == namespace]
             for key in keys:
                 self._forget(key)
-            self._struck = {key: name for key, name in self._struck.items() if name != namespace}
-            self.banks.packers.forget(namespace)
+            self._quarantined = {key: name for key, name in self._quarantined.items() if name != namespace}
+            self.layer_banks.packers.forget(namespace)
             self._index.purge(namespace)
             return len(keys)
 
@@ -291,8 +291,8 @@ class CacheBanks:
         with self._lock:
             for key in list(self._requests):
                 self._forget(key)
-            self._struck.clear()
-            self.banks.packers.forget()
+            self._quarantined.clear()
+            self.layer_banks.packers.forget()
             self._index.clear()
 
     def records(self) -> list[SavedRequest]:
@@ -300,7 +300,7 @@ class CacheBanks:
         with self._lock:
             self._expire()
             return [
-                request.record(key, self.banks.entries(key), self._index.slots(key))
+                request.record(key, self.layer_banks.entries(key), self._index.slots(key))
                 for key, request in self._requests.items()
             ]
 
@@ -309,11 +309,11 @@ class CacheBanks:
         with self._lock:
             request = self._requests[record.key] = StoredRequest(record.scope, record.ids, record.dtype, record.layout)
             for layer, entry in record.entries.items():
-                shown = self.banks.learn(record.key, record.scope, layer, entry)
-                self.banks.put(record.key, {layer: shown}, self._let_go)
+                shown = self.layer_banks.learn(record.key, record.scope, layer, entry)
+                self.layer_banks.put(record.key, {layer: shown}, self._let_go)
             request.answer = record.answer
-            if record.is_kept:
-                self._keep(record.key, request)
+            if record.is_pinned:
+                self._pin(record.key, request)
 
     def place(self, records: Iterable[SavedRequest]) -> None:
         """Let adopted requests be found, in the order in which they came to their partitions."""
@@ -331,19 +331,19 @@ class CacheBanks:
             request = self._requests[row.key] = StoredRequest(scope, row.ids, dtype, row.layout)
         return request
 
-    def _keep(self, key: str, request: StoredRequest) -> None:
-        request.is_kept = True
-        self.banks.keep(key)
+    def _pin(self, key: str, request: StoredRequest) -> None:
+        request.is_pinned = True
+        self.layer_banks.pin(key)
 
     def _expire(self) -> None:
-        for layer, key in self.banks.expire():
+        for layer, key in self.layer_banks.expire():
             self._let_go(layer, key)
 
     def _let_go(self, layer: int, key: str) -> None:
         """A layer's bank no longer holds this: drop its index row there, and everything with the last bank."""
         if key not in self._requests:
             return
-        if self.banks.layers_of(key):
+        if self.layer_banks.layers_of(key):
             self._index.leave(key, layer)
         else:
             self._forget(key)
@@ -352,5 +352,5 @@ class CacheBanks:
         """Drop all traces of a request. If a part fails, the others are dropped all the same."""
         self._requests.pop(key, None)
         with ExitStack() as stack:
-            stack.callback(self.banks.remove, key)
+            stack.callback(self.layer_banks.remove, key)
             stack.callback(self._index.forget, key)

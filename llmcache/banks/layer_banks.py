@@ -23,7 +23,7 @@ HIDDEN_PADDING = f"{kv.PADDING}hidden"
 
 
 class LayerBanks(dict[int, Bank]):
-    """Banks by layer, first to last. The library holds a lock.
+    """Banks by layer, first to last. The caller holds a lock.
 
     Attributes:
         packers: What packs their states, by digest of the weights, then by layer.
@@ -130,10 +130,10 @@ class LayerBanks(dict[int, Bank]):
         returned = self.packers[request.scope.weights][layer].there_and_back(fresh)
         self[layer].checked(key, cosine_distance(returned, stored))
 
-    def keep(self, key: str) -> None:
+    def pin(self, key: str) -> None:
         """Let nothing but `remove` make a request leave."""
         for bank in self.values():
-            bank.keep(key)
+            bank.pin(key)
 
     def release(self) -> None:
         """Let all requests leave again."""

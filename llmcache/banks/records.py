@@ -44,7 +44,7 @@ class SavedRequest:
         entries: Encoded states by layer.
         slots: Where it is found.
         answer: Signature of its answer (S,), where that is known.
-        is_kept: Nothing makes it leave.
+        is_pinned: Nothing makes it leave.
         layout: Of the padding that its states hold; see `Row.layout`.
     """
 
@@ -55,7 +55,7 @@ class SavedRequest:
     entries: dict[int, Entry]
     slots: tuple[IndexSlot, ...]
     answer: Floats | None = None
-    is_kept: bool = False
+    is_pinned: bool = False
     layout: bytes = b""
 
 
@@ -78,7 +78,7 @@ class StoredRequest:
         self.dtype = dtype
         self.layout = layout
         self.answer: Floats | None = None  # signature (S,), once the model has given it
-        self.is_kept = False
+        self.is_pinned = False
 
     def record(self, key: str, entries: dict[int, Entry], slots: tuple[IndexSlot, ...]) -> SavedRequest:
         """All that is held of it.
@@ -89,5 +89,5 @@ class StoredRequest:
             slots: Where it is found.
         """
         return SavedRequest(
-            key, self.scope, self.ids, self.dtype, entries, slots, self.answer, self.is_kept, self.layout
+            key, self.scope, self.ids, self.dtype, entries, slots, self.answer, self.is_pinned, self.layout
         )

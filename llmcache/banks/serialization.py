@@ -24,7 +24,7 @@ def pack_requests(records: list[SavedRequest], scopes: list[Scope]) -> dict[str,
     slots = [(i, slot) for i, record in enumerate(records) for slot in record.slots]
     packed = {
         "answers": _answers(records),
-        "is_kept": np.array([record.is_kept for record in records], np.bool_),
+        "is_kept": np.array([record.is_pinned for record in records], np.bool_),
         "layouts": np.frombuffer(b"".join(r.layout or _NO_LAYOUT for r in records), np.uint8).reshape(
             -1, len(_NO_LAYOUT)
         ),

@@ -23,9 +23,9 @@ from llmcache.arrays import Doubles, Floats
 from llmcache.banks.cache_banks import CacheBanks
 from llmcache.calibration import calibration as cal
 from llmcache.calibration.calibration import Calibration
-from llmcache.calibration.claim import Metric, RiskTarget
 from llmcache.calibration.inputs import check_labels
 from llmcache.calibration.observer import flaw
+from llmcache.calibration.risk_target import Metric, RiskTarget
 from llmcache.calibration.training import CalibrationFitter
 from llmcache.counters import Counters
 from llmcache.errors import CalibrationError
@@ -53,39 +53,39 @@ class CalibratedReuse:
 
     def __init__(
         self,
-        library: CacheBanks,
-        teacher: CalibrationFitter,
+        banks: CacheBanks,
+        fitter: CalibrationFitter,
         chooser: NeighbourChooser,
         answers: Answers,
         head: Weights,
         counters: Counters,
         learn: int | None,
-        claim: RiskTarget,
+        risk_target: RiskTarget,
         is_watched: bool = True,
     ) -> None:
         """Begin to learn, or wait to be calibrated.
 
         Args:
-            library: Where sources are held.
-            teacher: Of fingerprint and decision.
+            banks: Where sources are held.
+            fitter: Of fingerprint and decision.
             chooser: Not taught yet.
             answers: The kind of the model's answers.
             head: What of the model makes the answers.
             counters: Told of failures.
             learn: Requests after which it calibrates by itself; None: when told.
-            claim: What it then shows.
+            risk_target: What it then shows.
             is_watched: An audit looks into what is served; without one no status says `certified`.
         """
         self.chooser = chooser
         self.calibration: Calibration | None = None
         self.tightened: ContextVar[float] = ContextVar("llmcache_tightened", default=inf)
         self._answers = answers
-        self._library = library
-        self.teacher = teacher
+        self._banks = banks
+        self.fitter = fitter
         self._head = head
         self._counters = counters
         self._learn = learn
-        self._claim = claim
+        self._risk_target = risk_target
         self._is_watched = is_watched
         self._namespaces: set[str] = set()  # of those who serve
         self._observed: list[Observation] = []
@@ -104,7 +104,7 @@ class CalibratedReuse:
         return bool(self._limits) and self.calibration is not None and self.calibration.sources == "growing"
 
     def allowed(self, scope: Scope) -> Mapping[int, float]:
-        """Largest doubt by layer: nothing for other weights than those of the calibration, the head's included.
+        """Largest risk by layer: nothing for other weights than those of the calibration, the head's included.
 
         Nothing either while the cache fails: what it has lost track of it cannot vouch for.
         """
@@ -131,7 +131,7 @@ class CalibratedReuse:
         with self._lock:
             self._limits, self.calibration, self._namespaces = {}, None, set()
             self.chooser.forget()
-            self._library.search_by(None)
+            self._banks.search_by(None)
 
     def forget(self, namespace: str | None = None) -> None:
         """Learn nothing from requests seen so far, of one namespace or all; a calibration that rests on them ends."""
@@ -154,40 +154,40 @@ class CalibratedReuse:
                 return
             observed, self._observed = self._observed, []
             try:
-                self.calibrate(observed, self._claim)
+                self.calibrate(observed, self._risk_target)
             except CalibrationError as error:
                 self._learn = None
                 self._counters.error("calibrate", error)
 
-    def check(self, first: Observation, labels: Sequence[Any], claim: RiskTarget) -> None:
+    def check(self, first: Observation, labels: Sequence[Any], risk_target: RiskTarget) -> None:
         """Refuse labels that the metric cannot use, and a metric that cannot score the first request.
 
         Args:
             first: It was computed.
             labels: Of all requests.
-            claim: What is to be shown.
+            risk_target: What is to be shown.
 
         Raises:
             CalibrationError: A label is missing or unknown, or the metric failed.
         """
-        if claim.metric == "changed":
+        if risk_target.metric == "changed":
             return
         if (unlabelled := sum(label is None for label in labels)) > 0:
             raise CalibrationError(
-                f"metric {claim.name!r} needs a label for every request ({unlabelled} of {len(labels)} have none): "
-                "give labels=[...]"
+                f"metric {risk_target.name!r} needs a label for every request ({unlabelled} of {len(labels)} have "
+                "none): give labels=[...]"
             )
-        if isinstance(claim.metric, Metric):
-            cal.losses(claim.metric, [first.output], [first.output], labels[:1], [first.number])
+        if isinstance(risk_target.metric, Metric):
+            cal.losses(risk_target.metric, [first.output], [first.output], labels[:1], [first.number])
         else:
             check_labels(labels, len(first.output), self._answers)
 
-    def calibrate(self, observed: Sequence[Observation], claim: RiskTarget) -> Calibration:
+    def calibrate(self, observed: Sequence[Observation], risk_target: RiskTarget) -> Calibration:
         """Learn from requests, choose the limit and serve within it. What was calibrated before ends.
 
         Args:
             observed: Requests that were computed, with labels where the metric asks for them.
-            claim: What is to be shown.
+            risk_target: What is to be shown.
 
         Raises:
             CalibrationError: They cannot carry the claim, or the metric failed; nothing is reused approximately then.
@@ -196,7 +196,7 @@ class CalibratedReuse:
             self.end()
             self._is_calibrating = True  # calls that go on meanwhile are not to wait for the lock
             try:
-                return self._calibrate(observed, claim)
+                return self._calibrate(observed, risk_target)
             except Exception as error:
                 self.end()
                 if isinstance(error, CalibrationError):
@@ -204,7 +204,7 @@ class CalibratedReuse:
                 raise CalibrationError(f"could not learn from these requests: {error!r}") from error
             finally:
                 self._is_calibrating = False
-                self.teacher.forget()
+                self.fitter.forget()
 
     def renew(self, made: Calibration, observed: Sequence[Observation]) -> None:
         """Calibrate anew, as before, unless that calibration has ended meanwhile.
@@ -214,9 +214,9 @@ class CalibratedReuse:
         """
         with self._lock:
             if self.calibration is made:
-                claim = RiskTarget(made.max_drop, made.delta, "changed", made.sources, 0)
-                self._divide(observed, claim)
-                self.calibrate(observed, claim)
+                risk_target = RiskTarget(made.max_drop, made.delta, "changed", made.sources, 0)
+                self._divide(observed, risk_target)
+                self.calibrate(observed, risk_target)
 
     def alarm(self, made: Calibration) -> None:
         """More is lost than a calibration allows: at the first alarm serve half as much, at the second nothing."""
@@ -274,37 +274,37 @@ class CalibratedReuse:
         """
         with self._lock:
             self.end()
-            return self.teacher.teach(list({case.row.key: case for case in cases}.values()))
+            return self.fitter.fit(list({case.row.key: case for case in cases}.values()))
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
-    def _calibrate(self, observed: Sequence[Observation], claim: RiskTarget) -> Calibration:
+    def _calibrate(self, observed: Sequence[Observation], risk_target: RiskTarget) -> Calibration:
         started = perf_counter()
-        learned, tested = self._divide(observed, claim)
+        learned, tested = self._divide(observed, risk_target)
         sources = {case.row.key: case for case in learned}
-        limits = self.teacher.teach(list(sources.values()))
+        limits = self.fitter.fit(list(sources.values()))
         looked_from = perf_counter()
-        trial = self.teacher.trial(tested, sources, claim.metric)
+        trial = self.fitter.trial(tested, sources, risk_target.metric)
         lookup_s = perf_counter() - looked_from
-        counts_changes = claim.metric == "changed"
-        changes = trial if counts_changes else self.teacher.trial(tested, sources, "changed")
-        curve = cal.try_settings(trial, limits, claim.max_drop, claim.delta)
-        chosen = cal.chosen(curve, claim.max_drop)
-        if claim.sources == "growing":
+        counts_changes = risk_target.metric == "changed"
+        changes = trial if counts_changes else self.fitter.trial(tested, sources, "changed")
+        curve = cal.try_settings(trial, limits, risk_target.max_drop, risk_target.delta)
+        chosen = cal.chosen(curve, risk_target.max_drop)
+        if risk_target.sources == "growing":
             sources |= {case.row.key: case for case in tested}
-            self.teacher.fit(list(sources.values()), is_kept=False)
-        watch = cal.watch(changes, chosen, claim.max_drop if counts_changes else None, claim.delta)
-        if watch is not None and chosen is not None and claim.sources == "frozen":
-            watch = replace(watch, profile=self.teacher.profile(tested, sources, chosen.limit))
+            self.fitter.refit(list(sources.values()), is_pinned=False)
+        watch = cal.watch(changes, chosen, risk_target.max_drop if counts_changes else None, risk_target.delta)
+        if watch is not None and chosen is not None and risk_target.sources == "frozen":
+            watch = replace(watch, profile=self.fitter.profile(tested, sources, chosen.limit))
         calibration = Calibration(
             chosen=chosen,
             curve=curve,
-            metric=claim.name,
-            max_drop=claim.max_drop,
-            delta=claim.delta,
+            metric=risk_target.name,
+            max_drop=risk_target.max_drop,
+            delta=risk_target.delta,
             n_sources=len(sources),
             n_tested=len(tested),
-            sources=claim.sources,
+            sources=risk_target.sources,
             weights=learned[0].scope.weights,
             head=learned[0].head,
             seconds=perf_counter() - started,
@@ -317,7 +317,7 @@ class CalibratedReuse:
         return calibration
 
     def state(self) -> dict[str, Floats]:
-        """What was learned, but for the fingerprint, which the library has."""
+        """What was learned, but for the fingerprint, which the banks have."""
         return self.chooser.state()
 
     def held(self) -> AbstractContextManager[object]:
@@ -325,28 +325,28 @@ class CalibratedReuse:
         return self._lock
 
     def restore(self, calibration: Calibration, state: Mapping[str, Floats], namespaces: Collection[str]) -> None:
-        """Take up a calibration, what was learned for it, and of whom. The library is filled afterwards."""
+        """Take up a calibration, what was learned for it, and of whom. The banks are filled afterwards."""
         self.chooser.restore(state)
         self._namespaces = set(namespaces)
-        self.teacher.resume()
+        self.fitter.resume()
         self._serve(calibration)
 
     def _serve(self, calibration: Calibration) -> None:
         self.calibration, limit = calibration, calibration.limit
-        self._limits = {} if limit is None else dict.fromkeys(self._library.layers, limit)
+        self._limits = {} if limit is None else dict.fromkeys(self._banks.layers, limit)
 
-    def _divide(self, observed: Sequence[Observation], claim: RiskTarget) -> list[list[Observation]]:
+    def _divide(self, observed: Sequence[Observation], risk_target: RiskTarget) -> list[list[Observation]]:
         """Requests to learn from, and those to measure the bound on, of requests that can carry the claim."""
-        cal.check_size(len(observed), claim.max_drop, claim.delta, claim.metric)
+        cal.check_size(len(observed), risk_target.max_drop, risk_target.delta, risk_target.metric)
         if len(weights := {(case.scope.weights, case.head) for case in observed}) > 1:
             raise CalibrationError(
                 f"the requests were computed with {len(weights)} different weights: do not edit the model meanwhile"
             )
-        parts = [[observed[i] for i in part] for part in cal.split(len(observed), claim)]
+        parts = [[observed[i] for i in part] for part in cal.split(len(observed), risk_target)]
         if (n := len({case.row.key for case in parts[0]})) < cal.LEAST_SOURCES:
             raise CalibrationError(
                 f"only {n} different requests among the {len(parts[0])} that are to be learned from; at least "
                 f"{cal.LEAST_SOURCES} are needed: give more requests that differ"
             )
-        self.check(observed[0], [case.label for case in observed], claim)
+        self.check(observed[0], [case.label for case in observed], risk_target)
         return parts

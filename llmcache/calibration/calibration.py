@@ -1,4 +1,4 @@
-"""Choosing how much doubt to allow, with a bound that was measured.
+"""Choosing how much risk to allow, with a bound that was measured.
 
 The first requests are divided by a seeded draw. Of those to learn from, four fifths are A and one fifth is B, in turns:
 on A the fingerprint is fitted; B, looked up among A, teaches the decision and gives the settings, strictest first
@@ -20,8 +20,8 @@ import numpy as np
 
 from llmcache.arrays import Doubles
 from llmcache.calibration.bounds import draws_needed, mean_upper, share_upper
-from llmcache.calibration.claim import Metric, RiskTarget, Sources
 from llmcache.calibration.drift import Profile
+from llmcache.calibration.risk_target import Metric, RiskTarget, Sources
 from llmcache.errors import CalibrationError
 
 TESTED = 0.5  # share of the requests that the bound is measured on, about
@@ -31,10 +31,10 @@ N_SETTINGS = 200
 
 @dataclass(frozen=True, slots=True)
 class OperatingPoint:
-    """One largest doubt, and what was seen on C with it.
+    """One largest risk, and what was seen on C with it.
 
     Attributes:
-        limit: The largest doubt.
+        limit: The largest risk.
         hit_rate: Share of C that would be served, 0 to 1.
         loss: What the metric lost: of `changed`, the share of all requests whose answer changed.
         bound: The loss is at most this, at the calibration's confidence if the order of settings is kept to.
@@ -120,7 +120,7 @@ class Calibration:
 
     @property
     def limit(self) -> float | None:
-        """The largest doubt that is allowed now; None: nothing is reused."""
+        """The largest risk that is allowed now; None: nothing is reused."""
         if self.chosen is None or self.watch is None or self.has_drifted:
             return None
         return self.watch.tighter if self.n_alarms else self.chosen.limit
@@ -146,7 +146,7 @@ class HoldoutOutcome:
     """Requests of C, as they would be served without a limit.
 
     Attributes:
-        doubt: About each, float64 (N,); infinite where it is computed at any setting, -infinite where it was stored
+        risk: About each, float64 (N,); infinite where it is computed at any setting, -infinite where it was stored
             itself.
         loss: What serving it would lose, float64 (N,): of shares, 1 or 0.
         low: Least possible loss.
@@ -154,29 +154,31 @@ class HoldoutOutcome:
         is_share: Losses are 0 or 1, so that the exact bound on a share applies.
     """
 
-    doubt: Doubles
+    risk: Doubles
     loss: Doubles
     low: float = 0.0
     high: float = 1.0
     is_share: bool = True
 
 
-def n_tested(n: int, claim: RiskTarget) -> int:
+def n_tested(n: int, risk_target: RiskTarget) -> int:
     """How many of `n` requests the bound is measured on (C).
 
     The bound on a share gets better in steps, with each changed answer more that C could have and still pass. So C is
     as large as the step nearest to half of all; what is over serves better as a source.
     """
     half = round(n * TESTED)
-    if not isinstance(claim.metric, str):
+    if not isinstance(risk_target.metric, str):
         return half
-    steps = takewhile(lambda step: step < n, (draws_needed(claim.max_drop, claim.delta, k) for k in count()))
+    steps = takewhile(
+        lambda step: step < n, (draws_needed(risk_target.max_drop, risk_target.delta, k) for k in count())
+    )
     return min(steps, key=lambda step: abs(step - half))
 
 
-def split(n: int, claim: RiskTarget) -> tuple[list[int], list[int]]:
+def split(n: int, risk_target: RiskTarget) -> tuple[list[int], list[int]]:
     """Numbers of the requests to learn from (A and B, which take turns), and of those to test (C), each in order."""
-    order, n_last = np.random.default_rng(claim.seed).permutation(n), n_tested(n, claim)
+    order, n_last = np.random.default_rng(risk_target.seed).permutation(n), n_tested(n, risk_target)
     return sorted(order[n_last:].tolist()), sorted(order[:n_last].tolist())
 
 
@@ -214,12 +216,12 @@ def watch(
     """
     if setting is None:
         return None
-    served = trial.doubt <= setting.limit
+    served = trial.risk <= setting.limit
     if max_changed is None:
         # Over one half, where reuse changes more than it keeps, the alarm is to ring in any case.
         max_changed = min(0.5, share_upper(int(trial.loss[served].sum()), len(served), delta))
-    doubts = np.sort(trial.doubt[served & np.isfinite(trial.doubt)])
-    middle = float(doubts[(len(doubts) - 1) // 2]) if len(doubts) else setting.limit
+    risks = np.sort(trial.risk[served & np.isfinite(trial.risk)])
+    middle = float(risks[(len(risks) - 1) // 2]) if len(risks) else setting.limit
     return AlarmLevels(max_changed, min(middle, float(np.nextafter(setting.limit, -np.inf))))
 
 
@@ -237,9 +239,9 @@ def _draws_of(metric: Metric, max_drop: float, delta: float) -> int:
     return n
 
 
-def settings(doubt: Doubles) -> Doubles:
-    """Limits to test, strictest first (K,), from doubts about the requests of B."""
-    finite = np.unique(doubt[np.isfinite(doubt)])
+def settings(risk: Doubles) -> Doubles:
+    """Limits to test, strictest first (K,), from risks about the requests of B."""
+    finite = np.unique(risk[np.isfinite(risk)])
     if len(finite) <= N_SETTINGS:
         return finite
     return np.unique(np.quantile(finite, np.linspace(0, 1, N_SETTINGS)))
@@ -256,7 +258,7 @@ def try_settings(trial: HoldoutOutcome, limits: Doubles, max_drop: float, delta:
     """
     tested: list[OperatingPoint] = []
     for limit in limits:
-        served = trial.doubt <= limit
+        served = trial.risk <= limit
         losses = np.where(served, trial.loss, 0.0)
         if trial.is_share:
             bound = share_upper(int(losses.sum()), len(losses), delta)

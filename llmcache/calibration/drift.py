@@ -1,8 +1,8 @@
 """Whether requests are still like those of the calibration, told from what their lookups find. Nothing is recomputed.
 
 A certificate is about requests that are drawn like those it was measured on. Of each request some marks are compared
-with those on C (part C of the calibration, which nothing was learned from): the doubt about it, the similarity of who
-would serve it, the class that is forecast, and with the doubt whether it would be served at all.
+with those on C (part C of the calibration, which nothing was learned from): the risk about it, the similarity of who
+would serve it, the class that is forecast, and with the risk whether it would be served at all.
 
 Repeats of sources are left out on both sides: they are served their own answers, however many come, and C may hold
 none, as it does where a cache learned from what it computed. Only that they are fewer than on C is looked for: the
@@ -49,19 +49,19 @@ class Marks(NamedTuple):
     """What is compared of a request.
 
     Attributes:
-        doubt: About who would serve it; infinite where nobody may, -infinite of a repeat of a source.
+        risk: About who would serve it; infinite where nobody may, -infinite of a repeat of a source.
         similarity: Of that one, -1 to 1; -1 where nobody was found.
         forecast: The class that is expected, or the largest component of what is; -1 where nothing is forecast.
     """
 
-    doubt: float
+    risk: float
     similarity: float
     forecast: int
 
     @property
     def is_repeat(self) -> bool:
         """Whether it is a source's own request, of which nothing else is compared."""
-        return self.doubt == -inf
+        return self.risk == -inf
 
 
 def marks_of(choice: Choice | None, forecast: Floats | None) -> Marks:
@@ -85,7 +85,7 @@ class Profile:
     Attributes:
         n: Different requests, repeats of sources left out.
         classes: Forecasts, the rarest first. Empty where nothing is forecast.
-        edges: Of each kind of mark, rising: doubts, of which the limit in use is one, similarities, and places of the
+        edges: Of each kind of mark, rising: risks, of which the limit in use is one, similarities, and places of the
             class in each order of classes.
         counts: How many marks are at most each edge.
         n_repeats: Sources that came again. None of early saves, which counted them in `n`: nothing can be compared.
@@ -104,7 +104,7 @@ def profile(marks: Mapping[str, Marks], learned: Sequence[int], limit: float) ->
     Args:
         marks: Of the requests of C, by key.
         learned: Forecasts of requests that were learned from: the order of classes must not come from C.
-        limit: The largest doubt that is allowed.
+        limit: The largest risk that is allowed.
     """
     classes = tuple(name for name, _ in reversed(Counter(learned).most_common()) if name >= 0)
     spread = _Spread(classes)
@@ -129,7 +129,7 @@ class _Spread:
 
     def __call__(self, marks: Marks) -> tuple[float, ...]:
         """Doubt, similarity, and the places of the class."""
-        return marks.doubt, marks.similarity, *self._places.get(marks.forecast, self._none)
+        return marks.risk, marks.similarity, *self._places.get(marks.forecast, self._none)
 
     @property
     def n_kinds(self) -> int:

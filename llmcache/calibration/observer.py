@@ -40,11 +40,11 @@ class Learner(Protocol):
 class Observer:
     """Reads the answers of calls that have ended: notes them beside entries, and shows whole requests to a learner."""
 
-    def __init__(self, library: CacheBanks, answers: Answers, read: Reading, head: Weights | None = None) -> None:
+    def __init__(self, banks: CacheBanks, answers: Answers, read: Reading, head: Weights | None = None) -> None:
         """Remember whom to tell.
 
         Args:
-            library: Holds the entries.
+            banks: Holds the entries.
             answers: The kind of the model's answers.
             read: Finds logits (B, C) in what the model returned.
             head: What of the model makes the answers; needed by learners.
@@ -53,7 +53,7 @@ class Observer:
         self.learner: Learner | None = None
         #: Within: rows are computed, and shown to this list instead of being stored.
         self.collected: ContextVar[list[Observation] | None] = ContextVar("llmcache_collected", default=None)
-        self._library = library
+        self._banks = banks
         self._read = read
         self._head = head
 
@@ -71,7 +71,7 @@ class Observer:
         computed = {number: states for number, states in call.captured.items() if number not in call.reused}
         if not computed:
             return
-        last = self._library.layers[-1]
+        last = self._banks.layers[-1]
         targets = torch.stack([states[last]["hidden"].float().mean(dim=0) for states in computed.values()])
         logits = targets if self.answers.reads_payload else self._logits(call, output)[list(computed)]
         # Of an output with NaN no answer is read, though a largest one be found in it: it agrees with none.
@@ -81,7 +81,7 @@ class Observer:
         collected = self.collected.get()
         for i, number in enumerate(computed):
             if collected is None:
-                self._library.sign(call.rows[number].key, signatures[i])
+                self._banks.sign(call.rows[number].key, signatures[i])
         wanted = computed if collected is not None else () if self.learner is None else self.learner.wanted(call)
         if call.features is None or not wanted:
             return
@@ -95,7 +95,7 @@ class Observer:
                 vectors[i],
                 signatures[i],
                 outputs[i],
-                states if collected is not None or number in call.drawn else {},
+                states if collected is not None or number in call.audited else {},
                 head,
                 seconds,
             )

@@ -14,9 +14,9 @@ import numpy as np
 from llmcache.arrays import Doubles, Floats
 from llmcache.banks.cache_banks import CacheBanks
 from llmcache.calibration.calibration import HoldoutOutcome, losses, settings
-from llmcache.calibration.claim import Metric, MetricName
 from llmcache.calibration.drift import Marks, Profile, marks_of, marks_of_source, profile
 from llmcache.calibration.observer import outputs, targets
+from llmcache.calibration.risk_target import Metric, MetricName
 from llmcache.errors import CalibrationError
 from llmcache.fingerprint import Fingerprint
 from llmcache.fingerprint.token_vectors import TokenVectors
@@ -31,12 +31,12 @@ class Found(NamedTuple):
     """Who would serve a request.
 
     Attributes:
-        doubt: About that; -infinite where it is stored itself, infinite where none may.
+        risk: About that; -infinite where it is stored itself, infinite where none may.
         key: Of who would; None where there is none.
         rung: By which; "" where there is none.
     """
 
-    doubt: float
+    risk: float
     key: str | None
     rung: str
 
@@ -46,7 +46,7 @@ class CalibrationFitter:
 
     def __init__(
         self,
-        library: CacheBanks,
+        banks: CacheBanks,
         fingerprint: Fingerprint,
         tokens: TokenVectors | None,
         chooser: NeighbourChooser,
@@ -55,27 +55,27 @@ class CalibrationFitter:
         """Remember whom to teach.
 
         Args:
-            library: Where sources are held.
+            banks: Where sources are held.
             fingerprint: Not fitted yet.
             tokens: Where it takes vectors of tokens from, or None.
             chooser: Not taught yet.
             answers: The kind of the model's answers.
         """
-        self._library = library
+        self._banks = banks
         self.fingerprint = fingerprint
         self._tokens = tokens
         self._chooser = chooser
         self._answers = answers
-        self._foreseen: dict[str, tuple[Floats, Floats | None]] = {}  # by key, as the fingerprint is now
+        self._forecasts: dict[str, tuple[Floats, Floats | None]] = {}  # by key, as the fingerprint is now
 
-    def teach(self, cases: Sequence[Observation]) -> Doubles:
+    def fit(self, cases: Sequence[Observation]) -> Doubles:
         """Fit the fingerprint, teach the decision, and let the requests serve from then on; they stay.
 
         Args:
             cases: Requests that all differ.
 
         Returns:
-            Limits worth trying, strictest first (K,): doubts about them, each looked up among others.
+            Limits worth trying, strictest first (K,): risks about them, each looked up among others.
 
         Raises:
             CalibrationError: Not all of them are held.
@@ -85,20 +85,20 @@ class CalibrationFitter:
             self._tokens.frame(cases[0].row, cases[0].features)
         looks = []
         for turn in range(N_TURNS):
-            self.fit([case for i, case in enumerate(cases) if i % N_TURNS != turn])
-            looks += [self._chooser.look(case, *self._foresee(case)) for case in cases[turn::N_TURNS]]
-        limits = settings(self._chooser.teach(looks))
-        self.fit(cases)
-        return limits[limits <= self._chooser.most]
+            self.refit([case for i, case in enumerate(cases) if i % N_TURNS != turn])
+            looks += [self._chooser.look(case, *self._forecast(case)) for case in cases[turn::N_TURNS]]
+        limits = settings(self._chooser.fit(looks))
+        self.refit(cases)
+        return limits[limits <= self._chooser.max_risk]
 
-    def fit(self, cases: Sequence[Observation], is_kept: bool = True) -> None:
+    def refit(self, cases: Sequence[Observation], is_pinned: bool = True) -> None:
         """Fit the fingerprint, and let the requests serve from then on, and no others.
 
-        The decision is left as it was taught, so that a limit that was chosen among its doubts keeps its meaning.
+        The decision is left as it was taught, so that a limit that was chosen among its risks keeps its meaning.
 
         Args:
             cases: Requests that all differ.
-            is_kept: Nothing makes them leave until the next calibration.
+            is_pinned: Nothing makes them leave until the next calibration.
 
         Raises:
             CalibrationError: They are to be kept, and not all are held.
@@ -107,24 +107,24 @@ class CalibrationFitter:
             [case.features for case in cases], targets(cases, self._answers), outputs(cases, self._answers)
         )
         self.resume()
-        self.stand(cases, is_kept)
+        self.stand(cases, is_pinned)
         self._present(cases)
 
     def resume(self) -> None:
         """Let requests be found by the fingerprint, which was just fitted or restored."""
         self.forget()
-        self._library.search_by(self.fingerprint)
+        self._banks.search_by(self.fingerprint)
 
     def forget(self) -> None:
         """Drop what the fingerprint told of requests; it would tell the same again."""
-        self._foreseen.clear()
+        self._forecasts.clear()
 
     def look_up(self, cases: Sequence[Observation], repeated: Collection[str]) -> list[Found]:
         """Who would serve each request.
 
         Args:
             cases: The requests.
-            repeated: Keys of those that are stored themselves, about which there is no doubt.
+            repeated: Keys of those that are stored themselves, about which there is no risk.
         """
         found: dict[str, Found] = {}
         for case in cases:
@@ -132,10 +132,10 @@ class CalibrationFitter:
                 found[key] = Found(-inf, key, "exact") if key in repeated else self._find(case)
         return [found[case.row.key] for case in cases]
 
-    def doubts(self, cases: Sequence[Observation], repeated: Collection[str]) -> tuple[Doubles, list[str | None]]:
-        """The doubt about each request (N,), and the key of who would serve it; see `look_up`."""
+    def risks(self, cases: Sequence[Observation], repeated: Collection[str]) -> tuple[Doubles, list[str | None]]:
+        """The risk about each request (N,), and the key of who would serve it; see `look_up`."""
         found = self.look_up(cases, repeated)
-        return np.array([one.doubt for one in found], np.float64), [one.key for one in found]
+        return np.array([one.risk for one in found], np.float64), [one.key for one in found]
 
     def profile(self, cases: Sequence[Observation], sources: Mapping[str, Observation], limit: float) -> Profile:
         """What requests of C are like, for those that come later to be compared with.
@@ -143,16 +143,16 @@ class CalibrationFitter:
         Args:
             cases: The requests.
             sources: Those that stand, by key.
-            limit: The largest doubt that is allowed.
+            limit: The largest risk that is allowed.
         """
-        learned = [marks_of_source(self._foresee(case)[1]).forecast for case in sources.values()]
+        learned = [marks_of_source(self._forecast(case)[1]).forecast for case in sources.values()]
         return profile(self.marks(cases, sources), learned, limit)
 
     def marks(self, cases: Sequence[Observation], repeated: Collection[str]) -> dict[str, Marks]:
-        """What is compared of each request, by key; see `doubts`."""
+        """What is compared of each request, by key; see `risks`."""
         marks = {}
         for case in cases:
-            vector, forecast = self._foresee(case)
+            vector, forecast = self._forecast(case)
             if case.row.key in repeated:
                 marks[case.row.key] = marks_of_source(forecast)
                 continue
@@ -171,40 +171,40 @@ class CalibrationFitter:
             sources: Those that stand, by key.
             metric: Says what is lost.
         """
-        doubt, found = self.doubts(cases, set(sources))
+        risk, found = self.risks(cases, set(sources))
         served_by = [None if key is None else sources[key] for key in found]
         if isinstance(metric, Metric):
             outputs = [None if source is None else source.output for source in served_by]
             own, labels, numbers = zip(*((case.output, case.label, case.number) for case in cases), strict=True)
             loss = losses(metric, own, outputs, labels, numbers)
             span = metric.high - metric.low
-            return HoldoutOutcome(doubt, loss, -span, span, is_share=False)
+            return HoldoutOutcome(risk, loss, -span, span, is_share=False)
         pairs = list(zip(cases, served_by, strict=True))
         counts = self._is_changed if metric == "changed" else self._goes_wrong
         return HoldoutOutcome(
-            doubt, np.array([source is not None and counts(case, source) for case, source in pairs], np.float64)
+            risk, np.array([source is not None and counts(case, source) for case, source in pairs], np.float64)
         )
 
     def restart(self, cases: Sequence[Observation]) -> None:
         """Let these requests serve, and no others; what was learned stays."""
-        self._library.search_by(self.fingerprint)
+        self._banks.search_by(self.fingerprint)
         self.stand(cases)
         self._present(cases)
 
-    def stand(self, cases: Sequence[Observation], is_kept: bool = False) -> None:
+    def stand(self, cases: Sequence[Observation], is_pinned: bool = False) -> None:
         """Let requests serve, too.
 
         Args:
             cases: The requests.
-            is_kept: Nothing makes them leave until the next calibration.
+            is_pinned: Nothing makes them leave until the next calibration.
 
         Raises:
             CalibrationError: They are to be kept, and not all are held.
         """
         self._hold(cases)
         for case in cases:
-            vector = self._foresee(case)[0] if self._chooser.searches else None
-            if not self._library.stand(case.row, vector, is_kept) and is_kept:
+            vector = self._forecast(case)[0] if self._chooser.searches else None
+            if not self._banks.stand(case.row, vector, is_pinned) and is_pinned:
                 raise CalibrationError(
                     "not all requests that are to serve are held: raise max_entries or max_bytes, or give fewer"
                 )
@@ -212,19 +212,19 @@ class CalibrationFitter:
     def _present(self, cases: Sequence[Observation]) -> None:
         """Choose examples of answers among requests that serve. They stay, also where others may leave."""
         examples = set(self._chooser.present((case.scope, case.row.key, case.answer) for case in cases))
-        self.stand([case for case in cases if case.row.key in examples], is_kept=True)
+        self.stand([case for case in cases if case.row.key in examples], is_pinned=True)
 
     def _find(self, case: Observation) -> Found:
-        vector, forecast = self._foresee(case)
+        vector, forecast = self._forecast(case)
         forecasts = None if forecast is None else forecast[None]
         (choice,) = self._chooser.choose(case.scope, [case.row], vector[None], forecasts)
-        return Found(inf, None, "") if choice is None else Found(choice.doubt, choice.neighbour.key, choice.rung)
+        return Found(inf, None, "") if choice is None else Found(choice.risk, choice.neighbour.key, choice.rung)
 
     def _hold(self, cases: Sequence[Observation]) -> None:
         for case in cases:
-            if case.states and not self._library.known(case.row):
-                self._library.put(case.scope, case.row, case.states)
-            self._library.sign(case.row.key, case.answer)
+            if case.states and not self._banks.known(case.row):
+                self._banks.put(case.scope, case.row, case.states)
+            self._banks.sign(case.row.key, case.answer)
 
     def _is_changed(self, case: Observation, source: Observation) -> bool:
         return not self._answers.agree(case.answer, source.answer)
@@ -234,10 +234,10 @@ class CalibrationFitter:
         right = np.array([case.label], np.float32)
         return bool(self._answers.agree(case.answer, right) and not self._answers.agree(source.answer, right))
 
-    def _foresee(self, case: Observation) -> tuple[Floats, Floats | None]:
+    def _forecast(self, case: Observation) -> tuple[Floats, Floats | None]:
         """Fingerprint (F,) of a request, and the forecast of its output (C,), or None."""
         key = case.row.key
-        if key not in self._foreseen:
-            vectors, forecasts = self.fingerprint.foresee(case.features[None])
-            self._foreseen[key] = vectors[0], None if forecasts is None else forecasts[0]
-        return self._foreseen[key]
+        if key not in self._forecasts:
+            vectors, forecasts = self.fingerprint.project_with_forecast(case.features[None])
+            self._forecasts[key] = vectors[0], None if forecasts is None else forecasts[0]
+        return self._forecasts[key]

@@ -55,7 +55,7 @@ def show_table(title: str, rows: Sequence[Mapping[str, Any]], n_names: int = 1) 
         _Column(heading.replace("_", " "), [cell(row[heading]) for row in rows], is_name=number < n_names)
         for number, heading in enumerate(rows[0])
     ]
-    for part in _parts(columns[:n_names], columns[n_names:], shutil.get_terminal_size((_WIDTH, 0)).columns):
+    for part in _components(columns[:n_names], columns[n_names:], shutil.get_terminal_size((_WIDTH, 0)).columns):
         typer.echo()
         typer.echo("\n".join(_lines(part, [column.heading for column in part])))
         typer.echo(" ".join("-" * column.width for column in part))
@@ -63,7 +63,7 @@ def show_table(title: str, rows: Sequence[Mapping[str, Any]], n_names: int = 1) 
             typer.echo("\n".join(_lines(part, [column.cells[number] for column in part])))
 
 
-def _parts(names: Sequence[_Column], others: Sequence[_Column], room: int) -> Iterator[list[_Column]]:
+def _components(names: Sequence[_Column], others: Sequence[_Column], room: int) -> Iterator[list[_Column]]:
     """The columns of each table. Before a second one is needed, the widest name gives way."""
     excess = _width([*names, *others]) - room
     if excess > 0:

@@ -1,4 +1,4 @@
-"""What is kept of the rows that a call computes: their states at stored layers, put into the library at the end.
+"""What is kept of the rows that a call computes: their states at stored layers, put into the banks at the end.
 
 Trouble here costs speed, never correctness: it is counted, logged once, and the request is not stored.
 
@@ -26,7 +26,7 @@ class StateCapture:
 
     def __init__(self, parts: Components) -> None:
         """Keep what `parts` are to serve."""
-        self._parts = parts
+        self._components = parts
 
     def capture(self, call: Call, number: int, hidden: Tensor) -> None:
         """Keep what rows computed at a layer (B, T, D), if it is stored, until the call has succeeded."""
@@ -34,7 +34,7 @@ class StateCapture:
         try:
             self._capture(call, number, hidden)
         except Exception as error:
-            self._parts.counters.error("keep a state", error)
+            self._components.counters.error("keep a state", error)
             call.captured.clear()
         call.storing_s += perf_counter() - started
 
@@ -44,28 +44,28 @@ class StateCapture:
             return
         assert call.scope is not None
         try:
-            has_stayed = self._parts.weights.stayed(call.mark, call.scope.weights)
+            has_stayed = self._components.weights.stayed(call.mark, call.scope.weights)
         except Exception as error:
-            self._parts.counters.error("look at the weights again", error)
+            self._components.counters.error("look at the weights again", error)
             has_stayed = False
         if has_stayed:
             return
         call.mark = None
         call.captured.clear()
         for row in call.active_rows:
-            if not any(row.number in taken for taken in (call.reused, call.served, call.doubted)):
-                row.refused = "weights_changed"
+            if not any(row.number in taken for taken in (call.reused, call.served, call.revalidated)):
+                row.bypass_reason = "weights_changed"
 
     def store(self, call: Call) -> None:
         """Store what was kept of a call that has succeeded."""
         assert call.scope is not None
-        trust = self._parts.trust
-        is_found = trust is None or trust.is_growing  # sources that were calibrated are joined by no other
+        calibrated = self._components.calibrated
+        is_found = calibrated is None or calibrated.is_growing  # sources that were calibrated are joined by no other
         differing = self._differing(call)
         for number, states in call.captured.items():
             row, features, vectors = call.rows[number], None, {}
             if number not in differing:
-                features = None if call.features is None or trust is not None else call.features[number]
+                features = None if call.features is None or calibrated is not None else call.features[number]
                 vectors = {
                     layer: rows[number] for layer, rows in call.fingerprints.items() if layer in states and is_found
                 }
@@ -74,10 +74,10 @@ class StateCapture:
             else:
                 continue
             try:
-                if not self._parts.library.put(call.scope, row, states, features, vectors, call.generation):
-                    self._parts.counters.too_large()
+                if not self._components.banks.put(call.scope, row, states, features, vectors, call.fingerprint_epoch):
+                    self._components.counters.too_large()
             except Exception as error:
-                self._parts.counters.error("store a request", error)
+                self._components.counters.error("store a request", error)
 
     def _differing(self, call: Call) -> dict[int, bool]:
         """Of rows that are the same request as an earlier one: whether they came out otherwise, and that is of use."""
@@ -86,34 +86,34 @@ class StateCapture:
         firsts: dict[str, int] = {}
         others = (n for n in call.captured if n not in on_own)
         pairs = {n: first for n in others if (first := firsts.setdefault(call.rows[n].key, n)) != n}
-        if not pairs or not self._parts.serves_repeats:
+        if not pairs or not self._components.serves_repeats:
             return on_own | dict.fromkeys(pairs, False)
         try:
             differ = [_differ(call.captured[number], call.captured[first]) for number, first in pairs.items()]
             return on_own | dict(zip(pairs, torch.stack(differ).tolist(), strict=True))  # in one transfer
         except Exception as error:
-            self._parts.counters.error("compare rows that are the same request", error)
+            self._components.counters.error("compare rows that are the same request", error)
             return on_own | dict.fromkeys(pairs, False)
 
     def _capture(self, call: Call, number: int, hidden: Tensor) -> None:
-        if number not in self._parts.library.banks or not self._is_of_use:
+        if number not in self._components.banks.layer_banks or not self._is_of_use:
             return
         for row in call.active_rows:
             reuse = call.reused.get(row.number)
             if reuse is not None and (reuse.layer >= number or not reuse.stores_above):
                 continue
             with torch.inference_mode(False), torch.no_grad():  # normal tensors, which a store can keep as they are
-                tensors = {"hidden": self._parts.payload.take(hidden[row.number], row.valid)}
+                tensors = {"hidden": self._components.payload.take(hidden[row.number], row.valid)}
                 padding = self._padding_of(row, hidden, reuse)
                 if padding is not None:
                     tensors[HIDDEN_PADDING] = hidden[row.number][padding]
                 if call.kv_cache is not None:
-                    tensors |= kv.capture(call.kv_cache, row, number, self._parts.library.layers, padding)
+                    tensors |= kv.capture(call.kv_cache, row, number, self._components.banks.layers, padding)
             call.captured.setdefault(row.number, {})[number] = tensors
 
     def _padding_of(self, row: Row, hidden: Tensor, reuse: Reuse | None) -> Ids | None:
         """The places of a row that are not valid, where they are to be served as well; only repeats are."""
-        if not (row.has_layout or row.layout) or not self._parts.serves_repeats:
+        if not (row.has_layout or row.layout) or not self._components.serves_repeats:
             return None
         if reuse is not None and reuse.padding is None:  # what lies below is not what the model made of them
             return None
@@ -122,7 +122,7 @@ class StateCapture:
     @property
     def _is_of_use(self) -> bool:
         """Whether an entry may serve anybody: where prefixes are all that serves, none does."""
-        parts = self._parts
+        parts = self._components
         return bool(parts.rungs) or parts.fingerprint is not None or parts.is_collecting
 
 

@@ -33,21 +33,21 @@ class Calibrated:
         fingerprint: Not fitted yet.
         attention: The first layer's self-attention where the fingerprint reads it, else None.
         observer: Reads the model's answers.
-        trust: Not calibrated yet.
+        calibrated: Not calibrated yet.
         audit: Looks into what it will serve.
     """
 
     fingerprint: Fingerprint
     attention: nn.Module | None
     observer: Observer
-    trust: CalibratedReuse
+    calibrated: CalibratedReuse
     audit: Audit
 
     def add_to(self, parts: "Components") -> None:
         """Serve calls with it from now on. Nothing is reused approximately until it is calibrated."""
         parts.fingerprint, parts.attention, parts.observer = self.fingerprint, self.attention, self.observer
-        parts.rungs = [*parts.rungs, Semantic(parts.library, self.trust.chooser, self.trust)]
-        parts.trust, parts.audit = self.trust, self.audit
+        parts.rungs = [*parts.rungs, Semantic(parts.banks, self.calibrated.chooser, self.calibrated)]
+        parts.calibrated, parts.audit = self.calibrated, self.audit
 
 
 @dataclass(slots=True)
@@ -58,7 +58,7 @@ class Components:
         trunk: What is hooked.
         head: What reads the trunk's output.
         payload: What of a state is kept.
-        library: What is remembered.
+        banks: What is remembered.
         rungs: Ways to serve a row, in the order in which they are asked.
         fingerprint: How requests are compared; None when nothing is reused approximately.
         is_per_layer: Each layer's bank is searched with the fingerprint of the states that enter the layer.
@@ -67,7 +67,7 @@ class Components:
         gate: Compares tokens after a neighbour was chosen, or None.
         prefix: What was computed for the beginnings of requests; None where the prefix rung is off.
         observer: Reads the model's answers, where decisions compare them; else None.
-        trust: Approximate reuse that is calibrated, or None.
+        calibrated: Approximate reuse that is calibrated, or None.
         cost: Tells when the cache does not pay; None where it never steps aside.
         audit: Looks into what it serves; None without.
         notes: What went by; None where nothing does.
@@ -77,7 +77,7 @@ class Components:
     trunk: Trunk
     head: Head
     payload: Payload
-    library: CacheBanks
+    banks: CacheBanks
     rungs: Sequence[Rung]
     fingerprint: Fingerprint | None
     is_per_layer: bool
@@ -86,7 +86,7 @@ class Components:
     gate: ContentGate | None
     prefix: BlockPool | None = None
     observer: Observer | None = None
-    trust: CalibratedReuse | None = None
+    calibrated: CalibratedReuse | None = None
     cost: CostModel | None = None
     audit: Audit | None = None
     notes: Notes | None = None
@@ -104,20 +104,20 @@ class Components:
 
     def stats(self) -> Stats:
         """Counters since wrapping, and what is held now."""
-        library, prefix = self.library, self.prefix
+        banks, prefix = self.banks, self.prefix
         return self.counters.snapshot(
             n_let_pass=0 if self.cost is None else self.cost.n_let_pass,
             n_blocks=0 if prefix is None else len(prefix),
             n_blocks_evicted=0 if prefix is None else prefix.n_evicted,
             prefix_nbytes=0 if prefix is None else prefix.nbytes,
-            n_entries={layer: len(bank) for layer, bank in library.banks.items()},
-            n_evicted={layer: bank.n_evicted for layer, bank in library.banks.items()},
-            n_expelled={layer: bank.n_expelled for layer, bank in library.banks.items()},
-            n_stored=len(library),
-            nbytes=library.nbytes,
-            index_nbytes=library.index_nbytes,
-            reconstruction_error={layer: loss.relative_error for layer, loss in library.banks.losses.items()},
-            reconstruction_distance={layer: loss.cosine_distance for layer, loss in library.banks.losses.items()},
+            n_entries={layer: len(bank) for layer, bank in banks.layer_banks.items()},
+            n_evicted={layer: bank.n_evicted for layer, bank in banks.layer_banks.items()},
+            n_expelled={layer: bank.n_expelled for layer, bank in banks.layer_banks.items()},
+            n_stored=len(banks),
+            nbytes=banks.nbytes,
+            index_nbytes=banks.index_nbytes,
+            reconstruction_error={layer: loss.relative_error for layer, loss in banks.layer_banks.losses.items()},
+            reconstruction_distance={layer: loss.cosine_distance for layer, loss in banks.layer_banks.losses.items()},
             cost=() if self.cost is None else self.cost.rows(),
             audit=None if self.audit is None else self.audit.stats(),
         )
@@ -127,9 +127,9 @@ class Components:
         if self.audit is not None:
             self.audit.forget()
         with self._calibration_held():
-            self.library.clear()
-            if self.trust is not None:
-                self.trust.forget()
+            self.banks.clear()
+            if self.calibrated is not None:
+                self.calibrated.forget()
         if self.prefix is not None:
             self.prefix.clear()
         if self.cost is not None:
@@ -142,9 +142,9 @@ class Components:
         if self.audit is not None:
             self.audit.forget(namespace)
         with self._calibration_held():
-            n_requests = self.library.purge(namespace)
-            if self.trust is not None:
-                self.trust.forget(namespace)
+            n_requests = self.banks.purge(namespace)
+            if self.calibrated is not None:
+                self.calibrated.forget(namespace)
         if self.prefix is not None:
             self.prefix.purge(namespace)
         if self.cost is not None:
@@ -155,4 +155,4 @@ class Components:
 
     def _calibration_held(self) -> AbstractContextManager[object]:
         """Within: no save finds a calibration whose requests are gone, as a cache could not be loaded from it."""
-        return nullcontext() if self.trust is None else self.trust.held()
+        return nullcontext() if self.calibrated is None else self.calibrated.held()

@@ -131,7 +131,7 @@ class _Bucket:
         unbilled_s: Those since the latest such call whose hits count.
         hits: Share of rows served, of calls that took the whole way.
         repeats: Share of requests that were asked before.
-        is_aside: Calls go by.
+        is_bypassed: Calls go by.
         n_since: Calls since it last stepped aside or returned.
         rest: Calls that go by before it may return.
         n_noted: Calls that may have been noted.
@@ -151,7 +151,7 @@ class _Bucket:
     unbilled_s: float = 0.0
     hits: _Average = field(default_factory=_share)
     repeats: _Average = field(default_factory=_share)
-    is_aside: bool = False
+    is_bypassed: bool = False
     n_since: int = 0
     rest: int = 0
     n_noted: int = 0
@@ -177,7 +177,7 @@ class _Bucket:
         return self.model_s - (self.hit_s.value if self.hit_s.n else self.lookup_s.value)
 
     @property
-    def pays_from(self) -> float:
+    def worthwhile_from(self) -> float:
         """The hit rate at which it breaks even."""
         cost_s = self.overhead_s + self.beside_s.value
         return cost_s / (self.saved_s + self.overhead_s) if self.saved_s > 0 else inf
@@ -218,16 +218,16 @@ class _Bucket:
     def _has_compared(self) -> bool:
         return self.plain_s.n >= _STRETCH
 
-    def step_aside(self, patience: int) -> None:
+    def bypass(self, patience: int) -> None:
         """Go by from now on: longer than last time, unless the return stood for more than twice as long as that."""
         has_stood = self.n_since > 2 * self.rest
         self.rest = patience if has_stood else min(2 * self.rest, _KNOWN)
-        self.is_aside, self.n_since = True, 0
+        self.is_bypassed, self.n_since = True, 0
 
     def come_back(self) -> None:
         """Take the whole way again; hits of what is asked from now on decide."""
         self.hits = _share()
-        self.is_aside, self.n_since = False, 0
+        self.is_bypassed, self.n_since = False, 0
 
 
 class CostModel:
@@ -287,7 +287,7 @@ class CostModel:
             bucket.n_since += 1
             if hashes:
                 bucket.repeats.add(sum(map(self._came_before, hashes)) / n_rows, n_rows)
-            if not bucket.is_aside:
+            if not bucket.is_bypassed:
                 is_probe = bucket.n_since % _PROBE == 0
                 if compares and bucket.is_compared():
                     # Noted, as it would have been stored; that comes after what is timed, and touches little memory.
@@ -295,7 +295,7 @@ class CostModel:
                 return Verdict(True, is_probe)
             is_probe = bucket.n_since % (_PROBE if searches or not bucket.n_noted else _RARE * _PROBE) == 0
             rate = max(bucket.hits.value, bucket.repeats.value)
-            if bucket.n_since < bucket.rest or rate <= (pays_from := bucket.pays_from):
+            if bucket.n_since < bucket.rest or rate <= (worthwhile_from := bucket.worthwhile_from):
                 if is_probe or not hashes:
                     return Verdict(is_probe, is_probe)
                 n_held = held(hashes)
@@ -305,7 +305,7 @@ class CostModel:
                 bucket.n_noted += is_noted
                 return Verdict(serves, False, serves, is_noted, bucket.n_since % _EVERY == 0)
             bucket.come_back()
-        _log("serves again", n_tokens, rate, pays_from)
+        _log("serves again", n_tokens, rate, worthwhile_from)
         return Verdict(True, is_probe)
 
     def lets_pass(self, n_tokens: int, request: int) -> bool:
@@ -319,7 +319,7 @@ class CostModel:
         """
         with self._lock:
             bucket = self._buckets.get(n_tokens.bit_length())
-            if bucket is None or not bucket.is_aside or request in self._recent or request in self._older:
+            if bucket is None or not bucket.is_bypassed or request in self._recent or request in self._older:
                 return False
             if self._n_free or bucket.notable >= 1 or (bucket.n_since + 1) % _EVERY == 0:
                 return False
@@ -361,7 +361,7 @@ class CostModel:
         """
         with self._lock:
             bucket = self._buckets[n_tokens.bit_length()]
-            if not (is_foretold and bucket.is_aside):
+            if not (is_foretold and bucket.is_bypassed):
                 bucket.hits.add(n_hits / n_rows, n_rows)
                 self._hits.add(n_hits / n_rows, n_rows)
                 bucket.beside_s.add(bucket.unbilled_s)
@@ -374,18 +374,18 @@ class CostModel:
                 bucket.storing_s.add(times.storing_s)
             # One that came back has all its patience: repeats spoke for it, which others know not of.
             patience = self._patience if bucket.rest else self._patience // _SOONER
-            rate, pays_from = self._rate(bucket, patience), bucket.pays_from
-            if bucket.is_aside or rate is None or bucket.miss_s.n < self._fewest_times:
+            rate, worthwhile_from = self._rate(bucket, patience), bucket.worthwhile_from
+            if bucket.is_bypassed or rate is None or bucket.miss_s.n < self._fewest_times:
                 return
-            if rate >= pays_from or bucket.is_cheap:
+            if rate >= worthwhile_from or bucket.is_cheap:
                 return
             if patience < self._patience and not would_note():
-                if (rate := self._rate(bucket, self._patience)) is None or rate >= pays_from:
+                if (rate := self._rate(bucket, self._patience)) is None or rate >= worthwhile_from:
                     return
                 patience = self._patience
-            bucket.step_aside(patience)
+            bucket.bypass(patience)
             self.has_aside = True
-        _log("steps aside", n_tokens, rate, pays_from)
+        _log("steps aside", n_tokens, rate, worthwhile_from)
 
     def rows(self) -> tuple[Cost, ...]:
         """What was measured, shortest calls first."""
@@ -411,7 +411,7 @@ class CostModel:
         return None
 
     def _row(self, bits: int, bucket: _Bucket) -> Cost:
-        is_timed, pays_from = bucket.miss_s.n > 0, bucket.pays_from
+        is_timed, worthwhile_from = bucket.miss_s.n > 0, bucket.worthwhile_from
         return Cost(
             tokens=1 << (bits - 1),
             lookup_ms=_ms(bucket.lookup_s),
@@ -423,8 +423,8 @@ class CostModel:
             hit_ms=_ms(bucket.hit_s),
             hit_rate=bucket.hits.value if bucket.hits.n else None,
             repeats=bucket.repeats.value if bucket.repeats.n else None,
-            pays_from=pays_from if is_timed and pays_from < inf else None,
-            is_aside=bucket.is_aside,
+            worthwhile_from=worthwhile_from if is_timed and worthwhile_from < inf else None,
+            is_bypassed=bucket.is_bypassed,
         )
 
     def _came_before(self, request: int) -> bool:
@@ -440,7 +440,7 @@ def _ms(average: _Average) -> float | None:
     return average.value * 1e3 if average.n else None
 
 
-def _log(what: str, n_tokens: int, rate: float, pays_from: float) -> None:
+def _log(what: str, n_tokens: int, rate: float, worthwhile_from: float) -> None:
     """Tell of a turn; turns become rarer, so that this does not fill a log."""
     least = 1 << (n_tokens.bit_length() - 1)
     logger.info(
@@ -449,5 +449,7 @@ def _log(what: str, n_tokens: int, rate: float, pays_from: float) -> None:
         least,
         2 * least - 1,
         100 * rate,
-        f"from {pays_from:.1%}" if pays_from < inf else "at no rate, since a hit takes longer than the model",
+        f"from {worthwhile_from:.1%}"
+        if worthwhile_from < inf
+        else "at no rate, since a hit takes longer than the model",
     )

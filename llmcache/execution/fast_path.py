@@ -67,7 +67,7 @@ class FastPath:
         """Whether calls of such a trunk are ever answered here."""
         return not self._trunk.adapter.is_guess
 
-    def packing(self, call: Call) -> OutputTemplate | None:
+    def template(self, call: Call) -> OutputTemplate | None:
         """How the output of such a call is packed; None where that is not known, or not understood."""
         return self._packings.get(self.kind(call))
 
@@ -94,8 +94,8 @@ class FastPath:
         if not self.is_watched:
             self._packings = {**self._packings, kind: None}  # also where what follows fails
             if self.may_open and (pack := _understand(states, output, self._trunk.module)):
-                packing = OutputTemplate(states.dtype, call.entering, states.shape[-1], scope.weights, pack)
-                self._packings = {**self._packings, kind: packing}
+                template = OutputTemplate(states.dtype, call.entering, states.shape[-1], scope.weights, pack)
+                self._packings = {**self._packings, kind: template}
 
     def forget(self) -> None:
         """What was learned no longer holds: the model was changed."""
@@ -103,15 +103,15 @@ class FastPath:
         self._hooked = [part for part in self._trunk.module.modules() if part not in within][1:]
         self._packings = {}
 
-    def answer(self, call: Call, packing: OutputTemplate) -> Any:
+    def answer(self, call: Call, template: OutputTemplate) -> Any:
         """Output of a call whose rows are all served at the last layer."""
         ids = call.arguments["input_ids"]
-        states = torch.empty((*ids.shape, packing.width), dtype=packing.dtype, device=ids.device)
+        states = torch.empty((*ids.shape, template.width), dtype=template.dtype, device=ids.device)
         for reuse in call.reused.values():
             valid = call.rows[reuse.row].valid
             self._payload.place(reuse.entry.to(states.device), states[reuse.row], valid)
             place_padding(reuse.padding, states[reuse.row], valid)
-        output = packing.pack(states)
+        output = template.pack(states)
         call.n_skipped += call.n_rows * self._trunk.depth
         call.has_begun = call.is_complete = True
         return output

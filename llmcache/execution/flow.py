@@ -4,7 +4,7 @@
     at door  -> where tokens are all that fingerprints are made of, what follows is done here, and hits end here
     layer 0  -> rows and exact keys, fingerprint, then the rungs decide
     layer l  -> rows to compute are computed, stored states put in, misses captured
-    closed   -> doubted states compared, misses stored, counters updated, times told to the cost model
+    closed   -> revalidated states compared, misses stored, counters updated, times told to the cost model
 
 Trouble here costs speed, never correctness: a failing lookup or store is counted, logged once, and computed around.
 """
@@ -41,7 +41,7 @@ from llmcache.reuse.prefix.kv_fill import empty
 from llmcache.reuse.prefix.prefill import Prefiller
 
 DEFAULT_NAMESPACE = "default"
-_PASSED = (bypassed("does_not_pay"),)
+_PASSED = (bypassed("not_worthwhile"),)
 
 
 class Flow:
@@ -54,20 +54,20 @@ class Flow:
             parts: What calls are served with.
             tokenizer: Names the special tokens; without one the config and the family do.
         """
-        self._parts = parts
+        self._components = parts
         self._arguments = Arguments(parts.trunk.module.forward)
         self._runner = Runner(parts.payload, parts.trunk.adapter)
         self._meter = Meter(parts)
-        self._checks = Revalidation(parts.library, parts.counters)
-        self._lookup = Lookup(parts, self._checks, tokenizer)
+        self._revalidation = Revalidation(parts.banks, parts.counters)
+        self._lookup = Lookup(parts, self._revalidation, tokenizer)
         self._prefiller = None if parts.prefix is None else self._make_prefiller(parts.prefix)
-        self._door = FastPath(parts.trunk, parts.payload)
-        self._keeper = StateCapture(parts)
+        self._fast_path = FastPath(parts.trunk, parts.payload)
+        self._capture = StateCapture(parts)
         self._pooled = parts.head.pooled
         self._is_veiled = self._pooled is not None and parts.payload.name == "mean"
         self.veil = Veil()
         if parts.cost is not None:
-            parts.notes = Notes(parts, self._lookup, self._door, self._keeper)
+            parts.notes = Notes(parts, self._lookup, self._fast_path, self._capture)
         self._last = parts.trunk.depth - 1
         self._layers = Layers(parts.trunk)
         self._is_retired = False
@@ -125,41 +125,41 @@ class Flow:
         namespace, n_read, is_disabled = self.namespace.get(), self._n_read.get(), self.is_disabled.get()
         self._n_read.set(None)  # it is about the head's own call, which comes first
         if torch.is_grad_enabled():
-            self._parts.weights.suspect()
+            self._components.weights.suspect()
         arguments, mask_4d = flatten(arguments)
         call = Call(arguments, namespace, mask_4d, n_read=n_read)
         reason = "disabled" if is_disabled else self._find_reason(arguments)
-        if reason is None and self._parts.audit is not None:
-            self._make_way(frame, call, self._parts.audit)
+        if reason is None and self._components.audit is not None:
+            self._make_way(frame, call, self._components.audit)
         reason = reason or self._lookup.guard("ask whether it pays", self._meter.ask, call)
         if reason is not None:
             self._bypass(frame, reason, arguments)
             frame.passing = None if call.passing is None else call
             return args, kwargs
-        if not self._parts.is_collecting:
+        if not self._components.is_collecting:
             frame.last = ()  # until the call has succeeded
         frame.call = call
         if self._keeps_no_kv:
             return self._arguments.replace(args, kwargs, "use_cache", False)
         return (args, kwargs) if self._prefiller is None else self._prefiller.begin(call, args, kwargs)
 
-    def answer_at_door(self, frame: Frame) -> Any:
+    def answer_early(self, frame: Frame) -> Any:
         """The trunk's output for a call that is served before the trunk runs; else None."""
         call = frame.call
-        if call is None or self._lookup.needs_states or not self._door.may_open:
+        if call is None or self._lookup.needs_states or not self._fast_path.may_open:
             return None
-        if self._door.is_watched:
-            self._parts.counters.hooked(_count_rows(call.arguments))
+        if self._fast_path.is_watched:
+            self._components.counters.hooked(_count_rows(call.arguments))
             return None
-        if (packing := self._door.packing(call)) is None:
+        if (template := self._fast_path.template(call)) is None:
             return None
-        if not self._lookup.read_early(call, packing.entering):
+        if not self._lookup.read_early(call, template.entering):
             return None
-        if packing.weights != getattr(call.scope, "weights", ""):  # another trunk puts out something else
-            self._door.forget()
+        if template.weights != getattr(call.scope, "weights", ""):  # another trunk puts out something else
+            self._fast_path.forget()
             return None
         self._lookup.ask(call, 0)
-        return self._answer(call, packing) if call.is_served else None
+        return self._answer(call, template) if call.is_served else None
 
     def layer(self, frame: Frame, swap: LayerSwap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one layer for the rows that need it."""
@@ -184,7 +184,7 @@ class Flow:
             return None
         output = call.states = self._runner.place(call, self._last, output)
         call.is_complete = True
-        self._keeper.capture(call, self._last, output)
+        self._capture.capture(call, self._last, output)
         return output
 
     def attended(self, output: Any) -> None:
@@ -242,13 +242,13 @@ class Flow:
         """After the whole model: what it put out for the call that was made within."""
         ended = frame.ended or []
         calls = [call for call in ended if call is not None]
-        if self._parts.observer is None or self._parts.observer.answers.reads_payload or not calls:
+        if self._components.observer is None or self._components.observer.answers.reads_payload or not calls:
             return
         if len(ended) == 1:
             self._observe(calls[0], output)
         else:
             error = TypeError(f"{len(ended)} forwards of the trunk went into one answer")
-            self._parts.counters.error("read an answer", error)
+            self._components.counters.error("read an answer", error)
 
     def left(self, frame: Frame) -> None:
         """A forward has ended, whatever came of it."""
@@ -288,31 +288,31 @@ class Flow:
             call.is_complete = is_last
             if not self._runner.cannot_skip:  # what is kept now would never be served
                 call.states = unpack(output)
-                self._keeper.capture(call, swap.number, call.states)
+                self._capture.capture(call, swap.number, call.states)
         return output
 
     def _end(self, frame: Frame, call: Call, output: Any) -> None:
         """Store and count what was done in a call that has succeeded."""
         started = self._meter.now(call)
-        self._keeper.check_weights(call)
-        self._learn_packing(call, output)
-        self._checks.compare(call)
+        self._capture.check_weights(call)
+        self._learn_template(call, output)
+        self._revalidation.compare(call)
         for row in call.rows:
-            if row.refused:
-                self._parts.counters.bypass(row.refused, 1)
+            if row.bypass_reason:
+                self._components.counters.bypass(row.bypass_reason, 1)
         if self._is_veiled and call.reused:
             self.veil.draw(output, {number: last_valid(call.rows[number].valid) for number in call.reused})
-        if not self._parts.is_collecting:
+        if not self._components.is_collecting:
             frame.last = outcomes(call)
-            self._keeper.store(call)
+            self._capture.store(call)
             if self._prefiller is not None:
                 self._prefiller.store(call, output)
             self._have_looked_into(call)
             ended = self._meter.now(call)
             call.storing_s += ended - started
-            self._parts.counters.call(call)
+            self._components.counters.call(call)
             self._meter.took(call, ended)
-        if self._parts.observer is not None and self._parts.observer.answers.reads_payload:
+        if self._components.observer is not None and self._components.observer.answers.reads_payload:
             self._observe(call, None)
 
     def _find_trouble(self) -> str:
@@ -320,7 +320,7 @@ class Flow:
         return "unwrapped" if self._is_retired else self._layers.find_reason() or "other_layers"
 
     def _find_reason(self, arguments: dict[str, Any]) -> str | None:
-        trunk, defaults = self._parts.trunk, self._arguments.defaults
+        trunk, defaults = self._components.trunk, self._arguments.defaults
         reason = self._lookup.guard("look at the arguments", find_reason, arguments, trunk, defaults)
         if reason is None and self._keeps_no_kv:
             reason = self._find_reason_for_kv(arguments)
@@ -333,21 +333,21 @@ class Flow:
         if arguments.get("use_cache") or arguments.get(CACHE) is not None:
             return "kv_cache_with_pooled_payload"
         asked = arguments.get("use_cache")
-        makes_kv = setting(self._parts.trunk.config, "use_cache") if asked is None else asked
+        makes_kv = setting(self._components.trunk.config, "use_cache") if asked is None else asked
         # Without K/V models look at the positions for where a text begins, and hide the texts before from it.
         is_unmasked = arguments.get("attention_mask") is None and arguments.get("position_ids") is not None
         return "packed" if makes_kv and is_unmasked else None
 
     def _make_prefiller(self, blocks: BlockPool) -> Prefiller:
         """What serves prefixes."""
-        parts = self._parts
+        parts = self._components
         return Prefiller(
             parts.trunk,
             blocks,
             parts.counters,
             self._arguments,
             read=self._lookup.read_early,
-            is_repeat=lambda row: parts.serves_repeats and parts.library.known(row),
+            is_repeat=lambda row: parts.serves_repeats and parts.banks.known(row),
             is_alone=lambda: parts.fingerprint is None and parts.observer is None,
         )
 
@@ -357,11 +357,11 @@ class Flow:
         hidden = swap.arguments.get(args, kwargs, swap.arguments.names[0])
         reason = self._lookup.guard("read the request", self._find_late_reason, call, hidden)
         if reason is None and call.entering not in (None, hidden.dtype):  # read at the door, of another model
-            self._door.forget()
+            self._fast_path.forget()
             self._lookup.withdraw(call)
             call.begin_again()
         if reason is None and call.entering is None:
-            if self._parts.attention is not None:  # not guarded: what fails here is the model itself
+            if self._components.attention is not None:  # not guarded: what fails here is the model itself
                 call.first_output = swap.original(*args, **kwargs)
             reason = self._lookup.read(call, hidden, hidden.dtype)
         if reason is not None:
@@ -382,57 +382,57 @@ class Flow:
     def _have_looked_into(self, call: Call) -> None:
         """Hand hits that were drawn to the audit."""
         try:
-            if self._parts.audit is not None and call.drawn:
-                self._parts.audit.served(call)
+            if self._components.audit is not None and call.audited:
+                self._components.audit.served(call)
         except Exception as error:
-            self._parts.counters.error("have a hit looked into", error)
+            self._components.counters.error("have a hit looked into", error)
 
-    def _answer(self, call: Call, packing: OutputTemplate) -> Any:
+    def _answer(self, call: Call, template: OutputTemplate) -> Any:
         """Output of a call that is served at the door; None where that fails, and it is computed."""
         try:
-            return self._door.answer(call, packing)
+            return self._fast_path.answer(call, template)
         except Exception as error:
-            self._parts.counters.error("answer at the door", error)
-            self._door.forget()
+            self._components.counters.error("answer at the door", error)
+            self._fast_path.forget()
             self._lookup.withdraw(call)
             call.reused.clear()
             call.reused_at.clear()
             call.is_served = False
             return None
 
-    def _learn_packing(self, call: Call, output: Any) -> None:
+    def _learn_template(self, call: Call, output: Any) -> None:
         try:
             if output is not None:  # the trunk did not fail
-                self._door.learn(call, output)
+                self._fast_path.learn(call, output)
         except Exception as error:
-            self._parts.counters.error("look at the trunk's output", error)
+            self._components.counters.error("look at the trunk's output", error)
 
     def forget(self) -> None:
         """What was learned of the model no longer holds."""
-        self._door.forget()
+        self._fast_path.forget()
 
     def _observe(self, call: Call, output: Any) -> None:
-        assert self._parts.observer is not None
+        assert self._components.observer is not None
         started = self._meter.now(call)
         try:
-            self._parts.observer.see(call, output)
+            self._components.observer.see(call, output)
         except Exception as error:
-            self._parts.counters.error("read an answer", error)
-        if call.is_metered and not self._parts.is_collecting:
+            self._components.counters.error("read an answer", error)
+        if call.is_metered and not self._components.is_collecting:
             self._meter.spent(call, self._meter.now(call) - started)
 
     def _bypass(self, frame: Frame, reason: str, arguments: dict[str, Any]) -> None:
         """Count and note rows of a call that goes by the cache as a whole."""
         n_rows = _count_rows(arguments)
-        self._parts.counters.bypass(reason, n_rows)
+        self._components.counters.bypass(reason, n_rows)
         # A step of a generation belongs to the request that its prefill was; what is only computed, to nobody.
-        if reason != "decode" and not self._parts.is_collecting:
+        if reason != "decode" and not self._components.is_collecting:
             frame.last = (bypassed(reason),) * n_rows
 
     def _make_way(self, frame: Frame, call: Call, audit: Audit) -> None:
         """Have the audit's own calls stop for others, and let it catch up before a call, if it has waited for long."""
-        if self._parts.is_collecting:
-            call.give_way = audit.shadow.give_way if audit.shadow.may_stop else None
+        if self._components.is_collecting:
+            call.give_way = audit.worker.give_way if audit.worker.may_stop else None
         elif frame.is_outermost and (spent_s := audit.catch_up()):  # no call within another one
             self._meter.spent(call, spent_s)
 
@@ -441,38 +441,38 @@ class Flow:
         try:
             self._meter.passed(passing, output)
         except Exception as error:
-            self._parts.counters.error("note a call", error)
+            self._components.counters.error("note a call", error)
 
     def _begin_work(self, frame: Frame) -> None:
         """Tell the audit that the processor is needed. A call may be made within another one."""
-        audit = None if self._parts.is_collecting else self._parts.audit
+        audit = None if self._components.is_collecting else self._components.audit
         if audit is not None:
-            audit.shadow.enter()
+            audit.worker.enter()
             frame.audit = audit
 
     def _end_work(self, frame: Frame) -> None:
         """Tell it that it no longer is, if it was told so."""
         if frame.audit is not None:
-            frame.audit.shadow.leave()
+            frame.audit.worker.leave()
 
     # -- small facts ---------------------------------------------------------------------------------------------------
 
     @property
     def _keeps_no_kv(self) -> bool:
         """Whether the model would make K/V that its head never reads and entries do not hold."""
-        return self._parts.payload.fits_any_length and self._parts.trunk.makes_kv
+        return self._components.payload.fits_any_length and self._components.trunk.makes_kv
 
     @property
     def _ends_after_norm(self) -> bool:
-        return self._parts.payload.after_norm and self._parts.trunk.norm is not None
+        return self._components.payload.after_norm and self._components.trunk.norm is not None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _count_compiled(self, n_rows: int) -> None:
         """Leave the compiled graph for a moment: counters cannot be part of it."""
         if torch.is_grad_enabled():
-            self._parts.weights.suspect()
-        self._parts.counters.bypass("compiled", n_rows)
-        if not self._parts.is_collecting:
+            self._components.weights.suspect()
+        self._components.counters.bypass("compiled", n_rows)
+        if not self._components.is_collecting:
             self._frames.last = (bypassed("compiled"),) * n_rows
 
 

@@ -24,7 +24,7 @@ from llmcache.request.call import Call, Reuse
 class Lookup:
     """Reads calls of one wrapped model and asks its rungs. Thread-safe."""
 
-    def __init__(self, parts: Components, checks: Revalidation, tokenizer: Any = None) -> None:
+    def __init__(self, parts: Components, revalidation: Revalidation, tokenizer: Any = None) -> None:
         """Prepare for calls.
 
         Args:
@@ -32,16 +32,16 @@ class Lookup:
             checks: Sets decisions aside that are to be compared.
             tokenizer: Names the special tokens; without one the config and the family do.
         """
-        self._parts = parts
-        self._checks = checks
+        self._components = parts
+        self._revalidation = revalidation
         self._reader = RequestReader(parts, tokenizer)
         self._last = parts.trunk.depth - 1
 
     @property
     def needs_states(self) -> bool:
         """Whether nothing can be told before layer 0: fingerprints are made of states, or K/V has to be filled."""
-        fingerprint, trunk = self._parts.fingerprint, self._parts.trunk
-        fills_kv = trunk.makes_kv and not self._parts.payload.fits_any_length
+        fingerprint, trunk = self._components.fingerprint, self._components.trunk
+        fills_kv = trunk.makes_kv and not self._components.payload.fits_any_length
         return fills_kv or (fingerprint is not None and fingerprint.reads_states)
 
     def guard(self, what: str, step: Callable[..., str | None], *args: Any) -> str | None:
@@ -49,7 +49,7 @@ class Lookup:
         try:
             return step(*args)
         except Exception as error:
-            self._parts.counters.error(what, error)
+            self._components.counters.error(what, error)
             return "error"
 
     def read(self, call: Call, hidden: Tensor | None, entering: torch.dtype) -> str | None:
@@ -82,8 +82,8 @@ class Lookup:
 
     def leaves_alone(self, number: int) -> bool:
         """Whether nothing can happen at a layer in a call that reuses nothing: none is asked there, and none stored."""
-        asks = any(rung.asks_at(number) for rung in self._parts.rungs)
-        return number > 0 and not asks and number not in self._parts.library.banks
+        asks = any(rung.applies_at(number) for rung in self._components.rungs)
+        return number > 0 and not asks and number not in self._components.banks.layer_banks
 
     def decide(self, call: Call, swap: LayerSwap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Decide at one layer, if that was not done before it was reached.
@@ -95,7 +95,7 @@ class Lookup:
             kwargs: What it is passed by name.
         """
         number = swap.number
-        if self._parts.is_per_layer and number > 0 and number in self._parts.library.banks:
+        if self._components.is_per_layer and number > 0 and number in self._components.banks.layer_banks:
             self._read_layer(call, swap, args, kwargs)
         before, n_before = ({}, 0) if number == 0 else (dict(call.reused), len(call.reused_at))
         if number > 0 or not call.was_asked:
@@ -109,26 +109,26 @@ class Lookup:
     def ask(self, call: Call, number: int) -> None:
         """Ask each rung in turn for the rows that none has served at this depth."""
         call.was_asked = True
-        if self._parts.is_collecting:
+        if self._components.is_collecting:
             return
-        for rung in self._parts.rungs:
-            if not rung.asks_at(number):
+        for rung in self._components.rungs:
+            if not rung.applies_at(number):
                 continue
             started = perf_counter()
             rows = [
                 row
                 for row in call.active_rows
                 if _is_open(call.reused.get(row.number), number)
-                and row.number not in call.doubted
+                and row.number not in call.revalidated
                 and (rung.is_lossless or not row.is_misread)
             ]
             try:
                 decided = rung.decide(call, rows, number) if rows else []
             except Exception as error:
-                self._parts.counters.error(f"look up ({rung.name})", error)
+                self._components.counters.error(f"look up ({rung.name})", error)
                 decided = []
             if not rung.is_lossless:
-                decided = self._draw(call, self._checks.doubt(call, decided))
+                decided = self._draw(call, self._revalidation.select(call, decided))
             call.reused |= {reuse.row: reuse for reuse in decided}
             call.reused_at += [reuse.layer for reuse in decided]
             call.is_served = 0 < len(call.reused) == call.n_rows and all(
@@ -138,21 +138,21 @@ class Lookup:
 
     def withdraw(self, call: Call) -> None:
         """Hits of the call that the audit drew are not served after all."""
-        if self._parts.audit is not None and call.drawn:
-            self._parts.audit.withdraw(call)
+        if self._components.audit is not None and call.audited:
+            self._components.audit.withdraw(call)
 
     def _draw(self, call: Call, decided: list[Reuse]) -> list[Reuse]:
         """Let the audit draw among approximate reuses; returns those to carry out."""
-        if self._parts.audit is None:
+        if self._components.audit is None:
             return decided
         try:
-            return self._parts.audit.draw(call, decided)
+            return self._components.audit.draw(call, decided)
         except Exception as error:
-            self._parts.counters.error("draw for the audit", error)
+            self._components.counters.error("draw for the audit", error)
             return []
 
     def _read(self, call: Call, hidden: Tensor | None, entering: torch.dtype) -> str | None:
-        weights = self._parts.weights
+        weights = self._components.weights
         if weights.is_trained:
             return "gradients_held"
         call.entering, call.scope = entering, self._reader.scope(call, entering)
@@ -169,7 +169,7 @@ class Lookup:
         try:
             self._reader.read_layer(call, swap.number, hidden)
         except Exception as error:
-            self._parts.counters.error("take a layer's fingerprint", error)
+            self._components.counters.error("take a layer's fingerprint", error)
         call.lookup_s += perf_counter() - started
 
 

@@ -54,7 +54,7 @@ class Meter:
             clock: Seconds.
             wait: Returns once an accelerator has done what it was given. Not called where all is on the host.
         """
-        self._parts = parts
+        self._components = parts
         self._clock = clock
         self._wait = wait
 
@@ -65,7 +65,7 @@ class Meter:
             ids: What the trunk was passed as `input_ids`.
             namespace: In force for the call.
         """
-        parts = self._parts
+        parts = self._components
         cost, notes = parts.cost, parts.notes
         if cost is None or not cost.has_aside or parts.observer is not None or parts.audit is not None:
             return False
@@ -83,17 +83,17 @@ class Meter:
 
     def ask(self, call: Call) -> str | None:
         """Why a call is to go by the cache, or None; starts the clock of one that is not."""
-        cost, ids = self._parts.cost, call.arguments["input_ids"]
-        if cost is None or ids.numel() == 0 or self._parts.is_collecting:
+        cost, ids = self._components.cost, call.arguments["input_ids"]
+        if cost is None or ids.numel() == 0 or self._components.is_collecting:
             return None
         if self._is_learning:
             cost.restart()  # what was seen before does not hold of what can be served afterwards
             return None
         started = self._clock()
         call.hashes = _hashes(call) if ids.is_cpu else ()
-        notes = self._parts.notes
+        notes = self._components.notes
         held = none_held if notes is None else notes.count
-        searches = self._parts.fingerprint is not None
+        searches = self._components.fingerprint is not None
         verdict = cost.pays(ids.numel(), ids.shape[0], call.hashes, held, ids.is_cpu and self._compares, searches)
         if not verdict.pays:
             if ids.is_cpu and (verdict.is_noted or verdict.is_timed):
@@ -101,7 +101,7 @@ class Meter:
                 kept = notes.prepare(call) if notes is not None and verdict.is_noted else None
                 begun = self._clock()
                 call.passing = Passing(begun, begun - asked, kept, verdict.is_timed)
-            return "compared" if verdict.is_compared else "does_not_pay"
+            return "compared" if verdict.is_compared else "not_worthwhile"
         if notes is not None:
             notes.admit(call, call.hashes)
         call.is_metered, call.is_foretold = True, verdict.is_foretold
@@ -114,7 +114,7 @@ class Meter:
 
     def passed(self, call: Call, output: Any) -> None:
         """Take in a call that has gone by, with the trunk's output, None where that failed."""
-        cost, notes, passing = self._parts.cost, self._parts.notes, call.passing
+        cost, notes, passing = self._components.cost, self._components.notes, call.passing
         if cost is None or passing is None or output is None:
             return
         ended, noting_s = self._clock(), None
@@ -127,8 +127,8 @@ class Meter:
 
     def spent(self, call: Call, seconds: float) -> None:
         """Take in what else was done for the cache's sake, before a call or after it."""
-        if self._parts.cost is not None:
-            self._parts.cost.spent(call.arguments["input_ids"].numel(), seconds)
+        if self._components.cost is not None:
+            self._components.cost.spent(call.arguments["input_ids"].numel(), seconds)
 
     def now(self, call: Call) -> float:
         """The time at which the call's work so far is done, if the call is timed."""
@@ -136,19 +136,19 @@ class Meter:
 
     def took(self, call: Call, ended: float) -> None:
         """Tell what became of a call that took the whole way, until that time."""
-        cost, ids = self._parts.cost, call.arguments["input_ids"]
+        cost, ids = self._components.cost, call.arguments["input_ids"]
         if cost is None or not call.is_metered:
             return
         times = None if call.started is None else Times(ended - call.started, call.lookup_s, call.storing_s)
         n_hits = len(call.reused) + len(call.served)
         cost.took(ids.numel(), call.n_rows, n_hits, times, call.is_foretold, partial(self._would_note, call))
-        if self._parts.notes is not None and call.hashes:
-            self._parts.notes.stored(call.hashes, [row.key for row in call.rows])
+        if self._components.notes is not None and call.hashes:
+            self._components.notes.stored(call.hashes, [row.key for row in call.rows])
 
     def _would_note(self, call: Call) -> bool:
         """Whether a call could have been noted, so that its repeats had been served; others would not have been."""
-        notes = self._parts.notes
-        return notes is not None and self._parts.fingerprint is None and notes.takes(call)
+        notes = self._components.notes
+        return notes is not None and self._components.fingerprint is None and notes.takes(call)
 
     def _done(self, ids: Tensor) -> float:
         """The time at which the device of these ids has done what it was given."""
@@ -162,14 +162,16 @@ class Meter:
 
         These cost more than can be told from within calls. An accelerator would have to be waited for.
         """
-        return self._parts.trust is not None and self._parts.trust.is_serving(self._parts.weights.latest)
+        return self._components.calibrated is not None and self._components.calibrated.is_serving(
+            self._components.weights.latest
+        )
 
     @property
     def _is_learning(self) -> bool:
         """Whether calls are computed so that something is learned of them: what they cost now says nothing of later."""
-        parts = self._parts
-        if parts.trust is not None:
-            return parts.trust.is_learning
+        parts = self._components
+        if parts.calibrated is not None:
+            return parts.calibrated.is_learning
         return parts.fingerprint is not None and parts.fingerprint.n_fit > 0
 
 

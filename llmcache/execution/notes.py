@@ -41,7 +41,7 @@ class Prepared(NamedTuple):
         mark: Of the weights, whose digest is that of `packing`.
     """
 
-    packing: OutputTemplate
+    template: OutputTemplate
     setting: tuple[Kind, str]
     mark: Mark
 
@@ -70,7 +70,7 @@ class Note:
 class Notes:
     """Of one wrapped model. Thread-safe; what is held is within what banks have left of their budgets."""
 
-    def __init__(self, parts: "Components", lookup: "Lookup", door: FastPath, keeper: "StateCapture") -> None:
+    def __init__(self, parts: "Components", lookup: "Lookup", fast_path: FastPath, capture: "StateCapture") -> None:
         """Begin with none.
 
         Args:
@@ -79,10 +79,10 @@ class Notes:
             door: Knows how the trunk packs its output.
             keeper: Stores what is noted.
         """
-        self._parts = parts
+        self._components = parts
         self._lookup = lookup
-        self._door = door
-        self._keeper = keeper
+        self._fast_path = fast_path
+        self._capture = capture
         self._last = parts.trunk.depth - 1
         self._notes: dict[Note, None] = {}  # oldest first
         self._places: dict[int, Note | str] = {}  # by hash: a note, or the key of a stored request
@@ -95,9 +95,9 @@ class Notes:
     @property
     def can_note(self) -> bool:
         """Whether calls may be noted at all: repeats are served losslessly, and no K/V is kept."""
-        parts = self._parts
+        parts = self._components
         if self._can_note is None or self._can_note[0] is not parts.fingerprint:
-            can_note = parts.serves_repeats and self._last in parts.library.banks and not self._lookup.needs_states
+            can_note = parts.serves_repeats and self._last in parts.banks.layer_banks and not self._lookup.needs_states
             self._can_note = (parts.fingerprint, can_note)
         return self._can_note[1]
 
@@ -107,7 +107,7 @@ class Notes:
 
     def count(self, hashes: Sequence[int]) -> int:
         """How many of these requests are stored or noted, and could be served."""
-        places, held = self._places, self._parts.library.held
+        places, held = self._places, self._components.banks.held
         found = (places.get(one) for one in hashes)
         return sum(place is not None and (not isinstance(place, str) or bool(held(place))) for place in found)
 
@@ -119,25 +119,25 @@ class Notes:
 
     def takes(self, call: Call) -> bool:
         """Whether calls like this one are noted when they go by."""
-        return self._packing(call, self._door.kind(call)) is not None
+        return self._template(call, self._fast_path.kind(call)) is not None
 
     def prepare(self, call: Call) -> Prepared | None:
         """What has to be known of a call that is about to go by; None where it cannot be noted."""
-        weights, setting = self._parts.weights, self._setting(call)
-        if (packing := self._packing(call, setting[0])) is None:
+        weights, setting = self._components.weights, self._setting(call)
+        if (template := self._template(call, setting[0])) is None:
             return None
-        mark = weights.mark_of(packing.weights)  # of the latest look at them; `take` looks whether it still holds
-        return None if mark is None or weights.refusal is not None else Prepared(packing, setting, mark)
+        mark = weights.mark_of(template.weights)  # of the latest look at them; `take` looks whether it still holds
+        return None if mark is None or weights.refusal is not None else Prepared(template, setting, mark)
 
     def take(self, call: Call, kept: Prepared, output: Any) -> None:
         """Note a call that has gone by, with the trunk's output."""
-        states, packing, ids, hashes = output[0], kept.packing, call.arguments["input_ids"], call.hashes
-        if states.dtype != packing.dtype or states.shape != (*ids.shape, packing.width):
+        states, template, ids, hashes = output[0], kept.template, call.arguments["input_ids"], call.hashes
+        if states.dtype != template.dtype or states.shape != (*ids.shape, template.width):
             return
-        if not self._parts.weights.stayed(kept.mark, packing.weights):  # edited since, be they restored
+        if not self._components.weights.stayed(kept.mark, template.weights):  # edited since, be they restored
             return
         with torch.inference_mode(False), torch.no_grad():  # normal tensors, which a store can keep as they are
-            states = (states[:, :1] if self._parts.payload.name == "cls" else states).clone()
+            states = (states[:, :1] if self._components.payload.name == "cls" else states).clone()
             arguments, nbytes = dict(call.arguments), states.nbytes
             for name in DECIDING:
                 if (tensor := arguments.get(name)) is not None:
@@ -160,18 +160,18 @@ class Notes:
         found = {place: None for one in hashes if isinstance(place := self._places.get(one), Note)}
         if not found:
             return
-        weights = self._parts.weights.digest()
+        weights = self._components.weights.digest()
         for note in found:
-            if note.kept.setting == self._setting(call) and note.kept.packing.weights == weights:
+            if note.kept.setting == self._setting(call) and note.kept.template.weights == weights:
                 self._admit(note)
 
     def clear(self, namespace: str | None = None) -> None:
-        """Forget all, or what is of one namespace, whose requests have left the library."""
+        """Forget all, or what is of one namespace, whose requests have left the banks."""
         with self._lock:
             for note in [note for note in self._notes if namespace in (None, note.namespace)]:
                 self._drop(note)
-            library = self._parts.library
-            left = [one for one, place in self._places.items() if isinstance(place, str) and place not in library]
+            banks = self._components.banks
+            left = [one for one, place in self._places.items() if isinstance(place, str) and place not in banks]
             for one in list(self._places) if namespace is None else left:
                 del self._places[one]
 
@@ -181,26 +181,26 @@ class Notes:
                 return
             self._drop(note)
         call = Call(note.arguments, note.namespace)
-        reason = self._lookup.read(call, None, note.kept.packing.entering)
-        if reason is None and call.scope is not None and call.scope.weights == note.kept.packing.weights:
-            self._keeper.capture(call, self._last, note.states)
-            self._keeper.store(call)
+        reason = self._lookup.read(call, None, note.kept.template.entering)
+        if reason is None and call.scope is not None and call.scope.weights == note.kept.template.weights:
+            self._capture.capture(call, self._last, note.states)
+            self._capture.store(call)
             self.stored(note.hashes, [row.key for row in call.rows])
 
-    def _packing(self, call: Call, kind: Kind) -> OutputTemplate | None:
+    def _template(self, call: Call, kind: Kind) -> OutputTemplate | None:
         """How the output of a call of that kind will be packed, where it can be noted."""
         can_note = call.mask_4d is None and call.hashes and self.can_note
-        return self._door.known(kind) if can_note else None
+        return self._fast_path.known(kind) if can_note else None
 
     def _setting(self, call: Call) -> tuple[Kind, str]:
         """What decides states beside tokens and weights, and how they are packed."""
-        return self._door.kind(call), self._parts.trunk.attention
+        return self._fast_path.kind(call), self._components.trunk.attention
 
     @property
     def _is_over(self) -> bool:
         """Whether more is held than banks have room for."""
-        bank, library = self._parts.library.banks[self._last], self._parts.library
-        self._left = sum(one.max_bytes for one in library.banks.values()) - library.nbytes - self.nbytes
+        bank, banks = self._components.banks.layer_banks[self._last], self._components.banks
+        self._left = sum(one.max_bytes for one in banks.layer_banks.values()) - banks.nbytes - self.nbytes
         return self._left < 0 or (bank.max_entries is not None and self.n_rows > bank.max_entries - len(bank))
 
     def _place(self, one: int, place: Note | str) -> None:

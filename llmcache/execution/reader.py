@@ -32,7 +32,7 @@ class RequestReader:
             parts: What calls are served with.
             tokenizer: Names the special tokens; without one the config and the family do.
         """
-        self._parts = parts
+        self._components = parts
         self._tokenizer = tokenizer
         self._tables: tuple[object, tuple[Bools, Tensor]] | None = None
         self._head_reads = _reads(parts)
@@ -46,7 +46,7 @@ class RequestReader:
         dtype, device = str(entering), call.arguments["input_ids"].device.type
         if torch.is_autocast_enabled(device):
             dtype += f" autocast {torch.get_autocast_dtype(device)}"
-        return Scope(call.namespace, self._parts.weights.digest(), dtype, self._parts.trunk.attention)
+        return Scope(call.namespace, self._components.weights.digest(), dtype, self._components.trunk.attention)
 
     def read(self, call: Call, hidden: Tensor | None) -> None:
         """Everything that needs the host, in one transfer.
@@ -58,7 +58,7 @@ class RequestReader:
         ids, mask = call.arguments["input_ids"], call.arguments.get("attention_mask")
         valid = None if mask is None else mask != 0
         assert call.scope is not None
-        fingerprint, features = self._parts.fingerprint, None
+        fingerprint, features = self._components.fingerprint, None
         on_host, on_device = self._content_tables(ids.device, call.scope.weights)
         if fingerprint is not None and fingerprint.reads_states:
             call.content = on_device[ids] if valid is None else on_device[ids] & valid
@@ -80,32 +80,32 @@ class RequestReader:
             call.scope,
             inputs,
             id_dtype(len(on_host)),
-            self._parts.trunk.adapter.is_guess,
+            self._components.trunk.adapter.is_guess,
             self._layout_counts,
             self._layout_is_kept,
         )
-        call.features = None if self._parts.is_per_layer else inputs.features
+        call.features = None if self._components.is_per_layer else inputs.features
         has_content = content.any(axis=1).tolist()
         reason = self._refusal_of_all(inputs)
         for row in call.rows:
-            row.refused = reason or self._refusal(row, inputs, has_content[row.number])
-        call.generation = self._parts.library.generation
+            row.bypass_reason = reason or self._refusal(row, inputs, has_content[row.number])
+        call.fingerprint_epoch = self._components.banks.fingerprint_epoch
         if fingerprint is not None and fingerprint.n_fit == 0 and self._can_search(call.scope.weights):
-            layers = (0,) if self._parts.is_per_layer else self._parts.library.layers
-            vectors, call.forecasts = fingerprint.foresee(inputs.features)
+            layers = (0,) if self._components.is_per_layer else self._components.banks.layers
+            vectors, call.forecasts = fingerprint.project_with_forecast(inputs.features)
             call.fingerprints = dict.fromkeys(layers, vectors)
             if not isfinite(vectors.sum()):  # for the reason in `_refusal`
                 for number in np.flatnonzero(~np.isfinite(vectors).all(axis=-1)).tolist():
-                    call.rows[number].refused = call.rows[number].refused or "not_finite"
+                    call.rows[number].bypass_reason = call.rows[number].bypass_reason or "not_finite"
 
     def _can_search(self, weights: str) -> bool:
         """Whether the fingerprint is one for these weights: it keeps vectors of tokens that it meets first."""
-        trust = self._parts.trust
-        return trust is None or (trust.calibration is not None and trust.calibration.weights == weights)
+        calibrated = self._components.calibrated
+        return calibrated is None or (calibrated.calibration is not None and calibrated.calibration.weights == weights)
 
     def read_layer(self, call: Call, layer: int, hidden: Tensor) -> None:
         """Fingerprints of the states (B, T, D) that enter a later layer, in a transfer of their own."""
-        fingerprint = self._parts.fingerprint
+        fingerprint = self._components.fingerprint
         assert fingerprint is not None and call.content is not None
         (features,) = to_host(fingerprint.features(View(hidden, call.content, call.arguments["input_ids"])))
         assert features is not None
@@ -132,7 +132,7 @@ class RequestReader:
             return "no_content"
         if inputs.features is not None and not np.isfinite(inputs.features[row.number]).all():
             return "not_finite"  # no index takes such a vector, nor the other rows searched with it
-        pad_id = setting(self._parts.trunk.config, "pad_token_id")
+        pad_id = setting(self._components.trunk.config, "pad_token_id")
         row.is_misread = head_reads_padding(self._head_reads, row.valid, inputs.ids[row.number], pad_id)
         return "head_reads_padding" if row.is_misread and not self._layout_counts else ""
 
@@ -143,8 +143,8 @@ class RequestReader:
         """
         if self._tables is None or self._tables[0] != (device, weights):
             with torch.inference_mode(False):
-                table = torch.ones(vocabulary_size(self._parts.trunk), dtype=torch.bool)
-                table[list(special_ids(self._parts.trunk, self._tokenizer))] = False
+                table = torch.ones(vocabulary_size(self._components.trunk), dtype=torch.bool)
+                table[list(special_ids(self._components.trunk, self._tokenizer))] = False
                 self._tables = ((device, weights), (table.numpy(), table.to(device)))
         return self._tables[1]
 

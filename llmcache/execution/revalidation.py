@@ -10,37 +10,37 @@ from llmcache.request.call import Call, Reuse
 class Revalidation:
     """Sets reuses aside, and compares them once their rows are computed. A failure is counted and costs the check."""
 
-    def __init__(self, library: CacheBanks, counters: Counters) -> None:
+    def __init__(self, banks: CacheBanks, counters: Counters) -> None:
         """Remember whom to ask.
 
         Args:
-            library: Its policies choose what is checked, and are told how it came out.
+            banks: Its policies choose what is checked, and are told how it came out.
             counters: Told of failures, and of rows that were checked.
         """
-        self._library = library
+        self._banks = banks
         self._counters = counters
 
-    def doubt(self, call: Call, decided: Sequence[Reuse]) -> list[Reuse]:
+    def select(self, call: Call, decided: Sequence[Reuse]) -> list[Reuse]:
         """Set aside what is to be checked: those rows are computed as if nothing had been found. Returns the others."""
         try:
             for reuse in decided:
                 # A row that stands on another request's state would compute nothing to compare with.
-                if reuse.row not in call.reused and self._library.should_check(reuse.key, reuse.layer):
-                    call.doubted[reuse.row] = reuse
+                if reuse.row not in call.reused and self._banks.should_check(reuse.key, reuse.layer):
+                    call.revalidated[reuse.row] = reuse
         except Exception as error:
             self._counters.error("choose what to check", error)
-        return [reuse for reuse in decided if reuse.row not in call.doubted]
+        return [reuse for reuse in decided if reuse.row not in call.revalidated]
 
     def compare(self, call: Call) -> None:
-        """Compare what doubted rows computed with what they would have got. They are not stored: a stored one is near.
+        """Compare what such rows computed with what they would have got. They are not stored: a stored one is near.
 
         A row may be missing from what was captured, if that failed.
         """
-        for number, reuse in call.doubted.items():
+        for number, reuse in call.revalidated.items():
             fresh = call.captured.pop(number, None)
             try:
                 if fresh is not None:
-                    self._library.check(reuse.key, reuse.layer, fresh[reuse.layer]["hidden"], reuse.entry)
+                    self._banks.check(reuse.key, reuse.layer, fresh[reuse.layer]["hidden"], reuse.entry)
             except Exception as error:
                 self._counters.error("check a reuse", error)
-        self._counters.revalidated(len(call.doubted))
+        self._counters.revalidated(len(call.revalidated))

@@ -77,7 +77,7 @@ class Fingerprint(ABC):
     def project(self, features: Floats) -> Floats:
         """Float32 (B, F) from features (B, F0), as the index that goes with it takes them: all but `lsh`, L2 norm 1."""
 
-    def foresee(self, features: Floats) -> tuple[Floats, Floats | None]:
+    def project_with_forecast(self, features: Floats) -> tuple[Floats, Floats | None]:
         """The same fingerprints, and what they let expect of the outputs (B, C), or None."""
         return self.project(features), None
 

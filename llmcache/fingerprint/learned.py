@@ -107,9 +107,9 @@ class Learned(Fingerprint):
 
     def project(self, features: Floats) -> Floats:
         """Fingerprints (B, F), L2 norm 1, from features (B, T); of a row without content, zeros."""
-        return self.foresee(features)[0]
+        return self.project_with_forecast(features)[0]
 
-    def foresee(self, features: Floats) -> tuple[Floats, Floats]:
+    def project_with_forecast(self, features: Floats) -> tuple[Floats, Floats]:
         """Fingerprints (B, F) from features (B, T), and forecasts of the outputs (B, C)."""
         if self._fitted is None:
             raise RuntimeError("fit() comes first")

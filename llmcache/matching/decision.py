@@ -1,7 +1,7 @@
 """(3) From what a search found to what is reused: pure functions of numbers, no torch, no I/O.
 
-A decision looks at the nearest stored requests and says which of them would serve best, and how doubtful that is. The
-request is served if the doubt is within a limit. What the doubt is, is the decision's own affair: a negated similarity,
+A decision looks at the nearest stored requests and says which of them would serve best, and how risky that is. The
+request is served if the risk is within a limit. What the risk is, is the decision's own affair: a negated similarity,
 or the estimated chance that reuse changes the answer. Two decisions may also choose the answer that the forecast of the
 request favours, whoever the neighbours are (`Student`, `Combined`).
 
@@ -44,19 +44,19 @@ class Decision(ABC):
         k: How many it looks at; 0: none are searched for.
         reads_answers: It compares their answers, so entries without one are never served.
         reads_lead: It may choose the answer that the forecast favours.
-        most: The largest doubt that a calibration may allow.
-        doubts: Least and largest doubt about one that may serve; by default those of similarities, negated.
+        max_risk: The largest risk that a calibration may allow.
+        risk_range: Least and largest risk about one that may serve; by default those of similarities, negated.
     """
 
     k: int = 1
     reads_answers: bool = False
     reads_lead: bool = False
-    most: float = inf
-    doubts: tuple[float, float] = (-1.0, 1.0)
+    max_risk: float = inf
+    risk_range: tuple[float, float] = (-1.0, 1.0)
 
     @abstractmethod
     def choose(self, seen: Evidence) -> tuple[int, float]:
-        """The number of the neighbour that would serve, and how doubtful that is; infinite where none may serve.
+        """The number of the neighbour that would serve, and how risky that is; infinite where none may serve.
 
         The number n is that of the answer which the forecast favours.
 
@@ -82,14 +82,14 @@ class Decision(ABC):
 
 
 class Threshold(Decision):
-    """The nearest one serves; the doubt is its similarity, negated (Bansal 2025, Algorithm 1, with `>=` for `>`)."""
+    """The nearest one serves; the risk is its similarity, negated (Bansal 2025, Algorithm 1, with `>=` for `>`)."""
 
     def choose(self, seen: Evidence) -> tuple[int, float]:
         return 0, -seen.similarity[0]
 
 
 class Consensus(Decision):
-    """The nearest one serves if the `k` nearest all have its answer; the doubt is its similarity, negated."""
+    """The nearest one serves if the `k` nearest all have its answer; the risk is its similarity, negated."""
 
     reads_answers = True
 
@@ -110,23 +110,23 @@ class Consensus(Decision):
         return 0, -seen.similarity[0] if sum(seen.agree[0]) == self.k else inf
 
 
-def deepest_layer(doubt: float, limits: Mapping[int, float], held: Collection[int]) -> int | None:
-    """The deepest layer whose bank holds the neighbour and whose limit the doubt keeps to.
+def deepest_layer(risk: float, limits: Mapping[int, float], held: Collection[int]) -> int | None:
+    """The deepest layer whose bank holds the neighbour and whose limit the risk keeps to.
 
     Args:
-        doubt: About the neighbour.
-        limits: Largest doubt by layer; a layer without one never reuses.
+        risk: About the neighbour.
+        limits: Largest risk by layer; a layer without one never reuses.
         held: Layers whose bank still holds the neighbour.
 
     Returns:
         The layer, or None for a miss.
     """
-    return max((layer for layer in held if layer in limits and doubt <= limits[layer]), default=None)
+    return max((layer for layer in held if layer in limits and risk <= limits[layer]), default=None)
 
 
-def share_of(doubt: float, limit: float) -> float:
-    """How much of the doubt that is allowed there is, 0 to 1; 1 where doubts are no chances and cannot be divided."""
-    return min(1.0, doubt / limit) if doubt >= 0 and 0 < limit < inf else 1.0
+def share_of(risk: float, limit: float) -> float:
+    """How much of the risk that is allowed there is, 0 to 1; 1 where risks are no chances and cannot be divided."""
+    return min(1.0, risk / limit) if risk >= 0 and 0 < limit < inf else 1.0
 
 
 def thresholds(tau: float | Mapping[int, float] | None, layers: Collection[int], depth: int) -> dict[int, float]:

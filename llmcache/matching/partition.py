@@ -25,7 +25,7 @@ class Neighbour:
     similarity: float
     answer: Floats | None = None
     ids: bytes = b""
-    is_struck: bool = False
+    is_quarantined: bool = False
 
 
 @dataclass(frozen=True, slots=True)

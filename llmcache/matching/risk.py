@@ -1,4 +1,4 @@
-"""Decisions whose doubt is a chance: that reuse changes the answer, estimated from neighbours, a forecast, or both.
+"""Decisions whose risk is a chance: that reuse changes the answer, estimated from neighbours, a forecast, or both.
 
 Sizes: n neighbours that were found, at most k; F features; M answers that could be given.
 """
@@ -21,7 +21,7 @@ _LEAST = 1e-9  # of such a sum, before its logarithm
 
 @dataclass
 class Risk(Decision):
-    """The neighbour with the least doubtful answer serves; the doubt is the chance that the request's own is another.
+    """The neighbour with the least risky answer serves; the risk is the chance that the request's own is another.
 
     Neighbours vote with weights that fall with similarity, and the forecast favours some of their answers. The chance
     is a logistic regression on what vote and forecast say of an answer, learned from requests whose own are known. Of
@@ -40,8 +40,8 @@ class Risk(Decision):
     weights: Sequence[float] = field(init=False, default=())
     reads_answers = True
     reads_lead = False
-    most = 0.5  # what more likely changes than not is not served, even if it is so rare that the bound would allow it
-    doubts = (0.0, 1.0)
+    max_risk = 0.5  # what more likely changes than not is not served, be it so rare that the bound would allow it
+    risk_range = (0.0, 1.0)
 
     def __post_init__(self) -> None:
         """Refuse what cannot vote."""
@@ -51,8 +51,8 @@ class Risk(Decision):
     def choose(self, seen: Evidence) -> tuple[int, float]:
         number, least = 0, inf
         for candidate, features in self._describe(seen) if self.weights else ():
-            if (doubt := _chance(self.weights, features)) < least:
-                number, least = candidate, doubt
+            if (risk := _chance(self.weights, features)) < least:
+                number, least = candidate, risk
         return number, least
 
     def fit(self, seen: Sequence[Evidence], is_right: Sequence[Sequence[bool]]) -> None:
@@ -105,7 +105,7 @@ class Risk(Decision):
 
 
 class Student(Decision):
-    """The answer that the forecast favours is given; the doubt is the chance that the request's own is another.
+    """The answer that the forecast favours is given; the risk is the chance that the request's own is another.
 
     No neighbour is searched for. The chance is a logistic regression on how far the forecast favours the answer above
     others, learned from requests whose own are known: a linear classifier, distilled from the model, that abstains.
@@ -117,8 +117,8 @@ class Student(Decision):
     k = 0
     reads_answers = True
     reads_lead = True
-    most = Risk.most
-    doubts = Risk.doubts
+    max_risk = Risk.max_risk
+    risk_range = Risk.risk_range
 
     def __init__(self) -> None:
         """Nothing learned yet."""
@@ -144,15 +144,15 @@ class Student(Decision):
 
 
 class Combined(Decision):
-    """Whoever is doubted less serves: the neighbour that `Risk` chooses, or the answer that `Student` does.
+    """Whoever is less risky serves: the neighbour that `Risk` chooses, or the answer that `Student` does.
 
-    Both doubts are chances of the same thing, so one limit holds for both.
+    Both risks are chances of the same thing, so one limit holds for both.
     """
 
     reads_answers = True
     reads_lead = True
-    most = Risk.most
-    doubts = Risk.doubts
+    max_risk = Risk.max_risk
+    risk_range = Risk.risk_range
 
     def __init__(self, k: int = 8, width: float = 0.05) -> None:
         """See `Risk`."""
@@ -214,5 +214,5 @@ def _learn(features: Sequence[Sequence[float]], changes: Sequence[bool]) -> tupl
 
 
 def _rounded(weights: Iterable[float]) -> tuple[float, ...]:
-    """Weights as they are saved, so that a cache that was loaded doubts what the saved one did."""
+    """Weights as they are saved, so that a cache that was loaded decides as the saved one did."""
     return tuple(np.array([*weights], np.float32).tolist())

@@ -51,7 +51,7 @@ class Listener(Protocol):
         self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]: ...
 
-    def answer_at_door(self, frame: Frame) -> Any: ...
+    def answer_early(self, frame: Frame) -> Any: ...
 
     def innermost(self) -> Frame | None: ...
 
@@ -166,7 +166,7 @@ class TrunkSwap(Swap):
             return self.original(*args, **kwargs)
         try:
             args, kwargs = self.listener.opened(frame, args, kwargs)
-            output = self.listener.answer_at_door(frame)
+            output = self.listener.answer_early(frame)
             if output is None:
                 output = self.original(*args, **kwargs)
                 if self.listener.is_undone(frame):

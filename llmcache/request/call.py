@@ -33,7 +33,7 @@ class Reuse:
         similarity: How like the fingerprints are; 1.0 for exact reuse; None where they were not compared.
         stores_above: What the layers above compute on top of it is stored as the row's own.
         answer: Signature (S,) of the stored request's answer, where that is known.
-        share: Of the doubt that was allowed, 0 to 1; 1 where doubts cannot be compared so.
+        share: Of the risk that was allowed, 0 to 1; 1 where risks cannot be compared so.
     """
 
     row: int
@@ -76,14 +76,14 @@ class Call:
         attention: Output of layer 0's self-attention (B, T, D), where it was asked for.
         features: What the fingerprint is projected from, float32 (B, F0) on the host, or None when nothing is searched.
         fingerprints: What each layer's bank is searched with, float32 (B, F), by layer; empty when nothing is searched.
-        generation: Of the library's fingerprint, when these were made.
+        fingerprint_epoch: Of the banks' fingerprint, when these were made.
         forecasts: What the fingerprint lets expect of the outputs, float32 (B, C), or None.
         nearest: Similarity of the nearest stored request that a search found, by row number.
         choices: Who would serve a row semantically, whatever is allowed (`Choice` or None), by number of the rows that
             were searched for.
         reused: Latest decision by row number.
-        doubted: Decisions that are not carried out: their rows are computed, and compared with the stored state.
-        drawn: What the audit knows of rows that it looks into (`Drawn`), by number.
+        revalidated: Decisions that are not carried out: their rows are computed, and compared with the stored state.
+        audited: What the audit knows of rows that it looks into (`Drawn`), by number.
         is_served: Every row takes its state at the last layer, so that all layers below are skipped.
         kv_cache: The caller's K/V cache object, or None.
         prefill: What it has to do with stored prefixes, or None.
@@ -119,13 +119,13 @@ class Call:
     attention: Tensor | None = None
     features: Floats | None = None
     fingerprints: dict[int, Floats] = field(default_factory=dict)
-    generation: int = 0
+    fingerprint_epoch: int = 0
     forecasts: Floats | None = None
     nearest: dict[int, float] = field(default_factory=dict)
     choices: Mapping[int, Any] = field(default_factory=dict)
     reused: dict[int, Reuse] = field(default_factory=dict)
-    doubted: dict[int, Reuse] = field(default_factory=dict)
-    drawn: dict[int, Any] = field(default_factory=dict)
+    revalidated: dict[int, Reuse] = field(default_factory=dict)
+    audited: dict[int, Any] = field(default_factory=dict)
     is_served: bool = False
     kv_cache: Any = None
     prefill: Prefill | None = None
@@ -151,7 +151,7 @@ class Call:
     @property
     def active_rows(self) -> list[Row]:
         """Rows that take part in caching."""
-        return [row for row in self.rows if not row.refused]
+        return [row for row in self.rows if not row.bypass_reason]
 
     @property
     def served(self) -> Mapping[int, int]:
@@ -161,7 +161,7 @@ class Call:
     def begin_again(self) -> None:
         """Forget what was read and decided."""
         self.entering, self.was_asked, self.is_served = None, False, False
-        for decided in (self.reused, self.doubted, self.reused_at, self.fingerprints, self.nearest):
+        for decided in (self.reused, self.revalidated, self.reused_at, self.fingerprints, self.nearest):
             decided.clear()
 
     def saw(self, row: Row, similarity: float) -> None:

@@ -44,8 +44,8 @@ def outcomes(call: Call) -> tuple[Outcome, ...]:
 
 
 def _outcome(call: Call, row: Row) -> Outcome:
-    if row.refused:
-        return Outcome(row.key, bypassed=row.refused)
+    if row.bypass_reason:
+        return Outcome(row.key, bypassed=row.bypass_reason)
     if row.number in call.served:
         return Outcome(row.key, "prefix", n_prefix=call.served[row.number])
     reuse = call.reused.get(row.number)

@@ -75,7 +75,7 @@ class Row:
         valid: Where the valid tokens are in the row.
         n_valid: How many they are.
         start: Position of the first valid token where those of the others follow one by one; else None.
-        refused: Why the row takes no part in caching, or "".
+        bypass_reason: Why the row takes no part in caching, or "".
         has_layout: Its key covers its padding as well, so that what is stored of it fits every place of the row.
         layout: Digest of what its padding is made of, where that is kept and not part of the key; else b"".
         is_misread: The head may read a place of it that is not valid: what another request left there is not known.
@@ -89,7 +89,7 @@ class Row:
     valid: Positions
     n_valid: int
     start: int | None = None
-    refused: str = ""
+    bypass_reason: str = ""
     has_layout: bool = False
     layout: bytes = b""
     is_misread: bool = False

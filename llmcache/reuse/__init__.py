@@ -16,7 +16,7 @@ class Rung(Protocol):
     name: str
     is_lossless: bool  # whether what it serves is what the row would have computed; otherwise it may be checked
 
-    def asks_at(self, layer: int) -> bool:
+    def applies_at(self, layer: int) -> bool:
         """Whether rows are to be decided before this layer runs."""
 
     def decide(self, call: Call, rows: Sequence[Row], layer: int) -> list[Reuse]:

@@ -26,17 +26,17 @@ from llmcache.request.rows import Row, Scope
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Who would serve a request, and how doubtful that is; infinite doubt where the gate refuses, or it was struck.
+    """Who would serve a request, and how risky that is; infinite risk where the gate refuses, or it was quarantined.
 
     Attributes:
         neighbour: Who would; its similarity is NaN where it was not searched for.
-        doubt: That its answer is not the request's own.
-        at_first: The doubt before anybody was struck: of like requests it stays alike.
+        risk: That its answer is not the request's own.
+        at_first: The risk before anybody was quarantined: of like requests it stays alike.
         rung: `semantic` for a neighbour, `student` for an example of the answer that the forecast favours.
     """
 
     neighbour: Neighbour
-    doubt: float
+    risk: float
     at_first: float
     rung: str = "semantic"
 
@@ -58,17 +58,17 @@ class NeighbourChooser:
     """Finds, for each request, the neighbour that would serve it best."""
 
     def __init__(
-        self, library: CacheBanks, decision: Decision, answers: Answers | None = None, gate: ContentGate | None = None
+        self, banks: CacheBanks, decision: Decision, answers: Answers | None = None, gate: ContentGate | None = None
     ) -> None:
-        """Look in `library`.
+        """Look in `banks`.
 
         Args:
-            library: Where neighbours are.
+            banks: Where neighbours are.
             decision: Chooses among them.
             answers: Tells which answers are the same; needed by decisions that read them.
             gate: Compares the tokens, or None.
         """
-        self._library = library
+        self._banks = banks
         self._decision = decision
         self._answers = answers
         self._gate = gate
@@ -103,7 +103,7 @@ class NeighbourChooser:
             cases: Scope, key and signature (S,) of requests.
         """
         is_discrete = self._answers is not None and self._answers.is_discrete
-        if not (self._decision.reads_lead and is_discrete and self._library.fits_any_length):
+        if not (self._decision.reads_lead and is_discrete and self._banks.fits_any_length):
             return []
         first: dict[Scope, dict[bytes, Neighbour]] = {}
         for scope, key, answer in cases:
@@ -123,17 +123,17 @@ class NeighbourChooser:
         return [near.key for examples in self._examples.values() for near in examples.neighbours]
 
     @property
-    def most(self) -> float:
-        """The largest doubt that a calibration may allow."""
-        return self._decision.most
+    def max_risk(self) -> float:
+        """The largest risk that a calibration may allow."""
+        return self._decision.max_risk
 
     def check_limit(self, limit: Any) -> None:
-        """Refuse what is no doubt of the decision.
+        """Refuse what is no risk of the decision.
 
         Raises:
-            ConfigError: It is not between the least doubt and the largest.
+            ConfigError: It is not between the least risk and the largest.
         """
-        least, most = self._decision.doubts
+        least, most = self._decision.risk_range
         if not isinstance(limit, int | float) or not least <= limit <= most:
             raise ConfigError(f"limit: give a number from {least:g} to {most:g} (got {limit!r})")
 
@@ -159,12 +159,12 @@ class NeighbourChooser:
             return seen, [False] * len(shown)
         return seen, self._answers.agree(_signatures(shown), case.answer).tolist()
 
-    def teach(self, looks: Sequence[tuple[Evidence, Sequence[bool]]]) -> Doubles:
-        """Let the decision learn from requests whose answers are known, and return its doubts about them (N,)."""
+    def fit(self, looks: Sequence[tuple[Evidence, Sequence[bool]]]) -> Doubles:
+        """Let the decision learn from requests whose answers are known, and return its risks about them (N,)."""
         seen = [one for one, _ in looks]
         self._decision.fit(seen, [is_right for _, is_right in looks])
-        doubts = [self._decision.choose(one)[1] if one.similarity or one.lead else inf for one in seen]
-        return np.array(doubts, np.float64)
+        risks = [self._decision.choose(one)[1] if one.similarity or one.lead else inf for one in seen]
+        return np.array(risks, np.float64)
 
     def state(self) -> dict[str, Floats]:
         """What decision, answers and gate learned."""
@@ -179,22 +179,22 @@ class NeighbourChooser:
                 learner.restore(below(f"{part}.", state))
 
     def _search(self, scope: Scope, rows: Sequence[Row], vectors: Floats) -> list[list[Neighbour]]:
-        return self._library.search(scope, rows, vectors, self._decision.k) if self.searches else [[] for _ in rows]
+        return self._banks.search(scope, rows, vectors, self._decision.k) if self.searches else [[] for _ in rows]
 
     def _choose(self, scope: Scope, row: Row, near: Sequence[Neighbour], forecast: Floats | None) -> Choice | None:
         seen, example = self._see(scope, row, near, forecast)
         if not near and example is None:
             return None
-        number, doubt = self._decision.choose(seen)
+        number, risk = self._decision.choose(seen)
         if number == len(near):
             # That a neighbour's words tell otherwise is what a gate is for: what it would refuse is not given either.
             is_refused = self._gate is not None and any(self._gate.refuses(row.ids, one.ids) for one in near[:1])
-            doubt = inf if is_refused else doubt
-            return None if example is None else Choice(example, doubt, doubt, "student")
+            risk = inf if is_refused else risk
+            return None if example is None else Choice(example, risk, risk, "student")
         chosen = near[number]
         if self._gate is not None and self._gate.refuses(row.ids, chosen.ids):
-            doubt = inf
-        return Choice(chosen, inf if chosen.is_struck else doubt, doubt)
+            risk = inf
+        return Choice(chosen, inf if chosen.is_quarantined else risk, risk)
 
     def _see(
         self, scope: Scope, row: Row, near: Sequence[Neighbour], forecast: Floats | None

@@ -14,11 +14,11 @@ class Exact:
     name = "exact"
     is_lossless = True
 
-    def __init__(self, library: CacheBanks) -> None:
-        """Look in `library`."""
-        self._library = library
+    def __init__(self, banks: CacheBanks) -> None:
+        """Look in `banks`."""
+        self._banks = banks
 
-    def asks_at(self, layer: int) -> bool:
+    def applies_at(self, layer: int) -> bool:
         return layer == 0
 
     def decide(self, call: Call, rows: Sequence[Row], layer: int) -> list[Reuse]:
@@ -29,11 +29,11 @@ class Exact:
         return own or self._find(call, row, row.key)
 
     def _find(self, call: Call, row: Row, key: str) -> Reuse | None:
-        if not self._library.known(row, key) or not self._library.is_lossless(key):
+        if not self._banks.known(row, key) or not self._banks.is_lossless(key):
             return None
         deepest = None
-        for layer in reversed(self._library.held(key)):
-            state = self._library.read(key, layer, with_kv=call.kv_cache is not None)
+        for layer in reversed(self._banks.held(key)):
+            state = self._banks.read(key, layer, with_kv=call.kv_cache is not None)
             if state is None:
                 continue
             if is_whole := _is_whole(state, row):

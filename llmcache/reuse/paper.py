@@ -25,19 +25,19 @@ class Paper:
     name = "paper"
     is_lossless = False
 
-    def __init__(self, library: CacheBanks, tau: Mapping[int, float]) -> None:
-        """Look in `library`, with a threshold by layer."""
-        self._library = library
+    def __init__(self, banks: CacheBanks, tau: Mapping[int, float]) -> None:
+        """Look in `banks`, with a threshold by layer."""
+        self._banks = banks
         self._tau = tau
 
-    def asks_at(self, layer: int) -> bool:
+    def applies_at(self, layer: int) -> bool:
         return layer in self._tau
 
     def decide(self, call: Call, rows: Sequence[Row], layer: int) -> list[Reuse]:
         vectors = call.fingerprints.get(layer)
         if vectors is None or call.scope is None:
             return []
-        found = self._library.search(call.scope, rows, vectors[[row.number for row in rows]], layer=layer)
+        found = self._banks.search(call.scope, rows, vectors[[row.number for row in rows]], layer=layer)
         return [reuse for row, near in zip(rows, found, strict=True) if (reuse := self._decide(call, row, near, layer))]
 
     def _decide(self, call: Call, row: Row, neighbours: Sequence[Neighbour], layer: int) -> Reuse | None:
@@ -45,7 +45,7 @@ class Paper:
             call.saw(row, near.similarity)
             if near.similarity >= self._tau[layer]:
                 with_kv = call.kv_cache is not None
-                state = self._library.read(near.key, layer, with_kv, is_single=True)
+                state = self._banks.read(near.key, layer, with_kv, is_single=True)
                 if state is not None:
                     return Reuse(
                         row.number,

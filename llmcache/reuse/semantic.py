@@ -16,30 +16,30 @@ from llmcache.reuse.chooser import Choice, NeighbourChooser
 
 
 class Limits(Protocol):
-    """How much doubt is allowed now."""
+    """How much risk is allowed now."""
 
     def allowed(self, scope: Scope) -> Mapping[int, float]:
-        """Largest doubt by layer, for requests of a scope; empty where nothing may be reused."""
+        """Largest risk by layer, for requests of a scope; empty where nothing may be reused."""
 
 
 class Semantic:
-    """Serves a request from the neighbour that was chosen, if the doubt is within its limit."""
+    """Serves a request from the neighbour that was chosen, if the risk is within its limit."""
 
     name = "semantic"
     is_lossless = False
 
-    def __init__(self, library: CacheBanks, chooser: NeighbourChooser, limits: Limits) -> None:
-        """Serve from `library` what the chooser finds, within limits."""
-        self._library = library
+    def __init__(self, banks: CacheBanks, chooser: NeighbourChooser, limits: Limits) -> None:
+        """Serve from `banks` what the chooser finds, within limits."""
+        self._banks = banks
         self._chooser = chooser
         self._limits = limits
 
-    def asks_at(self, layer: int) -> bool:
+    def applies_at(self, layer: int) -> bool:
         return layer == 0
 
     def decide(self, call: Call, rows: Sequence[Row], layer: int) -> list[Reuse]:
-        vectors = call.fingerprints.get(self._library.layers[-1])  # all layers have the same
-        if call.generation != self._library.generation:
+        vectors = call.fingerprints.get(self._banks.layers[-1])  # all layers have the same
+        if call.fingerprint_epoch != self._banks.fingerprint_epoch:
             return []  # fingerprints are others now
         if vectors is None or call.scope is None or not (limits := self._limits.allowed(call.scope)):
             return []
@@ -55,15 +55,15 @@ class Semantic:
         is_near = choice.rung == self.name
         if is_near:
             call.saw(row, near.similarity)
-        layer = deepest_layer(choice.doubt, limits, self._library.held(near.key))
+        layer = deepest_layer(choice.risk, limits, self._banks.held(near.key))
         if layer is None:
             return None
-        state = self._library.read(near.key, layer, with_kv=call.kv_cache is not None)
+        state = self._banks.read(near.key, layer, with_kv=call.kv_cache is not None)
         if state is None:
             return None
         similarity = near.similarity if is_near else None
         reuse = Reuse(row.number, layer, choice.rung, state.hidden, state.kv, near.key, similarity)
-        reuse.answer, reuse.share = near.answer, share_of(choice.doubt, limits[layer])
+        reuse.answer, reuse.share = near.answer, share_of(choice.risk, limits[layer])
         return reuse
 
 
@@ -71,7 +71,7 @@ class Fixed:
     """Limits that the user chose: a `tau` by layer, for any scope."""
 
     def __init__(self, tau: Mapping[int, float]) -> None:
-        """Turn least similarities into largest doubts."""
+        """Turn least similarities into largest risks."""
         self._limits = {layer: -least for layer, least in tau.items()}
 
     def allowed(self, scope: Scope) -> Mapping[int, float]:

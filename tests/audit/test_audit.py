@@ -26,7 +26,7 @@ from tests.models import PAD, build, llama
 from tests.topics import classifier, requests
 
 N = 700
-SETTINGS: dict[str, Any] = {"max_drop": 0.05, "audit": 1.0, "step_aside": False}
+SETTINGS: dict[str, Any] = {"max_drop": 0.05, "audit": 1.0, "auto_bypass": False}
 Inputs = dict[str, Tensor]
 
 
@@ -71,13 +71,13 @@ def cache(model: nn.Module, folder: Path, reading: Reading) -> Iterator[LLMCache
 
 def keep_quiet(cache: LLMCache) -> LLMCache:
     """Have nothing looked into before `drain`."""
-    shadow = audit_of(cache).shadow
+    shadow = audit_of(cache).worker
     shadow._idle_s = shadow._patience_s = 1e6
     return cache
 
 
 def audit_of(cache: LLMCache) -> Audit:
-    audit = cache._parts.audit
+    audit = cache._components.audit
     assert audit is not None
     return audit
 
@@ -141,7 +141,7 @@ def test_it_sees_as_many_changed_answers_as_there_are(cache: LLMCache) -> None:
     last, counted = cache.last, cache.stats().n_requests
     assert cache.drain() == n_hits
     stats = known(cache)
-    assert (stats.n_requests, stats.n_looked, stats.n_changed, stats.n_waiting) == (150, n_hits, n_changed, 0)
+    assert (stats.n_requests, stats.n_recomputed, stats.n_changed, stats.n_waiting) == (150, n_hits, n_changed, 0)
     assert stats.n_changed > 0
     assert stats.rate == n_changed / 150
     assert stats.lower < stats.rate < stats.upper < 1
@@ -152,7 +152,7 @@ def test_it_sees_as_many_changed_answers_as_there_are(cache: LLMCache) -> None:
 
 def test_what_was_looked_into_serves_its_repeats_and_no_others(cache: LLMCache) -> None:
     inputs = fresh(60)
-    (shelf,) = cache._parts.library._shelves.values()
+    (shelf,) = cache._components.banks._shelves.values()
     held = len(shelf)
     before = ask(cache, inputs)
     cache.drain()
@@ -170,7 +170,7 @@ def test_rows_of_a_padded_batch_are_looked_into_one_by_one(cache: LLMCache) -> N
     with cache.disabled():
         own = cache(input_ids=ids, attention_mask=mask).logits.argmax(dim=-1)
     cache.drain()
-    assert known(cache).n_looked == n_hits > 10
+    assert known(cache).n_recomputed == n_hits > 10
     assert known(cache).n_changed == int((answers != own).sum())
 
 
@@ -182,29 +182,29 @@ def test_it_computes_in_the_calls_namespace_and_precision_whoever_drains(model: 
             n_hits = ask(cache, fresh(60)).count("semantic")
         with cache.namespace("other"), cache.disabled():
             cache.drain()
-        assert known(cache).n_looked == n_hits > 20
+        assert known(cache).n_recomputed == n_hits > 20
         assert cache.stats().errors == 0
-        assert {record.scope.namespace for record in cache._parts.library.records()} == {"tenant"}
+        assert {record.scope.namespace for record in cache._components.banks.records()} == {"tenant"}
 
 
 def test_when_the_queue_is_full_drawn_hits_are_computed_instead(cache: LLMCache) -> None:
-    audit_of(cache).shadow._max_jobs = 0
+    audit_of(cache).worker._max_jobs = 0
     inputs = fresh(80)
     assert ask(cache, inputs) == [None] * 80
     stats = known(cache)
-    assert stats.n_drawn == stats.n_looked > 20
+    assert stats.n_drawn == stats.n_recomputed > 20
     assert stats.n_waiting == cache.drain() == 0
     assert cache.stats().errors == 0
 
 
 def test_a_thread_of_its_own_does_it_when_nobody_calls(model: nn.Module, folder: Path) -> None:
     with LLMCache.load(model, folder) as cache:
-        shadow = audit_of(cache).shadow
+        shadow = audit_of(cache).worker
         shadow._idle_s = 0.0
         n_hits = ask(cache, fresh(30)).count("semantic")
         cache.drain()  # with it
         assert shadow._thread is not None and shadow._thread.is_alive()
-        assert known(cache).n_looked == n_hits > 5
+        assert known(cache).n_recomputed == n_hits > 5
 
 
 def test_without_an_audit_nothing_is_looked_into(model: nn.Module, folder: Path) -> None:
@@ -213,7 +213,7 @@ def test_without_an_audit_nothing_is_looked_into(model: nn.Module, folder: Path)
         assert "semantic" in ask(cache, fresh(40))
         assert (known(cache).status, known(cache).n_requests, known(cache).rate) == ("certified", 0, None)
         assert (known(cache).upper, cache.drain()) == (1.0, 0)
-        assert audit_of(cache).shadow._thread is None
+        assert audit_of(cache).worker._thread is None
 
 
 def test_reuse_that_is_not_calibrated_has_no_audit(model: nn.Module) -> None:
@@ -265,17 +265,17 @@ def test_a_source_whose_answer_changed_serves_nobody_else_again(
     one = next(one for one in fresh(50) if ask(cache, [one]) == ["semantic"])
     source = cache.last[0].source
     cache.drain()
-    assert list(cache._parts.library.struck) == [source]
+    assert list(cache._components.banks.quarantined) == [source]
     again = fresh(300, seed=30)
     ask(cache, again)
     sources = {cache.last[0].source for other in again if ask(cache, [other]) == ["semantic"]}
     assert sources and source not in sources
     assert ask(cache, [one]) == ["exact"]
-    assert known(cache).n_struck == 1
+    assert known(cache).n_quarantined == 1
     cache.save(tmp_path)
     cache.unwrap()
     with LLMCache.load(model, tmp_path) as loaded:
-        assert list(loaded._parts.library.struck) == [source]
+        assert list(loaded._components.banks.quarantined) == [source]
         assert loaded.stats().errors == 0
 
 
@@ -287,15 +287,15 @@ def test_striking_only_turns_hits_into_computed_requests(cache: LLMCache) -> Non
         for one in inputs:
             cache(**one)
             found.append(cache.last[0].source if cache.last[0].rung == "semantic" else None)
-            cache._parts.library.banks[3].remove(cache.last[0].key)  # so that no repeat is exact
+            cache._components.banks.layer_banks[3].remove(cache.last[0].key)  # so that no repeat is exact
         return found
 
     before = sources()
-    struck = {key for key in before if key is not None and hash(key) % 2}
-    for key in struck:
-        cache._parts.library.strike(key, "default")
-    assert struck
-    assert sources() == [None if key in struck else key for key in before]
+    quarantined = {key for key in before if key is not None and hash(key) % 2}
+    for key in quarantined:
+        cache._components.banks.quarantine(key, "default")
+    assert quarantined
+    assert sources() == [None if key in quarantined else key for key in before]
 
 
 def test_the_first_alarm_halves_what_is_served_and_the_second_ends_it(
@@ -345,11 +345,11 @@ def test_after_the_second_alarm_it_learns_anew_where_it_was_to_learn(model: nn.M
         assert known(cache).status == "learning"
         first = cache.calibrate(requests(N)[0])
         keep_quiet(cache)
-        trust = cache._parts.trust
-        assert trust is not None
+        calibrated = cache._components.calibrated
+        assert calibrated is not None
         for _ in range(2):
             assert cache.calibration is not None
-            trust.alarm(cache.calibration)
+            calibrated.alarm(cache.calibration)
         assert (known(cache).status, cache.calibration) == ("learning", None)
         ask(cache, fresh(N + 60, seed=60))
         assert cache.calibration not in (None, first)
@@ -361,24 +361,24 @@ def test_calls_that_are_computed_during_a_calibration_do_not_wait_for_it(
     model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with LLMCache.wrap(model, learn=N, **SETTINGS) as cache:
-        trust, wanted = cache._parts.trust, []
+        calibrated, wanted = cache._components.calibrated, []
 
         def fit(observed: Any, claim: Any) -> None:
-            wanted.append(trust.is_learning)
+            wanted.append(calibrated.is_learning)
             raise CalibrationError("not today")
 
-        monkeypatch.setattr(trust, "_calibrate", fit)
+        monkeypatch.setattr(calibrated, "_calibrate", fit)
         with pytest.raises(CalibrationError, match="not today"):
             cache.calibrate(fresh(N))
-        assert (wanted, trust.is_learning) == ([False], True)
+        assert (wanted, calibrated.is_learning) == ([False], True)
 
 
 def test_an_alarm_of_a_calibration_that_has_ended_changes_nothing(cache: LLMCache) -> None:
-    trust, made = cache._parts.trust, cache.calibration
-    assert trust is not None and made is not None
-    trust.alarm(made)
+    calibrated, made = cache._components.calibrated, cache.calibration
+    assert calibrated is not None and made is not None
+    calibrated.alarm(made)
     tightened = cache.calibration
-    trust.alarm(made)
+    calibrated.alarm(made)
     assert cache.calibration is tightened is not made
 
 
@@ -386,7 +386,7 @@ def test_growing_sources_are_joined_by_what_was_looked_into(model: nn.Module, re
     with LLMCache.wrap(model, sources="growing", answer_of=reading, **SETTINGS) as cache:
         cache.calibrate(requests(N)[0])
         keep_quiet(cache)
-        (shelf,) = cache._parts.library._shelves.values()
+        (shelf,) = cache._components.banks._shelves.values()
         assert known(cache).status == "growing"
         n_hits = ask(cache, fresh(60)).count("semantic")
         held = len(shelf)
@@ -425,10 +425,10 @@ def test_it_is_not_renewed_from_fewer_than_can_carry_the_claim(model: nn.Module,
         assert cache.calibration is found
         assert {"semantic", None} == set(rungs)
         assert len(audit_of(cache)._fresh.cases) == 100  # hits and misses alike: all are drawn here
-        trust = cache._parts.trust
-        assert trust is not None and found is not None
+        calibrated = cache._components.calibrated
+        assert calibrated is not None and found is not None
         with pytest.raises(CalibrationError, match="at least 118 are needed"):
-            trust.renew(found, audit_of(cache)._fresh.cases)
+            calibrated.renew(found, audit_of(cache)._fresh.cases)
         assert cache.calibration is found
 
 
@@ -447,12 +447,12 @@ def test_once_requests_were_told_to_have_changed_nothing_is_served_and_the_accou
 ) -> None:
     ask(cache, fresh(30))
     cache.drain()
-    looked = known(cache).n_looked
+    looked = known(cache).n_recomputed
     monkeypatch.setattr(DriftDetector, "see", lambda *_: True)
     assert ask(cache, fresh(1, seed=30)) == [None]  # the very request that tells it is computed
     monkeypatch.undo()
     assert known(cache).status == "drifted" and cache.calibration is not None
-    assert known(cache).n_requests == 31 and known(cache).n_looked == looked > 10  # the account goes on
+    assert known(cache).n_requests == 31 and known(cache).n_recomputed == looked > 10  # the account goes on
     assert set(ask(cache, fresh(30, seed=31))) == {None}
     assert (known(cache).n_requests, known(cache).n_drawn, known(cache).n_alarms) == (61, looked, 0)
 
@@ -467,13 +467,13 @@ def test_a_look_that_fails_is_counted_and_raises_nowhere(cache: LLMCache, readin
     assert cache.drain() == n_hits > 10
     assert cache.stats().errors >= n_hits
     stats = known(cache)
-    assert (stats.n_looked, stats.n_waiting) == (0, 0)
+    assert (stats.n_recomputed, stats.n_waiting) == (0, 0)
     assert (stats.n_alarms, stats.status) == (1, "tightened")  # all of them count as changed
     assert before > 0.9  # as they do while they wait
     reading.fails = False
     more = ask(cache, fresh(80, seed=80)).count("semantic")
     cache.drain()
-    assert known(cache).n_looked == more > 10
+    assert known(cache).n_recomputed == more > 10
 
 
 def test_a_model_that_raises_meanwhile_raises_nowhere(cache: LLMCache, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -495,15 +495,15 @@ def test_weights_edited_meanwhile_give_no_verdict(cache: LLMCache, model: nn.Mod
         ask(cache, fresh(20, seed=81))
     stats = known(cache)
     assert stats.status == "certified"
-    assert (stats.n_drawn, stats.n_looked, stats.n_changed, stats.n_requests) == (n_hits, 0, 0, 40)
-    assert not cache._parts.library.struck
+    assert (stats.n_drawn, stats.n_recomputed, stats.n_changed, stats.n_requests) == (n_hits, 0, 0, 40)
+    assert not cache._components.banks.quarantined
 
 
 def known_after(cache: LLMCache) -> tuple[int, int, int, int]:
     """Hits drawn, looked into, lost and waiting after a drain."""
     cache.drain()
     stats = known(cache)
-    return stats.n_drawn, stats.n_looked, stats.n_lost, stats.n_waiting
+    return stats.n_drawn, stats.n_recomputed, stats.n_lost, stats.n_waiting
 
 
 @pytest.mark.parametrize("part", ["trunk", "head"])
@@ -537,7 +537,7 @@ def test_an_adapter_that_comes_before_a_call_has_ended_loses_no_look(
 
 
 def test_adapters_that_leave_no_idle_moment_have_looks_made_in_calls(cache: LLMCache, model: nn.Module) -> None:
-    weight, shadow = model.bert.encoder.layer[0].output.dense.weight, audit_of(cache).shadow
+    weight, shadow = model.bert.encoder.layer[0].output.dense.weight, audit_of(cache).worker
     shadow._patience_s = 0.0
     for one, other in zip(fresh(100), fresh(100, seed=82), strict=True):
         shadow._credit_s = 1e6
@@ -545,7 +545,7 @@ def test_adapters_that_leave_no_idle_moment_have_looks_made_in_calls(cache: LLMC
         with edited(weight):
             ask(cache, [other])
     stats = known(cache)
-    assert stats.n_drawn > 30 and stats.n_looked >= stats.n_drawn - 8 and stats.n_lost == 0
+    assert stats.n_drawn > 30 and stats.n_recomputed >= stats.n_drawn - 8 and stats.n_lost == 0
 
 
 def test_with_more_looks_than_can_wait_for_their_weights_none_is_lost(
@@ -561,7 +561,7 @@ def test_with_more_looks_than_can_wait_for_their_weights_none_is_lost(
             cache.drain()
     stats = known(cache)
     assert (rungs.count("semantic"), stats.n_waiting, stats.n_lost, stats.status) == (10, 10, 0, "certified")
-    assert stats.n_looked == stats.n_drawn - 10 > 10  # those were computed in their calls
+    assert stats.n_recomputed == stats.n_drawn - 10 > 10  # those were computed in their calls
 
 
 def test_looks_that_nothing_follows_from_any_more_wait_no_longer(cache: LLMCache, model: nn.Module) -> None:
@@ -675,7 +675,7 @@ def test_a_job_that_gave_way_settles_no_look_twice(cache: LLMCache, monkeypatch:
     audit._looks._tried.add(1)  # they are taken to come out alike together
     cache.drain()
     cache.drain()
-    assert n_runs > 14 and len(settled) == len(set(settled)) == n_hits == known(cache).n_looked
+    assert n_runs > 14 and len(settled) == len(set(settled)) == n_hits == known(cache).n_recomputed
 
 
 def test_who_handles_a_log_record_may_ask_for_the_stats(cache: LLMCache, reading: Reading) -> None:
@@ -702,37 +702,37 @@ def test_a_head_edited_meanwhile_gives_no_verdict(cache: LLMCache, model: nn.Mod
     with edited(model.classifier.bias):
         cache.drain()
         stats = known(cache)
-        assert (stats.n_looked, stats.n_alarms, stats.n_struck) == (0, 0, 0)
+        assert (stats.n_recomputed, stats.n_alarms, stats.n_quarantined) == (0, 0, 0)
 
 
 def test_purged_and_cleared_requests_are_not_looked_into(cache: LLMCache) -> None:
     ask(cache, fresh(40))
     cache.purge(namespace="other")
     assert known(cache).n_waiting > 10
-    cache._parts.library.strike("gone", "default")
-    cache._parts.library.strike("stays", "other")
+    cache._components.banks.quarantine("gone", "default")
+    cache._components.banks.quarantine("stays", "other")
     cache.purge(namespace="default")
     assert known(cache).n_waiting == 0
     cache.drain()  # jobs are left, with nothing to look into
-    assert (known(cache).n_looked, len(cache._parts.library)) == (0, 0)
-    assert list(cache._parts.library.struck) == ["stays"]
+    assert (known(cache).n_recomputed, len(cache._components.banks)) == (0, 0)
+    assert list(cache._components.banks.quarantined) == ["stays"]
     cache.clear()
-    assert not cache._parts.library.struck
+    assert not cache._components.banks.quarantined
 
 
 def test_unwrapping_drops_what_waits_and_ends_the_thread(cache: LLMCache) -> None:
     ask(cache, fresh(40))
-    thread = audit_of(cache).shadow._thread
+    thread = audit_of(cache).worker._thread
     cache.unwrap()
     assert thread is not None and not thread.is_alive()
-    assert (cache.drain(), known(cache).n_looked) == (0, 0)
+    assert (cache.drain(), known(cache).n_recomputed) == (0, 0)
 
 
 def test_a_model_that_nobody_holds_leaves_with_its_thread(folder: Path) -> None:
     model = classifier()
     cache = keep_quiet(LLMCache.load(model, folder))
     ask(cache, fresh(40))
-    thread, gone = audit_of(cache).shadow._thread, weakref.ref(model)
+    thread, gone = audit_of(cache).worker._thread, weakref.ref(model)
     del model, cache
     gc.collect()
     assert gone() is None
@@ -742,7 +742,7 @@ def test_a_model_that_nobody_holds_leaves_with_its_thread(folder: Path) -> None:
 
 
 def test_threads_that_call_drain_and_ask_at_once_lose_nothing(cache: LLMCache) -> None:
-    audit_of(cache).shadow._idle_s = 0.0
+    audit_of(cache).worker._idle_s = 0.0
     start = threading.Barrier(4)
 
     def work(seed: int) -> int:
@@ -759,10 +759,10 @@ def test_threads_that_call_drain_and_ask_at_once_lose_nothing(cache: LLMCache) -
         n_hits = sum(pool.map(work, range(90, 94)))
     cache.drain()
     stats = known(cache)
-    assert stats.n_drawn == stats.n_looked == n_hits > 60
+    assert stats.n_drawn == stats.n_recomputed == n_hits > 60
     assert stats.n_requests == 160
     assert cache.stats().errors == 0
-    assert audit_of(cache).shadow._n_calls == 0
+    assert audit_of(cache).worker._n_calls == 0
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ def model() -> nn.Module:
 @pytest.fixture(scope="module")
 def folder(model: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("calibrated")
-    with LLMCache.wrap(model, max_drop=0.05, audit=0.25, step_aside=False) as cache:
+    with LLMCache.wrap(model, max_drop=0.05, audit=0.25, auto_bypass=False) as cache:
         assert cache.calibrate(requests(700)[0]).is_certified
         cache.save(folder)
     return folder
@@ -55,7 +55,7 @@ def test_an_audit_of_which_every_look_fails_ends_approximate_reuse(
     assert "tightened" in statuses
     assert known(cache).n_alarms == 2
     health = cache.stats().health
-    assert health.is_failing and health.failed_looks > 0.2 and health.failed_calls == 0
+    assert health.is_failing and health.failed_recomputes > 0.2 and health.failed_calls == 0
     assert set(health.failures) == {"look into a hit: CalibrationError"}
     assert str(health).startswith("failing: 0% of calls, ")
     served = cache.stats().hits["semantic"]
@@ -68,17 +68,17 @@ def test_a_verdict_that_fails_counts_as_changed(cache: LLMCache, monkeypatch: py
     n_waiting = known(cache).n_waiting
     monkeypatch.setattr(audit_of(cache)._answers, "agree", fail)
     cache.drain()
-    assert n_waiting > 0 and known(cache).n_looked == 0
+    assert n_waiting > 0 and known(cache).n_recomputed == 0
     assert cache.stats().health.failures == {"look into a hit: RuntimeError": n_waiting}
     assert known(cache).n_lost + known(cache).n_alarms > 0  # an alarm begins a new account
 
 
 def test_a_store_that_fails_costs_no_verdict(cache: LLMCache, monkeypatch: pytest.MonkeyPatch) -> None:
     n_hits = ask(cache, fresh(40)).count("semantic")
-    monkeypatch.setattr(cache._parts.library, "put", fail)
+    monkeypatch.setattr(cache._components.banks, "put", fail)
     n_drawn = known(cache).n_drawn
     cache.drain()
-    assert 0 < known(cache).n_looked == n_drawn <= n_hits
+    assert 0 < known(cache).n_recomputed == n_drawn <= n_hits
     assert cache.stats().errors == n_drawn
 
 
@@ -87,7 +87,7 @@ def test_a_model_in_training_mode_loses_no_sample_at_once(cache: LLMCache, model
     model.train()
     cache.drain()
     model.eval()
-    assert (known(cache).n_lost, known(cache).n_looked, known(cache).status) == (0, 0, "certified")
+    assert (known(cache).n_lost, known(cache).n_recomputed, known(cache).status) == (0, 0, "certified")
 
 
 def test_samples_without_a_verdict_are_lost_once_others_have_overtaken_them() -> None:
@@ -127,7 +127,7 @@ def test_lookups_that_fail_stop_approximate_reuse_until_calls_succeed_again(
     inputs = fresh(20)
     assert "semantic" in ask(cache, inputs)
     with monkeypatch.context() as broken:
-        broken.setattr(cache._parts.library, "search", fail)
+        broken.setattr(cache._components.banks, "search", fail)
         ask(cache, fresh(20, seed=9))
     assert known(cache).status == "failing"
     health = cache.stats().health
@@ -143,7 +143,7 @@ def test_lookups_that_fail_stop_approximate_reuse_until_calls_succeed_again(
 
 
 def test_exact_repeats_are_served_while_it_fails(cache: LLMCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache._parts.library, "search", fail)
+    monkeypatch.setattr(cache._components.banks, "search", fail)
     inputs = fresh(20, seed=13)
     ask(cache, inputs)
     assert known(cache).status == "failing"

@@ -19,10 +19,10 @@ N = 800  # of C
 REPEAT = Marks(-inf, 1.0, 0)  # of a source
 
 
-def draw(rng: np.random.Generator, n: int, doubt: float = 0.2, classes: int = 20, repeats: float = 0.05) -> list[Marks]:
+def draw(rng: np.random.Generator, n: int, risk: float = 0.2, classes: int = 20, repeats: float = 0.05) -> list[Marks]:
     """Marks of requests: some repeats of sources, some that nobody may serve, the others in between."""
-    doubts = np.where(rng.random(n) < 0.05, inf, rng.beta(1, 1 / doubt, n)).tolist()
-    others = zip(doubts, rng.beta(8, 2, n).tolist(), rng.integers(0, classes, n).tolist(), strict=True)
+    risks = np.where(rng.random(n) < 0.05, inf, rng.beta(1, 1 / risk, n)).tolist()
+    others = zip(risks, rng.beta(8, 2, n).tolist(), rng.integers(0, classes, n).tolist(), strict=True)
     return [
         REPEAT if is_repeat else Marks(*one) for is_repeat, one in zip(rng.random(n) < repeats, others, strict=True)
     ]
@@ -50,12 +50,12 @@ def test_like_requests_are_seldom_told() -> None:
     assert sum(one is not None for one in told) == 0
 
 
-@pytest.mark.parametrize("moved", ["doubt", "similarity", "class", "new class"])
+@pytest.mark.parametrize("moved", ["risk", "similarity", "class", "new class"])
 @pytest.mark.parametrize("before", [0, 4000])
 def test_each_kind_of_change_is_told_soon_also_late(moved: str, before: int) -> None:
     rng = np.random.default_rng(3)
     changed = {
-        "doubt": [replace_(one, doubt=one.doubt + 0.15) for one in draw(rng, 500)],
+        "risk": [replace_(one, risk=one.risk + 0.15) for one in draw(rng, 500)],
         "similarity": [replace_(one, similarity=one.similarity - 0.2) for one in draw(rng, 500)],
         "class": [replace_(one, forecast=one.forecast % 10) for one in draw(rng, 500)],
         "new class": [replace_(one, forecast=99) if i % 4 == 0 else one for i, one in enumerate(draw(rng, 500))],
@@ -91,7 +91,7 @@ def test_repeats_of_sources_are_no_sign_of_anything(on_c: float, later: float) -
 
 def test_what_is_no_repeat_is_compared_among_repeats() -> None:
     rng = np.random.default_rng(3)
-    moved = [one if one.is_repeat else replace_(one, doubt=one.doubt + 0.15) for one in draw(rng, 2000, repeats=0.5)]
+    moved = [one if one.is_repeat else replace_(one, risk=one.risk + 0.15) for one in draw(rng, 2000, repeats=0.5)]
     assert (told_after(DriftDetector(known(1, 0.0)), moved) or inf) < 800
 
 
@@ -120,7 +120,7 @@ def status_of(cache: LLMCache) -> str:
 
 def test_requests_that_come_again_and_again_void_nothing() -> None:
     pool, rng = requests(1200, seed=3)[0], np.random.default_rng(0)
-    with LLMCache.wrap(classifier(), step_aside=False, max_drop=0.05, audit=1.0, audit_in_background=False) as cache:
+    with LLMCache.wrap(classifier(), auto_bypass=False, max_drop=0.05, audit=1.0, audit_in_background=False) as cache:
         assert cache.calibrate([pool[i] for i in rng.integers(0, 1200, 900)]).is_certified
         for i in rng.integers(0, 1200, 3000):
             cache(**pool[i])
@@ -133,7 +133,7 @@ def test_repeats_of_what_was_stored_before_are_looked_up_once_more(tmp_path: obj
     """Of a cache that was loaded misses are exact hits at once: did they not count, hits would seem to be more."""
     pool, rng = requests(1500, seed=3, noise=0.35)[0], np.random.default_rng(0)
     model = classifier()
-    with LLMCache.wrap(model, step_aside=False, max_drop=0.05, audit=0) as cache:
+    with LLMCache.wrap(model, auto_bypass=False, max_drop=0.05, audit=0) as cache:
         assert cache.calibrate(pool[:900]).is_certified
         for one in pool[900:]:
             cache(**one)
@@ -150,7 +150,7 @@ def test_repeats_of_what_was_stored_before_are_looked_up_once_more(tmp_path: obj
 def test_a_stream_that_moves_on_voids_the_certificate_and_nothing_is_served(
     audit: float, noise: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with LLMCache.wrap(classifier(), step_aside=False, max_drop=0.05, audit=audit) as cache:
+    with LLMCache.wrap(classifier(), auto_bypass=False, max_drop=0.05, audit=audit) as cache:
         assert cache.calibrate(requests(700)[0]).is_certified
         before = status_of(cache)
         assert before == ("certified" if audit else "unwatched")
@@ -173,7 +173,7 @@ def test_a_stream_that_moves_on_voids_the_certificate_and_nothing_is_served(
 
 def test_what_was_saved_after_a_drift_is_loaded_as_void(tmp_path: object) -> None:
     model = classifier()
-    with LLMCache.wrap(model, step_aside=False, max_drop=0.05) as cache:
+    with LLMCache.wrap(model, auto_bypass=False, max_drop=0.05) as cache:
         cache.calibrate(requests(700)[0])
         for one in requests(300, seed=7, noise=1.0)[0]:
             cache(**one)
@@ -187,7 +187,7 @@ def test_what_was_saved_after_a_drift_is_loaded_as_void(tmp_path: object) -> Non
 
 
 def test_a_cache_that_learns_by_itself_learns_anew_after_a_drift() -> None:
-    with LLMCache.wrap(classifier(), learn=700, step_aside=False, max_drop=0.05, audit=0) as cache:
+    with LLMCache.wrap(classifier(), learn=700, auto_bypass=False, max_drop=0.05, audit=0) as cache:
         cache.calibrate(requests(700)[0])
         for one in requests(900, seed=7, noise=0.5)[0]:
             cache(**one)
@@ -201,7 +201,7 @@ def test_a_cache_that_learns_by_itself_learns_anew_after_a_drift() -> None:
 
 def test_calls_that_are_known_to_be_held_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of calls that go by the cache, those take part: they are no sample of all."""
-    with LLMCache.wrap(classifier(), step_aside=False, max_drop=0.05) as cache:
+    with LLMCache.wrap(classifier(), auto_bypass=False, max_drop=0.05) as cache:
         cache.calibrate(requests(700)[0])
         draw = Audit.draw
 
@@ -221,7 +221,7 @@ def test_calls_that_are_known_to_be_held_are_not_compared(monkeypatch: pytest.Mo
 
 def test_other_tenants_are_not_compared() -> None:
     """Nobody serves them, so they say nothing of those who are served."""
-    with LLMCache.wrap(classifier(), step_aside=False, max_drop=0.05) as cache:
+    with LLMCache.wrap(classifier(), auto_bypass=False, max_drop=0.05) as cache:
         cache.calibrate(requests(700)[0])
         with cache.namespace("other"):
             for one in requests(300, seed=7)[0]:
@@ -230,12 +230,12 @@ def test_other_tenants_are_not_compared() -> None:
 
 
 def test_sources_that_were_struck_off_do_not_look_like_other_requests() -> None:
-    with LLMCache.wrap(classifier(), step_aside=False, max_drop=0.05, audit=0.05) as cache:
+    with LLMCache.wrap(classifier(), auto_bypass=False, max_drop=0.05, audit=0.05) as cache:
         cache.calibrate(requests(700)[0])
-        library = cache._parts.library
-        for record in library.records():
-            if record.is_kept:
-                library.strike(record.key, "default")
+        banks = cache._components.banks
+        for record in banks.records():
+            if record.is_pinned:
+                banks.quarantine(record.key, "default")
         for one in requests(400, seed=7)[0]:
             cache(**one)
         assert status_of(cache) == "certified"
@@ -247,13 +247,13 @@ def test_a_save_that_does_not_tell_repeats_apart_is_unwatched_and_suspends_nothi
     """How many of C were served says nothing of different requests, where some come often."""
     pool, rng = requests(1500, seed=3)[0], np.random.default_rng(0)
     weights = np.arange(1.0, 1501) ** -1
-    with LLMCache.wrap(classifier(), step_aside=False, max_drop=0.05, audit=0.05) as cache:
+    with LLMCache.wrap(classifier(), auto_bypass=False, max_drop=0.05, audit=0.05) as cache:
         asked = [pool[i] for i in rng.choice(1500, 3000, p=weights / weights.sum())]
         made = cache.calibrate(asked[:900])
-        trust = cache._parts.trust
-        assert trust is not None and made.watch is not None and made.watch.profile is not None
+        calibrated = cache._components.calibrated
+        assert calibrated is not None and made.watch is not None and made.watch.profile is not None
         early = replace(made.watch.profile, n_repeats=None) if is_counted else None
-        trust._serve(replace(made, watch=replace(made.watch, profile=early)))
+        calibrated._serve(replace(made, watch=replace(made.watch, profile=early)))
         for one in asked[900:]:
             cache(**one)
         assert status_of(cache) == "unwatched"
@@ -263,7 +263,7 @@ def test_a_save_that_does_not_tell_repeats_apart_is_unwatched_and_suspends_nothi
 @pytest.mark.parametrize("share", [0.1, 0.2, 0.5])
 def test_repeats_of_what_it_learned_from_void_nothing(share: float) -> None:
     learned, rng = requests(700)[0], np.random.default_rng(1)
-    with LLMCache.wrap(classifier(), learn=700, step_aside=False, max_drop=0.05, audit=0.05) as cache:
+    with LLMCache.wrap(classifier(), learn=700, auto_bypass=False, max_drop=0.05, audit=0.05) as cache:
         for one in learned:
             cache(**one)
         assert status_of(cache) == "certified"
@@ -276,7 +276,7 @@ def test_repeats_of_what_it_learned_from_void_nothing(share: float) -> None:
 def test_a_sample_without_duplicates_speaks_for_a_stream_in_which_some_come_often(power: float) -> None:
     pool, rng = requests(2500, seed=3)[0], np.random.default_rng(0)
     weights = np.arange(1.0, 2501) ** -power
-    with LLMCache.wrap(classifier(), step_aside=False, max_drop=0.05, audit=0.05) as cache:
+    with LLMCache.wrap(classifier(), auto_bypass=False, max_drop=0.05, audit=0.05) as cache:
         assert cache.calibrate([pool[i] for i in rng.permutation(2500)[:900]]).is_certified
         for i in rng.choice(2500, 3000, p=weights / weights.sum()):
             cache(**pool[i])
@@ -285,14 +285,14 @@ def test_a_sample_without_duplicates_speaks_for_a_stream_in_which_some_come_ofte
 
 def test_a_calibration_is_renewed_from_requests_after_the_drift() -> None:
     with LLMCache.wrap(
-        classifier(), step_aside=False, max_drop=0.05, audit=1.0, recalibrate=100, audit_in_background=False
+        classifier(), auto_bypass=False, max_drop=0.05, audit=1.0, recalibrate=100, audit_in_background=False
     ) as cache:
         made = cache.calibrate(requests(700)[0])
         for one in requests(90, seed=6)[0]:
             cache(**one)
         cache.drain()
-        trust, audit = cache._parts.trust, cache._parts.audit
-        assert trust is not None and audit is not None and len(audit._fresh.cases) == 90
+        calibrated, audit = cache._components.calibrated, cache._components.audit
+        assert calibrated is not None and audit is not None and len(audit._fresh.cases) == 90
         n = 0
         while cache.calibration is not None and not cache.calibration.has_drifted:
             cache(**requests(1, seed=1000 + n, noise=1.0)[0][0])

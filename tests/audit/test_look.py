@@ -168,7 +168,7 @@ def varied(n: int, seed: int) -> list[Inputs]:
 @contextmanager
 def served(model: Any, is_sorted: bool = False) -> Iterator[tuple[LLMCache, int, int]]:
     """A cache with looks that wait, and how many there are, and how many of them are to find a changed answer."""
-    settings = {"max_drop": 0.2, "audit": 1.0, "step_aside": False, "payload": "sequence", "answer": "class"}
+    settings = {"max_drop": 0.2, "audit": 1.0, "auto_bypass": False, "payload": "sequence", "answer": "class"}
     with LLMCache.wrap(model, audit_in_background=False, **settings) as cache:
         cache.calibrate(varied(600, 0))
         inputs = varied(90, 50)
@@ -188,7 +188,7 @@ def test_looks_find_what_is_so_however_they_are_computed(pool: Callable[[Tensor,
     with served(model) as (cache, n_hits, n_changed):
         assert cache.drain() == n_hits > 20
         stats = known(cache)
-        assert (stats.n_looked, stats.n_changed, cache.stats().errors) == (n_hits, n_changed, 0)
+        assert (stats.n_recomputed, stats.n_changed, cache.stats().errors) == (n_hits, n_changed, 0)
         assert (len(model.sizes) < n_hits) == (pool is not single)
 
 
@@ -200,7 +200,7 @@ def test_looks_that_come_out_alike_are_padded_and_others_are_not(
     with served(Own(pool).eval(), is_sorted) as (cache, n_hits, n_changed):
         cache.drain()
         assert audit_of(cache)._looks._width == width
-        assert (known(cache).n_looked, known(cache).n_changed) == (n_hits, n_changed)
+        assert (known(cache).n_recomputed, known(cache).n_changed) == (n_hits, n_changed)
 
 
 def test_a_model_that_makes_its_own_mask_is_looked_into() -> None:
@@ -209,14 +209,14 @@ def test_a_model_that_makes_its_own_mask_is_looked_into() -> None:
             return super().forward(input_ids, torch.ones_like(input_ids))
 
     model = Maskless(masked).eval()
-    settings = {"max_drop": 0.2, "audit": 1.0, "step_aside": False, "payload": "sequence", "answer": "class"}
+    settings = {"max_drop": 0.2, "audit": 1.0, "auto_bypass": False, "payload": "sequence", "answer": "class"}
     with LLMCache.wrap(model, audit_in_background=False, **settings) as cache:
         inputs = [{"input_ids": one["input_ids"]} for one in varied(600, 0)]
         cache.calibrate(inputs)
         for one in varied(60, 50):
             cache(input_ids=one["input_ids"])
         n_hits = cache.drain()
-        assert (known(cache).n_looked, cache.stats().errors) == (n_hits, 0)
+        assert (known(cache).n_recomputed, cache.stats().errors) == (n_hits, 0)
         assert n_hits > 10
 
 

@@ -19,11 +19,11 @@ class Owner:
     """Whose jobs they are."""
 
     def __init__(self, **settings: Any) -> None:
-        self.shadow: IdleWorker[Owner] = IdleWorker(self, **settings)
+        self.worker: IdleWorker[Owner] = IdleWorker(self, **settings)
         self.done: list[object] = []
 
     def add(self, what: object = None) -> None:
-        self.shadow.add(Job(lambda owner: owner.done.append((what, threading.current_thread().name))))
+        self.worker.add(Job(lambda owner: owner.done.append((what, threading.current_thread().name))))
 
 
 def wait_until(holds: Callable[[], object]) -> None:
@@ -38,18 +38,18 @@ def test_a_job_is_done_once_nobody_calls() -> None:
     owner.add(1)
     wait_until(lambda: owner.done)
     assert owner.done == [(1, "llmcache-shadow")]
-    owner.shadow.close()
+    owner.worker.close()
 
 
 def test_no_job_is_done_while_a_call_is_under_way() -> None:
     owner = Owner(idle_s=0.0, patience_s=1e6)
-    owner.shadow.enter()
+    owner.worker.enter()
     owner.add()
     time.sleep(0.05)
     assert not owner.done
-    owner.shadow.leave()
+    owner.worker.leave()
     wait_until(lambda: owner.done)
-    owner.shadow.close()
+    owner.worker.close()
 
 
 class Clock:
@@ -66,9 +66,9 @@ def busy(seconds: float, **settings: float) -> tuple[Owner, Clock]:
     """Calls that have left no idle moment for so long."""
     clock = Clock()
     owner = Owner(idle_s=1e6, clock=clock, **settings)
-    owner.shadow.enter()
+    owner.worker.enter()
     clock.now += seconds
-    owner.shadow.leave()
+    owner.worker.leave()
     return owner, clock
 
 
@@ -85,40 +85,40 @@ def work(clock: Clock, seconds: float) -> Callable[[Owner], None]:
 def test_calls_do_what_has_waited_for_long_for_a_share_of_their_time() -> None:
     owner, clock = busy(2.0, share=0.01, patience_s=1.0)
     for _ in range(5):
-        owner.shadow.add(Job(work(clock, 0.015), clock.now))
-    assert owner.shadow.catch_up() == 0.0 and not owner.done  # it has not waited for long
+        owner.worker.add(Job(work(clock, 0.015), clock.now))
+    assert owner.worker.catch_up() == 0.0 and not owner.done  # it has not waited for long
     clock.now += 1.1
-    assert owner.shadow.catch_up() == owner.shadow.catch_up() == pytest.approx(0.015)  # of 20 ms that were earned
-    assert owner.shadow.catch_up() == 0.0  # 10 ms too much were spent
+    assert owner.worker.catch_up() == owner.worker.catch_up() == pytest.approx(0.015)  # of 20 ms that were earned
+    assert owner.worker.catch_up() == 0.0  # 10 ms too much were spent
     for _ in range(6):
-        owner.shadow.enter()
+        owner.worker.enter()
         clock.now += 0.25
-        owner.shadow.leave()
-    assert owner.shadow.catch_up() == pytest.approx(0.015)
+        owner.worker.leave()
+    assert owner.worker.catch_up() == pytest.approx(0.015)
     assert len(owner.done) == 3
-    owner.shadow.close()
+    owner.worker.close()
 
 
 def test_a_quiet_time_saves_little_up_and_no_share_nothing() -> None:
     owner, clock = busy(1e6, patience_s=0.0)
     for _ in range(9):
-        owner.shadow.add(Job(work(clock, 0.03), clock.now))
-    assert [owner.shadow.catch_up() > 0 for _ in range(5)] == [True] * 4 + [False]  # a tenth of a second
-    owner.shadow.close()
+        owner.worker.add(Job(work(clock, 0.03), clock.now))
+    assert [owner.worker.catch_up() > 0 for _ in range(5)] == [True] * 4 + [False]  # a tenth of a second
+    owner.worker.close()
     owner, clock = busy(1e6, patience_s=0.0, share=0.0)
-    owner.shadow.add(Job(work(clock, 0.03), clock.now))
-    assert owner.shadow.catch_up() == 0.0
-    owner.shadow.close()
+    owner.worker.add(Job(work(clock, 0.03), clock.now))
+    assert owner.worker.catch_up() == 0.0
+    owner.worker.close()
 
 
 def test_a_call_does_no_long_job_but_short_ones_behind_it() -> None:
     owner, clock = busy(1e6, patience_s=0.0)
-    owner.shadow.add(Job(work(clock, 2.0), clock.now, is_short=False))
-    owner.shadow.add(Job(work(clock, 0.01), clock.now))
-    assert [owner.shadow.catch_up() > 0 for _ in range(2)] == [True, False]
+    owner.worker.add(Job(work(clock, 2.0), clock.now, is_short=False))
+    owner.worker.add(Job(work(clock, 0.01), clock.now))
+    assert [owner.worker.catch_up() > 0 for _ in range(2)] == [True, False]
     assert owner.done == [0.01]
-    assert owner.shadow.drain() == 1
-    owner.shadow.close()
+    assert owner.worker.drain() == 1
+    owner.worker.close()
 
 
 def test_a_job_gives_way_to_a_call_and_is_done_again_later() -> None:
@@ -127,25 +127,25 @@ def test_a_job_gives_way_to_a_call_and_is_done_again_later() -> None:
     def work(owner: Owner) -> None:
         begun.set()
         if not stopped.is_set():
-            assert owner.shadow.may_stop
+            assert owner.worker.may_stop
             try:
                 while True:
-                    owner.shadow.give_way()
+                    owner.worker.give_way()
                     time.sleep(0.001)
             finally:
                 stopped.set()
         owner.done.append("done")
 
-    owner.shadow.add(Job(work))
+    owner.worker.add(Job(work))
     begun.wait()
-    owner.shadow.enter()
-    assert not owner.shadow.may_stop
+    owner.worker.enter()
+    assert not owner.worker.may_stop
     assert stopped.wait(30)
     time.sleep(0.05)
-    assert not owner.done and len(owner.shadow) == 1
-    owner.shadow.leave()
+    assert not owner.done and len(owner.worker) == 1
+    owner.worker.leave()
     wait_until(lambda: owner.done)
-    owner.shadow.close()
+    owner.worker.close()
 
 
 def test_the_thread_computes_with_one_thread_and_others_as_before() -> None:
@@ -153,7 +153,7 @@ def test_the_thread_computes_with_one_thread_and_others_as_before() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        owner.shadow.add(Job(lambda owner: owner.done.append(torch.get_num_threads())))
+        owner.worker.add(Job(lambda owner: owner.done.append(torch.get_num_threads())))
         wait_until(lambda: owner.done)
         later = threading.Thread(target=lambda: others.append(torch.get_num_threads()))
         later.start()
@@ -161,18 +161,18 @@ def test_the_thread_computes_with_one_thread_and_others_as_before() -> None:
         assert (owner.done, others, torch.get_num_threads()) == ([1], [2], 2)
     finally:
         torch.set_num_threads(before)
-        owner.shadow.close()
+        owner.worker.close()
 
 
 def test_the_more_waits_the_less_is_to_be_added() -> None:
     owner = Owner(idle_s=1e6, max_jobs=40)
     eases = []
     for _ in range(40):
-        eases.append(owner.shadow.ease)
+        eases.append(owner.worker.ease)
         owner.add()
     assert eases[:20] == [1.0] * 20 and eases[20:26] == [0.5, 0.5, 0.25, 0.25, 0.125, 0.125]
-    assert owner.shadow.ease == 0.5**10
-    owner.shadow.close()
+    assert owner.worker.ease == 0.5**10
+    owner.worker.close()
     assert Owner(in_background=False, max_jobs=0).shadow.ease == 1.0  # who drains has asked for all of it
 
 
@@ -180,10 +180,10 @@ def test_draining_does_what_waits_here_and_in_order() -> None:
     owner = Owner(idle_s=1e6, patience_s=1e6)
     for n in range(5):
         owner.add(n)
-    assert owner.shadow.drain() == 5
+    assert owner.worker.drain() == 5
     assert owner.done == [(n, threading.current_thread().name) for n in range(5)]
-    assert owner.shadow.drain() == 0
-    owner.shadow.close()
+    assert owner.worker.drain() == 0
+    owner.worker.close()
 
 
 def test_draining_waits_for_the_job_under_way() -> None:
@@ -194,61 +194,61 @@ def test_draining_waits_for_the_job_under_way() -> None:
         may_end.wait()
         owner.done.append("slow")
 
-    owner.shadow.add(Job(work))
+    owner.worker.add(Job(work))
     begun.wait()
     threading.Timer(0.02, may_end.set).start()
-    owner.shadow.drain()
+    owner.worker.drain()
     assert owner.done == ["slow"]
-    owner.shadow.close()
+    owner.worker.close()
 
 
 def test_no_thread_before_the_first_job_and_none_after_the_end() -> None:
     owner = Owner(idle_s=1e6)
-    assert owner.shadow._thread is None
+    assert owner.worker._thread is None
     owner.add()
-    thread = owner.shadow._thread
-    owner.shadow.close()
-    owner.shadow.close()
+    thread = owner.worker._thread
+    owner.worker.close()
+    owner.worker.close()
     assert thread is not None and not thread.is_alive()
     owner.add()
-    assert (len(owner.shadow), owner.done) == (0, [])
+    assert (len(owner.worker), owner.done) == (0, [])
 
 
 def test_no_job_is_done_within_a_pause_but_by_who_made_it() -> None:
     owner = Owner(idle_s=0.0)
-    with owner.shadow.paused():
+    with owner.worker.paused():
         owner.add(1)
         time.sleep(0.05)
         assert not owner.done
-        assert owner.shadow.drain() == 1
+        assert owner.worker.drain() == 1
     assert owner.done == [(1, threading.current_thread().name)]
-    owner.shadow.close()
+    owner.worker.close()
 
 
 def test_without_a_background_only_draining_does_jobs() -> None:
     owner = Owner(in_background=False, idle_s=0.0, patience_s=0.0)
     owner.add(1)
     time.sleep(0.05)
-    assert owner.shadow._thread is None and not owner.done
-    assert owner.shadow.drain() == 1
-    owner.shadow.close()
+    assert owner.worker._thread is None and not owner.done
+    assert owner.worker.drain() == 1
+    owner.worker.close()
 
 
 def test_a_full_queue_says_so() -> None:
     owner = Owner(idle_s=1e6, max_jobs=2)
     full = []
     for _ in range(3):
-        full.append(owner.shadow.is_full)
+        full.append(owner.worker.is_full)
         owner.add()
     assert full == [False, False, True]
-    assert owner.shadow.drain() == 3  # what was added all the same is not lost
-    owner.shadow.close()
+    assert owner.worker.drain() == 3  # what was added all the same is not lost
+    owner.worker.close()
 
 
 def test_waiting_jobs_keep_no_owner_alive_and_the_thread_ends_with_it() -> None:
     owner = Owner(idle_s=1e6, patience_s=1e6)
     owner.add()
-    thread, gone = owner.shadow._thread, weakref.ref(owner)
+    thread, gone = owner.worker._thread, weakref.ref(owner)
     del owner
     gc.collect()
     assert gone() is None
@@ -264,9 +264,9 @@ def test_jobs_of_many_threads_are_all_done_once() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    owner.shadow.drain()
+    owner.worker.drain()
     assert sorted(what for what, _ in owner.done) == [(i, n) for i in range(4) for n in range(50)]
-    owner.shadow.close()
+    owner.worker.close()
 
 
 def test_the_interpreter_ends_though_jobs_wait_and_one_is_under_way() -> None:

@@ -17,29 +17,29 @@ def test_a_call_does_looks_that_have_waited_if_calls_have_earned_the_time(
     cache: LLMCache,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    shadow, spent = audit_of(cache).shadow, []
+    shadow, spent = audit_of(cache).worker, []
     monkeypatch.setattr(cache._flow._meter, "spent", lambda call, seconds: spent.append(seconds))
     ask(cache, fresh(60))
     n_drawn = known(cache).n_drawn
-    assert known(cache).n_looked == 0 < n_drawn
+    assert known(cache).n_recomputed == 0 < n_drawn
     shadow._patience_s, shadow._credit_s = 0.0, 1e6
     (again,) = fresh(1)
     with cache.disabled():
         own = cache(**again).logits
     cache(**again)
-    n_looked = known(cache).n_looked
-    assert n_looked > 0
+    n_recomputed = known(cache).n_recomputed
+    assert n_recomputed > 0
     assert cache(**again).logits.argmax() == own.argmax() or cache.last[0].rung is not None
     while shadow._jobs:
         shadow._credit_s = 1e6
         cache(**again)
-    assert known(cache).n_waiting == 0 and known(cache).n_looked == known(cache).n_drawn
+    assert known(cache).n_waiting == 0 and known(cache).n_recomputed == known(cache).n_drawn
     assert cache.stats().errors == 0
     assert sum(spent) > 0  # told to the cost model
 
 
 def test_a_look_stops_at_the_next_layer_when_a_call_comes(model: nn.Module, cache: LLMCache) -> None:  # noqa: F811
-    shadow, came = audit_of(cache).shadow, threading.Event()
+    shadow, came = audit_of(cache).worker, threading.Event()
     ask(cache, fresh(60))
     n_drawn, reached = known(cache).n_drawn, []
 
@@ -48,7 +48,7 @@ def test_a_look_stops_at_the_next_layer_when_a_call_comes(model: nn.Module, cach
             shadow.enter()
             came.set()
 
-    layers = cache._parts.trunk.layers
+    layers = cache._components.trunk.layers
     hooks = [next(layers[0].children()).register_forward_pre_hook(meet)]
     hooks.append(next(layers[2].children()).register_forward_pre_hook(lambda *_: reached.append(shadow._n_calls)))
     with shadow._condition:
@@ -56,9 +56,9 @@ def test_a_look_stops_at_the_next_layer_when_a_call_comes(model: nn.Module, cach
         shadow._condition.notify()
     assert came.wait(60)
     wait_until(lambda: not shadow._is_working)
-    assert not reached and known(cache).n_looked == 0 and known(cache).n_waiting == n_drawn
+    assert not reached and known(cache).n_recomputed == 0 and known(cache).n_waiting == n_drawn
     shadow.leave()
-    wait_until(lambda: known(cache).n_looked == n_drawn)
+    wait_until(lambda: known(cache).n_recomputed == n_drawn)
     for hook in hooks:
         hook.remove()
     assert cache.stats().errors == 0

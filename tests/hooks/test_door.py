@@ -63,7 +63,7 @@ def test_a_hit_embeds_nothing() -> None:
 def test_approximate_hits_embed_nothing_either() -> None:
     model = classifier()
     embedded = Embedded(model)
-    with LLMCache.wrap(model, audit=0.0, step_aside=False) as cache:
+    with LLMCache.wrap(model, audit=0.0, auto_bypass=False) as cache:
         cache.calibrate(requests(800)[0], max_drop=0.05)
         cache(**requests(1, seed=7)[0][0])
         embedded.n = 0

@@ -52,7 +52,7 @@ def test_each_call_gets_its_own_states(place: str, fingerprint: str) -> None:
     model = build(BARE["bert"])
     outer, other = plain(model, OUTER), plain(model, OTHER)
     settings = {"tau": 0.9999, "allow_unsafe": True, "fingerprint": fingerprint}
-    cache = LLMCache.wrap(model, layers="all", step_aside=False, **settings)
+    cache = LLMCache.wrap(model, layers="all", auto_bypass=False, **settings)
     within = Within(lambda: states(cache(**OTHER)))
     model.get_submodule(place).register_forward_hook(within)
     for n in range(3):
@@ -227,7 +227,7 @@ def test_an_answer_is_noted_beside_the_call_that_it_is_of(asks: bool, monkeypatc
     model = build(lambda: Asks(asks))
     cache = LLMCache.wrap(model, tau=0.9, decide="consensus", payload="cls", allow_unsafe=True, answer="class")
     noted: list[str] = []
-    monkeypatch.setattr(cache._parts.library, "sign", lambda key, answer: noted.append(key))
+    monkeypatch.setattr(cache._components.banks, "sign", lambda key, answer: noted.append(key))
     cache(input_ids=tokens(1, 6))
     key = cache.last[0].key
     assert noted == ([] if asks else [key])
@@ -238,7 +238,7 @@ def test_an_answer_is_noted_beside_its_own_call_though_a_hook_of_the_head_makes_
     model = build(CLASSIFIERS["bert"])
     cache = LLMCache.wrap(model, tau=0.99, decide="consensus")
     noted: list[str] = []
-    observe = cache._parts.observer
+    observe = cache._components.observer
     assert observe is not None
     see = observe.see
     observe.see = lambda call, output: (noted.append(call.rows[0].key), see(call, output))[1]  # type: ignore[method-assign]
@@ -269,7 +269,7 @@ def test_threads_that_call_within_calls() -> None:
     model = build(BARE["bert"])
     rows = [padded([3 + i % 4, 5], seed=i) for i in range(6)]
     expected, other = [plain(model, row) for row in rows], plain(model, OTHER)
-    cache = LLMCache.wrap(model, step_aside=False)
+    cache = LLMCache.wrap(model, auto_bypass=False)
     within = Within(lambda: states(cache(**OTHER)))
     model.encoder.layer[1].register_forward_hook(within)
 

@@ -51,7 +51,7 @@ def greedy(model: Any, **inputs: Any) -> Tensor:
 
 
 def wrapped(model: nn.Module, **settings: Any) -> LLMCache:
-    return LLMCache.wrap(model, **{"prefix_block": BLOCK, "step_aside": False, **settings})
+    return LLMCache.wrap(model, **{"prefix_block": BLOCK, "auto_bypass": False, **settings})
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -286,7 +286,7 @@ def test_states_that_were_reused_make_no_blocks() -> None:
     cache = wrapped(model)
     cache(tokens(1, 24))
     assert cache.stats().n_blocks == 6
-    cache._parts.prefix.clear()
+    cache._components.prefix.clear()
     cache(tokens(1, 24))
     assert (cache.last[0].rung, cache.stats().n_blocks) == ("exact", 0)
 
@@ -516,7 +516,7 @@ def test_prefixes_alone() -> None:
     stats = cache.stats()
     assert stats.n_stored == 0
     assert stats.n_blocks > 0
-    blocks = cache._parts.prefix
+    blocks = cache._components.prefix
     assert blocks is not None
     held = [x for block in blocks._held.values() for x in (block.keys, block.values, block.states)]
     assert not any(x.is_inference() or x.requires_grad for x in held)

@@ -28,7 +28,7 @@ def rotary(kind: str) -> nn.Module:
 
 
 def wrapped(model: nn.Module) -> LLMCache:
-    return LLMCache.wrap(model, prefix_block=4, step_aside=False)
+    return LLMCache.wrap(model, prefix_block=4, auto_bypass=False)
 
 
 def logits(model: Any, ids: Tensor, **more: Any) -> Tensor:

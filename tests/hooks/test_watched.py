@@ -37,7 +37,7 @@ def test_a_call_that_captures_does_not_end_prefix_hits(asked: dict[str, bool], w
     if when == "before wrapping":
         with_all(model, asked, text)
     n_columns = layers_run(model)
-    cache = LLMCache.wrap(model, prefix_block=4, step_aside=False)
+    cache = LLMCache.wrap(model, prefix_block=4, auto_bypass=False)
     if when == "after wrapping":
         with_all(model, asked, text)
     assert len(model.model.layers[0]._forward_hooks) + len(model.model.layers[0].self_attn._forward_hooks) > 0
@@ -69,7 +69,7 @@ def test_nor_does_it_shut_the_door(asked: dict[str, bool]) -> None:
 
 def test_hooks_of_others_keep_prefixes_from_serving_and_that_is_told(caplog: pytest.LogCaptureFixture) -> None:
     model = build(GENERATORS["llama"])
-    cache, text = LLMCache.wrap(model, prefix_block=4, step_aside=False), tokens(2, 24)
+    cache, text = LLMCache.wrap(model, prefix_block=4, auto_bypass=False), tokens(2, 24)
     cache(text[:, :12])
     handle = model.model.layers[1].mlp.register_forward_pre_hook(lambda *_: None)
     with caplog.at_level(logging.WARNING, logger="llmcache"):

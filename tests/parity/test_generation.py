@@ -69,7 +69,7 @@ def branch(ids: Tensor, n_shared: int, length: int, seed: int) -> Tensor:
 
 
 def wrapped(model: nn.Module) -> LLMCache:
-    return LLMCache.wrap(model, prefix_block=4, step_aside=False)
+    return LLMCache.wrap(model, prefix_block=4, auto_bypass=False)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -232,7 +232,7 @@ def test_a_trained_model(kind: Any, way: str) -> None:
     expected = [recompute(model, ids, WAYS[way])[0] for ids in prompts]
     for ids, tokens_of in zip(prompts, expected, strict=True):
         assert list(generate(model, ids, WAYS[way], cache=kind).tokens) == tokens_of
-    cache = LLMCache.wrap(model, step_aside=False)
+    cache = LLMCache.wrap(model, auto_bypass=False)
     rungs = []
     for ids, tokens_of in zip(prompts, expected, strict=True):
         got = generate(model, ids, WAYS[way], cache=kind)

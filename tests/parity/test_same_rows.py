@@ -44,7 +44,7 @@ def rows(*numbers: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("layers", ["auto", [1], [0, 3]])
 def test_each_comes_back_as_it_was(layers: Any) -> None:
     model, inputs = rounding(), rows(1, 2, 1, 1)
-    with LLMCache.wrap(model, layers=layers, step_aside=False) as cache:
+    with LLMCache.wrap(model, layers=layers, auto_bypass=False) as cache:
         first = cache(**inputs).last_hidden_state
         assert not torch.equal(first[0], first[2]) and not torch.equal(first[2], first[3])
         for _ in range(2):
@@ -55,10 +55,10 @@ def test_each_comes_back_as_it_was(layers: Any) -> None:
 
 def test_each_comes_back_as_it_was_where_a_layer_has_lost_one_of_them() -> None:
     model, inputs = rounding(), rows(1, 1)
-    with LLMCache.wrap(model, layers=[1, 3], step_aside=False) as cache:
+    with LLMCache.wrap(model, layers=[1, 3], auto_bypass=False) as cache:
         first = cache(**inputs).last_hidden_state
-        library = cache._parts.library
-        library.banks[3].remove([record.key for record in library.records()][1])
+        banks = cache._components.banks
+        banks.layer_banks[3].remove([record.key for record in banks.records()][1])
         for _ in range(2):
             assert torch.equal(cache(**inputs).last_hidden_state, first)
         assert cache.stats().hits == {"exact": 4} and cache.stats().n_entries == {1: 2, 3: 2}
@@ -97,7 +97,7 @@ def test_rows_that_come_out_alike_are_kept_once() -> None:
 def test_those_of_approximate_reuse_are_found_once() -> None:
     model, others = rounding(), rows(1)
     others["input_ids"][0, -1] += 1
-    with LLMCache.wrap(model, tau=0.0, payload="sequence", step_aside=False) as cache:
+    with LLMCache.wrap(model, tau=0.0, payload="sequence", auto_bypass=False) as cache:
         first = cache(**rows(1, 1)).last_hidden_state
         assert torch.equal(cache(**others).last_hidden_state[0], first[0])
         assert cache.stats().hits == {"semantic": 1}

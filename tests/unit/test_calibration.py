@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as settings_
 from hypothesis import strategies as st
+from llmcache.calibration.risk_target import Metric, RiskTarget
 
 from llmcache.calibration.bounds import share_upper
 from llmcache.calibration.calibration import (
@@ -21,31 +22,30 @@ from llmcache.calibration.calibration import (
     split,
     try_settings,
 )
-from llmcache.calibration.claim import Metric, RiskTarget
 from llmcache.errors import CalibrationError, ConfigError
 
 
-def claim(max_drop: float, seed: int = 0, metric: Any = "changed") -> RiskTarget:
+def risk_target(max_drop: float, seed: int = 0, metric: Any = "changed") -> RiskTarget:
     return RiskTarget(max_drop, 0.05, metric, "frozen", seed)
 
 
 def test_the_parts_are_disjoint_and_whole() -> None:
-    parts = split(1000, claim(0.05, seed=3))
+    parts = split(1000, risk_target(0.05, seed=3))
     assert sorted(number for part in parts for number in part) == list(range(1000))
     assert len(parts[1]) == pytest.approx(1000 * TESTED, rel=0.03)
-    assert split(1000, claim(0.05, seed=3)) == parts != split(1000, claim(0.05, seed=4))
+    assert split(1000, risk_target(0.05, seed=3)) == parts != split(1000, risk_target(0.05, seed=4))
 
 
 @given(n=st.integers(130, 4000), max_drop=st.floats(0.05, 0.3))
 @settings_(max_examples=30, deadline=None)
 def test_no_request_is_tested_that_could_not_bring_the_bound_further(n: int, max_drop: float) -> None:
-    _, tested = split(n, claim(max_drop))
+    _, tested = split(n, risk_target(max_drop))
     allowed = max(k for k in range(n) if share_upper(k, len(tested), 0.05) <= max_drop)
     assert share_upper(allowed, len(tested) - 1, 0.05) > max_drop
 
 
 def test_other_metrics_are_tested_on_half() -> None:
-    learned, tested = split(3000, claim(0.05, metric=Metric(lambda output, label: 1.0)))
+    learned, tested = split(3000, risk_target(0.05, metric=Metric(lambda output, label: 1.0)))
     assert len(learned) == len(tested) == 1500
 
 
@@ -60,16 +60,16 @@ def test_too_few_requests_are_refused_with_the_number_that_would_do(n: int, max_
 
 
 def test_settings_are_doubts_that_occur_strictest_first() -> None:
-    doubt = np.array([0.3, np.inf, 0.1, 0.3, -np.inf])
-    assert settings(doubt).tolist() == [0.1, 0.3]
+    risk = np.array([0.3, np.inf, 0.1, 0.3, -np.inf])
+    assert settings(risk).tolist() == [0.1, 0.3]
     many = settings(np.random.default_rng(0).random(5000))
     assert len(many) == 200 and (np.diff(many) > 0).all()
 
 
 def test_testing_stops_at_the_first_failure() -> None:
-    doubt = np.linspace(0, 1, 1000)
-    loss = ((doubt > 0.5) & (np.arange(1000) % 10 == 0)).astype(float)  # above 0.5, one in ten is wrong
-    tested = try_settings(HoldoutOutcome(doubt, loss), np.array([0.2, 0.4, 0.5, 0.9, 0.95]), max_drop=0.01, delta=0.05)
+    risk = np.linspace(0, 1, 1000)
+    loss = ((risk > 0.5) & (np.arange(1000) % 10 == 0)).astype(float)  # above 0.5, one in ten is wrong
+    tested = try_settings(HoldoutOutcome(risk, loss), np.array([0.2, 0.4, 0.5, 0.9, 0.95]), max_drop=0.01, delta=0.05)
     assert [setting.limit for setting in tested] == [0.2, 0.4, 0.5, 0.9]
     best = chosen(tested, 0.01)
     assert best is not None and best.limit == 0.5
@@ -78,7 +78,7 @@ def test_testing_stops_at_the_first_failure() -> None:
 
 
 def test_what_is_printed_of_a_calibration_fits_on_a_screen() -> None:
-    curve = tuple(OperatingPoint(doubt / 200, 0.1, 0.0, 0.001) for doubt in range(200))
+    curve = tuple(OperatingPoint(risk / 200, 0.1, 0.0, 0.001) for risk in range(200))
     made = Calibration(curve[3], curve, "changed", 0.01, 0.05, 100, 100, "frozen", "w" * 64, "h" * 64)
     assert "limit=0.015" in repr(made) and len(repr(made)) < 600
     assert len(made.to_dict()["curve"]) == 200
@@ -100,9 +100,9 @@ def test_the_chosen_setting_is_seldom_worse_than_claimed() -> None:
     rng = np.random.default_rng(0)
     n_wrong, rates = 0, []
     for _ in range(300):
-        doubt = rng.random(900)
-        loss = (rng.random(900) < 0.05 * doubt).astype(float)
-        best = chosen(try_settings(HoldoutOutcome(doubt, loss), np.linspace(0.01, 1, 100), 0.01, 0.05), 0.01)
+        risk = rng.random(900)
+        loss = (rng.random(900) < 0.05 * risk).astype(float)
+        best = chosen(try_settings(HoldoutOutcome(risk, loss), np.linspace(0.01, 1, 100), 0.01, 0.05), 0.01)
         if best is not None:
             n_wrong += 0.05 * best.limit**2 / 2 > 0.01  # expected loss at this limit
             rates.append(best.limit)
@@ -112,9 +112,9 @@ def test_the_chosen_setting_is_seldom_worse_than_claimed() -> None:
 
 def test_a_metric_that_is_not_a_share_is_bounded_by_betting() -> None:
     rng = np.random.default_rng(1)
-    doubt = rng.random(2000)
-    loss = np.where(doubt < 0.5, rng.choice([-0.1, 0.0, 0.1], 2000), rng.choice([0.0, 0.5], 2000))
-    trial = HoldoutOutcome(doubt, loss, -1.0, 1.0, is_share=False)
+    risk = rng.random(2000)
+    loss = np.where(risk < 0.5, rng.choice([-0.1, 0.0, 0.1], 2000), rng.choice([0.0, 0.5], 2000))
+    trial = HoldoutOutcome(risk, loss, -1.0, 1.0, is_share=False)
     best = chosen(try_settings(trial, np.array([0.1, 0.3, 0.5, 0.8]), 0.02, 0.05), 0.02)
     assert best is not None and best.limit in (0.3, 0.5)
 

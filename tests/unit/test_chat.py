@@ -63,7 +63,7 @@ def test_later_turns_are_served_from_the_prefix_and_say_the_same(
     questions = [LONG, "how are you", "w3"]
     own = Chat(model, tokenizer, GREEDY)
     expected = [read(own, text) for text in questions]
-    with LLMCache.wrap(model, step_aside=False):
+    with LLMCache.wrap(model, auto_bypass=False):
         chat, turns = Chat(model, tokenizer, GREEDY), []
         for text in questions:
             answer = "".join(chat.ask(text))
@@ -142,7 +142,7 @@ def test_a_history_without_room_is_refused_or_cut(
 def test_the_oldest_turns_are_forgotten_and_the_system_is_not(
     model: tf.GPT2LMHeadModel, tokenizer: tf.PreTrainedTokenizerFast
 ) -> None:
-    with LLMCache.wrap(model, step_aside=False):
+    with LLMCache.wrap(model, auto_bypass=False):
         chat = Chat(model, tokenizer, GREEDY, system="hello there", truncate="left")
         turns = []
         for number in range(12):

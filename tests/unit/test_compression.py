@@ -212,7 +212,7 @@ def test_what_is_fitted_on_is_not_measured_and_later_one_entry_in_sixteen_is() -
 # -- in the library ----------------------------------------------------------------------------------------------------
 
 
-def library(codec: Callable[[], object], max_entries: int | None = None) -> CacheBanks:
+def banks(codec: Callable[[], object], max_entries: int | None = None) -> CacheBanks:
     banks = {layer: Bank(MemoryStore(), LRU(), 2**20, max_entries) for layer in (0, 1)}
     return CacheBanks(banks, codec, None, None)  # type: ignore[arg-type]
 
@@ -235,7 +235,7 @@ def hidden(lib: CacheBanks, name: int, layer: int) -> Tensor:
 
 
 def test_each_layer_is_fitted_for_itself_and_what_was_stored_before_is_packed() -> None:
-    lib = library(lambda: PCA(dim=3, fit_on=10))
+    lib = banks(lambda: PCA(dim=3, fit_on=10))
     for name in range(4):
         put(lib, name)
     assert lib.nbytes == 4 * 2 * 2 * WIDTH * 4
@@ -246,16 +246,16 @@ def test_each_layer_is_fitted_for_itself_and_what_was_stored_before_is_packed() 
         rows = low_rank(2, seed=name)
         torch.testing.assert_close(hidden(lib, name, 0), rows, atol=0.01, rtol=0.0)
         torch.testing.assert_close(hidden(lib, name, 1), 100 * rows.flip(dims=(1,)), atol=1.0, rtol=0.0)
-    assert not torch.equal(*(packer.codec.state()["axes"] for packer in lib.banks.packers["w"].values()))
+    assert not torch.equal(*(packer.codec.state()["axes"] for packer in lib.layer_banks.packers["w"].values()))
 
 
 def test_packing_again_is_no_use_of_an_entry() -> None:
-    lib = library(lambda: PCA(dim=3, fit_on=8))
+    lib = banks(lambda: PCA(dim=3, fit_on=8))
     for name in (0, 1, 2):
         put(lib, name)
     hidden(lib, 0, layer=0)
     put(lib, 3)  # the codec is fitted
-    bank, left = lib.banks[0], []
+    bank, left = lib.layer_banks[0], []
     for _ in range(4):
         left.append(bank._policy.victim())
         bank.remove(left[-1])
@@ -264,44 +264,44 @@ def test_packing_again_is_no_use_of_an_entry() -> None:
 
 def test_entries_that_left_meanwhile_still_count() -> None:
     """A bank that never holds enough at once must be packed all the same."""
-    lib = library(lambda: PCA(dim=3, fit_on=10), max_entries=2)
+    lib = banks(lambda: PCA(dim=3, fit_on=10), max_entries=2)
     for name in range(5):
         put(lib, name)
-    assert lib.banks.packers["w"][0].codec.n_fit == 0
+    assert lib.layer_banks.packers["w"][0].codec.n_fit == 0
     assert lib.nbytes == 2 * 2 * 2 * 3 * 2
 
 
 @pytest.mark.parametrize("forget", [lambda lib: lib.purge("tenant"), lambda lib: lib.clear()])
 def test_nothing_is_learned_from_what_was_forgotten_on_demand(forget: Callable[[CacheBanks], object]) -> None:
-    lib = library(lambda: PCA(dim=3, fit_on=10))
+    lib = banks(lambda: PCA(dim=3, fit_on=10))
     for name in range(4):
         put(lib, name, namespace="tenant")
     forget(lib)
     put(lib, 4)
-    assert lib.banks.packers["w"][0].codec.n_fit == 10
+    assert lib.layer_banks.packers["w"][0].codec.n_fit == 10
     for name in range(5, 9):
         put(lib, name)
-    assert lib.banks.packers["w"][0].codec.n_fit == 0
+    assert lib.layer_banks.packers["w"][0].codec.n_fit == 0
 
 
 def test_a_fit_that_fails_is_tried_again_with_later_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    lib = library(lambda: PCA(dim=3, fit_on=4))
+    lib = banks(lambda: PCA(dim=3, fit_on=4))
     put(lib, 0)
     with monkeypatch.context() as broken:
         broken.setattr(torch.linalg, "svd", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             put(lib, 1)
     put(lib, 2)
-    assert lib.banks.packers["w"][0].codec.n_fit == 4
+    assert lib.layer_banks.packers["w"][0].codec.n_fit == 4
     put(lib, 3)
-    assert [packer.codec.n_fit for packer in lib.banks.packers["w"].values()] == [0, 0]
+    assert [packer.codec.n_fit for packer in lib.layer_banks.packers["w"].values()] == [0, 0]
 
 
 def test_many_threads_fit_once(monkeypatch: pytest.MonkeyPatch) -> None:
     fits: list[int] = []
     fit = PCA.fit
     monkeypatch.setattr(PCA, "fit", lambda codec, rows: (fits.append(len(rows)), fit(codec, rows)))
-    lib = library(lambda: PCA(dim=3, fit_on=19))
+    lib = banks(lambda: PCA(dim=3, fit_on=19))
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda name: put(lib, name), range(40)))
     assert fits == [19, 19]  # once a layer, on no more than was asked for
@@ -364,7 +364,7 @@ SETTINGS = {"tau": 0.999, "compression": {"name": "pca", "dim": 4, "fit_on": 6}}
 
 def only_packer(cache: LLMCache) -> Packer:
     """The packer of the last layer, where states of one set of weights were stored."""
-    (packers,) = cache._parts.library.banks.packers.values()
+    (packers,) = cache._components.banks.layer_banks.packers.values()
     return packers[3]
 
 

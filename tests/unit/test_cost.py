@@ -41,7 +41,7 @@ def aside() -> CostModel:
     """A model that has just stepped aside."""
     cost = CostModel(DEPTH)
     run(cost, PATIENCE)
-    assert row(cost).is_aside
+    assert row(cost).is_bypassed
     return cost
 
 
@@ -51,12 +51,12 @@ def test_without_hits_it_steps_aside_once_patience_is_over() -> None:
     assert not any(run(cost, 63))
 
 
-@pytest.mark.parametrize(("every", "is_aside"), [(5, False), (8, False), (20, True), (100, True)])
-def test_it_stays_where_hits_save_more_than_misses_cost(every: int, is_aside: bool) -> None:
+@pytest.mark.parametrize(("every", "is_bypassed"), [(5, False), (8, False), (20, True), (100, True)])
+def test_it_stays_where_hits_save_more_than_misses_cost(every: int, is_bypassed: bool) -> None:
     cost = CostModel(DEPTH)
     run(cost, 2 * PATIENCE, every)
-    assert row(cost).is_aside is is_aside
-    assert row(cost).pays_from == pytest.approx(BREAK_EVEN)
+    assert row(cost).is_bypassed is is_bypassed
+    assert row(cost).worthwhile_from == pytest.approx(BREAK_EVEN)
 
 
 @given(st.floats(1e-4, 1.0), st.floats(0.0, 1.0), st.floats(0.0, 1.0), st.floats(0.0, 1.0))
@@ -66,7 +66,7 @@ def test_at_the_rate_it_pays_from_time_with_is_time_without(
     cost = CostModel(DEPTH)
     cost.took(TOKENS, 1, 0, Times(model + lookup + storing, lookup, storing))
     cost.took(TOKENS, 1, 1, Times(hit, lookup, 0.0))
-    rate = row(cost).pays_from
+    rate = row(cost).worthwhile_from
     if hit >= model:
         assert rate is None or rate == pytest.approx(1.0)  # but for rounding
     else:
@@ -85,7 +85,7 @@ def test_it_returns_when_enough_requests_come_again() -> None:
     assert sum(run(cost, 2000, hashes=range(1, 2001))) == 2000 // 64
     assert row(cost).repeats == 0.0
     run(cost, 60, hashes=range(1, 61))
-    assert not row(cost).is_aside
+    assert not row(cost).is_bypassed
 
 
 def test_it_returns_when_probes_hit() -> None:
@@ -93,20 +93,20 @@ def test_it_returns_when_probes_hit() -> None:
     cost = aside()
     assert not all(run(cost, 64 * 20))
     run(cost, 64 * 60, every=1)
-    assert not row(cost).is_aside
+    assert not row(cost).is_bypassed
 
 
 def test_it_does_not_return_at_once() -> None:
     cost = aside()
     taken = run(cost, PATIENCE, hashes=[7] * PATIENCE)
     assert [i for i, is_taken in enumerate(taken, 1) if is_taken] == [64, 128, 192, PATIENCE]
-    assert not row(cost).is_aside
+    assert not row(cost).is_bypassed
 
 
 def waits(cost: CostModel) -> int:
     """Calls until it returns, the one that does included, when all requests repeat."""
     n = 0
-    while row(cost).is_aside:
+    while row(cost).is_bypassed:
         ask(cost, hashes=(7,))
         n += 1
     return n
@@ -115,7 +115,7 @@ def waits(cost: CostModel) -> int:
 def stands(cost: CostModel) -> int:
     """Calls until it steps aside, when none is a hit."""
     n = 0
-    while not row(cost).is_aside:
+    while not row(cost).is_bypassed:
         ask(cost)
         n += 1
     return n
@@ -148,7 +148,7 @@ def test_a_slow_call_does_not_decide() -> None:
     run(cost, 2 * PATIENCE, every=5)
     cost.took(TOKENS, 1, 0, Times(2.0, 0.0006, 2.0))
     run(cost, 10, every=5)
-    assert not row(cost).is_aside
+    assert not row(cost).is_bypassed
 
 
 def test_times_that_stay_slow_are_believed() -> None:
@@ -167,7 +167,7 @@ def test_lengths_are_judged_apart() -> None:
         ask(cost, n_tokens=16)
         ask(cost, n_tokens=31)
         ask(cost, is_hit=True, n_tokens=32)
-    assert [(known.tokens, known.is_aside) for known in cost.rows()] == [(16, True), (32, False)]
+    assert [(known.tokens, known.is_bypassed) for known in cost.rows()] == [(16, True), (32, False)]
 
 
 def test_a_rare_length_goes_aside_with_the_others() -> None:
@@ -204,7 +204,7 @@ def test_without_times_it_stays() -> None:
     for _ in range(4 * PATIENCE):
         assert cost.pays(TOKENS, 1, ()).pays
         cost.took(TOKENS, 1, 0, None)
-    assert row(cost).pays_from is None
+    assert row(cost).worthwhile_from is None
 
 
 def test_where_a_hit_takes_longer_than_the_model_it_never_pays() -> None:
@@ -212,8 +212,8 @@ def test_where_a_hit_takes_longer_than_the_model_it_never_pays() -> None:
     for i in range(2 * PATIENCE):
         cost.pays(TOKENS, 1, (7,))
         cost.took(TOKENS, 1, i % 2, Times(0.002, 0.0019, 0.0) if i % 2 else Times(0.003, 0.0019, 0.001))
-    assert row(cost).is_aside
-    assert row(cost).pays_from is None
+    assert row(cost).is_bypassed
+    assert row(cost).worthwhile_from is None
     assert sum(run(cost, 640, hashes=[7] * 640)) == 10
 
 
@@ -233,8 +233,8 @@ def test_a_row_says_what_was_measured() -> None:
             "hit_ms": 1.0,
             "hit_rate": 0.5,
             "repeats": 0.5,
-            "pays_from": BREAK_EVEN,
-            "is_aside": False,
+            "worthwhile_from": BREAK_EVEN,
+            "is_bypassed": False,
         }
     )
 
@@ -243,7 +243,7 @@ def test_what_was_not_seen_is_none_and_never_nan() -> None:
     cost = CostModel(DEPTH)
     cost.pays(TOKENS, 1, ())
     values = json.loads(json.dumps(asdict(row(cost)), allow_nan=False))
-    assert {name: value for name, value in values.items() if value is not None} == {"tokens": 16, "is_aside": False}
+    assert {name: value for name, value in values.items() if value is not None} == {"tokens": 16, "is_bypassed": False}
 
 
 def test_a_restart_forgets_and_forgetting_requests_keeps_times() -> None:
@@ -292,7 +292,7 @@ def serve_compared(cost: CostModel, n: int, every: int, beside_s: float = 0.0, p
             cost.took(TOKENS, 1, int(i % every == 0), HIT if i % every == 0 else MISS)
             cost.spent(TOKENS, beside_s)
         else:
-            assert verdict.is_timed or row(cost).is_aside
+            assert verdict.is_timed or row(cost).is_bypassed
             cost.passed(TOKENS, plain_s)
             n_passed += 1
     return n_passed
@@ -330,7 +330,7 @@ def test_what_a_miss_takes_longer_than_the_model_is_the_overhead() -> None:
     cost = CostModel(DEPTH)
     serve_compared(cost, 400, every=2, plain_s=0.008)
     assert row(cost).plain_ms == pytest.approx(8.0)
-    assert row(cost).pays_from == pytest.approx(3 / (7 + 3))
+    assert row(cost).worthwhile_from == pytest.approx(3 / (7 + 3))
     assert row(cost).layer_ms == pytest.approx(8.0 / DEPTH)
 
 
@@ -338,11 +338,11 @@ def test_what_is_done_beside_calls_counts_and_makes_it_step_aside() -> None:
     cost = CostModel(DEPTH)
     serve_compared(cost, 2 * PATIENCE, every=2, beside_s=0.002)
     assert row(cost).beside_ms == pytest.approx(2.0, rel=0.05)
-    assert row(cost).pays_from == pytest.approx((1 + 2) / (9 + 1), rel=0.05)
-    assert not row(cost).is_aside
+    assert row(cost).worthwhile_from == pytest.approx((1 + 2) / (9 + 1), rel=0.05)
+    assert not row(cost).is_bypassed
     cost = CostModel(DEPTH)
     serve_compared(cost, 2 * PATIENCE, every=2, beside_s=0.005)  # half of 9 ms are saved; half of 1 and all of 5 lost
-    assert row(cost).is_aside
+    assert row(cost).is_bypassed
 
 
 def test_a_cost_that_is_next_to_nothing_is_no_reason_to_step_aside() -> None:
@@ -350,7 +350,7 @@ def test_a_cost_that_is_next_to_nothing_is_no_reason_to_step_aside() -> None:
     for i in range(2 * PATIENCE):
         assert cost.pays(TOKENS, 1, (i,)).pays
         cost.took(TOKENS, 1, 0, Times(0.1, 0.0005, 0.0004))
-    assert not row(cost).is_aside
+    assert not row(cost).is_bypassed
 
 
 # -- what is held, and what is noted -----------------------------------------------------------------------------------
@@ -362,7 +362,7 @@ def test_a_call_whose_requests_are_held_is_served_while_aside_and_does_not_speak
         verdict = cost.pays(TOKENS, 2, (-i - 1, -i - 101), held=lambda hashes: 1)
         assert verdict.pays and verdict.is_foretold and not verdict.is_probe
         cost.took(TOKENS, 2, 1, None, verdict.is_foretold)
-    assert row(cost).is_aside and row(cost).hit_rate == 0.0
+    assert row(cost).is_bypassed and row(cost).hit_rate == 0.0
     assert not cost.pays(TOKENS, 20, tuple(range(1000, 1020)), held=lambda hashes: 1).pays  # one of twenty: 5 %
 
 
@@ -381,7 +381,7 @@ def test_the_first_calls_are_noted_whatever_that_takes_and_one_of_each_length() 
     cost = aside()
     for _ in range(PATIENCE // 8):
         assert ask(cost, n_tokens=4 * TOKENS)
-    assert all(length.is_aside for length in cost.rows())
+    assert all(length.is_bypassed for length in cost.rows())
     assert note(cost, 1.0) == 1 + 256
     assert note(cost, 1.0, 4 * TOKENS) == 1
 
@@ -400,13 +400,13 @@ def test_where_repeats_would_be_served_it_steps_aside_sooner() -> None:
         assert soon.pays(TOKENS, 1, (i,)).pays and late.pays(TOKENS, 1, (i,)).pays
         soon.took(TOKENS, 1, 0, MISS, would_note=lambda: True)
         late.took(TOKENS, 1, 0, MISS, would_note=lambda: False)
-    assert row(soon).is_aside and not row(late).is_aside
-    while row(soon).is_aside:  # all that is asked was asked before
+    assert row(soon).is_bypassed and not row(late).is_bypassed
+    while row(soon).is_bypassed:  # all that is asked was asked before
         soon.pays(TOKENS, 1, (1,))
     for _ in range(PATIENCE - 1):
         assert soon.pays(TOKENS, 1, (1,)).pays
         soon.took(TOKENS, 1, 0, MISS, would_note=lambda: True)
-    assert not row(soon).is_aside  # repeats spoke for it, so it waits for hits as long as any other
+    assert not row(soon).is_bypassed  # repeats spoke for it, so it waits for hits as long as any other
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=400))

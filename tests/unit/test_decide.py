@@ -65,9 +65,9 @@ def test_risk_lets_a_forecast_outvote_the_neighbours() -> None:
     risk.fit([replace(one, favour=told) for one, told in zip(evidence, favour, strict=True)], is_right)
     similarity = np.linspace(0.9, 0.8, 8).tolist()
     for sign in (1.0, -1.0):  # for the answer of the first six, then for that of the last two
-        chosen, doubt = risk.choose(seen(similarity, [1, 1, 1, 1, 1, 1, 2, 2], [sign] * 6 + [-sign] * 2))
+        chosen, risk = risk.choose(seen(similarity, [1, 1, 1, 1, 1, 1, 2, 2], [sign] * 6 + [-sign] * 2))
         assert chosen == (0 if sign == 1 else 6)
-        assert doubt < 0.5
+        assert risk < 0.5
 
 
 def test_of_neighbours_with_one_answer_the_nearest_serves() -> None:
@@ -80,11 +80,11 @@ def test_of_neighbours_with_one_answer_the_nearest_serves() -> None:
 def test_risk_ranks_requests_by_the_chance_that_reuse_changes_them() -> None:
     risk, (evidence, is_right) = taught(), made(600, seed=2)
     chosen = [risk.choose(one) for one in evidence]
-    doubt = np.array([doubt for _, doubt in chosen])
+    risk = np.array([risk for _, risk in chosen])
     changes = np.array([not right[number] for right, (number, _) in zip(is_right, chosen, strict=True)])
-    assert ((doubt >= 0) & (doubt <= 1)).all()
-    assert doubt.mean() == pytest.approx(changes.mean(), abs=0.06)
-    by_doubt = changes[np.argsort(doubt)]
+    assert ((risk >= 0) & (risk <= 1)).all()
+    assert risk.mean() == pytest.approx(changes.mean(), abs=0.06)
+    by_doubt = changes[np.argsort(risk)]
     assert by_doubt[:200].mean() < by_doubt[200:400].mean() < by_doubt[400:].mean()
 
 
@@ -93,8 +93,8 @@ def test_risk_learns_from_answers_that_are_all_alike(are_right: bool) -> None:
     evidence, _ = made(50)
     risk = Risk()
     risk.fit(evidence, [[are_right] * 8] * 50)
-    doubts = [risk.choose(one)[1] for one in evidence]
-    assert max(doubts) < 0.5 if are_right else min(doubts) > 0.5
+    risks = [risk.choose(one)[1] for one in evidence]
+    assert max(risks) < 0.5 if are_right else min(risks) > 0.5
 
 
 def test_risk_doubts_without_end_where_neighbours_are_missing() -> None:

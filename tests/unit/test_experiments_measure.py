@@ -352,7 +352,7 @@ def test_clusters_that_agree_are_as_many_witnesses(by: str, rate: float, bounds:
 
 
 def test_the_drop_is_paired() -> None:
-    """The same requests are right before and after, so there is no doubt that nothing was lost."""
+    """The same requests are right before and after, so there is no risk that nothing was lost."""
     answers = list(range(50))
     figures = quality(Words(answers), answers, answers, np.zeros(50, dtype=bool))
     assert figures["accuracy_drop_ci"] is None

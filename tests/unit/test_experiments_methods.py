@@ -57,7 +57,7 @@ def serve(method: Method, workload: Workload) -> tuple[list[Answer], list[Served
     return answers, notes
 
 
-@pytest.mark.parametrize(("options", "may_step_aside"), [({}, False), ({"step_aside": True}, True)])
+@pytest.mark.parametrize(("options", "may_step_aside"), [({}, False), ({"auto_bypass": True}, True)])
 def test_it_steps_aside_only_where_options_say_so(options: dict[str, Any], may_step_aside: bool) -> None:
     """Experiments measure what the cache does, also where it does not pay; settings are kept as they were given."""
     workload = workload_of("stream")

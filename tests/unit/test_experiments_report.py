@@ -584,7 +584,7 @@ def test_exact_hits_are_those_of_llmcache(results: Path) -> None:
 
 def test_what_is_left_of_the_cost_is_told_where_a_cache_may_step_aside(results: Path) -> None:
     figures = served(0.0, None)
-    figures["methods"]["tau"] |= {"bypassed": 1234, "options": {"step_aside": True}, "latter_half": SPEED}
+    figures["methods"]["tau"] |= {"bypassed": 1234, "options": {"auto_bypass": True}, "latter_half": SPEED}
     write(results, run("table2_accuracy", "serve", **figures), "other")
     assert "\n| tau | 1,234 | 2.00 (1.90 to 2.10) |" in write_report(results, folders(results)).read_text()
 

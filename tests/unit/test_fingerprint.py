@@ -45,7 +45,7 @@ def test_projections_are_float32_of_norm_one_and_leave_the_input_alone(name: str
     assert projected.dtype == np.float32
     np.testing.assert_allclose(np.linalg.norm(projected, axis=1), 1, atol=1e-5)
     np.testing.assert_array_equal(features, kept)
-    foreseen, forecasts = fingerprint.foresee(features)
+    foreseen, forecasts = fingerprint.project_with_forecast(features)
     np.testing.assert_array_equal(foreseen, projected)
     assert forecasts is None
 

@@ -161,7 +161,7 @@ def test_a_fingerprint_that_fails_after_layer_0_ran_costs_speed_only(monkeypatch
     with torch.inference_mode():
         plain = model(**inputs, use_cache=True)
     cache = LLMCache.wrap(model, tau=0.9, allow_unsafe=True, fingerprint="attention")
-    monkeypatch.setattr(cache._parts.fingerprint, "features", lambda view: 1 / 0)
+    monkeypatch.setattr(cache._components.fingerprint, "features", lambda view: 1 / 0)
     output = cache(**inputs, use_cache=True)
     assert torch.equal(output.logits, plain.logits)
     assert [layer.get_seq_length() for layer in output.past_key_values.layers] == [6] * 4
@@ -227,7 +227,7 @@ def test_both_halves_are_means_over_content_tokens(family: str, left: bool) -> N
     halves = [normalize(mean_over(x, content)) for x in seen_by_first_attention(model, **inputs)]
     with LLMCache.wrap(model, tau=0.9999, fingerprint="attention", tokenizer=SPECIAL, allow_unsafe=True) as cache:
         cache(**inputs)
-        vectors = [record.slots[0].vector for record in cache._parts.library.records()]
+        vectors = [record.slots[0].vector for record in cache._components.banks.records()]
     expected = torch.cat([halves[1], halves[0]], dim=1) * 0.5**0.5
     torch.testing.assert_close(torch.from_numpy(np.stack(vectors)), expected, atol=1e-5, rtol=1e-5)
 
@@ -252,7 +252,7 @@ def test_each_layer_is_searched_and_stored_under_what_enters_it() -> None:
     vectors, others = list(entering(model, one)), list(entering(model, two))
     with LLMCache.wrap(model, mode="paper", tau=1.0, fingerprint_per_layer=True, index="flat") as cache:
         cache(input_ids=one)
-        (record,) = cache._parts.library.records()
+        (record,) = cache._components.banks.records()
         assert [place.layer for place in record.slots] == [0, 1, 2, 3]
         for place, vector in zip(record.slots, vectors, strict=True):
             torch.testing.assert_close(torch.from_numpy(place.vector), vector, atol=1e-5, rtol=1e-5)
@@ -292,19 +292,19 @@ def test_above_a_reused_layer_the_search_goes_by_the_reused_states() -> None:
 def test_a_request_stored_again_on_other_states_is_found_under_those() -> None:
     """Its entry of a layer is overwritten, so the vector must go with it."""
     cache = per_layer(tau={0: 1.0, 1: 1.0}, layers=[0, 1], index="flat")
-    library = cache._parts.library
+    banks = cache._components.banks
     one, two = tokens(1, 6, seed=1), tokens(1, 6, seed=2)
     cache(input_ids=one)
     cache(input_ids=two)
-    first, second = (record.slots[1].vector for record in library.records())
-    rung = cache._parts.rungs[0]
+    first, second = (record.slots[1].vector for record in banks.records())
+    rung = cache._components.rungs[0]
     rung._tau = {0: -1.0, 1: 1.1}  # from now on any request takes the first one's layer 0, and computes layer 1
-    key = library.records()[0].key
-    library.banks[0].remove(library.records()[1].key)
-    library._let_go(0, library.records()[1].key)
+    key = banks.records()[0].key
+    banks.layer_banks[0].remove(banks.records()[1].key)
+    banks._let_go(0, banks.records()[1].key)
     cache(input_ids=two)
     assert cache.last[0].source == key
-    again = next(record for record in library.records() if record.key == cache.last[0].key)
+    again = next(record for record in banks.records() if record.key == cache.last[0].key)
     (vector,) = (place.vector for place in again.slots if place.layer == 1)
     assert abs(vector - first).max() < 1e-5 < abs(vector - second).max()
 
@@ -312,7 +312,7 @@ def test_a_request_stored_again_on_other_states_is_found_under_those() -> None:
 def test_a_fingerprint_that_fails_at_a_layer_leaves_it_to_be_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = per_layer(tau=-1.0)
     cache(input_ids=tokens(1, 6, seed=1))
-    fine, fingerprint, n_calls = cache._parts.fingerprint.features, cache._parts.fingerprint, []
+    fine, fingerprint, n_calls = cache._components.fingerprint.features, cache._components.fingerprint, []
 
     def features(view: View) -> Tensor:
         n_calls.append(1)
@@ -336,7 +336,7 @@ def test_what_enters_a_layer_is_averaged_over_content_tokens(family: str, left: 
     settings = {"mode": "paper", "tau": 0.9999, "fingerprint_per_layer": True, "tokenizer": SPECIAL}
     with LLMCache.wrap(model, allow_unsafe=True, **settings) as cache:
         cache(**inputs)
-        records = cache._parts.library.records()
+        records = cache._components.banks.records()
     for layer, hidden in enumerate(entered):
         expected = normalize(mean_over(hidden, content))
         vectors = [record.slots[layer].vector for record in records]

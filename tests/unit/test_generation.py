@@ -179,7 +179,7 @@ def test_percentiles_take_enough_values() -> None:
 
 def test_what_served_a_request() -> None:
     model = build(GENERATORS["llama"])
-    cache = LLMCache.wrap(model, prefix_block=4, step_aside=False)
+    cache = LLMCache.wrap(model, prefix_block=4, auto_bypass=False)
     latencies = Latencies()
     ids = tokens(1, 20)
     longer = torch.cat([ids, tokens(1, 4, seed=1)], dim=1)

@@ -394,10 +394,10 @@ def test_padding_comes_back_where_only_another_layout_was_stored_before(tmp_path
 
 def test_padding_comes_back_from_below_where_a_layer_has_it_no_more(tmp_path: Path) -> None:
     model = embedder(tmp_path)
-    with LLMCache.wrap(model, layers=[0, 1], step_aside=False) as cache:
+    with LLMCache.wrap(model, layers=[0, 1], auto_bypass=False) as cache:
         first, _ = token_embeddings(model, TEXTS)
-        for key in [record.key for record in cache._parts.library.records()]:
-            cache._parts.library.banks[1].remove(key)
+        for key in [record.key for record in cache._components.banks.records()]:
+            cache._components.banks.layer_banks[1].remove(key)
         token_embeddings(model, [*TEXTS, "w1 w2 w3 w5 w6 w7 w8 w9"])  # stored there on top of zeros
         for _ in range(2):
             assert torch.equal(token_embeddings(model, TEXTS)[0], first)

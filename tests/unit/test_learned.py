@@ -64,7 +64,7 @@ def test_they_are_alike_where_what_the_model_made_is_alike() -> None:
 def test_outputs_are_forecast() -> None:
     learned = fitted(dim=D)
     features, targets = made(200, seed=2)
-    forecasts = np.concatenate([learned.foresee(one[None])[1] for one in features])
+    forecasts = np.concatenate([learned.project_with_forecast(one[None])[1] for one in features])
     outputs = targets @ OUT
     assert forecasts.shape == (200, 3) and forecasts.dtype == np.float32
     assert ((forecasts - outputs) ** 2).mean() < 0.1 * outputs.var(axis=0).mean()
@@ -86,7 +86,7 @@ def test_a_token_that_alone_comes_to_no_number_is_guessed(first: int) -> None:
     learned, (features, targets) = Learned(dim=8), made(200)
     learned.bind(lambda ids: TABLE[ids], lambda ids: np.where(ids[:, None] >= first, np.float32("nan"), think(ids)))
     learned.fit(features, targets, targets @ OUT)
-    vectors, forecasts = learned.foresee(np.float32([[20, 55, 70], [51, 52, 53]]))
+    vectors, forecasts = learned.project_with_forecast(np.float32([[20, 55, 70], [51, 52, 53]]))
     assert np.isfinite(vectors).all() and np.isfinite(forecasts).all()
 
 

@@ -38,7 +38,7 @@ def states(name: int, layers: Sequence[int] = LAYERS, rows: int = 1) -> dict[int
     return {layer: {"hidden": torch.full((rows, WIDTH), float(name))} for layer in layers}
 
 
-def library(
+def banks(
     max_entries: int | None = None,
     max_bytes: int = 2**20,
     policy: Callable[[], Policy] = LRU,
@@ -60,11 +60,11 @@ def nearest(lib: CacheBanks, name: int, namespace: str = "default", layer: int |
 
 def check(lib: CacheBanks) -> None:
     """Every request is held by a bank, every held key is a request, and the index finds exactly the requests."""
-    held = {layer: set(bank.keys()) for layer, bank in lib.banks.items()}
+    held = {layer: set(bank.keys()) for layer, bank in lib.layer_banks.items()}
     keys = {record.key for record in lib.records()}
     assert set().union(*held.values()) == keys
     assert len(lib) == len(keys)
-    for bank in lib.banks.values():
+    for bank in lib.layer_banks.values():
         assert bank.nbytes <= bank.max_bytes
         assert bank.max_entries is None or len(bank) <= bank.max_entries
     for record in lib.records():
@@ -93,7 +93,7 @@ def layouts_of(lib: CacheBanks) -> list[tuple[bytes, float | None]]:
 
 
 def test_what_is_stored_of_some_layers_in_another_layout_has_no_padding() -> None:
-    lib = library()
+    lib = banks()
     one, made = in_layout(b"a")
     lib.put(scope(), one, made, vector(1))
     one, made = in_layout(b"b")
@@ -102,10 +102,10 @@ def test_what_is_stored_of_some_layers_in_another_layout_has_no_padding() -> Non
 
 
 def test_a_request_that_was_computed_in_another_layout_has_its_padding_from_then_on() -> None:
-    lib = library()
+    lib = banks()
     one, made = in_layout(b"a")
     lib.put(scope(), one, made, vector(1))
-    held = lib.banks.find(one.key, lib._requests[one.key], LAYERS[0], False, False)
+    held = lib.layer_banks.find(one.key, lib._requests[one.key], LAYERS[0], False, False)
     one, made = in_layout(b"b")
     lib.put(scope(), one, made, vector(1))
     assert layouts_of(lib) == [(b"b", float(ord("b")))] * 2
@@ -113,7 +113,7 @@ def test_a_request_that_was_computed_in_another_layout_has_its_padding_from_then
 
 
 def test_padding_of_two_layouts_does_not_mix_where_a_layer_has_no_room() -> None:
-    lib = library(max_bytes=10 * WIDTH * 4)
+    lib = banks(max_bytes=10 * WIDTH * 4)
     one, made = in_layout(b"a")
     lib.put(scope(), one, made, vector(1))
     one, made = in_layout(b"b")
@@ -136,7 +136,7 @@ def test_padding_of_two_layouts_does_not_mix_where_a_layer_has_no_room() -> None
     st.booleans(),
 )
 def test_banks_requests_and_index_agree(steps: list[tuple[str, int, str, Sequence[int]]], by_layer: bool) -> None:
-    lib = library(max_entries=4, by_layer=by_layer)
+    lib = banks(max_entries=4, by_layer=by_layer)
     for what, name, namespace, layers in steps:
         if what == "put":
             # A key belongs to one namespace: it is hashed into it.
@@ -151,7 +151,7 @@ def test_banks_requests_and_index_agree(steps: list[tuple[str, int, str, Sequenc
 
 
 def test_the_least_recently_used_leaves_every_structure() -> None:
-    lib = library(max_entries=2)
+    lib = banks(max_entries=2)
     for name in (1, 2):
         put(lib, name)
     for layer in LAYERS:
@@ -159,12 +159,12 @@ def test_the_least_recently_used_leaves_every_structure() -> None:
     put(lib, 3)
     assert set(nearest(lib, 1)) == {row(1).key, row(3).key}
     assert not lib.known(row(2))
-    assert lib.banks[0].n_evicted == 1
+    assert lib.layer_banks[0].n_evicted == 1
 
 
 def test_a_bank_alone_letting_go_keeps_the_request() -> None:
-    lib = library()
-    lib.banks[2].max_entries = 1
+    lib = banks()
+    lib.layer_banks[2].max_entries = 1
     put(lib, 1)
     put(lib, 2)
     assert lib.held(row(1).key) == [0]
@@ -174,8 +174,8 @@ def test_a_bank_alone_letting_go_keeps_the_request() -> None:
 
 
 def test_when_each_layer_is_searched_alone_an_evicted_layer_no_longer_finds_it() -> None:
-    lib = library(by_layer=True)
-    lib.banks[2].max_entries = 1
+    lib = banks(by_layer=True)
+    lib.layer_banks[2].max_entries = 1
     put(lib, 1)
     put(lib, 2)
     assert set(nearest(lib, 1, layer=0)) == {row(1).key, row(2).key}
@@ -184,7 +184,7 @@ def test_when_each_layer_is_searched_alone_an_evicted_layer_no_longer_finds_it()
 
 def test_expired_entries_are_not_found() -> None:
     now = [0.0]
-    lib = library(policy=lambda: TTL(ttl_s=10, now=lambda: now[0]))
+    lib = banks(policy=lambda: TTL(ttl_s=10, now=lambda: now[0]))
     put(lib, 1)
     now[0] = 9.0
     assert nearest(lib, 1) == [row(1).key]
@@ -194,7 +194,7 @@ def test_expired_entries_are_not_found() -> None:
 
 
 def test_an_entry_larger_than_its_bank_is_left_out_without_evicting() -> None:
-    lib = library(max_bytes=WIDTH * 4 * 2)
+    lib = banks(max_bytes=WIDTH * 4 * 2)
     put(lib, 1)
     assert not lib.put(scope(), row(2), states(2, rows=3), vector(2))
     assert lib.known(row(1))
@@ -202,7 +202,7 @@ def test_an_entry_larger_than_its_bank_is_left_out_without_evicting() -> None:
 
 
 def test_same_key_other_tokens_is_not_known() -> None:
-    lib = library()
+    lib = banks()
     put(lib, 1)
     forged = row(1)
     forged.ids = b"other"
@@ -214,7 +214,7 @@ def test_same_key_other_tokens_is_not_known() -> None:
 
 
 def test_lengths_kept_apart_never_find_each_other() -> None:
-    lib = library(by_length=True)
+    lib = banks(by_length=True)
     put(lib, 1)
     query = MeanEmbedding().project(vector(1)[None])
     assert lib.search(scope(), [row(9, n_valid=3)], query)[0][0].key == row(1).key
@@ -222,22 +222,22 @@ def test_lengths_kept_apart_never_find_each_other() -> None:
 
 
 def test_a_store_that_fails_half_way_leaves_nothing_behind() -> None:
-    lib = library()
+    lib = banks()
 
     class Broken(MemoryStore):
         def __setitem__(self, key: str, entry: Entry) -> None:
             raise OSError("disk full")
 
-    lib.banks[2]._store = Broken()
+    lib.layer_banks[2]._store = Broken()
     with pytest.raises(OSError, match="disk full"):
         lib.put(scope(), row(1), states(1), vector(1))
     assert not lib.known(row(1))
-    assert len(lib.banks[0]) == 0
+    assert len(lib.layer_banks[0]) == 0
     assert nearest(lib, 1) == []
 
 
 def test_a_request_of_an_approximate_index_survives_drain_and_rebuild() -> None:
-    lib = library(max_entries=20)
+    lib = banks(max_entries=20)
     lib._shelves.make_index = lambda dim: HNSWIndex(dim, buffer=4, block=2)
     for name in range(60):
         put(lib, name)
@@ -247,7 +247,7 @@ def test_a_request_of_an_approximate_index_survives_drain_and_rebuild() -> None:
 
 
 def test_what_is_stored_shares_no_memory_with_the_caller() -> None:
-    lib = library()
+    lib = banks()
     given_states = states(1)
     lib.put(scope(), row(1), given_states, vector(1))
     given_states[0]["hidden"].fill_(-1)
@@ -263,14 +263,14 @@ def test_bank_refuses_what_cannot_fit() -> None:
 
 
 def test_empty_shelves_are_taken_down() -> None:
-    lib = library(max_entries=3)
+    lib = banks(max_entries=3)
     for name in range(20):
         put(lib, name, namespace=f"tenant-{name}")
     assert len(lib._shelves) == 3
 
 
 def test_banks_that_give_kv_count_the_hit_too() -> None:
-    lib = library(max_entries=2)
+    lib = banks(max_entries=2)
     kv = {"keys": torch.zeros(1, 1, 1, 2), "values": torch.zeros(1, 1, 1, 2)}
     for name in range(6):
         full = {layer: tensors | kv for layer, tensors in states(name).items()}

@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from llmcache.calibration.risk_target import RiskTarget
 
 from experiments.measures import MEASURES, drift
 from experiments.measures.adversaries import Adversaries, _edit, name_of
@@ -15,7 +16,6 @@ from experiments.runs.grid import make_experiment
 from experiments.runs.read import Run
 from experiments.support.folders import Folders
 from experiments.tasks import build, make_task
-from llmcache.calibration.claim import RiskTarget
 from llmcache.calibration.drift import DriftDetector
 from llmcache.errors import ConfigError
 
@@ -69,8 +69,8 @@ def test_edited_requests_are_served_as_a_cache_serves_them(
     edited: Outcome, rehearsal: Rehearsal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(DriftDetector, "see", lambda *_: False)  # nothing but edits is unlike what it was calibrated on
-    cache, trust = rehearsal.beside({"answer": "class", "gate": True, "audit": 0.0})
-    trust.calibrate(rehearsal.observed[:LEARN], RiskTarget(0.2, 0.05, "changed", "frozen", 0))
+    cache, calibrated = rehearsal.beside({"answer": "class", "gate": True, "audit": 0.0})
+    calibrated.calibrate(rehearsal.observed[:LEARN], RiskTarget(0.2, 0.05, "changed", "frozen", 0))
     rows = [row for row in edited.rows if row["gate"] == "on"]
     experiment = make_experiment({"measure": "adversaries", **VALUES, **EDITED})
     assert isinstance(experiment, Adversaries)

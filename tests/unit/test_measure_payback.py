@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from llmcache.calibration.risk_target import RiskTarget
 
 from experiments.measures import MEASURES
 from experiments.measures.base import Outcome, serve_once
@@ -22,7 +23,6 @@ from experiments.runs.grid import make_experiment
 from experiments.runs.read import Run
 from experiments.support.folders import Folders
 from experiments.tasks import build, make_task
-from llmcache.calibration.claim import RiskTarget
 from llmcache.errors import ConfigError
 from tests.models import save_bert
 
@@ -58,8 +58,10 @@ def test_a_method_that_learns_serves_as_a_replay_says() -> None:
     found = method.calibration
     assert found is not None and found.chosen is not None and found.sources == "growing"
     rehearsal = Rehearsal(workload, {"answer": "class"})
-    rehearsal.trust.calibrate(rehearsal.observed[:LEARN], CLAIM)
-    served, sources = grow(rehearsal.trust, rehearsal.observed[:LEARN], rehearsal.observed[LEARN:], found.chosen.limit)
+    rehearsal.calibrated.calibrate(rehearsal.observed[:LEARN], CLAIM)
+    served, sources = grow(
+        rehearsal.calibrated, rehearsal.observed[:LEARN], rehearsal.observed[LEARN:], found.chosen.limit
+    )
     assert {note.by for note in notes[:LEARN]} == {"computed"}
     assert [note.by for note in notes[LEARN:]] == served.tolist()
     assert told == rehearsal.answers[:LEARN] + rehearsal.answers_from(LEARN, sources)
@@ -81,7 +83,7 @@ def test_what_the_audit_looks_into_is_done_by_the_end_of_the_stream() -> None:
                 n_hits += 1
                 assert note.similarity is not None and note.source is not None
     audit = method.stats.audit
-    assert audit is not None and (audit.n_looked, audit.n_waiting) == (n_hits, 0)
+    assert audit is not None and (audit.n_recomputed, audit.n_waiting) == (n_hits, 0)
     assert n_hits > 5
     method.end()
 

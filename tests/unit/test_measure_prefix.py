@@ -122,7 +122,7 @@ def test_a_wrong_first_token_is_seen(folders: Folders) -> None:
 
 def test_a_stream_that_shares_nothing_has_no_hits(folders: Folders) -> None:
     stream = {"name": "nothing_shared", "n": 6, "length": 40}
-    methods = [{"method": "llmcache", "label": "a", "step_aside": True}, {"method": "llmcache", "label": "b"}]
+    methods = [{"method": "llmcache", "label": "a", "auto_bypass": True}, {"method": "llmcache", "label": "b"}]
     values = PREFIX | {"task": TASK | {"stream": stream}, "methods": methods}
     outcome = measured(folders, values)
     assert outcome.metrics["facts"]["ceiling"] == 1.0

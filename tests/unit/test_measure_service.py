@@ -61,7 +61,7 @@ def test_figures_are_of_what_was_served_alone(outcome: Outcome) -> None:
 
 def test_without_a_claim_each_pass_begins_empty_and_serves_repeats_alone() -> None:
     done = MEASURES["service"].run(
-        make_experiment(VALUES | {"learn": 0, "cache": {"step_aside": False}, "rounds": 1}), Folders()
+        make_experiment(VALUES | {"learn": 0, "cache": {"auto_bypass": False}, "rounds": 1}), Folders()
     )
     (way,) = done.metrics["ways"]
     assert (way["max_drop"], way["changed_answers"], way["limit"], way["audit"]) == (None, 0.0, None, None)

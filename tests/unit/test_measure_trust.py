@@ -6,18 +6,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from llmcache.calibration.risk_target import RiskTarget, Sources
 
 from experiments.measures import MEASURES, trust
 from experiments.measures.base import Outcome
 from experiments.metrics.frontier import curves, of_curve
-from experiments.replay.rehearsal import Rehearsal, doubts_about, freeze, grow
+from experiments.replay.rehearsal import Rehearsal, freeze, grow, risks_about
 from experiments.report.plots import PLOTS
 from experiments.report.tables import TABLES
 from experiments.runs.grid import make_experiment
 from experiments.runs.read import Run
 from experiments.support.folders import Folders
 from experiments.tasks import build, make_task
-from llmcache.calibration.claim import RiskTarget, Sources
 from llmcache.errors import ConfigError
 
 LEARN, N = 200, 320
@@ -50,7 +50,7 @@ def outcome() -> Outcome:
 def live(rehearsal: Rehearsal, sources: Sources) -> tuple[float, list[Any], list[str]]:
     """The limit that is chosen, and what the later requests are told and served by."""
     rehearsal.cache.clear()
-    found = rehearsal.trust.calibrate(rehearsal.observed[:LEARN], RiskTarget(0.2, 0.05, "changed", sources, 0))
+    found = rehearsal.calibrated.calibrate(rehearsal.observed[:LEARN], RiskTarget(0.2, 0.05, "changed", sources, 0))
     assert found.chosen is not None
     told, served = [], []
     for number in range(LEARN, N):
@@ -62,7 +62,7 @@ def live(rehearsal: Rehearsal, sources: Sources) -> tuple[float, list[Any], list
 
 def test_a_replay_of_growing_sources_equals_serving(rehearsal: Rehearsal) -> None:
     limit, told, served = live(rehearsal, "growing")
-    again, sources = grow(rehearsal.trust, rehearsal.observed[:LEARN], rehearsal.observed[LEARN:], limit)
+    again, sources = grow(rehearsal.calibrated, rehearsal.observed[:LEARN], rehearsal.observed[LEARN:], limit)
     assert again.tolist() == served
     assert rehearsal.answers_from(LEARN, sources) == told
     assert told != rehearsal.answers[LEARN:]
@@ -70,11 +70,11 @@ def test_a_replay_of_growing_sources_equals_serving(rehearsal: Rehearsal) -> Non
 
 def test_a_replay_of_frozen_sources_equals_serving(rehearsal: Rehearsal) -> None:
     limit, told, served = live(rehearsal, "frozen")
-    held = {record.key for record in rehearsal.cache._parts.library.records() if record.is_kept}
+    held = {record.key for record in rehearsal.cache._components.banks.records() if record.is_pinned}
     sources = [case for case in rehearsal.observed[:LEARN] if case.row.key in held]
-    rehearsal.trust.teacher.restart(sources)
-    doubts = doubts_about(rehearsal.trust, sources, rehearsal.observed[LEARN:])
-    again, found = freeze(doubts, held, rehearsal.observed[LEARN:], limit)
+    rehearsal.calibrated.fitter.restart(sources)
+    risks = risks_about(rehearsal.calibrated, sources, rehearsal.observed[LEARN:])
+    again, found = freeze(risks, held, rehearsal.observed[LEARN:], limit)
     assert again.tolist() == served
     assert rehearsal.answers_from(LEARN, found) == told
 

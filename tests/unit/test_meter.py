@@ -43,7 +43,7 @@ class Clock:
 
 def parts(**more: Any) -> Any:
     """What a meter looks at, of a cache without calibration."""
-    nothing = {"cost": CostModel(4), "trust": None, "fingerprint": None, "is_collecting": False, "notes": None}
+    nothing = {"cost": CostModel(4), "calibrated": None, "fingerprint": None, "is_collecting": False, "notes": None}
     nothing["weights"] = SimpleNamespace(latest="")
     return SimpleNamespace(**{**nothing, **more})
 
@@ -101,21 +101,23 @@ class Learner:
 @pytest.mark.parametrize(
     ("more", "is_asked", "is_kept"),
     [
-        ({"trust": Learner(True)}, False, False),
-        ({"trust": Learner(False)}, True, True),
-        ({"trust": Learner(False), "is_collecting": True}, False, True),
+        ({"calibrated": Learner(True)}, False, False),
+        ({"calibrated": Learner(False)}, True, True),
+        ({"calibrated": Learner(False), "is_collecting": True}, False, True),
         ({"fingerprint": SimpleNamespace(n_fit=64)}, False, False),
         ({"fingerprint": SimpleNamespace(n_fit=0)}, True, True),
-        ({"trust": Learner(False), "fingerprint": SimpleNamespace(n_fit=64)}, True, True),
+        ({"calibrated": Learner(False), "fingerprint": SimpleNamespace(n_fit=64)}, True, True),
     ],
 )
-def test_what_is_computed_to_be_learned_from_is_not_judged(more: dict[str, Any], is_asked: bool, is_kept: bool) -> None:
+def test_what_is_computed_to_be_learned_from_is_not_judged(
+    more: dict[str, Any], is_asked: bool, is_pinned: bool
+) -> None:
     served = parts(**more)
     served.cost.pays(LENGTH, 1, (7,))
     call = call_with(tokens(1, LENGTH))
     assert Meter(served).ask(call) is None
     assert call.is_metered is is_asked
-    assert bool(served.cost.rows()) is is_kept
+    assert bool(served.cost.rows()) is is_pinned
 
 
 # -- what is timed -----------------------------------------------------------------------------------------------------
@@ -162,7 +164,7 @@ def test_on_an_accelerator_one_call_in_64_is_waited_for_at_its_ends_and_before_s
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_calls_go_by_to_be_compared_only_where_they_can_be_timed(device: str) -> None:
-    served, clock = parts(trust=Learner(False, serves=True)), Clock()
+    served, clock = parts(calibrated=Learner(False, serves=True)), Clock()
     meter = Meter(served, clock, clock.wait)
     ids = torch.zeros((1, LENGTH), dtype=torch.int64, device=device)
     reasons = [meter.ask(call_with(ids)) for _ in range(300)]
@@ -191,16 +193,16 @@ def test_a_stream_without_repetition_goes_by_counted_and_bit_equal(caplog: pytes
     plain = copy.deepcopy(model)
     cache = LLMCache.wrap(model)
     with caplog.at_level(logging.INFO, logger="llmcache"):
-        assert asked(cache, SOON + 10) == [None] * SOON + ["does_not_pay"] * 10
+        assert asked(cache, SOON + 10) == [None] * SOON + ["not_worthwhile"] * 10
     stats = cache.stats()
-    assert stats.bypassed == {"does_not_pay": 10}
+    assert stats.bypassed == {"not_worthwhile": 10}
     assert (stats.n_requests, stats.n_misses, stats.n_stored) == (SOON + 10, SOON, SOON)
     with torch.inference_mode():
         served, computed = (which(input_ids=request(8000), output_attentions=False) for which in (model, plain))
-    assert cache.last[0].bypassed == "does_not_pay"
+    assert cache.last[0].bypassed == "not_worthwhile"
     assert torch.equal(served.logits, computed.logits)
     assert len(caplog.messages) == 2  # the turn with its figures, and the first bypass with its cure
-    assert "step_aside=False" in caplog.messages[1]
+    assert "auto_bypass=False" in caplog.messages[1]
 
 
 def test_stats_tell_the_costs_in_plain_values() -> None:
@@ -208,7 +210,7 @@ def test_stats_tell_the_costs_in_plain_values() -> None:
     asked(cache, 2)
     asked(cache, 1)
     (row,) = json.loads(json.dumps(cache.stats().to_dict(), allow_nan=False))["cost"]
-    assert (row["tokens"], row["is_aside"]) == (4, False)
+    assert (row["tokens"], row["is_bypassed"]) == (4, False)
     assert row["hit_rate"] == row["repeats"] == pytest.approx(1 / 3)
     assert row["miss_ms"] == pytest.approx(row["lookup_ms"] + row["storing_ms"] + 4 * row["layer_ms"])
     assert row["hit_ms"] > 0
@@ -227,14 +229,14 @@ def test_stats_are_printed_a_figure_a_line() -> None:
 @pytest.mark.parametrize(
     ("settings", "patience"),
     [
-        ({"step_aside": False}, None),
+        ({"auto_bypass": False}, None),
         ({"mode": "paper", "tau": 0.9}, None),
         ({"tau": 0.9}, PATIENCE_OF_TAU),
         ({}, PATIENCE),
     ],
 )
 def test_settings_say_whether_and_when_it_steps_aside(settings: dict[str, Any], patience: int | None) -> None:
-    cost = LLMCache.wrap(build(CLASSIFIERS["bert"]), **settings)._parts.cost
+    cost = LLMCache.wrap(build(CLASSIFIERS["bert"]), **settings)._components.cost
     if patience is None:
         assert cost is None
         return
@@ -246,7 +248,7 @@ def test_settings_say_whether_and_when_it_steps_aside(settings: dict[str, Any], 
 
 
 def test_without_stepping_aside_there_are_no_costs_to_tell() -> None:
-    cache = LLMCache.wrap(build(CLASSIFIERS["bert"]), step_aside=False)
+    cache = LLMCache.wrap(build(CLASSIFIERS["bert"]), auto_bypass=False)
     assert set(asked(cache, PATIENCE + 10)) == {None}
     assert cache.stats().cost == ()
 
@@ -257,7 +259,7 @@ def test_clear_begins_anew_and_purge_forgets_who_asked() -> None:
     cache.purge(namespace="default")
     asked(cache, 10)
     (row,) = cache.stats().cost
-    assert (row.is_aside, row.repeats) == (True, 0.0)
+    assert (row.is_bypassed, row.repeats) == (True, 0.0)
     cache.clear()
     assert asked(cache, 10) == [None] * 10
 
@@ -267,7 +269,7 @@ def test_requests_that_are_held_are_served_when_others_were_purged(monkeypatch: 
     monkeypatch.setattr("llmcache.execution.cost.CostModel._may_note", lambda cost, bucket: False)
     monkeypatch.setattr("llmcache.execution.cost._Bucket.serves", lambda bucket, share: share > 0)
     cache = LLMCache.wrap(build(CLASSIFIERS["bert"]))
-    assert asked(cache, PATIENCE + 1)[-1] == "does_not_pay"
+    assert asked(cache, PATIENCE + 1)[-1] == "not_worthwhile"
     cache.purge(namespace="nobody")
     asked(cache, SOON)
     assert cache.stats().hits == {"exact": SOON}
@@ -276,7 +278,7 @@ def test_requests_that_are_held_are_served_when_others_were_purged(monkeypatch: 
 def test_calibrating_begins_anew() -> None:
     """What can be served afterwards has changed; `calibrate` refuses so few, but only once it has computed them."""
     cache = LLMCache.wrap(build(CLASSIFIERS["bert"]))
-    assert asked(cache, PATIENCE + 1)[-1] == "does_not_pay"
+    assert asked(cache, PATIENCE + 1)[-1] == "not_worthwhile"
     with pytest.raises(ValueError, match="requests"):
         cache.calibrate([{"input_ids": request(number)} for number in range(3)])
     assert asked(cache, 1) == [None]
@@ -307,15 +309,15 @@ class Machine(Clock):
         super().__init__()
         monkeypatch.setattr("llmcache.execution.capture.perf_counter", self)
         monkeypatch.setattr("llmcache.execution.lookup.perf_counter", self)
-        flow, library = cache._flow, cache._parts.library
-        flow._meter = Meter(cache._parts, self)
-        for layer in cache._parts.trunk.layers:
+        flow, banks = cache._flow, cache._components.banks
+        flow._meter = Meter(cache._components, self)
+        for layer in cache._components.trunk.layers:
             next(layer.children()).register_forward_pre_hook(lambda *_: self.spend(0.01))
-        read, put, payload = flow._lookup._reader.read, library.put, type(cache._parts.payload)
+        read, put, payload = flow._lookup._reader.read, banks.put, type(cache._components.payload)
         take = payload.take
         monkeypatch.setattr(payload, "take", lambda *args: (self.spend(0.0005), take(*args))[1])
         monkeypatch.setattr(flow._lookup._reader, "read", lambda *args: (self.spend(0.001), read(*args))[1])
-        monkeypatch.setattr(library, "put", lambda *args: (self.spend(0.001), put(*args))[1])
+        monkeypatch.setattr(banks, "put", lambda *args: (self.spend(0.001), put(*args))[1])
 
     def spend(self, seconds: float) -> None:
         self.now += seconds
@@ -329,14 +331,14 @@ def test_times_of_a_call_go_where_they_belong(monkeypatch: pytest.MonkeyPatch) -
     (row,) = cache.stats().cost
     assert (row.miss_ms, row.lookup_ms, row.storing_ms, row.layer_ms) == pytest.approx((42.5, 1, 1.5, 10))
     assert row.hit_ms == pytest.approx(1)
-    assert row.pays_from == pytest.approx(2.5 / 41.5)
+    assert row.worthwhile_from == pytest.approx(2.5 / 41.5)
     assert cache.stats().storing_ms == pytest.approx(3)
 
 
 def test_it_returns_when_requests_come_again_and_serves_them(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = LLMCache.wrap(build(CLASSIFIERS["bert"]))
     Machine(cache, monkeypatch)
-    assert asked(cache, 2 * PATIENCE)[-2] == "does_not_pay"  # the last of these is a probe
+    assert asked(cache, 2 * PATIENCE)[-2] == "not_worthwhile"  # the last of these is a probe
     again = asked(cache, 2 * PATIENCE)
     back = again.index(None)
     assert back == 0  # it was stored, or noted
@@ -344,7 +346,7 @@ def test_it_returns_when_requests_come_again_and_serves_them(monkeypatch: pytest
     hits = cache.stats().n_hits
     asked(cache, 2 * PATIENCE)
     assert cache.stats().n_hits >= hits + 2 * PATIENCE - back
-    assert cache.stats().bypassed["does_not_pay"] <= 2 * PATIENCE - SOON + back
+    assert cache.stats().bypassed["not_worthwhile"] <= 2 * PATIENCE - SOON + back
 
 
 class Doubling(TorchFunctionMode):
@@ -386,18 +388,18 @@ def test_a_call_that_could_not_be_served_is_told_as_such_while_others_go_by(
     model.unwrapped = copy.deepcopy(model)
     cache = LLMCache.wrap(model)
     asked(cache, PATIENCE + 1)
-    for bucket in cache._parts.cost._buckets.values():
+    for bucket in cache._components.cost._buckets.values():
         bucket.notable = 0.0  # noting takes too long
-    cache._parts.cost._n_free = 0
+    cache._components.cost._n_free = 0
     let_pass, lets_pass = [], CostModel.lets_pass
     monkeypatch.setattr(CostModel, "lets_pass", lambda *args: let_pass.append(lets_pass(*args)) or let_pass[-1])
     with torch.inference_mode():
         for number in range(20):
             call(model, request(4000 + number))
-    assert cache.stats().bypassed == {"does_not_pay": 1, reason: 20}
+    assert cache.stats().bypassed == {"not_worthwhile": 1, reason: 20}
     assert not let_pass
     asked(cache, 5, first=4100)
-    assert True in let_pass and cache.stats().bypassed["does_not_pay"] == 6
+    assert True in let_pass and cache.stats().bypassed["not_worthwhile"] == 6
 
 
 def test_a_call_that_goes_by_may_hold_another_one_and_may_fail() -> None:
@@ -406,9 +408,9 @@ def test_a_call_that_goes_by_may_hold_another_one_and_may_fail() -> None:
     plain = copy.deepcopy(model)
     cache = LLMCache.wrap(model)
     asked(cache, SOON + 1)
-    for bucket in cache._parts.cost._buckets.values():
+    for bucket in cache._components.cost._buckets.values():
         bucket.notable = 0.0
-    cache._parts.cost._n_free = 0
+    cache._components.cost._n_free = 0
     inner = {4000: request(0), 4001: torch.arange(5, 25)[None], 4002: torch.tensor([[10**6]])}
     due, outcomes = list[int](), list[Outcome]()
 
@@ -427,7 +429,7 @@ def test_a_call_that_goes_by_may_hold_another_one_and_may_fail() -> None:
             else:
                 logits = model(input_ids=request(number)).logits
                 assert torch.equal(logits, plain(input_ids=request(number)).logits)
-            assert cache.last[0].bypassed == "does_not_pay"
+            assert cache.last[0].bypassed == "not_worthwhile"
     assert [(one.rung, one.bypassed) for one in outcomes] == [("exact", None), (None, None)]
 
 
@@ -435,7 +437,7 @@ def test_a_call_that_goes_by_may_hold_another_one_and_may_fail() -> None:
 def test_what_a_model_cannot_read_it_refuses_itself_while_others_go_by(ids: Tensor) -> None:
     plain = build(CLASSIFIERS["bert"])
     cache = LLMCache.wrap(build(CLASSIFIERS["bert"]))
-    assert asked(cache, PATIENCE + 1)[-1] == "does_not_pay"
+    assert asked(cache, PATIENCE + 1)[-1] == "not_worthwhile"
     with torch.inference_mode():
         for _ in range(2):
             with pytest.raises(Exception) as own:
@@ -451,5 +453,5 @@ def test_prefills_are_judged_and_decode_steps_are_not() -> None:
     with torch.inference_mode():
         for number in range(PATIENCE + 3):
             model.generate(request(number), do_sample=False, max_new_tokens=2, pad_token_id=0)
-    assert cache.stats().bypassed["does_not_pay"] == 3
+    assert cache.stats().bypassed["not_worthwhile"] == 3
     assert [row.tokens for row in cache.stats().cost] == [4]

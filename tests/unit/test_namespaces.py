@@ -191,7 +191,7 @@ def test_a_purge_leaves_no_key_of_the_namespace(decide: str, monkeypatch: pytest
         keys = set()
         with cache.namespace("tenant"):
             cache.calibrate(requests(700)[0])
-            keys |= {record.key for record in cache._parts.library.records()}
+            keys |= {record.key for record in cache._components.banks.records()}
             for one in [*asked, *asked[:40]]:
                 cache(**one)
                 keys.add(cache.last[0].key)
@@ -201,10 +201,10 @@ def test_a_purge_leaves_no_key_of_the_namespace(decide: str, monkeypatch: pytest
                 cache(**one)
             kept = cache.last[0].key
         keys.discard("")  # of calls that went by
-        assert held_within(cache._parts, keys)
+        assert held_within(cache._components, keys)
         cache.purge(namespace="tenant")
-        assert held_within(cache._parts, keys) == {}
-        assert kept in held_within(cache._parts, {kept})
+        assert held_within(cache._components, keys) == {}
+        assert kept in held_within(cache._components, {kept})
         with cache.namespace("other"):
             cache(**asked[0])
         assert cache.last[0].rung == "exact"

@@ -25,9 +25,9 @@ def request(number: int) -> Tensor:
 def wrapped(model: Any, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> LLMCache:
     """A cache that steps aside soon, whatever calls take on a machine at work."""
     cache = LLMCache.wrap(model, **settings)
-    cost = cache._parts.cost = CostModel(4, _SOONER * PATIENCE)
+    cost = cache._components.cost = CostModel(4, _SOONER * PATIENCE)
     cost._fewest_times = 1
-    for name, value in (("pays_from", 0.5), ("is_cheap", False), ("saved_s", 1.0)):
+    for name, value in (("worthwhile_from", 0.5), ("is_cheap", False), ("saved_s", 1.0)):
         monkeypatch.setattr("llmcache.execution.cost._Bucket." + name, value)
     monkeypatch.setattr("llmcache.execution.cost._Bucket.serves", lambda self, share: share > 0.3)
     monkeypatch.setattr("llmcache.execution.cost._Bucket.go_by", lambda self: setattr(self, "notable", 2.0))
@@ -44,7 +44,7 @@ def ask(cache: LLMCache, numbers: range) -> list[str | None]:
 
 
 def notes(cache: LLMCache) -> Notes:
-    known = cache._parts.notes
+    known = cache._components.notes
     assert known is not None
     return known
 
@@ -54,7 +54,7 @@ def test_a_second_pass_is_served_although_the_first_went_by(monkeypatch: pytest.
     model = build(CLASSIFIERS["bert"])
     plain = copy.deepcopy(model)
     cache = wrapped(model, monkeypatch, payload=payload)
-    assert ask(cache, range(60)) == [None] * PATIENCE + ["does_not_pay"] * 52
+    assert ask(cache, range(60)) == [None] * PATIENCE + ["not_worthwhile"] * 52
     assert (cache.stats().n_stored, notes(cache).n_rows) == (PATIENCE, 52)
     assert ask(cache, range(60)) == ["exact"] * 60
     assert (cache.stats().n_stored, notes(cache).n_rows, notes(cache).nbytes) == (60, 0, 0)
@@ -100,15 +100,15 @@ def test_what_went_by_to_be_compared_is_served_when_it_comes_again(
 @pytest.mark.parametrize("why", ["other weights", "drifted", "off"])
 def test_nothing_is_compared_where_nothing_is_served_approximately(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     cache = calibrated(monkeypatch)
-    trust, made = cache.trust, cache.calibration
-    assert trust is not None and made is not None
+    reuse, made = cache.calibrated, cache.calibration
+    assert reuse is not None and made is not None
     if why == "other weights":
         with torch.no_grad():
             cache.model.bert.embeddings.word_embeddings.weight.add_(0.25)
     elif why == "drifted":
-        trust.drifted(made)
+        reuse.drifted(made)
     else:
-        trust._serve(replace(made, chosen=None, watch=None))
+        reuse._serve(replace(made, chosen=None, watch=None))
     told_of(cache, requests(300, seed=7)[0])
     audit = cache.stats().audit
     assert audit is not None and audit.status == why
@@ -121,10 +121,10 @@ def test_what_went_by_in_batches_is_served_row_by_row(monkeypatch: pytest.Monkey
     cache = wrapped(model, monkeypatch)
     ask(cache, range(PATIENCE))
     batch = padded([5, LENGTH])
-    cache._parts.cost.pays(12, PATIENCE, ())  # the batch's length
-    cache._parts.cost._buckets[4].is_aside = True
+    cache._components.cost.pays(12, PATIENCE, ())  # the batch's length
+    cache._components.cost._buckets[4].is_bypassed = True
     own = cache(**batch).logits
-    assert cache.last[0].bypassed == "does_not_pay" and notes(cache).n_rows == 2
+    assert cache.last[0].bypassed == "not_worthwhile" and notes(cache).n_rows == 2
     short = {name: value[:1, :5] for name, value in batch.items()}
     cache(**short)
     with torch.inference_mode():
@@ -160,7 +160,7 @@ def test_what_other_weights_computed_is_not_served(monkeypatch: pytest.MonkeyPat
         if restores:
             weight.copy_(before)
     plain = copy.deepcopy(model)
-    plain_cache = LLMCache.wrap(plain, step_aside=False)
+    plain_cache = LLMCache.wrap(plain, auto_bypass=False)
     for number in (*range(20, 22), *range(30, 32)):
         got = cache(input_ids=request(number)).logits
         assert cache.last[0].rung == ("exact" if restores and number < 22 else None)
@@ -195,7 +195,7 @@ def test_purge_and_clear_forget_what_was_noted(monkeypatch: pytest.MonkeyPatch) 
     cache.purge(namespace="tenant")
     assert notes(cache).n_rows == 2
     with cache.namespace("tenant"):
-        assert ask(cache, range(PATIENCE + 2, PATIENCE + 3)) == ["does_not_pay"]
+        assert ask(cache, range(PATIENCE + 2, PATIENCE + 3)) == ["not_worthwhile"]
     cache.clear()
     assert (notes(cache).n_rows, notes(cache).nbytes) == (0, 0)
     assert ask(cache, range(3)) == [None] * 3
@@ -205,7 +205,7 @@ def test_a_namespace_is_not_served_what_another_noted(monkeypatch: pytest.Monkey
     cache = wrapped(build(CLASSIFIERS["bert"]), monkeypatch)
     ask(cache, range(PATIENCE + 2))
     with cache.namespace("tenant"):
-        assert ask(cache, range(PATIENCE, PATIENCE + 2)) == ["does_not_pay"] * 2
+        assert ask(cache, range(PATIENCE, PATIENCE + 2)) == ["not_worthwhile"] * 2
     assert ask(cache, range(PATIENCE, PATIENCE + 2)) == ["exact"] * 2
 
 
@@ -230,5 +230,5 @@ def test_where_noting_fails_calls_go_on(monkeypatch: pytest.MonkeyPatch) -> None
     cache = wrapped(build(CLASSIFIERS["bert"]), monkeypatch)
     ask(cache, range(PATIENCE))
     monkeypatch.setattr(Notes, "take", lambda *_: 1 / 0)
-    assert ask(cache, range(20, 22)) == ["does_not_pay"] * 2
+    assert ask(cache, range(20, 22)) == ["not_worthwhile"] * 2
     assert cache.stats().errors == 2

@@ -22,7 +22,7 @@ WIDTH = 16
 PLAIN, PACKED = 2 * WIDTH * 4, 2 * 3 * 2  # bytes of an entry of two rows: float32, and 3 codes in float16
 
 
-def library(max_entries: int | None = None, max_bytes: int = 2**20) -> CacheBanks:
+def banks(max_entries: int | None = None, max_bytes: int = 2**20) -> CacheBanks:
     return CacheBanks({0: Bank(MemoryStore(), LRU(), max_bytes, max_entries)}, lambda: PCA(dim=3, fit_on=10))
 
 
@@ -51,7 +51,7 @@ def hidden(lib: CacheBanks, name: int, weights: str = "w") -> Tensor:
 
 
 def test_states_of_weights_that_take_turns_all_come_back() -> None:
-    lib = library()
+    lib = banks()
     for name in range(7):
         for weights in "wv":
             put(lib, name, weights)
@@ -62,7 +62,7 @@ def test_states_of_weights_that_take_turns_all_come_back() -> None:
 
 
 def test_a_codec_packs_no_states_of_other_weights() -> None:
-    lib = library()
+    lib = banks()
     put(lib, 0, "v")
     for name in range(5):
         put(lib, name)
@@ -71,14 +71,14 @@ def test_a_codec_packs_no_states_of_other_weights() -> None:
 
 
 def test_codecs_of_weights_that_hold_nothing_are_dropped() -> None:
-    lib = library(max_entries=2)
+    lib = banks(max_entries=2)
     put(lib, 0, "v")
     for name in range(5):
         put(lib, name)
     put(lib, 0, "u")
-    assert set(lib.banks.packers) == {"w", "u"}
+    assert set(lib.layer_banks.packers) == {"w", "u"}
     lib.clear()
-    assert lib.banks.packers["w"][0].codec.n_fit == 0  # what was learned stays until other weights come
+    assert lib.layer_banks.packers["w"][0].codec.n_fit == 0  # what was learned stays until other weights come
 
 
 def wrap(**settings: Any) -> LLMCache:
@@ -132,30 +132,30 @@ def test_a_codec_of_earlier_weights_is_not_saved(tmp_path: Path) -> None:
 
 
 def test_rows_of_a_purged_tenant_are_forgotten_also_where_the_bank_had_let_go() -> None:
-    lib = library(max_entries=2)
+    lib = banks(max_entries=2)
     for name in range(4):
         put(lib, name, namespace="tenant")
     lib.purge("tenant")
     put(lib, 4)
-    assert lib.banks.packers["w"][0].codec.n_fit == 10
-    assert list(lib.banks.packers["w"][0]._waiting) == [key(4)]
+    assert lib.layer_banks.packers["w"][0].codec.n_fit == 10
+    assert list(lib.layer_banks.packers["w"][0]._waiting) == [key(4)]
 
 
 def test_clearing_forgets_rows_also_where_the_bank_had_let_go() -> None:
-    lib = library(max_entries=2)
+    lib = banks(max_entries=2)
     for name in range(4):
         put(lib, name)
     lib.clear()
-    assert lib.banks.packers["w"][0]._waiting == {}
+    assert lib.layer_banks.packers["w"][0]._waiting == {}
 
 
 def test_rows_of_other_tenants_stay() -> None:
-    lib = library()
+    lib = banks()
     for name in range(4):
         put(lib, name)
     put(lib, 9, namespace="tenant")  # fitted
     assert lib.purge("tenant") == 1
-    other = library()
+    other = banks()
     for name in range(4):
         put(other, name)
     other.purge("tenant")
@@ -164,7 +164,7 @@ def test_rows_of_other_tenants_stay() -> None:
 
 
 def test_entries_too_large_while_plain_are_learned_from_and_fit_afterwards() -> None:
-    lib = library(max_bytes=PLAIN - 1)
+    lib = banks(max_bytes=PLAIN - 1)
     assert [put(lib, name) for name in range(6)] == [False] * 4 + [True] * 2
     assert lib.nbytes == 2 * PACKED
     torch.testing.assert_close(hidden(lib, 4), rows_of(4), atol=0.05, rtol=0.0)

@@ -70,7 +70,7 @@ def test_they_differ_when_a_higher_bank_holds_only_another_neighbour() -> None:
 
 def store(cache: LLMCache, ids: torch.Tensor) -> None:
     """Put a request in all banks, although another one would be similar enough."""
-    parts = cache._parts
+    parts = cache._components
     rungs, parts.rungs = parts.rungs, []
     try:
         cache(input_ids=ids)
@@ -80,11 +80,11 @@ def store(cache: LLMCache, ids: torch.Tensor) -> None:
 
 def evict_first(cache: LLMCache, layer: int) -> None:
     """What a full bank does to its oldest entry."""
-    library = cache._parts.library
-    bank = library.banks[layer]
+    banks = cache._components.banks
+    bank = banks.layer_banks[layer]
     key = bank.keys()[0]
     bank.remove(key)
-    library._let_go(layer, key)
+    banks._let_go(layer, key)
 
 
 def test_they_differ_when_tau_by_layer_admits_an_upper_layer_only_by_its_own_search() -> None:
@@ -171,7 +171,7 @@ def test_what_rests_on_another_request_is_never_served_as_exact() -> None:
     cache(input_ids=one)
     cache(input_ids=two)  # computed on top of the first one's layer 0
     assert cache.stats().hits == {"semantic": 1}
-    cache._parts.rungs = cache._parts.rungs[:1]
+    cache._components.rungs = cache._components.rungs[:1]
     torch.testing.assert_close(cache(input_ids=two).last_hidden_state, plain)
 
 

@@ -1,4 +1,4 @@
-"""Saving and loading: hits survive a restart, and nothing doubtful is ever served."""
+"""Saving and loading: hits survive a restart, and nothing risky is ever served."""
 
 import json
 import subprocess

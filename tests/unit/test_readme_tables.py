@@ -49,7 +49,7 @@ def served(method: str | None, drop: float, hits: float, sources: str = "frozen"
     return row if method is None else row | new
 
 
-def trust(*methods: str | None, hits: float = 0.5, exact: float = 0.0) -> dict[str, Any]:
+def calibrated(*methods: str | None, hits: float = 0.5, exact: float = 0.0) -> dict[str, Any]:
     """What a trust run is made of: growing sources of llmcache first, to be told apart from frozen ones."""
     rows = [served(method, drop, 0.9, "growing") for method in methods[:1] for drop in DROPS]
     rows += [served(method, drop, hits + i / 10, exact=exact) for i, method in enumerate(methods) for drop in DROPS]
@@ -61,7 +61,7 @@ def results(tmp_path: Path) -> Path:
     """The shuffled streams as they were measured before other ways were calibrated."""
     for task in TASKS:
         for seed in (0, 1):
-            write(tmp_path, f"trust_{task}", task, seed, **trust(None, hits=0.5 + seed / 10))
+            write(tmp_path, f"trust_{task}", task, seed, **calibrated(None, hits=0.5 + seed / 10))
     return tmp_path
 
 
@@ -83,7 +83,7 @@ def test_ways_and_errors_that_were_not_measured_say_so(results: Path) -> None:
 
 def test_the_student_has_a_row_with_its_errors_by_hit_and_by_intent(results: Path) -> None:
     for path in (results / "trust_hwu64").glob("*/metrics.json"):
-        path.write_text(json.dumps(json.loads(path.read_text()) | trust("llmcache", "student", "paper")))
+        path.write_text(json.dumps(json.loads(path.read_text()) | calibrated("llmcache", "student", "paper")))
     shown = ways.ways(results)
     assert cells(shown, "hwu64", ways.NAMES["llmcache"])[2] == "50.0 / 50.0 %"  # not the growing ones' 90 %
     assert cells(shown, "hwu64", ways.NAMES["student"])[2:4] == ["60.0 / 60.0 %", "0.25 / 0.25 %"]
@@ -105,8 +105,8 @@ def test_time_order_counts_bounds_and_shows_what_live_streams_got(results: Path)
         for i, drop in enumerate(DROPS)
     ]
     write(results, "trust_bound_time", "snips", measure="bound", arrival="bursts", claims=claims)
-    write(results, "trust_bursts", "banking77-bursts", **trust("llmcache", "student"))
-    write(results, "trust_repeats", "hwu64-repeats", **trust("llmcache", exact=0.25))
+    write(results, "trust_bursts", "banking77-bursts", **calibrated("llmcache", "student"))
+    write(results, "trust_repeats", "hwu64-repeats", **calibrated("llmcache", exact=0.25))
     shown = ways.time_order(results)
     assert cells(shown, "snips", "bursts")[2:6] == ["7 of 40, 0 beyond chance", "", "", "8 of 40, 1 beyond chance"]
     assert cells(shown, "banking77", "bursts")[3:5] == ["50.0 %", "0.25 %"]

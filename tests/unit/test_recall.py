@@ -92,23 +92,23 @@ def test_what_was_learned_is_taken_over_from_the_same_requests_alone(rehearsal: 
 
 
 def _learned(rehearsal: Rehearsal) -> Learned:
-    fingerprint, tokens = Learned(), rehearsal.trust.teacher._tokens
+    fingerprint, tokens = Learned(), rehearsal.calibrated.fitter._tokens
     assert tokens is not None
     fingerprint.bind(tokens.embed, tokens.think)
     return fingerprint
 
 
 def _shown(rehearsal: Rehearsal, cases: Any) -> tuple[Any, ...]:
-    answers = rehearsal.trust.teacher._answers
+    answers = rehearsal.calibrated.fitter._answers
     return [case.features for case in cases], targets(cases, answers), np.stack([case.output for case in cases])
 
 
 def test_caches_on_one_model_tell_what_caches_on_their_own_do(experiment: Trust, rehearsal: Rehearsal) -> None:
     """The other one has to learn by itself; what both serve, and say, is alike."""
     claim = experiment.claim(0.2)
-    cache, trust = rehearsal.beside(experiment.cache)
+    cache, calibrated = rehearsal.beside(experiment.cache)
     alone = Rehearsal(rehearsal.workload, experiment.cache)
-    made, other = rehearsal.calibrate(trust, LEARN, claim), alone.calibrate(alone.trust, LEARN, claim)
+    made, other = rehearsal.calibrate(calibrated, LEARN, claim), alone.calibrate(alone.calibrated, LEARN, claim)
     assert made.curve == other.curve and made.chosen == other.chosen and made.seconds > 0
     for request in rehearsal.workload.requests[LEARN:]:
         assert torch.equal(cache(**request.inputs), alone.cache(**request.inputs))

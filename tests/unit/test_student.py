@@ -51,7 +51,7 @@ def test_a_student_doubts_less_the_further_its_answer_leads() -> None:
     fresh, right = led(600, seed=1)
     chosen = [student.choose(one) for one in fresh]
     assert {number for number, _ in chosen} == {8}  # none of the eight neighbours
-    changes = np.array([not one[-1] for one in right])[np.argsort([doubt for _, doubt in chosen])]
+    changes = np.array([not one[-1] for one in right])[np.argsort([risk for _, risk in chosen])]
     assert changes[:200].mean() < changes[200:400].mean() < changes[400:].mean()
 
 
@@ -91,7 +91,7 @@ def model() -> nn.Module:
 
 @pytest.fixture(scope="module", params=["student", "combined"])
 def cache(request: pytest.FixtureRequest) -> Iterator[LLMCache]:
-    with LLMCache.wrap(classifier(), step_aside=False, audit=0, decide=request.param) as cache:
+    with LLMCache.wrap(classifier(), auto_bypass=False, audit=0, decide=request.param) as cache:
         cache.calibrate(requests(N)[0], **LOOSE)
         yield cache
 
@@ -117,18 +117,18 @@ def test_an_answer_is_given_by_an_example_of_it_and_counts_as_the_students(cache
 
 
 def test_a_replay_tells_the_rungs(cache: LLMCache) -> None:
-    assert cache.trust is not None and cache.calibration is not None and cache.calibration.chosen is not None
+    assert cache.calibrated is not None and cache.calibration is not None and cache.calibration.chosen is not None
     fresh = requests(60, seed=11)[0]
-    found = cache.trust.teacher.look_up(cache.observe(fresh), set())
+    found = cache.calibrated.fitter.look_up(cache.observe(fresh), set())
     limit = cache.calibration.chosen.limit
-    assert [one.rung if one.doubt <= limit else None for one in found] == ask(cache, fresh)[1]
+    assert [one.rung if one.risk <= limit else None for one in found] == ask(cache, fresh)[1]
 
 
 def test_a_student_searches_nothing_and_a_saved_one_serves_alike(model: nn.Module, tmp_path: Path) -> None:
     fresh = requests(40, seed=7)[0]
-    with LLMCache.wrap(model, step_aside=False, audit=0, decide="student") as cache:
+    with LLMCache.wrap(model, auto_bypass=False, audit=0, decide="student") as cache:
         cache.calibrate(requests(N)[0], **LOOSE)
-        assert not cache._parts.library._shelves and cache.stats().index_nbytes == 0
+        assert not cache._components.banks._shelves and cache.stats().index_nbytes == 0
         cache.save(tmp_path / "saved")
         served = ask(cache, fresh)
     assert "student" in served[1]
@@ -144,10 +144,10 @@ def test_a_saved_one_gives_answers_by_the_same_examples_whatever_was_stored_firs
     learned, fresh = requests(N)[0], requests(60, seed=7)[0]
 
     def told(cache: LLMCache) -> tuple[list[str], list[list[float]]]:
-        assert cache.trust is not None
-        return cache.trust.chooser.examples, [cache(**one).logits[0].tolist() for one in fresh]
+        assert cache.calibrated is not None
+        return cache.calibrated.chooser.examples, [cache(**one).logits[0].tolist() for one in fresh]
 
-    with LLMCache.wrap(model, step_aside=False, audit=0, decide=decide) as cache:
+    with LLMCache.wrap(model, auto_bypass=False, audit=0, decide=decide) as cache:
         for one in reversed(learned):
             cache(**one)
         cache.calibrate(learned, **LOOSE)
@@ -161,10 +161,10 @@ def test_a_saved_one_gives_answers_by_the_same_examples_whatever_was_stored_firs
 def test_a_save_while_another_thread_purges_can_be_loaded(
     model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with LLMCache.wrap(model, step_aside=False, audit=0, decide="student") as cache, ThreadPoolExecutor(1) as pool:
+    with LLMCache.wrap(model, auto_bypass=False, audit=0, decide="student") as cache, ThreadPoolExecutor(1) as pool:
         cache.calibrate(requests(N)[0], **LOOSE)
-        library, saved = cache._parts.library, []
-        purge = library.purge
+        banks, saved = cache._components.banks, []
+        purge = banks.purge
 
         def slowly(namespace: str) -> int:
             n_requests = purge(namespace)
@@ -172,7 +172,7 @@ def test_a_save_while_another_thread_purges_can_be_loaded(
             wait(saved, timeout=1)
             return n_requests
 
-        monkeypatch.setattr(library, "purge", slowly)
+        monkeypatch.setattr(banks, "purge", slowly)
         cache.purge(namespace="default")
         saved[0].result()
     with LLMCache.load(model, tmp_path) as cache:
@@ -180,30 +180,32 @@ def test_a_save_while_another_thread_purges_can_be_loaded(
 
 
 def test_examples_stay_where_sources_grow(model: nn.Module) -> None:
-    with LLMCache.wrap(model, step_aside=False, audit=0, decide="student", sources="growing", max_entries=N) as cache:
+    with LLMCache.wrap(model, auto_bypass=False, audit=0, decide="student", sources="growing", max_entries=N) as cache:
         cache.calibrate(requests(N)[0], **LOOSE)
-        kept = [record.key for record in cache._parts.library.records() if record.is_kept]
+        kept = [record.key for record in cache._components.banks.records() if record.is_pinned]
         assert 1 < len(kept) <= N_TOPICS
         rungs = ask(cache, requests(N, seed=3)[0])[1]
         assert rungs[-50:].count("student") > 5
-        assert {*kept} <= {record.key for record in cache._parts.library.records()}
+        assert {*kept} <= {record.key for record in cache._components.banks.records()}
 
 
 def test_a_changed_answer_strikes_no_example(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = {"decide": "student", "audit": 1.0, "audit_in_background": False, "step_aside": False}
+    settings = {"decide": "student", "audit": 1.0, "audit_in_background": False, "auto_bypass": False}
     with LLMCache.wrap(model, **settings) as cache:
         cache.calibrate(requests(N)[0], max_drop=0.3)
         choose = NeighbourChooser.choose
 
         def wrongly(self: NeighbourChooser, *args: Any) -> Any:
             (found,), (examples,) = choose(self, *args), self._examples.values()
-            return [type(found)(examples.neighbours[0], found.doubt, found.at_first, found.rung)] if found else [found]
+            return [type(found)(examples.neighbours[0], found.risk, found.at_first, found.rung)] if found else [found]
 
         monkeypatch.setattr(NeighbourChooser, "choose", wrongly)
         ask(cache, requests(60, seed=7)[0])
         cache.drain()
         audit = cache.stats().audit
-        assert audit is not None and audit.n_alarms > 0 and audit.n_struck == 0  # what is wrong is heard all the same
+        assert (
+            audit is not None and audit.n_alarms > 0 and audit.n_quarantined == 0
+        )  # what is wrong is heard all the same
 
 
 @pytest.mark.parametrize(

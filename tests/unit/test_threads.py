@@ -22,7 +22,7 @@ def test_eight_threads_get_the_plain_answers(layers: str, max_entries: int | Non
     valid = rows["attention_mask"].bool()
     with torch.inference_mode():
         plain = model(**rows).last_hidden_state
-    cache = LLMCache.wrap(model, layers=layers, max_entries=max_entries, step_aside=False)
+    cache = LLMCache.wrap(model, layers=layers, max_entries=max_entries, auto_bypass=False)
     barrier = threading.Barrier(N_THREADS)
 
     def work(seed: int) -> int:

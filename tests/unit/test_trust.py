@@ -34,7 +34,7 @@ def model() -> nn.Module:
 
 @pytest.fixture
 def cache(model: nn.Module) -> Iterator[LLMCache]:
-    with LLMCache.wrap(model, step_aside=False) as cache:
+    with LLMCache.wrap(model, auto_bypass=False) as cache:
         yield cache
 
 
@@ -86,45 +86,45 @@ def test_learning_by_the_way_turns_it_on_as_well(model: nn.Module) -> None:
 
 def test_frozen_sources_are_joined_by_no_other(cache: LLMCache) -> None:
     cache.calibrate(requests(N)[0], **LOOSE)
-    library = cache._parts.library
-    (shelf,) = library._shelves.values()
+    banks = cache._components.banks
+    (shelf,) = banks._shelves.values()
     held = len(shelf)
     ask(cache, requests(200, seed=8)[0])
     assert len(shelf) == held <= cache.calibration.n_sources
-    assert len(library) > held  # misses are stored all the same, for exact repeats
+    assert len(banks) > held  # misses are stored all the same, for exact repeats
 
 
 def test_growing_sources_are(cache: LLMCache) -> None:
     found = cache.calibrate(requests(N)[0], sources="growing", **LOOSE)
     assert not found.is_certified
-    (shelf,) = cache._parts.library._shelves.values()
+    (shelf,) = cache._components.banks._shelves.values()
     held = len(shelf)
     ask(cache, requests(200, seed=8)[0])
     assert len(shelf) > held
 
 
 def test_frozen_sources_stay_whatever_comes(model: nn.Module) -> None:
-    with LLMCache.wrap(model, max_entries=N, step_aside=False) as cache:
+    with LLMCache.wrap(model, max_entries=N, auto_bypass=False) as cache:
         found = cache.calibrate(requests(N)[0], **LOOSE)
         ask(cache, requests(600, seed=9)[0])
-        (shelf,) = cache._parts.library._shelves.values()
+        (shelf,) = cache._components.banks._shelves.values()
         assert len(shelf) > 0.9 * found.n_sources
-        assert len(cache._parts.library) <= N
+        assert len(cache._components.banks) <= N
 
 
 def test_a_purge_of_a_namespace_that_growing_sources_are_of_ends_a_loaded_calibration(
     model: nn.Module, tmp_path: Path
 ) -> None:
     """None of them is kept from leaving, so where they are found tells whose they are."""
-    with LLMCache.wrap(model, step_aside=False) as cache:
+    with LLMCache.wrap(model, auto_bypass=False) as cache:
         with cache.namespace("tenant"):
             cache.calibrate(requests(N)[0], sources="growing", **LOOSE)
         cache(**requests(1, seed=9)[0][0])  # stored in another namespace, where nobody serves
         cache.save(tmp_path)
     with LLMCache.load(model, tmp_path) as cache:
-        trust = cache.trust
-        assert trust is not None and trust.serves_in("tenant")
-        assert not any(record.is_kept for record in cache._parts.library.records())
+        calibrated = cache.calibrated
+        assert calibrated is not None and calibrated.serves_in("tenant")
+        assert not any(record.is_pinned for record in cache._components.banks.records())
         cache.purge(namespace="third")
         assert cache.calibration is not None
         cache.purge(namespace="tenant")
@@ -142,7 +142,7 @@ def test_calibrating_again_replaces_what_was_found(cache: LLMCache) -> None:
 def test_the_same_seed_finds_the_same(model: nn.Module) -> None:
     found = []
     for _ in range(2):
-        with LLMCache.wrap(model, step_aside=False) as cache:
+        with LLMCache.wrap(model, auto_bypass=False) as cache:
             found.append(cache.calibrate(requests(N)[0], **LOOSE).curve)
     assert found[0] == found[1]
 
@@ -153,14 +153,14 @@ def test_a_tightened_caller_gets_fewer_hits_and_never_more(cache: LLMCache) -> N
     with cache.tightened(0.0):
         none = ask(cache, fresh[:150])[1].count("semantic")
     with cache.tightened(1.0):
-        loosened = [cache._parts.trust.allowed(scope) for scope in [_scope(cache)]]
+        loosened = [cache._components.calibrated.allowed(scope) for scope in [_scope(cache)]]
     assert none == 0
     assert list(loosened[0].values()) == [found.chosen.limit]
     assert ask(cache, fresh[150:])[1].count("semantic") > 30
 
 
 def _scope(cache: LLMCache) -> Any:
-    return next(iter(cache._parts.library._requests.values())).scope
+    return next(iter(cache._components.banks._requests.values())).scope
 
 
 def test_other_weights_end_it(cache: LLMCache, model: nn.Module) -> None:
@@ -465,7 +465,7 @@ def test_an_answer_is_not_read_from_logits_that_are_no_numbers(model: nn.Module)
     inputs = with_marks(requests(2)[0], 0)
     with spoiled(model, float("nan")), LLMCache.wrap(model, tau=0.99, decide="consensus") as cache:
         ask(cache, inputs)
-        answers = [record.answer for record in cache._parts.library.records()]
+        answers = [record.answer for record in cache._components.banks.records()]
     assert [None if answer is None else bool(np.isnan(answer).any()) for answer in answers] == [True, False]
 
 
@@ -486,7 +486,7 @@ def test_a_calibration_survives_saving_and_loading(cache: LLMCache, model: nn.Mo
     with LLMCache.load(model, tmp_path) as loaded:
         assert loaded.calibration == found
         assert ask(loaded, fresh) == before
-        (shelf,) = loaded._parts.library._shelves.values()
+        (shelf,) = loaded._components.banks._shelves.values()
         assert len(shelf) <= found.n_sources
 
 
@@ -534,7 +534,7 @@ def test_the_gate_keeps_apart_what_the_vote_would_serve(model: nn.Module) -> Non
     has_not = [bool((one["input_ids"] == 20).any()) for one in fresh]
     rates = {}
     for gate in (False, True):
-        with LLMCache.wrap(model, tokenizer=Words(), gate=gate, step_aside=False) as cache:
+        with LLMCache.wrap(model, tokenizer=Words(), gate=gate, auto_bypass=False) as cache:
             cache.calibrate(requests(N)[0], **LOOSE)
             rungs = ask(cache, fresh)[1]
             rates[gate] = [rung == "semantic" for rung, has in zip(rungs, has_not, strict=True) if has]
@@ -592,7 +592,7 @@ def test_after_loading_a_purge_of_its_sources_ends_it_too(cache: LLMCache, model
 def test_requests_may_be_made_by_observing_others(cache: LLMCache) -> None:
     def made() -> Iterator[dict[str, torch.Tensor]]:
         for one in requests(N)[0]:
-            if cache.trust is None or len(cache.observe([one])) == 1:
+            if cache.calibrated is None or len(cache.observe([one])) == 1:
                 yield one
 
     assert cache.calibrate(made(), **LOOSE).n_tested > 0
@@ -624,7 +624,7 @@ def test_calibrating_in_two_threads_leaves_one_of_them(cache: LLMCache) -> None:
     for thread in threads:
         thread.join()
     assert len(found) == 2 and found[0].curve == found[1].curve
-    assert [rung.name for rung in cache._parts.rungs] == ["exact", "semantic"]
+    assert [rung.name for rung in cache._components.rungs] == ["exact", "semantic"]
     check_serves_within(cache, most=0.1)
 
 
@@ -656,10 +656,10 @@ def test_a_row_without_content_costs_the_others_nothing(model: nn.Module) -> Non
 
 
 def test_calibrating_again_and_again_lets_earlier_sources_leave(model: nn.Module) -> None:
-    with LLMCache.wrap(model, max_entries=N, step_aside=False) as cache:
+    with LLMCache.wrap(model, max_entries=N, auto_bypass=False) as cache:
         for seed in range(3):
             found = cache.calibrate(requests(N, seed=seed)[0], **LOOSE)
-            (shelf,) = cache._parts.library._shelves.values()
+            (shelf,) = cache._components.banks._shelves.values()
             assert found.chosen is not None and len(shelf) == found.n_sources
         again = requests(3, seed=50)[0]
         ask(cache, again)
@@ -689,7 +689,7 @@ def test_what_was_purged_is_not_learned_from(model: nn.Module) -> None:
         cache.purge(namespace="tenant")
         ask(cache, requests(200, seed=2)[0])
         assert cache.calibration is None
-        assert all(case.scope.namespace == "default" for case in cache._parts.trust._observed)
+        assert all(case.scope.namespace == "default" for case in cache._components.calibrated._observed)
 
 
 @pytest.mark.parametrize(
@@ -749,9 +749,9 @@ def test_a_metric_needs_more_requests_than_a_share(cache: LLMCache) -> None:
 
 def test_tokens_met_under_other_weights_are_not_kept(cache: LLMCache, model: nn.Module) -> None:
     cache.calibrate(requests(N)[0], **LOOSE)
-    assert cache.trust is not None
+    assert cache.calibrated is not None
     unmet = {"input_ids": torch.tensor([[1, 90, 91, 92, 2]])}
-    fingerprint = cache._parts.fingerprint
+    fingerprint = cache._components.fingerprint
     assert fingerprint is not None
     weight = model.bert.embeddings.word_embeddings.weight
     own = weight.detach().clone()
@@ -768,7 +768,7 @@ def test_tokens_met_under_other_weights_are_not_kept(cache: LLMCache, model: nn.
 
 def test_growing_sources_leave_room_for_more(model: nn.Module) -> None:
     inputs = requests(N)[0]
-    with LLMCache.wrap(model, max_entries=N, step_aside=False) as cache:
+    with LLMCache.wrap(model, max_entries=N, auto_bypass=False) as cache:
         cache.calibrate(inputs, sources="growing", **LOOSE)
         ask(cache, requests(200, seed=7)[0])
         assert cache.stats().n_too_large == 0

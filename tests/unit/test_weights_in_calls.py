@@ -132,7 +132,7 @@ def test_settings_that_take_turns_find_their_own_entries(hashed: list[int], monk
         norm.eps = value
         assert agrees(cache)
     hashed.clear()
-    monkeypatch.setattr(cache._parts.weights, "_survey", lambda: pytest.fail("what was seen before is known"))
+    monkeypatch.setattr(cache._components.weights, "_survey", lambda: pytest.fail("what was seen before is known"))
     for value in values * 2:
         norm.eps = value
         assert agrees(cache)
@@ -146,7 +146,7 @@ def test_calls_in_a_row_look_at_nothing_again(family: str, monkeypatch: pytest.M
         inputs["decoder_input_ids"] = tokens(2, 3)
     cache = LLMCache.wrap(build(FAMILIES[family]))
     cache(**inputs)  # the first one sees what was hung on the model
-    monkeypatch.setattr(cache._parts.weights, "_refresh", lambda: pytest.fail("nothing was edited"))
+    monkeypatch.setattr(cache._components.weights, "_refresh", lambda: pytest.fail("nothing was edited"))
     for _ in range(2):
         cache(**inputs)
     assert "weights_changed" not in cache.stats().bypassed and cache.stats().errors == 0
@@ -225,7 +225,7 @@ def test_prefixes_computed_by_edited_weights_are_not_stored() -> None:
 
 def test_a_calibration_by_edited_weights_is_refused() -> None:
     model = classifier()
-    cache = LLMCache.wrap(model, step_aside=False)
+    cache = LLMCache.wrap(model, auto_bypass=False)
     weight = model.bert.encoder.layer[2].output.dense.weight
     begin = model.bert.embeddings.register_forward_hook(lambda *_: (weight.mul_(2), None)[1])
     end = model.bert.encoder.layer[3].register_forward_hook(lambda *_: (weight.mul_(0.5), None)[1])
@@ -265,7 +265,7 @@ def test_adapters_that_take_turns_cost_no_hashing(hashed: list[int], monkeypatch
         model.set_adapter(name)
         cache(**X)
     hashed.clear()
-    monkeypatch.setattr(cache._parts.weights, "_survey", lambda: pytest.fail("what was seen before is known"))
+    monkeypatch.setattr(cache._components.weights, "_survey", lambda: pytest.fail("what was seen before is known"))
     for name in names * 2:
         model.set_adapter(name)
         cache(**X)

@@ -119,7 +119,7 @@ class Remembering(KVCache):
     def __init__(self, model: Any) -> None:
         """Copy and wrap `model`."""
         super().__init__(copy.deepcopy(model))
-        self._cache = LLMCache.wrap(self._model, max_entries=MAX_ENTRIES, step_aside=False)
+        self._cache = LLMCache.wrap(self._model, max_entries=MAX_ENTRIES, auto_bypass=False)
 
     @property
     def n_hits(self) -> int:  # type: ignore[override]

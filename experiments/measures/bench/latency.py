@@ -158,7 +158,7 @@ class Bench:
             mode=settings.mode,
             max_entries=settings.entries,
             max_bytes=2**40,
-            step_aside=False,
+            auto_bypass=False,
             allow_unsafe=settings.head == "token",  # what is measured here is the clock
         )
         self._near_rung, self._exact_rung = RUNGS[settings.mode]

@@ -102,7 +102,7 @@ def _wrap(settings: Settings) -> LLMCache:
         compression=settings.compression,
         fingerprint=settings.fingerprint,
         max_bytes=2**40,
-        step_aside=False,
+        auto_bypass=False,
     )
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 class Codec(ABC):
     """Packs floating-point tensors of any shape. Arguments are never modified. Three methods are each codec's own.
 
-    `fit` and `restore` are called once at most, and need the library's lock; the rest changes nothing and is safe in
+    `fit` and `restore` are called once at most, and need the banks' lock; the rest changes nothing and is safe in
     any thread. What was encoded before the fit can be decoded after it.
     """
 

@@ -16,7 +16,7 @@ MEASURED_EVERY = 16  # entries: unpacking each one only to look at it would doub
 
 
 class Packer:
-    """Packs the states of one layer and one state of the weights. Not thread-safe: the library above holds a lock.
+    """Packs the states of one layer and one state of the weights. Not thread-safe: the caller holds a lock.
 
     Entries are packed plainly until the codec has seen enough rows; the caller then packs the earlier ones again.
     """

@@ -11,7 +11,7 @@ from llmcache.banks.compression.packer import Packer
 
 
 class Packers(dict[str, dict[int, Packer]]):
-    """Packers by weights digest, made when first asked for, then by layer. The library holds a lock."""
+    """Packers by weights digest, made when first asked for, then by layer. The caller holds a lock."""
 
     def __init__(self, make_codec: Callable[[], Codec], layers: Iterable[int]) -> None:
         """Start with none.

@@ -28,7 +28,7 @@ class MemoryStore(Store):
     Getting a small entry copies it, for its slot may be used again. Slots of removed entries are kept for later ones of
     the same signature, and released with the last of these. A large entry is returned as it is stored, and stored as it
     is put wherever `keep` can.
-    Not safe in several threads without a lock: the library above holds one.
+    Not safe in several threads without a lock: the caller holds one.
     """
 
     def __init__(self, device: str | torch.device = "cpu") -> None:
@@ -53,7 +53,7 @@ class MemoryStore(Store):
             self.discard(key)
             self._handle_of[key] = handle
         else:
-            held = Entry({name: keep(x, self.device) for name, x in entry.tensors.items()})
+            held = Entry({name: adopt(x, self.device) for name, x in entry.tensors.items()})
             self.discard(key)
             self._large[key], self._handle_of[key] = held, LARGE
         self._nbytes += nbytes
@@ -178,13 +178,13 @@ class Slab:
         return {name: held[row] for name, held in self._blocks[number].items()}
 
 
-def own(x: Tensor, device: torch.device) -> Tensor:
+def copy_owned(x: Tensor, device: torch.device) -> Tensor:
     """Return a detached, contiguous copy that is a normal tensor in inference mode, too."""
     with torch.inference_mode(False):
         return torch.empty(x.shape, dtype=x.dtype, device=device).copy_(x.detach())
 
 
-def keep(x: Tensor, device: torch.device) -> Tensor:
+def adopt(x: Tensor, device: torch.device) -> Tensor:
     """A tensor that was given away, detached, as `own` would have it.
 
     Itself where it can be. Of a view, which would keep more memory alive than is counted, of a tensor that is not
@@ -192,4 +192,4 @@ def keep(x: Tensor, device: torch.device) -> Tensor:
     """
     x = x.detach()
     is_whole = x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes
-    return x if is_whole and x.device == device and not x.is_inference() else own(x, device)
+    return x if is_whole and x.device == device and not x.is_inference() else copy_owned(x, device)

@@ -17,7 +17,7 @@ class HNSWIndex(Index):
     a row that was removed or overwritten stays in the graph as a tombstone, which searches skip, and when more than
     half are dead the graph is built anew from the living. That call takes as long as inserting them all again
     (some 10,000 rows a second and core); spread over the removals before it, each pays for one insertion.
-    No call is safe beside another one: the library above holds a lock.
+    No call is safe beside another one: the caller holds a lock.
     """
 
     def __init__(

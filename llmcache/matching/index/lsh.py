@@ -20,7 +20,7 @@ class LSHIndex(Index):
     1 - (1 - s^r)^b. Bands are as wide as they can be while that is at least `recall` at the threshold, and it is more
     above it: what is overlooked is computed, which costs time, never the answer. Where even bands of one entry fall
     short (128 hashes: under a threshold of 0.023), those are used. Time grows with the number of candidates, not of
-    rows. No call is safe beside another one: the library holds a lock.
+    rows. No call is safe beside another one: the caller holds a lock.
     """
 
     def __init__(self, dim: int, threshold: float = 0.5, recall: float = 0.95) -> None:

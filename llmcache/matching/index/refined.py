@@ -16,7 +16,7 @@ class RefinedIndex(Index):
     search costs when it runs between two forwards of a model and finds no row in the processor's cache. Similarities
     are exact; a neighbour is overlooked only if `candidates` other rows have nearer signs. Adding, overwriting and
     removing are O(1): nothing is ever rebuilt. Time still grows with the number of rows; past some 100,000 take `hnsw`.
-    No call is safe beside another one: the library holds a lock.
+    No call is safe beside another one: the caller holds a lock.
     """
 
     def __init__(self, dim: int, exact: int = 2048, candidates: int = 64) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmcache.banks.stores.memory import keep, own
+from llmcache.banks.stores.memory import adopt, copy_owned
 from llmcache.counters import Counters
 from llmcache.models.adapters import CACHE, Trunk
 from llmcache.models.arguments import Arguments
@@ -146,7 +146,7 @@ class Prefiller:
             return None
         if not self._read(call, next(self._trunk.module.parameters()).dtype):
             return None
-        if any(row.refused or row.start is None for row in call.rows):
+        if any(row.bypass_reason or row.start is None for row in call.rows):
             return None
         assert call.scope is not None
         return Prefill(kv_cache, [links(call.scope, row, self._blocks.size) for row in call.rows])
@@ -263,14 +263,14 @@ def _first_padding(rows: Sequence[Row]) -> int:
 
 def _cut_up(whole: Tensor, blocks: BlockPool) -> list[Tensor]:
     """Tensors of blocks, fit to be kept, from one of all their tokens (..., n, D)."""
-    return [own(piece, blocks.device) for piece in torch.split(whole, blocks.size, dim=-2)]
+    return [copy_owned(piece, blocks.device) for piece in torch.split(whole, blocks.size, dim=-2)]
 
 
 def _stack_up(layers: Sequence[Tensor], blocks: BlockPool) -> list[Tensor]:
     """The same from one a layer (H, n, D_h), not put together as a whole first: that would take fresh memory."""
     pieces = zip(*(torch.split(layer, blocks.size, dim=-2) for layer in layers), strict=True)
     with torch.inference_mode(False), torch.no_grad():
-        return [keep(torch.stack(piece), blocks.device) for piece in pieces]
+        return [adopt(torch.stack(piece), blocks.device) for piece in pieces]
 
 
 def _first(row: Row) -> int:
