@@ -8,6 +8,7 @@ known, and that must not pass for good news: while many calls fail, nothing is r
 import logging
 import threading
 from collections import Counter
+from types import TracebackType
 from typing import Any
 
 from llmcache.request.bypass import CURES
@@ -66,6 +67,14 @@ class Counters:
         with self._lock:
             self._has_failed = True
         self._count_failure(what, error)
+
+    def guard(self, what: str) -> "Guard":
+        """Within: what fails is counted, and the call goes on after the block. The one way to compute around a failure.
+
+        Args:
+            what: For the log: "llmcache failed to ...".
+        """
+        return Guard(self, what)
 
     def look(self, error: Exception | None = None) -> None:
         """Count a look of the audit that succeeded or failed; failures are logged likewise."""
@@ -134,22 +143,24 @@ class Counters:
 
     def call(self, call: Call) -> None:
         """Count what became of the rows of a forward that was not bypassed, and what it took."""
-        reused, prefill = call.reused.values(), call.prefill
-        done = {*call.reused, *call.served, *call.revalidated}
+        reused, prefill = call.plan.reused.values(), call.plan.prefill
+        done = {*call.plan.reused, *call.served, *call.plan.revalidated}
         n_misses = sum(row.number not in done for row in call.active_rows)
         with self._lock:
             self._hits.update(reuse.rung for reuse in reused)
             self._hits_by_layer.update(reuse.layer for reuse in reused)
-            self._reuses_by_layer.update(call.reused_at)
+            self._reuses_by_layer.update(call.plan.reused_at)
             self._totals["requests"] += len(reused) + len(call.served) + n_misses
             self._totals["misses"] += n_misses
-            self._totals["skipped"] += call.n_skipped
+            self._totals["skipped"] += call.progress.n_skipped
             if prefill is not None:
                 self._hits["prefix"] += len(call.served)
                 self._totals["prefix tokens"] += sum(call.served.values())
-                self._totals["prompt tokens"] += sum(row.n_valid for row in call.rows if row.number not in call.reused)
-            self._lookup_s += call.lookup_s
-            self._storing_s += call.storing_s
+                self._totals["prompt tokens"] += sum(
+                    row.n_valid for row in call.rows if row.number not in call.plan.reused
+                )
+            self._lookup_s += call.progress.lookup_s
+            self._storing_s += call.progress.storing_s
             has_turned = self._end_call()
         self._tell_turn(has_turned)
 
@@ -176,6 +187,32 @@ class Counters:
                 health=self._health(),
                 **held,
             )
+
+
+class Guard:
+    """A block in which a failure of the cache is counted, not raised; interruptions are raised.
+
+    Attributes:
+        has_failed: Something failed within.
+    """
+
+    __slots__ = ("_counters", "_what", "has_failed")
+
+    def __init__(self, counters: Counters, what: str) -> None:
+        """See `Counters.guard`."""
+        self._counters = counters
+        self._what = what
+        self.has_failed = False
+
+    def __enter__(self) -> "Guard":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        self.has_failed = True
+        self._counters.error(self._what, error)
+        return True
 
 
 class Share:

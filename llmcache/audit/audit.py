@@ -116,10 +116,9 @@ class Audit:
         computed in the call, not served: so it is looked into at once, and the estimate keeps every sample. A hit whose
         source has no known answer could not be looked into, and is computed as well.
         """
-        assert call.scope is not None
         ease = self.worker.ease  # where looks wait, fewer are drawn: before anything is known of these requests
         with self._lock:
-            if not self._follow(call.scope.weights):
+            if not self._follow(call.read.scope.weights):
                 return list(decided)
             kept = decided if self._are_alike(call) else ()
             if self._account is None:
@@ -127,7 +126,7 @@ class Audit:
             hits = {reuse.row: reuse for reuse in kept if reuse.answer is not None}
             self._draw(self._account, call, hits, ease)
         is_full = self.worker.is_full or len(self._looks) >= MOST_WAITING
-        return [hit for hit in hits.values() if not (is_full and hit.row in call.audited)]
+        return [hit for hit in hits.values() if not (is_full and hit.row in call.plan.audited)]
 
     def _draw(self, account: AuditAccount, call: Call, hits: Mapping[int, Reuse], ease: float) -> None:
         """Draw among the rows of a call; those that would be hits are given by row."""
@@ -139,44 +138,45 @@ class Audit:
                 stands_for_all = account.toss(ease * self._floor * sample.weight)
                 # An example of an answer is not to blame for the forecast that chose it.
                 source = "" if hit.rung == "student" else hit.key
-                call.audited[row.number] = Audited(sample, source, hit.answer, stands_for_all)
-            elif row.number not in call.reused and hit is None and account.toss(ease * self._floor):
-                call.audited[row.number] = Audited(None, "", None, True)
+                call.plan.audited[row.number] = Audited(sample, source, hit.answer, stands_for_all)
+            elif row.number not in call.plan.reused and hit is None and account.toss(ease * self._floor):
+                call.plan.audited[row.number] = Audited(None, "", None, True)
         self._hear(account, account.lose_overdue())
 
     def served(self, call: Call) -> None:
         """Have hits of a call that has ended looked into, where they were drawn."""
-        assert call.scope is not None
-        served_by = {"weights": call.scope.weights, "attention": call.scope.attention}  # others may be there by now
+        served_by = {
+            "weights": call.read.scope.weights,
+            "attention": call.read.scope.attention,
+        }  # others may be there by now
         for row in call.active_rows:
-            drawn: Audited | None = call.audited.get(row.number)
-            if drawn is None or row.number not in call.reused:
+            drawn: Audited | None = call.plan.audited.get(row.number)
+            if drawn is None or row.number not in call.plan.reused:
                 continue
-            try:
+            with self._counters.guard("have a hit looked into") as tried:
                 self._looks.add(look_at(call, row, drawn, self._origin()._replace(**served_by)))
-            except Exception as error:
-                self._counters.error("have a hit looked into", error)
+            if tried.has_failed:
                 self._lose(drawn)
-                continue
-            self.worker.add(Job(Audit._look_on))
+            else:
+                self.worker.add(Job(Audit._look_on))
 
     def withdraw(self, call: Call) -> None:
         """Take back what was drawn of a call whose hits are not served after all."""
         with self._lock:
-            for drawn in call.audited.values():
+            for drawn in call.plan.audited.values():
                 if drawn.sample is not None:
                     drawn.sample.account.withdraw(drawn.sample)
-        call.audited.clear()
+        call.plan.audited.clear()
 
     def wanted(self, call: Call) -> Collection[int]:
         """Rows of a call that are to be observed, if they were computed."""
-        return range(call.n_rows) if self._calibrated.is_learning else call.audited
+        return range(call.n_rows) if self._calibrated.is_learning else call.plan.audited
 
     def observe(self, call: Call, seen: Mapping[int, Observation]) -> None:
         """Take in computed rows of a call that has ended."""
         if self._calibrated.is_learning:
             self._calibrated.observe(list(seen.values()))
-        for number, drawn in call.audited.items():
+        for number, drawn in call.plan.audited.items():
             if number in seen:
                 self._settle(drawn, seen[number])
 
@@ -310,10 +310,8 @@ class Audit:
         )
 
     def _take_in(self, look: Recompute, case: Observation) -> None:
-        try:
+        with self._counters.guard("store what was looked into"):
             self._keep(case)
-        except Exception as error:
-            self._counters.error("store what was looked into", error)
         try:
             self._settle(look.drawn, case)
             self._counters.look()
@@ -371,10 +369,9 @@ class Audit:
         with self._lock:
             made, cases = self._made, self._fresh.cases
         try:
-            if made is not None and self._is_made_now():
-                self._calibrated.renew(made, cases)
-        except Exception as error:
-            self._counters.error("renew the calibration", error)
+            with self._counters.guard("renew the calibration"):
+                if made is not None and self._is_made_now():
+                    self._calibrated.renew(made, cases)
         finally:
             self._is_renewing = False
 
@@ -383,10 +380,12 @@ class Audit:
 
     def _are_alike(self, call: Call) -> bool:
         """Hold a call's requests against those of the calibration; once they are unlike, it is told that it is void."""
-        likeness, made, scope = self._likeness, self._made, call.scope
-        if call.is_foretold:  # of calls that go by the cache, those take part that are held: these are no sample
+        likeness, made, scope = self._likeness, self._made, call.read.scope
+        if (
+            call.progress.is_foretold
+        ):  # of calls that go by the cache, those take part that are held: these are no sample
             return True
-        if likeness is None or made is None or scope is None or not self._calibrated.serves_in(scope.namespace):
+        if likeness is None or made is None or not self._calibrated.serves_in(scope.namespace):
             return True
         if not self._calibrated.allowed(scope):  # what is not looked up tells nothing
             return True

@@ -26,12 +26,12 @@ class Marking:
 
     def find(self, call: Call, row: Row) -> Marks | None:
         """Marks of a row that was looked up, or is served by its own state; None where that cannot be told."""
-        forecast = None if call.forecasts is None else call.forecasts[row.number]
+        forecast = None if call.read.forecasts is None else call.read.forecasts[row.number]
         if self._banks.is_pinned(row.key):
             return marks_of_source(forecast)
-        if row.number in call.choices:
-            marks = marks_of(call.choices[row.number], forecast)
-        elif row.number not in call.reused:
+        if row.number in call.plan.choices:
+            marks = marks_of(call.plan.choices[row.number], forecast)
+        elif row.number not in call.plan.reused:
             return None
         elif (known := self._known.pop(row.key, None)) is not None:
             marks = known
@@ -50,9 +50,9 @@ class Marking:
 
     def _look_up(self, call: Call, row: Row, forecast: Floats | None) -> Marks | None:
         """What is found for a row that needed no lookup to be served: it was stored before marks were kept."""
-        vectors = call.fingerprints.get(self._banks.layers[-1])
-        if vectors is None or call.scope is None or call.fingerprint_epoch != self._banks.fingerprint_epoch:
+        vectors = call.read.fingerprints.get(self._banks.layers[-1])
+        if vectors is None or call.read.fingerprint_epoch != self._banks.fingerprint_epoch:
             return None
         forecasts = None if forecast is None else forecast[None]
-        (choice,) = self._chooser.choose(call.scope, [row], vectors[[row.number]], forecasts)
+        (choice,) = self._chooser.choose(call.read.scope, [row], vectors[[row.number]], forecasts)
         return marks_of(choice, forecast)

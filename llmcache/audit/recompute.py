@@ -177,12 +177,12 @@ def _padded(row: Tensor, n_tokens: int, fill: int) -> Tensor:
 def look_at(call: Call, row: Row, drawn: Audited, origin: Origin) -> Recompute:
     """Take what a look needs from a call that has ended."""
     end = row.valid.stop if isinstance(row.valid, slice) else int(row.valid[-1]) + 1
-    end = call.arguments["input_ids"].shape[1] if row.has_layout else end  # its key covers all of it
-    given = {name: call.arguments.get(name) for name in DECIDING}
+    end = call.inputs.arguments["input_ids"].shape[1] if row.has_layout else end  # its key covers all of it
+    given = {name: call.inputs.arguments.get(name) for name in DECIDING}
     inputs = {name: _row(tensor, row.number, end) for name, tensor in given.items() if tensor is not None}
     device = inputs["input_ids"].device.type
     autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
-    return Recompute(drawn, row.key, call.namespace, inputs, autocast, origin)
+    return Recompute(drawn, row.key, call.inputs.namespace, inputs, autocast, origin)
 
 
 def _row(tensor: Any, number: int, end: int) -> Tensor:

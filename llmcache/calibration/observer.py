@@ -68,7 +68,9 @@ class Observer:
             TypeError: No answer was found in the output.
             ValueError: It is not one answer a row.
         """
-        computed = {number: states for number, states in call.captured.items() if number not in call.reused}
+        computed = {
+            number: states for number, states in call.progress.captured.items() if number not in call.plan.reused
+        }
         if not computed:
             return
         last = self._banks.layers[-1]
@@ -77,25 +79,25 @@ class Observer:
         # Of an output with NaN no answer is read, though a largest one be found in it: it agrees with none.
         signed = self.answers.sign(logits).masked_fill(logits.isnan().any(dim=-1, keepdim=True), nan)
         signatures, outputs, vectors = to_host(signed, logits.float(), targets)
-        assert call.scope is not None and signatures is not None and outputs is not None and vectors is not None
+        assert signatures is not None and outputs is not None and vectors is not None
         collected = self.collected.get()
         for i, number in enumerate(computed):
             if collected is None:
                 self._banks.sign(call.rows[number].key, signatures[i])
         wanted = computed if collected is not None else () if self.learner is None else self.learner.wanted(call)
-        if call.features is None or not wanted:
+        if call.read.features is None or not wanted:
             return
         head = "" if self._head is None else self._head.digest()
-        seconds = (perf_counter() - call.opened) / call.n_rows
+        seconds = (perf_counter() - call.inputs.opened) / call.n_rows
         seen = {
             number: Observation(
-                call.scope,
+                call.read.scope,
                 call.rows[number],
-                call.features[number].copy(),
+                call.read.features[number].copy(),
                 vectors[i],
                 signatures[i],
                 outputs[i],
-                states if collected is not None or number in call.audited else {},
+                states if collected is not None or number in call.plan.audited else {},
                 head,
                 seconds,
             )

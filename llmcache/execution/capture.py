@@ -31,75 +31,67 @@ class StateCapture:
     def capture(self, call: Call, number: int, hidden: Tensor) -> None:
         """Keep what rows computed at a layer (B, T, D), if it is stored, until the call has succeeded."""
         started = perf_counter()
-        try:
+        with self._components.counters.guard("keep a state") as tried:
             self._capture(call, number, hidden)
-        except Exception as error:
-            self._components.counters.error("keep a state", error)
-            call.captured.clear()
-        call.storing_s += perf_counter() - started
+        if tried.has_failed:
+            call.progress.captured.clear()
+        call.progress.storing_s += perf_counter() - started
 
     def check_weights(self, call: Call) -> None:
         """Keep nothing of rows whose weights were edited while they were computed, be they restored since."""
-        if not (call.captured or call.prefill is not None):
+        if not (call.progress.captured or call.plan.prefill is not None):
             return
-        assert call.scope is not None
-        try:
-            has_stayed = self._components.weights.stayed(call.mark, call.scope.weights)
-        except Exception as error:
-            self._components.counters.error("look at the weights again", error)
-            has_stayed = False
-        if has_stayed:
+        call.progress.may_store = False
+        with self._components.counters.guard("look at the weights again"):
+            call.progress.may_store = self._components.weights.stayed(call.read.mark, call.read.scope.weights)
+        if call.progress.may_store:
             return
-        call.mark = None
-        call.captured.clear()
+        call.progress.captured.clear()
         for row in call.active_rows:
-            if not any(row.number in taken for taken in (call.reused, call.served, call.revalidated)):
+            if not any(row.number in taken for taken in (call.plan.reused, call.served, call.plan.revalidated)):
                 row.bypass_reason = "weights_changed"
 
     def store(self, call: Call) -> None:
         """Store what was kept of a call that has succeeded."""
-        assert call.scope is not None
+        banks, counters, read = self._components.banks, self._components.counters, call.read
         calibrated = self._components.calibrated
         is_found = calibrated is None or calibrated.is_growing  # sources that were calibrated are joined by no other
         differing = self._differing(call)
-        for number, states in call.captured.items():
+        for number, states in call.progress.captured.items():
             row, features, vectors = call.rows[number], None, {}
             if number not in differing:
-                features = None if call.features is None or calibrated is not None else call.features[number]
-                vectors = {
-                    layer: rows[number] for layer, rows in call.fingerprints.items() if layer in states and is_found
-                }
+                features = None if read.features is None or calibrated is not None else read.features[number]
+                found = read.fingerprints.items() if is_found else ()
+                vectors = {layer: of_rows[number] for layer, of_rows in found if layer in states}
             elif differing[number]:
                 row = replace(row, key=row.again)  # others find the first
             else:
                 continue
-            try:
-                if not self._components.banks.put(call.scope, row, states, features, vectors, call.fingerprint_epoch):
-                    self._components.counters.too_large()
-            except Exception as error:
-                self._components.counters.error("store a request", error)
+            with counters.guard("store a request"):
+                if not banks.put(read.scope, row, states, features, vectors, read.fingerprint_epoch):
+                    counters.too_large()
 
     def _differing(self, call: Call) -> dict[int, bool]:
         """Of rows that are the same request as an earlier one: whether they came out otherwise, and that is of use."""
         # What was computed on top of a row's own states joins these, whatever became of the first.
-        on_own = {n: True for n in call.captured if n in call.reused and call.reused[n].key == call.rows[n].again}
+        rows, captured, reused = call.rows, call.progress.captured, call.plan.reused
+        on_own = {n: True for n in captured if n in reused and reused[n].key == rows[n].again}
         firsts: dict[str, int] = {}
-        others = (n for n in call.captured if n not in on_own)
-        pairs = {n: first for n in others if (first := firsts.setdefault(call.rows[n].key, n)) != n}
+        others = (n for n in captured if n not in on_own)
+        pairs = {n: first for n in others if (first := firsts.setdefault(rows[n].key, n)) != n}
         if not pairs or not self._components.serves_repeats:
             return on_own | dict.fromkeys(pairs, False)
-        try:
-            differ = [_differ(call.captured[number], call.captured[first]) for number, first in pairs.items()]
-            return on_own | dict(zip(pairs, torch.stack(differ).tolist(), strict=True))  # in one transfer
-        except Exception as error:
-            self._components.counters.error("compare rows that are the same request", error)
-            return on_own | dict.fromkeys(pairs, False)
+        found = dict.fromkeys(pairs, False)
+        with self._components.counters.guard("compare rows that are the same request"):
+            differ = [_differ(captured[number], captured[first]) for number, first in pairs.items()]
+            found = dict(zip(pairs, torch.stack(differ).tolist(), strict=True))  # in one transfer
+        return on_own | found
 
     def _capture(self, call: Call, number: int, hidden: Tensor) -> None:
         if number not in self._components.banks.layer_banks or not self._is_of_use:
             return
         for row in call.active_rows:
-            reuse = call.reused.get(row.number)
+            reuse = call.plan.reused.get(row.number)
             if reuse is not None and (reuse.layer >= number or not reuse.stores_above):
                 continue
             with torch.inference_mode(False), torch.no_grad():  # normal tensors, which a store can keep as they are
@@ -107,9 +99,9 @@ class StateCapture:
                 padding = self._padding_of(row, hidden, reuse)
                 if padding is not None:
                     tensors[HIDDEN_PADDING] = hidden[row.number][padding]
-                if call.kv_cache is not None:
-                    tensors |= kv.capture(call.kv_cache, row, number, self._components.banks.layers, padding)
-            call.captured.setdefault(row.number, {})[number] = tensors
+                if call.progress.kv_cache is not None:
+                    tensors |= kv.capture(call.progress.kv_cache, row, number, self._components.banks.layers, padding)
+            call.progress.captured.setdefault(row.number, {})[number] = tensors
 
     def _padding_of(self, row: Row, hidden: Tensor, reuse: Reuse | None) -> Ids | None:
         """The places of a row that are not valid, where they are to be served as well; only repeats are."""

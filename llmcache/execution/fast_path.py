@@ -82,8 +82,8 @@ class FastPath:
 
     def learn(self, call: Call, output: Any) -> None:
         """See the output of a call that went the whole way."""
-        states, scope = call.states, call.scope
-        if states is None or scope is None or call.entering is None:
+        states, scope = call.progress.states, call.read.scope
+        if states is None:
             return
         kind = self.kind(call)
         known = self._packings.get(kind)
@@ -94,7 +94,7 @@ class FastPath:
         if not self.is_watched:
             self._packings = {**self._packings, kind: None}  # also where what follows fails
             if self.may_open and (pack := _understand(states, output, self._trunk.module)):
-                template = OutputTemplate(states.dtype, call.entering, states.shape[-1], scope.weights, pack)
+                template = OutputTemplate(states.dtype, call.read.entering, states.shape[-1], scope.weights, pack)
                 self._packings = {**self._packings, kind: template}
 
     def forget(self) -> None:
@@ -105,24 +105,24 @@ class FastPath:
 
     def answer(self, call: Call, template: OutputTemplate) -> Any:
         """Output of a call whose rows are all served at the last layer."""
-        ids = call.arguments["input_ids"]
+        ids = call.inputs.arguments["input_ids"]
         states = torch.empty((*ids.shape, template.width), dtype=template.dtype, device=ids.device)
-        for reuse in call.reused.values():
+        for reuse in call.plan.reused.values():
             valid = call.rows[reuse.row].valid
             self._payload.place(reuse.entry.to(states.device), states[reuse.row], valid)
             place_padding(reuse.padding, states[reuse.row], valid)
         output = template.pack(states)
-        call.n_skipped += call.n_rows * self._trunk.depth
-        call.has_begun = call.is_complete = True
+        call.progress.n_skipped += call.n_rows * self._trunk.depth
+        call.progress.has_begun = call.progress.is_complete = True
         return output
 
     def kind(self, call: Call) -> Kind:
         """What the packing of an output hangs on."""
-        device = call.arguments["input_ids"].device.type
+        device = call.inputs.arguments["input_ids"].device.type
         knows = torch.amp.is_autocast_available(device)
         autocast = torch.get_autocast_dtype(device) if knows and torch.is_autocast_enabled(device) else None
         by_default = setting(self._trunk.config, "return_dict")
-        return call.arguments.get("return_dict"), by_default, call.arguments.get("use_cache"), autocast
+        return call.inputs.arguments.get("return_dict"), by_default, call.inputs.arguments.get("use_cache"), autocast
 
 
 def _understand(states: Tensor, output: Any, trunk: nn.Module) -> Callable[[Tensor], Any] | None:

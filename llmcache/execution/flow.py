@@ -34,7 +34,7 @@ from llmcache.models.model_config import setting
 from llmcache.models.payloads import last_valid
 from llmcache.models.pooling import Veil
 from llmcache.request.bypass import find_reason, is_plain_cache
-from llmcache.request.call import OUT_OF_ORDER, WITHIN, Call
+from llmcache.request.call import OUT_OF_ORDER, WITHIN, Call, Inputs
 from llmcache.request.outcome import Outcome, bypassed, outcomes
 from llmcache.reuse.prefix.block_pool import BlockPool
 from llmcache.reuse.prefix.kv_fill import empty
@@ -127,14 +127,14 @@ class Flow:
         if torch.is_grad_enabled():
             self._components.weights.suspect()
         arguments, mask_4d = flatten(arguments)
-        call = Call(arguments, namespace, mask_4d, n_read=n_read)
+        call = Call(Inputs(arguments, namespace, mask_4d, n_read))
         reason = "disabled" if is_disabled else self._find_reason(arguments)
         if reason is None and self._components.audit is not None:
             self._make_way(frame, call, self._components.audit)
         reason = reason or self._lookup.guard("ask whether it pays", self._meter.ask, call)
         if reason is not None:
             self._bypass(frame, reason, arguments)
-            frame.passing = None if call.passing is None else call
+            frame.passing = None if call.progress.passing is None else call
             return args, kwargs
         if not self._components.is_collecting:
             frame.last = ()  # until the call has succeeded
@@ -149,41 +149,43 @@ class Flow:
         if call is None or self._lookup.needs_states or not self._fast_path.may_open:
             return None
         if self._fast_path.is_watched:
-            self._components.counters.hooked(_count_rows(call.arguments))
+            self._components.counters.hooked(_count_rows(call.inputs.arguments))
             return None
         if (template := self._fast_path.template(call)) is None:
             return None
         if not self._lookup.read_early(call, template.entering):
             return None
-        if template.weights != getattr(call.scope, "weights", ""):  # another trunk puts out something else
+        if template.weights != call.read.scope.weights:  # another trunk puts out something else
             self._fast_path.forget()
             return None
         self._lookup.ask(call, 0)
-        return self._answer(call, template) if call.is_served else None
+        return self._answer(call, template) if call.plan.is_served else None
 
     def layer(self, frame: Frame, swap: LayerSwap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one layer for the rows that need it."""
         call = frame.call
         if call is None or call.served:  # of what comes after a prefix all is computed
             return swap.original(*args, **kwargs)
-        number = call.turn
+        number = call.progress.turn
         if number not in swap.turns:  # run by hand, or within another one, and none of the trunk's own steps
             if number != WITHIN:
-                call.turn, call.is_complete = OUT_OF_ORDER, False
+                call.progress.turn, call.progress.is_complete = OUT_OF_ORDER, False
             return swap.original(*args, **kwargs)
-        call.turn = WITHIN
+        call.progress.turn = WITHIN
         output = self._layer(frame, call, swap.turns[number], args, kwargs)
-        call.turn = number + 1
+        call.progress.turn = number + 1
         return output
 
     def normed(self, output: Tensor) -> Tensor | None:
         """After the final norm: where payloads of normed states are put in and taken."""
         frame = self._under_way()
         call = None if frame is None else frame.call
-        if call is None or not self._ends_after_norm or not (call.has_begun and call.turn > self._last):
+        if call is None or not self._ends_after_norm or not call.progress.has_begun:
             return None
-        output = call.states = self._runner.place(call, self._last, output)
-        call.is_complete = True
+        if call.progress.turn <= self._last:
+            return None
+        output = call.progress.states = self._runner.place(call, self._last, output)
+        call.progress.is_complete = True
         self._capture.capture(call, self._last, output)
         return output
 
@@ -191,7 +193,7 @@ class Flow:
         """After layer 0's self-attention, where the fingerprint reads it."""
         frame = self._under_way()
         if frame is not None and frame.call is not None:
-            frame.call.attention = unpack(output)
+            frame.call.progress.attention = unpack(output)
 
     def is_undone(self, frame: Frame) -> bool:
         """Whether decisions could not be carried out, so that the trunk has to be run again, as if unwrapped.
@@ -200,14 +202,14 @@ class Flow:
         layers were not run each once and in order.
         """
         call = frame.call
-        if call is None or call.is_complete or not call.reused:
+        if call is None or call.progress.is_complete or not call.plan.reused:
             return False
         frame.call = None
         self._lookup.withdraw(call)
-        if call.kv_cache is not None:
-            empty(call.kv_cache)
-            assert int(call.kv_cache.get_seq_length()) == 0, "K/V of the first run would be taken for a past"
-        self._bypass(frame, self._find_trouble(), call.arguments)
+        if call.progress.kv_cache is not None:
+            empty(call.progress.kv_cache)
+            assert int(call.progress.kv_cache.get_seq_length()) == 0, "K/V of the first run would be taken for a past"
+        self._bypass(frame, self._find_trouble(), call.inputs.arguments)
         return True
 
     def completed(self, frame: Frame, output: Any) -> Any:
@@ -221,12 +223,12 @@ class Flow:
         call, frame.call = frame.call, None
         try:
             self._end_work(frame)
-            if call is not None and not (call.has_begun and call.is_complete):
+            if call is not None and not (call.progress.has_begun and call.progress.is_complete):
                 self._lookup.withdraw(call)
                 if self._prefiller is not None:
                     self._prefiller.abandon(call)
                 if output is not None:  # it did not fail
-                    self._bypass(frame, self._find_trouble(), call.arguments)
+                    self._bypass(frame, self._find_trouble(), call.inputs.arguments)
                 call = None
             if call is not None:
                 self._end(frame, call, output)
@@ -270,25 +272,25 @@ class Flow:
 
     def _layer(self, frame: Frame, call: Call, swap: LayerSwap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the layer whose turn it is."""
-        if call.give_way is not None:
-            call.give_way()
+        if call.progress.give_way is not None:
+            call.progress.give_way()
         if swap.number == 0 and not self._begin(frame, call, swap, args, kwargs):
             frame.call = None
             self._lookup.withdraw(call)
-            return swap.original(*args, **kwargs) if call.first_output is None else call.first_output
+            return swap.original(*args, **kwargs) if call.progress.first_output is None else call.progress.first_output
         is_last = swap.number == self._last
-        if not (is_last or call.reused) and self._lookup.leaves_alone(swap.number):
+        if not (is_last or call.plan.reused) and self._lookup.leaves_alone(swap.number):
             return swap.original(*args, **kwargs)
-        if call.is_served and not is_last:
+        if call.plan.is_served and not is_last:
             return self._runner.skip(call, swap, args, kwargs)
         self._lookup.decide(call, swap, args, kwargs)
         ends_here = not (is_last and self._ends_after_norm)
         output = self._runner.run(call, swap, args, kwargs, places=ends_here)
         if ends_here:
-            call.is_complete = is_last
+            call.progress.is_complete = is_last
             if not self._runner.cannot_skip:  # what is kept now would never be served
-                call.states = unpack(output)
-                self._capture.capture(call, swap.number, call.states)
+                call.progress.states = unpack(output)
+                self._capture.capture(call, swap.number, call.progress.states)
         return output
 
     def _end(self, frame: Frame, call: Call, output: Any) -> None:
@@ -300,8 +302,8 @@ class Flow:
         for row in call.rows:
             if row.bypass_reason:
                 self._components.counters.bypass(row.bypass_reason, 1)
-        if self._is_veiled and call.reused:
-            self.veil.draw(output, {number: last_valid(call.rows[number].valid) for number in call.reused})
+        if self._is_veiled and call.plan.reused:
+            self.veil.draw(output, {number: last_valid(call.rows[number].valid) for number in call.plan.reused})
         if not self._components.is_collecting:
             frame.last = outcomes(call)
             self._capture.store(call)
@@ -309,7 +311,7 @@ class Flow:
                 self._prefiller.store(call, output)
             self._have_looked_into(call)
             ended = self._meter.now(call)
-            call.storing_s += ended - started
+            call.progress.storing_s += ended - started
             self._components.counters.call(call)
             self._meter.took(call, ended)
         if self._components.observer is not None and self._components.observer.answers.reads_payload:
@@ -353,59 +355,51 @@ class Flow:
 
     def _begin(self, frame: Frame, call: Call, swap: LayerSwap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """See to it that rows and fingerprints are read; False when the call must go by the cache after all."""
-        call.kv_cache = swap.arguments.get(args, kwargs, CACHE)
+        call.progress.kv_cache = swap.arguments.get(args, kwargs, CACHE)
         hidden = swap.arguments.get(args, kwargs, swap.arguments.names[0])
         reason = self._lookup.guard("read the request", self._find_late_reason, call, hidden)
-        if reason is None and call.entering not in (None, hidden.dtype):  # read at the door, of another model
+        if reason is None and call.is_read and call.read.entering != hidden.dtype:  # read early, of another model
             self._fast_path.forget()
             self._lookup.withdraw(call)
-            call.begin_again()
-        if reason is None and call.entering is None:
+            call.drop()
+        if reason is None and not call.is_read:
             if self._components.attention is not None:  # not guarded: what fails here is the model itself
-                call.first_output = swap.original(*args, **kwargs)
+                call.progress.first_output = swap.original(*args, **kwargs)
             reason = self._lookup.read(call, hidden, hidden.dtype)
         if reason is not None:
-            self._bypass(frame, reason, call.arguments)
-        call.has_begun = reason is None
-        return call.has_begun
+            self._bypass(frame, reason, call.inputs.arguments)
+        call.progress.has_begun = reason is None
+        return call.progress.has_begun
 
     def _find_late_reason(self, call: Call, hidden: Tensor) -> str | None:
         """Why a call cannot use the cache, as far as it shows only when the first layer is reached."""
-        if call.kv_cache is not None and not is_plain_cache(call.kv_cache):
+        if call.progress.kv_cache is not None and not is_plain_cache(call.progress.kv_cache):
             return "kv_cache_kind"
         if self._runner.cannot_skip:
             return "unknown_output"
-        if hidden.ndim != 3 or hidden.shape[:2] != call.arguments["input_ids"].shape:
+        if hidden.ndim != 3 or hidden.shape[:2] != call.inputs.arguments["input_ids"].shape:
             return "unknown_layout"
         return None
 
     def _have_looked_into(self, call: Call) -> None:
         """Hand hits that were drawn to the audit."""
-        try:
-            if self._components.audit is not None and call.audited:
+        with self._components.counters.guard("have a hit looked into"):
+            if self._components.audit is not None and call.plan.audited:
                 self._components.audit.served(call)
-        except Exception as error:
-            self._components.counters.error("have a hit looked into", error)
 
     def _answer(self, call: Call, template: OutputTemplate) -> Any:
         """Output of a call that is served at the door; None where that fails, and it is computed."""
-        try:
+        with self._components.counters.guard("answer before the layers"):
             return self._fast_path.answer(call, template)
-        except Exception as error:
-            self._components.counters.error("answer at the door", error)
-            self._fast_path.forget()
-            self._lookup.withdraw(call)
-            call.reused.clear()
-            call.reused_at.clear()
-            call.is_served = False
-            return None
+        self._fast_path.forget()
+        self._lookup.withdraw(call)
+        call.plan.cancel()
+        return None
 
     def _learn_template(self, call: Call, output: Any) -> None:
-        try:
+        with self._components.counters.guard("look at the trunk's output"):
             if output is not None:  # the trunk did not fail
                 self._fast_path.learn(call, output)
-        except Exception as error:
-            self._components.counters.error("look at the trunk's output", error)
 
     def forget(self) -> None:
         """What was learned of the model no longer holds."""
@@ -414,11 +408,9 @@ class Flow:
     def _observe(self, call: Call, output: Any) -> None:
         assert self._components.observer is not None
         started = self._meter.now(call)
-        try:
+        with self._components.counters.guard("read an answer"):
             self._components.observer.see(call, output)
-        except Exception as error:
-            self._components.counters.error("read an answer", error)
-        if call.is_metered and not self._components.is_collecting:
+        if call.progress.is_metered and not self._components.is_collecting:
             self._meter.spent(call, self._meter.now(call) - started)
 
     def _bypass(self, frame: Frame, reason: str, arguments: dict[str, Any]) -> None:
@@ -432,16 +424,14 @@ class Flow:
     def _make_way(self, frame: Frame, call: Call, audit: Audit) -> None:
         """Have the audit's own calls stop for others, and let it catch up before a call, if it has waited for long."""
         if self._components.is_collecting:
-            call.give_way = audit.worker.give_way if audit.worker.may_stop else None
+            call.progress.give_way = audit.worker.give_way if audit.worker.may_stop else None
         elif frame.is_outermost and (spent_s := audit.catch_up()):  # no call within another one
             self._meter.spent(call, spent_s)
 
     def _let_pass(self, passing: Call, output: Any) -> None:
         """Take in a call that has gone by the cache."""
-        try:
+        with self._components.counters.guard("note a call"):
             self._meter.passed(passing, output)
-        except Exception as error:
-            self._components.counters.error("note a call", error)
 
     def _begin_work(self, frame: Frame) -> None:
         """Tell the audit that the processor is needed. A call may be made within another one."""

@@ -46,11 +46,9 @@ class Lookup:
 
     def guard(self, what: str, step: Callable[..., str | None], *args: Any) -> str | None:
         """Why the cache cannot be used, as a step found; that the step failed is a reason, too."""
-        try:
+        with self._components.counters.guard(what):
             return step(*args)
-        except Exception as error:
-            self._components.counters.error(what, error)
-            return "error"
+        return "error"
 
     def read(self, call: Call, hidden: Tensor | None, entering: torch.dtype) -> str | None:
         """Read the call's rows and fingerprints.
@@ -65,20 +63,18 @@ class Lookup:
         """
         started = perf_counter()
         reason = self.guard("read the request", self._read, call, hidden, entering)
-        call.lookup_s += perf_counter() - started
+        call.progress.lookup_s += perf_counter() - started
         return reason
 
     def read_early(self, call: Call, entering: torch.dtype) -> bool:
         """Read them before layer 0 is reached; False when that is better left until then, which will tell why."""
         started = perf_counter()
         try:
-            is_read = self._read(call, None, entering) is None
+            return self._read(call, None, entering) is None
         except Exception:
-            is_read = False
-        if not is_read:
-            call.begin_again()
-        call.lookup_s += perf_counter() - started
-        return is_read
+            return False
+        finally:
+            call.progress.lookup_s += perf_counter() - started
 
     def leaves_alone(self, number: int) -> bool:
         """Whether nothing can happen at a layer in a call that reuses nothing: none is asked there, and none stored."""
@@ -97,18 +93,18 @@ class Lookup:
         number = swap.number
         if self._components.is_per_layer and number > 0 and number in self._components.banks.layer_banks:
             self._read_layer(call, swap, args, kwargs)
-        before, n_before = ({}, 0) if number == 0 else (dict(call.reused), len(call.reused_at))
-        if number > 0 or not call.was_asked:
+        before, n_before = ({}, 0) if number == 0 else (dict(call.plan.reused), len(call.plan.reused_at))
+        if number > 0 or not call.plan.was_asked:
             self.ask(call, number)
-        decided = len(call.reused_at) > n_before and not call.is_served  # else no row is run
+        decided = len(call.plan.reused_at) > n_before and not call.plan.is_served  # else no row is run
         if decided and not can_select_rows(swap.arguments, args, kwargs, call.n_rows):
-            call.reused, call.is_served = before, False  # rows could not be taken out of the batch safely
-            del call.reused_at[n_before:]
+            call.plan.reused, call.plan.is_served = before, False  # rows could not be taken out of the batch safely
+            del call.plan.reused_at[n_before:]
             self.withdraw(call)
 
     def ask(self, call: Call, number: int) -> None:
         """Ask each rung in turn for the rows that none has served at this depth."""
-        call.was_asked = True
+        call.plan.was_asked = True
         if self._components.is_collecting:
             return
         for rung in self._components.rungs:
@@ -118,59 +114,52 @@ class Lookup:
             rows = [
                 row
                 for row in call.active_rows
-                if _is_open(call.reused.get(row.number), number)
-                and row.number not in call.revalidated
+                if _is_open(call.plan.reused.get(row.number), number)
+                and row.number not in call.plan.revalidated
                 and (rung.is_lossless or not row.is_misread)
             ]
-            try:
+            decided: list[Reuse] = []
+            with self._components.counters.guard(f"look up ({rung.name})"):
                 decided = rung.decide(call, rows, number) if rows else []
-            except Exception as error:
-                self._components.counters.error(f"look up ({rung.name})", error)
-                decided = []
             if not rung.is_lossless:
                 decided = self._draw(call, self._revalidation.select(call, decided))
-            call.reused |= {reuse.row: reuse for reuse in decided}
-            call.reused_at += [reuse.layer for reuse in decided]
-            call.is_served = 0 < len(call.reused) == call.n_rows and all(
-                reuse.layer == self._last for reuse in call.reused.values()
+            call.plan.reused |= {reuse.row: reuse for reuse in decided}
+            call.plan.reused_at += [reuse.layer for reuse in decided]
+            call.plan.is_served = 0 < len(call.plan.reused) == call.n_rows and all(
+                reuse.layer == self._last for reuse in call.plan.reused.values()
             )
-            call.lookup_s += perf_counter() - started
+            call.progress.lookup_s += perf_counter() - started
 
     def withdraw(self, call: Call) -> None:
         """Hits of the call that the audit drew are not served after all."""
-        if self._components.audit is not None and call.audited:
+        if self._components.audit is not None and call.plan.audited:
             self._components.audit.withdraw(call)
 
     def _draw(self, call: Call, decided: list[Reuse]) -> list[Reuse]:
         """Let the audit draw among approximate reuses; returns those to carry out."""
         if self._components.audit is None:
             return decided
-        try:
+        with self._components.counters.guard("draw for the audit"):
             return self._components.audit.draw(call, decided)
-        except Exception as error:
-            self._components.counters.error("draw for the audit", error)
-            return []
+        return []
 
     def _read(self, call: Call, hidden: Tensor | None, entering: torch.dtype) -> str | None:
         weights = self._components.weights
         if weights.is_trained:
             return "gradients_held"
-        call.entering, call.scope = entering, self._reader.scope(call, entering)
+        scope = self._reader.scope(call, entering)
         if (reason := weights.refusal) is not None:
             return reason
-        call.mark = weights.mark_of(call.scope.weights)
-        self._reader.read(call, hidden)
+        call.read = self._reader.read(call, scope, hidden, entering)
         return None
 
     def _read_layer(self, call: Call, swap: LayerSwap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Take the fingerprint that this layer's bank is searched with; without one the layer is computed."""
         started = perf_counter()
         hidden = swap.arguments.get(args, kwargs, swap.arguments.names[0])
-        try:
+        with self._components.counters.guard("take a layer's fingerprint"):
             self._reader.read_layer(call, swap.number, hidden)
-        except Exception as error:
-            self._components.counters.error("take a layer's fingerprint", error)
-        call.lookup_s += perf_counter() - started
+        call.progress.lookup_s += perf_counter() - started
 
 
 def _is_open(reuse: Reuse | None, number: int) -> bool:

@@ -83,38 +83,40 @@ class Meter:
 
     def ask(self, call: Call) -> str | None:
         """Why a call is to go by the cache, or None; starts the clock of one that is not."""
-        cost, ids = self._components.cost, call.arguments["input_ids"]
+        cost, ids = self._components.cost, call.inputs.arguments["input_ids"]
         if cost is None or ids.numel() == 0 or self._components.is_collecting:
             return None
         if self._is_learning:
             cost.restart()  # what was seen before does not hold of what can be served afterwards
             return None
         started = self._clock()
-        call.hashes = _hashes(call) if ids.is_cpu else ()
+        call.progress.hashes = _hashes(call) if ids.is_cpu else ()
         notes = self._components.notes
         held = none_held if notes is None else notes.count
         searches = self._components.fingerprint is not None
-        verdict = cost.pays(ids.numel(), ids.shape[0], call.hashes, held, ids.is_cpu and self._compares, searches)
+        verdict = cost.pays(
+            ids.numel(), ids.shape[0], call.progress.hashes, held, ids.is_cpu and self._compares, searches
+        )
         if not verdict.pays:
             if ids.is_cpu and (verdict.is_noted or verdict.is_timed):
                 asked = self._clock()
                 kept = notes.prepare(call) if notes is not None and verdict.is_noted else None
                 begun = self._clock()
-                call.passing = Passing(begun, begun - asked, kept, verdict.is_timed)
+                call.progress.passing = Passing(begun, begun - asked, kept, verdict.is_timed)
             return "compared" if verdict.is_compared else "not_worthwhile"
         if notes is not None:
-            notes.admit(call, call.hashes)
-        call.is_metered, call.is_foretold = True, verdict.is_foretold
+            notes.admit(call, call.progress.hashes)
+        call.progress.is_metered, call.progress.is_foretold = True, verdict.is_foretold
         if ids.is_cpu:
-            call.started = started
-            call.lookup_s += self._clock() - started
+            call.progress.started = started
+            call.progress.lookup_s += self._clock() - started
         elif verdict.is_probe:
-            call.started = self._done(ids)
+            call.progress.started = self._done(ids)
         return None
 
     def passed(self, call: Call, output: Any) -> None:
         """Take in a call that has gone by, with the trunk's output, None where that failed."""
-        cost, notes, passing = self._components.cost, self._components.notes, call.passing
+        cost, notes, passing = self._components.cost, self._components.notes, call.progress.passing
         if cost is None or passing is None or output is None:
             return
         ended, noting_s = self._clock(), None
@@ -123,27 +125,31 @@ class Meter:
             noting_s = passing.asking_s + self._clock() - ended
         if noting_s is None and not passing.is_timed:
             return
-        cost.passed(call.arguments["input_ids"].numel(), ended - passing.started, noting_s)
+        cost.passed(call.inputs.arguments["input_ids"].numel(), ended - passing.started, noting_s)
 
     def spent(self, call: Call, seconds: float) -> None:
         """Take in what else was done for the cache's sake, before a call or after it."""
         if self._components.cost is not None:
-            self._components.cost.spent(call.arguments["input_ids"].numel(), seconds)
+            self._components.cost.spent(call.inputs.arguments["input_ids"].numel(), seconds)
 
     def now(self, call: Call) -> float:
         """The time at which the call's work so far is done, if the call is timed."""
-        return self._clock() if call.started is None else self._done(call.arguments["input_ids"])
+        return self._clock() if call.progress.started is None else self._done(call.inputs.arguments["input_ids"])
 
     def took(self, call: Call, ended: float) -> None:
         """Tell what became of a call that took the whole way, until that time."""
-        cost, ids = self._components.cost, call.arguments["input_ids"]
-        if cost is None or not call.is_metered:
+        cost, ids = self._components.cost, call.inputs.arguments["input_ids"]
+        if cost is None or not call.progress.is_metered:
             return
-        times = None if call.started is None else Times(ended - call.started, call.lookup_s, call.storing_s)
-        n_hits = len(call.reused) + len(call.served)
-        cost.took(ids.numel(), call.n_rows, n_hits, times, call.is_foretold, partial(self._would_note, call))
-        if self._components.notes is not None and call.hashes:
-            self._components.notes.stored(call.hashes, [row.key for row in call.rows])
+        times = (
+            None
+            if call.progress.started is None
+            else Times(ended - call.progress.started, call.progress.lookup_s, call.progress.storing_s)
+        )
+        n_hits = len(call.plan.reused) + len(call.served)
+        cost.took(ids.numel(), call.n_rows, n_hits, times, call.progress.is_foretold, partial(self._would_note, call))
+        if self._components.notes is not None and call.progress.hashes:
+            self._components.notes.stored(call.progress.hashes, [row.key for row in call.rows])
 
     def _would_note(self, call: Call) -> bool:
         """Whether a call could have been noted, so that its repeats had been served; others would not have been."""
@@ -177,12 +183,12 @@ class Meter:
 
 def _hashes(call: Call) -> list[int]:
     """What tells the requests of a call apart, by row; its tokens are on the host."""
-    ids, mask = call.arguments["input_ids"], call.arguments.get("attention_mask")
+    ids, mask = call.inputs.arguments["input_ids"], call.inputs.arguments.get("attention_mask")
     rows = ids.tolist()
     if mask is None or len(rows) == 1:
-        return [_hash(call.namespace, row) for row in rows]
+        return [_hash(call.inputs.namespace, row) for row in rows]
     # The padding of a row in a batch hangs on the others.
-    return [_hash(call.namespace, compress(row, valid)) for row, valid in zip(rows, mask.tolist(), strict=True)]
+    return [_hash(call.inputs.namespace, compress(row, valid)) for row, valid in zip(rows, mask.tolist(), strict=True)]
 
 
 def _hash(namespace: str, tokens: Iterable[int]) -> int:

@@ -21,7 +21,7 @@ from torch import Tensor
 from llmcache.execution.fast_path import FastPath, Kind, OutputTemplate
 from llmcache.models.arguments import DECIDING
 from llmcache.models.mark import Mark
-from llmcache.request.call import Call
+from llmcache.request.call import Call, Inputs
 
 if TYPE_CHECKING:  # who import `parts`, which holds this
     from llmcache.execution.capture import StateCapture
@@ -131,19 +131,24 @@ class Notes:
 
     def take(self, call: Call, kept: Prepared, output: Any) -> None:
         """Note a call that has gone by, with the trunk's output."""
-        states, template, ids, hashes = output[0], kept.template, call.arguments["input_ids"], call.hashes
+        states, template, ids, hashes = (
+            output[0],
+            kept.template,
+            call.inputs.arguments["input_ids"],
+            call.progress.hashes,
+        )
         if states.dtype != template.dtype or states.shape != (*ids.shape, template.width):
             return
         if not self._components.weights.stayed(kept.mark, template.weights):  # edited since, be they restored
             return
         with torch.inference_mode(False), torch.no_grad():  # normal tensors, which a store can keep as they are
             states = (states[:, :1] if self._components.payload.name == "cls" else states).clone()
-            arguments, nbytes = dict(call.arguments), states.nbytes
+            arguments, nbytes = dict(call.inputs.arguments), states.nbytes
             for name in DECIDING:
                 if (tensor := arguments.get(name)) is not None:
                     arguments[name] = tensor.clone()
                     nbytes += tensor.nbytes
-        note = Note(call.namespace, arguments, states, kept, hashes, nbytes)
+        note = Note(call.inputs.namespace, arguments, states, kept, hashes, nbytes)
         with self._lock:
             self._notes[note] = None
             self.nbytes += note.nbytes
@@ -180,16 +185,16 @@ class Notes:
             if note not in self._notes:  # another thread did it
                 return
             self._drop(note)
-        call = Call(note.arguments, note.namespace)
+        call = Call(Inputs(note.arguments, note.namespace))
         reason = self._lookup.read(call, None, note.kept.template.entering)
-        if reason is None and call.scope is not None and call.scope.weights == note.kept.template.weights:
+        if reason is None and call.read.scope.weights == note.kept.template.weights:
             self._capture.capture(call, self._last, note.states)
             self._capture.store(call)
             self.stored(note.hashes, [row.key for row in call.rows])
 
     def _template(self, call: Call, kind: Kind) -> OutputTemplate | None:
         """How the output of a call of that kind will be packed, where it can be noted."""
-        can_note = call.mask_4d is None and call.hashes and self.can_note
+        can_note = call.inputs.mask_4d is None and call.progress.hashes and self.can_note
         return self._fast_path.known(kind) if can_note else None
 
     def _setting(self, call: Call) -> tuple[Kind, str]:

@@ -18,8 +18,8 @@ from llmcache.models.masks import expand
 from llmcache.models.model_config import setting
 from llmcache.models.payloads import head_reads_padding
 from llmcache.models.rope import steady_length
-from llmcache.request.call import Call
-from llmcache.request.rows import Inputs, Row, Scope, id_dtype, read_rows, to_host
+from llmcache.request.call import Call, Read
+from llmcache.request.rows import HostInputs, Row, Scope, id_dtype, read_rows, to_host
 
 
 class RequestReader:
@@ -43,32 +43,35 @@ class RequestReader:
 
     def scope(self, call: Call, entering: torch.dtype) -> Scope:
         """Scope of a call whose first layer receives states of this dtype."""
-        dtype, device = str(entering), call.arguments["input_ids"].device.type
+        dtype, device = str(entering), call.inputs.arguments["input_ids"].device.type
         if torch.is_autocast_enabled(device):
             dtype += f" autocast {torch.get_autocast_dtype(device)}"
-        return Scope(call.namespace, self._components.weights.digest(), dtype, self._components.trunk.attention)
+        return Scope(call.inputs.namespace, self._components.weights.digest(), dtype, self._components.trunk.attention)
 
-    def read(self, call: Call, hidden: Tensor | None) -> None:
+    def read(self, call: Call, scope: Scope, hidden: Tensor | None, entering: torch.dtype) -> Read:
         """Everything that needs the host, in one transfer.
 
         Args:
-            call: Its scope is known.
+            call: It was not read yet.
+            scope: Its scope.
             hidden: States that enter layer 0 (B, T, D); None where the fingerprint does without.
+            entering: Their dtype.
         """
-        ids, mask = call.arguments["input_ids"], call.arguments.get("attention_mask")
+        ids, mask = call.inputs.arguments["input_ids"], call.inputs.arguments.get("attention_mask")
         valid = None if mask is None else mask != 0
-        assert call.scope is not None
-        fingerprint, features = self._components.fingerprint, None
-        on_host, on_device = self._content_tables(ids.device, call.scope.weights)
+        fingerprint, features, shown = self._components.fingerprint, None, None
+        on_host, on_device = self._content_tables(ids.device, scope.weights)
         if fingerprint is not None and fingerprint.reads_states:
-            call.content = on_device[ids] if valid is None else on_device[ids] & valid
-            features = fingerprint.features(View(hidden, call.content, ids, call.attention))
-        types, positions = call.arguments.get("token_type_ids"), call.arguments.get("position_ids")
+            shown = on_device[ids] if valid is None else on_device[ids] & valid
+            features = fingerprint.features(View(hidden, shown, ids, call.progress.attention))
+        types, positions = call.inputs.arguments.get("token_type_ids"), call.inputs.arguments.get("position_ids")
         is_causal = None
-        if call.mask_4d is not None and valid is not None:
-            is_causal = (call.mask_4d == expand(valid, call.mask_4d.shape[-1])).all(dim=-1).all(dim=-1).flatten()
-        order = call.arguments.get("cache_position")
-        inputs = Inputs(*to_host(ids, mask, types, positions, is_causal, features, order))
+        if call.inputs.mask_4d is not None and valid is not None:
+            is_causal = (
+                (call.inputs.mask_4d == expand(valid, call.inputs.mask_4d.shape[-1])).all(dim=-1).all(dim=-1).flatten()
+            )
+        order = call.inputs.arguments.get("cache_position")
+        inputs = HostInputs(*to_host(ids, mask, types, positions, is_causal, features, order))
         _read_mask(inputs)
         if inputs.ids.min(initial=0) < 0:  # which would be taken for one of the last tokens
             raise IndexError(f"token ids must be at least 0, got {inputs.ids.min()}")
@@ -76,27 +79,30 @@ class RequestReader:
         if fingerprint is not None and not fingerprint.reads_states:
             view = View(None, torch.from_numpy(content), torch.from_numpy(inputs.ids))
             inputs.features = fingerprint.features(view).numpy()
-        call.rows = read_rows(
-            call.scope,
+        rows = read_rows(
+            scope,
             inputs,
             id_dtype(len(on_host)),
             self._components.trunk.adapter.is_guess,
             self._layout_counts,
             self._layout_is_kept,
         )
-        call.features = None if self._components.is_per_layer else inputs.features
         has_content = content.any(axis=1).tolist()
         reason = self._refusal_of_all(inputs)
-        for row in call.rows:
+        for row in rows:
             row.bypass_reason = reason or self._refusal(row, inputs, has_content[row.number])
-        call.fingerprint_epoch = self._components.banks.fingerprint_epoch
-        if fingerprint is not None and fingerprint.n_fit == 0 and self._can_search(call.scope.weights):
-            layers = (0,) if self._components.is_per_layer else self._components.banks.layers
-            vectors, call.forecasts = fingerprint.project_with_forecast(inputs.features)
-            call.fingerprints = dict.fromkeys(layers, vectors)
+        components = self._components
+        fingerprints, forecasts = {}, None
+        epoch, mark = components.banks.fingerprint_epoch, components.weights.mark_of(scope.weights)
+        if fingerprint is not None and fingerprint.n_fit == 0 and self._can_search(scope.weights):
+            layers = (0,) if components.is_per_layer else components.banks.layers
+            vectors, forecasts = fingerprint.project_with_forecast(inputs.features)
+            fingerprints = dict.fromkeys(layers, vectors)
             if not isfinite(vectors.sum()):  # for the reason in `_refusal`
                 for number in np.flatnonzero(~np.isfinite(vectors).all(axis=-1)).tolist():
-                    call.rows[number].bypass_reason = call.rows[number].bypass_reason or "not_finite"
+                    rows[number].bypass_reason = rows[number].bypass_reason or "not_finite"
+        features = None if components.is_per_layer else inputs.features
+        return Read(rows, scope, entering, mark, shown, features, fingerprints, epoch, forecasts)
 
     def _can_search(self, weights: str) -> bool:
         """Whether the fingerprint is one for these weights: it keeps vectors of tokens that it meets first."""
@@ -106,12 +112,12 @@ class RequestReader:
     def read_layer(self, call: Call, layer: int, hidden: Tensor) -> None:
         """Fingerprints of the states (B, T, D) that enter a later layer, in a transfer of their own."""
         fingerprint = self._components.fingerprint
-        assert fingerprint is not None and call.content is not None
-        (features,) = to_host(fingerprint.features(View(hidden, call.content, call.arguments["input_ids"])))
+        assert fingerprint is not None and call.read.content is not None
+        (features,) = to_host(fingerprint.features(View(hidden, call.read.content, call.inputs.arguments["input_ids"])))
         assert features is not None
-        call.fingerprints[layer] = fingerprint.project(features)
+        call.read.fingerprints[layer] = fingerprint.project(features)
 
-    def _refusal_of_all(self, inputs: Inputs) -> str:
+    def _refusal_of_all(self, inputs: HostInputs) -> str:
         """Why no row takes part: tokens are not put one after the other, or positions not encoded as in other calls."""
         n_tokens = inputs.ids.shape[1]
         if inputs.order is not None and not np.array_equal(inputs.order, np.arange(n_tokens)):
@@ -121,7 +127,7 @@ class RequestReader:
         length = n_tokens if inputs.positions is None else int(inputs.positions.max(initial=-1)) + 1
         return "" if length < self._steady_length else "rope_by_length"
 
-    def _refusal(self, row: Row, inputs: Inputs, has_content: bool) -> str:
+    def _refusal(self, row: Row, inputs: HostInputs, has_content: bool) -> str:
         if inputs.is_causal is not None and not inputs.is_causal[row.number]:
             return "mask_4d"
         if inputs.is_binary is not None and not inputs.is_binary[row.number]:
@@ -149,7 +155,7 @@ class RequestReader:
         return self._tables[1]
 
 
-def _read_mask(inputs: Inputs) -> None:
+def _read_mask(inputs: HostInputs) -> None:
     """Which tokens a mask lets pass, of what was read of it; some models multiply by it, so its values count, too."""
     if inputs.valid is not None and inputs.valid.dtype != np.bool_:
         mask = inputs.valid

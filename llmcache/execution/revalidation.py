@@ -22,25 +22,21 @@ class Revalidation:
 
     def select(self, call: Call, decided: Sequence[Reuse]) -> list[Reuse]:
         """Set aside what is to be checked: those rows are computed as if nothing had been found. Returns the others."""
-        try:
+        with self._counters.guard("choose what to check"):
             for reuse in decided:
                 # A row that stands on another request's state would compute nothing to compare with.
-                if reuse.row not in call.reused and self._banks.should_check(reuse.key, reuse.layer):
-                    call.revalidated[reuse.row] = reuse
-        except Exception as error:
-            self._counters.error("choose what to check", error)
-        return [reuse for reuse in decided if reuse.row not in call.revalidated]
+                if reuse.row not in call.plan.reused and self._banks.should_check(reuse.key, reuse.layer):
+                    call.plan.revalidated[reuse.row] = reuse
+        return [reuse for reuse in decided if reuse.row not in call.plan.revalidated]
 
     def compare(self, call: Call) -> None:
         """Compare what such rows computed with what they would have got. They are not stored: a stored one is near.
 
         A row may be missing from what was captured, if that failed.
         """
-        for number, reuse in call.revalidated.items():
-            fresh = call.captured.pop(number, None)
-            try:
+        for number, reuse in call.plan.revalidated.items():
+            fresh = call.progress.captured.pop(number, None)
+            with self._counters.guard("check a reuse"):
                 if fresh is not None:
                     self._banks.check(reuse.key, reuse.layer, fresh[reuse.layer]["hidden"], reuse.entry)
-            except Exception as error:
-                self._counters.error("check a reuse", error)
-        self._counters.revalidated(len(call.revalidated))
+        self._counters.revalidated(len(call.plan.revalidated))

@@ -45,18 +45,18 @@ class Runner:
             places: Whether stored states enter here; not when they enter after the final norm.
         """
         number = layer.number
-        rows = [row for row in range(call.n_rows) if not _skips(call.reused.get(row), number)]
-        ran_ahead = number == 0 and call.first_output is not None
+        rows = [row for row in range(call.n_rows) if not _skips(call.plan.reused.get(row), number)]
+        ran_ahead = number == 0 and call.progress.first_output is not None
         if ran_ahead or len(rows) == call.n_rows or self._skipped is None:
-            output = call.first_output if ran_ahead else layer.original(*args, **kwargs)
-            if ran_ahead and call.kv_cache is not None:
+            output = call.progress.first_output if ran_ahead else layer.original(*args, **kwargs)
+            if ran_ahead and call.progress.kv_cache is not None:
                 _replace_kv(call, number)
             if self._skipped is None:
                 self._skipped = _learn(output)
                 self.cannot_skip = self._skipped is None
         else:
             output = self._run_some(call, rows, layer, args, kwargs)
-        if not (places and call.reused) or self.cannot_skip:  # of the latter all was computed, for all rows
+        if not (places and call.plan.reused) or self.cannot_skip:  # of the latter all was computed, for all rows
             return output
         return repack(output, self.place(call, number, unpack(output)))
 
@@ -65,8 +65,8 @@ class Runner:
         if self._skipped is None:
             return self.run(call, layer, args, kwargs, places=False)
         hidden = layer.arguments.get(args, kwargs, layer.arguments.names[0])
-        call.n_skipped += call.n_rows
-        if call.kv_cache is not None:
+        call.progress.n_skipped += call.n_rows
+        if call.progress.kv_cache is not None:
             _fill_cache(call, layer.number, [], None, hidden.shape[1])
         return self._skipped(hidden, layer.module, layer.arguments.bind(args, kwargs))
 
@@ -77,15 +77,15 @@ class Runner:
         if not rows:
             return self.skip(call, layer, args, kwargs)
         hidden = layer.arguments.get(args, kwargs, layer.arguments.names[0])
-        call.n_skipped += call.n_rows - len(rows)
+        call.progress.n_skipped += call.n_rows - len(rows)
         output, kv = self._compute(call, rows, layer, args, kwargs)
-        if call.kv_cache is not None:
+        if call.progress.kv_cache is not None:
             _fill_cache(call, layer.number, rows, kv, hidden.shape[1])
         return output
 
     def place(self, call: Call, number: int, hidden: Tensor) -> Tensor:
         """Hidden states (B, T, D) with the rows that are reused at this layer put in; the input is not written."""
-        placed = [reuse for reuse in call.reused.values() if reuse.layer == number]
+        placed = [reuse for reuse in call.plan.reused.values() if reuse.layer == number]
         if not placed:
             return hidden
         if len(placed) == call.n_rows:
@@ -106,7 +106,7 @@ class Runner:
         index = torch.tensor(rows, device=hidden.device)
         args, kwargs = select_rows(layer.arguments, args, kwargs, index, call.n_rows)
         scratch = None
-        if call.kv_cache is not None:
+        if call.progress.kv_cache is not None:
             # The caller's cache takes all rows at once, so these rows get one of their own, T long.
             scratch = _new_cache()
             args, kwargs = layer.arguments.replace(args, kwargs, CACHE, scratch)
@@ -144,8 +144,8 @@ def _new_cache() -> Any:
 
 def _replace_kv(call: Call, number: int) -> None:
     """Write stored K/V over those that a layer run for all rows gave to rows that take its output from the store."""
-    layer = call.kv_cache.layers[number]
-    for reuse in (reuse for reuse in call.reused.values() if _skips(reuse, number)):
+    layer = call.progress.kv_cache.layers[number]
+    for reuse in (reuse for reuse in call.plan.reused.values() if _skips(reuse, number)):
         for written, stored in zip((layer.keys, layer.values), reuse.kv[number], strict=True):
             written[reuse.row][:, call.rows[reuse.row].valid] = stored.to(written.device)
 
@@ -155,12 +155,12 @@ def _fill_cache(call: Call, number: int, rows: list[int], kv: tuple[Tensor, Tens
 
     Padding of which nothing is stored gets zeros.
     """
-    skipping = [reuse for row, reuse in call.reused.items() if row not in rows]
+    skipping = [reuse for row, reuse in call.plan.reused.items() if row not in rows]
     sample = skipping[0].kv[number]
     full = []
     for which in (0, 1):  # keys, values
         heads, _, width = sample[which].shape
-        device = call.arguments["input_ids"].device if kv is None else kv[which].device
+        device = call.inputs.arguments["input_ids"].device if kv is None else kv[which].device
         dtype = sample[which].dtype if kv is None else kv[which].dtype
         states = torch.zeros((call.n_rows, heads, length, width), dtype=dtype, device=device)
         if kv is not None:
@@ -171,4 +171,4 @@ def _fill_cache(call: Call, number: int, rows: list[int], kv: tuple[Tensor, Tens
             if number in reuse.padding_kv:
                 states[reuse.row][:, padding_of(valid, length)] = reuse.padding_kv[number][which].to(device)
         full.append(states)
-    call.kv_cache.update(full[0], full[1], number)
+    call.progress.kv_cache.update(full[0], full[1], number)

@@ -1,6 +1,11 @@
 """What one forward call knows. Made per call and thread, never on the module.
 
-Sizes: B rows, T tokens a row (padding included), n valid tokens of a row.
+    Inputs     what it was made with; frozen
+    Read       what was read of it on the host; frozen, and dropped when that no longer holds
+    Plan       what was decided; dropped when it cannot be carried out
+    Progress   how far it has come, what it computed, and what that took
+
+Sizes: B rows, T tokens a row (padding included), n valid tokens of a row, D hidden width.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +20,9 @@ from llmcache.arrays import Floats
 from llmcache.models.mark import Mark
 from llmcache.request.prefill import Prefill
 from llmcache.request.rows import Row, Scope
+
+#: In place of the layer whose turn it is: one is being run; they were run in another order, and no decision holds.
+WITHIN, OUT_OF_ORDER = -1, -2
 
 
 @dataclass(slots=True)
@@ -50,50 +58,106 @@ class Reuse:
     padding_kv: Mapping[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
-#: In place of the layer whose turn it is: one is being run; they were run in another order, and no decision holds.
-WITHIN, OUT_OF_ORDER = -1, -2
-
-
-@dataclass(slots=True)
-class Call:
-    """One forward of the trunk.
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What a forward of the trunk was made with.
 
     Attributes:
         arguments: The trunk's arguments by name; the mask as 2-D.
-        namespace: Namespace in force when the call began.
+        namespace: In force when the call began.
         mask_4d: The mask that was passed, bool (B, 1, T, M), where it is another one.
         n_read: How many columns, from the last on, are read of the output; None: maybe all.
-        rows: Filled when layer 0 is reached.
-        scope: Likewise.
-        mark: Of the weights, when the scope was made; None if they were edited since, and nothing may be stored.
-        content: Which tokens carry content, bool (B, T) on the model's device.
-        was_asked: The rungs were asked what may be reused at layer 0.
-        turn: Number of the layer that is to be run next; or `WITHIN`, or `OUT_OF_ORDER`.
-        has_begun: Layer 0 was reached, or the call was answered before.
-        entering: Dtype of the states that entered layer 0.
-        states: Last states (B, T, D), as the trunk went on with them.
-        first_output: What layer 0 returned, where it was run for all rows before anything was looked up, else None.
-        attention: Output of layer 0's self-attention (B, T, D), where it was asked for.
-        features: What the fingerprint is projected from, float32 (B, F0) on the host, or None when nothing is searched.
+        opened: Clock at its beginning.
+    """
+
+    arguments: dict[str, Any]
+    namespace: str
+    mask_4d: Tensor | None = None
+    n_read: int | None = None
+    opened: float = field(default_factory=perf_counter)
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """What was read of a call on the host.
+
+    Attributes:
+        rows: Its requests, with the reason for which one takes no part in caching.
+        scope: Theirs.
+        entering: Dtype of the states that enter layer 0.
+        mark: Of the weights, when the scope was made.
+        content: Which tokens carry content, bool (B, T) on the model's device; None where no fingerprint asks.
+        features: What the fingerprint is projected from, float32 (B, F0), or None when nothing is searched.
         fingerprints: What each layer's bank is searched with, float32 (B, F), by layer; empty when nothing is searched.
+            Where layers have fingerprints of their own, one is added when its layer is reached.
         fingerprint_epoch: Of the banks' fingerprint, when these were made.
         forecasts: What the fingerprint lets expect of the outputs, float32 (B, C), or None.
-        nearest: Similarity of the nearest stored request that a search found, by row number.
+    """
+
+    rows: Sequence[Row]
+    scope: Scope
+    entering: torch.dtype
+    mark: Mark | None = None
+    content: Tensor | None = None
+    features: Floats | None = None
+    fingerprints: dict[int, Floats] = field(default_factory=dict)
+    fingerprint_epoch: int = 0
+    forecasts: Floats | None = None
+
+
+@dataclass(slots=True)
+class Plan:
+    """What was decided.
+
+    Attributes:
+        was_asked: The rungs were asked what may be reused at layer 0.
+        reused: Latest decision by row number.
+        reused_at: Layer of every decision, in order; in `paper` mode a row may have one at each layer.
+        revalidated: Decisions that are not carried out: their rows are computed, and compared with the stored state.
+        audited: What the audit knows of rows that it looks into (`Audited`), by number.
         choices: Who would serve a row semantically, whatever is allowed (`Choice` or None), by number of the rows that
             were searched for.
-        reused: Latest decision by row number.
-        revalidated: Decisions that are not carried out: their rows are computed, and compared with the stored state.
-        audited: What the audit knows of rows that it looks into (`Drawn`), by number.
+        nearest: Similarity of the nearest stored request that a search found, by row number.
         is_served: Every row takes its state at the last layer, so that all layers below are skipped.
-        kv_cache: The caller's K/V cache object, or None.
-        prefill: What it has to do with stored prefixes, or None.
-        captured: Payloads to store: row number, then layer, then named tensors.
-        reused_at: Layer of every decision, in order; in `paper` mode a row may have one at each layer.
-        n_skipped: Layer executions saved so far, summed over rows.
+        prefill: What the call has to do with stored prefixes, or None.
+    """
+
+    was_asked: bool = False
+    reused: dict[int, Reuse] = field(default_factory=dict)
+    reused_at: list[int] = field(default_factory=list)
+    revalidated: dict[int, Reuse] = field(default_factory=dict)
+    audited: dict[int, Any] = field(default_factory=dict)
+    choices: Mapping[int, Any] = field(default_factory=dict)
+    nearest: dict[int, float] = field(default_factory=dict)
+    is_served: bool = False
+    prefill: Prefill | None = None
+
+    def found(self, row: Row, similarity: float) -> None:
+        """Take note of how like a stored request is to a row; the most alike counts."""
+        self.nearest[row.number] = max(similarity, self.nearest.get(row.number, similarity))
+
+    def cancel(self) -> None:
+        """Reuse nothing after all; what was found stays known."""
+        self.reused, self.reused_at, self.is_served = {}, [], False
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a call has come, what it computed, and what that took.
+
+    Attributes:
+        turn: Number of the layer that is to be run next; or `WITHIN`, or `OUT_OF_ORDER`.
+        has_begun: Layer 0 was reached, or the call was answered before.
         is_complete: All layers were passed, and what was decided is carried out.
+        kv_cache: The caller's K/V cache object, or None.
+        first_output: What layer 0 returned, where it was run for all rows before anything was looked up, else None.
+        attention: Output of layer 0's self-attention (B, T, D), where it was asked for.
+        states: Last states (B, T, D), as the trunk went on with them.
+        captured: Payloads to store: row number, then layer, then named tensors.
+        may_store: The weights are still those that it began with.
+        n_skipped: Layer executions saved so far, summed over rows.
         lookup_s: Seconds spent on fingerprint, search and decision.
         storing_s: Seconds spent on keeping states and storing misses.
-        opened: Clock when this was made.
         started: Clock at its beginning, where it is timed for the cost model, else None.
         is_metered: The cost model wants to know how it comes out.
         hashes: Of its requests, where the cost model was asked about them; else empty.
@@ -102,46 +166,61 @@ class Call:
         give_way: Stops the call, which is made by the way, when another one has come; None for other calls.
     """
 
-    arguments: dict[str, Any]
-    namespace: str
-    mask_4d: Tensor | None = None
-    n_read: int | None = None
-    rows: list[Row] = field(default_factory=list)
-    scope: Scope | None = None
-    mark: Mark | None = None
-    content: Tensor | None = None
-    was_asked: bool = False
     turn: int = 0
     has_begun: bool = False
-    entering: torch.dtype | None = None
-    states: Tensor | None = None
+    is_complete: bool = False
+    kv_cache: Any = None
     first_output: Any = None
     attention: Tensor | None = None
-    features: Floats | None = None
-    fingerprints: dict[int, Floats] = field(default_factory=dict)
-    fingerprint_epoch: int = 0
-    forecasts: Floats | None = None
-    nearest: dict[int, float] = field(default_factory=dict)
-    choices: Mapping[int, Any] = field(default_factory=dict)
-    reused: dict[int, Reuse] = field(default_factory=dict)
-    revalidated: dict[int, Reuse] = field(default_factory=dict)
-    audited: dict[int, Any] = field(default_factory=dict)
-    is_served: bool = False
-    kv_cache: Any = None
-    prefill: Prefill | None = None
+    states: Tensor | None = None
     captured: dict[int, dict[int, dict[str, Tensor]]] = field(default_factory=dict)
-    reused_at: list[int] = field(default_factory=list)
+    may_store: bool = True
     n_skipped: int = 0
-    is_complete: bool = False
     lookup_s: float = 0.0
     storing_s: float = 0.0
-    opened: float = field(default_factory=perf_counter)
     started: float | None = None
     is_metered: bool = False
     hashes: Sequence[int] = ()
     is_foretold: bool = False
     passing: Any = None
     give_way: Callable[[], None] | None = None
+
+
+class Call:
+    """One forward of the trunk."""
+
+    __slots__ = ("_read", "inputs", "plan", "progress")
+
+    def __init__(self, inputs: Inputs) -> None:
+        """Begin without anything read or decided."""
+        self.inputs = inputs
+        self._read: Read | None = None
+        self.plan = Plan()
+        self.progress = Progress()
+
+    @property
+    def is_read(self) -> bool:
+        """Whether it was read."""
+        return self._read is not None
+
+    @property
+    def read(self) -> Read:
+        """What was read of it, once it was."""
+        assert self._read is not None, "the call was not read yet"
+        return self._read
+
+    @read.setter
+    def read(self, read: Read) -> None:
+        self._read = read
+
+    def drop(self) -> None:
+        """Forget what was read and decided."""
+        self._read, self.plan = None, Plan(prefill=self.plan.prefill)
+
+    @property
+    def rows(self) -> Sequence[Row]:
+        """Its requests; empty until it was read."""
+        return () if self._read is None else self._read.rows
 
     @property
     def n_rows(self) -> int:
@@ -156,14 +235,4 @@ class Call:
     @property
     def served(self) -> Mapping[int, int]:
         """Tokens that a stored prefix serves, by row number."""
-        return {} if self.prefill is None else self.prefill.served
-
-    def begin_again(self) -> None:
-        """Forget what was read and decided."""
-        self.entering, self.was_asked, self.is_served = None, False, False
-        for decided in (self.reused, self.revalidated, self.reused_at, self.fingerprints, self.nearest):
-            decided.clear()
-
-    def saw(self, row: Row, similarity: float) -> None:
-        """Take note of how like a stored request is to a row; the most alike counts."""
-        self.nearest[row.number] = max(similarity, self.nearest.get(row.number, similarity))
+        return {} if self.plan.prefill is None else self.plan.prefill.served

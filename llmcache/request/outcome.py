@@ -48,7 +48,7 @@ def _outcome(call: Call, row: Row) -> Outcome:
         return Outcome(row.key, bypassed=row.bypass_reason)
     if row.number in call.served:
         return Outcome(row.key, "prefix", n_prefix=call.served[row.number])
-    reuse = call.reused.get(row.number)
+    reuse = call.plan.reused.get(row.number)
     if reuse is None:
-        return Outcome(row.key, similarity=call.nearest.get(row.number))
+        return Outcome(row.key, similarity=call.plan.nearest.get(row.number))
     return Outcome(row.key, reuse.rung, reuse.layer, reuse.key, reuse.similarity)

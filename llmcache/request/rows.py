@@ -97,7 +97,7 @@ class Row:
 
 
 @dataclass(slots=True)
-class Inputs:
+class HostInputs:
     """What of a call is read on the host.
 
     Attributes:
@@ -148,7 +148,7 @@ def id_dtype(vocabulary: int) -> np.dtype[Any]:
 
 def read_rows(
     scope: Scope,
-    inputs: Inputs,
+    inputs: HostInputs,
     dtype: np.dtype[Any],
     padding_counts: bool = False,
     layout_counts: bool = False,
@@ -203,7 +203,7 @@ def read_rows(
     return rows
 
 
-def _update_layout(sha: Any, inputs: Inputs, number: int, mask: NDArray[Any] | None) -> None:
+def _update_layout(sha: Any, inputs: HostInputs, number: int, mask: NDArray[Any] | None) -> None:
     """Add the whole row, padding included, and how it was masked."""
     everything = slice(None)
     _update(sha, b"row", inputs.ids[number])

@@ -33,7 +33,7 @@ class Exact:
             return None
         deepest = None
         for layer in reversed(self._banks.held(key)):
-            state = self._banks.read(key, layer, with_kv=call.kv_cache is not None)
+            state = self._banks.read(key, layer, with_kv=call.progress.kv_cache is not None)
             if state is None:
                 continue
             if is_whole := _is_whole(state, row):

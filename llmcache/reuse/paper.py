@@ -34,17 +34,17 @@ class Paper:
         return layer in self._tau
 
     def decide(self, call: Call, rows: Sequence[Row], layer: int) -> list[Reuse]:
-        vectors = call.fingerprints.get(layer)
-        if vectors is None or call.scope is None:
+        vectors = call.read.fingerprints.get(layer)
+        if vectors is None:
             return []
-        found = self._banks.search(call.scope, rows, vectors[[row.number for row in rows]], layer=layer)
+        found = self._banks.search(call.read.scope, rows, vectors[[row.number for row in rows]], layer=layer)
         return [reuse for row, near in zip(rows, found, strict=True) if (reuse := self._decide(call, row, near, layer))]
 
     def _decide(self, call: Call, row: Row, neighbours: Sequence[Neighbour], layer: int) -> Reuse | None:
         for near in neighbours:
-            call.saw(row, near.similarity)
+            call.plan.found(row, near.similarity)
             if near.similarity >= self._tau[layer]:
-                with_kv = call.kv_cache is not None
+                with_kv = call.progress.kv_cache is not None
                 state = self._banks.read(near.key, layer, with_kv, is_single=True)
                 if state is not None:
                     return Reuse(

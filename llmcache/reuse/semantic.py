@@ -38,15 +38,15 @@ class Semantic:
         return layer == 0
 
     def decide(self, call: Call, rows: Sequence[Row], layer: int) -> list[Reuse]:
-        vectors = call.fingerprints.get(self._banks.layers[-1])  # all layers have the same
-        if call.fingerprint_epoch != self._banks.fingerprint_epoch:
+        vectors = call.read.fingerprints.get(self._banks.layers[-1])  # all layers have the same
+        if call.read.fingerprint_epoch != self._banks.fingerprint_epoch:
             return []  # fingerprints are others now
-        if vectors is None or call.scope is None or not (limits := self._limits.allowed(call.scope)):
+        if vectors is None or not (limits := self._limits.allowed(call.read.scope)):
             return []
         numbers = [row.number for row in rows]
-        forecasts = None if call.forecasts is None else call.forecasts[numbers]
-        chosen = self._chooser.choose(call.scope, rows, vectors[numbers], forecasts)
-        call.choices = dict(zip(numbers, chosen, strict=True))
+        forecasts = None if call.read.forecasts is None else call.read.forecasts[numbers]
+        chosen = self._chooser.choose(call.read.scope, rows, vectors[numbers], forecasts)
+        call.plan.choices = dict(zip(numbers, chosen, strict=True))
         pairs = zip(rows, chosen, strict=True)
         return [reuse for row, choice in pairs if choice and (reuse := self._reuse(call, row, choice, limits))]
 
@@ -54,11 +54,11 @@ class Semantic:
         near = choice.neighbour
         is_near = choice.rung == self.name
         if is_near:
-            call.saw(row, near.similarity)
+            call.plan.found(row, near.similarity)
         layer = deepest_layer(choice.risk, limits, self._banks.held(near.key))
         if layer is None:
             return None
-        state = self._banks.read(near.key, layer, with_kv=call.kv_cache is not None)
+        state = self._banks.read(near.key, layer, with_kv=call.progress.kv_cache is not None)
         if state is None:
             return None
         similarity = near.similarity if is_near else None

@@ -10,7 +10,7 @@ from torch import nn
 from llmcache import LLMCache
 from llmcache.audit.account import _MOST_OPEN, AuditAccount
 from llmcache.counters import Counters, Share, is_told
-from llmcache.request.call import Call
+from llmcache.request.call import Call, Inputs
 from tests.audit.test_audit import ask, audit_of, fresh, keep_quiet, known
 from tests.topics import classifier, requests
 
@@ -179,7 +179,7 @@ def test_failures_in_one_call_count_as_one() -> None:
     for _ in range(8):
         counters.error("store", ValueError("no"))
     for _ in range(20):
-        counters.call(Call({}, "default"))
+        counters.call(Call(Inputs({}, "default")))
     assert not counters.is_failing
     for _ in range(8):
         counters.error("read", ValueError("no"))

@@ -206,7 +206,7 @@ def test_calls_that_are_known_to_be_held_are_not_compared(monkeypatch: pytest.Mo
         draw = Audit.draw
 
         def foretold(self: Audit, call: Call, decided: Any) -> Any:
-            call.is_foretold = True
+            call.progress.is_foretold = True
             return draw(self, call, decided)
 
         monkeypatch.setattr(Audit, "draw", foretold)

@@ -15,9 +15,9 @@ from torch.overrides import TorchFunctionMode
 from llmcache import LLMCache
 from llmcache.execution.cost import PATIENCE, PATIENCE_OF_TAU, CostModel, Times
 from llmcache.execution.meter import Meter
-from llmcache.request.call import Call
+from llmcache.request.call import Call, Inputs, Read
 from llmcache.request.outcome import Outcome
-from llmcache.request.rows import Row
+from llmcache.request.rows import Row, Scope
 from tests.models import CLASSIFIERS, GENERATORS, build, padded, tokens
 
 LENGTH = 6
@@ -49,8 +49,9 @@ def parts(**more: Any) -> Any:
 
 
 def call_with(ids: Tensor, namespace: str = "default", mask: Tensor | None = None) -> Call:
-    call = Call({"input_ids": ids, "attention_mask": mask}, namespace)
-    call.rows = [Row(i, "", b"", slice(0, LENGTH), LENGTH) for i in range(len(ids))]
+    call = Call(Inputs({"input_ids": ids, "attention_mask": mask}, namespace))
+    rows = [Row(i, "", b"", slice(0, LENGTH), LENGTH) for i in range(len(ids))]
+    call.read = Read(rows, Scope(namespace, "", "", ""), torch.float32)
     return call
 
 
@@ -83,7 +84,7 @@ def test_an_empty_call_is_not_asked_about() -> None:
     served = parts()
     call = call_with(torch.zeros((0, LENGTH), dtype=torch.int64))
     assert Meter(served).ask(call) is None
-    assert not call.is_metered
+    assert not call.progress.is_metered
     assert served.cost.rows() == ()
 
 
@@ -116,7 +117,7 @@ def test_what_is_computed_to_be_learned_from_is_not_judged(
     served.cost.pays(LENGTH, 1, (7,))
     call = call_with(tokens(1, LENGTH))
     assert Meter(served).ask(call) is None
-    assert call.is_metered is is_asked
+    assert call.progress.is_metered is is_asked
     assert bool(served.cost.rows()) is is_pinned
 
 
@@ -128,11 +129,11 @@ def serve(meter: Meter, clock: Clock, ids: Tensor) -> Call:
     call = call_with(ids)
     if meter.ask(call) is None:
         clock.now += 4.5
-        call.lookup_s += 3.0
+        call.progress.lookup_s += 3.0
         started = meter.now(call)
         clock.now += 0.5
         ended = meter.now(call)
-        call.storing_s += ended - started
+        call.progress.storing_s += ended - started
         meter.took(call, ended)
     return call
 
@@ -154,7 +155,7 @@ def test_on_an_accelerator_one_call_in_64_is_waited_for_at_its_ends_and_before_s
     meter = Meter(served, clock, clock.wait)
     ids = torch.zeros((1, LENGTH), dtype=torch.int64, device="meta")
     calls = [serve(meter, clock, ids) for _ in range(128)]
-    assert [i for i, call in enumerate(calls, 1) if call.started is not None] == [64, 128]
+    assert [i for i, call in enumerate(calls, 1) if call.progress.started is not None] == [64, 128]
     assert clock.n_waits == 2 * 3
     (row,) = served.cost.rows()
     assert row.miss_ms == pytest.approx(7000)  # the two waits after it began are part of it

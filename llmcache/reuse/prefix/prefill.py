@@ -81,17 +81,17 @@ class Prefiller:
             others. After a failure, which is counted, the arguments as they were and an empty cache.
         """
         try:
-            call.prefill = self._prepare(call)
-            if call.prefill is None:
+            call.plan.prefill = self._prepare(call)
+            if call.plan.prefill is None:
                 return args, kwargs
-            args, kwargs = self._arguments.replace(args, kwargs, CACHE, call.prefill.kv_cache)
+            args, kwargs = self._arguments.replace(args, kwargs, CACHE, call.plan.prefill.kv_cache)
             started = perf_counter()
             if not all(map(self._is_repeat, call.rows)):
                 args, kwargs = self._cut(call, args, kwargs)
-            call.lookup_s += perf_counter() - started
+            call.progress.lookup_s += perf_counter() - started
         except BaseException as error:  # an interruption must not leave half a past either
             self.abandon(call)
-            call.prefill = None
+            call.plan.prefill = None
             if not isinstance(error, Exception):
                 raise
             self._counters.error("serve a prefix", error)
@@ -99,20 +99,20 @@ class Prefiller:
 
     def complete(self, call: Call, output: Any) -> Any:
         """The trunk's output at all positions, of a call whose trunk ran on some."""
-        if call.prefill is None or call.prefill.states is None:
+        if call.plan.prefill is None or call.plan.prefill.states is None:
             return output
-        whole = join([call.prefill.states.to(output[0].dtype), output[0]])
+        whole = join([call.plan.prefill.states.to(output[0].dtype), output[0]])
         if isinstance(output, tuple):
             output = (whole, *output[1:])
         else:
             output["last_hidden_state"] = whole
-        call.has_begun = call.is_complete = True  # not before: a call that fails here was not served
+        call.progress.has_begun = call.progress.is_complete = True  # not before: a call that fails here was not served
         return output
 
     def abandon(self, call: Call) -> None:
         """Leave the caller an empty K/V cache: what was put there of a call that failed would be taken for a past."""
-        if call.prefill is not None and call.prefill.served:
-            empty(call.prefill.kv_cache)
+        if call.plan.prefill is not None and call.plan.prefill.served:
+            empty(call.plan.prefill.kv_cache)
 
     def store(self, call: Call, output: Any) -> None:
         """Keep blocks of rows that were computed, at least in part.
@@ -121,22 +121,20 @@ class Prefiller:
             call: It has succeeded.
             output: What the trunk put out, at all positions.
         """
-        blocks, prefill = self._blocks, call.prefill
-        if prefill is None or call.mark is None or not _is_understood(output):
+        blocks, prefill = self._blocks, call.plan.prefill
+        if prefill is None or not call.progress.may_store or not _is_understood(output):
             return
-        try:
+        with self._counters.guard("store a prefix"):
             for row in call.active_rows:
                 # What was reused is stored already, or not this request's own.
-                chain = () if row.number in call.reused else prefill.chains[row.number]
+                chain = () if row.number in call.plan.reused else prefill.chains[row.number]
                 n_held = len(blocks.match(chain))
                 if n_held < len(chain):
                     blocks.put(chain, self._make(call, row, chain[n_held:], n_held * blocks.size, output[0]))
-        except Exception as error:
-            self._counters.error("store a prefix", error)
 
     def _prepare(self, call: Call) -> Prefill | None:
         """What a call has to do with prefixes; None when it must not, or approximate reuse is asked as well."""
-        passed = call.arguments
+        passed = call.inputs.arguments
         if not self._is_alone() or passed.get("token_type_ids") is not None:
             return None
         kv_cache = self._kv_cache(passed)
@@ -148,8 +146,7 @@ class Prefiller:
             return None
         if any(row.bypass_reason or row.start is None for row in call.rows):
             return None
-        assert call.scope is not None
-        return Prefill(kv_cache, [links(call.scope, row, self._blocks.size) for row in call.rows])
+        return Prefill(kv_cache, [links(call.read.scope, row, self._blocks.size) for row in call.rows])
 
     def _can_be_cut(self, n_rows: int) -> bool:
         """Whether each token sees earlier ones only, and nobody hung hooks within the trunk, who expect all tokens."""
@@ -174,13 +171,13 @@ class Prefiller:
 
     def _cut(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Passed:
         """Fill the K/V cache with what is known, and take those columns off the arguments."""
-        blocks, prefill, ids = self._blocks, call.prefill, call.arguments["input_ids"]
+        blocks, prefill, ids = self._blocks, call.plan.prefill, call.inputs.arguments["input_ids"]
         assert prefill is not None
         rows = zip(call.rows, prefill.chains, strict=True)
         reached = [blocks.reach(chain, row.ids, len(row.ids) // row.n_valid) for row, chain in rows]
         matched, n_known = zip(*reached, strict=True)
         n_cut = cut_column(call.rows, n_known, ids.shape[1])
-        if call.n_read is None or n_cut > ids.shape[1] - call.n_read or are_hooked([self._trunk.module]):
+        if call.inputs.n_read is None or n_cut > ids.shape[1] - call.inputs.n_read or are_hooked([self._trunk.module]):
             n_cut = min(n_cut, _first_padding(call.rows))  # what the model makes of padding is not known
         used = [max(0, min(n, n_cut - _first(row))) for row, n in zip(call.rows, n_known, strict=True)]
         if sum(used) < blocks.size:
@@ -191,7 +188,7 @@ class Prefiller:
             if (value := self._arguments.get(args, kwargs, name)) is not None:
                 args, kwargs = self._arguments.replace(args, kwargs, name, value[..., n_cut:])
         mask = self._arguments.get(args, kwargs, "attention_mask")
-        if call.mask_4d is not None:  # a row a token that is run; a 2-D mask is wanted of all tokens
+        if call.inputs.mask_4d is not None:  # a row a token that is run; a 2-D mask is wanted of all tokens
             args, kwargs = self._arguments.replace(args, kwargs, "attention_mask", cut(mask, n_cut))
         elif isinstance(mask, dict):  # one that was left out; beginning later, the trunk has to make it
             args, kwargs = self._arguments.replace(args, kwargs, "attention_mask", None)
@@ -226,12 +223,12 @@ class Prefiller:
             n_before: Its tokens before these.
             states: What the trunk put out (B, T, D).
         """
-        assert call.prefill is not None
+        assert call.plan.prefill is not None
         blocks = self._blocks
-        layers, begin = call.prefill.kv_cache.layers, _first(row) + n_before
+        layers, begin = call.plan.prefill.kv_cache.layers, _first(row) + n_before
         n_new = len(chain) * blocks.size
         columns = slice(begin, begin + n_new)
-        captured = call.captured.get(row.number, {}).get(len(layers) - 1, {})
+        captured = call.progress.captured.get(row.number, {}).get(len(layers) - 1, {})
         made = {"states": _cut_up(states[row.number : row.number + 1, columns], blocks)}
         for name in ("keys", "values"):
             if name in captured and len(captured[name]) == len(layers):  # the exact rung put them together already
@@ -239,7 +236,7 @@ class Prefiller:
             else:
                 made[name] = _stack_up([getattr(layer, name)[row.number, :, columns] for layer in layers], blocks)
         return {
-            link.key: Block(link.ids, call.namespace, **{name: tensors[i] for name, tensors in made.items()})
+            link.key: Block(link.ids, call.inputs.namespace, **{name: tensors[i] for name, tensors in made.items()})
             for i, link in enumerate(chain)
         }
 
