@@ -11,7 +11,7 @@ from llmcache.audit.recompute import Origin, RecomputeQueue
 from llmcache.banks.bank import Bank
 from llmcache.banks.cache_banks import CacheBanks
 from llmcache.banks.compression import CODECS, Codec
-from llmcache.banks.stores.memory import MemoryStore
+from llmcache.banks.stores import STORES
 from llmcache.calibration.calibrated_reuse import CalibratedReuse
 from llmcache.calibration.observer import Observer
 from llmcache.calibration.requirements import check_settings, check_student, refuse_unsafe
@@ -35,7 +35,8 @@ from llmcache.models.payloads import PAYLOADS, Payload
 from llmcache.models.weights import Weights
 from llmcache.policies import POLICIES
 from llmcache.request.rows import id_dtype
-from llmcache.reuse import Rung
+from llmcache.reuse import RUNGS
+from llmcache.reuse.base import Rung
 from llmcache.reuse.chooser import NeighbourChooser
 from llmcache.reuse.exact import Exact
 from llmcache.reuse.paper import Paper
@@ -73,7 +74,7 @@ def assemble(
     config.index_component.build(INDEXES, 8)
     searched_by = None if config.tau is None else fingerprint
     is_exact = config.serves_exact and codec.is_lossless(next(trunk.module.parameters()).dtype)
-    serves_entries = is_exact or config.tau is not None or config.learn is not None
+    serves_entries = is_exact or bool(config.rungs) or config.tau is not None or config.learn is not None
     prefix = _make_blocks(trunk, payload, config, config.max_bytes // (2 if serves_entries else 1))
     bank_bytes = max(1, config.max_bytes // len(layers) // (1 if prefix is None else 2))
     banks = CacheBanks(
@@ -276,7 +277,7 @@ def _device(trunk: Trunk, config: CacheConfig) -> torch.device:
 
 def _make_bank(trunk: Trunk, config: CacheConfig, max_bytes: int) -> Bank:
     policy = config.policy.build(POLICIES)
-    return Bank(MemoryStore(_device(trunk, config)), policy, max_bytes, config.max_entries)
+    return Bank(config.store.build(STORES, _device(trunk, config)), policy, max_bytes, config.max_entries)
 
 
 def _make_blocks(trunk: Trunk, payload: Payload, config: CacheConfig, max_bytes: int) -> BlockPool | None:
@@ -285,7 +286,7 @@ def _make_blocks(trunk: Trunk, payload: Payload, config: CacheConfig, max_bytes:
     can_serve = trunk.adapter.is_causal and not trunk.adapter.is_guess and not payload.fits_any_length
     if not (config.prefix and can_serve and config.tau is None):
         return None
-    return BlockPool(config.prefix_block, max_bytes, _device(trunk, config))
+    return BlockPool(config.prefix_block, max_bytes, _device(trunk, config), config.policy.build(POLICIES))
 
 
 def _choose_rungs(
@@ -299,6 +300,8 @@ def _choose_rungs(
     rungs: list[Rung] = []
     if is_exact:
         rungs.append(Exact(banks))
+    for component in config.rungs:
+        rungs.append(component.build(RUNGS, banks))
     if tau:
         rungs.append(Paper(banks, tau) if config.mode == "paper" else Semantic(banks, chooser, Fixed(tau)))
     return rungs

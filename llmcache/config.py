@@ -22,6 +22,10 @@ GIB = 1024**3
 _OWN_INDEX = {"simhash": "binary", "minhash": "lsh"}
 
 
+#: Settings that have another name now.
+RENAMED = {"step_aside": "auto_bypass"}
+
+
 class CacheConfig(BaseModel):
     """All settings of one cache. The defaults serve lossless rungs only.
 
@@ -73,6 +77,9 @@ class CacheConfig(BaseModel):
         policy: Who leaves a full bank: `lru`, `lfu`, `fifo`, `ttl` (`ttl_s`, seconds), `staleness` (matches that count
             half after every `half_life_s` seconds), or `divergence` (checks a share `check_rate` of approximate reuses
             by computing them; entries over `limit` leave at once).
+        store: Where the entries of a bank lie: `memory`, or one that was registered (`llmcache.banks.stores.STORES`).
+        rungs: Further ways to serve rows, by the names under which they were registered (`llmcache.reuse.RUNGS`). They
+            are asked after exact repeats and before approximate reuse.
         compression: Codec of stored states: `none`, `fp16`, `int8`, `pca` or `autoencoder`. The last two keep `dim`
             float16 numbers of each row of a layer. They are fitted on the first `fit_on` rows that are to be stored in
             the layer, anew for other weights, in the call that brings the last of them, which takes up to a few seconds
@@ -112,6 +119,8 @@ class CacheConfig(BaseModel):
     fingerprint_per_layer: bool = False
     index: Component = Component(name="auto")
     policy: Component = Component(name="lru")
+    store: Component = Component(name="memory")
+    rungs: tuple[Component, ...] = ()
     compression: Component = Component(name="none")
     auto_bypass: bool = True
     max_entries: int | None = Field(default=None, ge=1)
@@ -119,10 +128,15 @@ class CacheConfig(BaseModel):
     device: Literal["cpu", "model"] = "cpu"
     allow_unsafe: bool = False
 
-    @field_validator("fingerprint", "decide", "index", "policy", "compression", mode="before")
+    @field_validator("fingerprint", "decide", "index", "policy", "store", "compression", mode="before")
     @classmethod
     def _name_alone(cls, value: Any) -> Any:
         return {"name": value} if isinstance(value, str) else value
+
+    @field_validator("rungs", mode="before")
+    @classmethod
+    def _names_alone(cls, values: Any) -> Any:
+        return [{"name": value} if isinstance(value, str) else value for value in values]
 
     @field_validator("mode", mode="before")
     @classmethod
@@ -269,7 +283,10 @@ def explain(error: ValidationError, known: list[str]) -> str:
         if problem["type"] == "extra_forbidden":
             near = difflib.get_close_matches(key, known, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
-            lines.append(f"{key}: unknown setting; {hint}known: {', '.join(known)}")
+            if key in RENAMED:
+                lines.append(f"{key}: this setting is called {RENAMED[key]} now")
+            else:
+                lines.append(f"{key}: unknown setting; {hint}known: {', '.join(known)}")
         else:
             value = "" if key == "settings" else f" (got {_shown(problem['input'])})"
             lines.append(f"{key}: {problem['msg'].removeprefix('Value error, ')}{value}")

@@ -15,7 +15,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator
 from torch import Tensor
 
 from llmcache import __version__
@@ -25,7 +25,7 @@ from llmcache.banks.records import SavedRequest
 from llmcache.banks.serialization import arrays_to_tensors, pack_requests, pack_states, unpack
 from llmcache.calibration.calibrated_reuse import CalibratedReuse
 from llmcache.calibration.calibration import Calibration
-from llmcache.config import CacheConfig
+from llmcache.config import RENAMED, CacheConfig
 from llmcache.errors import BankFileError, StoreError
 from llmcache.execution.components import Components
 from llmcache.folder import MANIFEST, is_data_name, locked, read_json, replace, sha256
@@ -34,10 +34,10 @@ from llmcache.models.weights import Weights
 from llmcache.request.bypass import CURES
 from llmcache.request.rows import Scope
 
-FORMAT = 6
+FORMAT = 7
 # Format 4 does not say who wrote it, and which payload; neither it nor 5 which requests give answers (`examples`), and
-# which of those that a profile counts are repeats. They are the same otherwise.
-_READ = (4, 5, FORMAT)
+# which of those that a profile counts are repeats. Up to 6, settings and quarantined requests have older names.
+_READ = (4, 5, 6, FORMAT)
 _TRIES = 10
 
 Tensors: TypeAlias = dict[str, dict[str, Tensor]]
@@ -71,8 +71,13 @@ class Manifest(BaseModel):
     scopes: list[tuple[str, str, str]]
     files: dict[str, str]
     calibration: Calibration | None = None
-    quarantined: dict[str, str] = {}
+    quarantined: dict[str, str] = Field({}, validation_alias=AliasChoices("quarantined", "struck"))
     examples: list[str] | None = None
+
+    @field_validator("config")
+    @classmethod
+    def _with_names_of_now(cls, config: dict[str, Any]) -> dict[str, Any]:
+        return {RENAMED.get(key, key): value for key, value in config.items()}
 
 
 def save(served: Components, config: CacheConfig, tokenizer: Any, folder: str | Path) -> None:

@@ -19,7 +19,7 @@ from llmcache.models.adapters import Trunk
 from llmcache.models.heads import Head
 from llmcache.models.payloads import Payload
 from llmcache.models.weights import Weights
-from llmcache.reuse import Rung
+from llmcache.reuse.base import Rung
 from llmcache.reuse.prefix.block_pool import BlockPool
 from llmcache.reuse.semantic import Semantic
 from llmcache.stats import Stats

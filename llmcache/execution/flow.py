@@ -36,9 +36,10 @@ from llmcache.models.pooling import Veil
 from llmcache.request.bypass import find_reason, is_plain_cache
 from llmcache.request.call import OUT_OF_ORDER, WITHIN, Call, Inputs
 from llmcache.request.outcome import Outcome, bypassed, outcomes
+from llmcache.reuse.base import Rung
 from llmcache.reuse.prefix.block_pool import BlockPool
 from llmcache.reuse.prefix.kv_fill import empty
-from llmcache.reuse.prefix.prefill import Prefiller
+from llmcache.reuse.prefix.rung import Prefix
 
 DEFAULT_NAMESPACE = "default"
 _PASSED = (bypassed("not_worthwhile"),)
@@ -60,7 +61,7 @@ class Flow:
         self._meter = Meter(parts)
         self._revalidation = Revalidation(parts.banks, parts.counters)
         self._lookup = Lookup(parts, self._revalidation, tokenizer)
-        self._prefiller = None if parts.prefix is None else self._make_prefiller(parts.prefix)
+        self._call_rungs: list[Rung] = [] if parts.prefix is None else [self._make_prefix(parts.prefix)]
         self._fast_path = FastPath(parts.trunk, parts.payload)
         self._capture = StateCapture(parts)
         self._pooled = parts.head.pooled
@@ -141,7 +142,9 @@ class Flow:
         frame.call = call
         if self._keeps_no_kv:
             return self._arguments.replace(args, kwargs, "use_cache", False)
-        return (args, kwargs) if self._prefiller is None else self._prefiller.begin(call, args, kwargs)
+        for rung in self._call_rungs:
+            args, kwargs = rung.begin(call, args, kwargs)
+        return args, kwargs
 
     def answer_early(self, frame: Frame) -> Any:
         """The trunk's output for a call that is served before the trunk runs; else None."""
@@ -214,9 +217,10 @@ class Flow:
 
     def completed(self, frame: Frame, output: Any) -> Any:
         """The output at all positions, where the trunk ran on those after a stored prefix."""
-        if frame.call is None or self._prefiller is None:
-            return output
-        return self._prefiller.complete(frame.call, output)
+        if frame.call is not None:
+            for rung in self._call_rungs:
+                output = rung.complete(frame.call, output)
+        return output
 
     def closed(self, frame: Frame, output: Any) -> None:
         """End a forward: store what was computed, count what was done. A call that failed half-way leaves nothing."""
@@ -225,8 +229,8 @@ class Flow:
             self._end_work(frame)
             if call is not None and not (call.progress.has_begun and call.progress.is_complete):
                 self._lookup.withdraw(call)
-                if self._prefiller is not None:
-                    self._prefiller.abandon(call)
+                for rung in self._call_rungs:
+                    rung.abandon(call)
                 if output is not None:  # it did not fail
                     self._bypass(frame, self._find_trouble(), call.inputs.arguments)
                 call = None
@@ -307,8 +311,8 @@ class Flow:
         if not self._components.is_collecting:
             frame.last = outcomes(call)
             self._capture.store(call)
-            if self._prefiller is not None:
-                self._prefiller.store(call, output)
+            for rung in self._call_rungs:
+                rung.store(call, output)
             self._have_looked_into(call)
             ended = self._meter.now(call)
             call.progress.storing_s += ended - started
@@ -340,10 +344,10 @@ class Flow:
         is_unmasked = arguments.get("attention_mask") is None and arguments.get("position_ids") is not None
         return "packed" if makes_kv and is_unmasked else None
 
-    def _make_prefiller(self, blocks: BlockPool) -> Prefiller:
-        """What serves prefixes."""
+    def _make_prefix(self, blocks: BlockPool) -> Prefix:
+        """The rung that serves prefixes."""
         parts = self._components
-        return Prefiller(
+        return Prefix(
             parts.trunk,
             blocks,
             parts.counters,

@@ -15,11 +15,11 @@ class Link:
     """One full block of a request.
 
     Attributes:
-        key: SHA-256 over the root, all blocks before, and this one.
+        key: SHA-256 over the root, all blocks before, and this one; hexadecimal.
         ids: Its token ids, packed; compared on a hit.
     """
 
-    key: bytes
+    key: str
     ids: bytes
 
 

@@ -1,29 +1,21 @@
-"""(4) Layer Execution Manager: the rungs that decide what is reused, and the runner that carries it out.
+"""(4) Layer execution manager, first half: the rungs that decide what is reused. `execution` carries it out.
 
-One file a rung, one interface, safest first: a row goes to the first rung that serves it.
+    call -> prefix     what causal models made of its first tokens; before the layers
+    rows -> exact      the same request: its own state
+         -> semantic   a neighbour whose risk is within the limit (chooser); or
+         -> paper      Algorithm 1 of the paper, a search per layer
+         -> Reuse      one row, one layer, one stored state
+
+One file a rung, safest first: a row goes to the first rung that serves it.
 """
 
-from collections.abc import Sequence
-from typing import Protocol
+from llmcache.registry import Registry
+from llmcache.reuse.base import Rung
+from llmcache.reuse.exact import Exact
+from llmcache.reuse.paper import Paper
+from llmcache.reuse.semantic import Semantic
 
-from llmcache.request.call import Call, Reuse
-from llmcache.request.rows import Row
+__all__ = ["RUNGS", "Exact", "Paper", "Rung", "Semantic"]
 
-
-class Rung(Protocol):
-    """One way to serve rows from what is stored."""
-
-    name: str
-    is_lossless: bool  # whether what it serves is what the row would have computed; otherwise it may be checked
-
-    def applies_at(self, layer: int) -> bool:
-        """Whether rows are to be decided before this layer runs."""
-
-    def decide(self, call: Call, rows: Sequence[Row], layer: int) -> list[Reuse]:
-        """Decide for rows that no safer rung served. Rows left out are computed.
-
-        Args:
-            call: The forward under way; its scope and fingerprints are known.
-            rows: Rows to decide, each on its own.
-            layer: The layer about to run.
-        """
+#: Ours are made from other settings; those that are registered, from `rungs`, are made as `made(banks, **options)`.
+RUNGS: Registry[Rung] = Registry("rungs", Rung, {"exact": Exact, "semantic": Semantic, "paper": Paper})

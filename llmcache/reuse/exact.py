@@ -6,9 +6,10 @@ from llmcache.banks.cache_banks import CacheBanks
 from llmcache.banks.records import StoredState
 from llmcache.request.call import Call, Reuse
 from llmcache.request.rows import Row
+from llmcache.reuse.base import Rung
 
 
-class Exact:
+class Exact(Rung):
     """Serves a request from its own stored state, at the deepest layer that is still held."""
 
     name = "exact"

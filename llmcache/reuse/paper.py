@@ -17,9 +17,10 @@ from llmcache.banks.cache_banks import CacheBanks
 from llmcache.matching.partition import Neighbour
 from llmcache.request.call import Call, Reuse
 from llmcache.request.rows import Row
+from llmcache.reuse.base import Rung
 
 
-class Paper:
+class Paper(Rung):
     """Serves each layer from its own bank, or computes it."""
 
     name = "paper"

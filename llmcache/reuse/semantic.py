@@ -12,6 +12,7 @@ from llmcache.banks.cache_banks import CacheBanks
 from llmcache.matching.decision import deepest_layer, share_of
 from llmcache.request.call import Call, Reuse
 from llmcache.request.rows import Row, Scope
+from llmcache.reuse.base import Rung
 from llmcache.reuse.chooser import Choice, NeighbourChooser
 
 
@@ -22,7 +23,7 @@ class Limits(Protocol):
         """Largest risk by layer, for requests of a scope; empty where nothing may be reused."""
 
 
-class Semantic:
+class Semantic(Rung):
     """Serves a request from the neighbour that was chosen, if the risk is within its limit."""
 
     name = "semantic"

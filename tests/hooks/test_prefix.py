@@ -456,7 +456,7 @@ def test_an_interruption_while_the_output_is_completed(monkeypatch: pytest.Monke
         return join(pieces)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("llmcache.reuse.prefix.prefill.join", interrupt)
+        patch.setattr("llmcache.reuse.prefix.rung.join", interrupt)
         cache(prompt, past_key_values=kv)
     assert (kv.get_seq_length(), cache.stats().hits) == (0, {})
     torch.testing.assert_close(cache(prompt, past_key_values=kv).logits, plain, atol=1e-5, rtol=1e-5)

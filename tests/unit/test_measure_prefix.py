@@ -53,7 +53,7 @@ def _wrong_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
     def lie(kv_cache: Any, number: int, keys: Pieces, values: Pieces) -> None:
         fill(kv_cache, number, keys, [-10 * piece for piece in values])
 
-    monkeypatch.setattr("llmcache.reuse.prefix.prefill.fill", lie)
+    monkeypatch.setattr("llmcache.reuse.prefix.rung.fill", lie)
 
 
 def told(values: dict[str, Any], outcome: Outcome) -> str:

@@ -28,5 +28,5 @@ def links(scope: Scope, row: Row, size: int) -> tuple[Link, ...]:
     for begin in range(0, len(row.ids) - width + 1, width):
         ids = row.ids[begin : begin + width]
         key = hashlib.sha256(key + ids).digest()
-        found.append(Link(key, ids))
+        found.append(Link(key.hex(), ids))
     return tuple(found)

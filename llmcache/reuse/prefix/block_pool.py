@@ -10,7 +10,6 @@ Sizes: L layers, H K/V heads, b tokens a block, D_h width of a head, D hidden wi
 """
 
 import threading
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -18,6 +17,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
+from llmcache.policies.base import Policy
 from llmcache.request.prefill import Link
 
 _MOST_LOOKED_AT = 64  # of the blocks that follow one, newest first: a system prompt is followed by thousands
@@ -48,28 +48,30 @@ class Block:
 
 
 class BlockPool:
-    """Blocks by key, least recently used first to leave. Thread-safe.
+    """Blocks by key; the policy names who leaves. Thread-safe.
 
-    A block is never held without the one before it: blocks of a chain are used last to first, so that each was used
-    after all that follow it, and the least recently used block of all has none that follows.
+    A block is never held without the one before it. Blocks of a chain are used last to first, so that of the policies
+    that count uses none names a block before those that follow it; where a policy does, the last of these leaves.
     """
 
-    def __init__(self, size: int, max_bytes: int, device: torch.device) -> None:
+    def __init__(self, size: int, max_bytes: int, device: torch.device, policy: Policy) -> None:
         """Start empty.
 
         Args:
             size: Tokens a block.
             max_bytes: Budget of bytes of tensors; bookkeeping comes on top, some 2 kB a block on CPU.
             device: Where tensors are kept: those that make blocks put them there.
+            policy: Who leaves.
         """
         self.size = size
         self.max_bytes = max_bytes
         self.device = device
         self.nbytes = 0
         self.n_evicted = 0
-        self._held: OrderedDict[bytes, Block] = OrderedDict()  # least recently used first
-        self._before: dict[bytes, bytes] = {}  # the block before each but the first of a chain
-        self._after: dict[bytes, dict[bytes, None]] = {}  # those that follow a block, if any, oldest first
+        self._policy = policy
+        self._held: dict[str, Block] = {}
+        self._before: dict[str, str] = {}  # the block before each but the first of a chain
+        self._after: dict[str, dict[str, None]] = {}  # those that follow a block, if any, oldest first
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -102,14 +104,14 @@ class BlockPool:
             alike = [
                 (_n_alike(self._held[key].ids, rest) // width, key) for key in islice(reversed(after), _MOST_LOOKED_AT)
             ]
-            n_more, last = max(alike, default=(0, b""))
+            n_more, last = max(alike, default=(0, ""))
             if n_more:
                 found.append(self._held[last])
                 used.append(last)
             self._use(reversed(used))
             return found, n_tokens + n_more
 
-    def put(self, chain: Sequence[Link], made: Mapping[bytes, Block]) -> None:
+    def put(self, chain: Sequence[Link], made: Mapping[str, Block]) -> None:
         """Hold the beginning of a chain, as far as it is held already or made anew, and fits.
 
         Args:
@@ -118,6 +120,7 @@ class BlockPool:
                 meanwhile is, too.
         """
         with self._lock:
+            self._expire()
             held = 0
             while held < len(chain) and chain[held].key in self._held:
                 held += 1
@@ -144,6 +147,7 @@ class BlockPool:
                 self._drop(key)
 
     def _match(self, chain: Sequence[Link]) -> list[Block]:
+        self._expire()
         found = []
         for link in chain:
             block = self._held.get(link.key)
@@ -152,35 +156,50 @@ class BlockPool:
             found.append(block)
         return found
 
-    def _use(self, last_to_first: Iterable[bytes]) -> None:
+    def _use(self, last_to_first: Iterable[str]) -> None:
         for key in last_to_first:
-            self._held.move_to_end(key)
+            self._policy.on_hit(key)
 
-    def _add(self, key: bytes, block: Block, before: bytes | None) -> None:
+    def _expire(self) -> None:
+        """Drop blocks that their policy sends away, with all that follow them."""
+        for key in self._policy.expired():
+            while key in self._held:
+                self._drop(self._last_after(key))
+                self.n_evicted += 1
+
+    def _last_after(self, key: str) -> str:
+        """The end of a chain that goes through a block: the block itself where none follows."""
+        while key in self._after:
+            key = next(iter(self._after[key]))
+        return key
+
+    def _add(self, key: str, block: Block, before: str | None) -> None:
         self._held[key] = block
+        self._policy.on_put(key, block.nbytes)
         self.nbytes += block.nbytes
         if before is not None:
             self._before[key] = before
             self._after.setdefault(before, {})[key] = None
 
-    def _drop(self, key: bytes) -> None:
+    def _drop(self, key: str) -> None:
         self.nbytes -= self._held.pop(key).nbytes
+        self._policy.on_remove(key)
         self._after.pop(key, None)
-        before = self._before.pop(key, b"")
+        before = self._before.pop(key, "")
         siblings = self._after.get(before, {})
         siblings.pop(key, None)
         if not siblings:
             self._after.pop(before, None)
 
-    def _make_room(self, nbytes: int, own: set[bytes]) -> bool:
+    def _make_room(self, nbytes: int, own: set[str]) -> bool:
         """Let blocks leave until so many bytes fit; False when only blocks of the same chain could make room."""
         if nbytes > self.max_bytes:
             return False
         while self.nbytes + nbytes > self.max_bytes:
-            oldest = next(iter(self._held))
-            if oldest in own:
+            leaving = self._last_after(self._policy.victim())
+            if leaving in own:
                 return False
-            self._drop(oldest)
+            self._drop(leaving)
             self.n_evicted += 1
         return True
 

@@ -23,21 +23,24 @@ from llmcache.models.arguments import Arguments
 from llmcache.models.hooks import are_hooked
 from llmcache.models.masks import cut
 from llmcache.request.bypass import is_plain_cache
-from llmcache.request.call import Call
+from llmcache.request.call import Call, Reuse
 from llmcache.request.prefill import Link, Prefill
 from llmcache.request.rows import Row
+from llmcache.reuse.base import Passed, Rung
 from llmcache.reuse.prefix.block_hash import links
 from llmcache.reuse.prefix.block_pool import Block, BlockPool, first_tokens
 from llmcache.reuse.prefix.kv_fill import empty, fill, join, lay
-
-Passed = tuple[tuple[Any, ...], dict[str, Any]]
 
 _BY_COLUMN = ("input_ids", "position_ids", "cache_position")  # arguments of the trunk whose last dimension is T
 _OUTPUT = {"last_hidden_state", CACHE}  # what a trunk may put out: more might be made of all positions
 
 
-class Prefiller:
-    """Serves the calls of one wrapped model from stored prefixes. Thread-safe."""
+class Prefix(Rung):
+    """Serves the beginnings of one wrapped model's calls from stored prefixes. Thread-safe."""
+
+    name = "prefix"
+    is_lossless = True
+    serves_calls = True
 
     def __init__(
         self,
@@ -67,6 +70,12 @@ class Prefiller:
         self._read = read
         self._is_repeat = is_repeat
         self._is_alone = is_alone
+
+    def applies_at(self, layer: int) -> bool:
+        return False
+
+    def decide(self, call: Call, rows: Sequence[Row], layer: int) -> list[Reuse]:
+        return []
 
     def begin(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Passed:
         """Serve the beginning of a call's rows, if it is known and the exact rung does not know all of them.
@@ -213,7 +222,7 @@ class Prefiller:
             fill(prefill.kv_cache, layer, of_keys, of_values)
         return join(next(states))
 
-    def _make(self, call: Call, row: Row, chain: Sequence[Link], n_before: int, states: Tensor) -> dict[bytes, Block]:
+    def _make(self, call: Call, row: Row, chain: Sequence[Link], n_before: int, states: Tensor) -> dict[str, Block]:
         """Blocks of a row, from its K/V and states.
 
         Args:
