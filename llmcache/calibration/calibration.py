@@ -2,7 +2,7 @@
 
 The first requests are divided by a seeded draw. Of those to learn from, four fifths are A and one fifth is B, in turns:
 on A the fingerprint is fitted; B, looked up among A, teaches the decision and gives the settings, strictest first
-(`teacher.py`). C, which neither was shown to, is what the bound is measured on. The settings are tested on C in their
+(`training.py`). C, which neither was shown to, is what the bound is measured on. The settings are tested on C in their
 order, each at level delta, and the first failure ends it (fixed-sequence testing): the last one that passed is used,
 and the chance that it is worse than claimed is delta at most. What serves C are the requests of A and B, and afterwards
 the same ones serve: a bank that grows has another error rate.
@@ -89,7 +89,7 @@ class Calibration:
         lookup_ms: Mean time in which it was found who would serve one.
         watch: What the audit goes by; None where nothing is reused.
         n_alarms: Alarms of the audit since. The bound is void from the first on.
-        has_drifted: Requests are no longer like those that it was made with (`audit/likeness.py`). The bound is void,
+        has_drifted: Requests are no longer like those that it was made with (`calibration/drift.py`). The bound is void,
             and nothing is reused approximately.
     """
 

@@ -14,7 +14,7 @@ Passed = tuple[tuple[Any, ...], dict[str, Any]]
 class Rung(ABC):
     """One way to serve rows from what is stored. Two methods are each rung's own.
 
-    Four more, which do nothing here, are for rungs with `serves_calls`: these serve the beginning of a whole call before
+    Four more, which do nothing here, are for rungs with `serves_calls`: these serve the beginning of a call before
     its layers run, so they see its arguments, its output and its end, not its layers one by one.
 
     Attributes:

@@ -1,0 +1,112 @@
+"""Imports run one way: each room imports those above it only, in the library and in the experiments."""
+
+import ast
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+#: From the ground up; what stands in one row knows nothing of the rows below it.
+LIBRARY = (
+    ("arrays", "errors"),
+    ("registry", "yaml_file"),
+    ("config",),
+    ("models",),
+    ("request",),
+    ("stats",),
+    ("counters",),
+    ("policies",),
+    ("fingerprint",),
+    ("matching",),
+    ("banks",),
+    ("reuse",),
+    ("calibration",),
+    ("audit",),
+    ("execution",),
+    ("folder",),
+    ("persist", "assembly"),
+    ("calibrator",),
+    ("cache",),
+    ("generation",),
+    ("cli",),
+    ("__main__",),
+)
+EXPERIMENTS = (
+    ("support",),
+    ("data",),
+    ("models",),
+    ("tasks",),
+    ("methods",),
+    ("metrics",),
+    ("replay",),
+    ("prepare",),
+    ("measures",),
+    ("runs",),
+    ("report",),
+    ("cli",),
+)
+#: What generation may know of the library: it works on models that are wrapped, and on others.
+GENERATION = {"generation", "models", "request", "errors"}
+
+
+def imports(path: Path) -> Iterator[tuple[str, list[str]]]:
+    """Modules that a file imports, with the names it takes from them."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield node.module or "", [name.name for name in node.names]
+        elif isinstance(node, ast.Import):
+            yield from ((name.name, []) for name in node.names)
+
+
+def rooms_of(package: str) -> Iterator[tuple[Path, str, str, list[str]]]:
+    """Each import of one room by a file of the package: file, its own room, the room imported, the names."""
+    for path in sorted((ROOT / package).rglob("*.py")):
+        own = path.relative_to(ROOT / package).with_suffix("").parts[0]
+        for module, names in imports(path):
+            if module.startswith(f"{package}."):
+                yield path.relative_to(ROOT), own, module.split(".")[1], names
+
+
+@pytest.mark.parametrize(("package", "rows"), [("llmcache", LIBRARY), ("experiments", EXPERIMENTS)])
+def test_imports_run_one_way(package: str, rows: Sequence[tuple[str, ...]]) -> None:
+    rank = {room: number for number, row in enumerate(rows) for room in row}
+    for path, own, room, names in rooms_of(package):
+        if own != "__init__":
+            assert own == room or rank[room] < rank[own], f"{path}: {own} may not import {room} ({', '.join(names)})"
+
+
+@pytest.mark.parametrize(("package", "rows"), [("llmcache", LIBRARY), ("experiments", EXPERIMENTS)])
+def test_every_room_stands_in_the_order(package: str, rows: Sequence[tuple[str, ...]]) -> None:
+    found = {path.stem for path in (ROOT / package).iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    assert found - {"__init__"} == {room for row in rows for room in row}
+    packages = [path for path in (ROOT / package).iterdir() if (path / "__init__.py").exists()]
+    assert len(packages) <= 12
+
+
+@pytest.mark.parametrize("package", ["llmcache", "experiments"])
+def test_no_room_takes_a_private_name_of_another(package: str) -> None:
+    taken = [
+        (str(path), name)
+        for path, own, room, names in rooms_of(package)
+        for name in names
+        if own != room and name.startswith("_") and not name.startswith("__")
+    ]
+    assert taken == []
+
+
+def test_the_library_knows_nothing_of_the_experiments() -> None:
+    for path in (ROOT / "llmcache").rglob("*.py"):
+        assert not [module for module, _ in imports(path) if module.split(".")[0] in ("experiments", "tests")], path
+
+
+def test_generation_stands_on_models_alone() -> None:
+    assert {room for path, own, room, _ in rooms_of("llmcache") if own == "generation"} <= GENERATION
+
+
+@pytest.mark.parametrize("package", ["llmcache", "experiments"])
+def test_every_room_says_what_it_is_for(package: str) -> None:
+    for init in (ROOT / package).rglob("__init__.py"):
+        assert ast.get_docstring(ast.parse(init.read_text(encoding="utf-8"))), init
