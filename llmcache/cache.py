@@ -1,5 +1,6 @@
 """`LLMCache`: what a user holds. Its parts are put together in `assembly`; the order of a call is in `flow`."""
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -198,6 +199,12 @@ class LLMCache:
     def calibrated(self) -> CalibratedReuse | None:
         """What is reused approximately, step by step: for replays. None before anything was observed or learned."""
         return self._components.calibrated
+
+    @property
+    def trust(self) -> CalibratedReuse | None:
+        """The name of `calibrated` in 0.1."""
+        warnings.warn("LLMCache.trust is called calibrated now", DeprecationWarning, stacklevel=2)
+        return self.calibrated
 
     @property
     def calibration(self) -> Calibration | None:

@@ -1,16 +1,32 @@
 """What the cache did and how it stands, as plain values with the unit in the name."""
 
+import warnings
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 Status = Literal[
     "learning", "certified", "unwatched", "drifted", "failing", "growing", "tightened", "off", "other weights"
 ]
 
 
+class Renamed:
+    """Fields are still found by the names that they had in 0.1, with a warning."""
+
+    __slots__ = ()
+    _RENAMED: ClassVar[Mapping[str, str]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self._RENAMED:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        now = self._RENAMED[name]
+        warnings.warn(f"{type(self).__name__}.{name} is called {now} now", DeprecationWarning, stacklevel=2)
+        return getattr(self, now)
+
+
 @dataclass(frozen=True, slots=True)
-class AuditStats:
+class AuditStats(Renamed):
     """What is known of calibrated reuse in service. Counts begin anew with each calibration and after each alarm.
 
     Attributes:
@@ -39,6 +55,8 @@ class AuditStats:
             (`llmcache.audit.alarm.Alarm.needed` derives it); None where nothing is looked into.
     """
 
+    _RENAMED: ClassVar[Mapping[str, str]] = {"n_looked": "n_recomputed", "n_struck": "n_quarantined"}
+
     status: Status
     n_requests: int = 0
     n_drawn: int = 0
@@ -55,7 +73,7 @@ class AuditStats:
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class Cost(Renamed):
     """What the cache costs and saves in calls of about one length. Times are recent averages; None: no such call.
 
     Attributes:
@@ -74,6 +92,8 @@ class Cost:
         is_bypassed: Such calls go by the cache.
     """
 
+    _RENAMED: ClassVar[Mapping[str, str]] = {"pays_from": "worthwhile_from", "is_aside": "is_bypassed"}
+
     tokens: int
     lookup_ms: float | None
     storing_ms: float | None
@@ -89,7 +109,7 @@ class Cost:
 
 
 @dataclass(frozen=True, slots=True)
-class Health:
+class Health(Renamed):
     """How the cache stands.
 
     Attributes:
@@ -99,6 +119,8 @@ class Health:
         failed_recomputes: Share of the latest looks of the audit that failed, over some 64 looks.
         failures: Failures since wrapping, by what failed and the kind of error.
     """
+
+    _RENAMED: ClassVar[Mapping[str, str]] = {"failed_looks": "failed_recomputes"}
 
     is_failing: bool = False
     failed_calls: float = 0.0

@@ -80,7 +80,9 @@ def test_imports_run_one_way(package: str, rows: Sequence[tuple[str, ...]]) -> N
 
 @pytest.mark.parametrize(("package", "rows"), [("llmcache", LIBRARY), ("experiments", EXPERIMENTS)])
 def test_every_room_stands_in_the_order(package: str, rows: Sequence[tuple[str, ...]]) -> None:
-    found = {path.stem for path in (ROOT / package).iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    found = {
+        path.stem for path in (ROOT / package).iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
     assert found - {"__init__"} == {room for row in rows for room in row}
     packages = [path for path in (ROOT / package).iterdir() if (path / "__init__.py").exists()]
     assert len(packages) <= 12

@@ -1,8 +1,8 @@
-"""Watching what calibrated reuse costs: some hits are computed after all, and compared with what was served.
+"""The audit of calibrated reuse: some hits are computed after all, and compared with what was served.
 
-serving    hits are drawn with a known probability                      auditor.py, audit.py
-later      a drawn hit is computed, when nobody else computes           shadow.py
-verdict    a changed answer strikes its source, and enters the account  rate.py, alarm.py
-alarm      the first halves what is served, the second ends it          trust.py
-renewal    the newest requests that were looked into calibrate anew     fresh.py
+call     -> audit         draws hits with a known probability (account)
+later    -> idle_worker   computes them again when nobody else computes (recompute)
+verdict  -> account       a changed answer quarantines its source, and counts (rate, alarm)
+alarm    -> calibration   the first halves what is served, the second ends it
+requests -> marking       compared with those of the calibration; renewal: the newest calibrate anew
 """
