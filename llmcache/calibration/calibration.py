@@ -89,7 +89,7 @@ class Calibration:
         lookup_ms: Mean time in which it was found who would serve one.
         watch: What the audit goes by; None where nothing is reused.
         n_alarms: Alarms of the audit since. The bound is void from the first on.
-        has_drifted: Requests are no longer like those that it was made with (`calibration/drift.py`). The bound is void,
+        has_drifted: Requests are no longer like those that it was made with (`drift.py`). The bound is void,
             and nothing is reused approximately.
     """
 
