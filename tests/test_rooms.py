@@ -80,6 +80,7 @@ def test_imports_run_one_way(package: str, rows: Sequence[tuple[str, ...]]) -> N
 
 @pytest.mark.parametrize(("package", "rows"), [("llmcache", LIBRARY), ("experiments", EXPERIMENTS)])
 def test_every_room_stands_in_the_order(package: str, rows: Sequence[tuple[str, ...]]) -> None:
+    entries = list((ROOT / package).iterdir())
     found = {
         path.stem for path in (ROOT / package).iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
     }

@@ -7,8 +7,7 @@ from random import Random
 
 from experiments.data.openbookqa import Choice
 from experiments.data.squad import Question
-from experiments.data.streams.support_desk import INTENTS, support_desk
-from experiments.data.streams.support_desk_phrases import FILLERS
+from experiments.data.streams.support_desk import INTENTS, PHRASES, support_desk
 
 #: As many as a trial run could want; the tasks' `limit` takes fewer.
 N_PASSAGES, N_CHOICES, N_LINES = 40, 200, 400
@@ -41,7 +40,7 @@ def _ask_about(number: int, rng: Random) -> list[Question]:
 
 
 def _fill(slot: str, rng: Random) -> str:
-    chosen = rng.choice(FILLERS[slot].split("|"))
+    chosen = rng.choice(PHRASES["fillers"][slot])
     return "".join(str(rng.randrange(10)) if sign == "#" else sign for sign in chosen)
 
 

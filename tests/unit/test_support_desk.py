@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from experiments.data.streams.support_desk import INTENTS, Noise, Request, Traffic, support_desk
-from experiments.data.streams.support_desk_phrases import CONTEXTS, FILLERS, TEMPLATES
+from experiments.data.streams.support_desk import INTENTS, PHRASES, Noise, Request, Traffic, support_desk
 
 CHECKSUM_SEED_0 = "8c7a5802a82771c81320896ee68afe36719f428f6b75cf968281c338190e7a3b"
 QUIET = Noise(**{field.name: 0.0 for field in fields(Noise)})
@@ -50,14 +49,14 @@ def test_a_text_never_has_two_labels() -> None:
 
 
 def test_slots_are_known_and_used() -> None:
-    texts = [*chain.from_iterable(TEMPLATES.values()), CONTEXTS]
-    assert set(chain.from_iterable(re.findall(r"\{(.*?)\}", text) for text in texts)) == set(FILLERS)
+    texts = [*chain.from_iterable(PHRASES["templates"].values()), *PHRASES["contexts"]]
+    assert set(chain.from_iterable(re.findall(r"\{(.*?)\}", text) for text in texts)) == set(PHRASES["fillers"])
 
 
 def test_templates_are_many_and_belong_to_one_intent() -> None:
-    templates = list(chain.from_iterable(TEMPLATES.values()))
+    templates = list(chain.from_iterable(PHRASES["templates"].values()))
     assert len(set(templates)) == len(templates)
-    assert all(8 <= len(of_intent) <= 12 for of_intent in TEMPLATES.values())
+    assert all(8 <= len(of_intent) <= 12 for of_intent in PHRASES["templates"].values())
 
 
 @pytest.mark.parametrize("share", [0.0, 0.15, 0.5])

@@ -7,7 +7,7 @@ Real traffic repeats itself, so each request is one of three kinds (shares in `T
 - *fresh*: an intent by popularity, any of its paraphrases with equal chance, new slots and noise.
 
 Popularity is Zipf's law with an offset: what stands at rank r (from 0) has weight 1 / (offset + r). Intents are ranked
-as `TEMPLATES` lists them; texts and paraphrases by age, so what came early comes back more often, and its intent gains.
+as `support_desk.yaml` lists them; texts and paraphrases by age, so what came early comes back more often, and its intent gains.
 There are always 100 ranks or more, and an empty rank means a fresh request: repeats are rarer until some 100 texts are
 there. The label is the intent that was drawn, and noise never changes it. A fresh or near request can meet an earlier
 text by chance, which adds one to three points to the share of exact repeats.
@@ -22,28 +22,20 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate
+from pathlib import Path
 from random import Random
-from typing import Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
-from experiments.data.streams.support_desk_phrases import (
-    CLOSERS,
-    CONTEXTS,
-    CONTRACTIONS,
-    FILLER_WORDS,
-    FILLERS,
-    OPENERS,
-    TEMPLATES,
-)
+import yaml
 
-INTENTS: Final[tuple[str, ...]] = tuple(TEMPLATES)
+PHRASES: Final[dict[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+INTENTS: Final[tuple[str, ...]] = tuple(PHRASES["templates"])
 
 _T = TypeVar("_T")
-_CHOICES: Final[dict[str, list[str]]] = {slot: values.split("|") for slot, values in FILLERS.items()}
-_OPENERS, _CLOSERS, _CONTEXTS, _FILLER_WORDS = (x.split("|") for x in (OPENERS, CLOSERS, CONTEXTS, FILLER_WORDS))
 _ALTERNATIVES: Final = re.compile(r"\[([^\]]*)\]")
 _SLOT: Final = re.compile(r"\{(\w+)\}")
 _DIGIT: Final = re.compile("#")
-_SHORT_FORMS: Final[dict[str, str]] = dict(pair.split("=") for pair in CONTRACTIONS.split("|"))
+_SHORT_FORMS: Final[dict[str, str]] = PHRASES["contractions"]
 _CONTRACTIBLE: Final = re.compile(r"\b(" + "|".join(_SHORT_FORMS) + r")\b")
 _SENTENCE_START: Final = re.compile(r"(?:^|[.?!] )[a-z]")
 _PUNCTUATION: Final = re.compile(r"[.,:?!]+(?= |$)")
@@ -187,7 +179,7 @@ class _Desk:
 
     def _fresh(self) -> _Paraphrase:
         label = self._intents[_draw(self._rng, self._intent_weights, len(self._intents))]
-        template = _pick(self._rng, TEMPLATES[label])
+        template = _pick(self._rng, PHRASES["templates"][label])
         text = _ALTERNATIVES.sub(lambda match: _pick(self._rng, match[1].split("|")), template)
         self._paraphrases.append(_Paraphrase(text, label))
         return self._paraphrases[-1]
@@ -205,16 +197,16 @@ def _write(paraphrase: str, noise: Noise, rng: Random) -> str:
     """Fill the slots of a paraphrase, put talk around it, and write it as carelessly as `noise` says."""
     parts = [paraphrase]
     if rng.random() < noise.context:
-        parts.insert(_pick(rng, (0, 1)), _pick(rng, _CONTEXTS))
+        parts.insert(_pick(rng, (0, 1)), _pick(rng, PHRASES["contexts"]))
     if rng.random() < noise.opener:
-        parts.insert(0, _pick(rng, _OPENERS))
+        parts.insert(0, _pick(rng, PHRASES["openers"]))
     if rng.random() < noise.closer:
-        parts.append(_pick(rng, _CLOSERS))
+        parts.append(_pick(rng, PHRASES["closers"]))
     text = _fill(" ".join(parts), rng)
     text = _CONTRACTIBLE.sub(lambda m: _SHORT_FORMS[m[1]] if rng.random() < noise.contraction else m[1], text)
     if rng.random() < noise.filler_word:
         words = text.split(" ")
-        words.insert(1 + int(rng.random() * (len(words) - 1)), _pick(rng, _FILLER_WORDS))
+        words.insert(1 + int(rng.random() * (len(words) - 1)), _pick(rng, PHRASES["filler_words"]))
         text = " ".join(words)
     text = " ".join(_mistyped(word, rng) if rng.random() < noise.typo else word for word in text.split(" "))
     return _restyled(_SENTENCE_START.sub(lambda m: m[0].upper(), text), noise, rng)
@@ -225,7 +217,7 @@ def _fill(text: str, rng: Random) -> str:
     values: dict[str, str] = {}
     for slot in _SLOT.findall(text):
         if slot not in values:
-            values[slot] = _DIGIT.sub(lambda _: str(int(rng.random() * 10)), _pick(rng, _CHOICES[slot]))
+            values[slot] = _DIGIT.sub(lambda _: str(int(rng.random() * 10)), _pick(rng, PHRASES["fillers"][slot]))
     text = _DIGIT.sub(lambda _: str(int(rng.random() * 10)), text)
     return _SLOT.sub(lambda match: values[match[1]], text)
 
