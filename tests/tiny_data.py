@@ -5,7 +5,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from tests.models import save_bert
+from tests.tiny_models import save_bert
 
 NAMES = ("Ada Lovelace", "Paris", "Zoë", "1999", "Rome")
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import transformers as tf
 
 from experiments.support.folders import Folders
-from tests.models import build
 from tests.tiny_data import passage, write_data
+from tests.tiny_models import build
 
 VOCABULARY, POSITIONS = 320, 512
 N_PASSAGES = 80  # of some 100 tokens each

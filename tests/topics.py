@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from tests.models import CLASSIFIERS, build
+from tests.tiny_models import CLASSIFIERS, build
 
 N_TOPICS = 5  # as many as the tiny classifier has labels
 _WORDS = 12  # of each topic

@@ -22,7 +22,7 @@ from llmcache.audit.audit import Audit
 from llmcache.audit.idle_worker import GaveWay
 from llmcache.calibration.drift import DriftDetector
 from llmcache.errors import CalibrationError, ConfigError
-from tests.models import PAD, build, llama
+from tests.tiny_models import PAD, build, llama
 from tests.topics import classifier, requests
 
 N = 700

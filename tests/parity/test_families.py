@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from llmcache import LLMCache
-from tests.models import BARE, CLASSIFIERS, GENERATORS, build, padded, states, tokens
+from tests.tiny_models import BARE, CLASSIFIERS, GENERATORS, build, padded, states, tokens
 
 LENGTHS = [9, 4, 7]
 

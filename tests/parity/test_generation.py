@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from llmcache import LLMCache
 from llmcache.generation import Sampling, decode_step, generate, prefill, stream
-from tests.models import GENERATORS, PAD, STRANGE_GENERATORS, build, tokens
+from tests.tiny_models import GENERATORS, PAD, STRANGE_GENERATORS, build, tokens
 
 WINDOW = 4  # of the Mistral
 FAMILIES: dict[str, Callable[[], nn.Module]] = {

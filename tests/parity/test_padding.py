@@ -9,7 +9,7 @@ import transformers as tf
 from torch import Tensor, nn
 
 from llmcache import LLMCache
-from tests.models import BARE, GENERATORS, STRANGERS, TOKEN_HEADS, VOCABULARY, build, padded, states, tokens
+from tests.tiny_models import BARE, GENERATORS, STRANGERS, TOKEN_HEADS, VOCABULARY, build, padded, states, tokens
 
 LENGTHS = [9, 4, 7]
 EVERY_BARE = BARE | {family: STRANGERS[family] for family in ("qwen3", "modernbert")}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from llmcache import LLMCache
-from tests.models import BARE, GENERATORS, build, padded, tokens
+from tests.tiny_models import BARE, GENERATORS, build, padded, tokens
 
 
 class ByPlace(nn.Module):

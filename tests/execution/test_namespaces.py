@@ -1,0 +1,210 @@
+"""No hit crosses a namespace, in either direction, by any rung."""
+
+import gc
+import types
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from llmcache import ConfigError, LLMCache
+from llmcache.request.rows import Scope
+from tests.tiny_models import CLASSIFIERS, build, padded
+from tests.topics import classifier, requests
+
+ONE, TWO = padded([6], seed=1), padded([6], seed=2)
+
+
+@pytest.mark.parametrize("first", ["tenant-a", "tenant-b", "default"])
+@pytest.mark.parametrize("mode", ["semantic", "paper"])
+def test_no_hit_across(first: str, mode: str) -> None:
+    model = build(CLASSIFIERS["bert"])
+    with torch.inference_mode():
+        plain = [model(**inputs).logits for inputs in (ONE, TWO)]
+    cache = LLMCache.wrap(model, tau=-1.0, mode=mode)  # similar to anything
+    with cache.namespace(first):
+        cache(**ONE)
+    for other in {"tenant-a", "tenant-b", "default"} - {first}:
+        with cache.namespace(other):
+            assert torch.equal(cache(**ONE).logits, plain[0])  # the very same request
+            cache.purge(namespace=other)
+            assert torch.equal(cache(**TWO).logits, plain[1])  # one that would be similar enough
+            assert cache.stats().n_hits == 0
+    with cache.namespace(first):
+        torch.testing.assert_close(cache(**TWO).logits, plain[0])  # here it is
+        assert cache.stats().n_hits == 1
+
+
+def test_outside_is_the_default_namespace() -> None:
+    cache = LLMCache.wrap(build(CLASSIFIERS["bert"]))
+    cache(**ONE)
+    with cache.namespace("default"):
+        cache(**ONE)
+    assert cache.stats().hits == {"exact": 1}
+
+
+def test_namespaces_nest_and_end_with_their_block() -> None:
+    cache = LLMCache.wrap(build(CLASSIFIERS["bert"]))
+    with cache.namespace("a") as same:
+        assert same is cache
+        with cache.namespace("b"):
+            cache(**ONE)
+        cache(**ONE)
+    with pytest.raises(KeyError), cache.namespace("c"):
+        raise KeyError
+    cache(**ONE)
+    assert cache.stats().n_misses == 3
+    assert [cache.purge(namespace=name) for name in ("a", "b", "c", "default")] == [1, 1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    "pair", [("a", "a "), ("a", "A"), ("", "default"), ("1", "'1'"), ("a|b", "a"), ("ä", "a\u0308")]
+)
+def test_names_are_told_apart(pair: tuple[str, str]) -> None:
+    cache = LLMCache.wrap(build(CLASSIFIERS["bert"]))
+    for name in pair:
+        with cache.namespace(name):
+            cache(**ONE)
+    assert cache.stats().n_hits == 0
+
+
+class Masked(str):
+    """A name that passes for another one in every way that its class can decide."""
+
+    def __repr__(self) -> str:
+        return "'victim'"
+
+    def __eq__(self, _: object) -> bool:
+        return True
+
+    def __hash__(self) -> int:
+        return hash("victim")
+
+
+class Tenant(StrEnum):
+    """Plain by intention; refused all the same, with what to do."""
+
+    VICTIM = "victim"
+
+
+@pytest.mark.parametrize(
+    "name", [Masked("attacker"), Tenant.VICTIM, np.str_("victim"), b"victim", 1, None], ids=lambda name: type(name)
+)
+def test_a_name_that_is_not_a_plain_str_is_refused(name: Any) -> None:
+    cache = LLMCache.wrap(build(CLASSIFIERS["bert"]))
+    with cache.namespace("victim"):
+        cache(**ONE)
+    with pytest.raises(ConfigError, match=r"namespace: give a plain str"), cache.namespace(name):
+        cache(**ONE)
+    with pytest.raises(ConfigError, match=r"namespace: give a plain str"):
+        cache.purge(namespace=name)
+    assert (cache.stats().n_stored, cache.stats().n_hits) == (1, 0)
+
+
+@pytest.mark.parametrize("name", ["\ud800", "a\udcff", "\ud83d\ude00"])
+def test_a_name_that_is_no_unicode_text_is_refused(name: str) -> None:
+    cache = LLMCache.wrap(build(CLASSIFIERS["bert"]))
+    with pytest.raises(ConfigError, match=r"namespace: .* is no Unicode text: character [01]"), cache.namespace(name):
+        cache(**ONE)
+    with pytest.raises(ConfigError, match="no Unicode text"):
+        cache.purge(namespace=name)
+    assert cache.stats().n_requests == 0
+
+
+def test_a_scope_is_hashed_by_its_characters() -> None:
+    """Nothing within gets another class; if it ever does, its methods are not asked."""
+    names = ["victim", "attacker", Masked("attacker"), "a', 'b", "\ud800", "\\ud800", "\x00"]
+    keys = [Scope(name, "w", "d", "a").key for name in names]
+    assert len(set(keys)) == len(names) - 1 and keys[1] == keys[2]
+    assert Scope("a", "b", "c", "d").key == b"('a', 'b', 'c', 'd')"  # as saved caches have it
+
+
+def test_purge_forgets_one_namespace_whole() -> None:
+    cache = LLMCache.wrap(build(CLASSIFIERS["bert"]), tau=-1.0)
+    both = padded([6, 5], seed=4)
+    for name in ("a", "b"):
+        with cache.namespace(name):
+            cache(**{key: value[:1] for key, value in both.items()})
+    before = cache.stats()
+    assert cache.purge(namespace="a") == 1
+    assert cache.purge(namespace="a") == 0
+    assert cache.purge(namespace="never used") == 0
+    after = cache.stats()
+    assert (after.n_stored, after.nbytes) == (1, before.nbytes // 2)
+    with cache.namespace("a"):
+        cache(**both)
+    assert cache.stats().n_hits == 0
+    with cache.namespace("b"):
+        cache(**both)
+    assert cache.stats().n_hits == 2
+
+
+@pytest.mark.parametrize("settings", [{}, {"tau": 0.9}, {"tau": 0.9, "mode": "paper"}])
+def test_clear_forgets_all_and_keeps_counters(settings: dict[str, object]) -> None:
+    cache = LLMCache.wrap(build(CLASSIFIERS["bert"]), **settings)
+    with cache.namespace("a"):
+        cache(**ONE)
+    cache(**ONE)
+    cache(**ONE)
+    cache.clear()
+    cache.clear()
+    stats = cache.stats()
+    assert (stats.n_stored, stats.nbytes, stats.n_hits, stats.n_misses) == (0, 0, 1, 2)
+    assert set(stats.n_entries.values()) == {0}
+    cache(**ONE)
+    cache(**ONE)
+    assert cache.stats().n_hits == 2
+
+
+def held_within(root: object, wanted: set[str]) -> dict[str, str]:
+    """Which of these strings the cache's own objects and containers hold, from one of them on, and where."""
+    found: dict[str, str] = {}
+    seen, waiting = {id(root)}, [(root, "")]
+    while waiting:
+        one, path = waiting.pop()
+        for other in gc.get_referents(one):
+            kind = type(other)
+            if id(other) in seen or kind is type or kind.__module__.split(".")[0] not in _ENTERED:
+                continue
+            seen.add(id(other))
+            where = f"{path}/{type(one).__name__}"
+            if kind is str and other in wanted:
+                found[other] = where
+            elif kind not in (types.FunctionType, types.ModuleType):
+                waiting.append((other, where))
+    return found
+
+
+_ENTERED = ("builtins", "collections", "functools", "llmcache")
+
+
+@pytest.mark.parametrize("decide", ["risk", "combined"])
+def test_a_purge_leaves_no_key_of_the_namespace(decide: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither of what was stored, nor of what was compared, noted, looked into or learned from."""
+    monkeypatch.setattr("llmcache.execution.cost._Bucket.is_cheap", True)
+    with LLMCache.wrap(
+        classifier(), max_drop=0.05, audit=1.0, recalibrate=2000, decide=decide, audit_in_background=False
+    ) as cache:
+        asked = requests(350, seed=7)[0]
+        keys = set()
+        with cache.namespace("tenant"):
+            cache.calibrate(requests(700)[0])
+            keys |= {record.key for record in cache._components.banks.records()}
+            for one in [*asked, *asked[:40]]:
+                cache(**one)
+                keys.add(cache.last[0].key)
+        cache.drain()
+        with cache.namespace("other"):
+            for one in asked[:20]:
+                cache(**one)
+            kept = cache.last[0].key
+        keys.discard("")  # of calls that went by
+        assert held_within(cache._components, keys)
+        cache.purge(namespace="tenant")
+        assert held_within(cache._components, keys) == {}
+        assert kept in held_within(cache._components, {kept})
+        with cache.namespace("other"):
+            cache(**asked[0])
+        assert cache.last[0].rung == "exact"

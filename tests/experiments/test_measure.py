@@ -1,0 +1,436 @@
+"""Heads, the interleaved loop, figures by hand, and the replay that must tell what a live run does."""
+
+import csv
+import io
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from experiments.data.labelled import Labelled
+from experiments.data.streams.support_desk import support_desk
+from experiments.measures.serve import measure, order_of, rows, run
+from experiments.methods import NOCACHE
+from experiments.methods.base import COMPUTED, Method, Served, is_hit
+from experiments.methods.cached import Cached
+from experiments.metrics.metrics import hit_rates, interval, latencies, percentiles, quality, speed, summary
+from experiments.metrics.trace import Trace
+from experiments.models.heads import PooledClassifier, _fit_linear, fit_logistic, pooled_states, ready
+from experiments.models.loading import Loaded, encode, load
+from experiments.replay.recording import Recording, make_fingerprint
+from experiments.replay.replay import by_request, replay
+from experiments.runs.folder import _csv
+from experiments.runs.grid import make_experiment
+from experiments.support.folders import Folders
+from experiments.tasks.stream import Stream
+from experiments.tasks.workload import Request
+from llmcache.errors import ConfigError
+from tests.experiments.test_models import save_tiny
+
+
+@pytest.fixture
+def loaded(tmp_path: Path) -> Loaded:
+    return load(str(save_tiny(tmp_path / "tiny")))
+
+
+def requests_of(n: int) -> list[Labelled]:
+    chosen = ("order_status", "cancel_order", "keep_order")
+    return [Labelled(i, r.text, r.label) for i, r in enumerate(support_desk(n, intents=chosen))]
+
+
+def workload_of(loaded: Loaded, fit: Sequence[Labelled], stream: Sequence[Labelled]) -> Stream:
+    return Stream(fit_logistic(loaded, "mean", fit, stream, 48), stream, 48, payload="mean")
+
+
+@pytest.mark.parametrize("pool", ["mean", "cls"])
+def test_batches_and_padding_do_not_change_the_pooled_state(pool: str, loaded: Loaded) -> None:
+    texts = [request.text for request in requests_of(40)]
+    alone = PooledClassifier(loaded.model, pool)
+    with torch.inference_mode():
+        expected = np.stack([alone(**encode(loaded.tokenizer, text, 48))[0].numpy() for text in texts])
+    np.testing.assert_allclose(pooled_states(loaded, pool, texts, 48), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("n_labels", [2, 3])
+def test_the_linear_layer_is_the_regression(n_labels: int) -> None:
+    rng = np.random.default_rng(0)
+    numbers = rng.integers(n_labels, size=300)
+    features = (rng.normal(size=(300, 5)) * [1, 10, 0.1, 1, 0] + 3 + 5 * numbers[:, None]).astype(np.float32)
+    linear = _fit_linear(features, numbers)
+    answers = linear(torch.from_numpy(features)).argmax(dim=1).numpy()
+    assert linear.weight.shape == (n_labels, 5)
+    assert (answers == numbers).mean() > 0.95
+
+
+def test_labels_that_cannot_be_learned(loaded: Loaded) -> None:
+    def request(label: str) -> Labelled:
+        return Labelled(0, "where is my order", label)
+
+    with pytest.raises(
+        ConfigError, match=r"'c', 'd' occurs in the stream \(2 of 3 requests\) but not among the 2 that"
+    ):
+        fit_logistic(loaded, "mean", [request("a"), request("b")], [request("d"), request("c"), request("a")], 48)
+    with pytest.raises(ConfigError, match=r"only one label \('a'\)"):
+        fit_logistic(loaded, "mean", [request("a")] * 3, [request("a")], 48)
+
+
+def test_a_label_that_the_head_never_saw_is_answered_wrong(loaded: Loaded) -> None:
+    def request(label: str) -> Labelled:
+        return Labelled(0, "where is my order", label)
+
+    stream = [request("a")] * 10 + [request("c")]
+    classifier = fit_logistic(loaded, "mean", [request("a"), request("b")], stream, 48)
+    assert (classifier.labels, classifier.unanswerable) == (("a", "b"), ("c",))
+    task = Stream(classifier, stream, 48, "mean")
+    assert task.facts["n_labels"] == 2 and task.facts["n_unanswerable"] == 1
+    outputs = [classifier.module(**one.inputs) for one in task.requests]
+    answers = [task.answer(output, number) for number, output in enumerate(outputs)]
+    assert task.requests[10].reference not in answers
+    assert task.show(task.requests[10].reference) == "c"
+
+
+def test_a_ready_model_knows_its_labels(tmp_path: Path) -> None:
+    loaded = load(str(save_tiny(tmp_path / "ready", labels=("x", "y", "z"))), "class")
+    classifier = ready(loaded, [Labelled(0, "hello", "z")])
+    assert classifier.labels == ("x", "y", "z")
+    assert classifier.module(**encode(loaded.tokenizer, "hello", 48)).shape == (1, 3)
+    with pytest.raises(ConfigError, match=r"does not know 'w'; it answers with 'x', 'y', 'z'"):
+        ready(loaded, [Labelled(0, "hello", "w")])
+
+
+class Words:
+    """A workload without a model: the answer to a number is that number, and even ones are right."""
+
+    module, tokenizer, payload, metric = nn.Identity(), None, None, "accuracy"
+
+    def __init__(self, numbers: Sequence[int]) -> None:
+        self.numbers = numbers
+        tensors = [torch.tensor([[number]]) for number in numbers]
+        self.requests = [Request(f"r{i}", {"input_ids": ids}, "text", 0) for i, ids in enumerate(tensors)]
+        self.facts: dict[str, Any] = {}
+
+    def answer(self, output: Any, number: int) -> int:
+        return int(output)
+
+    def mix(self, parts: Any) -> Any:
+        return parts[0][0]
+
+    def borrowed(self, answer: int) -> int:
+        return answer
+
+    def is_changed(self, one: int, other: int) -> bool:
+        return one != other
+
+    def scores(self, answers: Sequence[int]) -> Any:
+        return np.array([float(answer % 2 == 0) for answer in answers])
+
+    def extras(self, answers: Sequence[int]) -> dict[str, float | None]:
+        return {"largest": float(max(answers))}
+
+    def show(self, answer: int) -> str:
+        return f"<{answer}>"
+
+
+class Remembers:
+    """A method that answers each number again when it was asked since the round began, and writes down all calls."""
+
+    nbytes = n_entries = 7
+
+    def __init__(self, workload: Words, name: str, calls: list[tuple[str, Any]]) -> None:
+        self.workload, self.name, self.calls = workload, name, calls
+        self.seen: dict[int, int] = {}
+        self.note = Served()
+
+    @classmethod
+    def check(cls, options: Mapping[str, Any], name: str) -> None:
+        pass
+
+    def begin(self) -> None:
+        self.calls.append((self.name, "begin"))
+        self.seen.clear()
+
+    def ask(self, number: int) -> int:
+        self.calls.append((self.name, number))
+        asked = self.workload.numbers[number]
+        source = self.seen.setdefault(asked, number)
+        self.note = Served("exact", source, 1.0) if source != number else Served(COMPUTED, is_evicting=number == 2)
+        return asked
+
+    def last(self) -> Served:
+        return self.note
+
+    def end(self) -> None:
+        self.calls.append((self.name, "end"))
+
+
+def test_methods_take_turns_and_rounds_begin_cold() -> None:
+    calls: list[tuple[str, Any]] = []
+    workload = Words([5, 6, 5])
+    methods: dict[str, Method] = {name: Remembers(workload, name, calls) for name in ("a", "b")}
+    traces = measure(workload, methods, rounds=2, warmup=2)
+    preparation = [(name, what) for name in "ab" for what in ("begin", 0, 1, "begin")]
+    first, second = ([(name, i) for i in range(3) for name in order_of(["a", "b"], i, number)] for number in range(2))
+    assert calls == [*preparation, *first, *preparation, *second, ("a", "end"), ("b", "end")]
+    for trace in traces.values():
+        assert trace.ms.shape == (2, 3) and (trace.ms >= 0).all()
+        assert trace.served.tolist() == [[COMPUTED, COMPUTED, "exact"]] * 2  # a counted warm-up would have more hits
+        assert trace.evicting.tolist() == [[False, False, False]] * 2
+        assert (trace.answers, trace.nbytes, trace.n_entries) == ([5, 6, 5], 7, 7)
+        assert [note.source for note in trace.notes] == [None, None, 0]
+
+
+def test_a_warm_up_longer_than_the_stream() -> None:
+    workload = Words([1, 2])
+    calls: list[tuple[str, Any]] = []
+    measure(workload, {"a": Remembers(workload, "a", calls)}, rounds=1, warmup=9)
+    assert [what for _, what in calls] == ["begin", 0, 1, "begin", 0, 1, "end"]
+
+
+def test_a_budget_stops_after_the_first_round() -> None:
+    workload = Words([1, 2, 3])
+    traces = measure(workload, {"a": Remembers(workload, "a", [])}, rounds=4, warmup=0, budget_s=0.0)
+    assert traces["a"].ms.shape == (1, 3)
+
+
+@given(n=st.integers(1, 6), request=st.integers(0, 40), number=st.integers(0, 5))
+def test_the_order_is_fair(n: int, request: int, number: int) -> None:
+    names = [str(i) for i in range(n)]
+    order = order_of(names, request, number)
+    assert sorted(order) == names
+    assert order_of(names, request, number) == order
+    assert order_of(names, request, 2 * number + 1) == order_of(names, request, 2 * number)[::-1]
+
+
+def test_no_method_keeps_following_the_same_one() -> None:
+    names = ["a", "b", "c", "d"]
+    orders = [order_of(names, request, 0) for request in range(1200)]
+    for place in range(4):
+        assert all(240 < count < 360 for count in Counter(order[place] for order in orders).values())
+    pairs = Counter(pair for order in orders for pair in pairwise(order))
+    assert len(pairs) == 12 and all(220 < count < 380 for count in pairs.values())
+
+
+def test_rows_say_what_happened() -> None:
+    workload = Words([4, 5, 4])
+    alone = trace_of([[1, 1, 1]], [[COMPUTED] * 3], answers=[4, 5, 4], notes=[Served()] * 3)
+    notes = [Served(), Served(COMPUTED, None, 0.25), Served("semantic", 1, 0.123456)]
+    other = trace_of([[1, 2, 3.00004]], [[COMPUTED, COMPUTED, "semantic"]], answers=[4, 5, 5], notes=notes)
+    found = rows(workload, {NOCACHE: alone, "other": other})
+    assert [row["method"] for row in found] == [NOCACHE] * 3 + ["other"] * 3
+    assert found[-1] == {
+        "id": "r2",
+        "method": "other",
+        "served": "semantic",
+        "source": "r1",
+        "similarity": 0.12346,
+        "answer": "<5>",
+        "is_changed": 1,
+        "score": 0.0,
+        "ms": 3.0,
+    }
+    read = list(csv.DictReader(io.StringIO(_csv(found))))
+    assert (read[3]["source"], read[3]["similarity"], read[4]["similarity"]) == ("", "", "0.25")  # missing is empty
+
+
+def test_serve_states_what_was_measured(tmp_path: Path) -> None:
+    task = {"name": "stream", "model": str(save_tiny(tmp_path / "tiny")), "limit": 20}
+    methods = [{"method": "llmcache", "tau": 0.8}, {"method": "doccache", "label": "documents"}]
+    values = {"measure": "serve", "task": task | {"data": {"path": "support_desk", "limit": 300}}, "methods": methods}
+    outcome = run(make_experiment({**values, "rounds": 2, "keeps_rows": False}), Folders())
+    assert outcome.rows == []
+    assert outcome.metrics["n"] == outcome.metrics["limit"] == 20
+    assert (outcome.metrics["rounds"], outcome.metrics["metric"]) == (2, "accuracy")
+    found = outcome.metrics["methods"]
+    assert list(found) == [NOCACHE, "llmcache-tau=0.8", "documents"]
+    assert [(figures["method"], figures["options"]) for figures in found.values()] == [
+        (NOCACHE, {}),
+        ("llmcache", {"tau": 0.8}),
+        ("doccache", {}),
+    ]
+    assert found[NOCACHE]["speedup"] == 1.0 and found[NOCACHE]["bytes"] is None
+    assert found["documents"]["nocache_ms"]["n"] == found["documents"]["cache_ms"]["n"] == 40
+
+
+def test_bypasses_and_evictions_are_told_apart(loaded: Loaded) -> None:
+    data = requests_of(60)
+    texts = ("", "where is my order", "", "cancel it", "keep it")
+    workload = workload_of(loaded, data, [Labelled(i, text, "keep_order") for i, text in enumerate(texts)])
+    trace = measure(workload, {"x": Cached(workload, {"max_entries": 2})}, 1, 0)["x"]
+    assert trace.served[0].tolist() == ["bypassed", "computed", "bypassed", "computed", "computed"]
+    assert trace.evicting[0].tolist() == [False, False, False, False, True]
+    figures = summary(workload, trace, trace)
+    assert (figures["bypassed"], figures["hit_rate"], figures["entries"]) == (2, 0.0, 2)
+
+
+def test_replay_equals_a_live_run(loaded: Loaded) -> None:
+    """Same hits, same rungs, same answers, for each threshold, requests without content included."""
+    data = requests_of(400)
+    nothing = Labelled(400, "", "keep_order")
+    workload = workload_of(loaded, data[:150], [nothing, *data[150:], nothing])
+    taus = [math.inf, 0.95, 0.8, 0.6, 0.3]
+    methods: dict[str, Method] = {str(tau): Cached(workload, {} if tau > 1 else {"tau": tau}) for tau in taus}
+    live = measure(workload, methods, rounds=1, warmup=3)
+    recording = Recording(workload)
+    units = recording.rows(make_fingerprint("mean"), fits_any_length=True)
+    replays = replay(units, taus)
+    for tau, again in zip(taus, replays, strict=True):
+        trace, served = live[str(tau)], by_request(units, again)
+        assert np.where(served == "near", "semantic", served).tolist() == trace.served[0].tolist()
+        assert recording.reread(units, again) == trace.answers
+    rates = [is_hit(again.served).mean() for again in replays]
+    assert rates == sorted(rates) and rates[0] < rates[1] < rates[-1]  # the thresholds do differ here
+    assert recording.reread(units, replays[-1]) != recording.answers  # and answers do change
+    assert replays[2].similarity[replays[2].served == "near"].min() >= 0.8
+
+
+def test_recording_leaves_the_model_as_it_was(loaded: Loaded) -> None:
+    data = requests_of(40)
+    workload = workload_of(loaded, data, data[:3])
+    Recording(workload).rows(make_fingerprint("mean"), fits_any_length=True)
+    assert not any(module._forward_pre_hooks for module in workload.module.modules())
+
+
+def trace_of(ms: Any, served: Any, evicting: Any = None, answers: Any = (), notes: Any = ()) -> Trace:
+    times, rungs = np.array(ms, dtype=np.float64), np.array(served)
+    evicted = np.zeros(times.shape, dtype=bool) if evicting is None else np.array(evicting)
+    return Trace(times, rungs, evicted, answers, notes)
+
+
+def test_quality_by_hand() -> None:
+    base, answers = [0, 1, 2, 4, 4, 0, 1, 2, 4, 4], [0, 1, 9, 8, 4, 0, 1, 9, 8, 4]
+    hits = np.array([False, True, True, True, True] * 2)
+    figures = quality(Words([0] * 10), base, answers, hits)
+    assert figures["accuracy_drop"] == pytest.approx(0.2)
+    assert {name: value for name, value in figures.items() if not name.endswith(("_ci", "drop"))} == {
+        "accuracy": 0.6,
+        "accuracy_nocache": 0.8,
+        "changed_answers": 0.4,
+        "changed_per_hit": 0.5,
+        "extras": {"largest": 9.0},
+    }
+    for name in ("accuracy", "accuracy_drop", "changed_answers"):
+        low, high = figures[f"{name}_ci"]
+        assert low < figures[name] < high
+    assert quality(Words([0] * 10), base, base, ~hits & False)["changed_per_hit"] is None
+
+
+def test_an_interval_by_hand() -> None:
+    """Of n requests of which a share p is right, the bootstrap mean has standard deviation sqrt(p (1 - p) / n)."""
+    values = np.repeat([1.0, 0.0], [300, 700])
+    low, high = interval(values, np.arange(len(values)))
+    deviation = math.sqrt(0.3 * 0.7 / 1000)
+    assert low == pytest.approx(0.3 - 1.96 * deviation, abs=0.003)
+    assert high == pytest.approx(0.3 + 1.96 * deviation, abs=0.003)
+    alone = np.arange(len(values))
+    assert interval(values, alone) == interval(values, alone, seed=0) != interval(values, alone, seed=1)
+
+
+def test_there_is_no_interval_without_width() -> None:
+    """Of five values all lie on one side of where they come from in 2 of 32 cases: more often than 5 %."""
+    assert interval(np.full(50, 0.25), np.arange(50)) is None
+    assert interval(np.arange(50.0), np.zeros(50, dtype=np.int64)) is None
+    assert interval(np.arange(50.0), np.arange(50) % 5) is None
+    assert interval(np.arange(50.0), np.arange(50) % 6) is not None
+
+
+@pytest.mark.parametrize(("by", "rate", "bounds"), [("computed", 0.0, [0, 0.3085]), ("exact", 1.0, [0.6915, 1])])
+def test_clusters_that_agree_are_as_many_witnesses(by: str, rate: float, bounds: list[float]) -> None:
+    """Clopper and Pearson: none of 10 clusters, and all of them, though each was asked five times."""
+    figures = hit_rates(np.array([by] * 50), np.arange(50) % 10)
+    assert figures["hit_rate"] == rate
+    assert figures["hit_rate_ci"] == pytest.approx(bounds, abs=1e-4)
+
+
+def test_the_drop_is_paired() -> None:
+    """The same requests are right before and after, so there is no risk that nothing was lost."""
+    answers = list(range(50))
+    figures = quality(Words(answers), answers, answers, np.zeros(50, dtype=bool))
+    assert figures["accuracy_drop_ci"] is None
+    assert figures["accuracy_ci"][0] < 0.5 < figures["accuracy_ci"][1]
+
+
+def test_hits_that_changed_nothing_leave_something_open() -> None:
+    """Of 20 hits none changed: with 95 % confidence at most 16.8 % of hits do, a tenth of the stream's 200 requests."""
+    answers = list(range(200))
+    figures = quality(Words(answers), answers, answers, np.arange(200) < 20)
+    assert figures["accuracy_drop_ci"] == pytest.approx([-0.0168, 0.0168], abs=1e-4)
+    assert figures["changed_answers_ci"] == pytest.approx([0.0, 1 - 0.025 ** (1 / 200)])
+
+
+def test_one_text_that_is_asked_often_is_one_witness() -> None:
+    """Of 200 requests 100 are one text, whose answer changed each time: that says little about other texts."""
+    asked = [0] * 100 + list(range(1, 101))
+    before, after = asked, [-1] * 100 + asked[100:]
+    workload = Words(asked)
+    workload.requests = [replace(request, cluster=str(n)) for request, n in zip(workload.requests, asked, strict=True)]
+    figures = quality(workload, before, after, np.ones(200, dtype=bool))
+    assert figures["changed_answers"] == 0.5
+    low, high = figures["changed_answers_ci"]
+    assert low == 0.0 and high > 0.65  # each resample holds the text never, once or several times
+    others = list(range(200))
+    alone = quality(Words(others), others, [-1] * 100 + others[100:], np.ones(200, dtype=bool))
+    assert alone["changed_answers_ci"] == pytest.approx([0.429, 0.571], abs=0.001)
+
+
+def test_hit_rates_by_hand() -> None:
+    served = np.array(["computed", "bypassed", "exact", "semantic", "semantic"])
+    figures = hit_rates(served, np.arange(5))
+    low, high = figures.pop("hit_rate_ci")
+    assert figures == {"hit_rate": 0.6, "hits_by_rung": {"exact": 0.2, "semantic": 0.4}}
+    assert 0 <= low < 0.6 < high <= 1
+    assert hit_rates(np.array(["computed", "bypassed"]), np.arange(2)) == {
+        "hit_rate": 0.0,
+        "hit_rate_ci": pytest.approx([0.0, 1 - 0.025**0.5]),
+        "hits_by_rung": {},
+    }
+
+
+def test_speed_by_hand() -> None:
+    """Sums over each round, then the median of the ratios: 10/5, 10/8, 10/10."""
+    base = trace_of([[4, 6], [5, 5], [2, 8]], [["computed"] * 2] * 3)
+    trace = trace_of([[4, 1], [6, 2], [8, 2]], [["computed", "exact"], ["computed", "semantic"], ["computed", "exact"]])
+    figures = speed(base, trace)
+    assert (figures["speedup"], figures["speedup_min"], figures["speedup_max"]) == (1.25, 1.0, 2.0)
+    assert figures["miss_overhead"] == pytest.approx(18 / 11 - 1)
+    assert figures["hit_cost"] == pytest.approx(5 / 19)
+    assert speed(base, base)["hit_cost"] is None
+
+
+def test_speed_of_the_latter_half_by_hand() -> None:
+    """Of three requests the last two: 12/9, 12/12, 12/24."""
+    base = trace_of([[90, 4, 8]] * 3, [["computed"] * 3] * 3)
+    trace = trace_of([[1, 1, 8], [1, 6, 6], [1, 12, 12]], [["computed"] * 3] * 3)
+    half = speed(base, trace)["latter_half"]
+    assert half == {"speedup": 1.0, "speedup_min": 0.5, "speedup_max": pytest.approx(4 / 3)}
+
+
+def test_latencies_by_hand() -> None:
+    base = trace_of([[9, 9, 9, 9, 9]], [["computed"] * 5])
+    served = [["computed", "computed", "exact", "semantic", "bypassed"]]
+    trace = trace_of([[1, 2, 3, 4, 5]], served, [[False, True, False, False, False]])
+    found = {name: figures and figures["median"] for name, figures in latencies(base, trace).items()}
+    assert found == {
+        "nocache_ms": 9,
+        "cache_ms": 3,
+        "hit_ms": 4,
+        "exact_hit_ms": 3,
+        "miss_ms": 2,
+        "filling_miss_ms": 1,
+    }
+    assert latencies(base, base)["hit_ms"] is None
+
+
+def test_percentiles_by_hand() -> None:
+    assert percentiles(np.arange(201.0)) == {"median": 100, "p90": 180, "p99": 198, "n": 201}
+    assert percentiles(np.arange(101.0)) == {"median": 50, "p90": None, "p99": None, "n": 101}
+    assert percentiles(np.array([])) is None

@@ -1,0 +1,194 @@
+"""Results on the disk: as a whole or not at all, and one process a run."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from errno import ENOSPC
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from experiments.measures import Measure
+from experiments.measures.base import Outcome
+from experiments.runs import runner
+from experiments.runs.folder import RunFolder
+from experiments.runs.grid import Named, make_experiment
+from experiments.runs.runner import Finished, run_one
+from experiments.support import environment
+from experiments.support.environment import PACKAGES, describe
+from experiments.support.files import write_together, write_whole
+from experiments.support.folders import Folders
+from experiments.support.lock import InUseError, held
+from llmcache.errors import ConfigError
+from tests.experiments.test_config import LEAST, ROOT
+
+FILES = {"config.yaml", "env.json", "rows.csv", "metrics.json"}
+N_TURNS = 1000
+
+
+@pytest.fixture
+def run() -> Named:
+    return Named("group", "name", make_experiment(LEAST))
+
+
+def measured(monkeypatch: pytest.MonkeyPatch, run: Named, results: Path, value: Any, force: bool = False) -> Finished:
+    """Run it with a measure that finds one value, or raises it."""
+
+    def measure(experiment: Any, folders: Folders) -> Outcome:
+        if isinstance(value, BaseException):
+            raise value
+        return Outcome([{"id": "a", "x": value, "y": None}, {"id": "b", "x": value, "y": "1,5"}], {"value": value})
+
+    monkeypatch.setattr(runner, "MEASURES", {"serve": Measure(type(run.experiment), measure)})
+    return run_one(run, results, Folders(), force)
+
+
+def everything(folder: Path) -> dict[str, str]:
+    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_run_leaves_four_files_and_no_lock(run: Named, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = measured(monkeypatch, run, tmp_path, 3)
+    assert done.is_new and {path.name for path in done.path.iterdir()} == FILES
+    assert [path.name for path in tmp_path.iterdir()] == ["group"]
+    assert yaml.safe_load((done.path / "config.yaml").read_text()) == run.experiment.to_dict()
+    assert (done.path / "rows.csv").read_text() == 'id,x,y\na,3,\nb,3,"1,5"\n'
+    assert json.loads((done.path / "env.json").read_text())["seed"] == 0
+    figures = json.loads((done.path / "metrics.json").read_text())
+    assert figures == done.metrics and figures["value"] == 3 and figures["seconds"] >= 0
+
+
+def test_what_is_there_is_kept_until_forced(run: Named, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert measured(monkeypatch, run, tmp_path, 1).is_new
+    kept = measured(monkeypatch, run, tmp_path, 2)
+    assert (kept.is_new, kept.metrics["value"]) == (False, 1)
+    forced = measured(monkeypatch, run, tmp_path, 2, force=True)
+    assert (forced.is_new, forced.metrics["value"]) == (True, 2)
+
+
+@pytest.mark.parametrize("error", [ConfigError("no data"), FileNotFoundError("no file"), KeyboardInterrupt()])
+def test_a_run_that_does_not_end_leaves_nothing(
+    error: BaseException, run: Named, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(type(error)):
+        measured(monkeypatch, run, tmp_path, error)
+    assert list(tmp_path.iterdir()) == []
+    measured(monkeypatch, run, tmp_path, 1)
+    before = everything(tmp_path)
+    with pytest.raises(type(error)):
+        measured(monkeypatch, run, tmp_path, error, force=True)
+    assert everything(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", sorted(FILES))
+def test_a_full_disk_leaves_what_was_there(
+    name: str, run: Named, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = Path.write_text
+
+    def full(path: Path, text: str, encoding: str) -> int:
+        write(path, text[:5], encoding=encoding)
+        if name in path.name:
+            raise OSError(ENOSPC, os.strerror(ENOSPC))  # as the system does: it names no file
+        return write(path, text, encoding=encoding)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", full)
+        with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/.*/{name}'"):
+            measured(monkeypatch, run, tmp_path, 1)
+        assert everything(tmp_path) == {} and list((tmp_path / "group").iterdir()) == []
+    measured(monkeypatch, run, tmp_path, 1)
+    before = everything(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", full)
+        with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/.*/{name}'"):
+            measured(monkeypatch, run, tmp_path, 2, force=True)
+    assert everything(tmp_path) == before
+
+
+def test_damaged_figures_are_told(run: Named, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = measured(monkeypatch, run, tmp_path, 1)
+    (done.path / "metrics.json").write_text('{"value": ')
+    with pytest.raises(ConfigError, match=r"metrics.json: not valid JSON; measure again with --force"):
+        measured(monkeypatch, run, tmp_path, 1)
+    assert measured(monkeypatch, run, tmp_path, 1, force=True).metrics["value"] == 1
+
+
+def test_a_run_that_another_process_finished_meanwhile_is_kept(
+    run: Named, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured(monkeypatch, run, tmp_path, 1)
+    answers = iter([False, True])  # not there when first looked at, there once the lock is held
+    monkeypatch.setattr(RunFolder, "is_done", property(lambda folder: next(answers)))
+    kept = measured(monkeypatch, run, tmp_path, 2)
+    assert (kept.is_new, kept.metrics["value"]) == (False, 1)
+
+
+def test_files_are_replaced_in_order_and_whole(tmp_path: Path) -> None:
+    write_whole(tmp_path / "a", "old")
+    write_together({tmp_path / "a": "new", tmp_path / "b": "ü\r\n"})
+    assert (tmp_path / "a").read_text() == "new" and (tmp_path / "b").read_bytes() == "ü\r\n".encode()
+    with pytest.raises(OSError):
+        write_together({tmp_path / "a": "newer", tmp_path / "none" / "b": ""})
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"a": "new", "b": "ü\n"}
+
+
+#: Count up in a file, each time with the lock held; tell how often another process was in the way.
+TAKE_TURNS = """
+import sys
+from pathlib import Path
+from experiments.support.lock import InUseError, held
+lock, counter, n_refused = Path(sys.argv[1]), Path(sys.argv[2]), 0
+for _ in range(int(sys.argv[3])):
+    is_done = False
+    while not is_done:
+        try:
+            with held(lock):
+                count = int(counter.read_text())
+                counter.write_text(str(count + 1))
+            is_done = True
+        except InUseError:
+            n_refused += 1
+print(n_refused)
+"""
+
+
+def test_only_one_process_holds_a_lock(tmp_path: Path) -> None:
+    """The lock file comes and goes all the time here: a count is lost if two ever hold it at once."""
+    lock, counter = tmp_path / "lock", tmp_path / "count"
+    counter.write_text("0")
+    command = [sys.executable, "-c", TAKE_TURNS, str(lock), str(counter), str(N_TURNS)]
+    processes = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    refused = [int(process.communicate(timeout=120)[0]) for process in processes]
+    assert int(counter.read_text()) == 3 * N_TURNS
+    assert sum(refused) > 0  # they did meet
+    assert not lock.exists()
+
+
+def test_a_lock_that_is_held_is_refused_and_stays(tmp_path: Path) -> None:
+    lock = tmp_path / "new" / "lock"
+    with held(lock):
+        with pytest.raises(InUseError, match="another process holds lock"), held(lock):
+            pass
+        assert lock.exists()
+    assert not lock.exists()
+
+
+def test_surroundings_are_complete() -> None:
+    env = describe(7)
+    assert env["seed"] == 7 and re.fullmatch("[0-9a-f]{40}", env["git"]) and isinstance(env["git_dirty"], bool)
+    assert env["versions"].keys() == {"llmcache", *PACKAGES} >= {"datasets", "evaluate", "datasketch"}
+    assert None not in env["versions"].values()
+    assert env["threads"]["torch"] == 1 and env["n_cpus"] >= 1 and env["memory_bytes"] > 2**28
+    json.dumps(env)
+
+
+def test_a_commit_during_a_sweep_is_not_what_its_later_runs_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = describe(0)
+    monkeypatch.setattr(environment, "_git", lambda *args: "0" * 40)
+    after = describe(0)
+    assert [after[name] for name in ("git", "git_dirty")] == [before[name] for name in ("git", "git_dirty")]

@@ -1,0 +1,125 @@
+"""Exact match and F1 as the official script for SQuAD v2.0 defines them: hand-made cases."""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import evaluate
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from experiments.tasks.scorers import squad_v2 as scorer
+from experiments.tasks.scorers.squad_v2 import exact_match, f1, normalise
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("answer", "normal"),
+    [
+        ("The  Amazon,\tbasin.", "amazon basin"),
+        ("An apple a day", "apple day"),
+        ("theatre of another", "theatre of another"),  # articles are whole words
+        ("U.S.A.", "usa"),
+        ("the-end", "theend"),  # punctuation goes first, so no article is left to drop
+        ("A.", ""),
+        ("$5,500", "5500"),
+        ("São «Paulo»", "são «paulo»"),  # only ASCII punctuation is dropped
+        ("ÉTÉ\u00a0X", "été x"),  # a no-break space is white space
+        ("", ""),
+    ],
+)
+def test_normalise(answer: str, normal: str) -> None:
+    assert normalise(answer) == normal
+
+
+@pytest.mark.parametrize(
+    ("told", "accepted", "exact", "overlap"),
+    [
+        ("Amazon basin", ["the Amazon Basin."], 1, 1),
+        ("amazon", ["Amazon basin"], 0, 2 / 3),
+        ("the big river basin", ["river delta", "big basin"], 0, 4 / 5),  # the best accepted answer counts
+        ("x", ["y", "x", "z"], 1, 1),
+        ("a a b b", ["b b b c"], 0, 4 / 6),  # words count as often as both have them; articles do not
+        ("b a", ["a b c"], 0, 2 / 3),
+        ("no", ["yes"], 0, 0),
+        ("", [], 1, 1),  # rightly nothing
+        ("x", [], 0, 0),  # something where there is nothing
+        ("", ["x"], 0, 0),  # nothing where there is something
+        ("the", ["x"], 0, 0),  # told nothing but an article
+        ("the", [], 1, 1),
+        ("", ["The", "..."], 1, 1),  # accepted answers that are nothing are as none
+        ("x", ["a"], 0, 0),
+        ("", ["the", "x"], 0, 0),  # but one that is something stays alone
+        ("été", ["ÉTÉ"], 1, 1),
+        ("été", ["ete"], 0, 0),
+    ],
+)
+def test_scores(told: str, accepted: list[str], exact: float, overlap: float) -> None:
+    assert exact_match(told, accepted) == exact
+    assert f1(told, accepted) == pytest.approx(overlap)
+
+
+words = st.lists(st.sampled_from(["x", "y", "z", "the", "X.", ","]), max_size=5).map(" ".join)
+
+
+@given(told=words, accepted=st.lists(words, max_size=3))
+def test_exact_answers_overlap_wholly_and_more_accepted_answers_never_hurt(told: str, accepted: list[str]) -> None:
+    assert 0 <= f1(told, accepted) <= 1
+    assert exact_match(told, accepted) <= f1(told, accepted)
+    assert exact_match(told, [*accepted, told]) == 1 or not normalise(told)
+    if any(normalise(answer) for answer in accepted):
+        assert f1(told, [*accepted, "y"]) >= f1(told, accepted)
+
+
+PREDICTIONS = ["Amazon", "wrong", "river basin", "", "something"]
+REFERENCES: Sequence[Sequence[str]] = [["the Amazon", "x"], ["right"], ["big river basin"], [], []]
+SCORES = {
+    "exact": 100 * 2 / 5,
+    "f1": 100 * (1 + 0 + 4 / 5 + 1 + 0) / 5,
+    "total": 5,
+    "exact_answerable": 100 / 3,
+    "f1_answerable": 100 * (1 + 4 / 5) / 3,
+    "n_answerable": 3,
+    "exact_unanswerable": 50.0,
+}
+
+
+def test_through_evaluate() -> None:
+    metric = evaluate.load(str(ROOT / "experiments" / "tasks" / "scorers" / "squad_v2.py"), keep_in_memory=True)
+    assert metric.compute(predictions=PREDICTIONS, references=REFERENCES) == pytest.approx(SCORES)
+
+
+def test_ours_is_the_same_and_may_be_asked_again() -> None:
+    for _ in range(2):
+        assert scorer.load().compute(predictions=PREDICTIONS, references=REFERENCES) == pytest.approx(SCORES)
+
+
+def test_kinds_that_do_not_occur_have_no_score() -> None:
+    found = scorer.load().compute(predictions=["x"], references=[["x"]])
+    assert found["exact_unanswerable"] is None and found["exact_answerable"] == 100
+    found = scorer.load().compute(predictions=[""], references=[[]])
+    assert found["f1_answerable"] is None and found["exact_unanswerable"] == 100
+
+
+def test_an_accepted_answer_that_is_nothing_still_makes_a_question_answerable() -> None:
+    found = scorer.load().compute(predictions=["", "x"], references=[["The"], ["x"]])
+    assert found["n_answerable"] == 2 and found["exact"] == 100
+
+
+def test_processes_at_once_without_a_cache_folder(tmp_path: Path) -> None:
+    in_the_way = tmp_path / "file"
+    in_the_way.touch()
+    code = (
+        "from experiments.tasks.scorers import squad_v2 as s\n"
+        "print(s.load().compute(predictions=['a', ''], references=[['a'], []])['f1'])"
+    )
+    # Below a file no folder can be made, whoever asks.
+    surroundings = {"HF_HOME": str(in_the_way / "cache"), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    runs = [
+        subprocess.Popen([sys.executable, "-c", code], env=surroundings, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    assert [run.communicate(timeout=100)[0].strip() for run in runs] == ["100.0", "100.0"]

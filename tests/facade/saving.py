@@ -1,0 +1,88 @@
+"""Saves to one folder from several processes at once, and kills some: run by `test_persist`, with the folder.
+
+Prints how often a save was loaded while others were written, how many processes were killed, and how many of them left
+something behind.
+"""
+
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+
+from llmcache import LLMCache
+from tests.tiny_models import BARE, build, padded
+
+N_SAVERS, N_ROUNDS, N_KILLED = 3, 20, 20
+
+
+def fork(do: Callable[[], None]) -> int:
+    """Do something in a process of its own."""
+    number = os.fork()
+    if number == 0:
+        status = 1
+        try:
+            do()
+            status = 0
+        finally:
+            os._exit(status)
+    return number
+
+
+def save(folder: Path, n_requests: int, n_rounds: int) -> None:
+    """Save a cache of so many requests again and again."""
+    cache = LLMCache.wrap(build(BARE["bert"]))
+    for seed in range(n_requests):
+        cache(**padded([5], seed=seed))
+    for _ in range(n_rounds):
+        cache.save(folder)
+
+
+def load(folder: Path) -> int:
+    """How many requests the save there has; all of them must be whole."""
+    with LLMCache.load(build(BARE["bert"]), folder) as cache:
+        n_stored = cache.stats().n_stored
+        for seed in range(n_stored):
+            cache(**padded([5], seed=seed))
+        assert cache.stats().n_hits == n_stored, cache.stats()
+        return n_stored
+
+
+def overlap(folder: Path) -> int:
+    """Load while others save, and return how often that was."""
+    save(folder, 1, 1)
+    savers = [fork(lambda n=n: save(folder, n, N_ROUNDS)) for n in range(1, N_SAVERS + 1)]
+    n_loads, statuses = 0, []
+    while len(statuses) < len(savers):
+        assert load(folder) in range(1, N_SAVERS + 1)
+        n_loads += 1
+        number, status = os.waitpid(-1, os.WNOHANG)
+        statuses += [status] * (number != 0)
+    assert statuses == [0] * N_SAVERS, statuses
+    return n_loads
+
+
+def kill(folder: Path) -> int:
+    """Kill processes that save, and return how many left something behind."""
+    rng, n_left = random.Random(0), 0
+    for _ in range(N_KILLED):
+        saver = fork(lambda: save(folder, 2, 10_000))
+        time.sleep(0.1 + 0.1 * rng.random())
+        os.kill(saver, signal.SIGKILL)
+        os.waitpid(saver, 0)
+        n_left += len(list(folder.iterdir())) > 4
+        assert load(folder) in range(1, N_SAVERS + 1)
+    save(folder, 1, 1)
+    return n_left
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    where = Path(sys.argv[1])
+    sys.stdout.write(f"{overlap(where)} {N_KILLED} {kill(where)}")

@@ -1,0 +1,341 @@
+"""What a user may get wrong: refused with the key, the value and the fix."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+
+from llmcache import CacheConfig, ConfigError, LLMCache, LLMCacheError, UnsafeReuseError
+from llmcache.policies import POLICIES
+from tests.tiny_models import BARE, CLASSIFIERS, TOKEN_HEADS, build, tokens
+
+
+@pytest.mark.parametrize("head", TOKEN_HEADS)
+@pytest.mark.parametrize("mode", ["semantic", "paper"])
+def test_heads_that_answer_token_by_token_refuse_tau(head: str, mode: str) -> None:
+    model = build(TOKEN_HEADS[head])
+    with pytest.raises(UnsafeReuseError) as refusal:
+        LLMCache.wrap(model, tau=0.9, mode=mode)
+    text = str(refusal.value)
+    for part in ("tau=0.9", "head", "token by token", "the other request's", "exact repeats", "allow_unsafe=True"):
+        assert part in text
+    assert isinstance(refusal.value, ConfigError)
+    LLMCache.wrap(model).unwrap()  # nothing was left behind, and lossless rungs are open to it
+
+
+@pytest.mark.parametrize("head", TOKEN_HEADS)
+def test_allow_unsafe_lets_the_user_measure(head: str) -> None:
+    model = build(TOKEN_HEADS[head])
+    more = {"decoder_input_ids": tokens(1, 2)} if head == "seq2seq" else {}
+    cache = LLMCache.wrap(model, tau=-1.0, allow_unsafe=True)
+    cache(input_ids=tokens(1, 5, seed=1), **more)
+    cache(input_ids=tokens(1, 5, seed=2), **more)
+    assert cache.stats().hits == {"semantic": 1}
+
+
+@pytest.mark.parametrize("family", sorted(set(CLASSIFIERS) - {"t5", "bart"}))
+def test_classifiers_accept_tau(family: str) -> None:
+    assert "rungs='exact+semantic'" in repr(LLMCache.wrap(build(CLASSIFIERS[family]), tau=0.9))
+
+
+@pytest.mark.parametrize("make", [tf.T5Model, tf.BartModel])
+def test_a_bare_encoder_decoder_is_refused_too(make: type[torch.nn.Module]) -> None:
+    config = build(CLASSIFIERS["t5" if make is tf.T5Model else "bart"]).config
+    with pytest.raises(UnsafeReuseError, match="must belong together"):
+        LLMCache.wrap(make(config).eval(), tau=0.9)
+    LLMCache.wrap(make(config).eval()).unwrap()
+
+
+def test_a_fingerprint_that_could_never_be_fitted_is_refused() -> None:
+    with pytest.raises(ConfigError, match="fit_on"):
+        LLMCache.wrap(build(BARE["bert"]), tau=0.9, fingerprint={"name": "pca", "fit_on": 64}, max_entries=8)
+
+
+@pytest.mark.parametrize("family", ["t5", "bart"])
+def test_a_decoder_beside_another_requests_encoder_is_refused(family: str) -> None:
+    with pytest.raises(UnsafeReuseError, match="must belong together"):
+        LLMCache.wrap(build(CLASSIFIERS[family]), tau=0.9)
+
+
+@pytest.mark.parametrize(
+    ("model", "payload", "fix"),
+    [
+        (TOKEN_HEADS["span"], "cls", "sequence"),
+        (TOKEN_HEADS["causal"], "last", "sequence"),
+        (CLASSIFIERS["bert"], "last", "cls"),
+        (CLASSIFIERS["bert"], "mean", "cls"),
+        (CLASSIFIERS["gpt2"], "cls", "last"),
+        (CLASSIFIERS["bart"], "mean", "sequence"),
+    ],
+)
+def test_payloads_too_small_for_the_head(model: Any, payload: str, fix: str) -> None:
+    with pytest.raises(ConfigError, match=f"payload='{payload}'.*reads more.*'{fix}'"):
+        LLMCache.wrap(build(model), payload=payload)
+
+
+@pytest.mark.parametrize("payload", ["sequence", "cls", "last", "mean"])
+def test_bare_models_take_any_payload(payload: str) -> None:
+    assert f"payload={payload!r}" in repr(LLMCache.wrap(build(BARE["bert"]), payload=payload))
+
+
+@pytest.mark.parametrize("layers", [[4], [-5], [], [0, 99], [2, -9]])
+def test_layers_that_the_model_has_not(layers: list[int]) -> None:
+    with pytest.raises(ConfigError, match=r"layers=.*layers 0 to 3"):
+        LLMCache.wrap(build(BARE["bert"]), layers=layers)
+
+
+@pytest.mark.parametrize(
+    ("layers", "stored"), [([-1], [3]), ([0, -2, 2], [0, 2]), ("all", [0, 1, 2, 3]), ("last", [3])]
+)
+def test_layers_that_it_has(layers: Any, stored: list[int]) -> None:
+    assert list(LLMCache.wrap(build(BARE["bert"]), layers=layers).stats().n_entries) == stored
+
+
+def test_one_vector_serves_the_last_layer_only() -> None:
+    with pytest.raises(ConfigError, match=r"layers=all.*'cls' keeps one vector"):
+        LLMCache.wrap(build(CLASSIFIERS["bert"]), layers="all")
+
+
+@pytest.mark.parametrize(
+    ("settings", "parts"),
+    [
+        ({"taus": 0.9}, ["taus", "unknown setting", "did you mean 'tau'", "policy", "max_bytes"]),
+        ({"zzz": 1}, ["zzz", "unknown setting", "known: mode, tau"]),
+        ({"policy": "mru"}, ["policy", "'mru'", "divergence, fifo, lfu, lru, staleness, ttl"]),
+        ({"index": "annoy"}, ["index", "'annoy'", "binary, flat, hnsw"]),
+        ({"index": "annoy", "tau": 0.9}, ["index", "'annoy'", "binary, flat, hnsw"]),
+        ({"index": {"name": "flat", "trees": 3}, "tau": 0.9}, ["index", "flat", "trees"]),
+        ({"fingerprint": {"name": "pca", "size": 3}, "tau": 0.9}, ["fingerprint", "pca", "size"]),
+        ({"compression": "zip"}, ["compression", "'zip'", "autoencoder, fp16, int8, none, pca"]),
+        ({"fingerprint": "bag"}, ["fingerprint", "'bag'", "mean", "pca", "simhash"]),
+        ({"mode": "magic"}, ["mode", "'magic'", "semantic"]),
+        ({"payload": "max"}, ["payload", "'max'", "cls"]),
+        ({"layers": "first"}, ["layers", "'first'", "last"]),
+        ({"device": "tpu"}, ["device", "'tpu'", "cpu"]),
+        ({"tau": 1.01}, ["tau", "1.01", "-1 to 1"]),
+        ({"tau": -1.5}, ["tau", "-1.5", "-1 to 1"]),
+        ({"tau": float("nan")}, ["tau", "nan", "-1 to 1"]),
+        ({"tau": float("inf")}, ["tau", "inf", "-1 to 1"]),
+        ({"tau": {3: 2.0}}, ["tau", "2.0", "-1 to 1"]),
+        ({"tau": {9: 0.5}}, ["tau", "9", "not stored", "stored: [3]"]),
+        ({"tau": "high"}, ["tau", "'high'"]),
+        ({"max_bytes": 0}, ["max_bytes", "0", "greater than or equal to 1"]),
+        ({"max_bytes": -5}, ["max_bytes", "-5"]),
+        ({"max_entries": 0}, ["max_entries", "0", "greater than or equal to 1"]),
+        ({"policy": "ttl"}, ["policy", "ttl", "ttl_s"]),
+        ({"policy": {"name": "ttl", "ttl_s": 0}}, ["policy", "ttl_s", "0"]),
+        ({"policy": {"name": "ttl", "ttl_s": "soon"}}, ["policy", "ttl", "soon"]),
+        ({"policy": {"name": "lru", "size": 3}}, ["policy", "lru", "size"]),
+        ({"policy": "staleness"}, ["policy", "staleness", "half_life_s"]),
+        ({"policy": {"name": "staleness", "half_life_s": 0}}, ["policy", "half_life_s", "0.001", "got 0"]),
+        ({"policy": {"name": "divergence", "check_rate": 1.5}}, ["policy", "check_rate=1.5", "0 to 1"]),
+        ({"policy": {"name": "divergence", "limit": 0}}, ["policy", "limit=0", "at most 2"]),
+        ({"policy": {"name": "divergence", "weight": 2}}, ["policy", "weight=2", "at most 1"]),
+        ({"policy": {"ttl_s": 3}}, ["policy", "name"]),
+        ({"policy": 7}, ["policy", "7"]),
+        ({"mode": "paper"}, ["paper", "tau"]),
+        ({"mode": "paper", "tau": 0.9, "exact": True}, ["paper", "exact"]),
+        ({"fingerprint": "simhash", "index": "flat", "tau": 0.9}, ["simhash", "binary"]),
+        ({"fingerprint": "minhash", "index": "flat", "tau": 0.5}, ["minhash", "'lsh'", "'flat'", "'auto'"]),
+        ({"fingerprint": "mean", "index": "lsh", "tau": 0.5}, ["minhash", "'lsh'", "'mean'", "'auto'"]),
+        ({"fingerprint": "minhash", "tau": -0.5}, ["tau=-0.5", "minhash", "Jaccard", "over 0"]),
+        ({"fingerprint": "minhash", "mode": "paper", "tau": {0: 0.5, 1: 0.0}}, ["tau=", "0.0", "minhash", "Jaccard"]),
+        ({"fingerprint": {"name": "minhash", "width": 0}, "tau": 0.5}, ["fingerprint", "minhash", "width=0"]),
+        ({"exact": False}, ["no rung", "exact=False", "tau"]),
+        ({"compression": "int8"}, ["no rung", "'int8'", "tau"]),
+        ({"compression": "pca"}, ["no rung", "'pca'", "tau"]),
+        ({"compression": {"name": "pca", "dim": 0}}, ["compression", "dim=0", "at least 1"]),
+        ({"compression": {"name": "pca", "dim": 8, "fit_on": 8}}, ["compression", "fit_on=8", "raise fit_on"]),
+        ({"compression": {"name": "autoencoder", "epochs": 0}}, ["compression", "epochs=0", "at least 1"]),
+        ({"compression": {"name": "autoencoder", "width": 9}}, ["compression", "autoencoder", "width"]),
+    ],
+)
+def test_wrong_settings(settings: dict[str, Any], parts: list[str]) -> None:
+    model = build(BARE["bert"])
+    with pytest.raises(ConfigError) as refusal:
+        LLMCache.wrap(model, **settings)
+    for part in parts:
+        assert part in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+    assert isinstance(refusal.value, LLMCacheError)
+    assert isinstance(refusal.value, ValueError)
+    assert all("forward" not in module.__dict__ for module in model.modules())
+
+
+@pytest.mark.parametrize("tau", [-1.0, 1.0, 0, {3: 0.5}, {-1: 0.5}])
+def test_taus_at_the_ends_of_the_range(tau: Any) -> None:
+    assert "semantic" in repr(LLMCache.wrap(build(CLASSIFIERS["bert"]), tau=tau))
+
+
+def test_several_wrong_settings_are_told_at_once() -> None:
+    with pytest.raises(ConfigError) as refusal:
+        CacheConfig.make({"tau": 3, "polcy": "lru"}, max_bytes=0)
+    for part in ("tau", "polcy", "'policy'", "max_bytes"):
+        assert part in str(refusal.value)
+
+
+def test_settings_beside_a_file_come_first(tmp_path: Path) -> None:
+    path = tmp_path / "cache.yaml"
+    path.write_text("tau: 0.5\npolicy: {name: ttl, ttl_s: 60}\nmax_entries: 3\n", encoding="utf-8")
+    cache = LLMCache.wrap(build(CLASSIFIERS["bert"]), config=path, max_entries=7)
+    assert (cache.config.tau, cache.config.max_entries, cache.config.policy.options) == (0.5, 7, {"ttl_s": 60})
+    assert CacheConfig.from_yaml(str(path)).max_entries == 3
+    assert CacheConfig.make(CacheConfig(tau=0.5), max_entries=2) == CacheConfig(tau=0.5, max_entries=2)
+
+
+def test_an_empty_file_means_the_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "cache.yaml"
+    path.write_text("# nothing\n", encoding="utf-8")
+    assert CacheConfig.from_yaml(path) == CacheConfig()
+
+
+BOMB = "\n".join(["a0: &a0 [1]", *(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 12))])
+MERGED = "\n".join(["a0: &a0 {x: 1}", *(f"a{i}: &a{i} {{<<: [*a{i - 1}, *a{i - 1}]}}" for i in range(1, 40))])
+NO_SETTINGS = {
+    "UTF-16": ("tau: 0.9".encode("utf-16"), "not UTF-8"),
+    "Latin-1": (b"policy: \xe9", "not UTF-8"),
+    "NUL": (b"tau: \x00", "not valid YAML"),
+    "nested lists": (b"a: " + b"[" * 5000, "nested too deeply"),
+    "nested lists that end": (b"a: " + b"[" * 5000 + b"]" * 5000, "nested too deeply"),
+    "nested mappings": (b"{a: " * 5000, "nested too deeply"),
+    "an alias of itself": (b"a: &a [*a]", "too large for settings"),
+    "aliases of aliases": (BOMB.encode(), "too large for settings"),
+    "merges of merges": (MERGED.encode(), "too large for settings"),
+    "long": (b"a: '" + b"x" * 1_000_000 + b"'", "more than 1,000,000 characters"),
+    "two documents": (b"tau: 1\n---\ntau: 2\n", "not valid YAML"),
+    "an empty number": (b"tau: !!int ''", "not valid YAML"),
+    "no date": (b"tau: 2024-13-45", "not valid YAML"),
+    "no time": (b"tau: !!timestamp x", "not valid YAML"),
+    "no truth": (b"tau: !!bool x", "not valid YAML"),
+    "a long number": (b"tau: " + b"1" * 5000, "not valid YAML"),
+    "a program": (b"tau: !!python/object/apply:os.getcwd []", "not valid YAML"),
+    "a mapping for a key": (b"? {a: b}\n: 1", "not valid YAML"),
+    "a number for a key": (b"1: 2", "1:"),
+    "a long text": (b"tau: " + b"x" * 10_000, "tau"),
+    "a long list": (b"tau: [" + b"1," * 10_000 + b"]", "tau"),
+}
+
+
+@pytest.mark.parametrize(("data", "part"), NO_SETTINGS.values(), ids=NO_SETTINGS)
+def test_files_of_any_bytes_are_one_line(tmp_path: Path, data: bytes, part: str) -> None:
+    path = tmp_path / "cache.yaml"
+    path.write_bytes(data)
+    with pytest.raises(ConfigError, match=part) as refusal:
+        CacheConfig.from_yaml(path)
+    assert "\n" not in str(refusal.value)
+    assert len(str(refusal.value)) < 3000
+
+
+def test_a_file_with_a_byte_order_mark_and_aliases_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "cache.yaml"
+    path.write_bytes(b"\xef\xbb\xbfpolicy: &one {name: ttl, ttl_s: 60}\n")
+    assert CacheConfig.from_yaml(path).policy.name == "ttl"
+    path.write_text("policy: &one {name: ttl, ttl_s: 60}\nindex: {<<: *one, name: flat}\n", encoding="utf-8")
+    assert CacheConfig.from_yaml(path).index.options == {"ttl_s": 60}
+
+
+@pytest.mark.parametrize("name", ["", "x" * 256, "a\0b", "file/below", "loop"])
+def test_paths_that_are_no_file_of_settings(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(ConfigError, match="cannot be read as a file of settings"):
+        CacheConfig.make(tmp_path / name)
+    with pytest.raises(FileNotFoundError):
+        CacheConfig.make(tmp_path / "nothing.yaml")
+
+
+def test_a_setting_that_is_nested_without_end_is_shown_in_part() -> None:
+    endless: list[Any] = []
+    for _ in range(5000):
+        endless = [endless]
+    with pytest.raises(ConfigError, match=r"tau.*\[\[\["):
+        CacheConfig.make({"tau": endless})
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [("- tau\n- 0.9\n", "found list"), ("0.9\n", "found float"), ("tau: [\n", "not valid YAML"), ("ta: 1\n", "ta:")],
+)
+def test_files_that_are_no_settings(tmp_path: Path, text: str, part: str) -> None:
+    path = tmp_path / "cache.yaml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=part):
+        LLMCache.wrap(build(BARE["bert"]), config=path)
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"none\.yaml"):
+        LLMCache.wrap(build(BARE["bert"]), config=tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_budgets_hold(policy: str) -> None:
+    options = {"ttl": {"ttl_s": 1000}, "staleness": {"half_life_s": 1000}}.get(policy, {})
+    model = build(CLASSIFIERS["bert"])
+    cache = LLMCache.wrap(model, tau=0.9999, policy={"name": policy, **options}, max_entries=3)
+    for seed in range(9):
+        cache(input_ids=tokens(2, 5, seed=seed))
+        assert cache.stats().n_stored == cache.stats().n_entries[3] <= 3
+    assert cache.stats().n_evicted == {3: 15}
+
+
+def test_states_larger_than_the_budget_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    model = build(BARE["bert"])
+    rows = [tokens(1, 9), tokens(1, 2)]
+    with torch.inference_mode():
+        plain = [model(row).last_hidden_state for row in rows]
+    cache = LLMCache.wrap(model, max_bytes=2 * 32 * 4)
+    for _ in range(2):
+        for row, expected in zip(rows, plain, strict=True):
+            assert torch.equal(cache(row).last_hidden_state, expected)
+    stats = cache.stats()
+    assert (stats.n_too_large, stats.n_stored, stats.hits, stats.errors) == (2, 1, {"exact": 1}, 0)
+    assert sum("max_bytes" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_entries_expire() -> None:
+    now = [0.0]
+    policy = {"name": "ttl", "ttl_s": 60, "now": lambda: now[0]}
+    cache = LLMCache.wrap(build(CLASSIFIERS["bert"]), tau=-1.0, policy=policy)
+    first, second = {"input_ids": tokens(1, 5, seed=1)}, {"input_ids": tokens(1, 5, seed=2)}
+    cache(**first)
+    now[0] = 59.0
+    cache(**first)
+    assert cache.stats().hits == {"exact": 1}
+    now[0] = 60.0
+    cache(**second)
+    cache(**first)
+    assert cache.stats().hits == {"exact": 1, "semantic": 1}  # the second was stored at 60, the first forgotten
+    assert cache.stats().n_stored == 1
+
+
+@pytest.mark.parametrize(
+    ("setting", "component", "message"),
+    [
+        ("fingerprint", {"name": "minhash", "width": 2.5}, "fingerprint: minhash: width=2.5: .*integer"),
+        ("compression", {"name": "autoencoder", "epochs": 1.5}, "compression: autoencoder: epochs=1.5: .*integer"),
+        ("compression", {"name": "pca", "fit_on": 512.5}, "compression: pca: fit_on=512.5: .*integer"),
+        ("compression", {"name": "pca", "dim": "64"}, "compression: pca: dim='64': .*integer"),
+        ("index", {"name": "hnsw", "M": True}, "index: hnsw: M=True: .*integer"),
+        ("policy", {"name": "ttl", "ttl_s": "1h"}, "policy: ttl: ttl_s='1h': .*number"),
+        ("policy", {"name": "divergence", "seed": 0.5}, "policy: divergence: seed=0.5: .*integer"),
+    ],
+)
+def test_an_option_of_the_wrong_type_is_refused_at_once(setting: str, component: dict[str, Any], message: str) -> None:
+    """And not at the first request that needs it, nor at every request from then on."""
+    with pytest.raises(ConfigError, match=message):
+        LLMCache.wrap(build(CLASSIFIERS["bert"]), tau=0.9, **{setting: component})
+
+
+def test_whole_numbers_and_clocks_are_taken_for_what_they_are() -> None:
+    policy = {"name": "ttl", "ttl_s": 60, "now": lambda: 0.0}
+    with LLMCache.wrap(build(CLASSIFIERS["bert"]), policy=policy) as cache:
+        assert cache.config.policy.options == {"ttl_s": 60, "now": policy["now"]}
+
+
+@pytest.mark.parametrize("fingerprint", ["mean", "minhash"])
+def test_a_tau_out_of_range_is_told_both_ranges(fingerprint: str) -> None:
+    with pytest.raises(ConfigError, match=r"tau.*cosine from -1 to 1 .*'minhash'.* Jaccard over 0.*got 1\.5"):
+        CacheConfig.make(None, tau=1.5, fingerprint=fingerprint)

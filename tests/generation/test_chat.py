@@ -1,0 +1,195 @@
+"""A conversation: answers are those of plain generation, turns are remembered when they are whole."""
+
+from collections.abc import Iterator
+
+import pytest
+import transformers as tf
+
+from llmcache import LLMCache
+from llmcache.errors import RequestError
+from llmcache.generation import Sampling, generate
+from llmcache.generation.chat import Chat
+from tests.generation.test_prompt_cache import CHAT, TEMPLATE, WORDS, word_tokenizer
+from tests.tiny_models import build
+
+N_NEW = 6
+GREEDY = Sampling(max_new_tokens=N_NEW, stop_ids=())
+LONG = " ".join(f"w{i % 6 + 1}" for i in range(40))
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> tf.PreTrainedTokenizerFast:
+    made = word_tokenizer(WORDS)
+    made.chat_template = TEMPLATE
+    return made
+
+
+@pytest.fixture
+def model(tokenizer: tf.PreTrainedTokenizerFast) -> Iterator[tf.GPT2LMHeadModel]:
+    shape = {"vocab_size": len(tokenizer), "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 160}
+    yield build(lambda: tf.GPT2LMHeadModel(tf.GPT2Config(**shape)))
+
+
+def read(chat: Chat, text: str) -> str:
+    """The answer, read to its end."""
+    answer = "".join(chat.ask(text))
+    assert chat.turn().text == answer
+    return answer
+
+
+def test_an_answer_is_what_the_model_generates_from_the_whole_conversation(
+    model: tf.GPT2LMHeadModel, tokenizer: tf.PreTrainedTokenizerFast
+) -> None:
+    chat = Chat(model, tokenizer, GREEDY, system="hello there")
+    asked = [*CHAT]
+    for text in ("how are you", "w1 w2"):
+        asked = [*chat.history, {"role": "user", "content": text}]
+        ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False, return_tensors="pt")
+        expected = tokenizer.decode(generate(model, ids, GREEDY).tokens, skip_special_tokens=True)
+        assert read(chat, text) == expected
+    assert [message["role"] for message in chat.history] == ["system", "user", "assistant", "user", "assistant"]
+    assert chat.history[0]["content"] == "hello there"
+
+
+def test_without_a_template_the_conversation_is_one_text(model: tf.GPT2LMHeadModel) -> None:
+    chat, plain = Chat(model, word_tokenizer(WORDS), GREEDY, system="hello"), word_tokenizer(WORDS)
+    ids = plain("hello\nhow are", return_tensors="pt")["input_ids"]
+    assert read(chat, "how are") == plain.decode(generate(model, ids, GREEDY).tokens, skip_special_tokens=True)
+
+
+def test_later_turns_are_served_from_the_prefix_and_say_the_same(
+    model: tf.GPT2LMHeadModel, tokenizer: tf.PreTrainedTokenizerFast
+) -> None:
+    questions = [LONG, "how are you", "w3"]
+    own = Chat(model, tokenizer, GREEDY)
+    expected = [read(own, text) for text in questions]
+    with LLMCache.wrap(model, auto_bypass=False):
+        chat, turns = Chat(model, tokenizer, GREEDY), []
+        for text in questions:
+            answer = "".join(chat.ask(text))
+            turns.append(chat.turn())
+            assert answer == turns[-1].text
+    assert [turn.text for turn in turns] == expected
+    assert [turn.generation.rung for turn in turns] == [None, "prefix", "prefix"]
+    assert turns[1].generation.n_prefix == 32  # two blocks of 16 of the first prompt's 42 tokens
+    assert all(turn.generation.n_prompt == len(turn.prompt.ids) and turn.encode_s > 0 for turn in turns)
+
+
+def test_a_question_that_is_asked_again_is_known(
+    model: tf.GPT2LMHeadModel, tokenizer: tf.PreTrainedTokenizerFast
+) -> None:
+    chat, known = Chat(model, tokenizer, GREEDY), []
+    for _ in range(2):
+        chat.clear()
+        list(chat.ask("how are you"))
+        known.append(chat.turn().prompt.is_hit)
+    assert known == [False, True]
+    assert len(chat.prompts) == 1
+
+
+def test_an_answer_that_was_not_read_to_its_end_is_forgotten(
+    model: tf.GPT2LMHeadModel, tokenizer: tf.PreTrainedTokenizerFast
+) -> None:
+    chat = Chat(model, tokenizer, GREEDY)
+    whole = read(chat, "how are you")
+    chat.clear()
+    answer = chat.ask("how are you")
+    begun = next(answer)
+    turn = chat.turn()
+    assert turn.text == begun and whole.startswith(begun) and begun != whole
+    assert turn.generation.stopped_by is None and not chat.history
+    with pytest.raises(RequestError, match="nothing was asked"):
+        chat.turn()
+    assert read(chat, "how are you") == whole
+
+
+def test_pieces_never_end_within_a_character(model: tf.GPT2LMHeadModel) -> None:
+    class Bytes:
+        """A tokenizer of bytes, of which two make each letter."""
+
+        chat_template = None
+        special_tokens_map = None
+
+        def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+            return {"input_ids": [1, 2]}
+
+        def __len__(self) -> int:
+            return 10
+
+        def get_vocab(self) -> dict[str, int]:
+            return {"a": 1}
+
+        def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+            return "é" * (len(ids) // 2) + "\ufffd" * (len(ids) % 2)
+
+    pieces = list(Chat(model, Bytes(), Sampling(max_new_tokens=5, stop_ids=())).ask("x"))
+    assert pieces == ["é", "é", "\ufffd"]  # the last one is all there is
+
+
+def test_a_history_without_room_is_refused_or_cut(
+    model: tf.GPT2LMHeadModel, tokenizer: tf.PreTrainedTokenizerFast
+) -> None:
+    too_long = " ".join([LONG] * 4)
+    with pytest.raises(RequestError, match="of which the model can take 154 here"):
+        Chat(model, tokenizer, GREEDY).ask(too_long)
+    chat = Chat(model, tokenizer, GREEDY, truncate="left")
+    assert read(chat, too_long)
+    assert chat._history[0]["content"] == too_long
+    with pytest.raises(RequestError, match="max_new_tokens=160: the model's context has 160 tokens"):
+        Chat(model, tokenizer, Sampling(max_new_tokens=160))
+
+
+def test_the_oldest_turns_are_forgotten_and_the_system_is_not(
+    model: tf.GPT2LMHeadModel, tokenizer: tf.PreTrainedTokenizerFast
+) -> None:
+    with LLMCache.wrap(model, auto_bypass=False):
+        chat = Chat(model, tokenizer, GREEDY, system="hello there", truncate="left")
+        turns = []
+        for number in range(12):
+            "".join(chat.ask(f"w{number % 6 + 1} " * 20))
+            turns.append(chat.turn())
+            assert chat.history[0] == {"role": "system", "content": "hello there"}
+            assert [message["role"] for message in chat.history[1:]] == ["user", "assistant"] * (len(chat.history) // 2)
+    forgotten = [turn.n_forgotten for turn in turns]
+    assert sum(forgotten) > 0 and not any(turn.prompt.n_dropped for turn in turns)
+    later = [turn for turn in turns[6:] if not turn.n_forgotten]
+    assert later and all(turn.generation.rung == "prefix" for turn in later)  # they begin as the turn before did
+
+
+def test_what_is_not_answered_makes_nothing_forgotten(
+    model: tf.GPT2LMHeadModel, tokenizer: tf.PreTrainedTokenizerFast
+) -> None:
+    chat = Chat(model, tokenizer, GREEDY, system="hello there", truncate="left")
+    for number in range(4):
+        read(chat, f"w{number + 1} " * 20)
+    before = chat.history
+    next(chat.ask("w1 " * 60))
+    assert chat.turn().n_forgotten > 0 and chat.history == before
+    next(chat.ask("w1 " * 200))
+    turn = chat.turn()
+    assert (turn.n_forgotten, chat.history) == (0, before) and turn.prompt.n_dropped > 0
+    read(chat, "w1 " * 60)
+    assert len(chat.history) < len(before) + 2
+
+
+def test_a_conversation_cannot_be_changed_from_outside(
+    model: tf.GPT2LMHeadModel, tokenizer: tf.PreTrainedTokenizerFast
+) -> None:
+    chat = Chat(model, tokenizer, GREEDY, system="hello there")
+    chat.history[0]["content"] = "w1"  # type: ignore[index]
+    assert chat.history[0]["content"] == "hello there"
+    answer = chat.ask("how are you")
+    chat.clear()
+    assert "".join(answer)
+    with pytest.raises(RequestError, match="nothing was asked"):
+        chat.turn()
+    with pytest.raises(RequestError, match=r"ask with a text \(got int\)"):
+        chat.ask(5)  # type: ignore[arg-type]
+
+
+def test_seeded_answers_come_again(model: tf.GPT2LMHeadModel, tokenizer: tf.PreTrainedTokenizerFast) -> None:
+    drawn = Sampling(do_sample=True, temperature=5.0, seed=3, max_new_tokens=N_NEW, stop_ids=())
+    answers = {read(Chat(model, tokenizer, drawn), "how are you") for _ in range(3)}
+    assert len(answers) == 1
+    other = Sampling(do_sample=True, temperature=5.0, seed=4, max_new_tokens=N_NEW, stop_ids=())
+    assert read(Chat(model, tokenizer, other), "how are you") not in answers

@@ -1,0 +1,194 @@
+"""What a generation tells: tokens, log-probabilities, times, bytes of K/V, and why it ended."""
+
+from itertools import count
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers as tf
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmcache import LLMCache, RequestError
+from llmcache.generation import (
+    QUOTABLE,
+    Latencies,
+    Latency,
+    Sampling,
+    Spread,
+    generate,
+    held_nbytes,
+    kv_nbytes,
+    prefill,
+    stream,
+)
+from tests.tiny_models import GENERATORS, STRANGE_GENERATORS, build, tokens
+
+MODELS = {**{name: GENERATORS[name] for name in ("gpt2", "llama")}, **STRANGE_GENERATORS}
+DECODERS = {name: make for name, make in MODELS.items() if name not in ("marian", "mbart")}
+
+
+def wide_heads() -> tf.Qwen3ForCausalLM:
+    """Heads of 24, where 32 / 4 is 8."""
+    config = STRANGE_GENERATORS["qwen3"]().config.to_dict() | {"head_dim": 24}
+    return tf.Qwen3ForCausalLM(tf.Qwen3Config(**config))
+
+
+DECODERS["wide heads"] = wide_heads
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", DECODERS)
+def test_kv_nbytes_is_what_a_cache_holds(family: str, dtype: torch.dtype) -> None:
+    model = build(DECODERS[family]).to(dtype)
+    _, kv_cache = prefill(model, tokens(1, 13))
+    assert kv_nbytes(model.config, 13, dtype.itemsize) == held_nbytes(kv_cache) > 0
+
+
+def test_kv_nbytes_in_numbers() -> None:
+    """Qwen3 of 3 layers with 2 K/V heads, each 8 wide, for 4 query heads."""
+    assert kv_nbytes(build(STRANGE_GENERATORS["qwen3"]).config, 10, 4) == 2 * 3 * 2 * 8 * 10 * 4
+    assert kv_nbytes(build(GENERATORS["gpt2"]).config, 10, 2) == 2 * 4 * 4 * 8 * 10 * 2
+
+
+@pytest.mark.parametrize(("kind", "n_held"), [("dynamic", 12), ("static", 12), ("sliding", 3)])
+def test_a_generation_tells_its_bytes(kind: Any, n_held: int) -> None:
+    """All but the last token are run; a window of 4 is 3 tokens and the one that looks at them."""
+    model = build(STRANGE_GENERATORS["mistral"])
+    got = generate(model, tokens(1, 8), Sampling(max_new_tokens=5, stop_ids=()), cache=kind)
+    # A static layer with a window has room for all of it, whatever is asked.
+    assert got.kv_nbytes == kv_nbytes(model.config, 4 if kind == "static" else n_held, 4)
+    model = build(GENERATORS["llama"])
+    if kind != "sliding":
+        got = generate(model, tokens(1, 8), Sampling(max_new_tokens=5, stop_ids=()), cache=kind)
+        assert got.kv_nbytes == kv_nbytes(model.config, n_held, 4)
+
+
+def test_stop_ids() -> None:
+    model, ids = build(GENERATORS["gpt2"]), tokens(1, 8)
+    whole = generate(model, ids, Sampling(max_new_tokens=10, stop_ids=()))
+    assert (len(whole.tokens), whole.stopped_by) == (10, "length")
+    stop = whole.tokens[4]
+    n_tokens = whole.tokens.index(stop) + 1
+    cut = generate(model, ids, Sampling(max_new_tokens=10, stop_ids=[1, stop]))
+    assert (cut.tokens, cut.stopped_by) == (whole.tokens[:n_tokens], "stop")
+    model.generation_config.eos_token_id = stop
+    assert generate(model, ids, Sampling(max_new_tokens=10)).tokens == cut.tokens
+    model.generation_config.eos_token_id = [1, stop]
+    assert generate(model, ids, Sampling(max_new_tokens=10)).tokens == cut.tokens
+    model.generation_config.eos_token_id = None
+    assert generate(model, ids, Sampling(max_new_tokens=10)).tokens == whole.tokens
+    at_both = generate(model, ids, Sampling(max_new_tokens=n_tokens, stop_ids=[stop]))
+    assert at_both.stopped_by == "stop"
+
+
+def test_log_probabilities() -> None:
+    model, ids = build(GENERATORS["llama"]), tokens(1, 8)
+    got = generate(model, ids, Sampling(max_new_tokens=6, stop_ids=(), n_logprobs=3))
+    for chosen, logprob, top in zip(got.tokens, got.logprobs, got.top, strict=True):
+        assert len(top) == 3
+        assert top[0] == (chosen, logprob)  # greedy
+        assert top[0][1] >= top[1][1] >= top[2][1]
+    with torch.no_grad():
+        first = model(ids).logits[0, -1].log_softmax(-1)
+    torch.testing.assert_close(torch.tensor(got.top[0]), torch.stack([first.topk(3)[1], first.topk(3)[0]], 1))
+    drawn = generate(model, ids, Sampling(do_sample=True, temperature=5.0, top_k=2, stop_ids=(), n_logprobs=4))
+    assert {len(top) for top in drawn.top} == {2}  # the others are impossible
+    assert all(sum(np.exp(logprob) for _, logprob in top) == pytest.approx(1, abs=1e-5) for top in drawn.top)
+    assert all(
+        (chosen, logprob) in top for chosen, logprob, top in zip(drawn.tokens, drawn.logprobs, drawn.top, strict=True)
+    )
+
+
+def test_seeds() -> None:
+    model, ids = build(GENERATORS["gpt2"]), tokens(1, 8)
+
+    def draw(seed: int) -> tuple[int, ...]:
+        return generate(model, ids, Sampling(do_sample=True, temperature=5.0, seed=seed, stop_ids=())).tokens
+
+    state = torch.random.get_rng_state()
+    assert draw(1) == draw(1) != draw(2)
+    assert torch.equal(torch.random.get_rng_state(), state)  # the draw of others is left alone
+
+
+def test_the_prompt_may_change_meanwhile() -> None:
+    model, ids, settings = build(GENERATORS["gpt2"]), tokens(1, 8), Sampling(repetition_penalty=1.5, stop_ids=())
+    expected = generate(model, ids, settings).tokens
+    answer = stream(model, ids, settings)
+    first = next(answer)
+    ids.fill_(7)
+    assert (first.id, *(token.id for token in answer)) == expected
+
+
+def test_gradients_stay_as_they_were_between_tokens() -> None:
+    answer = stream(build(GENERATORS["gpt2"]), tokens(1, 8))
+    next(answer)
+    assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+
+
+def test_times_of_a_stream() -> None:
+    seconds = count(100)
+    answer = stream(
+        build(GENERATORS["gpt2"]), tokens(1, 8), Sampling(max_new_tokens=3, stop_ids=()), clock=lambda: next(seconds)
+    )
+    assert answer.generation().times is None
+    assert [token.time_s for token in answer] == [1, 2, 3]
+    times = answer.generation().times
+    assert times == Latency((1, 2, 3))
+    assert (times.ttft_s, times.itl_s, times.e2el_s, times.tpot_s) == (1, (1, 1), 3, 1)
+
+
+def test_the_latency_of_one_token() -> None:
+    latency = Latency((0.25,))
+    assert (latency.ttft_s, latency.itl_s, latency.e2el_s, latency.tpot_s) == (0.25, (), 0.25, None)
+    with pytest.raises(RequestError, match="one token at least"):
+        Latency(())
+
+
+@given(st.lists(st.floats(0, 10), min_size=2, max_size=30))
+def test_gaps_add_up(gaps: list[float]) -> None:
+    latency = Latency(tuple(np.cumsum(gaps).tolist()))
+    assert latency.ttft_s + sum(latency.itl_s) == pytest.approx(latency.e2el_s)
+    assert latency.tpot_s == pytest.approx(np.mean(latency.itl_s))
+
+
+def test_hits_are_summarised_apart_from_misses() -> None:
+    latencies = Latencies()
+    latencies.add(Latency((3.0, 4.0, 7.0)))
+    latencies.add(Latency((5.0,)))
+    latencies.add(Latency((1.0, 2.0)), "prefix")
+    summary = latencies.summary()
+    assert set(summary) == {"miss", "prefix"}
+    miss = summary["miss"]
+    assert miss.n_requests == 2
+    assert miss.ttft == Spread(2, 4.0, 4.0, None, None)
+    assert miss.itl == Spread(2, 2.0, 2.0, None, None)  # all gaps together
+    assert miss.tpot == Spread(1, 2.0, 2.0, None, None)  # a single token has none
+    assert miss.e2el == Spread(2, 6.0, 6.0, None, None)
+    assert summary["prefix"].ttft.mean == 1.0
+
+
+def test_percentiles_take_enough_values() -> None:
+    few = Spread.of([float(i) for i in range(QUOTABLE - 1)])
+    assert (few.p90, few.p99, few.median) == (None, None, 99.0)
+    many = Spread.of([float(i) for i in range(QUOTABLE + 1)])
+    assert (many.n, many.mean, many.median, many.p90, many.p99) == (201, 100.0, 100.0, 180.0, 198.0)
+    assert Spread.of([]) is None
+
+
+def test_what_served_a_request() -> None:
+    model = build(GENERATORS["llama"])
+    cache = LLMCache.wrap(model, prefix_block=4, auto_bypass=False)
+    latencies = Latencies()
+    ids = tokens(1, 20)
+    longer = torch.cat([ids, tokens(1, 4, seed=1)], dim=1)
+    for prompt in (ids, longer, ids):
+        got = generate(model, prompt, Sampling(max_new_tokens=3))
+        latencies.add(got.times, got.rung)
+    assert {rung: each.n_requests for rung, each in latencies.summary().items()} == {"miss": 1, "prefix": 1, "exact": 1}
+    with cache.disabled():
+        got = generate(model, ids)
+        assert (got.rung, got.outcome.bypassed) == (None, "disabled")
+    cache.unwrap()
+    assert generate(model, ids).outcome is None

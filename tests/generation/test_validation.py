@@ -1,0 +1,233 @@
+"""What cannot be generated is refused before anything is computed, naming the value and the cure."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, StaticCache
+
+from llmcache import ConfigError, LLMCache, RequestError, UnsupportedModelError
+from llmcache.generation import Sampling, decode_step, generate, prefill, stream
+from tests.tiny_models import BARE, CLASSIFIERS, GENERATORS, STRANGE_GENERATORS, TOKEN_HEADS, VOCABULARY, build, tokens
+
+CONTEXT = 64  # of the tiny models
+
+
+@pytest.fixture(params=["gpt2", "llama"])
+def model(request: pytest.FixtureRequest) -> nn.Module:
+    """A model whose forward must not be reached."""
+    model = build(GENERATORS[request.param])
+
+    def reached(*_: Any, **__: Any) -> None:
+        raise AssertionError("the model was run")
+
+    model.register_forward_pre_hook(reached)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"temperature": math.nan, "do_sample": True}, "temperature=nan: give a number over 0"),
+        ({"temperature": 0.0, "do_sample": True}, "leave do_sample out"),
+        ({"temperature": math.inf, "do_sample": True}, "temperature=inf"),
+        ({"temperature": "1", "do_sample": True}, "temperature='1'"),
+        ({"top_k": 0, "do_sample": True}, "top_k=0: give a whole number"),
+        ({"top_k": True, "do_sample": True}, "top_k=True"),
+        ({"top_p": 0.0, "do_sample": True}, "top_p=0.0: give a share"),
+        ({"top_p": 1.1, "do_sample": True}, "top_p=1.1"),
+        ({"top_p": math.nan, "do_sample": True}, "top_p=nan"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty=0.0"),
+        ({"repetition_penalty": math.nan}, "repetition_penalty=nan"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0: give a whole number of tokens, 1 or more"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens=2.5"),
+        ({"seed": -1}, "seed=-1"),
+        ({"n_logprobs": -1}, "n_logprobs=-1"),
+        ({"stop_ids": 2}, "stop_ids=2: give a sequence"),
+        ({"stop_ids": "2"}, "stop_ids='2'"),
+        ({"do_sample": 1}, "do_sample=1: give True or False"),
+        ({"temperature": 0.5}, "temperature=0.5 has no effect on greedy tokens: set do_sample=True"),
+        ({"top_k": 5}, "top_k=5 has no effect"),
+        ({"top_p": 0.5}, "top_p=0.5 has no effect"),
+    ],
+)
+def test_settings(settings: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        Sampling(**settings)
+
+
+@pytest.mark.parametrize(
+    ("ids", "told"),
+    [
+        (torch.zeros(1, 0, dtype=torch.int64), r"the prompt is empty \(shape \(1, 0\)\): give a token at least.*\(1\)"),
+        (torch.zeros(0, 4, dtype=torch.int64), "the prompt is empty"),
+        (tokens(1, 8)[0], r"ids: the shape is \(8,\); give \(1, T\)"),
+        (tokens(1, 8).float(), r"int64 \(got torch.float32\)"),
+        (tokens(1, 8) > 5, r"got torch.bool"),
+        ([[5, 6]], r"int64 \(got list\)"),
+        (torch.tensor([[5, VOCABULARY]]), "ids: 96 is not in the vocabulary, 0 to 95"),
+        (torch.tensor([[5, -1]]), "ids: -1 is not in the vocabulary"),
+        (torch.full((1, CONTEXT + 1), 5), "65 tokens exceed the model's context of 64: cut the prompt"),
+    ],
+)
+def test_prompts(model: nn.Module, ids: Any, told: str) -> None:
+    for refused in (lambda: prefill(model, ids), lambda: stream(model, ids, Sampling(max_new_tokens=1))):
+        with pytest.raises(RequestError, match=told):
+            refused()
+    assert issubclass(RequestError, ValueError)
+
+
+def test_prompts_that_leave_no_room_for_an_answer(model: nn.Module) -> None:
+    with pytest.raises(RequestError, match=r"60 tokens and max_new_tokens=5 exceed .* 64: 4 new ones fit"):
+        generate(model, tokens(1, 60), Sampling(max_new_tokens=5))
+    stream(model, tokens(1, 60), Sampling(max_new_tokens=4))
+
+
+def test_a_static_cache_that_is_too_small(model: nn.Module) -> None:
+    with pytest.raises(RequestError, match=r"room for 7 tokens and holds 0, so 8 more .* max_length=8 or more"):
+        prefill(model, tokens(1, 8), cache="static", max_length=7)
+    with pytest.raises(RequestError, match="max_length=11 or more"):  # the last of 4 is not run
+        stream(model, tokens(1, 8), Sampling(max_new_tokens=4), cache="static", max_length=10)
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({"cache": "paged"}, "cache: unknown kind 'paged'; known: dynamic, static, sliding"),
+        ({"cache": "sliding"}, r"no layer of this \w+ model has a sliding window .*take cache='dynamic' or 'static'"),
+        ({"max_length": 10}, "max_length=10 is for cache='static'"),
+        ({"cache": "static", "max_length": 0}, "max_length=0: give the tokens"),
+        ({"cache": "static", "max_length": 9.0}, "max_length=9.0"),
+    ],
+)
+def test_kinds_of_cache(model: nn.Module, more: dict[str, Any], told: str) -> None:
+    for refused in (prefill, generate):
+        with pytest.raises(ConfigError, match=told):
+            refused(model, tokens(1, 8), **more)
+
+
+def test_what_does_not_suit_a_generation(model: nn.Module) -> None:
+    ids = tokens(1, 8)
+    with pytest.raises(RequestError, match="2 rows; one request at a time"):
+        generate(model, tokens(2, 8))
+    with pytest.raises(ConfigError, match="stop_ids: 96 is not in the vocabulary"):
+        generate(model, ids, Sampling(stop_ids=[3, 96]))
+    with pytest.raises(ConfigError, match="n_logprobs=97: the vocabulary has 96"):
+        generate(model, ids, Sampling(n_logprobs=97))
+    with pytest.raises(RequestError, match=r"training mode: call model.eval\(\)"):
+        generate(model.train(), ids)
+
+
+@pytest.mark.parametrize(
+    ("mask", "told"),
+    [
+        (torch.ones(2, 7), r"the shape of ids, \(2, 8\) \(got \(2, 7\)\)"),
+        ([[1] * 8] * 2, "got list"),
+        (torch.full((2, 8), 2), "1 for tokens and 0 for padding"),
+        (torch.tensor([[1] * 8, [0] * 8]), "nothing but padding"),
+    ],
+)
+def test_masks(model: nn.Module, mask: Any, told: str) -> None:
+    with pytest.raises(RequestError, match=told):
+        prefill(model, tokens(2, 8), attention_mask=mask)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static", "sliding"])
+def test_padding_that_would_fill_a_window(kind: Any) -> None:
+    """Whatever keeps the K/V: the model masks columns, not tokens."""
+    model = build(STRANGE_GENERATORS["mistral"])
+    for mask in ([[1] * 8, [1] * 7 + [0]], [[1] * 8, [1, 0] + [1] * 6]):
+        with pytest.raises(RequestError, match="pad on the left"):
+            prefill(model, tokens(2, 8), attention_mask=torch.tensor(mask), cache=kind)
+
+
+def test_a_static_cache_shorter_than_the_window() -> None:
+    """It would roll before the window is full, and forget what the next token sees."""
+    model = build(STRANGE_GENERATORS["mistral"])  # a window of 4
+    _, kv_cache = prefill(model, tokens(1, 3), cache="static", max_length=3)
+    with pytest.raises(RequestError, match="room for 3 tokens and holds 3"):
+        decode_step(model, tokens(1, 1)[0], kv_cache)
+    _, kv_cache = prefill(model, tokens(1, 3), cache="static", max_length=4)
+    for new in tokens(1, 8)[0]:
+        decode_step(model, new[None], kv_cache)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_steps(kind: Any) -> None:
+    model = build(GENERATORS["llama"])
+    length = None if kind == "dynamic" else CONTEXT
+    _, kv_cache = prefill(model, tokens(2, CONTEXT - 1), cache=kind, max_length=length)
+    step, mask = tokens(2, 1)[:, 0], torch.ones(2, CONTEXT, dtype=torch.int64)
+
+    def refused(told: str, last: Tensor, mask: Tensor | None = None, kv: Any = kv_cache) -> None:
+        with pytest.raises(RequestError, match=told):
+            decode_step(model, last, kv, mask)
+
+    refused("last: 96 is not in the vocabulary", torch.tensor([5, 96]))
+    refused(r"last: the shape is \(2, 1\); give \(B,\)", step[:, None])
+    refused("last: 1 tokens for a K/V cache of 2 rows", step[:1])
+    refused(r"the shape is \(2, 63\); give \(2, 64\)", step, mask[:, 1:])
+    refused("its last column stands for `last`", step, mask.index_fill(1, torch.tensor([CONTEXT - 1]), 0))
+    refused(r"run the prompt with prefill\(\) first", step, kv=DynamicCache())
+    refused(r"run the prompt with prefill\(\) first", step, kv=StaticCache(config=model.config, max_cache_len=8))
+    assert int(kv_cache.get_seq_length()) == CONTEXT - 1
+    decode_step(model, step, kv_cache, mask)
+    refused("65 tokens exceed the model's context of 64", step)
+
+
+def test_a_step_after_padding_needs_its_mask() -> None:
+    model = build(GENERATORS["llama"])
+    step, padded = tokens(2, 1)[:, 0], torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    _, kv_cache = prefill(model, tokens(2, 4), attention_mask=padded)
+    with pytest.raises(RequestError, match=r"the prompts had padding.* give \(2, 5\)"):
+        decode_step(model, step, kv_cache)
+    decode_step(model, step, kv_cache, torch.cat([padded, torch.ones_like(padded[:, :1])], dim=1))
+    _, kv_cache = prefill(model, tokens(2, 4), attention_mask=torch.ones_like(padded))
+    decode_step(model, step, kv_cache)
+
+
+def test_a_step_beyond_a_static_cache() -> None:
+    model = build(GENERATORS["gpt2"])
+    _, kv_cache = prefill(model, tokens(1, 8), cache="static", max_length=9)
+    decode_step(model, tokens(1, 1)[0], kv_cache)
+    before = kv_cache.layers[0].keys.clone()
+    with pytest.raises(RequestError, match="room for 9 tokens and holds 9, so 1 more"):
+        decode_step(model, tokens(1, 1)[0], kv_cache)
+    assert torch.equal(kv_cache.layers[0].keys, before)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [BARE["llama"], CLASSIFIERS["gpt2"], TOKEN_HEADS["span"], GENERATORS["t5"], lambda: nn.Linear(2, 2)],
+    ids=["trunk", "classifier", "span", "seq2seq", "no transformer"],
+)
+def test_models_that_generate_nothing(make: Callable[[], nn.Module]) -> None:
+    with pytest.raises(UnsupportedModelError, match="give a causal language model"):
+        prefill(build(make), tokens(1, 8))
+
+
+def test_a_cache_is_not_its_model() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"LLMCache cannot .*cache\.model"):
+        generate(LLMCache.wrap(build(GENERATORS["llama"])), tokens(1, 8))
+
+
+def test_a_model_that_keeps_its_kv_to_itself() -> None:
+    model = build(GENERATORS["llama"])
+    forward = model.forward
+    model.forward = lambda past_key_values, **inputs: forward(**inputs)
+    with pytest.raises(UnsupportedModelError, match="put K/V of 0 tokens into its cache, for a prompt of 8"):
+        prefill(model, tokens(1, 8))
+
+
+@pytest.mark.parametrize("do_sample", [True, False])
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_logits_that_are_not_finite(broken: float, do_sample: bool) -> None:
+    model = build(GENERATORS["gpt2"])
+    answer = stream(model, tokens(1, 8), Sampling(do_sample=do_sample, stop_ids=()))
+    next(answer)
+    model.lm_head.weight.data[7, 0] = broken
+    with pytest.raises(RequestError, match="not finite"):
+        next(answer)
