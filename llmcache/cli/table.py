@@ -5,11 +5,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import typer
-from rich import box
-from rich.console import Console
-from rich.measure import Measurement
-from rich.table import Table
-from rich.text import Text
 
 _WIDTH = 80  # characters, where there is no terminal to ask
 _WHOLE_FROM = 10_000  # figures from here on are shown without decimals
@@ -23,6 +18,12 @@ def show_table(title: str, rows: Sequence[Mapping[str, Any]], n_names: int = 1) 
         rows: All with the same keys, the headings. Numbers are rounded for reading, texts stand as they are.
         n_names: Columns, from the left, that say what a row is.
     """
+    from rich import box
+    from rich.console import Console
+    from rich.measure import Measurement
+    from rich.table import Table
+    from rich.text import Text
+
     typer.echo(title)
     if not rows:
         typer.echo("nothing")

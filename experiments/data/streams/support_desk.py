@@ -7,8 +7,8 @@ Real traffic repeats itself, so each request is one of three kinds (shares in `T
 - *fresh*: an intent by popularity, any of its paraphrases with equal chance, new slots and noise.
 
 Popularity is Zipf's law with an offset: what stands at rank r (from 0) has weight 1 / (offset + r). Intents are ranked
-as `support_desk.yaml` lists them; texts and paraphrases by age, so what came early comes back more often, and its intent
-gains.
+as `support_desk.yaml` lists them; texts and paraphrases by age, so what came early comes back more often, and its
+intent gains.
 There are always 100 ranks or more, and an empty rank means a fresh request: repeats are rarer until some 100 texts are
 there. The label is the intent that was drawn, and noise never changes it. A fresh or near request can meet an earlier
 text by chance, which adds one to three points to the share of exact repeats.
