@@ -152,7 +152,7 @@ def test_it_sees_as_many_changed_answers_as_there_are(cache: LLMCache) -> None:
 
 def test_what_was_looked_into_serves_its_repeats_and_no_others(cache: LLMCache) -> None:
     inputs = fresh(60)
-    (shelf,) = cache._components.banks._shelves.values()
+    (shelf,) = cache._components.banks._index.values()
     held = len(shelf)
     before = ask(cache, inputs)
     cache.drain()
@@ -386,7 +386,7 @@ def test_growing_sources_are_joined_by_what_was_looked_into(model: nn.Module, re
     with LLMCache.wrap(model, sources="growing", answer_of=reading, **SETTINGS) as cache:
         cache.calibrate(requests(N)[0])
         keep_quiet(cache)
-        (shelf,) = cache._components.banks._shelves.values()
+        (shelf,) = cache._components.banks._index.values()
         assert known(cache).status == "growing"
         n_hits = ask(cache, fresh(60)).count("semantic")
         held = len(shelf)

@@ -238,7 +238,7 @@ def test_a_store_that_fails_half_way_leaves_nothing_behind() -> None:
 
 def test_a_request_of_an_approximate_index_survives_drain_and_rebuild() -> None:
     lib = banks(max_entries=20)
-    lib._shelves.make_index = lambda dim: HNSWIndex(dim, buffer=4, block=2)
+    lib._index.make_index = lambda dim: HNSWIndex(dim, buffer=4, block=2)
     for name in range(60):
         put(lib, name)
     assert len(lib) == 20
@@ -266,7 +266,7 @@ def test_empty_shelves_are_taken_down() -> None:
     lib = banks(max_entries=3)
     for name in range(20):
         put(lib, name, namespace=f"tenant-{name}")
-    assert len(lib._shelves) == 3
+    assert len(lib._index) == 3
 
 
 def test_banks_that_give_kv_count_the_hit_too() -> None:

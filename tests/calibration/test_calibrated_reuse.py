@@ -87,7 +87,7 @@ def test_learning_by_the_way_turns_it_on_as_well(model: nn.Module) -> None:
 def test_frozen_sources_are_joined_by_no_other(cache: LLMCache) -> None:
     cache.calibrate(requests(N)[0], **LOOSE)
     banks = cache._components.banks
-    (shelf,) = banks._shelves.values()
+    (shelf,) = banks._index.values()
     held = len(shelf)
     ask(cache, requests(200, seed=8)[0])
     assert len(shelf) == held <= cache.calibration.n_sources
@@ -97,7 +97,7 @@ def test_frozen_sources_are_joined_by_no_other(cache: LLMCache) -> None:
 def test_growing_sources_are(cache: LLMCache) -> None:
     found = cache.calibrate(requests(N)[0], sources="growing", **LOOSE)
     assert not found.is_certified
-    (shelf,) = cache._components.banks._shelves.values()
+    (shelf,) = cache._components.banks._index.values()
     held = len(shelf)
     ask(cache, requests(200, seed=8)[0])
     assert len(shelf) > held
@@ -107,7 +107,7 @@ def test_frozen_sources_stay_whatever_comes(model: nn.Module) -> None:
     with LLMCache.wrap(model, max_entries=N, auto_bypass=False) as cache:
         found = cache.calibrate(requests(N)[0], **LOOSE)
         ask(cache, requests(600, seed=9)[0])
-        (shelf,) = cache._components.banks._shelves.values()
+        (shelf,) = cache._components.banks._index.values()
         assert len(shelf) > 0.9 * found.n_sources
         assert len(cache._components.banks) <= N
 
@@ -486,7 +486,7 @@ def test_a_calibration_survives_saving_and_loading(cache: LLMCache, model: nn.Mo
     with LLMCache.load(model, tmp_path) as loaded:
         assert loaded.calibration == found
         assert ask(loaded, fresh) == before
-        (shelf,) = loaded._components.banks._shelves.values()
+        (shelf,) = loaded._components.banks._index.values()
         assert len(shelf) <= found.n_sources
 
 
@@ -659,7 +659,7 @@ def test_calibrating_again_and_again_lets_earlier_sources_leave(model: nn.Module
     with LLMCache.wrap(model, max_entries=N, auto_bypass=False) as cache:
         for seed in range(3):
             found = cache.calibrate(requests(N, seed=seed)[0], **LOOSE)
-            (shelf,) = cache._components.banks._shelves.values()
+            (shelf,) = cache._components.banks._index.values()
             assert found.chosen is not None and len(shelf) == found.n_sources
         again = requests(3, seed=50)[0]
         ask(cache, again)

@@ -71,7 +71,7 @@ def break_policy(*methods: str) -> Callable[[LLMCache], Breakable]:
 def break_fingerprint(*methods: str) -> Callable[[LLMCache], Breakable]:
     def act(cache: LLMCache) -> Breakable:
         broken = Breakable(cache._components.fingerprint, *methods)
-        cache._components.fingerprint = cache._components.banks._shelves.fingerprint = broken
+        cache._components.fingerprint = cache._components.banks._index.fingerprint = broken
         return broken
 
     return act
@@ -79,7 +79,7 @@ def break_fingerprint(*methods: str) -> Callable[[LLMCache], Breakable]:
 
 def break_index(*methods: str) -> Callable[[LLMCache], Breakable]:
     def act(cache: LLMCache) -> Breakable:
-        shelf = next(iter(cache._components.banks._shelves.values()))
+        shelf = next(iter(cache._components.banks._index.values()))
         shelf._index = Breakable(shelf._index, *methods)
         return shelf._index
 
@@ -136,7 +136,7 @@ def test_a_broken_part_costs_speed_only(part: str, caplog: pytest.LogCaptureFixt
     assert healed.errors == stats.errors
     assert healed.n_hits == stats.n_hits + 4 * 2
     assert healed.n_stored == healed.n_entries[3] <= 4
-    shelves = cache._components.banks._shelves.values()
+    shelves = cache._components.banks._index.values()
     assert sum(len(shelf) for shelf in shelves) == healed.n_stored
 
 

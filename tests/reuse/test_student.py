@@ -128,7 +128,7 @@ def test_a_student_searches_nothing_and_a_saved_one_serves_alike(model: nn.Modul
     fresh = requests(40, seed=7)[0]
     with LLMCache.wrap(model, auto_bypass=False, audit=0, decide="student") as cache:
         cache.calibrate(requests(N)[0], **LOOSE)
-        assert not cache._components.banks._shelves and cache.stats().index_nbytes == 0
+        assert not cache._components.banks._index and cache.stats().index_nbytes == 0
         cache.save(tmp_path / "saved")
         served = ask(cache, fresh)
     assert "student" in served[1]
