@@ -10,7 +10,7 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-from llmcache.cli import COMMANDS, app
+from llmcache.cli.main import COMMANDS, app
 
 HEADER = """\
 # Command line
