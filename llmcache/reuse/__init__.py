@@ -9,13 +9,18 @@
 One file a rung, safest first: a row goes to the first rung that serves it.
 """
 
+from llmcache.banks.cache_banks import CacheBanks
 from llmcache.registry import Registry
+from llmcache.request.call import Call, Reuse
+from llmcache.request.rows import Row
 from llmcache.reuse.base import Rung
 from llmcache.reuse.exact import Exact
 from llmcache.reuse.paper import Paper
 from llmcache.reuse.semantic import Semantic
 
-__all__ = ["RUNGS", "Exact", "Paper", "Rung", "Semantic"]
+__all__ = ["RUNGS", "CacheBanks", "Call", "Exact", "Paper", "Reuse", "Row", "Rung", "Semantic"]
 
 #: Ours are made from other settings; those that are registered, from `rungs`, are made as `made(banks, **options)`.
-RUNGS: Registry[Rung] = Registry("rungs", Rung, {"exact": Exact, "semantic": Semantic, "paper": Paper})
+RUNGS: Registry[Rung] = Registry(
+    "rungs", Rung, {"exact": Exact, "semantic": Semantic, "paper": Paper}, given=("banks",)
+)
