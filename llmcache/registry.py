@@ -70,7 +70,7 @@ class Registry(dict[str, type[T]], Generic[T]):
                 should = "a method" if callable(asked) else "an attribute or a property"
                 raise ConfigError(f"{self.kind}: {made.__name__}.{name} must be {should}, as of {base.__name__}")
             if callable(asked) and (wrong := misfit(made, name, list(inspect.signature(asked).parameters)[1:])):
-                raise ConfigError(f"{self.kind}: {made.__name__}.{name}{wrong}, as {base.__name__} is")
+                raise ConfigError(f"{self.kind}: {made.__name__}.{name}{wrong}, as {base.__name__}.{name} is")
         if wrong := misfit(made, "", self._given):
             raise ConfigError(f"{self.kind}: {made.__name__}{wrong} and its settings")
 

@@ -145,11 +145,12 @@ class CacheBanks:
             layers, n_puts = self.layer_banks.needed(key, layer, with_kv, is_single), request.n_puts
         entries = self.layer_banks.read(key, layers)
         with self._lock:
-            held = self._held(key, request, n_puts, entries)
-            decode = self.layer_banks.decoder(request, held, with_kv) if held else None
+            if not layers or not self._are_whole(key, request, n_puts, layers, entries):
+                return None
+            decode = self.layer_banks.decoder(request, entries, with_kv)
             if decode is None:
                 return None
-            self.layer_banks.used(key, held)
+            self.layer_banks.used(key, layers)
         return decode()
 
     def put(
@@ -341,28 +342,28 @@ class CacheBanks:
                 layers, n_puts = self.layer_banks.layers_of(key), request.n_puts
             entries = self.layer_banks.read(key, layers)
             with self._lock:
-                if held := self._held(key, request, n_puts, entries):
-                    return request.record(key, held, self._index.slots(key))
+                if self._are_whole(key, request, n_puts, layers, entries):
+                    return request.record(key, entries, self._index.slots(key))
 
-    def _held(
-        self, key: str, request: StoredRequest, n_puts: int, entries: Mapping[int, Entry | None]
-    ) -> dict[int, Entry]:
-        """Entries that were read without the lock, where all are the request's; else none.
+    def _are_whole(
+        self, key: str, request: StoredRequest, n_puts: int, layers: Sequence[int], entries: Mapping[int, Entry]
+    ) -> bool:
+        """Whether entries that were read without the lock are a request's, and all that were wanted.
 
         Args:
             key: Its key.
             request: What was known of it before they were read.
             n_puts: How often its entries had been put by then.
+            layers: What was wanted.
             entries: What was read.
         """
         if self._requests.get(key) is not request or request.n_puts != n_puts:
-            return {}  # others were put under its key, maybe of another layout, or packed with another codec
-        for layer, entry in entries.items():
-            if entry is None and key in self.layer_banks[layer]:  # its store has lost it
+            return False  # others were put under its key, maybe of another layout, or packed with another codec
+        for layer in layers:
+            if layer not in entries and key in self.layer_banks[layer]:  # its store has lost it
                 self.layer_banks[layer].remove(key)
                 self._let_go(layer, key)
-        held = {layer: entry for layer, entry in entries.items() if entry is not None}
-        return held if len(held) == len(entries) else {}
+        return len(layers) == len(entries)
 
     def _know(self, scope: Scope, row: Row, dtype: torch.dtype) -> StoredRequest:
         """What is known of a request from now on; another one of the same key is forgotten."""

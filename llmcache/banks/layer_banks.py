@@ -57,9 +57,9 @@ class LayerBanks(dict[int, Bank]):
         """Layers whose bank holds a state of a request."""
         return [layer for layer, bank in self.items() if key in bank]
 
-    def read(self, key: str, layers: Iterable[int]) -> dict[int, Entry | None]:
-        """Encoded states of a request by layer, None where it is not held. Without the lock: stores may be slow."""
-        return {layer: self[layer].read(key) for layer in layers}
+    def read(self, key: str, layers: Iterable[int]) -> dict[int, Entry]:
+        """Encoded states of a request by layer, of those that are held. Without the lock: stores may be slow."""
+        return {layer: entry for layer in layers if (entry := self[layer].read(key)) is not None}
 
     def is_lossless(self, request: StoredRequest) -> bool:
         """Whether the states of a request come back bit for bit."""

@@ -416,3 +416,13 @@ def test_a_store_is_closed_when_its_bank_is_gone() -> None:
     del bank
     gc.collect()
     assert store.n_closed == 1
+
+
+def test_a_request_that_no_bank_holds_does_not_hold_up_a_save() -> None:
+    lib = banks()
+    put(lib, 1)
+    for bank in lib.layer_banks.values():
+        bank.remove(row(1).key)
+    (record,) = lib.records()
+    assert record.entries == {}
+    assert lib.read(row(1).key, 2, with_kv=False) is None

@@ -1,4 +1,7 @@
-"""Parts as a user of the library would write them: one of each kind, made of public names alone."""
+"""Parts as a user of the library would write them: one of each kind, made of public names alone.
+
+`n_used` counts, over all objects of a class, what its kind is there for.
+"""
 
 import hashlib
 import os
@@ -33,6 +36,8 @@ from llmcache.reuse import CacheBanks, Call, Row
 class MostRecent(Policy):
     """What was used last leaves first."""
 
+    n_used = 0
+
     def __init__(self, spare: int = 0) -> None:
         """Spare the keys used last, that many, as long as others are held."""
         self.spare = spare
@@ -52,6 +57,7 @@ class MostRecent(Policy):
     def victim(self) -> str:
         if not self.keys:
             raise KeyError("empty: no key to evict")
+        type(self).n_used += 1
         keys = list(self.keys)
         return keys[max(-1 - self.spare, -len(keys))]
 
@@ -59,17 +65,18 @@ class MostRecent(Policy):
 class Files(Store):
     """One file an entry, in a folder of its own."""
 
+    n_used = 0
+
     def __init__(self, device: torch.device, folder: str | None = None) -> None:
         """Open an empty store below a folder, by default that of temporary files."""
         self.device = device
         self.folder = TemporaryDirectory(dir=folder)
-        self.n_reads = 0
 
     def path(self, key: str) -> Path:
         return Path(self.folder.name) / hashlib.sha256(key.encode()).hexdigest()
 
     def __getitem__(self, key: str) -> Entry:
-        self.n_reads += 1
+        type(self).n_used += 1
         try:
             data = self.path(key).read_bytes()
         except FileNotFoundError:
@@ -99,13 +106,14 @@ class Files(Store):
 class Scan(Index):
     """Compares with every row, in NumPy."""
 
+    n_used = 0
+
     def __init__(self, dim: int, block: int = 1000) -> None:
         """Open an empty index that looks at so many rows at a time."""
         if dim < 1:
             raise ValueError(f"dim must be at least 1, got {dim}")
         self.dim, self.block = dim, block
         self.rows: dict[int, np.ndarray] = {}
-        self.n_searches = 0
 
     def add(self, ids: np.ndarray, x: np.ndarray) -> None:
         self.check(x)
@@ -117,7 +125,7 @@ class Scan(Index):
         self.check(x)
         if k < 1:
             raise ValueError(f"k must be at least 1, got {k}")
-        self.n_searches += 1
+        type(self).n_used += 1
         held = np.array(list(self.rows.values()), np.float32).reshape(-1, self.dim)
         parts = [x @ held[at : at + self.block].T for at in range(0, len(held), self.block)]
         similarity = np.concatenate([np.empty((len(x), 0), np.float32), *parts], axis=1)
@@ -149,17 +157,17 @@ class Lengths(Fingerprint):
     """Requests with as many content tokens are alike, whatever these are."""
 
     reads_states = False
+    n_used = 0
 
     def __init__(self, longest: int = 512) -> None:
         """Tell lengths apart up to the longest."""
         self.longest = longest
-        self.n_projected = 0
 
     def features(self, view: View) -> Tensor:
         return view.content.sum(dim=1, keepdim=True).float()
 
     def project(self, features: np.ndarray) -> np.ndarray:
-        self.n_projected += len(features)
+        type(self).n_used += 1
         angle = features[:, 0] / self.longest * np.pi
         return np.stack([np.cos(angle), np.sin(angle)], axis=1).astype(np.float32)
 
@@ -167,11 +175,14 @@ class Lengths(Fingerprint):
 class SecondBest(Decision):
     """The second nearest one serves."""
 
+    n_used = 0
+
     def __init__(self, k: int = 2) -> None:
         """Look at so many."""
         self.k = k
 
     def choose(self, seen: Evidence) -> tuple[int, float]:
+        type(self).n_used += 1
         number = min(1, len(seen.similarity) - 1)
         return number, -seen.similarity[number]
 
@@ -179,7 +190,7 @@ class SecondBest(Decision):
 class Mirrored(Codec):
     """Each row from its end to its beginning."""
 
-    n_decoded = 0
+    n_used = 0
 
     def encode(self, name: str, x: Tensor) -> dict[str, Tensor]:
         if not x.is_floating_point():
@@ -187,7 +198,7 @@ class Mirrored(Codec):
         return {name: x.detach().flip(-1)}
 
     def decode(self, name: str, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        type(self).n_decoded += 1
+        type(self).n_used += 1
         return tensors[name].flip(-1).to(dtype)
 
     def is_lossless(self, dtype: torch.dtype) -> bool:
@@ -199,6 +210,7 @@ class SameTokens(Rung):
 
     name = "same_tokens"
     is_lossless = False
+    n_used = 0
 
     def __init__(self, banks: CacheBanks, least: int = 1) -> None:
         """Serve requests of so many tokens or more."""
@@ -222,6 +234,7 @@ class SameTokens(Rung):
         state = self.banks.read(source, last, with_kv=call.progress.kv_cache is not None)
         if state is None:
             return None
+        type(self).n_used += 1
         return Reuse(row.number, last, self.name, state.hidden, state.kv, source, similarity=None)
 
 
