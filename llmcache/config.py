@@ -77,8 +77,8 @@ class CacheConfig(BaseModel):
         policy: Who leaves a full bank: `lru`, `lfu`, `fifo`, `ttl` (`ttl_s`, seconds), `staleness` (matches that count
             half after every `half_life_s` seconds), or `divergence` (checks a share `check_rate` of approximate reuses
             by computing them; entries over `limit` leave at once).
-        store: Where the entries of a bank lie: `memory`, or one that was registered (`llmcache.banks.stores.STORES`).
-        rungs: Further ways to serve rows, by the names under which they were registered (`llmcache.reuse.RUNGS`). They
+        store: Where the entries of a bank lie: `memory`, or one that was registered (`llmcache.STORES`).
+        rungs: Further ways to serve rows, by the names under which they were registered (`llmcache.RUNGS`). They
             are asked after exact repeats and before approximate reuse.
         compression: Codec of stored states: `none`, `fp16`, `int8`, `pca` or `autoencoder`. The last two keep `dim`
             float16 numbers of each row of a layer. They are fitted on the first `fit_on` rows that are to be stored in

@@ -45,6 +45,8 @@ class View:
 class Fingerprint(ABC):
     """Turns what a call shows into search vectors. Two methods are each fingerprint's own; the rest is for learners.
 
+    Settings become keyword arguments of the constructor, checked against its annotations.
+
     Attributes:
         reads_attention: `View.attention` is read, so layer 0 is run before anything is looked up.
         reads_states: `View.hidden` is read; if not, requests can be looked up before the trunk has run.

@@ -40,6 +40,8 @@ class Evidence:
 class Decision(ABC):
     """Chooses among neighbours. One method is each decision's own; the rest is for those that learn.
 
+    Settings become keyword arguments of the constructor, checked against its annotations.
+
     Attributes:
         k: How many it looks at; 0: none are searched for.
         reads_answers: It compares their answers, so entries without one are never served.

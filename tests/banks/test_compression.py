@@ -1,7 +1,7 @@
 """Codecs that are fitted: what they learn and when, what they lose, and that nothing else is touched."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -410,3 +410,18 @@ def test_padding_reaches_no_codec() -> None:
     cache(**padded([6, 3]))
     waiting = only_packer(cache)._waiting
     assert sorted(len(rows) for _, rows in waiting.values()) == [3, 6]
+
+
+def test_a_lossless_codec_may_keep_kv_as_anything() -> None:
+    """Its dtype is then that of the states."""
+
+    class Bytes(Plain):
+        def encode(self, name: str, x: Tensor) -> dict[str, Tensor]:
+            return {name: x.detach().contiguous().view(torch.uint8)}
+
+        def decode(self, name: str, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+            return tensors[name].view(dtype)
+
+    packer, x = Packer(Bytes()), torch.randn(2, 4)
+    entry = packer.pack({"hidden": x, "keys": x})
+    assert torch.equal(packer.unpack_kv("keys", entry, x.dtype), x)

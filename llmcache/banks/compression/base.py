@@ -17,7 +17,8 @@ class Codec(ABC):
     """Packs floating-point tensors of any shape. Arguments are never modified. Three methods are each codec's own.
 
     `fit` and `restore` are called once at most, and need the banks' lock; the rest changes nothing and is safe in
-    any thread. What was encoded before the fit can be decoded after it.
+    any thread. What was encoded before the fit can be decoded after it. Settings become keyword arguments of the
+    constructor, checked against its annotations.
     """
 
     @property
