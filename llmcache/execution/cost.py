@@ -10,7 +10,7 @@ where `beside` is what else calls take for the cache's sake: what the audit does
 that hit rate calls go by the cache. One in 64 takes the whole way all the same, so that times and hit rate stay fresh,
 and so does each call whose requests are held. A hash is kept of every request, which tells how many come back and could
 have been served. As soon as hits or hashes say that it would pay, calls take the whole way again, and hits decide anew.
-`docs/design.md` gives the reasons.
+`docs/architecture.md` has the constants.
 
 What the model takes alone is a miss without lookup and storing, until it was seen: in calls that go by, of which there
 are short stretches where reuse is calibrated. From then on `overhead` is all that a miss takes longer.
