@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from llmcache.cache import LLMCache
     from llmcache.calibration.calibration import Calibration
-    from llmcache.calibration.claim import Metric
+    from llmcache.calibration.risk_target import Metric
     from llmcache.config import CacheConfig
     from llmcache.errors import (
         BankFileError,
@@ -43,7 +43,7 @@ _HOME = {
     "ConfigError": "errors",
     "LLMCache": "cache",
     "LLMCacheError": "errors",
-    "Metric": "calibration.claim",
+    "Metric": "calibration.risk_target",
     "Outcome": "request.outcome",
     "RequestError": "errors",
     "Stats": "stats",

@@ -13,8 +13,8 @@ from torch import nn
 from llmcache.assembly import assemble
 from llmcache.calibration.calibrated_reuse import CalibratedReuse
 from llmcache.calibration.calibration import Calibration
-from llmcache.calibration.claim import Metric
 from llmcache.calibration.inputs import Requests
+from llmcache.calibration.risk_target import Metric
 from llmcache.calibrator import Calibrator, make_claim
 from llmcache.config import CacheConfig
 from llmcache.errors import ConfigError

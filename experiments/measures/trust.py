@@ -36,7 +36,7 @@ from experiments.support.progress import tracked
 from experiments.tasks.workload import Answer, Workload
 from llmcache.calibration.calibrated_reuse import CalibratedReuse
 from llmcache.calibration.calibration import Calibration, split
-from llmcache.calibration.claim import Sources
+from llmcache.calibration.risk_target import Sources
 
 #: Losses that a frontier is told for.
 LOSSES = {"accuracy_drop": "0.5 points", "changed_answers": "0.5 % changed"}

@@ -109,7 +109,7 @@ class IdleWorker(Generic[Owner]):
             self._jobs.append(job)
             is_alive = self._thread is not None and self._thread.is_alive()  # a forked process is left without
             if self._in_background and not is_alive:
-                self._thread = threading.Thread(target=self._run, name="llmcache-shadow", daemon=True)
+                self._thread = threading.Thread(target=self._run, name="llmcache-audit", daemon=True)
                 self._thread.start()
             self._condition.notify()
 

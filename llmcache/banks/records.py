@@ -62,7 +62,7 @@ class SavedRequest:
 class StoredRequest:
     """What is known of one stored request besides its states."""
 
-    __slots__ = ("answer", "dtype", "ids", "is_kept", "layout", "scope")
+    __slots__ = ("answer", "dtype", "ids", "is_pinned", "layout", "scope")
 
     def __init__(self, scope: Scope, ids: bytes, dtype: torch.dtype, layout: bytes = b"") -> None:
         """What is known when it is stored.

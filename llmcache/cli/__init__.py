@@ -34,7 +34,7 @@ def find_commands() -> Commands:
             # The wheel holds the library alone, but names the experiments of the checkout that it was built from.
             if error.name != entry.module.partition(".")[0]:
                 raise
-    return found | OWN
+    return {**found, **OWN}
 
 
 COMMANDS: Final[Commands] = find_commands()

@@ -7,6 +7,7 @@ from typing import Any
 import typer
 
 _WIDTH = 80  # characters, where there is no terminal to ask
+_NAME_WIDTH = 17  # characters that a name is not folded below
 _WHOLE_FROM = 10_000  # figures from here on are shown without decimals
 
 
@@ -29,17 +30,22 @@ def show_table(title: str, rows: Sequence[Mapping[str, Any]], n_names: int = 1) 
         typer.echo("nothing")
         return
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    cells = [[cell(value) for value in row.values()] for row in rows]
     for number, heading in enumerate(rows[0]):
-        words = Text("\n".join(heading.replace("_", " ").split()))
-        if number < n_names:
-            table.add_column(words, overflow="fold")
-        else:
-            table.add_column(words, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(*(Text(cell(value)) for value in row.values()))
+        words = heading.replace("_", " ").split()
+        widest = max(map(len, (*words, *(row[number] for row in cells))))
+        is_name = number < n_names
+        table.add_column(
+            Text("\n".join(words)),
+            justify="left" if is_name else "right",
+            overflow="fold",
+            min_width=min(widest, _NAME_WIDTH) if is_name else widest,
+        )
+    for row in cells:
+        table.add_row(*map(Text, row))
     room = shutil.get_terminal_size((_WIDTH, 0)).columns
-    console = Console(width=room)
-    least = Measurement.get(console, console.options, table).minimum
+    boundless = Console(width=10_000)
+    least = Measurement.get(boundless, boundless.options, table).minimum
     Console(width=max(room, least), highlight=False).print(table)
 
 

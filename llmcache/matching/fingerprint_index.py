@@ -113,10 +113,9 @@ class FingerprintIndex(dict[tuple[Scope, int, int | None], IndexPartition]):
                 return
         assert self.make_index is not None
         name = (scope, slot.length, slot.layer)
-        partition = self.get(name)
-        if partition is None:
-            partition = self[name] = IndexPartition(*name, self.make_index(len(slot.vector)))
-        self._found_at[key] = (*self._found_at.get(key, ()), partition, partition.add(key, slot.vector))
+        if (into := self.get(name)) is None:
+            into = self[name] = IndexPartition(*name, self.make_index(len(slot.vector)))
+        self._found_at[key] = (*self._found_at.get(key, ()), into, into.add(key, slot.vector))
 
     def slots(self, key: str) -> tuple[IndexSlot, ...]:
         """Where a request is found, for saving; empty while it waits for the fingerprint to be fitted."""

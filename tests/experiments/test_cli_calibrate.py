@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from llmcache.cli.calibrate import _show
 
+from experiments.cli.calibrate import _show
 from experiments.runs.grid import load_experiments
 from experiments.support.folders import Folders
 from experiments.tasks import build

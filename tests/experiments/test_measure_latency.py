@@ -13,8 +13,8 @@ import torch
 import transformers as tf
 
 from experiments.measures.bench import generation, latency
-from experiments.measures.bench import models as bench_models
 from experiments.measures.latency import SHOWN, run
+from experiments.models import architectures as bench_models
 from experiments.runs.grid import make_experiment
 from experiments.support.folders import Folders
 from llmcache.banks.cache_banks import CacheBanks

@@ -65,9 +65,9 @@ def test_risk_lets_a_forecast_outvote_the_neighbours() -> None:
     risk.fit([replace(one, favour=told) for one, told in zip(evidence, favour, strict=True)], is_right)
     similarity = np.linspace(0.9, 0.8, 8).tolist()
     for sign in (1.0, -1.0):  # for the answer of the first six, then for that of the last two
-        chosen, risk = risk.choose(seen(similarity, [1, 1, 1, 1, 1, 1, 2, 2], [sign] * 6 + [-sign] * 2))
+        chosen, chance = risk.choose(seen(similarity, [1, 1, 1, 1, 1, 1, 2, 2], [sign] * 6 + [-sign] * 2))
         assert chosen == (0 if sign == 1 else 6)
-        assert risk < 0.5
+        assert chance < 0.5
 
 
 def test_of_neighbours_with_one_answer_the_nearest_serves() -> None:

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llmcache.policies import FIFO, LRU, TTL
 from llmcache.request.prefill import Link
 from llmcache.request.rows import Row, Scope
 from llmcache.reuse.prefix.block_hash import links
@@ -54,16 +55,14 @@ def test_the_root_takes_in_scope_position_and_size() -> None:
 
 @given(st.lists(st.tuples(st.booleans(), IDS), max_size=30), st.integers(0, 60))
 def test_budget_and_parents_whatever_is_asked(steps: list[tuple[bool, list[int]]], max_bytes: int) -> None:
-    blocks = BlockPool(2, max_bytes, CPU)
-    parents: dict[bytes, bytes] = {}
+    blocks = BlockPool(2, max_bytes, CPU, LRU())
+    parents: dict[str, str] = {}
     for puts, ids in steps:
         chain = links(SCOPE, row(ids), 2)
         parents |= {after.key: before.key for before, after in pairwise(chain)}
         if puts:
             blocks.put(chain, {link.key: block(link) for link in chain})
         reached, n_tokens = blocks.reach(chain, row(ids).ids, 2)
-        order = {key: number for number, key in enumerate(blocks._held)}
-        assert all(order[key] < order[before] for key, before in blocks._before.items())  # ends of chains leave first
         found = blocks.match(chain)
         assert reached[: len(found)] == found and 0 <= n_tokens - 2 * len(found) < 2
         assert {key: before for before, after in blocks._after.items() for key in after} == blocks._before
@@ -78,7 +77,7 @@ def test_budget_and_parents_whatever_is_asked(steps: list[tuple[bool, list[int]]
 def test_as_many_tokens_are_found_as_any_stored_request_shares(
     stored: list[list[int]], ids: list[int], size: int
 ) -> None:
-    blocks = BlockPool(size, 10**6, CPU)
+    blocks = BlockPool(size, 10**6, CPU, LRU())
     for one in stored:
         chain = links(SCOPE, row(one), size)
         blocks.put(chain, {link.key: block(link) for link in chain})
@@ -91,7 +90,7 @@ def test_as_many_tokens_are_found_as_any_stored_request_shares(
 
 
 def test_the_least_recently_used_end_leaves_first() -> None:
-    blocks = BlockPool(1, 4 * 8, CPU)
+    blocks = BlockPool(1, 4 * 8, CPU, LRU())
     old, new = links(SCOPE, row([0, 1]), 1), links(SCOPE, row([2, 0]), 1)
     for chain in (old, new):
         blocks.put(chain, {link.key: block(link) for link in chain})
@@ -102,9 +101,30 @@ def test_the_least_recently_used_end_leaves_first() -> None:
     assert blocks.n_evicted == 1
 
 
+def test_of_a_chain_whose_beginning_the_policy_names_the_end_leaves() -> None:
+    blocks = BlockPool(1, 3 * 8, CPU, FIFO())
+    old, new = links(SCOPE, row([0, 1]), 1), links(SCOPE, row([2, 0]), 1)
+    for chain in (old, new):
+        blocks.put(chain, {link.key: block(link) for link in chain})
+    assert [len(blocks.match(chain)) for chain in (old, new)] == [1, 2]
+
+
+def test_blocks_that_have_expired_leave_with_all_that_follows() -> None:
+    clock = [0.0]
+    blocks = BlockPool(1, 100, CPU, TTL(10.0, now=lambda: clock[0]))
+    chain = links(SCOPE, row([0, 1]), 1)
+    blocks.put(chain[:1], {chain[0].key: block(chain[0])})
+    clock[0] = 6.0
+    blocks.put(chain, {chain[1].key: block(chain[1])})
+    assert len(blocks.match(chain)) == 2
+    clock[0] = 11.0
+    assert len(blocks.match(chain)) == len(blocks) == blocks.nbytes == 0
+    assert blocks.n_evicted == 2
+
+
 def test_what_follows_a_block_that_left_is_not_held() -> None:
     """Another thread let the middle of a chain go between a match and the put of what follows it."""
-    blocks = BlockPool(1, 100, CPU)
+    blocks = BlockPool(1, 100, CPU, LRU())
     chain = links(SCOPE, row([0, 1, 2]), 1)
     blocks.put(chain[:1], {chain[0].key: block(chain[0])})
     blocks.put(chain, {chain[2].key: block(chain[2])})
@@ -112,7 +132,7 @@ def test_what_follows_a_block_that_left_is_not_held() -> None:
 
 
 def test_equal_keys_with_other_tokens_do_not_match() -> None:
-    blocks = BlockPool(1, 100, CPU)
+    blocks = BlockPool(1, 100, CPU, LRU())
     chain = links(SCOPE, row([0]), 1)
     blocks.put(chain, {chain[0].key: block(Link(chain[0].key, b"other"))})
     assert blocks.match(chain) == []
@@ -120,7 +140,7 @@ def test_equal_keys_with_other_tokens_do_not_match() -> None:
 
 @pytest.mark.parametrize("how", ["purge", "clear"])
 def test_forgetting(how: str) -> None:
-    blocks = BlockPool(1, 100, CPU)
+    blocks = BlockPool(1, 100, CPU, LRU())
     mine, theirs = (links(Scope(name, "", "", ""), row([0, 1]), 1) for name in ("a", "b"))
     for name, chain in (("a", mine), ("b", theirs)):
         blocks.put(chain, {link.key: block(link, name) for link in chain})
