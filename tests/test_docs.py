@@ -5,11 +5,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import transformers as tf
 import yaml
 
 import llmcache
+from experiments.report import site
 from llmcache.models.adapters import ADAPTERS
 from llmcache.policies import POLICIES
 from tests.tiny_models import BARE, CLASSIFIERS, GENERATORS, VOCABULARY, build, tokens
@@ -19,6 +21,7 @@ DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
 GENERATED = {"cli.md", "settings.md"}
 WRITTEN = [ROOT / "README.md", *(page for page in PAGES if page.name not in GENERATED)]
+N_LOG = 240  # requests that examples calibrate on
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
 #: Words for ideas that have another name; see docs/glossary.md.
@@ -83,9 +86,9 @@ def run(page: Path, folder: Path, **given: Any) -> dict[str, Any]:
     """Run the examples of a page one after the other; returns what they defined."""
     words = sorted(set(re.findall(r"[a-z]+", " ".join(re.findall(r'"([a-z ]+)"', "\n".join(blocks(page)))))))
     save_models(folder, words)
-    defined = dict(given)
-    if "log" in given:
-        defined["log"] = [" ".join(words[(i * k) % len(words)] for k in (1, 3, 7)) for i in range(1, given["log"])]
+    rng = np.random.default_rng(0)
+    log = [" ".join(rng.choice(words, 6)) for _ in range(N_LOG)] if words else []
+    defined = {**given, "log": log}
     for number, example in enumerate(blocks(page)):
         exec(compile(example, f"{page.name}, example {number}", "exec"), defined)
     return defined
@@ -100,7 +103,7 @@ def test_examples_run(
     monkeypatch.chdir(tmp_path)
     page = ROOT / name if name == "README.md" else DOCS / name
     model = build(CLASSIFIERS["bert"])
-    defined = run(page, tmp_path, model=model, inputs={"input_ids": tokens(1, 6)}, log=200)
+    defined = run(page, tmp_path, model=model, inputs={"input_ids": tokens(1, 6)})
     told = capsys.readouterr().out
     if name == "index.md":
         assert "exact 0.5\n" in told and "requests cannot show a loss of at most 0.01" in told
@@ -108,7 +111,7 @@ def test_examples_run(
         assert "{'exact': 3}" in told and "\nprefix " in told and "certified" in told
         assert "'training': " in told
     if name == "generation.md":
-        assert defined["cache"].stats().n_requests == 2 and defined["turn"].text
+        assert defined["cache"].stats().n_requests == 2 and defined["turn"].generation.tokens
     if name == "extending.md":
         cache = defined["cache"]
         assert cache(input_ids=tokens(1, 6)) is not None and cache.stats().errors == 0
@@ -164,3 +167,8 @@ def test_the_api_page_has_every_public_name() -> None:
     shown = set(re.findall(r"^::: llmcache\.(\w+)$", text, re.MULTILINE))
     assert set(llmcache.__all__) - errors <= shown
     assert "::: llmcache.errors" in text
+
+
+def test_the_site_carries_configurations_and_names_other_files() -> None:
+    text = "[a](../configs/a.yaml), [results/R.md](../results/R.md), [this](../Makefile) and [b](b.md#c)"
+    assert site.on_page_markdown(text) == "[a](configs/a.yaml), `results/R.md`, this (`Makefile`) and [b](b.md#c)"

@@ -46,7 +46,7 @@ def lines_of(name: str, results_dir: Path, root: str = "") -> str:
     Args:
         name: In its mark.
         results_dir: Folder of results.
-        root: The way from the page to the root of the checkout, which links begin with.
+        root: The way from the page to the root of the checkout, with which links begin.
 
     Raises:
         ConfigError: There is no such table, or its files are not there.
