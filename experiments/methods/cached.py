@@ -15,8 +15,8 @@ class Cached:
     """Serves from a cache wrapped around the model. Options are those of `llmcache.CacheConfig`.
 
     No call is bypassed for its cost unless options say so: what the cache does is measured, worthwhile or not. What the
-    audit drew is recomputed after every `_IDLE_EVERY` requests, as in idle moments of a service, and after the last one; never
-    while another method is asked. The time counts as that of the request before.
+    audit drew is recomputed after every `_IDLE_EVERY` requests, as in idle moments of a service, and after the last
+    one; never while another method is asked. The time counts as that of the request before.
     """
 
     def __init__(self, workload: Workload, options: Mapping[str, Any]) -> None:
