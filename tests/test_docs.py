@@ -12,6 +12,7 @@ import yaml
 
 import llmcache
 from experiments.report import site
+from llmcache.audit.alarm import Alarm
 from llmcache.models.adapters import ADAPTERS
 from llmcache.policies import POLICIES
 from tests.tiny_models import BARE, CLASSIFIERS, GENERATORS, VOCABULARY, build, tokens
@@ -172,3 +173,11 @@ def test_the_api_page_has_every_public_name() -> None:
 def test_the_site_carries_configurations_and_names_other_files() -> None:
     text = "[a](../configs/a.yaml), [results/R.md](../results/R.md), [this](../Makefile) and [b](b.md#c)"
     assert site.on_page_markdown(text) == "[a](configs/a.yaml), `results/R.md`, this (`Makefile`) and [b](b.md#c)"
+
+
+def test_how_late_an_alarm_comes_is_what_the_code_says() -> None:
+    rows = re.findall(r"^\| (\d+) % \| ([\d,]+) \|$", text_of(DOCS / "calibration.md"), re.MULTILINE)
+    assert len(rows) == 3
+    for rate, told in rows:
+        needed = Alarm(limit=0.005, floor=0.05, alpha=0.05).needed(int(rate) / 100)
+        assert needed == pytest.approx(int(told.replace(",", "")), rel=0.05)
