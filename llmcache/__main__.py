@@ -1,6 +1,6 @@
 """`python -m llmcache` is the `llmcache` command."""
 
-from llmcache.cli import main
+from llmcache.cli.main import main
 
 if __name__ == "__main__":
     main()

@@ -47,5 +47,5 @@ def calibrate(experiment: Experiment, folders: Folders) -> tuple[LLMCache, list[
     requests = tracked(workload.requests, len(workload.requests), "Calibrating")
     observed = cache.observe(request.inputs for request in requests)
     assert cache.calibrated is not None
-    claims = [experiment.claim(drop, settings.sources) for drop in drops]
+    claims = [experiment.risk_target(drop, settings.sources) for drop in drops]
     return cache, [cache.calibrated.calibrate(observed, claim) for claim in claims]

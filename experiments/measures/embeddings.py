@@ -62,7 +62,7 @@ def _calibrated(experiment: Embeddings, rehearsal: Rehearsal) -> Iterator[dict[s
     """Limits that were chosen on the first requests."""
     first, rest = rehearsal.observed[: experiment.learn], rehearsal.observed[experiment.learn :]
     for drop in tracked(experiment.max_drops, len(experiment.max_drops), "Calibrating"):
-        claim = experiment.claim(drop)
+        claim = experiment.risk_target(drop)
         found = rehearsal.calibrated.calibrate(first, claim)
         learned = [first[i] for i in split(len(first), claim)[0]]
         limit = -1.0 if found.chosen is None else found.chosen.limit  # nothing but repeats is less risky
@@ -78,7 +78,7 @@ def _calibrated(experiment: Embeddings, rehearsal: Rehearsal) -> Iterator[dict[s
 def _in_hindsight(experiment: Embeddings, rehearsal: Rehearsal) -> Iterator[dict[str, Any]]:
     """Limits that let evenly spread shares of the later requests be served, of those that can be."""
     first, rest = rehearsal.observed[: experiment.learn], rehearsal.observed[experiment.learn :]
-    claim = experiment.claim(min(experiment.max_drops))
+    claim = experiment.risk_target(min(experiment.max_drops))
     learned = [first[i] for i in split(len(first), claim)[0]]
     rehearsal.calibrated.learn(learned)
     risks, kept = risks_about(rehearsal.calibrated, learned, rest), {case.row.key for case in learned}

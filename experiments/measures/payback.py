@@ -101,7 +101,7 @@ def run(experiment: Payback, folders: Folders) -> Outcome:
 
 
 def _learner(experiment: Payback, workload: Workload, max_drop: float) -> Calibrated:
-    claim = experiment.claim(max_drop, experiment.config.sources, experiment.metric)
+    claim = experiment.risk_target(max_drop, experiment.config.sources, experiment.metric)
     return Calibrated(workload, experiment.cache, experiment.learn, claim)
 
 

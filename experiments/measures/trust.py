@@ -131,7 +131,7 @@ def _frozen_points(
 ) -> Iterator[dict[str, Any]]:
     """A curve with the sources of a calibration alone."""
     first, rest = rehearsal.observed[: experiment.learn], rehearsal.observed[experiment.learn :]
-    learned, _ = split(len(first), experiment.claim(min(experiment.max_drops)))
+    learned, _ = split(len(first), experiment.risk_target(min(experiment.max_drops)))
     sources = [first[i] for i in learned]
     limits = _some(calibrated.learn(sources).tolist(), experiment.n_limits)
     risks, kept = risks_about(calibrated, sources, rest), {case.row.key for case in sources}
@@ -144,9 +144,9 @@ def _parts(experiment: Trust, rehearsal: Rehearsal) -> tuple[list[dict[str, Any]
     points: list[dict[str, Any]] = []
     calibrated: list[dict[str, Any]] = []
     for name in experiment.decisions:
-        cache, calibrated = rehearsal.beside(experiment.cache | {"decide": DECISIONS[name]})
-        points += _frozen_points(experiment, rehearsal, calibrated, name)
-        calibrated += [_part(experiment, rehearsal, calibrated, name, drop) for drop in experiment.max_drops]
+        cache, reuse = rehearsal.beside(experiment.cache | {"decide": DECISIONS[name]})
+        points += _frozen_points(experiment, rehearsal, reuse, name)
+        calibrated += [_part(experiment, rehearsal, reuse, name, drop) for drop in experiment.max_drops]
         cache.unwrap()
     return points, calibrated
 
@@ -156,7 +156,7 @@ def _part(
 ) -> dict[str, Any]:
     """A calibration of one part, and what the later requests get: replayed, which tests hold to serving."""
     first, rest = rehearsal.observed[: experiment.learn], rehearsal.observed[experiment.learn :]
-    claim = experiment.claim(max_drop)
+    claim = experiment.risk_target(max_drop)
     found = rehearsal.calibrate(calibrated, experiment.learn, claim)
     learned, _ = split(len(first), claim)
     sources = list({first[i].row.key: first[i] for i in learned}.values())
@@ -285,7 +285,7 @@ def _calibrated_other(
     answers, is_changed = rehearsal.answers, rehearsal.workload.is_changed
     for sources in experiment.sources:
         for max_drop in experiment.max_drops:
-            claim = experiment.claim(max_drop, sources)
+            claim = experiment.risk_target(max_drop, sources)
             setting, stored = choose_threshold(
                 units, experiment.learn, claim, lambda one, other: is_changed(answers[one], answers[other])
             )
@@ -332,7 +332,7 @@ def _serve_calibrated(experiment: Trust, rehearsal: Rehearsal) -> Iterator[dict[
     """Calibrate on the first requests, for each claim anew, and serve the later ones live and in order."""
     for sources in experiment.sources:
         for max_drop in experiment.max_drops:
-            claim = experiment.claim(max_drop, sources)
+            claim = experiment.risk_target(max_drop, sources)
             rehearsal.cache.clear()  # what an earlier claim's misses left would serve repeats
             found = rehearsal.calibrate(rehearsal.calibrated, experiment.learn, claim)
             told, served = _serve(rehearsal, experiment.learn, f"Live: {sources}, {max_drop:g}")

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from typer.testing import CliRunner
 
-from llmcache.cli import COMMANDS, app
+from llmcache.cli.main import COMMANDS, app
 from llmcache.config import CacheConfig
 from llmcache.registry import Component, Registry
 

@@ -12,9 +12,10 @@ import typer
 from typer.testing import CliRunner
 
 import llmcache
-from llmcache import CacheConfig, cli
+from llmcache import CacheConfig
 from llmcache.banks.compression import CODECS
 from llmcache.banks.stores import STORES
+from llmcache.cli import main as cli
 from llmcache.cli import reference
 from llmcache.cli.output import write_json
 from llmcache.errors import ConfigError
@@ -121,7 +122,7 @@ def test_other_errors_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_help_loads_nothing_heavy() -> None:
-    code = f"import sys, llmcache.cli; print(*(name for name in {HEAVY} if name in sys.modules))"
+    code = f"import sys, llmcache.cli.main; print(*(name for name in {HEAVY} if name in sys.modules))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == ""
 

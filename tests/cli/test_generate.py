@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from llmcache import cli
+from llmcache.cli import main as cli
 from llmcache.generation.chat import Answer
 from llmcache.generation.prompt_cache import PromptCache
 from tests.tiny_data import passage

@@ -37,7 +37,7 @@ def command(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     # A plain line of a .pth file adds a folder without reading the .pth files in it: no checkout comes along.
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     script = folder / "llmcache"
-    script.write_text(f"#!{folder / 'bin' / 'python'}\nfrom llmcache.cli import main\nmain()\n")
+    script.write_text(f"#!{folder / 'bin' / 'python'}\nfrom llmcache.cli.main import main\nmain()\n")
     script.chmod(0o755)
     return script
 

@@ -7,7 +7,8 @@ import pytest
 import yaml
 
 from experiments.measures.bench import latency, memory
-from llmcache import ConfigError, cli
+from llmcache import ConfigError
+from llmcache.cli import main as cli
 from tests.tiny_models import CLASSIFIERS, build
 
 KINDS = ("nocache_ms", "miss_ms", "hit_ms", "exact_hit_ms", "floor_ms")

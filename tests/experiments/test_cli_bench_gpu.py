@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from llmcache import cli
+from llmcache.cli import main as cli
 from tests.experiments.test_measure_latency import save_gpt2
 
 ROOT = Path(__file__).parents[2]

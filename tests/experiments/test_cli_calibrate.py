@@ -10,8 +10,9 @@ from experiments.cli.calibrate import _show
 from experiments.runs.grid import load_experiments
 from experiments.support.folders import Folders
 from experiments.tasks import build
-from llmcache import LLMCache, cli
+from llmcache import LLMCache
 from llmcache.calibration.calibration import Calibration, OperatingPoint
+from llmcache.cli import main as cli
 
 VALUES = {
     "measure": "trust",

@@ -11,7 +11,7 @@ from experiments.measures import demo
 from experiments.measures.demo import NOCACHE, PAPER_TAU, SETTINGS, conclude
 from experiments.models import loading as models
 from experiments.models.loading import Loaded
-from llmcache import cli
+from llmcache.cli import main as cli
 from tests.experiments.test_models import save_tiny
 
 

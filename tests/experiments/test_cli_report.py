@@ -6,7 +6,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from llmcache.cli import app, main
+from llmcache.cli.main import app, main
 from tests.experiments.test_measure_latency import save_gpt2
 
 SMOKE = Path(__file__).parents[2] / "configs" / "smoke.yaml"

@@ -105,7 +105,7 @@ def _shown(rehearsal: Rehearsal, cases: Any) -> tuple[Any, ...]:
 
 def test_caches_on_one_model_tell_what_caches_on_their_own_do(experiment: Trust, rehearsal: Rehearsal) -> None:
     """The other one has to learn by itself; what both serve, and say, is alike."""
-    claim = experiment.claim(0.2)
+    claim = experiment.risk_target(0.2)
     cache, calibrated = rehearsal.beside(experiment.cache)
     alone = Rehearsal(rehearsal.workload, experiment.cache)
     made, other = rehearsal.calibrate(calibrated, LEARN, claim), alone.calibrate(alone.calibrated, LEARN, claim)

@@ -167,7 +167,7 @@ def test_a_policy_named_alone_gets_the_clock_too(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("policy", ["newest", {"name": "newest", "ttl_s": 3}])
 def test_an_unknown_policy_is_refused_at_once(policy: Any) -> None:
     values = {"measure": "observe", "task": TASKS["wikitext"], "cache": {"policy": policy}, "seconds_per_request": 1.0}
-    with pytest.raises(ConfigError, match=r"^cache\.policy: unknown name 'newest'; known: divergence, fifo"):
+    with pytest.raises(ConfigError, match=r"^policy: unknown name 'newest'; known: divergence, fifo"):
         make_experiment(values)
 
 

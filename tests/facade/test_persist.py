@@ -185,9 +185,8 @@ def test_another_format_is_refused_and_says_who_wrote_it(tmp_path: Path) -> None
     with LLMCache.wrap(build(BARE["bert"])) as cache:
         cache.save(tmp_path)
     edit_manifest(tmp_path, format=1, written_by=None)
-    with pytest.raises(
-        BankFileError, match=rf"format 1; this version \({__version__}\) reads formats 4 and 5 and 6 and 7"
-    ):
+    told = rf"format 1; this version \({__version__}\) reads formats 4 and 5 and 6 and 7"
+    with pytest.raises(BankFileError, match=told):
         LLMCache.load(build(BARE["bert"]), tmp_path)
     edit_manifest(tmp_path, format=8, written_by="2.0.1", something="new")
     with pytest.raises(BankFileError, match=r"format 8, written by llmcache 2\.0\.1; this version"):
