@@ -77,7 +77,7 @@ class Audit:
             origin: What decides the model's answers now.
             floor: Least probability with which a hit is audited, 0 to 1; 0: none is.
             renew_every: Requests after which a calibration is renewed; None: never.
-            in_background: What waits is done in idle moments, too, not only by `drain` of the shadow.
+            in_background: What waits is done in idle moments, too, not only by `drain`.
             share: Of the time of calls, what it may take where they leave no idle moments, 0 to 1.
         """
         self.worker: IdleWorker[Audit] = IdleWorker(self, in_background, share=share)
@@ -221,7 +221,7 @@ class Audit:
                 needed=None if account is None else account.needed,
             )
 
-    # -- in the shadow -------------------------------------------------------------------------------------------------
+    # -- in idle time -------------------------------------------------------------------------------------------------
 
     def _resume(self) -> None:
         """Audit hits that waited for the model to be as it was when they were served."""

@@ -1,7 +1,7 @@
 """The order of a call, from the trunk's first argument to the stats. Every step is a function of another module.
 
     opened   -> may this call use the cache at all, and would it pay? A stored prefix is put in, the rest run plainly
-    at door  -> where tokens are all that fingerprints are made of, what follows is done here, and hits end here
+    early    -> where tokens are all that fingerprints are made of, what follows is done here, and hits end here
     layer 0  -> rows and exact keys, fingerprint, then the rungs decide
     layer l  -> rows to compute are computed, stored states put in, misses captured
     closed   -> revalidated states compared, misses stored, counters updated, times told to the cost model

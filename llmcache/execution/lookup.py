@@ -29,7 +29,7 @@ class Lookup:
 
         Args:
             parts: What calls are served with.
-            checks: Sets decisions aside that are to be compared.
+            revalidation: Sets decisions aside that are to be compared.
             tokenizer: Names the special tokens; without one the config and the family do.
         """
         self._components = parts

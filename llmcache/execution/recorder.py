@@ -4,7 +4,7 @@ Reading, keying and storing a request costs a small model's call a tenth of its 
 done: its tokens and last states are copied, under a hash of the tokens. Once one of them comes again, the call it came
 with is read, keyed and stored as any other would have been, and the exact rung serves it.
 
-That takes calls of which nothing has to be known but tokens and last states: where the door knows how the trunk packs
+That takes calls of which nothing has to be known but tokens and last states: where the fast path knows how the trunk packs
 its output, and no K/V is kept. Of others only hashes are known; they are stored when they come again.
 
 Sizes: B rows, T tokens, D hidden width.
@@ -36,9 +36,9 @@ class Prepared(NamedTuple):
     """What is known of a call before it is computed.
 
     Attributes:
-        packing: How its output will be packed.
+        template: How its output will be packed.
         setting: What else decides states: see `BypassRecorder._setting`.
-        mark: Of the weights, whose digest is that of `packing`.
+        mark: Of the weights, whose digest is that of `template`.
     """
 
     template: OutputTemplate

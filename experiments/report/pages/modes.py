@@ -10,6 +10,13 @@ from experiments.report.pages.files import MISSING, runs_if_any, runs_of
 from experiments.report.verdict import Verdict
 from experiments.runs.read import Figures, Run
 
+#: What prompts have in common, by the experiment that measured it.
+PROMPTS = {
+    "prefix_system_prompt": "after one system prompt",
+    "prefix_chat": "in conversations",
+    "prefix_mooncake": "on a trace of a chat service",
+    "prefix_nothing_shared": "where nothing is shared",
+}
 VERDICTS = {Verdict.HOLDS: "hold", Verdict.HOLDS_UNDER: "hold under a condition", Verdict.DOES_NOT_HOLD: "do not"}
 
 
@@ -64,7 +71,7 @@ def _repeats(results_dir: Path) -> str:
     if not rows:
         return MISSING
     *others, most = rows
-    told = [f"{_times([most])} at {percent(most['hit_rate'])} hits"]
+    told = [f"{_times([most])} at a hit rate of {percent(most['hit_rate'])}"]
     if others:
         told.append(f"{_times(others)} at {_shares(row['hit_rate'] for row in others)}")
     if again:
@@ -75,11 +82,11 @@ def _repeats(results_dir: Path) -> str:
 def _prefixes(results_dir: Path) -> str:
     """Time to the first token, in calls that take turns: whole passes were not measured."""
     told = []
-    for group, what in (("prefix_system_prompt", "after one system prompt"), ("prefix_chat", "in conversations")):
+    for group, what in PROMPTS.items():
         rows = [row for run in runs_if_any(results_dir, group) for row in run.metrics["methods"].values()]
         if rows:
             told.append(f"{_times(rows)} {what}")
-    return f"first token: {', '.join(told)} (calls in turns)" if told else MISSING
+    return f"first token, calls in turns: {', '.join(told)}" if told else MISSING
 
 
 def _calibrated(results_dir: Path) -> str:
@@ -89,16 +96,20 @@ def _calibrated(results_dir: Path) -> str:
     for target in sorted({float(row["max_drop"]) for row in rows}):
         found = [row for row in rows if row["max_drop"] == target]
         told.append(
-            f"{_times(found)} after learning at {_shares(row['hit_rate'] for row in found)} hits: target "
+            f"{_times(found)} after learning at a hit rate of {_shares(row['hit_rate'] for row in found)}: target "
             f"{percent(target)} of answers, {_shares((row['changed_answers'] for row in found), 2)} changed"
         )
+    live = [row for run in runs_if_any(results_dir, "trust_speed_default") for row in run.metrics["methods"].values()]
+    if live:
+        learned = _times([{"speedup": row["speedup_with_learning"]} for row in live])
+        told.append(f"default target, calls in turns: {_times(live)} after learning, {learned} with learning included")
     return "; ".join(told) or MISSING
 
 
 def _tau(results_dir: Path) -> str:
     """One stream at one threshold, in calls that take turns: whole passes were not measured."""
     told = [
-        f"{_times([row])} at {percent(row['hit_rate'])} hits, {percent(row['changed_answers'], 2)} of answers changed "
+        f"{_times([row])} at a hit rate of {percent(row['hit_rate'])}, {percent(row['changed_answers'], 2)} of answers changed "
         "(calls in turns)"
         for run in runs_if_any(results_dir, "banking77")
         for row in run.metrics["methods"].values()
@@ -121,7 +132,7 @@ def _summaries(runs: Iterable[Run]) -> list[Figures]:
 def _times(rows: Sequence[Figures]) -> str:
     """The least and the largest speed-up of rows; each is the median of its rounds."""
     least, most = (number(found(row["speedup"] for row in rows), 2) for found in (min, max))
-    return f"{least} times" if least == most else f"{least} to {most} times"
+    return f"{least}×" if least == most else f"{least} to {most}×"
 
 
 def _shares(values: Iterable[float], digits: int = 1) -> str:
