@@ -179,7 +179,7 @@ class LLMCache:
         return self._calibrator.calibrate(requests, labels, claim)
 
     def observe(self, requests: Requests, *, labels: Sequence[Any] | None = None) -> list[Observation]:
-        """Compute requests, and keep all that a calibration looks at: on one pass of the model, `calibrated` tries many.
+        """Compute requests, and keep all that a calibration looks at: `calibrated` tries many on one pass of the model.
 
         None is served, and none stored.
 

@@ -4,8 +4,8 @@ Reading, keying and storing a request costs a small model's call a tenth of its 
 done: its tokens and last states are copied, under a hash of the tokens. Once one of them comes again, the call it came
 with is read, keyed and stored as any other would have been, and the exact rung serves it.
 
-That takes calls of which nothing has to be known but tokens and last states: where the fast path knows how the trunk packs
-its output, and no K/V is kept. Of others only hashes are known; they are stored when they come again.
+That takes calls of which nothing has to be known but tokens and last states: where the fast path knows how the trunk
+packs its output, and no K/V is kept. Of others only hashes are known; they are stored when they come again.
 
 Sizes: B rows, T tokens, D hidden width.
 """

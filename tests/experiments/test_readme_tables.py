@@ -214,16 +214,19 @@ def test_the_gain_of_a_mode_is_that_of_whole_passes(tmp_path: Path, monkeypatch:
     assert gains() == [*[MISSING] * 4, ""]
     for task, hits, speedup in (("repeats", 0.6, 2.0), ("none", 0.0, 0.97), ("some", 0.1, 1.04)):
         write(tmp_path, "service_exact", task, measure="service", summary=[passes(hit_rate=hits, speedup=speedup)])
-    assert gains()[0] == "2.00 times at 60.0 % hits; 0.97 to 1.04 times at 0.0 to 10.0 %"
+    assert gains()[0] == "2.00× at a hit rate of 60.0 %; 0.97 to 1.04× at 0.0 to 10.0 %"
     for target, hits, changed, speedup in ((0.01, 0.6, 0.004, 1.5), (0.01, 0.9, 0.009, 3.0), (0.005, 0.5, 0.001, 1.2)):
         row = passes(max_drop=target, hit_rate=hits, changed_answers=changed, speedup=speedup)
         write(tmp_path, "service_small", "banking77", measure="service", summary=[row])
     assert gains()[2] == (
-        "1.20 times after learning at 50.0 % hits: target 0.5 % of answers, 0.10 % changed; "
-        "1.50 to 3.00 times after learning at 60.0 to 90.0 % hits: target 1.0 % of answers, 0.40 to 0.90 % changed"
+        "1.20× after learning at a hit rate of 50.0 %: target 0.5 % of answers, 0.10 % changed; "
+        "1.50 to 3.00× after learning at a hit rate of 60.0 to 90.0 %: target 1.0 % of answers, 0.40 to 0.90 % changed"
     )
+    live = {"method": "llmcache", "speedup": 1.2, "speedup_with_learning": 0.9}
+    write(tmp_path, "trust_speed_default", "banking77", measure="payback", methods={"llmcache 0.005": live})
+    assert gains()[2].endswith("default target, calls in turns: 1.20× after learning, 0.90× with learning included")
     taken = {"method": "llmcache", "hit_rate": 0.05, "changed_answers": 0.001, "speedup": 0.9}
     write(tmp_path, "prefix_chat", "chat", measure="prefix", methods={"llmcache": taken | {"speedup": 2.5}})
     write(tmp_path, "banking77", "banking77", measure="serve", methods={"nocache": {"method": "nocache"}, "tau": taken})
-    assert gains()[1] == "first token: 2.50 times in conversations (calls in turns)"
-    assert gains()[3] == "0.90 times at 5.0 % hits, 0.10 % of answers changed (calls in turns)"
+    assert gains()[1] == "first token, calls in turns: 2.50× in conversations"
+    assert gains()[3] == "0.90× at a hit rate of 5.0 %, 0.10 % of answers changed (calls in turns)"

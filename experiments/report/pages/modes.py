@@ -109,8 +109,8 @@ def _calibrated(results_dir: Path) -> str:
 def _tau(results_dir: Path) -> str:
     """One stream at one threshold, in calls that take turns: whole passes were not measured."""
     told = [
-        f"{_times([row])} at a hit rate of {percent(row['hit_rate'])}, {percent(row['changed_answers'], 2)} of answers changed "
-        "(calls in turns)"
+        f"{_times([row])} at a hit rate of {percent(row['hit_rate'])}, {percent(row['changed_answers'], 2)} of answers "
+        "changed (calls in turns)"
         for run in runs_if_any(results_dir, "banking77")
         for row in run.metrics["methods"].values()
         if row["method"] == "llmcache"
