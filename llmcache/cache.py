@@ -218,7 +218,7 @@ class LLMCache:
         The risk of `risk` is the chance that reuse changes the answer, 0 to 1; of others the similarity, negated.
 
         Raises:
-            ConfigError: `limit` is no risk of the decision, or nothing is reused by a calibration.
+            ConfigError: `limit` is not a risk score of the decision, or nothing is reused by a calibration.
         """
         if self._components.calibrated is None:
             raise ConfigError("nothing is reused approximately by a calibration: call calibrate() first, or set learn")
@@ -244,7 +244,7 @@ class LLMCache:
     def drain(self) -> int:
         """Do now what waits for a moment without calls, and return how many jobs this thread did.
 
-        Jobs are hits that the audit audits, and renewals of a calibration. None is left or under way afterwards.
+        Jobs are hits that the audit drew, and renewals of a calibration. None is left or under way afterwards.
         Hits that were served with other weights than those of now wait until these are back.
         """
         return 0 if self._components.audit is None else self._components.audit.drain()

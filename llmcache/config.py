@@ -74,7 +74,7 @@ class CacheConfig(BaseModel):
         index: `flat` (exact), `refined` (bits first, then exact), `hnsw` (a graph, for more than some 100,000 entries),
             `binary` (for `simhash` alone), `lsh` (for `minhash` alone; its threshold is the least tau, if none is
             given), or `auto`: the fingerprint's own, else `refined`.
-        policy: Who leaves a full bank: `lru`, `lfu`, `fifo`, `ttl` (`ttl_s`, seconds), `staleness` (matches that count
+        policy: Who leaves a full bank or, of prefixes, a full pool of blocks: `lru`, `lfu`, `fifo`, `ttl` (`ttl_s`, seconds), `staleness` (matches that count
             half after every `half_life_s` seconds), or `divergence` (checks a share `check_rate` of approximate reuses
             by computing them; entries over `limit` leave at once).
         store: Where the entries of a bank lie: `memory`, or one that was registered (`llmcache.banks.stores.STORES`).
@@ -136,6 +136,8 @@ class CacheConfig(BaseModel):
     @field_validator("rungs", mode="before")
     @classmethod
     def _names_alone(cls, values: Any) -> Any:
+        if not isinstance(values, list | tuple):
+            raise ValueError("give a list of names, or of {name: ..., option: value}")
         return [{"name": value} if isinstance(value, str) else value for value in values]
 
     @field_validator("mode", mode="before")

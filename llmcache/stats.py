@@ -30,8 +30,8 @@ class AuditStats(Renamed):
     """What is known of calibrated reuse in service. Counts begin anew with each calibration and after each alarm.
 
     Attributes:
-        status: `learning` from the first requests; `certified`: the bound holds, as far as is known, and the audit
-            audits hits; `unwatched`: it was shown, but with `audit=0` nobody looks, or an early save does not tell
+        status: `learning` from the first requests; `certified`: the bound holds, as far as is known, and hits
+            are audited; `unwatched`: it was shown, but with `audit=0` nobody looks, or an early save does not tell
             what requests are to be compared with; `drifted`: it is void, requests being unlike those that it was made
             with, and nothing is reused approximately; `failing`: nor is anything meanwhile, as the cache itself fails
             (`Stats.health`); `growing`: sources grow, and there is no bound; `tightened`: after a first alarm, half is

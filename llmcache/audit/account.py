@@ -1,6 +1,6 @@
 """The account of one calibration: which hits are audited, and what came of it.
 
-A hit is audited with a known probability: higher at first, and the more risky it was, never under a floor. A
+A hit is audited with a known probability: higher at first, and the higher its risk was, never under a floor. A
 change that is found counts with the inverse of that probability, so that all requests together tell the rate of
 changed answers without bias, misses and exact repeats included.
 

@@ -113,7 +113,7 @@ class Audit:
         """Count a call's requests, draw among its approximate hits, and return those that are served.
 
         None is once requests are unlike those of the calibration. A hit that is drawn while the queue is full is
-        computed in the call, not served: so it is audited at once, and the estimate keeps every sample. A hit whose
+        computed in the call, not served: so its own answer is known at once, and the estimate keeps every sample. A hit whose
         source has no known answer could not be audited, and is computed as well.
         """
         ease = self.worker.ease  # where looks wait, fewer are drawn: before anything is known of these requests
@@ -134,7 +134,7 @@ class Audit:
             hit = hits.get(row.number)
             sample = account.see(None if hit is None else hit.share, ease)
             if sample is not None and hit is not None:
-                # Of all hits alike: those that were drawn for being risky, or early, are thinned out again.
+                # Of all hits alike: those that were drawn more often for their risk, or early, are thinned out again.
                 stands_for_all = account.toss(ease * self._floor * sample.weight)
                 # An example of an answer is not to blame for the forecast that chose it.
                 source = "" if hit.rung == "student" else hit.key

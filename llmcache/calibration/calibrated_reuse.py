@@ -74,7 +74,7 @@ class CalibratedReuse:
             counters: Told of failures.
             learn: Requests after which it calibrates by itself; None: when told.
             risk_target: What it then shows.
-            is_watched: An audit audits what is served; without one no status says `certified`.
+            is_watched: What is served is audited; without one no status says `certified`.
         """
         self.chooser = chooser
         self.calibration: Calibration | None = None

@@ -146,7 +146,7 @@ class HoldoutOutcome:
     """Requests of C, as they would be served without a limit.
 
     Attributes:
-        risk: About each, float64 (N,); infinite where it is computed at any setting, -infinite where it was stored
+        risk: Of each, float64 (N,); infinite where it is computed at any setting, -infinite where it was stored
             itself.
         loss: What serving it would lose, float64 (N,): of shares, 1 or 0.
         low: Least possible loss.
@@ -240,7 +240,7 @@ def _draws_of(metric: Metric, max_drop: float, delta: float) -> int:
 
 
 def settings(risk: Doubles) -> Doubles:
-    """Limits to test, strictest first (K,), from risks about the requests of B."""
+    """Limits to test, strictest first (K,), from the risks of the requests of B."""
     finite = np.unique(risk[np.isfinite(risk)])
     if len(finite) <= N_SETTINGS:
         return finite

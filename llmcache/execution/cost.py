@@ -30,7 +30,7 @@ from llmcache.stats import Cost
 
 logger = logging.getLogger("llmcache")
 
-#: Requests of a bucket before it may bypass itself: 5 % of hits, where a small encoder breaks even, are then 13 +- 3.5.
+#: Requests of a length before its calls may be bypassed: 5 % of hits, where a small encoder breaks even, are then 13 +- 3.5.
 PATIENCE = 256
 #: The same with a threshold `tau`: who is similar enough comes with the entries, and nothing else can tell whether it
 #: will. At half a millisecond a request, as many cost one second in the life of a cache.
@@ -84,7 +84,7 @@ class CostModel:
 
         Args:
             depth: Layers of the trunk.
-            patience: Requests of a length before the cache may bypass itself, at least 1; an eighth once all lengths
+            patience: Requests of a length before calls may be bypassed, at least 1; an eighth once all lengths
                 had as many.
         """
         self._depth = depth
@@ -232,7 +232,7 @@ class CostModel:
                 patience = self._patience
             bucket.bypass(patience)
             self.has_bypassed = True
-        _log("bypasses itself", n_tokens, rate, worthwhile_from)
+        _log("is bypassed", n_tokens, rate, worthwhile_from)
 
     def rows(self) -> tuple[Cost, ...]:
         """What was measured, shortest calls first."""

@@ -36,7 +36,6 @@ from llmcache.models.pooling import Veil
 from llmcache.request.bypass import find_reason, is_plain_cache
 from llmcache.request.call import OUT_OF_ORDER, WITHIN, Call, Inputs
 from llmcache.request.outcome import Outcome, bypassed, outcomes
-from llmcache.reuse.base import Rung
 from llmcache.reuse.prefix.block_pool import BlockPool
 from llmcache.reuse.prefix.kv_fill import empty
 from llmcache.reuse.prefix.rung import Prefix
@@ -61,7 +60,9 @@ class Flow:
         self._meter = Meter(parts)
         self._revalidation = Revalidation(parts.banks, parts.counters)
         self._lookup = Lookup(parts, self._revalidation, tokenizer)
-        self._call_rungs: list[Rung] = [] if parts.prefix is None else [self._make_prefix(parts.prefix)]
+        self._call_rungs = [rung for rung in parts.rungs if rung.serves_calls]
+        if parts.prefix is not None:
+            self._call_rungs.append(self._make_prefix(parts.prefix))
         self._fast_path = FastPath(parts.trunk, parts.payload)
         self._capture = StateCapture(parts)
         self._pooled = parts.head.pooled
@@ -434,7 +435,7 @@ class Flow:
 
     def _let_pass(self, passing: Call, output: Any) -> None:
         """Take in a call that has bypassed the cache."""
-        with self._components.counters.guard("note a call"):
+        with self._components.counters.guard("record a call"):
             self._meter.passed(passing, output)
 
     def _begin_work(self, frame: Frame) -> None:

@@ -62,7 +62,7 @@ class LengthCosts:
         hits: Share of rows served, of calls that took the whole way.
         repeats: Share of requests that were asked before.
         is_bypassed: Calls bypass the cache.
-        n_since: Calls since it last bypassed itself or returned.
+        n_since: Calls since calls were last bypassed, or came back.
         rest: Calls that are bypassed before it may return.
         n_recorded: Calls that may have been recorded.
         recordable: Calls that may be recorded now.
@@ -149,7 +149,7 @@ class LengthCosts:
         return self.plain_s.n >= _STRETCH
 
     def bypass(self, patience: int) -> None:
-        """Go by from now on: longer than last time, unless the return stood for more than twice as long as that."""
+        """Bypass calls from now on: longer than last time, unless the return stood for more than twice as long as that."""
         has_stood = self.n_since > 2 * self.rest
         self.rest = patience if has_stood else min(2 * self.rest, KNOWN)
         self.is_bypassed, self.n_since = True, 0

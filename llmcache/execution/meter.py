@@ -59,7 +59,7 @@ class Meter:
         self._wait = wait
 
     def lets_pass(self, ids: Any, namespace: str) -> bool:
-        """Whether a call is bypassed without a further look at it: a short way for most calls that do.
+        """Whether a call is bypassed without a further look at it: a short way for most that are.
 
         Args:
             ids: What the trunk was passed as `input_ids`.

@@ -132,7 +132,7 @@ class BypassRecorder:
         return None if mark is None or weights.refusal is not None else Prepared(template, setting, mark)
 
     def take(self, call: Call, kept: Prepared, output: Any) -> None:
-        """Note a call that has been bypassed, with the trunk's output."""
+        """Record a bypassed call, with the trunk's output."""
         states, template, ids, hashes = (
             output[0],
             kept.template,

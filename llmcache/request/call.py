@@ -114,7 +114,7 @@ class Plan:
         reused: Latest decision by row number.
         reused_at: Layer of every decision, in order; in `paper` mode a row may have one at each layer.
         revalidated: Decisions that are not carried out: their rows are computed, and compared with the stored state.
-        audited: What the audit knows of rows that it audits (`Audited`), by number.
+        audited: What the audit knows of the rows that it drew (`Audited`), by number.
         choices: Who would serve a row semantically, whatever is allowed (`Choice` or None), by number of the rows that
             were searched for.
         nearest: Similarity of the nearest stored request that a search found, by row number.

@@ -9,7 +9,7 @@ from llmcache.arrays import Floats, Ids
 
 
 class Index(ABC):
-    """Floats of L2 norm 1 under integer ids, searched by inner product. The caller's arrays are never modified.
+    """Rows of L2 norm 1 under integer ids, searched by inner product. The caller's arrays are never modified.
 
     `lsh` alone holds rows of any norm and tells their share of equal entries instead. The constructor takes F as its
     first argument, and settings as keyword arguments, checked against its annotations.
@@ -70,7 +70,7 @@ class Index(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """Floats held."""
+        """Rows held."""
 
     @property
     @abstractmethod
