@@ -11,6 +11,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from llmcache.banks.compression import CODECS, Codec
+    from llmcache.banks.stores import STORES, Entry, Store
     from llmcache.cache import LLMCache
     from llmcache.calibration.calibration import Calibration
     from llmcache.calibration.risk_target import Metric
@@ -26,8 +28,13 @@ if TYPE_CHECKING:
         UnsupportedModelError,
         WrapError,
     )
+    from llmcache.fingerprint import FINGERPRINTS, Fingerprint, View
+    from llmcache.matching import DECISIONS, Decision, Evidence
+    from llmcache.matching.index import INDEXES, Index
     from llmcache.models.adapters import Adapter, register_adapter
+    from llmcache.policies import POLICIES, Policy
     from llmcache.request.outcome import Outcome
+    from llmcache.reuse import RUNGS, Reuse, Rung
     from llmcache.stats import AuditStats, Stats
 
 __version__ = "0.1.0"
@@ -37,40 +44,76 @@ _HOME = {
     "Adapter": "models.adapters",
     "AuditStats": "stats",
     "BankFileError": "errors",
+    "CODECS": "banks.compression",
+    "CacheConfig": "config",
     "Calibration": "calibration.calibration",
     "CalibrationError": "errors",
-    "CacheConfig": "config",
+    "Codec": "banks.compression",
     "ConfigError": "errors",
+    "DECISIONS": "matching",
+    "Decision": "matching",
+    "Entry": "banks.stores",
+    "Evidence": "matching",
+    "FINGERPRINTS": "fingerprint",
+    "Fingerprint": "fingerprint",
+    "INDEXES": "matching.index",
+    "Index": "matching.index",
     "LLMCache": "cache",
     "LLMCacheError": "errors",
     "Metric": "calibration.risk_target",
     "Outcome": "request.outcome",
+    "POLICIES": "policies",
+    "Policy": "policies",
+    "RUNGS": "reuse",
     "RequestError": "errors",
+    "Reuse": "reuse",
+    "Rung": "reuse",
+    "STORES": "banks.stores",
     "Stats": "stats",
+    "Store": "banks.stores",
     "StoreError": "errors",
     "UnsafeReuseError": "errors",
     "UnsupportedModelError": "errors",
+    "View": "fingerprint",
     "WrapError": "errors",
     "register_adapter": "models.adapters",
 }
 
 __all__ = [
+    "CODECS",
+    "DECISIONS",
+    "FINGERPRINTS",
+    "INDEXES",
+    "POLICIES",
+    "RUNGS",
+    "STORES",
     "Adapter",
     "AuditStats",
     "BankFileError",
     "CacheConfig",
     "Calibration",
     "CalibrationError",
+    "Codec",
     "ConfigError",
+    "Decision",
+    "Entry",
+    "Evidence",
+    "Fingerprint",
+    "Index",
     "LLMCache",
     "LLMCacheError",
     "Metric",
     "Outcome",
+    "Policy",
     "RequestError",
+    "Reuse",
+    "Rung",
     "Stats",
+    "Store",
     "StoreError",
     "UnsafeReuseError",
     "UnsupportedModelError",
+    "View",
     "WrapError",
     "register_adapter",
 ]

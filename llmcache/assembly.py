@@ -60,7 +60,7 @@ def assemble(
         UnsafeReuseError: `tau` with a head that answers token by token.
         UnsupportedModelError: The layers were not found, or the size of the vocabulary is not told.
     """
-    trunk = locate(model)
+    trunk = locate(model, config.adapter)
     vocabulary_size(trunk)  # each call reads tokens by it
     head = find_head(model, trunk.adapter.family)
     if config.tau is not None:
@@ -301,6 +301,8 @@ def _choose_rungs(
     if is_exact:
         rungs.append(Exact(banks))
     for component in config.rungs:
+        if (kind := RUNGS.find(component.name)) in (Exact, Semantic, Paper):
+            raise ConfigError(f"rungs: {kind.name!r} is turned on by other settings (exact, tau, mode); leave it out")
         rungs.append(component.build(RUNGS, banks))
     if tau:
         rungs.append(Paper(banks, tau) if config.mode == "paper" else Semantic(banks, chooser, Fixed(tau)))

@@ -20,7 +20,6 @@ from llmcache.config import CacheConfig
 from llmcache.errors import ConfigError
 from llmcache.execution.flow import Flow
 from llmcache.matching.answers import Reading, read_logits
-from llmcache.models.adapters import locate
 from llmcache.models.hooks import install
 from llmcache.request.observation import Observation
 from llmcache.request.outcome import Outcome
@@ -113,7 +112,7 @@ class LLMCache:
         """
         from llmcache import persist
 
-        manifest, tensors = persist.read(folder, locate(model), tokenizer)
+        manifest, tensors = persist.read(folder, model, tokenizer)
         cache = cls(model, CacheConfig.make(manifest.config), tokenizer, answer_of)
         try:
             if manifest.calibration is not None:

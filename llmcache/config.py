@@ -74,9 +74,9 @@ class CacheConfig(BaseModel):
         index: `flat` (exact), `refined` (bits first, then exact), `hnsw` (a graph, for more than some 100,000 entries),
             `binary` (for `simhash` alone), `lsh` (for `minhash` alone; its threshold is the least tau, if none is
             given), or `auto`: the fingerprint's own, else `refined`.
-        policy: Who leaves a full bank or, of prefixes, a full pool of blocks: `lru`, `lfu`, `fifo`, `ttl` (`ttl_s`, seconds), `staleness` (matches that count
-            half after every `half_life_s` seconds), or `divergence` (checks a share `check_rate` of approximate reuses
-            by computing them; entries over `limit` leave at once).
+        policy: Who leaves a full bank or, of prefixes, a full pool of blocks: `lru`, `lfu`, `fifo`, `ttl` (`ttl_s`,
+            seconds), `staleness` (matches that count half after every `half_life_s` seconds), or `divergence` (checks a
+            share `check_rate` of approximate reuses by computing them; entries over `limit` leave at once).
         store: Where the entries of a bank lie: `memory`, or one that was registered (`llmcache.banks.stores.STORES`).
         rungs: Further ways to serve rows, by the names under which they were registered (`llmcache.reuse.RUNGS`). They
             are asked after exact repeats and before approximate reuse.
@@ -91,6 +91,8 @@ class CacheConfig(BaseModel):
             are kept, they get one half of it and the banks the other, or all where no other rung serves. Fingerprints
             and bookkeeping come on top: 4 bytes a dimension and some 1 kB a request.
         device: Where entries are kept: `cpu`, or `model` for the model's own device.
+        adapter: Family whose row of the adapter table describes the model, registered ones included
+            (`register_adapter`); `auto`: the one that names the class of its trunk, else its shape tells.
         allow_unsafe: Permit approximate reuse under span, token and language-model heads, whose answers it replaces
             by those of another input. For experiments.
     """
@@ -126,6 +128,7 @@ class CacheConfig(BaseModel):
     max_entries: int | None = Field(default=None, ge=1)
     max_bytes: int = Field(default=GIB, ge=1)
     device: Literal["cpu", "model"] = "cpu"
+    adapter: str = "auto"
     allow_unsafe: bool = False
 
     @field_validator("fingerprint", "decide", "index", "policy", "store", "compression", mode="before")

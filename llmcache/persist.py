@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator
-from torch import Tensor
+from torch import Tensor, nn
 
 from llmcache import __version__
 from llmcache.arrays import below
@@ -29,7 +29,7 @@ from llmcache.config import RENAMED, CacheConfig
 from llmcache.errors import BankFileError, StoreError
 from llmcache.execution.components import Components
 from llmcache.folder import MANIFEST, is_data_name, locked, read_json, replace, sha256
-from llmcache.models.adapters import Trunk, special_ids
+from llmcache.models.adapters import Trunk, locate, special_ids
 from llmcache.models.weights import Weights
 from llmcache.request.bypass import CURES
 from llmcache.request.rows import Scope
@@ -120,12 +120,12 @@ def save(served: Components, config: CacheConfig, tokenizer: Any, folder: str | 
         raise StoreError(f"{folder}: could not save: {error}") from error
 
 
-def read(folder: str | Path, trunk: Trunk, tokenizer: Any) -> tuple[Manifest, Tensors]:
+def read(folder: str | Path, model: nn.Module, tokenizer: Any) -> tuple[Manifest, Tensors]:
     """Read a save that this model can be served from: one version, whole, also while others save there.
 
     Args:
         folder: Where `save` wrote.
-        trunk: Of the model.
+        model: As given to `load`.
         tokenizer: Names the special tokens now; or None.
 
     Returns:
@@ -133,10 +133,12 @@ def read(folder: str | Path, trunk: Trunk, tokenizer: Any) -> tuple[Manifest, Te
 
     Raises:
         BankFileError: The folder is incomplete or damaged, or was saved from other weights or special tokens.
+        ConfigError: The model is not of the family that the settings name.
+        UnsupportedModelError: Its layers were not found.
     """
     for _ in range(_TRIES):
         manifest = read_manifest(folder)
-        check(manifest, trunk, tokenizer, folder)
+        check(manifest, locate(model, str(manifest.config.get("adapter", "auto"))), tokenizer, folder)
         try:
             return manifest, {
                 name.split("-")[0]: _read_checked(Path(folder) / name, sha) for name, sha in manifest.files.items()

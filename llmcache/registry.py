@@ -1,8 +1,12 @@
 """Exchangeable parts of a cache: the classes that settings can name, and how one is made from its settings."""
 
+import inspect
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Generic, TypeVar, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic.errors import PydanticSchemaGenerationError
 
 from llmcache.errors import ConfigError
 
@@ -10,19 +14,21 @@ T = TypeVar("T")
 
 
 class Registry(dict[str, type[T]], Generic[T]):
-    """Classes by the name under which settings know them."""
+    """Classes by the name under which settings know them. `del registry[name]` takes one out again."""
 
-    def __init__(self, kind: str, base: type, known: dict[str, type[T]]) -> None:
+    def __init__(self, kind: str, base: type, known: dict[str, type[T]], given: Sequence[str] = ()) -> None:
         """Begin with classes of our own.
 
         Args:
             kind: What they are, as the setting that names them is called.
             base: What each has to do.
             known: Classes by name.
+            given: What the library itself passes to each constructor, by position; settings come as keywords.
         """
         super().__init__(known)
         self.kind = kind
         self._base = base
+        self._given = tuple(given)
 
     def register(self, name: str, made: type[T]) -> None:
         """Let settings name a class.
@@ -32,14 +38,14 @@ class Registry(dict[str, type[T]], Generic[T]):
             made: The class: derived from the base of its kind, or with all that this has.
 
         Raises:
-            ConfigError: The name is taken, or the class lacks a method.
+            ConfigError: The name is taken, or the class lacks something, or something of it is called with other
+                arguments than it takes.
         """
         if name in self:
             raise ConfigError(f"{self.kind}: the name {name!r} is taken by {self[name].__name__}")
         if not isinstance(made, type):
             raise ConfigError(f"{self.kind}: {name!r}: register a class, not {made!r}")
-        if missing := self._missing(made):
-            raise ConfigError(f"{self.kind}: {made.__name__} lacks {', '.join(missing)} of {self._base.__name__}")
+        self._check(made)
         self[name] = made
 
     def find(self, name: str) -> type[T]:
@@ -52,11 +58,48 @@ class Registry(dict[str, type[T]], Generic[T]):
             raise ConfigError(f"{self.kind}: unknown name {name!r}; known: {', '.join(sorted(self))}")
         return self[name]
 
-    def _missing(self, made: type) -> list[str]:
-        """Members of the base that a class does not have."""
-        if issubclass(made, self._base):
-            return sorted(getattr(made, "__abstractmethods__", ()))
-        return [name for name in vars(self._base) if not name.startswith("_") and not hasattr(made, name)]
+    def _check(self, made: type) -> None:
+        """Refuse a class that does not do what its base says."""
+        base, members = self._base, members_of(self._base)
+        missing = {name for name in members if not hasattr(made, name)} | getattr(made, "__abstractmethods__", set())
+        if missing:
+            raise ConfigError(f"{self.kind}: {made.__name__} lacks {', '.join(sorted(missing))} of {base.__name__}")
+        for name in members:
+            asked = getattr(base, name, None)
+            if callable(getattr(made, name)) != callable(asked):
+                should = "a method" if callable(asked) else "an attribute or a property"
+                raise ConfigError(f"{self.kind}: {made.__name__}.{name} must be {should}, as of {base.__name__}")
+            if callable(asked) and (wrong := misfit(made, name, list(inspect.signature(asked).parameters)[1:])):
+                raise ConfigError(f"{self.kind}: {made.__name__}.{name}{wrong}, as {base.__name__}.{name} is")
+        if wrong := misfit(made, "", self._given):
+            raise ConfigError(f"{self.kind}: {made.__name__}{wrong} and its settings")
+
+
+def members_of(base: type) -> list[str]:
+    """What a base asks for: its public names, and what is abstract or only annotated in it."""
+    annotated = {name for cls in base.__mro__ for name in inspect.get_annotations(cls)}
+    public = {name for name in {*dir(base), *annotated} if not name.startswith("_")}
+    return sorted(public | getattr(base, "__abstractmethods__", set()))
+
+
+def misfit(made: type, name: str, passed: Sequence[str]) -> str:
+    """How a method, or without a name the constructor, cannot be called; "" where it can.
+
+    Args:
+        made: The class.
+        name: The method, or "".
+        passed: What it is passed, by position.
+    """
+    try:
+        signature = inspect.signature(getattr(made, name) if name else made)
+    except ValueError:  # written in C, without a signature
+        return ""
+    has_self = name and not isinstance(inspect.getattr_static(made, name), staticmethod | classmethod)
+    try:
+        (signature.bind if name else signature.bind_partial)(*(["self"] if has_self else []), *passed)
+    except TypeError:
+        return f"{signature} cannot be called with ({', '.join(passed)})"
+    return ""
 
 
 class Component(BaseModel):
@@ -82,11 +125,13 @@ class Component(BaseModel):
             ConfigError: The name is unknown, or the options do not fit the class: in name, type or value.
         """
         make, kind = registry.find(self.name), registry.kind
-        hints = get_type_hints(make.__init__)
+        hints: dict[str, Any] = {}
+        with suppress(NameError):  # annotations that are there for type checkers alone
+            hints = get_type_hints(make.__init__)
         for option, value in self.options.items():
             try:
                 # Strict: 2.5 tokens or the text "64" would pass for what they are not until a request needs them.
-                TypeAdapter(hints.get(option, Any)).validate_python(value, strict=True)
+                _checker(hints.get(option, Any)).validate_python(value, strict=True)
             except ValidationError as error:
                 wrong = error.errors()[0]["msg"]
                 raise ConfigError(f"{kind}: {self.name}: {option}={value!r}: {wrong}") from error
@@ -94,3 +139,11 @@ class Component(BaseModel):
             return make(*args, **self.options)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{kind}: {self.name} does not accept {self.options}: {error}") from error
+
+
+def _checker(hint: Any) -> TypeAdapter[Any]:
+    """Checks values of an annotated type; of a class that pydantic does not know, that they are instances."""
+    try:
+        return TypeAdapter(hint)
+    except PydanticSchemaGenerationError:
+        return TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True))

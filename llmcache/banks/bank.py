@@ -1,6 +1,8 @@
 """(2) Layer-wise Cache Bank: the entries of one layer, within budgets; the only place that evicts entries."""
 
+import weakref
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 from llmcache.banks.stores import Entry, Store
 from llmcache.policies import Policy
@@ -9,7 +11,7 @@ from llmcache.policies import Policy
 class Bank:
     """A store and the policy that decides who leaves it, kept consistent.
 
-    Not thread-safe: the caller holds one lock around all banks.
+    Not thread-safe: the caller holds one lock around all banks, but to `read`.
     """
 
     def __init__(self, store: Store, policy: Policy, max_bytes: int, max_entries: int | None = None) -> None:
@@ -22,7 +24,10 @@ class Bank:
             max_entries: Budget of entries, or None.
         """
         self._store = store
+        weakref.finalize(self, store.close)  # not before: calls that are under way when a cache is taken off may read
         self._policy = policy
+        self._nbytes_of: dict[str, int] = {}  # of each entry held, oldest put first
+        self._nbytes = 0
         self.max_bytes = max_bytes
         self.max_entries = max_entries
         self._pinned: dict[str, int] = {}  # bytes of entries that may not leave, by key
@@ -31,22 +36,25 @@ class Bank:
         self.n_expelled = 0
 
     def __contains__(self, key: str) -> bool:
-        return key in self._store
+        return key in self._nbytes_of
 
     def __len__(self) -> int:
-        return len(self._store)
+        return len(self._nbytes_of)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the entries held."""
-        return self._store.nbytes
+        return self._nbytes
 
     def keys(self) -> list[str]:
         """Keys held, oldest put first."""
-        return list(self._store)
+        return list(self._nbytes_of)
 
     def read(self, key: str) -> Entry | None:
-        """The entry, or None when it is not held. Tells the policy nothing: a read may not become a hit."""
+        """The entry, or None when it is not held. Tells the policy nothing: a read may not become a hit.
+
+        The caller should not hold the lock: a store may be slow. What was read may have left by now.
+        """
         try:
             return self._store[key]
         except KeyError:
@@ -67,15 +75,16 @@ class Bank:
     def repack(self, keys: Iterable[str], pack: Callable[[Entry], Entry]) -> None:
         """Replace entries by what `pack` makes of them, no larger. Ranks stay: the policy is not told."""
         for key in keys:
-            self._store[key] = pack(self._store[key])
-            if key in self._pinned:
-                self.pin(key)
+            if (entry := self.read(key)) is not None:
+                self._hold(key, pack(entry))
+                if key in self._pinned:
+                    self.pin(key)
 
     def pin(self, key: str) -> None:
         """Let nothing but `remove` make an entry leave. An unknown key is ignored."""
-        if key in self._store:
-            self._pinned_bytes += self._store[key].nbytes - self._pinned.get(key, 0)
-            self._pinned[key] = self._store[key].nbytes
+        if (nbytes := self._nbytes_of.get(key)) is not None:
+            self._pinned_bytes += nbytes - self._pinned.get(key, 0)
+            self._pinned[key] = nbytes
             self._policy.on_remove(key)
 
     def release(self) -> None:
@@ -110,7 +119,7 @@ class Bank:
             self.remove(victim)
             self.n_evicted += 1
             on_evict(victim)
-        self._store[key] = entry
+        self._hold(key, entry)
         self._policy.on_put(key, entry.nbytes)
         if is_pinned:
             self.pin(key)
@@ -126,10 +135,18 @@ class Bank:
     def remove(self, key: str) -> None:
         """Let go of a key; unknown keys are ignored."""
         # Store first: were it to fail, the policy still knows the key and will choose it again.
-        if key in self._store:
-            del self._store[key]
+        if key in self._nbytes_of:
+            with suppress(KeyError):  # the store may have lost it
+                del self._store[key]
+            self._nbytes -= self._nbytes_of.pop(key)
         self._pinned_bytes -= self._pinned.pop(key, 0)
         self._policy.on_remove(key)
+
+    def _hold(self, key: str, entry: Entry) -> None:
+        nbytes = entry.nbytes
+        self._store[key] = entry
+        self._nbytes += nbytes - self._nbytes_of.get(key, 0)
+        self._nbytes_of[key] = nbytes
 
     def _is_over(self, incoming: int) -> bool:
         too_many = self.max_entries is not None and len(self) + 1 > self.max_entries

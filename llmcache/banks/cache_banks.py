@@ -1,7 +1,8 @@
 """All that is remembered: the requests, the index rows that find them, and the banks that hold their states.
 
 A request is known while at least one bank holds a state of it; when the last bank lets go, its index row goes too.
-Absent or expired is a miss, never an error. One lock guards everything; tensors handed out are never written again.
+Absent or expired is a miss, never an error. One lock guards everything but the reading of stores, which may be slow:
+what was read counts only if nothing else was put under its key meanwhile. Tensors handed out are never written again.
 """
 
 import threading
@@ -18,6 +19,7 @@ from llmcache.banks.compression import Codec
 from llmcache.banks.kv import without_padding
 from llmcache.banks.layer_banks import LayerBanks
 from llmcache.banks.records import SavedRequest, StoredRequest, StoredState
+from llmcache.banks.stores import Entry
 from llmcache.fingerprint import Fingerprint
 from llmcache.matching.fingerprint_index import FingerprintIndex
 from llmcache.matching.index import Index
@@ -138,9 +140,18 @@ class CacheBanks:
             is_single: Only this layer is skipped, not those below.
         """
         with self._lock:
-            request = self._requests.get(key)
-            decode = None if request is None else self.layer_banks.find(key, request, layer, with_kv, is_single)
-        return None if decode is None else decode()
+            if (request := self._requests.get(key)) is None:
+                return None
+            layers, n_puts = self.layer_banks.needed(key, layer, with_kv, is_single), request.n_puts
+        entries = self.layer_banks.read(key, layers)
+        with self._lock:
+            if not layers or not self._are_whole(key, request, n_puts, layers, entries):
+                return None
+            decode = self.layer_banks.decoder(request, entries, with_kv)
+            if decode is None:
+                return None
+            self.layer_banks.used(key, layers)
+        return decode()
 
     def put(
         self,
@@ -179,6 +190,7 @@ class CacheBanks:
             try:
                 request = self._know(scope, row, next(iter(states.values()))["hidden"].dtype)
                 request.layout = row.layout if is_anew else request.layout
+                request.n_puts += 1
                 self.layer_banks.put(row.key, stored, self._let_go)
                 is_stale = fingerprint_epoch not in (None, self.fingerprint_epoch)
                 self._index.put(scope, row, features, None if is_stale else vectors, stored)
@@ -299,10 +311,8 @@ class CacheBanks:
         """Everything held, oldest first. A request waiting for the fingerprint to be fitted has no slot yet."""
         with self._lock:
             self._expire()
-            return [
-                request.record(key, self.layer_banks.entries(key), self._index.slots(key))
-                for key, request in self._requests.items()
-            ]
+            keys = list(self._requests)
+        return [record for key in keys if (record := self._record(key)) is not None]
 
     def adopt(self, record: SavedRequest) -> None:
         """Hold a saved request as if it had been put. Nothing finds it yet."""
@@ -322,6 +332,38 @@ class CacheBanks:
             for slot, key in sorted(slots, key=lambda one: one[0].slot):
                 if (request := self._requests.get(key)) is not None:
                     self._index.insert(key, request.scope, slot)
+
+    def _record(self, key: str) -> SavedRequest | None:
+        """All that is held of a request; None when it has left."""
+        while True:  # until it is read whole: what is put or leaves meanwhile is another reading
+            with self._lock:
+                if (request := self._requests.get(key)) is None:
+                    return None
+                layers, n_puts = self.layer_banks.layers_of(key), request.n_puts
+            entries = self.layer_banks.read(key, layers)
+            with self._lock:
+                if self._are_whole(key, request, n_puts, layers, entries):
+                    return request.record(key, entries, self._index.slots(key))
+
+    def _are_whole(
+        self, key: str, request: StoredRequest, n_puts: int, layers: Sequence[int], entries: Mapping[int, Entry]
+    ) -> bool:
+        """Whether entries that were read without the lock are a request's, and all that were wanted.
+
+        Args:
+            key: Its key.
+            request: What was known of it before they were read.
+            n_puts: How often its entries had been put by then.
+            layers: What was wanted.
+            entries: What was read.
+        """
+        if self._requests.get(key) is not request or request.n_puts != n_puts:
+            return False  # others were put under its key, maybe of another layout, or packed with another codec
+        for layer in layers:
+            if layer not in entries and key in self.layer_banks[layer]:  # its store has lost it
+                self.layer_banks[layer].remove(key)
+                self._let_go(layer, key)
+        return len(layers) == len(entries)
 
     def _know(self, scope: Scope, row: Row, dtype: torch.dtype) -> StoredRequest:
         """What is known of a request from now on; another one of the same key is forgotten."""

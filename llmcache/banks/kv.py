@@ -48,9 +48,12 @@ def without_padding(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors.items() if not name.startswith(PADDING)}
 
 
-def read(
-    entries: Mapping[int, Entry | None], packers: Mapping[int, Packer], dtype: torch.dtype, what: str = ""
-) -> KV | None:
+def is_held(entry: Entry, what: str = "") -> bool:
+    """Whether an entry came with K/V; with `PADDING`, with that of places that are not valid."""
+    return f"{what}keys" in entry.tensors
+
+
+def read(entries: Mapping[int, Entry], packers: Mapping[int, Packer], dtype: torch.dtype, what: str = "") -> KV:
     """K and V (H, n, D_h) by layer, put together from entries of one request.
 
     Args:
@@ -60,12 +63,12 @@ def read(
         what: `PADDING` for those of places that are not valid.
 
     Returns:
-        None when one of them is not held, or came without K/V.
+        Empty when one of them came without.
     """
     kv: KV = {}
+    if not all(is_held(entry, what) for entry in entries.values()):
+        return kv
     for stored, entry in entries.items():
-        if entry is None or f"{what}keys" not in entry.tensors:
-            return None
         keys, values = (packers[stored].unpack_kv(f"{what}{name}", entry, dtype) for name in ("keys", "values"))
         first = stored + 1 - len(keys)
         kv |= {first + i: pair for i, pair in enumerate(zip(keys, values, strict=True))}

@@ -3,7 +3,7 @@
 Sizes: R rows of a payload, D hidden width.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 
@@ -14,7 +14,7 @@ from llmcache.banks.bank import Bank
 from llmcache.banks.compression import Codec
 from llmcache.banks.compression.packer import Loss, Packer
 from llmcache.banks.compression.packers import Packers
-from llmcache.banks.records import KV, StoredRequest, StoredState
+from llmcache.banks.records import StoredRequest, StoredState
 from llmcache.banks.stores import Entry
 from llmcache.models.payloads import cosine_distance
 from llmcache.request.rows import Scope
@@ -23,7 +23,7 @@ HIDDEN_PADDING = f"{kv.PADDING}hidden"
 
 
 class LayerBanks(dict[int, Bank]):
-    """Banks by layer, first to last. The caller holds a lock.
+    """Banks by layer, first to last. The caller holds a lock, but to `read`.
 
     Attributes:
         packers: What packs their states, by digest of the weights, then by layer.
@@ -57,42 +57,43 @@ class LayerBanks(dict[int, Bank]):
         """Layers whose bank holds a state of a request."""
         return [layer for layer, bank in self.items() if key in bank]
 
-    def entries(self, key: str) -> dict[int, Entry]:
-        """Encoded states of a request by layer."""
-        return {layer: entry for layer, bank in self.items() if (entry := bank.read(key))}
+    def read(self, key: str, layers: Iterable[int]) -> dict[int, Entry]:
+        """Encoded states of a request by layer, of those that are held. Without the lock: stores may be slow."""
+        return {layer: entry for layer in layers if (entry := self[layer].read(key)) is not None}
 
     def is_lossless(self, request: StoredRequest) -> bool:
         """Whether the states of a request come back bit for bit."""
         packers = self.packers[request.scope.weights].values()
         return all(packer.codec.is_lossless(request.dtype) for packer in packers)
 
-    def find(
-        self, key: str, request: StoredRequest, layer: int, with_kv: bool, is_single: bool
+    def needed(self, key: str, layer: int, with_kv: bool, is_single: bool) -> list[int]:
+        """Layers whose entries make up a state, its own last; none when one is not held. See `CacheBanks.read`."""
+        layers = [n for n in self if n < layer and with_kv and not is_single] + [layer]
+        return layers if all(key in self[n] for n in layers) else []
+
+    def used(self, key: str, layers: Iterable[int]) -> None:
+        """Tell the policies that a request was served: banks that gave K/V served it, too."""
+        for layer in layers:
+            self[layer].used(key)
+
+    def decoder(
+        self, request: StoredRequest, entries: Mapping[int, Entry], with_kv: bool
     ) -> Callable[[], StoredState] | None:
-        """What decodes a stored state, or None when some of what is needed is not held; see `Library.read`.
+        """What decodes entries that were read of a request, the layer of its state last; None where K/V is missing.
 
         It may be called without the lock: entries are never written again.
         """
-        entry = self[layer].read(key)
-        if entry is None:
+        *_, (layer, entry) = entries.items()
+        if with_kv and not all(kv.is_held(other) for other in entries.values()):
             return None
-        packers = self.packers[request.scope.weights]
-        entries: dict[int, Entry | None] = {layer: entry}
-        pairs: KV | None = {}
-        padding_pairs: KV = {}
-        if with_kv:
-            entries = {n: self[n].read(key) for n in self if n < layer and not is_single} | entries
-            pairs = kv.read(entries, packers, request.dtype)
-            padding_pairs = kv.read(entries, packers, request.dtype, kv.PADDING) or {}
-        if pairs is None:
-            return None
-        for served_by in entries:  # banks that gave K/V served the request too
-            self[served_by].used(key)
-        layout = request.layout  # of these entries: once the lock is let go, others may be stored
+        # As they are now: once the lock is let go, entries of another layout may be stored, or other packers be made.
+        packers, layout, dtype = self.packers[request.scope.weights], request.layout, request.dtype
 
         def decode() -> StoredState:
-            unpack = partial(packers[layer].unpack, entry=entry, dtype=request.dtype)
+            unpack = partial(packers[layer].unpack, entry=entry, dtype=dtype)
             padding = unpack(HIDDEN_PADDING) if HIDDEN_PADDING in entry.tensors else None
+            pairs = kv.read(entries, packers, dtype) if with_kv else {}
+            padding_pairs = kv.read(entries, packers, dtype, kv.PADDING) if with_kv else {}
             return StoredState(unpack("hidden"), pairs, padding, padding_pairs, layout)
 
         return decode

@@ -62,7 +62,7 @@ class SavedRequest:
 class StoredRequest:
     """What is known of one stored request besides its states."""
 
-    __slots__ = ("answer", "dtype", "ids", "is_pinned", "layout", "scope")
+    __slots__ = ("answer", "dtype", "ids", "is_pinned", "layout", "n_puts", "scope")
 
     def __init__(self, scope: Scope, ids: bytes, dtype: torch.dtype, layout: bytes = b"") -> None:
         """What is known when it is stored.
@@ -79,6 +79,7 @@ class StoredRequest:
         self.layout = layout
         self.answer: Floats | None = None  # signature (S,), once the model has given it
         self.is_pinned = False
+        self.n_puts = 0  # how often its entries were put: of two reads with the same number in between, none was
 
     def record(self, key: str, entries: dict[int, Entry], slots: tuple[IndexSlot, ...]) -> SavedRequest:
         """All that is held of it.

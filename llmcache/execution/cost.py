@@ -30,7 +30,7 @@ from llmcache.stats import Cost
 
 logger = logging.getLogger("llmcache")
 
-#: Requests of a length before its calls may be bypassed: 5 % of hits, where a small encoder breaks even, are then 13 +- 3.5.
+#: Requests of a length before its calls are bypassed: 5 % of hits, where a small encoder breaks even, are 13 +- 3.5.
 PATIENCE = 256
 #: The same with a threshold `tau`: who is similar enough comes with the entries, and nothing else can tell whether it
 #: will. At half a millisecond a request, as many cost one second in the life of a cache.

@@ -149,7 +149,7 @@ class LengthCosts:
         return self.plain_s.n >= _STRETCH
 
     def bypass(self, patience: int) -> None:
-        """Bypass calls from now on: longer than last time, unless the return stood for more than twice as long as that."""
+        """Bypass calls from now on: longer than last time, unless the return stood for more than twice as long."""
         has_stood = self.n_since > 2 * self.rest
         self.rest = patience if has_stood else min(2 * self.rest, KNOWN)
         self.is_bypassed, self.n_since = True, 0

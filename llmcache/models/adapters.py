@@ -126,11 +126,26 @@ _OF_TRANSFORMERS = tuple(ADAPTERS.values())  # rows that tell of transformers' o
 def register_adapter(adapter: Adapter) -> None:
     """Add a family to the table, or replace the one of the same name.
 
+    Args:
+        adapter: The row. Models find it by the class of their trunk, or by its family where `adapter` is set.
+
     Raises:
-        ConfigError: No trunk class is named, or another family already claims one.
+        ConfigError: It is no `Adapter`, lacks trunk classes or the path of the layers, cannot pack the output of a
+            skipped layer, or another family already claims one of its classes.
     """
-    if not adapter.trunks:
-        raise ConfigError(f"adapter {adapter.family!r}: name at least one trunk class")
+    if not isinstance(adapter, Adapter):
+        raise ConfigError(f"adapter: register an Adapter(...), not {adapter!r}")
+    if isinstance(adapter.trunks, str) or not adapter.trunks:
+        raise ConfigError(f"adapter {adapter.family!r}: name at least one trunk class, as ('MyModel',)")
+    if not adapter.layers:
+        raise ConfigError(f"adapter {adapter.family!r}: name the path from the trunk to its layers")
+    if adapter.skipped is not None:
+        try:
+            inspect.signature(adapter.skipped).bind(None, None, None)
+        except TypeError as error:
+            raise ConfigError(
+                f"adapter {adapter.family!r}: skipped must take hidden, layer, passed: {error}"
+            ) from error
     for other in ADAPTERS.values():
         shared = set(other.trunks) & set(adapter.trunks)
         if shared and other.family != adapter.family:
@@ -184,16 +199,20 @@ class Trunk:
         return str(setting(self.config, "_attn_implementation", ""))
 
 
-def locate(model: nn.Module) -> Trunk:
+def locate(model: nn.Module, family: str = "auto") -> Trunk:
     """Find the trunk of a model, outermost first; of an encoder-decoder, the encoder.
 
     Args:
         model: A transformers model with or without a task head, a sentence-transformers model, or any module that
             holds one of them.
+        family: Row of the table that describes it; `auto`: the one that names its class, or its shape tells.
 
     Raises:
-        UnsupportedModelError: Nothing in the model has the shape of a trunk.
+        ConfigError: There is no such family, or the model holds no trunk of it.
+        UnsupportedModelError: Nothing in the model has the shape of a trunk, or it has no layers where the table says.
     """
+    if family != "auto":
+        return _of_family(model, family)
     by_class = {trunk: adapter for adapter in ADAPTERS.values() for trunk in adapter.trunks}
     # Both halves of T5 share one class; the decoder half says so of itself.
     candidates = [module for module in model.modules() if not getattr(module, "is_decoder", False)]
@@ -219,11 +238,27 @@ def is_from(module: nn.Module, package: str) -> bool:
     return type(module).__module__.split(".")[0] == package
 
 
+def _of_family(model: nn.Module, family: str) -> Trunk:
+    """The trunk that the user says is of a family, whoever defined its class."""
+    if family not in ADAPTERS:
+        raise ConfigError(f"adapter: unknown name {family!r}; known: auto, {', '.join(sorted(ADAPTERS))}")
+    adapter = ADAPTERS[family]
+    for module in model.modules():
+        if type(module).__name__ in adapter.trunks and not getattr(module, "is_decoder", False):
+            return _dissect(module, adapter)
+    raise ConfigError(f"adapter={family!r}: {type(model).__name__} holds no {' or '.join(adapter.trunks)}")
+
+
 def _dissect(module: nn.Module, adapter: Adapter) -> Trunk:
-    layers: nn.ModuleList = _follow(module, adapter.layers)
+    try:
+        layers: nn.ModuleList = _follow(module, adapter.layers)
+        norm = _follow(module, adapter.norm) if adapter.norm else None
+    except AttributeError as error:
+        raise UnsupportedModelError(
+            f"{type(module).__name__}: not as its adapter {adapter.family!r} says: {error}"
+        ) from error
     if len(layers) == 0:
         raise UnsupportedModelError(f"{type(module).__name__}: {adapter.layers} holds no layers, nothing to reuse")
-    norm = _follow(module, adapter.norm) if adapter.norm else None
     n_configured = setting(getattr(module, "config", None), "num_hidden_layers")
     return Trunk(module, tuple(layers), norm, adapter, n_configured, _asks_for_more(module))
 

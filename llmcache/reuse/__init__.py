@@ -9,13 +9,16 @@
 One file a rung, safest first: a row goes to the first rung that serves it.
 """
 
+from llmcache.banks.cache_banks import CacheBanks
 from llmcache.registry import Registry
+from llmcache.request.call import Call, Reuse
+from llmcache.request.rows import Row
 from llmcache.reuse.base import Rung
 from llmcache.reuse.exact import Exact
 from llmcache.reuse.paper import Paper
 from llmcache.reuse.semantic import Semantic
 
-__all__ = ["RUNGS", "Exact", "Paper", "Rung", "Semantic"]
+__all__ = ["RUNGS", "CacheBanks", "Call", "Exact", "Paper", "Reuse", "Row", "Rung", "Semantic"]
 
 #: Rungs of others, which the setting `rungs` names; made as `made(banks, **options)`. Ours have settings of their own.
-RUNGS: Registry[Rung] = Registry("rungs", Rung, {})
+RUNGS: Registry[Rung] = Registry("rungs", Rung, {}, given=("banks",))

@@ -1,5 +1,6 @@
 """Banks, requests and index rows stay consistent, whatever is put, evicted, expired or purged."""
 
+import gc
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -105,11 +106,9 @@ def test_a_request_that_was_computed_in_another_layout_has_its_padding_from_then
     lib = banks()
     one, made = in_layout(b"a")
     lib.put(scope(), one, made, vector(1))
-    held = lib.layer_banks.find(one.key, lib._requests[one.key], LAYERS[0], False, False)
     one, made = in_layout(b"b")
     lib.put(scope(), one, made, vector(1))
     assert layouts_of(lib) == [(b"b", float(ord("b")))] * 2
-    assert held is not None and held().layout[:1] == b"a"  # found before, decoded after
 
 
 def test_padding_of_two_layouts_does_not_mix_where_a_layer_has_no_room() -> None:
@@ -277,3 +276,153 @@ def test_banks_that_give_kv_count_the_hit_too() -> None:
         lib.put(scope(), row(name), full, vector(name))
         assert lib.read(row(0).key, LAYERS[-1], with_kv=True) is not None
     assert lib.held(row(0).key) == list(LAYERS)
+
+
+class Interrupted(MemoryStore):
+    """Lets something happen in the middle of each read: before the entry is taken, or after."""
+
+    def __init__(self, before: Callable[[], object] = lambda: None, after: Callable[[], object] = lambda: None) -> None:
+        super().__init__()
+        self.before, self.after = before, after
+
+    def __getitem__(self, key: str) -> Entry:
+        self.before()
+        try:
+            return super().__getitem__(key)
+        finally:
+            self.after()
+
+
+def interrupt(lib: CacheBanks, **acts: Callable[[], None]) -> None:
+    """Let something happen `before` or `after` the next read of the upper layer takes its entry."""
+
+    def once() -> None:
+        for act in [acts.pop(when) for when in list(acts)]:
+            act()
+
+    entry, store = lib.layer_banks[2].read(row(1).key), Interrupted(**dict.fromkeys(acts, once))
+    assert entry is not None
+    store[row(1).key] = entry
+    lib.layer_banks[2]._store = store
+
+
+def evict(lib: CacheBanks) -> None:
+    lib.layer_banks[2].remove(row(1).key)
+    lib._let_go(2, row(1).key)
+
+
+def put_in_another_layout(lib: CacheBanks) -> None:
+    lib.put(scope(), *in_layout(b"b"), vector(1))
+
+
+def put_another_of_its_key(lib: CacheBanks) -> None:
+    lib.put(scope(), Row(0, row(1).key, b"other", slice(0, 3), 3), states(5), vector(5))
+
+
+def purge(lib: CacheBanks) -> None:
+    lib.purge("default")
+
+
+def purge_and_put(lib: CacheBanks) -> None:
+    purge(lib)
+    put_in_another_layout(lib)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("happens", [evict, put_in_another_layout, put_another_of_its_key, purge, purge_and_put])
+def test_what_was_read_counts_only_if_nothing_was_put_under_its_key_meanwhile(
+    happens: Callable[[CacheBanks], None], when: str
+) -> None:
+    """Else an entry of one layout, or of other tokens, would be taken for what was asked for."""
+    lib = banks()
+    lib.put(scope(), *in_layout(b"a"), vector(1))
+    interrupt(lib, **{when: lambda: happens(lib)})
+    state = lib.read(row(1).key, 2, with_kv=False)
+    if happens is evict and when == "after":  # what was read is still the request's own
+        assert state is not None and (state.layout[:1], float(state.hidden[0, 0])) == (b"a", 1.0)
+    else:
+        assert state is None
+    check(lib)
+
+
+def test_an_entry_that_its_store_has_lost_is_a_miss_and_may_be_put_again() -> None:
+    lib = banks()
+    put(lib, 1)
+    del lib.layer_banks[2]._store[row(1).key]
+    assert lib.read(row(1).key, 2, with_kv=False) is None
+    assert lib.held(row(1).key) == [0]
+    check(lib)
+    del lib.layer_banks[0]._store[row(1).key]
+    assert lib.records() == []
+    assert (len(lib), lib.nbytes, nearest(lib, 1)) == (0, 0, [])
+    put(lib, 1)
+    assert lib.read(row(1).key, 2, with_kv=False) is not None
+    check(lib)
+
+
+def test_a_save_reads_again_what_was_put_meanwhile() -> None:
+    lib = banks()
+    lib.put(scope(), *in_layout(b"a"), vector(1))
+    interrupt(lib, before=lambda: put_in_another_layout(lib))
+    (record,) = lib.records()
+    assert record.layout[:1] == b"b"
+    assert {float(entry.tensors["padding_hidden"][0, 0]) for entry in record.entries.values()} == {float(ord("b"))}
+
+
+def test_a_layer_without_a_bank_is_nothing_to_read() -> None:
+    lib = banks()
+    put(lib, 1)
+    with pytest.raises(KeyError):
+        lib.read(row(1).key, 1, with_kv=True)
+
+
+SIZES = st.lists(
+    st.tuples(st.sampled_from("abc"), st.sampled_from(["put", "remove", "repack", "pin"]), st.integers(1, 9))
+)
+
+
+@settings(deadline=None)
+@given(SIZES)
+def test_a_bank_knows_its_keys_and_bytes(steps: list[tuple[str, str, int]]) -> None:
+    bank, oracle = Bank(MemoryStore(), LRU(), 2**20), dict[str, int]()
+    for key, what, size in steps:
+        if what == "put":
+            bank.put(key, Entry({"hidden": torch.zeros(size)}), lambda key: None)
+            oracle.pop(key, None)
+            oracle[key] = 4 * size
+        elif what == "remove":
+            bank.remove(key)
+            oracle.pop(key, None)
+        elif what == "repack":
+            bank.repack([key], lambda entry: Entry({"hidden": entry.tensors["hidden"].half()}))
+            if (entry := bank.read(key)) is not None:
+                oracle[key] = entry.nbytes
+        else:
+            bank.pin(key)
+    assert (bank.keys(), len(bank), bank.nbytes) == ([*oracle], len(oracle), sum(oracle.values()))
+    assert [key for key in "abc" if key in bank] == sorted(oracle)
+
+
+def test_a_store_is_closed_when_its_bank_is_gone() -> None:
+    class Closing(MemoryStore):
+        n_closed = 0
+
+        def close(self) -> None:
+            self.n_closed += 1
+
+    store = Closing()
+    bank = Bank(store, LRU(), 2**20)
+    assert store.n_closed == 0
+    del bank
+    gc.collect()
+    assert store.n_closed == 1
+
+
+def test_a_request_that_no_bank_holds_does_not_hold_up_a_save() -> None:
+    lib = banks()
+    put(lib, 1)
+    for bank in lib.layer_banks.values():
+        bank.remove(row(1).key)
+    (record,) = lib.records()
+    assert record.entries == {}
+    assert lib.read(row(1).key, 2, with_kv=False) is None

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from llmcache.arrays import Floats, Ids
 from llmcache.matching.index import INDEXES, HNSWIndex, Index, LSHIndex
 from llmcache.matching.index.lsh import chance_to_meet
+from tests.conformance.outside import Scan
 
 DIM = 32
+ALL = {**INDEXES, "outside": Scan}
 
 # Bands of one entry: a row is overlooked only if it has not a single entry in common.
 OPTIONS = {"lsh": {"threshold": 0.01}}
@@ -87,9 +89,9 @@ def rng() -> np.random.Generator:
     return np.random.default_rng(0)
 
 
-@pytest.fixture(params=sorted(INDEXES))
+@pytest.fixture(params=sorted(ALL))
 def index(request: pytest.FixtureRequest) -> Index:
-    return INDEXES[request.param](DIM, **OPTIONS.get(request.param, {}))
+    return ALL[request.param](DIM, **OPTIONS.get(request.param, {}))
 
 
 @pytest.mark.parametrize("k", [1, 7, 1000])
@@ -102,9 +104,9 @@ def test_finds_the_best_first(index: Index, rng: np.random.Generator, n: int, k:
     check_exact(index, twin, signs(rng, 5), k)
 
 
-@pytest.mark.parametrize("name", ["flat", "hnsw"])
+@pytest.mark.parametrize("name", ["flat", "hnsw", "outside"])
 def test_finds_directions(name: str, rng: np.random.Generator) -> None:
-    index, twin, x = INDEXES[name](DIM), Twin(), directions(rng, 300)
+    index, twin, x = ALL[name](DIM), Twin(), directions(rng, 300)
     for held in index, twin:
         held.add(np.arange(300), x)
     check_exact(index, twin, directions(rng, 30), 8)
@@ -158,10 +160,10 @@ def test_removed_rows_are_gone(index: Index, rng: np.random.Generator) -> None:
     check_exact(index, twin, x[:60], 100)
 
 
-@pytest.mark.parametrize("name", sorted(set(INDEXES) - {"lsh"}))  # which finds nothing that has nothing in common
+@pytest.mark.parametrize("name", sorted(set(ALL) - {"lsh"}))  # which finds nothing that has nothing in common
 def test_dead_rows_do_not_hide_opposite_ones(name: str, rng: np.random.Generator) -> None:
     """What is left of a removed row, zeros say, is more similar than rows that point away."""
-    index, query = INDEXES[name](DIM), signs(rng, 1)
+    index, query = ALL[name](DIM), signs(rng, 1)
     index.add(np.arange(20), np.repeat(query, 20, axis=0))
     index.add(np.arange(20, 25), np.repeat(-query, 5, axis=0))
     index.remove(np.arange(20))
@@ -230,10 +232,10 @@ def test_wrong_questions_are_refused(index: Index, rng: np.random.Generator) -> 
         index.add(np.arange(2), x)
 
 
-@pytest.mark.parametrize("name", sorted(INDEXES))
+@pytest.mark.parametrize("name", sorted(ALL))
 def test_no_dimension_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="got 0"):
-        INDEXES[name](0)
+        ALL[name](0)
 
 
 def test_nbytes_follows_the_rows(index: Index, rng: np.random.Generator) -> None:
@@ -253,11 +255,11 @@ STEPS = st.lists(
 )
 
 
-@pytest.mark.parametrize("name", sorted(INDEXES))
+@pytest.mark.parametrize("name", sorted(ALL))
 @settings(deadline=None)
 @given(steps=STEPS)
 def test_any_sequence_agrees_with_the_twin(name: str, steps: list[tuple[str, list[int], int]]) -> None:
-    index = INDEXES[name](DIM, **OPTIONS.get(name, {}))
+    index = ALL[name](DIM, **OPTIONS.get(name, {}))
     twin = Twin(index)
     for verb, names, seed in steps:
         rng, ids = np.random.default_rng(seed), np.array(names, np.int64)
@@ -389,9 +391,9 @@ def test_hnsw_marks_what_it_cannot_reach(rng: np.random.Generator) -> None:
         assert len(set(found[~is_missing].tolist())) == (~is_missing).sum()
 
 
-@pytest.mark.parametrize("name", INDEXES)
+@pytest.mark.parametrize("name", ALL)
 def test_vectors_gives_back_what_was_added(name: str) -> None:
-    index = INDEXES[name](16, **({"buffer": 4, "block": 2} if name == "hnsw" else {}))
+    index = ALL[name](16, **({"buffer": 4, "block": 2} if name == "hnsw" else {}))
     x = np.where(np.random.default_rng(0).standard_normal((12, 16)) > 0, 0.25, -0.25).astype(np.float32)
     index.add(np.arange(12), x)
     index.remove(np.array([3]))

@@ -39,13 +39,6 @@ class Breakable:
         self.check("__delitem__")
         del self.inner[key]
 
-    def __contains__(self, key: object) -> bool:
-        self.check("__contains__")
-        return key in self.inner
-
-    def __iter__(self) -> Any:
-        return iter(self.inner)
-
     def __len__(self) -> int:
         return len(self.inner)
 
@@ -89,8 +82,7 @@ def break_index(*methods: str) -> Callable[[LLMCache], Breakable]:
 BREAKS: dict[str, Callable[[LLMCache], Breakable]] = {
     "store reads": break_store("__getitem__"),
     "store writes": break_store("__setitem__"),
-    "store looks": break_store("__contains__"),
-    "store deletes": break_store("__delitem__", "pop", "discard"),
+    "store deletes": break_store("__delitem__"),
     "index searches": break_index("search"),
     "index adds": break_index("add"),
     "index removes": break_index("remove"),

@@ -4,12 +4,15 @@ import asyncio
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from llmcache import LLMCache
-from tests.tiny_models import BARE, CLASSIFIERS, build, padded, states
+from llmcache import STORES, Entry, LLMCache
+from llmcache.banks.stores import MemoryStore
+from tests.tiny_models import BARE, CLASSIFIERS, build, padded, states, tokens
 
 N_THREADS = 8
 
@@ -161,3 +164,76 @@ def test_weights_that_change_while_threads_run_are_followed() -> None:
         with ThreadPoolExecutor(N_THREADS) as pool:
             for answer in pool.map(lambda _: cache(**rows).logits, range(N_THREADS)):
                 torch.testing.assert_close(answer, plain, atol=1e-5, rtol=1e-5)
+
+
+class Slow(MemoryStore):
+    """Reads of the next key to come wait until they are let go."""
+
+    holds = False
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def __getitem__(self, key: str) -> Entry:
+        if Slow.holds:
+            Slow.holds = False
+            Slow.has_begun.set()
+            assert Slow.may_end.wait(20)
+        return super().__getitem__(key)
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setitem(STORES, "slow", Slow)
+    monkeypatch.setattr(Slow, "has_begun", threading.Event())
+    monkeypatch.setattr(Slow, "may_end", threading.Event())
+    monkeypatch.setattr(Slow, "holds", False)
+    return "slow"
+
+
+@pytest.mark.parametrize("settings", [{}, {"tau": 0.9999}, {"tau": 0.9999, "mode": "paper"}], ids=str)
+def test_a_slow_read_of_one_call_holds_up_no_other(slow: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    model = build(CLASSIFIERS["bert"])
+    asked = [{"input_ids": tokens(1, 6, seed=seed)} for seed in range(3)]
+    with torch.inference_mode():
+        plain = [model(**inputs).logits for inputs in asked]
+    cache = LLMCache.wrap(model, store=slow, auto_bypass=False, **settings)
+    for inputs in asked[:2]:
+        cache(**inputs)
+    Slow.holds = True
+    with ThreadPoolExecutor(2) as pool:
+        late = pool.submit(cache, **asked[0])
+        assert Slow.has_begun.wait(20)
+
+        def others() -> None:
+            for inputs, expected in zip(asked[1:] * 2, plain[1:] * 2, strict=True):  # a hit, a miss, two hits
+                torch.testing.assert_close(cache(**inputs).logits, expected)
+            cache.save(tmp_path)
+            assert cache.purge(namespace="none") == 0
+
+        try:
+            pool.submit(others).result(20)
+            stats = cache.stats()
+            assert (stats.n_hits, stats.n_misses, stats.n_stored) == (3, 3, 3)
+            assert not late.done()
+        finally:
+            Slow.may_end.set()
+        torch.testing.assert_close(late.result(20).logits, plain[0])
+    assert (cache.stats().n_hits, cache.stats().errors) == (4, 0)
+
+
+def test_what_is_evicted_while_it_is_read_is_computed(slow: str) -> None:
+    model = build(CLASSIFIERS["bert"])
+    one, two = ({"input_ids": tokens(1, 6, seed=seed)} for seed in (1, 2))
+    with torch.inference_mode():
+        plain = model(**one).logits
+    cache = LLMCache.wrap(model, store=slow, max_entries=1, auto_bypass=False)
+    cache(**one)
+    Slow.holds = True
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(cache, **one)
+        assert Slow.has_begun.wait(20)
+        try:
+            cache(**two)
+        finally:
+            Slow.may_end.set()
+        assert torch.equal(late.result(20).logits, plain)
+    assert (cache.stats().hits, cache.stats().n_misses, cache.stats().errors) == ({}, 3, 0)

@@ -33,7 +33,8 @@ class Codec(ABC):
         """Pack a tensor.
 
         Args:
-            name: Name under which `x` is stored; every name in the result begins with it. Codecs that are fitted pack
+            name: Name under which `x` is stored: `hidden`, `keys` or `values`, or these after `padding_`. Every name in
+                the result begins with it, and but for `hidden` it is itself one of them. Codecs that are fitted pack
                 `hidden` only.
             x: Floating-point tensor, any shape and device. It may require a gradient; the result does not.
 

@@ -51,7 +51,9 @@ class Packer:
 
     def unpack_kv(self, name: str, entry: Entry, dtype: torch.dtype) -> Tensor:
         """Likewise of keys or values, which under autocast are of another dtype than the states, `dtype`."""
-        return self.unpack(name, entry, entry.tensors[name].dtype if self.codec.is_lossless(dtype) else dtype)
+        stored = entry.tensors[name].dtype
+        is_own = self.codec.is_lossless(dtype) and stored.is_floating_point
+        return self.unpack(name, entry, stored if is_own else dtype)
 
     def there_and_back(self, hidden: Tensor) -> Tensor:
         """What comes back of rows (R, D) once they are packed; rows with a value that is not finite stay as they are.

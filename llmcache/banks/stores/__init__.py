@@ -1,9 +1,10 @@
 """Where the bytes of a cache bank lie.
 
     bank -> store[key] = entry   put; the entry is given away
-         <- store[key]           got; nobody writes to it
+         <- store[key]           got, without the banks' lock; nobody writes to it
+         -> del store[key]       evicted: the bank decides who leaves
 
-A store is a mapping from key to entry. It never evicts and holds no lock: the bank and its caller do.
+Which keys are held, and how large their entries are, the bank knows.
 """
 
 from llmcache.banks.stores.base import Entry, Store
@@ -12,4 +13,4 @@ from llmcache.registry import Registry
 
 __all__ = ["STORES", "Entry", "MemoryStore", "Store"]
 
-STORES: Registry[Store] = Registry("store", Store, {"memory": MemoryStore})
+STORES: Registry[Store] = Registry("store", Store, {"memory": MemoryStore}, given=("device",))

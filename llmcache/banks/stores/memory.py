@@ -4,7 +4,8 @@ A small tensor of its own costs several hundred bytes beside its payload. Small 
 slot an entry, one slab of blocks for all entries with the same names, shapes and dtypes.
 """
 
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Mapping
 from itertools import count
 from typing import TypeAlias
 
@@ -25,10 +26,9 @@ Signature: TypeAlias = tuple[tuple[str, torch.Size, torch.dtype], ...]
 class MemoryStore(Store):
     """A dict of entries; small ones (up to 16 KiB) in shared blocks.
 
-    Getting a small entry copies it, for its slot may be used again. Slots of removed entries are kept for later ones of
-    the same signature, and released with the last of these. A large entry is returned as it is stored, and stored as it
-    is put wherever `keep` can.
-    Not safe in several threads without a lock: the caller holds one.
+    Getting a small entry copies it, for its slot may be used again: under a lock, which no put or delete gives another
+    entry the slot meanwhile. Slots of removed entries are kept for later ones of the same signature, and released with
+    the last of these. A large entry is returned as it is stored, and stored as it is put wherever `adopt` can.
     """
 
     def __init__(self, device: str | torch.device = "cpu") -> None:
@@ -43,76 +43,49 @@ class MemoryStore(Store):
         self._slabs: dict[int, Slab] = {}
         self._number_of: dict[Signature, int] = {}
         self._numbers = count()
-        self._nbytes = 0
-
-    def __setitem__(self, key: str, entry: Entry) -> None:
-        """Store an entry. If that fails, what was stored under `key` before is still there."""
-        nbytes = entry.nbytes
-        if nbytes <= SMALL_BYTES:
-            handle = self._put_small(entry.tensors)
-            self.discard(key)
-            self._handle_of[key] = handle
-        else:
-            held = Entry({name: adopt(x, self.device) for name, x in entry.tensors.items()})
-            self.discard(key)
-            self._large[key], self._handle_of[key] = held, LARGE
-        self._nbytes += nbytes
+        self._lock = threading.Lock()
 
     def __getitem__(self, key: str) -> Entry:
         """Return the entry on the store's device; `KeyError` if there is none."""
-        handle = self._handle_of[key]
-        if handle == LARGE:
-            return self._large[key]
-        number, slot = divmod(handle, SLOTS)
-        return Entry(self._slabs[number].get(slot))
+        with self._lock:
+            handle = self._handle_of[key]
+            if handle == LARGE:
+                return self._large[key]
+            number, slot = divmod(handle, SLOTS)
+            return Entry(self._slabs[number].get(slot))
+
+    def __setitem__(self, key: str, entry: Entry) -> None:
+        """Store an entry. If that fails, what was stored under `key` before is still there."""
+        held = None
+        if entry.nbytes > SMALL_BYTES:  # which is copied, if at all, while others read
+            held = Entry({name: adopt(x, self.device) for name, x in entry.tensors.items()})
+        with self._lock:
+            handle = LARGE if held is not None else self._put_small(entry.tensors)
+            self._discard(key)
+            self._handle_of[key] = handle
+            if held is not None:
+                self._large[key] = held
 
     def __delitem__(self, key: str) -> None:
         """Forget the entry; `KeyError` if there is none."""
-        handle = self._handle_of.pop(key)
+        with self._lock:
+            if key not in self._handle_of:
+                raise KeyError(key)
+            self._discard(key)
+
+    def _discard(self, key: str) -> None:
+        """Forget the entry if there is one."""
+        handle = self._handle_of.pop(key, None)
+        if handle is None:
+            return
         if handle == LARGE:
-            self._nbytes -= self._large.pop(key).nbytes
+            del self._large[key]
             return
         number, slot = divmod(handle, SLOTS)
         slab = self._slabs[number]
-        self._nbytes -= slab.entry_nbytes
         slab.free(slot)
         if not len(slab):
             del self._slabs[number], self._number_of[slab.signature]
-
-    def discard(self, key: str) -> None:
-        """Forget the entry if there is one."""
-        if key in self:
-            del self[key]
-
-    def __contains__(self, key: object) -> bool:
-        """Say whether there is an entry, without copying it."""
-        return key in self._handle_of
-
-    def __iter__(self) -> Iterator[str]:
-        """Keys, the one put longest ago first."""
-        return iter(self._handle_of)
-
-    def __len__(self) -> int:
-        """Entries held."""
-        return len(self._handle_of)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of payload held; unused slots are not counted."""
-        return self._nbytes
-
-    def clear(self) -> None:
-        """Forget all entries and release their memory."""
-        for part in (self._handle_of, self._large, self._slabs, self._number_of):
-            part.clear()
-        self._nbytes = 0
-
-    def flush(self) -> None:
-        """Do nothing: an entry is where it will stay once it is put."""
-
-    def close(self) -> None:
-        """Forget all entries: they do not outlive the process anyway."""
-        self.clear()
 
     def _put_small(self, tensors: Mapping[str, Tensor]) -> int:
         """Copy tensors into a slot of their signature's slab, and return the handle."""

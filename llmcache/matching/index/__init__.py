@@ -20,4 +20,5 @@ INDEXES: Registry[Index] = Registry(
     "index",
     Index,
     {"flat": FlatIndex, "hnsw": HNSWIndex, "binary": BinaryIndex, "refined": RefinedIndex, "lsh": LSHIndex},
+    given=("dim",),
 )

@@ -11,6 +11,9 @@ from llmcache.arrays import Floats, Ids
 class Index(ABC):
     """Rows of L2 norm 1 under integer ids, searched by inner product. The caller's arrays are never modified.
 
+    Four methods are each index's own. `len` and `nbytes` come on top: what rows, links and tombstones take is known to
+    nobody else. All are called under one lock.
+
     `lsh` alone holds rows of any norm and tells their share of equal entries instead. The constructor takes F as its
     first argument, and settings as keyword arguments, checked against its annotations.
     """

@@ -1,0 +1,439 @@
+"""A class from outside the package, registered through public names, serves a call; one that could not is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from llmcache import (
+    CODECS,
+    DECISIONS,
+    FINGERPRINTS,
+    INDEXES,
+    POLICIES,
+    RUNGS,
+    STORES,
+    Adapter,
+    ConfigError,
+    LLMCache,
+    Policy,
+    Rung,
+    Store,
+    UnsupportedModelError,
+    register_adapter,
+)
+from llmcache.models.adapters import ADAPTERS
+from tests.conformance import outside
+from tests.tiny_models import CLASSIFIERS, GENERATORS, build, tokens
+
+if TYPE_CHECKING:
+    from fractions import Fraction
+
+REGISTRIES: dict[str, tuple[Any, type]] = {
+    "policy": (POLICIES, outside.MostRecent),
+    "store": (STORES, outside.Files),
+    "index": (INDEXES, outside.Scan),
+    "fingerprint": (FINGERPRINTS, outside.Lengths),
+    "decide": (DECISIONS, outside.SecondBest),
+    "compression": (CODECS, outside.Mirrored),
+    "rungs": (RUNGS, outside.SameTokens),
+}
+
+
+@pytest.fixture
+def register() -> Iterator[Callable[..., Any]]:
+    """Registers a class as `mine`, to the end of the test; by default a fresh one of `outside`, which has not counted.
+
+    Of a class that is given, it is that itself.
+    """
+    registered = []
+
+    def act(kind: str, made: type | None = None) -> Any:
+        registry, example = REGISTRIES[kind]
+        made = made or type(example.__name__, (example,), {})
+        registry.register("mine", made)
+        registered.append(registry)
+        return made
+
+    yield act
+    for registry in registered:
+        del registry["mine"]
+
+
+@pytest.fixture
+def _table() -> Iterator[None]:
+    """Adapters of a test end with it."""
+    before = dict(ADAPTERS)
+    yield
+    ADAPTERS.clear()
+    ADAPTERS.update(before)
+
+
+def wrapped(model: nn.Module, **settings: Any) -> LLMCache:
+    return LLMCache.wrap(model, auto_bypass=False, **settings)
+
+
+def plain(model: nn.Module, *requests: Tensor) -> list[Tensor]:
+    with torch.inference_mode():
+        return [model(ids).logits for ids in requests]
+
+
+@pytest.mark.parametrize(("spare", "left"), [(0, [0, 2]), (1, [1, 2])])
+def test_a_policy_chooses_who_leaves(register: Callable[..., Any], spare: int, left: list[int]) -> None:
+    mine = register("policy")
+    model, asked = build(CLASSIFIERS["bert"]), [tokens(1, 6, seed=seed) for seed in range(3)]
+    expected = plain(model, *asked)
+    cache = wrapped(model, policy={"name": "mine", "spare": spare}, max_entries=2)
+    for ids, logits in zip(asked, expected, strict=True):
+        assert torch.equal(cache(ids).logits, logits)
+    assert (mine.n_used, cache.stats().n_evicted) == (1, {3: 1})
+    for number in left:
+        torch.testing.assert_close(cache(asked[number]).logits, expected[number])
+        assert cache.last[0].rung == "exact"
+
+
+def test_a_policy_chooses_which_prefix_leaves(register: Callable[..., Any]) -> None:
+    mine = register("policy")
+    model, asked = build(GENERATORS["gpt2"]), [tokens(1, 6, seed=seed) for seed in range(3)]
+    block = 4 * (4 * 2 + 1) * 32 * 4  # tokens, K and V of each layer and the last states, width, bytes
+    cache = wrapped(model, exact=False, prefix_block=4, max_bytes=2 * block, policy="mine")
+    for ids in asked:
+        cache(ids)
+    stats = cache.stats()
+    assert (stats.n_blocks, stats.n_blocks_evicted, stats.errors) == (2, 1, 0)
+    assert mine.n_used > 0
+    cache(torch.cat([asked[0][:, :4], tokens(1, 3, seed=9)], dim=1))
+    assert (cache.last[0].rung, cache.last[0].n_prefix) == ("prefix", 4)  # `lru` would have let it go
+
+
+def test_a_store_holds_what_is_served(register: Callable[..., Any], tmp_path: Path) -> None:
+    mine = register("store")
+    model, ids = build(CLASSIFIERS["bert"]), tokens(2, 6)
+    (expected,) = plain(model, ids)
+    cache = wrapped(model, store={"name": "mine", "folder": str(tmp_path)}, payload="sequence", layers=[1, 3])
+    assert torch.equal(cache(ids).logits, expected)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) == 2 * 2  # rows, layers
+    torch.testing.assert_close(cache(ids).logits, expected)
+    assert (cache.stats().hits, mine.n_used) == ({"exact": 2}, 2)
+
+    for path in files:
+        path.write_bytes(b"damaged")
+    torch.testing.assert_close(cache(ids).logits, expected)
+    assert (cache.stats().errors, cache.stats().n_misses) == (1, 2 + 2)
+    for path in files:
+        path.unlink()  # lost: a miss, and stored anew
+    for n_hits in 2, 4:
+        torch.testing.assert_close(cache(ids).logits, expected)
+        assert cache.stats().n_hits == n_hits
+    assert cache.stats().errors == 1
+
+
+def test_an_index_is_searched(register: Callable[..., Any]) -> None:
+    mine = register("index")
+    model, ids = build(CLASSIFIERS["bert"]), tokens(3, 6)
+    cache = wrapped(model, tau=0.8, exact=False, index={"name": "mine", "block": 2})
+    stored = cache(ids).logits
+    torch.testing.assert_close(cache(ids[1:2].flip(1)).logits, stored[1:2])
+    assert (cache.last[0].rung, mine.n_used) == ("semantic", 1)
+    assert cache.stats().index_nbytes == 3 * 32 * 4
+
+
+def test_a_fingerprint_tells_what_is_alike(register: Callable[..., Any]) -> None:
+    mine = register("fingerprint")
+    model = build(CLASSIFIERS["bert"])
+    cache = wrapped(model, tau=0.9999, fingerprint={"name": "mine", "longest": 8})
+    stored = cache(tokens(1, 6)).logits
+    assert torch.equal(cache(tokens(1, 6, seed=1)).logits, stored)
+    assert (cache.last[0].rung, cache.last[0].similarity) == ("semantic", pytest.approx(1))
+    cache(tokens(1, 5, seed=1))
+    assert (cache.last[0].rung, mine.n_used) == (None, 3)
+
+
+def test_a_decision_chooses_the_neighbour(register: Callable[..., Any]) -> None:
+    mine = register("decide")
+    model, ids, asked = build(CLASSIFIERS["bert"]), tokens(3, 6), tokens(1, 6, seed=1)
+    chosen = {}
+    for name in "threshold", "mine":
+        with wrapped(model, tau=-1.0, decide=name) as cache:
+            stored = cache(ids).logits
+            keys = [outcome.key for outcome in cache.last]
+            answer = cache(asked).logits
+            chosen[name] = cache.last[0]
+            source = keys.index(chosen[name].source)
+            torch.testing.assert_close(answer, stored[source : source + 1])
+    assert chosen["mine"].source != chosen["threshold"].source
+    assert chosen["mine"].similarity < chosen["threshold"].similarity
+    assert mine.n_used == 1
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_a_codec_packs_what_is_stored(register: Callable[..., Any], family: str) -> None:
+    mine = register("compression")
+    model, ids = build((CLASSIFIERS if family == "bert" else GENERATORS)[family]), tokens(2, 6)
+    with torch.inference_mode():
+        expected = model(ids)
+    cache = wrapped(model, compression="mine", prefix=False)
+    assert torch.equal(cache(ids).logits, expected.logits)
+    served = cache(ids)
+    torch.testing.assert_close(served.logits, expected.logits)
+    assert (cache.stats().hits, cache.stats().errors) == ({"exact": 2}, 0)
+    assert mine.n_used >= 2
+    if family == "gpt2":  # K/V go through it as well
+        for one, other in zip(served.past_key_values.layers, expected.past_key_values.layers, strict=True):
+            torch.testing.assert_close(one.keys, other.keys)
+            torch.testing.assert_close(one.values, other.values)
+
+
+def test_a_rung_serves_rows(register: Callable[..., Any]) -> None:
+    mine = register("rungs")
+    model, ids = build(CLASSIFIERS["bert"]), tokens(2, 6)
+    cache = wrapped(model, rungs=[{"name": "mine", "least": 6}])
+    stored = cache(ids).logits
+    keys = [outcome.key for outcome in cache.last]
+    torch.testing.assert_close(cache(ids.flip(1)).logits, stored)
+    assert [(outcome.rung, outcome.layer, outcome.source) for outcome in cache.last] == [
+        ("same_tokens", 3, key) for key in keys
+    ]
+    cache(ids)  # which the exact rung serves first
+    cache(ids[:, :5])
+    cache(ids[:, :5].flip(1))  # too short for its setting
+    stats = cache.stats()
+    assert (stats.hits, stats.n_misses, stats.errors) == ({"same_tokens": 2, "exact": 2}, 6, 0)
+    assert mine.n_used == 2
+    assert "rungs='exact+same_tokens'" in repr(cache)
+
+
+@pytest.mark.usefixtures("_table")
+@pytest.mark.parametrize("adapter", ["auto", "tower"])
+def test_an_adapter_finds_the_layers(adapter: str) -> None:
+    model, ids = build(outside.Tower), tokens(3, 5)
+    with pytest.raises(UnsupportedModelError):
+        wrapped(model)
+    register_adapter(Adapter("tower", ("Tower",), "tower.stages", norm="top"))
+    with torch.inference_mode():
+        expected = model(ids)
+    cache = wrapped(model, layers=[1], adapter=adapter)
+    assert torch.equal(cache(ids), expected)
+    torch.testing.assert_close(cache(ids), expected)
+    assert cache.stats().hits_by_layer == {1: 3}
+
+
+def test_a_family_may_be_named_where_the_class_does_not_tell(tmp_path: Path) -> None:
+    """Code that came with a checkpoint may have a class of the same name: the user says that it is of the family."""
+    model = build(CLASSIFIERS["bert"])
+    own = type("BertModel", (type(model.bert),), {"__module__": "theirs"})
+    model.bert.__class__ = own
+    with wrapped(model) as cache:
+        assert cache.payload == "sequence"  # recognised by its shape alone
+    with wrapped(model, adapter="bert") as cache:
+        assert cache.payload == "cls"
+        cache(tokens(2, 5))
+        cache.save(tmp_path)
+    with LLMCache.load(model, tmp_path) as cache:
+        assert cache.payload == "cls"
+        cache(tokens(2, 5))
+        assert cache.stats().hits == {"exact": 2}
+
+
+def test_all_at_once_saved_and_loaded(register: Callable[..., Any], tmp_path: Path) -> None:
+    made = [register(kind) for kind in REGISTRIES]
+    model, ids = build(CLASSIFIERS["bert"]), tokens(3, 6)
+    settings = dict.fromkeys(REGISTRIES, "mine") | {"rungs": ["mine"]}
+    with wrapped(model, tau=0.9999, max_entries=3, **settings) as cache:
+        expected = cache(ids).logits
+        keys = [outcome.key for outcome in cache.last]
+        cache(tokens(1, 40, seed=1))  # its length is like none: what was stored last leaves for it
+        cache.save(tmp_path)
+    with LLMCache.load(model, tmp_path) as cache:
+        for row in 0, 1:
+            torch.testing.assert_close(cache(ids[row : row + 1]).logits, expected[row : row + 1])
+            assert cache.last[0].rung == "exact"
+        cache(ids[2:])
+        assert (cache.last[0].rung, cache.last[0].source) == ("semantic", keys[1])
+        assert cache.stats().errors == 0
+    assert [one.__name__ for one in made if one.n_used == 0] == ["SameTokens"]
+
+
+def without(example: type, *names: str, **instead: Any) -> dict[str, Any]:
+    """The members of a class, but for some."""
+    members = {name: value for name, value in vars(example).items() if not name.startswith("__") or name in KEPT}
+    return {name: value for name, value in members.items() if name not in names} | instead
+
+
+KEPT = ("__init__", "__getitem__", "__setitem__", "__delitem__", "__len__")
+LACKING = {
+    "policy": ("on_hit", "victim"),
+    "store": ("__delitem__", "__getitem__"),
+    "index": ("__len__", "nbytes", "vectors"),
+    "fingerprint": ("project",),
+    "decide": ("choose",),
+    "compression": ("is_lossless",),
+    "rungs": ("applies_at", "decide", "is_lossless", "name"),
+}
+
+
+@pytest.mark.parametrize("kind", REGISTRIES)
+def test_a_subclass_that_lacks_something_is_refused_with_its_name(kind: str) -> None:
+    registry, example = REGISTRIES[kind]
+    wrong = type("Wrong", example.__bases__, without(example, *LACKING[kind]))
+    base = example.__bases__[0].__name__
+    with pytest.raises(ConfigError, match=f"^{kind}: Wrong lacks {', '.join(LACKING[kind])} of {base}$"):
+        registry.register("mine", wrong)
+    assert "mine" not in registry
+
+
+@pytest.mark.parametrize("kind", REGISTRIES)
+def test_a_class_of_another_descent_needs_all_that_the_base_has(kind: str, register: Callable[..., Any]) -> None:
+    registry, example = REGISTRIES[kind]
+    inherited = [name for name in vars(example.__bases__[0]) if not name.startswith("_") and name not in vars(example)]
+    missing = sorted({*inherited, *LACKING[kind]})
+    with pytest.raises(ConfigError) as refusal:
+        registry.register("mine", type("Wrong", (), without(example, *LACKING[kind])))
+    assert f"{kind}: Wrong lacks {', '.join(missing)} of" in str(refusal.value)
+    base = {name: value for name, value in vars(example.__bases__[0]).items() if name in inherited}
+    register(kind, type("Right", (), base | without(example)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "instead", "message"),
+    [
+        (
+            "policy",
+            {"on_put": lambda self, key: None},
+            r"Wrong\.on_put\(self, key\) .*\(key, nbytes\), as Policy\.on_put is",
+        ),
+        ("policy", {"victim": "first"}, r"Wrong\.victim must be a method, as of Policy"),
+        ("policy", {"checks_reuse": lambda self: True}, r"Wrong\.checks_reuse must be an attribute or a property"),
+        ("store", {"__setitem__": lambda self, key: None}, r"Wrong\.__setitem__\(self, key\) .*\(key, entry\)"),
+        ("store", {"__init__": lambda self, *, folder=None: None}, r"Wrong\(.*folder=None\) .*\(device\)"),
+        ("index", {"search": lambda self, x: None}, r"Wrong\.search\(self, x\) .*\(x, k\)"),
+        ("index", {"nbytes": lambda self: 0}, r"Wrong\.nbytes must be an attribute or a property, as of Index"),
+        ("index", {"__init__": lambda self: None}, r"Wrong\(\) .*\(dim\)"),
+        ("fingerprint", {"features": lambda self: None}, r"Wrong\.features\(self\) .*\(view\)"),
+        ("fingerprint", {"fit": lambda self, features: None}, r"Wrong\.fit.*\(features, targets, outputs\)"),
+        ("decide", {"choose": lambda self: None}, r"Wrong\.choose\(self\) .*\(seen\)"),
+        ("compression", {"decode": lambda self, name, x: None}, r"Wrong\.decode.*\(name, tensors, dtype\)"),
+        ("rungs", {"decide": lambda self, call, rows: []}, r"Wrong\.decide.*\(call, rows, layer\)"),
+        ("rungs", {"__init__": lambda self: None}, r"Wrong\(\) .*\(banks\)"),
+    ],
+)
+def test_what_could_not_be_called_is_refused(kind: str, instead: dict[str, Any], message: str) -> None:
+    registry, example = REGISTRIES[kind]
+    with pytest.raises(ConfigError, match=f"^{kind}: {message}"):
+        registry.register("mine", type("Wrong", (example,), instead))
+    assert "mine" not in registry
+
+
+@pytest.mark.parametrize("kind", REGISTRIES)
+def test_what_is_ours_would_be_registered_too(kind: str) -> None:
+    registry, _ = REGISTRIES[kind]
+    for name, made in list(registry.items()):
+        with pytest.raises(ConfigError, match=f"the name '{name}' is taken by {made.__name__}"):
+            registry.register(name, made)
+        registry.register("again", made)
+        del registry["again"]
+    with pytest.raises(ConfigError, match=f"{kind}: 'mine': register a class, not"):
+        registry.register("mine", outside.MostRecent())
+
+
+def test_methods_may_be_static_or_take_anything(register: Callable[..., Any]) -> None:
+    class Loose(Policy):
+        on_put = on_remove = staticmethod(lambda *args: None)
+
+        @classmethod
+        def on_hit(cls, key: str) -> None:
+            """Ignore it."""
+
+        def victim(self, *args: Any) -> str:
+            raise KeyError("empty")
+
+    register("policy", Loose)
+
+
+@pytest.mark.parametrize("kind", REGISTRIES)
+def test_an_unknown_name_is_told_those_that_there_are(kind: str, register: Callable[..., Any]) -> None:
+    register(kind)
+    setting = ["yours"] if kind == "rungs" else "yours"
+    with pytest.raises(ConfigError) as refusal:
+        wrapped(build(CLASSIFIERS["bert"]), tau=0.9, **{kind: setting})
+    assert f"{kind}: unknown name 'yours'; known: {', '.join(sorted(REGISTRIES[kind][0]))}" in str(refusal.value)
+    assert "mine" in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", ["exact", "semantic", "paper"])
+def test_rungs_of_other_settings_are_not_named_again(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"rungs: '{name}' is turned on by other settings"):
+        wrapped(build(CLASSIFIERS["bert"]), rungs=[name])
+
+
+@pytest.mark.parametrize(
+    ("adapter", "message"),
+    [
+        ("bert", r"adapter: register an Adapter\(\.\.\.\), not 'bert'"),
+        (Adapter("mine", (), "layers"), "'mine': name at least one trunk class"),
+        (Adapter("mine", "Tower", "layers"), "'mine': name at least one trunk class"),  # type: ignore[arg-type]
+        (Adapter("mine", ("Tower",), ""), "'mine': name the path"),
+        (Adapter("mine", ("Tower",), "stages", skipped=lambda hidden: hidden), "'mine': skipped must take hidden"),  # type: ignore[misc, arg-type]
+        (Adapter("mine", ("BertModel",), "layers"), "'BertModel'.*already belongs to 'bert'"),
+    ],
+)
+def test_an_adapter_that_cannot_work_is_refused(adapter: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        register_adapter(adapter)
+    assert "mine" not in ADAPTERS
+
+
+@pytest.mark.usefixtures("_table")
+@pytest.mark.parametrize("paths", [{"layers": "tower.steps"}, {"layers": "tower.stages", "norm": "bottom"}])
+def test_an_adapter_that_does_not_fit_the_model_says_so(paths: dict[str, str]) -> None:
+    register_adapter(Adapter("tower", ("Tower",), **paths))
+    with pytest.raises(UnsupportedModelError, match=r"Tower: not as its adapter 'tower' says: .*(steps|bottom)"):
+        wrapped(build(outside.Tower))
+
+
+def test_an_unknown_family_is_told_those_that_there_are() -> None:
+    with pytest.raises(ConfigError, match=r"adapter: unknown name 'tower'; known: auto, bart, bert, .*, t5"):
+        wrapped(build(CLASSIFIERS["bert"]), adapter="tower")
+    with pytest.raises(ConfigError, match="adapter='t5': BertForSequenceClassification holds no T5Stack"):
+        wrapped(build(CLASSIFIERS["bert"]), adapter="t5")
+
+
+def test_options_of_any_type_reach_the_constructor(register: Callable[..., Any]) -> None:
+    class Drawn(outside.MostRecent):
+        def __init__(self, rng: Random) -> None:
+            super().__init__()
+            self.rng = rng
+
+    class Weighed(outside.MostRecent):
+        def __init__(self, share: Fraction | None = None) -> None:  # known to type checkers alone
+            super().__init__()
+
+    # Annotations are text here: these classes have them resolved in this module, where `Random` is known.
+    register("policy", Drawn)
+    wrapped(build(CLASSIFIERS["bert"]), policy={"name": "mine", "rng": Random(0)})
+    with pytest.raises(ConfigError, match=r"policy: mine: rng=7: .*instance of Random"):
+        wrapped(build(CLASSIFIERS["bert"]), policy={"name": "mine", "rng": 7})
+    with pytest.raises(ConfigError, match="policy: mine does not accept"):
+        wrapped(build(CLASSIFIERS["bert"]), policy={"name": "mine", "rng": Random(0), "seed": 7})
+    POLICIES["mine"] = Weighed
+    wrapped(build(CLASSIFIERS["bert"]), policy={"name": "mine", "share": 0.5})
+
+
+@pytest.mark.parametrize("old", ["step_aside"])
+def test_a_setting_of_old_is_told_its_name_of_now(old: str) -> None:
+    with pytest.raises(ConfigError, match=f"{old}: this setting is called auto_bypass now"):
+        LLMCache.wrap(build(CLASSIFIERS["bert"]), **{old: False})
+
+
+def test_bases_count_few_methods_of_their_own() -> None:
+    """Four at most; an index has two facts on top, as its docstring says."""
+    n_own = {kind: len(example.__bases__[0].__abstractmethods__) for kind, (_, example) in REGISTRIES.items()}
+    assert {kind: n for kind, n in n_own.items() if n > 4} == {"index": 6}
+    assert issubclass(outside.Files, Store) and issubclass(outside.SameTokens, Rung)
