@@ -113,8 +113,8 @@ class Audit:
         """Count a call's requests, draw among its approximate hits, and return those that are served.
 
         None is once requests are unlike those of the calibration. A hit that is drawn while the queue is full is
-        computed in the call, not served: its own answer is known at once, and the estimate keeps every sample. A hit whose
-        source has no known answer could not be audited, and is computed as well.
+        computed in the call, not served: its own answer is known at once, and the estimate keeps every sample. A hit
+        whose source has no known answer could not be audited, and is computed as well.
         """
         ease = self.worker.ease  # where looks wait, fewer are drawn: before anything is known of these requests
         with self._lock:
