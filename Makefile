@@ -40,15 +40,17 @@ test-outside: setup ## Run transformers' and sentence-transformers' tests, unwra
 	PYTHONPATH=tests/outside:. $(BIN)/python -m judge --families='$(FAMILIES)' \
 	    --transformers='$(TRANSFORMERS_SRC)' --sentences='$(SENTENCES_SRC)'
 
-check: setup ## Formatting, lint, types, and whether docs/cli.md is up to date.
+check: setup ## Formatting, lint, types, and whether the generated pages of docs/ are up to date.
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy --strict llmcache
-	$(BIN)/python -m llmcache.cli.reference --check docs/cli.md
+	$(BIN)/python -m llmcache.cli.reference --check docs
 
-docs: setup ## Write docs/cli.md from the commands' own help, and the README's tables from results/.
-	$(BIN)/python -m llmcache.cli.reference docs/cli.md
-	$(BIN)/python -m experiments.report.readme
+docs: setup ## Write docs/cli.md, docs/settings.md and the tables from results/, and build the site into build/site.
+	$(PIP) install -c constraints.txt -e '.[docs]'
+	$(BIN)/python -m llmcache.cli.reference docs
+	$(BIN)/python -m experiments.report.pages
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 fix: setup ## Format, and repair what ruff can repair.
 	$(BIN)/ruff check --fix .

@@ -67,24 +67,24 @@ class CacheConfig(BaseModel):
             only `cache.drain()` does.
         audit_share: Where calls leave no such moment for a second, the work is done within calls, for no more than this
             share of their time, 0 to 1. Of what it cannot carry less is drawn. 0: none is done there.
-        recalibrate: Requests after which a calibration is renewed from the newest ones that were looked into, if those
+        recalibrate: Requests after which a calibration is renewed from the newest ones that were audited, if those
             can carry its claim by then; None: never.
         fingerprint_per_layer: Search each layer's bank with the fingerprint of the states that enter this layer, not
             with that of the embedding output. In `paper` mode, with `mean` or `simhash`.
         index: `flat` (exact), `refined` (bits first, then exact), `hnsw` (a graph, for more than some 100,000 entries),
             `binary` (for `simhash` alone), `lsh` (for `minhash` alone; its threshold is the least tau, if none is
             given), or `auto`: the fingerprint's own, else `refined`.
-        policy: Who leaves a full bank: `lru`, `lfu`, `fifo`, `ttl` (`ttl_s`, seconds), `staleness` (matches that count
-            half after every `half_life_s` seconds), or `divergence` (checks a share `check_rate` of approximate reuses
-            by computing them; entries over `limit` leave at once).
+        policy: Who leaves a full bank or, of prefixes, a full pool of blocks: `lru`, `lfu`, `fifo`, `ttl` (`ttl_s`,
+            seconds), `staleness` (matches that count half after every `half_life_s` seconds), or `divergence` (checks a
+            share `check_rate` of approximate reuses by computing them; entries over `limit` leave at once).
         store: Where the entries of a bank lie: `memory`, or one that was registered (`llmcache.STORES`).
-        rungs: Further ways to serve rows, by the names under which they were registered (`llmcache.RUNGS`). They
-            are asked after exact repeats and before approximate reuse.
+        rungs: Further ways to serve rows, by the names under which they were registered (`llmcache.RUNGS`). They are
+            asked after exact repeats and before approximate reuse.
         compression: Codec of stored states: `none`, `fp16`, `int8`, `pca` or `autoencoder`. The last two keep `dim`
             float16 numbers of each row of a layer. They are fitted on the first `fit_on` rows that are to be stored in
             the layer, anew for other weights, in the call that brings the last of them, which takes up to a few seconds
             a layer; what was stored plainly until then is packed, too. `Stats.reconstruction_error` says what is lost.
-        auto_bypass: Let calls go by the cache where it takes more time than it saves, as measured for calls of their
+        auto_bypass: Let calls bypass the cache where it takes more time than it saves, as measured for calls of their
             length (`Stats.cost`), until it would pay. They are counted in `Stats.bypassed`. Not in `paper` mode.
         max_entries: Most entries a bank, or None.
         max_bytes: Budget in bytes of the states of all banks together; each bank gets an equal share. Where prefixes
@@ -139,6 +139,8 @@ class CacheConfig(BaseModel):
     @field_validator("rungs", mode="before")
     @classmethod
     def _names_alone(cls, values: Any) -> Any:
+        if not isinstance(values, list | tuple):
+            raise ValueError("give a list of names, or of {name: ..., option: value}")
         return [{"name": value} if isinstance(value, str) else value for value in values]
 
     @field_validator("mode", mode="before")
@@ -187,7 +189,7 @@ class CacheConfig(BaseModel):
     def _parts_fit_together(self) -> Self:
         if self.recalibrate is not None and not self.audit:
             raise ValueError(
-                f"recalibrate={self.recalibrate} with audit=0: it is made from requests that were looked into; raise "
+                f"recalibrate={self.recalibrate} with audit=0: it is made from requests that were audited; raise "
                 "audit, or leave it out"
             )
         if self.mode == "paper" and self.exact:

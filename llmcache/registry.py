@@ -55,7 +55,8 @@ class Registry(dict[str, type[T]], Generic[T]):
             ConfigError: There is none.
         """
         if name not in self:
-            raise ConfigError(f"{self.kind}: unknown name {name!r}; known: {', '.join(sorted(self))}")
+            known = ", ".join(sorted(self)) or "none, until one is registered"
+            raise ConfigError(f"{self.kind}: unknown name {name!r}; known: {known}")
         return self[name]
 
     def _check(self, made: type) -> None:

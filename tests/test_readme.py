@@ -1,4 +1,4 @@
-"""README.md: every figure of its tables is that of a file in `results/`, and its prose has settings alone."""
+"""README.md and docs/results.md: figures of tables are those of files in `results/`; prose has settings alone."""
 
 import json
 import re
@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from experiments.report.readme import MARK, TABLES, figures_without_a_file, fill
-from experiments.report.readme.files import each, is_timed, row_of
+from experiments.report.pages import MARK, PAGES, TABLES, figures_without_a_file, fill, lines_of
+from experiments.report.pages.files import each, is_timed, row_of
 from llmcache.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+TEXTS = {page: (ROOT / page).read_text(encoding="utf-8") for page in PAGES}
 RESULTS = ROOT / "results"
 
 #: What the prose may say in numbers with a unit: settings, and sizes of what was asked.
@@ -21,20 +21,31 @@ SETTINGS = {"0.5 %"}
 
 @pytest.mark.parametrize("name", TABLES)
 def test_a_table_is_what_the_files_of_results_say(name: str) -> None:
-    """After a measurement: python -m experiments.report.readme"""
-    shown = [found[2].rstrip("\n") for found in MARK.finditer(README) if found[1] == name]
-    assert shown == [TABLES[name](RESULTS)]
+    """After a measurement: python -m experiments.report.pages"""
+    shown = [
+        (page, found[2].rstrip("\n")) for page in PAGES for found in MARK.finditer(TEXTS[page]) if found[1] == name
+    ]
+    assert len(shown) == 1
+    for page, lines in shown:
+        assert lines == lines_of(name, RESULTS, PAGES[page])
 
 
-def test_every_table_with_figures_has_a_mark() -> None:
-    assert list(figures_without_a_file(README)) == []
-    assert {found[1] for found in MARK.finditer(README)} == TABLES.keys()
+@pytest.mark.parametrize("page", PAGES)
+def test_every_table_with_figures_has_a_mark(page: str) -> None:
+    assert list(figures_without_a_file(TEXTS[page])) == []
 
 
-def test_prose_leaves_figures_to_tables() -> None:
-    prose = re.sub(r"```.*?```|`[^`]*`|^\|.*$", "", README, flags=re.DOTALL | re.MULTILINE)
+@pytest.mark.parametrize("page", PAGES)
+def test_prose_leaves_figures_to_tables(page: str) -> None:
+    prose = re.sub(r"```.*?```|`[^`]*`|^\|.*$", "", TEXTS[page], flags=re.DOTALL | re.MULTILINE)
     told = set(re.findall(r"\d[\d.,]* (?:%|ms|s|points|times|MB|GB)(?!\w)", prose))
     assert told <= SETTINGS
+
+
+def test_the_first_screen_is_short() -> None:
+    lines = TEXTS["README.md"].splitlines()
+    assert len(lines) <= 110
+    assert [found[1] for found in MARK.finditer(TEXTS["README.md"])] == ["modes"]
 
 
 def test_a_figure_that_differs_or_has_no_file_is_seen() -> None:
@@ -46,8 +57,13 @@ def test_a_figure_that_differs_or_has_no_file_is_seen() -> None:
     renewed = fill(stale, RESULTS)
     assert renewed == f"before\n\n<!-- table: bound -->\n{TABLES['bound'](RESULTS)}\n\nafter\n" != stale
     assert fill(renewed, RESULTS) == renewed
-    with pytest.raises(ConfigError, match="no table 'bond'; known: demo, latency"):
+    with pytest.raises(ConfigError, match="no table 'bond'; known: modes, demo"):
         fill("<!-- table: bond -->\n", RESULTS)
+
+
+def test_links_of_a_page_reach_the_root() -> None:
+    lines = lines_of("limits", RESULTS, "../")
+    assert "](../configs/trust_drift.yaml)" in lines and "](configs/" not in lines
 
 
 @pytest.mark.parametrize(

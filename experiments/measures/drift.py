@@ -7,7 +7,7 @@
                    some of them often (Zipf): how many of these streams are told to have changed, too?
 
 The claim is void once requests are drawn otherwise. That is told from requests alone, audited or not
-(`llmcache/calibration/drift.py`); the audit looks into hits. Both are live here, and what was drawn is looked into at
+(`llmcache/calibration/drift.py`); the audit looks into hits. Both are live here, and what was drawn is audited at
 once. Streams that do not change are long and many: what is compared of each request was found once, and is replayed.
 """
 
@@ -45,7 +45,7 @@ class Drift(LearningExperiment):
     """Settings of the measure.
 
     Attributes:
-        audits: Least probabilities with which hits are looked into, that are compared.
+        audits: Least probabilities with which hits are audited, that are compared.
         sources: Who serves.
         late: Which intents come late. `any`: half of them, drawn by seed. `alike`: one of each two that the head tells
             apart least, so that what is new is like what was seen.

@@ -42,7 +42,7 @@ class Poisoning(Adversaries):
     """Settings of the measure; of `n_edits`, the words that the attacker tries in one place.
 
     Attributes:
-        audits: Least probabilities with which hits are looked into, that are compared.
+        audits: Least probabilities with which hits are audited, that are compared.
         sources: Who serves.
         n_targets: Requests that the attacker wants to capture.
         n_planted: Requests that he asks for each, at most.

@@ -14,9 +14,9 @@ _IDLE_EVERY = 500  # some two seconds of a small model's requests; looks wait fo
 class Cached:
     """Serves from a cache wrapped around the model. Options are those of `llmcache.CacheConfig`.
 
-    It does not step aside unless told to: what the cache does is measured, also where it would rather not. The audit's
-    looks are done after every `_IDLE_EVERY` requests, as in idle moments of a service, and after the last one; never
-    while another method is asked. The time counts as that of the request before.
+    No call is bypassed for its cost unless options say so: what the cache does is measured, worthwhile or not. What the
+    audit drew is recomputed after every `_IDLE_EVERY` requests, as in idle moments of a service, and after the last
+    one; never while another method is asked. The time counts as that of the request before.
     """
 
     def __init__(self, workload: Workload, options: Mapping[str, Any]) -> None:

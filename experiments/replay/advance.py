@@ -46,7 +46,7 @@ def choose_threshold(
     Args:
         units: One a request.
         n_first: The first requests, which are A, B and C.
-        claim: What is to be shown, of changed answers.
+        risk_target: What is to be shown, of changed answers.
         is_changed: Compares answers.
     """
     learned, tested = (np.array(part) for part in split(n_first, risk_target))

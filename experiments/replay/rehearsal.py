@@ -33,7 +33,7 @@ class Rehearsal:
     Attributes:
         workload: Model and requests.
         cache: On a copy of the model. Holds nothing yet.
-        trust: Its calibrated reuse.
+        calibrated: Its calibrated reuse.
         observed: The requests, N.
         answers: What the model alone answers, N.
         put_out: What the model's layers put out for single requests; see `experiments.replay.recall`.
@@ -118,7 +118,7 @@ def grow(
     """Serve requests while those that are computed become sources.
 
     Args:
-        trust: Has learned.
+        calibrated: Has learned.
         learned: Who serves at first.
         later: Requests, N, in the order in which they are asked.
         limit: The largest risk.
@@ -137,7 +137,7 @@ def grow(
 def risks_about(
     calibrated: CalibratedReuse, sources: Sequence[Observation], later: Sequence[Observation]
 ) -> dict[str, Found]:
-    """The risk about each request by its key, if `sources` serve, which stand already, and no others."""
+    """The risk of serving each request by its key, if `sources` serve, which stand already, and no others."""
     found = calibrated.fitter.look_up(later, {case.row.key for case in sources})
     return {case.row.key: one for case, one in zip(later, found, strict=True)}
 
@@ -148,7 +148,7 @@ def freeze(
     """Serve requests from those that were learned from; the others serve their own repeats alone.
 
     Args:
-        risks: About each later request; see `doubts_about`.
+        risks: About each later request; see `risks_about`.
         learned: Keys of who serves.
         later: See `grow`.
         limit: See `grow`.

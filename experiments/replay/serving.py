@@ -37,7 +37,7 @@ def asking(workload: Workload, texts: Sequence[str], max_length: int) -> Workloa
 
 
 def ask(cache: LLMCache, workload: Workload, number: int) -> Reply:
-    """Have one request answered, and what the audit drew of it looked into at once.
+    """Have one request answered, and what the audit drew of it audited at once.
 
     In service that is done in the next idle moment, seconds later at most; here results do not hang on when that is.
     """

@@ -54,7 +54,7 @@ ABOUT: Mapping[str, str] = {
     "prefix_parity": "Whether generation with llmcache gives the model's own tokens.",
     "prefix_parity_bfloat16": "Parity in bfloat16, where the same sums round otherwise.",
     "prefix_soak": "Parity over 2,000 requests under a budget that forces eviction.",
-    "cost_no_repetition": "A stream without repetition, where the cache steps aside: what is left of its cost.",
+    "cost_no_repetition": "A stream without repetition, where calls bypass the cache: what is left of its cost.",
 }
 
 HOW = """\

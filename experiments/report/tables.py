@@ -75,7 +75,7 @@ def _extras(methods: Mapping[str, Figures]) -> Iterator[str]:
 
 
 def _stepped_aside(methods: Mapping[str, Figures]) -> Iterator[str]:
-    """What is left of the cost where a cache let requests go by."""
+    """What is left of the cost where calls bypass the cache."""
     told = [label for label, figures in methods.items() if figures["options"].get("auto_bypass")]
     if told:
         yield table(

@@ -1,4 +1,4 @@
-"""(2) Layer-wise Cache Bank: the entries of one layer, within budgets. The only place that evicts."""
+"""(2) Layer-wise Cache Bank: the entries of one layer, within budgets; the only place that evicts entries."""
 
 import weakref
 from collections.abc import Callable, Iterable

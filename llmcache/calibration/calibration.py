@@ -48,7 +48,7 @@ class OperatingPoint:
 
 @dataclass(frozen=True, slots=True)
 class AlarmLevels:
-    """What the audit of a calibration goes by.
+    """Levels by which the audit of a calibration decides.
 
     Attributes:
         most_changed: Share of changed answers over which the alarm is to ring: what was allowed, or, where the metric
@@ -87,7 +87,7 @@ class Calibration:
         seconds: Time that it took, computing the requests left out.
         model_ms: Median time in which the model computed a request of C, milliseconds.
         lookup_ms: Mean time in which it was found who would serve one.
-        watch: What the audit goes by; None where nothing is reused.
+        watch: Levels by which the audit decides; None where nothing is reused.
         n_alarms: Alarms of the audit since. The bound is void from the first on.
         has_drifted: Requests are no longer like those that it was made with (`drift.py`). The bound is void,
             and nothing is reused approximately.
@@ -146,7 +146,7 @@ class HoldoutOutcome:
     """Requests of C, as they would be served without a limit.
 
     Attributes:
-        risk: About each, float64 (N,); infinite where it is computed at any setting, -infinite where it was stored
+        risk: Of each, float64 (N,); infinite where it is computed at any setting, -infinite where it was stored
             itself.
         loss: What serving it would lose, float64 (N,): of shares, 1 or 0.
         low: Least possible loss.
@@ -206,7 +206,7 @@ def size_needed(max_drop: float, delta: float, metric: Metric | str = "changed")
 def watch(
     trial: HoldoutOutcome, setting: OperatingPoint | None, max_changed: float | None, delta: float
 ) -> AlarmLevels | None:
-    """What an audit of a setting goes by.
+    """Levels by which an audit of a setting decides.
 
     Args:
         trial: Of C, with the share of changed answers as its loss.
@@ -240,7 +240,7 @@ def _draws_of(metric: Metric, max_drop: float, delta: float) -> int:
 
 
 def settings(risk: Doubles) -> Doubles:
-    """Limits to test, strictest first (K,), from risks about the requests of B."""
+    """Limits to test, strictest first (K,), from the risks of the requests of B."""
     finite = np.unique(risk[np.isfinite(risk)])
     if len(finite) <= N_SETTINGS:
         return finite

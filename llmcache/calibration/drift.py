@@ -1,7 +1,7 @@
 """Whether requests are still like those of the calibration, told from what their lookups find. Nothing is recomputed.
 
 A certificate is about requests that are drawn like those it was measured on. Of each request some marks are compared
-with those on C (part C of the calibration, which nothing was learned from): the risk about it, the similarity of who
+with those on C (part C of the calibration, which nothing was learned from): its risk, the similarity of who
 would serve it, the class that is forecast, and with the risk whether it would be served at all.
 
 Repeats of sources are left out on both sides: they are served their own answers, however many come, and C may hold
@@ -49,7 +49,7 @@ class Marks(NamedTuple):
     """What is compared of a request.
 
     Attributes:
-        risk: About who would serve it; infinite where nobody may, -infinite of a repeat of a source.
+        risk: Of the one that would serve it; infinite where nobody may, -infinite of a repeat of a source.
         similarity: Of that one, -1 to 1; -1 where nobody was found.
         forecast: The class that is expected, or the largest component of what is; -1 where nothing is forecast.
     """
@@ -128,7 +128,7 @@ class _Spread:
         }
 
     def __call__(self, marks: Marks) -> tuple[float, ...]:
-        """Doubt, similarity, and the places of the class."""
+        """Risk, similarity, and the places of the class."""
         return marks.risk, marks.similarity, *self._places.get(marks.forecast, self._none)
 
     @property

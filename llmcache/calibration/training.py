@@ -31,7 +31,7 @@ class Found(NamedTuple):
     """Who would serve a request.
 
     Attributes:
-        risk: About that; -infinite where it is stored itself, infinite where none may.
+        risk: Of serving it so; -infinite where it is stored itself, infinite where none may.
         key: Of who would; None where there is none.
         rung: By which; "" where there is none.
     """
@@ -75,7 +75,7 @@ class CalibrationFitter:
             cases: Requests that all differ.
 
         Returns:
-            Limits worth trying, strictest first (K,): risks about them, each looked up among others.
+            Limits worth trying, strictest first (K,): the risks of serving them, each looked up among others.
 
         Raises:
             CalibrationError: Not all of them are held.
@@ -124,7 +124,7 @@ class CalibrationFitter:
 
         Args:
             cases: The requests.
-            repeated: Keys of those that are stored themselves, about which there is no risk.
+            repeated: Keys of those that are stored themselves, which carry no risk.
         """
         found: dict[str, Found] = {}
         for case in cases:
@@ -133,7 +133,7 @@ class CalibrationFitter:
         return [found[case.row.key] for case in cases]
 
     def risks(self, cases: Sequence[Observation], repeated: Collection[str]) -> tuple[Doubles, list[str | None]]:
-        """The risk about each request (N,), and the key of who would serve it; see `look_up`."""
+        """The risk of serving each request (N,), and the key of who would serve it; see `look_up`."""
         found = self.look_up(cases, repeated)
         return np.array([one.risk for one in found], np.float64), [one.key for one in found]
 

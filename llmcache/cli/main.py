@@ -6,6 +6,7 @@ experiments of a checkout do.
 
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Annotated, Final, TypeAlias
 
 import typer
@@ -15,6 +16,9 @@ from llmcache.cli import generate, info, repl
 from llmcache.errors import LLMCacheError
 
 Commands: TypeAlias = Mapping[str, Callable[..., None]]
+
+#: Where the experiments are, if anywhere.
+CHECKOUT: Final = Path(__file__).parents[2]
 
 #: Groups of commands and what they are for.
 GROUPS: Final[Mapping[str, str]] = {"bench": "Measure speed and memory on this machine."}
@@ -27,12 +31,11 @@ def find_commands() -> Commands:
     """Every command that is installed, in the order of `llmcache --help`: ours last."""
     found: dict[str, Callable[..., None]] = {}
     for entry in entry_points(group="llmcache.commands"):
-        try:
+        # The wheel holds the library alone, but names the experiments of the checkout that it was built from. Another
+        # package called `experiments` is none of ours.
+        is_ours = entry.dist is not None and entry.dist.name == __package__.partition(".")[0]
+        if not is_ours or (CHECKOUT / "pyproject.toml").is_file():
             found |= entry.load()
-        except ModuleNotFoundError as error:
-            # The wheel holds the library alone, but names the experiments of the checkout that it was built from.
-            if error.name != entry.module.partition(".")[0]:
-                raise
     return {**found, **OWN}
 
 
@@ -57,7 +60,7 @@ def build_app(commands: Mapping[str, Callable[..., None]]) -> typer.Typer:
         *group, word = name.split()
         for part in group:
             if part not in groups:
-                groups[part] = typer.Typer(help=GROUPS[part], no_args_is_help=True, rich_markup_mode=None)
+                groups[part] = typer.Typer(help=GROUPS.get(part), no_args_is_help=True, rich_markup_mode=None)
                 app.add_typer(groups[part], name=part)
         (groups[group[0]] if group else app).command(word)(function)
     return app

@@ -1,22 +1,38 @@
-"""Write `docs/cli.md` from the commands' own `--help`, or tell whether it is up to date.
+"""Write `docs/cli.md` from the commands' own `--help` and `docs/settings.md` from `CacheConfig`, or check both.
 
-Run it as `python -m llmcache.cli.reference [--check] docs/cli.md`.
+Run it as `python -m llmcache.cli.reference [--check] docs`.
 """
 
 import argparse
+import inspect
+import re
 import sys
-from collections.abc import Sequence
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
 
 from typer.testing import CliRunner
 
 from llmcache.cli.main import COMMANDS, app
+from llmcache.config import CacheConfig
+from llmcache.registry import Component, Registry
 
 HEADER = """\
 # Command line
 
 Made by `make docs` from the commands' own `--help`; do not edit.
 """
+SETTINGS_HEADER = """\
+# Settings
+
+Made by `make docs` from `llmcache.CacheConfig`; do not edit.
+
+Settings are keyword arguments of `LLMCache.wrap`, or keys of a YAML file or mapping given as `config`. An exchangeable
+part is given by its name, or as `{name: ..., option: value}`. An unknown key or name is an error that lists the known.
+"""
+#: Of the constructor's arguments, how many the library gives itself; the others are options of a setting.
+_GIVEN: Mapping[str, int] = {"index": 1, "store": 1}
 
 
 def render() -> str:
@@ -32,21 +48,101 @@ def _section(path: tuple[str, ...]) -> str:
     return f"## {title}\n\n```text\n$ {title} --help\n{text}\n```\n"
 
 
+def render_settings() -> str:
+    """Return every setting as Markdown: type, default, what it does, and the parts that it can name."""
+    told = _attributes(inspect.getdoc(CacheConfig) or "")
+    parts = _registries()
+    sections = []
+    for name, field in CacheConfig.model_fields.items():
+        default = field.default.name if isinstance(field.default, Component) else field.default
+        lines = [f"## `{name}`", f"Type `{_kind(field.annotation)}`, default `{_literal(default)}`.", told[name]]
+        if name in parts:
+            lines.append("\n".join(_table(parts[name])))
+        sections.append("\n\n".join(lines) + "\n")
+    return "\n".join([SETTINGS_HEADER, *sections])
+
+
+def _registries() -> Mapping[str, Registry[Any]]:
+    """Those whose parts settings name, by setting."""
+    from llmcache.banks.compression import CODECS
+    from llmcache.banks.stores import STORES
+    from llmcache.fingerprint import FINGERPRINTS
+    from llmcache.matching import DECISIONS
+    from llmcache.matching.index import INDEXES
+    from llmcache.policies import POLICIES
+
+    registries: tuple[Registry[Any], ...] = (FINGERPRINTS, DECISIONS, INDEXES, POLICIES, STORES, CODECS)
+    return {registry.kind: registry for registry in registries}
+
+
+def _attributes(docstring: str) -> dict[str, str]:
+    """What a docstring tells of each attribute, as one paragraph."""
+    found: dict[str, list[str]] = {}
+    for line in docstring.partition("Attributes:\n")[2].splitlines():
+        if head := re.match(r"    (\w+): (.*)", line):
+            found[head[1]] = [head[2]]
+        elif line.strip():
+            found[next(reversed(found))].append(line.strip())
+    return {name: " ".join(lines) for name, lines in found.items()}
+
+
+def _kind(annotation: Any) -> str:
+    """A type as it is written."""
+    if annotation is Component:
+        return "name | {name, options}"
+    if get_origin(annotation) is Literal:
+        return " | ".join(map(_literal, get_args(annotation)))
+    if get_origin(annotation) is types.UnionType or "Union" in str(get_origin(annotation)):
+        return " | ".join(map(_kind, get_args(annotation)))
+    if get_origin(annotation) is tuple:
+        return f"list[{_kind(get_args(annotation)[0])}]"
+    return "None" if annotation is type(None) else inspect.formatannotation(annotation).replace("typing.", "")
+
+
+def _literal(value: Any) -> str:
+    return f'"{value}"' if isinstance(value, str) else repr(list(value) if isinstance(value, tuple) else value)
+
+
+def _table(registry: Registry[Any]) -> Iterator[str]:
+    """A row for each part: its name, its options with their defaults, the first sentence of its docstring."""
+    yield "| name | options | what it is |"
+    yield "|---|---|---|"
+    for name, made in registry.items():
+        told = (inspect.getdoc(made) or "").partition("\n\n")[0].replace("\n", " ").removeprefix(f"`{name}`: ")
+        sentence = re.split(r"(?<=\.)\s", told)[0]
+        yield f"| `{name}` | {', '.join(_options(made, _GIVEN.get(registry.kind, 0)))} | {sentence} |"
+
+
+def _options(made: Callable[..., Any], n_given: int) -> Iterator[str]:
+    """Options of a part that a setting can give: no clocks and the like."""
+    for parameter in list(inspect.signature(made).parameters.values())[n_given:]:
+        if "Callable" in str(parameter.annotation):
+            continue
+        has_default = parameter.default is not parameter.empty
+        yield f"`{parameter.name}={_literal(parameter.default)}`" if has_default else f"`{parameter.name}`"
+
+
+#: Pages that are made, by their file.
+PAGES: Mapping[str, Callable[[], str]] = {"cli.md": render, "settings.md": render_settings}
+
+
 def main(args: Sequence[str] | None = None) -> int:
-    """Write or check the file; return the exit code: 1 when `--check` finds it stale."""
-    parser = argparse.ArgumentParser(prog="python -m llmcache.cli.reference", description="Write docs/cli.md.")
-    parser.add_argument("path", type=Path, help="the Markdown file")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 when the file is stale")
+    """Write or check the pages; return the exit code: 1 when `--check` finds one stale."""
+    parser = argparse.ArgumentParser(prog="python -m llmcache.cli.reference", description="Write the generated pages.")
+    parser.add_argument("folder", type=Path, help="where the Markdown files are")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 when a page is stale")
     options = parser.parse_args(args)
 
-    expected = render()
-    if not options.check:
-        options.path.parent.mkdir(parents=True, exist_ok=True)
-        options.path.write_text(expected, encoding="utf-8")
-    elif not options.path.is_file() or options.path.read_text(encoding="utf-8") != expected:
-        sys.stderr.write(f"{options.path} is stale: run `make docs`\n")
-        return 1
-    return 0
+    stale = 0
+    for name, make in PAGES.items():
+        path, expected = options.folder / name, make()
+        if not options.check:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(expected, encoding="utf-8")
+        elif not path.is_file() or path.read_text(encoding="utf-8") != expected:
+            sys.stderr.write(f"{path} is stale: run `make docs`\n")
+            stale = 1
+    return stale
 
 
 if __name__ == "__main__":

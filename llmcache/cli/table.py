@@ -30,7 +30,7 @@ def show_table(title: str, rows: Sequence[Mapping[str, Any]], n_names: int = 1) 
         typer.echo("nothing")
         return
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    cells = [[cell(value) for value in row.values()] for row in rows]
+    cells = [[cell(row[heading]) for heading in rows[0]] for row in rows]
     for number, heading in enumerate(rows[0]):
         words = heading.replace("_", " ").split()
         widest = max(map(len, (*words, *(row[number] for row in cells))))

@@ -29,7 +29,7 @@ class Lookup:
 
         Args:
             parts: What calls are served with.
-            checks: Sets decisions aside that are to be compared.
+            revalidation: Sets decisions aside that are to be compared.
             tokenizer: Names the special tokens; without one the config and the family do.
         """
         self._components = parts
@@ -59,7 +59,7 @@ class Lookup:
             entering: Their dtype.
 
         Returns:
-            Why the call must go by the cache, or None.
+            Why the call must bypass the cache, or None.
         """
         started = perf_counter()
         reason = self.guard("read the request", self._read, call, hidden, entering)

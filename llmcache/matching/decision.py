@@ -47,7 +47,7 @@ class Decision(ABC):
         reads_answers: It compares their answers, so entries without one are never served.
         reads_lead: It may choose the answer that the forecast favours.
         max_risk: The largest risk that a calibration may allow.
-        risk_range: Least and largest risk about one that may serve; by default those of similarities, negated.
+        risk_range: Least and largest risk of one that may serve; by default those of similarities, negated.
     """
 
     k: int = 1
@@ -113,10 +113,10 @@ class Consensus(Decision):
 
 
 def deepest_layer(risk: float, limits: Mapping[int, float], held: Collection[int]) -> int | None:
-    """The deepest layer whose bank holds the neighbour and whose limit the risk keeps to.
+    """The deepest layer whose bank holds the neighbour and whose limit the risk does not exceed.
 
     Args:
-        risk: About the neighbour.
+        risk: Of the neighbour.
         limits: Largest risk by layer; a layer without one never reuses.
         held: Layers whose bank still holds the neighbour.
 

@@ -21,7 +21,7 @@ _LEAST = 1e-9  # of such a sum, before its logarithm
 
 @dataclass
 class Risk(Decision):
-    """The neighbour with the least risky answer serves; the risk is the chance that the request's own is another.
+    """The neighbour whose answer has the least risk serves; the risk is the chance that the request's own is another.
 
     Neighbours vote with weights that fall with similarity, and the forecast favours some of their answers. The chance
     is a logistic regression on what vote and forecast say of an answer, learned from requests whose own are known. Of

@@ -31,7 +31,7 @@ Frame: TypeAlias = Any
 class Listener(Protocol):
     """What the swaps call: a forward of the trunk is `entered`, `opened`, `layer` once a layer, `completed`, `closed`.
 
-    One that it `lets_pass` is plain, and `has_passed` afterwards. An `answer_at_door` may come before the layers: it is
+    One that it `lets_pass` is plain, and `has_passed` afterwards. An `answer_early` may come before the layers: it is
     the trunk's output, and no layer is called. A forward that `is_undone` after the layers is run again. One that is
     not `entered` is `passed` and plain. A forward of the whole model is `entered`, `answered` and `left`.
     """

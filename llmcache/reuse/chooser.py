@@ -128,7 +128,7 @@ class NeighbourChooser:
         return self._decision.max_risk
 
     def check_limit(self, limit: Any) -> None:
-        """Refuse what is no risk of the decision.
+        """Refuse what is not a risk score of the decision.
 
         Raises:
             ConfigError: It is not between the least risk and the largest.
@@ -160,7 +160,7 @@ class NeighbourChooser:
         return seen, self._answers.agree(_signatures(shown), case.answer).tolist()
 
     def fit(self, looks: Sequence[tuple[Evidence, Sequence[bool]]]) -> Doubles:
-        """Let the decision learn from requests whose answers are known, and return its risks about them (N,)."""
+        """Let the decision learn from requests whose answers are known, and return their risks (N,)."""
         seen = [one for one, _ in looks]
         self._decision.fit(seen, [is_right for _, is_right in looks])
         risks = [self._decision.choose(one)[1] if one.similarity or one.lead else inf for one in seen]

@@ -1,5 +1,6 @@
 """The command line: complete help, one-line errors, light imports, generated reference."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -11,10 +12,17 @@ import typer
 from typer.testing import CliRunner
 
 import llmcache
+from llmcache import CacheConfig
+from llmcache.banks.compression import CODECS
+from llmcache.banks.stores import STORES
 from llmcache.cli import main as cli
 from llmcache.cli import reference
 from llmcache.cli.output import write_json
 from llmcache.errors import ConfigError
+from llmcache.fingerprint import FINGERPRINTS
+from llmcache.matching import DECISIONS
+from llmcache.matching.index import INDEXES
+from llmcache.policies import POLICIES
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "transformers", "faiss", "sklearn", "numpy", "datasketch", "matplotlib")
@@ -132,17 +140,31 @@ def test_info_names_what_runs() -> None:
 
 
 def test_reference_is_fresh(capsys: pytest.CaptureFixture[str]) -> None:
-    assert reference.main(["--check", str(ROOT / "docs" / "cli.md")]) == 0, capsys.readouterr().err
+    assert reference.main(["--check", str(ROOT / "docs")]) == 0, capsys.readouterr().err
 
 
-def test_reference_notices_a_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "docs" / "cli.md"
-    assert reference.main(["--check", str(path)]) == 1
-    assert reference.main([str(path)]) == 0
-    assert reference.main(["--check", str(path)]) == 0
+@pytest.mark.parametrize("page", reference.PAGES)
+def test_reference_notices_a_change(page: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "docs"
+    assert reference.main(["--check", str(folder)]) == 1
+    assert reference.main([str(folder)]) == 0
+    assert reference.main(["--check", str(folder)]) == 0
+    path = folder / page
     path.write_text(path.read_text(encoding="utf-8") + "edited\n", encoding="utf-8")
-    assert reference.main(["--check", str(path)]) == 1
-    assert "make docs" in capsys.readouterr().err
+    assert reference.main(["--check", str(folder)]) == 1
+    assert f"{page} is stale: run `make docs`" in capsys.readouterr().err
+
+
+def test_settings_have_a_section_each_with_the_parts_that_they_name() -> None:
+    text = reference.render_settings()
+    assert re.findall(r"^## `(\w+)`$", text, re.MULTILINE) == list(CacheConfig.model_fields)
+    assert "Type `float | dict[int, float] | None`, default `None`." in text
+    assert "Type `list[name | {name, options}]`, default `[]`." in text
+    for registry in (POLICIES, STORES, INDEXES, FINGERPRINTS, DECISIONS, CODECS):
+        section = text.split(f"## `{registry.kind}`\n")[1].split("\n## ")[0]
+        assert re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE) == list(registry)
+    assert "| `ttl` | `ttl_s` |" in text  # no clock, which no setting can give
+    assert "| `memory` |  |" in text  # no device, which the library gives
 
 
 @pytest.mark.parametrize("columns", ["40", "200"])

@@ -9,7 +9,7 @@ import pytest
 from experiments.measures import MEASURES
 from experiments.measures.base import Outcome
 from experiments.measures.second_pass import SecondPass
-from experiments.report.readme.reuse import second_pass
+from experiments.report.pages.reuse import second_pass
 from experiments.runs.grid import make_experiment
 from experiments.support.folders import Folders
 from llmcache.errors import ConfigError

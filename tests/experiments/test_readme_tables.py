@@ -1,4 +1,4 @@
-"""Tables of the README on calibrated reuse, from small folders of results that were made up; what is absent says so."""
+"""Tables of the pages on calibrated reuse, from small folders of results that were made up; what is absent says so."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from experiments.report import tables
-from experiments.report.readme import limits, reuse, ways
-from experiments.report.readme.files import MISSING, runs_if_any
+from experiments.report.pages import limits, modes, reuse, ways
+from experiments.report.pages.files import MISSING, runs_if_any
 from experiments.runs.read import read_runs
 from llmcache.errors import ConfigError
 
@@ -171,7 +171,7 @@ def test_a_report_on_drift_counts_streams_that_do_not_change(tmp_path: Path) -> 
 def test_a_service_that_was_not_measured_has_a_row_that_says_so(tmp_path: Path) -> None:
     assert set(reuse.service(tmp_path).splitlines()[2:]) == {
         f"| {task} | {kind} |  | {MISSING} |  |  |  |  |  |  |"
-        for group, kind in (("service_small", "calibrated"), ("service_exact", "repeats alone"))
+        for group, kind in (("service_small", "calibrated"), ("service_exact", "exact repeats"))
         for task in reuse.SERVICES[group]
     }
     row = {
@@ -188,7 +188,7 @@ def test_a_service_that_was_not_measured_has_a_row_that_says_so(tmp_path: Path) 
         "miss_ms": None,
     }
     write(tmp_path, "service_exact", "support_desk", measure="service", summary=[row])
-    told = cells(reuse.service(tmp_path), "support_desk", "repeats alone")
+    told = cells(reuse.service(tmp_path), "support_desk", "exact repeats")
     assert told[2:] == ["2", "40.0 %", "0.00 %", "0.00", "1.20 (1.10 to 1.30)", "5.00", "1.00", ""]
 
 
@@ -198,3 +198,35 @@ def test_a_calibration_that_a_run_lacks_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no calibration with growing sources"):
         reuse.calibrated(tmp_path)
     assert runs_if_any(tmp_path, "trust_bursts") == []
+
+
+def passes(**figures: Any) -> dict[str, Any]:
+    """A row of whole passes."""
+    return {"max_drop": None, "hit_rate": 0.5, "changed_answers": 0.0, "speedup": 1.0} | figures
+
+
+def test_the_gain_of_a_mode_is_that_of_whole_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modes, "_paper", lambda results_dir: "")  # takes runs of every claim
+
+    def gains() -> list[str]:
+        return [line.split(" | ")[3] for line in modes.modes(tmp_path).splitlines()[2:]]
+
+    assert gains() == [*[MISSING] * 4, ""]
+    for task, hits, speedup in (("repeats", 0.6, 2.0), ("none", 0.0, 0.97), ("some", 0.1, 1.04)):
+        write(tmp_path, "service_exact", task, measure="service", summary=[passes(hit_rate=hits, speedup=speedup)])
+    assert gains()[0] == "2.00× at a hit rate of 60.0 %; 0.97 to 1.04× at 0.0 to 10.0 %"
+    for target, hits, changed, speedup in ((0.01, 0.6, 0.004, 1.5), (0.01, 0.9, 0.009, 3.0), (0.005, 0.5, 0.001, 1.2)):
+        row = passes(max_drop=target, hit_rate=hits, changed_answers=changed, speedup=speedup)
+        write(tmp_path, "service_small", "banking77", measure="service", summary=[row])
+    assert gains()[2] == (
+        "1.20× after learning at a hit rate of 50.0 %: target 0.5 % of answers, 0.10 % changed; "
+        "1.50 to 3.00× after learning at a hit rate of 60.0 to 90.0 %: target 1.0 % of answers, 0.40 to 0.90 % changed"
+    )
+    live = {"method": "llmcache", "speedup": 1.2, "speedup_with_learning": 0.9}
+    write(tmp_path, "trust_speed_default", "banking77", measure="payback", methods={"llmcache 0.005": live})
+    assert gains()[2].endswith("default target, calls in turns: 1.20× after learning, 0.90× with learning included")
+    taken = {"method": "llmcache", "hit_rate": 0.05, "changed_answers": 0.001, "speedup": 0.9}
+    write(tmp_path, "prefix_chat", "chat", measure="prefix", methods={"llmcache": taken | {"speedup": 2.5}})
+    write(tmp_path, "banking77", "banking77", measure="serve", methods={"nocache": {"method": "nocache"}, "tau": taken})
+    assert gains()[1] == "first token, calls in turns: 2.50× in conversations"
+    assert gains()[3] == "0.90× at a hit rate of 5.0 %, 0.10 % of answers changed (calls in turns)"

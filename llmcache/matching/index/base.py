@@ -9,7 +9,7 @@ from llmcache.arrays import Floats, Ids
 
 
 class Index(ABC):
-    """Floats of L2 norm 1 under integer ids, searched by inner product. The caller's arrays are never modified.
+    """Rows of L2 norm 1 under integer ids, searched by inner product. The caller's arrays are never modified.
 
     Four methods are each index's own. `len` and `nbytes` come on top: what rows, links and tombstones take is known to
     nobody else. All are called under one lock.

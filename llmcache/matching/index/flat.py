@@ -65,7 +65,7 @@ class FlatIndex(Index):
         return self._ids[slots], self._similarity(score)
 
     def vectors(self, ids: Ids) -> Floats:
-        """Floats by id; see `Index.vectors`."""
+        """Rows by id; see `Index.vectors`."""
         check_ids(ids, len(ids), least=None)
         if not len(ids):
             return np.empty((0, self.dim), np.float32)
@@ -104,7 +104,7 @@ class FlatIndex(Index):
         return ids, rows
 
     def __len__(self) -> int:
-        """Floats held."""
+        """Rows held."""
         return len(self._slot_of)
 
     @property

@@ -37,7 +37,7 @@ class HNSWIndex(Index):
             ef_construction: Candidates looked at when a row is inserted.
             ef_search: Candidates looked at by a search: more find more, and take longer.
             buffer: Most rows that wait outside the graph.
-            block: Floats that enter the graph at a time. faiss inserts up to 100 in one thread, more in all: faster on
+            block: Rows that enter the graph at a time. faiss inserts up to 100 in one thread, more in all: faster on
                 idle cores, but several times slower on busy ones, where its threads wait for each other.
 
         Raises:
@@ -70,7 +70,7 @@ class HNSWIndex(Index):
         return np.take_along_axis(ids, best, 1), np.take_along_axis(similarity, best, 1)
 
     def vectors(self, ids: Ids) -> Floats:
-        """Floats by id; see `Index.vectors`."""
+        """Rows by id; see `Index.vectors`."""
         rows = [self._graph.row(name) if name in self._graph else self._buffer.vectors(ids[i : i + 1])[0]
                 for i, name in enumerate(ids.tolist())]  # fmt: skip
         return np.array(rows, np.float32).reshape(len(ids), self.dim)
@@ -81,7 +81,7 @@ class HNSWIndex(Index):
         self._bury(ids)
 
     def __len__(self) -> int:
-        """Floats held, tombstones not counted."""
+        """Rows held, tombstones not counted."""
         return len(self._buffer) + len(self._graph)
 
     @property
@@ -165,7 +165,7 @@ class Graph:
             width = min(2 * width, total)
 
     def __len__(self) -> int:
-        """Floats alive."""
+        """Rows alive."""
         return len(self._slot_of)
 
     @property

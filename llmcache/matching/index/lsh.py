@@ -67,7 +67,7 @@ class LSHIndex(Index):
         return ids, similarity
 
     def vectors(self, ids: Ids) -> Floats:
-        """Floats by id; see `Index.vectors`."""
+        """Rows by id; see `Index.vectors`."""
         return self._rows.vectors(ids)
 
     def remove(self, ids: Ids) -> None:
@@ -77,7 +77,7 @@ class LSHIndex(Index):
             self._leave_bands(name)
 
     def __len__(self) -> int:
-        """Floats held."""
+        """Rows held."""
         return len(self._rows)
 
     @property

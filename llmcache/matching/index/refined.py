@@ -25,7 +25,7 @@ class RefinedIndex(Index):
         Args:
             dim: F, at least 1.
             exact: Most rows that are all compared in full, at least 1.
-            candidates: Floats a query that the second stage compares, at least 1. More overlook less.
+            candidates: Rows a query that the second stage compares, at least 1. More overlook less.
 
         Raises:
             ValueError: A number is too small.
@@ -66,7 +66,7 @@ class RefinedIndex(Index):
         return ids, similarity
 
     def vectors(self, ids: Ids) -> Floats:
-        """Floats by id; see `Index.vectors`."""
+        """Rows by id; see `Index.vectors`."""
         return self._rows.vectors(ids)
 
     def remove(self, ids: Ids) -> None:
@@ -75,7 +75,7 @@ class RefinedIndex(Index):
         self._rows.remove(ids)
 
     def __len__(self) -> int:
-        """Floats held."""
+        """Rows held."""
         return len(self._rows)
 
     @property

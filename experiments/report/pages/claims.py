@@ -8,7 +8,7 @@ from experiments.metrics.paper import TAUS
 from experiments.report.claims import judge
 from experiments.report.claims.harmless import PAPERS_CURVE
 from experiments.report.markdown import percent, points, ratio, table
-from experiments.report.readme.files import runs_of
+from experiments.report.pages.files import runs_of
 from experiments.runs.read import Run
 
 GROUPS = ("table1_latency", "table2_accuracy", "fig3_hit_rate_by_layer", "fig4_memory", "fig5_tau")

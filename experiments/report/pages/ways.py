@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from experiments.report.markdown import percent, table
-from experiments.report.readme.files import MISSING, by_task, each, row_of, runs_if_any
-from experiments.report.readme.reuse import trust_runs
+from experiments.report.pages.files import MISSING, by_task, each, row_of, runs_if_any
+from experiments.report.pages.reuse import trust_runs
 from experiments.report.trust import chosen
 from experiments.runs.read import Figures, Run
 
@@ -17,7 +17,7 @@ NAMES = {
     "combined": "`decide: combined`",
     "semantic_response": "semantic response cache",
     "doccache": "DocCache",
-    "paper": "the paper's way",
+    "paper": "the paper's method",
 }
 #: Of those whose errors are told by hit and by intent.
 OWN = ("llmcache", "student", "combined")
@@ -32,7 +32,7 @@ def ways(results_dir: Path) -> str:
     """Hits and changed answers of every way with frozen sources, its limit chosen in advance, of every seed."""
     trust = trust_runs(results_dir)
     drops = _drops(next(iter(trust.values())))
-    heads = [f"asked {percent(drop)}: {what}" for drop in drops for what in ("hits", "changed")]
+    heads = [f"target {percent(drop)}: {what}" for drop in drops for what in ("hits", "changed")]
     rows = [
         (task, told, *(cell for drop in drops for cell in _hits_and_changed(_found(runs, way, drop))))
         for task, runs in trust.items()
@@ -44,7 +44,7 @@ def ways(results_dir: Path) -> str:
 def errors(results_dir: Path) -> str:
     """Changed answers by hit and by intent beside those of all requests, of every seed, with frozen sources."""
     trust = trust_runs(results_dir)
-    heads = ("stream", "way", "asked: changed", "changed", "of hits", "worst intent", "median intent")
+    heads = ("stream", "way", "target", "changed", "of hits", "worst intent", "median intent")
     rows = [
         (task, NAMES[way], percent(drop), *_errors(_found(runs, way, drop)))
         for task, runs in trust.items()
@@ -59,7 +59,7 @@ def time_order(results_dir: Path) -> str:
     bounds = runs_if_any(results_dir, "trust_bound_time")
     trust = trust_runs(results_dir)
     drops = _drops(next(iter(trust.values())))
-    heads = [f"asked {percent(drop)}: {what}" for drop in drops for what in ("worse than asked", "hits", "changed")]
+    heads = [f"target {percent(drop)}: {what}" for drop in drops for what in ("over it", "hits", "changed")]
     served = by_task(run for group in ORDERS.values() if group for run in runs_if_any(results_dir, group))
     rows = []
     for task in STREAMS:

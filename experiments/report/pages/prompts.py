@@ -5,8 +5,8 @@ from pathlib import Path
 
 from experiments.measures.decode import KINDS
 from experiments.report.markdown import number, percent, ratio, size, speed, table
+from experiments.report.pages.files import row_of, runs_of
 from experiments.report.prompts import ceiling_of
-from experiments.report.readme.files import row_of, runs_of
 from experiments.runs.read import Run
 
 Row = tuple[str, ...]

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.report.markdown import table
-from experiments.report.readme.files import MISSING, by_task, each, row_of, runs_of
+from experiments.report.pages.files import MISSING, by_task, each, row_of, runs_of
 from experiments.runs.read import Run
 
 AUDIT = 0.05  # the library's default
@@ -25,7 +25,7 @@ def limits(results_dir: Path) -> str:
         for (told, name, digits, value), unit in zip(_LIMITS, units, strict=True)
     ]
     rows += _told_of_change(columns["drift"], tasks)
-    return table(("of 2 % asked, but for the rows on embeddings", *tasks), rows)
+    return table(("target 2 %, but for the rows on embeddings", *tasks), rows)
 
 
 def _told_of_change(runs: Mapping[str, Sequence[Run]], tasks: Sequence[str]) -> Iterator[tuple[str, ...]]:
@@ -39,10 +39,10 @@ def _told_of_change(runs: Mapping[str, Sequence[Run]], tasks: Sequence[str]) -> 
     def cell(found: Sequence[Run]) -> str:
         return each([told(run) for run in found], 0, unit="", factor=1.0) or "never" if found else MISSING
 
-    yield "requests from the change until the status says `drifted`, frozen, no audit", *map(cell, compared.values())
+    yield "requests from the change until the status is `drifted`, frozen, no audit", *map(cell, compared.values())
     for kind, drawn in (("alike", "drawn alike"), ("zipf", "some texts come often")):
         yield (
-            f"streams that do not change and are told to have changed, {drawn}",
+            f"streams that did not change and were reported as changed, {drawn}",
             *(" / ".join(_suspended(run, kind) for run in found) or MISSING for found in compared.values()),
         )
 
@@ -101,7 +101,7 @@ _LIMITS: Sequence[tuple[str, str, int, Callable[[Any], float]]] = (
     ),
     ("default audit", "drift", 1, _drifted(AUDIT)),
     (
-        "[embeddings](configs/trust_embeddings.yaml): hits of the best calibration, up to 10 % asked",
+        "[embeddings](configs/trust_embeddings.yaml): hits of the best calibration, target up to 10 %",
         "embeddings",
         1,
         _calibrated_hits,
@@ -114,7 +114,7 @@ def paws(results_dir: Path) -> str:
     """Pairs that share words: how many of each kind are served by one another."""
     runs = runs_of(results_dir, "trust_paws")
     ways = {
-        "llmcache, 2 % asked": {"way": "llmcache", "gate": "off", "asked: changed": ASKED},
+        "llmcache, target 2 %": {"way": "llmcache", "gate": "off", "asked: changed": ASKED},
         "the paper's tau of 0.85": {"way": "paper", "gate": "off", "limit": 0.85},
         "semantic response cache at 0.8": {"way": "semantic_response", "gate": "off", "limit": 0.8},
         "semantic response cache at 0.95": {"way": "semantic_response", "gate": "off", "limit": 0.95},

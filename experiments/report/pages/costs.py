@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from experiments.report.markdown import number, percent, points, speed, table
-from experiments.report.readme.files import figures_of, is_timed, runs_of
+from experiments.report.pages.files import figures_of, is_timed, runs_of
 from experiments.runs.read import Figures
 
 
@@ -106,5 +106,5 @@ def _streams(results_dir: Path) -> list[tuple[str, ...]]:
 def _stream(group: str, label: str) -> str:
     """A stream and a setting in words."""
     if group == "banking77":
-        return f"banking77, {label.rpartition('-')[2].replace('=', ' ')}, kept on"
-    return f"no request comes again, {label}"
+        return f"banking77, {label.rpartition('-')[2].replace('=', ' ')}, auto-bypass off"
+    return f"no request comes again, auto-bypass {'off' if label == 'stays' else 'on'}"

@@ -1,4 +1,4 @@
-"""What the tables of the README are made of: finished runs, and cells that hold the figure of every seed."""
+"""What the tables of the pages are made of: finished runs, and cells that hold the figure of every seed."""
 
 import json
 from collections.abc import Iterable, Sequence

@@ -6,7 +6,7 @@ from pathlib import Path
 from experiments.metrics.frontier import best, curves
 from experiments.report.markdown import number, percent, points, table
 from experiments.report.markdown import speed as times
-from experiments.report.readme.files import MISSING, by_task, each, runs_if_any, runs_of
+from experiments.report.pages.files import MISSING, by_task, each, runs_if_any, runs_of
 from experiments.report.trust import chosen
 from experiments.runs.read import Figures, Run
 from llmcache.errors import ConfigError
@@ -20,7 +20,7 @@ WAYS = {
     ("llmcache", "growing"): "llmcache, growing",
     ("semantic_response", None): "semantic response cache",
     ("doccache", None): "DocCache",
-    ("paper", None): "the paper's way",
+    ("paper", None): "the paper's method",
     ("student", "frozen"): "student: the forecast alone",
     ("neighbours", "frozen"): "neighbours alone",
     ("combined", "frozen"): "combined",
@@ -54,7 +54,7 @@ def calibrated(results_dir: Path) -> str:
                 ]
             rows.append((task, percent(drop), *cells))
     heads = [f"{kind}: {name}" for kind in ("frozen", "growing, no bound") for name in asked]
-    return table(("stream", "asked: changed", *heads), rows)
+    return table(("stream", "target", *heads), rows)
 
 
 def _chosen(run: Run, sources: str, drop: float) -> Figures:
@@ -92,7 +92,7 @@ def _frontier(runs: Sequence[Run], way: tuple[str, str | None], loss: str) -> st
 def bound(results_dir: Path) -> str:
     """How often a calibration was worse than its bound, of as many as were tried."""
     return table(
-        ("stream", "asked: changed", "worse than asked", "allowed for", "hits, median", "10th to 90th percentile"),
+        ("stream", "target", "over the target", "allowed", "hits, median", "10th to 90th percentile"),
         [
             (
                 run.task,
@@ -142,7 +142,7 @@ def service(results_dir: Path) -> str:
     rows: list[tuple[str, ...]] = []
     for group, tasks in SERVICES.items():
         found = by_task(runs_if_any(results_dir, group))
-        kind = "calibrated" if group == "service_small" else "repeats alone"
+        kind = "calibrated" if group == "service_small" else "exact repeats"
         for task in (*tasks, *(other for other in found if other not in tasks)):
             if task not in found:
                 rows.append((task, kind, "", MISSING, *[""] * 6))
@@ -153,7 +153,7 @@ def service(results_dir: Path) -> str:
 def _passes(task: str, row: Figures) -> tuple[str, ...]:
     return (
         task,
-        "repeats alone" if row["max_drop"] is None else f"calibrated, {percent(row['max_drop'])}",
+        "exact repeats" if row["max_drop"] is None else f"calibrated, {percent(row['max_drop'])}",
         str(row["threads"]),
         percent(row["hit_rate"]),
         percent(row["changed_answers"], 2),

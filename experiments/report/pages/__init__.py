@@ -1,0 +1,72 @@
+"""The tables of README.md and docs/results.md, from files of results alone.
+
+A table of figures has a mark before it, `<!-- table: NAME -->`, and no page has figures in a table without one:
+`tests/test_readme.py` holds the pages against the files. After a measurement write the tables again:
+
+    python -m experiments.report.pages
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from experiments.report.pages import claims, costs, limits, modes, prompts, reuse, ways
+from llmcache.errors import ConfigError
+
+#: Folder of results -> lines of a table, by the name in its mark.
+TABLES: Mapping[str, Callable[[Path], str]] = {
+    "modes": modes.modes,
+    "demo": costs.demo,
+    "latency": costs.latency,
+    "calibrated": reuse.calibrated,
+    "ways": ways.ways,
+    "errors": ways.errors,
+    "hindsight": reuse.hindsight,
+    "bound": reuse.bound,
+    "time_order": ways.time_order,
+    "service": reuse.service,
+    "second_pass": reuse.second_pass,
+    "speed": reuse.speed,
+    "limits": limits.limits,
+    "paws": limits.paws,
+    "first_token": prompts.first_token,
+    "parity": prompts.parity,
+    "generation": prompts.generation,
+    "claims": claims.verdicts,
+    "costs": costs.costs,
+}
+#: Pages that have them, by the path in the checkout; and the way from the page to the root.
+PAGES: Mapping[str, str] = {"README.md": "", "docs/results.md": "../"}
+MARK = re.compile(r"<!-- table: (\w+) -->\n((?:\|.*\n)*)")
+
+
+def lines_of(name: str, results_dir: Path, root: str = "") -> str:
+    """The lines of a table, as the files have them.
+
+    Args:
+        name: In its mark.
+        results_dir: Folder of results.
+        root: The way from the page to the root of the checkout, with which links begin.
+
+    Raises:
+        ConfigError: There is no such table, or its files are not there.
+    """
+    if name not in TABLES:
+        raise ConfigError(f"no table {name!r}; known: {', '.join(TABLES)}")
+    return TABLES[name](results_dir).replace("](configs/", f"]({root}configs/")
+
+
+def fill(text: str, results_dir: Path, root: str = "") -> str:
+    """The text with the lines of every marked table as the files have them; see `lines_of`."""
+
+    def renew(found: re.Match[str]) -> str:
+        return f"<!-- table: {found[1]} -->\n{lines_of(found[1], results_dir, root)}\n"
+
+    return MARK.sub(renew, text)
+
+
+def figures_without_a_file(text: str) -> Iterator[str]:
+    """Lines of tables without a mark that hold a digit outside code and the targets of links."""
+    for line in MARK.sub("", text).splitlines():
+        if line.startswith("|") and re.search(r"\d", re.sub(r"`[^`]*`|\]\([^)]*\)", "", line)):
+            yield line

@@ -1,0 +1,142 @@
+"""The one table of the README: ways to reuse, what each promises, and what it gained."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from experiments.report.claims import judge
+from experiments.report.markdown import number, percent, table
+from experiments.report.pages.claims import GROUPS
+from experiments.report.pages.files import MISSING, runs_if_any, runs_of
+from experiments.report.verdict import Verdict
+from experiments.runs.read import Figures, Run
+
+#: What prompts have in common, by the experiment that measured it.
+PROMPTS = {
+    "prefix_system_prompt": "after one system prompt",
+    "prefix_chat": "in conversations",
+    "prefix_mooncake": "on a trace of a chat service",
+    "prefix_nothing_shared": "where nothing is shared",
+}
+VERDICTS = {Verdict.HOLDS: "hold", Verdict.HOLDS_UNDER: "hold under a condition", Verdict.DOES_NOT_HOLD: "do not"}
+
+
+def modes(results_dir: Path) -> str:
+    """Every mode with its gain; one that was not measured says so."""
+    return table(
+        ("mode", "serves", "exact or bounded", "measured gain", "when to use it"),
+        [
+            (
+                "exact repeats: `wrap(model)`",
+                "requests with the same tokens",
+                "exact: the stored run, bit for bit",
+                _repeats(results_dir),
+                "always on; requests or documents come again",
+            ),
+            (
+                "prefixes: `wrap(model)`, decoders",
+                "the first tokens that a prompt shares with an earlier one",
+                "exact up to rounding",
+                _prefixes(results_dir),
+                "always on; system prompts, conversations, few-shot prompts",
+            ),
+            (
+                "calibrated reuse: `wrap(model, learn=2500)` or `cache.calibrate(requests)`",
+                "also requests that most likely have the same answer",
+                "bounded: at most `max_drop` of all answers change, with confidence 1 - `delta`",
+                _calibrated(results_dir),
+                "classifiers and scorers with a steady stream",
+            ),
+            (
+                "`tau`: `wrap(model, tau=0.9)`",
+                "also requests whose similarity is at least `tau`",
+                "neither",
+                _tau(results_dir),
+                "you have measured the threshold on your own traffic",
+            ),
+            (
+                'paper: `wrap(model, tau=0.85, mode="paper")`',
+                "layers whose input is similar: Algorithm 1 of the paper",
+                "neither",
+                _paper(results_dir),
+                "a reference for experiments",
+            ),
+        ],
+    ).replace("---:", "---")
+
+
+def _repeats(results_dir: Path) -> str:
+    """Whole passes: the stream with most repeats, the others, and texts that are embedded twice."""
+    rows = sorted(_summaries(runs_if_any(results_dir, "service_exact")), key=lambda row: float(row["hit_rate"]))
+    again = _summaries(runs_if_any(results_dir, "service_second_pass"))
+    if not rows:
+        return MISSING
+    *others, most = rows
+    told = [f"{_times([most])} at a hit rate of {percent(most['hit_rate'])}"]
+    if others:
+        told.append(f"{_times(others)} at {_shares(row['hit_rate'] for row in others)}")
+    if again:
+        told.append(f"texts embedded a second time: {_times(again)}")
+    return "; ".join(told)
+
+
+def _prefixes(results_dir: Path) -> str:
+    """Time to the first token, in calls that take turns: whole passes were not measured."""
+    told = []
+    for group, what in PROMPTS.items():
+        rows = [row for run in runs_if_any(results_dir, group) for row in run.metrics["methods"].values()]
+        if rows:
+            told.append(f"{_times(rows)} {what}")
+    return f"first token, calls in turns: {', '.join(told)}" if told else MISSING
+
+
+def _calibrated(results_dir: Path) -> str:
+    """Whole passes after learning, by the target."""
+    rows = _summaries(runs_if_any(results_dir, "service_small"))
+    told = []
+    for target in sorted({float(row["max_drop"]) for row in rows}):
+        found = [row for row in rows if row["max_drop"] == target]
+        told.append(
+            f"{_times(found)} after learning at a hit rate of {_shares(row['hit_rate'] for row in found)}: target "
+            f"{percent(target)} of answers, {_shares((row['changed_answers'] for row in found), 2)} changed"
+        )
+    live = [row for run in runs_if_any(results_dir, "trust_speed_default") for row in run.metrics["methods"].values()]
+    if live:
+        learned = _times([{"speedup": row["speedup_with_learning"]} for row in live])
+        told.append(f"default target, calls in turns: {_times(live)} after learning, {learned} with learning included")
+    return "; ".join(told) or MISSING
+
+
+def _tau(results_dir: Path) -> str:
+    """One stream at one threshold, in calls that take turns: whole passes were not measured."""
+    told = [
+        f"{_times([row])} at a hit rate of {percent(row['hit_rate'])}, {percent(row['changed_answers'], 2)} of answers "
+        "changed (calls in turns)"
+        for run in runs_if_any(results_dir, "banking77")
+        for row in run.metrics["methods"].values()
+        if row["method"] == "llmcache"
+    ]
+    return "; ".join(told) or MISSING
+
+
+def _paper(results_dir: Path) -> str:
+    """What became of the paper's claims."""
+    judged = [judgement.verdict for _, judgement in judge({group: runs_of(results_dir, group) for group in GROUPS}, {})]
+    told = (f"{judged.count(verdict)} {what}" for verdict, what in VERDICTS.items())
+    return f"of the paper's {len(judged)} claims {', '.join(told)}"
+
+
+def _summaries(runs: Iterable[Run]) -> list[Figures]:
+    return [row for run in runs for row in run.metrics["summary"]]
+
+
+def _times(rows: Sequence[Figures]) -> str:
+    """The least and the largest speed-up of rows; each is the median of its rounds."""
+    least, most = (number(found(row["speedup"] for row in rows), 2) for found in (min, max))
+    return f"{least}×" if least == most else f"{least} to {most}×"
+
+
+def _shares(values: Iterable[float], digits: int = 1) -> str:
+    """The least and the largest of shares."""
+    found = sorted(values)
+    least, most = percent(found[0], digits), percent(found[-1], digits)
+    return most if least == most else f"{least.removesuffix(' %')} to {most}"

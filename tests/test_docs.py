@@ -1,0 +1,183 @@
+"""The pages of docs/: their examples run, their links lead somewhere, and they say each thing by its one name."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import transformers as tf
+import yaml
+
+import llmcache
+from experiments.report import site
+from llmcache.audit.alarm import Alarm
+from llmcache.models.adapters import ADAPTERS
+from llmcache.policies import POLICIES
+from tests.tiny_models import BARE, CLASSIFIERS, GENERATORS, VOCABULARY, build, tokens
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+GENERATED = {"cli.md", "settings.md"}
+WRITTEN = [ROOT / "README.md", *(page for page in PAGES if page.name not in GENERATED)]
+N_LOG = 240  # requests that examples calibrate on
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+
+#: Words for ideas that have another name; see docs/glossary.md.
+OUT_OF_USE = re.compile(
+    r"\b(at the door|shel(f|ves)|step(s|ped)? aside|struck|strikes?|doubt(s|ed)?|go(es)? by the cache|looked into)\b"
+)
+#: What prose may say in numbers with a unit: settings.
+SETTINGS = {"0.5 %", "1 %"}
+
+
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def blocks(page: Path) -> list[str]:
+    """Its examples, in their order."""
+    return re.findall(r"^```python\n(.*?)^```$", text_of(page), re.DOTALL | re.MULTILINE)
+
+
+def tokenizer(words: list[str]) -> tf.PreTrainedTokenizerFast:
+    """Knows these words, and frames texts BERT's way."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    vocabulary = {word: number for number, word in enumerate([*SPECIAL, *words])}
+    assert len(vocabulary) <= VOCABULARY, "the examples of a page have more words than the tiny models know"
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.post_processor = processors.TemplateProcessing(single="[CLS] $A", special_tokens=[("[CLS]", 2)])
+    names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), SPECIAL, strict=True))
+    inputs = ["input_ids", "attention_mask"]
+    return tf.PreTrainedTokenizerFast(tokenizer_object=backend, model_max_length=48, model_input_names=inputs, **names)
+
+
+def save_models(folder: Path, words: list[str]) -> None:
+    """Tiny models under the names that the examples load."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer import modules
+
+    made = {
+        "distilbert/distilbert-base-uncased-finetuned-sst-2-english": CLASSIFIERS["distilbert"],
+        "HuggingFaceTB/SmolLM2-135M-Instruct": GENERATORS["llama"],
+        "bare": BARE["bert"],
+    }
+    for name, make in made.items():
+        build(make).save_pretrained(folder / name)
+        tokenizer(words).save_pretrained(folder / name)
+    parts = [modules.Transformer(str(folder / "bare")), modules.Pooling(32, pooling_mode="mean")]
+    SentenceTransformer(modules=parts, device="cpu").save(str(folder / "sentence-transformers/all-MiniLM-L6-v2"))
+
+
+@pytest.fixture
+def _as_before() -> Iterator[None]:
+    """What examples register is taken out again."""
+    policies, adapters = dict(POLICIES), dict(ADAPTERS)
+    yield
+    for registry, before in ((POLICIES, policies), (ADAPTERS, adapters)):
+        registry.clear()
+        registry.update(before)  # type: ignore[arg-type]
+
+
+def run(page: Path, folder: Path, **given: Any) -> dict[str, Any]:
+    """Run the examples of a page one after the other; returns what they defined."""
+    words = sorted(set(re.findall(r"[a-z]+", " ".join(re.findall(r'"([a-z ]+)"', "\n".join(blocks(page)))))))
+    save_models(folder, words)
+    rng = np.random.default_rng(0)
+    log = [" ".join(rng.choice(words, 6)) for _ in range(N_LOG)] if words else []
+    defined = {**given, "log": log}
+    for number, example in enumerate(blocks(page)):
+        exec(compile(example, f"{page.name}, example {number}", "exec"), defined)
+    return defined
+
+
+@pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
+@pytest.mark.usefixtures("_as_before")
+@pytest.mark.parametrize("name", ["README.md", "index.md", "howto.md", "generation.md", "extending.md"])
+def test_examples_run(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = ROOT / name if name == "README.md" else DOCS / name
+    model = build(CLASSIFIERS["bert"])
+    defined = run(page, tmp_path, model=model, inputs={"input_ids": tokens(1, 6)})
+    told = capsys.readouterr().out
+    if name == "index.md":
+        assert "exact 0.5\n" in told and "requests cannot show a loss of at most 0.01" in told
+    if name == "howto.md":
+        assert "{'exact': 3}" in told and "\nprefix " in told and "certified" in told
+        assert "'training': " in told
+    if name == "generation.md":
+        assert defined["cache"].stats().n_requests == 2 and defined["turn"].generation.tokens
+    if name == "extending.md":
+        cache = defined["cache"]
+        assert cache(input_ids=tokens(1, 6)) is not None and cache.stats().errors == 0
+
+
+@pytest.mark.parametrize("page", [ROOT / "CONTRIBUTING.md", *WRITTEN], ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)\s]+)", text_of(page))
+    for link in links:
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert "://" in link or target.exists(), link
+        if anchor:
+            headings = [
+                re.sub(r"[^\w\s-]", "", line).strip().lower()
+                for line in re.findall(r"^#+ (.*)$", text_of(target), re.M)
+            ]
+            assert anchor in {heading.replace(" ", "-") for heading in headings}, link
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.name)
+def test_files_that_are_named_exist(page: Path) -> None:
+    named = re.findall(r"`([\w/]+/(?:\w+\.py|\w+/)?|[\w/]+\.py)`", text_of(page))
+    roots = [ROOT, ROOT / "llmcache"]
+    assert [name for name in named if not any((root / name).exists() for root in roots)] == []
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.name)
+def test_prose_leaves_figures_to_tables(page: Path) -> None:
+    prose = re.sub(r"```.*?```|`[^`]*`|^\|.*$", "", text_of(page), flags=re.DOTALL | re.MULTILINE)
+    assert set(re.findall(r"\d[\d.,]* (?:%|ms|s|points|times|MB|GB)(?!\w)", prose)) <= SETTINGS
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.name)
+def test_each_idea_has_its_one_name(page: Path) -> None:
+    assert OUT_OF_USE.search(text_of(page)) is None
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    config = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+
+    def pages(entries: list[Any]) -> Iterator[str]:
+        for entry in entries:
+            (value,) = entry.values()
+            yield from [value] if isinstance(value, str) else pages(value)
+
+    assert sorted(pages(config["nav"])) == [page.name for page in PAGES]
+
+
+def test_the_api_page_has_every_public_name() -> None:
+    text = text_of(DOCS / "api.md")
+    errors = {name for name in llmcache.__all__ if name.endswith("Error")}
+    shown = set(re.findall(r"^::: llmcache\.(\w+)$", text, re.MULTILINE))
+    assert set(llmcache.__all__) - errors <= shown
+    assert "::: llmcache.errors" in text
+
+
+def test_the_site_carries_configurations_and_names_other_files() -> None:
+    text = "[a](../configs/a.yaml), [results/R.md](../results/R.md), [this](../Makefile) and [b](b.md#c)"
+    assert site.on_page_markdown(text) == "[a](configs/a.yaml), `results/R.md`, this (`Makefile`) and [b](b.md#c)"
+
+
+def test_how_late_an_alarm_comes_is_what_the_code_says() -> None:
+    rows = re.findall(r"^\| (\d+) % \| ([\d,]+) \|$", text_of(DOCS / "calibration.md"), re.MULTILINE)
+    assert len(rows) == 3
+    for rate, told in rows:
+        needed = Alarm(limit=0.005, floor=0.05, alpha=0.05).needed(int(rate) / 100)
+        assert needed == pytest.approx(int(told.replace(",", "")), rel=0.05)
