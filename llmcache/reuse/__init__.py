@@ -20,5 +20,7 @@ from llmcache.reuse.semantic import Semantic
 
 __all__ = ["RUNGS", "CacheBanks", "Call", "Exact", "Paper", "Reuse", "Row", "Rung", "Semantic"]
 
-#: Rungs of others, which the setting `rungs` names; made as `made(banks, **options)`. Ours have settings of their own.
-RUNGS: Registry[Rung] = Registry("rungs", Rung, {}, given=("banks",))
+#: Ours are made from other settings; those that are registered, from `rungs`, are made as `made(banks, **options)`.
+RUNGS: Registry[Rung] = Registry(
+    "rungs", Rung, {"exact": Exact, "semantic": Semantic, "paper": Paper}, given=("banks",)
+)
