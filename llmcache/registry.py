@@ -55,8 +55,7 @@ class Registry(dict[str, type[T]], Generic[T]):
             ConfigError: There is none.
         """
         if name not in self:
-            known = ", ".join(sorted(self)) or "none, until one is registered"
-            raise ConfigError(f"{self.kind}: unknown name {name!r}; known: {known}")
+            raise ConfigError(f"{self.kind}: unknown name {name!r}; known: {', '.join(sorted(self))}")
         return self[name]
 
     def _check(self, made: type) -> None:

@@ -144,7 +144,8 @@ class Flow:
         if self._keeps_no_kv:
             return self._arguments.replace(args, kwargs, "use_cache", False)
         for rung in self._call_rungs:
-            args, kwargs = rung.begin(call, args, kwargs)
+            with self._components.counters.guard(f"begin a call ({rung.name})"):
+                args, kwargs = rung.begin(call, args, kwargs)
         return args, kwargs
 
     def answer_early(self, frame: Frame) -> Any:
@@ -231,7 +232,8 @@ class Flow:
             if call is not None and not (call.progress.has_begun and call.progress.is_complete):
                 self._lookup.withdraw(call)
                 for rung in self._call_rungs:
-                    rung.abandon(call)
+                    with self._components.counters.guard(f"abandon a call ({rung.name})"):
+                        rung.abandon(call)
                 if output is not None:  # it did not fail
                     self._bypass(frame, self._find_trouble(), call.inputs.arguments)
                 call = None
@@ -313,7 +315,8 @@ class Flow:
             frame.last = outcomes(call)
             self._capture.store(call)
             for rung in self._call_rungs:
-                rung.store(call, output)
+                with self._components.counters.guard(f"store a call ({rung.name})"):
+                    rung.store(call, output)
             self._have_looked_into(call)
             ended = self._meter.now(call)
             call.progress.storing_s += ended - started

@@ -45,11 +45,11 @@ class Rung(ABC):
         """
 
     def begin(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Passed:
-        """Before the trunk: what to run it with."""
+        """Before the trunk: what to run it with. If this fails, it is run with what it was passed."""
         return args, kwargs
 
     def complete(self, call: Call, output: Any) -> Any:
-        """After the trunk: its output at all positions."""
+        """After the trunk: its output at all positions. If this fails, so does the call: nothing stands in for it."""
         return output
 
     def store(self, call: Call, output: Any) -> None:

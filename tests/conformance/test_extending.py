@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 import torch
@@ -29,6 +29,7 @@ from llmcache import (
     register_adapter,
 )
 from llmcache.models.adapters import ADAPTERS
+from llmcache.reuse import Call
 from tests.conformance import outside
 from tests.tiny_models import CLASSIFIERS, GENERATORS, build, tokens
 
@@ -210,6 +211,55 @@ def test_a_rung_serves_rows(register: Callable[..., Any]) -> None:
     assert "rungs='exact+same_tokens'" in repr(cache)
 
 
+class Seen(outside.SameTokens):
+    """Sees whole calls; one of its methods may fail."""
+
+    name = "seen"
+    serves_calls = True
+    fails = ""
+    steps: ClassVar[list[str]] = []
+
+    def _step(self, name: str) -> None:
+        self.steps.append(name)
+        if name == self.fails:
+            raise ValueError(f"{name} is broken")
+
+    def applies_at(self, layer: int) -> bool:
+        return False
+
+    def begin(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._step("begin")
+        return args, kwargs
+
+    def complete(self, call: Call, output: Any) -> Any:
+        self._step("complete")
+        return output
+
+    def store(self, call: Call, output: Any) -> None:
+        self._step("store")
+
+    def abandon(self, call: Call) -> None:
+        self._step("abandon")
+
+
+@pytest.mark.parametrize("fails", ["", "begin", "store", "abandon"])
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_a_rung_may_serve_whole_calls(register: Callable[..., Any], family: str, fails: str) -> None:
+    model = build((CLASSIFIERS if family == "bert" else GENERATORS)[family])
+    (expected,) = plain(model, tokens(2, 6))
+    mine = register("rungs", type("Mine", (Seen,), {"fails": fails, "steps": []}))
+    cache = wrapped(model, rungs=["mine"])
+    assert torch.equal(cache(tokens(2, 6)).logits, expected)
+    assert mine.steps == ["begin", "complete", "store"]
+    assert cache.stats().errors == (fails in mine.steps)
+    mine.steps.clear()
+    with pytest.raises(IndexError):
+        cache(torch.full((1, 4), 10_000))
+    assert (mine.steps[0], mine.steps[-1]) == ("begin", "abandon")
+    torch.testing.assert_close(cache(tokens(2, 6)).logits, expected)
+    assert cache.stats().n_hits == 2
+
+
 @pytest.mark.usefixtures("_table")
 @pytest.mark.parametrize("adapter", ["auto", "tower"])
 def test_an_adapter_finds_the_layers(adapter: str) -> None:
@@ -367,9 +417,10 @@ def test_an_unknown_name_is_told_those_that_there_are(kind: str, register: Calla
     assert "mine" in str(refusal.value)
 
 
-def test_rungs_of_other_settings_are_not_named_again() -> None:
-    with pytest.raises(ConfigError, match="rungs: unknown name 'exact'; known: none, until one is registered"):
-        wrapped(build(CLASSIFIERS["bert"]), rungs=["exact"])
+@pytest.mark.parametrize("name", ["exact", "semantic", "paper"])
+def test_rungs_of_other_settings_are_not_named_again(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"rungs: '{name}' is turned on by other settings"):
+        wrapped(build(CLASSIFIERS["bert"]), rungs=[name])
 
 
 @pytest.mark.parametrize(
