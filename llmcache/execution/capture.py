@@ -39,7 +39,7 @@ class StateCapture:
 
     def check_weights(self, call: Call) -> None:
         """Keep nothing of rows whose weights were edited while they were computed, be they restored since."""
-        if not (call.progress.captured or call.plan.prefill is not None):
+        if not call.progress.captured and (call.plan.prefill is None or call.plan.is_served):
             return
         call.progress.may_store = False
         with self._components.counters.guard("look at the weights again"):
@@ -88,7 +88,7 @@ class StateCapture:
         return on_own | found
 
     def _capture(self, call: Call, number: int, hidden: Tensor) -> None:
-        if number not in self._components.banks.layer_banks or not self._is_of_use:
+        if number not in self._components.banks.layer_banks or not self._is_of_use(call):
             return
         for row in call.active_rows:
             reuse = call.plan.reused.get(row.number)
@@ -111,10 +111,11 @@ class StateCapture:
             return None
         return padding_of(row.valid, hidden.shape[1])
 
-    @property
-    def _is_of_use(self) -> bool:
-        """Whether an entry may serve anybody: where prefixes are all that serves, none does."""
+    def _is_of_use(self, call: Call) -> bool:
+        """Whether an entry may serve anybody: where blocks are all that serves, none does."""
         parts = self._components
+        if call.plan.prefill is not None and call.plan.prefill.keeps_requests:
+            return False
         return bool(parts.rungs) or parts.fingerprint is not None or parts.is_collecting
 
 

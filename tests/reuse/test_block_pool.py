@@ -31,9 +31,9 @@ def n_shared(first: list[int], second: list[int]) -> int:
     )
 
 
-def block(link: Link, namespace: str = "default") -> Block:
+def block(link: Link, scope: Scope = SCOPE) -> Block:
     """A block of 8 bytes."""
-    return Block(link.ids, namespace, torch.zeros(1, dtype=torch.int32), torch.zeros(1), torch.zeros(0))
+    return Block(link.ids, scope, torch.zeros(1, dtype=torch.int32), torch.zeros(1), torch.zeros(0))
 
 
 @given(IDS, IDS, st.integers(1, 4))
@@ -141,9 +141,10 @@ def test_equal_keys_with_other_tokens_do_not_match() -> None:
 @pytest.mark.parametrize("how", ["purge", "clear"])
 def test_forgetting(how: str) -> None:
     blocks = BlockPool(1, 100, CPU, LRU())
-    mine, theirs = (links(Scope(name, "", "", ""), row([0, 1]), 1) for name in ("a", "b"))
-    for name, chain in (("a", mine), ("b", theirs)):
-        blocks.put(chain, {link.key: block(link, name) for link in chain})
+    scopes = [Scope(name, "", "", "") for name in ("a", "b")]
+    mine, theirs = (links(scope, row([0, 1]), 1) for scope in scopes)
+    for scope, chain in zip(scopes, (mine, theirs), strict=True):
+        blocks.put(chain, {link.key: block(link, scope) for link in chain})
     blocks.purge("a") if how == "purge" else blocks.clear()
     left = 2 if how == "purge" else 0
     assert [len(blocks.match(chain)) for chain in (mine, theirs)] == [0, left]
