@@ -157,7 +157,7 @@ class Counters:
                 self._hits["prefix"] += len(call.served)
                 self._totals["prefix tokens"] += sum(call.served.values())
                 self._totals["prompt tokens"] += sum(
-                    row.n_valid for row in call.rows if row.number not in call.plan.reused
+                    row.n_valid for row in call.active_rows if row.number not in call.plan.reused
                 )
             self._lookup_s += call.progress.lookup_s
             self._storing_s += call.progress.storing_s

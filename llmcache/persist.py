@@ -36,8 +36,8 @@ from llmcache.request.rows import Scope
 
 FORMAT = 8
 # Format 4 does not say who wrote it, and which payload; neither it nor 5 which requests give answers (`examples`), and
-# which of those that a profile counts are repeats. Up to 6, settings and quarantined requests have older names. Up to 7,
-# no blocks are saved: requests of decoders have entries.
+# which of those that a profile counts are repeats. Up to 6, settings and quarantined requests have older names. Up to
+# 7, no blocks are saved: requests of decoders have entries.
 _READ = (4, 5, 6, 7, FORMAT)
 _TRIES = 10
 

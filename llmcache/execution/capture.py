@@ -88,9 +88,12 @@ class StateCapture:
         return on_own | found
 
     def _capture(self, call: Call, number: int, hidden: Tensor) -> None:
-        if number not in self._components.banks.layer_banks or not self._is_of_use(call):
+        if number not in self._components.banks.layer_banks or not self._is_of_use:
             return
+        prefill = call.plan.prefill
         for row in call.active_rows:
+            if prefill is not None and prefill.keeps_requests and prefill.fits(row):
+                continue
             reuse = call.plan.reused.get(row.number)
             if reuse is not None and (reuse.layer >= number or not reuse.stores_above):
                 continue
@@ -111,11 +114,10 @@ class StateCapture:
             return None
         return padding_of(row.valid, hidden.shape[1])
 
-    def _is_of_use(self, call: Call) -> bool:
-        """Whether an entry may serve anybody: where blocks are all that serves, none does."""
+    @property
+    def _is_of_use(self) -> bool:
+        """Whether an entry may serve anybody: where prefixes are all that serves, none does."""
         parts = self._components
-        if call.plan.prefill is not None and call.plan.prefill.keeps_requests:
-            return False
         return bool(parts.rungs) or parts.fingerprint is not None or parts.is_collecting
 
 

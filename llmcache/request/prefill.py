@@ -36,7 +36,7 @@ class Prefill:
         kv_cache: The K/V cache that it fills.
         scope: As it was read before the layers. What is looked up and stored goes by this, whatever is read later.
         rows: Likewise.
-        keeps_requests: The exact rung is served from blocks, so no entries are stored for it.
+        keeps_requests: The exact rung is served from blocks, so no entries are stored for it, where rows fit.
         chains: The blocks of rows, by number, of those that were asked for.
         served: Tokens that a stored prefix serves, at least one, by row number.
         states: What the trunk put out at the columns that are cut (B, C, D); None when nothing is served.
@@ -51,3 +51,7 @@ class Prefill:
     served: Mapping[int, int] = field(default_factory=dict)
     states: Tensor | None = None
     repeats: "Mapping[int, Reuse]" = field(default_factory=dict)
+
+    def fits(self, row: Row) -> bool:
+        """Whether a row can be kept in blocks: its tokens are contiguous, and their positions follow one by one."""
+        return row.start is not None

@@ -1,5 +1,6 @@
 """Chains of blocks name exactly what they share; the store keeps its budget and never a block without its parent."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -71,6 +72,34 @@ def test_budget_and_parents_whatever_is_asked(steps: list[tuple[bool, list[int]]
         assert blocks.nbytes == sum(one.nbytes for one in blocks._held.values()) <= max_bytes
         assert all(parents[key] in blocks._held for key in blocks._held if key in parents)
         assert not puts or len(found) == min(len(chain), max_bytes // 8)
+
+
+@given(st.lists(st.tuples(IDS, st.integers(0, 40)), max_size=30), st.integers(40, 80))
+def test_a_request_is_whole_or_not_held_whatever_leaves(steps: list[tuple[list[int], int]], max_bytes: int) -> None:
+    spent = [0]
+    blocks = BlockPool(2, max_bytes, CPU, LRU(), lambda: spent[0])
+    for ids, others in steps:
+        packed = row(ids).ids
+        chain = links(SCOPE, row(ids), 2)
+        tail = Link(f"end of {ids}", packed[4 * len(chain) :])
+        made = {link.key: block(link) for link in chain}
+        is_held = blocks.put((*chain, tail), made | {tail.key: replace(block(tail), is_tail=True)})
+        held = blocks.whole(tail.key, packed)
+        assert bool(held) == is_held == (8 * (len(chain) + 1) <= max_bytes - spent[0])
+        assert b"".join(one.ids for one in held) == (packed if held else b"")
+        assert [one.is_tail for one in held] == ([False] * len(chain) + [True] if held else [])
+        assert blocks.whole(tail.key, packed + packed) == blocks.whole("another", packed) == []
+        assert (blocks.whole(chain[-1].key, packed) if chain else []) == []  # what begins a request does not end it
+        spent[0] = others
+        blocks.make_way()
+        assert blocks.nbytes == sum(one.nbytes for one in blocks._held.values()) <= max_bytes - others
+        assert blocks.n_tails == sum(one.is_tail for one in blocks._held.values()) == len(blocks._held) - len(blocks)
+        assert {key: before for before, after in blocks._after.items() for key in after} == blocks._before
+        assert all(before in blocks._held for before in blocks._before.values())
+        again = BlockPool(2, max_bytes, CPU, LRU())
+        for record in blocks.records():
+            again.adopt(record)
+        assert (again.nbytes, again.n_tails, again._before) == (blocks.nbytes, blocks.n_tails, blocks._before)
 
 
 @given(st.lists(IDS, max_size=12), IDS, st.integers(1, 4))

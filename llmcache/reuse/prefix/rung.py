@@ -108,7 +108,8 @@ class Prefix(Rung):
             args, kwargs = self._arguments.replace(args, kwargs, CACHE, prefill.kv_cache)
             started = perf_counter()
             whole = self._find(prefill)
-            if not all(row.number in whole or self._is_repeat(row) for row in call.rows):
+            is_known = all(row.number in whole or self._is_repeat(row) for row in call.rows)
+            if not is_known and all(prefill.fits(row) and not row.bypass_reason for row in call.rows):
                 args, kwargs = self._cut(call, args, kwargs)
             if not prefill.served:
                 repeats = (self._repeat(call.rows[number], *held) for number, held in whole.items())
@@ -164,7 +165,7 @@ class Prefix(Rung):
         with self._counters.guard("store a prefix"):
             for row in call.active_rows:
                 # What was reused is stored already, or not this request's own.
-                if row.number not in call.plan.reused:
+                if row.number not in call.plan.reused and prefill.fits(row):
                     self._store(prefill, prefill.rows[row.number], states[row.number])
 
     def _prepare(self, call: Call) -> Prefill | None:
@@ -179,15 +180,14 @@ class Prefix(Rung):
             return None
         if not self._read(call, next(self._trunk.module.parameters()).dtype):
             return None
-        if any(row.bypass_reason or row.start is None for row in call.rows):
-            return None
         return Prefill(kv_cache, call.read.scope, call.rows, self._keeps_requests)
 
     def _find(self, prefill: Prefill) -> dict[int, tuple[str, list[Block]]]:
         """Key and blocks of rows that are held as a whole, by number."""
         if not prefill.keeps_requests:
             return {}
-        tried = ((row, key) for row in prefill.rows for key in (row.key, row.again) if key)
+        fitting = (row for row in prefill.rows if prefill.fits(row) and not row.bypass_reason)
+        tried = ((row, key) for row in fitting for key in (row.key, row.again) if key)
         return {row.number: (key, held) for row, key in tried if (held := self._blocks.whole(key, row.ids))}
 
     def _repeat(self, row: Row, key: str, held: Sequence[Block]) -> Reuse:
