@@ -121,7 +121,7 @@ class Counters:
             self._totals["too_large"] += 1
             is_first = self._totals["too_large"] == 1
         if is_first:
-            logger.warning("llmcache: a state is larger than its bank's budget and was not stored; raise max_bytes")
+            logger.warning("llmcache: a request is larger than its budget and was not stored; raise max_bytes")
 
     def hooked(self, n_rows: int) -> None:
         """Count rows that take the whole way for hooks that somebody hung on the model; the first are logged."""
