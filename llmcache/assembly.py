@@ -1,6 +1,7 @@
 """From settings and a model to the parts that serve its calls; what does not fit together is refused here."""
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -75,7 +76,10 @@ def assemble(
     searched_by = None if config.tau is None else fingerprint
     is_exact = config.serves_exact and codec.is_lossless(next(trunk.module.parameters()).dtype)
     serves_entries = is_exact or bool(config.rungs) or config.tau is not None or config.learn is not None
-    prefix = _make_blocks(trunk, payload, config, config.max_bytes // (2 if serves_entries else 1))
+    prefix = _make_blocks(trunk, payload, config, lambda: banks.spent)
+    # Entries are needed where something else may read them, or was named to keep them.
+    is_plain = not config.rungs and (config.store.name, config.compression.name) == ("memory", "none")
+    is_in_blocks = prefix is not None and is_exact and is_plain and layers[-1] == trunk.depth - 1
     bank_bytes = max(1, config.max_bytes // len(layers) // (1 if prefix is None else 2))
     banks = CacheBanks(
         {layer: _make_bank(trunk, config, bank_bytes) for layer in layers},
@@ -84,6 +88,7 @@ def assemble(
         lambda dim: config.index_component.build(INDEXES, dim),
         by_length=not payload.fits_any_length,
         by_layer=config.mode == "paper",
+        make_way=prefix.make_way if prefix is not None else lambda: None,
     )
     observer = None
     decision: Decision = config.decide_component.build(DECISIONS)
@@ -102,7 +107,19 @@ def assemble(
     per_layer = config.fingerprint_per_layer
     weights = Weights(trunk.module)
     parts = Components(
-        trunk, head, payload, banks, rungs, searched_by, per_layer, attention, weights, gate, prefix, observer
+        trunk,
+        head,
+        payload,
+        banks,
+        rungs,
+        searched_by,
+        per_layer,
+        attention,
+        weights,
+        gate,
+        prefix,
+        is_in_blocks,
+        observer,
     )
     if config.auto_bypass and config.mode != "paper":  # which is the reference, and measured as written
         parts.cost = CostModel(trunk.depth, PATIENCE if config.tau is None else PATIENCE_OF_TAU)
@@ -280,13 +297,14 @@ def _make_bank(trunk: Trunk, config: CacheConfig, max_bytes: int) -> Bank:
     return Bank(config.store.build(STORES, _device(trunk, config)), policy, max_bytes, config.max_entries)
 
 
-def _make_blocks(trunk: Trunk, payload: Payload, config: CacheConfig, max_bytes: int) -> BlockPool | None:
+def _make_blocks(trunk: Trunk, payload: Payload, config: CacheConfig, spent: Callable[[], int]) -> BlockPool | None:
     """Where prefixes are kept; None where they cannot serve, or nobody wants it."""
     # Whether a trunk that was recognised by its shape ignores padding, and what else it puts out, is not known.
     can_serve = trunk.adapter.is_causal and not trunk.adapter.is_guess and not payload.fits_any_length
     if not (config.prefix and can_serve and config.tau is None):
         return None
-    return BlockPool(config.prefix_block, max_bytes, _device(trunk, config), config.policy.build(POLICIES))
+    policy = config.policy.build(POLICIES)
+    return BlockPool(config.prefix_block, config.max_bytes, _device(trunk, config), policy, spent)
 
 
 def _choose_rungs(

@@ -121,7 +121,7 @@ class Counters:
             self._totals["too_large"] += 1
             is_first = self._totals["too_large"] == 1
         if is_first:
-            logger.warning("llmcache: a state is larger than its bank's budget and was not stored; raise max_bytes")
+            logger.warning("llmcache: a request is larger than its budget and was not stored; raise max_bytes")
 
     def hooked(self, n_rows: int) -> None:
         """Count rows that take the whole way for hooks that somebody hung on the model; the first are logged."""
@@ -157,7 +157,7 @@ class Counters:
                 self._hits["prefix"] += len(call.served)
                 self._totals["prefix tokens"] += sum(call.served.values())
                 self._totals["prompt tokens"] += sum(
-                    row.n_valid for row in call.rows if row.number not in call.plan.reused
+                    row.n_valid for row in call.active_rows if row.number not in call.plan.reused
                 )
             self._lookup_s += call.progress.lookup_s
             self._storing_s += call.progress.storing_s

@@ -2,7 +2,7 @@
 
     manifest.json                settings, weights digest, scopes, names and SHA-256 of the files below
     requests-<tag>.safetensors   keys, token ids, fingerprints, answers; what fingerprint and calibration learned
-    states-<tag>.safetensors     entries, stacked by layer and shape, and what each layer's codec learned
+    states-<tag>.safetensors     entries and blocks, stacked by layer and shape, and what each layer's codec learned
 
 How one save takes the place of another is in `folder`. What is read is checked against the manifest's hashes before it
 is used; if the save was replaced meanwhile, the new one is read. Order of arrival survives; recency, counts of use,
@@ -34,10 +34,11 @@ from llmcache.models.weights import Weights
 from llmcache.request.bypass import CURES
 from llmcache.request.rows import Scope
 
-FORMAT = 7
+FORMAT = 8
 # Format 4 does not say who wrote it, and which payload; neither it nor 5 which requests give answers (`examples`), and
-# which of those that a profile counts are repeats. Up to 6, settings and quarantined requests have older names.
-_READ = (4, 5, 6, FORMAT)
+# which of those that a profile counts are repeats. Up to 6, settings and quarantined requests have older names. Up to
+# 7, no blocks are saved: requests of decoders have entries.
+_READ = (4, 5, 6, 7, FORMAT)
 _TRIES = 10
 
 Tensors: TypeAlias = dict[str, dict[str, Tensor]]
@@ -235,7 +236,10 @@ def restore(served: Components, manifest: Manifest, parts: Tensors, folder: str 
         for layer, packer in banks.layer_banks.packers[weights].items():
             packer.codec.restore(below(f"{layer}/codec/", parts["states"]))
         for record in records:
-            banks.adopt(record)
+            if record.place is None:
+                banks.adopt(record)
+            elif served.prefix is not None:
+                served.prefix.adopt(record)
         banks.place(records)
         if served.calibrated is not None:
             _present(served.calibrated, manifest.examples, records)
@@ -288,7 +292,8 @@ def _take(served: Components, weights: str) -> tuple[Tensors, list[Scope], Calib
         calibrated = (
             served.calibrated if served.calibrated is not None and served.calibrated.is_made_for(weights) else None
         )
-        records = [record for record in banks.records() if record.scope.weights == weights]
+        blocks = [] if served.prefix is None else served.prefix.records()
+        records = [record for record in (*banks.records(), *blocks) if record.scope.weights == weights]
         scopes = list(dict.fromkeys(record.scope for record in records))
         parts = {
             "requests": pack_requests(records, scopes) | _pack_learned(banks, calibrated),

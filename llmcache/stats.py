@@ -154,15 +154,15 @@ class Stats:
             included.
         n_prefix_tokens: Tokens that stored prefixes served, which no layer was run for.
         n_prompt_tokens: Tokens of all requests that the prefix rung was asked about.
-        n_blocks: Blocks of tokens that it holds.
-        n_blocks_evicted: Blocks that left for others.
-        prefix_nbytes: Bytes of the blocks held.
+        n_blocks: Blocks of tokens that it holds, ends of requests not counted.
+        n_blocks_evicted: Blocks, and ends of requests, that left for others.
+        prefix_nbytes: Bytes of both that are held.
         n_layers_skipped: Layer executions saved, summed over rows.
         n_entries: Entries by layer.
         n_evicted: Entries that left for others, by layer.
         n_expelled: Entries that their policy sent away whatever the budget, by layer: `ttl`, which were too old;
             `divergence`, whose checks exceeded the limit.
-        n_stored: Requests known.
+        n_stored: Requests known, by their entries or in blocks; not those of which only the beginning is.
         nbytes: Bytes of the entries held, all layers.
         index_nbytes: Bytes of the fingerprints that they are found by, room for more included.
         reconstruction_error: What compression loses, by layer: sum of |x - x'|^2 over sum of |x - mean|^2, rows x of
@@ -172,7 +172,8 @@ class Stats:
         reconstruction_distance: Mean of 1 - cosine(x, x') over the same rows, 0 to 2, or None.
         lookup_ms: Total time in fingerprint, search and decision.
         storing_ms: Total time in keeping states, checks, storing misses and fitting codecs.
-        n_too_large: Requests with a state larger than its bank, which was not stored.
+        n_too_large: Requests with a state larger than its bank, which was not stored, or that were not kept in blocks
+            as a whole, since these do not fit `max_bytes`.
         n_hooked: Rows that neither a prefix nor the short way before the layers was tried for, since hooks of others
             hang within the trunk, which are to see all of them. They may be hits all the same.
         errors: Failures of index, store or audit that were computed around.

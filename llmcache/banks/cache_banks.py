@@ -38,6 +38,7 @@ class CacheBanks:
         make_index: Callable[[int], Index] | None = None,
         by_length: bool = False,
         by_layer: bool = False,
+        make_way: Callable[[], None] = lambda: None,
     ) -> None:
         """Start empty.
 
@@ -48,12 +49,15 @@ class CacheBanks:
             make_index: `dim -> empty index`; needed with a fingerprint.
             by_length: Requests of different lengths never find each other.
             by_layer: Each layer is searched by itself, as the paper does.
+            make_way: Called before entries are put: others who share the budget then leave what is `spent` to them.
         """
         self._requests: dict[str, StoredRequest] = {}
         self.layer_banks = LayerBanks(banks, make_codec, self._requests)
         self._quarantined: dict[str, str] = {}  # namespaces by key; also of requests that left, as they may come again
         self._index = FingerprintIndex(fingerprint, make_index, self.layer_banks.layers_of, by_length, by_layer)
         self._lock = threading.RLock()
+        self._make_way = make_way
+        self._incoming = 0  # bytes that are about to be put
         self.fingerprint_epoch = 0  # moves on when requests begin to be compared by another fingerprint
 
     def __len__(self) -> int:
@@ -71,6 +75,12 @@ class CacheBanks:
     def nbytes(self) -> int:
         """Bytes of all states held."""
         return self.layer_banks.nbytes
+
+    @property
+    def spent(self) -> int:
+        """Bytes of all states held, and of those about to be."""
+        incoming = self._incoming  # read first: once it is taken back, they are held
+        return min(incoming + self.nbytes, sum(bank.max_bytes for bank in self.layer_banks.values()))
 
     @property
     def index_nbytes(self) -> int:
@@ -191,7 +201,7 @@ class CacheBanks:
                 request = self._know(scope, row, next(iter(states.values()))["hidden"].dtype)
                 request.layout = row.layout if is_anew else request.layout
                 request.n_puts += 1
-                self.layer_banks.put(row.key, stored, self._let_go)
+                self._hold(row.key, stored)
                 is_stale = fingerprint_epoch not in (None, self.fingerprint_epoch)
                 self._index.put(scope, row, features, None if is_stale else vectors, stored)
             except Exception:
@@ -320,7 +330,7 @@ class CacheBanks:
             request = self._requests[record.key] = StoredRequest(record.scope, record.ids, record.dtype, record.layout)
             for layer, entry in record.entries.items():
                 shown = self.layer_banks.learn(record.key, record.scope, layer, entry)
-                self.layer_banks.put(record.key, {layer: shown}, self._let_go)
+                self._hold(record.key, {layer: shown})
             request.answer = record.answer
             if record.is_pinned:
                 self._pin(record.key, request)
@@ -364,6 +374,15 @@ class CacheBanks:
                 self.layer_banks[layer].remove(key)
                 self._let_go(layer, key)
         return len(layers) == len(entries)
+
+    def _hold(self, key: str, entries: Mapping[int, Entry]) -> None:
+        """Put entries by layer, for which others have made way."""
+        self._incoming = sum(entry.nbytes for entry in entries.values())
+        try:
+            self._make_way()
+            self.layer_banks.put(key, entries, self._let_go)
+        finally:
+            self._incoming = 0
 
     def _know(self, scope: Scope, row: Row, dtype: torch.dtype) -> StoredRequest:
         """What is known of a request from now on; another one of the same key is forgotten."""

@@ -33,8 +33,21 @@ class StoredState:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockPlace:
+    """Where a saved block of tokens stands.
+
+    Attributes:
+        before: Key of the block before it; None for the first of a chain.
+        is_tail: It ends a request.
+    """
+
+    before: str | None
+    is_tail: bool
+
+
+@dataclass(frozen=True, slots=True)
 class SavedRequest:
-    """All that is held of one request, for saving and restoring.
+    """All that is held of one request, or of one block of tokens, for saving and restoring.
 
     Attributes:
         key: Its exact key.
@@ -46,6 +59,7 @@ class SavedRequest:
         answer: Signature of its answer (S,), where that is known.
         is_pinned: Nothing makes it leave.
         layout: Of the padding that its states hold; see `Row.layout`.
+        place: Of a block, whose tensors are those of `entries[0]`; None for a request of the banks.
     """
 
     key: str
@@ -57,6 +71,7 @@ class SavedRequest:
     answer: Floats | None = None
     is_pinned: bool = False
     layout: bytes = b""
+    place: BlockPlace | None = None
 
 
 class StoredRequest:

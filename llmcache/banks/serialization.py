@@ -4,7 +4,7 @@ Sizes: N requests, P slots, F fingerprint width, S width of a signature.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from llmcache.arrays import Floats, below
-from llmcache.banks.records import SavedRequest
+from llmcache.banks.records import BlockPlace, SavedRequest
 from llmcache.banks.stores import Entry
 from llmcache.matching.partition import IndexSlot
 from llmcache.request.rows import KEY_LENGTH, Scope
@@ -21,6 +21,7 @@ from llmcache.request.rows import KEY_LENGTH, Scope
 def pack_requests(records: list[SavedRequest], scopes: list[Scope]) -> dict[str, Tensor]:
     """All of records but their states; a scope is named by its number."""
     number = {scope: i for i, scope in enumerate(scopes)}
+    blocks = {record.key: i for i, record in enumerate(records) if record.place is not None}
     slots = [(i, slot) for i, record in enumerate(records) for slot in record.slots]
     packed = {
         "answers": _answers(records),
@@ -33,6 +34,8 @@ def pack_requests(records: list[SavedRequest], scopes: list[Scope]) -> dict[str,
         "n_id_bytes": np.array([len(r.ids) for r in records], np.int64),
         "scope": np.array([number[r.scope] for r in records], np.int64),
         "dtype": np.array([_DTYPES.index(r.dtype) for r in records], np.int64),
+        "block.before": np.array([_before(record, blocks) for record in records], np.int64),
+        "block.is_tail": np.array([r.place is not None and r.place.is_tail for r in records], np.bool_),
         "place.request": np.array([i for i, _ in slots], np.int64),
         "place.layer": np.array([-1 if one.layer is None else one.layer for _, one in slots], np.int64),
         "place.length": np.array([one.length for _, one in slots], np.int64),
@@ -40,6 +43,13 @@ def pack_requests(records: list[SavedRequest], scopes: list[Scope]) -> dict[str,
         "place.vector": np.stack([one.vector for _, one in slots]) if slots else np.zeros((0, 0), np.float32),
     }
     return arrays_to_tensors(packed)
+
+
+def _before(record: SavedRequest, blocks: Mapping[str, int]) -> int:
+    """Number of the block before one; for the first of a chain, and for requests of the banks, what stands for that."""
+    if record.place is None:
+        return _NO_BLOCK
+    return _FIRST if record.place.before is None else blocks[record.place.before]
 
 
 def arrays_to_tensors(arrays: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -89,10 +99,11 @@ def unpack(requests: dict[str, Tensor], states: dict[str, Tensor], scopes: list[
         slots[int(i)].append(IndexSlot(None if layer < 0 else int(layer), int(length), vector, int(slot)))
     ends = np.cumsum(arrays["n_id_bytes"])
     ids = arrays["ids"].tobytes()
-    layouts = arrays.get("layouts")  # older saves have none
+    layouts, before = arrays.get("layouts"), arrays.get("block.before")  # older saves have none
+    keys = [key.tobytes().decode() for key in arrays["keys"]]
     for i, end in enumerate(ends):
         yield SavedRequest(
-            arrays["keys"][i].tobytes().decode(),
+            keys[i],
             scopes[arrays["scope"][i]],
             ids[end - arrays["n_id_bytes"][i] : end],
             _DTYPES[arrays["dtype"][i]],
@@ -102,8 +113,15 @@ def unpack(requests: dict[str, Tensor], states: dict[str, Tensor], scopes: list[
             None if np.isnan(arrays["answers"][i]).any() or not arrays["answers"].shape[1] else arrays["answers"][i],
             bool(arrays["is_kept"][i]),
             b"" if layouts is None or not layouts[i].any() else layouts[i].tobytes(),
+            None if before is None else _place(int(before[i]), bool(arrays["block.is_tail"][i]), keys),
         )
 
 
+def _place(before: int, is_tail: bool, keys: Sequence[str]) -> BlockPlace | None:
+    """Where a block stands, by the number of the one before."""
+    return None if before == _NO_BLOCK else BlockPlace(None if before == _FIRST else keys[before], is_tail)
+
+
 _NO_LAYOUT = bytes(32)
+_FIRST, _NO_BLOCK = -1, -2
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)

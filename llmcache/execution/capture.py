@@ -39,7 +39,7 @@ class StateCapture:
 
     def check_weights(self, call: Call) -> None:
         """Keep nothing of rows whose weights were edited while they were computed, be they restored since."""
-        if not (call.progress.captured or call.plan.prefill is not None):
+        if not call.progress.captured and (call.plan.prefill is None or call.plan.is_served):
             return
         call.progress.may_store = False
         with self._components.counters.guard("look at the weights again"):
@@ -90,7 +90,10 @@ class StateCapture:
     def _capture(self, call: Call, number: int, hidden: Tensor) -> None:
         if number not in self._components.banks.layer_banks or not self._is_of_use:
             return
+        prefill = call.plan.prefill
         for row in call.active_rows:
+            if prefill is not None and prefill.keeps_requests and prefill.fits(row):
+                continue
             reuse = call.plan.reused.get(row.number)
             if reuse is not None and (reuse.layer >= number or not reuse.stores_above):
                 continue

@@ -66,6 +66,7 @@ class Components:
         weights: What states depend on.
         gate: Compares tokens after a neighbour was chosen, or None.
         prefix: What was computed for the beginnings of requests; None where the prefix rung is off.
+        is_in_blocks: It also holds the requests that the exact rung serves, which then need no entries.
         observer: Reads the model's answers, where decisions compare them; else None.
         calibrated: Approximate reuse that is calibrated, or None.
         cost: Tells when the cache is not worthwhile; None without auto-bypass.
@@ -85,6 +86,7 @@ class Components:
     weights: Weights
     gate: ContentGate | None
     prefix: BlockPool | None = None
+    is_in_blocks: bool = False
     observer: Observer | None = None
     calibrated: CalibratedReuse | None = None
     cost: CostModel | None = None
@@ -102,6 +104,10 @@ class Components:
         """Whether the call under way is computed to be shown: neither served nor stored, and no request of a user's."""
         return self.observer is not None and self.observer.collected.get() is not None
 
+    def holds(self, key: str) -> bool:
+        """Whether something is held of a request that could serve it."""
+        return bool(self.banks.held(key)) or (self.prefix is not None and key in self.prefix)
+
     def stats(self) -> Stats:
         """Counters since wrapping, and what is held now."""
         banks, prefix = self.banks, self.prefix
@@ -113,7 +119,7 @@ class Components:
             n_entries={layer: len(bank) for layer, bank in banks.layer_banks.items()},
             n_evicted={layer: bank.n_evicted for layer, bank in banks.layer_banks.items()},
             n_expelled={layer: bank.n_expelled for layer, bank in banks.layer_banks.items()},
-            n_stored=len(banks),
+            n_stored=len(banks) + (0 if prefix is None else prefix.n_tails),
             nbytes=banks.nbytes,
             index_nbytes=banks.index_nbytes,
             reconstruction_error={layer: loss.relative_error for layer, loss in banks.layer_banks.losses.items()},
@@ -146,7 +152,7 @@ class Components:
             if self.calibrated is not None:
                 self.calibrated.forget(namespace)
         if self.prefix is not None:
-            self.prefix.purge(namespace)
+            n_requests += self.prefix.purge(namespace)
         if self.cost is not None:
             self.cost.forget()
         if self.recorder is not None:

@@ -1,10 +1,10 @@
 """Answers a call before its layers: before tokens are embedded, masks made, and layers passed through one by one.
 
-Where fingerprints are made of token ids alone, all that a decision needs is known before the trunk has run. If every
-row is then served at the last layer, only the trunk's output is still to be packed. How that is done is learned from
-calls that went the whole way: an output is understood if it is the last states and, at most, what the trunk's own
-pooler makes of them. All other calls go the whole way, and all calls of a trunk on which somebody hung hooks, which
-would not run.
+Where fingerprints are made of token ids alone, all that a decision needs is known before the trunk has run, and so it
+is where requests are held in blocks. If every row is then served at the last layer, only the trunk's output is still to
+be packed, and the caller's K/V cache to be filled. How the output is packed is learned from calls that went the whole
+way: it is understood if it is the last states and, at most, what the trunk's own pooler makes of them, or the K/V
+cache. All other calls go the whole way, and all calls of a trunk on which somebody hung hooks, which would not run.
 
 Sizes: B rows, T tokens, D hidden width.
 """
@@ -16,15 +16,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llmcache.models.adapters import Trunk
+from llmcache.execution.runner import fill_cache
+from llmcache.models.adapters import CACHE, Trunk
 from llmcache.models.hooks import are_hooked
 from llmcache.models.model_config import setting
 from llmcache.models.payloads import Payload, place_padding
 from llmcache.request.call import Call
+from llmcache.reuse.prefix.rung import last_states
 
 _STATES, _POOLED = "last_hidden_state", "pooler_output"
 
 Kind = tuple[Any, ...]
+#: `(last states (B, T, D), K/V cache or None) -> output`.
+Pack = Callable[[Tensor, Any], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +40,14 @@ class OutputTemplate:
         entering: Dtype of the states that enter layer 0.
         width: D.
         weights: Digest of the trunk that put it out.
-        pack: `last states (B, T, D) -> output`.
+        pack: Makes the output.
     """
 
     dtype: torch.dtype
     entering: torch.dtype
     width: int
     weights: str
-    pack: Callable[[Tensor], Any]
+    pack: Pack
 
 
 class FastPath:
@@ -82,7 +86,11 @@ class FastPath:
 
     def learn(self, call: Call, output: Any) -> None:
         """See the output of a call that went the whole way."""
-        states, scope = call.progress.states, call.read.scope
+        scope, kv_cache = call.read.scope, None
+        if call.plan.prefill is None:
+            states = call.progress.states
+        else:
+            states, kv_cache = last_states(output), call.plan.prefill.kv_cache
         if states is None:
             return
         kind = self.kind(call)
@@ -93,7 +101,7 @@ class FastPath:
             self.forget()
         if not self.is_watched:
             self._packings = {**self._packings, kind: None}  # also where what follows fails
-            if self.may_open and (pack := _understand(states, output, self._trunk.module)):
+            if self.may_open and (pack := _understand(states, output, self._trunk.module, kv_cache)):
                 template = OutputTemplate(states.dtype, call.read.entering, states.shape[-1], scope.weights, pack)
                 self._packings = {**self._packings, kind: template}
 
@@ -111,7 +119,11 @@ class FastPath:
             valid = call.rows[reuse.row].valid
             self._payload.place(reuse.entry.to(states.device), states[reuse.row], valid)
             place_padding(reuse.padding, states[reuse.row], valid)
-        output = template.pack(states)
+        if call.plan.prefill is not None:
+            call.progress.kv_cache = call.plan.prefill.kv_cache
+            for number in range(self._trunk.depth):
+                fill_cache(call, number, ids.shape[1])
+        output = template.pack(states, call.progress.kv_cache)
         call.progress.n_skipped += call.n_rows * self._trunk.depth
         call.progress.has_begun = call.progress.is_complete = True
         return output
@@ -122,32 +134,37 @@ class FastPath:
         knows = torch.amp.is_autocast_available(device)
         autocast = torch.get_autocast_dtype(device) if knows and torch.is_autocast_enabled(device) else None
         by_default = setting(self._trunk.config, "return_dict")
-        return call.inputs.arguments.get("return_dict"), by_default, call.inputs.arguments.get("use_cache"), autocast
+        passed = call.inputs.arguments
+        keeps_kv = None if call.plan.prefill is None else passed.get(CACHE) is None
+        return passed.get("return_dict"), by_default, passed.get("use_cache"), autocast, keeps_kv
 
 
-def _understand(states: Tensor, output: Any, trunk: nn.Module) -> Callable[[Tensor], Any] | None:
-    """How an output is packed from the last states, or None."""
+def _understand(states: Tensor, output: Any, trunk: nn.Module, kv_cache: Any) -> Pack | None:
+    """How an output is packed from the last states, and what comes beside them; or None."""
+    beside = _POOLED if kv_cache is None else CACHE
     if isinstance(output, tuple):
-        named = dict(zip((_STATES, _POOLED), output, strict=False))
+        named = dict(zip((_STATES, beside), output, strict=False))
         if len(output) > len(named):
             return None
     elif isinstance(output, Mapping):
         named = dict(output.items())
     else:
         return None
-    pooled = named.get(_POOLED)
-    if named.get(_STATES) is not states or set(named) - {_STATES, _POOLED}:
+    if named.get(_STATES) is not states or set(named) - {_STATES, beside}:
         return None
-    pooler = getattr(trunk, "pooler", None)
-    if pooled is not None and not (isinstance(pooler, nn.Module) and torch.equal(pooler(states), pooled)):
+    more, pooler = named.get(beside), getattr(trunk, "pooler", None)
+    is_kv = more is not None and more is kv_cache
+    is_pooled = isinstance(more, Tensor) and isinstance(pooler, nn.Module) and torch.equal(pooler(states), more)
+    if not (more is None or is_kv or is_pooled):
         return None
 
-    kind, has_pooled, is_pooled = type(output), _POOLED in named, pooled is not None
+    kind, has_more = type(output), beside in named
 
-    def pack(states: Tensor) -> Any:
+    def pack(states: Tensor, kv_cache: Any) -> Any:
         made: dict[str, Any] = {_STATES: states}
-        if has_pooled:
-            made[_POOLED] = trunk.get_submodule("pooler")(states) if is_pooled else None  # the one of now
+        if has_more:
+            pooled = trunk.get_submodule("pooler")(states) if is_pooled else None  # the one of now
+            made[beside] = kv_cache if is_kv else pooled
         return tuple(made.values()) if kind is tuple else kind(**made)
 
     return pack

@@ -151,17 +151,22 @@ class Flow:
     def answer_early(self, frame: Frame) -> Any:
         """The trunk's output for a call that is served before the trunk runs; else None."""
         call = frame.call
-        if call is None or self._lookup.needs_states or not self._fast_path.may_open:
+        if call is None or not self._fast_path.may_open:
             return None
-        if self._fast_path.is_watched:
+        prefill = call.plan.prefill
+        if self._lookup.needs_states if prefill is None else len(prefill.repeats) < call.n_rows:
+            return None
+        if prefill is None and self._fast_path.is_watched:  # with blocks, that was looked at before
             self._components.counters.hooked(_count_rows(call.inputs.arguments))
             return None
         if (template := self._fast_path.template(call)) is None:
             return None
-        if not self._lookup.read_early(call, template.entering):
+        if not call.is_read and not self._lookup.read_early(call, template.entering):
             return None
         if template.weights != call.read.scope.weights:  # another trunk puts out something else
             self._fast_path.forget()
+            return None
+        if template.entering != call.read.entering:
             return None
         self._lookup.ask(call, 0)
         return self._answer(call, template) if call.plan.is_served else None
@@ -353,12 +358,14 @@ class Flow:
         parts = self._components
         return Prefix(
             parts.trunk,
+            parts.payload,
             blocks,
             parts.counters,
             self._arguments,
             read=self._lookup.read_early,
             is_repeat=lambda row: parts.serves_repeats and parts.banks.known(row),
             is_alone=lambda: parts.fingerprint is None and parts.observer is None,
+            keeps_requests=parts.is_in_blocks,
         )
 
     def _begin(self, frame: Frame, call: Call, swap: LayerSwap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -401,6 +408,8 @@ class Flow:
             return self._fast_path.answer(call, template)
         self._fast_path.forget()
         self._lookup.withdraw(call)
+        for rung in self._call_rungs:
+            rung.abandon(call)
         call.plan.cancel()
         return None
 

@@ -109,9 +109,9 @@ class BypassRecorder:
 
     def count(self, hashes: Sequence[int]) -> int:
         """How many of these requests are stored or recorded, and could be served."""
-        places, held = self._places, self._components.banks.held
+        places, holds = self._places, self._components.holds
         found = (places.get(one) for one in hashes)
-        return sum(place is not None and (not isinstance(place, str) or bool(held(place))) for place in found)
+        return sum(place is not None and (not isinstance(place, str) or holds(place)) for place in found)
 
     def stored(self, hashes: Sequence[int], keys: Sequence[str]) -> None:
         """Take note that requests are stored, under these keys."""
@@ -177,8 +177,8 @@ class BypassRecorder:
         with self._lock:
             for note in [note for note in self._recorded if namespace in (None, note.namespace)]:
                 self._drop(note)
-            banks = self._components.banks
-            left = [one for one, place in self._places.items() if isinstance(place, str) and place not in banks]
+            holds = self._components.holds
+            left = [one for one, place in self._places.items() if isinstance(place, str) and not holds(place)]
             for one in list(self._places) if namespace is None else left:
                 del self._places[one]
 

@@ -7,7 +7,7 @@ equal in all layers after every call: a hole there would be silently wrong one t
 Sizes: B rows, R rows computed, T tokens, D hidden width, H K/V heads.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from llmcache.models.arguments import select_rows
 from llmcache.models.hooks import LayerSwap
 from llmcache.models.payloads import Payload, padding_of, place_padding
 from llmcache.request.call import Call, Reuse
+from llmcache.reuse.prefix.kv_fill import put
 
 
 class Runner:
@@ -67,7 +68,7 @@ class Runner:
         hidden = layer.arguments.get(args, kwargs, layer.arguments.names[0])
         call.progress.n_skipped += call.n_rows
         if call.progress.kv_cache is not None:
-            _fill_cache(call, layer.number, [], None, hidden.shape[1])
+            fill_cache(call, layer.number, hidden.shape[1])
         return self._skipped(hidden, layer.module, layer.arguments.bind(args, kwargs))
 
     def _run_some(
@@ -80,12 +81,12 @@ class Runner:
         call.progress.n_skipped += call.n_rows - len(rows)
         output, kv = self._compute(call, rows, layer, args, kwargs)
         if call.progress.kv_cache is not None:
-            _fill_cache(call, layer.number, rows, kv, hidden.shape[1])
+            fill_cache(call, layer.number, hidden.shape[1], rows, kv)
         return output
 
     def place(self, call: Call, number: int, hidden: Tensor) -> Tensor:
         """Hidden states (B, T, D) with the rows that are reused at this layer put in; the input is not written."""
-        placed = [reuse for reuse in call.plan.reused.values() if reuse.layer == number]
+        placed = [reuse for reuse in call.plan.reused.values() if reuse.layer == number and not reuse.is_output]
         if not placed:
             return hidden
         if len(placed) == call.n_rows:
@@ -150,15 +151,27 @@ def _replace_kv(call: Call, number: int) -> None:
             written[reuse.row][:, call.rows[reuse.row].valid] = stored.to(written.device)
 
 
-def _fill_cache(call: Call, number: int, rows: list[int], kv: tuple[Tensor, Tensor] | None, length: int) -> None:
-    """Write K/V of this layer to the caller's cache: computed rows as computed, the others as stored.
+def fill_cache(
+    call: Call, number: int, length: int, rows: Sequence[int] = (), kv: tuple[Tensor, Tensor] | None = None
+) -> None:
+    """Write K/V of a layer to the caller's cache: computed rows as computed, the others as stored.
 
     Padding of which nothing is stored gets zeros.
+
+    Args:
+        call: Some of its rows skip the layer.
+        number: Of the layer.
+        length: T.
+        rows: Those that were computed.
+        kv: Of these (R, H, T, D_h).
     """
     skipping = [reuse for row, reuse in call.plan.reused.items() if row not in rows]
     sample = skipping[0].kv[number]
     full = []
     for which in (0, 1):  # keys, values
+        if call.n_rows == 1 and skipping[0].is_output and sample[which].shape[1] == length:  # need not be copied
+            full.append(sample[which][None].to(call.inputs.arguments["input_ids"].device))
+            continue
         heads, _, width = sample[which].shape
         device = call.inputs.arguments["input_ids"].device if kv is None else kv[which].device
         dtype = sample[which].dtype if kv is None else kv[which].dtype
@@ -171,4 +184,4 @@ def _fill_cache(call: Call, number: int, rows: list[int], kv: tuple[Tensor, Tens
             if number in reuse.padding_kv:
                 states[reuse.row][:, padding_of(valid, length)] = reuse.padding_kv[number][which].to(device)
         full.append(states)
-    call.progress.kv_cache.update(full[0], full[1], number)
+    put(call.progress.kv_cache, number, *full)

@@ -42,6 +42,8 @@ class Reuse:
         stores_above: What the layers above compute on top of it is stored as the row's own.
         answer: Signature (S,) of the stored request's answer, where that is known.
         share: Of the risk that was allowed, 0 to 1; 1 where risks cannot be compared so.
+        is_output: The entry is the trunk's output, put in when that is there, not at the layer; its tensors and those
+            of K/V are this call's own.
     """
 
     row: int
@@ -56,6 +58,7 @@ class Reuse:
     share: float = 1.0
     padding: Tensor | None = None
     padding_kv: Mapping[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    is_output: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +122,7 @@ class Plan:
             were searched for.
         nearest: Similarity of the nearest stored request that a search found, by row number.
         is_served: Every row takes its state at the last layer, so that all layers below are skipped.
-        prefill: What the call has to do with stored prefixes, or None.
+        prefill: What the call has to do with blocks, or None.
     """
 
     was_asked: bool = False

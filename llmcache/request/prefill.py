@@ -1,21 +1,26 @@
-"""What is known of a block of tokens, and of a call that may be served a prefix.
+"""What is known of a block of tokens, and of a call whose requests are kept in blocks.
 
 Sizes: B rows, C columns cut, D hidden width.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+
+from llmcache.request.rows import Row, Scope
+
+if TYPE_CHECKING:  # which holds this
+    from llmcache.request.call import Reuse
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One full block of a request.
+    """One full block of a request, or what it has after its blocks.
 
     Attributes:
-        key: SHA-256 over the root, all blocks before, and this one; hexadecimal.
+        key: SHA-256 (base64) over the root, all blocks before, and this one; of the end of a request its exact key.
         ids: Its token ids, packed; compared on a hit.
     """
 
@@ -25,16 +30,28 @@ class Link:
 
 @dataclass(slots=True)
 class Prefill:
-    """What one call has to do with prefixes.
+    """What one call has to do with blocks.
 
     Attributes:
         kv_cache: The K/V cache that it fills.
-        chains: The blocks of each row.
+        scope: As it was read before the layers. What is looked up and stored goes by this, whatever is read later.
+        rows: Likewise.
+        keeps_requests: The exact rung is served from blocks, so no entries are stored for it, where rows fit.
+        chains: The blocks of rows, by number, of those that were asked for.
         served: Tokens that a stored prefix serves, at least one, by row number.
         states: What the trunk put out at the columns that are cut (B, C, D); None when nothing is served.
+        repeats: Rows that are held as a whole, by number; empty when a prefix is served.
     """
 
     kv_cache: Any
-    chains: Sequence[tuple[Link, ...]]
+    scope: Scope
+    rows: Sequence[Row]
+    keeps_requests: bool
+    chains: dict[int, tuple[Link, ...]] = field(default_factory=dict)
     served: Mapping[int, int] = field(default_factory=dict)
     states: Tensor | None = None
+    repeats: "Mapping[int, Reuse]" = field(default_factory=dict)
+
+    def fits(self, row: Row) -> bool:
+        """Whether a row can be kept in blocks: its tokens are contiguous, and their positions follow one by one."""
+        return row.start is not None

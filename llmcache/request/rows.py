@@ -194,10 +194,10 @@ def read_rows(
             layout = whole.digest()
         packed = row_ids[valid].astype(dtype).tobytes()
         start = _start(_row(inputs.positions, number, valid), valid, n_valid)
-        row = Row(number, _name(sha), packed, valid, n_valid, start, has_layout=has_layout, layout=layout)
+        row = Row(number, key_of(sha.digest()), packed, valid, n_valid, start, has_layout=has_layout, layout=layout)
         if nth := n_seen.get(row.key, 0):
             _update(sha, b"again", [nth])
-            row.again = _name(sha)
+            row.again = key_of(sha.digest())
         n_seen[row.key] = nth + 1
         rows.append(row)
     return rows
@@ -219,9 +219,9 @@ def _sha_of(scope: Scope) -> Any:
     return hashlib.sha256(scope.key)
 
 
-def _name(sha: Any) -> str:
+def key_of(digest: bytes) -> str:
     """A digest in `KEY_LENGTH` characters: keys are held by the hundred thousand."""
-    return base64.urlsafe_b64encode(sha.digest())[:KEY_LENGTH].decode()
+    return base64.urlsafe_b64encode(digest)[:KEY_LENGTH].decode()
 
 
 def _valid_positions(mask: NDArray[Any] | None, length: int) -> tuple[Positions, int]:

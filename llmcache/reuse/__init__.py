@@ -1,6 +1,6 @@
 """(4) Layer execution manager, first half: the rungs that decide what is reused. `execution` carries it out.
 
-    call -> prefix     what causal models made of its first tokens; before the layers
+    call -> prefix     what causal models made of its first tokens, or of whole requests; before the layers
     rows -> exact      the same request: its own state
          -> semantic   a neighbour whose risk is within the limit (chooser); or
          -> paper      Algorithm 1 of the paper, a search per layer

@@ -1,4 +1,8 @@
-"""The exact rung: the same valid tokens, types and positions were seen before. Equal to the stored run."""
+"""The exact rung: the same valid tokens, types and positions were seen before. Equal to the stored run.
+
+What is stored of a request is an entry in the banks; of causal models that keep K/V blocks and a tail, which the prefix
+rung found before the layers.
+"""
 
 from collections.abc import Sequence
 
@@ -26,6 +30,8 @@ class Exact(Rung):
         return [reuse for row in rows if (reuse := self._decide(call, row))]
 
     def _decide(self, call: Call, row: Row) -> Reuse | None:
+        if call.plan.prefill is not None and row.number in call.plan.prefill.repeats:
+            return call.plan.prefill.repeats[row.number]
         own = self._find(call, row, row.again) if row.again else None
         return own or self._find(call, row, row.key)
 

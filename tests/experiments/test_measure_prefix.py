@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from experiments.data.streams.prompts.pieces import BLOCK
 from experiments.measures import MEASURES
 from experiments.measures.base import Outcome
 from experiments.measures.bench import rebuild
@@ -83,12 +84,12 @@ def test_time_to_first_token_is_compared(folders: Folders) -> None:
     ratios = sorted(one["ttft_ms"] / other["ttft_ms"] for one, other in zip(base, own, strict=True))
     assert figures["ratio_median"]["median"] == pytest.approx((ratios[7] + ratios[8]) / 2, rel=1e-2)
     tokens = sum(own[i]["n_tokens"] for i in known)
-    unknown = tokens - sum(own[i]["n_known"] for i in known)
+    unknown = tokens - sum(own[i]["n_reused"] for i in known)
     assert (figures["known_n"], figures["known_ceiling"]) == (len(known), tokens / unknown)
     assert figures["known_ceiling"] > metrics["facts"]["ceiling"]  # as the ratio beside it, without first turns
-    assert [row["n_reused"] for row in own] == [row["n_known"] for row in own]
+    assert all(row["n_known"] <= row["n_reused"] < row["n_known"] + BLOCK for row in own)  # known are whole blocks
     assert {row["n_reused"] for row in base} == {0}
-    assert figures["share_reused"] == metrics["facts"]["share_known"] > 0.4
+    assert figures["share_reused"] >= metrics["facts"]["share_known"] > 0.4
     assert figures["of_ceiling"] == pytest.approx(figures["speedup"] * (1 - metrics["facts"]["share_known"]))
     assert figures["asked"] == 0.9 * metrics["facts"]["ceiling"]
     assert (figures["n_same"], figures["is_same"]) == (16, True)
@@ -137,7 +138,7 @@ def test_tokens_are_the_same(folders: Folders) -> None:
     metrics = outcome.metrics
     assert (metrics["n_same"], metrics["n_near_ties"], metrics["n_wrong"], metrics["errors"]) == (16, 0, 0, 0)
     assert metrics["hits"] == {"prefix": sum(row["n_known"] > 0 for row in outcome.rows)}
-    assert [row["n_prefix"] for row in outcome.rows] == [row["n_known"] for row in outcome.rows]
+    assert all(row["n_known"] <= row["n_prefix"] < row["n_known"] + BLOCK for row in outcome.rows)
     assert metrics["n_evicted"] == 0
     assert [point["n"] for point in metrics["memory"]] == [2, 3, 5, 6, 8, 10, 11, 13, 14, 16]
     assert all(point["resident_bytes"] > 1e7 for point in metrics["memory"])

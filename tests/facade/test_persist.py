@@ -74,7 +74,7 @@ def test_what_was_loaded_does_not_lie_in_the_file(tmp_path: Path) -> None:
         plain = cache(**inputs, use_cache=True).last_hidden_state
         cache.save(tmp_path)
     with LLMCache.load(build(BARE["gpt2"]), tmp_path) as cache:
-        assert cache.stats().nbytes > SMALL_BYTES
+        assert cache.stats().held_nbytes > SMALL_BYTES
         for path in tmp_path.glob("*.safetensors"):
             with path.open("r+b") as file:
                 file.write(b"\xff" * path.stat().st_size)
@@ -185,11 +185,11 @@ def test_another_format_is_refused_and_says_who_wrote_it(tmp_path: Path) -> None
     with LLMCache.wrap(build(BARE["bert"])) as cache:
         cache.save(tmp_path)
     edit_manifest(tmp_path, format=1, written_by=None)
-    told = rf"format 1; this version \({__version__}\) reads formats 4 and 5 and 6 and 7"
+    told = rf"format 1; this version \({__version__}\) reads formats 4 and 5 and 6 and 7 and 8"
     with pytest.raises(BankFileError, match=told):
         LLMCache.load(build(BARE["bert"]), tmp_path)
-    edit_manifest(tmp_path, format=8, written_by="2.0.1", something="new")
-    with pytest.raises(BankFileError, match=r"format 8, written by llmcache 2\.0\.1; this version"):
+    edit_manifest(tmp_path, format=9, written_by="2.0.1", something="new")
+    with pytest.raises(BankFileError, match=r"format 9, written by llmcache 2\.0\.1; this version"):
         LLMCache.load(build(BARE["bert"]), tmp_path)
 
 

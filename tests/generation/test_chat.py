@@ -71,7 +71,7 @@ def test_later_turns_are_served_from_the_prefix_and_say_the_same(
             assert answer == turns[-1].text
     assert [turn.text for turn in turns] == expected
     assert [turn.generation.rung for turn in turns] == [None, "prefix", "prefix"]
-    assert turns[1].generation.n_prefix == 32  # two blocks of 16 of the first prompt's 42 tokens
+    assert turns[1].generation.n_prefix == 42  # the whole of the first prompt: two blocks of 16, and its tail
     assert all(turn.generation.n_prompt == len(turn.prompt.ids) and turn.encode_s > 0 for turn in turns)
 
 

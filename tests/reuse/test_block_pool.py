@@ -1,6 +1,9 @@
 """Chains of blocks name exactly what they share; the store keeps its budget and never a block without its parent."""
 
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmcache.policies import FIFO, LRU, TTL
+from llmcache.policies import FIFO, LFU, LRU, TTL, Staleness
 from llmcache.request.prefill import Link
 from llmcache.request.rows import Row, Scope
 from llmcache.reuse.prefix.block_hash import links
@@ -31,9 +34,9 @@ def n_shared(first: list[int], second: list[int]) -> int:
     )
 
 
-def block(link: Link, namespace: str = "default") -> Block:
+def block(link: Link, scope: Scope = SCOPE) -> Block:
     """A block of 8 bytes."""
-    return Block(link.ids, namespace, torch.zeros(1, dtype=torch.int32), torch.zeros(1), torch.zeros(0))
+    return Block(link.ids, scope, torch.zeros(1, dtype=torch.int32), torch.zeros(1), torch.zeros(0))
 
 
 @given(IDS, IDS, st.integers(1, 4))
@@ -73,6 +76,34 @@ def test_budget_and_parents_whatever_is_asked(steps: list[tuple[bool, list[int]]
         assert not puts or len(found) == min(len(chain), max_bytes // 8)
 
 
+@given(st.lists(st.tuples(IDS, st.integers(0, 40)), max_size=30), st.integers(40, 80))
+def test_a_request_is_whole_or_not_held_whatever_leaves(steps: list[tuple[list[int], int]], max_bytes: int) -> None:
+    spent = [0]
+    blocks = BlockPool(2, max_bytes, CPU, LRU(), lambda: spent[0])
+    for ids, others in steps:
+        packed = row(ids).ids
+        chain = links(SCOPE, row(ids), 2)
+        tail = Link(f"end of {ids}", packed[4 * len(chain) :])
+        made = {link.key: block(link) for link in chain}
+        is_held = blocks.put((*chain, tail), made | {tail.key: replace(block(tail), is_tail=True)})
+        held = blocks.whole(tail.key, packed)
+        assert bool(held) == is_held == (8 * (len(chain) + 1) <= max_bytes - spent[0])
+        assert b"".join(one.ids for one in held) == (packed if held else b"")
+        assert [one.is_tail for one in held] == ([False] * len(chain) + [True] if held else [])
+        assert blocks.whole(tail.key, packed + packed) == blocks.whole("another", packed) == []
+        assert (blocks.whole(chain[-1].key, packed) if chain else []) == []  # what begins a request does not end it
+        spent[0] = others
+        blocks.make_way()
+        assert blocks.nbytes == sum(one.nbytes for one in blocks._held.values()) <= max_bytes - others
+        assert blocks.n_tails == sum(one.is_tail for one in blocks._held.values()) == len(blocks._held) - len(blocks)
+        assert {key: before for before, after in blocks._after.items() for key in after} == blocks._before
+        assert all(before in blocks._held for before in blocks._before.values())
+        again = BlockPool(2, max_bytes, CPU, LRU())
+        for record in blocks.records():
+            again.adopt(record)
+        assert (again.nbytes, again.n_tails, again._before) == (blocks.nbytes, blocks.n_tails, blocks._before)
+
+
 @given(st.lists(IDS, max_size=12), IDS, st.integers(1, 4))
 def test_as_many_tokens_are_found_as_any_stored_request_shares(
     stored: list[list[int]], ids: list[int], size: int
@@ -99,6 +130,15 @@ def test_the_least_recently_used_end_leaves_first() -> None:
     blocks.put(third, {link.key: block(link) for link in third})
     assert [len(blocks.match(chain)) for chain in (old, new, third)] == [2, 1, 1]
     assert blocks.n_evicted == 1
+
+
+@pytest.mark.parametrize("policy", [LRU, LFU, FIFO, partial(Staleness, 60.0)])
+def test_a_full_pool_takes_a_new_chain_as_a_whole(policy: Any) -> None:
+    blocks = BlockPool(1, 6 * 8, CPU, policy())
+    for number in range(5):
+        chain = links(SCOPE, row([number, 0, 1]), 1)
+        blocks.put(chain, {link.key: block(link) for link in chain})
+        assert len(blocks.match(chain)) == 3
 
 
 def test_of_a_chain_whose_beginning_the_policy_names_the_end_leaves() -> None:
@@ -141,9 +181,10 @@ def test_equal_keys_with_other_tokens_do_not_match() -> None:
 @pytest.mark.parametrize("how", ["purge", "clear"])
 def test_forgetting(how: str) -> None:
     blocks = BlockPool(1, 100, CPU, LRU())
-    mine, theirs = (links(Scope(name, "", "", ""), row([0, 1]), 1) for name in ("a", "b"))
-    for name, chain in (("a", mine), ("b", theirs)):
-        blocks.put(chain, {link.key: block(link, name) for link in chain})
+    scopes = [Scope(name, "", "", "") for name in ("a", "b")]
+    mine, theirs = (links(scope, row([0, 1]), 1) for scope in scopes)
+    for scope, chain in zip(scopes, (mine, theirs), strict=True):
+        blocks.put(chain, {link.key: block(link, scope) for link in chain})
     blocks.purge("a") if how == "purge" else blocks.clear()
     left = 2 if how == "purge" else 0
     assert [len(blocks.match(chain)) for chain in (mine, theirs)] == [0, left]

@@ -7,7 +7,7 @@ block, takes in what is not tokens.
 import hashlib
 
 from llmcache.request.prefill import Link
-from llmcache.request.rows import Row, Scope
+from llmcache.request.rows import Row, Scope, key_of
 
 
 def links(scope: Scope, row: Row, size: int) -> tuple[Link, ...]:
@@ -28,5 +28,5 @@ def links(scope: Scope, row: Row, size: int) -> tuple[Link, ...]:
     for begin in range(0, len(row.ids) - width + 1, width):
         ids = row.ids[begin : begin + width]
         key = hashlib.sha256(key + ids).digest()
-        found.append(Link(key.hex(), ids))
+        found.append(Link(key_of(key), ids))
     return tuple(found)

@@ -1,5 +1,9 @@
 """Blocks of tokens with the K/V and last states that a model made of them, within a budget of bytes.
 
+A request that was computed in full is held as its blocks and a tail, which follows the last of them: the tokens that
+fill no block. So it shares what it begins with, and is held once. A tail may be empty: that a request ends after a
+block, and came out as the blocks have it, is to be known as well.
+
 What is kept of a block is its K/V in each layer, not the layers' inputs from which one projection would rebuild it
 (HCache, arXiv 2410.05004). A token takes 2 H D_h numbers of K/V a layer, or D of input: with as many K/V heads as query
 heads twice as much, with half as many (stories260K) the same, with fewer (a quarter in Llama-3 8B) less. K/V come back
@@ -10,15 +14,20 @@ Sizes: L layers, H K/V heads, b tokens a block, D_h width of a head, D hidden wi
 """
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 import torch
 from torch import Tensor
 
+from llmcache.banks.kv import PADDING
+from llmcache.banks.records import BlockPlace, SavedRequest
+from llmcache.banks.stores import Entry
+from llmcache.banks.stores.memory import adopt
 from llmcache.policies.base import Policy
 from llmcache.request.prefill import Link
+from llmcache.request.rows import Scope
 
 _MOST_LOOKED_AT = 64  # of the blocks that follow one, newest first: a system prompt is followed by thousands
 
@@ -29,32 +38,57 @@ class Block:
 
     Attributes:
         ids: Its token ids, packed.
-        namespace: Where it belongs.
+        scope: Where it belongs.
         keys: (L, H, b, D_h).
         values: (L, H, b, D_h).
         states: The trunk's output (1, b, D).
+        is_tail: It ends a request; b is then any number.
+        padding: Of a tail, `keys`, `values` and `states` of the row's places that are not valid, where these are kept.
+        layout: Of that padding; see `Row.layout`.
     """
 
     ids: bytes
-    namespace: str
+    scope: Scope
     keys: Tensor
     values: Tensor
     states: Tensor
+    is_tail: bool = False
+    padding: Mapping[str, Tensor] = field(default_factory=dict)
+    layout: bytes = b""
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """All its tensors by name."""
+        padding = {f"{PADDING}{name}": tensor for name, tensor in self.padding.items()}
+        return {"keys": self.keys, "values": self.values, "states": self.states, **padding}
 
     @property
     def nbytes(self) -> int:
         """Bytes of its tensors."""
-        return self.keys.nbytes + self.values.nbytes + self.states.nbytes
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def is_equal(self, other: "Block") -> bool:
+        """Whether another one holds the same, bit for bit."""
+        mine, theirs = self.tensors, other.tensors
+        is_alike = (self.ids, self.layout, mine.keys()) == (other.ids, other.layout, theirs.keys())
+        return is_alike and all(torch.equal(tensor, theirs[name]) for name, tensor in mine.items())
 
 
 class BlockPool:
-    """Blocks by key; the policy names who leaves. Thread-safe.
+    """Blocks and tails by key; the policy names who leaves. Thread-safe.
 
-    A block is never held without the one before it. Blocks of a chain are used last to first, so that of the policies
+    None is ever held without the block before it. Those of a chain are used last to first, so that of the policies
     that count uses none names a block before those that follow it; where a policy does, the last of these leaves.
     """
 
-    def __init__(self, size: int, max_bytes: int, device: torch.device, policy: Policy) -> None:
+    def __init__(
+        self,
+        size: int,
+        max_bytes: int,
+        device: torch.device,
+        policy: Policy,
+        spent: Callable[[], int] = int,
+    ) -> None:
         """Start empty.
 
         Args:
@@ -62,20 +96,44 @@ class BlockPool:
             max_bytes: Budget of bytes of tensors; bookkeeping comes on top, some 2 kB a block on CPU.
             device: Where tensors are kept: those that make blocks put them there.
             policy: Who leaves.
+            spent: Bytes of the budget that others hold or are about to; see `make_way`.
         """
         self.size = size
         self.max_bytes = max_bytes
         self.device = device
         self.nbytes = 0
         self.n_evicted = 0
+        self.n_tails = 0
         self._policy = policy
+        self._spent = spent
         self._held: dict[str, Block] = {}
         self._before: dict[str, str] = {}  # the block before each but the first of a chain
         self._after: dict[str, dict[str, None]] = {}  # those that follow a block, if any, oldest first
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._held) - self.n_tails
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._held
+
+    def whole(self, key: str, ids: bytes) -> list[Block]:
+        """The blocks of a request and its tail, which count as used; none where it is not held as a whole.
+
+        Args:
+            key: Its exact key.
+            ids: All its token ids, packed.
+        """
+        with self._lock:
+            self._expire()
+            last_to_first = [key]
+            while (before := self._before.get(last_to_first[-1])) is not None:
+                last_to_first.append(before)
+            found = [self._held[one] for one in reversed(last_to_first) if one in self._held]
+            if b"".join(block.ids for block in found) != ids or not (found and found[-1].is_tail):
+                return []
+            self._use(last_to_first)
+            return found
 
     def match(self, chain: Sequence[Link]) -> list[Block]:
         """The blocks that are held of the beginning of a chain; they count as used."""
@@ -111,13 +169,16 @@ class BlockPool:
             self._use(reversed(used))
             return found, n_tokens + n_more
 
-    def put(self, chain: Sequence[Link], made: Mapping[str, Block]) -> None:
+    def put(self, chain: Sequence[Link], made: Mapping[str, Block]) -> bool:
         """Hold the beginning of a chain, as far as it is held already or made anew, and fits.
 
         Args:
-            chain: All blocks of a request.
-            made: New blocks by key. One that another thread brought meanwhile is ignored; what follows one that left
+            chain: Blocks of a request, maybe with its tail.
+            made: New ones by key. One that another thread brought meanwhile is ignored; what follows one that left
                 meanwhile is, too.
+
+        Returns:
+            Whether all of it is held now.
         """
         with self._lock:
             self._expire()
@@ -125,26 +186,71 @@ class BlockPool:
             while held < len(chain) and chain[held].key in self._held:
                 held += 1
             # Now the newest, they do not leave for what follows them.
-            self._use(link.key for link in reversed(chain[:held]))
+            known = [link.key for link in chain[:held]]
+            self._use(reversed(known))
             own = {link.key for link in chain}
             for link in chain[held:]:
                 if link.key not in made or not self._make_room(made[link.key].nbytes, own):
                     break
                 self._add(link.key, made[link.key], chain[held - 1].key if held else None)
                 held += 1
-            self._use(link.key for link in reversed(chain[:held]))
+            # Not before: a policy that counts uses would name them first. Last to first, so that ends leave first.
+            for link in reversed(chain[len(known) : held]):
+                self._policy.on_put(link.key, made[link.key].nbytes)
+            self._use(reversed(known))
+            return held == len(chain)
 
-    def purge(self, namespace: str) -> None:
-        """Forget all blocks of a namespace; chains never leave theirs."""
+    def make_way(self) -> None:
+        """Let blocks leave for what others are about to hold, so that the budget of all is kept at every moment."""
         with self._lock:
-            for key in [key for key, block in self._held.items() if block.namespace == namespace]:
+            self._make_room(0, set())
+
+    def purge(self, namespace: str) -> int:
+        """Forget all blocks of a namespace, which chains never leave, and return how many requests ended there."""
+        with self._lock:
+            n_tails = self.n_tails
+            for key in [key for key, block in self._held.items() if block.scope.namespace == namespace]:
                 self._drop(key)
+            return n_tails - self.n_tails
 
     def clear(self) -> None:
         """Forget all blocks."""
         with self._lock:
             for key in list(self._held):
                 self._drop(key)
+
+    def records(self) -> list[SavedRequest]:
+        """All that is held, each block after the one before it."""
+        with self._lock:
+            self._expire()
+            return [
+                SavedRequest(
+                    key,
+                    block.scope,
+                    block.ids,
+                    block.states.dtype,
+                    {0: Entry(block.tensors)},
+                    (),
+                    layout=block.layout,
+                    place=BlockPlace(self._before.get(key), block.is_tail),
+                )
+                for key, block in self._held.items()
+            ]
+
+    def adopt(self, record: SavedRequest) -> None:
+        """Hold a saved block as if it had been put, unless it does not fit, or the one before it did not."""
+        assert record.place is not None
+        tensors = {name: adopt(tensor, self.device) for name, tensor in record.entries[0].tensors.items()}
+        of_tokens = {name: tensors.pop(name) for name in ("keys", "values", "states")}
+        padding = {name.removeprefix(PADDING): tensor for name, tensor in tensors.items()}
+        is_tail, before = record.place.is_tail, record.place.before
+        block = Block(record.ids, record.scope, **of_tokens, is_tail=is_tail, padding=padding, layout=record.layout)
+        with self._lock:
+            has_place = before is None or before in self._held
+            own = set() if before is None else {before}
+            if has_place and record.key not in self._held and self._make_room(block.nbytes, own):
+                self._add(record.key, block, before)
+                self._policy.on_put(record.key, block.nbytes)
 
     def _match(self, chain: Sequence[Link]) -> list[Block]:
         self._expire()
@@ -175,14 +281,16 @@ class BlockPool:
 
     def _add(self, key: str, block: Block, before: str | None) -> None:
         self._held[key] = block
-        self._policy.on_put(key, block.nbytes)
         self.nbytes += block.nbytes
+        self.n_tails += block.is_tail
         if before is not None:
             self._before[key] = before
             self._after.setdefault(before, {})[key] = None
 
     def _drop(self, key: str) -> None:
-        self.nbytes -= self._held.pop(key).nbytes
+        block = self._held.pop(key)
+        self.nbytes -= block.nbytes
+        self.n_tails -= block.is_tail
         self._policy.on_remove(key)
         self._after.pop(key, None)
         before = self._before.pop(key, "")
@@ -193,10 +301,14 @@ class BlockPool:
 
     def _make_room(self, nbytes: int, own: set[str]) -> bool:
         """Let blocks leave until so many bytes fit; False when only blocks of the same chain could make room."""
-        if nbytes > self.max_bytes:
+        max_bytes = self.max_bytes - self._spent()
+        if nbytes > max_bytes:
             return False
-        while self.nbytes + nbytes > self.max_bytes:
-            leaving = self._last_after(self._policy.victim())
+        while self.nbytes + nbytes > max_bytes:
+            try:
+                leaving = self._last_after(self._policy.victim())
+            except KeyError:  # all that is held is what is being put
+                return False
             if leaving in own:
                 return False
             self._drop(leaving)

@@ -48,14 +48,21 @@ def fill(kv_cache: Any, number: int, keys: Pieces, values: Pieces) -> None:
         keys: Of the layer.
         values: Of the layer.
     """
-    is_made = number < len(kv_cache.layers)
-    if is_made and _takes_at_once(kv_cache.layers[number]):
+    if _takes_at_once(kv_cache, number):
         kv_cache.update(join(keys), join(values), number)
         return
-    kv_cache.update(keys[0][..., :0, :], values[0][..., :0, :], number)  # the layer is then made, and knows its dtype
-    layer = kv_cache.layers[number]
+    layer = _made(kv_cache, number, keys[0], values[0])
     layer.keys, layer.values = _room(keys), _room(values)
     layer.update = _Joining(layer, keys, values)
+
+
+def put(kv_cache: Any, number: int, keys: Tensor, values: Tensor) -> None:
+    """Fill a layer of an empty K/V cache with all columns of a call (B, H, T, D_h); the tensors are given away."""
+    if _takes_at_once(kv_cache, number):
+        kv_cache.update(keys, values, number)
+        return
+    layer = _made(kv_cache, number, keys, values)
+    layer.keys, layer.values = keys, values
 
 
 def empty(kv_cache: Any) -> None:
@@ -89,9 +96,16 @@ class _Joining:
         return layer.keys, layer.values
 
 
-def _takes_at_once(layer: Any) -> bool:
+def _takes_at_once(kv_cache: Any, number: int) -> bool:
     """Whether a layer was allocated as a whole, or somebody's own `update` hangs on it, who is to see all columns."""
-    return layer.get_max_length() >= 0 or "update" in vars(layer)
+    layers = kv_cache.layers
+    return number < len(layers) and (layers[number].get_max_length() >= 0 or "update" in vars(layers[number]))
+
+
+def _made(kv_cache: Any, number: int, keys: Tensor, values: Tensor) -> Any:
+    """A layer that is made, knows its dtype, and holds nothing yet."""
+    kv_cache.update(keys[..., :0, :], values[..., :0, :], number)
+    return kv_cache.layers[number]
 
 
 def _room(pieces: Pieces) -> Tensor:

@@ -5,8 +5,11 @@ positions it makes itself. Rows of a batch are cut at one column, so the one wit
 a block that reaches beyond it, the first tokens are used. Columns in which a row has padding are cut only if the head
 tells that it does not read them: `generate()` does, which asks for the last logits alone.
 
-Sizes: B rows, T tokens a row (padding included), C columns cut, L layers, H K/V heads, D_h width of a head, D hidden
-width, b tokens a block.
+Rows that are held as a whole are handed to the exact rung. Where all rows of a call are, nothing is run at all; where
+nothing is cut, such rows skip the layers, and their part of the trunk's output is put in at the end.
+
+Sizes: B rows, T tokens a row (padding included), n valid ones, C columns cut, L layers, H K/V heads, D_h width of a
+head, D hidden width, b tokens a block.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,12 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmcache.arrays import Positions
 from llmcache.banks.stores.memory import adopt, copy_owned
 from llmcache.counters import Counters
 from llmcache.models.adapters import CACHE, Trunk
 from llmcache.models.arguments import Arguments
 from llmcache.models.hooks import are_hooked
 from llmcache.models.masks import cut
+from llmcache.models.payloads import Payload, padding_of, place_padding
 from llmcache.request.bypass import is_plain_cache
 from llmcache.request.call import Call, Reuse
 from llmcache.request.prefill import Link, Prefill
@@ -29,7 +34,7 @@ from llmcache.request.rows import Row
 from llmcache.reuse.base import Passed, Rung
 from llmcache.reuse.prefix.block_hash import links
 from llmcache.reuse.prefix.block_pool import Block, BlockPool, first_tokens
-from llmcache.reuse.prefix.kv_fill import empty, fill, join, lay
+from llmcache.reuse.prefix.kv_fill import Pieces, empty, fill, join, lay
 
 _BY_COLUMN = ("input_ids", "position_ids", "cache_position")  # arguments of the trunk whose last dimension is T
 _OUTPUT = {"last_hidden_state", CACHE}  # what a trunk may put out: more might be made of all positions
@@ -45,31 +50,38 @@ class Prefix(Rung):
     def __init__(
         self,
         trunk: Trunk,
+        payload: Payload,
         blocks: BlockPool,
         counters: Counters,
         arguments: Arguments,
         read: Callable[[Call, torch.dtype], bool],
         is_repeat: Callable[[Row], bool],
         is_alone: Callable[[], bool],
+        keeps_requests: bool,
     ) -> None:
         """Prepare for calls.
 
         Args:
             trunk: What is served.
+            payload: Puts states back.
             blocks: What is stored.
-            counters: Told of failures, and of hooks that forbid to serve.
+            counters: Told of failures, of what does not fit, and of hooks that forbid to serve.
             arguments: Of the trunk.
             read: Reads a call's rows before its layers, with the dtype that enters these; whether that succeeded.
-            is_repeat: Whether the exact rung serves a row, so that no prefix is needed.
+            is_repeat: Whether the exact rung has an entry of a row, so that no prefix is needed.
             is_alone: Whether nothing is reused approximately, which needs all rows as they came.
+            keeps_requests: The exact rung is served from blocks: see `Prefill`.
         """
         self._trunk = trunk
+        self._payload = payload
         self._blocks = blocks
         self._counters = counters
         self._arguments = arguments
         self._read = read
         self._is_repeat = is_repeat
         self._is_alone = is_alone
+        self._keeps_requests = keeps_requests
+        self._is_understood = True  # what the trunk puts out
 
     def applies_at(self, layer: int) -> bool:
         return False
@@ -90,13 +102,18 @@ class Prefix(Rung):
             others. After a failure, which is counted, the arguments as they were and an empty cache.
         """
         try:
-            call.plan.prefill = self._prepare(call)
-            if call.plan.prefill is None:
+            call.plan.prefill = prefill = self._prepare(call)
+            if prefill is None:
                 return args, kwargs
-            args, kwargs = self._arguments.replace(args, kwargs, CACHE, call.plan.prefill.kv_cache)
+            args, kwargs = self._arguments.replace(args, kwargs, CACHE, prefill.kv_cache)
             started = perf_counter()
-            if not all(map(self._is_repeat, call.rows)):
+            whole = self._find(prefill)
+            is_known = all(row.number in whole or self._is_repeat(row) for row in call.rows)
+            if not is_known and all(prefill.fits(row) and not row.bypass_reason for row in call.rows):
                 args, kwargs = self._cut(call, args, kwargs)
+            if not prefill.served:
+                repeats = (self._repeat(call.rows[number], *held) for number, held in whole.items())
+                prefill.repeats = {reuse.row: reuse for reuse in repeats}
             call.progress.lookup_s += perf_counter() - started
         except BaseException as error:  # an interruption must not leave half a past either
             self.abandon(call)
@@ -107,44 +124,54 @@ class Prefix(Rung):
         return args, kwargs
 
     def complete(self, call: Call, output: Any) -> Any:
-        """The trunk's output at all positions, of a call whose trunk ran on some."""
-        if call.plan.prefill is None or call.plan.prefill.states is None:
+        """The trunk's output at all positions and of all rows, of a call whose trunk ran on some."""
+        if call.plan.prefill is None:
             return output
-        whole = join([call.plan.prefill.states.to(output[0].dtype), output[0]])
+        cut, repeats = call.plan.prefill.states, [reuse for reuse in call.plan.reused.values() if reuse.is_output]
+        if cut is None and not repeats:
+            return output
+        call.progress.is_complete = False  # a call that fails here was not served
+        whole = output[0].clone() if cut is None else join([cut.to(output[0].dtype), output[0]])
+        for reuse in repeats:
+            hidden, valid = whole[reuse.row], call.rows[reuse.row].valid
+            self._payload.place(reuse.entry.to(hidden.device), hidden, valid)
+            place_padding(reuse.padding, hidden, valid)
         if isinstance(output, tuple):
             output = (whole, *output[1:])
         else:
             output["last_hidden_state"] = whole
-        call.progress.has_begun = call.progress.is_complete = True  # not before: a call that fails here was not served
+        call.progress.has_begun = call.progress.is_complete = True
         return output
 
     def abandon(self, call: Call) -> None:
         """Leave the caller an empty K/V cache: what was put there of a call that failed would be taken for a past."""
-        if call.plan.prefill is not None and call.plan.prefill.served:
+        if call.plan.prefill is not None and (call.plan.prefill.served or call.plan.reused):
             empty(call.plan.prefill.kv_cache)
 
     def store(self, call: Call, output: Any) -> None:
-        """Keep blocks of rows that were computed, at least in part.
+        """Keep blocks of rows that were computed, at least in part, and of others as a whole.
 
         Args:
             call: It has succeeded.
-            output: What the trunk put out, at all positions.
+            output: What the trunk put out, at all positions; None where it failed after all.
         """
-        blocks, prefill = self._blocks, call.plan.prefill
-        if prefill is None or not call.progress.may_store or not _is_understood(output):
+        prefill = call.plan.prefill
+        if prefill is None or not call.progress.may_store or output is None:
+            return
+        states = last_states(output)
+        self._is_understood = states is not None  # else no block is ever stored, and entries serve repeats
+        if states is None:
             return
         with self._counters.guard("store a prefix"):
             for row in call.active_rows:
                 # What was reused is stored already, or not this request's own.
-                chain = () if row.number in call.plan.reused else prefill.chains[row.number]
-                n_held = len(blocks.match(chain))
-                if n_held < len(chain):
-                    blocks.put(chain, self._make(call, row, chain[n_held:], n_held * blocks.size, output[0]))
+                if row.number not in call.plan.reused and prefill.fits(row):
+                    self._store(prefill, prefill.rows[row.number], states[row.number])
 
     def _prepare(self, call: Call) -> Prefill | None:
-        """What a call has to do with prefixes; None when it must not, or approximate reuse is asked as well."""
+        """What a call has to do with blocks; None when it must not, or approximate reuse is asked as well."""
         passed = call.inputs.arguments
-        if not self._is_alone() or passed.get("token_type_ids") is not None:
+        if not (self._is_understood and self._is_alone()) or passed.get("token_type_ids") is not None:
             return None
         kv_cache = self._kv_cache(passed)
         if kv_cache is None or not is_plain_cache(kv_cache) or not _has_room(kv_cache, passed["input_ids"].shape[1]):
@@ -153,9 +180,37 @@ class Prefix(Rung):
             return None
         if not self._read(call, next(self._trunk.module.parameters()).dtype):
             return None
-        if any(row.bypass_reason or row.start is None for row in call.rows):
-            return None
-        return Prefill(kv_cache, [links(call.read.scope, row, self._blocks.size) for row in call.rows])
+        return Prefill(kv_cache, call.read.scope, call.rows, self._keeps_requests)
+
+    def _find(self, prefill: Prefill) -> dict[int, tuple[str, list[Block]]]:
+        """Key and blocks of rows that are held as a whole, by number."""
+        if not prefill.keeps_requests:
+            return {}
+        fitting = (row for row in prefill.rows if prefill.fits(row) and not row.bypass_reason)
+        tried = ((row, key) for row in fitting for key in (row.key, row.again) if key)
+        return {row.number: (key, held) for row, key in tried if (held := self._blocks.whole(key, row.ids))}
+
+    def _repeat(self, row: Row, key: str, held: Sequence[Block]) -> Reuse:
+        """What serves a row that is held as a whole, in tensors of its own."""
+        tail = held[-1]
+        padding = tail.padding if tail.layout == row.layout else {}
+        return Reuse(
+            row.number,
+            self._trunk.depth - 1,
+            "exact",
+            torch.cat([block.states for block in held], dim=-2)[0],
+            _by_layer([block.keys for block in held], [block.values for block in held]),
+            key,
+            padding=padding["states"][0] if padding else None,
+            padding_kv=_by_layer([padding["keys"]], [padding["values"]]) if padding else {},
+            is_output=True,
+        )
+
+    def _chain(self, prefill: Prefill, row: Row) -> tuple[Link, ...]:
+        """The blocks of a row."""
+        if row.number not in prefill.chains:
+            prefill.chains[row.number] = links(prefill.scope, row, self._blocks.size)
+        return prefill.chains[row.number]
 
     def _can_be_cut(self, n_rows: int) -> bool:
         """Whether each token sees earlier ones only, and nobody hung hooks within the trunk, who expect all tokens."""
@@ -182,8 +237,7 @@ class Prefix(Rung):
         """Fill the K/V cache with what is known, and take those columns off the arguments."""
         blocks, prefill, ids = self._blocks, call.plan.prefill, call.inputs.arguments["input_ids"]
         assert prefill is not None
-        rows = zip(call.rows, prefill.chains, strict=True)
-        reached = [blocks.reach(chain, row.ids, len(row.ids) // row.n_valid) for row, chain in rows]
+        reached = [blocks.reach(self._chain(prefill, row), row.ids, _id_width(row)) for row in call.rows]
         matched, n_known = zip(*reached, strict=True)
         n_cut = cut_column(call.rows, n_known, ids.shape[1])
         if call.inputs.n_read is None or n_cut > ids.shape[1] - call.inputs.n_read or are_hooked([self._trunk.module]):
@@ -222,32 +276,62 @@ class Prefix(Rung):
             fill(prefill.kv_cache, layer, of_keys, of_values)
         return join(next(states))
 
-    def _make(self, call: Call, row: Row, chain: Sequence[Link], n_before: int, states: Tensor) -> dict[str, Block]:
-        """Blocks of a row, from its K/V and states.
+    def _store(self, prefill: Prefill, row: Row, states: Tensor) -> None:
+        """Keep what is not held of a row, of whose tokens the trunk put out these states (T, D).
 
-        Args:
-            call: The row's.
-            row: The request.
-            chain: Those of its blocks that are wanted, one after the other.
-            n_before: Its tokens before these.
-            states: What the trunk put out (B, T, D).
+        A row that was computed in full is kept as it came out: blocks that are held of another request may differ in
+        the last bits, and its tail then begins before them.
         """
-        assert call.plan.prefill is not None
-        blocks = self._blocks
-        layers, begin = call.plan.prefill.kv_cache.layers, _first(row) + n_before
-        n_new = len(chain) * blocks.size
-        columns = slice(begin, begin + n_new)
-        captured = call.progress.captured.get(row.number, {}).get(len(layers) - 1, {})
-        made = {"states": _cut_up(states[row.number : row.number + 1, columns], blocks)}
-        for name in ("keys", "values"):
-            if name in captured and len(captured[name]) == len(layers):  # the exact rung put them together already
-                made[name] = _cut_up(captured[name][:, :, n_before : n_before + n_new], blocks)
-            else:
-                made[name] = _stack_up([getattr(layer, name)[row.number, :, columns] for layer in layers], blocks)
-        return {
-            link.key: Block(link.ids, call.inputs.namespace, **{name: tensors[i] for name, tensors in made.items()})
-            for i, link in enumerate(chain)
-        }
+        blocks, chain = self._blocks, self._chain(prefill, row)
+        held = blocks.match(chain)
+        is_whole = prefill.keeps_requests and row.number not in prefill.served
+        n_before = 0 if is_whole else len(held)
+        made = self._make(prefill, row, states, chain[n_before:], n_before)
+        new = {link.key: block for link, block in zip(chain[n_before:], made, strict=True)}
+        if not is_whole:
+            blocks.put(chain, new)
+            return
+        n_own = next((i for i, block in enumerate(held) if not block.is_equal(made[i])), len(chain))
+        tail = self._make_tail(prefill, row, states, n_own * blocks.size)
+        first = blocks.whole(row.key, row.ids) if row.again else []
+        if first and n_own == len(chain) and first[-1].is_equal(tail):
+            return  # came out as the same request before it in the call
+        if n_own < len(chain):
+            blocks.put(chain, new)
+        link = Link(row.again or row.key, tail.ids)
+        if not blocks.put((*chain[:n_own], link), {**new, link.key: tail}):
+            self._counters.too_large()
+
+    def _make(self, prefill: Prefill, row: Row, states: Tensor, chain: Sequence[Link], n_before: int) -> list[Block]:
+        """Blocks of a row, those of a chain that follow so many, from its K/V and states (T, D)."""
+        blocks, begin = self._blocks, _first(row) + n_before * self._blocks.size
+        columns = slice(begin, begin + len(chain) * blocks.size)
+        if not chain:
+            return []
+        made = (
+            _stack_up([getattr(layer, name)[row.number, :, columns] for layer in prefill.kv_cache.layers], blocks)
+            for name in ("keys", "values")
+        )
+        parts = zip(chain, *made, _cut_up(states[None, columns], blocks), strict=True)
+        return [Block(link.ids, prefill.scope, *tensors) for link, *tensors in parts]
+
+    def _make_tail(self, prefill: Prefill, row: Row, states: Tensor, n_before: int) -> Block:
+        """What a row has after so many tokens, and of its padding where that is to be served as well."""
+        valid, ids = _valid(row), row.ids[n_before * _id_width(row) :]
+        of_tokens = self._take(prefill, row, states, slice(valid.start + n_before, valid.stop))
+        has_padding = row.has_layout or row.layout
+        padding = self._take(prefill, row, states, padding_of(valid, len(states))) if has_padding else {}
+        return Block(ids, prefill.scope, **of_tokens, is_tail=True, padding=padding, layout=row.layout)
+
+    def _take(self, prefill: Prefill, row: Row, states: Tensor, places: Positions) -> dict[str, Tensor]:
+        """K/V and states of some places of a row, fit to be kept."""
+        device = self._blocks.device
+        with torch.inference_mode(False), torch.no_grad():
+            kv = {
+                name: torch.stack([getattr(layer, name)[row.number][:, places] for layer in prefill.kv_cache.layers])
+                for name in ("keys", "values")
+            }
+        return {name: adopt(x, device) for name, x in kv.items()} | {"states": copy_owned(states[None, places], device)}
 
 
 def cut_column(rows: Sequence[Row], n_known: Sequence[int], n_columns: int) -> int:
@@ -279,10 +363,29 @@ def _stack_up(layers: Sequence[Tensor], blocks: BlockPool) -> list[Tensor]:
         return [adopt(torch.stack(piece), blocks.device) for piece in pieces]
 
 
+def _by_layer(keys: Pieces, values: Pieces) -> dict[int, tuple[Tensor, Tensor]]:
+    """K and V (H, n, D_h) by layer, copied from those of blocks (L, H, b, D_h)."""
+    layers = (
+        zip(*(piece.unbind(0) for piece in keys), strict=True),
+        zip(*(piece.unbind(0) for piece in values), strict=True),
+    )
+    return {i: (torch.cat(k, dim=-2), torch.cat(v, dim=-2)) for i, (k, v) in enumerate(zip(*layers, strict=True))}
+
+
+def _valid(row: Row) -> slice:
+    """Columns of the valid tokens."""
+    assert isinstance(row.valid, slice)
+    return row.valid
+
+
 def _first(row: Row) -> int:
     """Column of the first valid token."""
-    assert isinstance(row.valid, slice)
-    return int(row.valid.start)
+    return int(_valid(row).start)
+
+
+def _id_width(row: Row) -> int:
+    """Bytes of a packed token id."""
+    return len(row.ids) // row.n_valid
 
 
 def _has_room(kv_cache: Any, n_columns: int) -> bool:
@@ -291,8 +394,8 @@ def _has_room(kv_cache: Any, n_columns: int) -> bool:
     return all(limit < 0 or n_columns <= limit for limit in limits)
 
 
-def _is_understood(output: Any) -> bool:
-    """Whether a trunk put out its last states, its K/V and nothing else."""
+def last_states(output: Any) -> Tensor | None:
+    """The last states (B, T, D) of a trunk that put out these, its K/V and nothing else; None of other outputs."""
     if isinstance(output, Mapping):
-        return "last_hidden_state" in output and set(output) <= _OUTPUT
-    return isinstance(output, tuple) and 1 <= len(output) <= 2
+        return output["last_hidden_state"] if "last_hidden_state" in output and set(output) <= _OUTPUT else None
+    return output[0] if isinstance(output, tuple) and 1 <= len(output) <= 2 else None
