@@ -1,4 +1,4 @@
-"""`llmcache prepare`: train the small models that the experiments use."""
+"""`llmcache prepare`: train or fetch the small models that the experiments use."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -25,7 +25,7 @@ def command(
     limit: Annotated[int | None, typer.Option(min=8, help="Use that many records only, to try things out.")] = None,
     epochs: Annotated[float | None, typer.Option(help="Instead of the recipe's own number; more than 0.")] = None,
 ) -> None:
-    """Train models for the experiments, on real data; those that are there already are left as they are.
+    """Make models for the experiments: train them on real data, or fetch smollm2. Those that are there are left alone.
 
     A training that was interrupted goes on from its last checkpoint.
     """
@@ -41,7 +41,7 @@ def command(
             figures, is_new = prepare(recipe, models_dir, data_dir, base=base, seed=seed, limit=limit, epochs=epochs)
         shown = {name: value for name, value in figures.items() if name not in ("recipe", "options", "environment")}
         show_table(recipe, [{"figure": name, "value": value} for name, value in _flatten(shown)], n_names=2)
-        typer.echo(f"{'trained' if is_new else 'there already'}: {models_dir / recipe}")
+        typer.echo(f"{'made' if is_new else 'there already'}: {models_dir / recipe}")
 
 
 def _flatten(figures: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -26,7 +26,7 @@ from experiments.methods.base import Method
 from experiments.methods.cached import Cached
 from experiments.methods.calibrated import Calibrated
 from experiments.methods.nocache import NoCache
-from experiments.metrics.metrics import speed, summary
+from experiments.metrics.metrics import Times, speed, summary
 from experiments.metrics.trace import Trace
 from experiments.support.folders import Folders
 from experiments.tasks.workload import Workload
@@ -114,7 +114,7 @@ def _figures(experiment: Payback, workload: Workload, base: Trace, trace: Trace,
         **counted,
         "speedup_expected": _expected(counted["hit_rate"], counted["miss_overhead"], counted["hit_cost"]),
         "speedup_with_learning": float(np.median(base.ms.sum(axis=1) / trace.ms.sum(axis=1))),
-        **payback(base, trace, learn),
+        **payback(base.ms, trace.ms, learn),
         "calibration_s": round(found.seconds, 3),
         "calibration": {
             key: value for key, value in found.to_dict().items() if key not in ("curve", "weights", "head")
@@ -122,20 +122,19 @@ def _figures(experiment: Payback, workload: Workload, base: Trace, trace: Trace,
     }
 
 
-def payback(base: Trace, trace: Trace, learn: int) -> dict[str, float | None]:
-    """What learning cost, and after how many more requests that was saved again for good; medians over
-    rounds.
+def payback(base_ms: Times, ms: Times, learn: int) -> dict[str, float | None]:
+    """What learning cost, and after how many more requests that was saved again for good; medians over rounds.
 
     Args:
-        base: The model alone, all requests.
-        trace: With the cache.
+        base_ms: The model alone, all requests (R, N).
+        ms: With the cache (R, N).
         learn: Requests of the learning phase.
 
     Returns:
         `learning_extra_s`: seconds more than the model alone takes for these requests; `paid_back_after`: requests
         after the learning phase, None where the stream ended before in some round.
     """
-    saved = base.ms - trace.ms
+    saved = base_ms - ms
     extra = -saved[:, :learn].sum(axis=1)
     is_owed = np.cumsum(saved[:, learn:], axis=1) < extra[:, None]
     n_later = is_owed.shape[1]

@@ -8,11 +8,10 @@ Sizes: R rounds, N requests.
 """
 
 import gc
-import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from time import monotonic, perf_counter
+from time import perf_counter
 from typing import Any, Self
 
 import numpy as np
@@ -111,9 +110,7 @@ def run(experiment: Serve, folders: Folders) -> Outcome:
     return Outcome(rows(workload, traces) if experiment.keeps_rows else [], metrics)
 
 
-def measure(
-    workload: Workload, methods: Mapping[str, Method], rounds: int, warmup: int, budget_s: float = math.inf
-) -> dict[str, Trace]:
+def measure(workload: Workload, methods: Mapping[str, Method], rounds: int, warmup: int) -> dict[str, Trace]:
     """Run every method over the stream.
 
     Args:
@@ -121,16 +118,15 @@ def measure(
         methods: By label.
         rounds: How often the stream is run, at least 1.
         warmup: Requests, from the beginning, that each method answers unmeasured before each round.
-        budget_s: Seconds; a round after the first is only begun if, going by those before, it ends within them.
 
     Returns:
         Trace by label.
     """
-    names, number, started = list(methods), 0, monotonic()
+    names = list(methods)
     logs = {name: _Log() for name in names}
     n = len(workload.requests)
     with torch.inference_mode():
-        while number == 0 or (number < rounds and (monotonic() - started) * (1 + 1 / number) <= budget_s):
+        for number in range(rounds):
             for method in methods.values():
                 method.begin()
                 for request in range(min(warmup, n)):
@@ -141,7 +137,6 @@ def measure(
             for request in tracked(range(n), n, what):
                 for name in order_of(names, request, number):
                     _ask(methods[name], request, logs[name], keeps_answer=number == 0)
-            number += 1
     traces = {name: log.trace(methods[name], n) for name, log in logs.items()}
     for method in methods.values():
         method.end()

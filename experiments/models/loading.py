@@ -12,8 +12,9 @@ from llmcache.models.loading import Loaded, check_causal, load_pretrained
 
 MINILM = "minilm"
 UNTRAINED = "untrained"
+SMOLLM2 = "smollm2"
 FIGURES = "metrics.json"  # beside a prepared model: how good it is
-#: Models that `llmcache prepare` makes.
+#: Models that `llmcache prepare` makes: the keys of `experiments.prepare.RECIPES`, which cannot be asked from here.
 PREPARED = (
     "minilm-squad_v2",
     "minilm-openbookqa",
@@ -21,6 +22,7 @@ PREPARED = (
     "minilm-snips",
     "minilm-hwu64",
     "gpt2-wikitext",
+    SMOLLM2,
 )
 MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 

@@ -1,4 +1,4 @@
-"""Real, small models for the experiments, trained where no trained ones can be had: one file a recipe."""
+"""Real, small models for the experiments, trained here or, where one can be had, fetched: one file a recipe."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -6,7 +6,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from experiments.models.loading import FIGURES, MINILM, Loaded
+from experiments.models.loading import FIGURES, MINILM, SMOLLM2, Loaded
 from experiments.prepare.training import Order, as_words, begin, finish
 from experiments.support.environment import describe
 from experiments.support.files import write_whole, written_by_others
@@ -35,6 +35,7 @@ RECIPES: Mapping[str, Recipe] = {
     "minilm-snips": _of("intent", data="snips"),
     "minilm-hwu64": _of("intent", data="hwu64"),
     "gpt2-wikitext": _of("wikitext"),
+    SMOLLM2: _of("smollm2"),
 }
 
 
@@ -48,7 +49,7 @@ def prepare(
     limit: int | None = None,
     epochs: float | None = None,
 ) -> tuple[dict[str, Any], bool]:
-    """Train a model, unless it is there. One that was interrupted goes on from its last checkpoint.
+    """Train or fetch a model, unless it is there. A training that was interrupted goes on from its last checkpoint.
 
     Args:
         recipe: A key of `RECIPES`.
@@ -60,10 +61,11 @@ def prepare(
         epochs: Instead of the recipe's own number.
 
     Returns:
-        Its figures, as its folder has them in `metrics.json`; and whether it was trained now.
+        Its figures, as its folder has them in `metrics.json`; and whether it was made now.
 
     Raises:
-        ConfigError: No such recipe, the data is wrong, or the model there was made, or begun, with other options.
+        ConfigError: No such recipe, what it needs is wrong or cannot be had, or the model there was made, or begun,
+            with other options.
         InUseError: Another process is training it.
         OSError: It, or a checkpoint, could not be written.
     """
@@ -80,7 +82,7 @@ def prepare(
 
 
 def _make(recipe: str, order: Order, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Train a model and write it down, its figures last."""
+    """Make a model and write it down, its figures last."""
     begin(order.folder, options)
     with quiet():
         loaded, figures = RECIPES[recipe](order)

@@ -196,12 +196,6 @@ def test_a_warm_up_longer_than_the_stream() -> None:
     assert [what for _, what in calls] == ["begin", 0, 1, "begin", 0, 1, "end"]
 
 
-def test_a_budget_stops_after_the_first_round() -> None:
-    workload = Words([1, 2, 3])
-    traces = measure(workload, {"a": Remembers(workload, "a", [])}, rounds=4, warmup=0, budget_s=0.0)
-    assert traces["a"].ms.shape == (1, 3)
-
-
 @given(n=st.integers(1, 6), request=st.integers(0, 40), number=st.integers(0, 5))
 def test_the_order_is_fair(n: int, request: int, number: int) -> None:
     names = [str(i) for i in range(n)]

@@ -95,12 +95,15 @@ def trace(ms: list[list[float]]) -> Trace:
 
 
 def test_learning_is_paid_back_when_as_much_was_saved() -> None:
-    base = trace([[10, 10, 10, 10, 10, 10]])
-    figures = payback(base, trace([[13, 16, 5, 8, 8, 8]]), learn=2)
+    def paid_back(base: list[list[int]], ms: list[list[int]], learn: int) -> dict[str, float | None]:
+        return payback(np.array(base), np.array(ms), learn)
+
+    base = [[10, 10, 10, 10, 10, 10]]
+    figures = paid_back(base, [[13, 16, 5, 8, 8, 8]], learn=2)
     assert figures == {"learning_extra_s": pytest.approx(0.009), "paid_back_after": 3.0}
-    assert payback(base, trace([[13, 16, 9, 9, 9, 9]]), learn=2)["paid_back_after"] is None
-    assert payback(base, trace([[10, 10, 12, 12, 12, 12]]), learn=2)["paid_back_after"] == 0.0
-    rounds = payback(trace([[10] * 4] * 3), trace([[11, 9, 9, 9], [12, 9, 9, 9], [13, 9, 9, 9]]), learn=1)
+    assert paid_back(base, [[13, 16, 9, 9, 9, 9]], learn=2)["paid_back_after"] is None
+    assert paid_back(base, [[10, 10, 12, 12, 12, 12]], learn=2)["paid_back_after"] == 0.0
+    rounds = paid_back([[10] * 4] * 3, [[11, 9, 9, 9], [12, 9, 9, 9], [13, 9, 9, 9]], learn=1)
     assert rounds == {"learning_extra_s": pytest.approx(0.002), "paid_back_after": 2.0}
 
 

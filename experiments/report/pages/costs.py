@@ -2,27 +2,46 @@
 
 from pathlib import Path
 
-from experiments.report.markdown import number, percent, points, speed, table
+from experiments.report.markdown import number, percent, speed, table
 from experiments.report.pages.files import figures_of, is_timed, runs_of
 from experiments.runs.read import Figures
 
 
 def demo(results_dir: Path) -> str:
-    """Every setting of the demo, those that were replayed only without a speed-up."""
+    """Every way of the demo's first act."""
     settings, timed = figures_of(results_dir, "demo")["settings"], is_timed(results_dir, "demo")
     return table(
-        ("setting", "hit rate", "speed-up", "accuracy", "drop, points", "changed answers"),
+        (
+            "setting",
+            "hit rate",
+            "changed answers",
+            "upper bound",
+            "p50, ms",
+            "p99, ms",
+            "speed-up",
+            "speed-up, whole stream",
+            "learning paid back at request",
+        ),
         [
             (
                 row["name"],
                 percent(row.get("hit_rate")),
-                speed(row) if timed else "",
-                percent(row["accuracy"]),
-                points(row.get("accuracy_drop")),
                 percent(row.get("changed_answers"), 2),
+                percent(row.get("bound"), 2),
+                *(_times(row) if timed else [""] * 5),
             )
             for row in settings
         ],
+    )
+
+
+def _times(row: Figures) -> tuple[str, ...]:
+    ms, paid = row["latency_ms"], row.get("paid_back_at")
+    return (
+        *(number(ms[name], 2) for name in ("median", "p99")),
+        speed(row),
+        number(row.get("whole", {}).get("speedup"), 2),
+        "" if paid is None else f"{paid:,}",
     )
 
 
