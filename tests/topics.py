@@ -1,12 +1,21 @@
 """Requests about a few topics, and a tiny classifier that tells them apart: what calibrations are tried on."""
 
+import copy
+import functools
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import numpy as np
 import torch
 from torch import nn
 
+from llmcache import LLMCache
 from tests.tiny_models import CLASSIFIERS, build
 
 N_TOPICS = 5  # as many as the tiny classifier has labels
+N_CALIBRATED = 500
 _WORDS = 12  # of each topic
 _FIRST = 10  # id of the first word; those below are special or padding
 
@@ -25,8 +34,36 @@ def requests(
     return inputs, topics.tolist()
 
 
+def batched(inputs: list[dict[str, torch.Tensor]], size: int = 50) -> list[dict[str, torch.Tensor]]:
+    """The same requests, several in a call: nothing else is calibrated on, and sooner."""
+    parts = [inputs[i : i + size] for i in range(0, len(inputs), size)]
+    return [{name: torch.cat([one[name] for one in part]) for name in part[0]} for part in parts]
+
+
 def classifier() -> nn.Module:
     """A tiny BERT whose head was fitted to the topics."""
+    return copy.deepcopy(_fitted())
+
+
+@contextmanager
+def calibrated(model: nn.Module | None = None, **settings: Any) -> Iterator[LLMCache]:
+    """A cache of `classifier()` that was calibrated on `requests(N_CALIBRATED)`, as loaded: made once a process."""
+    settings = {"max_drop": 0.05, "auto_bypass": False, **settings}
+    with LLMCache.load(model or classifier(), _calibrated(tuple(sorted(settings.items()))).name) as cache:
+        yield cache
+
+
+@functools.cache
+def _calibrated(settings: tuple[tuple[str, Any], ...]) -> "tempfile.TemporaryDirectory[str]":
+    folder = tempfile.TemporaryDirectory(prefix="calibrated-")
+    with LLMCache.wrap(classifier(), **dict(settings)) as cache:
+        assert cache.calibrate(batched(requests(N_CALIBRATED)[0])).is_certified
+        cache.save(folder.name)
+    return folder
+
+
+@functools.cache
+def _fitted() -> nn.Module:
     from sklearn.linear_model import LogisticRegression
 
     model = build(CLASSIFIERS["bert"])

@@ -22,8 +22,9 @@ from llmcache.audit.audit import Audit
 from llmcache.audit.idle_worker import GaveWay
 from llmcache.calibration.drift import DriftDetector
 from llmcache.errors import CalibrationError, ConfigError
+from tests import inside
 from tests.tiny_models import PAD, build, llama
-from tests.topics import classifier, requests
+from tests.topics import batched, classifier, requests
 
 N = 700
 SETTINGS: dict[str, Any] = {"max_drop": 0.05, "audit": 1.0, "auto_bypass": False}
@@ -53,7 +54,7 @@ def folder(model: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A calibrated cache, saved."""
     folder = tmp_path_factory.mktemp("calibrated")
     with LLMCache.wrap(model, **SETTINGS) as cache:
-        assert cache.calibrate(requests(N)[0]).is_certified
+        assert cache.calibrate(batched(requests(N)[0])).is_certified
         cache.save(folder)
     return folder
 
@@ -71,15 +72,9 @@ def cache(model: nn.Module, folder: Path, reading: Reading) -> Iterator[LLMCache
 
 def keep_quiet(cache: LLMCache) -> LLMCache:
     """Have nothing audited before `drain`."""
-    shadow = audit_of(cache).worker
+    shadow = inside.audit(cache).worker
     shadow._idle_s = shadow._patience_s = 1e6
     return cache
-
-
-def audit_of(cache: LLMCache) -> Audit:
-    audit = cache._components.audit
-    assert audit is not None
-    return audit
 
 
 def known(cache: LLMCache) -> AuditStats:
@@ -152,7 +147,7 @@ def test_it_sees_as_many_changed_answers_as_there_are(cache: LLMCache) -> None:
 
 def test_what_was_looked_into_serves_its_repeats_and_no_others(cache: LLMCache) -> None:
     inputs = fresh(60)
-    (shelf,) = cache._components.banks._index.values()
+    shelf = inside.partition(cache)
     held = len(shelf)
     before = ask(cache, inputs)
     cache.drain()
@@ -177,18 +172,18 @@ def test_rows_of_a_padded_batch_are_looked_into_one_by_one(cache: LLMCache) -> N
 def test_it_computes_in_the_calls_namespace_and_precision_whoever_drains(model: nn.Module) -> None:
     with LLMCache.wrap(model, **SETTINGS) as cache:
         with cache.namespace("tenant"), torch.autocast("cpu", dtype=torch.bfloat16):
-            cache.calibrate(requests(N)[0])
+            cache.calibrate(batched(requests(N)[0]))
             keep_quiet(cache)
             n_hits = ask(cache, fresh(60)).count("semantic")
         with cache.namespace("other"), cache.disabled():
             cache.drain()
         assert known(cache).n_recomputed == n_hits > 20
         assert cache.stats().errors == 0
-        assert {record.scope.namespace for record in cache._components.banks.records()} == {"tenant"}
+        assert {record.scope.namespace for record in inside.records(cache)} == {"tenant"}
 
 
 def test_when_the_queue_is_full_drawn_hits_are_computed_instead(cache: LLMCache) -> None:
-    audit_of(cache).worker._max_jobs = 0
+    inside.audit(cache).worker._max_jobs = 0
     inputs = fresh(80)
     assert ask(cache, inputs) == [None] * 80
     stats = known(cache)
@@ -199,7 +194,7 @@ def test_when_the_queue_is_full_drawn_hits_are_computed_instead(cache: LLMCache)
 
 def test_a_thread_of_its_own_does_it_when_nobody_calls(model: nn.Module, folder: Path) -> None:
     with LLMCache.load(model, folder) as cache:
-        shadow = audit_of(cache).worker
+        shadow = inside.audit(cache).worker
         shadow._idle_s = 0.0
         n_hits = ask(cache, fresh(30)).count("semantic")
         cache.drain()  # with it
@@ -209,11 +204,11 @@ def test_a_thread_of_its_own_does_it_when_nobody_calls(model: nn.Module, folder:
 
 def test_without_an_audit_nothing_is_looked_into(model: nn.Module, folder: Path) -> None:
     with LLMCache.load(model, folder) as cache:
-        audit_of(cache)._floor = 0.0
+        inside.audit(cache)._floor = 0.0
         assert "semantic" in ask(cache, fresh(40))
         assert (known(cache).status, known(cache).n_requests, known(cache).rate) == ("certified", 0, None)
         assert (known(cache).upper, cache.drain()) == (1.0, 0)
-        assert audit_of(cache).worker._thread is None
+        assert inside.audit(cache).worker._thread is None
 
 
 def test_reuse_that_is_not_calibrated_has_no_audit(model: nn.Module) -> None:
@@ -265,7 +260,7 @@ def test_a_source_whose_answer_changed_serves_nobody_else_again(
     one = next(one for one in fresh(50) if ask(cache, [one]) == ["semantic"])
     source = cache.last[0].source
     cache.drain()
-    assert list(cache._components.banks.quarantined) == [source]
+    assert list(inside.banks(cache).quarantined) == [source]
     again = fresh(300, seed=30)
     ask(cache, again)
     sources = {cache.last[0].source for other in again if ask(cache, [other]) == ["semantic"]}
@@ -275,7 +270,7 @@ def test_a_source_whose_answer_changed_serves_nobody_else_again(
     cache.save(tmp_path)
     cache.unwrap()
     with LLMCache.load(model, tmp_path) as loaded:
-        assert list(loaded._components.banks.quarantined) == [source]
+        assert list(inside.banks(loaded).quarantined) == [source]
         assert loaded.stats().errors == 0
 
 
@@ -287,13 +282,13 @@ def test_striking_only_turns_hits_into_computed_requests(cache: LLMCache) -> Non
         for one in inputs:
             cache(**one)
             found.append(cache.last[0].source if cache.last[0].rung == "semantic" else None)
-            cache._components.banks.layer_banks[3].remove(cache.last[0].key)  # so that no repeat is exact
+            inside.banks(cache).layer_banks[3].remove(cache.last[0].key)  # so that no repeat is exact
         return found
 
     before = sources()
     quarantined = {key for key in before if key is not None and hash(key) % 2}
     for key in quarantined:
-        cache._components.banks.quarantine(key, "default")
+        inside.banks(cache).quarantine(key, "default")
     assert quarantined
     assert sources() == [None if key in quarantined else key for key in before]
 
@@ -343,9 +338,9 @@ def test_the_alarm_comes_within_the_requests_that_it_is_said_to_need(cache: LLMC
 def test_after_the_second_alarm_it_learns_anew_where_it_was_to_learn(model: nn.Module, reading: Reading) -> None:
     with LLMCache.wrap(model, learn=N, answer_of=reading, **SETTINGS) as cache:
         assert known(cache).status == "learning"
-        first = cache.calibrate(requests(N)[0])
+        first = cache.calibrate(batched(requests(N)[0]))
         keep_quiet(cache)
-        calibrated = cache._components.calibrated
+        calibrated = cache.calibrated
         assert calibrated is not None
         for _ in range(2):
             assert cache.calibration is not None
@@ -361,7 +356,7 @@ def test_calls_that_are_computed_during_a_calibration_do_not_wait_for_it(
     model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with LLMCache.wrap(model, learn=N, **SETTINGS) as cache:
-        calibrated, wanted = cache._components.calibrated, []
+        calibrated, wanted = cache.calibrated, []
 
         def fit(observed: Any, claim: Any) -> None:
             wanted.append(calibrated.is_learning)
@@ -369,12 +364,12 @@ def test_calls_that_are_computed_during_a_calibration_do_not_wait_for_it(
 
         monkeypatch.setattr(calibrated, "_calibrate", fit)
         with pytest.raises(CalibrationError, match="not today"):
-            cache.calibrate(fresh(N))
+            cache.calibrate(batched(fresh(N)))
         assert (wanted, calibrated.is_learning) == ([False], True)
 
 
 def test_an_alarm_of_a_calibration_that_has_ended_changes_nothing(cache: LLMCache) -> None:
-    calibrated, made = cache._components.calibrated, cache.calibration
+    calibrated, made = cache.calibrated, cache.calibration
     assert calibrated is not None and made is not None
     calibrated.alarm(made)
     tightened = cache.calibration
@@ -384,9 +379,9 @@ def test_an_alarm_of_a_calibration_that_has_ended_changes_nothing(cache: LLMCach
 
 def test_growing_sources_are_joined_by_what_was_looked_into(model: nn.Module, reading: Reading) -> None:
     with LLMCache.wrap(model, sources="growing", answer_of=reading, **SETTINGS) as cache:
-        cache.calibrate(requests(N)[0])
+        cache.calibrate(batched(requests(N)[0]))
         keep_quiet(cache)
-        (shelf,) = cache._components.banks._index.values()
+        shelf = inside.partition(cache)
         assert known(cache).status == "growing"
         n_hits = ask(cache, fresh(60)).count("semantic")
         held = len(shelf)
@@ -396,7 +391,7 @@ def test_growing_sources_are_joined_by_what_was_looked_into(model: nn.Module, re
 
 def test_a_calibration_is_renewed_from_what_was_drawn(model: nn.Module) -> None:
     with LLMCache.wrap(model, recalibrate=300, **SETTINGS) as cache:
-        first = cache.calibrate(requests(N)[0])
+        first = cache.calibrate(batched(requests(N)[0]))
         keep_quiet(cache)
         ask(cache, fresh(299, seed=70))
         cache.drain()
@@ -411,34 +406,34 @@ def test_a_calibration_is_renewed_from_what_was_drawn(model: nn.Module) -> None:
         assert known(cache).n_requests == 0
         assert cache.stats().errors == 0
         with pytest.raises(ConfigError, match="recalibrate=300 with metric 'accuracy'"):
-            cache.calibrate(requests(N)[0], labels=requests(N)[1], metric="accuracy")
+            cache.calibrate(batched(requests(N)[0]), labels=requests(N)[1], metric="accuracy")
         assert cache.calibration is renewed
 
 
 def test_it_is_not_renewed_from_fewer_than_can_carry_the_claim(model: nn.Module, folder: Path) -> None:
     with LLMCache.load(model, folder) as cache:
         keep_quiet(cache)
-        audit_of(cache)._fresh.every = 20
+        inside.audit(cache)._fresh.every = 20
         found = cache.calibration
         rungs = ask(cache, fresh(100, seed=72))
         cache.drain()
         assert cache.calibration is found
         assert {"semantic", None} == set(rungs)
-        assert len(audit_of(cache)._fresh.cases) == 100  # hits and misses alike: all are drawn here
-        calibrated = cache._components.calibrated
+        assert len(inside.audit(cache)._fresh.cases) == 100  # hits and misses alike: all are drawn here
+        calibrated = cache.calibrated
         assert calibrated is not None and found is not None
         with pytest.raises(CalibrationError, match="at least 118 are needed"):
-            calibrated.renew(found, audit_of(cache)._fresh.cases)
+            calibrated.renew(found, inside.audit(cache)._fresh.cases)
         assert cache.calibration is found
 
 
 def test_what_accuracy_allows_to_change_rings_no_alarm(cache: LLMCache) -> None:
     inputs, labels = requests(N)
-    found = cache.calibrate(inputs, labels=labels, metric="accuracy", max_drop=0.05)
+    found = cache.calibrate(batched(inputs), labels=labels, metric="accuracy", max_drop=0.05)
     assert found.watch is not None
     assert 0.01 < found.watch.most_changed <= 0.5
     assert found.watch.most_changed != found.max_drop
-    changed = cache.calibrate(inputs, max_drop=0.05)
+    changed = cache.calibrate(batched(inputs), max_drop=0.05)
     assert changed.watch is not None and changed.watch.most_changed == 0.05
 
 
@@ -482,7 +477,7 @@ def test_a_model_that_raises_meanwhile_raises_nowhere(cache: LLMCache, monkeypat
     def fail(namespace: str, inputs: Any) -> None:
         raise MemoryError("no room")
 
-    monkeypatch.setattr(audit_of(cache), "_compute", fail)
+    monkeypatch.setattr(inside.audit(cache), "_compute", fail)
     assert cache.drain() == n_hits
     assert cache.stats().errors == n_hits
 
@@ -496,7 +491,7 @@ def test_weights_edited_meanwhile_give_no_verdict(cache: LLMCache, model: nn.Mod
     stats = known(cache)
     assert stats.status == "certified"
     assert (stats.n_drawn, stats.n_recomputed, stats.n_changed, stats.n_requests) == (n_hits, 0, 0, 40)
-    assert not cache._components.banks.quarantined
+    assert not inside.banks(cache).quarantined
 
 
 def known_after(cache: LLMCache) -> tuple[int, int, int, int]:
@@ -524,7 +519,7 @@ def test_adapters_that_take_turns_lose_no_look(cache: LLMCache, model: nn.Module
 def test_an_adapter_that_comes_before_a_call_has_ended_loses_no_look(
     cache: LLMCache, model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    audit, weight = audit_of(cache), model.bert.encoder.layer[0].output.dense.weight
+    audit, weight = inside.audit(cache), model.bert.encoder.layer[0].output.dense.weight
     served = audit.served
 
     def late(call: Any) -> None:
@@ -537,7 +532,7 @@ def test_an_adapter_that_comes_before_a_call_has_ended_loses_no_look(
 
 
 def test_adapters_that_leave_no_idle_moment_have_looks_made_in_calls(cache: LLMCache, model: nn.Module) -> None:
-    weight, shadow = model.bert.encoder.layer[0].output.dense.weight, audit_of(cache).worker
+    weight, shadow = model.bert.encoder.layer[0].output.dense.weight, inside.audit(cache).worker
     shadow._patience_s = 0.0
     for one, other in zip(fresh(100), fresh(100, seed=82), strict=True):
         shadow._credit_s = 1e6
@@ -569,7 +564,7 @@ def test_looks_that_nothing_follows_from_any_more_wait_no_longer(cache: LLMCache
     with edited(model.bert.encoder.layer[0].output.dense.weight):
         cache.drain()
         assert known(cache).n_waiting > 10
-        assert cache.calibrate(requests(N)[0], max_drop=0.3).chosen is not None
+        assert cache.calibrate(batched(requests(N)[0]), max_drop=0.3).chosen is not None
         cache.drain()
         assert known(cache).n_waiting == 0
 
@@ -618,7 +613,7 @@ def test_a_trunk_that_writes_its_frequencies_in_each_call_is_looked_into() -> No
     llm = build(lambda: tf.LlamaForSequenceClassification(llama(rope_parameters=rope)))
     settings = {**SETTINGS, "max_drop": 0.3, "audit_in_background": False}
     with LLMCache.wrap(llm, **settings) as cache:
-        assert cache.calibrate(requests(N)[0]).is_certified
+        assert cache.calibrate(batched(requests(N)[0])).is_certified
         n_hits = ask(cache, fresh(40)).count("semantic")
         assert n_hits > 20
         assert known_after(cache) == (n_hits, n_hits, 0, 0)
@@ -654,7 +649,7 @@ def test_a_request_that_reads_as_another_one_counts_against_the_claim(
 def test_a_job_that_gave_way_settles_no_look_twice(cache: LLMCache, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of looks that fail together each is computed by itself; some are done when a call comes."""
     n_hits = ask(cache, fresh(40)).count("semantic")
-    audit, settled = audit_of(cache), []
+    audit, settled = inside.audit(cache), []
     run, settle, n_runs = Audit._run, AuditAccount.settle, 0
 
     def run_some(self: Audit, look: Any, inputs: Any) -> Any:
@@ -709,20 +704,20 @@ def test_purged_and_cleared_requests_are_not_looked_into(cache: LLMCache) -> Non
     ask(cache, fresh(40))
     cache.purge(namespace="other")
     assert known(cache).n_waiting > 10
-    cache._components.banks.quarantine("gone", "default")
-    cache._components.banks.quarantine("stays", "other")
+    inside.banks(cache).quarantine("gone", "default")
+    inside.banks(cache).quarantine("stays", "other")
     cache.purge(namespace="default")
     assert known(cache).n_waiting == 0
     cache.drain()  # jobs are left, with nothing to audit
-    assert (known(cache).n_recomputed, len(cache._components.banks)) == (0, 0)
-    assert list(cache._components.banks.quarantined) == ["stays"]
+    assert (known(cache).n_recomputed, len(inside.banks(cache))) == (0, 0)
+    assert list(inside.banks(cache).quarantined) == ["stays"]
     cache.clear()
-    assert not cache._components.banks.quarantined
+    assert not inside.banks(cache).quarantined
 
 
 def test_unwrapping_drops_what_waits_and_ends_the_thread(cache: LLMCache) -> None:
     ask(cache, fresh(40))
-    thread = audit_of(cache).worker._thread
+    thread = inside.audit(cache).worker._thread
     cache.unwrap()
     assert thread is not None and not thread.is_alive()
     assert (cache.drain(), known(cache).n_recomputed) == (0, 0)
@@ -732,7 +727,7 @@ def test_a_model_that_nobody_holds_leaves_with_its_thread(folder: Path) -> None:
     model = classifier()
     cache = keep_quiet(LLMCache.load(model, folder))
     ask(cache, fresh(40))
-    thread, gone = audit_of(cache).worker._thread, weakref.ref(model)
+    thread, gone = inside.audit(cache).worker._thread, weakref.ref(model)
     del model, cache
     gc.collect()
     assert gone() is None
@@ -742,7 +737,7 @@ def test_a_model_that_nobody_holds_leaves_with_its_thread(folder: Path) -> None:
 
 
 def test_threads_that_call_drain_and_ask_at_once_lose_nothing(cache: LLMCache) -> None:
-    audit_of(cache).worker._idle_s = 0.0
+    inside.audit(cache).worker._idle_s = 0.0
     start = threading.Barrier(4)
 
     def work(seed: int) -> int:
@@ -762,7 +757,7 @@ def test_threads_that_call_drain_and_ask_at_once_lose_nothing(cache: LLMCache) -
     assert stats.n_drawn == stats.n_recomputed == n_hits > 60
     assert stats.n_requests == 160
     assert cache.stats().errors == 0
-    assert audit_of(cache).worker._n_calls == 0
+    assert inside.audit(cache).worker._n_calls == 0
 
 
 @pytest.mark.parametrize(

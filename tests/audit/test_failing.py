@@ -11,8 +11,9 @@ from llmcache import LLMCache
 from llmcache.audit.account import _MOST_OPEN, AuditAccount
 from llmcache.counters import Counters, Share, is_told
 from llmcache.request.call import Call, Inputs
-from tests.audit.test_audit import ask, audit_of, fresh, keep_quiet, known
-from tests.topics import classifier, requests
+from tests import inside
+from tests.audit.test_audit import ask, fresh, keep_quiet, known
+from tests.topics import batched, classifier, requests
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +25,7 @@ def model() -> nn.Module:
 def folder(model: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("calibrated")
     with LLMCache.wrap(model, max_drop=0.05, audit=0.25, auto_bypass=False) as cache:
-        assert cache.calibrate(requests(700)[0]).is_certified
+        assert cache.calibrate(batched(requests(700)[0])).is_certified
         cache.save(folder)
     return folder
 
@@ -45,7 +46,7 @@ def fail(*_: Any, **__: Any) -> Any:
 def test_an_audit_of_which_every_look_fails_ends_approximate_reuse(
     cache: LLMCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(audit_of(cache), "_compute", fail)
+    monkeypatch.setattr(inside.audit(cache), "_compute", fail)
     statuses = []
     for one in fresh(150):
         cache(**one)
@@ -66,7 +67,7 @@ def test_an_audit_of_which_every_look_fails_ends_approximate_reuse(
 def test_a_verdict_that_fails_counts_as_changed(cache: LLMCache, monkeypatch: pytest.MonkeyPatch) -> None:
     ask(cache, fresh(8))
     n_waiting = known(cache).n_waiting
-    monkeypatch.setattr(audit_of(cache)._answers, "agree", fail)
+    monkeypatch.setattr(inside.audit(cache)._answers, "agree", fail)
     cache.drain()
     assert n_waiting > 0 and known(cache).n_recomputed == 0
     assert cache.stats().health.failures == {"audit a hit: RuntimeError": n_waiting}
@@ -75,7 +76,7 @@ def test_a_verdict_that_fails_counts_as_changed(cache: LLMCache, monkeypatch: py
 
 def test_a_store_that_fails_costs_no_verdict(cache: LLMCache, monkeypatch: pytest.MonkeyPatch) -> None:
     n_hits = ask(cache, fresh(40)).count("semantic")
-    monkeypatch.setattr(cache._components.banks, "put", fail)
+    monkeypatch.setattr(inside.banks(cache), "put", fail)
     n_drawn = known(cache).n_drawn
     cache.drain()
     assert 0 < known(cache).n_recomputed == n_drawn <= n_hits
@@ -127,7 +128,7 @@ def test_lookups_that_fail_stop_approximate_reuse_until_calls_succeed_again(
     inputs = fresh(20)
     assert "semantic" in ask(cache, inputs)
     with monkeypatch.context() as broken:
-        broken.setattr(cache._components.banks, "search", fail)
+        broken.setattr(inside.banks(cache), "search", fail)
         ask(cache, fresh(20, seed=9))
     assert known(cache).status == "failing"
     health = cache.stats().health
@@ -143,7 +144,7 @@ def test_lookups_that_fail_stop_approximate_reuse_until_calls_succeed_again(
 
 
 def test_exact_repeats_are_served_while_it_fails(cache: LLMCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache._components.banks, "search", fail)
+    monkeypatch.setattr(inside.banks(cache), "search", fail)
     inputs = fresh(20, seed=13)
     ask(cache, inputs)
     assert known(cache).status == "failing"

@@ -9,7 +9,8 @@ from torch import nn
 from llmcache import LLMCache
 from llmcache.audit.account import AuditAccount
 from llmcache.audit.rate import Rate
-from tests.audit.test_audit import ask, audit_of, cache, folder, fresh, known, model, reading  # noqa: F401
+from tests import inside
+from tests.audit.test_audit import ask, cache, folder, fresh, known, model, reading  # noqa: F401
 from tests.audit.test_idle_worker import wait_until
 
 
@@ -17,7 +18,7 @@ def test_a_call_does_looks_that_have_waited_if_calls_have_earned_the_time(
     cache: LLMCache,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    shadow, spent = audit_of(cache).worker, []
+    shadow, spent = inside.audit(cache).worker, []
     monkeypatch.setattr(cache._flow._meter, "spent", lambda call, seconds: spent.append(seconds))
     ask(cache, fresh(60))
     n_drawn = known(cache).n_drawn
@@ -39,7 +40,7 @@ def test_a_call_does_looks_that_have_waited_if_calls_have_earned_the_time(
 
 
 def test_a_look_stops_at_the_next_layer_when_a_call_comes(model: nn.Module, cache: LLMCache) -> None:  # noqa: F811
-    shadow, came = audit_of(cache).worker, threading.Event()
+    shadow, came = inside.audit(cache).worker, threading.Event()
     ask(cache, fresh(60))
     n_drawn, reached = known(cache).n_drawn, []
 
@@ -48,7 +49,7 @@ def test_a_look_stops_at_the_next_layer_when_a_call_comes(model: nn.Module, cach
             shadow.enter()
             came.set()
 
-    layers = cache._components.trunk.layers
+    layers = inside.trunk(cache).layers
     hooks = [next(layers[0].children()).register_forward_pre_hook(meet)]
     hooks.append(next(layers[2].children()).register_forward_pre_hook(lambda *_: reached.append(shadow._n_calls)))
     with shadow._condition:

@@ -20,6 +20,7 @@ from llmcache.banks.compression.packer import MEASURED_EVERY, Loss, Packer
 from llmcache.banks.stores.memory import MemoryStore
 from llmcache.policies import LRU
 from llmcache.request.rows import Row, Scope
+from tests import inside
 from tests.tiny_models import BARE, CLASSIFIERS, TOKEN_HEADS, build, padded, tokens
 
 LEARNED = ["pca", "autoencoder"]
@@ -364,7 +365,7 @@ SETTINGS = {"tau": 0.999, "compression": {"name": "pca", "dim": 4, "fit_on": 6}}
 
 def only_packer(cache: LLMCache) -> Packer:
     """The packer of the last layer, where states of one set of weights were stored."""
-    (packers,) = cache._components.banks.layer_banks.packers.values()
+    (packers,) = inside.banks(cache).layer_banks.packers.values()
     return packers[3]
 
 

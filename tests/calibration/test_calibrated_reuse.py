@@ -20,10 +20,11 @@ from llmcache.calibration.observer import flaw
 from llmcache.calibration.risk_target import Metric
 from llmcache.errors import BankFileError, CalibrationError, ConfigError, UnsafeReuseError, WrapError
 from llmcache.models.adapters import locate
+from tests import inside
 from tests.tiny_models import CLASSIFIERS, TOKEN_HEADS, build, tokenizer
-from tests.topics import classifier, requests
+from tests.topics import N_CALIBRATED, batched, calibrated, classifier, requests
 
-N = 700
+N = N_CALIBRATED
 LOOSE = {"max_drop": 0.05}
 
 
@@ -38,6 +39,13 @@ def cache(model: nn.Module) -> Iterator[LLMCache]:
         yield cache
 
 
+@pytest.fixture
+def ready(model: nn.Module) -> Iterator[LLMCache]:
+    """A cache that was calibrated on the first N requests."""
+    with calibrated(model) as cache:
+        yield cache
+
+
 def ask(cache: LLMCache, inputs: list[dict[str, torch.Tensor]]) -> tuple[list[int], list[str | None]]:
     """Answers, and which rung gave each."""
     answers, rungs = [], []
@@ -49,7 +57,7 @@ def ask(cache: LLMCache, inputs: list[dict[str, torch.Tensor]]) -> tuple[list[in
 
 def alone(cache: LLMCache, inputs: list[dict[str, torch.Tensor]]) -> list[int]:
     with cache.disabled():
-        return [int(cache(**one).logits.argmax()) for one in inputs]
+        return [int(answer) for one in batched(inputs) for answer in cache(**one).logits.argmax(dim=-1)]
 
 
 def check_serves_within(cache: LLMCache, most: float) -> None:
@@ -62,7 +70,7 @@ def check_serves_within(cache: LLMCache, most: float) -> None:
 
 
 def test_calibrating_turns_reuse_on_within_the_bound(cache: LLMCache) -> None:
-    found = cache.calibrate(requests(N)[0], **LOOSE)
+    found = cache.calibrate(batched(requests(N)[0]), **LOOSE)
     assert found is cache.calibration
     assert found.chosen is not None and found.is_certified
     assert found.chosen.bound <= 0.05 and found.chosen.hit_rate > 0.2
@@ -84,20 +92,18 @@ def test_learning_by_the_way_turns_it_on_as_well(model: nn.Module) -> None:
         assert cache.stats().errors == 0
 
 
-def test_frozen_sources_are_joined_by_no_other(cache: LLMCache) -> None:
-    cache.calibrate(requests(N)[0], **LOOSE)
-    banks = cache._components.banks
-    (shelf,) = banks._index.values()
+def test_frozen_sources_are_joined_by_no_other(ready: LLMCache) -> None:
+    banks, shelf = inside.banks(ready), inside.partition(ready)
     held = len(shelf)
-    ask(cache, requests(200, seed=8)[0])
-    assert len(shelf) == held <= cache.calibration.n_sources
+    ask(ready, requests(200, seed=8)[0])
+    assert len(shelf) == held <= ready.calibration.n_sources
     assert len(banks) > held  # misses are stored all the same, for exact repeats
 
 
 def test_growing_sources_are(cache: LLMCache) -> None:
-    found = cache.calibrate(requests(N)[0], sources="growing", **LOOSE)
+    found = cache.calibrate(batched(requests(N)[0]), sources="growing", **LOOSE)
     assert not found.is_certified
-    (shelf,) = cache._components.banks._index.values()
+    shelf = inside.partition(cache)
     held = len(shelf)
     ask(cache, requests(200, seed=8)[0])
     assert len(shelf) > held
@@ -105,11 +111,11 @@ def test_growing_sources_are(cache: LLMCache) -> None:
 
 def test_frozen_sources_stay_whatever_comes(model: nn.Module) -> None:
     with LLMCache.wrap(model, max_entries=N, auto_bypass=False) as cache:
-        found = cache.calibrate(requests(N)[0], **LOOSE)
+        found = cache.calibrate(batched(requests(N)[0]), **LOOSE)
         ask(cache, requests(600, seed=9)[0])
-        (shelf,) = cache._components.banks._index.values()
+        shelf = inside.partition(cache)
         assert len(shelf) > 0.9 * found.n_sources
-        assert len(cache._components.banks) <= N
+        assert len(inside.banks(cache)) <= N
 
 
 def test_a_purge_of_a_namespace_that_growing_sources_are_of_ends_a_loaded_calibration(
@@ -118,58 +124,55 @@ def test_a_purge_of_a_namespace_that_growing_sources_are_of_ends_a_loaded_calibr
     """None of them is kept from leaving, so where they are found tells whose they are."""
     with LLMCache.wrap(model, auto_bypass=False) as cache:
         with cache.namespace("tenant"):
-            cache.calibrate(requests(N)[0], sources="growing", **LOOSE)
+            cache.calibrate(batched(requests(N)[0]), sources="growing", **LOOSE)
         cache(**requests(1, seed=9)[0][0])  # stored in another namespace, where nobody serves
         cache.save(tmp_path)
     with LLMCache.load(model, tmp_path) as cache:
         calibrated = cache.calibrated
         assert calibrated is not None and calibrated.serves_in("tenant")
-        assert not any(record.is_pinned for record in cache._components.banks.records())
+        assert not any(record.is_pinned for record in inside.records(cache))
         cache.purge(namespace="third")
         assert cache.calibration is not None
         cache.purge(namespace="tenant")
         assert cache.calibration is None
 
 
-def test_calibrating_again_replaces_what_was_found(cache: LLMCache) -> None:
-    first = cache.calibrate(requests(N)[0], **LOOSE)
-    again = cache.calibrate(requests(N, seed=3)[0], max_drop=0.1, seed=1)
-    assert again is cache.calibration is not first
+def test_calibrating_again_replaces_what_was_found(ready: LLMCache) -> None:
+    first = ready.calibration
+    again = ready.calibrate(batched(requests(N, seed=3)[0]), max_drop=0.1, seed=1)
+    assert again is ready.calibration is not first
     assert again.max_drop == 0.1
-    check_serves_within(cache, most=0.15)
+    check_serves_within(ready, most=0.15)
 
 
-def test_the_same_seed_finds_the_same(model: nn.Module) -> None:
-    found = []
-    for _ in range(2):
-        with LLMCache.wrap(model, auto_bypass=False) as cache:
-            found.append(cache.calibrate(requests(N)[0], **LOOSE).curve)
-    assert found[0] == found[1]
+def test_the_same_seed_finds_the_same(ready: LLMCache) -> None:
+    before = ready.calibration
+    assert before is not None and before.curve == ready.calibrate(batched(requests(N)[0]), **LOOSE).curve
 
 
-def test_a_tightened_caller_gets_fewer_hits_and_never_more(cache: LLMCache) -> None:
-    found = cache.calibrate(requests(N)[0], **LOOSE)
+def test_a_tightened_caller_gets_fewer_hits_and_never_more(ready: LLMCache) -> None:
+    found = ready.calibration
+    assert found is not None and found.chosen is not None
     fresh = requests(300, seed=7)[0]
-    with cache.tightened(0.0):
-        none = ask(cache, fresh[:150])[1].count("semantic")
-    with cache.tightened(1.0):
-        loosened = [cache._components.calibrated.allowed(scope) for scope in [_scope(cache)]]
+    with ready.tightened(0.0):
+        none = ask(ready, fresh[:150])[1].count("semantic")
+    with ready.tightened(1.0):
+        loosened = [ready.calibrated.allowed(scope) for scope in [_scope(ready)]]
     assert none == 0
     assert list(loosened[0].values()) == [found.chosen.limit]
-    assert ask(cache, fresh[150:])[1].count("semantic") > 30
+    assert ask(ready, fresh[150:])[1].count("semantic") > 30
 
 
 def _scope(cache: LLMCache) -> Any:
-    return next(iter(cache._components.banks._requests.values())).scope
+    return next(iter(inside.banks(cache)._requests.values())).scope
 
 
-def test_other_weights_end_it(cache: LLMCache, model: nn.Module) -> None:
-    cache.calibrate(requests(N)[0], **LOOSE)
+def test_other_weights_end_it(ready: LLMCache, model: nn.Module) -> None:
     weight = model.bert.encoder.layer[0].output.dense.weight
     with torch.no_grad():
         weight.add_(0.01)
     try:
-        assert "semantic" not in ask(cache, requests(60, seed=7)[0])[1]
+        assert "semantic" not in ask(ready, requests(60, seed=7)[0])[1]
     finally:
         with torch.no_grad():
             weight.sub_(0.01)
@@ -178,7 +181,7 @@ def test_other_weights_end_it(cache: LLMCache, model: nn.Module) -> None:
 @pytest.mark.parametrize("settings", [{"decide": "consensus"}, {"decide": "threshold"}, {"fingerprint": "mean"}])
 def test_other_decisions_and_fingerprints_are_calibrated_alike(model: nn.Module, settings: dict[str, str]) -> None:
     with LLMCache.wrap(model, **settings) as cache:
-        found = cache.calibrate(requests(N)[0], max_drop=0.2)
+        found = cache.calibrate(batched(requests(N)[0]), max_drop=0.2)
         assert found.chosen is not None
         own, (answers, rungs) = alone(cache, fresh := requests(200, seed=7)[0]), ask(cache, fresh)
         assert "semantic" in rungs
@@ -187,22 +190,22 @@ def test_other_decisions_and_fingerprints_are_calibrated_alike(model: nn.Module,
 
 def test_accuracy_counts_right_answers_that_become_wrong(cache: LLMCache) -> None:
     inputs, labels = requests(N)
-    changed = cache.calibrate(inputs, **LOOSE)
-    accuracy = cache.calibrate(inputs, labels=labels, metric="accuracy", **LOOSE)
+    changed = cache.calibrate(batched(inputs), **LOOSE)
+    accuracy = cache.calibrate(batched(inputs), labels=labels, metric="accuracy", **LOOSE)
     assert accuracy.metric == "accuracy" and accuracy.chosen is not None and changed.chosen is not None
     assert accuracy.chosen.limit >= changed.chosen.limit  # less is counted
 
 
 def test_names_of_labels_are_those_of_the_models_config(cache: LLMCache) -> None:
     inputs, labels = requests(N)
-    named = cache.calibrate(inputs, labels=[f"LABEL_{label}" for label in labels], metric="accuracy", **LOOSE)
-    assert named.curve == cache.calibrate(inputs, labels=labels, metric="accuracy", **LOOSE).curve
+    named = cache.calibrate(batched(inputs), labels=[f"LABEL_{label}" for label in labels], metric="accuracy", **LOOSE)
+    assert named.curve == cache.calibrate(batched(inputs), labels=labels, metric="accuracy", **LOOSE).curve
 
 
 def test_a_metric_of_ones_own_is_bounded(cache: LLMCache) -> None:
     inputs, labels = requests(1200)
     metric = Metric(lambda output, label: float(torch.tensor(output).softmax(0)[label]), name="confidence")
-    found = cache.calibrate(inputs, labels=labels, metric=metric, max_drop=0.1)
+    found = cache.calibrate(batched(inputs), labels=labels, metric=metric, max_drop=0.1)
     assert found.metric == "confidence"
     assert found.chosen is not None and found.chosen.bound <= 0.1
 
@@ -231,10 +234,10 @@ def test_requests_that_are_all_the_same_are_refused(cache: LLMCache) -> None:
     ("more", "message"),
     [
         ({"metric": "accuracy"}, "needs a label"),
-        ({"metric": "accuracy", "labels": [0] * 3}, "3 labels for 700 requests"),
+        ({"metric": "accuracy", "labels": [0] * 3}, f"3 labels for {N} requests"),
         ({"metric": "accuracy", "labels": [77] * N}, "does not know: 77"),
         ({"metric": "accuracy", "labels": ["nonsense"] * N}, "does not know: 'nonsense'"),
-        ({"metric": "accuracy", "labels": [0] * 9 + [None] * (N - 9)}, "691 of 700 have none"),
+        ({"metric": "accuracy", "labels": [0] * 9 + [None] * (N - 9)}, f"{N - 9} of {N} have none"),
         ({"metric": "accuracy", "labels": [0] * 9 + [-1] * (N - 9)}, r"does not know: -1 \(the first is that of row 9"),
         ({"metric": Metric(lambda output, label: 1 / 0), "labels": [0] * N}, "request 0, label 0: it failed"),
         ({"metric": Metric(lambda output, label: 2.0), "labels": [0] * N}, "request 0, label 0: it gave 2.0, out of 0"),
@@ -261,11 +264,10 @@ def test_a_metric_that_fails_later_names_the_request(cache: LLMCache) -> None:
     nothing_is_reused(cache)
 
 
-def test_a_failed_calibration_ends_the_one_before(cache: LLMCache) -> None:
-    cache.calibrate(requests(N)[0], **LOOSE)
+def test_a_failed_calibration_ends_the_one_before(ready: LLMCache) -> None:
     with pytest.raises(CalibrationError):
-        cache.calibrate(requests(30)[0], **LOOSE)
-    nothing_is_reused(cache)
+        ready.calibrate(requests(30)[0], **LOOSE)
+    nothing_is_reused(ready)
 
 
 @pytest.mark.parametrize(
@@ -334,7 +336,7 @@ def test_texts_need_the_tokenizer(cache: LLMCache) -> None:
 def test_a_bound_that_nothing_keeps_turns_nothing_on(model: nn.Module) -> None:
     """Answers that have nothing to do with the request."""
     with LLMCache.wrap(model, answer_of=lambda output: torch.randn(len(output.logits), 5)) as cache:
-        found = cache.calibrate(requests(N)[0], max_drop=0.01)
+        found = cache.calibrate(batched(requests(700)[0]), max_drop=0.01)
         assert found.chosen is None
         nothing_is_reused(cache)
 
@@ -342,20 +344,20 @@ def test_a_bound_that_nothing_keeps_turns_nothing_on(model: nn.Module) -> None:
 def test_what_more_likely_changes_than_not_is_not_served(model: nn.Module) -> None:
     """However much may be lost: hits that are nearly all wrong are no use."""
     with LLMCache.wrap(model, answer_of=lambda output: torch.randn(len(output.logits), 5)) as cache:
-        found = cache.calibrate(requests(N)[0], max_drop=0.9)
+        found = cache.calibrate(batched(requests(N)[0]), max_drop=0.9)
         assert all(setting.limit <= 0.5 for setting in found.curve)
         assert ask(cache, requests(60, seed=7)[0])[1].count("semantic") <= 6
 
 
 def test_ones_own_threshold_is_not_calibrated(model: nn.Module) -> None:
     with LLMCache.wrap(model, tau=0.9) as cache, pytest.raises(ConfigError, match="your own choice"):
-        cache.calibrate(requests(N)[0], **LOOSE)
+        cache.calibrate(batched(requests(N)[0]), **LOOSE)
 
 
 def test_heads_that_answer_by_token_are_refused() -> None:
     model = build(next(iter(TOKEN_HEADS.values())))
     with LLMCache.wrap(model) as cache, pytest.raises(UnsafeReuseError):
-        cache.calibrate(requests(N)[0], **LOOSE)
+        cache.calibrate(batched(requests(N)[0]), **LOOSE)
     with pytest.raises(UnsafeReuseError):
         LLMCache.wrap(model, learn=N)
 
@@ -436,7 +438,7 @@ def test_a_request_with_logits_that_are_no_numbers_is_named(cache: LLMCache, mod
 def test_logits_that_are_no_numbers_are_not_learned_from_by_the_way(model: nn.Module) -> None:
     inputs = requests(N + 2)[0]
     with spoiled(model, float("nan")), LLMCache.wrap(model, learn=N, **LOOSE) as cache:
-        ask(cache, with_marks(inputs, 5, 600)[:-1])
+        ask(cache, with_marks(inputs, 5, 400)[:-1])
         assert (cache.calibration, cache.stats().errors) == (None, 2)
         ask(cache, inputs[-1:])
         assert cache.calibration is not None and cache.calibration.chosen is not None
@@ -448,7 +450,7 @@ def test_states_that_are_no_numbers_are_not_learned_from(model: nn.Module) -> No
     with torch.no_grad():
         broken.bert.embeddings.word_embeddings.weight[9] = float("nan")
     with LLMCache.wrap(broken, learn=N, **LOOSE) as cache:
-        ask(cache, with_marks(inputs, 5, 600)[:-1])
+        ask(cache, with_marks(inputs, 5, 400)[:-1])
         assert (cache.calibration, cache.stats().errors) == (None, 2)
         ask(cache, inputs[-1:])
         assert cache.calibration is not None and cache.calibration.chosen is not None
@@ -465,7 +467,7 @@ def test_an_answer_is_not_read_from_logits_that_are_no_numbers(model: nn.Module)
     inputs = with_marks(requests(2)[0], 0)
     with spoiled(model, float("nan")), LLMCache.wrap(model, tau=0.99, decide="consensus") as cache:
         ask(cache, inputs)
-        answers = [record.answer for record in cache._components.banks.records()]
+        answers = [record.answer for record in inside.records(cache)]
     assert [None if answer is None else bool(np.isnan(answer).any()) for answer in answers] == [True, False]
 
 
@@ -478,7 +480,7 @@ def test_answers_that_cannot_be_read_leave_the_lossless_rungs(model: nn.Module) 
 
 
 def test_a_calibration_survives_saving_and_loading(cache: LLMCache, model: nn.Module, tmp_path: Path) -> None:
-    found = cache.calibrate(requests(N)[0], **LOOSE)
+    found = cache.calibrate(batched(requests(N)[0]), **LOOSE)
     cache.save(tmp_path)
     fresh = requests(200, seed=7)[0]
     before = ask(cache, fresh)
@@ -486,13 +488,12 @@ def test_a_calibration_survives_saving_and_loading(cache: LLMCache, model: nn.Mo
     with LLMCache.load(model, tmp_path) as loaded:
         assert loaded.calibration == found
         assert ask(loaded, fresh) == before
-        (shelf,) = loaded._components.banks._index.values()
+        shelf = inside.partition(loaded)
         assert len(shelf) <= found.n_sources
 
 
-def test_a_calibration_for_other_weights_is_refused(cache: LLMCache, tmp_path: Path) -> None:
-    cache.calibrate(requests(N)[0], **LOOSE)
-    cache.save(tmp_path)
+def test_a_calibration_for_other_weights_is_refused(ready: LLMCache, tmp_path: Path) -> None:
+    ready.save(tmp_path)
     other = classifier()
     with torch.no_grad():
         other.bert.encoder.layer[0].output.dense.weight.add_(0.01)
@@ -503,7 +504,7 @@ def test_a_calibration_for_other_weights_is_refused(cache: LLMCache, tmp_path: P
 def test_unwrapping_leaves_the_model_as_it_was(model: nn.Module) -> None:
     before = {name: dict(module.__dict__) for name, module in model.named_modules()}
     cache = LLMCache.wrap(model)
-    cache.calibrate(requests(N)[0], **LOOSE)
+    cache.calibrate(batched(requests(N)[0]), **LOOSE)
     cache.unwrap()
     assert {name: dict(module.__dict__) for name, module in model.named_modules()} == before
 
@@ -535,7 +536,7 @@ def test_the_gate_keeps_apart_what_the_vote_would_serve(model: nn.Module) -> Non
     rates = {}
     for gate in (False, True):
         with LLMCache.wrap(model, tokenizer=Words(), gate=gate, auto_bypass=False) as cache:
-            cache.calibrate(requests(N)[0], **LOOSE)
+            cache.calibrate(batched(requests(N)[0]), **LOOSE)
             rungs = ask(cache, fresh)[1]
             rates[gate] = [rung == "semantic" for rung, has in zip(rungs, has_not, strict=True) if has]
     assert sum(rates[True]) < sum(rates[False])
@@ -546,16 +547,15 @@ def test_the_gate_keeps_apart_what_the_vote_would_serve(model: nn.Module) -> Non
 # -- what could make the bound a lie -----------------------------------------------------------------------------------
 
 
-def test_another_head_ends_it(cache: LLMCache, model: nn.Module, tmp_path: Path) -> None:
-    cache.calibrate(requests(N)[0], **LOOSE)
-    cache.save(tmp_path)
+def test_another_head_ends_it(ready: LLMCache, model: nn.Module, tmp_path: Path) -> None:
+    ready.save(tmp_path)
     fresh = requests(80, seed=7)[0]
-    assert "semantic" in ask(cache, fresh)[1]
+    assert "semantic" in ask(ready, fresh)[1]
     with torch.no_grad():
         model.classifier.bias.add_(1.0)
     try:
-        assert "semantic" not in ask(cache, requests(80, seed=8)[0])[1]
-        cache.unwrap()
+        assert "semantic" not in ask(ready, requests(80, seed=8)[0])[1]
+        ready.unwrap()
         with pytest.raises(BankFileError, match="other weights"):
             LLMCache.load(model, tmp_path)
     finally:
@@ -579,7 +579,7 @@ def test_requests_answered_by_two_heads_are_refused(model: nn.Module) -> None:
 def test_after_loading_a_purge_of_its_sources_ends_it_too(cache: LLMCache, model: nn.Module, tmp_path: Path) -> None:
     inputs = requests(N)[0]
     with cache.namespace("tenant"):
-        cache.calibrate(inputs, **LOOSE)
+        cache.calibrate(batched(inputs), **LOOSE)
     cache.save(tmp_path)
     cache.unwrap()
     with LLMCache.load(model, tmp_path) as loaded:
@@ -599,9 +599,8 @@ def test_requests_may_be_made_by_observing_others(cache: LLMCache) -> None:
 
 
 @pytest.mark.parametrize("limit", [float("nan"), "0.1", None, -0.1, 2])
-def test_what_is_no_limit_is_refused(cache: LLMCache, limit: Any) -> None:
-    cache.calibrate(requests(N)[0], **LOOSE)
-    with pytest.raises(ConfigError, match="give a number"), cache.tightened(limit):
+def test_what_is_no_limit_is_refused(ready: LLMCache, limit: Any) -> None:
+    with pytest.raises(ConfigError, match="give a number"), ready.tightened(limit):
         pass
 
 
@@ -618,13 +617,15 @@ def test_requests_that_call_the_model_while_they_are_made_are_counted_once(cache
 def test_calibrating_in_two_threads_leaves_one_of_them(cache: LLMCache) -> None:
     inputs = requests(N)[0]
     found: list[Any] = []
-    threads = [threading.Thread(target=lambda: found.append(cache.calibrate(inputs, **LOOSE))) for _ in range(2)]
+    threads = [
+        threading.Thread(target=lambda: found.append(cache.calibrate(batched(inputs), **LOOSE))) for _ in range(2)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert len(found) == 2 and found[0].curve == found[1].curve
-    assert [rung.name for rung in cache._components.rungs] == ["exact", "semantic"]
+    assert [rung.name for rung in inside.rungs(cache)] == ["exact", "semantic"]
     check_serves_within(cache, most=0.1)
 
 
@@ -632,20 +633,20 @@ def test_an_unwrapped_cache_is_not_calibrated(model: nn.Module) -> None:
     cache = LLMCache.wrap(model)
     cache.unwrap()
     with pytest.raises(WrapError, match="unwrapped"):
-        cache.calibrate(requests(N)[0], **LOOSE)
+        cache.calibrate(batched(requests(N)[0]), **LOOSE)
     assert "forward" not in model.__dict__
 
 
 def test_the_attention_fingerprint_is_calibrated_without_learn(model: nn.Module) -> None:
     with LLMCache.wrap(model, fingerprint="attention") as cache:
-        cache.calibrate(requests(N)[0], max_drop=0.2)
+        cache.calibrate(batched(requests(N)[0]), max_drop=0.2)
         assert "semantic" in ask(cache, requests(60, seed=7)[0])[1]
         assert cache.stats().errors == 0
 
 
 def test_a_row_without_content_costs_the_others_nothing(model: nn.Module) -> None:
     with LLMCache.wrap(model, tokenizer=types.SimpleNamespace(all_special_ids=[0, 1, 2])) as cache:
-        cache.calibrate(requests(N)[0], **LOOSE)
+        cache.calibrate(batched(requests(N)[0]), **LOOSE)
         one = requests(1, seed=70)[0][0]["input_ids"]
         cache(input_ids=one)
         mask = torch.tensor([[1] * 8, [1, 1, 0, 0, 0, 0, 0, 0]])
@@ -658,8 +659,8 @@ def test_a_row_without_content_costs_the_others_nothing(model: nn.Module) -> Non
 def test_calibrating_again_and_again_lets_earlier_sources_leave(model: nn.Module) -> None:
     with LLMCache.wrap(model, max_entries=N, auto_bypass=False) as cache:
         for seed in range(3):
-            found = cache.calibrate(requests(N, seed=seed)[0], **LOOSE)
-            (shelf,) = cache._components.banks._index.values()
+            found = cache.calibrate(batched(requests(N, seed=seed)[0]), **LOOSE)
+            shelf = inside.partition(cache)
             assert found.chosen is not None and len(shelf) == found.n_sources
         again = requests(3, seed=50)[0]
         ask(cache, again)
@@ -669,13 +670,13 @@ def test_calibrating_again_and_again_lets_earlier_sources_leave(model: nn.Module
 def test_sources_that_do_not_fit_are_told(model: nn.Module) -> None:
     with LLMCache.wrap(model, max_entries=100) as cache:
         with pytest.raises(CalibrationError, match="raise max_entries"):
-            cache.calibrate(requests(N)[0], **LOOSE)
+            cache.calibrate(batched(requests(N)[0]), **LOOSE)
         nothing_is_reused(cache)
 
 
 @pytest.mark.parametrize("forget", [lambda cache: cache.clear(), lambda cache: cache.purge(namespace="default")])
 def test_forgetting_the_sources_ends_it(cache: LLMCache, forget: Any) -> None:
-    cache.calibrate(requests(N)[0], **LOOSE)
+    cache.calibrate(batched(requests(N)[0]), **LOOSE)
     assert cache.purge(namespace="another") == 0 and cache.calibration is not None
     forget(cache)
     assert cache.calibration is None
@@ -689,7 +690,7 @@ def test_what_was_purged_is_not_learned_from(model: nn.Module) -> None:
         cache.purge(namespace="tenant")
         ask(cache, requests(200, seed=2)[0])
         assert cache.calibration is None
-        assert all(case.scope.namespace == "default" for case in cache._components.calibrated._observed)
+        assert all(case.scope.namespace == "default" for case in cache.calibrated._observed)
 
 
 @pytest.mark.parametrize(
@@ -706,7 +707,7 @@ def test_settings_under_which_no_bound_holds_are_refused(model: nn.Module, setti
 def test_accuracy_is_one_of_classes(model: nn.Module, answer: str) -> None:
     inputs, labels = requests(N)
     with LLMCache.wrap(model, answer=answer) as cache, pytest.raises(CalibrationError, match="one of classes"):
-        cache.calibrate(inputs, labels=labels, metric="accuracy", **LOOSE)
+        cache.calibrate(batched(inputs), labels=labels, metric="accuracy", **LOOSE)
 
 
 @pytest.mark.parametrize(
@@ -724,11 +725,11 @@ def test_accuracy_is_one_of_classes(model: nn.Module, answer: str) -> None:
         {"seed": -1},
     ],
 )
-def test_a_wrong_claim_is_refused_and_leaves_the_one_before(cache: LLMCache, wrong: dict[str, Any]) -> None:
-    found = cache.calibrate(requests(N)[0], **LOOSE)
+def test_a_wrong_claim_is_refused_and_leaves_the_one_before(ready: LLMCache, wrong: dict[str, Any]) -> None:
+    found = ready.calibration
     with pytest.raises(ConfigError, match=next(iter(wrong))):
-        cache.calibrate(requests(N)[0], **{**LOOSE, **wrong})
-    assert cache.calibration is found
+        ready.calibrate(requests(N)[0], **{**LOOSE, **wrong})
+    assert ready.calibration is found
 
 
 @pytest.mark.parametrize("wrong", [None, 5, "text", {"input_ids": 1}, [1, 2], [{"x": torch.ones(1)}], []])
@@ -748,10 +749,10 @@ def test_a_metric_needs_more_requests_than_a_share(cache: LLMCache) -> None:
 
 
 def test_tokens_met_under_other_weights_are_not_kept(cache: LLMCache, model: nn.Module) -> None:
-    cache.calibrate(requests(N)[0], **LOOSE)
+    cache.calibrate(batched(requests(N)[0]), **LOOSE)
     assert cache.calibrated is not None
     unmet = {"input_ids": torch.tensor([[1, 90, 91, 92, 2]])}
-    fingerprint = cache._components.fingerprint
+    fingerprint = inside.fingerprint(cache)
     assert fingerprint is not None
     weight = model.bert.embeddings.word_embeddings.weight
     own = weight.detach().clone()
@@ -762,14 +763,14 @@ def test_tokens_met_under_other_weights_are_not_kept(cache: LLMCache, model: nn.
     cache(**unmet)
     features = np.float32([[-1, 90, 91, 92, -1]])
     kept = fingerprint.project(features)
-    cache.calibrate(requests(N)[0], **LOOSE)  # by which no token was met any more
+    cache.calibrate(batched(requests(N)[0]), **LOOSE)  # by which no token was met any more
     np.testing.assert_allclose(kept, fingerprint.project(features), rtol=1e-5)
 
 
 def test_growing_sources_leave_room_for_more(model: nn.Module) -> None:
     inputs = requests(N)[0]
     with LLMCache.wrap(model, max_entries=N, auto_bypass=False) as cache:
-        cache.calibrate(inputs, sources="growing", **LOOSE)
+        cache.calibrate(batched(inputs), sources="growing", **LOOSE)
         ask(cache, requests(200, seed=7)[0])
         assert cache.stats().n_too_large == 0
         assert cache.stats().n_stored == N

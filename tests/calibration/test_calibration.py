@@ -40,7 +40,7 @@ def test_the_parts_are_disjoint_and_whole() -> None:
 @settings_(max_examples=30, deadline=None)
 def test_no_request_is_tested_that_could_not_bring_the_bound_further(n: int, max_drop: float) -> None:
     _, tested = split(n, risk_target(max_drop))
-    allowed = max(k for k in range(n) if share_upper(k, len(tested), 0.05) <= max_drop)
+    allowed = next(k for k in range(n) if share_upper(k + 1, len(tested), 0.05) > max_drop)
     assert share_upper(allowed, len(tested) - 1, 0.05) > max_drop
 
 

@@ -13,7 +13,7 @@ from llmcache.calibration.risk_target import RiskTarget
 from llmcache.errors import CalibrationError, WrapError
 from llmcache.request.observation import Observation
 from tests.calibration.test_calibrated_reuse import ask
-from tests.topics import classifier, requests
+from tests.topics import batched, classifier, requests
 
 N = 700
 CLAIM = RiskTarget(0.05, 0.05, "changed", "frozen", 0)
@@ -31,19 +31,19 @@ def cache(model: nn.Module) -> Iterator[LLMCache]:
 
 
 def learned(cache: LLMCache, n: int = N) -> tuple[CalibratedReuse, list[Observation]]:
-    observed = cache.observe(requests(n)[0])
+    observed = cache.observe(batched(requests(n)[0]))
     assert cache.calibrated is not None
     return cache.calibrated, observed
 
 
 def test_what_was_observed_is_calibrated_on_as_if_it_were_computed_now(cache: LLMCache) -> None:
     inputs, labels = requests(N)
-    observed = cache.observe(inputs, labels=labels)
+    observed = cache.observe(batched(inputs), labels=labels)
     assert cache.calibrated is not None and cache.calibration is None
     assert [case.label for case in observed] == labels
     assert cache.stats().n_stored == 0  # observing stores nothing
     again = cache.calibrated.calibrate(observed, CLAIM)
-    assert again.curve == cache.calibrate(inputs, max_drop=0.05).curve
+    assert again.curve == cache.calibrate(batched(inputs), max_drop=0.05).curve
 
 
 def test_growing_sources_widen_what_serves_and_leave_the_decision_as_the_limit_was_chosen_for_it(
@@ -71,7 +71,7 @@ def test_doubts_tell_what_serving_does(cache: LLMCache) -> None:
     found = calibrated.calibrate(observed, CLAIM)
     assert found.chosen is not None
     fresh = requests(200, seed=7)[0]
-    cases = cache.observe(fresh)
+    cases = cache.observe(batched(fresh))
     risks, sources = calibrated.fitter.risks(cases, set())
     _, rungs = ask(cache, fresh)
     near = [rung == "semantic" for rung in rungs]
@@ -96,7 +96,7 @@ def test_after_a_restart_only_those_who_were_named_serve(cache: LLMCache) -> Non
     few = observed[:40]
     calibrated.fitter.restart(few)
     calibrated.fitter.stand(observed[40:50])
-    _, sources = calibrated.fitter.risks(cache.observe(requests(100, seed=7)[0]), set())
+    _, sources = calibrated.fitter.risks(cache.observe(batched(requests(100, seed=7)[0])), set())
     named = {case.row.key for case in observed[:50]}
     assert {source for source in sources if source is not None} <= named
     assert len(set(sources)) > 5
@@ -105,7 +105,7 @@ def test_after_a_restart_only_those_who_were_named_serve(cache: LLMCache) -> Non
 def test_a_trial_counts_what_changes(cache: LLMCache) -> None:
     calibrated, observed = learned(cache)
     calibrated.learn(observed)
-    fresh = cache.observe(requests(200, seed=7)[0])
+    fresh = cache.observe(batched(requests(200, seed=7)[0]))
     held = {case.row.key: case for case in observed}
     trial = calibrated.fitter.trial(fresh, held, "changed")
     _, sources = calibrated.fitter.risks(fresh, set(held))

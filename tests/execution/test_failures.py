@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from llmcache import LLMCache, StoreError
+from tests import inside
 from tests.tiny_models import CLASSIFIERS, build, padded, tokens
 
 
@@ -45,7 +46,7 @@ class Breakable:
 
 def break_store(*methods: str) -> Callable[[LLMCache], Breakable]:
     def act(cache: LLMCache) -> Breakable:
-        bank = cache._components.banks.layer_banks[3]
+        bank = inside.banks(cache).layer_banks[3]
         bank._store = Breakable(bank._store, *methods)  # type: ignore[assignment]
         return bank._store  # type: ignore[return-value]
 
@@ -54,7 +55,7 @@ def break_store(*methods: str) -> Callable[[LLMCache], Breakable]:
 
 def break_policy(*methods: str) -> Callable[[LLMCache], Breakable]:
     def act(cache: LLMCache) -> Breakable:
-        bank = cache._components.banks.layer_banks[3]
+        bank = inside.banks(cache).layer_banks[3]
         bank._policy = Breakable(bank._policy, *methods)
         return bank._policy
 
@@ -63,8 +64,9 @@ def break_policy(*methods: str) -> Callable[[LLMCache], Breakable]:
 
 def break_fingerprint(*methods: str) -> Callable[[LLMCache], Breakable]:
     def act(cache: LLMCache) -> Breakable:
-        broken = Breakable(cache._components.fingerprint, *methods)
-        cache._components.fingerprint = cache._components.banks._index.fingerprint = broken
+        broken = Breakable(inside.fingerprint(cache), *methods)
+        inside.banks(cache)._index.fingerprint = broken
+        inside.replace(cache, fingerprint=broken)
         return broken
 
     return act
@@ -72,7 +74,7 @@ def break_fingerprint(*methods: str) -> Callable[[LLMCache], Breakable]:
 
 def break_index(*methods: str) -> Callable[[LLMCache], Breakable]:
     def act(cache: LLMCache) -> Breakable:
-        shelf = next(iter(cache._components.banks._index.values()))
+        shelf = inside.partition(cache)
         shelf._index = Breakable(shelf._index, *methods)
         return shelf._index
 
@@ -128,7 +130,7 @@ def test_a_broken_part_costs_speed_only(part: str, caplog: pytest.LogCaptureFixt
     assert healed.errors == stats.errors
     assert healed.n_hits == stats.n_hits + 4 * 2
     assert healed.n_stored == healed.n_entries[3] <= 4
-    shelves = cache._components.banks._index.values()
+    shelves = inside.banks(cache)._index.values()
     assert sum(len(shelf) for shelf in shelves) == healed.n_stored
 
 

@@ -11,6 +11,7 @@ import transformers as tf
 from torch import Tensor, nn
 
 from llmcache import ConfigError, LLMCache
+from tests import inside
 from tests.tiny_models import BARE, CLASSIFIERS, GENERATORS, STRANGERS, TOKEN_HEADS, build, padded, tokenizer
 
 TEXTS = ["w5 w6 w7 w8", "w9 w10", "w11 w12 w13"]
@@ -396,8 +397,8 @@ def test_padding_comes_back_from_below_where_a_layer_has_it_no_more(tmp_path: Pa
     model = embedder(tmp_path)
     with LLMCache.wrap(model, layers=[0, 1], auto_bypass=False) as cache:
         first, _ = token_embeddings(model, TEXTS)
-        for key in [record.key for record in cache._components.banks.records()]:
-            cache._components.banks.layer_banks[1].remove(key)
+        for key in [record.key for record in inside.records(cache)]:
+            inside.banks(cache).layer_banks[1].remove(key)
         token_embeddings(model, [*TEXTS, "w1 w2 w3 w5 w6 w7 w8 w9"])  # stored there on top of zeros
         for _ in range(2):
             assert torch.equal(token_embeddings(model, TEXTS)[0], first)

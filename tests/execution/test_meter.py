@@ -18,6 +18,7 @@ from llmcache.execution.meter import Meter
 from llmcache.request.call import Call, Inputs, Read
 from llmcache.request.outcome import Outcome
 from llmcache.request.rows import Row, Scope
+from tests import inside
 from tests.tiny_models import CLASSIFIERS, GENERATORS, build, padded, tokens
 
 LENGTH = 6
@@ -237,7 +238,7 @@ def test_stats_are_printed_a_figure_a_line() -> None:
     ],
 )
 def test_settings_say_whether_and_when_it_steps_aside(settings: dict[str, Any], patience: int | None) -> None:
-    cost = LLMCache.wrap(build(CLASSIFIERS["bert"]), **settings)._components.cost
+    cost = inside.cost(LLMCache.wrap(build(CLASSIFIERS["bert"]), **settings))
     if patience is None:
         assert cost is None
         return
@@ -310,11 +311,11 @@ class Machine(Clock):
         super().__init__()
         monkeypatch.setattr("llmcache.execution.capture.perf_counter", self)
         monkeypatch.setattr("llmcache.execution.lookup.perf_counter", self)
-        flow, banks = cache._flow, cache._components.banks
-        flow._meter = Meter(cache._components, self)
-        for layer in cache._components.trunk.layers:
+        flow, banks = cache._flow, inside.banks(cache)
+        flow._meter = Meter(inside.components(cache), self)
+        for layer in inside.trunk(cache).layers:
             next(layer.children()).register_forward_pre_hook(lambda *_: self.spend(0.01))
-        read, put, payload = flow._lookup._reader.read, banks.put, type(cache._components.payload)
+        read, put, payload = flow._lookup._reader.read, banks.put, type(inside.payload(cache))
         take = payload.take
         monkeypatch.setattr(payload, "take", lambda *args: (self.spend(0.0005), take(*args))[1])
         monkeypatch.setattr(flow._lookup._reader, "read", lambda *args: (self.spend(0.001), read(*args))[1])
@@ -389,9 +390,9 @@ def test_a_call_that_could_not_be_served_is_told_as_such_while_others_go_by(
     model.unwrapped = copy.deepcopy(model)
     cache = LLMCache.wrap(model)
     asked(cache, PATIENCE + 1)
-    for bucket in cache._components.cost._buckets.values():
+    for bucket in inside.cost(cache)._buckets.values():
         bucket.recordable = 0.0  # noting takes too long
-    cache._components.cost._n_free = 0
+    inside.cost(cache)._n_free = 0
     let_pass, lets_pass = [], CostModel.lets_pass
     monkeypatch.setattr(CostModel, "lets_pass", lambda *args: let_pass.append(lets_pass(*args)) or let_pass[-1])
     with torch.inference_mode():
@@ -409,9 +410,9 @@ def test_a_call_that_goes_by_may_hold_another_one_and_may_fail() -> None:
     plain = copy.deepcopy(model)
     cache = LLMCache.wrap(model)
     asked(cache, SOON + 1)
-    for bucket in cache._components.cost._buckets.values():
+    for bucket in inside.cost(cache)._buckets.values():
         bucket.recordable = 0.0
-    cache._components.cost._n_free = 0
+    inside.cost(cache)._n_free = 0
     inner = {4000: request(0), 4001: torch.arange(5, 25)[None], 4002: torch.tensor([[10**6]])}
     due, outcomes = list[int](), list[Outcome]()
 

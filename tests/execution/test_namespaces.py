@@ -11,8 +11,9 @@ import torch
 
 from llmcache import ConfigError, LLMCache
 from llmcache.request.rows import Scope
+from tests import inside
 from tests.tiny_models import CLASSIFIERS, build, padded
-from tests.topics import classifier, requests
+from tests.topics import batched, classifier, requests
 
 ONE, TWO = padded([6], seed=1), padded([6], seed=2)
 
@@ -190,8 +191,8 @@ def test_a_purge_leaves_no_key_of_the_namespace(decide: str, monkeypatch: pytest
         asked = requests(350, seed=7)[0]
         keys = set()
         with cache.namespace("tenant"):
-            cache.calibrate(requests(700)[0])
-            keys |= {record.key for record in cache._components.banks.records()}
+            cache.calibrate(batched(requests(700)[0]))
+            keys |= {record.key for record in inside.records(cache)}
             for one in [*asked, *asked[:40]]:
                 cache(**one)
                 keys.add(cache.last[0].key)
@@ -201,10 +202,10 @@ def test_a_purge_leaves_no_key_of_the_namespace(decide: str, monkeypatch: pytest
                 cache(**one)
             kept = cache.last[0].key
         keys.discard("")  # of bypassed calls
-        assert held_within(cache._components, keys)
+        assert held_within(inside.components(cache), keys)
         cache.purge(namespace="tenant")
-        assert held_within(cache._components, keys) == {}
-        assert kept in held_within(cache._components, {kept})
+        assert held_within(inside.components(cache), keys) == {}
+        assert kept in held_within(inside.components(cache), {kept})
         with cache.namespace("other"):
             cache(**asked[0])
         assert cache.last[0].rung == "exact"

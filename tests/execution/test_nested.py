@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from llmcache import LLMCache
+from tests import inside
 from tests.tiny_models import BARE, CLASSIFIERS, GENERATORS, build, padded, states, tokens
 
 OUTER, OTHER = padded([6, 4, 5]), padded([7, 3], seed=50)
@@ -227,7 +228,7 @@ def test_an_answer_is_noted_beside_the_call_that_it_is_of(asks: bool, monkeypatc
     model = build(lambda: Asks(asks))
     cache = LLMCache.wrap(model, tau=0.9, decide="consensus", payload="cls", allow_unsafe=True, answer="class")
     noted: list[str] = []
-    monkeypatch.setattr(cache._components.banks, "sign", lambda key, answer: noted.append(key))
+    monkeypatch.setattr(inside.banks(cache), "sign", lambda key, answer: noted.append(key))
     cache(input_ids=tokens(1, 6))
     key = cache.last[0].key
     assert noted == ([] if asks else [key])
@@ -238,7 +239,7 @@ def test_an_answer_is_noted_beside_its_own_call_though_a_hook_of_the_head_makes_
     model = build(CLASSIFIERS["bert"])
     cache = LLMCache.wrap(model, tau=0.99, decide="consensus")
     noted: list[str] = []
-    observe = cache._components.observer
+    observe = inside.observer(cache)
     assert observe is not None
     see = observe.see
     observe.see = lambda call, output: (noted.append(call.rows[0].key), see(call, output))[1]  # type: ignore[method-assign]

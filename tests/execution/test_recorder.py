@@ -11,8 +11,9 @@ from torch import Tensor
 from llmcache import LLMCache
 from llmcache.execution.cost import _SOONER, CostModel
 from llmcache.execution.recorder import BypassRecorder
+from tests import inside
 from tests.tiny_models import CLASSIFIERS, GENERATORS, build, padded
-from tests.topics import classifier, requests
+from tests.topics import batched, classifier, requests
 
 LENGTH, PATIENCE = 6, 8
 
@@ -25,7 +26,8 @@ def request(number: int) -> Tensor:
 def wrapped(model: Any, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> LLMCache:
     """A cache that bypasses itself soon, whatever calls take on a machine at work."""
     cache = LLMCache.wrap(model, **settings)
-    cost = cache._components.cost = CostModel(4, _SOONER * PATIENCE)
+    cost = CostModel(4, _SOONER * PATIENCE)
+    inside.replace(cache, cost=cost)
     cost._fewest_times = 1
     for name, value in (("worthwhile_from", 0.5), ("is_cheap", False), ("saved_s", 1.0)):
         monkeypatch.setattr("llmcache.execution.length_costs.LengthCosts." + name, value)
@@ -45,21 +47,15 @@ def ask(cache: LLMCache, numbers: range) -> list[str | None]:
     return told
 
 
-def recorder(cache: LLMCache) -> BypassRecorder:
-    known = cache._components.recorder
-    assert known is not None
-    return known
-
-
 @pytest.mark.parametrize("payload", ["auto", "sequence"])
 def test_a_second_pass_is_served_although_the_first_went_by(monkeypatch: pytest.MonkeyPatch, payload: str) -> None:
     model = build(CLASSIFIERS["bert"])
     plain = copy.deepcopy(model)
     cache = wrapped(model, monkeypatch, payload=payload)
     assert ask(cache, range(60)) == [None] * PATIENCE + ["not_worthwhile"] * 52
-    assert (cache.stats().n_stored, recorder(cache).n_rows) == (PATIENCE, 52)
+    assert (cache.stats().n_stored, inside.recorder(cache).n_rows) == (PATIENCE, 52)
     assert ask(cache, range(60)) == ["exact"] * 60
-    assert (cache.stats().n_stored, recorder(cache).n_rows, recorder(cache).nbytes) == (60, 0, 0)
+    assert (cache.stats().n_stored, inside.recorder(cache).n_rows, inside.recorder(cache).nbytes) == (60, 0, 0)
     with torch.inference_mode():
         assert all(
             torch.equal(model(input_ids=request(n)).logits, plain(input_ids=request(n)).logits) for n in (3, 20, 59)
@@ -70,7 +66,7 @@ def calibrated(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> LLMCache:
     """A cache that never bypasses itself, but has calls bypassed to be compared."""
     monkeypatch.setattr("llmcache.execution.length_costs.LengthCosts.is_cheap", True)
     cache = LLMCache.wrap(classifier(), max_drop=0.05, audit=0, **settings)
-    cache.calibrate(requests(700)[0])
+    cache.calibrate(batched(requests(700)[0]))
     return cache
 
 
@@ -123,10 +119,10 @@ def test_what_went_by_in_batches_is_served_row_by_row(monkeypatch: pytest.Monkey
     cache = wrapped(model, monkeypatch)
     ask(cache, range(PATIENCE))
     batch = padded([5, LENGTH])
-    cache._components.cost.judge(12, PATIENCE, ())  # the batch's length
-    cache._components.cost._buckets[4].is_bypassed = True
+    inside.cost(cache).judge(12, PATIENCE, ())  # the batch's length
+    inside.cost(cache)._buckets[4].is_bypassed = True
     own = cache(**batch).logits
-    assert cache.last[0].bypassed == "not_worthwhile" and recorder(cache).n_rows == 2
+    assert cache.last[0].bypassed == "not_worthwhile" and inside.recorder(cache).n_rows == 2
     short = {name: value[:1, :5] for name, value in batch.items()}
     cache(**short)
     with torch.inference_mode():
@@ -167,7 +163,7 @@ def test_what_other_weights_computed_is_not_served(monkeypatch: pytest.MonkeyPat
         got = cache(input_ids=request(number)).logits
         assert cache.last[0].rung == ("exact" if restores and number < 22 else None)
         assert torch.equal(got, plain_cache(input_ids=request(number)).logits)
-    assert recorder(cache).n_rows <= 4
+    assert inside.recorder(cache).n_rows <= 4
 
 
 def test_a_call_that_goes_by_under_other_settings_is_not_served_once_they_are_back(
@@ -193,13 +189,13 @@ def test_purge_and_clear_forget_what_was_noted(monkeypatch: pytest.MonkeyPatch) 
     ask(cache, range(PATIENCE + 2))
     with cache.namespace("tenant"):
         ask(cache, range(PATIENCE + 2, PATIENCE + 5))
-    assert recorder(cache).n_rows == 5
+    assert inside.recorder(cache).n_rows == 5
     cache.purge(namespace="tenant")
-    assert recorder(cache).n_rows == 2
+    assert inside.recorder(cache).n_rows == 2
     with cache.namespace("tenant"):
         assert ask(cache, range(PATIENCE + 2, PATIENCE + 3)) == ["not_worthwhile"]
     cache.clear()
-    assert (recorder(cache).n_rows, recorder(cache).nbytes) == (0, 0)
+    assert (inside.recorder(cache).n_rows, inside.recorder(cache).nbytes) == (0, 0)
     assert ask(cache, range(3)) == [None] * 3
 
 
@@ -215,17 +211,17 @@ def test_a_namespace_is_not_served_what_another_noted(monkeypatch: pytest.Monkey
 def test_notes_stay_within_what_banks_have_left(monkeypatch: pytest.MonkeyPatch, budget: dict[str, int]) -> None:
     cache = wrapped(build(CLASSIFIERS["bert"]), monkeypatch, payload="sequence", **budget)
     ask(cache, range(500))
-    held = cache.stats().nbytes + recorder(cache).nbytes
-    n_held = cache.stats().n_stored + recorder(cache).n_rows
+    held = cache.stats().nbytes + inside.recorder(cache).nbytes
+    n_held = cache.stats().n_stored + inside.recorder(cache).n_rows
     assert held <= budget.get("max_bytes", held)
     assert n_held <= budget.get("max_entries", n_held) + 16  # it looks at every sixteenth
-    assert 0 < recorder(cache).n_rows < 492
+    assert 0 < inside.recorder(cache).n_rows < 492
 
 
 def test_of_a_decoder_that_keeps_kv_only_hashes_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = wrapped(build(GENERATORS["gpt2"]), monkeypatch)
     ask(cache, range(PATIENCE + 5))
-    assert recorder(cache).n_rows == 0
+    assert inside.recorder(cache).n_rows == 0
 
 
 def test_where_noting_fails_calls_go_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from llmcache import LLMCache
+from tests import inside
 from tests.tiny_models import BARE, CLASSIFIERS, TOKEN_HEADS, build, padded, tokens
 
 
@@ -22,7 +23,7 @@ def plain(cache: LLMCache, ids: Tensor) -> Tensor:
 
 def averages(cache: LLMCache, layer: int = 3) -> list[float]:
     """Divergence of the entries of a bank, as its policy has it."""
-    ranking = cache._components.banks.layer_banks[layer]._policy._ranking
+    ranking = inside.banks(cache).layer_banks[layer]._policy._ranking
     return [-average for average, _ in ranking._ranks.values()]
 
 
@@ -120,7 +121,7 @@ def test_each_layer_of_the_paper_keeps_its_own_account() -> None:
 def test_a_row_that_stands_on_anothers_state_is_not_checked_above_it() -> None:
     cache = wrap(check_rate=0.0, mode="paper", exact=None, payload="sequence", layers=[1, 3])
     cache(input_ids=tokens(1, 6, seed=1))
-    cache._components.banks.layer_banks[3]._policy.check_rate = 1.0
+    inside.banks(cache).layer_banks[3]._policy.check_rate = 1.0
     cache(input_ids=tokens(1, 6, seed=2))
     stats = cache.stats()
     assert (stats.hits, stats.n_revalidated) == ({"paper": 1}, 0)
@@ -146,7 +147,7 @@ def test_full_banks_let_the_most_divergent_go() -> None:
     cache = wrap(check_rate=0.0, tau=0.9999, max_entries=2)
     cache(input_ids=tokens(1, 6, seed=1))
     cache(input_ids=tokens(1, 6, seed=2))
-    banks = cache._components.banks
+    banks = inside.banks(cache)
     recent = banks.layer_banks[3].keys()[1]
     banks.check(recent, 3, torch.ones(1, 32), torch.randn(1, 32))
     cache(input_ids=tokens(1, 6, seed=3))
@@ -163,7 +164,7 @@ def test_a_state_that_could_not_be_kept_is_not_compared(monkeypatch: pytest.Monk
         raise MemoryError("no room")
 
     with monkeypatch.context() as broken:
-        broken.setattr(cache._components.payload, "take", fail)
+        broken.setattr(inside.payload(cache), "take", fail)
         torch.testing.assert_close(cache(input_ids=ids).logits, plain(cache, ids))
     assert (cache.stats().errors, cache.stats().n_revalidated) == (1, 1)
     assert averages(cache) == [0.0]
@@ -178,7 +179,7 @@ def test_a_state_that_is_not_finite_is_like_nothing(
 ) -> None:
     """Or an entry without a number in it would pass for perfectly faithful."""
     cache = wrap(limit=0.99, compression=compression)
-    take = cache._components.payload.take
+    take = inside.payload(cache).take
 
     def take_infinite(hidden: Tensor, valid: Any) -> Tensor:
         return take(hidden, valid) / 0
@@ -186,7 +187,7 @@ def test_a_state_that_is_not_finite_is_like_nothing(
     def ask(seed: int, is_broken: bool) -> None:
         with monkeypatch.context() as broken:
             if is_broken:
-                broken.setattr(cache._components.payload, "take", take_infinite)
+                broken.setattr(inside.payload(cache), "take", take_infinite)
             cache(input_ids=tokens(1, 6, seed=seed))
 
     ask(1, is_broken=which == "stored")

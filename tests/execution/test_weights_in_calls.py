@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from llmcache import LLMCache
 from llmcache.errors import BankFileError, CalibrationError, StoreError
 from llmcache.models import hashing, weights
+from tests import inside
 from tests.models.test_attributes import FAMILIES, SETTINGS, quantised
 from tests.tiny_models import BARE, CLASSIFIERS, GENERATORS, build, padded, states, tokens
 from tests.topics import classifier, requests
@@ -132,7 +133,7 @@ def test_settings_that_take_turns_find_their_own_entries(hashed: list[int], monk
         norm.eps = value
         assert agrees(cache)
     hashed.clear()
-    monkeypatch.setattr(cache._components.weights, "_survey", lambda: pytest.fail("what was seen before is known"))
+    monkeypatch.setattr(inside.weights(cache), "_survey", lambda: pytest.fail("what was seen before is known"))
     for value in values * 2:
         norm.eps = value
         assert agrees(cache)
@@ -146,7 +147,7 @@ def test_calls_in_a_row_look_at_nothing_again(family: str, monkeypatch: pytest.M
         inputs["decoder_input_ids"] = tokens(2, 3)
     cache = LLMCache.wrap(build(FAMILIES[family]))
     cache(**inputs)  # the first one sees what was hung on the model
-    monkeypatch.setattr(cache._components.weights, "_refresh", lambda: pytest.fail("nothing was edited"))
+    monkeypatch.setattr(inside.weights(cache), "_refresh", lambda: pytest.fail("nothing was edited"))
     for _ in range(2):
         cache(**inputs)
     assert "weights_changed" not in cache.stats().bypassed and cache.stats().errors == 0
@@ -265,7 +266,7 @@ def test_adapters_that_take_turns_cost_no_hashing(hashed: list[int], monkeypatch
         model.set_adapter(name)
         cache(**X)
     hashed.clear()
-    monkeypatch.setattr(cache._components.weights, "_survey", lambda: pytest.fail("what was seen before is known"))
+    monkeypatch.setattr(inside.weights(cache), "_survey", lambda: pytest.fail("what was seen before is known"))
     for name in names * 2:
         model.set_adapter(name)
         cache(**X)

@@ -240,10 +240,8 @@ def test_a_folder_is_no_config(command: str, config: Path, capsys: pytest.Captur
 HOLD = """
 import sys
 from pathlib import Path
-from experiments.runs.grid import load_experiments
-from experiments.runs.folder import RunFolder
-(run,) = load_experiments(sys.argv[1])
-with RunFolder(Path(sys.argv[2]), run).held():
+from experiments.support.lock import held
+with held(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -252,7 +250,8 @@ with RunFolder(Path(sys.argv[2]), run).held():
 @contextmanager
 def held_elsewhere(config: Path) -> Iterator[subprocess.Popen[str]]:
     """Another process is at the run."""
-    command = [sys.executable, "-c", HOLD, str(config), str(config.parent / "out")]
+    (run,) = load_experiments(config)
+    command = [sys.executable, "-c", HOLD, str(RunFolder(config.parent / "out", run)._lock)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True, **pipes) as process:
         try:

@@ -19,6 +19,7 @@ from experiments.support.folders import Folders
 from experiments.tasks import build, make_task
 from llmcache.calibration.risk_target import RiskTarget, Sources
 from llmcache.errors import ConfigError
+from tests import inside
 
 LEARN, N = 200, 320
 VALUES: dict[str, Any] = {
@@ -70,7 +71,7 @@ def test_a_replay_of_growing_sources_equals_serving(rehearsal: Rehearsal) -> Non
 
 def test_a_replay_of_frozen_sources_equals_serving(rehearsal: Rehearsal) -> None:
     limit, told, served = live(rehearsal, "frozen")
-    held = {record.key for record in rehearsal.cache._components.banks.records() if record.is_pinned}
+    held = {record.key for record in inside.records(rehearsal.cache) if record.is_pinned}
     sources = [case for case in rehearsal.observed[:LEARN] if case.row.key in held]
     rehearsal.calibrated.fitter.restart(sources)
     risks = risks_about(rehearsal.calibrated, sources, rehearsal.observed[LEARN:])

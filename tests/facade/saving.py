@@ -19,7 +19,7 @@ import torch
 from llmcache import LLMCache
 from tests.tiny_models import BARE, build, padded
 
-N_SAVERS, N_ROUNDS, N_KILLED = 3, 20, 20
+N_SAVERS, N_ROUNDS, N_KILLED = 3, 12, 10
 
 
 def fork(do: Callable[[], None]) -> int:

@@ -18,6 +18,7 @@ from torch.nn.functional import normalize
 from llmcache import ConfigError, LLMCache
 from llmcache.fingerprint import AttentionMean, View
 from llmcache.models.adapters import ADAPTERS, first_attention, locate, unpack
+from tests import inside
 from tests.tiny_models import BARE, CLASSIFIERS, STRANGERS, TOKEN_HEADS, build, padded, states, tokens
 
 SPECIAL = SimpleNamespace(all_special_ids=[0, 7])
@@ -161,7 +162,7 @@ def test_a_fingerprint_that_fails_after_layer_0_ran_costs_speed_only(monkeypatch
     with torch.inference_mode():
         plain = model(**inputs, use_cache=True)
     cache = LLMCache.wrap(model, tau=0.9, allow_unsafe=True, fingerprint="attention")
-    monkeypatch.setattr(cache._components.fingerprint, "features", lambda view: 1 / 0)
+    monkeypatch.setattr(inside.fingerprint(cache), "features", lambda view: 1 / 0)
     output = cache(**inputs, use_cache=True)
     assert torch.equal(output.logits, plain.logits)
     assert [layer.get_seq_length() for layer in output.past_key_values.layers] == [6] * 4
@@ -227,7 +228,7 @@ def test_both_halves_are_means_over_content_tokens(family: str, left: bool) -> N
     halves = [normalize(mean_over(x, content)) for x in seen_by_first_attention(model, **inputs)]
     with LLMCache.wrap(model, tau=0.9999, fingerprint="attention", tokenizer=SPECIAL, allow_unsafe=True) as cache:
         cache(**inputs)
-        vectors = [record.slots[0].vector for record in cache._components.banks.records()]
+        vectors = [record.slots[0].vector for record in inside.records(cache)]
     expected = torch.cat([halves[1], halves[0]], dim=1) * 0.5**0.5
     torch.testing.assert_close(torch.from_numpy(np.stack(vectors)), expected, atol=1e-5, rtol=1e-5)
 
@@ -252,7 +253,7 @@ def test_each_layer_is_searched_and_stored_under_what_enters_it() -> None:
     vectors, others = list(entering(model, one)), list(entering(model, two))
     with LLMCache.wrap(model, mode="paper", tau=1.0, fingerprint_per_layer=True, index="flat") as cache:
         cache(input_ids=one)
-        (record,) = cache._components.banks.records()
+        (record,) = inside.records(cache)
         assert [place.layer for place in record.slots] == [0, 1, 2, 3]
         for place, vector in zip(record.slots, vectors, strict=True):
             torch.testing.assert_close(torch.from_numpy(place.vector), vector, atol=1e-5, rtol=1e-5)
@@ -292,12 +293,12 @@ def test_above_a_reused_layer_the_search_goes_by_the_reused_states() -> None:
 def test_a_request_stored_again_on_other_states_is_found_under_those() -> None:
     """Its entry of a layer is overwritten, so the vector must go with it."""
     cache = per_layer(tau={0: 1.0, 1: 1.0}, layers=[0, 1], index="flat")
-    banks = cache._components.banks
+    banks = inside.banks(cache)
     one, two = tokens(1, 6, seed=1), tokens(1, 6, seed=2)
     cache(input_ids=one)
     cache(input_ids=two)
     first, second = (record.slots[1].vector for record in banks.records())
-    rung = cache._components.rungs[0]
+    rung = inside.rungs(cache)[0]
     rung._tau = {0: -1.0, 1: 1.1}  # from now on any request takes the first one's layer 0, and computes layer 1
     key = banks.records()[0].key
     banks.layer_banks[0].remove(banks.records()[1].key)
@@ -312,7 +313,7 @@ def test_a_request_stored_again_on_other_states_is_found_under_those() -> None:
 def test_a_fingerprint_that_fails_at_a_layer_leaves_it_to_be_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = per_layer(tau=-1.0)
     cache(input_ids=tokens(1, 6, seed=1))
-    fine, fingerprint, n_calls = cache._components.fingerprint.features, cache._components.fingerprint, []
+    fine, fingerprint, n_calls = inside.fingerprint(cache).features, inside.fingerprint(cache), []
 
     def features(view: View) -> Tensor:
         n_calls.append(1)
@@ -336,7 +337,7 @@ def test_what_enters_a_layer_is_averaged_over_content_tokens(family: str, left: 
     settings = {"mode": "paper", "tau": 0.9999, "fingerprint_per_layer": True, "tokenizer": SPECIAL}
     with LLMCache.wrap(model, allow_unsafe=True, **settings) as cache:
         cache(**inputs)
-        records = cache._components.banks.records()
+        records = inside.records(cache)
     for layer, hidden in enumerate(entered):
         expected = normalize(mean_over(hidden, content))
         vectors = [record.slots[layer].vector for record in records]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from llmcache import LLMCache
+from tests import inside
 from tests.tiny_models import BARE, GENERATORS, build, padded, tokens
 
 
@@ -57,7 +58,7 @@ def test_each_comes_back_as_it_was_where_a_layer_has_lost_one_of_them() -> None:
     model, inputs = rounding(), rows(1, 1)
     with LLMCache.wrap(model, layers=[1, 3], auto_bypass=False) as cache:
         first = cache(**inputs).last_hidden_state
-        banks = cache._components.banks
+        banks = inside.banks(cache)
         banks.layer_banks[3].remove([record.key for record in banks.records()][1])
         for _ in range(2):
             assert torch.equal(cache(**inputs).last_hidden_state, first)

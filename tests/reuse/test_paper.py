@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from llmcache import LLMCache
+from tests import inside
 from tests.tiny_models import BARE, CLASSIFIERS, TOKEN_HEADS, build, tokens
 
 
@@ -70,7 +71,7 @@ def test_they_differ_when_a_higher_bank_holds_only_another_neighbour() -> None:
 
 def store(cache: LLMCache, ids: torch.Tensor) -> None:
     """Put a request in all banks, although another one would be similar enough."""
-    parts = cache._components
+    parts = inside.components(cache)
     rungs, parts.rungs = parts.rungs, []
     try:
         cache(input_ids=ids)
@@ -80,7 +81,7 @@ def store(cache: LLMCache, ids: torch.Tensor) -> None:
 
 def evict_first(cache: LLMCache, layer: int) -> None:
     """What a full bank does to its oldest entry."""
-    banks = cache._components.banks
+    banks = inside.banks(cache)
     bank = banks.layer_banks[layer]
     key = bank.keys()[0]
     bank.remove(key)
@@ -171,7 +172,7 @@ def test_what_rests_on_another_request_is_never_served_as_exact() -> None:
     cache(input_ids=one)
     cache(input_ids=two)  # computed on top of the first one's layer 0
     assert cache.stats().hits == {"semantic": 1}
-    cache._components.rungs = cache._components.rungs[:1]
+    inside.replace(cache, rungs=inside.rungs(cache)[:1])
     torch.testing.assert_close(cache(input_ids=two).last_hidden_state, plain)
 
 

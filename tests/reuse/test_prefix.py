@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 from llmcache import LLMCache
 from llmcache.reuse.prefix.kv_fill import join
+from tests import inside
 from tests.tiny_models import CLASSIFIERS, GENERATORS, PAD, STRANGE_GENERATORS, build, tokens
 
 FAMILIES: dict[str, Callable[[], nn.Module]] = {
@@ -286,7 +287,7 @@ def test_states_that_were_reused_make_no_blocks() -> None:
     cache = wrapped(model, layers=[1])  # so that repeats are served from entries
     cache(tokens(1, 24))
     assert cache.stats().n_blocks == 6
-    cache._components.prefix.clear()
+    inside.prefix(cache).clear()
     cache(tokens(1, 24))
     assert (cache.last[0].rung, cache.stats().n_blocks) == ("exact", 0)
 
@@ -516,7 +517,7 @@ def test_prefixes_alone() -> None:
     stats = cache.stats()
     assert stats.n_stored == 0
     assert stats.n_blocks > 0
-    blocks = cache._components.prefix
+    blocks = inside.prefix(cache)
     assert blocks is not None
     held = [x for block in blocks._held.values() for x in (block.keys, block.values, block.states)]
     assert not any(x.is_inference() or x.requires_grad for x in held)

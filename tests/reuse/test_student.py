@@ -14,10 +14,11 @@ from llmcache.errors import ConfigError
 from llmcache.matching import Combined, Evidence, Risk, Student
 from llmcache.matching.risk import lead_of
 from llmcache.reuse.chooser import NeighbourChooser
+from tests import inside
 from tests.calibration.test_calibrated_reuse import alone, ask
 from tests.matching.test_decision import made
 from tests.tiny_models import tokenizer
-from tests.topics import N_TOPICS, classifier, requests
+from tests.topics import N_TOPICS, batched, classifier, requests
 
 N = 500
 LOOSE = {"max_drop": 0.05}
@@ -92,7 +93,7 @@ def model() -> nn.Module:
 @pytest.fixture(scope="module", params=["student", "combined"])
 def cache(request: pytest.FixtureRequest) -> Iterator[LLMCache]:
     with LLMCache.wrap(classifier(), auto_bypass=False, audit=0, decide=request.param) as cache:
-        cache.calibrate(requests(N)[0], **LOOSE)
+        cache.calibrate(batched(requests(N)[0]), **LOOSE)
         yield cache
 
 
@@ -119,7 +120,7 @@ def test_an_answer_is_given_by_an_example_of_it_and_counts_as_the_students(cache
 def test_a_replay_tells_the_rungs(cache: LLMCache) -> None:
     assert cache.calibrated is not None and cache.calibration is not None and cache.calibration.chosen is not None
     fresh = requests(60, seed=11)[0]
-    found = cache.calibrated.fitter.look_up(cache.observe(fresh), set())
+    found = cache.calibrated.fitter.look_up(cache.observe(batched(fresh)), set())
     limit = cache.calibration.chosen.limit
     assert [one.rung if one.risk <= limit else None for one in found] == ask(cache, fresh)[1]
 
@@ -127,8 +128,8 @@ def test_a_replay_tells_the_rungs(cache: LLMCache) -> None:
 def test_a_student_searches_nothing_and_a_saved_one_serves_alike(model: nn.Module, tmp_path: Path) -> None:
     fresh = requests(40, seed=7)[0]
     with LLMCache.wrap(model, auto_bypass=False, audit=0, decide="student") as cache:
-        cache.calibrate(requests(N)[0], **LOOSE)
-        assert not cache._components.banks._index and cache.stats().index_nbytes == 0
+        cache.calibrate(batched(requests(N)[0]), **LOOSE)
+        assert not inside.banks(cache)._index and cache.stats().index_nbytes == 0
         cache.save(tmp_path / "saved")
         served = ask(cache, fresh)
     assert "student" in served[1]
@@ -150,7 +151,7 @@ def test_a_saved_one_gives_answers_by_the_same_examples_whatever_was_stored_firs
     with LLMCache.wrap(model, auto_bypass=False, audit=0, decide=decide) as cache:
         for one in reversed(learned):
             cache(**one)
-        cache.calibrate(learned, **LOOSE)
+        cache.calibrate(batched(learned), **LOOSE)
         cache.save(tmp_path)
         examples, answers = told(cache)
         assert examples and cache.stats().hits["student"] > 0
@@ -162,8 +163,8 @@ def test_a_save_while_another_thread_purges_can_be_loaded(
     model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with LLMCache.wrap(model, auto_bypass=False, audit=0, decide="student") as cache, ThreadPoolExecutor(1) as pool:
-        cache.calibrate(requests(N)[0], **LOOSE)
-        banks, saved = cache._components.banks, []
+        cache.calibrate(batched(requests(N)[0]), **LOOSE)
+        banks, saved = inside.banks(cache), []
         purge = banks.purge
 
         def slowly(namespace: str) -> int:
@@ -181,18 +182,18 @@ def test_a_save_while_another_thread_purges_can_be_loaded(
 
 def test_examples_stay_where_sources_grow(model: nn.Module) -> None:
     with LLMCache.wrap(model, auto_bypass=False, audit=0, decide="student", sources="growing", max_entries=N) as cache:
-        cache.calibrate(requests(N)[0], **LOOSE)
-        kept = [record.key for record in cache._components.banks.records() if record.is_pinned]
+        cache.calibrate(batched(requests(N)[0]), **LOOSE)
+        kept = [record.key for record in inside.records(cache) if record.is_pinned]
         assert 1 < len(kept) <= N_TOPICS
         rungs = ask(cache, requests(N, seed=3)[0])[1]
         assert rungs[-50:].count("student") > 5
-        assert {*kept} <= {record.key for record in cache._components.banks.records()}
+        assert {*kept} <= {record.key for record in inside.records(cache)}
 
 
 def test_a_changed_answer_strikes_no_example(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {"decide": "student", "audit": 1.0, "audit_in_background": False, "auto_bypass": False}
     with LLMCache.wrap(model, **settings) as cache:
-        cache.calibrate(requests(N)[0], max_drop=0.3)
+        cache.calibrate(batched(requests(N)[0]), max_drop=0.3)
         choose = NeighbourChooser.choose
 
         def wrongly(self: NeighbourChooser, *args: Any) -> Any:
