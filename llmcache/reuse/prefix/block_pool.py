@@ -65,7 +65,8 @@ class Block:
     @property
     def nbytes(self) -> int:
         """Bytes of its tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors.values())
+        of_padding = sum(tensor.nbytes for tensor in self.padding.values())
+        return self.keys.nbytes + self.values.nbytes + self.states.nbytes + of_padding
 
     def is_equal(self, other: "Block") -> bool:
         """Whether another one holds the same, bit for bit."""
@@ -188,11 +189,12 @@ class BlockPool:
             # Now the newest, they do not leave for what follows them.
             known = [link.key for link in chain[:held]]
             self._use(reversed(known))
-            own = {link.key for link in chain}
+            own, max_bytes = {link.key for link in chain}, self._max_bytes
             for link in chain[held:]:
-                if link.key not in made or not self._make_room(made[link.key].nbytes, own):
+                nbytes = made[link.key].nbytes if link.key in made else max_bytes + 1
+                if not self._make_room(nbytes, own, max_bytes):
                     break
-                self._add(link.key, made[link.key], chain[held - 1].key if held else None)
+                self._add(link.key, made[link.key], nbytes, chain[held - 1].key if held else None)
                 held += 1
             # Not before: a policy that counts uses would name them first. Last to first, so that ends leave first.
             for link in reversed(chain[len(known) : held]):
@@ -203,7 +205,7 @@ class BlockPool:
     def make_way(self) -> None:
         """Let blocks leave for what others are about to hold, so that the budget of all is kept at every moment."""
         with self._lock:
-            self._make_room(0, set())
+            self._make_room(0, set(), self._max_bytes)
 
     def purge(self, namespace: str) -> int:
         """Forget all blocks of a namespace, which chains never leave, and return how many requests ended there."""
@@ -248,9 +250,10 @@ class BlockPool:
         with self._lock:
             has_place = before is None or before in self._held
             own = set() if before is None else {before}
-            if has_place and record.key not in self._held and self._make_room(block.nbytes, own):
-                self._add(record.key, block, before)
-                self._policy.on_put(record.key, block.nbytes)
+            nbytes = block.nbytes
+            if has_place and record.key not in self._held and self._make_room(nbytes, own, self._max_bytes):
+                self._add(record.key, block, nbytes, before)
+                self._policy.on_put(record.key, nbytes)
 
     def _match(self, chain: Sequence[Link]) -> list[Block]:
         self._expire()
@@ -279,9 +282,9 @@ class BlockPool:
             key = next(iter(self._after[key]))
         return key
 
-    def _add(self, key: str, block: Block, before: str | None) -> None:
+    def _add(self, key: str, block: Block, nbytes: int, before: str | None) -> None:
         self._held[key] = block
-        self.nbytes += block.nbytes
+        self.nbytes += nbytes
         self.n_tails += block.is_tail
         if before is not None:
             self._before[key] = before
@@ -299,9 +302,13 @@ class BlockPool:
         if not siblings:
             self._after.pop(before, None)
 
-    def _make_room(self, nbytes: int, own: set[str]) -> bool:
+    @property
+    def _max_bytes(self) -> int:
+        """What others leave. It holds as long as the lock is held: they ask blocks to make way first."""
+        return self.max_bytes - self._spent()
+
+    def _make_room(self, nbytes: int, own: set[str], max_bytes: int) -> bool:
         """Let blocks leave until so many bytes fit; False when only blocks of the same chain could make room."""
-        max_bytes = self.max_bytes - self._spent()
         if nbytes > max_bytes:
             return False
         while self.nbytes + nbytes > max_bytes:

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from llmcache.arrays import Positions
-from llmcache.banks.stores.memory import adopt, copy_owned
 from llmcache.counters import Counters
 from llmcache.models.adapters import CACHE, Trunk
 from llmcache.models.arguments import Arguments
@@ -282,17 +281,23 @@ class Prefix(Rung):
         A row that was computed in full is kept as it came out: blocks that are held of another request may differ in
         the last bits, and its tail then begins before them.
         """
-        blocks, chain = self._blocks, self._chain(prefill, row)
+        blocks, chain, valid = self._blocks, self._chain(prefill, row), _valid(row)
         held = blocks.match(chain)
         is_whole = prefill.keeps_requests and row.number not in prefill.served
         n_before = 0 if is_whole else len(held)
-        made = self._make(prefill, row, states, chain[n_before:], n_before)
+        end = valid.stop if is_whole else valid.start + len(chain) * blocks.size
+        pieces = self._take(prefill, row, states, slice(valid.start + n_before * blocks.size, end), blocks.size)
+        made = [Block(link.ids, prefill.scope, *piece) for link, piece in zip(chain[n_before:], pieces, strict=False)]
         new = {link.key: block for link, block in zip(chain[n_before:], made, strict=True)}
         if not is_whole:
             blocks.put(chain, new)
             return
         n_own = next((i for i, block in enumerate(held) if not block.is_equal(made[i])), len(chain))
-        tail = self._make_tail(prefill, row, states, n_own * blocks.size)
+        rest = pieces[n_own:] if n_own == len(chain) else []
+        if not rest:  # all tokens are in blocks; or not in its own
+            places = slice(valid.start + n_own * blocks.size, valid.stop)
+            rest = self._take(prefill, row, states, places, row.n_valid)
+        tail = self._make_tail(prefill, row, states, n_own * blocks.size, rest[0])
         first = blocks.whole(row.key, row.ids) if row.again else []
         if first and n_own == len(chain) and first[-1].is_equal(tail):
             return  # came out as the same request before it in the call
@@ -302,36 +307,44 @@ class Prefix(Rung):
         if not blocks.put((*chain[:n_own], link), {**new, link.key: tail}):
             self._counters.too_large()
 
-    def _make(self, prefill: Prefill, row: Row, states: Tensor, chain: Sequence[Link], n_before: int) -> list[Block]:
-        """Blocks of a row, those of a chain that follow so many, from its K/V and states (T, D)."""
-        blocks, begin = self._blocks, _first(row) + n_before * self._blocks.size
-        columns = slice(begin, begin + len(chain) * blocks.size)
-        if not chain:
-            return []
-        made = (
-            _stack_up([getattr(layer, name)[row.number, :, columns] for layer in prefill.kv_cache.layers], blocks)
-            for name in ("keys", "values")
-        )
-        parts = zip(chain, *made, _cut_up(states[None, columns], blocks), strict=True)
-        return [Block(link.ids, prefill.scope, *tensors) for link, *tensors in parts]
+    def _make_tail(
+        self, prefill: Prefill, row: Row, states: Tensor, n_before: int, rest: tuple[Tensor, Tensor, Tensor]
+    ) -> Block:
+        """What a row has after so many tokens, with its padding where that is to be served as well."""
+        padding = {}
+        if row.has_layout or row.layout:
+            (taken,) = self._take(prefill, row, states, padding_of(row.valid, len(states)), len(states))
+            padding = dict(zip(("keys", "values", "states"), taken, strict=True))
+        ids = row.ids[n_before * _id_width(row) :]
+        return Block(ids, prefill.scope, *rest, is_tail=True, padding=padding, layout=row.layout)
 
-    def _make_tail(self, prefill: Prefill, row: Row, states: Tensor, n_before: int) -> Block:
-        """What a row has after so many tokens, and of its padding where that is to be served as well."""
-        valid, ids = _valid(row), row.ids[n_before * _id_width(row) :]
-        of_tokens = self._take(prefill, row, states, slice(valid.start + n_before, valid.stop))
-        has_padding = row.has_layout or row.layout
-        padding = self._take(prefill, row, states, padding_of(valid, len(states))) if has_padding else {}
-        return Block(ids, prefill.scope, **of_tokens, is_tail=True, padding=padding, layout=row.layout)
+    def _take(
+        self, prefill: Prefill, row: Row, states: Tensor, places: Positions, size: int
+    ) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """K/V and states of places of a row in pieces of so many, fit to be kept.
 
-    def _take(self, prefill: Prefill, row: Row, states: Tensor, places: Positions) -> dict[str, Tensor]:
-        """K/V and states of some places of a row, fit to be kept."""
-        device = self._blocks.device
+        K/V is not put together as a whole first: that would take fresh memory.
+        """
+        device, kept = self._blocks.device, torch.contiguous_format
         with torch.inference_mode(False), torch.no_grad():
-            kv = {
-                name: torch.stack([getattr(layer, name)[row.number][:, places] for layer in prefill.kv_cache.layers])
+            kv = [
+                zip(
+                    *(
+                        torch.split(getattr(layer, name)[row.number][:, places], size, dim=-2)
+                        for layer in prefill.kv_cache.layers
+                    ),
+                    strict=True,
+                )
                 for name in ("keys", "values")
-            }
-        return {name: adopt(x, device) for name, x in kv.items()} | {"states": copy_owned(states[None, places], device)}
+            ]
+            return [
+                (
+                    torch.stack(keys).to(device),
+                    torch.stack(values).to(device),
+                    x.to(device, copy=True, memory_format=kept),
+                )
+                for keys, values, x in zip(*kv, torch.split(states[None, places], size, dim=-2), strict=True)
+            ]
 
 
 def cut_column(rows: Sequence[Row], n_known: Sequence[int], n_columns: int) -> int:
@@ -349,18 +362,6 @@ def cut_column(rows: Sequence[Row], n_known: Sequence[int], n_columns: int) -> i
 def _first_padding(rows: Sequence[Row]) -> int:
     """The first column of a batch in which a row may have padding."""
     return min(row.valid.stop if _first(row) == 0 else 0 for row in rows if isinstance(row.valid, slice))
-
-
-def _cut_up(whole: Tensor, blocks: BlockPool) -> list[Tensor]:
-    """Tensors of blocks, fit to be kept, from one of all their tokens (..., n, D)."""
-    return [copy_owned(piece, blocks.device) for piece in torch.split(whole, blocks.size, dim=-2)]
-
-
-def _stack_up(layers: Sequence[Tensor], blocks: BlockPool) -> list[Tensor]:
-    """The same from one a layer (H, n, D_h), not put together as a whole first: that would take fresh memory."""
-    pieces = zip(*(torch.split(layer, blocks.size, dim=-2) for layer in layers), strict=True)
-    with torch.inference_mode(False), torch.no_grad():
-        return [adopt(torch.stack(piece), blocks.device) for piece in pieces]
 
 
 def _by_layer(keys: Pieces, values: Pieces) -> dict[int, tuple[Tensor, Tensor]]:
