@@ -22,7 +22,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) install -c constraints.txt -e '.[dev,demo,exp]'
 	touch $@
 
-demo: setup ## Show what the cache saves, on a small model that is part of the installation.
+demo: setup ## Show what the cache saves, in three minutes; with a decoder too, after `llmcache prepare smollm2`.
 	$(BIN)/llmcache demo
 
 # In as many processes as the machine has cores; JOBS=0 takes one. Tiny models gain nothing from threads.

@@ -51,7 +51,7 @@ def test_the_whole_chain(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert (tiny / "p.png").read_bytes().startswith(b"\x89PNG")
     assert (report["n"], report["n_fit"], report["learn"]) == (N, 200, LEARN)
     nocache, *rows = report["settings"]
-    assert nocache["name"] == "no cache" and len(nocache["seconds"]) == 3
+    assert nocache["name"] == "no cache" and len(nocache["seconds"]) == 2
     assert [row["name"] for row in rows] == [way.name for way in ways()]
     for row in report["settings"]:
         assert row["name"] in shown and row["latency_ms"]["median"] > 0
