@@ -28,7 +28,7 @@ N = N_CALIBRATED
 LOOSE = {"max_drop": 0.05}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def model() -> nn.Module:
     return classifier()
 
