@@ -60,6 +60,7 @@ def test_a_hit_embeds_nothing() -> None:
         assert embedded.n == 2
 
 
+@pytest.mark.slow
 def test_approximate_hits_embed_nothing_either() -> None:
     model = classifier()
     embedded = Embedded(model)

@@ -31,6 +31,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Loaded:
     return loaded
 
 
+@pytest.mark.slow
 def test_the_whole_chain(tiny: Loaded, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_main("demo", "--n", "600", "--json", "figures.json", "--plot", "p.png", "--results-dir", "kept") == 0
     shown = capsys.readouterr().out
