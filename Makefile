@@ -29,10 +29,10 @@ demo: setup ## Show what the cache saves, in three minutes; with a decoder too, 
 JOBS   ?= logical
 PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=worksteal
 
-test: setup ## Run the tests, offline, with their coverage of llmcache/ (at least 95 %); 4 minutes on two cores.
+test: setup ## Run the tests, offline, with their coverage of llmcache/ (at least 95 %).
 	$(PYTEST) --cov=llmcache --cov-report=term-missing:skip-covered --cov-fail-under=95
 
-test-fast: setup ## Run the tests that are not marked slow, without coverage; 45 seconds on two cores.
+test-fast: setup ## Run the tests that are not marked slow, without coverage.
 	$(PYTEST) -m 'not slow'
 
 # Only this target reaches for PyPI: transformers' source archive of the installed version, kept in build/outside. In its

@@ -23,6 +23,7 @@ def observe(rate: Rate, n: int, n_events: int, chance: float) -> None:
         rate.settle(1 / chance, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.002, 0.02, 0.2])
 def test_limits_hold_at_all_moments_together(share: float) -> None:
     rng = np.random.default_rng(2)
@@ -36,6 +37,7 @@ def test_limits_hold_at_all_moments_together(share: float) -> None:
     assert n_wrong.max() <= 7  # of 60, each wrong with probability 0.05 at most: 8 or more with probability 0.02
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shares", [[0.01] * 5 + [0.3] * 2 + [0.01] * 5, [0.2] * 2 + [0.005] * 10, [0] * 2 + [0.5] * 4])
 def test_limits_of_a_rate_that_changes_are_those_of_its_mean_so_far(shares: list[float]) -> None:
     """Also where events are looked for more often at first."""
@@ -184,6 +186,7 @@ def test_the_rate_is_one_of_all_requests_without_bias() -> None:
     assert np.mean(means) == pytest.approx(0.06, abs=0.012)  # three standard errors
 
 
+@pytest.mark.slow
 def test_limits_of_an_account_cover_the_rate() -> None:
     n_missed = 0
     for seed in range(30):

@@ -125,6 +125,7 @@ def edited(weight: Tensor) -> Iterator[None]:
 # -- what it sees ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_it_sees_as_many_changed_answers_as_there_are(cache: LLMCache) -> None:
     inputs = fresh(150)
     served = [(int(cache(**one).logits.argmax()), cache.last[0].rung) for one in inputs]
@@ -169,6 +170,7 @@ def test_rows_of_a_padded_batch_are_looked_into_one_by_one(cache: LLMCache) -> N
     assert known(cache).n_changed == int((answers != own).sum())
 
 
+@pytest.mark.slow
 def test_it_computes_in_the_calls_namespace_and_precision_whoever_drains(model: nn.Module) -> None:
     with LLMCache.wrap(model, **SETTINGS) as cache:
         with cache.namespace("tenant"), torch.autocast("cpu", dtype=torch.bfloat16):
@@ -182,6 +184,7 @@ def test_it_computes_in_the_calls_namespace_and_precision_whoever_drains(model: 
         assert {record.scope.namespace for record in inside.records(cache)} == {"tenant"}
 
 
+@pytest.mark.slow
 def test_when_the_queue_is_full_drawn_hits_are_computed_instead(cache: LLMCache) -> None:
     inside.audit(cache).worker._max_jobs = 0
     inputs = fresh(80)
@@ -253,6 +256,7 @@ def test_a_hit_that_is_not_served_after_all_counts_as_none(cache: LLMCache, monk
 # -- what follows ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_source_whose_answer_changed_serves_nobody_else_again(
     cache: LLMCache, model: nn.Module, reading: Reading, tmp_path: Path
 ) -> None:
@@ -274,6 +278,7 @@ def test_a_source_whose_answer_changed_serves_nobody_else_again(
         assert loaded.stats().errors == 0
 
 
+@pytest.mark.slow
 def test_striking_only_turns_hits_into_computed_requests(cache: LLMCache) -> None:
     inputs = fresh(120)
 
@@ -293,6 +298,7 @@ def test_striking_only_turns_hits_into_computed_requests(cache: LLMCache) -> Non
     assert sources() == [None if key in quarantined else key for key in before]
 
 
+@pytest.mark.slow
 def test_the_first_alarm_halves_what_is_served_and_the_second_ends_it(
     cache: LLMCache, model: nn.Module, reading: Reading, tmp_path: Path
 ) -> None:
@@ -320,6 +326,7 @@ def test_the_first_alarm_halves_what_is_served_and_the_second_ends_it(
         assert 0 < ask(loaded, fresh(150, seed=44)).count("semantic") < 0.75 * before
 
 
+@pytest.mark.slow
 def test_the_alarm_comes_within_the_requests_that_it_is_said_to_need(cache: LLMCache, reading: Reading) -> None:
     ask(cache, fresh(100, seed=50))
     cache.drain()
@@ -335,6 +342,7 @@ def test_the_alarm_comes_within_the_requests_that_it_is_said_to_need(cache: LLMC
     assert any(rings(one) for one in fresh(needed, seed=51))
 
 
+@pytest.mark.slow
 def test_after_the_second_alarm_it_learns_anew_where_it_was_to_learn(model: nn.Module, reading: Reading) -> None:
     with LLMCache.wrap(model, learn=N, answer_of=reading, **SETTINGS) as cache:
         assert known(cache).status == "learning"
@@ -377,6 +385,7 @@ def test_an_alarm_of_a_calibration_that_has_ended_changes_nothing(cache: LLMCach
     assert cache.calibration is tightened is not made
 
 
+@pytest.mark.slow
 def test_growing_sources_are_joined_by_what_was_looked_into(model: nn.Module, reading: Reading) -> None:
     with LLMCache.wrap(model, sources="growing", answer_of=reading, **SETTINGS) as cache:
         cache.calibrate(batched(requests(N)[0]))
@@ -389,6 +398,7 @@ def test_growing_sources_are_joined_by_what_was_looked_into(model: nn.Module, re
         assert len(shelf) == held + n_hits > held
 
 
+@pytest.mark.slow
 def test_a_calibration_is_renewed_from_what_was_drawn(model: nn.Module) -> None:
     with LLMCache.wrap(model, recalibrate=300, **SETTINGS) as cache:
         first = cache.calibrate(batched(requests(N)[0]))
@@ -410,6 +420,7 @@ def test_a_calibration_is_renewed_from_what_was_drawn(model: nn.Module) -> None:
         assert cache.calibration is renewed
 
 
+@pytest.mark.slow
 def test_it_is_not_renewed_from_fewer_than_can_carry_the_claim(model: nn.Module, folder: Path) -> None:
     with LLMCache.load(model, folder) as cache:
         keep_quiet(cache)
@@ -427,6 +438,7 @@ def test_it_is_not_renewed_from_fewer_than_can_carry_the_claim(model: nn.Module,
         assert cache.calibration is found
 
 
+@pytest.mark.slow
 def test_what_accuracy_allows_to_change_rings_no_alarm(cache: LLMCache) -> None:
     inputs, labels = requests(N)
     found = cache.calibrate(batched(inputs), labels=labels, metric="accuracy", max_drop=0.05)
@@ -437,6 +449,7 @@ def test_what_accuracy_allows_to_change_rings_no_alarm(cache: LLMCache) -> None:
     assert changed.watch is not None and changed.watch.most_changed == 0.05
 
 
+@pytest.mark.slow
 def test_once_requests_were_told_to_have_changed_nothing_is_served_and_the_account_goes_on(
     cache: LLMCache, reading: Reading, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -455,6 +468,7 @@ def test_once_requests_were_told_to_have_changed_nothing_is_served_and_the_accou
 # -- what cannot disturb it --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_look_that_fails_is_counted_and_raises_nowhere(cache: LLMCache, reading: Reading) -> None:
     n_hits = ask(cache, fresh(40)).count("semantic")
     before = known(cache).upper
@@ -501,6 +515,7 @@ def known_after(cache: LLMCache) -> tuple[int, int, int, int]:
     return stats.n_drawn, stats.n_recomputed, stats.n_lost, stats.n_waiting
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["trunk", "head"])
 def test_adapters_that_take_turns_lose_no_look(cache: LLMCache, model: nn.Module, part: str) -> None:
     """A look takes the weights that served: it waits for them, however often others come in between."""
@@ -516,6 +531,7 @@ def test_adapters_that_take_turns_lose_no_look(cache: LLMCache, model: nn.Module
     assert known(cache).status == "certified" and cache.stats().errors == 0
 
 
+@pytest.mark.slow
 def test_an_adapter_that_comes_before_a_call_has_ended_loses_no_look(
     cache: LLMCache, model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -531,6 +547,7 @@ def test_an_adapter_that_comes_before_a_call_has_ended_loses_no_look(
     assert n_hits > 10 and known_after(cache) == (n_hits, n_hits, 0, 0)
 
 
+@pytest.mark.slow
 def test_adapters_that_leave_no_idle_moment_have_looks_made_in_calls(cache: LLMCache, model: nn.Module) -> None:
     weight, shadow = model.bert.encoder.layer[0].output.dense.weight, inside.audit(cache).worker
     shadow._patience_s = 0.0
@@ -543,6 +560,7 @@ def test_adapters_that_leave_no_idle_moment_have_looks_made_in_calls(cache: LLMC
     assert stats.n_drawn > 30 and stats.n_recomputed >= stats.n_drawn - 8 and stats.n_lost == 0
 
 
+@pytest.mark.slow
 def test_with_more_looks_than_can_wait_for_their_weights_none_is_lost(
     cache: LLMCache, model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -559,6 +577,7 @@ def test_with_more_looks_than_can_wait_for_their_weights_none_is_lost(
     assert stats.n_recomputed == stats.n_drawn - 10 > 10  # those were computed in their calls
 
 
+@pytest.mark.slow
 def test_looks_that_nothing_follows_from_any_more_wait_no_longer(cache: LLMCache, model: nn.Module) -> None:
     ask(cache, fresh(40))
     with edited(model.bert.encoder.layer[0].output.dense.weight):
@@ -606,6 +625,7 @@ def test_training_that_begins_while_it_looks_costs_no_verdict(
     assert known_after(cache) == (n_hits, n_hits, 0, 0)
 
 
+@pytest.mark.slow
 def test_a_trunk_that_writes_its_frequencies_in_each_call_is_looked_into() -> None:
     """With what they were: that comes before layer 0, in the middle of the look."""
     rope = {"rope_type": "longrope", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 16}
@@ -646,6 +666,7 @@ def test_a_request_that_reads_as_another_one_counts_against_the_claim(
     assert known(cache).n_lost + known(cache).n_alarms > 0
 
 
+@pytest.mark.slow
 def test_a_job_that_gave_way_settles_no_look_twice(cache: LLMCache, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of looks that fail together each is computed by itself; some are done when a call comes."""
     n_hits = ask(cache, fresh(40)).count("semantic")
@@ -723,6 +744,7 @@ def test_unwrapping_drops_what_waits_and_ends_the_thread(cache: LLMCache) -> Non
     assert (cache.drain(), known(cache).n_recomputed) == (0, 0)
 
 
+@pytest.mark.slow
 def test_a_model_that_nobody_holds_leaves_with_its_thread(folder: Path) -> None:
     model = classifier()
     cache = keep_quiet(LLMCache.load(model, folder))
@@ -736,6 +758,7 @@ def test_a_model_that_nobody_holds_leaves_with_its_thread(folder: Path) -> None:
     assert not thread.is_alive()
 
 
+@pytest.mark.slow
 def test_threads_that_call_drain_and_ask_at_once_lose_nothing(cache: LLMCache) -> None:
     inside.audit(cache).worker._idle_s = 0.0
     start = threading.Barrier(4)

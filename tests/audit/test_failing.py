@@ -43,6 +43,7 @@ def fail(*_: Any, **__: Any) -> Any:
 # -- looks -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_audit_of_which_every_look_fails_ends_approximate_reuse(
     cache: LLMCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,6 +123,7 @@ def test_samples_that_were_looked_into_or_withdrawn_are_not_lost() -> None:
 # -- calls -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_lookups_that_fail_stop_approximate_reuse_until_calls_succeed_again(
     cache: LLMCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -14,6 +14,7 @@ from tests.audit.test_audit import ask, cache, folder, fresh, known, model, read
 from tests.audit.test_idle_worker import wait_until
 
 
+@pytest.mark.slow
 def test_a_call_does_looks_that_have_waited_if_calls_have_earned_the_time(
     cache: LLMCache,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
@@ -75,6 +76,7 @@ def test_where_looks_wait_fewer_are_drawn_and_count_more() -> None:
     assert weights == {1 / (0.2 * 0.25), 1.0 / (5 * 0.2 * 0.25)}
 
 
+@pytest.mark.slow
 def test_limits_hold_where_probabilities_are_lowered_for_a_while() -> None:
     """In 300 streams of one rate, limits at 10 % are wrong at most as often, eased by what was drawn before."""
     rng, wrong = np.random.default_rng(0), np.zeros(2)

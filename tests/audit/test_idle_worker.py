@@ -245,6 +245,7 @@ def test_a_full_queue_says_so() -> None:
     owner.worker.close()
 
 
+@pytest.mark.slow
 def test_waiting_jobs_keep_no_owner_alive_and_the_thread_ends_with_it() -> None:
     owner = Owner(idle_s=1e6, patience_s=1e6)
     owner.add()
@@ -269,6 +270,7 @@ def test_jobs_of_many_threads_are_all_done_once() -> None:
     owner.worker.close()
 
 
+@pytest.mark.slow
 def test_the_interpreter_ends_though_jobs_wait_and_one_is_under_way() -> None:
     script = """
 import time

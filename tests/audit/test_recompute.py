@@ -183,6 +183,7 @@ def served(model: Any, is_sorted: bool = False) -> Iterator[tuple[LLMCache, int,
         yield cache, sum(is_hit for _, is_hit in given), n_changed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("pool", "width"), [(masked, 1), (careless, 1), (single, 0)])
 @pytest.mark.parametrize("is_sorted", [False, True])
 def test_looks_find_what_is_so_and_are_padded_where_they_come_out_alike(
@@ -197,6 +198,7 @@ def test_looks_find_what_is_so_and_are_padded_where_they_come_out_alike(
         assert inside.audit(cache)._looks._width == width
 
 
+@pytest.mark.slow
 def test_a_model_that_makes_its_own_mask_is_looked_into() -> None:
     class Maskless(Own):
         def forward(self, input_ids: Tensor) -> Tensor:  # type: ignore[override]

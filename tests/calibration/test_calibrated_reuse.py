@@ -28,7 +28,7 @@ N = N_CALIBRATED
 LOOSE = {"max_drop": 0.05}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def model() -> nn.Module:
     return classifier()
 
@@ -69,6 +69,7 @@ def check_serves_within(cache: LLMCache, most: float) -> None:
     assert sum(a != b for a, b in zip(answers, own, strict=True)) / len(fresh) <= most
 
 
+@pytest.mark.slow
 def test_calibrating_turns_reuse_on_within_the_bound(cache: LLMCache) -> None:
     found = cache.calibrate(batched(requests(N)[0]), **LOOSE)
     assert found is cache.calibration
@@ -81,6 +82,7 @@ def test_calibrating_turns_reuse_on_within_the_bound(cache: LLMCache) -> None:
     check_serves_within(cache, most=0.1)
 
 
+@pytest.mark.slow
 def test_learning_by_the_way_turns_it_on_as_well(model: nn.Module) -> None:
     with LLMCache.wrap(model, learn=N, **LOOSE) as cache:
         first = requests(N + 1)[0]
@@ -92,6 +94,7 @@ def test_learning_by_the_way_turns_it_on_as_well(model: nn.Module) -> None:
         assert cache.stats().errors == 0
 
 
+@pytest.mark.slow
 def test_frozen_sources_are_joined_by_no_other(ready: LLMCache) -> None:
     banks, shelf = inside.banks(ready), inside.partition(ready)
     held = len(shelf)
@@ -100,6 +103,7 @@ def test_frozen_sources_are_joined_by_no_other(ready: LLMCache) -> None:
     assert len(banks) > held  # misses are stored all the same, for exact repeats
 
 
+@pytest.mark.slow
 def test_growing_sources_are(cache: LLMCache) -> None:
     found = cache.calibrate(batched(requests(N)[0]), sources="growing", **LOOSE)
     assert not found.is_certified
@@ -109,6 +113,7 @@ def test_growing_sources_are(cache: LLMCache) -> None:
     assert len(shelf) > held
 
 
+@pytest.mark.slow
 def test_frozen_sources_stay_whatever_comes(model: nn.Module) -> None:
     with LLMCache.wrap(model, max_entries=N, auto_bypass=False) as cache:
         found = cache.calibrate(batched(requests(N)[0]), **LOOSE)
@@ -118,6 +123,7 @@ def test_frozen_sources_stay_whatever_comes(model: nn.Module) -> None:
         assert len(inside.banks(cache)) <= N
 
 
+@pytest.mark.slow
 def test_a_purge_of_a_namespace_that_growing_sources_are_of_ends_a_loaded_calibration(
     model: nn.Module, tmp_path: Path
 ) -> None:
@@ -137,6 +143,7 @@ def test_a_purge_of_a_namespace_that_growing_sources_are_of_ends_a_loaded_calibr
         assert cache.calibration is None
 
 
+@pytest.mark.slow
 def test_calibrating_again_replaces_what_was_found(ready: LLMCache) -> None:
     first = ready.calibration
     again = ready.calibrate(batched(requests(N, seed=3)[0]), max_drop=0.1, seed=1)
@@ -145,11 +152,13 @@ def test_calibrating_again_replaces_what_was_found(ready: LLMCache) -> None:
     check_serves_within(ready, most=0.15)
 
 
+@pytest.mark.slow
 def test_the_same_seed_finds_the_same(ready: LLMCache) -> None:
     before = ready.calibration
     assert before is not None and before.curve == ready.calibrate(batched(requests(N)[0]), **LOOSE).curve
 
 
+@pytest.mark.slow
 def test_a_tightened_caller_gets_fewer_hits_and_never_more(ready: LLMCache) -> None:
     found = ready.calibration
     assert found is not None and found.chosen is not None
@@ -178,6 +187,7 @@ def test_other_weights_end_it(ready: LLMCache, model: nn.Module) -> None:
             weight.sub_(0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"decide": "consensus"}, {"decide": "threshold"}, {"fingerprint": "mean"}])
 def test_other_decisions_and_fingerprints_are_calibrated_alike(model: nn.Module, settings: dict[str, str]) -> None:
     with LLMCache.wrap(model, **settings) as cache:
@@ -188,6 +198,7 @@ def test_other_decisions_and_fingerprints_are_calibrated_alike(model: nn.Module,
         assert sum(a != b for a, b in zip(answers, own, strict=True)) <= 60
 
 
+@pytest.mark.slow
 def test_accuracy_counts_right_answers_that_become_wrong(cache: LLMCache) -> None:
     inputs, labels = requests(N)
     changed = cache.calibrate(batched(inputs), **LOOSE)
@@ -196,12 +207,14 @@ def test_accuracy_counts_right_answers_that_become_wrong(cache: LLMCache) -> Non
     assert accuracy.chosen.limit >= changed.chosen.limit  # less is counted
 
 
+@pytest.mark.slow
 def test_names_of_labels_are_those_of_the_models_config(cache: LLMCache) -> None:
     inputs, labels = requests(N)
     named = cache.calibrate(batched(inputs), labels=[f"LABEL_{label}" for label in labels], metric="accuracy", **LOOSE)
     assert named.curve == cache.calibrate(batched(inputs), labels=labels, metric="accuracy", **LOOSE).curve
 
 
+@pytest.mark.slow
 def test_a_metric_of_ones_own_is_bounded(cache: LLMCache) -> None:
     inputs, labels = requests(1200)
     metric = Metric(lambda output, label: float(torch.tensor(output).softmax(0)[label]), name="confidence")
@@ -224,6 +237,7 @@ def test_too_few_requests_are_refused_with_the_number_needed(cache: LLMCache) ->
     nothing_is_reused(cache)
 
 
+@pytest.mark.slow
 def test_requests_that_are_all_the_same_are_refused(cache: LLMCache) -> None:
     with pytest.raises(CalibrationError, match="different requests"):
         cache.calibrate(requests(1)[0] * N, **LOOSE)
@@ -250,6 +264,7 @@ def test_wrong_labels_and_metrics_are_refused_at_once(cache: LLMCache, more: dic
     nothing_is_reused(cache)
 
 
+@pytest.mark.slow
 def test_a_metric_that_fails_later_names_the_request(cache: LLMCache) -> None:
     def score(output: Any, label: int) -> float:
         if label == 1 and len(scored) > 40:
@@ -264,6 +279,7 @@ def test_a_metric_that_fails_later_names_the_request(cache: LLMCache) -> None:
     nothing_is_reused(cache)
 
 
+@pytest.mark.slow
 def test_a_failed_calibration_ends_the_one_before(ready: LLMCache) -> None:
     with pytest.raises(CalibrationError):
         ready.calibrate(requests(30)[0], **LOOSE)
@@ -341,6 +357,7 @@ def test_a_bound_that_nothing_keeps_turns_nothing_on(model: nn.Module) -> None:
         nothing_is_reused(cache)
 
 
+@pytest.mark.slow
 def test_what_more_likely_changes_than_not_is_not_served(model: nn.Module) -> None:
     """However much may be lost: hits that are nearly all wrong are no use."""
     with LLMCache.wrap(model, answer_of=lambda output: torch.randn(len(output.logits), 5)) as cache:
@@ -424,6 +441,7 @@ def test_what_is_no_number_is_found(name: str, value: float) -> None:
     assert fresh.cases == []  # nor is a calibration renewed with it
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [float("nan"), -3e38])
 def test_a_request_with_logits_that_are_no_numbers_is_named(cache: LLMCache, model: nn.Module, value: float) -> None:
     inputs = with_marks(requests(N)[0], 37, 60)
@@ -435,6 +453,7 @@ def test_a_request_with_logits_that_are_no_numbers_is_named(cache: LLMCache, mod
     assert cache.calibrate(with_marks(inputs), **LOOSE).chosen is not None
 
 
+@pytest.mark.slow
 def test_logits_that_are_no_numbers_are_not_learned_from_by_the_way(model: nn.Module) -> None:
     inputs = requests(N + 2)[0]
     with spoiled(model, float("nan")), LLMCache.wrap(model, learn=N, **LOOSE) as cache:
@@ -445,6 +464,7 @@ def test_logits_that_are_no_numbers_are_not_learned_from_by_the_way(model: nn.Mo
         assert ask(cache, with_marks(inputs, 5)[5:6])[1] == ["exact"]  # stored it is, for its own repeats
 
 
+@pytest.mark.slow
 def test_states_that_are_no_numbers_are_not_learned_from(model: nn.Module) -> None:
     broken, inputs = copy.deepcopy(model), requests(N + 2)[0]
     with torch.no_grad():
@@ -471,6 +491,7 @@ def test_an_answer_is_not_read_from_logits_that_are_no_numbers(model: nn.Module)
     assert [None if answer is None else bool(np.isnan(answer).any()) for answer in answers] == [True, False]
 
 
+@pytest.mark.slow
 def test_answers_that_cannot_be_read_leave_the_lossless_rungs(model: nn.Module) -> None:
     with LLMCache.wrap(model, learn=N, answer_of=lambda output: output.nothing, **LOOSE) as cache:
         ask(cache, requests(N)[0])
@@ -479,6 +500,7 @@ def test_answers_that_cannot_be_read_leave_the_lossless_rungs(model: nn.Module) 
         assert ask(cache, requests(N)[0][:3])[1] == ["exact"] * 3
 
 
+@pytest.mark.slow
 def test_a_calibration_survives_saving_and_loading(cache: LLMCache, model: nn.Module, tmp_path: Path) -> None:
     found = cache.calibrate(batched(requests(N)[0]), **LOOSE)
     cache.save(tmp_path)
@@ -501,6 +523,7 @@ def test_a_calibration_for_other_weights_is_refused(ready: LLMCache, tmp_path: P
         LLMCache.load(other, tmp_path)
 
 
+@pytest.mark.slow
 def test_unwrapping_leaves_the_model_as_it_was(model: nn.Module) -> None:
     before = {name: dict(module.__dict__) for name, module in model.named_modules()}
     cache = LLMCache.wrap(model)
@@ -509,6 +532,7 @@ def test_unwrapping_leaves_the_model_as_it_was(model: nn.Module) -> None:
     assert {name: dict(module.__dict__) for name, module in model.named_modules()} == before
 
 
+@pytest.mark.slow
 def test_consensus_at_ones_own_threshold_serves_less_and_better(model: nn.Module) -> None:
     first, fresh = requests(500)[0], requests(200, seed=7)[0]
     served, changed = {}, {}
@@ -524,6 +548,7 @@ def test_consensus_at_ones_own_threshold_serves_less_and_better(model: nn.Module
     assert changed["consensus"] < changed["threshold"]
 
 
+@pytest.mark.slow
 def test_the_gate_keeps_apart_what_the_vote_would_serve(model: nn.Module) -> None:
     class Words:
         def get_vocab(self) -> dict[str, int]:
@@ -563,6 +588,7 @@ def test_another_head_ends_it(ready: LLMCache, model: nn.Module, tmp_path: Path)
             model.classifier.bias.sub_(1.0)
 
 
+@pytest.mark.slow
 def test_requests_answered_by_two_heads_are_refused(model: nn.Module) -> None:
     with LLMCache.wrap(model, learn=N, **LOOSE) as cache:
         ask(cache, requests(N - 10)[0])
@@ -576,6 +602,7 @@ def test_requests_answered_by_two_heads_are_refused(model: nn.Module) -> None:
                 model.classifier.bias.sub_(1.0)
 
 
+@pytest.mark.slow
 def test_after_loading_a_purge_of_its_sources_ends_it_too(cache: LLMCache, model: nn.Module, tmp_path: Path) -> None:
     inputs = requests(N)[0]
     with cache.namespace("tenant"):
@@ -589,6 +616,7 @@ def test_after_loading_a_purge_of_its_sources_ends_it_too(cache: LLMCache, model
         assert loaded.calibration is None
 
 
+@pytest.mark.slow
 def test_requests_may_be_made_by_observing_others(cache: LLMCache) -> None:
     def made() -> Iterator[dict[str, torch.Tensor]]:
         for one in requests(N)[0]:
@@ -604,6 +632,7 @@ def test_what_is_no_limit_is_refused(ready: LLMCache, limit: Any) -> None:
         pass
 
 
+@pytest.mark.slow
 def test_requests_that_call_the_model_while_they_are_made_are_counted_once(cache: LLMCache) -> None:
     def made() -> Iterator[dict[str, torch.Tensor]]:
         for one in requests(N)[0]:
@@ -614,6 +643,7 @@ def test_requests_that_call_the_model_while_they_are_made_are_counted_once(cache
     assert found.n_sources + found.n_tested <= N
 
 
+@pytest.mark.slow
 def test_calibrating_in_two_threads_leaves_one_of_them(cache: LLMCache) -> None:
     inputs = requests(N)[0]
     found: list[Any] = []
@@ -637,6 +667,7 @@ def test_an_unwrapped_cache_is_not_calibrated(model: nn.Module) -> None:
     assert "forward" not in model.__dict__
 
 
+@pytest.mark.slow
 def test_the_attention_fingerprint_is_calibrated_without_learn(model: nn.Module) -> None:
     with LLMCache.wrap(model, fingerprint="attention") as cache:
         cache.calibrate(batched(requests(N)[0]), max_drop=0.2)
@@ -644,6 +675,7 @@ def test_the_attention_fingerprint_is_calibrated_without_learn(model: nn.Module)
         assert cache.stats().errors == 0
 
 
+@pytest.mark.slow
 def test_a_row_without_content_costs_the_others_nothing(model: nn.Module) -> None:
     with LLMCache.wrap(model, tokenizer=types.SimpleNamespace(all_special_ids=[0, 1, 2])) as cache:
         cache.calibrate(batched(requests(N)[0]), **LOOSE)
@@ -656,6 +688,7 @@ def test_a_row_without_content_costs_the_others_nothing(model: nn.Module) -> Non
         assert cache.stats().errors == 0
 
 
+@pytest.mark.slow
 def test_calibrating_again_and_again_lets_earlier_sources_leave(model: nn.Module) -> None:
     with LLMCache.wrap(model, max_entries=N, auto_bypass=False) as cache:
         for seed in range(3):
@@ -667,6 +700,7 @@ def test_calibrating_again_and_again_lets_earlier_sources_leave(model: nn.Module
         assert ask(cache, again)[1].count("exact") + ask(cache, again)[1].count("semantic") >= 3
 
 
+@pytest.mark.slow
 def test_sources_that_do_not_fit_are_told(model: nn.Module) -> None:
     with LLMCache.wrap(model, max_entries=100) as cache:
         with pytest.raises(CalibrationError, match="raise max_entries"):
@@ -674,6 +708,7 @@ def test_sources_that_do_not_fit_are_told(model: nn.Module) -> None:
         nothing_is_reused(cache)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forget", [lambda cache: cache.clear(), lambda cache: cache.purge(namespace="default")])
 def test_forgetting_the_sources_ends_it(cache: LLMCache, forget: Any) -> None:
     cache.calibrate(batched(requests(N)[0]), **LOOSE)
@@ -683,6 +718,7 @@ def test_forgetting_the_sources_ends_it(cache: LLMCache, forget: Any) -> None:
     nothing_is_reused(cache)
 
 
+@pytest.mark.slow
 def test_what_was_purged_is_not_learned_from(model: nn.Module) -> None:
     with LLMCache.wrap(model, learn=N, **LOOSE) as cache:
         with cache.namespace("tenant"):
@@ -710,6 +746,7 @@ def test_accuracy_is_one_of_classes(model: nn.Module, answer: str) -> None:
         cache.calibrate(batched(inputs), labels=labels, metric="accuracy", **LOOSE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -748,6 +785,7 @@ def test_a_metric_needs_more_requests_than_a_share(cache: LLMCache) -> None:
         cache.calibrate(inputs, labels=labels, metric=Metric(lambda output, label: 1.0))
 
 
+@pytest.mark.slow
 def test_tokens_met_under_other_weights_are_not_kept(cache: LLMCache, model: nn.Module) -> None:
     cache.calibrate(batched(requests(N)[0]), **LOOSE)
     assert cache.calibrated is not None
@@ -767,6 +805,7 @@ def test_tokens_met_under_other_weights_are_not_kept(cache: LLMCache, model: nn.
     np.testing.assert_allclose(kept, fingerprint.project(features), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_growing_sources_leave_room_for_more(model: nn.Module) -> None:
     inputs = requests(N)[0]
     with LLMCache.wrap(model, max_entries=N, auto_bypass=False) as cache:

@@ -36,6 +36,7 @@ def test_the_parts_are_disjoint_and_whole() -> None:
     assert split(1000, risk_target(0.05, seed=3)) == parts != split(1000, risk_target(0.05, seed=4))
 
 
+@pytest.mark.slow
 @given(n=st.integers(130, 4000), max_drop=st.floats(0.05, 0.3))
 @settings_(max_examples=30, deadline=None)
 def test_no_request_is_tested_that_could_not_bring_the_bound_further(n: int, max_drop: float) -> None:
@@ -96,6 +97,7 @@ def test_requests_without_a_neighbour_lose_nothing() -> None:
     assert setting.hit_rate == setting.loss == pytest.approx(1 / 300)
 
 
+@pytest.mark.slow
 def test_the_chosen_setting_is_seldom_worse_than_claimed() -> None:
     rng = np.random.default_rng(0)
     n_wrong, rates = 0, []

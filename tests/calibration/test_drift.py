@@ -43,6 +43,7 @@ def told_after(likeness: DriftDetector, asked: list[Marks], keys: list[str] | No
     return None
 
 
+@pytest.mark.slow
 def test_like_requests_are_seldom_told() -> None:
     """At most 1 % a 20,000 requests, beside the 1 % of calibrations whose sample misleads; here 40 streams of 5,000."""
     told = [
@@ -79,6 +80,7 @@ def test_a_request_that_comes_again_and_again_counts_once() -> None:
     assert told_after(DriftDetector(known(2)), asked) is not None  # as many different ones are
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_c", [0.0, 0.3])
 @pytest.mark.parametrize("later", [0.3, 0.95])
 def test_repeats_of_sources_are_no_sign_of_anything(on_c: float, later: float) -> None:
@@ -119,6 +121,7 @@ def status_of(cache: LLMCache) -> str:
     return audit.status
 
 
+@pytest.mark.slow
 def test_requests_that_come_again_and_again_void_nothing() -> None:
     pool, rng = [*requests(N_CALIBRATED)[0], *requests(700, seed=3)[0]], np.random.default_rng(0)
     with calibrated(audit=1.0, audit_in_background=False) as cache:
@@ -129,6 +132,7 @@ def test_requests_that_come_again_and_again_void_nothing() -> None:
         assert min(cache.stats().hits.values()) > 300
 
 
+@pytest.mark.slow
 def test_repeats_of_what_was_stored_before_are_looked_up_once_more(tmp_path: object) -> None:
     """Of a cache that was loaded misses are exact hits at once: did they not count, hits would seem to be more."""
     pool, rng = requests(1500, seed=3, noise=0.35)[0], np.random.default_rng(0)
@@ -145,6 +149,7 @@ def test_repeats_of_what_was_stored_before_are_looked_up_once_more(tmp_path: obj
         assert cache.stats().hits["exact"] > 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("audit", "noise"), [(0.0, 1.0), (0.05, 0.2), (0.05, 1.0)])
 def test_a_stream_that_moves_on_voids_the_certificate_and_nothing_is_served(
     audit: float, noise: float, caplog: pytest.LogCaptureFixture
@@ -169,6 +174,7 @@ def test_a_stream_that_moves_on_voids_the_certificate_and_nothing_is_served(
             cache(**requests(1, seed=9)[0][0])
 
 
+@pytest.mark.slow
 def test_what_was_saved_after_a_drift_is_loaded_as_void(tmp_path: object) -> None:
     model = classifier()
     with calibrated(model) as cache:
@@ -183,6 +189,7 @@ def test_what_was_saved_after_a_drift_is_loaded_as_void(tmp_path: object) -> Non
         assert "semantic" not in cache.stats().hits
 
 
+@pytest.mark.slow
 def test_a_cache_that_learns_by_itself_learns_anew_after_a_drift() -> None:
     with calibrated(learn=700, audit=0) as cache:
         for one in requests(900, seed=7, noise=0.5)[0]:
@@ -195,6 +202,7 @@ def test_a_cache_that_learns_by_itself_learns_anew_after_a_drift() -> None:
         assert status_of(cache) == "unwatched"
 
 
+@pytest.mark.slow
 def test_calls_that_are_known_to_be_held_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of bypassed calls, those that are held take part: they are no sample of all."""
     with calibrated() as cache:
@@ -214,6 +222,7 @@ def test_calls_that_are_known_to_be_held_are_not_compared(monkeypatch: pytest.Mo
         assert status_of(cache) == "drifted"
 
 
+@pytest.mark.slow
 def test_other_tenants_are_not_compared() -> None:
     """Nobody serves them, so they say nothing of those who are served."""
     with calibrated() as cache:
@@ -223,6 +232,7 @@ def test_other_tenants_are_not_compared() -> None:
         assert status_of(cache) == "certified"
 
 
+@pytest.mark.slow
 def test_sources_that_were_struck_off_do_not_look_like_other_requests() -> None:
     with calibrated(audit=0.05) as cache:
         banks = inside.banks(cache)
@@ -235,6 +245,7 @@ def test_sources_that_were_struck_off_do_not_look_like_other_requests() -> None:
         assert "semantic" not in cache.stats().hits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_counted", [False, True])
 def test_a_save_that_does_not_tell_repeats_apart_is_unwatched_and_suspends_nothing(is_counted: bool) -> None:
     """How many of C were served says nothing of different requests, where some come often."""
@@ -252,6 +263,7 @@ def test_a_save_that_does_not_tell_repeats_apart_is_unwatched_and_suspends_nothi
         assert cache.stats().hits["semantic"] > 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.1, 0.5])
 def test_repeats_of_what_it_learned_from_void_nothing(share: float) -> None:
     learned, rng = requests(700)[0], np.random.default_rng(1)
@@ -264,6 +276,7 @@ def test_repeats_of_what_it_learned_from_void_nothing(share: float) -> None:
         assert status_of(cache) == "certified"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("power", [0.8, 1.2])
 def test_a_sample_without_duplicates_speaks_for_a_stream_in_which_some_come_often(power: float) -> None:
     pool, rng = [*requests(N_CALIBRATED)[0], *requests(2000, seed=3)[0]], np.random.default_rng(0)
@@ -275,6 +288,7 @@ def test_a_sample_without_duplicates_speaks_for_a_stream_in_which_some_come_ofte
         assert status_of(cache) == "certified"
 
 
+@pytest.mark.slow
 def test_a_calibration_is_renewed_from_requests_after_the_drift() -> None:
     with calibrated(audit=1.0, recalibrate=100, audit_in_background=False) as cache:
         made = cache.calibration

@@ -36,6 +36,7 @@ def learned(cache: LLMCache, n: int = N) -> tuple[CalibratedReuse, list[Observat
     return cache.calibrated, observed
 
 
+@pytest.mark.slow
 def test_what_was_observed_is_calibrated_on_as_if_it_were_computed_now(cache: LLMCache) -> None:
     inputs, labels = requests(N)
     observed = cache.observe(batched(inputs), labels=labels)
@@ -46,6 +47,7 @@ def test_what_was_observed_is_calibrated_on_as_if_it_were_computed_now(cache: LL
     assert again.curve == cache.calibrate(batched(inputs), max_drop=0.05).curve
 
 
+@pytest.mark.slow
 def test_growing_sources_widen_what_serves_and_leave_the_decision_as_the_limit_was_chosen_for_it(
     cache: LLMCache,
 ) -> None:
@@ -57,6 +59,7 @@ def test_growing_sources_widen_what_serves_and_leave_the_decision_as_the_limit_w
     assert all(np.array_equal(array, taught[name]) for name, array in calibrated.state().items())
 
 
+@pytest.mark.slow
 def test_learning_allows_nothing(cache: LLMCache) -> None:
     calibrated, observed = learned(cache)
     calibrated.calibrate(observed, CLAIM)
@@ -66,6 +69,7 @@ def test_learning_allows_nothing(cache: LLMCache) -> None:
     assert "semantic" not in ask(cache, requests(60, seed=7)[0])[1]
 
 
+@pytest.mark.slow
 def test_doubts_tell_what_serving_does(cache: LLMCache) -> None:
     calibrated, observed = learned(cache)
     found = calibrated.calibrate(observed, CLAIM)
@@ -81,6 +85,7 @@ def test_doubts_tell_what_serving_does(cache: LLMCache) -> None:
     assert all(source in held for source, is_near in zip(sources, near, strict=True) if is_near)
 
 
+@pytest.mark.slow
 def test_of_repeats_there_is_no_doubt(cache: LLMCache) -> None:
     calibrated, observed = learned(cache)
     calibrated.learn(observed)
@@ -90,6 +95,7 @@ def test_of_repeats_there_is_no_doubt(cache: LLMCache) -> None:
     assert sources[:5] == [case.row.key for case in observed[:5]]
 
 
+@pytest.mark.slow
 def test_after_a_restart_only_those_who_were_named_serve(cache: LLMCache) -> None:
     calibrated, observed = learned(cache)
     calibrated.learn(observed)
@@ -102,6 +108,7 @@ def test_after_a_restart_only_those_who_were_named_serve(cache: LLMCache) -> Non
     assert len(set(sources)) > 5
 
 
+@pytest.mark.slow
 def test_a_trial_counts_what_changes(cache: LLMCache) -> None:
     calibrated, observed = learned(cache)
     calibrated.learn(observed)
@@ -126,6 +133,7 @@ def test_what_cannot_be_observed_is_refused(cache: LLMCache) -> None:
         cache.observe(requests(1)[0])
 
 
+@pytest.mark.slow
 def test_nothing_of_the_requests_is_left_with_the_teacher_once_a_calibration_has_ended(cache: LLMCache) -> None:
     calibrated, observed = learned(cache)
     calibrated.calibrate(observed, CLAIM)
@@ -135,6 +143,7 @@ def test_nothing_of_the_requests_is_left_with_the_teacher_once_a_calibration_has
     assert not calibrated.fitter._forecasts
 
 
+@pytest.mark.slow
 def test_a_request_that_comes_again_is_looked_up_once(cache: LLMCache, monkeypatch: pytest.MonkeyPatch) -> None:
     calibrated, observed = learned(cache)
     calibrated.learn(observed[:600])

@@ -11,6 +11,8 @@ import pytest
 
 from tests.tiny_prompts import write_prompts
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -198,6 +198,7 @@ def test_disabled_is_plain_and_no_warning(caplog: pytest.LogCaptureFixture) -> N
     assert cache.stats().n_stored == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compile_it", ["torch.compile", "model.compile"])
 def test_compiled_models_run_their_own_graph(compile_it: str) -> None:
     torch._dynamo.reset()
@@ -220,6 +221,7 @@ def test_compiled_models_run_their_own_graph(compile_it: str) -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_a_model_compiled_before_wrapping_is_right() -> None:
     torch._dynamo.reset()
     model = build(CLASSIFIERS["bert"])

@@ -24,6 +24,7 @@ def scale(model: nn.Module, factor: float = 1.5) -> None:
             parameter.mul_(factor)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "t5", "bart", "deberta"])
 def test_a_copy_has_its_own_weights(family: str) -> None:
     model = build(BARE[family])

@@ -129,6 +129,7 @@ def test_after_a_return_hits_decide_and_each_that_did_not_pay_doubles_the_wait()
         assert stands(cost) == PATIENCE - 1  # that which returned was the first
 
 
+@pytest.mark.slow
 def test_the_wait_ends_when_no_hash_is_kept_for_longer() -> None:
     cost = aside()
     assert [(waits(cost), stands(cost))[0] for _ in range(10)][-2:] == [65_536, 65_536]
@@ -411,6 +412,7 @@ def test_where_repeats_would_be_served_it_steps_aside_sooner() -> None:
     assert not row(soon).is_bypassed  # repeats spoke for it, so it waits for hits as long as any other
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=400))
 def test_the_short_way_changes_no_decision(asked: list[int]) -> None:
     short, long = aside(), aside()

@@ -106,6 +106,7 @@ def is_right(cache: LLMCache, model: nn.Module, ids: torch.Tensor) -> bool:
         return torch.allclose(answer, cache(input_ids=ids).logits, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", BREAKS)
 def test_a_broken_part_costs_speed_only(part: str, caplog: pytest.LogCaptureFixture) -> None:
     model = build(CLASSIFIERS["bert"])

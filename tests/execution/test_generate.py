@@ -26,6 +26,7 @@ def generate(model: Any, **more: Any) -> torch.Tensor:
     return model.generate(**{"do_sample": False, "max_new_tokens": 8, "pad_token_id": 0, **more})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", GENERATORS)
 @pytest.mark.parametrize("way", WAYS)
 def test_tokens_are_the_same_cold_and_warm(family: str, way: str) -> None:

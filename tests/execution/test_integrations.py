@@ -30,6 +30,7 @@ def test_text_classification(batch_size: int) -> None:
     assert (cache.stats().hits, cache.stats().bypassed) == ({"exact": 3}, {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "model"),
     [
@@ -80,6 +81,7 @@ class Rows(torch.utils.data.Dataset[dict[str, Any]]):
         return self.rows[i]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch", "sgd"])
 @pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
 def test_trainer(optim: str, tmp_path: Path) -> None:
@@ -123,6 +125,7 @@ def embedder(folder: Path, mode: str = "mean", model: nn.Module | None = None, *
     return SentenceTransformer(modules=parts, device="cpu", prompts={"query": "w1 w2 w3 "})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tau", [None, 0.9999])
 @pytest.mark.parametrize("mode", ["mean", "cls", "lasttoken", "max"])
 def test_sentence_transformers(mode: str, tau: float | None, tmp_path: Path) -> None:
@@ -268,6 +271,7 @@ def test_sentence_transformers_called_with_features(tmp_path: Path) -> None:
     assert cache.stats().hits == {"exact": 3}
 
 
+@pytest.mark.slow
 def test_sentence_transformers_are_calibrated_on_texts(tmp_path: Path) -> None:
     model = embedder(tmp_path)
     rng = np.random.default_rng(0)

@@ -119,6 +119,7 @@ def test_a_list_of_layers_that_is_replaced_as_a_whole() -> None:
     assert cache.stats().bypassed == {"other_layers": 3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [[0], [3]])
 @pytest.mark.parametrize("settings", [{}, SETTINGS], ids=["exact", "mean"])
 def test_a_layer_that_is_compiled_in_its_place_is_told(compiled: list[int], settings: dict[str, Any]) -> None:
@@ -134,6 +135,7 @@ def test_a_layer_that_is_compiled_in_its_place_is_told(compiled: list[int], sett
     assert cache.stats().errors == 0
 
 
+@pytest.mark.slow
 def test_layers_that_were_compiled_before_are_served() -> None:
     """What the log advises."""
     model = build(BARE["bert"])
@@ -151,6 +153,7 @@ def test_layers_that_were_compiled_before_are_served() -> None:
     torch.testing.assert_close(plain(model, MIXED), expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["encoder", "whole"])
 def test_what_is_compiled_around_the_layers_is_told(what: str) -> None:
     model = build(BARE["bert"])

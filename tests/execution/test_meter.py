@@ -249,12 +249,14 @@ def test_settings_say_whether_and_when_it_steps_aside(settings: dict[str, Any], 
     assert not cost.judge(LENGTH, 1, ()).is_worthwhile
 
 
+@pytest.mark.slow
 def test_without_stepping_aside_there_are_no_costs_to_tell() -> None:
     cache = LLMCache.wrap(build(CLASSIFIERS["bert"]), auto_bypass=False)
     assert set(asked(cache, PATIENCE + 10)) == {None}
     assert cache.stats().cost == ()
 
 
+@pytest.mark.slow
 def test_clear_begins_anew_and_purge_forgets_who_asked() -> None:
     cache = LLMCache.wrap(build(CLASSIFIERS["bert"]))
     asked(cache, PATIENCE)
@@ -266,6 +268,7 @@ def test_clear_begins_anew_and_purge_forgets_who_asked() -> None:
     assert asked(cache, 10) == [None] * 10
 
 
+@pytest.mark.slow
 def test_requests_that_are_held_are_served_when_others_were_purged(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also while recording costs too much, so that most calls are bypassed without a further look."""
     monkeypatch.setattr("llmcache.execution.cost.CostModel._may_record", lambda cost, bucket: False)
@@ -277,6 +280,7 @@ def test_requests_that_are_held_are_served_when_others_were_purged(monkeypatch: 
     assert cache.stats().hits == {"exact": SOON}
 
 
+@pytest.mark.slow
 def test_calibrating_begins_anew() -> None:
     """What can be served afterwards has changed; `calibrate` refuses so few, but only once it has computed them."""
     cache = LLMCache.wrap(build(CLASSIFIERS["bert"]))
@@ -337,6 +341,7 @@ def test_times_of_a_call_go_where_they_belong(monkeypatch: pytest.MonkeyPatch) -
     assert cache.stats().storing_ms == pytest.approx(3)
 
 
+@pytest.mark.slow
 def test_it_returns_when_requests_come_again_and_serves_them(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = LLMCache.wrap(build(CLASSIFIERS["bert"]))
     Machine(cache, monkeypatch)
@@ -379,6 +384,7 @@ def decoding(model: nn.Module, ids: Tensor) -> None:
     model(input_ids=ids, past_key_values=past, use_cache=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("reason", "call"),
     [("training", in_training), ("gradients", with_gradients), ("traced", watched), ("decode", decoding)],
@@ -435,6 +441,7 @@ def test_a_call_that_goes_by_may_hold_another_one_and_may_fail() -> None:
     assert [(one.rung, one.bypassed) for one in outcomes] == [("exact", None), (None, None)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ids", [torch.tensor(5), torch.ones(1, 8, dtype=torch.bfloat16), request(1).to_sparse()])
 def test_what_a_model_cannot_read_it_refuses_itself_while_others_go_by(ids: Tensor) -> None:
     plain = build(CLASSIFIERS["bert"])
@@ -449,6 +456,7 @@ def test_what_a_model_cannot_read_it_refuses_itself_while_others_go_by(ids: Tens
             assert str(ours.value) == str(own.value)
 
 
+@pytest.mark.slow
 def test_prefills_are_judged_and_decode_steps_are_not() -> None:
     model = build(GENERATORS["gpt2"])
     cache = LLMCache.wrap(model)

@@ -181,6 +181,7 @@ def held_within(root: object, wanted: set[str]) -> dict[str, str]:
 _ENTERED = ("builtins", "collections", "functools", "llmcache")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decide", ["risk", "combined"])
 def test_a_purge_leaves_no_key_of_the_namespace(decide: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither of what was stored, nor of what was compared, noted, audited or learned from."""

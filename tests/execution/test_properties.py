@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -25,6 +26,7 @@ def batch(rows: list[tuple[int, int]], left: bool, more: int) -> dict[str, torch
     return {"input_ids": ids, "attention_mask": mask}
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     family=st.sampled_from(sorted(MODELS)),
@@ -53,6 +55,7 @@ def test_outputs_are_the_plain_ones(
     assert all(n <= (max_entries or n) for n in stats.n_entries.values())
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(payload=st.sampled_from(["cls", "last", "mean"]), batches=st.lists(BATCH, min_size=2, max_size=5))
 def test_one_vector_is_the_plain_one(payload: str, batches: list[Any]) -> None:

@@ -78,6 +78,7 @@ def told_of(cache: LLMCache, inputs: list[dict[str, Tensor]]) -> list[str | None
     return told
 
 
+@pytest.mark.slow
 def test_what_went_by_to_be_compared_is_served_when_it_comes_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -95,6 +96,7 @@ def test_what_went_by_to_be_compared_is_served_when_it_comes_again(
     assert "exact" in rungs and cache.stats().errors == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("why", ["other weights", "drifted", "off"])
 def test_nothing_is_compared_where_nothing_is_served_approximately(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     cache = calibrated(monkeypatch)
@@ -207,6 +209,7 @@ def test_a_namespace_is_not_served_what_another_noted(monkeypatch: pytest.Monkey
     assert ask(cache, range(PATIENCE, PATIENCE + 2)) == ["exact"] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [{"max_entries": PATIENCE + 4}, {"max_bytes": 40_000}])
 def test_notes_stay_within_what_banks_have_left(monkeypatch: pytest.MonkeyPatch, budget: dict[str, int]) -> None:
     cache = wrapped(build(CLASSIFIERS["bert"]), monkeypatch, payload="sequence", **budget)

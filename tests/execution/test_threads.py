@@ -17,6 +17,7 @@ from tests.tiny_models import BARE, CLASSIFIERS, build, padded, states, tokens
 N_THREADS = 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", ["last", "all"])
 @pytest.mark.parametrize("max_entries", [None, 5])
 def test_eight_threads_get_the_plain_answers(layers: str, max_entries: int | None) -> None:

@@ -57,6 +57,7 @@ def bypassed(cache: LLMCache, reason: str = "traced") -> int:
     return stats.bypassed[reason]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
 def test_make_fx_records_the_model(model: nn.Module, cache: LLMCache, mode: str) -> None:
     with torch.no_grad():
@@ -174,6 +175,7 @@ def test_fake_tensors(cache: LLMCache) -> None:
     assert bypassed(cache) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects:UserWarning")  # transformers' own
 @pytest.mark.parametrize("is_strict", [False, True])
 def test_an_export_holds_the_model_alone(model: nn.Module, cache: LLMCache, is_strict: bool) -> None:

@@ -143,6 +143,7 @@ def test_the_cache_is_off_before_another_thread_reaches_the_next_layer() -> None
     assert second.stats().n_misses == 3
 
 
+@pytest.mark.slow
 def test_calls_while_the_cache_is_put_on_and_taken_off() -> None:
     model = build(BARE["bert"])
     rows = [padded([6, 5], seed=seed) for seed in range(4)]

@@ -224,6 +224,7 @@ def test_prefixes_computed_by_edited_weights_are_not_stored() -> None:
     assert cache.stats().n_blocks == 3
 
 
+@pytest.mark.slow
 def test_a_calibration_by_edited_weights_is_refused() -> None:
     model = classifier()
     cache = LLMCache.wrap(model, auto_bypass=False)
@@ -341,6 +342,7 @@ def test_a_step_of_a_model_that_is_frozen_afterwards_is_seen() -> None:
     assert agrees(cache)
 
 
+@pytest.mark.slow
 def test_a_fused_step_after_a_compiled_forward_is_seen() -> None:
     model = build(CLASSIFIERS["bert"])
     cache = LLMCache.wrap(model)

@@ -27,6 +27,7 @@ def run_main(*args: str) -> int:
     return int(exit_info.value.code or 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", [{"payload": "cls"}, {"payload": "sequence", "layers": "all", "mode": "paper"}])
 def test_latency_writes_every_figure(
     folder: Path, tmp_path: Path, kept: dict[str, str], capsys: pytest.CaptureFixture[str]
@@ -53,6 +54,7 @@ def test_latency_writes_every_figure(
     assert set(figures["ratios"]) == {f"{kind.removesuffix('_ms')}/nocache" for kind in KINDS if kind != "nocache_ms"}
 
 
+@pytest.mark.slow
 def test_enough_calls_have_percentiles(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "figures.json"
     options = f"--seq-len 8 --entries 64 --rounds 200 --json {path}".split()
@@ -76,6 +78,7 @@ def test_banks_are_full_so_every_miss_evicts(folder: Path) -> None:
     assert after.n_stored == 64
 
 
+@pytest.mark.slow
 def test_memory_counts_what_was_stored() -> None:
     figures = memory.measure(memory.Settings(entries=200, width=32, seq_len=8))
     assert figures["n_stored"] >= 200

@@ -30,6 +30,7 @@ def run_target(**variables: str | Path) -> list[int]:
     return codes
 
 
+@pytest.mark.slow
 def test_every_dtype_and_batch_size_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)  # the target names its config from here
     model, results = save_gpt2(tmp_path / "tiny"), tmp_path / "gpu"

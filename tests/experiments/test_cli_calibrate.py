@@ -38,6 +38,7 @@ def run_main(*args: str | Path) -> int:
     return int(exit_info.value.code or 0)
 
 
+@pytest.mark.slow
 def test_what_was_chosen_is_shown_and_kept(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kept = tmp_path / "figures.json"
     assert run_main(config, "--json", kept, "--set", "max_drops=[0.3]", "cache.delta=0.1") == 0
@@ -54,6 +55,7 @@ def test_what_was_chosen_is_shown_and_kept(config: Path, tmp_path: Path, capsys:
     assert told["settings"]["seed"] == 3
 
 
+@pytest.mark.slow
 def test_each_loss_of_the_experiment_is_calibrated_as_if_it_were_alone(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -69,6 +71,7 @@ def test_each_loss_of_the_experiment_is_calibrated_as_if_it_were_alone(
     assert [drop for drop, _, _ in found["[0.4, 0.2]"]] == [0.4, 0.2]
 
 
+@pytest.mark.slow
 def test_what_is_saved_serves_again(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "saved"
     assert run_main(config, "--save", folder, "--set", "seed=0") == 0
@@ -85,6 +88,7 @@ def test_what_is_saved_serves_again(config: Path, tmp_path: Path, capsys: pytest
         assert "semantic" in rungs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("args", "error"),
     [

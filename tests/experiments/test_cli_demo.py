@@ -43,6 +43,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_the_whole_chain(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--json", "figures.json", "--plot", "p.png", "--results-dir", "kept")
     assert run_main("demo", "--n", str(N), *options) == 0

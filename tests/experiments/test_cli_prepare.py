@@ -73,6 +73,7 @@ FIGURES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", FIGURES)
 def test_every_training(recipe: str, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     assert call(recipe) == 0
@@ -104,6 +105,7 @@ def answers(task: Workload) -> list[Any]:
         return [task.answer(task.module(**request.inputs), i) for i, request in enumerate(task.requests)]
 
 
+@pytest.mark.slow
 def test_a_prepared_classifier_gives_its_figure_on_the_other_half(call: Call, data: Path) -> None:
     assert call("minilm-snips", "--epochs=30") == 0
     loaded, figures = load("minilm-snips", "class", call.models), figures_of(call, "minilm-snips")
@@ -121,6 +123,7 @@ def test_a_prepared_classifier_gives_its_figure_on_the_other_half(call: Call, da
     assert figures["commonest"] == sum(request.label == commonest for request in unseen) / 12
 
 
+@pytest.mark.slow
 def test_a_prepared_classifier_is_not_asked_what_it_was_trained_on(call: Call, data: Path) -> None:
     assert call("minilm-snips") == 0
 
@@ -145,6 +148,7 @@ def test_a_prepared_classifier_is_not_asked_what_it_was_trained_on(call: Call, d
     assert asked(path="mine.csv", fit_share=0.0, seed=1) == ["to Paris"]  # of other data it saw nothing
 
 
+@pytest.mark.slow
 def test_a_prepared_span_model_gives_its_figures_with_its_threshold(call: Call, data: Path) -> None:
     assert call("minilm-squad_v2", "--epochs=2") == 0
     loaded, figures = load("minilm-squad_v2", "span", call.models), figures_of(call, "minilm-squad_v2")
@@ -154,6 +158,7 @@ def test_a_prepared_span_model_gives_its_figures_with_its_threshold(call: Call, 
     assert figures["always_no_answer"]["f1"] == task.facts["share_unanswerable"]
 
 
+@pytest.mark.slow
 def test_a_prepared_language_model_gives_its_figures(call: Call, data: Path) -> None:
     assert call("gpt2-wikitext") == 0
     loaded, figures = load("gpt2-wikitext", "token", call.models), figures_of(call, "gpt2-wikitext")
@@ -192,6 +197,7 @@ class Interrupting:
             raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "phase"), [("minilm-openbookqa", "openbookqa"), ("minilm-squad_v2", "squad")])
 def test_an_interrupted_training_goes_on(recipe: str, phase: str, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(squad_v2, "N_CLOZES", 1)  # one step
@@ -214,6 +220,7 @@ def test_an_interrupted_training_goes_on(recipe: str, phase: str, call: Call, mo
     assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
 
 
+@pytest.mark.slow
 def test_seeds(call: Call) -> None:
     found = []
     for folder, seed in (("a", 0), ("b", 0), ("c", 1)):
@@ -225,6 +232,7 @@ def test_seeds(call: Call) -> None:
     assert "classifier.weight" not in other and "transformer.wte.weight" not in other
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["--seed=1", "--limit=25", "--epochs=2"])
 def test_other_options_are_no_second_half(change: str, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
@@ -266,6 +274,7 @@ def test_a_folder_that_cannot_be_made(call: Call, tmp_path: Path) -> None:
     assert call.err == f"llmcache: {tmp_path}/file: File exists\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("has_checkpoints", "n_bytes", "folder"),
     [
@@ -299,6 +308,7 @@ def files_of_at_most(n_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+@pytest.mark.slow
 def test_one_process_trains_a_model(call: Call) -> None:
     with held(call.models / ".minilm-snips.lock"):
         assert call("minilm-snips") == 2
@@ -309,6 +319,7 @@ def test_one_process_trains_a_model(call: Call) -> None:
         assert call("minilm-snips") == 0  # what is there needs nobody's leave
 
 
+@pytest.mark.slow
 def test_a_model_that_another_process_finished_meanwhile_is_kept(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     assert call("minilm-snips") == 0
     metrics = call.models / "minilm-snips" / "metrics.json"

@@ -9,6 +9,8 @@ from typer.testing import CliRunner
 from llmcache.cli.main import app, main
 from tests.experiments.test_measure_latency import save_gpt2
 
+pytestmark = pytest.mark.slow
+
 SMOKE = Path(__file__).parents[2] / "configs" / "smoke.yaml"
 TEXT = {"name": "wikitext", "model": "untrained", "limit": 12, "data": "made", "window": 16}
 LABELS = {"name": "stream", "model": "minilm", "limit": 20, "data": {"path": "support_desk", "limit": 300}}

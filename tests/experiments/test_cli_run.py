@@ -83,6 +83,7 @@ def metrics_of(folder: Path) -> dict[str, Any]:
     return figures
 
 
+@pytest.mark.slow
 def test_results_are_complete(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_config(config, "--set", "rounds=2") == 0
     (folder,) = folders(config)
@@ -107,6 +108,7 @@ def test_results_are_complete(config: Path, capsys: pytest.CaptureFixture[str]) 
     assert env.keys() >= {"git", "versions", "cpu", "threads", "seed"}
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_kept_until_forced(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_config(config) == 0
     metrics = folders(config)[0] / "metrics.json"
@@ -122,6 +124,7 @@ def test_a_finished_run_is_kept_until_forced(config: Path, capsys: pytest.Captur
     assert metrics.is_file() and len(folders(config)) == 1
 
 
+@pytest.mark.slow
 def test_where_data_and_models_lie_is_no_setting(
     config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -138,6 +141,7 @@ def test_where_data_and_models_lie_is_no_setting(
     assert str(config.parent) not in (folder / "config.yaml").read_text()
 
 
+@pytest.mark.slow
 def test_a_grid_runs_once_a_point(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_config(config, "--set", "seed=[0, 1]") == 0
     names = [folder.name.rpartition("-")[0] for folder in folders(config)]
@@ -145,6 +149,7 @@ def test_a_grid_runs_once_a_point(config: Path, capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out.count("measured: ") == 2
 
 
+@pytest.mark.slow
 def test_several_changes_may_follow_one_set(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_config(config, "--set", "warmup=0", "seed=[0, 1]", "task.limit=20") == 0
     assert len(folders(config)) == 2
@@ -153,6 +158,7 @@ def test_several_changes_may_follow_one_set(config: Path, capsys: pytest.Capture
     assert "no-such.yaml" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_ready_model_needs_no_fit(config: Path) -> None:
     save_tiny(config.parent / "models" / "ready", labels=("order_status", "cancel_order"))
     changes = ["--set", "task.model=ready", "--set", "task.head={kind: ready, fit_share: 0}"]
@@ -261,6 +267,7 @@ def held_elsewhere(config: Path) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
+@pytest.mark.slow
 def test_two_processes_do_not_measure_the_same_run(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with held_elsewhere(config):
         assert run_config(config) == 2
@@ -301,6 +308,7 @@ def test_a_summary_without_rows(config: Path, monkeypatch: pytest.MonkeyPatch) -
     assert run_config(config) == 0
 
 
+@pytest.mark.slow
 def test_a_sweep_goes_on_and_lists_what_failed(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     broken = config.with_name("broken.yaml")
     broken.write_text(config.read_text().replace("part0.csv", "none.csv"))
@@ -357,6 +365,7 @@ def test_a_full_disk_ends_a_sweep(
     assert "[2/2]" not in captured.out
 
 
+@pytest.mark.slow
 def test_a_sweep_takes_all_configs_but_smoke(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -384,6 +393,7 @@ def finite(values: Any, where: str) -> None:
         assert math.isfinite(values), where
 
 
+@pytest.mark.slow
 def test_smoke_runs_every_task_and_every_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The very command of continuous integration: offline, without data and without prepared models."""
     for name in ("LLMCACHE_DATA", "LLMCACHE_MODELS"):

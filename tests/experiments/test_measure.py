@@ -173,6 +173,7 @@ class Remembers:
         self.calls.append((self.name, "end"))
 
 
+@pytest.mark.slow
 def test_methods_take_turns_and_rounds_begin_cold() -> None:
     calls: list[tuple[str, Any]] = []
     workload = Words([5, 6, 5])
@@ -189,6 +190,7 @@ def test_methods_take_turns_and_rounds_begin_cold() -> None:
         assert [note.source for note in trace.notes] == [None, None, 0]
 
 
+@pytest.mark.slow
 def test_a_warm_up_longer_than_the_stream() -> None:
     workload = Words([1, 2])
     calls: list[tuple[str, Any]] = []
@@ -236,6 +238,7 @@ def test_rows_say_what_happened() -> None:
     assert (read[3]["source"], read[3]["similarity"], read[4]["similarity"]) == ("", "", "0.25")  # missing is empty
 
 
+@pytest.mark.slow
 def test_serve_states_what_was_measured(tmp_path: Path) -> None:
     task = {"name": "stream", "model": str(save_tiny(tmp_path / "tiny")), "limit": 20}
     methods = [{"method": "llmcache", "tau": 0.8}, {"method": "doccache", "label": "documents"}]
@@ -255,6 +258,7 @@ def test_serve_states_what_was_measured(tmp_path: Path) -> None:
     assert found["documents"]["nocache_ms"]["n"] == found["documents"]["cache_ms"]["n"] == 40
 
 
+@pytest.mark.slow
 def test_bypasses_and_evictions_are_told_apart(loaded: Loaded) -> None:
     data = requests_of(60)
     texts = ("", "where is my order", "", "cancel it", "keep it")
@@ -266,6 +270,7 @@ def test_bypasses_and_evictions_are_told_apart(loaded: Loaded) -> None:
     assert (figures["bypassed"], figures["hit_rate"], figures["entries"]) == (2, 0.0, 2)
 
 
+@pytest.mark.slow
 def test_replay_equals_a_live_run(loaded: Loaded) -> None:
     """Same hits, same rungs, same answers, for each threshold, requests without content included."""
     data = requests_of(400)

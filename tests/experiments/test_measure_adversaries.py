@@ -19,6 +19,8 @@ from llmcache.calibration.drift import DriftDetector
 from llmcache.calibration.risk_target import RiskTarget
 from llmcache.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 LEARN, N = 200, 320
 TASK = {"name": "held_out", "model": "untrained", "limit": N, "data": {"path": "support_desk", "limit": 700}}
 VALUES: dict[str, Any] = {"task": TASK, "learn": LEARN, "max_drops": [0.2], "cache": {"answer": "class"}}

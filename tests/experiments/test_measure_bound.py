@@ -13,6 +13,8 @@ from experiments.runs.read import Run
 from experiments.support.folders import Folders
 from llmcache.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 VALUES: dict[str, Any] = {
     "measure": "bound",
     "task": {"name": "held_out", "model": "untrained", "limit": 320, "data": {"path": "support_desk", "limit": 700}},

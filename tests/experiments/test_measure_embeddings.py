@@ -18,6 +18,8 @@ from experiments.tasks import build, make_task
 from experiments.tasks.embedding import DEPTH, Retrieval
 from llmcache.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 LEARN, N = 200, 320
 TASK = {"name": "retrieval", "model": "untrained", "limit": N, "data": {"path": "support_desk", "limit": 700}}
 EMBEDDINGS: dict[str, Any] = {

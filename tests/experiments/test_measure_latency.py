@@ -72,6 +72,7 @@ def n_weights(folders: Folders) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
+@pytest.mark.slow
 def test_rows_say_what_was_measured_and_its_bytes(folders: Folders) -> None:
     outcome = measured(folders, dtypes=["float32", "bfloat16"], batch_sizes=[1, 2])
     rows = outcome.rows
@@ -92,6 +93,7 @@ def test_rows_say_what_was_measured_and_its_bytes(folders: Folders) -> None:
         assert row.keys() == rows[0].keys()
 
 
+@pytest.mark.slow
 def test_only_as_the_paper_every_layer_is_searched_and_serves(
     folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,6 +156,7 @@ def test_metrics_hold_the_rows_with_their_percentiles(folders: Folders) -> None:
     json.dumps(outcome.metrics, allow_nan=False)
 
 
+@pytest.mark.slow
 def test_generation_is_measured_in_every_dtype(folders: Folders) -> None:
     outcome = measured(
         folders, kept=["pooled"], generate=["tiny"], new_tokens=4, generate_rounds=3, dtypes=["float32", "bfloat16"]
@@ -211,6 +214,7 @@ def test_a_hit_that_is_not_the_stored_run_is_said(folders: Folders, monkeypatch:
     assert latency.measure(settings)["exact_hit_is_equal"] is False
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_unmeasured")
 @pytest.mark.parametrize(
     ("change", "part"),

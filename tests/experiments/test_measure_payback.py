@@ -26,6 +26,8 @@ from llmcache.calibration.risk_target import RiskTarget
 from llmcache.errors import ConfigError
 from tests.tiny_models import save_bert
 
+pytestmark = pytest.mark.slow
+
 LEARN, N = 200, 300
 CLAIM = RiskTarget(0.2, 0.05, "changed", "growing", 0)
 VALUES: dict[str, Any] = {

@@ -64,6 +64,7 @@ def told(values: dict[str, Any], outcome: Outcome) -> str:
     return "\n".join(TABLES[values["measure"]]([Run("some", Path("some"), config, {}, kept)]))
 
 
+@pytest.mark.slow
 def test_time_to_first_token_is_compared(folders: Folders) -> None:
     outcome = measured(folders, PREFIX, rounds=1)
     metrics, rows = outcome.metrics, outcome.rows
@@ -113,6 +114,7 @@ def test_the_ceiling_of_known_prompts_leaves_out_what_the_ratio_leaves_out(tmp_p
     assert ceiling_of(older, "llmcache") == ceiling_of_known(rows)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_wrong_prefixes")
 def test_a_wrong_first_token_is_seen(folders: Folders) -> None:
     outcome = measured(folders, PREFIX)
@@ -121,6 +123,7 @@ def test_a_wrong_first_token_is_seen(folders: Folders) -> None:
     assert figures["n_same"] == sum(row["is_same"] for row in outcome.rows[16:])
 
 
+@pytest.mark.slow
 def test_a_stream_that_shares_nothing_has_no_hits(folders: Folders) -> None:
     stream = {"name": "nothing_shared", "n": 6, "length": 40}
     methods = [{"method": "llmcache", "label": "a", "auto_bypass": True}, {"method": "llmcache", "label": "b"}]
@@ -133,6 +136,7 @@ def test_a_stream_that_shares_nothing_has_no_hits(folders: Folders) -> None:
     assert told(values, outcome).count("nothing_shared") == 4
 
 
+@pytest.mark.slow
 def test_tokens_are_the_same(folders: Folders) -> None:
     outcome = measured(folders, PARITY)
     metrics = outcome.metrics
@@ -146,6 +150,7 @@ def test_tokens_are_the_same(folders: Folders) -> None:
     assert "100.0 %" in text and "5 new tokens" in text and "4 roundings" in text
 
 
+@pytest.mark.slow
 def test_under_a_budget_blocks_leave_and_tokens_stay_the_same(folders: Folders) -> None:
     budget = 200_000
     task = TASK | {"stream": STREAM | {"n": 40}}
@@ -157,6 +162,7 @@ def test_under_a_budget_blocks_leave_and_tokens_stay_the_same(folders: Folders) 
     assert metrics["share_reused"] < metrics["facts"]["share_known"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_wrong_prefixes")
 def test_wrong_tokens_are_counted(folders: Folders) -> None:
     outcome = measured(folders, PARITY)

@@ -14,6 +14,8 @@ from experiments.runs.grid import make_experiment
 from experiments.support.folders import Folders
 from llmcache.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 VALUES: dict[str, Any] = {
     "measure": "second_pass",
     "data": {"path": "support_desk", "limit": 200},

@@ -15,6 +15,8 @@ from experiments.support.folders import Folders
 from experiments.tasks import build
 from llmcache.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 LEARN, N = 200, 260
 VALUES: dict[str, Any] = {
     "measure": "service",

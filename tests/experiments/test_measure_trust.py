@@ -21,6 +21,8 @@ from llmcache.calibration.risk_target import RiskTarget, Sources
 from llmcache.errors import ConfigError
 from tests import inside
 
+pytestmark = pytest.mark.slow
+
 LEARN, N = 200, 320
 VALUES: dict[str, Any] = {
     "measure": "trust",

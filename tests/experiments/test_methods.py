@@ -95,6 +95,7 @@ def test_every_method_is_tested() -> None:
     assert OPTIONS.keys() == METHODS.keys()
 
 
+@pytest.mark.slow
 @on_every_task
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_round_is_cold_and_what_serves_was_computed(name: str, task: str) -> None:
@@ -119,6 +120,7 @@ def test_a_round_is_cold_and_what_serves_was_computed(name: str, task: str) -> N
             assert not notes[source].is_hit
 
 
+@pytest.mark.slow
 @on_every_task
 @pytest.mark.parametrize("name", OPTIONS)
 def test_what_is_computed_is_the_models_own_answer(name: str, task: str) -> None:
@@ -132,6 +134,7 @@ def test_what_is_computed_is_the_models_own_answer(name: str, task: str) -> None
         assert note.is_hit or is_same(answer, own)
 
 
+@pytest.mark.slow
 @on_every_task
 @pytest.mark.parametrize("options", [{"exact": True}, {"exact": True, "compression": "none"}])
 def test_exact_repeats_change_no_answer(options: dict[str, Any], task: str) -> None:

@@ -47,6 +47,7 @@ def counted(module: Any) -> list[int]:
     return rows
 
 
+@pytest.mark.slow
 def test_layers_compute_each_single_request_once_for_all_copies(rehearsal: Rehearsal) -> None:
     workload, known = rehearsal.workload, Outputs()
     copies = [recall_layers(twin(workload.module), known) for _ in range(2)]
@@ -103,6 +104,7 @@ def _shown(rehearsal: Rehearsal, cases: Any) -> tuple[Any, ...]:
     return [case.features for case in cases], targets(cases, answers), np.stack([case.output for case in cases])
 
 
+@pytest.mark.slow
 def test_caches_on_one_model_tell_what_caches_on_their_own_do(experiment: Trust, rehearsal: Rehearsal) -> None:
     """The other one has to learn by itself; what both serve, and say, is alike."""
     claim = experiment.risk_target(0.2)

@@ -157,6 +157,7 @@ print(n_refused)
 """
 
 
+@pytest.mark.slow
 def test_only_one_process_holds_a_lock(tmp_path: Path) -> None:
     """A count is lost if two ever hold it at once."""
     lock, counter = tmp_path / "lock", tmp_path / "count"

@@ -109,6 +109,7 @@ def test_an_accepted_answer_that_is_nothing_still_makes_a_question_answerable() 
     assert found["n_answerable"] == 2 and found["exact"] == 100
 
 
+@pytest.mark.slow
 def test_processes_at_once_without_a_cache_folder(tmp_path: Path) -> None:
     in_the_way = tmp_path / "file"
     in_the_way.touch()

@@ -50,6 +50,7 @@ PCA = {"name": "pca", "dim": 4, "fit_on": 10}
 NEAR: dict[str, float] = {"mean": 0.8, "attention": 0.8, "minhash": 0.1, "simhash": 0.6, "pca": 0.5}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fingerprint", ["mean", "attention", "minhash", "simhash", PCA])
 @pytest.mark.parametrize("task", TASKS)
 def test_replay_equals_a_live_run(task: str, fingerprint: Any) -> None:
@@ -73,6 +74,7 @@ def test_replay_equals_a_live_run(task: str, fingerprint: Any) -> None:
     assert {"near", "computed"} <= set(again.served)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["doccache", "semantic_response"])
 @pytest.mark.parametrize("task", TASKS)
 def test_replay_of_other_methods_equals_a_live_run(task: str, method: str) -> None:

@@ -322,6 +322,7 @@ def test_a_save_that_is_replaced_while_it_is_read_is_read_anew(tmp_path: Path, m
         LLMCache.load(build(BARE["bert"]), tmp_path)
 
 
+@pytest.mark.slow
 def test_processes_that_save_at_once_or_are_killed_leave_a_whole_save(tmp_path: Path) -> None:
     """In a process of its own, which forks: three that save and one that loads, then some that are killed."""
     script = Path(__file__).with_name("saving.py")

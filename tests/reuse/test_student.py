@@ -97,6 +97,7 @@ def cache(request: pytest.FixtureRequest) -> Iterator[LLMCache]:
         yield cache
 
 
+@pytest.mark.slow
 def test_an_answer_is_given_by_an_example_of_it_and_counts_as_the_students(cache: LLMCache) -> None:
     assert cache.calibration is not None and cache.calibration.is_certified
     is_alone = cache.config.decide.name == "student"
@@ -125,6 +126,7 @@ def test_a_replay_tells_the_rungs(cache: LLMCache) -> None:
     assert [one.rung if one.risk <= limit else None for one in found] == ask(cache, fresh)[1]
 
 
+@pytest.mark.slow
 def test_a_student_searches_nothing_and_a_saved_one_serves_alike(model: nn.Module, tmp_path: Path) -> None:
     fresh = requests(40, seed=7)[0]
     with LLMCache.wrap(model, auto_bypass=False, audit=0, decide="student") as cache:
@@ -137,6 +139,7 @@ def test_a_student_searches_nothing_and_a_saved_one_serves_alike(model: nn.Modul
         assert ask(cache, fresh) == served
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decide", ["student", "combined"])
 def test_a_saved_one_gives_answers_by_the_same_examples_whatever_was_stored_first(
     decide: str, model: nn.Module, tmp_path: Path
@@ -159,6 +162,7 @@ def test_a_saved_one_gives_answers_by_the_same_examples_whatever_was_stored_firs
         assert told(cache) == (examples, answers)
 
 
+@pytest.mark.slow
 def test_a_save_while_another_thread_purges_can_be_loaded(
     model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,6 +184,7 @@ def test_a_save_while_another_thread_purges_can_be_loaded(
         assert cache.calibration is None and cache.stats().n_stored == 0
 
 
+@pytest.mark.slow
 def test_examples_stay_where_sources_grow(model: nn.Module) -> None:
     with LLMCache.wrap(model, auto_bypass=False, audit=0, decide="student", sources="growing", max_entries=N) as cache:
         cache.calibrate(batched(requests(N)[0]), **LOOSE)
@@ -190,6 +195,7 @@ def test_examples_stay_where_sources_grow(model: nn.Module) -> None:
         assert {*kept} <= {record.key for record in inside.records(cache)}
 
 
+@pytest.mark.slow
 def test_a_changed_answer_strikes_no_example(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {"decide": "student", "audit": 1.0, "audit_in_background": False, "auto_bypass": False}
     with LLMCache.wrap(model, **settings) as cache:
