@@ -230,7 +230,7 @@ class LLMCache:
     def unwrap(self) -> nn.Module:
         """Take the cache off the model, which is then exactly as before, and return the model. Twice does nothing.
 
-        What waits to be looked into is dropped. A call that another thread is making ends with the answer that it would
+        What waits to be audited is dropped. A call that another thread is making ends with the answer that it would
         have had; where layers were skipped that can no longer be stood in for, the model is run again for it.
 
         Raises:
@@ -244,7 +244,7 @@ class LLMCache:
     def drain(self) -> int:
         """Do now what waits for a moment without calls, and return how many jobs this thread did.
 
-        Jobs are hits that the audit looks into, and renewals of a calibration. None is left or under way afterwards.
+        Jobs are hits that the audit audits, and renewals of a calibration. None is left or under way afterwards.
         Hits that were served with other weights than those of now wait until these are back.
         """
         return 0 if self._components.audit is None else self._components.audit.drain()
@@ -275,7 +275,7 @@ class LLMCache:
     def last(self) -> tuple[Outcome, ...]:
         """What became of each row of this thread's last call, in order.
 
-        Bypassed calls are noted too, decode steps not: after `generate()` it tells of the last prefill. Empty before
+        Bypassed calls are recorded too, decode steps not: after `generate()` it tells of the last prefill. Empty before
         the first call and after one that raised; of calls made within one another it tells of the outer one. Async
         tasks of a thread share it: read it before an `await`.
         """

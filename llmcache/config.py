@@ -67,7 +67,7 @@ class CacheConfig(BaseModel):
             only `cache.drain()` does.
         audit_share: Where calls leave no such moment for a second, the work is done within calls, for no more than this
             share of their time, 0 to 1. Of what it cannot carry less is drawn. 0: none is done there.
-        recalibrate: Requests after which a calibration is renewed from the newest ones that were looked into, if those
+        recalibrate: Requests after which a calibration is renewed from the newest ones that were audited, if those
             can carry its claim by then; None: never.
         fingerprint_per_layer: Search each layer's bank with the fingerprint of the states that enter this layer, not
             with that of the embedding output. In `paper` mode, with `mean` or `simhash`.
@@ -84,7 +84,7 @@ class CacheConfig(BaseModel):
             float16 numbers of each row of a layer. They are fitted on the first `fit_on` rows that are to be stored in
             the layer, anew for other weights, in the call that brings the last of them, which takes up to a few seconds
             a layer; what was stored plainly until then is packed, too. `Stats.reconstruction_error` says what is lost.
-        auto_bypass: Let calls go by the cache where it takes more time than it saves, as measured for calls of their
+        auto_bypass: Let calls bypass the cache where it takes more time than it saves, as measured for calls of their
             length (`Stats.cost`), until it would pay. They are counted in `Stats.bypassed`. Not in `paper` mode.
         max_entries: Most entries a bank, or None. Requests that are kept in blocks have none.
         max_bytes: Budget in bytes of all states; each bank gets an equal share. Where prefixes are kept, it is one for
@@ -186,7 +186,7 @@ class CacheConfig(BaseModel):
     def _parts_fit_together(self) -> Self:
         if self.recalibrate is not None and not self.audit:
             raise ValueError(
-                f"recalibrate={self.recalibrate} with audit=0: it is made from requests that were looked into; raise "
+                f"recalibrate={self.recalibrate} with audit=0: it is made from requests that were audited; raise "
                 "audit, or leave it out"
             )
         if self.mode == "paper" and self.exact:

@@ -2,7 +2,7 @@
 
 A failure is computed around, so nobody sees it in an answer. But a cache that fails does not know what it would have
 known, and that must not pass for good news: while many calls fail, nothing is reused approximately under a calibration
-(`calibration/calibrated_reuse.py`); hits that could not be looked into count as changed (`audit/account.py`).
+(`calibration/calibrated_reuse.py`); hits that could not be audited count as changed (`audit/account.py`).
 """
 
 import logging
@@ -50,7 +50,7 @@ class Counters:
         return self._calls.is_large
 
     def bypass(self, reason: str, n_rows: int) -> None:
-        """Count rows that went by the cache; the first of each reason is logged with its cure."""
+        """Count rows that bypassed the cache; the first of each reason is logged with its cure."""
         with self._lock:
             self._bypassed[reason] += n_rows
             self._totals["requests"] += 0 if reason == "decode" else n_rows
@@ -81,7 +81,7 @@ class Counters:
         with self._lock:
             self._looks.add(error is not None)
         if error is not None:
-            self._count_failure("look into a hit", error)
+            self._count_failure("audit a hit", error)
 
     def _count_failure(self, what: str, error: Exception) -> None:
         kind = f"{what}: {type(error).__name__}"

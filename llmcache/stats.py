@@ -31,28 +31,28 @@ class AuditStats(Renamed):
 
     Attributes:
         status: `learning` from the first requests; `certified`: the bound holds, as far as is known, and the audit
-            looks into hits; `unwatched`: it was shown, but with `audit=0` nobody looks, or an early save does not tell
+            audits hits; `unwatched`: it was shown, but with `audit=0` nobody looks, or an early save does not tell
             what requests are to be compared with; `drifted`: it is void, requests being unlike those that it was made
             with, and nothing is reused approximately; `failing`: nor is anything meanwhile, as the cache itself fails
             (`Stats.health`); `growing`: sources grow, and there is no bound; `tightened`: after a first alarm, half is
             served; `off`: nothing is, after a second alarm, a calibration that failed, or none; `other weights`: the
             model was calibrated with others.
         n_requests: Requests counted, hits or not; bypassed ones are not.
-        n_drawn: Approximate hits to be looked into.
+        n_drawn: Approximate hits to be audited.
         n_recomputed: Those whose own answer is known by now. Where n_drawn - n_recomputed exceeds n_waiting, the rest
             cannot be known: computing failed, or they were purged.
-        n_lost: Those that count as changed to the alarm since they were not looked into: computing them failed, or
-            more than a thousand others have been drawn and not looked into since (`llmcache.audit.account`).
-        n_waiting: Hits that wait to be looked into, and a renewal if one does: `LLMCache.drain` does them, but for hits
+        n_lost: Those that count as changed to the alarm since they were not audited: computing them failed, or
+            more than a thousand others have been drawn and not audited since (`llmcache.audit.account`).
+        n_waiting: Hits that wait to be audited, and a renewal if one does: `LLMCache.drain` does them, but for hits
             that wait until the weights that served them are back.
-        n_changed: Of those looked into, how many answers were not the model's own.
+        n_changed: Of those audited, how many answers were not the model's own.
         rate: Estimated share of changed answers, of all requests; None before the first.
         lower: The mean rate so far is at least this, at all times but for a chance of `delta`.
         upper: It is at most this, likewise. What was drawn and is not known counts as changed here.
         n_alarms: Times that the rate was found to exceed what is allowed, since wrapping.
         n_quarantined: Stored requests that serve no others any more, since an answer of theirs was another request's.
         needed: Requests after which an alarm can be expected if the rate were twice what is allowed from now on
-            (`llmcache.audit.alarm.Alarm.needed` derives it); None where nothing is looked into.
+            (`llmcache.audit.alarm.Alarm.needed` derives it); None where nothing is audited.
     """
 
     _RENAMED: ClassVar[Mapping[str, str]] = {"n_looked": "n_recomputed", "n_struck": "n_quarantined"}
@@ -82,14 +82,14 @@ class Cost(Renamed):
         storing_ms: Of a miss: keeping its states and storing them.
         layer_ms: What a layer takes: what the model takes, by the number of layers. They are alike, a reuse mostly
             replaces all of them, and embeddings and final norm take about a hundredth.
-        plain_ms: The model alone: calls that went by.
+        plain_ms: The model alone: bypassed calls.
         beside_ms: What the audit and the reading of answers took, by call that took the whole way.
         miss_ms: All of a miss.
         hit_ms: All of a hit: lookup, transfer of the state, and what of the model still runs.
         hit_rate: Share of requests served, of those that took the whole way.
         repeats: Share of all requests that were asked before; None where tokens are not on the host.
         worthwhile_from: Hit rate from which the cache pays; None also where a hit takes longer than the model.
-        is_bypassed: Such calls go by the cache.
+        is_bypassed: Such calls bypass the cache.
     """
 
     _RENAMED: ClassVar[Mapping[str, str]] = {"pays_from": "worthwhile_from", "is_aside": "is_bypassed"}
@@ -178,7 +178,7 @@ class Stats:
             hang within the trunk, which are to see all of them. They may be hits all the same.
         errors: Failures of index, store or audit that were computed around.
         health: Whether the cache itself works, and what failed (`llmcache.stats.Health`).
-        cost: What calls of each length cost and save, shortest first, and whether they go by the cache.
+        cost: What calls of each length cost and save, shortest first, and whether they bypass the cache.
         audit: What is known of calibrated reuse in service; None without any.
     """
 

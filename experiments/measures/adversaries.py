@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, Self
 
-from llmcache.calibration.risk_target import RiskTarget
 from pydantic import Field
 
 from experiments.measures.base import Outcome
@@ -27,6 +26,7 @@ from experiments.support.folders import Folders
 from experiments.support.progress import tracked
 from llmcache.calibration.calibrated_reuse import CalibratedReuse
 from llmcache.calibration.calibration import Calibration, split
+from llmcache.calibration.risk_target import RiskTarget
 from llmcache.request.observation import Observation
 
 Gate = bool | dict[str, Any]

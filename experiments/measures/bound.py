@@ -22,7 +22,6 @@ from functools import lru_cache
 from typing import Any, Self
 
 import numpy as np
-from llmcache.calibration.risk_target import RiskTarget
 from numpy.typing import NDArray
 from pydantic import Field
 
@@ -34,6 +33,7 @@ from experiments.replay.rehearsal import Rehearsal
 from experiments.support.folders import Folders
 from experiments.support.progress import tracked
 from llmcache.calibration.calibration import HoldoutOutcome, OperatingPoint, chosen, n_tested, try_settings
+from llmcache.calibration.risk_target import RiskTarget
 from llmcache.errors import ConfigError
 
 

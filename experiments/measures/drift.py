@@ -18,7 +18,6 @@ from random import Random
 from typing import Any, Literal
 
 import numpy as np
-from llmcache.calibration.risk_target import RiskTarget, Sources
 from numpy.typing import NDArray
 from pydantic import Field
 
@@ -34,6 +33,7 @@ from llmcache import LLMCache
 from llmcache.arrays import Floats
 from llmcache.calibration.calibration import split
 from llmcache.calibration.drift import DriftDetector, Marks, Profile
+from llmcache.calibration.risk_target import RiskTarget, Sources
 from llmcache.errors import ConfigError
 
 Late = Literal["any", "alike"]

@@ -5,7 +5,6 @@ from copy import copy
 from typing import Any, Self
 
 import numpy as np
-from llmcache.calibration.risk_target import MetricName, RiskTarget, Sources
 from numpy.typing import NDArray
 from pydantic import Field, field_validator
 
@@ -19,6 +18,7 @@ from experiments.tasks import build
 from experiments.tasks.workload import Answer, Workload
 from llmcache import CacheConfig
 from llmcache.calibration.calibration import check_size
+from llmcache.calibration.risk_target import MetricName, RiskTarget, Sources
 from llmcache.errors import CalibrationError, ConfigError
 
 

@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from llmcache.calibration.risk_target import RiskTarget, Sources
 from numpy.typing import NDArray
 from pydantic import Field
 
@@ -33,6 +32,7 @@ from experiments.support.folders import Folders
 from experiments.support.progress import tracked
 from experiments.tasks.workload import Answer, Workload
 from llmcache import LLMCache
+from llmcache.calibration.risk_target import RiskTarget, Sources
 from llmcache.request.observation import Observation
 
 _N_PLACES = 3  # words of a target that the attacker tries to replace, each by every word that he knows

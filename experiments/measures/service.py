@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from llmcache.calibration.risk_target import RiskTarget
 from numpy.typing import NDArray
 from pydantic import Field, field_validator
 
@@ -34,6 +33,7 @@ from experiments.support.folders import Folders
 from experiments.support.progress import tracked
 from experiments.tasks.workload import Answer, Workload
 from llmcache import LLMCache
+from llmcache.calibration.risk_target import RiskTarget
 from llmcache.request.observation import Observation
 
 CACHE = "llmcache"

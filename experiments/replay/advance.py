@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from math import inf
 
 import numpy as np
-from llmcache.calibration.risk_target import RiskTarget
 from numpy.typing import NDArray
 
 from experiments.methods.base import COMPUTED
 from experiments.replay.replay import Replay, Units, replay
 from llmcache.calibration.calibration import HoldoutOutcome, OperatingPoint, chosen, settings, split, try_settings
+from llmcache.calibration.risk_target import RiskTarget
 
 #: Whether the answer of a source is not the request's own: `(request, source) -> bool`.
 IsChanged = Callable[[int, int], bool]

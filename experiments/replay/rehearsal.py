@@ -12,7 +12,6 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from llmcache.calibration.risk_target import RiskTarget
 from numpy.typing import NDArray
 
 from experiments.methods.base import COMPUTED, twin
@@ -23,6 +22,7 @@ from experiments.tasks.workload import Answer, Workload
 from llmcache import LLMCache
 from llmcache.calibration.calibrated_reuse import CalibratedReuse
 from llmcache.calibration.calibration import Calibration
+from llmcache.calibration.risk_target import RiskTarget
 from llmcache.calibration.training import Found
 from llmcache.request.observation import Observation
 

@@ -4,13 +4,12 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 
-from llmcache.calibration.risk_target import RiskTarget
-
 from experiments.methods.base import COMPUTED
 from experiments.models.loading import encode
 from experiments.tasks.workload import Answer, Request, Workload
 from llmcache import LLMCache
 from llmcache.audit.alarm import Alarm
+from llmcache.calibration.risk_target import RiskTarget
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,10 @@
-"""The account of one calibration: which hits are looked into, and what came of it.
+"""The account of one calibration: which hits are audited, and what came of it.
 
-A hit is looked into with a known probability: higher at first, and the more risky it was, never under a floor. A
+A hit is audited with a known probability: higher at first, and the more risky it was, never under a floor. A
 change that is found counts with the inverse of that probability, so that all requests together tell the rate of
 changed answers without bias, misses and exact repeats included.
 
-A hit that was drawn and is never looked into counts against the claim: as changed for the upper limit from the moment
+A hit that was drawn and is never audited counts against the claim: as changed for the upper limit from the moment
 that it is drawn, and to the alarm once computing it has failed, or it has waited for longer than the queue is. Who
 could not look must not be taken for one who found nothing.
 """
@@ -17,14 +17,14 @@ from llmcache.audit.alarm import Alarm
 from llmcache.audit.rate import Rate
 
 N_FIRST = 500  # requests at the beginning of an account: what does not hold mostly does not from the start
-_FIRST = 5  # times the floor, with which they are looked into
-MOST_WAITING = 1000  # hits that wait to be looked into; with more, hits that are drawn are computed in their calls
+_FIRST = 5  # times the floor, with which they are audited
+MOST_WAITING = 1000  # hits that wait to be audited; with more, hits that are drawn are computed in their calls
 _MOST_OPEN = MOST_WAITING + 200  # some are under way, or were drawn by calls that asked before: what is older is lost
 
 
 @dataclass(frozen=True, slots=True)
 class AuditSample:
-    """A hit that is to be looked into.
+    """A hit that is to be audited.
 
     Attributes:
         account: Where it was drawn, and its verdict belongs.
@@ -65,7 +65,7 @@ class AuditAccount:
 
         Args:
             limit: Largest share of changed answers, of all requests, that is in order; over 0, under 1.
-            floor: Least probability with which a hit is looked into, over 0, at most 1.
+            floor: Least probability with which a hit is audited, over 0, at most 1.
             alpha: Chance of a false alarm, ever; and that a limit of the rate is wrong, ever. Over 0, under 1.
             seed: Of the draws.
         """
@@ -83,7 +83,7 @@ class AuditAccount:
         self._open: dict[int, AuditSample] = {}  # without a verdict, by number, oldest first
 
     def see(self, share: float | None, ease: float = 1.0) -> AuditSample | None:
-        """Count a request, and say whether it is to be looked into.
+        """Count a request, and say whether it is to be audited.
 
         Args:
             share: Of an approximate hit, its risk over the largest that is allowed, 0 to 1; None of all other
@@ -124,7 +124,7 @@ class AuditAccount:
         return is_changed and was_open and self._strikes(sample)
 
     def lose(self, sample: AuditSample) -> bool:
-        """A sample will never be looked into; whether the alarm rings, to which it counts as changed."""
+        """A sample will never be audited; whether the alarm rings, to which it counts as changed."""
         if self._open.pop(sample.number, None) is None:
             return False
         self.n_lost += 1

@@ -46,7 +46,7 @@ class Alarm:
     def found(self, number: int, weight: float) -> bool:
         """An event was found in a request, looked for with probability 1 / `weight`; whether the alarm rings now.
 
-        It may be found long after: what is not looked into yet counts as 0, which is never to a gambler's advantage.
+        It may be found long after: what is not audited yet counts as 0, which is never to a gambler's advantage.
         """
         e = np.arange(1, self.n // EPOCH + 2)
         new = np.zeros((len(e) - len(self._gained), len(self._stakes)))

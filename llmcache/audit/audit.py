@@ -1,6 +1,6 @@
 """The audit of one wrapped model: what is drawn from its calls, what becomes of it, and what follows from that.
 
-A changed answer strikes its source off: it serves no other request approximately any more, though it still votes. What
+A changed answer quarantines its source: it serves no other request approximately any more, though it still votes. What
 a frozen calibration claims survives that. Which neighbour is chosen, and how risky that is, stays the same for every
 request; some of those that would be served are computed instead. So no answer changes that would not have changed
 before. Under a metric of the user's, where a changed answer may be the better one, sources stay: the mean of losses and
@@ -75,7 +75,7 @@ class Audit:
             compute: Runs the model in a namespace on tokenised inputs, in inference mode.
             looks: Empty.
             origin: What decides the model's answers now.
-            floor: Least probability with which a hit is looked into, 0 to 1; 0: none is.
+            floor: Least probability with which a hit is audited, 0 to 1; 0: none is.
             renew_every: Requests after which a calibration is renewed; None: never.
             in_background: What waits is done in idle moments, too, not only by `drain` of the shadow.
             share: Of the time of calls, what it may take where they leave no idle moments, 0 to 1.
@@ -105,7 +105,7 @@ class Audit:
     # -- while a call is served ----------------------------------------------------------------------------------------
 
     def catch_up(self) -> float:
-        """Before a call: look into hits that have waited for long; returns the seconds that it took, or 0."""
+        """Before a call: audit hits that have waited for long; returns the seconds that it took, or 0."""
         self._resume()
         return self.worker.catch_up()
 
@@ -113,8 +113,8 @@ class Audit:
         """Count a call's requests, draw among its approximate hits, and return those that are served.
 
         None is once requests are unlike those of the calibration. A hit that is drawn while the queue is full is
-        computed in the call, not served: so it is looked into at once, and the estimate keeps every sample. A hit whose
-        source has no known answer could not be looked into, and is computed as well.
+        computed in the call, not served: so it is audited at once, and the estimate keeps every sample. A hit whose
+        source has no known answer could not be audited, and is computed as well.
         """
         ease = self.worker.ease  # where looks wait, fewer are drawn: before anything is known of these requests
         with self._lock:
@@ -144,7 +144,7 @@ class Audit:
         self._hear(account, account.lose_overdue())
 
     def served(self, call: Call) -> None:
-        """Have hits of a call that has ended looked into, where they were drawn."""
+        """Queue hits of a call that has ended to be audited, where they were drawn."""
         served_by = {
             "weights": call.read.scope.weights,
             "attention": call.read.scope.attention,
@@ -153,7 +153,7 @@ class Audit:
             drawn: Audited | None = call.plan.audited.get(row.number)
             if drawn is None or row.number not in call.plan.reused:
                 continue
-            with self._counters.guard("have a hit looked into") as tried:
+            with self._counters.guard("have a hit audited") as tried:
                 self._looks.add(look_at(call, row, drawn, self._origin()._replace(**served_by)))
             if tried.has_failed:
                 self._lose(drawn)
@@ -224,7 +224,7 @@ class Audit:
     # -- in the shadow -------------------------------------------------------------------------------------------------
 
     def _resume(self) -> None:
-        """Have hits looked into that waited for the model to be as it was when they were served."""
+        """Audit hits that waited for the model to be as it was when they were served."""
         if self._looks.has_parked and self._can_look:
             for look in self._looks.resume(self._origin(), self._is_over):
                 self.worker.add(Job(Audit._look_on, look.since_s))
@@ -310,7 +310,7 @@ class Audit:
         )
 
     def _take_in(self, look: Recompute, case: Observation) -> None:
-        with self._counters.guard("store what was looked into"):
+        with self._counters.guard("store what was audited"):
             self._keep(case)
         try:
             self._settle(look.drawn, case)
@@ -343,7 +343,7 @@ class Audit:
             self._gather(case)
 
     def _lose(self, drawn: Audited) -> None:
-        """A hit will never be looked into."""
+        """A hit will never be audited."""
         if drawn.sample is not None:
             account = drawn.sample.account
             with self._lock:
@@ -381,9 +381,7 @@ class Audit:
     def _are_alike(self, call: Call) -> bool:
         """Hold a call's requests against those of the calibration; once they are unlike, it is told that it is void."""
         likeness, made, scope = self._likeness, self._made, call.read.scope
-        if (
-            call.progress.is_foretold
-        ):  # of calls that go by the cache, those take part that are held: these are no sample
+        if call.progress.is_foretold:  # of bypassed calls, those take part that are held: these are no sample
             return True
         if likeness is None or made is None or not self._calibrated.serves_in(scope.namespace):
             return True

@@ -56,7 +56,7 @@ class Rate:
         self._n[ease] += 1
 
     def draw(self, weight: float, ease: float = 1.0) -> None:
-        """The last request is looked into, which had the probability 1 / `weight`."""
+        """The last request is audited, which had the probability 1 / `weight`."""
         self._open[weight, ease] += 1
 
     def settle(self, weight: float, has_event: bool, ease: float = 1.0) -> None:

@@ -27,7 +27,7 @@ from llmcache.request.rows import Row, Scope
 
 
 class CacheBanks:
-    """Requests, shelves and banks, kept consistent. Thread-safe."""
+    """Requests, index and banks, kept consistent. Thread-safe."""
 
     def __init__(
         self,

@@ -39,7 +39,7 @@ from llmcache.stats import Status
 logger = logging.getLogger("llmcache")
 
 _ALARM = (
-    "llmcache: more answers changed, or could not be looked into, than max_drop=%g allows; from now on %s is reused "
+    "llmcache: more answers changed, or could not be audited, than max_drop=%g allows; from now on %s is reused "
     "approximately. Call calibrate() with requests like those of now"
 )
 _DRIFT = (
@@ -74,7 +74,7 @@ class CalibratedReuse:
             counters: Told of failures.
             learn: Requests after which it calibrates by itself; None: when told.
             risk_target: What it then shows.
-            is_watched: An audit looks into what is served; without one no status says `certified`.
+            is_watched: An audit audits what is served; without one no status says `certified`.
         """
         self.chooser = chooser
         self.calibration: Calibration | None = None

@@ -48,7 +48,7 @@ class OperatingPoint:
 
 @dataclass(frozen=True, slots=True)
 class AlarmLevels:
-    """What the audit of a calibration goes by.
+    """Levels by which the audit of a calibration decides.
 
     Attributes:
         most_changed: Share of changed answers over which the alarm is to ring: what was allowed, or, where the metric
@@ -87,7 +87,7 @@ class Calibration:
         seconds: Time that it took, computing the requests left out.
         model_ms: Median time in which the model computed a request of C, milliseconds.
         lookup_ms: Mean time in which it was found who would serve one.
-        watch: What the audit goes by; None where nothing is reused.
+        watch: Levels by which the audit decides; None where nothing is reused.
         n_alarms: Alarms of the audit since. The bound is void from the first on.
         has_drifted: Requests are no longer like those that it was made with (`drift.py`). The bound is void,
             and nothing is reused approximately.
@@ -206,7 +206,7 @@ def size_needed(max_drop: float, delta: float, metric: Metric | str = "changed")
 def watch(
     trial: HoldoutOutcome, setting: OperatingPoint | None, max_changed: float | None, delta: float
 ) -> AlarmLevels | None:
-    """What an audit of a setting goes by.
+    """Levels by which an audit of a setting decides.
 
     Args:
         trial: Of C, with the share of changed answers as its loss.

@@ -128,7 +128,7 @@ class _Spread:
         }
 
     def __call__(self, marks: Marks) -> tuple[float, ...]:
-        """Doubt, similarity, and the places of the class."""
+        """Risk, similarity, and the places of the class."""
         return marks.risk, marks.similarity, *self._places.get(marks.forecast, self._none)
 
     @property

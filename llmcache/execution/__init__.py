@@ -4,5 +4,5 @@ call -> flow         every step in order
      -> meter, cost  whether the cache is worthwhile for calls of this length
      -> reader       its rows, read on the host
      -> lookup       what the rungs say may be reused; fast_path, runner: carried out
-     -> capture      states of misses, stored at the end; notes: outputs of calls that went by
+     -> capture      states of misses, stored at the end; recorder: outputs of bypassed calls
 """

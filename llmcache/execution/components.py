@@ -12,7 +12,7 @@ from llmcache.calibration.calibrated_reuse import CalibratedReuse
 from llmcache.calibration.observer import Observer
 from llmcache.counters import Counters
 from llmcache.execution.cost import CostModel
-from llmcache.execution.notes import Notes
+from llmcache.execution.recorder import BypassRecorder
 from llmcache.fingerprint import Fingerprint
 from llmcache.matching.content_gate import ContentGate
 from llmcache.models.adapters import Trunk
@@ -69,9 +69,9 @@ class Components:
         is_in_blocks: It also holds the requests that the exact rung serves, which then need no entries.
         observer: Reads the model's answers, where decisions compare them; else None.
         calibrated: Approximate reuse that is calibrated, or None.
-        cost: Tells when the cache does not pay; None where it never steps aside.
+        cost: Tells when the cache is not worthwhile; None without auto-bypass.
         audit: Looks into what it serves; None without.
-        notes: What went by; None where nothing does.
+        recorder: Outputs of bypassed calls; None where none is recorded.
         counters: What was done.
     """
 
@@ -91,7 +91,7 @@ class Components:
     calibrated: CalibratedReuse | None = None
     cost: CostModel | None = None
     audit: Audit | None = None
-    notes: Notes | None = None
+    recorder: BypassRecorder | None = None
     counters: Counters = field(default_factory=Counters)
 
     @property
@@ -140,8 +140,8 @@ class Components:
             self.prefix.clear()
         if self.cost is not None:
             self.cost.restart()
-        if self.notes is not None:
-            self.notes.clear()
+        if self.recorder is not None:
+            self.recorder.clear()
 
     def purge(self, namespace: str) -> int:
         """Forget all entries of a namespace, likewise, and return how many requests they were."""
@@ -155,8 +155,8 @@ class Components:
             n_requests += self.prefix.purge(namespace)
         if self.cost is not None:
             self.cost.forget()
-        if self.notes is not None:
-            self.notes.clear(namespace)
+        if self.recorder is not None:
+            self.recorder.clear(namespace)
         return n_requests
 
     def _calibration_held(self) -> AbstractContextManager[object]:

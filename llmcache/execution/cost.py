@@ -1,4 +1,4 @@
-"""Does it pay? Times that were measured decide, for each length of call, whether the cache is asked at all.
+"""Is the cache worthwhile? Times that were measured decide, for each length of call, whether the cache is asked at all.
 
 What the cache costs: each call is read and looked up, and what it misses is stored. What it saves: the layers of a hit.
 A layer's time grows with the tokens of a call and a lookup's hardly does, so times are kept by tokens, padding and all
@@ -7,12 +7,12 @@ rows included, in steps of a factor of two. With `overhead` = lookup + storing, 
     hit rate * (model - hit)  >  (1 - hit rate) * overhead + beside
 
 where `beside` is what else calls take for the cache's sake: what the audit does in them, what is read of answers. Below
-that hit rate calls go by the cache. One in 64 takes the whole way all the same, so that times and hit rate stay fresh,
+that hit rate calls bypass the cache. One in 64 takes the whole way all the same, so that times and hit rate stay fresh,
 and so does each call whose requests are held. A hash is kept of every request, which tells how many come back and could
 have been served. As soon as hits or hashes say that it would pay, calls take the whole way again, and hits decide anew.
 `docs/architecture.md` has the constants.
 
-What the model takes alone is a miss without lookup and storing, until it was seen: in calls that go by, of which there
+What the model takes alone is a miss without lookup and storing, until it was seen: in bypassed calls, of which there
 are short stretches where reuse is calibrated. From then on `overhead` is all that a miss takes longer.
 
 Nothing here reads a clock, a tensor or a model: `meter.py` does.
@@ -22,33 +22,25 @@ import logging
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
 
+from llmcache.execution.length_costs import KNOWN, Average, LengthCosts, share_average
 from llmcache.stats import Cost
 
 logger = logging.getLogger("llmcache")
 
-#: Requests of a bucket before it may step aside: 5 % of hits, where a small encoder breaks even, are then 13 +- 3.5.
+#: Requests of a bucket before it may bypass itself: 5 % of hits, where a small encoder breaks even, are then 13 +- 3.5.
 PATIENCE = 256
 #: The same with a threshold `tau`: who is similar enough comes with the entries, and nothing else can tell whether it
 #: will. At half a millisecond a request, as many cost one second in the life of a cache.
 PATIENCE_OF_TAU = 2048
-_SOONER = 8  # patience by so much shorter where nothing but repeats is served, and calls that go by are noted
+_SOONER = 8  # patience by so much shorter where nothing but repeats is served, and bypassed calls are recorded
 _FEW = 8  # patience by so much shorter for a length whose requests are rare, where those of all lengths have used it up
-_PROBE = 64  # of calls that go by, one in so many takes the whole way: 10 % of overhead are then 0.2 % of all time
-_CHEAP = 0.01  # of the model's time: it does not step aside from a cost of less
-_NOTING = 0.0025  # of the time of calls that go by: what noting some of them may take
-_FREELY = 256  # calls of all lengths that are noted before that is asked
-_EVERY = 32  # of calls that go by, one in so many is timed
-_RARE = 8  # probes are as much rarer where calls are noted: what repeats is seen without
-_STRETCH = 16  # calls that go by in a row, to be compared with
-_FIRST_GAP, _LAST_GAP = 256, 1024  # calls between two stretches: each gap is twice the one before
-_TIMES = 64  # timed calls over which averages reach back, about
-_SHARES = 256  # requests over which rates do
-_LARGEST = 4.0  # a time counts at most so many averages: a codec's fit of seconds is not what the next call costs
-_KNOWN = 65_536  # hashes kept; also the most calls that go by before it may return, past which none of them is known
+_PROBE = 64  # of bypassed calls, one in so many takes the whole way: 10 % of overhead are then 0.2 % of all time
+_FREELY = 256  # calls of all lengths that are recorded before that is asked
+_EVERY = 32  # of bypassed calls, one in so many is timed
+_RARE = 8  # probes are as much rarer where calls are recorded: what repeats is seen without
 
 
 class Times(NamedTuple):
@@ -63,18 +55,18 @@ class Verdict(NamedTuple):
     """Whether a call is to take the whole way.
 
     Attributes:
-        pays: It is.
+        is_worthwhile: It is.
         is_probe: It is the one in 64 that does in any case.
         is_foretold: It does since its requests are held.
-        is_noted: It goes by, and may be noted.
-        is_timed: It goes by, and is to be timed.
-        is_compared: It goes by only so that what the model takes alone is known.
+        is_recorded: It is bypassed, and may be recorded.
+        is_timed: It is bypassed, and is to be timed.
+        is_compared: It is bypassed only so that what the model takes alone is known.
     """
 
-    pays: bool
+    is_worthwhile: bool
     is_probe: bool
     is_foretold: bool = False
-    is_noted: bool = False
+    is_recorded: bool = False
     is_timed: bool = False
     is_compared: bool = False
 
@@ -82,152 +74,6 @@ class Verdict(NamedTuple):
 def none_held(hashes: Sequence[int]) -> int:
     """For callers that hold nothing."""
     return 0
-
-
-@dataclass(slots=True)
-class _Average:
-    """Of the latest values, older ones fading.
-
-    Attributes:
-        reach: How many values it reaches back, about.
-        largest: A value counts at most so many times the average.
-        value: The average; 0 before the first value.
-        n: Values so far.
-    """
-
-    reach: int
-    largest: float = inf
-    value: float = 0.0
-    n: int = 0
-
-    def add(self, value: float, n: int = 1) -> None:
-        """Take in a value that stands for `n`, at least 1."""
-        if self.value:
-            value = min(value, self.largest * self.value)
-        self.n += n
-        self.value += (value - self.value) * min(1.0, n / min(self.n, self.reach))
-
-
-def _time() -> _Average:
-    return _Average(_TIMES, _LARGEST)
-
-
-def _share() -> _Average:
-    return _Average(_SHARES)
-
-
-@dataclass(slots=True)
-class _Bucket:
-    """What was seen of calls of about one length.
-
-    Attributes:
-        miss_s: Seconds of calls of which no row was served.
-        lookup_s: Of these seconds, those of the lookup.
-        storing_s: Likewise of storing.
-        hit_s: Seconds of calls of which all rows were served.
-        plain_s: Seconds of calls that went by.
-        noting_s: Seconds that noting such a call takes.
-        beside_s: Seconds beside calls that took the whole way.
-        unbilled_s: Those since the latest such call whose hits count.
-        hits: Share of rows served, of calls that took the whole way.
-        repeats: Share of requests that were asked before.
-        is_bypassed: Calls go by.
-        n_since: Calls since it last stepped aside or returned.
-        rest: Calls that go by before it may return.
-        n_noted: Calls that may have been noted.
-        notable: Calls that may be noted now.
-        per_call: Likewise, for each call that goes by.
-        gap: Calls between the latest stretch of calls that go by and the next.
-        until: Calls until then; less than 1 within a stretch.
-    """
-
-    miss_s: _Average = field(default_factory=_time)
-    lookup_s: _Average = field(default_factory=_time)
-    storing_s: _Average = field(default_factory=_time)
-    hit_s: _Average = field(default_factory=_time)
-    plain_s: _Average = field(default_factory=_time)
-    noting_s: _Average = field(default_factory=_time)
-    beside_s: _Average = field(default_factory=_share)
-    unbilled_s: float = 0.0
-    hits: _Average = field(default_factory=_share)
-    repeats: _Average = field(default_factory=_share)
-    is_bypassed: bool = False
-    n_since: int = 0
-    rest: int = 0
-    n_noted: int = 0
-    notable: float = 1.0
-    per_call: float = 0.0
-    gap: int = _FIRST_GAP
-    until: int = _FIRST_GAP
-
-    @property
-    def overhead_s(self) -> float:
-        """What the cache adds to a miss."""
-        told_s = self.lookup_s.value + self.storing_s.value
-        return max(told_s, self.miss_s.value - self.plain_s.value) if self._has_compared else told_s
-
-    @property
-    def model_s(self) -> float:
-        """What the model alone takes."""
-        return self.plain_s.value if self._has_compared else self.miss_s.value - self.overhead_s
-
-    @property
-    def saved_s(self) -> float:
-        """What a hit saves. Until there was one, it is taken to cost no more than its lookup."""
-        return self.model_s - (self.hit_s.value if self.hit_s.n else self.lookup_s.value)
-
-    @property
-    def worthwhile_from(self) -> float:
-        """The hit rate at which it breaks even."""
-        cost_s = self.overhead_s + self.beside_s.value
-        return cost_s / (self.saved_s + self.overhead_s) if self.saved_s > 0 else inf
-
-    @property
-    def is_cheap(self) -> bool:
-        """Whether so little is lost that nothing need be won; hits may come yet."""
-        return self.saved_s > 0 and self.overhead_s + self.beside_s.value <= _CHEAP * self.model_s
-
-    def serves(self, share: float) -> bool:
-        """Whether a call of which that share of rows is held takes less time than the model, as far as is known."""
-        saved_s, overhead_s = self.saved_s, self.overhead_s
-        return saved_s > 0 and share * saved_s > (1 - share) * overhead_s
-
-    def go_by(self) -> None:
-        """Count a call that goes by: it allows others to be noted."""
-        if self.notable < 2:
-            self.notable += self.per_call
-
-    def time(self, plain_s: float, noting_s: float | None) -> None:
-        """Take in what a call took that went by, and what noting it took, if it was noted."""
-        self.plain_s.add(plain_s)
-        if noting_s is not None:
-            self.noting_s.add(noting_s)
-        if self.noting_s.value > 0:
-            self.per_call = _NOTING * self.model_s / self.noting_s.value
-
-    def is_compared(self) -> bool:
-        """Whether the next call goes by, to be compared with."""
-        self.until -= 1
-        if self.until > 0:
-            return False
-        if self.until <= 1 - _STRETCH:
-            self.gap = self.until = min(2 * self.gap, _LAST_GAP)
-        return True
-
-    @property
-    def _has_compared(self) -> bool:
-        return self.plain_s.n >= _STRETCH
-
-    def bypass(self, patience: int) -> None:
-        """Go by from now on: longer than last time, unless the return stood for more than twice as long as that."""
-        has_stood = self.n_since > 2 * self.rest
-        self.rest = patience if has_stood else min(2 * self.rest, _KNOWN)
-        self.is_bypassed, self.n_since = True, 0
-
-    def come_back(self) -> None:
-        """Take the whole way again; hits of what is asked from now on decide."""
-        self.hits = _share()
-        self.is_bypassed, self.n_since = False, 0
 
 
 class CostModel:
@@ -238,7 +84,8 @@ class CostModel:
 
         Args:
             depth: Layers of the trunk.
-            patience: Requests of a length before it may step aside, at least 1; an eighth once all lengths had as many.
+            patience: Requests of a length before the cache may bypass itself, at least 1; an eighth once all lengths
+                had as many.
         """
         self._depth = depth
         self._patience = patience
@@ -251,9 +98,9 @@ class CostModel:
     def restart(self) -> None:
         """Forget all that was seen: what can be served has changed."""
         with self._lock:
-            self._buckets: defaultdict[int, _Bucket] = defaultdict(_Bucket)
-            self._hits = _share()  # of all lengths
-            self.has_aside = False  # calls of some length go by, or did since it began anew
+            self._buckets: defaultdict[int, LengthCosts] = defaultdict(LengthCosts)
+            self._hits = share_average()  # of all lengths
+            self.has_bypassed = False  # calls of some length are bypassed, or were since it began anew
             self._n_free = _FREELY
         self.forget()
 
@@ -263,7 +110,7 @@ class CostModel:
             self._recent: set[int] = set()
             self._older: set[int] = set()
 
-    def pays(
+    def judge(
         self,
         n_tokens: int,
         n_rows: int,
@@ -278,8 +125,8 @@ class CostModel:
             n_tokens: Of all rows, padding included, at least 1.
             n_rows: Requests, at least 1.
             hashes: Of the tokens of each; empty where reading them would cost too much.
-            held: `hashes -> how many of these requests can be served`; asked of calls that would go by.
-            compares: Have short stretches of calls go by, so that what the model takes alone is known.
+            held: `hashes -> how many of these requests can be served`; asked of calls that would be bypassed.
+            compares: Have short stretches of calls bypassed, so that what the model takes alone is known.
             searches: Others than repeats may be served, which only calls that take the whole way tell.
         """
         with self._lock:
@@ -291,40 +138,40 @@ class CostModel:
                 is_probe = bucket.n_since % _PROBE == 0
                 if compares and bucket.is_compared():
                     # Noted, as it would have been stored; that comes after what is timed, and touches little memory.
-                    return Verdict(False, False, is_noted=True, is_timed=True, is_compared=True)
+                    return Verdict(False, False, is_recorded=True, is_timed=True, is_compared=True)
                 return Verdict(True, is_probe)
-            is_probe = bucket.n_since % (_PROBE if searches or not bucket.n_noted else _RARE * _PROBE) == 0
+            is_probe = bucket.n_since % (_PROBE if searches or not bucket.n_recorded else _RARE * _PROBE) == 0
             rate = max(bucket.hits.value, bucket.repeats.value)
             if bucket.n_since < bucket.rest or rate <= (worthwhile_from := bucket.worthwhile_from):
                 if is_probe or not hashes:
                     return Verdict(is_probe, is_probe)
                 n_held = held(hashes)
                 serves = n_held > 0 and bucket.serves(n_held / n_rows)
-                bucket.go_by()
-                is_noted = not serves and self._may_note(bucket)
-                bucket.n_noted += is_noted
-                return Verdict(serves, False, serves, is_noted, bucket.n_since % _EVERY == 0)
+                bucket.count_bypassed()
+                is_recorded = not serves and self._may_record(bucket)
+                bucket.n_recorded += is_recorded
+                return Verdict(serves, False, serves, is_recorded, bucket.n_since % _EVERY == 0)
             bucket.come_back()
         _log("serves again", n_tokens, rate, worthwhile_from)
         return Verdict(True, is_probe)
 
     def lets_pass(self, n_tokens: int, request: int) -> bool:
-        """Whether a call of one request goes by, and nothing more is to be done: most calls do while they are aside.
+        """Whether a call of one request is bypassed, and nothing more is to be done: so are most of a bypassed length.
 
         Those that do are counted here, in `n_let_pass`.
 
         Args:
-            n_tokens: As for `pays`, which is asked where this is False, and only then.
+            n_tokens: As for `judge`, which is asked where this is False, and only then.
             request: The hash of its tokens.
         """
         with self._lock:
             bucket = self._buckets.get(n_tokens.bit_length())
             if bucket is None or not bucket.is_bypassed or request in self._recent or request in self._older:
                 return False
-            if self._n_free or bucket.notable >= 1 or (bucket.n_since + 1) % _EVERY == 0:
+            if self._n_free or bucket.recordable >= 1 or (bucket.n_since + 1) % _EVERY == 0:
                 return False
             bucket.n_since += 1
-            bucket.notable += bucket.per_call
+            bucket.recordable += bucket.per_call
             bucket.repeats.add(0.0)
             self._came_before(request)
             self.n_let_pass += 1
@@ -335,10 +182,10 @@ class CostModel:
         with self._lock:
             self._buckets[n_tokens.bit_length()].unbilled_s += seconds
 
-    def passed(self, n_tokens: int, seconds: float, noting_s: float | None = None) -> None:
-        """Take in what a call took that went by, and what noting it took, if it was noted."""
+    def passed(self, n_tokens: int, seconds: float, recording_s: float | None = None) -> None:
+        """Take in what a bypassed call took, and what recording it took, if it was recorded."""
         with self._lock:
-            self._buckets[n_tokens.bit_length()].time(seconds, noting_s)
+            self._buckets[n_tokens.bit_length()].time(seconds, recording_s)
 
     def took(
         self,
@@ -347,7 +194,7 @@ class CostModel:
         n_hits: int,
         times: Times | None,
         is_foretold: bool = False,
-        would_note: Callable[[], bool] = bool,
+        would_record: Callable[[], bool] = bool,
     ) -> None:
         """Take in how a call came out that took the whole way.
 
@@ -357,7 +204,7 @@ class CostModel:
             n_hits: Rows that were served.
             times: What it took; None where it was not timed.
             is_foretold: It took the whole way since its requests are held, which says nothing of others.
-            would_note: Whether such a call would be noted if it went by, and others than repeats are not served.
+            would_record: Whether such a call would be recorded if it were bypassed, and only repeats are served.
         """
         with self._lock:
             bucket = self._buckets[n_tokens.bit_length()]
@@ -379,30 +226,30 @@ class CostModel:
                 return
             if rate >= worthwhile_from or bucket.is_cheap:
                 return
-            if patience < self._patience and not would_note():
+            if patience < self._patience and not would_record():
                 if (rate := self._rate(bucket, self._patience)) is None or rate >= worthwhile_from:
                     return
                 patience = self._patience
             bucket.bypass(patience)
-            self.has_aside = True
-        _log("steps aside", n_tokens, rate, worthwhile_from)
+            self.has_bypassed = True
+        _log("bypasses itself", n_tokens, rate, worthwhile_from)
 
     def rows(self) -> tuple[Cost, ...]:
         """What was measured, shortest calls first."""
         with self._lock:
             return tuple(self._row(bits, bucket) for bits, bucket in sorted(self._buckets.items()))
 
-    def _may_note(self, bucket: _Bucket) -> bool:
-        """Whether a call may be noted, which counts as one that is."""
-        if bucket.notable >= 1:
-            bucket.notable -= 1
+    def _may_record(self, bucket: LengthCosts) -> bool:
+        """Whether a call may be recorded, which counts as one that is."""
+        if bucket.recordable >= 1:
+            bucket.recordable -= 1
         elif self._n_free:
             self._n_free -= 1
         else:
             return False
         return True
 
-    def _rate(self, bucket: _Bucket, patience: int) -> float | None:
+    def _rate(self, bucket: LengthCosts, patience: int) -> float | None:
         """The hit rate of a length, None while it is not known; of a few requests that of all lengths counts, too."""
         if bucket.hits.n >= patience:
             return bucket.hits.value
@@ -410,7 +257,7 @@ class CostModel:
             return max(bucket.hits.value, self._hits.value)
         return None
 
-    def _row(self, bits: int, bucket: _Bucket) -> Cost:
+    def _row(self, bits: int, bucket: LengthCosts) -> Cost:
         is_timed, worthwhile_from = bucket.miss_s.n > 0, bucket.worthwhile_from
         return Cost(
             tokens=1 << (bits - 1),
@@ -431,12 +278,12 @@ class CostModel:
         """Whether a request is known by its hash; it is from now on. Two halves, the older of which goes as a whole."""
         is_known = request in self._recent or request in self._older
         self._recent.add(request)
-        if len(self._recent) >= _KNOWN // 2:
+        if len(self._recent) >= KNOWN // 2:
             self._older, self._recent = self._recent, set()
         return is_known
 
 
-def _ms(average: _Average) -> float | None:
+def _ms(average: Average) -> float | None:
     return average.value * 1e3 if average.n else None
 
 

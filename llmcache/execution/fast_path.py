@@ -1,4 +1,4 @@
-"""Answers a call at the trunk's door: before tokens are embedded, masks made, and layers passed through one by one.
+"""Answers a call at the layers: before tokens are embedded, masks made, and layers passed through one by one.
 
 Where fingerprints are made of token ids alone, all that a decision needs is known before the trunk has run, and so it
 is where requests are held in blocks. If every row is then served at the last layer, only the trunk's output is still to

@@ -22,7 +22,7 @@ from llmcache.execution.fast_path import FastPath, OutputTemplate
 from llmcache.execution.frames import Frame, Frames
 from llmcache.execution.lookup import Lookup
 from llmcache.execution.meter import Meter
-from llmcache.execution.notes import Notes
+from llmcache.execution.recorder import BypassRecorder
 from llmcache.execution.revalidation import Revalidation
 from llmcache.execution.runner import Runner
 from llmcache.models.adapters import CACHE, unpack
@@ -68,7 +68,7 @@ class Flow:
         self._is_veiled = self._pooled is not None and parts.payload.name == "mean"
         self.veil = Veil()
         if parts.cost is not None:
-            parts.notes = Notes(parts, self._lookup, self._fast_path, self._capture)
+            parts.recorder = BypassRecorder(parts, self._lookup, self._fast_path, self._capture)
         self._last = parts.trunk.depth - 1
         self._layers = Layers(parts.trunk)
         self._is_retired = False
@@ -87,7 +87,7 @@ class Flow:
     # -- called by the hooks -------------------------------------------------------------------------------------------
 
     def lets_pass(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a forward of the trunk is plain, and only counted: so are most of those that go by the cache.
+        """Whether a forward of the trunk is plain, and only counted: so are most of those that bypass the cache.
 
         Whatever is not plain to see takes the longer way, which finds out why. It is 20 Python functions longer, each
         of which the model has driven out of the processor's caches.
@@ -120,7 +120,7 @@ class Flow:
     def opened(
         self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Begin a forward of the trunk, unless it must go by the cache; returns the arguments to run it with."""
+        """Begin a forward of the trunk, unless it must bypass the cache; returns the arguments to run it with."""
         arguments = self._arguments.bind(args, kwargs)
         self._begin_work(frame)
         namespace, n_read, is_disabled = self.namespace.get(), self._n_read.get(), self.is_disabled.get()
@@ -365,7 +365,7 @@ class Flow:
         )
 
     def _begin(self, frame: Frame, call: Call, swap: LayerSwap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """See to it that rows and fingerprints are read; False when the call must go by the cache after all."""
+        """See to it that rows and fingerprints are read; False when the call must bypass the cache after all."""
         call.progress.kv_cache = swap.arguments.get(args, kwargs, CACHE)
         hidden = swap.arguments.get(args, kwargs, swap.arguments.names[0])
         reason = self._lookup.guard("read the request", self._find_late_reason, call, hidden)
@@ -394,12 +394,12 @@ class Flow:
 
     def _have_looked_into(self, call: Call) -> None:
         """Hand hits that were drawn to the audit."""
-        with self._components.counters.guard("have a hit looked into"):
+        with self._components.counters.guard("have a hit audited"):
             if self._components.audit is not None and call.plan.audited:
                 self._components.audit.served(call)
 
     def _answer(self, call: Call, template: OutputTemplate) -> Any:
-        """Output of a call that is served at the door; None where that fails, and it is computed."""
+        """Output of a call that is served before the layers; None where that fails, and it is computed."""
         with self._components.counters.guard("answer before the layers"):
             return self._fast_path.answer(call, template)
         self._fast_path.forget()
@@ -427,7 +427,7 @@ class Flow:
             self._meter.spent(call, self._meter.now(call) - started)
 
     def _bypass(self, frame: Frame, reason: str, arguments: dict[str, Any]) -> None:
-        """Count and note rows of a call that goes by the cache as a whole."""
+        """Count and note rows of a call that bypasses the cache as a whole."""
         n_rows = _count_rows(arguments)
         self._components.counters.bypass(reason, n_rows)
         # A step of a generation belongs to the request that its prefill was; what is only computed, to nobody.
@@ -442,7 +442,7 @@ class Flow:
             self._meter.spent(call, spent_s)
 
     def _let_pass(self, passing: Call, output: Any) -> None:
-        """Take in a call that has gone by the cache."""
+        """Take in a call that has bypassed the cache."""
         with self._components.counters.guard("note a call"):
             self._meter.passed(passing, output)
 

@@ -26,9 +26,9 @@ class Frame:
         outer: The forward of the same wrapped model within which this one is made, or None.
         last: What `LLMCache.last` is to say when it has ended.
         call: What a forward of the trunk knows, while it may use the cache; else None.
-        passing: A forward of the trunk that goes by the cache, if somebody wants to know how it comes out.
+        passing: A forward of the trunk that bypasses the cache, if somebody wants to know how it comes out.
         audit: Told that the processor is needed, or None.
-        ended: Of a whole model: the calls of the trunk made directly within, None for each that went by the cache.
+        ended: Of a whole model: the calls of the trunk made directly within, None for each that bypassed the cache.
     """
 
     outer: "Frame | None"

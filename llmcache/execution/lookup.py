@@ -59,7 +59,7 @@ class Lookup:
             entering: Their dtype.
 
         Returns:
-            Why the call must go by the cache, or None.
+            Why the call must bypass the cache, or None.
         """
         started = perf_counter()
         reason = self.guard("read the request", self._read, call, hidden, entering)

@@ -12,19 +12,19 @@ from torch import Tensor
 
 from llmcache.execution.components import Components
 from llmcache.execution.cost import Times, none_held
-from llmcache.execution.notes import Prepared
+from llmcache.execution.recorder import Prepared
 from llmcache.models.tracing import is_traced
 from llmcache.request.call import Call
 
 
 @dataclass(frozen=True, slots=True)
 class Passing:
-    """A call that goes by, on the host.
+    """A bypassed call, on the host.
 
     Attributes:
         started: Clock at its beginning.
-        asking_s: Seconds spent on asking whether it can be noted.
-        kept: What is known of it before it is computed, if it is to be noted.
+        asking_s: Seconds spent on asking whether it can be recorded.
+        kept: What is known of it before it is computed, if it is to be recorded.
         is_timed: The cost model wants to know what it takes.
     """
 
@@ -59,15 +59,15 @@ class Meter:
         self._wait = wait
 
     def lets_pass(self, ids: Any, namespace: str) -> bool:
-        """Whether a call goes by without a further look at it: a short way for most calls that do.
+        """Whether a call is bypassed without a further look at it: a short way for most calls that do.
 
         Args:
             ids: What the trunk was passed as `input_ids`.
             namespace: In force for the call.
         """
         parts = self._components
-        cost, notes = parts.cost, parts.notes
-        if cost is None or not cost.has_aside or parts.observer is not None or parts.audit is not None:
+        cost, recorder = parts.cost, parts.recorder
+        if cost is None or not cost.has_bypassed or parts.observer is not None or parts.audit is not None:
             return False
         if type(ids) is not Tensor or not ids.is_cpu or torch.is_grad_enabled() or parts.trunk.module.training:
             return False
@@ -77,12 +77,14 @@ class Meter:
         if len(rows) != 1:
             return False
         request = _hash(namespace, rows[0])
-        if notes is not None and request in notes:  # which a cost model does not know that has forgotten who asked
+        if (
+            recorder is not None and request in recorder
+        ):  # which a cost model does not know that has forgotten who asked
             return False
         return cost.lets_pass(len(rows[0]), request)
 
     def ask(self, call: Call) -> str | None:
-        """Why a call is to go by the cache, or None; starts the clock of one that is not."""
+        """Why a call is to bypass the cache, or None; starts the clock of one that is not."""
         cost, ids = self._components.cost, call.inputs.arguments["input_ids"]
         if cost is None or ids.numel() == 0 or self._components.is_collecting:
             return None
@@ -91,21 +93,21 @@ class Meter:
             return None
         started = self._clock()
         call.progress.hashes = _hashes(call) if ids.is_cpu else ()
-        notes = self._components.notes
-        held = none_held if notes is None else notes.count
+        recorder = self._components.recorder
+        held = none_held if recorder is None else recorder.count
         searches = self._components.fingerprint is not None
-        verdict = cost.pays(
+        verdict = cost.judge(
             ids.numel(), ids.shape[0], call.progress.hashes, held, ids.is_cpu and self._compares, searches
         )
-        if not verdict.pays:
-            if ids.is_cpu and (verdict.is_noted or verdict.is_timed):
+        if not verdict.is_worthwhile:
+            if ids.is_cpu and (verdict.is_recorded or verdict.is_timed):
                 asked = self._clock()
-                kept = notes.prepare(call) if notes is not None and verdict.is_noted else None
+                kept = recorder.prepare(call) if recorder is not None and verdict.is_recorded else None
                 begun = self._clock()
                 call.progress.passing = Passing(begun, begun - asked, kept, verdict.is_timed)
             return "compared" if verdict.is_compared else "not_worthwhile"
-        if notes is not None:
-            notes.admit(call, call.progress.hashes)
+        if recorder is not None:
+            recorder.admit(call, call.progress.hashes)
         call.progress.is_metered, call.progress.is_foretold = True, verdict.is_foretold
         if ids.is_cpu:
             call.progress.started = started
@@ -115,17 +117,17 @@ class Meter:
         return None
 
     def passed(self, call: Call, output: Any) -> None:
-        """Take in a call that has gone by, with the trunk's output, None where that failed."""
-        cost, notes, passing = self._components.cost, self._components.notes, call.progress.passing
+        """Take in a call that has been bypassed, with the trunk's output, None where that failed."""
+        cost, recorder, passing = self._components.cost, self._components.recorder, call.progress.passing
         if cost is None or passing is None or output is None:
             return
-        ended, noting_s = self._clock(), None
-        if notes is not None and passing.kept is not None:
-            notes.take(call, passing.kept, output)
-            noting_s = passing.asking_s + self._clock() - ended
-        if noting_s is None and not passing.is_timed:
+        ended, recording_s = self._clock(), None
+        if recorder is not None and passing.kept is not None:
+            recorder.take(call, passing.kept, output)
+            recording_s = passing.asking_s + self._clock() - ended
+        if recording_s is None and not passing.is_timed:
             return
-        cost.passed(call.inputs.arguments["input_ids"].numel(), ended - passing.started, noting_s)
+        cost.passed(call.inputs.arguments["input_ids"].numel(), ended - passing.started, recording_s)
 
     def spent(self, call: Call, seconds: float) -> None:
         """Take in what else was done for the cache's sake, before a call or after it."""
@@ -147,14 +149,14 @@ class Meter:
             else Times(ended - call.progress.started, call.progress.lookup_s, call.progress.storing_s)
         )
         n_hits = len(call.plan.reused) + len(call.served)
-        cost.took(ids.numel(), call.n_rows, n_hits, times, call.progress.is_foretold, partial(self._would_note, call))
-        if self._components.notes is not None and call.progress.hashes:
-            self._components.notes.stored(call.progress.hashes, [row.key for row in call.rows])
+        cost.took(ids.numel(), call.n_rows, n_hits, times, call.progress.is_foretold, partial(self._would_record, call))
+        if self._components.recorder is not None and call.progress.hashes:
+            self._components.recorder.stored(call.progress.hashes, [row.key for row in call.rows])
 
-    def _would_note(self, call: Call) -> bool:
-        """Whether a call could have been noted, so that its repeats had been served; others would not have been."""
-        notes = self._components.notes
-        return notes is not None and self._components.fingerprint is None and notes.takes(call)
+    def _would_record(self, call: Call) -> bool:
+        """Whether a call could have been recorded, so that its repeats had been served; others would not have been."""
+        recorder = self._components.recorder
+        return recorder is not None and self._components.fingerprint is None and recorder.takes(call)
 
     def _done(self, ids: Tensor) -> float:
         """The time at which the device of these ids has done what it was given."""
@@ -164,7 +166,7 @@ class Meter:
 
     @property
     def _compares(self) -> bool:
-        """Whether calls are to go by now and then, to be compared with those that are searched for and looked into.
+        """Whether calls are to be bypassed now and then, to be compared with those that are searched for and audited.
 
         These cost more than can be told from within calls. An accelerator would have to be waited for.
         """

@@ -3,7 +3,7 @@
     call -> View       what a fingerprint may read: states, tokens, attention
          -> features   on the model's device
          -> project    on the host, after the one transfer: the vector that is searched
-         -> foresee    the same, with a forecast of the model's output where it was learned
+         -> project_with_forecast   the same, with a forecast of the model's output where it was learned
 
 Search, storage and decision see only the projected vectors.
 """

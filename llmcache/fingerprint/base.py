@@ -18,7 +18,7 @@ class View:
     """What a fingerprint may read of a call, on the model's device.
 
     Attributes:
-        states: States that enter a layer, (B, T, D), of layer 0 the embedding output; None at the trunk's door, where
+        states: States that enter a layer, (B, T, D), of layer 0 the embedding output; None at the layers, where
             only fingerprints are made that do not read them.
         content: Which tokens carry content (are neither special nor padding), bool (B, T).
         ids: Token ids, int64 (B, T).

@@ -18,7 +18,7 @@ class Neighbour:
         similarity: To the request that was searched for.
         answer: Signature of its answer (S,), where that is known.
         ids: Its valid token ids, packed.
-        is_struck: It serves no other request; it may vote.
+        is_quarantined: It serves no other request; it may vote.
     """
 
     key: str

@@ -13,8 +13,8 @@ CURES: dict[str, str] = {
     "disabled": "the call was made inside cache.disabled()",
     "not_worthwhile": "calls of this length come again too seldom for what the cache costs, see stats().cost; it "
     "returns when that is worthwhile, or stays with auto_bypass=False",
-    "compared": "16 calls in a row go by now and then, so that what the model takes alone is known (where they can be "
-    "noted, they are served when they come again): nothing to cure; none does with auto_bypass=False",
+    "compared": "16 calls in a row are bypassed now and then, so that what the model takes alone is known (recorded "
+    "where possible, and then served when they come again): nothing to cure; none does with auto_bypass=False",
     "compiled": "a compiled or traced model runs a graph of its own: call the uncompiled model to use the cache",
     "traced": "the call is traced, transformed or watched (make_fx, torch.func, forward-mode AD, FlopCounterMode or "
     "another mode of torch, a CUDA graph, a tensor subclass), and a stored answer would escape that: call it outside",

@@ -117,7 +117,7 @@ class Plan:
         reused: Latest decision by row number.
         reused_at: Layer of every decision, in order; in `paper` mode a row may have one at each layer.
         revalidated: Decisions that are not carried out: their rows are computed, and compared with the stored state.
-        audited: What the audit knows of rows that it looks into (`Audited`), by number.
+        audited: What the audit knows of rows that it audits (`Audited`), by number.
         choices: Who would serve a row semantically, whatever is allowed (`Choice` or None), by number of the rows that
             were searched for.
         nearest: Similarity of the nearest stored request that a search found, by row number.
@@ -165,7 +165,7 @@ class Progress:
         is_metered: The cost model wants to know how it comes out.
         hashes: Of its requests, where the cost model was asked about them; else empty.
         is_foretold: It takes the whole way since its requests were seen to be held.
-        passing: Of a call that goes by, what the meter wants to know of it (`Passing`); else None.
+        passing: Of a bypassed call, what the meter wants to know of it (`Passing`); else None.
         give_way: Stops the call, which is made by the way, when another one has come; None for other calls.
     """
 

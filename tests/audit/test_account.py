@@ -166,7 +166,7 @@ def test_what_is_found_late_tells_the_same_in_the_end() -> None:
 
 
 def serve(auditor: AuditAccount, n: int, hit_rate: float, wrong_per_hit: float, seed: int) -> int | None:
-    """Serve requests, each sample looked into at once; the number of requests after which the alarm rang."""
+    """Serve requests, each sample audited at once; the number of requests after which the alarm rang."""
     rng = random.Random(seed)
     for number in range(1, n + 1):
         sample = auditor.see(rng.random() if rng.random() < hit_rate else None)

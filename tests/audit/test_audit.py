@@ -70,7 +70,7 @@ def cache(model: nn.Module, folder: Path, reading: Reading) -> Iterator[LLMCache
 
 
 def keep_quiet(cache: LLMCache) -> LLMCache:
-    """Have nothing looked into before `drain`."""
+    """Have nothing audited before `drain`."""
     shadow = audit_of(cache).worker
     shadow._idle_s = shadow._patience_s = 1e6
     return cache
@@ -500,7 +500,7 @@ def test_weights_edited_meanwhile_give_no_verdict(cache: LLMCache, model: nn.Mod
 
 
 def known_after(cache: LLMCache) -> tuple[int, int, int, int]:
-    """Hits drawn, looked into, lost and waiting after a drain."""
+    """Hits drawn, audited, lost and waiting after a drain."""
     cache.drain()
     stats = known(cache)
     return stats.n_drawn, stats.n_recomputed, stats.n_lost, stats.n_waiting
@@ -713,7 +713,7 @@ def test_purged_and_cleared_requests_are_not_looked_into(cache: LLMCache) -> Non
     cache._components.banks.quarantine("stays", "other")
     cache.purge(namespace="default")
     assert known(cache).n_waiting == 0
-    cache.drain()  # jobs are left, with nothing to look into
+    cache.drain()  # jobs are left, with nothing to audit
     assert (known(cache).n_recomputed, len(cache._components.banks)) == (0, 0)
     assert list(cache._components.banks.quarantined) == ["stays"]
     cache.clear()

@@ -56,7 +56,7 @@ def test_an_audit_of_which_every_look_fails_ends_approximate_reuse(
     assert known(cache).n_alarms == 2
     health = cache.stats().health
     assert health.is_failing and health.failed_recomputes > 0.2 and health.failed_calls == 0
-    assert set(health.failures) == {"look into a hit: CalibrationError"}
+    assert set(health.failures) == {"audit a hit: CalibrationError"}
     assert str(health).startswith("failing: 0% of calls, ")
     served = cache.stats().hits["semantic"]
     ask(cache, fresh(40, seed=8))
@@ -69,7 +69,7 @@ def test_a_verdict_that_fails_counts_as_changed(cache: LLMCache, monkeypatch: py
     monkeypatch.setattr(audit_of(cache)._answers, "agree", fail)
     cache.drain()
     assert n_waiting > 0 and known(cache).n_recomputed == 0
-    assert cache.stats().health.failures == {"look into a hit: RuntimeError": n_waiting}
+    assert cache.stats().health.failures == {"audit a hit: RuntimeError": n_waiting}
     assert known(cache).n_lost + known(cache).n_alarms > 0  # an alarm begins a new account
 
 
@@ -158,7 +158,7 @@ def test_failures_are_logged_at_growing_intervals(caplog: pytest.LogCaptureFixtu
         counters.error("store", ValueError("no"))
     texts = [record.getMessage() for record in caplog.records]
     assert [text for text in texts if "store" in text] == ["llmcache failed to store; computing instead"]
-    assert len([text for text in texts if "look into" in text]) == 4
+    assert len([text for text in texts if "audit" in text]) == 4
     assert "for the 1,000th time" in texts[3]
     assert [n for n in range(1, 2000) if is_told(n)] == [1, 10, 100, 1000]
     assert counters.snapshot().errors == 1502

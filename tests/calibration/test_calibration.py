@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as settings_
 from hypothesis import strategies as st
-from llmcache.calibration.risk_target import Metric, RiskTarget
 
 from llmcache.calibration.bounds import share_upper
 from llmcache.calibration.calibration import (
@@ -22,6 +21,7 @@ from llmcache.calibration.calibration import (
     split,
     try_settings,
 )
+from llmcache.calibration.risk_target import Metric, RiskTarget
 from llmcache.errors import CalibrationError, ConfigError
 
 

@@ -124,7 +124,7 @@ def test_requests_that_come_again_and_again_void_nothing() -> None:
         assert cache.calibrate([pool[i] for i in rng.integers(0, 1200, 900)]).is_certified
         for i in rng.integers(0, 1200, 3000):
             cache(**pool[i])
-            cache.drain()  # what was looked into is stored, and its repeats are exact
+            cache.drain()  # what was audited is stored, and its repeats are exact
         assert status_of(cache) == "certified"
         assert min(cache.stats().hits.values()) > 300
 
@@ -200,7 +200,7 @@ def test_a_cache_that_learns_by_itself_learns_anew_after_a_drift() -> None:
 
 
 def test_calls_that_are_known_to_be_held_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of calls that go by the cache, those take part: they are no sample of all."""
+    """Of bypassed calls, those that are held take part: they are no sample of all."""
     with LLMCache.wrap(classifier(), auto_bypass=False, max_drop=0.05) as cache:
         cache.calibrate(requests(700)[0])
         draw = Audit.draw

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from llmcache.calibration.risk_target import RiskTarget
 from torch import nn
 
 from llmcache import LLMCache
 from llmcache.calibration.calibrated_reuse import CalibratedReuse
+from llmcache.calibration.risk_target import RiskTarget
 from llmcache.errors import CalibrationError, WrapError
 from llmcache.request.observation import Observation
 from tests.calibration.test_calibrated_reuse import ask

@@ -1,4 +1,4 @@
-"""Every reason to go by the cache: counted, logged once with its cure, and computed as the plain model does."""
+"""Every reason to bypass the cache: counted, logged once with its cure, and computed as the plain model does."""
 
 import logging
 from collections.abc import Callable

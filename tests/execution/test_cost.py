@@ -1,4 +1,4 @@
-"""The cost model: when the cache steps aside, and when it returns. Times are given: nothing hangs on a clock."""
+"""The cost model: when the cache bypasses itself, and when it returns. Times are given: nothing hangs on a clock."""
 
 import json
 import logging
@@ -20,7 +20,7 @@ BREAK_EVEN = 0.1  # a miss costs 1 ms, a hit saves 9
 
 def ask(cost: CostModel, is_hit: bool = False, hashes: tuple[int, ...] = (), n_tokens: int = TOKENS) -> bool:
     """One call of one request; whether it took the whole way."""
-    pays = cost.pays(n_tokens, 1, hashes).pays
+    pays = cost.judge(n_tokens, 1, hashes).is_worthwhile
     if pays:
         cost.took(n_tokens, 1, int(is_hit), HIT if is_hit else MISS)
     return pays
@@ -38,7 +38,7 @@ def row(cost: CostModel) -> Cost:
 
 
 def aside() -> CostModel:
-    """A model that has just stepped aside."""
+    """A model that has just bypassed itself."""
     cost = CostModel(DEPTH)
     run(cost, PATIENCE)
     assert row(cost).is_bypassed
@@ -113,7 +113,7 @@ def waits(cost: CostModel) -> int:
 
 
 def stands(cost: CostModel) -> int:
-    """Calls until it steps aside, when none is a hit."""
+    """Calls until it bypasses itself, when none is a hit."""
     n = 0
     while not row(cost).is_bypassed:
         ask(cost)
@@ -187,9 +187,9 @@ def test_a_rare_length_stays_where_it_or_the_others_hit(is_hit: bool) -> None:
 def test_a_batch_counts_as_its_rows() -> None:
     cost = CostModel(DEPTH)
     for _ in range(PATIENCE // 64):
-        assert cost.pays(640, 64, ()).pays
+        assert cost.judge(640, 64, ()).is_worthwhile
         cost.took(640, 64, 0, MISS)
-    assert not cost.pays(640, 64, ()).pays
+    assert not cost.judge(640, 64, ()).is_worthwhile
 
 
 def test_a_batch_served_in_part_gives_a_rate_but_no_times() -> None:
@@ -202,7 +202,7 @@ def test_a_batch_served_in_part_gives_a_rate_but_no_times() -> None:
 def test_without_times_it_stays() -> None:
     cost = CostModel(DEPTH)
     for _ in range(4 * PATIENCE):
-        assert cost.pays(TOKENS, 1, ()).pays
+        assert cost.judge(TOKENS, 1, ()).is_worthwhile
         cost.took(TOKENS, 1, 0, None)
     assert row(cost).worthwhile_from is None
 
@@ -210,7 +210,7 @@ def test_without_times_it_stays() -> None:
 def test_where_a_hit_takes_longer_than_the_model_it_never_pays() -> None:
     cost = CostModel(DEPTH)
     for i in range(2 * PATIENCE):
-        cost.pays(TOKENS, 1, (7,))
+        cost.judge(TOKENS, 1, (7,))
         cost.took(TOKENS, 1, i % 2, Times(0.002, 0.0019, 0.0) if i % 2 else Times(0.003, 0.0019, 0.001))
     assert row(cost).is_bypassed
     assert row(cost).worthwhile_from is None
@@ -241,7 +241,7 @@ def test_a_row_says_what_was_measured() -> None:
 
 def test_what_was_not_seen_is_none_and_never_nan() -> None:
     cost = CostModel(DEPTH)
-    cost.pays(TOKENS, 1, ())
+    cost.judge(TOKENS, 1, ())
     values = json.loads(json.dumps(asdict(row(cost)), allow_nan=False))
     assert {name: value for name, value in values.items() if value is not None} == {"tokens": 16, "is_bypassed": False}
 
@@ -259,14 +259,14 @@ def test_a_restart_forgets_and_forgetting_requests_keeps_times() -> None:
 
 def test_only_the_latest_requests_are_known() -> None:
     cost = CostModel(DEPTH)
-    cost.pays(2**17, 70_000, range(70_000))
+    cost.judge(2**17, 70_000, range(70_000))
     assert row(cost).repeats == 0.0
     cost.restart()
-    cost.pays(2**17, 70_001, (*range(70_000), 0))  # forgotten by then
+    cost.judge(2**17, 70_001, (*range(70_000), 0))  # forgotten by then
     assert row(cost).repeats == 0.0
     for n in (32_000, 40_000):
         cost.restart()
-        cost.pays(2**17, n + 1, (*range(n), 0))
+        cost.judge(2**17, n + 1, (*range(n), 0))
         assert row(cost).repeats == pytest.approx(1 / (n + 1))
 
 
@@ -276,7 +276,7 @@ def test_turns_are_logged_once_with_their_figures(caplog: pytest.LogCaptureFixtu
         run(cost, 200)
         waits(cost)
     went, came = caplog.messages
-    assert "steps aside for calls of 16 to 31 tokens: 0.0 % of requests could be served; it pays from" in went
+    assert "bypasses itself for calls of 16 to 31 tokens: 0.0 % of requests could be served; it pays from" in went
     assert "serves again" in came
 
 
@@ -284,11 +284,11 @@ def test_turns_are_logged_once_with_their_figures(caplog: pytest.LogCaptureFixtu
 
 
 def serve_compared(cost: CostModel, n: int, every: int, beside_s: float = 0.0, plain_s: float = 0.01) -> int:
-    """Calls of calibrated reuse, of which each `every`-th is a hit; how many went by."""
+    """Calls of calibrated reuse, of which each `every`-th is a hit; how many were bypassed."""
     n_passed = 0
     for i in range(n):
-        verdict = cost.pays(TOKENS, 1, (i,), compares=True)
-        if verdict.pays:
+        verdict = cost.judge(TOKENS, 1, (i,), compares=True)
+        if verdict.is_worthwhile:
             cost.took(TOKENS, 1, int(i % every == 0), HIT if i % every == 0 else MISS)
             cost.spent(TOKENS, beside_s)
         else:
@@ -300,18 +300,18 @@ def serve_compared(cost: CostModel, n: int, every: int, beside_s: float = 0.0, p
 
 def test_short_stretches_go_by_rarer_and_rarer() -> None:
     cost = CostModel(DEPTH)
-    taken = [cost.pays(TOKENS, 1, (), compares=True).pays for _ in range(1900)]
+    taken = [cost.judge(TOKENS, 1, (), compares=True).is_worthwhile for _ in range(1900)]
     by = [i for i, is_taken in enumerate(taken) if not is_taken]
     assert by == [*range(255, 271), *range(782, 798), *range(1821, 1837)]
-    assert all(cost.pays(2 * TOKENS, 1, ()).pays for _ in range(1900))  # where nothing is calibrated, none
+    assert all(cost.judge(2 * TOKENS, 1, ()).is_worthwhile for _ in range(1900))  # where nothing is calibrated, none
 
 
 def test_calls_of_a_stretch_are_noted_and_tell_that_they_go_by_to_be_compared() -> None:
     cost = CostModel(DEPTH)
-    verdicts = [cost.pays(TOKENS, 1, (), compares=True) for _ in range(300)]
-    by = [verdict for verdict in verdicts if not verdict.pays]
-    assert by and all(verdict.is_compared and verdict.is_noted and verdict.is_timed for verdict in by)
-    assert not any(verdict.is_compared for verdict in verdicts if verdict.pays)
+    verdicts = [cost.judge(TOKENS, 1, (), compares=True) for _ in range(300)]
+    by = [verdict for verdict in verdicts if not verdict.is_worthwhile]
+    assert by and all(verdict.is_compared and verdict.is_recorded and verdict.is_timed for verdict in by)
+    assert not any(verdict.is_compared for verdict in verdicts if verdict.is_worthwhile)
 
 
 def test_what_is_done_before_a_foretold_call_is_billed_to_one_that_counts() -> None:
@@ -348,33 +348,35 @@ def test_what_is_done_beside_calls_counts_and_makes_it_step_aside() -> None:
 def test_a_cost_that_is_next_to_nothing_is_no_reason_to_step_aside() -> None:
     cost = CostModel(DEPTH)
     for i in range(2 * PATIENCE):
-        assert cost.pays(TOKENS, 1, (i,)).pays
+        assert cost.judge(TOKENS, 1, (i,)).is_worthwhile
         cost.took(TOKENS, 1, 0, Times(0.1, 0.0005, 0.0004))
     assert not row(cost).is_bypassed
 
 
-# -- what is held, and what is noted -----------------------------------------------------------------------------------
+# -- what is held, and what is recorded ----------------------------------------------------------------------------
 
 
 def test_a_call_whose_requests_are_held_is_served_while_aside_and_does_not_speak_for_others() -> None:
     cost = aside()
     for i in range(20):
-        verdict = cost.pays(TOKENS, 2, (-i - 1, -i - 101), held=lambda hashes: 1)
-        assert verdict.pays and verdict.is_foretold and not verdict.is_probe
+        verdict = cost.judge(TOKENS, 2, (-i - 1, -i - 101), held=lambda hashes: 1)
+        assert verdict.is_worthwhile and verdict.is_foretold and not verdict.is_probe
         cost.took(TOKENS, 2, 1, None, verdict.is_foretold)
     assert row(cost).is_bypassed and row(cost).hit_rate == 0.0
-    assert not cost.pays(TOKENS, 20, tuple(range(1000, 1020)), held=lambda hashes: 1).pays  # one of twenty: 5 %
+    assert not cost.judge(
+        TOKENS, 20, tuple(range(1000, 1020)), held=lambda hashes: 1
+    ).is_worthwhile  # one of twenty: 5 %
 
 
-def note(cost: CostModel, noting_s: float, n_tokens: int = TOKENS) -> int:
+def note(cost: CostModel, recording_s: float, n_tokens: int = TOKENS) -> int:
     """Ask 600 requests; how many calls were noted, which takes that long."""
-    n_noted = 0
+    n_recorded = 0
     for request in range(n_tokens * 1000, n_tokens * 1000 + 600):
-        verdict = cost.pays(n_tokens, 1, (request,))
-        n_noted += verdict.is_noted
-        if verdict.is_noted:
-            cost.passed(n_tokens, 0.01, noting_s)
-    return n_noted
+        verdict = cost.judge(n_tokens, 1, (request,))
+        n_recorded += verdict.is_recorded
+        if verdict.is_recorded:
+            cost.passed(n_tokens, 0.01, recording_s)
+    return n_recorded
 
 
 def test_the_first_calls_are_noted_whatever_that_takes_and_one_of_each_length() -> None:
@@ -387,25 +389,25 @@ def test_the_first_calls_are_noted_whatever_that_takes_and_one_of_each_length() 
 
 
 def test_what_goes_by_is_noted_unless_that_takes_too_long() -> None:
-    for noting_s, is_noted in ((0.00002, True), (0.01, False)):
+    for recording_s, is_recorded in ((0.00002, True), (0.01, False)):
         cost = aside()
-        note(cost, noting_s)
-        verdicts = [cost.pays(TOKENS, 1, (i,)) for i in range(10)]
-        assert {verdict.is_noted for verdict in verdicts if not verdict.is_probe} == {is_noted}
+        note(cost, recording_s)
+        verdicts = [cost.judge(TOKENS, 1, (i,)) for i in range(10)]
+        assert {verdict.is_recorded for verdict in verdicts if not verdict.is_probe} == {is_recorded}
 
 
 def test_where_repeats_would_be_served_it_steps_aside_sooner() -> None:
     soon, late = CostModel(DEPTH), CostModel(DEPTH)
     for i in range(PATIENCE // 8):
-        assert soon.pays(TOKENS, 1, (i,)).pays and late.pays(TOKENS, 1, (i,)).pays
-        soon.took(TOKENS, 1, 0, MISS, would_note=lambda: True)
-        late.took(TOKENS, 1, 0, MISS, would_note=lambda: False)
+        assert soon.judge(TOKENS, 1, (i,)).is_worthwhile and late.judge(TOKENS, 1, (i,)).is_worthwhile
+        soon.took(TOKENS, 1, 0, MISS, would_record=lambda: True)
+        late.took(TOKENS, 1, 0, MISS, would_record=lambda: False)
     assert row(soon).is_bypassed and not row(late).is_bypassed
     while row(soon).is_bypassed:  # all that is asked was asked before
-        soon.pays(TOKENS, 1, (1,))
+        soon.judge(TOKENS, 1, (1,))
     for _ in range(PATIENCE - 1):
-        assert soon.pays(TOKENS, 1, (1,)).pays
-        soon.took(TOKENS, 1, 0, MISS, would_note=lambda: True)
+        assert soon.judge(TOKENS, 1, (1,)).is_worthwhile
+        soon.took(TOKENS, 1, 0, MISS, would_record=lambda: True)
     assert not row(soon).is_bypassed  # repeats spoke for it, so it waits for hits as long as any other
 
 
@@ -425,28 +427,28 @@ def test_the_short_way_changes_no_decision(asked: list[int]) -> None:
 def test_the_short_way_is_for_new_requests_of_lengths_that_are_aside_and_not_noted() -> None:
     cost = aside()
     assert not CostModel(DEPTH).lets_pass(TOKENS, 1) and not cost.lets_pass(4 * TOKENS, 1)
-    assert not cost.lets_pass(TOKENS, 1)  # the first ones are noted
+    assert not cost.lets_pass(TOKENS, 1)  # the first ones are recorded
     note(cost, 0.01)
     assert cost.lets_pass(TOKENS, 1) and not cost.lets_pass(TOKENS, 1)
 
 
-@pytest.mark.parametrize(("noting_s", "share"), [(0.00002, 1.0), (0.00005, 0.5), (0.00025, 0.1)])
-def test_as_many_calls_are_noted_as_the_time_for_it_allows(noting_s: float, share: float) -> None:
+@pytest.mark.parametrize(("recording_s", "share"), [(0.00002, 1.0), (0.00005, 0.5), (0.00025, 0.1)])
+def test_as_many_calls_are_noted_as_the_time_for_it_allows(recording_s: float, share: float) -> None:
     """0.25 % of 10 ms are 0.025 ms a call."""
     cost = aside()
-    note(cost, noting_s)
-    n_noted = 0
+    note(cost, recording_s)
+    n_recorded = 0
     for request in range(1, 2001):
         if cost.lets_pass(TOKENS, request):
             continue
-        verdict = cost.pays(TOKENS, 1, (request,), searches=False)
-        n_noted += verdict.is_noted
-        if not verdict.pays:
-            cost.passed(TOKENS, 0.01, noting_s if verdict.is_noted else None)
-    assert n_noted / 2000 == pytest.approx(share, abs=0.01)
+        verdict = cost.judge(TOKENS, 1, (request,), searches=False)
+        n_recorded += verdict.is_recorded
+        if not verdict.is_worthwhile:
+            cost.passed(TOKENS, 0.01, recording_s if verdict.is_recorded else None)
+    assert n_recorded / 2000 == pytest.approx(share, abs=0.01)
 
 
 def test_probes_are_rarer_where_calls_are_noted_and_nothing_is_searched() -> None:
     cost = aside()
-    taken = [cost.pays(TOKENS, 1, (i + 1,), searches=False).pays for i in range(1024)]
+    taken = [cost.judge(TOKENS, 1, (i + 1,), searches=False).is_worthwhile for i in range(1024)]
     assert [i for i, is_taken in enumerate(taken, 1) if is_taken] == [512, 1024]

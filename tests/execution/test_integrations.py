@@ -194,7 +194,7 @@ def test_token_embeddings_that_are_not_kept_are_nan(index: str, tmp_path: Path) 
     known, texts = (TEXTS[:1], TEXTS[:1]) if index == "one" else (TEXTS[:2], TEXTS)
     plain, tokens = model.encode(texts), model.encode(texts, output_value="token_embeddings")
     with LLMCache.wrap(model, payload="mean") as cache:
-        for _ in range(2):  # the second time at the door
+        for _ in range(2):  # the second time before the layers
             model.encode(known)
         n_hits = cache.stats().n_hits
         for text, found, expected in zip(
@@ -318,7 +318,7 @@ def test_token_embeddings_come_back_at_every_place(mode: str, layers: Any, tmp_p
     plain, _ = token_embeddings(model, TEXTS)
     with LLMCache.wrap(model, layers=layers) as cache:
         first, _ = token_embeddings(model, TEXTS)
-        for _ in range(2):  # the second time at the door, where only the last layer is stored
+        for _ in range(2):  # the second time before the layers, where only the last layer is stored
             again, _ = token_embeddings(model, TEXTS)
             assert torch.equal(again, first)
         assert torch.equal(first, plain)

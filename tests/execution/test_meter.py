@@ -21,7 +21,7 @@ from llmcache.request.rows import Row, Scope
 from tests.tiny_models import CLASSIFIERS, GENERATORS, build, padded, tokens
 
 LENGTH = 6
-SOON = PATIENCE // 8  # where repeats would be served although calls went by
+SOON = PATIENCE // 8  # where repeats would be served although calls were bypassed
 _MISS = Times(0.011, 0.0006, 0.0004)
 
 
@@ -43,7 +43,7 @@ class Clock:
 
 def parts(**more: Any) -> Any:
     """What a meter looks at, of a cache without calibration."""
-    nothing = {"cost": CostModel(4), "calibrated": None, "fingerprint": None, "is_collecting": False, "notes": None}
+    nothing = {"cost": CostModel(4), "calibrated": None, "fingerprint": None, "is_collecting": False, "recorder": None}
     nothing["weights"] = SimpleNamespace(latest="")
     return SimpleNamespace(**{**nothing, **more})
 
@@ -114,7 +114,7 @@ def test_what_is_computed_to_be_learned_from_is_not_judged(
     more: dict[str, Any], is_asked: bool, is_pinned: bool
 ) -> None:
     served = parts(**more)
-    served.cost.pays(LENGTH, 1, (7,))
+    served.cost.judge(LENGTH, 1, (7,))
     call = call_with(tokens(1, LENGTH))
     assert Meter(served).ask(call) is None
     assert call.progress.is_metered is is_asked
@@ -176,7 +176,7 @@ def test_calls_go_by_to_be_compared_only_where_they_can_be_timed(device: str) ->
 
 
 def asked(cache: LLMCache, n: int, first: int = 0) -> list[str | None]:
-    """Ask requests that differ, one by one; why each went by the cache, or None."""
+    """Ask requests that differ, one by one; why each bypassed the cache, or None."""
     reasons = []
     for number in range(first, first + n):
         cache(input_ids=request(number))
@@ -243,9 +243,9 @@ def test_settings_say_whether_and_when_it_steps_aside(settings: dict[str, Any], 
         return
     assert cost is not None
     for number in range(patience):
-        assert cost.pays(LENGTH, 1, (number,)).pays
+        assert cost.judge(LENGTH, 1, (number,)).is_worthwhile
         cost.took(LENGTH, 1, 0, None if number < patience - 32 else _MISS)
-    assert not cost.pays(LENGTH, 1, ()).pays
+    assert not cost.judge(LENGTH, 1, ()).is_worthwhile
 
 
 def test_without_stepping_aside_there_are_no_costs_to_tell() -> None:
@@ -266,9 +266,9 @@ def test_clear_begins_anew_and_purge_forgets_who_asked() -> None:
 
 
 def test_requests_that_are_held_are_served_when_others_were_purged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also while noting costs too much, so that most calls go by without a further look."""
-    monkeypatch.setattr("llmcache.execution.cost.CostModel._may_note", lambda cost, bucket: False)
-    monkeypatch.setattr("llmcache.execution.cost._Bucket.serves", lambda bucket, share: share > 0)
+    """Also while recording costs too much, so that most calls are bypassed without a further look."""
+    monkeypatch.setattr("llmcache.execution.cost.CostModel._may_record", lambda cost, bucket: False)
+    monkeypatch.setattr("llmcache.execution.length_costs.LengthCosts.serves", lambda bucket, share: share > 0)
     cache = LLMCache.wrap(build(CLASSIFIERS["bert"]))
     assert asked(cache, PATIENCE + 1)[-1] == "not_worthwhile"
     cache.purge(namespace="nobody")
@@ -298,7 +298,7 @@ def test_a_call_that_fails_is_not_told_of() -> None:
 
 def test_a_failing_cost_model_costs_the_call_its_cache_only(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = LLMCache.wrap(build(CLASSIFIERS["bert"]))
-    monkeypatch.setattr(CostModel, "pays", lambda *_: 1 / 0)
+    monkeypatch.setattr(CostModel, "judge", lambda *_: 1 / 0)
     assert asked(cache, 1) == ["error"]
     assert cache.stats().errors == 1
 
@@ -390,7 +390,7 @@ def test_a_call_that_could_not_be_served_is_told_as_such_while_others_go_by(
     cache = LLMCache.wrap(model)
     asked(cache, PATIENCE + 1)
     for bucket in cache._components.cost._buckets.values():
-        bucket.notable = 0.0  # noting takes too long
+        bucket.recordable = 0.0  # noting takes too long
     cache._components.cost._n_free = 0
     let_pass, lets_pass = [], CostModel.lets_pass
     monkeypatch.setattr(CostModel, "lets_pass", lambda *args: let_pass.append(lets_pass(*args)) or let_pass[-1])
@@ -410,7 +410,7 @@ def test_a_call_that_goes_by_may_hold_another_one_and_may_fail() -> None:
     cache = LLMCache.wrap(model)
     asked(cache, SOON + 1)
     for bucket in cache._components.cost._buckets.values():
-        bucket.notable = 0.0
+        bucket.recordable = 0.0
     cache._components.cost._n_free = 0
     inner = {4000: request(0), 4001: torch.arange(5, 25)[None], 4002: torch.tensor([[10**6]])}
     due, outcomes = list[int](), list[Outcome]()

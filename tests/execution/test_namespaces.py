@@ -182,8 +182,8 @@ _ENTERED = ("builtins", "collections", "functools", "llmcache")
 
 @pytest.mark.parametrize("decide", ["risk", "combined"])
 def test_a_purge_leaves_no_key_of_the_namespace(decide: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither of what was stored, nor of what was compared, noted, looked into or learned from."""
-    monkeypatch.setattr("llmcache.execution.cost._Bucket.is_cheap", True)
+    """Neither of what was stored, nor of what was compared, noted, audited or learned from."""
+    monkeypatch.setattr("llmcache.execution.length_costs.LengthCosts.is_cheap", True)
     with LLMCache.wrap(
         classifier(), max_drop=0.05, audit=1.0, recalibrate=2000, decide=decide, audit_in_background=False
     ) as cache:
@@ -200,7 +200,7 @@ def test_a_purge_leaves_no_key_of_the_namespace(decide: str, monkeypatch: pytest
             for one in asked[:20]:
                 cache(**one)
             kept = cache.last[0].key
-        keys.discard("")  # of calls that went by
+        keys.discard("")  # of bypassed calls
         assert held_within(cache._components, keys)
         cache.purge(namespace="tenant")
         assert held_within(cache._components, keys) == {}

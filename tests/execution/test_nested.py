@@ -223,7 +223,7 @@ class Asks(nn.Module):
 
 @pytest.mark.parametrize("asks", [False, True])
 def test_an_answer_is_noted_beside_the_call_that_it_is_of(asks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two forwards of the trunk in one answer: it is noted beside neither."""
+    """Two forwards of the trunk in one answer: it is recorded beside neither."""
     model = build(lambda: Asks(asks))
     cache = LLMCache.wrap(model, tau=0.9, decide="consensus", payload="cls", allow_unsafe=True, answer="class")
     noted: list[str] = []

@@ -1,4 +1,4 @@
-"""What decides an output and is not part of the key makes a call go by the cache, whatever its value."""
+"""What decides an output and is not part of the key makes a call bypass the cache, whatever its value."""
 
 from collections.abc import Callable
 from typing import Any

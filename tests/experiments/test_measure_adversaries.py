@@ -4,7 +4,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from llmcache.calibration.risk_target import RiskTarget
 
 from experiments.measures import MEASURES, drift
 from experiments.measures.adversaries import Adversaries, _edit, name_of
@@ -17,6 +16,7 @@ from experiments.runs.read import Run
 from experiments.support.folders import Folders
 from experiments.tasks import build, make_task
 from llmcache.calibration.drift import DriftDetector
+from llmcache.calibration.risk_target import RiskTarget
 from llmcache.errors import ConfigError
 
 LEARN, N = 200, 320

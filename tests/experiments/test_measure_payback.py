@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from llmcache.calibration.risk_target import RiskTarget
 
 from experiments.measures import MEASURES
 from experiments.measures.base import Outcome, serve_once
@@ -23,6 +22,7 @@ from experiments.runs.grid import make_experiment
 from experiments.runs.read import Run
 from experiments.support.folders import Folders
 from experiments.tasks import build, make_task
+from llmcache.calibration.risk_target import RiskTarget
 from llmcache.errors import ConfigError
 from tests.tiny_models import save_bert
 

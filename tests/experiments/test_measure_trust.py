@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from llmcache.calibration.risk_target import RiskTarget, Sources
 
 from experiments.measures import MEASURES, trust
 from experiments.measures.base import Outcome
@@ -18,6 +17,7 @@ from experiments.runs.grid import make_experiment
 from experiments.runs.read import Run
 from experiments.support.folders import Folders
 from experiments.tasks import build, make_task
+from llmcache.calibration.risk_target import RiskTarget, Sources
 from llmcache.errors import ConfigError
 
 LEARN, N = 200, 320

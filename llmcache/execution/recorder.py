@@ -1,8 +1,8 @@
-"""What goes by the cache, kept as it came out, so that a request that comes again is served although it was not stored.
+"""Outputs of bypassed calls, kept as they came out: a request that comes again is served although it was not stored.
 
-Reading, keying and storing a request costs a small model's call a tenth of its time. While calls go by, less is done:
-its tokens and last states are copied, under a hash of the tokens. Once one of them comes again, the call it came with
-is read, keyed and stored as any other would have been, and the exact rung serves it.
+Reading, keying and storing a request costs a small model's call a tenth of its time. While calls are bypassed, less is
+done: its tokens and last states are copied, under a hash of the tokens. Once one of them comes again, the call it came
+with is read, keyed and stored as any other would have been, and the exact rung serves it.
 
 That takes calls of which nothing has to be known but tokens and last states: where the door knows how the trunk packs
 its output, and no K/V is kept. Of others only hashes are known; they are stored when they come again.
@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # who import `parts`, which holds this
     from llmcache.execution.components import Components
     from llmcache.execution.lookup import Lookup
 
-_LOOKS_EVERY = 16  # notes after which it looks at what banks have left, if it has not filled that before
+_CHECKS_EVERY = 16  # records after which it looks at what banks have left, if it has not filled that before
 _KNOWN = 65_536  # requests whose place is remembered
 
 
@@ -37,7 +37,7 @@ class Prepared(NamedTuple):
 
     Attributes:
         packing: How its output will be packed.
-        setting: What else decides states: see `Notes._setting`.
+        setting: What else decides states: see `BypassRecorder._setting`.
         mark: Of the weights, whose digest is that of `packing`.
     """
 
@@ -47,8 +47,8 @@ class Prepared(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Note:
-    """A call that went by.
+class Recorded:
+    """A call that was bypassed.
 
     Attributes:
         namespace: In force for it.
@@ -67,7 +67,7 @@ class Note:
     nbytes: int
 
 
-class Notes:
+class BypassRecorder:
     """Of one wrapped model. Thread-safe; what is held is within what banks have left of their budgets."""
 
     def __init__(self, parts: "Components", lookup: "Lookup", fast_path: FastPath, capture: "StateCapture") -> None:
@@ -76,37 +76,39 @@ class Notes:
         Args:
             parts: What calls are served with.
             lookup: Reads calls.
-            door: Knows how the trunk packs its output.
-            keeper: Stores what is noted.
+            fast_path: Knows how the trunk packs its output.
+            capture: Stores what is recorded.
         """
         self._components = parts
         self._lookup = lookup
         self._fast_path = fast_path
         self._capture = capture
         self._last = parts.trunk.depth - 1
-        self._notes: dict[Note, None] = {}  # oldest first
-        self._places: dict[int, Note | str] = {}  # by hash: a note, or the key of a stored request
+        self._recorded: dict[Recorded, None] = {}  # oldest first
+        self._places: dict[int, Recorded | str] = {}  # by hash: a record, or the key of a stored request
         self._lock = threading.RLock()
-        self._can_note: tuple[Any, bool] | None = None  # with which fingerprint, and whether
+        self._can_record: tuple[Any, bool] | None = None  # with which fingerprint, and whether
         self._left = 0  # bytes that banks had left when that was looked at
         self.nbytes = 0
         self.n_rows = 0
 
     @property
-    def can_note(self) -> bool:
-        """Whether calls may be noted at all: repeats are served losslessly, and no K/V is kept."""
+    def can_record(self) -> bool:
+        """Whether calls may be recorded at all: repeats are served losslessly, and no K/V is kept."""
         parts = self._components
-        if self._can_note is None or self._can_note[0] is not parts.fingerprint:
-            can_note = parts.serves_repeats and self._last in parts.banks.layer_banks and not self._lookup.needs_states
-            self._can_note = (parts.fingerprint, can_note)
-        return self._can_note[1]
+        if self._can_record is None or self._can_record[0] is not parts.fingerprint:
+            can_record = (
+                parts.serves_repeats and self._last in parts.banks.layer_banks and not self._lookup.needs_states
+            )
+            self._can_record = (parts.fingerprint, can_record)
+        return self._can_record[1]
 
     def __contains__(self, request: int) -> bool:
         """Whether it is known where a request is, or was, by its hash."""
         return request in self._places
 
     def count(self, hashes: Sequence[int]) -> int:
-        """How many of these requests are stored or noted, and could be served."""
+        """How many of these requests are stored or recorded, and could be served."""
         places, holds = self._places, self._components.holds
         found = (places.get(one) for one in hashes)
         return sum(place is not None and (not isinstance(place, str) or holds(place)) for place in found)
@@ -118,11 +120,11 @@ class Notes:
                 self._place(one, key)
 
     def takes(self, call: Call) -> bool:
-        """Whether calls like this one are noted when they go by."""
+        """Whether calls like this one are recorded when they are bypassed."""
         return self._template(call, self._fast_path.kind(call)) is not None
 
     def prepare(self, call: Call) -> Prepared | None:
-        """What has to be known of a call that is about to go by; None where it cannot be noted."""
+        """What has to be known of a call that is about to be bypassed; None where it cannot be recorded."""
         weights, setting = self._components.weights, self._setting(call)
         if (template := self._template(call, setting[0])) is None:
             return None
@@ -130,7 +132,7 @@ class Notes:
         return None if mark is None or weights.refusal is not None else Prepared(template, setting, mark)
 
     def take(self, call: Call, kept: Prepared, output: Any) -> None:
-        """Note a call that has gone by, with the trunk's output."""
+        """Note a call that has been bypassed, with the trunk's output."""
         states, template, ids, hashes = (
             output[0],
             kept.template,
@@ -148,21 +150,21 @@ class Notes:
                 if (tensor := arguments.get(name)) is not None:
                     arguments[name] = tensor.clone()
                     nbytes += tensor.nbytes
-        note = Note(call.inputs.namespace, arguments, states, kept, hashes, nbytes)
+        note = Recorded(call.inputs.namespace, arguments, states, kept, hashes, nbytes)
         with self._lock:
-            self._notes[note] = None
+            self._recorded[note] = None
             self.nbytes += note.nbytes
             self.n_rows += len(hashes)
             for one in hashes:
                 self._place(one, note)
             self._left -= nbytes
-            if self._left < 0 or len(self._notes) % _LOOKS_EVERY == 0:
-                while self._notes and self._is_over:
-                    self._drop(next(iter(self._notes)))
+            if self._left < 0 or len(self._recorded) % _CHECKS_EVERY == 0:
+                while self._recorded and self._is_over:
+                    self._drop(next(iter(self._recorded)))
 
     def admit(self, call: Call, hashes: Sequence[int]) -> None:
-        """Store what was noted of the requests of a call, with all that they came with."""
-        found = {place: None for one in hashes if isinstance(place := self._places.get(one), Note)}
+        """Store what was recorded of the requests of a call, with all that they came with."""
+        found = {place: None for one in hashes if isinstance(place := self._places.get(one), Recorded)}
         if not found:
             return
         weights = self._components.weights.digest()
@@ -173,16 +175,16 @@ class Notes:
     def clear(self, namespace: str | None = None) -> None:
         """Forget all, or what is of one namespace, whose requests have left the banks."""
         with self._lock:
-            for note in [note for note in self._notes if namespace in (None, note.namespace)]:
+            for note in [note for note in self._recorded if namespace in (None, note.namespace)]:
                 self._drop(note)
             holds = self._components.holds
             left = [one for one, place in self._places.items() if isinstance(place, str) and not holds(place)]
             for one in list(self._places) if namespace is None else left:
                 del self._places[one]
 
-    def _admit(self, note: Note) -> None:
+    def _admit(self, note: Recorded) -> None:
         with self._lock:
-            if note not in self._notes:  # another thread did it
+            if note not in self._recorded:  # another thread did it
                 return
             self._drop(note)
         call = Call(Inputs(note.arguments, note.namespace))
@@ -193,9 +195,9 @@ class Notes:
             self.stored(note.hashes, [row.key for row in call.rows])
 
     def _template(self, call: Call, kind: Kind) -> OutputTemplate | None:
-        """How the output of a call of that kind will be packed, where it can be noted."""
-        can_note = call.inputs.mask_4d is None and call.progress.hashes and self.can_note
-        return self._fast_path.known(kind) if can_note else None
+        """How the output of a call of that kind will be packed, where it can be recorded."""
+        can_record = call.inputs.mask_4d is None and call.progress.hashes and self.can_record
+        return self._fast_path.known(kind) if can_record else None
 
     def _setting(self, call: Call) -> tuple[Kind, str]:
         """What decides states beside tokens and weights, and how they are packed."""
@@ -208,13 +210,13 @@ class Notes:
         self._left = sum(one.max_bytes for one in banks.layer_banks.values()) - banks.nbytes - self.nbytes
         return self._left < 0 or (bank.max_entries is not None and self.n_rows > bank.max_entries - len(bank))
 
-    def _place(self, one: int, place: Note | str) -> None:
+    def _place(self, one: int, place: Recorded | str) -> None:
         self._places[one] = place
         if len(self._places) > _KNOWN:
             del self._places[next(iter(self._places))]
 
-    def _drop(self, note: Note) -> None:
-        del self._notes[note]
+    def _drop(self, note: Recorded) -> None:
+        del self._recorded[note]
         self.nbytes -= note.nbytes
         self.n_rows -= len(note.hashes)
         for one in note.hashes:

@@ -1,4 +1,4 @@
-"""Calls that go by are noted, and served when they come again: as stored, and never what another model computed."""
+"""Bypassed calls are recorded, and served when they come again: as stored, and never what another model computed."""
 
 import copy
 from dataclasses import replace
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from llmcache import LLMCache
 from llmcache.execution.cost import _SOONER, CostModel
-from llmcache.execution.notes import Notes
+from llmcache.execution.recorder import BypassRecorder
 from tests.tiny_models import CLASSIFIERS, GENERATORS, build, padded
 from tests.topics import classifier, requests
 
@@ -23,19 +23,21 @@ def request(number: int) -> Tensor:
 
 
 def wrapped(model: Any, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> LLMCache:
-    """A cache that steps aside soon, whatever calls take on a machine at work."""
+    """A cache that bypasses itself soon, whatever calls take on a machine at work."""
     cache = LLMCache.wrap(model, **settings)
     cost = cache._components.cost = CostModel(4, _SOONER * PATIENCE)
     cost._fewest_times = 1
     for name, value in (("worthwhile_from", 0.5), ("is_cheap", False), ("saved_s", 1.0)):
-        monkeypatch.setattr("llmcache.execution.cost._Bucket." + name, value)
-    monkeypatch.setattr("llmcache.execution.cost._Bucket.serves", lambda self, share: share > 0.3)
-    monkeypatch.setattr("llmcache.execution.cost._Bucket.go_by", lambda self: setattr(self, "notable", 2.0))
+        monkeypatch.setattr("llmcache.execution.length_costs.LengthCosts." + name, value)
+    monkeypatch.setattr("llmcache.execution.length_costs.LengthCosts.serves", lambda self, share: share > 0.3)
+    monkeypatch.setattr(
+        "llmcache.execution.length_costs.LengthCosts.count_bypassed", lambda self: setattr(self, "recordable", 2.0)
+    )
     return cache
 
 
 def ask(cache: LLMCache, numbers: range) -> list[str | None]:
-    """What became of requests: the rung, or why they went by."""
+    """What became of requests: the rung, or why they were bypassed."""
     told = []
     for number in numbers:
         cache(input_ids=request(number))
@@ -43,8 +45,8 @@ def ask(cache: LLMCache, numbers: range) -> list[str | None]:
     return told
 
 
-def notes(cache: LLMCache) -> Notes:
-    known = cache._components.notes
+def recorder(cache: LLMCache) -> BypassRecorder:
+    known = cache._components.recorder
     assert known is not None
     return known
 
@@ -55,9 +57,9 @@ def test_a_second_pass_is_served_although_the_first_went_by(monkeypatch: pytest.
     plain = copy.deepcopy(model)
     cache = wrapped(model, monkeypatch, payload=payload)
     assert ask(cache, range(60)) == [None] * PATIENCE + ["not_worthwhile"] * 52
-    assert (cache.stats().n_stored, notes(cache).n_rows) == (PATIENCE, 52)
+    assert (cache.stats().n_stored, recorder(cache).n_rows) == (PATIENCE, 52)
     assert ask(cache, range(60)) == ["exact"] * 60
-    assert (cache.stats().n_stored, notes(cache).n_rows, notes(cache).nbytes) == (60, 0, 0)
+    assert (cache.stats().n_stored, recorder(cache).n_rows, recorder(cache).nbytes) == (60, 0, 0)
     with torch.inference_mode():
         assert all(
             torch.equal(model(input_ids=request(n)).logits, plain(input_ids=request(n)).logits) for n in (3, 20, 59)
@@ -65,8 +67,8 @@ def test_a_second_pass_is_served_although_the_first_went_by(monkeypatch: pytest.
 
 
 def calibrated(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> LLMCache:
-    """A cache that never steps aside, but lets calls go by to be compared."""
-    monkeypatch.setattr("llmcache.execution.cost._Bucket.is_cheap", True)
+    """A cache that never bypasses itself, but has calls bypassed to be compared."""
+    monkeypatch.setattr("llmcache.execution.length_costs.LengthCosts.is_cheap", True)
     cache = LLMCache.wrap(classifier(), max_drop=0.05, audit=0, **settings)
     cache.calibrate(requests(700)[0])
     return cache
@@ -121,10 +123,10 @@ def test_what_went_by_in_batches_is_served_row_by_row(monkeypatch: pytest.Monkey
     cache = wrapped(model, monkeypatch)
     ask(cache, range(PATIENCE))
     batch = padded([5, LENGTH])
-    cache._components.cost.pays(12, PATIENCE, ())  # the batch's length
+    cache._components.cost.judge(12, PATIENCE, ())  # the batch's length
     cache._components.cost._buckets[4].is_bypassed = True
     own = cache(**batch).logits
-    assert cache.last[0].bypassed == "not_worthwhile" and notes(cache).n_rows == 2
+    assert cache.last[0].bypassed == "not_worthwhile" and recorder(cache).n_rows == 2
     short = {name: value[:1, :5] for name, value in batch.items()}
     cache(**short)
     with torch.inference_mode():
@@ -165,7 +167,7 @@ def test_what_other_weights_computed_is_not_served(monkeypatch: pytest.MonkeyPat
         got = cache(input_ids=request(number)).logits
         assert cache.last[0].rung == ("exact" if restores and number < 22 else None)
         assert torch.equal(got, plain_cache(input_ids=request(number)).logits)
-    assert notes(cache).n_rows <= 4
+    assert recorder(cache).n_rows <= 4
 
 
 def test_a_call_that_goes_by_under_other_settings_is_not_served_once_they_are_back(
@@ -191,13 +193,13 @@ def test_purge_and_clear_forget_what_was_noted(monkeypatch: pytest.MonkeyPatch) 
     ask(cache, range(PATIENCE + 2))
     with cache.namespace("tenant"):
         ask(cache, range(PATIENCE + 2, PATIENCE + 5))
-    assert notes(cache).n_rows == 5
+    assert recorder(cache).n_rows == 5
     cache.purge(namespace="tenant")
-    assert notes(cache).n_rows == 2
+    assert recorder(cache).n_rows == 2
     with cache.namespace("tenant"):
         assert ask(cache, range(PATIENCE + 2, PATIENCE + 3)) == ["not_worthwhile"]
     cache.clear()
-    assert (notes(cache).n_rows, notes(cache).nbytes) == (0, 0)
+    assert (recorder(cache).n_rows, recorder(cache).nbytes) == (0, 0)
     assert ask(cache, range(3)) == [None] * 3
 
 
@@ -213,22 +215,22 @@ def test_a_namespace_is_not_served_what_another_noted(monkeypatch: pytest.Monkey
 def test_notes_stay_within_what_banks_have_left(monkeypatch: pytest.MonkeyPatch, budget: dict[str, int]) -> None:
     cache = wrapped(build(CLASSIFIERS["bert"]), monkeypatch, payload="sequence", **budget)
     ask(cache, range(500))
-    held = cache.stats().nbytes + notes(cache).nbytes
-    n_held = cache.stats().n_stored + notes(cache).n_rows
+    held = cache.stats().nbytes + recorder(cache).nbytes
+    n_held = cache.stats().n_stored + recorder(cache).n_rows
     assert held <= budget.get("max_bytes", held)
     assert n_held <= budget.get("max_entries", n_held) + 16  # it looks at every sixteenth
-    assert 0 < notes(cache).n_rows < 492
+    assert 0 < recorder(cache).n_rows < 492
 
 
 def test_of_a_decoder_that_keeps_kv_only_hashes_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = wrapped(build(GENERATORS["gpt2"]), monkeypatch)
     ask(cache, range(PATIENCE + 5))
-    assert notes(cache).n_rows == 0
+    assert recorder(cache).n_rows == 0
 
 
 def test_where_noting_fails_calls_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = wrapped(build(CLASSIFIERS["bert"]), monkeypatch)
     ask(cache, range(PATIENCE))
-    monkeypatch.setattr(Notes, "take", lambda *_: 1 / 0)
+    monkeypatch.setattr(BypassRecorder, "take", lambda *_: 1 / 0)
     assert ask(cache, range(20, 22)) == ["not_worthwhile"] * 2
     assert cache.stats().errors == 2
