@@ -182,6 +182,32 @@ def test_rows_of_a_padded_batch_are_found_in_other_batches(left: bool) -> None:
     assert cache.stats().hits == {"exact": 6}
 
 
+def test_padding_that_was_cut_is_not_taken_for_what_the_model_makes_of_it() -> None:
+    """Of a row that begins after the columns that were cut, all tokens are computed, and not all of its padding."""
+    model = build(GENERATORS["llama"])
+    stem = tokens(1, 22)
+    inputs = padded([22, 3], left=True)
+    inputs["input_ids"][0, :18] = stem[0, :18]
+    with torch.inference_mode():
+        plain = model(**inputs).logits
+    cache = wrapped(model)
+    cache(stem)
+    cache(**inputs, logits_to_keep=1)
+    assert [outcome.n_prefix for outcome in cache.last] == [18, 0]
+    torch.testing.assert_close(cache(**inputs).logits, plain, atol=1e-5, rtol=1e-5)
+
+
+def test_a_model_whose_first_parameter_is_of_another_dtype() -> None:
+    """What enters the layers is known only when they are reached; what was found before is served all the same."""
+    model: Any = build(GENERATORS["llama"])
+    model.model.scale = nn.Parameter(torch.ones(1, dtype=torch.float64))
+    cache, ids = wrapped(model), tokens(1, 10)
+    first = cache(ids)
+    for _ in range(2):
+        assert same(cache(ids), first, 10)
+    assert (cache.stats().hits, cache.stats().errors) == ({"exact": 2}, 0)
+
+
 class ByPlace(nn.Module):
     """Stands for kernels whose last bits hang on the row's place in a batch."""
 

@@ -278,12 +278,12 @@ class Prefix(Rung):
     def _store(self, prefill: Prefill, row: Row, states: Tensor) -> None:
         """Keep what is not held of a row, of whose tokens the trunk put out these states (T, D).
 
-        A row that was computed in full is kept as it came out: blocks that are held of another request may differ in
-        the last bits, and its tail then begins before them.
+        A row of a call that was computed in full is kept as it came out: blocks that are held of another request may
+        differ in the last bits, and its tail then begins before them.
         """
         blocks, chain, valid = self._blocks, self._chain(prefill, row), _valid(row)
         held = blocks.match(chain)
-        is_whole = prefill.keeps_requests and row.number not in prefill.served
+        is_whole = prefill.keeps_requests and not prefill.served  # where columns are cut, so is padding
         n_before = 0 if is_whole else len(held)
         end = valid.stop if is_whole else valid.start + len(chain) * blocks.size
         pieces = self._take(prefill, row, states, slice(valid.start + n_before * blocks.size, end), blocks.size)
