@@ -39,6 +39,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(demo, "N_FIT", 200)
     monkeypatch.setattr(demo, "MAX_DROPS", (0.1, 0.3))
     monkeypatch.delenv("LLMCACHE_MODELS", raising=False)
+    monkeypatch.setenv("COLUMNS", "200")  # names are not folded
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

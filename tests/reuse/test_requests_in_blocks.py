@@ -429,8 +429,8 @@ def test_a_request_that_is_held_is_served_while_others_bypass(monkeypatch: pytes
     cost = cache._components.cost = CostModel(4, 8)
     cost._fewest_times = 1
     for name, value in (("worthwhile_from", 0.9), ("is_cheap", False), ("saved_s", 1.0)):
-        monkeypatch.setattr(f"llmcache.execution.cost._Bucket.{name}", value)
-    monkeypatch.setattr("llmcache.execution.cost._Bucket.serves", lambda self, share: share > 0.3)
+        monkeypatch.setattr(f"llmcache.execution.length_costs.LengthCosts.{name}", value)
+    monkeypatch.setattr("llmcache.execution.length_costs.LengthCosts.serves", lambda self, share: share > 0.3)
     told = []
     for seed in (*range(10), 3, 20):
         cache(tokens(1, 10, seed))
