@@ -261,6 +261,17 @@ def plain_forward(module: nn.Module) -> Callable[..., Any]:
     return forward.original if isinstance(forward, Swap) else forward
 
 
+def parts_of(module: nn.Module) -> list[nn.Module]:
+    """All modules within one, each once. `modules()` takes several times as long, and this is asked in each call."""
+    found, seen = [module], {module}
+    for part in found:
+        for child in part._modules.values():
+            if child is not None and child not in seen:
+                seen.add(child)
+                found.append(child)
+    return found[1:]
+
+
 def are_hooked(modules: Iterable[nn.Module]) -> bool:
     """Whether somebody but us hung hooks on one of these modules, or on all, which run when it is called."""
     return bool(_every_module._global_forward_hooks or _every_module._global_forward_pre_hooks) or any(

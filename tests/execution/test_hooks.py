@@ -11,7 +11,7 @@ from torch import nn
 
 from llmcache import LLMCache, WrapError
 from llmcache.banks.stores.memory import SMALL_BYTES
-from llmcache.models.hooks import Swap
+from llmcache.models.hooks import Swap, parts_of
 from tests.tiny_models import BARE, CLASSIFIERS, GENERATORS, TOKEN_HEADS, build, padded, states, tokens
 
 
@@ -285,3 +285,13 @@ def test_what_the_caller_does_to_an_output_never_reaches_the_store(length: int, 
                 layer.values.fill_(7.0)
     assert cache.stats().hits == {"exact": 4}
     assert (cache.stats().held_nbytes > 2 * SMALL_BYTES) == (length == 40)
+
+
+@pytest.mark.parametrize("family", BARE)
+def test_parts_of_a_module_are_all_its_modules_once(family: str) -> None:
+    model: Any = build(BARE[family])
+    model.again = next(model.children())  # at two places
+    model.register_module("empty", None)
+    parts = parts_of(model)
+    assert {*parts} == {*model.modules()} - {model}
+    assert len(parts) == len({*parts})

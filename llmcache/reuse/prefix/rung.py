@@ -23,7 +23,7 @@ from llmcache.arrays import Positions
 from llmcache.counters import Counters
 from llmcache.models.adapters import CACHE, Trunk
 from llmcache.models.arguments import Arguments
-from llmcache.models.hooks import are_hooked
+from llmcache.models.hooks import are_hooked, parts_of
 from llmcache.models.masks import cut
 from llmcache.models.payloads import Payload, padding_of, place_padding
 from llmcache.request.bypass import is_plain_cache
@@ -214,7 +214,7 @@ class Prefix(Rung):
     def _can_be_cut(self, n_rows: int) -> bool:
         """Whether each token sees earlier ones only, and nobody hung hooks within the trunk, who expect all tokens."""
         trunk = self._trunk
-        within = [part for part in trunk.module.modules() if part is not trunk.module]
+        within = parts_of(trunk.module)
         sees_all = getattr(trunk.config, "is_causal", True) is False
         if sees_all or any(part.__dict__.get("is_causal") is False for part in within):
             return False
@@ -284,6 +284,8 @@ class Prefix(Rung):
         blocks, chain, valid = self._blocks, self._chain(prefill, row), _valid(row)
         held = blocks.match(chain)
         is_whole = prefill.keeps_requests and not prefill.served  # where columns are cut, so is padding
+        if not is_whole and len(held) == len(chain):
+            return
         n_before = 0 if is_whole else len(held)
         end = valid.stop if is_whole else valid.start + len(chain) * blocks.size
         pieces = self._take(prefill, row, states, slice(valid.start + n_before * blocks.size, end), blocks.size)
@@ -293,10 +295,11 @@ class Prefix(Rung):
             blocks.put(chain, new)
             return
         n_own = next((i for i, block in enumerate(held) if not block.is_equal(made[i])), len(chain))
-        rest = pieces[n_own:] if n_own == len(chain) else []
-        if not rest:  # all tokens are in blocks; or not in its own
+        if n_own < len(chain):  # the rest is its own
             places = slice(valid.start + n_own * blocks.size, valid.stop)
             rest = self._take(prefill, row, states, places, row.n_valid)
+        else:
+            rest = pieces[n_own:] or [_none_of(pieces[-1])]
         tail = self._make_tail(prefill, row, states, n_own * blocks.size, rest[0])
         first = blocks.whole(row.key, row.ids) if row.again else []
         if first and n_own == len(chain) and first[-1].is_equal(tail):
@@ -325,26 +328,17 @@ class Prefix(Rung):
 
         K/V is not put together as a whole first: that would take fresh memory.
         """
-        device, kept = self._blocks.device, torch.contiguous_format
+        layers, device = prefill.kv_cache.layers, self._blocks.device
         with torch.inference_mode(False), torch.no_grad():
-            kv = [
-                zip(
-                    *(
-                        torch.split(getattr(layer, name)[row.number][:, places], size, dim=-2)
-                        for layer in prefill.kv_cache.layers
-                    ),
-                    strict=True,
-                )
+            of_layers = (
+                [torch.split(getattr(layer, name)[row.number][:, places], size, dim=-2) for layer in layers]
                 for name in ("keys", "values")
-            ]
-            return [
-                (
-                    torch.stack(keys).to(device),
-                    torch.stack(values).to(device),
-                    x.to(device, copy=True, memory_format=kept),
-                )
-                for keys, values, x in zip(*kv, torch.split(states[None, places], size, dim=-2), strict=True)
-            ]
+            )
+            keys, values = ([torch.stack(piece) for piece in zip(*parts, strict=True)] for parts in of_layers)
+            of_states = [piece.clone() for piece in torch.split(states[None, places], size, dim=-2)]
+            if states.device != device:
+                keys, values, of_states = ([x.to(device) for x in made] for made in (keys, values, of_states))
+        return list(zip(keys, values, of_states, strict=True))
 
 
 def cut_column(rows: Sequence[Row], n_known: Sequence[int], n_columns: int) -> int:
@@ -362,6 +356,13 @@ def cut_column(rows: Sequence[Row], n_known: Sequence[int], n_columns: int) -> i
 def _first_padding(rows: Sequence[Row]) -> int:
     """The first column of a batch in which a row may have padding."""
     return min(row.valid.stop if _first(row) == 0 else 0 for row in rows if isinstance(row.valid, slice))
+
+
+def _none_of(piece: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """As much of a piece as an empty tail has."""
+    with torch.inference_mode(False):
+        keys, values, states = (x.new_empty((*x.shape[:-2], 0, x.shape[-1])) for x in piece)
+    return keys, values, states
 
 
 def _by_layer(keys: Pieces, values: Pieces) -> dict[int, tuple[Tensor, Tensor]]:
