@@ -1,7 +1,7 @@
 """What tests ask of a cache beyond its public names: a rename inside touches this file alone."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from llmcache import LLMCache
 from llmcache.audit.audit import Audit
@@ -18,6 +18,8 @@ from llmcache.models.payloads import Payload
 from llmcache.models.weights import Weights
 from llmcache.reuse.base import Rung
 from llmcache.reuse.prefix.block_pool import BlockPool
+
+Part = TypeVar("Part")
 
 
 def components(cache: LLMCache) -> Components:
@@ -60,34 +62,30 @@ def weights(cache: LLMCache) -> Weights:
     return components(cache).weights
 
 
+def _made(part: Part | None) -> Part:
+    """A part that the settings of the test ask for."""
+    assert part is not None
+    return part
+
+
 def fingerprint(cache: LLMCache) -> Fingerprint:
-    found = components(cache).fingerprint
-    assert found is not None
-    return found
+    return _made(components(cache).fingerprint)
 
 
 def prefix(cache: LLMCache) -> BlockPool:
-    found = components(cache).prefix
-    assert found is not None
-    return found
+    return _made(components(cache).prefix)
 
 
 def observer(cache: LLMCache) -> Observer:
-    found = components(cache).observer
-    assert found is not None
-    return found
+    return _made(components(cache).observer)
 
 
 def audit(cache: LLMCache) -> Audit:
-    found = components(cache).audit
-    assert found is not None
-    return found
+    return _made(components(cache).audit)
 
 
 def recorder(cache: LLMCache) -> BypassRecorder:
-    found = components(cache).recorder
-    assert found is not None
-    return found
+    return _made(components(cache).recorder)
 
 
 def cost(cache: LLMCache) -> CostModel | None:

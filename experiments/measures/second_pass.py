@@ -21,8 +21,6 @@ from experiments.support.folders import Folders
 from llmcache import LLMCache
 from llmcache.errors import ConfigError
 
-PASSES = ("plain", "first", "second")
-
 
 class SecondPass(Experiment):
     """Settings of the measure.

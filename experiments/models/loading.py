@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from llmcache.errors import ConfigError
-from llmcache.models.loading import Loaded, check_causal, load_pretrained
+from llmcache.models.loading import Loaded, check_causal, find_folder, load_pretrained
 
 MINILM = "minilm"
 UNTRAINED = "untrained"
@@ -120,10 +120,8 @@ def find(name: str, models_dir: Path | None) -> str:
     """
     if name == MINILM:
         return str(_find_minilm())
-    prepared = [] if models_dir is None else [models_dir / name]
-    for folder in (*prepared, Path(name).expanduser()):
-        if folder.is_dir():
-            return str(folder)
+    if (folder := find_folder(name, models_dir)) is not None:
+        return folder
     if name in PREPARED:
         there = models_dir or Path("models")
         raise ConfigError(

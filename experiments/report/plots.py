@@ -7,7 +7,7 @@ from typing import Any
 from experiments.metrics import paper
 from experiments.metrics.frontier import curves, of_curve
 from experiments.runs.read import Figures, Run, at, by_size, groups, label_of, read_runs, varied
-from experiments.support.files import naming
+from llmcache.cli.output import naming
 from llmcache.errors import ConfigError
 
 CURVES, LAYERS = "curves.png", "layers.png"  # in the folder of a run

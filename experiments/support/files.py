@@ -5,6 +5,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from llmcache.cli.output import naming
+
 
 def write_whole(path: Path, text: str) -> None:
     """Write a UTF-8 file; a reader sees the old text or the new, never a part. Safe beside other writers.
@@ -33,16 +35,6 @@ def write_together(texts: Mapping[Path, str]) -> None:
     except BaseException:
         for partial in partials.values():
             partial.unlink(missing_ok=True)
-        raise
-
-
-@contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Within: an error of the system names this file. Of a disk that is full it names none by itself."""
-    try:
-        yield
-    except OSError as error:
-        error.filename = str(path)
         raise
 
 

@@ -37,6 +37,16 @@ def check_writable(path: Path | None) -> None:
         raise ConfigError(f"{path}: cannot be written; give a file in a folder that exists")
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Within: an error of the system names this file. Of a disk that is full it names none by itself."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        raise
+
+
 def write_json(path: Path | None, figures: Mapping[str, Any]) -> None:
     """Write figures, if a path was given, and say where.
 
@@ -45,9 +55,6 @@ def write_json(path: Path | None, figures: Mapping[str, Any]) -> None:
     """
     if path is None:
         return
-    try:
+    with naming(path):
         path.write_text(json.dumps(figures, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    except OSError as error:
-        error.filename = str(path)  # of a disk that is full it names none by itself
-        raise
     typer.echo(f"written to {path}")

@@ -236,9 +236,7 @@ class Flow:
             self._end_work(frame)
             if call is not None and not (call.progress.has_begun and call.progress.is_complete):
                 self._lookup.withdraw(call)
-                for rung in self._call_rungs:
-                    with self._components.counters.guard(f"abandon a call ({rung.name})"):
-                        rung.abandon(call)
+                self._abandon(call)
                 if output is not None:  # it did not fail
                     self._bypass(frame, self._find_trouble(), call.inputs.arguments)
                 call = None
@@ -408,10 +406,15 @@ class Flow:
             return self._fast_path.answer(call, template)
         self._fast_path.forget()
         self._lookup.withdraw(call)
-        for rung in self._call_rungs:
-            rung.abandon(call)
+        self._abandon(call)
         call.plan.cancel()
         return None
+
+    def _abandon(self, call: Call) -> None:
+        """Tell the rungs that nothing comes of a call."""
+        for rung in self._call_rungs:
+            with self._components.counters.guard(f"abandon a call ({rung.name})"):
+                rung.abandon(call)
 
     def _learn_template(self, call: Call, output: Any) -> None:
         with self._components.counters.guard("look at the trunk's output"):

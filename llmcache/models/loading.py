@@ -113,6 +113,12 @@ def load_pretrained(
     return Loaded(model.eval(), tokenizer)
 
 
+def find_folder(name: str, models_dir: Path | None) -> str | None:
+    """The folder that a name stands for, one in `models_dir` first; None where there is none."""
+    within = [] if models_dir is None else [models_dir / name]
+    return next((str(folder) for folder in (*within, Path(name).expanduser()) if folder.is_dir()), None)
+
+
 def load_causal(name: str, models_dir: Path | None = None) -> Loaded:
     """Load a causal language model.
 
@@ -124,9 +130,9 @@ def load_causal(name: str, models_dir: Path | None = None) -> Loaded:
         ConfigError: It was not found, is damaged, or is no causal language model.
         UnsupportedModelError: Its layers were not found.
     """
-    folders = [Path(name).expanduser()] if models_dir is None else [models_dir / name, Path(name).expanduser()]
-    source = next((str(folder) for folder in folders if folder.is_dir()), name)
-    loaded = load_pretrained(source, "AutoModelForCausalLM", "language-model head", name=name)
+    loaded = load_pretrained(
+        find_folder(name, models_dir) or name, "AutoModelForCausalLM", "language-model head", name=name
+    )
     check_causal(name, loaded.model)
     return loaded
 

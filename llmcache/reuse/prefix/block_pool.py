@@ -190,15 +190,17 @@ class BlockPool:
             known = [link.key for link in chain[:held]]
             self._use(reversed(known))
             own, max_bytes = {link.key for link in chain}, self._max_bytes
+            added: dict[str, int] = {}
             for link in chain[held:]:
-                nbytes = made[link.key].nbytes if link.key in made else max_bytes + 1
-                if not self._make_room(nbytes, own, max_bytes):
+                block = made.get(link.key)
+                if block is None or not self._make_room(nbytes := block.nbytes, own, max_bytes):
                     break
-                self._add(link.key, made[link.key], nbytes, chain[held - 1].key if held else None)
+                self._add(link.key, block, nbytes, chain[held - 1].key if held else None)
+                added[link.key] = nbytes
                 held += 1
             # Not before: a policy that counts uses would name them first. Last to first, so that ends leave first.
-            for link in reversed(chain[len(known) : held]):
-                self._policy.on_put(link.key, made[link.key].nbytes)
+            for key, nbytes in reversed(added.items()):
+                self._policy.on_put(key, nbytes)
             self._use(reversed(known))
             return held == len(chain)
 
