@@ -1,6 +1,5 @@
 """Measure `payback`: learning is counted apart, pays back when it does, and a pattern of hits comes again as it was."""
 
-
 import numpy as np
 import pytest
 import torch
