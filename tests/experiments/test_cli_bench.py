@@ -55,6 +55,7 @@ def test_enough_calls_have_percentiles(folder: Path, tmp_path: Path, command: Co
     assert all(0 < figures[kind]["median"] <= figures[kind]["p90"] <= figures[kind]["p99"] for kind in KINDS)
 
 
+@pytest.mark.slow
 def test_banks_are_full_so_every_miss_evicts(folder: Path) -> None:
     settings = latency.Settings(model=str(folder), seq_len=32, entries=64, rounds=10, batch_size=2)
     bench = latency.Bench(settings, latency.build(settings.model, 0, "cpu"))

@@ -117,12 +117,6 @@ class Words:
     def answer(self, output: Any, number: int) -> int:
         return int(output)
 
-    def mix(self, parts: Any) -> Any:
-        return parts[0][0]
-
-    def borrowed(self, answer: int) -> int:
-        return answer
-
     def is_changed(self, one: int, other: int) -> bool:
         return one != other
 

@@ -27,6 +27,7 @@ ENTRIES = {"as the paper": 64, "all tokens": 72, "pooled": 80}
 TOO_FEW = {"as the paper": 64, "pooled": 64}
 DTYPES = ["float32", "bfloat16"]
 SMALL = {"measure": "latency", "models": ["tiny"], "seq_len": TOKENS, "rounds": 10, "entries": ENTRIES}
+DISTILBERT = {"generate": ["distilbert"], "new_tokens": 4}
 SHORT = {"prompt_tokens": 4, "new_tokens": 2, "rounds": 1}
 
 
@@ -197,6 +198,7 @@ def test_entries_that_cannot_be_stored_end_the_filling(folders: Folders) -> None
         latency.Bench(settings, pair).fill(None)
 
 
+@pytest.mark.slow
 def test_a_hit_that_is_not_the_stored_run_is_said(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = settings_of(folders, payload="last", rounds=10)
     assert latency.measure(settings)["exact_hit_is_equal"] is True
@@ -234,7 +236,7 @@ def test_a_hit_that_is_not_the_stored_run_is_said(folders: Folders, monkeypatch:
         (measure_all, {"models": ["tiny", "nowhere"]}, r"model: nowhere is none of bert-base, distilbert, gpt2"),
         (measure_all, {"seq_len": 129}, r"seq_len: .*at most 128 tokens \(got 129\)"),
         (measure_all, {"generate": ["tiny", "encoder"], "new_tokens": 4}, r"encoder is no causal language model"),
-        (measure_all, {"generate": ["distilbert"], "new_tokens": 4}, r"model: distilbert is none of"),
+        pytest.param(measure_all, DISTILBERT, r"model: distilbert is none of", marks=pytest.mark.slow),
         (measure_all, {"generate": ["tiny"], "new_tokens": 16}, r"new_tokens: .*some of the 16 tokens \(got 16\)"),
         (generate, {"model": "encoder"}, "no causal language model"),
         (generate, {"new_tokens": 128}, "at most 128 tokens"),

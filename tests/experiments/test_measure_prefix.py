@@ -167,6 +167,7 @@ def test_times_of_a_generation_are_those_of_its_tokens() -> None:
     assert (len(times.ttft), len(times.tpot)) == (3, 2)
 
 
+@pytest.mark.slow
 def test_generation_is_timed_by_token(folders: Folders) -> None:
     outcome = measured(DECODE, folders)
     (figures,) = outcome.metrics["generation"]
