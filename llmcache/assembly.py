@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from llmcache.audit.audit import Audit, Compute
-from llmcache.audit.recompute import Origin, RecomputeQueue
+from llmcache.audit.audit import Audit
+from llmcache.audit.recompute import RecomputeQueue
+from llmcache.audit.recomputer import Compute, Recomputer
 from llmcache.banks.bank import Bank
 from llmcache.banks.cache_banks import CacheBanks
 from llmcache.banks.compression import CODECS, Codec
@@ -163,30 +164,23 @@ def make_calibrated(
     risk_target = RiskTarget(config.max_drop, config.delta, "changed", config.sources, 0)
     fitter = CalibrationFitter(parts.banks, fingerprint, tokens, chooser, answers)
 
-    def origin() -> Origin:
-        """What decides the model's answers now."""
-        return Origin(parts.weights.digest(), head.digest(), parts.trunk.attention)
-
     is_watched = config.audit > 0
     calibrated = CalibratedReuse(
         parts.banks, fitter, chooser, answers, head, parts.counters, config.learn, risk_target, is_watched
     )
     observer = Observer(parts.banks, answers, answer_of, head)
-    audit = Audit(
+    recomputer = Recomputer(
         parts.banks,
+        parts.trunk,
+        parts.weights,
         fingerprint,
         calibrated,
         observer,
-        parts.weights,
         parts.counters,
         compute,
         RecomputeQueue(getattr(parts.trunk.config, "pad_token_id", None) or 0, names),
-        origin,
-        config.audit,
-        config.recalibrate,
-        config.audit_in_background,
-        config.audit_share,
     )
+    audit = Audit(recomputer, config)
     observer.learner = audit
     attention = first_attention(parts.trunk) if fingerprint.reads_attention else None
     return Calibrated(fingerprint, attention, observer, calibrated, audit)

@@ -14,12 +14,7 @@ class Marking:
     """Finds the marks of requests. The caller holds a lock."""
 
     def __init__(self, banks: CacheBanks, chooser: NeighbourChooser) -> None:
-        """Begin without requests.
-
-        Args:
-            banks: Where sources are.
-            chooser: Finds who would serve.
-        """
+        """Begin without requests."""
         self._banks = banks
         self._chooser = chooser
         self._known: dict[str, Marks] = {}  # the longest unasked first

@@ -30,11 +30,7 @@ class Rate:
     """
 
     def __init__(self, floor: float) -> None:
-        """Begin without requests.
-
-        Args:
-            floor: The least probability with which events are looked for, where nothing is eased, over 0, at most 1.
-        """
+        """`floor`: the least probability with which events are looked for, where nothing is eased, over 0."""
         self._floor = floor
         self._n: Counter[float] = Counter()  # requests by ease
         self._open: Counter[tuple[float, float]] = Counter()  # samples by weight and ease

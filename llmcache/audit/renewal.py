@@ -15,11 +15,7 @@ class RenewalBuffer:
     """Keeps what the next calibration is made of. The caller holds a lock."""
 
     def __init__(self, every: int | None) -> None:
-        """Begin without requests.
-
-        Args:
-            every: Requests after which a calibration is renewed; None: never, and nothing is kept.
-        """
+        """`every`: requests after which a calibration is renewed; None: never, and nothing is kept."""
         self.every = every
         self._cases: deque[Observation] = deque()
         self._needed = 0
