@@ -23,22 +23,11 @@ HIDDEN_PADDING = f"{kv.PADDING}hidden"
 
 
 class LayerBanks(dict[int, Bank]):
-    """Banks by layer, first to last. The caller holds a lock, but to `read`.
-
-    Attributes:
-        packers: What packs their states, by digest of the weights, then by layer.
-    """
+    """Banks by layer, first to last. The caller holds a lock, but to `read`."""
 
     def __init__(
         self, banks: Mapping[int, Bank], make_codec: Callable[[], Codec], requests: Mapping[str, StoredRequest]
     ) -> None:
-        """Start with empty banks.
-
-        Args:
-            banks: By layer, at least one.
-            make_codec: Makes one for each layer and state of the weights.
-            requests: What is known of those that the banks hold, by key.
-        """
         super().__init__(sorted(banks.items()))
         self.packers = Packers(make_codec, self)
         self._requests = requests
@@ -99,13 +88,7 @@ class LayerBanks(dict[int, Bank]):
         return decode
 
     def pack(self, key: str, scope: Scope, states: Mapping[int, Mapping[str, Tensor]]) -> dict[int, Entry]:
-        """Encode what is about to be stored of a request.
-
-        Args:
-            key: The request.
-            scope: Its scope.
-            states: Named tensors by layer, given away.
-        """
+        """Encode what is about to be stored of a request: named tensors by layer, given away."""
         packers = self._packers_of(scope)
         return {layer: self.learn(key, scope, layer, packers[layer].pack(states[layer])) for layer in states}
 

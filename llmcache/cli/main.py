@@ -67,14 +67,7 @@ def build_app(commands: Mapping[str, Callable[..., None]]) -> typer.Typer:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run the command line and exit.
-
-    Args:
-        args: Arguments after the program's name. None takes the process's own.
-
-    Raises:
-        SystemExit: Always: 0 when done, 2 for what the user can put right.
-    """
+    """Run the command line and exit: with 0 when done, 2 for what the user can put right."""
     try:
         app(args=args, prog_name="llmcache")
     except USER_ERRORS as error:

@@ -66,7 +66,6 @@ class _Talk:
     """Reads lines and answers them until the end."""
 
     def __init__(self, chat: "Chat", cache: "LLMCache", is_verbose: bool) -> None:
-        """Take part in a conversation with a wrapped model."""
         from llmcache.generation import Latencies
 
         self._chat = chat

@@ -32,11 +32,7 @@ def make_sampling(
     repetition_penalty: float | None,
     seed: int,
 ) -> "Sampling":
-    """Settings from what was given on the command line.
-
-    Raises:
-        ConfigError: One is out of range, or has no effect.
-    """
+    """Settings from what was given on the command line."""
     from llmcache.generation import Sampling
 
     given: dict[str, Any] = {

@@ -105,7 +105,6 @@ def decode_step(model: Any, last: Tensor, kv_cache: Any, attention_mask: Tensor 
 
 
 def _check_step(last: Tensor, kv_cache: Any, n_held: int, mask: Tensor | None) -> None:
-    """See to it that a step, its K/V cache and its mask belong together."""
     if n_held == 0:
         raise RequestError("the K/V cache is empty: run the prompt with prefill() first")
     n_rows = kv_cache.layers[0].keys.shape[0]

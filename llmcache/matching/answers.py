@@ -25,17 +25,11 @@ _SHARE_OF_RANGE = 0.05  # by which two scores may differ
 
 
 class Answers(Protocol):
-    """A kind of answer.
+    """A kind of answer."""
 
-    Attributes:
-        name: What it is called in settings.
-        reads_payload: It is made of the state that an entry keeps, not of the model's output.
-        is_discrete: Different requests have the very same one, so that an example can stand for it.
-    """
-
-    name: str
-    reads_payload: bool
-    is_discrete: bool
+    name: str  # in settings
+    reads_payload: bool  # it is made of the state that an entry keeps, not of the model's output
+    is_discrete: bool  # different requests have the very same one, so that an example can stand for it
 
     def sign(self, output: Tensor) -> Tensor:
         """Signatures, float32 (B, S), of what the model put out for B rows, or of their payloads."""
@@ -53,14 +47,9 @@ class Answers(Protocol):
         """Whether signatures (..., S) are the same answer, pair by pair, bool (...); NaN agrees with nothing."""
 
     def favour(self, forecast: Floats, signatures: Floats) -> Floats:
-        """How much the forecast of an output speaks for answers: the more, the larger; of the expected class over 0.
+        """How much the forecast of an output (C,) speaks for answers (n, S), the more, the larger; float32 (n,).
 
-        Args:
-            forecast: Of the request's output (C,); of its payload where answers are made of these.
-            signatures: Of n answers (n, S).
-
-        Returns:
-            Float32 (n,).
+        It is a forecast of the payload where answers are made of these. Of the expected class it is over 0.
         """
 
 
@@ -128,7 +117,6 @@ class Scores(_Plain):
     name = "score"
 
     def __init__(self) -> None:
-        """Nothing is the same before a range is known, but what is equal."""
         self._most: Floats = np.zeros(1, np.float32)
 
     def sign(self, output: Tensor) -> Tensor:
@@ -139,11 +127,9 @@ class Scores(_Plain):
         self._most = (_SHARE_OF_RANGE * np.ptp(signatures, axis=0)).astype(np.float32)
 
     def state(self) -> dict[str, Floats]:
-        """How far scores may differ (S,)."""
         return {"most": self._most}
 
     def restore(self, state: Mapping[str, Floats]) -> None:
-        """Take up how far scores may differ."""
         self._most = state["most"]
 
     def agree(self, one: Floats, other: Floats) -> Bools:
@@ -181,16 +167,9 @@ Reading = Callable[[Any], Tensor]
 
 
 def find_answers(name: str, head: Head, model: nn.Module) -> Answers:
-    """The kind of a model's answers.
+    """The kind of a model's answers: a key of `ANSWERS`, or `auto`, as the head tells.
 
-    Args:
-        name: A key of `ANSWERS`, or `auto`: as the head tells. Under a head that is not known, answers are taken for
-            embeddings, the strictest kind.
-        head: The model's head.
-        model: As given to `wrap`.
-
-    Raises:
-        ConfigError: There is no such kind.
+    Under a head that is not known, answers are taken for embeddings, the strictest kind.
     """
     if name == "auto":
         config = getattr(model, "config", None)
@@ -206,11 +185,7 @@ def find_answers(name: str, head: Head, model: nn.Module) -> Answers:
 
 
 def read_logits(output: Any) -> Tensor:
-    """Logits (B, C) of what a model returned: the tensor itself, its `logits`, or the first of a tuple.
-
-    Raises:
-        TypeError: None of them is a floating (B, C).
-    """
+    """Logits (B, C) of what a model returned: the tensor itself, its `logits`, or the first of a tuple."""
     if isinstance(output, Mapping):
         output = output.get("logits")
     elif isinstance(output, tuple):

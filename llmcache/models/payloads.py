@@ -110,14 +110,8 @@ def last_valid(valid: Positions) -> int:
 def head_reads_padding(reads: str, valid: Positions, ids: NDArray[np.int64], pad_id: int | None) -> bool:
     """Whether the head would read a token that is not kept, or not the one that is.
 
-    Heads that read the first row read place 0 even where that is padding. Causal classifiers of transformers read the
-    last token whose id is not the padding id (the very last one when there is no padding id), whatever the mask says.
-
-    Args:
-        reads: `first`, `last` or anything else.
-        valid: Valid positions of the row, at least one.
-        ids: Token ids of the row (T,).
-        pad_id: The model's padding id, or None.
+    Heads that read the `first` row read place 0 even where that is padding. Causal classifiers of transformers read the
+    `last` token whose id is not the padding id (the very last one when there is no padding id), whatever the mask says.
     """
     if reads == "first":
         return (valid.start if isinstance(valid, slice) else int(valid[0])) != 0

@@ -11,7 +11,6 @@ class Bucket:
     __slots__ = ("higher", "keys", "lower", "n_uses")
 
     def __init__(self, n_uses: int) -> None:
-        """Open an empty bucket, linked with itself only."""
         self.n_uses = n_uses
         self.keys: OrderedDict[str, None] = OrderedDict()
         self.lower: Bucket = self
@@ -40,27 +39,22 @@ class LFU(Policy):
     """
 
     def __init__(self) -> None:
-        """Open an empty policy."""
         self._ring = Bucket(0)  # never holds a key; the rarest keys are in the bucket above it
         self._bucket_of: dict[str, Bucket] = {}
 
     def on_put(self, key: str, nbytes: int) -> None:
-        """Count a use."""
         self._use(key, self._bucket_of.get(key, self._ring))
 
     def on_hit(self, key: str) -> None:
-        """Count a use. An unknown key is ignored."""
         if key in self._bucket_of:
             self._use(key, self._bucket_of[key])
 
     def on_remove(self, key: str) -> None:
-        """Forget a key and its count. An unknown one is ignored."""
         bucket = self._bucket_of.pop(key, None)
         if bucket is not None:
             self._leave(key, bucket)
 
     def victim(self) -> str:
-        """Name the key used least; `KeyError` when there is none."""
         for key in self._ring.higher.keys:
             return key
         raise KeyError("no key to evict: the policy is empty")

@@ -14,7 +14,6 @@ class Ranking:
     """
 
     def __init__(self) -> None:
-        """Open an empty ranking."""
         self._ranks: dict[str, Rank] = {}
         self._heap: list[tuple[Rank, str]] = []
 
@@ -39,11 +38,7 @@ class Ranking:
         self._ranks.pop(key, None)
 
     def first(self) -> str:
-        """The key of the least rank.
-
-        Raises:
-            KeyError: There is none.
-        """
+        """The key of the least rank; `KeyError` when there is none."""
         while self._heap:
             rank, key = self._heap[0]
             now = self._ranks.get(key)

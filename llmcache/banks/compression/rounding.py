@@ -20,7 +20,6 @@ class Plain(Codec):
         return tensors[name].to(dtype)
 
     def is_lossless(self, dtype: torch.dtype) -> bool:
-        """Always."""
         return True
 
 
@@ -50,12 +49,7 @@ class Int8(Plain):
     """
 
     def encode(self, name: str, x: Tensor) -> dict[str, Tensor]:
-        """Round to 255 steps.
-
-        Raises:
-            ValueError: `x` is not floating point, has no last dimension of at least 1, or has a value that is not
-                finite in float32.
-        """
+        """Round to 255 steps."""
         values = check_rows(name, x)
         # The least scale is a normal number: it divides rows of zeros safely, and subnormal scales lose precision.
         scale = (values.abs().amax(-1, keepdim=True) / 127).clamp(min=torch.finfo(torch.float32).tiny)
@@ -67,7 +61,6 @@ class Int8(Plain):
         return saturate(tensors[name] * tensors[f"{name}.scale"], dtype)
 
     def is_lossless(self, dtype: torch.dtype) -> bool:
-        """Never."""
         return False
 
 
@@ -79,16 +72,7 @@ def check_floating(x: Tensor) -> Tensor:
 
 
 def check_rows(name: str, x: Tensor) -> Tensor:
-    """Return `x` detached, as float32.
-
-    Args:
-        name: Named in the error.
-        x: The tensor.
-
-    Raises:
-        ValueError: `x` is not floating point, has no last dimension of at least 1, or has a value that is not finite in
-            float32.
-    """
+    """Return `x` detached, as float32; raise `ValueError` unless it holds finite rows of at least one value."""
     values = check_floating(x).float()
     if not values.dim() or not values.shape[-1]:
         raise ValueError(f"this codec needs rows of at least one value, got {name!r} of shape {tuple(x.shape)}")
