@@ -41,14 +41,7 @@ class Observer:
     """Reads the answers of calls that have ended: notes them beside entries, and shows whole requests to a learner."""
 
     def __init__(self, banks: CacheBanks, answers: Answers, read: Reading, head: Weights | None = None) -> None:
-        """Remember whom to tell.
-
-        Args:
-            banks: Holds the entries.
-            answers: The kind of the model's answers.
-            read: Finds logits (B, C) in what the model returned.
-            head: What of the model makes the answers; needed by learners.
-        """
+        """Remember whom to tell; learners need `head`, what of the model makes the answers."""
         self.answers = answers
         self.learner: Learner | None = None
         #: Within: rows are computed, and shown to this list instead of being stored.
@@ -58,16 +51,7 @@ class Observer:
         self._head = head
 
     def see(self, call: Call, output: Any) -> None:
-        """Take in a call whose rows were computed or served, and what the model returned for it.
-
-        Args:
-            call: It has ended.
-            output: Of the whole model; not looked at where answers are read from payloads.
-
-        Raises:
-            TypeError: No answer was found in the output.
-            ValueError: It is not one answer a row.
-        """
+        """Take in a call that has ended, and what the whole model returned, unless answers are read from payloads."""
         computed = {
             number: states for number, states in call.progress.captured.items() if number not in call.plan.reused
         }
@@ -124,17 +108,10 @@ def collect(
     *,
     is_learned_from: bool = False,
 ) -> list[Observation]:
-    """Compute requests and see all of them, in order.
+    """Compute requests, numbered from `first`, and see all of them, in order.
 
-    Args:
-        compute: Runs the model on tokenised inputs, in inference mode.
-        observer: Sees its calls.
-        requests: Tokenised inputs.
-        first: Number of the first of them.
-        is_learned_from: What they came to is fitted: their outputs must be numbers that this can be done with.
-
-    Raises:
-        CalibrationError: One could not be computed, or could not be seen, or came to what is no number.
+    Refused is one that could not be computed, or could not be seen, or came to what is no number. With
+    `is_learned_from`, its outputs must be numbers that something can be fitted to.
     """
     seen: list[Observation] = []
     for number, inputs in enumerate(requests, start=first):
