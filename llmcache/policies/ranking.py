@@ -34,7 +34,6 @@ class Ranking:
             heapq.heapify(self._heap)
 
     def discard(self, key: str) -> None:
-        """Forget a key. An unknown one is ignored."""
         self._ranks.pop(key, None)
 
     def first(self) -> str:

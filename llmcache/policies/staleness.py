@@ -34,11 +34,9 @@ class Staleness(Policy):
         self._arrivals = count()
 
     def on_put(self, key: str, nbytes: int) -> None:
-        """Begin anew, with a score of 1."""
         self._ranking[key] = (self._half_lives(), next(self._arrivals))
 
     def on_hit(self, key: str) -> None:
-        """Add 1 to the score. An unknown key is ignored."""
         if key in self._ranking:
             level, arrival = self._ranking[key]
             low, high = sorted((level, self._half_lives()))
