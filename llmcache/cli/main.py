@@ -46,7 +46,6 @@ USER_ERRORS: Final = (LLMCacheError, OSError)
 
 
 def build_app(commands: Mapping[str, Callable[..., None]]) -> typer.Typer:
-    """Make the command line of a table of commands."""
     app = typer.Typer(
         callback=_global_options,
         no_args_is_help=True,
