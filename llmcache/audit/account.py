@@ -84,7 +84,6 @@ class AuditAccount:
         return sample
 
     def toss(self, chance: float) -> bool:
-        """True with a given probability, 0 to 1."""
         return self._random.random() < chance
 
     def settle(self, sample: AuditSample, is_changed: bool) -> bool:

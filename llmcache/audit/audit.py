@@ -32,7 +32,6 @@ class Audit:
     """Looks into approximate hits of calibrated reuse. Thread-safe; what fails is counted and costs the look."""
 
     def __init__(self, recomputer: Recomputer, config: CacheConfig) -> None:
-        """Wait for a calibration."""
         self.worker: IdleWorker[Audit] = IdleWorker(self, config.audit_in_background, share=config.audit_share)
         self._recomputer = recomputer
         self._banks = recomputer.banks
@@ -118,7 +117,6 @@ class Audit:
         return range(call.n_rows) if self._calibrated.is_learning else call.plan.audited
 
     def observe(self, call: Call, seen: Mapping[int, Observation]) -> None:
-        """Take in computed rows of a call that has ended."""
         if self._calibrated.is_learning:
             self._calibrated.observe(list(seen.values()))
         for number, drawn in call.plan.audited.items():
@@ -143,7 +141,6 @@ class Audit:
                 self._likeness.forget()
 
     def stats(self) -> AuditStats:
-        """How it stands now."""
         made, status = self._calibrated.calibration, self._calibrated.status(self._weights.digest())
         n_quarantined = len(self._banks.quarantined)
         with self._lock:

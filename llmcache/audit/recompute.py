@@ -67,7 +67,6 @@ class RecomputeQueue:
         return bool(self._parked)
 
     def add(self, look: Recompute) -> None:
-        """Have one wait."""
         with self._lock:
             self._waiting.append(look)
 
@@ -102,7 +101,6 @@ class RecomputeQueue:
             return again
 
     def drop(self, namespace: str | None) -> None:
-        """Forget those of a namespace, or all."""
         with self._lock:
             self._waiting = [look for look in self._waiting if namespace not in (None, look.namespace)]
             self._parked = [look for look in self._parked if namespace not in (None, look.namespace)]
@@ -145,7 +143,6 @@ class RecomputeQueue:
 
 
 def _padded(row: Tensor, n_tokens: int, fill: int) -> Tensor:
-    """A row (1, T) with more tokens behind."""
     return pad(row, (0, n_tokens - row.shape[1]), value=fill)
 
 

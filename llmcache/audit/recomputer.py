@@ -114,7 +114,6 @@ class Recomputer:
         return cases if self.weights.stayed(mark, origin.weights) and self._origin() == origin else []
 
     def _run(self, look: Recompute, inputs: Mapping[str, Tensor]) -> list[Observation]:
-        """Have the model compute inputs as those of a look."""
         device, dtype, is_on = look.autocast
         with torch.autocast(device, dtype=dtype, enabled=is_on):
             return collect(partial(self.compute, look.namespace), self.observer, [inputs])

@@ -37,11 +37,9 @@ class RenewalBuffer:
         return self.every is not None and n_requests >= self.every and len(self._cases) >= self._needed
 
     def forget(self, namespace: str | None) -> None:
-        """Let go of the requests of one namespace, or all."""
         left = (case for case in self._cases if namespace not in (None, case.scope.namespace))
         self._cases = deque(left, maxlen=self._cases.maxlen)
 
     @property
     def cases(self) -> list[Observation]:
-        """Those that are kept, oldest first."""
         return list(self._cases)

@@ -36,11 +36,9 @@ class Bank:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the entries held."""
         return self._nbytes
 
     def keys(self) -> list[str]:
-        """Keys held, oldest put first."""
         return list(self._nbytes_of)
 
     def read(self, key: str) -> Entry | None:
@@ -58,7 +56,6 @@ class Bank:
         self._policy.on_hit(key)
 
     def should_check(self, key: str) -> bool:
-        """Whether the policy wants a reuse of the entry computed and compared."""
         return self._policy.should_check(key)
 
     def checked(self, key: str, divergence: float) -> None:

@@ -64,12 +64,10 @@ class CacheBanks:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Stored layers, first to last."""
         return tuple(self.layer_banks)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all states held."""
         return self.layer_banks.nbytes
 
     @property
@@ -80,17 +78,14 @@ class CacheBanks:
 
     @property
     def index_nbytes(self) -> int:
-        """Bytes of the fingerprints that requests are found by."""
         return sum(partition.nbytes for partition in self._index.values())
 
     @property
     def fingerprint(self) -> Fingerprint | None:
-        """Projects features to search vectors; None when nothing is searched."""
         return self._index.fingerprint
 
     @property
     def fits_any_length(self) -> bool:
-        """Whether a stored request may serve others of any length."""
         return self._index.fits_any_length
 
     def known(self, row: Row, key: str = "") -> bool:
@@ -230,7 +225,6 @@ class CacheBanks:
             self._index.use(fingerprint)
 
     def should_check(self, key: str, layer: int) -> bool:
-        """Whether an approximate reuse is to be computed instead, and compared: the layer's policy decides."""
         with self._lock:
             return self.layer_banks[layer].should_check(key)
 
@@ -292,7 +286,6 @@ class CacheBanks:
                     self._index.insert(key, request.scope, slot)
 
     def _record(self, key: str) -> SavedRequest | None:
-        """All that is held of a request; None when it has left."""
         while True:  # until it is read whole: what is put or leaves meanwhile is another reading
             with self._lock:
                 if (request := self._requests.get(key)) is None:

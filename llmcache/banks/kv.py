@@ -36,7 +36,6 @@ def capture(
 
 
 def without_padding(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Those of an entry that are of valid places."""
     return {name: tensor for name, tensor in tensors.items() if not name.startswith(PADDING)}
 
 

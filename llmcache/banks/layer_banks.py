@@ -34,7 +34,6 @@ class LayerBanks(dict[int, Bank]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all states held."""
         return sum(bank.nbytes for bank in self.values())
 
     @property
@@ -43,7 +42,6 @@ class LayerBanks(dict[int, Bank]):
         return {layer: packer.loss for layer, packer in self.packers.latest.items()}
 
     def layers_of(self, key: str) -> list[int]:
-        """Layers whose bank holds a state of a request."""
         return [layer for layer, bank in self.items() if key in bank]
 
     def read(self, key: str, layers: Iterable[int]) -> dict[int, Entry]:
@@ -120,7 +118,6 @@ class LayerBanks(dict[int, Bank]):
             bank.pin(key)
 
     def release(self) -> None:
-        """Let all requests leave again."""
         for bank in self.values():
             bank.release()
 

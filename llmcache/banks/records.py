@@ -61,7 +61,6 @@ class StoredRequest:
     n_puts: int = 0  # how often its entries were put: of two reads with the same number in between, none was
 
     def record(self, key: str, entries: dict[int, Entry], slots: tuple[IndexSlot, ...]) -> SavedRequest:
-        """All that is held of it, with its encoded states by layer."""
         return SavedRequest(
             key, self.scope, self.ids, self.dtype, entries, slots, self.answer, self.is_pinned, self.layout
         )

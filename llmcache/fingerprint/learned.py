@@ -190,7 +190,6 @@ class _Ridge:
 
 
 def _content(features: Floats) -> Ids:
-    """Token ids of a request's features."""
     ids: Ids = features[features >= 0].astype(np.int64)
     return ids
 

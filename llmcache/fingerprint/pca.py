@@ -37,7 +37,6 @@ class PCAEmbedding(MeanEmbedding):
         return self.fit_on if self._axes is None else 0
 
     def fit(self, features: Sequence[Floats], targets: Floats | None = None, outputs: Floats | None = None) -> None:
-        """Learn centre and axes from features (N, D)."""
         from sklearn.decomposition import PCA
 
         seen = np.stack(features)

@@ -150,5 +150,4 @@ def _forward(model: Any, ids: Tensor, mask: Tensor | None, kv_cache: Any, n_keep
 
 @remember
 def _argument_names(kind: type) -> frozenset[str]:
-    """Arguments that forward of a class of models names."""
     return frozenset(signature(kind.forward).parameters)  # type: ignore[attr-defined]

@@ -47,7 +47,6 @@ def check_last(config: Any, last: Any) -> None:
 
 
 def check_vocabulary(name: str, ids: Tensor, config: Any) -> None:
-    """See to it that ids are of the vocabulary."""
     wrong = ids[(ids < 0) | (ids >= config.vocab_size)]
     if wrong.numel():
         raise RequestError(
@@ -57,7 +56,6 @@ def check_vocabulary(name: str, ids: Tensor, config: Any) -> None:
 
 
 def check_context(config: Any, n_tokens: int, n_new: int) -> None:
-    """See to it that a prompt and what is to follow it fit the context."""
     limit = context_length(config)
     if limit is None or n_tokens + n_new <= limit:
         return

@@ -9,8 +9,9 @@ A forecast is what a fingerprint lets expect of the output, before any layer has
 Sizes: N requests, n answers, B rows, C logits, S width of a signature.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,13 +25,14 @@ _ALIKE = 0.98  # cosine at which two embeddings are the same answer
 _SHARE_OF_RANGE = 0.05  # by which two scores may differ
 
 
-class Answers(Protocol):
-    """A kind of answer."""
+class Answers(ABC):
+    """A kind of answer. Most need no learning."""
 
     name: str  # in settings
-    reads_payload: bool  # it is made of the state that an entry keeps, not of the model's output
-    is_discrete: bool  # different requests have the very same one, so that an example can stand for it
+    reads_payload = False  # it is made of the state that an entry keeps, not of the model's output
+    is_discrete = False  # different requests have the very same one, so that an example can stand for it
 
+    @abstractmethod
     def sign(self, output: Tensor) -> Tensor:
         """Signatures, float32 (B, S), of what the model put out for B rows, or of their payloads."""
 
@@ -39,13 +41,16 @@ class Answers(Protocol):
 
     def state(self) -> dict[str, Floats]:
         """What was learned."""
+        return {}
 
     def restore(self, state: Mapping[str, Floats]) -> None:
         """Take up what was learned."""
 
+    @abstractmethod
     def agree(self, one: Floats, other: Floats) -> Bools:
         """Whether signatures (..., S) are the same answer, pair by pair, bool (...); NaN agrees with nothing."""
 
+    @abstractmethod
     def favour(self, forecast: Floats, signatures: Floats) -> Floats:
         """How much the forecast of an output (C,) speaks for answers (n, S), the more, the larger; float32 (n,).
 
@@ -53,24 +58,7 @@ class Answers(Protocol):
         """
 
 
-class _Plain:
-    """A kind of answer that needs no learning."""
-
-    reads_payload = False
-    is_discrete = False
-
-    def learn(self, signatures: Floats) -> None:
-        """Nothing to learn."""
-
-    def state(self) -> dict[str, Floats]:
-        """Nothing to save."""
-        return {}
-
-    def restore(self, state: Mapping[str, Floats]) -> None:
-        """Nothing to take up."""
-
-
-class Classes(_Plain):
+class Classes(Answers):
     """One of C classes: that with the largest logit."""
 
     name = "class"
@@ -92,7 +80,7 @@ class Classes(_Plain):
         return margin
 
 
-class Labels(_Plain):
+class Labels(Answers):
     """Any of C labels: those with a logit over 0."""
 
     name = "labels"
@@ -111,7 +99,7 @@ class Labels(_Plain):
         return least
 
 
-class Scores(_Plain):
+class Scores(Answers):
     """Numbers: the same while none differs by more than a twentieth of the range that the first requests spanned."""
 
     name = "score"
@@ -142,7 +130,7 @@ class Scores(_Plain):
         return nearness
 
 
-class Embeddings(_Plain):
+class Embeddings(Answers):
     """A vector: the same answer at a cosine of 0.98."""
 
     name = "embedding"

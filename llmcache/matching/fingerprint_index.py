@@ -39,7 +39,6 @@ class FingerprintIndex(dict[tuple[Scope, int, int | None], IndexPartition]):
 
     @property
     def fits_any_length(self) -> bool:
-        """Whether requests of different lengths find each other."""
         return not self._by_length
 
     def search(
@@ -126,7 +125,6 @@ class FingerprintIndex(dict[tuple[Scope, int, int | None], IndexPartition]):
         self.fingerprint = fingerprint
 
     def purge(self, namespace: str) -> None:
-        """Drop the partitions of a namespace."""
         for name in [name for name in self if name[0].namespace == namespace]:
             del self[name]
 
@@ -141,7 +139,6 @@ class FingerprintIndex(dict[tuple[Scope, int, int | None], IndexPartition]):
         return row.n_valid if self._by_length else 0
 
     def _pairs(self, key: str) -> list[tuple[IndexPartition, int]]:
-        """Partitions and slots where a request is found."""
         flat = self._found_at.get(key, ())
         return list(zip(flat[::2], flat[1::2], strict=True))
 

@@ -50,11 +50,9 @@ class IndexPartition:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the index."""
         return self._index.nbytes
 
     def add(self, key: str, vector: Floats) -> int:
-        """Add a vector (F,) and return its slot."""
         slot = self._free.pop() if self._free else len(self._keys)
         if slot == len(self._keys):
             self._keys.append(None)
@@ -67,7 +65,6 @@ class IndexPartition:
         self._index.add(np.array([slot]), vector[None])
 
     def remove(self, slot: int) -> None:
-        """Free a slot."""
         self._keys[slot] = None  # first: a row that the index fails to remove must not be taken for a request
         self._leaving.append(slot)
         self._index.remove(np.array(self._leaving))  # with those that it failed to remove before
@@ -75,12 +72,10 @@ class IndexPartition:
         self._leaving.clear()
 
     def vector(self, slot: int) -> Floats:
-        """The vector (F,) in a slot."""
         vector: Floats = self._index.vectors(np.array([slot]))[0]
         return vector
 
     def search(self, vectors: Floats, k: int) -> list[list[Neighbour]]:
-        """The k nearest requests of each vector (B, F), best first."""
         slots, similarity = self._index.search(vectors, k)
         return [
             [

@@ -134,7 +134,6 @@ class Combined(_Chance):
     reads_lead = True
 
     def __init__(self, k: int = 8, width: float = 0.05) -> None:
-        """See `Risk`."""
         self.k = k
         self._risk = Risk(k, width)
         self._student = Student()
@@ -165,7 +164,6 @@ def lead_of(favour: Floats, spread: float, n_tokens: int) -> tuple[int, tuple[fl
 
 
 def _chance(weights: Sequence[float], features: Sequence[float]) -> float:
-    """What a logistic regression says of features (F,)."""
     odds = sum(map(mul, weights, features), weights[-1])
     return 1 / (1 + exp(min(-odds, _HIGHEST)))
 

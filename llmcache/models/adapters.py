@@ -166,7 +166,6 @@ class Trunk:
 
     @property
     def depth(self) -> int:
-        """Number of layers."""
         return len(self.layers)
 
     @property
@@ -181,7 +180,6 @@ class Trunk:
 
     @property
     def config(self) -> Any:
-        """The trunk's transformers config."""
         return self.module.config
 
     @property
@@ -256,7 +254,6 @@ def _asks_for_more(module: nn.Module) -> tuple[str, ...]:
 
 
 def first_attention(trunk: Trunk) -> nn.Module:
-    """The self-attention of the first layer."""
     path, trunk_name = trunk.adapter.attention, type(trunk.module).__name__
     fix = f"register an adapter that says where: Adapter({trunk.adapter.family!r}, ..., attention='attention.self')"
     if path is None:
@@ -302,7 +299,6 @@ def unpack(output: Any) -> Tensor:
 
 
 def repack(output: Any, hidden: Tensor) -> Any:
-    """The layer's output with its hidden states replaced."""
     if isinstance(output, list):
         return [hidden, *output[1:]]
     return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
@@ -322,7 +318,6 @@ def special_ids(trunk: Trunk, tokenizer: Any = None) -> tuple[int, ...]:
 
 
 def vocabulary_size(trunk: Trunk) -> int:
-    """Rows of the input embedding."""
     ask: Callable[[], Any] | None = getattr(trunk.module, "get_input_embeddings", None)
     embedding = None
     with suppress(NotImplementedError):  # transformers could not tell which of its embeddings it is
@@ -336,5 +331,4 @@ def vocabulary_size(trunk: Trunk) -> int:
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Device of the module's first parameter."""
     return next(module.parameters()).device

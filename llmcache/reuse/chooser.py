@@ -67,7 +67,6 @@ class NeighbourChooser:
 
     @property
     def searches(self) -> bool:
-        """Whether it looks for neighbours at all."""
         return self._decision.k > 0
 
     def present(self, cases: Iterable[tuple[Scope, str, Floats | None]]) -> list[str]:
@@ -94,7 +93,6 @@ class NeighbourChooser:
 
     @property
     def max_risk(self) -> float:
-        """The largest risk that a calibration may allow."""
         return self._decision.max_risk
 
     def check_limit(self, limit: Any) -> None:
@@ -133,7 +131,6 @@ class NeighbourChooser:
         return {f"{part}.{name}": array for part, state in learned.items() for name, array in state.items()}
 
     def restore(self, state: Mapping[str, Floats]) -> None:
-        """Take up what they learned."""
         for part, learner in (("decision", self._decision), ("answers", self._answers), ("gate", self._gate)):
             if learner is not None:
                 learner.restore(below(f"{part}.", state))

@@ -40,7 +40,6 @@ class FittedCodec(Plain, ABC):
 
     @property
     def n_fit(self) -> int:
-        """Rows still needed before it packs."""
         return 0 if self._learned else self.fit_on
 
     def fit(self, rows: Tensor) -> None:
@@ -74,7 +73,6 @@ class FittedCodec(Plain, ABC):
         return dict(self._learned)
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Take up what was learned, checked against `SHAPES`."""
         if not state:
             return
         learned = {name: state[name] for name in self.SHAPES}

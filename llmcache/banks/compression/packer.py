@@ -41,7 +41,6 @@ class Packer:
             return entry
 
     def unpack(self, name: str, entry: Entry, dtype: torch.dtype) -> Tensor:
-        """One tensor of an entry, as the model made it or nearly so."""
         return self.codec.decode(name, entry.tensors, dtype)
 
     def unpack_kv(self, name: str, entry: Entry, dtype: torch.dtype) -> Tensor:

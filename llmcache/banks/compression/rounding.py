@@ -12,11 +12,9 @@ class Plain(Codec):
     """`none`: the tensor as it is. Learns nothing, like all codecs here."""
 
     def encode(self, name: str, x: Tensor) -> dict[str, Tensor]:
-        """Return `x` itself, detached."""
         return {name: check_floating(x)}
 
     def decode(self, name: str, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        """Return the tensor, converted only if it was stored as another type."""
         return tensors[name].to(dtype)
 
     def is_lossless(self, dtype: torch.dtype) -> bool:
@@ -31,7 +29,6 @@ class Half(Plain):
     """
 
     def encode(self, name: str, x: Tensor) -> dict[str, Tensor]:
-        """Round to float16."""
         x = check_floating(x)
         return {name: x if x.dtype == torch.float16 else saturate(x, torch.float16)}
 
@@ -49,7 +46,6 @@ class Int8(Plain):
     """
 
     def encode(self, name: str, x: Tensor) -> dict[str, Tensor]:
-        """Round to 255 steps."""
         values = check_rows(name, x)
         # The least scale is a normal number: it divides rows of zeros safely, and subnormal scales lose precision.
         scale = (values.abs().amax(-1, keepdim=True) / 127).clamp(min=torch.finfo(torch.float32).tiny)

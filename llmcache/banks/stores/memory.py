@@ -67,7 +67,6 @@ class MemoryStore(Store):
             self._discard(key)
 
     def _discard(self, key: str) -> None:
-        """Forget the entry if there is one."""
         handle = self._handle_of.pop(key, None)
         if handle is None:
             return
@@ -104,7 +103,6 @@ class Slab:
         self._n_opened = 0  # slots below are in use or free; the others were never touched
 
     def put(self, tensors: Mapping[str, Tensor]) -> int:
-        """Copy tensors into a slot and return its number."""
         slot = self._free[-1] if self._free else self._n_opened
         if slot == len(self._blocks) * self._slots_per_block:
             self._blocks.append(self._open_block())
@@ -118,12 +116,10 @@ class Slab:
         return slot
 
     def get(self, slot: int) -> dict[str, Tensor]:
-        """Return copies of the tensors in a slot."""
         with torch.inference_mode(False):
             return {name: held.clone() for name, held in self._views(slot).items()}
 
     def free(self, slot: int) -> None:
-        """Let a slot be used again."""
         self._free.append(slot)
 
     def __len__(self) -> int:

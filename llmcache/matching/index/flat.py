@@ -92,7 +92,6 @@ class FlatIndex(Index):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of rows and slot numbers."""
         return len(self) * (int(self._faiss.code_size) + self._ids.itemsize)
 
     def _resize(self, n: int) -> None:

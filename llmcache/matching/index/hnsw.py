@@ -78,7 +78,6 @@ class HNSWIndex(Index):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of rows, tombstones among them, of links and of slot numbers."""
         return self._buffer.nbytes + self._graph.nbytes
 
     def _bury(self, ids: Ids) -> None:
@@ -120,7 +119,6 @@ class Graph:
         return name in self._slot_of
 
     def row(self, name: int) -> Floats:
-        """The row (F,) of an id that is here."""
         row: Floats = self._faiss.reconstruct(self._slot_of[name])
         return row
 
@@ -160,6 +158,5 @@ class Graph:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of rows, living or dead, of links, of levels and offsets, and of slot numbers."""
         links = 4 * int(self._faiss.hnsw.neighbors.size())
         return len(self._ids) * (4 * int(self._faiss.d) + 12 + self._ids.itemsize) + links

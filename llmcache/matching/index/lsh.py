@@ -74,7 +74,6 @@ class LSHIndex(Index):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of rows, slot numbers and the bands' keys."""
         return self._rows.nbytes + len(self) * (self.dim // self.width) * self.width * 4
 
     def _leave_bands(self, name: int) -> None:

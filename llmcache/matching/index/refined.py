@@ -72,7 +72,6 @@ class RefinedIndex(Index):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of rows, bits and slot numbers."""
         return self._rows.nbytes + self._bits.nbytes
 
     def _signs(self, x: Floats) -> Floats:

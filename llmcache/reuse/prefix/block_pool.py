@@ -47,13 +47,11 @@ class Block:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """All its tensors by name."""
         padding = {f"{PADDING}{name}": tensor for name, tensor in self.padding.items()}
         return {"keys": self.keys, "values": self.values, "states": self.states, **padding}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its tensors."""
         of_padding = sum(tensor.nbytes for tensor in self.padding.values())
         return self.keys.nbytes + self.values.nbytes + self.states.nbytes + of_padding
 
@@ -188,7 +186,6 @@ class BlockPool:
             return n_tails - self.n_tails
 
     def clear(self) -> None:
-        """Forget all blocks."""
         with self._lock:
             for key in list(self._held):
                 self._drop(key)

@@ -172,7 +172,6 @@ class Prefix(Rung):
         )
 
     def _chain(self, prefill: Prefill, row: Row) -> tuple[Link, ...]:
-        """The blocks of a row."""
         if row.number not in prefill.chains:
             prefill.chains[row.number] = links(prefill.scope, row, self.blocks.size)
         return prefill.chains[row.number]
@@ -332,7 +331,6 @@ def _by_layer(keys: Pieces, values: Pieces) -> dict[int, tuple[Tensor, Tensor]]:
 
 
 def _valid(row: Row) -> slice:
-    """Columns of the valid tokens."""
     assert isinstance(row.valid, slice)
     return row.valid
 
