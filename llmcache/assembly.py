@@ -49,13 +49,7 @@ def assemble(
     model: nn.Module, config: CacheConfig, tokenizer: Any = None, answer_of: Reading = read_logits
 ) -> Components:
     """Build the parts that the settings and the model ask for; what does not suit is refused."""
-    trunk = locate(model, config.adapter)
-    vocabulary_size(trunk)  # each call reads tokens by it
-    head = find_head(model, trunk.adapter.family)
-    if config.tau is not None:
-        refuse_unsafe(f"tau={config.tau}", head, config)
-    payload = _choose_payload(trunk, head, config)
-    _refuse_shared(trunk, payload)
+    trunk, head, payload = _inspect(model, config)
     layers = _choose_layers(trunk, payload, config)
     codec: Codec = config.compression.build(CODECS)
     # Built in any case, so that a wrong name is told now and not at the first request that needs it.
@@ -98,6 +92,18 @@ def assemble(
     if config.auto_bypass and config.mode != "paper":  # which is the reference, and measured as written
         parts.cost = CostModel(trunk.depth, PATIENCE if config.tau is None else PATIENCE_OF_TAU)
     return parts
+
+
+def _inspect(model: nn.Module, config: CacheConfig) -> tuple[Trunk, Head, Payload]:
+    """What is hooked, what reads its output, and what of a state is kept for that."""
+    trunk = locate(model, config.adapter)
+    vocabulary_size(trunk)  # each call reads tokens by it
+    head = find_head(model, trunk.adapter.family)
+    if config.tau is not None:
+        refuse_unsafe(f"tau={config.tau}", head, config)
+    payload = _choose_payload(trunk, head, config)
+    _refuse_shared(trunk, payload)
+    return trunk, head, payload
 
 
 def make_calibrated(

@@ -68,7 +68,7 @@ class Manifest(BaseModel):
         return {RENAMED.get(key, key): value for key, value in config.items()}
 
 
-def save(served: Components, config: CacheConfig, tokenizer: Any, folder: str | Path) -> None:
+def save(components: Components, config: CacheConfig, tokenizer: Any, folder: str | Path) -> None:
     """Write a cache. Entries of other weights, which could not be served anyway, are left out.
 
     If writing failed, the weights cannot be read, or the folder holds something else where the save would go, it is a
@@ -77,23 +77,23 @@ def save(served: Components, config: CacheConfig, tokenizer: Any, folder: str | 
     from safetensors import SafetensorError
 
     folder = Path(folder)
-    weights = served.weights.digest()
-    if reason := served.weights.unreadable:
+    weights = components.weights.digest()
+    if reason := components.weights.unreadable:
         raise StoreError(f"{folder}: not saved: {CURES[reason]}")
     try:
         with locked(folder):
-            parts, scopes, calibration, examples = _take(served, weights)
+            parts, scopes, calibration, examples = _take(components, weights)
             manifest = Manifest(
                 format=FORMAT,
                 written_by=__version__,
-                payload=served.payload.name,
+                payload=components.payload.name,
                 config=config.model_dump(mode="json", exclude_unset=True),
                 weights=weights,
-                special_ids=list(special_ids(served.trunk, tokenizer)),
+                special_ids=list(special_ids(components.trunk, tokenizer)),
                 scopes=[(scope.namespace, scope.dtype, scope.attention) for scope in scopes],
                 files={},
                 calibration=calibration,
-                quarantined=served.banks.quarantined,
+                quarantined=components.banks.quarantined,
                 examples=examples,
             )
             replace(folder, parts, lambda files: manifest.model_copy(update={"files": files}).model_dump_json(indent=2))
@@ -163,19 +163,19 @@ def check(manifest: Manifest, trunk: Trunk, tokenizer: Any, folder: str | Path) 
         raise BankFileError(f"{folder}: saved with other special tokens; give load() the tokenizer that wrap() had")
 
 
-def restore(served: Components, manifest: Manifest, parts: Tensors, folder: str | Path) -> None:
+def restore(components: Components, manifest: Manifest, parts: Tensors, folder: str | Path) -> None:
     """Fill an empty library with what was saved, and serve within the calibration that was saved.
 
     Refused are files that do not fit each other, a calibration of another head, and entries that keep other parts of
     states than this model's head reads.
     """
     try:
-        _fill(served, manifest, parts, folder)
+        _fill(components, manifest, parts, folder)
     except BankFileError:
         raise
     except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
         raise BankFileError(f"{folder}: the files do not fit each other: {error!r}") from error
-    made, calibrated = manifest.calibration, served.calibrated
+    made, calibrated = manifest.calibration, components.calibrated
     if calibrated is not None and made is not None and not calibrated.is_made_for(manifest.weights):
         raise BankFileError(
             f"{folder}: calibrated for a head with other weights (digest {made.head[:12]}, this model's has "
@@ -183,15 +183,15 @@ def restore(served: Components, manifest: Manifest, parts: Tensors, folder: str 
         )
 
 
-def _fill(served: Components, manifest: Manifest, parts: Tensors, folder: str | Path) -> None:
-    banks, weights = served.banks, manifest.weights
+def _fill(components: Components, manifest: Manifest, parts: Tensors, folder: str | Path) -> None:
+    banks, weights = components.banks, manifest.weights
     scopes = [Scope(namespace, weights, dtype, attention) for namespace, dtype, attention in manifest.scopes]
     learned = {name: tensor.numpy() for name, tensor in parts["requests"].items()}
     records = list(unpack(parts["requests"], parts["states"], scopes))
-    _check_payload(served, manifest.payload, records, folder)
-    if served.calibrated is not None and manifest.calibration is not None:
+    _check_payload(components, manifest.payload, records, folder)
+    if components.calibrated is not None and manifest.calibration is not None:
         namespaces = {record.scope.namespace for record in records if record.is_pinned or record.slots}
-        served.calibrated.restore(manifest.calibration, below("trust.", learned), namespaces)
+        components.calibrated.restore(manifest.calibration, below("trust.", learned), namespaces)
     if banks.fingerprint is not None:
         banks.fingerprint.restore(below("fingerprint.", learned))
     for layer, packer in banks.layer_banks.packers[weights].items():
@@ -199,11 +199,11 @@ def _fill(served: Components, manifest: Manifest, parts: Tensors, folder: str | 
     for record in records:
         if record.place is None:
             banks.adopt(record)
-        elif served.prefix is not None:
-            served.prefix.adopt(record)
+        elif components.prefix is not None:
+            components.prefix.adopt(record)
     banks.place(records)
-    if served.calibrated is not None:
-        _present(served.calibrated, manifest.examples, records)
+    if components.calibrated is not None:
+        _present(components.calibrated, manifest.examples, records)
     for key, namespace in manifest.quarantined.items():
         banks.quarantine(key, namespace)
 
@@ -215,9 +215,9 @@ def _present(calibrated: CalibratedReuse, examples: list[str] | None, records: l
     calibrated.chooser.present((one.scope, one.key, one.answer) for one in shown)
 
 
-def _check_payload(served: Components, saved: str, records: list[SavedRequest], folder: str | Path) -> None:
+def _check_payload(components: Components, saved: str, records: list[SavedRequest], folder: str | Path) -> None:
     """Refuse entries that keep other rows of a state than this model's head reads; format 4 does not name them."""
-    kept = served.payload
+    kept = components.payload
     sizes = [
         (len(entry.tensors["hidden"]), len(one.ids))
         for one in records
@@ -234,13 +234,13 @@ def _check_payload(served: Components, saved: str, records: list[SavedRequest], 
         )
 
 
-def _take(served: Components, weights: str) -> tuple[Tensors, list[Scope], Calibration | None, list[str] | None]:
+def _take(components: Components, weights: str) -> tuple[Tensors, list[Scope], Calibration | None, list[str] | None]:
     """What is to be written, as it is at one moment: tensors by file, scopes, calibration, keys of examples."""
-    banks, calibrated = served.banks, served.calibrated
+    banks, calibrated = components.banks, components.calibrated
     with nullcontext() if calibrated is None else calibrated.held():  # no calibration is renewed meanwhile
         if calibrated is not None and not calibrated.is_made_for(weights):
             calibrated = None
-        blocks = [] if served.prefix is None else served.prefix.records()
+        blocks = [] if components.prefix is None else components.prefix.records()
         records = [record for record in (*banks.records(), *blocks) if record.scope.weights == weights]
         scopes = list(dict.fromkeys(record.scope for record in records))
         parts = {

@@ -24,6 +24,8 @@ from llmcache.request.observation import Observation
 from llmcache.request.rows import to_host
 from llmcache.request.variables import setting
 
+States = Mapping[int, Mapping[str, Tensor]]  # named, by layer
+
 _MOST = 1e18  # the square of more is no number in float32
 
 
@@ -57,17 +59,11 @@ class Observer:
         }
         if not computed:
             return
-        last = self._banks.layers[-1]
-        targets = torch.stack([states[last]["hidden"].float().mean(dim=0) for states in computed.values()])
-        logits = targets if self.answers.reads_payload else self._logits(call, output)[list(computed)]
-        # Of an output with NaN no answer is read, though a largest one be found in it: it agrees with none.
-        signed = self.answers.sign(logits).masked_fill(logits.isnan().any(dim=-1, keepdim=True), nan)
-        signatures, outputs, vectors = to_host(signed, logits.float(), targets)
-        assert signatures is not None and outputs is not None and vectors is not None
+        signatures, outputs, vectors = self._answers_of(call, output, computed)
         collected = self.collected.get()
-        for i, number in enumerate(computed):
-            if collected is None:
-                self._banks.sign(call.rows[number].key, signatures[i])
+        if collected is None:
+            for number, signature in zip(computed, signatures, strict=True):
+                self._banks.sign(call.rows[number].key, signature)
         wanted = computed if collected is not None else () if self.learner is None else self.learner.wanted(call)
         if call.read.features is None or not wanted:
             return
@@ -92,6 +88,15 @@ class Observer:
             collected += seen.values()
         elif self.learner is not None:
             self.learner.observe(call, seen)
+
+    def _answers_of(self, call: Call, output: Any, computed: Mapping[int, States]) -> list[Floats]:
+        """Of computed rows: signatures (n, S), outputs (n, C), and mean rows of the last layer's payload (n, D)."""
+        last = self._banks.layers[-1]
+        targets = torch.stack([states[last]["hidden"].float().mean(dim=0) for states in computed.values()])
+        logits = targets if self.answers.reads_payload else self._logits(call, output)[list(computed)]
+        # Of an output with NaN no answer is read, though a largest one be found in it: it agrees with none.
+        signed = self.answers.sign(logits).masked_fill(logits.isnan().any(dim=-1, keepdim=True), nan)
+        return [array for array in to_host(signed, logits.float(), targets) if array is not None]
 
     def _logits(self, call: Call, output: Any) -> Tensor:
         logits = self._read(output)
