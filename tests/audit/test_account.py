@@ -193,7 +193,7 @@ def test_limits_of_an_account_cover_the_rate() -> None:
         auditor = AuditAccount(limit=0.5, floor=0.1, alpha=0.05, seed=seed)
         for part in range(4):
             serve(auditor, 400, hit_rate=0.7, wrong_per_hit=0.05, seed=100 * seed + part)
-            lower, upper = auditor.bounds
+            lower, upper = (auditor.figures()[name] for name in ("lower", "upper"))
             if not lower <= 0.035 <= upper:
                 n_missed += 1
                 break
@@ -209,7 +209,7 @@ def test_it_rings_once_and_within_what_is_needed() -> None:
     ratios = []
     for seed in range(30):
         auditor = AuditAccount(limit=0.02, floor=0.1, alpha=0.05, seed=seed)
-        needed = auditor.needed  # for twice the limit; serves at over twice
+        needed = auditor.figures()["needed"]  # for twice the limit; serves at over twice
         rang = serve(auditor, 10 * needed, hit_rate=0.8, wrong_per_hit=0.0625, seed=seed)
         assert rang is not None
         ratios.append(rang / needed)

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from llmcache import AuditStats, LLMCache
 from llmcache.audit.account import AuditAccount
-from llmcache.audit.audit import Audit
 from llmcache.audit.idle_worker import GaveWay
+from llmcache.audit.recomputer import Recomputer
 from llmcache.calibration.drift import DriftDetector
 from llmcache.errors import CalibrationError, ConfigError
 from tests import inside
@@ -491,7 +491,7 @@ def test_a_model_that_raises_meanwhile_raises_nowhere(cache: LLMCache, monkeypat
     def fail(namespace: str, inputs: Any) -> None:
         raise MemoryError("no room")
 
-    monkeypatch.setattr(inside.audit(cache), "_compute", fail)
+    monkeypatch.setattr(inside.audit(cache)._recomputer, "compute", fail)
     assert cache.drain() == n_hits
     assert cache.stats().errors == n_hits
 
@@ -612,13 +612,13 @@ def test_a_model_in_training_mode_is_looked_into_afterwards(cache: LLMCache, mod
 def test_training_that_begins_while_it_looks_costs_no_verdict(
     cache: LLMCache, model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    n_hits, run = ask(cache, fresh(20)).count("semantic"), Audit._run
+    n_hits, run = ask(cache, fresh(20)).count("semantic"), Recomputer._run
 
-    def train_first(self: Audit, look: Any, inputs: Any) -> Any:
+    def train_first(self: Recomputer, look: Any, inputs: Any) -> Any:
         model.train()
         return run(self, look, inputs)
 
-    monkeypatch.setattr(Audit, "_run", train_first)
+    monkeypatch.setattr(Recomputer, "_run", train_first)
     with training(model):
         assert known_after(cache) == (n_hits, 0, 0, n_hits)
     monkeypatch.undo()
@@ -655,9 +655,9 @@ def test_a_request_that_reads_as_another_one_counts_against_the_claim(
     cache: LLMCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     n_hits = ask(cache, fresh(6)).count("semantic")
-    compute = Audit._compute_again
+    compute = Recomputer._compute_again
     monkeypatch.setattr(
-        Audit,
+        Recomputer,
         "_compute_again",
         lambda self, looks: [replace(case, row=replace(case.row, key="other")) for case in compute(self, looks)],
     )
@@ -671,9 +671,9 @@ def test_a_job_that_gave_way_settles_no_look_twice(cache: LLMCache, monkeypatch:
     """Of looks that fail together each is computed by itself; some are done when a call comes."""
     n_hits = ask(cache, fresh(40)).count("semantic")
     audit, settled = inside.audit(cache), []
-    run, settle, n_runs = Audit._run, AuditAccount.settle, 0
+    run, settle, n_runs = Recomputer._run, AuditAccount.settle, 0
 
-    def run_some(self: Audit, look: Any, inputs: Any) -> Any:
+    def run_some(self: Recomputer, look: Any, inputs: Any) -> Any:
         nonlocal n_runs
         n_runs += 1
         if len(inputs["input_ids"]) > 1:
@@ -686,9 +686,9 @@ def test_a_job_that_gave_way_settles_no_look_twice(cache: LLMCache, monkeypatch:
         settled.append(sample.number)
         return settle(self, sample, is_changed)
 
-    monkeypatch.setattr(Audit, "_run", run_some)
+    monkeypatch.setattr(Recomputer, "_run", run_some)
     monkeypatch.setattr(AuditAccount, "settle", settle_once)
-    audit._looks._tried.add(1)  # they are taken to come out alike together
+    audit._recomputer.queue._tried.add(1)  # they are taken to come out alike together
     cache.drain()
     cache.drain()
     assert n_runs > 14 and len(settled) == len(set(settled)) == n_hits == known(cache).n_recomputed

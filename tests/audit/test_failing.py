@@ -47,7 +47,7 @@ def fail(*_: Any, **__: Any) -> Any:
 def test_an_audit_of_which_every_look_fails_ends_approximate_reuse(
     cache: LLMCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inside.audit(cache), "_compute", fail)
+    monkeypatch.setattr(inside.audit(cache)._recomputer, "compute", fail)
     statuses = []
     for one in fresh(150):
         cache(**one)

@@ -195,7 +195,7 @@ def test_looks_find_what_is_so_and_are_padded_where_they_come_out_alike(
         stats = known(cache)
         assert (stats.n_recomputed, stats.n_changed, cache.stats().errors) == (n_hits, n_changed, 0)
         assert (len(model.sizes) < n_hits) == (pool is not single)
-        assert inside.audit(cache)._looks._width == width
+        assert inside.audit(cache)._recomputer.queue._width == width
 
 
 @pytest.mark.slow

@@ -297,18 +297,6 @@ def test_lfu_counts_uses_then_looks_at_the_last() -> None:
     assert victims(policy) == ["d", "a", "b", "c"]
 
 
-def test_lfu_keeps_no_empty_bucket() -> None:
-    policy = LFU()
-    for key in "ab":
-        policy.on_put(key, 1)
-        for _ in range(100):
-            policy.on_hit(key)
-    assert policy._ring.higher is policy._ring.lower
-    assert policy._ring.higher.n_uses == 101
-    victims(policy)
-    assert policy._ring.higher is policy._ring
-
-
 def test_ttl_expires_at_its_age_whatever_was_hit(clock: Clock) -> None:
     policy = TTL(TTL_S, now=clock)
     policy.on_put("a", 1)

@@ -93,14 +93,14 @@ def test_what_was_learned_is_taken_over_from_the_same_requests_alone(rehearsal: 
 
 
 def _learned(rehearsal: Rehearsal) -> Learned:
-    fingerprint, tokens = Learned(), rehearsal.calibrated.fitter._tokens
+    fingerprint, tokens = Learned(), rehearsal.calibrated.fitter.tokens
     assert tokens is not None
     fingerprint.bind(tokens.embed, tokens.think)
     return fingerprint
 
 
 def _shown(rehearsal: Rehearsal, cases: Any) -> tuple[Any, ...]:
-    answers = rehearsal.calibrated.fitter._answers
+    answers = rehearsal.calibrated.fitter.answers
     return [case.features for case in cases], targets(cases, answers), np.stack([case.output for case in cases])
 
 
