@@ -22,6 +22,7 @@ from llmcache.audit.idle_worker import GaveWay
 from llmcache.audit.recomputer import Recomputer
 from llmcache.calibration.drift import DriftDetector
 from llmcache.errors import CalibrationError, ConfigError
+from llmcache.execution.fast_path import FastPath
 from tests import inside
 from tests.tiny_models import PAD, build, llama
 from tests.topics import batched, classifier, requests
@@ -241,16 +242,25 @@ def test_states_of_a_model_that_was_edited_meanwhile_are_not_kept(
 
 
 def test_a_hit_that_is_not_served_after_all_counts_as_none(cache: LLMCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmcache.execution.lookup.can_select_rows", lambda *_: False)
+    run_rest, failed = FastPath.run_rest, []
+
+    def fail_at_first(*args: Any) -> Any:
+        if len(failed) < 3:
+            failed.append(args)
+            raise RuntimeError("no rows can be taken out")
+        return run_rest(*args)
+
+    monkeypatch.setattr(FastPath, "run_rest", fail_at_first)
     ask(cache, fresh(1, seed=32))  # from here on the output is understood
-    served, undone = [], 0
+    served = []
     for one, other in zip(fresh(60, seed=33), fresh(60, seed=34), strict=True):
+        n_failed = len(failed)
         cache(input_ids=torch.cat([one["input_ids"], other["input_ids"]]))
         rungs = [outcome.rung for outcome in cache.last]
+        assert len(failed) == n_failed or rungs == [None, None]
         served += rungs
-        undone += rungs == [None, None]
-    assert undone > 0 < served.count("semantic")
-    assert known(cache).n_drawn == served.count("semantic")
+    assert len(failed) == cache.stats().errors == 3
+    assert 0 < served.count("semantic") == known(cache).n_drawn
 
 
 # -- what follows ------------------------------------------------------------------------------------------------------
