@@ -158,6 +158,7 @@ class Flow:
         if self._lookup.needs_states if prefill is None else len(prefill.repeats) < call.n_rows:
             return None
         if (template := self._fast_path.template(call)) is None:
+            self._has_hooks(call)
             return None
         if not call.is_read and not self._lookup.read_early(call, template.entering):
             return None
@@ -167,8 +168,7 @@ class Flow:
         if template.entering != call.read.entering:
             return None
         self._lookup.ask(call, 0)
-        if prefill is None and call.plan.reused and self._fast_path.is_watched:  # with blocks, that was seen to before
-            self._components.counters.hooked(_count_rows(call.inputs.arguments))
+        if call.plan.reused and self._has_hooks(call):
             return None
         if call.plan.is_served:
             return self._answer(call, template)
@@ -435,6 +435,13 @@ class Flow:
         self._abandon(call)
         call.plan.cancel()
         return None
+
+    def _has_hooks(self, call: Call) -> bool:
+        """Whether hooks of others have to see a call pass through the layers, which is counted."""
+        has_hooks = call.plan.prefill is None and self._fast_path.is_watched  # with blocks, that was seen to before
+        if has_hooks:
+            self._components.counters.hooked(_count_rows(call.inputs.arguments))
+        return has_hooks
 
     def _run_rest(
         self,
