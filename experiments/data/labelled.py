@@ -60,33 +60,16 @@ class Data(Section):
 
 @dataclass(frozen=True, slots=True)
 class Labelled:
-    """One labelled request.
+    """What was asked, and what it is about."""
 
-    Attributes:
-        id: Its number in the data, files joined, from 0.
-        text: What was asked.
-        label: What it is about.
-        part: Number of the file that it is from, 0 for the first.
-    """
-
-    id: int
+    id: int  # its number in the data, files joined, from 0
     text: str
     label: str
-    part: int = 0
+    part: int = 0  # number of the file that it is from, 0 for the first
 
 
 def read_requests(data: Data, folder: Path | None, seed: int = 0) -> list[Labelled]:
-    """Read all labelled requests, in the order that the settings ask for.
-
-    Args:
-        data: Where they are.
-        folder: What relative paths are relative to; None for the working directory.
-        seed: Of sample and order, or of a made stream.
-
-    Raises:
-        ConfigError: A column is missing, a record is broken, or there are no records at all.
-        FileNotFoundError: A file is missing.
-    """
+    """Read all labelled requests in the order asked for; `folder` is what relative paths are relative to."""
     name = data.path[0] if len(data.path) == 1 else ""
     if made := STREAMS.get(name):
         records = [Labelled(i, x.text, x.label) for i, x in enumerate(made(data.limit or DEFAULT_N, seed))]

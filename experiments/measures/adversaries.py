@@ -54,28 +54,16 @@ class Adversaries(LearningExperiment):
 
 @dataclass(frozen=True, slots=True)
 class Edited:
-    """An edited request.
-
-    Attributes:
-        kind: Of the edit.
-        origin: Number of the request that was edited.
-        text: What is asked.
-        case: Computed.
-    """
+    """An edited request."""
 
     kind: str
-    origin: int
+    origin: int  # number of the request that was edited
     text: str
     case: Observation
 
 
 def run(experiment: Adversaries, folders: Folders) -> Outcome:
-    """Calibrate with each gate, and ask the edited requests.
-
-    Raises:
-        ConfigError: The data or the model does not fit the settings.
-        FileNotFoundError: A data file is missing.
-    """
+    """Calibrate with each gate, and ask the edited requests."""
     rehearsal = experiment.rehearse(folders)
     workload = rehearsal.workload
     edited = _edit(experiment, rehearsal)
@@ -130,10 +118,8 @@ def _edit(experiment: Adversaries, rehearsal: Rehearsal) -> list[Edited]:
 def _ask(
     rehearsal: Rehearsal, calibrated: CalibratedReuse, found: Calibration, edited: Sequence[Edited]
 ) -> list[dict[str, int | str | None]]:
-    """One row an edited request: whether it is served, by whom, and whether that changes its answer.
-
-    Its text is made of the data set's, and stays out of the results.
-    """
+    """One row an edited request: whether it is served, by whom, and whether that changes its answer."""
+    # Its text is made of the data set's, and stays out of the results.
     limit = -math.inf if found.chosen is None else found.chosen.limit
     known = {case.row.key: (i, case) for i, case in enumerate(rehearsal.observed)}
     risks, sources = calibrated.fitter.risks([one.case for one in edited], ())

@@ -71,27 +71,14 @@ class TaskExperiment(Experiment):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a run measured.
+    """What a run measured."""
 
-    Attributes:
-        rows: All with the same keys: one a request and method, or one a point of a curve.
-        metrics: Figures by name.
-    """
-
-    rows: Sequence[Mapping[str, Any]]
+    rows: Sequence[Mapping[str, Any]]  # all with the same keys: one a request and method, or one a point of a curve
     metrics: Mapping[str, Any]
 
 
 def serve_once(method: Method, numbers: Iterable[int]) -> tuple[list[Answer], list[Served]]:
-    """Let a method answer requests from cold, untimed.
-
-    Args:
-        method: It is begun and ended here.
-        numbers: Of the requests, in the order in which they are asked.
-
-    Returns:
-        Answers, and what happened to each request.
-    """
+    """Let a method answer requests from cold, untimed: answers, and what happened to each request."""
     answers, notes = [], []
     with torch.inference_mode():
         method.begin()

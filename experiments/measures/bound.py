@@ -63,12 +63,7 @@ class Bound(LearningExperiment):
 
 
 def run(experiment: Bound, folders: Folders) -> Outcome:
-    """Calibrate many times, and count how often the truth is worse.
-
-    Raises:
-        ConfigError: The data or the model does not fit the settings.
-        FileNotFoundError: A data file is missing.
-    """
+    """Calibrate many times, and count how often the truth is worse."""
     rehearsal = _rehearsed(json.dumps(experiment.to_dict() | {"arrival": None}), folders)
     workload = rehearsal.workload
     parts = tracked(range(experiment.parts), experiment.parts, "Drawing A and B")

@@ -57,11 +57,7 @@ class Decode(Experiment):
 
 
 def run(experiment: Decode, folders: Folders) -> Outcome:
-    """Measure every model.
-
-    Raises:
-        ConfigError: A model was not found, or a setting does not suit it or this machine.
-    """
+    """Measure every model."""
     measured = generation.measure_each(
         experiment.models,
         experiment.dtypes,

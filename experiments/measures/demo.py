@@ -63,19 +63,7 @@ def ways() -> list[Way]:
 
 
 def run_demo(loaded: Loaded, n: int, seed: int = 0) -> dict[str, Any]:
-    """Measure every way.
-
-    Args:
-        loaded: A bare encoder and its tokenizer.
-        n: Requests that are served.
-        seed: Of the stream, and of its order.
-
-    Returns:
-        Plain values: `settings` (one mapping a row, the model alone first), `conclusion`, how many requests, where.
-
-    Raises:
-        ConfigError: `n` leaves none to serve after those that are learned from, or a label occurs there only.
-    """
+    """Measure every way on `n` requests: `settings` has one mapping a row, the model alone first."""
     if n <= LEARN:
         raise ConfigError(f"n={n}: the first {LEARN} requests are learned from; give more")
     environment = describe(seed)  # before any work, which would count as load
@@ -160,11 +148,7 @@ def _seconds(one: Pass, first: int) -> float:
 
 
 def conclude(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What the rows mean, in sentences: the default claim first.
-
-    Args:
-        rows: Those with a cache, as `run_demo` makes them.
-    """
+    """What the rows with a cache mean, in sentences: the default claim first."""
     default = CacheConfig.make(None).max_drop
     said = []
     for row in rows:

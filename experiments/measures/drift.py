@@ -63,12 +63,7 @@ class Drift(LearningExperiment):
 
 
 def run(experiment: Drift, folders: Folders) -> Outcome:
-    """Serve the stream once for each kind of sources, loss and audit.
-
-    Raises:
-        ConfigError: The data or the model does not fit the settings.
-        FileNotFoundError: A data file is missing.
-    """
+    """Serve the stream once for each kind of sources, loss and audit."""
     workload, change = drifting(build(experiment.task, folders, experiment.seed), experiment.late, experiment.seed)
     if change <= experiment.learn:
         raise ConfigError(
@@ -103,16 +98,7 @@ def run(experiment: Drift, folders: Folders) -> Outcome:
 
 
 def drifting(workload: Workload, late: Late, seed: int) -> tuple[Workload, int]:
-    """The requests in another order: those of half of the intents first, up to the middle, then the rest, mixed.
-
-    Args:
-        workload: Its references are intents, and its head is linear.
-        late: Which intents come late; see `Drift`.
-        seed: Of the draw of the intents, and of the order of the rest.
-
-    Returns:
-        The workload with them, and the number of the first request of the rest.
-    """
+    """Requests of half of the intents first, then the rest, mixed; and the number of the rest's first one."""
     rng, intents = Random(seed), sorted({request.reference for request in workload.requests})
     if late == "alike":
         weights = workload.module.get_parameter("linear.weight").detach().numpy()
@@ -130,12 +116,7 @@ def drifting(workload: Workload, late: Late, seed: int) -> tuple[Workload, int]:
 
 
 def _pairs(intents: Sequence[int], weights: Floats) -> list[tuple[int, int]]:
-    """Intents two by two, the most alike first; with an odd number one is left over.
-
-    Args:
-        intents: Columns of the head.
-        weights: Of the head, (C, D).
-    """
+    """Columns of the head's weights (C, D) two by two, the most alike first; of an odd number one is left over."""
     unit = weights / np.linalg.norm(weights, axis=1, keepdims=True)
     alike = unit @ unit.T
     pairs, left = [], set(intents)

@@ -36,12 +36,7 @@ class Embeddings(LearningExperiment):
 
 
 def run(experiment: Embeddings, folders: Folders) -> Outcome:
-    """Replay at every limit, and at the calibrated ones.
-
-    Raises:
-        ConfigError: The data or the model does not fit the settings.
-        FileNotFoundError: A data file is missing.
-    """
+    """Replay at every limit, and at the calibrated ones."""
     rehearsal = experiment.rehearse(folders)
     workload = rehearsal.workload
     calibrated = list(_calibrated(experiment, rehearsal))

@@ -88,11 +88,7 @@ class Latency(Experiment):
 
 
 def run(experiment: Latency, folders: Folders) -> Outcome:
-    """Measure every model, once all are known to be there and to suit the settings.
-
-    Raises:
-        ConfigError: A model was not found, or a setting does not suit it or this machine.
-    """
+    """Measure every model, once all are known to be there and to suit the settings."""
     for dtype in experiment.dtypes:
         check_target(experiment.device, dtype)
     for model in experiment.models:

@@ -63,12 +63,7 @@ class LearningExperiment(TaskExperiment):
         return [self.risk_target(drop) for drop in self.max_drops]
 
     def stream(self, folders: Folders) -> Workload:
-        """The task's requests, unless they are over before anything could be served.
-
-        Raises:
-            ConfigError: No request is left to be counted; or data and model do not fit the settings.
-            FileNotFoundError: A data file is missing.
-        """
+        """The task's requests, unless they are over before anything could be served."""
         workload = build(self.task, folders, self.seed)
         if (n := len(workload.requests)) <= self.learn:
             raise ConfigError(f"learn={self.learn}: the stream has {n} requests; learn from fewer, or raise task.limit")
@@ -80,11 +75,7 @@ class LearningExperiment(TaskExperiment):
 
 
 def check_learn(learn: int, max_drops: Sequence[float], delta: float) -> None:
-    """Refuse to learn from fewer requests than the least loss takes, which is the one that takes most; 0: no claim.
-
-    Raises:
-        ConfigError: It says how many are needed.
-    """
+    """Refuse to learn from fewer requests than the least loss takes, which is the one that takes most; 0: no claim."""
     if not learn:
         return
     try:
@@ -103,15 +94,7 @@ def later(workload: Workload, learn: int) -> Workload:
 def figures_of(
     counted: Workload, base: Sequence[Answer], told: Sequence[Answer], served: NDArray[np.str_], seed: int
 ) -> dict[str, Any]:
-    """Hits and quality of the counted requests, and `precision`: the share of hits that leave the answer as it was.
-
-    Args:
-        counted: The later requests, N.
-        base: What the model alone answers, N.
-        told: What they were told, N.
-        served: What served each (N,).
-        seed: Of the bootstrap.
-    """
+    """Hits and quality of the counted requests, and `precision`: the share of hits that leave the answer as it was."""
     figures = quality(counted, base, told, is_hit(served), seed)
     per_hit = figures["changed_per_hit"]
     return {

@@ -46,15 +46,8 @@ class Observe(TaskExperiment):
 
 
 def run(experiment: Observe, folders: Folders) -> Outcome:
-    """Serve the task once.
-
-    Of a run's time, `seconds_preparing` goes to data, model and its answers without a cache; the next run finds them
-    there if it is on the same task.
-
-    Raises:
-        ConfigError: The data, the model or the cache's settings do not fit each other.
-        FileNotFoundError: A data file is missing.
-    """
+    """Serve the task once."""
+    # `seconds_preparing` is of data, model and its answers without a cache, which the next run on the same task finds.
     started, task = perf_counter(), (experiment.task, experiment.seed, folders)
     workload = _load(*task)
     clock = _Clock(experiment.seconds_per_request)

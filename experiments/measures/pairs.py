@@ -78,24 +78,14 @@ class Pairs(Experiment):
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """What one way did.
+    """What one way did."""
 
-    Attributes:
-        settings: Its name, gate, the loss that was asked for, and the limit: a risk, or a threshold.
-        source: Number of the stored sentence that serves each second one (N,); -1 where it is computed.
-    """
-
-    settings: Mapping[str, Any]
-    source: NDArray[np.int64]
+    settings: Mapping[str, Any]  # its name, gate, the loss that was asked for, and the limit: a risk, or a threshold
+    source: NDArray[np.int64]  # number of the stored sentence that serves each second one (N,); -1 where it is computed
 
 
 def run(experiment: Pairs, folders: Folders) -> Outcome:
-    """Store first sentences and ask second ones, each way.
-
-    Raises:
-        ConfigError: Data and model do not fit the settings.
-        FileNotFoundError: The data file is missing.
-    """
+    """Store first sentences and ask second ones, each way."""
     known, asked = _divide(experiment, apart(_shuffled(read_paws(folders.data), experiment.seed)))
     loaded = load(experiment.model, "states", folders.models)
     check_length(loaded, experiment.max_length)
@@ -119,11 +109,7 @@ def run(experiment: Pairs, folders: Folders) -> Outcome:
 
 
 def _divide(experiment: Pairs, pairs: list[Pair]) -> tuple[list[str], list[Pair]]:
-    """Sentences to learn from, mixed, and pairs to ask.
-
-    Raises:
-        ConfigError: There are too few.
-    """
+    """Sentences to learn from, mixed, and pairs to ask."""
     n = experiment.learn // 2
     if len(pairs) <= n:
         raise ConfigError(

@@ -57,17 +57,11 @@ class Parity(TaskExperiment):
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where two continuations part.
+    """Where two continuations part."""
 
-    Attributes:
-        step: The first new token that differs, from 0.
-        gap: The reference's best logit there less its second best.
-        tolerance: The largest gap of a near tie.
-    """
-
-    step: int
-    gap: float
-    tolerance: float
+    step: int  # the first new token that differs, from 0
+    gap: float  # the reference's best logit there less its second best
+    tolerance: float  # the largest gap of a near tie
 
     @property
     def is_near_tie(self) -> bool:
@@ -76,12 +70,7 @@ class Difference:
 
 
 def run(experiment: Parity, folders: Folders) -> Outcome:
-    """Go on with every prompt, alone and with llmcache.
-
-    Raises:
-        ConfigError: The task has no prompts, or data or model does not fit the settings.
-        FileNotFoundError: A data file is missing.
-    """
+    """Go on with every prompt, alone and with llmcache."""
     workload = prompts.of(experiment.task, folders, experiment.seed)
     check_length(Loaded(workload.module, None), workload.facts["n_longest"] + experiment.new_tokens)
     module = twin(workload.module)
@@ -141,15 +130,7 @@ def _row(experiment: Parity, workload: Prompts, number: int, module: Any, cache:
 def difference(
     told: Tensor, tokens: Tensor, scores: Sequence[Tensor], ulps: float, dtype: torch.dtype
 ) -> Difference | None:
-    """Where a continuation parts from the reference; None where it does not.
-
-    Args:
-        told: Prompt and continuation of the reference, int64 (1, T + n).
-        tokens: The other's, as long.
-        scores: The reference's logits that each new token was chosen by, n times (1, V).
-        ulps: How near a near tie is.
-        dtype: In which the logits were computed.
-    """
+    """Where a continuation (1, T + n) parts from the reference, with logits n times (1, V); None if nowhere."""
     n = len(scores)
     places = (told[0, -n:] != tokens[0, -n:]).nonzero()
     if not len(places):

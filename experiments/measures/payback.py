@@ -59,13 +59,7 @@ class Payback(LearningExperiment):
 
 
 def run(experiment: Payback, folders: Folders) -> Outcome:
-    """Serve the stream, and replay its hits.
-
-    Raises:
-        CalibrationError: The first requests cannot carry the claim.
-        ConfigError: The data or the model does not fit the settings.
-        FileNotFoundError: A data file is missing.
-    """
+    """Serve the stream, and replay its hits."""
     workload = experiment.stream(folders)
     if experiment.metric == "accuracy" and (n := workload.facts.get("n_unanswerable")):
         raise ConfigError(
@@ -123,17 +117,7 @@ def _figures(experiment: Payback, workload: Workload, base: Trace, trace: Trace,
 
 
 def payback(base_ms: Times, ms: Times, learn: int) -> dict[str, float | None]:
-    """What learning cost, and after how many more requests that was saved again for good; medians over rounds.
-
-    Args:
-        base_ms: The model alone, all requests (R, N).
-        ms: With the cache (R, N).
-        learn: Requests of the learning phase.
-
-    Returns:
-        `learning_extra_s`: seconds more than the model alone takes for these requests; `paid_back_after`: requests
-        after the learning phase, None where the stream ended before in some round.
-    """
+    """Medians over rounds (R, N): what learning cost, and after how many later requests that is saved for good."""
     saved = base_ms - ms
     extra = -saved[:, :learn].sum(axis=1)
     is_owed = np.cumsum(saved[:, learn:], axis=1) < extra[:, None]

@@ -61,26 +61,15 @@ class Poisoning(Adversaries):
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """What the attacker asks, and who is asked for afterwards.
+    """What the attacker asks, and who is asked for afterwards."""
 
-    Attributes:
-        planted: Texts, those for one target after another.
-        victims: Numbers of later requests, in the order in which they are asked; targets several times.
-        targets: Which of them are targets.
-    """
-
-    planted: Sequence[str]
-    victims: Sequence[int]
-    targets: frozenset[int]
+    planted: Sequence[str]  # texts, those for one target after another
+    victims: Sequence[int]  # numbers of later requests, in the order in which they are asked; targets several times
+    targets: frozenset[int]  # which of them are targets
 
 
 def run(experiment: Poisoning, folders: Folders) -> Outcome:
-    """Attack once for each kind of sources, gate, loss and audit.
-
-    Raises:
-        ConfigError: The data or the model does not fit the settings.
-        FileNotFoundError: A data file is missing.
-    """
+    """Attack once for each kind of sources, gate, loss and audit."""
     rehearsal = experiment.rehearse(folders)
     workload = rehearsal.workload
     attack = _plan(experiment, rehearsal)

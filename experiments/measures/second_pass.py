@@ -59,12 +59,7 @@ class SecondPass(Experiment):
 
 
 def run(experiment: SecondPass, folders: Folders) -> Outcome:
-    """Embed texts three times, for each number of them, batch size and round.
-
-    Raises:
-        ConfigError: The data has too few different texts, or the model was not found.
-        FileNotFoundError: A data file is missing.
-    """
+    """Embed texts three times, for each number of them, batch size and round."""
     from sentence_transformers import SentenceTransformer
 
     records = read_requests(experiment.data, folders.data, experiment.seed)

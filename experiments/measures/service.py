@@ -62,41 +62,22 @@ class Service(LearningExperiment):
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One way through the stream.
+    """One way through the stream."""
 
-    Attributes:
-        who: `NOCACHE` or `CACHE`.
-        number: Of its round.
-        seconds: From the first request to the last answer, and until nothing waits.
-        drained_s: Of these, those after the last answer.
-        ms: Of each request (N,), milliseconds, from its call to its answer.
-        served: What served it (N,).
-        answers: N.
-    """
-
-    who: str
+    who: str  # `NOCACHE` or `CACHE`
     number: int
-    seconds: float
-    drained_s: float
-    ms: NDArray[np.float64]
-    served: NDArray[np.str_]
-    answers: Sequence[Answer]
+    seconds: float  # from the first request to the last answer, and until nothing waits
+    drained_s: float  # of these, those after the last answer
+    ms: NDArray[np.float64]  # of each request (N,), milliseconds, from its call to its answer
+    served: NDArray[np.str_]  # what served it (N,)
+    answers: Sequence[Answer]  # N
 
 
 class Server:
     """The model alone and a copy with the cache, which answer the later requests in whole passes."""
 
     def __init__(self, workload: Workload, options: Mapping[str, Any], learn: int) -> None:
-        """Take two copies of the model, and compute what is learned from.
-
-        Args:
-            workload: Its requests have one row each.
-            options: Settings of the cache.
-            learn: Requests that are learned from.
-
-        Raises:
-            LLMCacheError: The settings do not fit the model, or a request could not be computed.
-        """
+        """Take two copies of the model, and compute what is learned from; requests have one row each."""
         self._workload = workload
         self._learn = learn
         self._plain = twin(workload.module)
@@ -106,11 +87,7 @@ class Server:
         self._observed: list[Observation] = self.cache.observe(first) if first else []
 
     def begin(self, risk_target: RiskTarget | None) -> None:
-        """Forget all that was held, and learn anew where a claim is to be kept.
-
-        Raises:
-            CalibrationError: The first requests cannot carry the claim.
-        """
+        """Forget all that was held, and learn anew where a claim is to be kept."""
         self.cache.clear()
         if risk_target is not None:
             assert self.cache.calibrated is not None
@@ -137,13 +114,7 @@ class Server:
 
 
 def run(experiment: Service, folders: Folders) -> Outcome:
-    """Serve the stream in whole passes, for each claim and number of threads.
-
-    Raises:
-        CalibrationError: The first requests cannot carry a claim.
-        ConfigError: The data or the model does not fit the settings.
-        FileNotFoundError: A data file is missing.
-    """
+    """Serve the stream in whole passes, for each claim and number of threads."""
     workload = experiment.stream(folders)
     server = Server(workload, experiment.cache, experiment.learn)
     rows, ways = [], []

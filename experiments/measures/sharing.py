@@ -35,12 +35,7 @@ class Sharing(Experiment):
 
 
 def run(experiment: Sharing, folders: Folders) -> Outcome:
-    """Count what is known.
-
-    Raises:
-        ConfigError: The trace is damaged or has fewer requests.
-        FileNotFoundError: The trace is missing.
-    """
+    """Count what is known."""
     trace = read_trace(folders.data)
     figures = [
         {"requests": which, "blocks": kept, **known(trace, chains, kept)}
@@ -58,13 +53,7 @@ def _selections(experiment: Sharing, trace: Sequence[Chain]) -> Iterator[tuple[s
 
 
 def known(trace: Sequence[Chain], chains: Sequence[Chain], blocks: int | None) -> dict[str, Any]:
-    """What is known of some requests.
-
-    Args:
-        trace: All requests.
-        chains: Blocks of those that are asked, in their order.
-        blocks: How many are kept of each prompt, the first ones; None: all.
-    """
+    """What is known of the requests that are asked, of whose prompts the first blocks are kept; None: all."""
     seen: set[int] = set()
     n_all = n_known = 0
     for chain in chains:

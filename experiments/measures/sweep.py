@@ -65,12 +65,7 @@ class Sweep(TaskExperiment):
 
 
 def run(experiment: Sweep, folders: Folders) -> Outcome:
-    """Replay every curve, and run what is to be run.
-
-    Raises:
-        ConfigError: The data or the model does not fit the settings.
-        FileNotFoundError: A data file is missing.
-    """
+    """Replay every curve, and run what is to be run."""
     workload = build(experiment.task, folders, experiment.seed)
     # Told first: it refuses what does not suit the model.
     fits_any_length = "llmcache" in experiment.methods and _fits_any_length(experiment, workload)
@@ -172,12 +167,8 @@ def _live(experiment: Sweep, folders: Folders) -> list[dict[str, Any]]:
 def _at_length(
     row: Mapping[str, Any], fingerprint: str, points: Sequence[Mapping[str, Any]]
 ) -> dict[str, float | None]:
-    """What a live run comes to on the whole stream, whose later requests find more than its first ones.
-
-    Returns:
-        `hit_rate_all`: of the whole stream at the same threshold, replayed, if the curve has it. `speedup_all`: with
-        that hit rate h, and the costs o of a miss and c of a hit as they were live, 1 / ((1 - h)(1 + o) + h c).
-    """
+    """What a live run comes to on the whole stream, whose later requests find more than its first ones."""
+    # With the stream's replayed hit rate h, and the costs o of a miss and c of a hit as they were live.
     whole = at_tau(points, (row["method"], fingerprint), row["tau"])
     rate = None if whole is None else whole["hit_rate"]
     over, cost = row["miss_overhead"], row["hit_cost"]

@@ -84,12 +84,7 @@ class Trust(LearningExperiment):
 
 
 def run(experiment: Trust, folders: Folders) -> Outcome:
-    """Replay every curve, and serve what was calibrated.
-
-    Raises:
-        ConfigError: The data or the model does not fit the settings.
-        FileNotFoundError: A data file is missing.
-    """
+    """Replay every curve, and serve what was calibrated."""
     rehearsal = experiment.rehearse(folders)
     workload = rehearsal.workload
     points, calibrated = [*_points_of_llmcache(experiment, rehearsal)], [*_serve_calibrated(experiment, rehearsal)]
@@ -220,11 +215,9 @@ def _figures(
 def by_intent(
     counted: Workload, base: Sequence[Answer], told: Sequence[Answer], served: NDArray[np.str_]
 ) -> dict[str, Any] | None:
-    """Share of changed answers of each intent's requests: the worst one's with its interval, and the median.
-
-    An intent is what a request is really about, its reference; `n_over` counts those with more than twice the rate of
-    all requests. Of the worst, the interval is of that intent alone: of many intents one is bad by chance.
-    """
+    """Share of changed answers of each intent's requests: the worst one's with its interval, and the median."""
+    # An intent is a request's reference; `n_over` counts those with more than twice the rate of all requests. The
+    # interval is of the worst intent alone: of many intents one is bad by chance.
     if not all(isinstance(request.reference, int) for request in counted.requests):
         return None  # the task knows no intents
     names = np.array([request.reference for request in counted.requests])
@@ -250,10 +243,7 @@ def by_intent(
 
 
 def _others(experiment: Trust, rehearsal: Rehearsal) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The other ways: a curve of each, and calibrations of those that have a threshold.
-
-    What llmcache learns from, they store without searching it.
-    """
+    """The other ways, which store what llmcache learns from: curves, and calibrations where there is a threshold."""
     recording = Recording(rehearsal.workload, rehearsal.outputs, rehearsal.put_out)
     points: list[dict[str, Any]] = []
     calibrated: list[dict[str, Any]] = []

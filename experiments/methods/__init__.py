@@ -61,11 +61,7 @@ class MethodSettings(Section):
         return super().make({"method": values["method"], "label": known, "options": options}, name)
 
     def build(self, workload: Workload) -> Method:
-        """The method at work on a task.
-
-        Raises:
-            ConfigError: It does not fit the task's model; names the method.
-        """
+        """The method at work on a task."""
         try:
             return METHODS[self.method](workload, self.options)
         except LLMCacheError as error:
@@ -73,11 +69,7 @@ class MethodSettings(Section):
 
 
 def make_methods(values: Any) -> tuple[MethodSettings, ...]:
-    """Check a list of methods.
-
-    Raises:
-        ConfigError: It is no list, a method is wrong, or two have the same label.
-    """
+    """Check a list of methods."""
     if not isinstance(values, Sequence) or isinstance(values, str) or not values:
         raise ConfigError(f"methods: give a list of at least one method (got {values!r})")
     made = tuple(MethodSettings.make(value, f"methods[{i}]") for i, value in enumerate(values))

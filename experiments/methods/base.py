@@ -17,23 +17,16 @@ COMPUTED, BYPASSED = "computed", "bypassed"
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What happened to one request.
+    """What happened to one request."""
 
-    Attributes:
-        by: The rung or the kind of match that served it, else `COMPUTED` or `BYPASSED`.
-        source: Number of the request that it was served from; None where it is not known or there was none.
-        similarity: To that request, or to the nearest one where none served; None where nothing was compared.
-        is_evicting: An entry had to leave for it.
-        share: Of its rows, where any was served, those that were: one of four may be.
-        n_prefix: First tokens that a stored prefix served.
-    """
-
-    by: str = COMPUTED
+    by: str = COMPUTED  # the rung or the kind of match that served it, else `COMPUTED` or `BYPASSED`
+    # Number of the request that it was served from; None where it is not known or there was none
     source: int | None = None
+    # To that request, or to the nearest one where none served; None where nothing was compared
     similarity: float | None = None
-    is_evicting: bool = False
-    share: float = 1.0
-    n_prefix: int = 0
+    is_evicting: bool = False  # an entry had to leave for it
+    share: float = 1.0  # of its rows, where any was served, those that were: one of four may be
+    n_prefix: int = 0  # first tokens that a stored prefix served
 
     @property
     def is_hit(self) -> bool:

@@ -16,14 +16,7 @@ MAX_LENGTH = 64
 
 
 def prepare(order: Order) -> tuple[Loaded, dict[str, Any]]:
-    """Train the model.
-
-    Returns:
-        It, and its accuracy on the validation and test sets, beside chance.
-
-    Raises:
-        ConfigError: The training questions have different numbers of choices.
-    """
+    """Train the model; its accuracy on the validation and test sets stands beside chance."""
     torch.manual_seed(order.seed)
     base = load(order.base, "choice", is_new_head=True)
     questions = read_openbookqa("train", order.data_dir)[: order.limit]

@@ -26,11 +26,7 @@ IGNORED = -100  # a target that transformers leaves out of the loss
 
 
 def prepare(order: Order) -> tuple[Loaded, dict[str, Any]]:
-    """Train tokenizer and model.
-
-    Returns:
-        The model, and its figures on WikiText-103's validation and test text, beside those of a unigram model.
-    """
+    """Train tokenizer and model; figures on validation and test text stand beside those of a unigram model."""
     lines = read_wikitext("train", order.data_dir)[: order.limit]
     tokenizer = make_tokenizer(lines)
     model = make_model(tokenizer, order.seed)
@@ -91,12 +87,7 @@ class Collator:
 
 
 def unigram(ids: NDArray[np.int64], task: WikiText) -> dict[str, float]:
-    """Next-token accuracy and perplexity of a model that knows only how frequent each token was in the training text.
-
-    Args:
-        ids: The training text.
-        task: The windows it is asked for.
-    """
+    """Next-token accuracy and perplexity of a model that knows only how frequent tokens of the training text are."""
     counts = Counter(ids.tolist())
     unk = task.tokenizer.convert_tokens_to_ids(UNK)
     del counts[unk]

@@ -14,17 +14,11 @@ from llmcache.calibration.risk_target import RiskTarget
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What became of one request.
-
-    Attributes:
-        answer: What it was told.
-        served: What served it: a rung, or `computed`.
-        source: Key of the stored request that it was served from; None where it was computed.
-    """
+    """What became of one request."""
 
     answer: Answer
-    served: str
-    source: str | None
+    served: str  # what served it: a rung, or `computed`
+    source: str | None  # key of the stored request that it was served from; None where it was computed
 
 
 def asking(workload: Workload, texts: Sequence[str], max_length: int) -> Workload:
@@ -37,10 +31,8 @@ def asking(workload: Workload, texts: Sequence[str], max_length: int) -> Workloa
 
 
 def ask(cache: LLMCache, workload: Workload, number: int) -> Reply:
-    """Have one request answered, and what the audit drew of it audited at once.
-
-    In service that is done in the next idle moment, seconds later at most; here results do not hang on when that is.
-    """
+    """Have one request answered, and what the audit drew of it audited at once."""
+    # In service that is done in the next idle moment, seconds later at most; here results do not hang on when that is.
     output = cache(**workload.requests[number].inputs)
     (outcome,) = cache.last
     cache.drain()

@@ -16,12 +16,7 @@ class Nearest:
         self.kept: list[Any] = []
 
     def find(self, vector: NDArray[np.float32], threshold: float) -> tuple[Any | None, float | None]:
-        """What is kept beside the nearest vector, if it is at least `threshold` alike, and how alike it is.
-
-        Args:
-            vector: float32 (F,), L2 norm 1.
-            threshold: Cosine.
-        """
+        """What is kept beside the vector nearest to this one (F,), if it is near enough, and how alike it is."""
         if self._index is None:
             return None, None
         similarity, number = self._index.search(vector[None], 1)

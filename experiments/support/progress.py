@@ -54,13 +54,7 @@ class Progress:
 
 
 def tracked(items: Iterable[_T], total: int, what: str) -> Iterator[_T]:
-    """Hand on items, showing how far it is.
-
-    Args:
-        items: What to go through.
-        total: How many they are.
-        what: Stands before the bar.
-    """
+    """Hand on `total` items, showing how far it is behind the words `what`."""
     with Progress() as progress:
         for done, item in enumerate(items):
             progress.advance(what, done, total)

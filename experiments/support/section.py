@@ -16,15 +16,7 @@ class Section(BaseModel):
 
     @classmethod
     def make(cls, values: Any, name: str = "") -> Self:
-        """Check the values of one section.
-
-        Args:
-            values: A mapping, as YAML gave it.
-            name: Dotted name of the section, for the error text.
-
-        Raises:
-            ConfigError: Naming the key, its value and what would be accepted.
-        """
+        """Check the values of one section, which YAML gave; errors name its keys below `name`."""
         if not isinstance(values, Mapping):
             raise ConfigError(f"{name}: expected a mapping of settings (got {values!r})")
         prefix = f"{name}." if name else ""
@@ -38,20 +30,7 @@ class Section(BaseModel):
 
 
 def choose(kinds: Mapping[str, Any], values: Any, key: str, name: str) -> tuple[Any, dict[str, Any]]:
-    """Pick by name from a registry.
-
-    Args:
-        kinds: The registry.
-        values: A mapping that names one of its keys under `key`.
-        key: Where the name stands.
-        name: Dotted name of the section, for the error text.
-
-    Returns:
-        What the registry holds, and the other values.
-
-    Raises:
-        ConfigError: No mapping, no name, or a name that is not known.
-    """
+    """Pick from a registry what a mapping names under `key`, and the other values; errors name keys below `name`."""
     if not isinstance(values, Mapping):
         raise ConfigError(f"{name}: expected a mapping of settings (got {values!r})")
     rest = dict(values)

@@ -51,12 +51,7 @@ class Settings(stream.Settings):
 
 
 def divide(settings: Settings, folders: Folders, seed: int) -> tuple[list[Labelled], list[Labelled]]:
-    """Requests that are known beforehand, a seeded half of the first file, and those that are streamed.
-
-    Raises:
-        ConfigError: The data does not fit the settings.
-        FileNotFoundError: A data file is missing.
-    """
+    """Requests that are known beforehand, a seeded half of the first file, and those that are streamed."""
     data = read_requests(settings.data, folders.data, seed)
     known, _ = split([record for record in data if record.part == 0], settings.head.fit_share, seed)
     seen = {record.id for record in known}
@@ -67,12 +62,7 @@ def divide(settings: Settings, folders: Folders, seed: int) -> tuple[list[Labell
 
 
 def build(settings: Settings, folders: Folders, seed: int) -> stream.Stream:
-    """Load data and model, and fit the head.
-
-    Raises:
-        ConfigError: Data and model do not fit each other.
-        FileNotFoundError: A data file is missing.
-    """
+    """Load data and model, and fit the head."""
     fit, requests = divide(settings, folders, seed)
     loaded = load(settings.model, "states", folders.models)
     check_length(loaded, settings.max_length)

@@ -58,11 +58,7 @@ class Settings(TaskSettings):
 
 
 def build(settings: Settings, folders: Folders, seed: int) -> "Stream":
-    """Load data and model, and fit the head where it has to be.
-
-    Raises:
-        ConfigError: Data and model do not fit each other, or the model was trained on what would be asked.
-    """
+    """Load data and model, and fit the head where it has to be."""
     check_unseen(settings, prepared_figures(settings.model, folders.models) or {}, seed)
     data = read_requests(settings.data, folders.data, seed)
     fit, requests = split(data, settings.head.fit_share, seed) if settings.head.fit_share else ([], data)
@@ -77,18 +73,8 @@ def build(settings: Settings, folders: Folders, seed: int) -> "Stream":
 
 
 def check_unseen(settings: Settings, figures: Mapping[str, Any], seed: int) -> None:
-    """Refuse to ask a prepared model what it was trained on.
-
-    Its part of the data set hangs on seed, limit and share; only with the same ones is the rest what it did not see.
-
-    Args:
-        settings: Of the task.
-        figures: Those in the model's folder; empty where it was not prepared.
-        seed: Of the split.
-
-    Raises:
-        ConfigError: They are not the same.
-    """
+    """Refuse to ask a prepared model, whose folder has these figures, what it was trained on."""
+    # Its part of the data set hangs on seed, limit and share; only with the same ones is the rest what it did not see.
     known = str(figures.get("recipe")).partition("-")[2]  # a recipe is called after its model and its data
     files = SETS[known][0] if known in SETS else ()
     given = {known if path == known else _end(path) for path in settings.data.path}
@@ -116,14 +102,7 @@ class Stream(Plain):
     def __init__(
         self, classifier: Classifier, requests: Sequence[Labelled], max_length: int, payload: str | None
     ) -> None:
-        """Tokenise the requests.
-
-        Args:
-            classifier: What answers.
-            requests: In the order in which they are asked.
-            max_length: Most tokens of a request.
-            payload: What the head reads, where the library cannot see it from outside.
-        """
+        """Tokenise the requests; `payload` is what the head reads, where the library cannot see it from outside."""
         self.module: nn.Module = classifier.module
         self.tokenizer = classifier.tokenizer
         self.payload = payload

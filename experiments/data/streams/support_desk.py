@@ -46,42 +46,24 @@ _MIN_RANKS: Final = 100  # Without this floor the first few requests would come 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request and what it is really about.
+    """One request and what it is really about."""
 
-    Attributes:
-        text: What the customer wrote, one line.
-        label: The intent, one of `INTENTS`.
-    """
-
-    text: str
-    label: str
+    text: str  # what the customer wrote, one line
+    label: str  # the intent, one of `INTENTS`
 
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """How customers write; every field is a probability from 0 to 1, for a request unless said otherwise.
+    """How customers write; every field is a probability from 0 to 1, for a request unless said otherwise."""
 
-    Attributes:
-        opener: A greeting stands in front.
-        context: A sentence that is true of any customer stands in front of or behind the question.
-        closer: Thanks or the like stand at the end.
-        filler_word: "just", "actually" and the like are put in somewhere.
-        contraction: "do not" becomes "don't", for each place.
-        no_apostrophe: All apostrophes are left out.
-        typo: Two letters swapped, one dropped or one doubled, for each word of four letters or more.
-        no_punctuation: Commas and marks at the ends of words are left out.
-        lower: All lower case.
-        upper: All upper case.
-    """
-
-    opener: float = 0.3
-    context: float = 0.1
-    closer: float = 0.25
-    filler_word: float = 0.15
-    contraction: float = 0.6
+    opener: float = 0.3  # a greeting stands in front
+    context: float = 0.1  # a sentence that is true of any customer stands in front of or behind the question
+    closer: float = 0.25  # thanks or the like stand at the end
+    filler_word: float = 0.15  # "just", "actually" and the like are put in somewhere
+    contraction: float = 0.6  # "do not" becomes "don't", for each place
     no_apostrophe: float = 0.25
-    typo: float = 0.015
-    no_punctuation: float = 0.3
+    typo: float = 0.015  # two letters swapped, one dropped or one doubled, for each word of four letters or more
+    no_punctuation: float = 0.3  # commas and marks at the ends of words are left out
     lower: float = 0.35
     upper: float = 0.01
 
@@ -93,19 +75,12 @@ class Noise:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """How often what comes back.
+    """How often what comes back."""
 
-    Attributes:
-        repeat_share: Share of exact repeats, 0 to 1, beside those that happen by chance.
-        near_share: Share of known paraphrases with other slots and noise, 0 to 1; the rest are fresh.
-        intent_offset: Offset of the popularity of intents, in ranks, 1 or more; higher is flatter.
-        repeat_offset: The same for the texts and paraphrases that come back.
-    """
-
-    repeat_share: float = 0.15
-    near_share: float = 0.45
-    intent_offset: float = 12.0
-    repeat_offset: float = 20.0
+    repeat_share: float = 0.15  # share of exact repeats, 0 to 1, beside those that happen by chance
+    near_share: float = 0.45  # share of known paraphrases with other slots and noise, 0 to 1; the rest are fresh
+    intent_offset: float = 12.0  # offset of the popularity of intents, in ranks, 1 or more; higher is flatter
+    repeat_offset: float = 20.0  # the same for the texts and paraphrases that come back
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -131,21 +106,7 @@ def support_desk(
     noise: Noise | None = None,
     traffic: Traffic | None = None,
 ) -> list[Request]:
-    """Make a stream of support requests, in the order of arrival.
-
-    Args:
-        n: Number of requests, 0 or more.
-        seed: Seed of the stream, 0 or more. A longer stream of the same seed begins with the shorter one.
-        intents: Which of `INTENTS` take part, from the most to the least popular; `None` means all.
-        noise: How customers write; `None` means `Noise()`.
-        traffic: How often what comes back; `None` means `Traffic()`.
-
-    Returns:
-        The requests; equal arguments give equal streams on every machine.
-
-    Raises:
-        ValueError: If `n` or `seed` is negative, or `intents` is empty, repeats a name or has an unknown one.
-    """
+    """A stream of `n` requests, the same on every machine; a longer one of a seed begins with the shorter."""
     if n < 0 or seed < 0:
         raise ValueError(f"n and seed must be 0 or more, got n={n}, seed={seed}")
     desk = _Desk(Random(seed), _checked_intents(intents), noise or Noise(), traffic or Traffic())

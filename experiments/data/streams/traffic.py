@@ -33,12 +33,7 @@ class Traffic(Section):
 
 
 def draw(pool: Sequence[_T], traffic: Traffic) -> list[_T]:
-    """A stream of requests from a pool.
-
-    Args:
-        pool: Distinct requests, at least one.
-        traffic: How they are drawn.
-    """
+    """A stream of requests from a pool of distinct ones."""
     rng = random.Random(traffic.seed)
     weights = [1 / rank**traffic.skew for rank in range(1, len(pool) + 1)]
     ends = [round(traffic.n * phase / traffic.phases) for phase in range(traffic.phases + 1)]
@@ -70,14 +65,7 @@ class Arrival(Section):
 
 
 def arrange(pool: Sequence[_T], label_of: Callable[[_T], object], arrival: Arrival, seed: int) -> list[_T]:
-    """A stream of requests from a pool.
-
-    Args:
-        pool: At least one.
-        label_of: Tells a request's intent.
-        arrival: In which order they come.
-        seed: Of everything drawn.
-    """
+    """A stream of requests from a pool; `label_of` tells a request's intent."""
     if arrival.name == "repeats":
         return draw(pool, Traffic(n=arrival.n or len(pool), skew=arrival.skew, seed=seed))
     rng = random.Random(seed)

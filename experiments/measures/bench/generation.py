@@ -58,17 +58,7 @@ class Clock:
 
 
 def greedy(model: Any, ids: Tensor, new_tokens: int, **more: Any) -> Any:
-    """What transformers' own loop makes of a prompt, the likeliest token each time.
-
-    Args:
-        model: Causal language model.
-        ids: The prompt (1, T), int64, without padding.
-        new_tokens: Tokens generated, always as many.
-        **more: Further arguments of `model.generate`.
-
-    Returns:
-        Prompt and continuation, int64 (1, T + new_tokens), unless `more` asks for more.
-    """
+    """Prompt (1, T) and greedy continuation, int64 (1, T + new_tokens), by transformers' own loop."""
     return model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
@@ -129,19 +119,13 @@ class Remembering(KVCache):
 
 @dataclass(slots=True)
 class Times:
-    """Generations of one kind, milliseconds.
+    """Generations of one kind, milliseconds."""
 
-    Attributes:
-        ttft: To the first token, one a generation.
-        itl: From each token to the next, of all generations.
-        tpot: Mean of those of a generation, one each; none where one token is generated.
-        e2el: To the last token, one a generation.
-    """
-
-    ttft: list[float] = field(default_factory=list)
-    itl: list[float] = field(default_factory=list)
+    ttft: list[float] = field(default_factory=list)  # to the first token, one a generation
+    itl: list[float] = field(default_factory=list)  # from each token to the next, of all generations
+    # Mean of those of a generation, one each; none where one token is generated
     tpot: list[float] = field(default_factory=list)
-    e2el: list[float] = field(default_factory=list)
+    e2el: list[float] = field(default_factory=list)  # to the last token, one a generation
 
     def add(self, started: float, tokens_at: Sequence[float]) -> None:
         """Count a generation that began, and gave each token, at these seconds of one clock."""
@@ -159,14 +143,7 @@ class Times:
 def measure_each(
     models: Sequence[str], dtypes: Sequence[str], models_dir: Path | None, **settings: Any
 ) -> list[dict[str, Any]]:
-    """Run the benchmark on each model with each dtype; see `measure`, whose figures name models as they are given here.
-
-    Args:
-        models: Causal architectures of the benchmark, prepared models, or folders.
-        dtypes: Of weights and states.
-        models_dir: Where prepared models lie.
-        **settings: The other arguments of `measure`.
-    """
+    """Run `measure` on each model with each dtype; figures name models as they are given here."""
     return [
         {**measure(find(model, models_dir), dtype=dtype, **settings), "model": model}
         for model in models
@@ -185,28 +162,9 @@ def measure(
     dtype: str = "float32",
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Run the benchmark.
-
-    Args:
-        model: A causal architecture of the benchmark, or a folder.
-        prompt_tokens: Tokens of a prompt.
-        new_tokens: Tokens generated, always as many.
-        rounds: Generations of each kind, after one unmeasured.
-        shared_tokens: First tokens of a known prompt with which that of a `prefix_hit` begins; 0 for none of this kind,
-            else a block of the prefix rung (16) at least, and fewer than the prompt has.
-        device: Torch device.
-        dtype: Of weights and states.
-        seed: Of random weights and prompts.
-
-    Returns:
-        Times of whole generations in milliseconds by kind, as `percentiles` gives them; in `ratios`
-        each kind against `kv_cache`, round by round; and in `times`, by kind, `ttft_ms`, `tpot_ms`, `itl_ms` and
-        `e2el_ms`.
-
-    Raises:
-        ConfigError: The model is no causal language model or takes fewer tokens, or device or dtype cannot be measured.
-        RuntimeError: A hit gave other tokens than the model alone.
-    """
+    """Times of generations and of tokens by kind, milliseconds, and ratios to `kv_cache` round by round."""
+    # The first round is not measured. Of `shared_tokens` a `prefix_hit` begins with so many tokens of a known prompt;
+    # a block of the prefix rung (16) at least, and fewer than the prompt has; 0: there is none of this kind.
     check_target(device, dtype)
     check(model, prompt_tokens + new_tokens, head="token")
     pair = build(model, seed, device, head="token", dtype=dtype)
@@ -250,15 +208,7 @@ def _ways(model: Any, has_prefix: bool) -> dict[str, Way]:
 def _round(
     ways: Mapping[str, Way], prompts: Mapping[str, Tensor], new_tokens: int, number: int, times: Mapping[str, Times]
 ) -> None:
-    """One generation of each kind, and its times put with those of its kind.
-
-    Args:
-        ways: By kind.
-        prompts: By kind (1, T).
-        new_tokens: Tokens generated.
-        number: Of the round, which decides the order.
-        times: By kind.
-    """
+    """One generation of each kind, in an order that hangs on the round's number; its times are put with its kind's."""
     made, hits = {}, {}
     for kind in rotated(list(ways), number):
         made[kind], hits[kind] = _timed(ways[kind], prompts[kind], new_tokens, times[kind])

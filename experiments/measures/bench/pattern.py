@@ -40,16 +40,7 @@ class Pattern(Plain):
     tokenizer = None
 
     def __init__(self, settings: Settings, is_hit: Sequence[bool], seed: int) -> None:
-        """Build the model and draw the requests.
-
-        Args:
-            settings: What it is replayed on.
-            is_hit: The pattern.
-            seed: Of weights and requests.
-
-        Raises:
-            ConfigError: There is no such model, or it takes fewer tokens.
-        """
+        """Build the model and draw the requests of a pattern."""
         check(settings.model, settings.seq_len)
         pair = build(settings.model, seed, "cpu")
         self.module = pair.model

@@ -13,14 +13,10 @@ from experiments.support.section import choose
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """One kind of stream.
-
-    Attributes:
-        settings: What it needs to be told.
-        draw: `(settings, pieces, folders, seed) -> prompts`, in the order in which they are asked.
-    """
+    """One kind of stream."""
 
     settings: type[StreamSettings]
+    # `(settings, pieces, folders, seed) -> prompts`, in the order in which they are asked
     draw: Callable[[Any, Pieces, Folders, int], list[Prompt]]
 
 
@@ -34,11 +30,7 @@ STREAMS: Mapping[str, Stream] = {
 
 
 def make_stream(values: Any, name: str) -> StreamSettings:
-    """Check the settings of a stream, which names itself under `name`.
-
-    Raises:
-        ConfigError: Naming the key, its value and what would be accepted.
-    """
+    """Check the settings of a stream, which names itself under `name`."""
     if isinstance(values, StreamSettings):
         return values
     stream, rest = choose(STREAMS, values, "name", name)

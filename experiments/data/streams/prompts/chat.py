@@ -54,11 +54,7 @@ class WindowSettings(_Turns):
 
 
 def draw(settings: Settings, pieces: Pieces, folders: Folders, seed: int) -> list[Prompt]:
-    """The prompts of `chat`.
-
-    Raises:
-        ConfigError: The text is too short.
-    """
+    """The prompts of `chat`."""
 
     def conversation() -> Iterator[Prompt]:
         said: Prompt = []
@@ -71,11 +67,7 @@ def draw(settings: Settings, pieces: Pieces, folders: Folders, seed: int) -> lis
 
 
 def draw_window(settings: WindowSettings, pieces: Pieces, folders: Folders, seed: int) -> list[Prompt]:
-    """The prompts of `chat_window`.
-
-    Raises:
-        ConfigError: The text is too short.
-    """
+    """The prompts of `chat_window`."""
     n_shared = round(settings.shared * settings.length)
 
     def conversation() -> Iterator[Prompt]:

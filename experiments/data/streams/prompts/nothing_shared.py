@@ -21,9 +21,5 @@ class Settings(StreamSettings):
 
 
 def draw(settings: Settings, pieces: Pieces, folders: Folders, seed: int) -> list[Prompt]:
-    """The prompts.
-
-    Raises:
-        ConfigError: The text is too short.
-    """
+    """The prompts."""
     return [pieces.take(settings.length) for _ in range(settings.n)]

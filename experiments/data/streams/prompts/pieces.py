@@ -16,12 +16,7 @@ class Pieces:
     """Pieces of a text in a drawn order, no two alike: prompts share what they were given together, nothing else."""
 
     def __init__(self, ids: Sequence[int], seed: int) -> None:
-        """Cut a text.
-
-        Args:
-            ids: Its tokens; what fills no piece is left out.
-            seed: Of the order.
-        """
+        """Cut the tokens of a text; what fills no piece is left out."""
         self._left = list(
             dict.fromkeys(tuple(ids[begin : begin + BLOCK]) for begin in range(0, len(ids) - BLOCK + 1, BLOCK))
         )
@@ -29,11 +24,7 @@ class Pieces:
         random.Random(seed).shuffle(self._left)
 
     def take(self, n_tokens: int) -> Prompt:
-        """So many tokens that nobody else has; the last piece is cut to fit.
-
-        Raises:
-            ConfigError: The text has no more.
-        """
+        """So many tokens that nobody else has; the last piece is cut to fit."""
         n_pieces = -(-n_tokens // BLOCK)
         if n_pieces > len(self._left):
             raise ConfigError(

@@ -34,11 +34,7 @@ class Settings(StreamSettings):
 
 
 def draw(settings: Settings, pieces: Pieces, folders: Folders, seed: int) -> list[Prompt]:
-    """The prompts.
-
-    Raises:
-        ConfigError: The text is too short.
-    """
+    """The prompts."""
     rng = random.Random(seed)
     systems = [pieces.take(settings.system) for _ in range(settings.systems)]
     lengths = range(settings.shortest, settings.longest + 1)
