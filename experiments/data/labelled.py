@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from experiments.data.source import build, read_json, read_jsonl, read_text
 from experiments.data.streams.support_desk import support_desk
-from experiments.support.section import Section
+from experiments.support.section import ONE_OR_MORE, Section
 from llmcache.errors import ConfigError
 
 logger = logging.getLogger("llmcache")
@@ -46,16 +46,11 @@ class Data(Section):
         order: `file`, or `shuffled`, seeded: some files are sorted by label, which no traffic is.
     """
 
-    path: tuple[str, ...] = Field(min_length=1)
+    path: Annotated[tuple[str, ...], ONE_OR_MORE] = Field(min_length=1)
     text: str = "text"
     label: str = "label"
     limit: int | None = Field(default=None, ge=1)
     order: Literal["file", "shuffled"] = "file"
-
-    @field_validator("path", mode="before")
-    @classmethod
-    def _one_alone(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, str) else value
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import torch
 from pydantic import Field
 
 from experiments.methods.base import Method, Served
+from experiments.methods.cached import Cached
 from experiments.support.section import Section
 from experiments.tasks import make_task
 from experiments.tasks.workload import Answer, Workload
@@ -24,6 +25,13 @@ class Experiment(Section):
 
     measure: str
     seed: int = Field(default=0, ge=0)
+
+    @classmethod
+    def make(cls, values: Any, name: str = "") -> Self:
+        """Check all settings, those of llmcache included; see `Section.make`."""
+        made = super().make(values, name)
+        Cached.check(getattr(made, "cache", {}), "cache")
+        return made
 
     @property
     def name(self) -> str:

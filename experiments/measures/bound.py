@@ -53,10 +53,7 @@ class Bound(LearningExperiment):
     @classmethod
     def make(cls, values: Any, name: str = "") -> Self:
         """Check all settings; see `Section.make`."""
-        parts = dict(values)
-        if parts.get("arrival") is not None:
-            parts["arrival"] = Arrival.make(parts["arrival"], "arrival")
-        made = super().make(parts, name)
+        made = super().make(values, name)
         if made.arrival is not None and made.arrival.n is not None and made.arrival.n <= made.learn:
             raise ConfigError(f"arrival.n={made.arrival.n}: nothing would follow the learn={made.learn} first requests")
         return made

@@ -1,25 +1,28 @@
 """What measures of calibrated reuse have in common: the first requests are learned from, the later ones are counted."""
 
+import math
 from collections.abc import Sequence
 from copy import copy
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from experiments.measures.base import TaskExperiment
 from experiments.methods.base import is_hit
-from experiments.methods.cached import Cached
 from experiments.metrics.metrics import clusters, hit_rates, quality
-from experiments.replay.rehearsal import Rehearsal
+from experiments.replay.rehearsal import Frozen, Rehearsal
 from experiments.support.folders import Folders
+from experiments.support.section import ONE_OR_MORE
 from experiments.tasks import build
 from experiments.tasks.workload import Answer, Workload
 from llmcache import CacheConfig
-from llmcache.calibration.calibration import check_size
+from llmcache.calibration.calibrated_reuse import CalibratedReuse
+from llmcache.calibration.calibration import Calibration, check_size, split
 from llmcache.calibration.risk_target import MetricName, RiskTarget, Sources
 from llmcache.errors import CalibrationError, ConfigError
+from llmcache.request.observation import Observation
 
 
 class LearningExperiment(TaskExperiment):
@@ -32,19 +35,13 @@ class LearningExperiment(TaskExperiment):
     """
 
     learn: int = Field(default=2500, ge=1)
-    max_drops: tuple[float, ...] = Field(default=(0.005, 0.01, 0.02), min_length=1)
+    max_drops: Annotated[tuple[float, ...], ONE_OR_MORE] = Field(default=(0.005, 0.01, 0.02), min_length=1)
     cache: dict[str, Any] = Field(default_factory=dict)
-
-    @field_validator("max_drops", mode="before")
-    @classmethod
-    def _one_alone(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, float) else value
 
     @classmethod
     def make(cls, values: Any, name: str = "") -> Self:
-        """Check all settings, those of llmcache included; see `Section.make`."""
+        """Check all settings, and that the first requests can carry the claims; see `Section.make`."""
         made = super().make(values, name)
-        Cached.check(made.cache, "cache")
         check_learn(made.learn, made.max_drops, made.config.delta)
         return made
 
@@ -61,6 +58,25 @@ class LearningExperiment(TaskExperiment):
     def frozen_claims(self) -> list[RiskTarget]:
         """What calibrations with frozen sources are to show, one for each loss."""
         return [self.risk_target(drop) for drop in self.max_drops]
+
+    def sources_for(self, rehearsal: Rehearsal, claim: RiskTarget) -> list[Observation]:
+        """A and B of a calibration: the requests that it learns from."""
+        return [rehearsal.observed[i] for i in split(self.learn, claim)[0]]
+
+    def frozen(self, rehearsal: Rehearsal, calibrated: CalibratedReuse, claim: RiskTarget) -> Frozen:
+        """The later requests, served from what a calibration learned from."""
+        return Frozen(calibrated, self.sources_for(rehearsal, claim), rehearsal.observed[self.learn :])
+
+    def figures(self, rehearsal: Rehearsal, told: Sequence[Answer], served: NDArray[np.str_]) -> dict[str, Any]:
+        """Hits and quality of the later requests; see `figures_of`."""
+        base = rehearsal.answers[self.learn :]
+        return figures_of(later(rehearsal.workload, self.learn), base, told, served, self.seed)
+
+    def alone(self, rehearsal: Rehearsal) -> dict[str, Any]:
+        """Quality of the model alone on the later requests."""
+        base = rehearsal.answers[self.learn :]
+        nothing = np.zeros(len(base), dtype=bool)
+        return quality(later(rehearsal.workload, self.learn), base, base, nothing, self.seed)
 
     def stream(self, folders: Folders) -> Workload:
         """The task's requests, unless they are over before anything could be served."""
@@ -82,6 +98,17 @@ def check_learn(learn: int, max_drops: Sequence[float], delta: float) -> None:
         check_size(learn, min(max_drops), delta)
     except CalibrationError as error:
         raise ConfigError(f"learn={learn}: {error}") from error
+
+
+def limit_of(found: Calibration) -> float:
+    """The largest risk that was chosen; where none was, nothing but repeats is less risky."""
+    return -math.inf if found.chosen is None else found.chosen.limit
+
+
+def choice_of(found: Calibration) -> dict[str, float | None]:
+    """The limit that was chosen, and the bound on what it loses; None where none was."""
+    chosen = found.chosen
+    return {"limit": None, "bound": None} if chosen is None else {"limit": chosen.limit, "bound": chosen.bound}
 
 
 def later(workload: Workload, learn: int) -> Workload:

@@ -38,9 +38,8 @@ class Observe(TaskExperiment):
 
     @classmethod
     def make(cls, values: Any, name: str = "") -> Self:
-        """Check all settings, those of llmcache included; see `Section.make`."""
+        """Check all settings, those of the policy included; see `Section.make`."""
         made = super().make(values, name)
-        Cached.check(made.cache, "cache")
         CacheConfig.make(made.cache).policy.build(POLICIES)
         return made
 

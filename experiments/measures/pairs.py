@@ -23,7 +23,7 @@ from pydantic import Field
 from experiments.data.paws import Pair, apart, read_paws
 from experiments.measures.adversaries import Gate, name_of
 from experiments.measures.base import Experiment, Outcome
-from experiments.measures.learning import check_learn
+from experiments.measures.learning import check_learn, choice_of, limit_of
 from experiments.methods.cached import Cached
 from experiments.metrics.metrics import share_interval
 from experiments.models.loading import MINILM, check_length, load
@@ -137,11 +137,10 @@ def _calibrated(experiment: Pairs, rehearsal: Rehearsal, firsts: range) -> Itera
             )
             calibrated.fitter.stand(stored)
             risks, keys = calibrated.fitter.risks(rehearsal.observed[firsts.stop :], ())
-            limit = -1.0 if found.chosen is None else found.chosen.limit
-            is_served = risks <= limit
+            is_served = risks <= limit_of(found)
             source = [numbers[key] if is_hit and key else -1 for is_hit, key in zip(is_served, keys, strict=True)]
-            named = {"way": "llmcache", "gate": name_of(gate), "asked": drop}
-            yield Way({**named, "limit": limit if found.chosen else None}, np.array(source))
+            named = {"way": "llmcache", "gate": name_of(gate), "asked": drop, "limit": choice_of(found)["limit"]}
+            yield Way(named, np.array(source))
         cache.unwrap()
 
 

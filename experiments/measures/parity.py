@@ -12,7 +12,7 @@ Under a budget, `memory` shows at every tenth of the stream what is held, and ho
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 from pydantic import Field
@@ -22,7 +22,7 @@ from experiments.measures.base import Outcome, TaskExperiment
 from experiments.measures.bench.generation import greedy
 from experiments.measures.bench.memory import resident_bytes
 from experiments.methods.base import COMPUTED, twin
-from experiments.methods.cached import Cached, configure
+from experiments.methods.cached import configure
 from experiments.models.loading import Loaded, check_length
 from experiments.support.folders import Folders
 from experiments.support.progress import tracked
@@ -46,13 +46,6 @@ class Parity(TaskExperiment):
     new_tokens: int = Field(default=16, ge=1)
     ulps: float = Field(default=4.0, ge=0.0)
     cache: dict[str, Any] = Field(default_factory=dict)
-
-    @classmethod
-    def make(cls, values: Any, name: str = "") -> Self:
-        """Check all settings, those of llmcache included; see `Section.make`."""
-        made = super().make(values, name)
-        Cached.check(made.cache, "cache")
-        return made
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ Sizes: R rounds, N requests.
 """
 
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,14 +48,6 @@ class Payback(LearningExperiment):
     metric: Literal["changed", "accuracy"] = "changed"
     rounds: int = Field(default=3, ge=1)
     replay: pattern.Settings | None = None
-
-    @classmethod
-    def make(cls, values: Any, name: str = "") -> Self:
-        """Check all settings, section by section; see `Section.make`."""
-        parts = dict(values)
-        if parts.get("replay") is not None:
-            parts["replay"] = pattern.Settings.make(parts["replay"], "replay")
-        return super().make(parts, name)
 
 
 def run(experiment: Payback, folders: Folders) -> Outcome:

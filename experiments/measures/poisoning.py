@@ -25,6 +25,7 @@ from pydantic import Field
 from experiments.measures.adversaries import Adversaries, name_of
 from experiments.measures.base import Outcome
 from experiments.measures.edits import words
+from experiments.measures.learning import choice_of
 from experiments.metrics.metrics import share_interval
 from experiments.replay.rehearsal import Rehearsal
 from experiments.replay.serving import Reply, alarms_of, ask, asking, requests_expected
@@ -145,7 +146,7 @@ def _attacks(experiment: Poisoning, rehearsal: Rehearsal, attack: Attack) -> Ite
                 "audit": audit,
                 "sources": sources,
                 "max_drop": drop,
-                "limit": None if found.chosen is None else found.chosen.limit,
+                "limit": choice_of(found)["limit"],
                 **asked.attack(len(attack.planted), risk_target, audit),
                 **_captured(attack, asked),
             }

@@ -9,15 +9,16 @@ Each text is asked once a pass: what the second one hits was computed, and store
 
 from collections.abc import Callable, Mapping
 from time import perf_counter
-from typing import Any, Self
+from typing import Annotated, Any
 
 import numpy as np
-from pydantic import Field, PositiveInt, field_validator
+from pydantic import Field, PositiveInt
 
 from experiments.data.labelled import Data, read_requests
 from experiments.measures.base import Experiment, Outcome
 from experiments.models.loading import MINILM, find
 from experiments.support.folders import Folders
+from experiments.support.section import ONE_OR_MORE
 from llmcache import LLMCache
 from llmcache.errors import ConfigError
 
@@ -35,22 +36,9 @@ class SecondPass(Experiment):
 
     data: Data
     model: str = MINILM
-    sizes: tuple[PositiveInt, ...] = Field(default=(300, 5000), min_length=1)
-    batch_sizes: tuple[PositiveInt, ...] = Field(default=(32, 1), min_length=1)
+    sizes: Annotated[tuple[PositiveInt, ...], ONE_OR_MORE] = Field(default=(300, 5000), min_length=1)
+    batch_sizes: Annotated[tuple[PositiveInt, ...], ONE_OR_MORE] = Field(default=(32, 1), min_length=1)
     rounds: int = Field(default=2, ge=1)
-
-    @field_validator("sizes", "batch_sizes", mode="before")
-    @classmethod
-    def _one_number_alone(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, int) else value
-
-    @classmethod
-    def make(cls, values: Any, name: str = "") -> Self:
-        """Check all settings, section by section; see `Section.make`."""
-        parts = dict(values)
-        if "data" in parts:
-            parts["data"] = Data.make(parts["data"], "data")
-        return super().make(parts, name)
 
     @property
     def name(self) -> str:

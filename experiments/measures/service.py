@@ -16,12 +16,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from experiments.measures.base import Outcome
 from experiments.measures.learning import LearningExperiment, figures_of, later
@@ -31,6 +31,7 @@ from experiments.methods.cached import configure
 from experiments.metrics.metrics import percentiles
 from experiments.support.folders import Folders
 from experiments.support.progress import tracked
+from experiments.support.section import ONE_OR_MORE
 from experiments.tasks.workload import Answer, Workload
 from llmcache import LLMCache
 from llmcache.calibration.risk_target import RiskTarget
@@ -50,14 +51,9 @@ class Service(LearningExperiment):
     """
 
     learn: int = Field(default=2500, ge=0)
-    max_drops: tuple[float, ...] = Field(default=(0.01,), min_length=1)
+    max_drops: Annotated[tuple[float, ...], ONE_OR_MORE] = Field(default=(0.01,), min_length=1)
     rounds: int = Field(default=2, ge=1)
-    threads: tuple[int, ...] = Field(default=(2, 1), min_length=1)
-
-    @field_validator("threads", mode="before")
-    @classmethod
-    def _one_number_alone(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, int) else value
+    threads: Annotated[tuple[int, ...], ONE_OR_MORE] = Field(default=(2, 1), min_length=1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,6 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from experiments.methods.base import COMPUTED
 from experiments.replay.replay import Replay, Units, replay
 from llmcache.calibration.calibration import HoldoutOutcome, OperatingPoint, chosen, settings, split, try_settings
 from llmcache.calibration.risk_target import RiskTarget
@@ -61,16 +60,7 @@ def nearest(units: Units, numbers: Sequence[int] | NDArray[np.int64], stored: ND
 
 def serve(units: Units, n_first: int, setting: OperatingPoint | None, stored: NDArray[np.int64], grows: bool) -> Replay:
     """What became of all requests; the later ones are served at the threshold, and stored as well if `grows`."""
-    if grows:
-        threshold = inf if setting is None else -setting.limit
-        (again,) = replay(replace(units, keys=None, first_searched=n_first), (threshold,))
-        return again
-    n = len(units.vectors)
-    served, source = np.full(n, COMPUTED, dtype="<U8"), np.arange(n)
-    alike = np.full(n, np.nan, np.float32)
-    found = nearest(units, range(n_first, n), stored)
-    alike[n_first:] = found.similarity
-    if setting is not None:
-        is_near = np.flatnonzero(-found.similarity <= setting.limit) + n_first
-        served[is_near], source[is_near] = "near", found.source[is_near - n_first]
-    return Replay(served, source, alike)
+    threshold = inf if setting is None else -setting.limit
+    asked = replace(units, keys=None, first_searched=n_first, sources=None if grows else stored)
+    (again,) = replay(asked, (threshold,))
+    return again

@@ -99,19 +99,27 @@ def grow(
     return _serve(later, {case.row.key for case in learned}, limit, ask, lambda case: calibrated.fitter.stand([case]))
 
 
-def risks_about(
-    calibrated: CalibratedReuse, sources: Sequence[Observation], later: Sequence[Observation]
-) -> dict[str, Found]:
-    """The risk of serving each request by its key, if `sources` serve, which stand already, and no others."""
-    found = calibrated.fitter.look_up(later, {case.row.key for case in sources})
-    return {case.row.key: one for case, one in zip(later, found, strict=True)}
+class Frozen:
+    """Requests that are served from those that were learned from; the others serve their own repeats alone."""
 
+    def __init__(
+        self, calibrated: CalibratedReuse, sources: Sequence[Observation], later: Sequence[Observation]
+    ) -> None:
+        """Find who of `sources`, which were learned from, would serve each later request, and how risky it is."""
+        self._later = later
+        self._keys = {case.row.key for case in sources}
+        found = calibrated.fitter.look_up(later, self._keys)
+        self._found = {case.row.key: one for case, one in zip(later, found, strict=True)}
 
-def freeze(
-    risks: Mapping[str, Found], learned: Collection[str], later: Sequence[Observation], limit: float
-) -> tuple[NDArray[np.str_], list[str | None]]:
-    """Serve requests from those that were learned from; the others serve their own repeats alone. See `grow`."""
-    return _serve(later, set(learned), limit, lambda case, _: risks[case.row.key], lambda case: None)
+    @property
+    def risks(self) -> NDArray[np.float64]:
+        """Risks of the different requests that could be served."""
+        risks = np.array([one.risk for one in self._found.values()])
+        return risks[np.isfinite(risks)]
+
+    def serve(self, limit: float) -> tuple[NDArray[np.str_], list[str | None]]:
+        """What serves each request (N,), and the key of its source; see `grow`."""
+        return _serve(self._later, set(self._keys), limit, lambda case, _: self._found[case.row.key], lambda case: None)
 
 
 def _serve(

@@ -27,6 +27,8 @@ class Units:
     keys: Sequence[bytes] | None = None
     lengths: NDArray[np.int64] | None = None  # a unit serves only others of its length (M,); None where any length fits
     first_searched: int = 0  # request from which on near ones are searched: before it, a fingerprint was still learning
+    # Numbers of those that alone are stored; None: all that are computed.
+    sources: NDArray[np.int64] | None = None
     compare: Callable[[Floats, Floats], Floats] = np.matmul  # `(vectors (B, F), vector (F,)) -> similarity (B,)`
 
 
@@ -48,6 +50,7 @@ def replay(units: Units, thresholds: Sequence[float]) -> list[Replay]:
     nearest = np.full((k, m), np.nan, dtype=np.float32)
     served = np.full((k, m), COMPUTED, dtype="<U8")
     seen: dict[bytes, list[int]] = {}
+    may_serve = np.ones(m, bool) if units.sources is None else np.isin(np.arange(m), units.sources)
     for begin, end in _groups(units.request):
         for i in range(begin, end):
             if not vectors[i].any():
@@ -58,7 +61,7 @@ def replay(units: Units, thresholds: Sequence[float]) -> list[Replay]:
                 for earlier in seen.get(units.keys[i], []):  # of equal units, at most one is stored
                     source[stored[:, earlier], i], served[stored[:, earlier], i] = earlier, "exact"
         for i in range(begin, end):  # rows of one request do not see each other
-            stored[:, i] = (source[:, i] == i) & (served[:, i] != BYPASSED)
+            stored[:, i] = may_serve[i] & (source[:, i] == i) & (served[:, i] != BYPASSED)
             if units.keys is not None:
                 seen.setdefault(units.keys[i], []).append(i)
     return [Replay(served[row], source[row], nearest[row]) for row in range(k)]

@@ -38,10 +38,7 @@ class Settings(stream.Settings):
     @classmethod
     def make(cls, values: Any, name: str = "") -> Self:
         """Check all settings; see `Section.make`."""
-        parts = dict(values)
-        if parts.get("arrival") is not None:
-            parts["arrival"] = Arrival.make(parts["arrival"], f"{name}.arrival" if name else "arrival")
-        made = super().make(parts, name)
+        made = super().make(values, name)
         if made.head.kind != "logistic" or made.traffic is not None:
             raise ConfigError(
                 f"{name}: held_out fits its own head, and asks each request once: leave out head.kind and traffic, or "

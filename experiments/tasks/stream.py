@@ -7,7 +7,7 @@ Sizes: N requests.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from pydantic import Field
 from torch import Tensor, nn
@@ -39,15 +39,6 @@ class Settings(TaskSettings):
     head: Head = Head()
     traffic: Traffic | None = None
     max_length: int = Field(default=128, ge=3)
-
-    @classmethod
-    def make(cls, values: Any, name: str = "") -> Self:
-        """Check all settings, section by section; see `Section.make`."""
-        parts = dict(values)
-        for key, section in (("data", Data), ("head", Head), ("traffic", Traffic)):
-            if parts.get(key) is not None:
-                parts[key] = section.make(parts[key], f"{name}.{key}" if name else key)
-        return super().make(parts, name)
 
     @property
     def title(self) -> str:

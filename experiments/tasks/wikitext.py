@@ -74,14 +74,6 @@ class Settings(OfficialSettings):
     window: int = Field(default=128, ge=4)
     repeats: Repeats | None = None
 
-    @classmethod
-    def make(cls, values: Any, name: str = "") -> Self:
-        """Check all settings, section by section; see `Section.make`."""
-        parts = dict(values)
-        if parts.get("repeats") is not None:
-            parts["repeats"] = Repeats.make(parts["repeats"], f"{name}.repeats" if name else "repeats")
-        return super().make(parts, name)
-
     @property
     def title(self) -> str:
         """Tells the two streams apart."""
