@@ -33,23 +33,18 @@ SETS: Mapping[str, tuple[tuple[str, ...], str, str]] = {
 
 
 class Data(Section):
-    """Labelled requests.
+    """Labelled requests."""
 
-    Attributes:
-        path: A known set (`banking77`, `snips`, `hwu64`) whose files lie in the data folder; or a file, or several,
-            joined in this order, relative to the data folder: CSV or TSV with a header, JSONL, or JSON with a list of
-            objects; or a folder that holds a file `train` of a known kind, and perhaps a file `test` beside it; or the
-            name of a stream that the project makes itself: `support_desk`. Records without text or label are left out.
-        text: Column of the request's text; known sets bring their own.
-        label: Column of what it is about; likewise.
-        limit: Use that many records only: a seeded sample in data order; of a made stream, its beginning.
-        order: `file`, or `shuffled`, seeded: some files are sorted by label, which no traffic is.
-    """
-
+    # A known set (`banking77`, `snips`, `hwu64`) whose files lie in the data folder; or a file, or several, joined in
+    # this order, relative to the data folder: CSV or TSV with a header, JSONL, or JSON with a list of objects; or a
+    # folder that holds a file `train` of a known kind, and perhaps a file `test` beside it; or the name of a stream
+    # that the project makes itself: `support_desk`. Records without text or label are left out.
     path: Annotated[tuple[str, ...], ONE_OR_MORE] = Field(min_length=1)
-    text: str = "text"
-    label: str = "label"
+    text: str = "text"  # column of the request's text; known sets bring their own
+    label: str = "label"  # column of what it is about; likewise
+    # Use that many records only: a seeded sample in data order; of a made stream, its beginning.
     limit: int | None = Field(default=None, ge=1)
+    # `file`, or `shuffled`, seeded: some files are sorted by label, which no traffic is.
     order: Literal["file", "shuffled"] = "file"
 
 

@@ -32,15 +32,11 @@ Gate = bool | dict[str, Any]
 
 
 class Adversaries(LearningExperiment):
-    """Settings of the measure.
+    """Settings of the measure."""
 
-    Attributes:
-        gates: Content gates that are compared: false, true, or options of one.
-        n_edits: Most edited requests of each kind.
-    """
-
+    # Content gates that are compared: false, true, or options of one.
     gates: tuple[Gate, ...] = Field(default=(False, True), min_length=1)
-    n_edits: int = Field(default=500, ge=1)
+    n_edits: int = Field(default=500, ge=1)  # most edited requests of each kind
 
     @classmethod
     def make(cls, values: Any, name: str = "") -> Self:

@@ -16,15 +16,10 @@ from experiments.tasks.workload import Answer, Workload
 
 
 class Experiment(Section):
-    """Settings of one run.
+    """Settings of one run."""
 
-    Attributes:
-        measure: A key of `experiments.measures.MEASURES`.
-        seed: Of samples, splits, orders and streams that are made.
-    """
-
-    measure: str
-    seed: int = Field(default=0, ge=0)
+    measure: str  # A key of `experiments.measures.MEASURES`
+    seed: int = Field(default=0, ge=0)  # of samples, splits, orders and streams that are made
 
     @classmethod
     def make(cls, values: Any, name: str = "") -> Self:
@@ -44,13 +39,9 @@ class Experiment(Section):
 
 
 class TaskExperiment(Experiment):
-    """Settings of a run on one task.
+    """Settings of a run on one task."""
 
-    Attributes:
-        task: The task's own settings; its `name` is a key of `experiments.tasks.TASKS`.
-    """
-
-    task: Any
+    task: Any  # the task's own settings; its `name` is a key of `experiments.tasks.TASKS`
 
     @classmethod
     def make(cls, values: Any, name: str = "") -> Self:

@@ -38,16 +38,11 @@ from llmcache.errors import ConfigError
 
 
 class Bound(LearningExperiment):
-    """Settings of the measure. Of `learn` requests a calibration takes as many for C as it usually does.
+    """Settings of the measure. Of `learn` requests a calibration takes as many for C as it usually does."""
 
-    Attributes:
-        parts: How often A and B are drawn.
-        draws: How often C is drawn for each.
-        arrival: In which order requests come in time, drawn anew for each part; then C is no draw of its own.
-    """
-
-    parts: int = Field(default=10, ge=1)
-    draws: int = Field(default=20, ge=1)
+    parts: int = Field(default=10, ge=1)  # how often A and B are drawn
+    draws: int = Field(default=20, ge=1)  # how often C is drawn for each
+    # In which order requests come in time, drawn anew for each part; then C is no draw of its own.
     arrival: Arrival | None = None
 
     @classmethod

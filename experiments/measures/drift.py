@@ -42,24 +42,17 @@ _REPEATS = {"alike": 0.0, "zipf": 1.0}  # the request of rank r comes with proba
 
 
 class Drift(LearningExperiment):
-    """Settings of the measure.
+    """Settings of the measure."""
 
-    Attributes:
-        audits: Least probabilities with which hits are audited, that are compared.
-        sources: Who serves.
-        late: Which intents come late. `any`: half of them, drawn by seed. `alike`: one of each two that the head tells
-            apart least, so that what is new is like what was seen.
-        window: Requests over which answers that changed are counted.
-        n_unchanged: Streams that do not change, of each kind and claim.
-        length: Requests of each of them.
-    """
-
+    # Least probabilities with which hits are audited, that are compared.
     audits: tuple[float, ...] = Field(default=(0.0, 0.05, 0.25), min_length=1)
-    sources: tuple[Sources, ...] = ("frozen", "growing")
+    sources: tuple[Sources, ...] = ("frozen", "growing")  # who serves
+    # Which intents come late. `any`: half of them, drawn by seed. `alike`: one of each two that the head tells apart
+    # least, so that what is new is like what was seen.
     late: Late = "any"
-    window: int = Field(default=500, ge=1)
-    n_unchanged: int = Field(default=20, ge=0)
-    length: int = Field(default=20_000, ge=1)
+    window: int = Field(default=500, ge=1)  # requests over which answers that changed are counted
+    n_unchanged: int = Field(default=20, ge=0)  # streams that do not change, of each kind and claim
+    length: int = Field(default=20_000, ge=1)  # requests of each of them
 
 
 def run(experiment: Drift, folders: Folders) -> Outcome:

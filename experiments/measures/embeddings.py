@@ -23,12 +23,9 @@ from experiments.support.progress import tracked
 
 
 class Embeddings(LearningExperiment):
-    """Settings of the measure.
+    """Settings of the measure."""
 
-    Attributes:
-        n_limits: Limits of risk in hindsight: as many shares of later requests that would be served, evenly spread.
-    """
-
+    # Limits of risk in hindsight: as many shares of later requests that would be served, evenly spread.
     n_limits: int = Field(default=10, ge=1)
 
 

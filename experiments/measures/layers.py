@@ -34,16 +34,11 @@ FEWEST = 4  # requests: the first half, on which a tau is chosen, then has one w
 
 
 class Layers(TaskExperiment):
-    """Settings of the measure.
+    """Settings of the measure."""
 
-    Attributes:
-        tau: Threshold of all layers.
-        alike: Cosine of two layer outputs from which on they count as alike.
-        purity: Share of hits whose states must be alike, by which a layer's own tau is chosen.
-    """
-
-    tau: float = Field(default=0.85, ge=-1.0, le=1.0)
-    alike: float = Field(default=0.95, ge=-1.0, le=1.0)
+    tau: float = Field(default=0.85, ge=-1.0, le=1.0)  # threshold of all layers
+    alike: float = Field(default=0.95, ge=-1.0, le=1.0)  # cosine of two layer outputs from which on they count as alike
+    # Share of hits whose states must be alike, by which a layer's own tau is chosen.
     purity: float = Field(default=0.95, gt=0.0, le=1.0)
 
 

@@ -26,16 +26,12 @@ from llmcache.request.observation import Observation
 
 
 class LearningExperiment(TaskExperiment):
-    """Settings of such a measure.
+    """Settings of such a measure."""
 
-    Attributes:
-        learn: Requests that are learned from, the first ones; all of them are computed.
-        max_drops: Losses that calibrations may leave, a fraction of 1.
-        cache: Settings of llmcache. Those of the bound, `delta` for instance, are what calibrations go by.
-    """
-
-    learn: int = Field(default=2500, ge=1)
+    learn: int = Field(default=2500, ge=1)  # requests that are learned from, the first ones; all of them are computed
+    # Losses that calibrations may leave, a fraction of 1.
     max_drops: Annotated[tuple[float, ...], ONE_OR_MORE] = Field(default=(0.005, 0.01, 0.02), min_length=1)
+    # Settings of llmcache. Those of the bound, `delta` for instance, are what calibrations go by.
     cache: dict[str, Any] = Field(default_factory=dict)
 
     @classmethod

@@ -26,14 +26,10 @@ from llmcache.policies import POLICIES
 
 
 class Observe(TaskExperiment):
-    """Settings of the measure.
+    """Settings of the measure."""
 
-    Attributes:
-        cache: Settings of llmcache.
-        seconds_per_request: The clock of policies that look at one moves by that much a request; None: the real one.
-    """
-
-    cache: dict[str, Any] = Field(default_factory=dict)
+    cache: dict[str, Any] = Field(default_factory=dict)  # settings of llmcache
+    # The clock of policies that look at one moves by that much a request; None: the real one.
     seconds_per_request: float | None = Field(default=None, gt=0.0)
 
     @classmethod

@@ -37,29 +37,19 @@ from llmcache.errors import ConfigError
 
 
 class Pairs(Experiment):
-    """Settings of the measure.
+    """Settings of the measure."""
 
-    Attributes:
-        model: A bare encoder; see `experiments.models.loading.load`.
-        learn: Sentences that calibrations learn from.
-        limit: Most pairs that are asked.
-        max_drops: Losses that calibrations may leave, a fraction of 1.
-        gates: Content gates that are compared: false, true, or options of one.
-        taus: Thresholds of the paper's way.
-        thresholds: Of the semantic response cache.
-        cache: Settings of llmcache.
-        max_length: Most tokens of a sentence.
-    """
-
-    model: str = MINILM
-    learn: int = Field(default=2500, ge=2)
-    limit: int | None = Field(default=None, ge=1)
+    model: str = MINILM  # A bare encoder; see `experiments.models.loading.load`
+    learn: int = Field(default=2500, ge=2)  # sentences that calibrations learn from
+    limit: int | None = Field(default=None, ge=1)  # most pairs that are asked
+    # Losses that calibrations may leave, a fraction of 1.
     max_drops: tuple[float, ...] = Field(default=(0.005, 0.02), min_length=1)
+    # Content gates that are compared: false, true, or options of one.
     gates: tuple[Gate, ...] = Field(default=(False, True), min_length=1)
-    taus: tuple[float, ...] = (0.82, 0.85, 0.88)
-    thresholds: tuple[float, ...] = (0.8,)
-    cache: dict[str, Any] = Field(default_factory=dict)
-    max_length: int = Field(default=128, ge=3)
+    taus: tuple[float, ...] = (0.82, 0.85, 0.88)  # thresholds of the paper's way
+    thresholds: tuple[float, ...] = (0.8,)  # of the semantic response cache
+    cache: dict[str, Any] = Field(default_factory=dict)  # settings of llmcache
+    max_length: int = Field(default=128, ge=3)  # most tokens of a sentence
 
     @classmethod
     def make(cls, values: Any, name: str = "") -> Self:

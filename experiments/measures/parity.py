@@ -35,17 +35,11 @@ PARTS = 10
 
 
 class Parity(TaskExperiment):
-    """Settings of the measure.
+    """Settings of the measure."""
 
-    Attributes:
-        new_tokens: Tokens generated for each prompt, always as many.
-        ulps: How near a near tie is, in roundings of the best logit.
-        cache: Settings of llmcache.
-    """
-
-    new_tokens: int = Field(default=16, ge=1)
-    ulps: float = Field(default=4.0, ge=0.0)
-    cache: dict[str, Any] = Field(default_factory=dict)
+    new_tokens: int = Field(default=16, ge=1)  # tokens generated for each prompt, always as many
+    ulps: float = Field(default=4.0, ge=0.0)  # how near a near tie is, in roundings of the best logit
+    cache: dict[str, Any] = Field(default_factory=dict)  # settings of llmcache
 
 
 @dataclass(frozen=True, slots=True)

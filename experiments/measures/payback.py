@@ -37,17 +37,12 @@ MISS, HIT, SHARE = 1.03, 0.02, 0.9
 
 
 class Payback(LearningExperiment):
-    """Settings of the measure. `cache.sources` and `cache.delta` are those of the calibration.
+    """Settings of the measure. `cache.sources` and `cache.delta` are those of the calibration."""
 
-    Attributes:
-        metric: What may be lost: `changed` answers, or right ones that become wrong (`accuracy`).
-        rounds: How often the stream is run; each round begins cold, and learns.
-        replay: On which model the pattern of hits is replayed; None: on none.
-    """
-
+    # What may be lost: `changed` answers, or right ones that become wrong (`accuracy`).
     metric: Literal["changed", "accuracy"] = "changed"
-    rounds: int = Field(default=3, ge=1)
-    replay: pattern.Settings | None = None
+    rounds: int = Field(default=3, ge=1)  # how often the stream is run; each round begins cold, and learns
+    replay: pattern.Settings | None = None  # on which model the pattern of hits is replayed; None: on none
 
 
 def run(experiment: Payback, folders: Folders) -> Outcome:

@@ -40,23 +40,15 @@ _N_PLACES = 3  # words of a target that the attacker tries to replace, each by e
 
 
 class Poisoning(Adversaries):
-    """Settings of the measure; of `n_edits`, the words that the attacker tries in one place.
+    """Settings of the measure; of `n_edits`, the words that the attacker tries in one place."""
 
-    Attributes:
-        audits: Least probabilities with which hits are audited, that are compared.
-        sources: Who serves.
-        n_targets: Requests that the attacker wants to capture.
-        n_planted: Requests that he asks for each, at most.
-        repeats: How often each target is asked.
-        n_others: Other later requests.
-    """
-
+    # Least probabilities with which hits are audited, that are compared.
     audits: tuple[float, ...] = Field(default=(0.0, 0.05), min_length=1)
-    sources: tuple[Sources, ...] = ("growing", "frozen")
-    n_targets: int = Field(default=100, ge=1)
-    n_planted: int = Field(default=8, ge=1)
-    repeats: int = Field(default=5, ge=1)
-    n_others: int = Field(default=500, ge=0)
+    sources: tuple[Sources, ...] = ("growing", "frozen")  # who serves
+    n_targets: int = Field(default=100, ge=1)  # requests that the attacker wants to capture
+    n_planted: int = Field(default=8, ge=1)  # requests that he asks for each, at most
+    repeats: int = Field(default=5, ge=1)  # how often each target is asked
+    n_others: int = Field(default=500, ge=0)  # other later requests
     n_edits: int = Field(default=40, ge=1)
 
 

@@ -35,12 +35,9 @@ ASKED = 0.9
 
 
 class Prefix(Serve):
-    """Settings of the measure.
+    """Settings of the measure."""
 
-    Attributes:
-        methods: What is compared, beside the model alone.
-    """
-
+    # What is compared, beside the model alone.
     methods: tuple[MethodSettings, ...] = (MethodSettings.make({"method": "llmcache"}),)
 
 

@@ -24,21 +24,15 @@ from llmcache.errors import ConfigError
 
 
 class SecondPass(Experiment):
-    """Settings of the measure.
+    """Settings of the measure."""
 
-    Attributes:
-        data: Where texts come from: the first different ones, in its order.
-        model: Of sentence-transformers: a folder, or a name that `experiments.models.loading.find` knows.
-        sizes: How many texts are embedded.
-        batch_sizes: Of `encode`, whose default is 32.
-        rounds: Of three passes each, with a new cache.
-    """
-
-    data: Data
-    model: str = MINILM
+    data: Data  # where texts come from: the first different ones, in its order
+    model: str = MINILM  # of sentence-transformers: a folder, or a name that `experiments.models.loading.find` knows
+    # How many texts are embedded.
     sizes: Annotated[tuple[PositiveInt, ...], ONE_OR_MORE] = Field(default=(300, 5000), min_length=1)
+    # Of `encode`, whose default is 32.
     batch_sizes: Annotated[tuple[PositiveInt, ...], ONE_OR_MORE] = Field(default=(32, 1), min_length=1)
-    rounds: int = Field(default=2, ge=1)
+    rounds: int = Field(default=2, ge=1)  # of three passes each, with a new cache
 
     @property
     def name(self) -> str:

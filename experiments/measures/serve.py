@@ -30,19 +30,13 @@ from experiments.tasks.workload import Answer, Workload
 
 
 class Serve(TaskExperiment):
-    """Settings of the measure.
+    """Settings of the measure."""
 
-    Attributes:
-        methods: What is compared, beside the model alone: a list of mappings, each with `method` and its options.
-        rounds: How often the stream is run; each round begins cold.
-        warmup: Requests that each method answers, unmeasured, before each round.
-        keeps_rows: Write a row a request and method.
-    """
-
+    # What is compared, beside the model alone: a list of mappings, each with `method` and its options.
     methods: tuple[MethodSettings, ...]
-    rounds: int = Field(default=5, ge=1)
-    warmup: int = Field(default=20, ge=0)
-    keeps_rows: bool = True
+    rounds: int = Field(default=5, ge=1)  # how often the stream is run; each round begins cold
+    warmup: int = Field(default=20, ge=0)  # requests that each method answers, unmeasured, before each round
+    keeps_rows: bool = True  # write a row a request and method
 
     @classmethod
     def make(cls, values: Any, name: str = "") -> Self:

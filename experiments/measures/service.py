@@ -42,17 +42,12 @@ AS_BY_DEFAULT = {"auto_bypass": True, "audit_in_background": True}  # elsewhere 
 
 
 class Service(LearningExperiment):
-    """Settings of the measure. `cache.sources` is that of the calibration.
+    """Settings of the measure. `cache.sources` is that of the calibration."""
 
-    Attributes:
-        learn: As for others; 0: nothing is calibrated, and repeats alone are served.
-        rounds: Of three passes each.
-        threads: Numbers of threads that torch computes with.
-    """
-
-    learn: int = Field(default=2500, ge=0)
+    learn: int = Field(default=2500, ge=0)  # as for others; 0: nothing is calibrated, and repeats alone are served
     max_drops: Annotated[tuple[float, ...], ONE_OR_MORE] = Field(default=(0.01,), min_length=1)
-    rounds: int = Field(default=2, ge=1)
+    rounds: int = Field(default=2, ge=1)  # of three passes each
+    # Numbers of threads that torch computes with.
     threads: Annotated[tuple[int, ...], ONE_OR_MORE] = Field(default=(2, 1), min_length=1)
 
 

@@ -16,17 +16,11 @@ from experiments.support.folders import Folders
 
 
 class Sharing(Experiment):
-    """Settings of the measure.
+    """Settings of the measure."""
 
-    Attributes:
-        n: Requests of a draw, and of the beginning of the trace that it is held against.
-        blocks: Blocks that are kept of a prompt.
-        draws: Seeds of draws, 0 and up.
-    """
-
-    n: int = Field(default=400, ge=2)
-    blocks: int = Field(default=60, ge=2)
-    draws: int = Field(default=5, ge=1)
+    n: int = Field(default=400, ge=2)  # requests of a draw, and of the beginning of the trace that it is held against
+    blocks: int = Field(default=60, ge=2)  # blocks that are kept of a prompt
+    draws: int = Field(default=5, ge=1)  # seeds of draws, 0 and up
 
     @property
     def name(self) -> str:

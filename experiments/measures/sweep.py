@@ -31,26 +31,17 @@ SAME = 0.9999  # cosine of requests that are the same, but for rounding: what ex
 
 
 class Sweep(TaskExperiment):
-    """Settings of the measure.
+    """Settings of the measure."""
 
-    Attributes:
-        taus: Thresholds.
-        methods: Curves to draw.
-        fingerprints: Of llmcache, one curve each: names, or mappings with `name` and settings.
-        encoder: Sentence encoder of the semantic response cache.
-        live_taus: Thresholds of llmcache that are also run, for their speed.
-        live_limit: Requests of those runs, from the beginning.
-        rounds: Of those runs.
-        cache: Further settings of llmcache, for those runs; its payload decides which lengths fit each other.
-    """
-
-    taus: tuple[float, ...] = Field(min_length=1)
-    methods: tuple[Literal["llmcache", "doccache", "semantic_response"], ...] = ("llmcache",)
+    taus: tuple[float, ...] = Field(min_length=1)  # thresholds
+    methods: tuple[Literal["llmcache", "doccache", "semantic_response"], ...] = ("llmcache",)  # curves to draw
+    # Of llmcache, one curve each: names, or mappings with `name` and settings.
     fingerprints: tuple[Any, ...] = ("mean",)
-    encoder: str = "minilm"
-    live_taus: tuple[float, ...] = ()
-    live_limit: int = Field(default=300, ge=1)
-    rounds: int = Field(default=3, ge=1)
+    encoder: str = "minilm"  # sentence encoder of the semantic response cache
+    live_taus: tuple[float, ...] = ()  # thresholds of llmcache that are also run, for their speed
+    live_limit: int = Field(default=300, ge=1)  # requests of those runs, from the beginning
+    rounds: int = Field(default=3, ge=1)  # of those runs
+    # Further settings of llmcache, for those runs; its payload decides which lengths fit each other.
     cache: dict[str, Any] = Field(default_factory=dict)
 
     @classmethod

@@ -54,33 +54,27 @@ Reading = Callable[[Units, Replay], list[Answer]]
 
 
 class Trust(LearningExperiment):
-    """Settings of the measure.
+    """Settings of the measure."""
 
-    Attributes:
-        sources: Who serves then: the calibration's requests alone, or later misses as well.
-        n_limits: Limits of risk at which reuse is replayed.
-        decisions: Other ways to decide that are shown beside that of the settings, with frozen sources: neighbours
-            alone, the forecast alone, `risk` (neighbours who vote, and the forecast), `combined` (risk or student).
-        taus: Thresholds of the other ways.
-        baselines: The other ways.
-        encoder: Sentence encoder of the semantic response cache.
-    """
-
+    # Who serves then: the calibration's requests alone, or later misses as well.
     sources: tuple[Sources, ...] = ("frozen", "growing")
-    n_limits: int = Field(default=16, ge=2)
+    n_limits: int = Field(default=16, ge=2)  # limits of risk at which reuse is replayed
+    # Other ways to decide that are shown beside that of the settings, with frozen sources: neighbours alone, the
+    # forecast alone, `risk` (neighbours who vote, and the forecast), `combined` (risk or student).
     decisions: tuple[Literal["neighbours", "student", "risk", "combined"], ...] = (
         "neighbours",
         "student",
         "combined",
     )
-    taus: tuple[float, ...] = Field(min_length=1)
+    taus: tuple[float, ...] = Field(min_length=1)  # thresholds of the other ways
+    # The other ways.
     baselines: tuple[Literal["paper", "doccache", "exact_response", "semantic_response"], ...] = (
         "paper",
         "doccache",
         "exact_response",
         "semantic_response",
     )
-    encoder: str = "minilm"
+    encoder: str = "minilm"  # sentence encoder of the semantic response cache
 
 
 def run(experiment: Trust, folders: Folders) -> Outcome:

@@ -33,17 +33,11 @@ METHODS: Mapping[str, type[Method]] = {
 
 
 class MethodSettings(Section):
-    """One method and its settings.
+    """One method and its settings."""
 
-    Attributes:
-        method: A key of `METHODS`.
-        label: What results call it; by default the method's name and its settings.
-        options: What its class takes.
-    """
-
-    method: str
-    label: str
-    options: dict[str, Any]
+    method: str  # A key of `METHODS`
+    label: str  # what results call it; by default the method's name and its settings
+    options: dict[str, Any]  # what its class takes
 
     @classmethod
     def make(cls, values: Any, name: str = "") -> "MethodSettings":

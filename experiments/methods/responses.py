@@ -60,15 +60,10 @@ class SemanticResponse(Twinned):
     """
 
     class Settings(Section):
-        """Settings.
+        """Settings."""
 
-        Attributes:
-            threshold: Least cosine; 0.8 is GPTCache's default.
-            encoder: The sentence encoder: a name that `experiments.models.loading.load` takes.
-        """
-
-        threshold: float = Field(default=0.8, ge=-1.0, le=1.0)
-        encoder: str = MINILM
+        threshold: float = Field(default=0.8, ge=-1.0, le=1.0)  # least cosine; 0.8 is GPTCache's default
+        encoder: str = MINILM  # the sentence encoder: a name that `experiments.models.loading.load` takes
 
     def __init__(self, workload: Workload, options: Mapping[str, Any]) -> None:
         """Take a copy of the model and load the encoder."""

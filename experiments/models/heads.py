@@ -24,18 +24,15 @@ _MOST_UNANSWERABLE = 0.1  # share of a stream: of more, the labels are likely th
 
 
 class Head(Section):
-    """What turns the model's states into an answer.
+    """What turns the model's states into an answer."""
 
-    Attributes:
-        kind: `logistic`: logistic regression on the pooled last states, fitted on a part of the labelled data. `ready`:
-            the model is a sequence classifier.
-        pool: How `logistic` makes one vector of a request: `mean` over valid tokens, or `cls`, the first.
-        fit_share: Share of the labelled data that is not streamed: `logistic` is fitted on it, a `ready` model was
-            trained on it (`llmcache prepare` takes the same seeded half), 0 if it was trained on something else.
-    """
-
+    # `logistic`: logistic regression on the pooled last states, fitted on a part of the labelled data. `ready`: the
+    # model is a sequence classifier.
     kind: Literal["logistic", "ready"] = "logistic"
+    # How `logistic` makes one vector of a request: `mean` over valid tokens, or `cls`, the first.
     pool: Literal["mean", "cls"] = "mean"
+    # Share of the labelled data that is not streamed: `logistic` is fitted on it, a `ready` model was trained on it
+    # (`llmcache prepare` takes the same seeded half), 0 if it was trained on something else.
     fit_share: float = Field(default=0.5, ge=0.0, lt=1.0)
 
     @model_validator(mode="after")

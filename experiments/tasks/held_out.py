@@ -22,12 +22,10 @@ class Settings(stream.Settings):
     """Settings of the task: those of `stream`, with a head that is fitted here.
 
     `head.fit_share` is a share of the first file. Its order and that of the others follow from `data.order`.
-
-    Attributes:
-        arrival: In which order requests come, and whether they come again; without it as `data.order` says.
     """
 
     name: Literal["held_out"]  # type: ignore[assignment]
+    # In which order requests come, and whether they come again; without it as `data.order` says.
     arrival: Arrival | None = None
 
     @property

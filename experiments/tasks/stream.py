@@ -25,20 +25,14 @@ from llmcache.errors import ConfigError
 
 
 class Settings(TaskSettings):
-    """Settings of the task.
-
-    Attributes:
-        data: Labelled requests.
-        head: What answers.
-        traffic: Draw a stream from the requests, in which some come again; without it each is asked once.
-        max_length: Most tokens a request, special tokens included; longer ones are cut.
-    """
+    """Settings of the task."""
 
     name: Literal["stream"]
-    data: Data
-    head: Head = Head()
+    data: Data  # labelled requests
+    head: Head = Head()  # what answers
+    # Draw a stream from the requests, in which some come again; without it each is asked once.
     traffic: Traffic | None = None
-    max_length: int = Field(default=128, ge=3)
+    max_length: int = Field(default=128, ge=3)  # most tokens a request, special tokens included; longer ones are cut
 
     @property
     def title(self) -> str:

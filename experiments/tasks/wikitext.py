@@ -38,21 +38,14 @@ class Read:
 
 
 class Repeats(Section):
-    """How often earlier windows come back, as shares of all requests; the rest is new.
+    """How often earlier windows come back, as shares of all requests; the rest is new."""
 
-    Attributes:
-        whole: The same window.
-        prefix: Its first half, then new text.
-        changed: The same window with some tokens replaced by others of the text.
-        share_replaced: Of the tokens, in a changed window.
-        seed: Of the draws.
-    """
-
-    whole: float = Field(default=0.2, ge=0.0, le=1.0)
-    prefix: float = Field(default=0.1, ge=0.0, le=1.0)
+    whole: float = Field(default=0.2, ge=0.0, le=1.0)  # the same window
+    prefix: float = Field(default=0.1, ge=0.0, le=1.0)  # its first half, then new text
+    # The same window with some tokens replaced by others of the text.
     changed: float = Field(default=0.2, ge=0.0, le=1.0)
-    share_replaced: float = Field(default=0.1, ge=0.0, le=1.0)
-    seed: int = Field(default=0, ge=0)
+    share_replaced: float = Field(default=0.1, ge=0.0, le=1.0)  # of the tokens, in a changed window
+    seed: int = Field(default=0, ge=0)  # of the draws
 
     @model_validator(mode="after")
     def _leave_something_new(self) -> Self:

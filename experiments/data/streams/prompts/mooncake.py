@@ -20,13 +20,10 @@ from llmcache.errors import ConfigError
 
 
 class Settings(StreamSettings):
-    """Settings of the stream.
-
-    Attributes:
-        blocks: Blocks that are kept of a prompt, the first ones: 60 are 960 tokens, which GPT-2 can read.
-    """
+    """Settings of the stream."""
 
     name: Literal["mooncake"]
+    # Blocks that are kept of a prompt, the first ones: 60 are 960 tokens, which GPT-2 can read.
     blocks: int = Field(default=60, ge=2)
 
 

@@ -10,14 +10,10 @@ from experiments.support.folders import Folders
 
 
 class Settings(StreamSettings):
-    """Settings of the stream.
-
-    Attributes:
-        length: Tokens of a prompt.
-    """
+    """Settings of the stream."""
 
     name: Literal["nothing_shared"]
-    length: int = Field(default=512, ge=2)
+    length: int = Field(default=512, ge=2)  # tokens of a prompt
 
 
 def draw(settings: Settings, pieces: Pieces, folders: Folders, seed: int) -> list[Prompt]:

@@ -6,12 +6,7 @@ from experiments.support.section import Section
 
 
 class StreamSettings(Section):
-    """Settings of a stream of prompts.
+    """Settings of a stream of prompts."""
 
-    Attributes:
-        name: A key of `experiments.data.streams.prompts.STREAMS`.
-        n: Requests.
-    """
-
-    name: str
-    n: int = Field(default=400, ge=2)
+    name: str  # A key of `experiments.data.streams.prompts.STREAMS`
+    n: int = Field(default=400, ge=2)  # requests

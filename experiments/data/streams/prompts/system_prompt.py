@@ -11,20 +11,13 @@ from experiments.support.folders import Folders
 
 
 class Settings(StreamSettings):
-    """Settings of the stream.
-
-    Attributes:
-        systems: System prompts; which one a request has is drawn.
-        system: Tokens of a system prompt.
-        shortest: Tokens of a question, at least.
-        longest: Tokens of a question, at most.
-    """
+    """Settings of the stream."""
 
     name: Literal["system_prompt"]
-    systems: int = Field(default=1, ge=1)
-    system: int = Field(default=256, ge=1)
-    shortest: int = Field(default=16, ge=1)
-    longest: int = Field(default=64, ge=1)
+    systems: int = Field(default=1, ge=1)  # system prompts; which one a request has is drawn
+    system: int = Field(default=256, ge=1)  # tokens of a system prompt
+    shortest: int = Field(default=16, ge=1)  # tokens of a question, at least
+    longest: int = Field(default=64, ge=1)  # tokens of a question, at most
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:
