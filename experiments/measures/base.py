@@ -53,7 +53,6 @@ class TaskExperiment(Experiment):
 
     @property
     def name(self) -> str:
-        """Task and model."""
         return f"{self.task.title}-{Path(self.task.model).name}"
 
     def about(self, workload: Workload) -> dict[str, Any]:

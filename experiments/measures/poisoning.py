@@ -153,7 +153,6 @@ class _Asked:
     """All that was asked of one cache, in order, and when its audit gave alarm."""
 
     def __init__(self, cache: LLMCache) -> None:
-        """Begin with a cache that was just calibrated."""
         self.replies: list[Reply] = []
         self.keys: list[str] = []
         self.is_changed: list[bool] = []

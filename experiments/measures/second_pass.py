@@ -36,7 +36,6 @@ class SecondPass(Experiment):
 
     @property
     def name(self) -> str:
-        """The data."""
         return self.data.path[0]
 
 

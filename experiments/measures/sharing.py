@@ -24,7 +24,6 @@ class Sharing(Experiment):
 
     @property
     def name(self) -> str:
-        """The trace."""
         return "mooncake"
 
 

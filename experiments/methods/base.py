@@ -93,7 +93,6 @@ class Twinned:
     Settings: ClassVar[type[Section]] = NoSettings
 
     def __init__(self, workload: Workload, options: Mapping[str, Any]) -> None:
-        """Take a copy of the model."""
         self._workload = workload
         self._settings: Any = self.Settings.make(options)
         self._module = twin(workload.module)
@@ -101,15 +100,12 @@ class Twinned:
 
     @classmethod
     def check(cls, options: Mapping[str, Any], name: str) -> None:
-        """Check the options."""
         cls.Settings.make(options, name)
 
     def begin(self) -> None:
-        """Nothing was asked yet."""
         self._last = Served()
 
     def last(self) -> Served:
-        """What happened to the latest request."""
         return self._last
 
     def end(self) -> None:

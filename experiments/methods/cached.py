@@ -34,7 +34,6 @@ class Cached:
 
     @classmethod
     def check(cls, options: Mapping[str, Any], name: str) -> None:
-        """Check the cache's settings."""
         try:
             CacheConfig.make(dict(options))
         except ConfigError as error:

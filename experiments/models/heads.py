@@ -92,7 +92,6 @@ class ReadyClassifier(nn.Module):
     """A transformers sequence classifier that answers with bare logits."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Hold the model."""
         super().__init__()
         self.model = model
 

@@ -36,11 +36,9 @@ class Collator:
     """Makes batches of questions, all with as many choices: tensors (B, choices, T), and the right choices (B,)."""
 
     def __init__(self, tokenizer: Any) -> None:
-        """Tokenise and pad with `tokenizer`."""
         self._tokenizer = tokenizer
 
     def __call__(self, questions: Sequence[Choice]) -> dict[str, torch.Tensor]:
-        """Tokenise, pad and stack."""
         stems = [question.stem for question in questions for _ in question.choices]
         choices = [choice for question in questions for choice in question.choices]
         rows = self._tokenizer(

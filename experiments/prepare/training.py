@@ -107,11 +107,9 @@ class Padding:
     """Makes a batch of tokenised examples of different lengths: tensors (B, T), and labels (B,)."""
 
     def __init__(self, tokenizer: Any) -> None:
-        """Pad as `tokenizer` does."""
         self._tokenizer = tokenizer
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Pad and stack."""
         return dict(self._tokenizer.pad(list(examples), return_tensors="pt"))
 
 

@@ -77,11 +77,9 @@ class Collator:
     """Makes batches: ids (B, T), and targets in which `<unk>` is left out."""
 
     def __init__(self, unk: int) -> None:
-        """Leave out that token."""
         self._unk = unk
 
     def __call__(self, examples: Sequence[dict[str, NDArray[np.int64]]]) -> dict[str, torch.Tensor]:
-        """Stack the blocks."""
         ids = torch.from_numpy(np.stack([example["input_ids"] for example in examples]))
         return {"input_ids": ids, "labels": ids.masked_fill(ids == self._unk, IGNORED)}
 

@@ -147,7 +147,6 @@ class _Answered:
     """The model's output for each request: kept where it is small, else computed again."""
 
     def __init__(self, workload: Workload, known: Sequence[Any] = ()) -> None:
-        """Keep what is known already."""
         self._workload = workload
         self._small: dict[int, Any] = dict(enumerate(known))
         self._large: OrderedDict[int, Any] = OrderedDict()

@@ -32,7 +32,6 @@ class RunFolder:
     """The folder of one run."""
 
     def __init__(self, results_dir: Path, run: Named) -> None:
-        """Work out the path; nothing is written yet."""
         self._config = run.experiment.to_dict()
         self.path = results_dir / run.group / run_id(run.name, self._config)
         self._lock = results_dir / f".{run.group}.{self.path.name}.lock"

@@ -38,7 +38,6 @@ class Run:
 
     @property
     def measure(self) -> str:
-        """What kind of run it was."""
         return str(self.config["measure"])
 
     @property

@@ -11,7 +11,6 @@ class Nearest:
     """Flat inner-product search over vectors of L2 norm 1; what is kept beside each is the caller's."""
 
     def __init__(self) -> None:
-        """Empty."""
         self._index: Any = None
         self.kept: list[Any] = []
 
@@ -34,7 +33,6 @@ class Nearest:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the vectors."""
         return 0 if self._index is None else 4 * self._index.d * self._index.ntotal
 
 

@@ -50,7 +50,6 @@ class Embedding(Plain):
         return bool(one @ other < ALIKE)
 
     def show(self, answer: Floats) -> str:
-        """Its first numbers."""
         return " ".join(f"{value:.4f}" for value in answer[:4])
 
 

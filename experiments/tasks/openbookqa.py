@@ -70,7 +70,6 @@ class OpenBookQA(Plain):
         return Scores(torch.stack([output.logits[0, row] for output, row in parts])[None])
 
     def show(self, answer: int) -> str:
-        """Its letter."""
         return ascii_uppercase[answer]
 
 

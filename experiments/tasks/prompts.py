@@ -50,7 +50,6 @@ class Settings(OfficialSettings):
 
     @property
     def title(self) -> str:
-        """The stream's name."""
         known: StreamSettings = self.stream
         return known.name
 
@@ -131,5 +130,4 @@ class Prompts(Plain):
         raise ConfigError("task.name: prompts have no right answers; take a measure that needs none: prefix, parity")
 
     def show(self, answer: int) -> str:
-        """The token's number."""
         return str(answer)

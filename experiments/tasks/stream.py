@@ -113,5 +113,4 @@ class Stream(Plain):
         return int(output.argmax(dim=-1))
 
     def show(self, answer: int) -> str:
-        """The label's name."""
         return self._labels[answer]

@@ -68,7 +68,6 @@ class Noise:
     upper: float = 0.01
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         for field in fields(self):
             _check_range(field.name, getattr(self, field.name), 0.0, 1.0)
 
@@ -83,7 +82,6 @@ class Traffic:
     repeat_offset: float = 20.0  # the same for the texts and paraphrases that come back
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         _check_range("repeat_share", self.repeat_share, 0.0, 1.0)
         _check_range("near_share", self.near_share, 0.0, 1.0)
         _check_range("repeat_share + near_share", self.repeat_share + self.near_share, 0.0, 1.0)

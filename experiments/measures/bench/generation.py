@@ -41,7 +41,6 @@ class Clock:
     """Takes the time of each new token. A streamer of transformers, which is given the prompt first."""
 
     def __init__(self) -> None:
-        """Nothing was given yet."""
         self._at: list[float] = []
 
     def put(self, value: Tensor) -> None:
@@ -88,11 +87,9 @@ class Recompute:
     uses_kv = False
 
     def __init__(self, model: Any) -> None:
-        """Generate with `model`."""
         self._model = model
 
     def __call__(self, ids: Tensor, new_tokens: int, clock: Clock | None = None) -> Tensor:
-        """Prompt and continuation."""
         tokens: Tensor = greedy(self._model, ids, new_tokens, use_cache=self.uses_kv, streamer=clock)
         return tokens
 
@@ -107,7 +104,6 @@ class Remembering(KVCache):
     """As `KVCache`, on a copy of the model that is wrapped."""
 
     def __init__(self, model: Any) -> None:
-        """Copy and wrap `model`."""
         super().__init__(copy.deepcopy(model))
         self._cache = LLMCache.wrap(self._model, max_entries=MAX_ENTRIES, auto_bypass=False)
 

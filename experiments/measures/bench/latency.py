@@ -104,7 +104,6 @@ class Bench:
     """A filled cache on one model, beside an untouched copy and a twin without layers."""
 
     def __init__(self, settings: Settings, pair: Pair) -> None:
-        """Wrap the model."""
         self._settings = settings
         self._plain = copy.deepcopy(pair.model)
         self._model = pair.model

@@ -33,7 +33,6 @@ class Pattern(Plain):
     tokenizer = None
 
     def __init__(self, settings: Settings, is_hit: Sequence[bool], seed: int) -> None:
-        """Build the model and draw the requests of a pattern."""
         check(settings.model, settings.seq_len)
         pair = build(settings.model, seed, "cpu")
         self.module = pair.model
@@ -53,5 +52,4 @@ class Pattern(Plain):
         return int(output.logits.argmax(dim=-1))
 
     def show(self, answer: int) -> str:
-        """Its number."""
         return str(answer)

@@ -28,7 +28,6 @@ class Settings(StreamSettings):
 
 
 def draw(settings: Settings, pieces: Pieces, folders: Folders, seed: int) -> list[Prompt]:
-    """The prompts."""
     chains = [chain[: settings.blocks] for chain in sample(read_trace(folders.data), settings.n, seed)]
     tokens: defaultdict[int, Prompt] = defaultdict(lambda: pieces.take(BLOCK))
     return [[token for block in chain for token in tokens[block]] for chain in chains]

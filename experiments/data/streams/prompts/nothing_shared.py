@@ -17,5 +17,4 @@ class Settings(StreamSettings):
 
 
 def draw(settings: Settings, pieces: Pieces, folders: Folders, seed: int) -> list[Prompt]:
-    """The prompts."""
     return [pieces.take(settings.length) for _ in range(settings.n)]

@@ -27,7 +27,6 @@ class Settings(StreamSettings):
 
 
 def draw(settings: Settings, pieces: Pieces, folders: Folders, seed: int) -> list[Prompt]:
-    """The prompts."""
     rng = random.Random(seed)
     systems = [pieces.take(settings.system) for _ in range(settings.systems)]
     lengths = range(settings.shortest, settings.longest + 1)
