@@ -32,8 +32,7 @@ from experiments.models.loading import Loaded
 from experiments.support.environment import describe
 from experiments.tasks.stream import Stream
 from experiments.tasks.workload import Workload
-from llmcache import CacheConfig, Calibration
-from llmcache.errors import ConfigError
+from llmcache import CacheConfig, Calibration, ConfigError
 
 PAPER_TAU = 0.85
 MAX_DROPS = (0.005, 0.01, 0.02)

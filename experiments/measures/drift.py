@@ -29,12 +29,11 @@ from experiments.support.folders import Folders
 from experiments.support.progress import tracked
 from experiments.tasks import build
 from experiments.tasks.workload import Workload
-from llmcache import LLMCache
+from llmcache import ConfigError, LLMCache
 from llmcache.arrays import Floats
 from llmcache.calibration.calibration import split
 from llmcache.calibration.drift import DriftDetector, Marks, Profile
 from llmcache.calibration.risk_target import RiskTarget, Sources
-from llmcache.errors import ConfigError
 
 Late = Literal["any", "alike"]
 

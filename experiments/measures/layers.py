@@ -25,9 +25,8 @@ from experiments.support.folders import Folders
 from experiments.support.progress import tracked
 from experiments.tasks import build
 from experiments.tasks.workload import Workload
-from llmcache import Stats
+from llmcache import ConfigError, Stats
 from llmcache.arrays import Floats
-from llmcache.errors import ConfigError
 from llmcache.models.adapters import locate, unpack
 
 FEWEST = 4  # requests: the first half, on which a tau is chosen, then has one with another before it

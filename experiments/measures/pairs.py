@@ -31,9 +31,8 @@ from experiments.replay.recording import Recording, make_fingerprint
 from experiments.replay.rehearsal import Rehearsal
 from experiments.support.folders import Folders
 from experiments.tasks.embedding import ALIKE, Embedding
-from llmcache import CacheConfig
+from llmcache import CacheConfig, ConfigError
 from llmcache.calibration.risk_target import RiskTarget
-from llmcache.errors import ConfigError
 
 
 class Pairs(Experiment):

@@ -19,8 +19,7 @@ from experiments.measures.base import Experiment, Outcome
 from experiments.models.loading import MINILM, find
 from experiments.support.folders import Folders
 from experiments.support.section import ONE_OR_MORE
-from llmcache import LLMCache
-from llmcache.errors import ConfigError
+from llmcache import ConfigError, LLMCache
 
 
 class SecondPass(Experiment):

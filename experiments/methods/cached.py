@@ -5,8 +5,7 @@ from typing import Any
 
 from experiments.methods.base import BYPASSED, COMPUTED, Served, twin
 from experiments.tasks.workload import Answer, Workload
-from llmcache import CacheConfig, LLMCache, Outcome, Stats
-from llmcache.errors import ConfigError
+from llmcache import CacheConfig, ConfigError, LLMCache, Outcome, Stats
 
 _IDLE_EVERY = 500  # some two seconds of a small model's requests; looks wait for five at most
 
