@@ -28,11 +28,10 @@ from experiments.measures.edits import words
 from experiments.measures.learning import choice_of
 from experiments.metrics.metrics import share_interval
 from experiments.replay.rehearsal import Rehearsal
-from experiments.replay.serving import Reply, alarms_of, ask, asking, requests_expected
+from experiments.replay.serving import Asked, asking, requests_expected
 from experiments.support.folders import Folders
 from experiments.support.progress import tracked
-from experiments.tasks.workload import Answer, Workload
-from llmcache import LLMCache
+from experiments.tasks.workload import Workload
 from llmcache.calibration.risk_target import RiskTarget, Sources
 from llmcache.request.observation import Observation
 
@@ -127,7 +126,7 @@ def _attacks(experiment: Poisoning, rehearsal: Rehearsal, attack: Attack) -> Ite
             cache.clear()
             risk_target = experiment.risk_target(drop, sources)
             found = rehearsal.calibrate(calibrated, experiment.learn, risk_target)
-            asked = _Asked(cache)
+            asked = Asked(cache)
             what = f"Attacking {sources}, gate {name_of(gate)}, audit {audit:g}, {drop:g}"
             for i in range(len(attack.planted)):
                 asked.ask(planting, i, own[i])
@@ -139,7 +138,7 @@ def _attacks(experiment: Poisoning, rehearsal: Rehearsal, attack: Attack) -> Ite
                 "sources": sources,
                 "max_drop": drop,
                 "limit": choice_of(found)["limit"],
-                **asked.attack(len(attack.planted), risk_target, audit),
+                **_heard(asked, len(attack.planted), risk_target, audit),
                 **_captured(attack, asked),
             }
         cache.unwrap()
@@ -149,53 +148,32 @@ def _observe(rehearsal: Rehearsal, workload: Workload) -> list[Observation]:
     return rehearsal.cache.observe([request.inputs for request in workload.requests])
 
 
-class _Asked:
-    """All that was asked of one cache, in order, and when its audit gave alarm."""
-
-    def __init__(self, cache: LLMCache) -> None:
-        self.replies: list[Reply] = []
-        self.keys: list[str] = []
-        self.is_changed: list[bool] = []
-        self._alarms: list[int] = []  # requests until each
-        self._cache = cache
-
-    def ask(self, workload: Workload, number: int, own: Answer) -> None:
-        """Ask a request, to which the model's own answer is known."""
-        reply = ask(self._cache, workload, number)
-        self.replies.append(reply)
-        self.keys.append(self._cache.last[0].key)
-        self.is_changed.append(reply.answer != own)
-        if alarms_of(self._cache) > len(self._alarms):
-            self._alarms.append(len(self.replies))
-
-    def attack(self, n_planted: int, risk_target: RiskTarget, audit: float) -> dict[str, Any]:
-        """What became of the planted requests, and when the audit heard of it."""
-        first = self._alarms[0] if self._alarms else None
-        rate = float(np.mean(self.is_changed[:first]))
-        return {
-            "n_stored": sum(reply.source is None for reply in self.replies[:n_planted]),
-            "planted_changed": float(np.mean(self.is_changed[:n_planted])) if n_planted else None,
-            "n_alarms": len(self._alarms),
-            "requests_to_alarm": first,
-            "hits_to_alarm": None if first is None else sum(r.source is not None for r in self.replies[:first]),
-            "requests_expected": requests_expected(risk_target, audit, 0, rate),
-        }
+def _heard(asked: Asked, n_planted: int, claim: RiskTarget, audit: float) -> dict[str, Any]:
+    """What became of the planted requests, and when the audit heard of it."""
+    first = asked.alarms[0] if asked.alarms else None
+    rate = float(asked.is_changed[:first].mean())
+    return {
+        "n_stored": int((~asked.is_hit[:n_planted]).sum()),
+        "planted_changed": float(asked.is_changed[:n_planted].mean()) if n_planted else None,
+        "n_alarms": len(asked.alarms),
+        "requests_to_alarm": first,
+        "hits_to_alarm": None if first is None else int(asked.is_hit[:first].sum()),
+        "requests_expected": requests_expected(claim, audit, 0, rate),
+    }
 
 
-def _captured(attack: Attack, asked: _Asked) -> dict[str, Any]:
+def _captured(attack: Attack, asked: Asked) -> dict[str, Any]:
     """Who was captured: of what was asked for targets, of the targets, and of the other requests."""
     n_planted, n = len(attack.planted), len(attack.victims)
-    planted, replies, is_changed = set(asked.keys[:n_planted]), asked.replies[n_planted:], asked.is_changed[n_planted:]
-    is_caught = np.array(
-        [reply.source in planted and changed for reply, changed in zip(replies, is_changed, strict=True)]
-    )
+    planted, is_changed = set(asked.keys[:n_planted]), asked.is_changed[n_planted:]
+    is_caught = np.array([source in planted for source in asked.sources[n_planted:]]) & is_changed
     is_target = np.array([number in attack.targets for number in attack.victims])
     is_early = np.arange(n) < n // 2
     caught = {number for number, is_one in zip(attack.victims, is_caught & is_target, strict=True) if is_one}
     return {
         "n": n,
-        "hit_rate": sum(reply.source is not None for reply in replies) / n,
-        "changed_answers": sum(is_changed) / n,
+        "hit_rate": float(asked.is_hit[n_planted:].mean()),
+        "changed_answers": float(is_changed.mean()),
         "targets_captured": len(caught) / len(attack.targets),
         "targets_captured_ci": share_interval(len(caught), len(attack.targets)),
         "captured": _share(is_caught, is_target),

@@ -4,6 +4,9 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from experiments.methods.base import COMPUTED
 from experiments.models.loading import encode
 from experiments.tasks.workload import Answer, Request, Workload
@@ -49,10 +52,36 @@ def requests_expected(risk_target: RiskTarget, audit: float, n_before: int, rate
     return alarm.needed(rate)
 
 
-def alarms_of(cache: LLMCache) -> int:
-    """Alarms of the audit since the calibration; after the second one it has ended."""
-    made = cache.calibration
-    return 2 if made is None else made.n_alarms
+class Asked:
+    """All that was asked of one cache, which was just calibrated, in order, and when its audit gave alarm."""
+
+    def __init__(self, cache: LLMCache) -> None:
+        self.cache = cache
+        self.keys: list[str] = []
+        self.sources: list[str | None] = []
+        self.changed: list[bool] = []
+        self.alarms: list[int] = []  # requests until each
+
+    def ask(self, workload: Workload, number: int, own: Answer) -> None:
+        """Ask a request, to which the model's own answer is known."""
+        reply = ask(self.cache, workload, number)
+        self.keys.append(self.cache.last[0].key)
+        self.sources.append(reply.source)
+        self.changed.append(reply.answer != own)
+        made = self.cache.calibration
+        n_alarms = 2 if made is None else made.n_alarms  # after the second one it has ended
+        if n_alarms > len(self.alarms):
+            self.alarms.append(len(self.keys))
+
+    @property
+    def is_hit(self) -> NDArray[np.bool_]:
+        """Which of the requests were served (N,)."""
+        return np.array([source is not None for source in self.sources])
+
+    @property
+    def is_changed(self) -> NDArray[np.bool_]:
+        """Which of them got another answer than the model's own (N,)."""
+        return np.array(self.changed)
 
 
 def has_drifted(cache: LLMCache) -> bool:

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,19 +69,8 @@ def greedy(model: Any, ids: Tensor, new_tokens: int, **more: Any) -> Any:
     )
 
 
-class Way(Protocol):
-    """One way to generate; made of a model that is in eval mode and stays as it is."""
-
-    @property
-    def n_hits(self) -> int:
-        """Prompts that were served from memory so far."""
-
-    def __call__(self, ids: Tensor, new_tokens: int, clock: Clock | None = None) -> Tensor:
-        """The prompt (1, T) and as many tokens more, int64 (1, T + new_tokens)."""
-
-
 class Recompute:
-    """Runs the whole sequence for every token."""
+    """Runs the whole sequence for every token. A model stays as it is; `n_hits` counts prompts served from memory."""
 
     n_hits = 0
     uses_kv = False
@@ -189,10 +178,10 @@ def measure(
     }
 
 
-def _ways(model: Any, has_prefix: bool) -> dict[str, Way]:
+def _ways(model: Any, has_prefix: bool) -> dict[str, Recompute]:
     """The way that each kind of generation is made in; all with llmcache are made by one cache."""
     remembering = Remembering(model)
-    ways: dict[str, Way] = {
+    ways: dict[str, Recompute] = {
         "nocache": Recompute(model),
         "kv_cache": KVCache(model),
         "miss": remembering,
@@ -202,7 +191,11 @@ def _ways(model: Any, has_prefix: bool) -> dict[str, Way]:
 
 
 def _round(
-    ways: Mapping[str, Way], prompts: Mapping[str, Tensor], new_tokens: int, number: int, times: Mapping[str, Times]
+    ways: Mapping[str, Recompute],
+    prompts: Mapping[str, Tensor],
+    new_tokens: int,
+    number: int,
+    times: Mapping[str, Times],
 ) -> None:
     """One generation of each kind, in an order that hangs on the round's number; its times are put with its kind's."""
     made, hits = {}, {}
@@ -214,7 +207,7 @@ def _round(
             raise RuntimeError(f"a generation counted as {kind} had {n_hits} hits, or other tokens")
 
 
-def _timed(way: Way, ids: Tensor, new_tokens: int, times: Times) -> tuple[Tensor, int]:
+def _timed(way: Recompute, ids: Tensor, new_tokens: int, times: Times) -> tuple[Tensor, int]:
     """Tokens of one generation, and the hits it counted; its times are put with the others."""
     before, clock = way.n_hits, Clock()
     synchronise(ids.device)

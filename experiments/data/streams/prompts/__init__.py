@@ -4,9 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.data.streams.prompts import chat, mooncake, nothing_shared, system_prompt
-from experiments.data.streams.prompts.pieces import BLOCK, Pieces, Prompt, known_tokens
-from experiments.data.streams.prompts.settings import StreamSettings
+from experiments.data.streams.prompts import chat, mooncake, system_prompt
+from experiments.data.streams.prompts.pieces import BLOCK, Pieces, Prompt, StreamSettings, known_tokens
 from experiments.support.folders import Folders
 from experiments.support.section import choose
 
@@ -25,7 +24,7 @@ STREAMS: Mapping[str, Stream] = {
     "chat": Stream(chat.Settings, chat.draw),
     "chat_window": Stream(chat.WindowSettings, chat.draw_window),
     "system_prompt": Stream(system_prompt.Settings, system_prompt.draw),
-    "nothing_shared": Stream(nothing_shared.Settings, nothing_shared.draw),
+    "nothing_shared": Stream(system_prompt.UnsharedSettings, system_prompt.draw_unshared),
 }
 
 

@@ -10,8 +10,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from experiments.data.streams.prompts.pieces import Pieces, Prompt
-from experiments.data.streams.prompts.settings import StreamSettings
+from experiments.data.streams.prompts.pieces import Pieces, Prompt, StreamSettings
 from experiments.support.folders import Folders
 
 

@@ -13,8 +13,7 @@ from typing import Literal
 from pydantic import Field
 
 from experiments.data.mooncake import Chain, read_trace
-from experiments.data.streams.prompts.pieces import BLOCK, Pieces, Prompt
-from experiments.data.streams.prompts.settings import StreamSettings
+from experiments.data.streams.prompts.pieces import BLOCK, Pieces, Prompt, StreamSettings
 from experiments.support.folders import Folders
 from llmcache.errors import ConfigError
 

@@ -1,15 +1,25 @@
-"""Text in pieces of 16 tokens, which prompts are put together from, and how much of a prompt was asked before."""
+"""What streams of prompts are made of: text in pieces of 16 tokens; and how much of a prompt was asked before."""
 
 import random
 from collections.abc import Sequence
 from typing import Any
 
+from pydantic import Field
+
+from experiments.support.section import Section
 from llmcache.errors import ConfigError
 
 #: Tokens of a piece, as many as `llmcache.CacheConfig.prefix_block` by default, so that what is known can be served.
 BLOCK = 16
 
 Prompt = list[int]
+
+
+class StreamSettings(Section):
+    """Settings of a stream of prompts."""
+
+    name: str  # a key of `experiments.data.streams.prompts.STREAMS`
+    n: int = Field(default=400, ge=2)  # requests
 
 
 class Pieces:
