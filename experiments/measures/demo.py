@@ -22,11 +22,11 @@ import numpy as np
 
 from experiments.data.labelled import Labelled
 from experiments.data.streams.support_desk import support_desk
-from experiments.measures.learning import figures_of, later
+from experiments.measures.learning import later
 from experiments.measures.payback import payback
 from experiments.measures.service import CACHE, Pass, Server
 from experiments.methods import NOCACHE
-from experiments.metrics.metrics import percentiles
+from experiments.metrics.metrics import figures_of, percentiles
 from experiments.models.heads import fit_logistic
 from experiments.models.loading import Loaded
 from experiments.support.environment import describe

@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from experiments.measures.base import TaskExperiment
-from experiments.methods.base import is_hit
-from experiments.metrics.metrics import clusters, hit_rates, quality
+from experiments.metrics.metrics import alone, figures_of
 from experiments.replay.rehearsal import Frozen, Rehearsal
 from experiments.support.folders import Folders
 from experiments.support.section import ONE_OR_MORE
@@ -69,9 +68,7 @@ class LearningExperiment(TaskExperiment):
 
     def alone(self, rehearsal: Rehearsal) -> dict[str, Any]:
         """Quality of the model alone on the later requests."""
-        base = rehearsal.answers[self.learn :]
-        nothing = np.zeros(len(base), dtype=bool)
-        return quality(later(rehearsal.workload, self.learn), base, base, nothing, self.seed)
+        return alone(later(rehearsal.workload, self.learn), rehearsal.answers[self.learn :], self.seed)
 
     def stream(self, folders: Folders) -> Workload:
         """The task's requests, unless they are over before anything could be served."""
@@ -111,16 +108,3 @@ def later(workload: Workload, learn: int) -> Workload:
     rest = copy(workload)
     rest.requests = workload.requests[learn:]
     return rest
-
-
-def figures_of(
-    counted: Workload, base: Sequence[Answer], told: Sequence[Answer], served: NDArray[np.str_], seed: int
-) -> dict[str, Any]:
-    """Hits and quality of the counted requests, and `precision`: the share of hits that leave the answer as it was."""
-    figures = quality(counted, base, told, is_hit(served), seed)
-    per_hit = figures["changed_per_hit"]
-    return {
-        **hit_rates(served, clusters(counted), seed),
-        **figures,
-        "precision": None if per_hit is None else 1 - per_hit,
-    }

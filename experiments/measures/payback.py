@@ -26,7 +26,7 @@ from experiments.methods.base import Method
 from experiments.methods.cached import Cached
 from experiments.methods.calibrated import Calibrated
 from experiments.methods.nocache import NoCache
-from experiments.metrics.metrics import Times, speed, summary
+from experiments.metrics.metrics import Times, expected_speedup, speed, summary
 from experiments.metrics.trace import Trace
 from experiments.support.folders import Folders
 from experiments.tasks.workload import Workload
@@ -93,7 +93,7 @@ def _figures(experiment: Payback, workload: Workload, base: Trace, trace: Trace,
     counted = summary(later(workload, learn), base.after(learn), trace.after(learn), experiment.seed)
     return {
         **counted,
-        "speedup_expected": _expected(counted["hit_rate"], counted["miss_overhead"], counted["hit_cost"]),
+        "speedup_expected": expected_speedup(counted["hit_rate"], counted["miss_overhead"], counted["hit_cost"]),
         "speedup_with_learning": float(np.median(base.ms.sum(axis=1) / trace.ms.sum(axis=1))),
         **payback(base.ms, trace.ms, learn),
         "calibration_s": round(found.seconds, 3),
@@ -118,11 +118,6 @@ def payback(base_ms: Times, ms: Times, learn: int) -> dict[str, float | None]:
     }
 
 
-def _expected(h: float, o: float | None, c: float | None) -> float | None:
-    """Speed-up that hit rate and costs come to; None where one of them is not known."""
-    return None if o is None or c is None else 1 / ((1 - h) * (1 + o) + h * c)
-
-
 def _replay(settings: pattern.Settings, hits: NDArray[np.bool_], experiment: Payback) -> dict[str, Any]:
     """Speed of another model on a pattern of hits (N,); the requests that fill its cache are not counted."""
     wanted = hits[: settings.limit]
@@ -139,7 +134,7 @@ def _replay(settings: pattern.Settings, hits: NDArray[np.bool_], experiment: Pay
         "hit_rate": h,
         "as_in_the_pattern": float((trace.is_hit[0] == wanted).mean()),
         **figures,
-        "speedup_expected": _expected(h, figures["miss_overhead"], figures["hit_cost"]),
+        "speedup_expected": expected_speedup(h, figures["miss_overhead"], figures["hit_cost"]),
         "speedup_asked": SHARE / ((1 - h) * MISS + h * HIT),
     }
 

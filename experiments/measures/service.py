@@ -24,11 +24,11 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from experiments.measures.base import Outcome
-from experiments.measures.learning import LearningExperiment, figures_of, later
+from experiments.measures.learning import LearningExperiment, later
 from experiments.methods import NOCACHE
 from experiments.methods.base import BYPASSED, COMPUTED, twin
 from experiments.methods.cached import configure
-from experiments.metrics.metrics import percentiles
+from experiments.metrics.metrics import figures_of, percentiles
 from experiments.support.folders import Folders
 from experiments.support.progress import tracked
 from experiments.support.section import ONE_OR_MORE

@@ -50,6 +50,24 @@ def quality(
     }
 
 
+def alone(workload: Workload, base: Sequence[Answer], seed: int = 0) -> dict[str, Any]:
+    """Quality of the model alone, N."""
+    return quality(workload, base, base, np.zeros(len(base), dtype=bool), seed)
+
+
+def figures_of(
+    workload: Workload, base: Sequence[Answer], told: Sequence[Answer], served: NDArray[np.str_], seed: int
+) -> dict[str, Any]:
+    """Hits and quality of requests, N, and `precision`: the share of hits that leave the answer as it was."""
+    figures = quality(workload, base, told, is_hit(served), seed)
+    per_hit = figures["changed_per_hit"]
+    return {
+        **hit_rates(served, clusters(workload), seed),
+        **figures,
+        "precision": None if per_hit is None else 1 - per_hit,
+    }
+
+
 def _open(hits: Bools, groups: NDArray[np.int64]) -> list[float] | None:
     """What hits (N,) that changed no score leave open, given their clusters (N,); None without any."""
     if not hits.any():
@@ -121,6 +139,11 @@ def speed(base: Trace, trace: Trace) -> dict[str, Any]:
         "miss_overhead": None if cost_of_computed is None else cost_of_computed - 1.0,
         "hit_cost": _ratio(trace.ms, base.ms, trace.is_hit),
     }
+
+
+def expected_speedup(h: float | None, o: float | None, c: float | None) -> float | None:
+    """Speed-up that a hit rate, the overhead of a miss and the cost of a hit come to; None where one is not known."""
+    return None if h is None or o is None or c is None else 1 / ((1 - h) * (1 + o) + h * c)
 
 
 def _speedup(base_ms: Times, ms: Times) -> dict[str, float]:
