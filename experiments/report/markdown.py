@@ -16,7 +16,12 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 def columns(cells: Mapping[str, Cell], rows: Iterable[Any]) -> str:
     """A table by its columns: headings, and what each has of a row."""
-    return table(tuple(cells), [[cell(row) for cell in cells.values()] for row in rows])
+    return table(tuple(cells), [row_of(cells, row) for row in rows])
+
+
+def row_of(cells: Mapping[str, Cell], row: Any) -> list[Any]:
+    """What each column has of a row."""
+    return [cell(row) for cell in cells.values()]
 
 
 def of(show: Callable[..., str], key: str, *how: Any) -> Cell:
