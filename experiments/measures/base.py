@@ -21,13 +21,6 @@ class Experiment(Section):
     measure: str  # A key of `experiments.measures.MEASURES`
     seed: int = Field(default=0, ge=0)  # of samples, splits, orders and streams that are made
 
-    @classmethod
-    def make(cls, values: Any, name: str = "") -> Self:
-        """Check all settings, those of llmcache included; see `Section.make`."""
-        made = super().make(values, name)
-        Cached.check(getattr(made, "cache", {}), "cache")
-        return made
-
     @property
     def name(self) -> str:
         """What the run's folder is called, before the values of the grid."""
@@ -65,6 +58,19 @@ class TaskExperiment(Experiment):
             "limit": self.task.limit,
             "facts": workload.facts,
         }
+
+
+class CacheExperiment(TaskExperiment):
+    """Settings of a run with one llmcache."""
+
+    cache: dict[str, Any] = Field(default_factory=dict)  # settings of llmcache
+
+    @classmethod
+    def make(cls, values: Any, name: str = "") -> Self:
+        """Check all settings, those of llmcache included; see `Section.make`."""
+        made = super().make(values, name)
+        Cached.check(made.cache, "cache")
+        return made
 
 
 @dataclass(frozen=True, slots=True)

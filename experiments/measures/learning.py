@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from experiments.measures.base import TaskExperiment
+from experiments.measures.base import CacheExperiment
 from experiments.metrics.metrics import alone, figures_of
 from experiments.replay.rehearsal import Frozen, Rehearsal
 from experiments.support.folders import Folders
@@ -23,14 +23,12 @@ from llmcache.calibration.risk_target import MetricName, RiskTarget, Sources
 from llmcache.request.observation import Observation
 
 
-class LearningExperiment(TaskExperiment):
-    """Settings of such a measure."""
+class LearningExperiment(CacheExperiment):
+    """Settings of such a measure. Those of `cache` for the bound, `delta` for instance, are what calibrations go by."""
 
     learn: int = Field(default=2500, ge=1)  # requests that are learned from, the first ones; all of them are computed
     # Losses that calibrations may leave, a fraction of 1.
     max_drops: Annotated[tuple[float, ...], ONE_OR_MORE] = Field(default=(0.005, 0.01, 0.02), min_length=1)
-    # Settings of llmcache. Those of the bound, `delta` for instance, are what calibrations go by.
-    cache: dict[str, Any] = Field(default_factory=dict)
 
     @classmethod
     def make(cls, values: Any, name: str = "") -> Self:

@@ -12,7 +12,7 @@ from typing import Any, Self
 import numpy as np
 from pydantic import Field
 
-from experiments.measures.base import Outcome, TaskExperiment, serve_once
+from experiments.measures.base import CacheExperiment, Outcome, serve_once
 from experiments.methods.base import Served, is_hit
 from experiments.methods.cached import Cached
 from experiments.methods.nocache import NoCache
@@ -25,10 +25,9 @@ from llmcache import CacheConfig
 from llmcache.policies import POLICIES
 
 
-class Observe(TaskExperiment):
+class Observe(CacheExperiment):
     """Settings of the measure."""
 
-    cache: dict[str, Any] = Field(default_factory=dict)  # settings of llmcache
     # The clock of policies that look at one moves by that much a request; None: the real one.
     seconds_per_request: float | None = Field(default=None, gt=0.0)
 

@@ -18,7 +18,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from experiments.measures.base import Outcome, TaskExperiment
+from experiments.measures.base import CacheExperiment, Outcome
 from experiments.measures.bench.generation import greedy
 from experiments.measures.bench.memory import resident_bytes
 from experiments.methods.base import COMPUTED, twin
@@ -34,12 +34,11 @@ from llmcache import LLMCache, Stats
 PARTS = 10
 
 
-class Parity(TaskExperiment):
+class Parity(CacheExperiment):
     """Settings of the measure."""
 
     new_tokens: int = Field(default=16, ge=1)  # tokens generated for each prompt, always as many
     ulps: float = Field(default=4.0, ge=0.0)  # how near a near tie is, in roundings of the best logit
-    cache: dict[str, Any] = Field(default_factory=dict)  # settings of llmcache
 
 
 @dataclass(frozen=True, slots=True)
