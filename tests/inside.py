@@ -32,11 +32,6 @@ def replace(cache: LLMCache, **parts: Any) -> None:
         setattr(components(cache), name, part)
 
 
-def forget_signature(cache: LLMCache) -> None:
-    """Have the next call read its rows in its layers, as the first one does."""
-    cache._flow.forget()
-
-
 def banks(cache: LLMCache) -> CacheBanks:
     return components(cache).banks
 

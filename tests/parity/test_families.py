@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from llmcache import LLMCache
+from tests.reuse.prompts import close, run
 from tests.tiny_models import BARE, CLASSIFIERS, GENERATORS, build, padded, states
 
 LENGTHS = [9, 4, 7]
@@ -12,10 +13,9 @@ LENGTHS = [9, 4, 7]
 of_each_family = pytest.mark.parametrize("family", BARE)
 
 
-def run(model: nn.Module, **inputs: Tensor) -> Tensor:
+def answer(model: nn.Module, **inputs: Tensor) -> Tensor:
     """Hidden states of valid tokens; logits as they are."""
-    with torch.inference_mode():
-        output = states(model(**inputs))
+    output = states(run(model, **inputs))
     return output[inputs["attention_mask"].bool()] if output.ndim == 3 else output
 
 
@@ -23,18 +23,14 @@ def rows(inputs: dict[str, Tensor], *numbers: int) -> dict[str, Tensor]:
     return {name: value[[*numbers]] for name, value in inputs.items()}
 
 
-def close(one: Tensor, other: Tensor) -> None:
-    torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
-
-
 @of_each_family
 @pytest.mark.parametrize("layer", range(4))
 def test_reusing_layer_l_and_computing_above_gives_the_plain_output(family: str, layer: int) -> None:
     model, inputs = build(BARE[family]), padded(LENGTHS)
-    plain = run(model, **inputs)
+    plain = answer(model, **inputs)
     with LLMCache.wrap(model, layers=[layer]) as cache:
-        run(model, **inputs)
-        close(run(model, **inputs), plain)
+        answer(model, **inputs)
+        close(answer(model, **inputs), plain)
         stats = cache.stats()
     assert (stats.hits, stats.hits_by_layer) == ({"exact": len(LENGTHS)}, {layer: len(LENGTHS)})
     assert stats.n_layers_skipped == (layer + 1) * len(LENGTHS)
@@ -44,10 +40,10 @@ def test_reusing_layer_l_and_computing_above_gives_the_plain_output(family: str,
 @pytest.mark.parametrize("layer", [0, 3])
 def test_hits_and_misses_in_one_batch(family: str, layer: int) -> None:
     model, inputs = build(BARE[family]), padded([8, 8, 5, 6])
-    plain = run(model, **inputs)
+    plain = answer(model, **inputs)
     with LLMCache.wrap(model, layers=[layer]) as cache:
-        run(model, **rows(inputs, 1, 2))
-        close(run(model, **inputs), plain)
+        answer(model, **rows(inputs, 1, 2))
+        close(answer(model, **inputs), plain)
         assert cache.stats().hits == {"exact": 2}
 
 
@@ -57,10 +53,10 @@ def test_classifiers_are_served_what_their_head_reads(family: str) -> None:
     inputs = padded([8, 8, 8] if family in ("t5", "bart") else LENGTHS)
     at_end = inputs["attention_mask"][:, -1] == 1
     inputs["input_ids"][at_end, -1] = model.config.eos_token_id or 3
-    plain = run(model, **inputs)
+    plain = answer(model, **inputs)
     with LLMCache.wrap(model) as cache:
-        assert torch.equal(run(model, **inputs), plain)
-        close(run(model, **inputs), plain)
+        assert torch.equal(answer(model, **inputs), plain)
+        close(answer(model, **inputs), plain)
         stats = cache.stats()
     assert stats.hits == {"exact": len(plain)}
     if family not in ("t5", "bart"):
@@ -72,8 +68,7 @@ def test_classifiers_are_served_what_their_head_reads(family: str) -> None:
 def test_kv_is_whole_after_every_prefill(family: str, known: list[int]) -> None:
     model, inputs = build(GENERATORS[family]), padded([6, 8, 3], left=True)
     inputs["position_ids"] = (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
-    with torch.inference_mode():
-        plain = model(**inputs, use_cache=True)
+    plain = run(model, **inputs, use_cache=True)
     with LLMCache.wrap(model) as cache:
         if known:
             cache(**rows(inputs, *known), use_cache=True)
@@ -94,7 +89,7 @@ def test_rows_do_not_depend_on_each_other() -> None:
     for row in range(4):
         length = int(inputs["attention_mask"][row].sum())
         alone = {name: value[:, :length] for name, value in rows(inputs, row).items()}
-        close(together[row : row + 1], run(model, **alone))
+        close(together[row : row + 1], answer(model, **alone))
 
 
 def test_other_padding_is_the_same_request() -> None:

@@ -1,7 +1,6 @@
 """The same call twice gives the same output at every place, bit for bit: padding, its K/V and losses included."""
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import transformers as tf
 from torch import nn
 
 from llmcache import LLMCache
+from tests.reuse.prompts import close, run
 from tests.tiny_models import BARE, GENERATORS, STRANGERS, TOKEN_HEADS, VOCABULARY, build, padded, states, tokens
 
 LENGTHS = [9, 4, 7]
@@ -37,12 +37,6 @@ FIRST_ROW: dict[str, Callable[[], nn.Module]] = {
 
 on_both_sides = pytest.mark.parametrize("left", [False, True])
 of_each_first_row = pytest.mark.parametrize("family", FIRST_ROW)
-close = partial(torch.testing.assert_close, atol=1e-5, rtol=1e-5)
-
-
-def run(model: nn.Module, **inputs: Any) -> Any:
-    with torch.inference_mode():
-        return model(**inputs)
 
 
 def twice(model: nn.Module, layers: object = "auto", **inputs: Any) -> tuple[Any, Any]:

@@ -30,6 +30,7 @@ from tests.tiny_models import CLASSIFIERS, PAD, batch, build, tokens
 
 STEM = tokens(1, 24)
 ASKED = branch(STEM, 20, 24)
+ROWS = [branch(STEM, n, length, seed) for seed, (n, length) in enumerate([(20, 22), (9, 15), (16, 16), (12, 24)])]
 WAYS: dict[str, dict[str, Any]] = {
     "beams": {"num_beams": 3},
     "sampling": {"do_sample": True, "top_k": 20, "temperature": 1.5},
@@ -110,11 +111,9 @@ def test_logits_at_all_positions(model: nn.Module, return_dict: bool) -> None:
 
 @pytest.mark.parametrize("left", [True, False])
 def test_rows_with_different_prefixes_and_padding(model: nn.Module, left: bool) -> None:
-    rows = [branch(STEM, n, length, seed) for seed, (n, length) in enumerate([(20, 22), (9, 15), (16, 16), (12, 24)])]
-    inputs = batch(rows, left)
+    inputs = batch(ROWS, left)
     positions = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
     plain = run(model, **inputs, position_ids=positions).logits
-    tokens_of = greedy(model, **inputs) if left else None
     cache = wrapped(model, STEM, exact=False)
     close(cache(**inputs, position_ids=positions).logits, plain)
     # Padding on the left is computed, and so is all that follows it.
@@ -124,12 +123,18 @@ def test_rows_with_different_prefixes_and_padding(model: nn.Module, left: bool) 
     close(cache(**inputs, position_ids=positions, logits_to_keep=1).logits, plain[:, -1:])
     # Known are 20, 9, 16 and 12 tokens; with padding on the left they end in columns 22, 18, 24 and 12.
     assert [outcome.n_prefix for outcome in cache.last] == ([10, 3, 4, 12] if left else [9, 9, 9, 9])
-    if left:
-        cache.clear()
-        greedy(model, STEM)
-        assert torch.equal(greedy(model, **inputs), tokens_of)
-        assert {outcome.rung for outcome in cache.last} == {"prefix"}
     assert cache.stats().errors == 0
+
+
+@pytest.mark.parametrize("way", [{}, {"cache_implementation": "static"}], ids=["dynamic", "static"])
+def test_generation_of_rows_with_different_prefixes(model: nn.Module, way: dict[str, Any]) -> None:
+    """For a static cache `generate()` makes a 4-D mask, of which rows are cut."""
+    inputs = batch(ROWS, left=True)
+    plain = greedy(model, **inputs, **way)
+    cache = wrapped(model, STEM)
+    assert torch.equal(greedy(model, **inputs, **way), plain)
+    assert [outcome.n_prefix for outcome in cache.last] == [10, 3, 4, 12]
+    assert (set(cache.stats().bypassed), cache.stats().errors) == ({"decode"}, 0)
 
 
 @pytest.mark.parametrize("asked", ["loss", "all logits", "two logits", "the trunk"])
@@ -172,17 +177,6 @@ def test_a_row_that_is_known_as_a_whole_does_not_hold_the_others_up(model: nn.Mo
     assert [outcome.n_prefix for outcome in cache.last] == [8, 20]
     close(cache(**inputs).logits, plain)
     assert [outcome.n_prefix for outcome in cache.last] == [8, 8]  # padding that may be read is computed
-
-
-def test_generation_with_a_static_cache_and_padding(model: nn.Module) -> None:
-    """`generate()` makes a 4-D mask for it, of which rows are cut."""
-    inputs = batch([branch(STEM, 20, 22), branch(STEM, 13, 17, seed=2)], left=True)
-    plain = greedy(model, **inputs, cache_implementation="static")
-    cache = wrapped(model, STEM)
-    assert torch.equal(greedy(model, **inputs, cache_implementation="static"), plain)
-    assert [outcome.n_prefix for outcome in cache.last] == [18, 13]
-    assert set(cache.stats().bypassed) == {"decode"}
-    assert cache.stats().errors == 0
 
 
 def test_a_mask_that_is_not_causal_is_left_to_the_model(llama: Any) -> None:
@@ -337,22 +331,33 @@ def test_what_the_model_refuses_is_refused_as_without_a_cache(
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize(
-    "broken",
-    [(tf.Cache, "update", 2), (LlamaMLP, "forward", 2), (rung, "join", 2)],
-    ids=["while the K/V cache is filled", "in a layer", "while the output is completed"],
+    ("broken", "ids"),
+    [
+        ((tf.Cache, "update", 2), ASKED),
+        ((tf.Cache, "update", 3), STEM),
+        ((LlamaMLP, "forward", 2), ASKED),
+        ((rung, "join", 2), ASKED),
+    ],
+    ids=["while K/V is filled", "while all of it is filled", "in a layer", "while the output is completed"],
 )
 def test_what_fails_leaves_no_past(
-    llama: Any, broken: tuple[Any, str, int], error: type[BaseException], kind: str, monkeypatch: pytest.MonkeyPatch
+    llama: Any,
+    broken: tuple[Any, str, int],
+    ids: Tensor,
+    error: type[BaseException],
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    cache, kv = wrapped(llama, STEM), CACHES[kind](llama.config)
-    plain = plainly(cache, ASKED).logits
+    cache, kv = wrapped(llama), CACHES[kind](llama.config)
+    cache(STEM, past_key_values=CACHES[kind](llama.config))
+    plain = plainly(cache, ids).logits
     with monkeypatch.context() as patch:
         fail_once(patch, *broken, error)
         if error is RuntimeError and broken[0] is tf.Cache:  # nothing has run yet
-            assert torch.equal(cache(ASKED, past_key_values=kv).logits, plain)
+            assert torch.equal(cache(ids, past_key_values=kv).logits, plain)
             assert (cache.stats().errors, kv.get_seq_length(), cache.last[0].rung) == (1, 24, None)
             return
         with pytest.raises(error):
-            cache(ASKED, past_key_values=kv)
+            cache(ids, past_key_values=kv)
     assert (kv.get_seq_length(), cache.stats().hits) == (0, {})
-    close(cache(ASKED, past_key_values=kv).logits, plain)
+    close(cache(ids, past_key_values=kv).logits, plain)

@@ -303,22 +303,15 @@ def test_other_weights_find_nothing_and_those_of_before_find_their_own(model: An
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-@pytest.mark.parametrize("is_learned", [True, False], ids=["before the layers", "layer by layer"])
-def test_a_cache_that_is_half_filled_is_emptied(
-    model: Any, kind: str, error: type[BaseException], is_learned: bool, monkeypatch: pytest.MonkeyPatch
+def test_a_cache_that_was_half_filled_layer_by_layer_is_emptied(
+    model: Any, kind: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache, ids, kv = wrapped(model), tokens(1, 10), CACHES[kind](model.config)
-    plain = cache(ids, past_key_values=CACHES[kind](model.config)).logits
-    if not is_learned:
-        inside.forget_signature(cache)
-    with monkeypatch.context() as patch:
+    ids, kv = tokens(1, 10), CACHES[kind](model.config)
+    plain = run(model, ids).logits
+    cache = wrapped(model, ids)  # in calls of another kind: how the trunk packs this one is not known yet
+    with monkeypatch.context() as patch, pytest.raises(error):  # where layers run, the model itself fails
         fail_once(patch, tf.Cache, "update", 3, error)  # two layers were filled already
-        if error is RuntimeError and is_learned:
-            assert torch.equal(cache(ids, past_key_values=kv).logits, plain)
-            assert (cache.stats().errors, kv.get_seq_length(), cache.last[0].rung) == (1, 10, None)
-            return
-        with pytest.raises(error):  # where layers run, the model itself fails
-            cache(ids, past_key_values=kv)
+        cache(ids, past_key_values=kv)
     assert kv.get_seq_length() == 0
     assert torch.equal(cache(ids, past_key_values=kv).logits, plain)
 
