@@ -78,6 +78,7 @@ def test_the_root_takes_in_scope_position_and_size() -> None:
     assert len({links(scope, row([1] * 4, start), size)[0].key for scope, start, size in roots}) == len(roots)
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.booleans(), IDS), max_size=30), st.integers(0, 60))
 def test_budget_and_parents_whatever_is_asked(steps: list[tuple[bool, list[int]]], max_bytes: int) -> None:
     blocks = BlockPool(2, max_bytes, torch.device("cpu"), LRU())
@@ -97,6 +98,7 @@ def test_budget_and_parents_whatever_is_asked(steps: list[tuple[bool, list[int]]
         assert not puts or len(found) == min(len(chain), max_bytes // 8)
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(IDS, st.integers(0, 40)), max_size=30), st.integers(40, 80))
 def test_a_request_is_whole_or_not_held_whatever_leaves(steps: list[tuple[list[int], int]], max_bytes: int) -> None:
     spent = [0]

@@ -80,6 +80,7 @@ def _stories() -> Any:
     return tf.AutoModelForCausalLM.from_pretrained(STORIES).eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_other_ways_to_decode(model: Any, way: str) -> None:
     prompt = branch(STEM, 18, 22)
@@ -265,6 +266,7 @@ def test_prefixes_alone(gpt2: Any) -> None:
     assert sum(x.untyped_storage().nbytes() for x in held) == stats.prefix_nbytes
 
 
+@pytest.mark.slow
 def test_evictions_never_change_an_answer(llama: Any) -> None:
     stems = [tokens(1, 24, seed) for seed in range(4)]
     draw = random.Random(1)

@@ -40,6 +40,7 @@ def test_a_lead_is_that_of_the_answer_favoured_most() -> None:
     assert len(near) == len(lead_of(np.array([1.0], np.float32), 0.0, 4)[1])
 
 
+@pytest.mark.slow
 def test_a_student_doubts_less_the_further_its_answer_leads() -> None:
     student = Student()
     evidence, is_right = led(800)
@@ -53,6 +54,7 @@ def test_a_student_doubts_less_the_further_its_answer_leads() -> None:
     assert changes[:200].mean() < changes[200:400].mean() < changes[400:].mean()
 
 
+@pytest.mark.slow
 def test_combined_takes_whoever_is_doubted_less() -> None:
     evidence, is_right = led(800)
     both, risk, student = Combined(), Risk(), Student()
