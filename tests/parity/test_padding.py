@@ -11,7 +11,7 @@ from torch import nn
 
 from llmcache import LLMCache
 from tests.reuse.prompts import close, run
-from tests.tiny_models import BARE, GENERATORS, STRANGERS, TOKEN_HEADS, VOCABULARY, build, padded, states, tokens
+from tests.tiny_models import BARE, GENERATORS, STRANGERS, TOKEN_HEADS, VOCABULARY, build, padded, tokens
 
 LENGTHS = [9, 4, 7]
 EVERY_BARE = BARE | {family: STRANGERS[family] for family in ("qwen3", "modernbert")}
@@ -163,15 +163,14 @@ def test_holes_in_the_mask_come_back() -> None:
 
 
 def test_padding_is_kept_on_disk(tmp_path: Path) -> None:
-    model, inputs = build(TOKEN_HEADS["causal"]), padded(LENGTHS, left=True)
+    model, inputs = build(TOKEN_HEADS["masked"]), padded(LENGTHS, left=True)
     with LLMCache.wrap(model) as cache:
         first = cache(**inputs)
         cache.save(tmp_path)
     with LLMCache.load(model, tmp_path) as cache:
         second = cache(**inputs)
         assert cache.stats().hits == {"exact": 3}
-    assert torch.equal(states(first), states(second))
-    assert torch.equal(first.past_key_values.layers[0].keys, second.past_key_values.layers[0].keys)
+    assert torch.equal(first.logits, second.logits)
 
 
 @pytest.mark.parametrize(

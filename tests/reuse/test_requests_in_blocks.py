@@ -181,13 +181,14 @@ def test_a_model_whose_first_parameter_is_of_another_dtype(model: Any) -> None:
 
 
 @of_each_length
-def test_rows_that_are_the_same_request_come_back_each_as_it_was(length: int) -> None:
-    cache = wrapped(rounding("gpt2"))
-    ids = tokens(2, length).repeat_interleave(2, 0)
-    first = cache(ids)
+@pytest.mark.parametrize("prefix", [True, False], ids=["in blocks", "as entries"])
+def test_rows_that_are_the_same_request_come_back_each_as_it_was(length: int, prefix: bool) -> None:
+    cache = wrapped(rounding("gpt2"), prefix=prefix)
+    inputs = {name: x.repeat_interleave(2, 0) for name, x in padded([length, length - 2], left=True).items()}
+    first = cache(**inputs)
     assert not torch.equal(first.logits[0], first.logits[1])
     for _ in range(2):
-        assert same(cache(ids), first)
+        assert same(cache(**inputs), first)
     assert cache.stats().hits == {"exact": 8}
 
 
@@ -356,15 +357,14 @@ def test_a_request_that_is_held_is_served_while_others_bypass(model: Any, monkey
 # -- saving ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "inputs",
-    [
-        [{"input_ids": tokens(1, n, seed=n)} for n in LENGTHS.values()],
-        [padded([10, 3, 8], left=True)],
-        [padded([10, 3, 8])],
-    ],
-    ids=["one by one", "padded on the left", "padded on the right"],
-)
+SAVED = {
+    "one by one": [{"input_ids": tokens(1, n, seed=n)} for n in LENGTHS.values()],
+    "padded on the left": [padded([10, 3, 8], left=True)],
+    "padded on the right": [padded([10, 3, 8])],
+}
+
+
+@pytest.mark.parametrize("inputs", SAVED.values(), ids=SAVED)
 def test_repeats_and_prefixes_survive_a_restart(model: Any, inputs: list[dict[str, Tensor]], tmp_path: Path) -> None:
     with wrapped(model) as cache:
         first = [cache(**one) for one in inputs]
