@@ -258,16 +258,39 @@ def tokens(n_rows: int, length: int, seed: int = 0) -> Tensor:
     return torch.randint(5, VOCABULARY, (n_rows, length), generator=generator)
 
 
-def padded(lengths: list[int], seed: int = 0, left: bool = False) -> dict[str, Tensor]:
-    """Rows of different lengths, padded to the longest."""
-    width = max(lengths)
-    ids = torch.full((len(lengths), width), PAD)
+def batch(prompts: list[Tensor], left: bool = False) -> dict[str, Tensor]:
+    """Prompts (1, n) of different lengths, padded to the longest."""
+    width = max(prompt.shape[1] for prompt in prompts)
+    ids = torch.full((len(prompts), width), PAD)
     mask = torch.zeros_like(ids)
-    for row, length in enumerate(lengths):
+    for row, prompt in enumerate(prompts):
+        length = prompt.shape[1]
         where = slice(width - length, width) if left else slice(0, length)
-        ids[row, where] = tokens(1, length, seed + row)[0]
-        mask[row, where] = 1
+        ids[row, where], mask[row, where] = prompt[0], 1
     return {"input_ids": ids, "attention_mask": mask}
+
+
+def padded(lengths: list[int], seed: int = 0, left: bool = False) -> dict[str, Tensor]:
+    """Rows of random tokens of different lengths, padded to the longest."""
+    return batch([tokens(1, length, seed + row) for row, length in enumerate(lengths)], left)
+
+
+class _ByPlace(nn.Module):
+    """Stands for kernels whose last bits hang on the row's place in a batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        places: Tensor = torch.arange(len(x), dtype=x.dtype)[:, None, None]
+        return x + 1e-5 * places
+
+
+def rounding(family: str) -> Any:
+    """A bare BERT, or a GPT-2 that generates, of which no two rows of a batch come out alike."""
+    model: Any = build((BARE if family == "bert" else GENERATORS)[family])
+    if family == "bert":
+        model.encoder.layer[1].output.dropout = _ByPlace()
+    else:
+        model.transformer.h[0].mlp.dropout = _ByPlace()
+    return model.eval()
 
 
 def states(output: object) -> Tensor:
