@@ -2,9 +2,11 @@
 
 Where fingerprints are made of token ids alone, all that a decision needs is known before the trunk has run, and so it
 is where requests are held in blocks. If every row is then served at the last layer, only the trunk's output is still to
-be packed, and the caller's K/V cache to be filled. How the output is packed is learned from calls that went the whole
-way: it is understood if it is the last states and, at most, what the trunk's own pooler makes of them, or the K/V
-cache. All other calls go the whole way, and all calls of a trunk on which somebody hung hooks, which would not run.
+be packed, and the caller's K/V cache to be filled. If not, and nothing is left to do at the layers, the trunk is run as
+it is for the other rows, and these are put beside those that are served. How the output is packed is learned from calls
+that went the whole way, layer by layer: it is understood if it is the last states and, at most, what the trunk's own
+pooler makes of them, or the K/V cache. All other calls go the whole way, and so do hits of a trunk on which somebody
+hung hooks, which would not run.
 
 Sizes: B rows, T tokens, D hidden width.
 """

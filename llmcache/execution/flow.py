@@ -2,6 +2,7 @@
 
     opened   -> may this call use the cache at all, and would it pay? A stored prefix is put in, the rest run plainly
     early    -> where tokens are all that fingerprints are made of, what follows is done here, and hits end here
+    run      -> where nothing is left to do at the layers, the trunk is run as it is, for rows that nothing serves; else
     layer 0  -> rows and exact keys, fingerprint, then the rungs decide
     layer l  -> rows to compute are computed, stored states put in, misses captured
     closed   -> revalidated states compared, misses stored, counters updated, times told to the cost model
