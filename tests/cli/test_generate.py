@@ -93,7 +93,7 @@ def test_seeded_draws_come_again(models: str, capsys: pytest.CaptureFixture[str]
         (["--do-sample", "--top-p", "1.5"], "top_p=1.5: give a share of probability"),
         (["--max-new-tokens", "0"], "max_new_tokens=0: give a whole number"),
         (["--max-new-tokens", "512"], "max_new_tokens=512: the model's context has 512 tokens"),
-        (["--prompt", LONG], "of which the model can take 384 here"),
+        (["--prompt", LONG], "of which the model can take 508 here"),
     ],
 )
 def test_bad_input_is_one_line(models: str, more: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,26 +115,28 @@ def test_a_conversation_goes_on_and_says_what_came_from_where(
 
 
 @pytest.mark.parametrize(
-    ("lines", "more", "told", "n_answered"),
+    ("lines", "told", "n_answered"),
     [
-        (["/nothing"], [], "no command '/nothing'", 0),
-        (["a \udcff b", "a"], [], "llmcache: the prompt is no valid text: character 2", 1),
-        ([LONG, "a", KeyboardInterrupt()], [], "llmcache: the prompt has", 1),
-        ([LONG], ["--truncate", "left"], "llmcache: cut off on the left:", 1),
+        (["/nothing"], "no command '/nothing'", 0),
+        (["a \udcff b", "a"], "llmcache: the prompt is no valid text: character 2", 1),
+        ([LONG, "a", KeyboardInterrupt()], "llmcache: the prompt has", 1),
     ],
 )
 def test_what_cannot_be_taken_as_it_is_is_told_and_the_conversation_goes_on(
-    lines: list[Any], more: list[str], told: str, n_answered: int, models: str, say: Say, capsys: pytest.CaptureFixture[str]
+    lines: list[Any], told: str, n_answered: int, models: str, say: Say, capsys: pytest.CaptureFixture[str]
 ) -> None:
     say(*lines)
-    assert talk(models, "--verbose", *more) == 0
+    assert talk(models, "--verbose") == 0
     shown = capsys.readouterr()
     assert told in shown.err
     assert shown.out.count("prompt new") == n_answered
     assert n_answered or "/stats" in shown.out  # the commands there are
 
 
-def test_a_prompt_that_was_cut_off_is_told(models: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_prompt_that_was_cut_off_is_told(models: str, say: Say, capsys: pytest.CaptureFixture[str]) -> None:
+    say(LONG)
+    assert talk(models, "--truncate", "left") == 0
+    assert "llmcache: cut off on the left:" in capsys.readouterr().err
     assert generate(models, "--prompt", LONG, "--truncate", "left") == 0
     assert "llmcache: cut off on the left:" in capsys.readouterr().err
 
