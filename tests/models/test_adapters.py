@@ -12,7 +12,7 @@ from torch import nn
 from llmcache import LLMCache, UnsupportedModelError
 from llmcache.models.adapters import ADAPTERS, locate, special_ids
 from llmcache.models.arguments import Arguments, can_select_rows, select_rows
-from tests.models.repeats import repeated
+from tests.models.checks import repeated
 from tests.tiny_models import (
     BARE,
     CLASSIFIERS,

@@ -8,7 +8,7 @@ import transformers as tf
 from torch import nn
 
 from llmcache import LLMCache
-from tests.models.repeats import repeated
+from tests.models.checks import repeated
 from tests.tiny_models import BARE, CLASSIFIERS, TOKEN_HEADS, build, padded, tokens
 
 

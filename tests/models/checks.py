@@ -1,4 +1,4 @@
-"""A model that is called again and again with the same inputs."""
+"""What tests ask of models: the same answers again, and a digest that follows their edits."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from llmcache import LLMCache
+from llmcache.models.weights import Weights
 from llmcache.stats import Stats
 
 
@@ -23,3 +24,12 @@ def repeated(
         for _ in range(2):
             torch.testing.assert_close(read(cache(**inputs)), plain, atol=1e-5, rtol=1e-5)
         return cache.stats()
+
+
+def follows(module: nn.Module, edit: Callable[[], object]) -> bool:
+    """Whether an edit changes the digest, and a watcher agrees with one that sees the module for the first time."""
+    weights = Weights(module)
+    before = weights.digest()
+    with torch.no_grad():
+        edit()
+    return weights.digest() != before and weights.digest() == Weights(module).digest()
