@@ -248,11 +248,9 @@ def test_a_forward_changes_nothing_that_is_watched(family: str) -> None:
     assert weights.digest() == digest and weights.stayed(mark, digest)
 
 
-@pytest.mark.parametrize("family", BARE)
+@pytest.mark.parametrize("family", sorted(set(BARE) - {"bart"}))  # whose encoder is not saved alone
 def test_a_model_that_was_saved_has_the_same_digest(family: str, tmp_path: Path) -> None:
     model = build(BARE[family])
-    if not isinstance(model, tf.PreTrainedModel) or family == "bart":
-        pytest.skip("the encoder of BART is not saved alone")
     model.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path).eval()
     assert Weights(model).digest() == Weights(again).digest()
