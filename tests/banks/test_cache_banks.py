@@ -251,29 +251,21 @@ def test_banks_that_give_kv_count_the_hit_too() -> None:
     assert lib.held(row(0).key) == list(LAYERS)
 
 
-class Interrupted(MemoryStore):
-    """Lets something happen in the middle of each read: before the entry is taken, or after."""
+def interrupt(lib: CacheBanks, when: str, act: Callable[[], object]) -> None:
+    """Let something happen before or after the next read of the upper layer takes its entry."""
+    waiting = [act]
 
-    def __init__(self, before: Callable[[], object] = lambda: None, after: Callable[[], object] = lambda: None) -> None:
-        super().__init__()
-        self.before, self.after = before, after
+    class Interrupted(MemoryStore):
+        def __getitem__(self, key: str) -> Entry:
+            if when == "before" and waiting:
+                waiting.pop()()
+            try:
+                return super().__getitem__(key)
+            finally:
+                if waiting:
+                    waiting.pop()()
 
-    def __getitem__(self, key: str) -> Entry:
-        self.before()
-        try:
-            return super().__getitem__(key)
-        finally:
-            self.after()
-
-
-def interrupt(lib: CacheBanks, **acts: Callable[[], None]) -> None:
-    """Let something happen `before` or `after` the next read of the upper layer takes its entry."""
-
-    def once() -> None:
-        for act in [acts.pop(when) for when in list(acts)]:
-            act()
-
-    entry, store = lib.layer_banks[2].read(row(1).key), Interrupted(**dict.fromkeys(acts, once))
+    entry, store = lib.layer_banks[2].read(row(1).key), Interrupted()
     assert entry is not None
     store[row(1).key] = entry
     lib.layer_banks[2]._store = store
@@ -284,34 +276,24 @@ def evict(lib: CacheBanks) -> None:
     lib._let_go(2, row(1).key)
 
 
-def put_in_another_layout(lib: CacheBanks) -> None:
-    put_in_layout(lib, "b")
-
-
-def put_another_of_its_key(lib: CacheBanks) -> None:
-    lib.put(scope(), Row(0, row(1).key, b"other", slice(0, 3), 3), states(5), vector(5))
-
-
-def purge(lib: CacheBanks) -> None:
-    lib.purge("default")
-
-
-def purge_and_put(lib: CacheBanks) -> None:
-    purge(lib)
-    put_in_another_layout(lib)
+HAPPENS: dict[str, Callable[[CacheBanks], object]] = {
+    "evicted": evict,
+    "another layout": lambda lib: put_in_layout(lib, "b"),
+    "other tokens": lambda lib: lib.put(scope(), Row(0, row(1).key, b"other", slice(0, 3), 3), states(5), vector(5)),
+    "purged": lambda lib: lib.purge("default"),
+    "purged and put": lambda lib: (lib.purge("default"), put_in_layout(lib, "b")),
+}
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("happens", [evict, put_in_another_layout, put_another_of_its_key, purge, purge_and_put])
-def test_what_was_read_counts_only_if_nothing_was_put_under_its_key_meanwhile(
-    happens: Callable[[CacheBanks], None], when: str
-) -> None:
+@pytest.mark.parametrize("happens", HAPPENS)
+def test_what_was_read_counts_only_if_nothing_was_put_under_its_key_meanwhile(happens: str, when: str) -> None:
     """Else an entry of one layout, or of other tokens, would be taken for what was asked for."""
     lib = banks()
     put_in_layout(lib, "a")
-    interrupt(lib, **{when: lambda: happens(lib)})
+    interrupt(lib, when, lambda: HAPPENS[happens](lib))
     state = lib.read(row(1).key, 2, with_kv=False)
-    if happens is evict and when == "after":  # what was read is still the request's own
+    if happens == "evicted" and when == "after":  # what was read is still the request's own
         assert state is not None and (state.layout[:1], float(state.hidden[0, 0])) == (b"a", 1.0)
     else:
         assert state is None
@@ -336,7 +318,7 @@ def test_an_entry_that_its_store_has_lost_is_a_miss_and_may_be_put_again() -> No
 def test_a_save_reads_again_what_was_put_meanwhile() -> None:
     lib = banks()
     put_in_layout(lib, "a")
-    interrupt(lib, before=lambda: put_in_another_layout(lib))
+    interrupt(lib, "before", lambda: put_in_layout(lib, "b"))
     (record,) = lib.records()
     assert record.layout[:1] == b"b"
     assert {float(entry.tensors["padding_hidden"][0, 0]) for entry in record.entries.values()} == {float(ord("b"))}

@@ -1,7 +1,6 @@
 """Saving and loading: hits survive a restart, and nothing risky is ever served."""
 
 import copy
-import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,8 +13,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from llmcache import BankFileError, LLMCache, StoreError, __version__, folder, persist
+from llmcache import BankFileError, LLMCache, StoreError, __version__, persist
 from llmcache.banks.stores.memory import SMALL_BYTES
+from tests.saves import accept, edit_manifest, read_manifest
 from tests.tiny_models import BARE, CLASSIFIERS, GENERATORS, build, padded, states, tokens
 
 SETTINGS = [
@@ -101,13 +101,6 @@ def refused(path: Path, match: str) -> None:
     LLMCache.wrap(model).unwrap()
 
 
-def edit_manifest(path: Path, **fields: object) -> None:
-    """Replace fields of a manifest; None leaves one out."""
-    manifest = path / "manifest.json"
-    found = json.loads(manifest.read_text()) | fields
-    manifest.write_text(json.dumps({name: value for name, value in found.items() if value is not None}))
-
-
 def test_an_empty_cache_can_be_saved(tmp_path: Path) -> None:
     with LLMCache.wrap(build(BARE["bert"]), tau=0.9) as cache:
         cache.save(tmp_path)
@@ -151,23 +144,13 @@ def test_entries_of_earlier_weights_are_not_saved(tmp_path: Path) -> None:
         assert again.stats().n_stored == 1
 
 
-def of_another_kind(path: Path, write: Callable[[], object]) -> None:
-    """Replace a data file, and have the manifest name what is there now."""
-    path.unlink()
-    write()
-    files = json.loads((path.parent / "manifest.json").read_text())["files"]
-    edit_manifest(path.parent, files=files | {path.name: folder.sha256(path)})
-
-
 DAMAGE: dict[str, Callable[[Path], object]] = {
     "cut": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
     "flip": lambda path: path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1])),
     "gone": lambda path: path.unlink(),
     "folder": lambda path: (path.unlink(), path.mkdir()),
-    "no safetensors": lambda path: of_another_kind(path, lambda: path.write_text("{}")),
-    "other tensors": lambda path: of_another_kind(
-        path, lambda: save_file({"ids": torch.ones(3, dtype=torch.bfloat16)}, path)
-    ),
+    "no safetensors": lambda path: (path.write_text("{}"), accept(path)),
+    "other tensors": lambda path: (save_file({"ids": torch.ones(3, dtype=torch.bfloat16)}, path), accept(path)),
 }
 TOLD = {"no safetensors": "not readable", "other tensors": "do not fit"}
 
@@ -194,7 +177,7 @@ def test_a_save_of_the_former_format_is_served(tmp_path: Path) -> None:
     with LLMCache.wrap(model) as cache:
         plain = states(cache(**padded([5])))
         cache.save(tmp_path)
-    assert json.loads((tmp_path / "manifest.json").read_text())["written_by"] == __version__
+    assert read_manifest(tmp_path)["written_by"] == __version__
     edit_manifest(tmp_path, format=4, written_by=None, payload=None)
     with LLMCache.load(build(BARE["bert"]), tmp_path) as cache:
         np.testing.assert_array_equal(states(cache(**padded([5]))), plain)
@@ -208,7 +191,7 @@ def test_entries_of_another_payload_are_refused(tmp_path: Path, number: int) -> 
     """One vector in the place of all tokens would be put on each of them."""
     for saved, now in (("mean", "sequence"), ("sequence", "mean"), ("cls", "mean")):
         save(tmp_path, payload=saved)
-        config = json.loads((tmp_path / "manifest.json").read_text())["config"]
+        config = read_manifest(tmp_path)["config"]
         fields = {"written_by": None, "payload": None} if number == 4 else {}
         edit_manifest(tmp_path, format=number, config=config | {"payload": now}, **fields)
         if (number, saved) == (4, "cls"):
@@ -219,7 +202,7 @@ def test_entries_of_another_payload_are_refused(tmp_path: Path, number: int) -> 
 @pytest.mark.parametrize("name", ["../states-0123456789ab.safetensors", "/etc/passwd", "states.safetensors", "\x00"])
 def test_a_manifest_that_names_files_elsewhere_is_refused(tmp_path: Path, name: str) -> None:
     save(tmp_path)
-    files = json.loads((tmp_path / "manifest.json").read_text())["files"]
+    files = read_manifest(tmp_path)["files"]
     edit_manifest(tmp_path, files={name: next(iter(files.values()))})
     refused(tmp_path, "names other files")
 
@@ -273,6 +256,7 @@ def test_a_manifest_that_cannot_be_read_is_one_line(tmp_path: Path, data: bytes)
     assert (tmp_path / "manifest.json").read_bytes() == data
 
 
+@pytest.mark.slow
 def test_a_save_that_is_replaced_while_it_is_read_is_read_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other save comes between the manifest and the files that it names."""
     cache = LLMCache.wrap(build(BARE["bert"]))

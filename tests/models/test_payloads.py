@@ -9,7 +9,7 @@ from torch import nn
 
 from llmcache import LLMCache
 from tests.models.checks import repeated
-from tests.tiny_models import BARE, CLASSIFIERS, TOKEN_HEADS, build, padded, tokens
+from tests.tiny_models import BARE, CLASSIFIERS, build, padded, tokens
 
 
 def mean(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -105,12 +105,6 @@ def test_without_a_padding_token_one_row_at_a_time(family: str, payload: str) ->
     model.config.pad_token_id = None
     for inputs in (padded([5]), repadded(padded([5], seed=3), 2)):
         repeated(model, inputs | {"use_cache": False}, payload=payload)
-
-
-@pytest.mark.parametrize("head", TOKEN_HEADS)
-def test_token_heads_are_served_exact_repeats(head: str) -> None:
-    more = {"decoder_input_ids": tokens(2, 3)} if head == "seq2seq" else {}
-    assert repeated(build(TOKEN_HEADS[head]), {"input_ids": tokens(2, 5), **more}).hits == {"exact": 2}
 
 
 def test_multiple_choice_rows_are_requests_of_their_own() -> None:
