@@ -299,7 +299,7 @@ def test_edits_in_some_calls_are_never_taken_for_the_models_own(is_taken_back: b
 def test_an_edit_that_is_taken_back_is_seen_of_a_tensor_and_where_another_call_saw_it() -> None:
     norm = nn.BatchNorm1d(2).eval()
     weights = Weights(nn.Sequential(norm))
-    digest = weights.digest()
+    digest, eps = weights.digest(), norm.eps
 
     def edit_and_restore() -> None:
         before = norm.running_mean.clone()
@@ -309,7 +309,7 @@ def test_an_edit_that_is_taken_back_is_seen_of_a_tensor_and_where_another_call_s
     def edit_beside_another_call() -> None:
         norm.eps = 0.5
         weights.digest()
-        norm.eps = 1e-5
+        norm.eps = eps
 
     for act in edit_and_restore, edit_beside_another_call:
         assert not stays(weights, act)
