@@ -105,7 +105,8 @@ def index(request: pytest.FixtureRequest) -> Index:
 
 
 STEPS = st.lists(
-    st.tuples(st.sampled_from(["add", "add", "remove"]), st.lists(st.integers(0, 30), max_size=12), st.integers(0, 99)),
+    st.tuples(st.sampled_from(["add", "add", "remove"]), st.lists(st.integers(0, 20), max_size=12), st.integers(0, 99)),
+    min_size=4,
     max_size=12,
 )
 

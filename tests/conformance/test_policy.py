@@ -118,12 +118,8 @@ def victims(policy: Policy) -> list[str]:
         return order
 
 
-STEPS = st.lists(
-    st.tuples(
-        st.sampled_from(["put", "put", "hit", "hit", "check", "remove", "evict", "wait"]), st.sampled_from("abcdef")
-    ),
-    max_size=50,
-)
+VERBS = ["put", "put", "hit", "hit", "check", "remove", "evict", "wait"]
+STEPS = st.lists(st.tuples(st.sampled_from(VERBS), st.sampled_from("abcdef")), min_size=20, max_size=60)
 
 
 @pytest.mark.parametrize("name", sorted({*RANKS, *POLICIES}))

@@ -39,6 +39,9 @@ KINDS: dict[str, Callable[[float], Entry]] = {
 
 
 KEYS = ("key/a", "key/b", "key/c")
+STEPS = st.lists(
+    st.tuples(st.sampled_from(KEYS), st.sampled_from([*KINDS, "delete"]), st.integers(-5, 5)), min_size=8, max_size=20
+)
 
 
 def assert_same(a: Entry, b: Entry) -> None:
@@ -62,7 +65,7 @@ def store(request: pytest.FixtureRequest) -> Iterator[Store]:
 
 @pytest.mark.parametrize("make_store", [*STORES.values(), pytest.param(Files, marks=pytest.mark.slow)])
 @settings(deadline=None)
-@given(steps=st.lists(st.tuples(st.sampled_from(KEYS), st.sampled_from([*KINDS, "delete"]), st.integers(-5, 5))))
+@given(steps=STEPS)
 def test_any_sequence_is_that_of_a_dict(make_store: type[Store], steps: list[tuple[str, str, int]]) -> None:
     store, oracle = make_store(torch.device("cpu")), dict[str, Entry]()  # type: ignore[call-arg]
     for key, kind, value in steps:
