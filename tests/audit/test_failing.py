@@ -1,39 +1,16 @@
 """A cache that fails promises nothing: looks that fail count as changed, calls that fail stop approximate reuse."""
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import nn
 
 from llmcache import LLMCache
 from llmcache.audit.account import _MOST_OPEN, AuditAccount
 from llmcache.counters import Counters, Share, is_told
 from llmcache.request.call import Call, Inputs
 from tests import inside
-from tests.audit.test_audit import ask, fresh, keep_quiet, known
-from tests.topics import batched, classifier, requests
-
-
-@pytest.fixture(scope="module")
-def model() -> nn.Module:
-    return classifier()
-
-
-@pytest.fixture(scope="module")
-def folder(model: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("calibrated")
-    with LLMCache.wrap(model, max_drop=0.05, audit=0.25, auto_bypass=False) as cache:
-        assert cache.calibrate(batched(requests(700)[0])).is_certified
-        cache.save(folder)
-    return folder
-
-
-@pytest.fixture
-def cache(model: nn.Module, folder: Path) -> Iterator[LLMCache]:
-    with LLMCache.load(model, folder) as cache:
-        yield keep_quiet(cache)
+from tests.audit.test_audit import fresh, n_hits_of
+from tests.topics import ask, known, rungs_of
 
 
 def fail(*_: Any, **__: Any) -> Any:
@@ -43,26 +20,22 @@ def fail(*_: Any, **__: Any) -> Any:
 # -- looks -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_an_audit_of_which_every_look_fails_ends_approximate_reuse(
     cache: LLMCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inside.audit(cache), "_compute", fail)
-    statuses = []
+    statuses = [known(cache).status]
     for one in fresh(150):
         cache(**one)
         cache.drain()
         statuses.append(known(cache).status)
-    assert statuses[0] == "certified" and statuses[-1] == "off"
-    assert "tightened" in statuses
+    assert list(dict.fromkeys(statuses)) == ["certified", "tightened", "off"]
     assert known(cache).n_alarms == 2
     health = cache.stats().health
     assert health.is_failing and health.failed_recomputes > 0.2 and health.failed_calls == 0
     assert set(health.failures) == {"audit a hit: CalibrationError"}
     assert str(health).startswith("failing: 0% of calls, ")
-    served = cache.stats().hits["semantic"]
-    ask(cache, fresh(40, seed=8))
-    assert cache.stats().hits["semantic"] == served
+    assert n_hits_of(cache, fresh(40, seed=8)) == 0
 
 
 def test_a_verdict_that_fails_counts_as_changed(cache: LLMCache, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,20 +49,10 @@ def test_a_verdict_that_fails_counts_as_changed(cache: LLMCache, monkeypatch: py
 
 
 def test_a_store_that_fails_costs_no_verdict(cache: LLMCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    n_hits = ask(cache, fresh(40)).count("semantic")
+    n_hits = n_hits_of(cache, fresh(40))
     monkeypatch.setattr(inside.banks(cache), "put", fail)
-    n_drawn = known(cache).n_drawn
     cache.drain()
-    assert 0 < known(cache).n_recomputed == n_drawn <= n_hits
-    assert cache.stats().errors == n_drawn
-
-
-def test_a_model_in_training_mode_loses_no_sample_at_once(cache: LLMCache, model: nn.Module) -> None:
-    ask(cache, fresh(40))
-    model.train()
-    cache.drain()
-    model.eval()
-    assert (known(cache).n_lost, known(cache).n_recomputed, known(cache).status) == (0, 0, "certified")
+    assert 0 < known(cache).n_recomputed == cache.stats().errors == n_hits
 
 
 def test_samples_without_a_verdict_are_lost_once_others_have_overtaken_them() -> None:
@@ -127,8 +90,7 @@ def test_samples_that_were_looked_into_or_withdrawn_are_not_lost() -> None:
 def test_lookups_that_fail_stop_approximate_reuse_until_calls_succeed_again(
     cache: LLMCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    inputs = fresh(20)
-    assert "semantic" in ask(cache, inputs)
+    assert n_hits_of(cache, fresh(20)) > 0
     with monkeypatch.context() as broken:
         broken.setattr(inside.banks(cache), "search", fail)
         ask(cache, fresh(20, seed=9))
@@ -137,20 +99,19 @@ def test_lookups_that_fail_stop_approximate_reuse_until_calls_succeed_again(
     assert health.is_failing and health.failed_calls >= 0.05
     assert health.failures["look up (semantic): RuntimeError"] < 20  # it was not asked any more
     assert "nothing is reused under a calibration meanwhile" in caplog.text
-    assert "semantic" not in ask(cache, fresh(20, seed=10))
+    assert n_hits_of(cache, fresh(20, seed=10)) == 0
     ask(cache, fresh(150, seed=11))
     assert known(cache).status == "certified"
     assert "no longer fail" in caplog.text
-    assert "semantic" in ask(cache, fresh(20, seed=12))
+    assert n_hits_of(cache, fresh(20, seed=12)) > 0
     assert str(cache.stats().health) == "good"
 
 
 def test_exact_repeats_are_served_while_it_fails(cache: LLMCache, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inside.banks(cache), "search", fail)
-    inputs = fresh(20, seed=13)
-    ask(cache, inputs)
+    ask(cache, fresh(20, seed=13))
     assert known(cache).status == "failing"
-    assert set(ask(cache, inputs)) == {"exact"}
+    assert set(rungs_of(cache, fresh(20, seed=13))) == {"exact"}
 
 
 def test_failures_are_logged_at_growing_intervals(caplog: pytest.LogCaptureFixture) -> None:
