@@ -108,7 +108,6 @@ def test_limits_enclose_the_estimate_whatever_the_probabilities(floors: list[flo
     for floor in floors[:n_events]:
         rate.draw(1 / floor)
         rate.settle(1 / floor, True)
-    assert rate.mean is not None
     assert rate.lower(0.05) <= min(rate.mean, 1.0)
     assert min(rate.mean, 1.0) <= rate.upper(0.05) + 1e-6
 
@@ -133,9 +132,7 @@ def test_it_rings_about_when_it_is_expected_after_a_change(n_before: int) -> Non
         alarm = Alarm(0.01, floor=0.2, alpha=0.05)
         assert rings_at(alarm, rng.random(n_before) < 0.0005 * 0.2, 5.0) is None
         expected = alarm.needed(0.1)
-        assert expected is not None
         heard = rings_at(alarm, rng.random(20 * expected) < 0.1 * 0.2, 5.0)
-        assert heard is not None
         ratios.append(heard / expected)
     assert 0.1 < np.median(ratios) < 1.2
     assert np.mean(np.array(ratios) < 2) > 0.9
@@ -190,6 +187,7 @@ def test_the_rate_is_one_of_all_requests_without_bias_and_limits_cover_it() -> N
     assert n_missed <= 5  # of 20, each with probability 0.1 at most: 6 or more with probability 0.01
 
 
+@pytest.mark.slow
 def test_it_seldom_rings_while_the_rate_is_at_its_limit() -> None:
     rang = [serve(AuditAccount(0.02, 0.1, 0.05, seed=s), 4000, 0.8, 0.025, seed=s) is not None for s in range(100)]
     assert sum(rang) <= 10  # each with probability 0.05 at most: 11 or more with probability 0.01
@@ -201,7 +199,6 @@ def test_it_rings_once_and_within_what_is_needed() -> None:
         auditor = AuditAccount(limit=0.02, floor=0.1, alpha=0.05, seed=seed)
         needed = auditor.needed  # for twice the limit; serves at over twice
         rang = serve(auditor, 10 * needed, hit_rate=0.8, wrong_per_hit=0.0625, seed=seed)
-        assert rang is not None
         ratios.append(rang / needed)
         assert serve(auditor, 2000, hit_rate=0.8, wrong_per_hit=0.5, seed=seed) is None
     assert np.median(ratios) < 1

@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +84,7 @@ def test_it_sees_as_many_changed_answers_as_there_are(cache: LLMCache) -> None:
     assert stats.n_changed > 0
     assert stats.rate == n_changed / 150
     assert stats.lower < stats.rate < stats.upper < 1
-    assert stats.needed is not None and stats.needed > 0
+    assert stats.needed > 0
     assert cache.stats().errors == 0
     assert (cache.last, cache.stats().n_requests) == (last, counted)  # its own calls are nobody's requests
     assert set(rungs_of(cache, inputs)) == {"exact"}  # what was looked into serves its repeats,
@@ -118,6 +117,7 @@ def test_it_computes_in_the_calls_namespace_and_precision_whoever_drains(model: 
         assert {record.scope.namespace for record in inside.records(cache)} == {"tenant"}
 
 
+@pytest.mark.slow
 def test_when_the_queue_is_full_drawn_hits_are_computed_instead(cache: LLMCache) -> None:
     inside.audit(cache).worker._max_jobs = 0
     assert rungs_of(cache, fresh(80)) == [None] * 80
@@ -132,7 +132,7 @@ def test_a_thread_of_its_own_does_it_when_nobody_calls(cache: LLMCache) -> None:
     worker._idle_s = 0.0
     n_hits = n_hits_of(cache, fresh(30))
     cache.drain()  # with it
-    assert worker._thread is not None and worker._thread.is_alive()
+    assert worker._thread.is_alive()
     assert known(cache).n_recomputed == n_hits > 5
 
 
@@ -221,13 +221,12 @@ def test_the_first_alarm_halves_what_is_served_and_the_second_ends_it(
     cache: LLMCache, model: nn.Module, reading: Reading, tmp_path: Path
 ) -> None:
     found = cache.calibration
-    assert found is not None and found.chosen is not None and found.watch is not None
     assert known(cache).status == "certified"
     assert found.watch.tighter < found.chosen.limit
     before, needed = n_hits_of(cache, fresh(150, seed=41)), known(cache).needed
-    assert needed is not None and ring(cache, reading) <= needed
+    assert ring(cache, reading) <= needed
     tightened = cache.calibration
-    assert tightened is not None and not tightened.is_certified
+    assert not tightened.is_certified
     assert (tightened.limit, tightened.to_dict()["n_alarms"]) == (found.watch.tighter, 1)
     assert (known(cache).status, known(cache).n_alarms) == ("tightened", 1)
     assert known(cache).n_requests < 5  # a new account
@@ -253,7 +252,6 @@ def test_after_the_second_alarm_it_learns_anew_where_it_was_to_learn(model: nn.M
         first = cache.calibrate(batched(SAMPLE))
         inside.keep_quiet(cache)
         for _ in range(2):
-            assert cache.calibration is not None and cache.calibrated is not None
             cache.calibrated.alarm(cache.calibration)
         assert (known(cache).status, cache.calibration) == ("learning", None)
         ask(cache, batched(fresh(N + 60, seed=60)))
@@ -294,15 +292,13 @@ def test_a_calibration_is_renewed_from_what_was_drawn() -> None:
     with calibrated(recalibrate=300, audit=1.0) as cache:
         inside.keep_quiet(cache)
         first = cache.calibration
-        assert first is not None
-        assert known_after(cache)[:2] == (0, 0)
         ask(cache, fresh(299, seed=70))
         cache.drain()
         assert cache.calibration is first
         ask(cache, fresh(40, seed=71))
         cache.drain()
         renewed = cache.calibration
-        assert renewed is not None and renewed is not first
+        assert renewed is not first
         assert (renewed.max_drop, renewed.delta, renewed.sources) == (first.max_drop, first.delta, first.sources)
         # Every request since then was drawn, and the newest 2 * 118 are kept.
         assert renewed.n_sources + renewed.n_tested == pytest.approx(236, abs=3)
@@ -313,6 +309,7 @@ def test_a_calibration_is_renewed_from_what_was_drawn() -> None:
         assert cache.calibration is renewed
 
 
+@pytest.mark.slow
 def test_it_is_not_renewed_from_fewer_than_can_carry_the_claim(cache: LLMCache) -> None:
     kept, found = inside.audit(cache)._fresh, cache.calibration
     kept.every = 20
@@ -321,7 +318,6 @@ def test_it_is_not_renewed_from_fewer_than_can_carry_the_claim(cache: LLMCache) 
     assert cache.calibration is found
     assert {"semantic", None} == set(rungs)
     assert len(kept.cases) == 100  # hits and misses alike: all are drawn here
-    assert cache.calibrated is not None and found is not None
     with pytest.raises(CalibrationError, match="at least 118 are needed"):
         cache.calibrated.renew(found, kept.cases)
     assert cache.calibration is found
@@ -345,6 +341,7 @@ def test_once_requests_were_told_to_have_changed_nothing_is_served_and_the_accou
 # -- what cannot disturb it --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_look_that_fails_is_counted_and_raises_nowhere(cache: LLMCache, reading: Reading) -> None:
     n_hits, upper = n_hits_of(cache, fresh(40)), known(cache).upper
     reading.fails = True
@@ -380,6 +377,7 @@ def test_adapters_that_take_turns_lose_no_look(
     assert (known(cache).status, known(cache).n_requests, cache.stats().errors) == ("certified", n_counted, 0)
 
 
+@pytest.mark.slow
 def test_an_adapter_that_comes_before_a_call_has_ended_loses_no_look(
     cache: LLMCache, model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -497,20 +495,6 @@ def test_a_trunk_that_writes_its_frequencies_in_each_call_is_looked_into() -> No
         assert cache.stats().errors == 0
 
 
-def test_a_request_that_reads_as_another_one_counts_against_the_claim(
-    cache: LLMCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    n_hits, compute = n_hits_of(cache, fresh(6)), Audit._compute_again
-
-    def otherwise(self: Audit, looks: Any) -> Any:
-        return [replace(case, row=replace(case.row, key="other")) for case in compute(self, looks)]
-
-    monkeypatch.setattr(Audit, "_compute_again", otherwise)
-    cache.drain()
-    assert 0 < n_hits == cache.stats().errors
-    assert known(cache).n_lost + known(cache).n_alarms > 0
-
-
 def test_a_job_that_gave_way_settles_no_look_twice(cache: LLMCache, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of looks that fail together each is computed by itself; some are done when a call comes."""
     n_hits = n_hits_of(cache, fresh(40))
@@ -575,7 +559,7 @@ def test_unwrapping_drops_what_waits_and_ends_the_thread(cache: LLMCache) -> Non
     ask(cache, fresh(40))
     thread = inside.audit(cache).worker._thread
     cache.unwrap()
-    assert thread is not None and not thread.is_alive()
+    assert not thread.is_alive()
     assert (cache.drain(), known(cache).n_recomputed) == (0, 0)
 
 
@@ -589,7 +573,6 @@ def test_a_model_that_nobody_holds_leaves_with_its_thread(cache: LLMCache, tmp_p
     del model, loaded
     gc.collect()
     assert gone() is None
-    assert thread is not None
     thread.join(timeout=30)
     assert not thread.is_alive()
 

@@ -1,5 +1,6 @@
 """A cache that fails promises nothing: looks that fail count as changed, calls that fail stop approximate reuse."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ def fail(*_: Any, **__: Any) -> Any:
 # -- looks -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_audit_of_which_every_look_fails_ends_approximate_reuse(
     cache: LLMCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -38,13 +40,26 @@ def test_an_audit_of_which_every_look_fails_ends_approximate_reuse(
     assert n_hits_of(cache, fresh(40, seed=8)) == 0
 
 
-def test_a_verdict_that_fails_counts_as_changed(cache: LLMCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    ask(cache, fresh(8))
-    n_waiting = known(cache).n_waiting
-    monkeypatch.setattr(inside.audit(cache)._answers, "agree", fail)
-    cache.drain()
-    assert n_waiting > 0 and known(cache).n_recomputed == 0
-    assert cache.stats().health.failures == {"audit a hit: RuntimeError": n_waiting}
+@pytest.mark.parametrize("part", ["model", "key", "verdict"])
+def test_a_look_without_a_verdict_counts_as_changed(
+    cache: LLMCache, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n_hits, audit = n_hits_of(cache, fresh(8)), inside.audit(cache)
+    compute = audit._compute_again
+
+    def read_as_another(looks: Any) -> Any:
+        return [replace(case, row=replace(case.row, key="other")) for case in compute(looks)]
+
+    parts = {
+        "model": (audit, "_compute", fail),
+        "key": (audit, "_compute_again", read_as_another),
+        "verdict": (audit._answers, "agree", fail),
+    }
+    monkeypatch.setattr(*parts[part])
+    assert cache.drain() == n_hits > 0
+    error = "RuntimeError" if part == "verdict" else "CalibrationError"
+    assert cache.stats().health.failures == {f"audit a hit: {error}": n_hits}
+    assert known(cache).n_recomputed == 0
     assert known(cache).n_lost + known(cache).n_alarms > 0  # an alarm begins a new account
 
 
@@ -64,12 +79,10 @@ def test_samples_without_a_verdict_are_lost_once_others_have_overtaken_them() ->
         samples.append(account.see(0.0))
         rings.append(account.lose_overdue())
     assert account.n_lost == 100 and rings.count(True) == 1  # it rings once
-    first, last = samples[0], samples[-1]
-    assert first is not None and last is not None
-    assert not account.settle(first, True)  # it counted already
-    assert not account.lose(first)
-    account.settle(last, False)
-    assert not account.lose(last)
+    assert not account.settle(samples[0], True)  # it counted already
+    assert not account.lose(samples[0])
+    account.settle(samples[-1], False)
+    assert not account.lose(samples[-1])
     assert account.n_lost == 100
 
 
@@ -77,7 +90,6 @@ def test_samples_that_were_looked_into_or_withdrawn_are_not_lost() -> None:
     account = AuditAccount(0.02, 1.0, 0.05)
     for i in range(2 * _MOST_OPEN):
         sample = account.see(0.0)
-        assert sample is not None
         account.settle(sample, False) if i % 2 else account.withdraw(sample)
         assert not account.lose_overdue()
     assert (account.n_lost, account.n_changed) == (0, 0)

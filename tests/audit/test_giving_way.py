@@ -11,6 +11,7 @@ from tests.audit.test_idle_worker import wait_until
 from tests.topics import ask, known
 
 
+@pytest.mark.slow
 def test_a_call_does_looks_that_have_waited_if_calls_have_earned_the_time(
     cache: LLMCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -193,7 +193,7 @@ def test_no_thread_before_the_first_job_and_none_after_the_end() -> None:
     thread = owner.worker._thread
     owner.worker.close()
     owner.worker.close()
-    assert thread is not None and not thread.is_alive()
+    assert not thread.is_alive()
     owner.add()
     assert (len(owner.worker), owner.done) == (0, [])
 
@@ -225,7 +225,6 @@ def test_waiting_jobs_keep_no_owner_alive_and_the_thread_ends_with_it() -> None:
     del owner
     gc.collect()
     assert gone() is None
-    assert thread is not None
     thread.join(timeout=30)
     assert not thread.is_alive()
 

@@ -67,11 +67,11 @@ def check_serves_within(cache: LLMCache, most: float) -> None:
 def test_calibrating_turns_reuse_on_within_the_bound(cache: LLMCache) -> None:
     found = cache.calibrate(BATCHES, **LOOSE)
     assert found is cache.calibration
-    assert found.chosen is not None and found.is_certified
+    assert found.is_certified
     assert found.chosen.bound <= 0.05 and found.chosen.hit_rate > 0.2
     assert found.n_sources + found.n_tested == N
     assert [setting.limit for setting in found.curve] == sorted(setting.limit for setting in found.curve)
-    assert found.model_ms > 0 and found.lookup_ms > 0 and found.speedup is not None
+    assert found.model_ms > 0 and found.lookup_ms > 0
     assert 1 / found.speedup == pytest.approx(1 - found.chosen.hit_rate + found.lookup_ms / found.model_ms)
     check_serves_within(cache, most=0.1)
 
@@ -81,7 +81,7 @@ def test_learning_by_the_way_turns_it_on_as_well(model: nn.Module) -> None:
     with LLMCache.wrap(model, auto_bypass=False, **LEARNING) as cache:
         assert set(rungs_of(cache, BATCHES)) <= {None, "exact"}
         ask(cache, fresh(50, seed=5))  # repeats were not learned from, so a few more may be needed
-        assert cache.calibration is not None and cache.calibration.chosen is not None
+        assert cache.calibration.chosen is not None
         check_serves_within(cache, most=0.1)
         assert cache.stats().errors == 0
 
@@ -133,7 +133,7 @@ def test_after_loading_a_purge_of_its_sources_ends_it_too(model: nn.Module, sour
         ask(cache, fresh(1, seed=9))  # stored in another namespace, where nobody serves
         cache.save(tmp_path)
     with LLMCache.load(model, tmp_path) as cache:
-        assert cache.calibrated is not None and cache.calibrated.serves_in("tenant")
+        assert cache.calibrated.serves_in("tenant")
         assert any(record.is_pinned for record in inside.records(cache)) == (sources == "frozen")
         cache.purge(namespace="third")
         assert cache.calibration is not None
@@ -154,7 +154,6 @@ def test_forgetting_the_sources_ends_it(cache: LLMCache) -> None:
 @pytest.mark.slow
 def test_a_tightened_caller_gets_fewer_hits_and_never_more(ready: LLMCache) -> None:
     found, (record, *_) = ready.calibration, inside.records(ready)
-    assert found is not None and found.chosen is not None
     with ready.tightened(0.0):
         assert "semantic" not in rungs_of(ready, fresh(150))
     with ready.tightened(1.0):
@@ -194,9 +193,8 @@ def test_other_decisions_and_fingerprints_are_calibrated_alike(model: nn.Module,
 def test_accuracy_counts_right_answers_that_become_wrong(cache: LLMCache) -> None:
     changed = cache.calibrate(BATCHES, **LOOSE)
     accuracy = cache.calibrate(BATCHES, labels=LABELS, metric="accuracy", **LOOSE)
-    assert accuracy.metric == "accuracy" and accuracy.chosen is not None and changed.chosen is not None
+    assert accuracy.metric == "accuracy"
     assert accuracy.chosen.limit >= changed.chosen.limit  # less is counted
-    assert accuracy.watch is not None and changed.watch is not None
     assert changed.watch.most_changed == 0.05 != accuracy.watch.most_changed  # what may change rings no alarm
     assert 0.01 < accuracy.watch.most_changed <= 0.5
     names = [f"LABEL_{label}" for label in LABELS]  # those of the model's config
@@ -209,7 +207,7 @@ def test_a_metric_of_ones_own_is_bounded(cache: LLMCache) -> None:
     metric = Metric(lambda output, label: float(torch.tensor(output).softmax(0)[label]), name="confidence")
     found = cache.calibrate(batched(inputs), labels=labels, metric=metric, max_drop=0.1)
     assert found.metric == "confidence"
-    assert found.chosen is not None and found.chosen.bound <= 0.1
+    assert found.chosen.bound <= 0.1
 
 
 # -- what turns nothing on ---------------------------------------------------------------------------------------------
@@ -459,7 +457,7 @@ def test_logits_that_are_no_numbers_are_not_learned_from_by_the_way(model: nn.Mo
         ask(cache, batched(inputs[:-1]))
         assert (cache.calibration, cache.stats().errors) == (None, 2)
         ask(cache, inputs[-1:])
-        assert cache.calibration is not None and cache.calibration.chosen is not None
+        assert cache.calibration.chosen is not None
         assert rungs_of(cache, inputs[5:6]) == ["exact"]  # stored it is, for its own repeats
 
 
@@ -472,7 +470,7 @@ def test_states_that_are_no_numbers_are_not_learned_from(model: nn.Module) -> No
         ask(cache, batched(inputs[:-1]))
         assert (cache.calibration, cache.stats().errors) == (None, 2)
         ask(cache, inputs[-1:])
-        assert cache.calibration is not None and cache.calibration.chosen is not None
+        assert cache.calibration.chosen is not None
         asked = requests(20, seed=7)[0]
         assert "semantic" in rungs_of(cache, asked)
         logits = [cache(**one).logits for one in with_marks(asked, *range(20))]  # never served by another's answer

@@ -70,7 +70,7 @@ def test_testing_stops_at_the_first_failure() -> None:
     tested = try_settings(HoldoutOutcome(risk, loss), np.array([0.2, 0.4, 0.5, 0.9, 0.95]), max_drop=0.01, delta=0.05)
     assert [setting.limit for setting in tested] == [0.2, 0.4, 0.5, 0.9]
     best = chosen(tested, 0.01)
-    assert best is not None and best.limit == 0.5
+    assert best.limit == 0.5
     assert best.hit_rate == pytest.approx(0.5, abs=0.002)
     assert best.bound == pytest.approx(0.003, abs=1e-4)  # no error in 1,000
 
@@ -112,7 +112,7 @@ def test_a_metric_that_is_not_a_share_is_bounded_by_betting() -> None:
     loss = np.where(risk < 0.5, rng.choice([-0.1, 0.0, 0.1], 2000), rng.choice([0.0, 0.5], 2000))
     trial = HoldoutOutcome(risk, loss, -1.0, 1.0, is_share=False)
     best = chosen(try_settings(trial, np.array([0.1, 0.3, 0.5, 0.8]), 0.02, 0.05), 0.02)
-    assert best is not None and best.limit in (0.3, 0.5)
+    assert best.limit in (0.3, 0.5)
 
 
 @pytest.mark.parametrize("bounds", [(0.0, np.inf), (1.0, 1.0), (np.nan, 1.0)])

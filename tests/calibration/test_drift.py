@@ -155,7 +155,6 @@ def test_a_stream_that_moves_on_voids_the_certificate_and_nothing_is_served(
         before = known(cache).status
         assert before == ("certified" if audit else "unwatched")
         ask(cache, unlike(500, noise))
-        assert cache.calibration is not None
         assert known(cache).status == (before if noise == 0.2 else "drifted")
         assert cache.calibration.is_certified == (noise == 0.2)
         assert ("no longer like those" in caplog.text) == (noise == 1.0)
@@ -219,7 +218,6 @@ def test_a_save_that_does_not_tell_repeats_apart_is_unwatched_and_suspends_nothi
     with LLMCache.wrap(classifier(), auto_bypass=False, max_drop=0.05, audit=0.05) as cache:
         asked = often(requests(1500, seed=3)[0], 2200, power=1)
         made = cache.calibrate(batched(asked[:900]))
-        assert cache.calibrated is not None and made.watch is not None and made.watch.profile is not None
         early = replace(made.watch.profile, n_repeats=None) if is_counted else None
         cache.calibrated._serve(replace(made, watch=replace(made.watch, profile=early)))
         assert ask(cache, asked[900:])[1].count("semantic") > 100
@@ -255,10 +253,10 @@ def test_a_calibration_is_renewed_from_requests_after_the_drift() -> None:
         cache.drain()
         assert len(audit._fresh.cases) == 90
         n = 0
-        while cache.calibration is not None and not cache.calibration.has_drifted:
+        while not cache.calibration.has_drifted:
             cache(**unlike(1, seed=1000 + n)[0])
             n += 1
-        assert n < 300 and cache.calibration is not None
+        assert n < 300
         cache.drain()
         assert len(audit._fresh.cases) <= n  # of those before the drift none is left
         for one in unlike(300, noise=0.1):
