@@ -265,13 +265,8 @@ def test_calls_that_are_computed_during_a_calibration_do_not_wait_for_it(
 ) -> None:
     with LLMCache.wrap(model, learn=N, **SETTINGS) as cache:
         calibrated, wanted = cache.calibrated, []
-
-        def fit(observed: Any, claim: Any) -> None:
-            wanted.append(calibrated.is_learning)
-            raise CalibrationError("not today")
-
-        monkeypatch.setattr(calibrated, "_calibrate", fit)
-        with pytest.raises(CalibrationError, match="not today"):
+        monkeypatch.setattr(calibrated, "_calibrate", lambda *_: wanted.append(calibrated.is_learning) or 1 / 0)
+        with pytest.raises(CalibrationError, match="could not learn from these requests: ZeroDivisionError"):
             cache.calibrate(batched(SAMPLE))
         assert (wanted, calibrated.is_learning) == ([False], True)
 

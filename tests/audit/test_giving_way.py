@@ -18,8 +18,7 @@ def test_a_call_does_looks_that_have_waited_if_calls_have_earned_the_time(
     shadow, spent = inside.audit(cache).worker, []
     monkeypatch.setattr(cache._flow._meter, "spent", lambda call, seconds: spent.append(seconds))
     ask(cache, fresh(60))
-    n_drawn = known(cache).n_drawn
-    assert known(cache).n_recomputed == 0 < n_drawn
+    assert known(cache).n_recomputed == 0 < known(cache).n_drawn
     shadow._patience_s, shadow._credit_s = 0.0, 1e6
     (again,) = fresh(1)
     cache(**again)
@@ -43,8 +42,8 @@ def test_a_look_stops_at_the_next_layer_when_a_call_comes(cache: LLMCache) -> No
             came.set()
 
     layers = inside.trunk(cache).layers
-    hooks = [next(layers[0].children()).register_forward_pre_hook(meet)]
-    hooks.append(next(layers[2].children()).register_forward_pre_hook(lambda *_: reached.append(shadow._n_calls)))
+    next(layers[0].children()).register_forward_pre_hook(meet)
+    next(layers[2].children()).register_forward_pre_hook(lambda *_: reached.append(shadow._n_calls))
     with shadow._condition:
         shadow._idle_s = 0.0
         shadow._condition.notify()
@@ -53,6 +52,4 @@ def test_a_look_stops_at_the_next_layer_when_a_call_comes(cache: LLMCache) -> No
     assert not reached and known(cache).n_recomputed == 0 and known(cache).n_waiting == n_drawn
     shadow.leave()
     wait_until(lambda: known(cache).n_recomputed == n_drawn)
-    for hook in hooks:
-        hook.remove()
     assert cache.stats().errors == 0
