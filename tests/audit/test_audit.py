@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -427,11 +428,11 @@ def test_looks_that_nothing_follows_from_any_more_wait_no_longer(cache: LLMCache
 
 
 @contextmanager
-def training(model: nn.Module) -> Iterator[None]:
-    """Within: in training mode, of a trunk without dropout."""
+def training(model: nn.Module, but: Any = nn.Dropout) -> Iterator[None]:
+    """Within: in training mode, but for parts of one kind."""
     model.train()
     for part in model.modules():
-        if isinstance(part, nn.Dropout):
+        if isinstance(part, but):
             part.eval()
     try:
         yield
@@ -449,7 +450,7 @@ def another_attention(model: nn.Module) -> Iterator[None]:
         model.set_attn_implementation("sdpa")
 
 
-@pytest.mark.parametrize("otherwise", [training, another_attention])
+@pytest.mark.parametrize("otherwise", [training, partial(training, but=()), another_attention])
 def test_looks_wait_for_the_model_to_be_as_it_was(
     cache: LLMCache, model: nn.Module, otherwise: Callable[[nn.Module], AbstractContextManager[None]]
 ) -> None:
