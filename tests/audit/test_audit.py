@@ -128,15 +128,6 @@ def test_when_the_queue_is_full_drawn_hits_are_computed_instead(cache: LLMCache)
     assert cache.stats().errors == 0
 
 
-def test_a_thread_of_its_own_does_it_when_nobody_calls(cache: LLMCache) -> None:
-    worker = inside.audit(cache).worker
-    worker._idle_s = 0.0
-    n_hits = n_hits_of(cache, fresh(30))
-    cache.drain()  # with it
-    assert worker._thread.is_alive()
-    assert known(cache).n_recomputed == n_hits > 5
-
-
 def test_without_an_audit_nothing_is_looked_into(model: nn.Module, cache: LLMCache) -> None:
     inside.audit(cache)._floor = 0.0
     assert n_hits_of(cache, fresh(40)) > 0
