@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmcache.policies import LFU, POLICIES, TTL, Divergence, Policy, Staleness
+from llmcache.policies import POLICIES, TTL, Divergence, Policy, Staleness
 from tests.conformance.outside import MostRecent
 
 TTL_S = 10.0
