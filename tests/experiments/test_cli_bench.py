@@ -84,7 +84,6 @@ def test_memory_counts_what_was_stored() -> None:
         ("latency --model gpt2-wikitext", "make it: llmcache prepare gpt2-wikitext --models-dir models"),
         ("latency --device cuda:99", "(got 'cuda:99')"),
         ("latency --model {folder} --seq-len 500", "at most 64"),
-        ("latency --model {folder} --batch-size 64 --entries 64", "at least 256"),
         ("latency --json {folder}/none/figures.json", "folder that exists"),
         ("memory --width 20", "multiple of 8"),
         ("memory --seq-len 1000", "at most 512"),

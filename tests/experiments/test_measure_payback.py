@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from experiments.measures.base import Outcome, serve_once
+from experiments.measures.base import serve_once
 from experiments.measures.bench.pattern import Pattern, Settings
 from experiments.measures.payback import payback
 from experiments.methods.base import Served
@@ -33,11 +33,6 @@ def workload() -> Workload:
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_bert(tmp_path_factory.mktemp("tiny") / "bert", " ".join(f"word{i}" for i in range(400))))
-
-
-@pytest.fixture(scope="module")
-def outcome(tiny: str) -> Outcome:
-    return measured(VALUES, replay={"model": tiny, "seq_len": 24, "limit": 40, "fill": 5})
 
 
 @pytest.mark.slow
@@ -97,7 +92,8 @@ def test_a_trace_after_some_requests_is_that_of_the_others() -> None:
 
 
 @pytest.mark.slow
-def test_figures_are_of_the_later_requests(outcome: Outcome) -> None:
+def test_figures_are_of_the_later_requests(tiny: str) -> None:
+    outcome = measured(VALUES, replay={"model": tiny, "seq_len": 24, "limit": 40, "fill": 5})
     metrics = outcome.metrics
     assert (metrics["n"], metrics["n_counted"], metrics["learn"]) == (N, N - LEARN, LEARN)
     assert list(metrics["methods"]) == ["llmcache 0.1", "llmcache 0.3"]
@@ -112,10 +108,7 @@ def test_figures_are_of_the_later_requests(outcome: Outcome) -> None:
     text = told(VALUES, outcome)
     assert text.count("accuracy, growing") == 2 and "100 x 2" in text and "40 x 2" in text
     assert len({tuple(row) for row in metrics["summary"]}) == 1
-
-
-@pytest.mark.slow
-def test_the_pattern_comes_again(outcome: Outcome) -> None:
+    # The pattern of hits comes again.
     for row in outcome.metrics["replayed"].values():
         assert row["as_in_the_pattern"] == 1.0 and row["n"] == 40
         assert row["speedup_asked"] == pytest.approx(0.9 / ((1 - row["hit_rate"]) * 1.03 + 0.02 * row["hit_rate"]))

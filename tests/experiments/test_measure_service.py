@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from experiments.measures.base import Outcome
 from experiments.measures.service import Pass, figures, order_of_passes, threads_of_torch
 from experiments.runs.grid import make_experiment
 from experiments.support.folders import Folders
@@ -19,32 +18,19 @@ N = 260
 VALUES = learning("service", task=TASK | {"limit": N}, max_drops=[0.3], threads=1, rounds=2)
 
 
-@pytest.fixture(scope="module")
-def outcome() -> Outcome:
-    before = torch.get_num_threads()
-    done = measured(VALUES)
-    assert torch.get_num_threads() == before
-    return done
-
-
 @pytest.mark.slow
-def test_passes_follow_one_another_in_alternating_order(outcome: Outcome) -> None:
+def test_passes_alternate_and_figures_are_of_what_was_served_alone() -> None:
+    before = torch.get_num_threads()
+    outcome = measured(VALUES)
+    assert torch.get_num_threads() == before
     rows = [(row["threads"], row["round"], row["who"]) for row in outcome.rows]
     assert rows == [(1, number, who) for number in (0, 1) for who in order_of_passes(number)]
     assert [who for _, _, who in rows[:6]] == ["nocache", "llmcache"] * 3
     assert all(row["seconds"] > row["drained_s"] >= 0 for row in outcome.rows)
     assert all(row["drained_s"] < 1e-3 and row["computed"] == 1.0 for row in outcome.rows if row["who"] == "nocache")
-
-
-@pytest.mark.slow
-def test_each_pass_with_the_cache_begins_from_what_was_learned(outcome: Outcome) -> None:
-    """Were a pass to know what one before it stored, all would be exact hits."""
+    # Were a pass to know what one before it stored, all would be exact hits.
     computed = {row["computed"] for row in outcome.rows if row["who"] == "llmcache"}
     assert len(computed) == 1 and 0 < computed.pop() < 1
-
-
-@pytest.mark.slow
-def test_figures_are_of_what_was_served_alone(outcome: Outcome) -> None:
     metrics = json.loads(json.dumps(outcome.metrics, allow_nan=False))
     assert (metrics["n_counted"], len(metrics["ways"]), len(metrics["summary"])) == (N - LEARN, 1, 1)
     (way,) = metrics["ways"]
