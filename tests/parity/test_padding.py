@@ -11,7 +11,7 @@ from torch import nn
 
 from llmcache import LLMCache
 from tests.reuse.prompts import close, run
-from tests.tiny_models import BARE, GENERATORS, STRANGERS, TOKEN_HEADS, VOCABULARY, build, padded, tokens
+from tests.tiny_models import BARE, CLASSIFIERS, GENERATORS, STRANGERS, TOKEN_HEADS, VOCABULARY, build, padded, tokens
 
 LENGTHS = [9, 4, 7]
 EVERY_BARE = BARE | {family: STRANGERS[family] for family in ("qwen3", "modernbert")}
@@ -152,6 +152,20 @@ def test_what_padding_is_made_of_is_part_of_the_layout(family: str) -> None:
     with LLMCache.wrap(model) as cache:
         cache(**inputs)
         close(cache(**other).last_hidden_state, plain)
+
+
+def test_where_equal_tokens_stand_is_part_of_the_key() -> None:
+    """Both rows have the tokens 9 and 7, and are the same up to the last of them, padding included."""
+    model = build(CLASSIFIERS["gpt2"])  # reads the last token, and is given no positions
+    layouts = [
+        {"input_ids": torch.tensor([[9, 9, 7]]), "attention_mask": torch.tensor([mask])}
+        for mask in ([0, 1, 1], [1, 0, 1])
+    ]
+    plain = [run(model, **inputs).logits for inputs in layouts]
+    with LLMCache.wrap(model) as cache:
+        for inputs, expected in zip(layouts, plain, strict=True):
+            assert torch.equal(cache(**inputs).logits, expected)
+        assert (cache.stats().n_misses, cache.stats().n_hits) == (2, 0)
 
 
 def test_holes_in_the_mask_come_back() -> None:
