@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import transformers as tf
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 
 from llmcache import LLMCache
@@ -67,6 +68,14 @@ def agree(cache: LLMCache, alone: nn.Module, **inputs: Any) -> Any:
     return output
 
 
+def check(cache: LLMCache, n_hits: int | None = None, **inputs: Any) -> None:
+    """Assert that two calls answer as the model does by itself now, and how many rows of them are hits."""
+    expected, before = plain(cache, **inputs), cache.stats().n_hits
+    for _ in range(2):
+        assert_close(states(cache(**inputs)), expected, inputs.get("attention_mask"))
+    assert n_hits in (None, cache.stats().n_hits - before)
+
+
 def rungs(cache: LLMCache) -> list[str | None]:
     """Of the rows of the last call, by which each was served."""
     return [outcome.rung for outcome in cache.last]
@@ -89,6 +98,19 @@ def once(do: Callable[[], Any]) -> Callable[..., None]:
             left.pop()()
 
     return hook
+
+
+def two_adapters() -> PeftModel:
+    """A classifier with two adapters, of which `north` is in force."""
+    torch.manual_seed(3)
+    model = get_peft_model(build(CLASSIFIERS["bert"]), lora(), adapter_name="north")
+    model.add_adapter("south", lora())
+    model.set_adapter("north")
+    return model.eval()
+
+
+def lora() -> LoraConfig:
+    return LoraConfig(r=4, target_modules=["query", "value"], init_lora_weights=False)
 
 
 def request(number: int, length: int = 6) -> Tensor:

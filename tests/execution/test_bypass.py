@@ -245,8 +245,8 @@ class QuantizedCache(tf.DynamicCache):
     """Stands for those whose layers do not keep K/V as given."""
 
 
-class OffloadedLayers(tf.DynamicCache):
-    offloading = True
+class OffloadedCache(tf.DynamicCache):
+    """Likewise, on another device."""
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ class OffloadedLayers(tf.DynamicCache):
     [
         (STRANGE_GENERATORS["mistral"], tf.DynamicCache),
         (GENERATORS["llama"], QuantizedCache),
-        (GENERATORS["llama"], OffloadedLayers),
+        (GENERATORS["llama"], OffloadedCache),
     ],
 )
 def test_kv_caches_that_cannot_be_filled(make: Make, kind: type[tf.DynamicCache]) -> None:
