@@ -77,6 +77,7 @@ BREAKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", BREAKS)
 def test_a_broken_part_costs_speed_only(what: str, caplog: pytest.LogCaptureFixture) -> None:
     """Exact hits and misses only: tau is 1, so every answer is the plain one."""

@@ -45,6 +45,7 @@ def test_tokens_are_the_same_cold_and_warm(family: str, way: str) -> None:
     assert "mask_4d" not in cache.stats().bypassed  # generate() makes one itself for a static cache
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 @pytest.mark.parametrize("way", ["greedy", "beams"])
 @pytest.mark.parametrize("layers", ["last", [1, 3]])
@@ -68,6 +69,7 @@ def test_prompt_lookup(family: str) -> None:
     assert cache.stats().n_hits == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapped", ["model", "assistant", "both"])
 @pytest.mark.parametrize("prompt", [KNOWN, GOES_ON], ids=["known", "with a known prefix"])
 def test_assisted_generation(wrapped: str, prompt: torch.Tensor) -> None:
@@ -80,6 +82,7 @@ def test_assisted_generation(wrapped: str, prompt: torch.Tensor) -> None:
     assert all(cache.stats().hits["exact" if prompt is KNOWN else "prefix"] >= 1 for cache in caches)
 
 
+@pytest.mark.slow
 def test_drafts_of_an_early_exit() -> None:
     """transformers lowers `config.num_hidden_layers` for the time of a draft: other layers, so nothing is served."""
     cache, alone = pair(GENERATORS["llama"], prefix_block=4)
@@ -115,6 +118,7 @@ def test_a_static_cache_is_used_again() -> None:
     assert cache.stats().hits == {"exact": 4}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", GENERATORS)
 def test_generate_in_bfloat16(family: str) -> None:
     cache, alone = pair(lambda: GENERATORS[family]().to(torch.bfloat16))

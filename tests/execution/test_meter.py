@@ -325,6 +325,7 @@ def test_times_of_a_call_go_where_they_belong(cache: LLMCache, monkeypatch: pyte
     assert cache.stats().storing_ms == pytest.approx(3)
 
 
+@pytest.mark.slow
 def test_it_returns_when_requests_come_again_and_serves_them(cache: LLMCache, monkeypatch: pytest.MonkeyPatch) -> None:
     impatient(cache)
     Machine(cache, monkeypatch)
@@ -365,6 +366,7 @@ def decoding(model: nn.Module, ids: Tensor) -> None:
     model(input_ids=ids, past_key_values=past, use_cache=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("reason", "call"),
     [("training", in_training), ("gradients", with_gradients), ("traced", watched), ("decode", decoding)],
@@ -424,6 +426,7 @@ def test_what_a_model_cannot_read_it_refuses_itself_while_others_go_by(ids: Tens
         assert str(ours.value) == str(own.value)
 
 
+@pytest.mark.slow
 def test_prefills_are_judged_and_decode_steps_are_not() -> None:
     cache = wrapped(GENERATORS["gpt2"])
     impatient(cache)

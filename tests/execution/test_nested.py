@@ -239,6 +239,7 @@ def test_a_thread_that_a_hook_starts_in_a_copy_of_its_context() -> None:
     assert (cache.stats().errors, cache.stats().n_stored) == (0, 5)
 
 
+@pytest.mark.slow
 def test_threads_that_call_within_calls() -> None:
     cache, alone = pair(BARE["bert"], auto_bypass=False)
     rows = [padded([3 + i % 4, 5], seed=i) for i in range(6)]

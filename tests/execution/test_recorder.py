@@ -171,6 +171,7 @@ def test_namespaces_are_noted_apart_and_purge_and_clear_forget(soon: Soon) -> No
     assert ask(cache, range(3)) == [None] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [{"max_entries": PATIENCE + 4}, {"max_bytes": 40_000}])
 def test_notes_stay_within_what_banks_have_left(soon: Soon, budget: dict[str, int]) -> None:
     cache = soon(payload="sequence", **budget)

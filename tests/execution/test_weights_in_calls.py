@@ -147,6 +147,7 @@ def test_attention_in_training_mode_by_itself_is_computed() -> None:
 # -- what cannot be read -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_save_of_other_packed_weights_is_refused(tmp_path: Path) -> None:
     cache = LLMCache.wrap(quantised())
     cache(**X)
