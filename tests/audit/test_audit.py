@@ -93,6 +93,7 @@ def test_it_sees_as_many_changed_answers_as_there_are(cache: LLMCache) -> None:
     assert len(shelf) == n_sources  # and no others
 
 
+@pytest.mark.slow
 def test_rows_of_a_padded_batch_are_looked_into_one_by_one(cache: LLMCache) -> None:
     rows = [one["input_ids"][0] for n_words in (4, 5, 6) for one in requests(12, seed=n_words, n_words=n_words)[0]]
     ids = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PAD)

@@ -110,6 +110,7 @@ def test_padding_of_two_layouts_does_not_mix(more: dict[str, Any], layouts: list
     assert layouts_of(lib) == layouts
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(

@@ -115,6 +115,7 @@ def in_a_graph(dim: int) -> HNSWIndex:
     return HNSWIndex(dim, buffer=3, block=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*sorted(ALL), "in a graph"])
 @settings(deadline=None)
 @given(steps=STEPS)
@@ -336,6 +337,7 @@ def signatures(rng: np.random.Generator, jaccard: float, n: int, dim: int = 128)
     return first, np.where(rng.random((n, dim)) < jaccard, first, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threshold", [0.3, 0.5, 0.8])
 def test_lsh_finds_what_reaches_its_threshold(threshold: float, rng: np.random.Generator) -> None:
     """Rows at, above and far under the threshold."""

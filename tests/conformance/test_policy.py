@@ -122,6 +122,7 @@ VERBS = ["put", "put", "hit", "hit", "check", "remove", "evict", "wait"]
 STEPS = st.lists(st.tuples(st.sampled_from(VERBS), st.sampled_from("abcdef")), min_size=20, max_size=60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted({*RANKS, *POLICIES}))
 @settings(deadline=None)
 @given(steps=STEPS)

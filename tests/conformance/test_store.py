@@ -91,6 +91,7 @@ def _switches_often() -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_switches_often")
 @pytest.mark.parametrize("n", [8, SMALL_BYTES])
 def test_what_is_read_while_others_come_and_go_is_the_keys_own(store: Store, n: int) -> None:

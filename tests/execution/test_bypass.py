@@ -198,6 +198,7 @@ def test_compiled_models_run_their_own_graph(when: str) -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_counting_leaves_the_graph_so_fullgraph_says_no() -> None:
     torch._dynamo.reset()
     model = wrapped(shallow).model

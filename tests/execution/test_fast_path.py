@@ -5,8 +5,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers.modeling_outputs import BaseModelOutput
+from transformers.utils import ModelOutput
 
 from llmcache import LLMCache
+from llmcache.models.arguments import Arguments
 from tests.execution.calls import agree, assert_close, pair, quietly, run, rungs, wrapped
 from tests.tiny_models import BARE, CLASSIFIERS, build, tokens
 from tests.topics import batched, classifier, requests
@@ -71,12 +74,45 @@ def test_approximate_hits_embed_nothing_either() -> None:
         assert embedded.n == 100 - n_hits
 
 
-def test_a_batch_of_which_some_rows_miss_goes_the_whole_way() -> None:
+@pytest.mark.parametrize("family", sorted(BARE))
+def test_of_a_batch_the_rows_that_miss_alone_are_run(family: str) -> None:
+    cache, alone = pair(BARE[family])
+    for _ in range(2):
+        cache(input_ids=IDS, use_cache=False)
+    both = {"input_ids": torch.cat([IDS, OTHER]), "use_cache": False}
+    agree(cache, alone, **both)
+    assert rungs(cache) == ["exact", None]
+    assert cache.stats().n_layers_skipped > cache.stats().n_hits  # of both hits, all layers
+    agree(cache, alone, **both)
+    assert rungs(cache) == ["exact", "exact"]
+
+
+def test_where_rows_cannot_be_run_alone_all_are(monkeypatch: pytest.MonkeyPatch) -> None:
     cache, alone = pair(CLASSIFIERS["bert"])
     for _ in range(2):
         cache(input_ids=IDS)
+    monkeypatch.setattr(Arguments, "replace", lambda *_: 1 / 0)
     agree(cache, alone, input_ids=torch.cat([IDS, OTHER]))
-    assert rungs(cache) == ["exact", None]
+    assert (rungs(cache), cache.stats().errors) == ([None, None], 1)
+    monkeypatch.undo()
+    agree(cache, alone, input_ids=torch.cat([OTHER, IDS]))
+    assert rungs(cache) == ["exact", "exact"]
+
+
+@pytest.mark.parametrize("change", ["wider", "no tensor", "named otherwise"])
+def test_of_a_trunk_that_packs_its_output_otherwise_nothing_is_kept(change: str) -> None:
+    cache = wrapped(BARE["bert"])
+    cache(input_ids=IDS)
+    packed = {"wider": torch.zeros(1, 7, 32), "no tensor": None, "named otherwise": torch.zeros(1, 6, 32)}[change]
+    made = BaseModelOutput(last_hidden_state=packed) if change != "named otherwise" else ModelOutput(states=packed)
+    swap = vars(cache.model)["forward"]
+    run_trunk, swap.listener.run = (
+        swap.listener.run,
+        lambda frame, _, args, kwargs: run_trunk(frame, lambda *_, **__: made, args, kwargs),
+    )
+    assert cache(input_ids=OTHER) is made
+    swap.listener.run = run_trunk
+    assert (cache.stats().n_stored, cache.stats().errors, cache.stats().n_misses) == (1, 0, 2)
 
 
 def test_another_dtype_is_read_anew() -> None:

@@ -98,6 +98,7 @@ def test_exact_repeats_are_never_checked() -> None:
     assert (cache.stats().hits, cache.stats().n_revalidated) == ({"exact": 8}, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["lru", "lfu", "fifo"])
 def test_other_policies_check_nothing(policy: str) -> None:
     cache = wrapped(CLASSIFIERS["bert"], tau=-1.0, exact=False, policy=policy)

@@ -67,6 +67,7 @@ def test_eight_threads_get_the_plain_answers(layers: str, max_entries: int | Non
     assert all(n <= (max_entries or 12) for n in stats.n_entries.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "tolerance"),
     [

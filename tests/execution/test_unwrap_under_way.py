@@ -26,6 +26,7 @@ from tests.execution.calls import (
 from tests.tiny_models import BARE, CLASSIFIERS, GENERATORS, build, padded, states, tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", LAYERS)
 @pytest.mark.parametrize("inputs", [SEEN, MIXED], ids=["hit", "mixed"])
 @pytest.mark.parametrize("where", range(4))

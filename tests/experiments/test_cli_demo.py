@@ -69,6 +69,7 @@ def test_the_whole_chain(tiny: Path, command: Commands) -> None:
     assert yaml.safe_load((folder / "config.yaml").read_text()) == {"model": "minilm", "n": N}
 
 
+@pytest.mark.slow
 def test_the_decoder_is_part_of_it_where_it_was_prepared(
     tiny: Path, monkeypatch: pytest.MonkeyPatch, command: Commands
 ) -> None:

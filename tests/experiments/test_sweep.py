@@ -142,6 +142,7 @@ def test_a_sweep_gives_the_tau_that_a_mode_needs() -> None:
     assert make_experiment(SWEEP | {"cache": {"mode": "paper"}})
 
 
+@pytest.mark.slow
 def test_an_observed_run_moves_the_clock_by_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     class Brief(TTL):
         def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
@@ -162,6 +163,7 @@ def test_what_the_model_does_not_take_is_refused_before_it_runs(monkeypatch: pyt
         run({"measure": "observe", "task": {**TASKS["squad_v2"], "limit": 5}, "cache": {"tau": 0.8}})
 
 
+@pytest.mark.slow
 def test_a_grid_asks_the_model_alone_once_and_says_what_that_took(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
 
@@ -181,6 +183,7 @@ def test_a_grid_asks_the_model_alone_once_and_says_what_that_took(monkeypatch: p
     assert [run({**values, **point}).metrics["seconds_preparing"] for point in grid] == [7.0, 0.0, 7.0]
 
 
+@pytest.mark.slow
 def test_as_written_every_layer_is_hit_alike() -> None:
     outcome = run({"measure": "layers", "task": TASKS["wikitext"], "tau": 0.8})
     rates = {row["hit_rate_as_written"] for row in outcome.rows}
