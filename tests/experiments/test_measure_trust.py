@@ -8,7 +8,7 @@ import pytest
 from experiments.measures import trust
 from experiments.measures.base import Outcome
 from experiments.metrics.frontier import curves, of_curve
-from experiments.replay.rehearsal import Rehearsal, freeze, grow, risks_about
+from experiments.replay.rehearsal import Frozen, Rehearsal, grow
 from experiments.report.plots import PLOTS
 from experiments.runs.grid import make_experiment
 from experiments.runs.read import Run
@@ -65,8 +65,7 @@ def test_a_replay_of_frozen_sources_equals_serving(rehearsal: Rehearsal) -> None
     held = {record.key for record in inside.records(rehearsal.cache) if record.is_pinned}
     sources = [case for case in rehearsal.observed[:LEARN] if case.row.key in held]
     rehearsal.calibrated.fitter.restart(sources)
-    risks = risks_about(rehearsal.calibrated, sources, rehearsal.observed[LEARN:])
-    again, found = freeze(risks, held, rehearsal.observed[LEARN:], limit)
+    again, found = Frozen(rehearsal.calibrated, sources, rehearsal.observed[LEARN:]).serve(limit)
     assert again.tolist() == served
     assert rehearsal.answers_from(LEARN, found) == answers
 

@@ -1,6 +1,9 @@
 """A conversation: answers are those of plain generation, turns are remembered when they are whole."""
 
-from collections.abc import Iterator
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 import transformers as tf
@@ -9,12 +12,14 @@ from llmcache import LLMCache
 from llmcache.errors import RequestError
 from llmcache.generation import Sampling, generate
 from llmcache.generation.chat import Chat
-from tests.generation.test_prompt_cache import CHAT, TEMPLATE, WORDS, word_tokenizer
+from tests.generation.test_prompt_cache import TEMPLATE, WORDS, word_tokenizer
 from tests.tiny_models import build
 
-N_NEW = 6
-GREEDY = Sampling(max_new_tokens=N_NEW, stop_ids=())
+GREEDY = Sampling(max_new_tokens=6, stop_ids=())
 LONG = " ".join(f"w{i % 6 + 1}" for i in range(40))
+SYSTEM = {"role": "system", "content": "hello there"}
+
+Begin = Callable[..., Chat]
 
 
 @pytest.fixture(scope="module")
@@ -25,9 +30,15 @@ def tokenizer() -> tf.PreTrainedTokenizerFast:
 
 
 @pytest.fixture
-def model(tokenizer: tf.PreTrainedTokenizerFast) -> Iterator[tf.GPT2LMHeadModel]:
+def model(tokenizer: tf.PreTrainedTokenizerFast) -> Any:
     shape = {"vocab_size": len(tokenizer), "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 160}
-    yield build(lambda: tf.GPT2LMHeadModel(tf.GPT2Config(**shape)))
+    return build(lambda: tf.GPT2LMHeadModel(tf.GPT2Config(**shape)))
+
+
+@pytest.fixture
+def begin(model: Any, tokenizer: tf.PreTrainedTokenizerFast) -> Begin:
+    """Begins conversations with greedy answers."""
+    return partial(Chat, model, tokenizer, GREEDY)
 
 
 def read(chat: Chat, text: str) -> str:
@@ -38,33 +49,30 @@ def read(chat: Chat, text: str) -> str:
 
 
 def test_an_answer_is_what_the_model_generates_from_the_whole_conversation(
-    model: tf.GPT2LMHeadModel, tokenizer: tf.PreTrainedTokenizerFast
+    begin: Begin, model: Any, tokenizer: tf.PreTrainedTokenizerFast
 ) -> None:
-    chat = Chat(model, tokenizer, GREEDY, system="hello there")
-    asked = [*CHAT]
+    chat = begin(system=SYSTEM["content"])
     for text in ("how are you", "w1 w2"):
         asked = [*chat.history, {"role": "user", "content": text}]
         ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False, return_tensors="pt")
         expected = tokenizer.decode(generate(model, ids, GREEDY).tokens, skip_special_tokens=True)
         assert read(chat, text) == expected
-    assert [message["role"] for message in chat.history] == ["system", "user", "assistant", "user", "assistant"]
-    assert chat.history[0]["content"] == "hello there"
+        assert chat.history == (*asked, {"role": "assistant", "content": expected})
+    assert chat.history[0] == SYSTEM and len(chat.history) == 5
 
 
-def test_without_a_template_the_conversation_is_one_text(model: tf.GPT2LMHeadModel) -> None:
+def test_without_a_template_the_conversation_is_one_text(model: Any) -> None:
     chat, plain = Chat(model, word_tokenizer(WORDS), GREEDY, system="hello"), word_tokenizer(WORDS)
     ids = plain("hello\nhow are", return_tensors="pt")["input_ids"]
     assert read(chat, "how are") == plain.decode(generate(model, ids, GREEDY).tokens, skip_special_tokens=True)
 
 
-def test_later_turns_are_served_from_the_prefix_and_say_the_same(
-    model: tf.GPT2LMHeadModel, tokenizer: tf.PreTrainedTokenizerFast
-) -> None:
+def test_later_turns_are_served_from_the_prefix_and_say_the_same(begin: Begin, model: Any) -> None:
     questions = [LONG, "how are you", "w3"]
-    own = Chat(model, tokenizer, GREEDY)
+    own = begin()
     expected = [read(own, text) for text in questions]
     with LLMCache.wrap(model, auto_bypass=False):
-        chat, turns = Chat(model, tokenizer, GREEDY), []
+        chat, turns = begin(), []
         for text in questions:
             answer = "".join(chat.ask(text))
             turns.append(chat.turn())
@@ -75,26 +83,20 @@ def test_later_turns_are_served_from_the_prefix_and_say_the_same(
     assert all(turn.generation.n_prompt == len(turn.prompt.ids) and turn.encode_s > 0 for turn in turns)
 
 
-def test_a_question_that_is_asked_again_is_known(
-    model: tf.GPT2LMHeadModel, tokenizer: tf.PreTrainedTokenizerFast
-) -> None:
-    chat, known = Chat(model, tokenizer, GREEDY), []
-    for _ in range(2):
+def test_a_question_that_is_asked_again_is_known(begin: Begin) -> None:
+    chat = begin()
+    for is_known in (False, True):
         chat.clear()
         list(chat.ask("how are you"))
-        known.append(chat.turn().prompt.is_hit)
-    assert known == [False, True]
+        assert chat.turn().prompt.is_hit == is_known
     assert len(chat.prompts) == 1
 
 
-def test_an_answer_that_was_not_read_to_its_end_is_forgotten(
-    model: tf.GPT2LMHeadModel, tokenizer: tf.PreTrainedTokenizerFast
-) -> None:
-    chat = Chat(model, tokenizer, GREEDY)
+def test_an_answer_that_was_not_read_to_its_end_is_forgotten(begin: Begin) -> None:
+    chat = begin()
     whole = read(chat, "how are you")
     chat.clear()
-    answer = chat.ask("how are you")
-    begun = next(answer)
+    begun = next(chat.ask("how are you"))
     turn = chat.turn()
     assert turn.text == begun and whole.startswith(begun) and begun != whole
     assert turn.generation.stopped_by is None and not chat.history
@@ -103,7 +105,7 @@ def test_an_answer_that_was_not_read_to_its_end_is_forgotten(
     assert read(chat, "how are you") == whole
 
 
-def test_pieces_never_end_within_a_character(model: tf.GPT2LMHeadModel) -> None:
+def test_pieces_never_end_within_a_character(model: Any) -> None:
     class Bytes:
         """A tokenizer of bytes, of which two make each letter."""
 
@@ -122,33 +124,28 @@ def test_pieces_never_end_within_a_character(model: tf.GPT2LMHeadModel) -> None:
         def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
             return "é" * (len(ids) // 2) + "\ufffd" * (len(ids) % 2)
 
-    pieces = list(Chat(model, Bytes(), Sampling(max_new_tokens=5, stop_ids=())).ask("x"))
+    pieces = list(Chat(model, Bytes(), replace(GREEDY, max_new_tokens=5)).ask("x"))
     assert pieces == ["é", "é", "\ufffd"]  # the last one is all there is
 
 
-def test_a_history_without_room_is_refused_or_cut(
-    model: tf.GPT2LMHeadModel, tokenizer: tf.PreTrainedTokenizerFast
-) -> None:
+def test_a_history_without_room_is_refused_or_cut(begin: Begin, model: Any) -> None:
     too_long = " ".join([LONG] * 4)
     with pytest.raises(RequestError, match="of which the model can take 154 here"):
-        Chat(model, tokenizer, GREEDY).ask(too_long)
-    chat = Chat(model, tokenizer, GREEDY, truncate="left")
+        begin().ask(too_long)
+    chat = begin(truncate="left")
     assert read(chat, too_long)
-    assert chat._history[0]["content"] == too_long
+    assert chat.history[0]["content"] == too_long
     with pytest.raises(RequestError, match="max_new_tokens=160: the model's context has 160 tokens"):
-        Chat(model, tokenizer, Sampling(max_new_tokens=160))
+        Chat(model, word_tokenizer(WORDS), Sampling(max_new_tokens=160))
 
 
-def test_the_oldest_turns_are_forgotten_and_the_system_is_not(
-    model: tf.GPT2LMHeadModel, tokenizer: tf.PreTrainedTokenizerFast
-) -> None:
+def test_the_oldest_turns_are_forgotten_and_the_system_is_not(begin: Begin, model: Any) -> None:
     with LLMCache.wrap(model, auto_bypass=False):
-        chat = Chat(model, tokenizer, GREEDY, system="hello there", truncate="left")
-        turns = []
+        chat, turns = begin(system=SYSTEM["content"], truncate="left"), []
         for number in range(12):
             "".join(chat.ask(f"w{number % 6 + 1} " * 20))
             turns.append(chat.turn())
-            assert chat.history[0] == {"role": "system", "content": "hello there"}
+            assert chat.history[0] == SYSTEM
             assert [message["role"] for message in chat.history[1:]] == ["user", "assistant"] * (len(chat.history) // 2)
     forgotten = [turn.n_forgotten for turn in turns]
     assert sum(forgotten) > 0 and not any(turn.prompt.n_dropped for turn in turns)
@@ -156,10 +153,8 @@ def test_the_oldest_turns_are_forgotten_and_the_system_is_not(
     assert later and all(turn.generation.rung == "prefix" for turn in later)  # they begin as the turn before did
 
 
-def test_what_is_not_answered_makes_nothing_forgotten(
-    model: tf.GPT2LMHeadModel, tokenizer: tf.PreTrainedTokenizerFast
-) -> None:
-    chat = Chat(model, tokenizer, GREEDY, system="hello there", truncate="left")
+def test_what_is_not_answered_makes_nothing_forgotten(begin: Begin) -> None:
+    chat = begin(system=SYSTEM["content"], truncate="left")
     for number in range(4):
         read(chat, f"w{number + 1} " * 20)
     before = chat.history
@@ -172,12 +167,10 @@ def test_what_is_not_answered_makes_nothing_forgotten(
     assert len(chat.history) < len(before) + 2
 
 
-def test_a_conversation_cannot_be_changed_from_outside(
-    model: tf.GPT2LMHeadModel, tokenizer: tf.PreTrainedTokenizerFast
-) -> None:
-    chat = Chat(model, tokenizer, GREEDY, system="hello there")
+def test_a_conversation_cannot_be_changed_from_outside(begin: Begin) -> None:
+    chat = begin(system=SYSTEM["content"])
     chat.history[0]["content"] = "w1"  # type: ignore[index]
-    assert chat.history[0]["content"] == "hello there"
+    assert chat.history[0] == SYSTEM
     answer = chat.ask("how are you")
     chat.clear()
     assert "".join(answer)
@@ -187,9 +180,9 @@ def test_a_conversation_cannot_be_changed_from_outside(
         chat.ask(5)  # type: ignore[arg-type]
 
 
-def test_seeded_answers_come_again(model: tf.GPT2LMHeadModel, tokenizer: tf.PreTrainedTokenizerFast) -> None:
-    drawn = Sampling(do_sample=True, temperature=5.0, seed=3, max_new_tokens=N_NEW, stop_ids=())
-    answers = {read(Chat(model, tokenizer, drawn), "how are you") for _ in range(3)}
-    assert len(answers) == 1
-    other = Sampling(do_sample=True, temperature=5.0, seed=4, max_new_tokens=N_NEW, stop_ids=())
-    assert read(Chat(model, tokenizer, other), "how are you") not in answers
+def test_seeded_answers_come_again(model: Any, tokenizer: tf.PreTrainedTokenizerFast) -> None:
+    def answer(seed: int) -> str:
+        drawn = replace(GREEDY, do_sample=True, temperature=5.0, seed=seed)
+        return read(Chat(model, tokenizer, drawn), "how are you")
+
+    assert answer(3) == answer(3) != answer(4)

@@ -1,5 +1,6 @@
 """What a generation tells: tokens, log-probabilities, times, bytes of K/V, and why it ended."""
 
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -25,8 +26,9 @@ from llmcache.generation import (
 )
 from tests.tiny_models import GENERATORS, STRANGE_GENERATORS, build, tokens
 
-MODELS = {**{name: GENERATORS[name] for name in ("gpt2", "llama")}, **STRANGE_GENERATORS}
-DECODERS = {name: make for name, make in MODELS.items() if name not in ("marian", "mbart")}
+GREEDY = Sampling(max_new_tokens=10, stop_ids=())
+DRAWN = replace(GREEDY, do_sample=True, temperature=5.0)
+IDS = tokens(1, 8)
 
 
 def wide_heads() -> tf.Qwen3ForCausalLM:
@@ -35,7 +37,19 @@ def wide_heads() -> tf.Qwen3ForCausalLM:
     return tf.Qwen3ForCausalLM(tf.Qwen3Config(**config))
 
 
-DECODERS["wide heads"] = wide_heads
+DECODERS = {name: GENERATORS[name] for name in ("gpt2", "llama")} | STRANGE_GENERATORS | {"wide heads": wide_heads}
+for encoded in ("marian", "mbart"):
+    del DECODERS[encoded]
+
+
+@pytest.fixture
+def gpt2() -> Any:
+    return build(GENERATORS["gpt2"])
+
+
+@pytest.fixture
+def llama() -> Any:
+    return build(GENERATORS["llama"])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -46,92 +60,81 @@ def test_kv_nbytes_is_what_a_cache_holds(family: str, dtype: torch.dtype) -> Non
     assert kv_nbytes(model.config, 13, dtype.itemsize) == held_nbytes(kv_cache) > 0
 
 
-def test_kv_nbytes_in_numbers() -> None:
+def test_kv_nbytes_in_numbers(gpt2: Any) -> None:
     """Qwen3 of 3 layers with 2 K/V heads, each 8 wide, for 4 query heads."""
     assert kv_nbytes(build(STRANGE_GENERATORS["qwen3"]).config, 10, 4) == 2 * 3 * 2 * 8 * 10 * 4
-    assert kv_nbytes(build(GENERATORS["gpt2"]).config, 10, 2) == 2 * 4 * 4 * 8 * 10 * 2
+    assert kv_nbytes(gpt2.config, 10, 2) == 2 * 4 * 4 * 8 * 10 * 2
 
 
-@pytest.mark.parametrize(("kind", "n_held"), [("dynamic", 12), ("static", 12), ("sliding", 3)])
-def test_a_generation_tells_its_bytes(kind: Any, n_held: int) -> None:
-    """All but the last token are run; a window of 4 is 3 tokens and the one that looks at them."""
-    model = build(STRANGE_GENERATORS["mistral"])
-    got = generate(model, tokens(1, 8), Sampling(max_new_tokens=5, stop_ids=()), cache=kind)
-    # A static layer with a window has room for all of it, whatever is asked.
-    assert got.kv_nbytes == kv_nbytes(model.config, 4 if kind == "static" else n_held, 4)
-    model = build(GENERATORS["llama"])
-    if kind != "sliding":
-        got = generate(model, tokens(1, 8), Sampling(max_new_tokens=5, stop_ids=()), cache=kind)
-        assert got.kv_nbytes == kv_nbytes(model.config, n_held, 4)
+@pytest.mark.parametrize(
+    ("family", "kind", "n_held"),
+    [
+        ("mistral", "dynamic", 12),
+        ("mistral", "static", 4),  # with a window it has room for all of that, whatever is asked
+        ("mistral", "sliding", 3),  # a window of 4 is 3 tokens and the one that looks at them
+        ("llama", "dynamic", 12),
+        ("llama", "static", 12),
+    ],
+)
+def test_a_generation_tells_its_bytes(family: str, kind: Any, n_held: int) -> None:
+    """All but the last token are run."""
+    model = build(DECODERS[family])
+    got = generate(model, IDS, replace(GREEDY, max_new_tokens=5), cache=kind)
+    assert got.kv_nbytes == kv_nbytes(model.config, n_held, 4)
 
 
-def test_stop_ids() -> None:
-    model, ids = build(GENERATORS["gpt2"]), tokens(1, 8)
-    whole = generate(model, ids, Sampling(max_new_tokens=10, stop_ids=()))
+def test_stop_ids(gpt2: Any) -> None:
+    whole = generate(gpt2, IDS, GREEDY)
     assert (len(whole.tokens), whole.stopped_by) == (10, "length")
     stop = whole.tokens[4]
     n_tokens = whole.tokens.index(stop) + 1
-    cut = generate(model, ids, Sampling(max_new_tokens=10, stop_ids=[1, stop]))
+    cut = generate(gpt2, IDS, replace(GREEDY, stop_ids=[1, stop]))
     assert (cut.tokens, cut.stopped_by) == (whole.tokens[:n_tokens], "stop")
-    model.generation_config.eos_token_id = stop
-    assert generate(model, ids, Sampling(max_new_tokens=10)).tokens == cut.tokens
-    model.generation_config.eos_token_id = [1, stop]
-    assert generate(model, ids, Sampling(max_new_tokens=10)).tokens == cut.tokens
-    model.generation_config.eos_token_id = None
-    assert generate(model, ids, Sampling(max_new_tokens=10)).tokens == whole.tokens
-    at_both = generate(model, ids, Sampling(max_new_tokens=n_tokens, stop_ids=[stop]))
+    for of_config, expected in ((stop, cut), ([1, stop], cut), (None, whole)):
+        gpt2.generation_config.eos_token_id = of_config
+        assert generate(gpt2, IDS, Sampling(max_new_tokens=10)).tokens == expected.tokens
+    at_both = generate(gpt2, IDS, Sampling(max_new_tokens=n_tokens, stop_ids=[stop]))
     assert at_both.stopped_by == "stop"
 
 
-def test_log_probabilities() -> None:
-    model, ids = build(GENERATORS["llama"]), tokens(1, 8)
-    got = generate(model, ids, Sampling(max_new_tokens=6, stop_ids=(), n_logprobs=3))
+def test_log_probabilities(llama: Any) -> None:
+    got = generate(llama, IDS, replace(GREEDY, n_logprobs=3))
     for chosen, logprob, top in zip(got.tokens, got.logprobs, got.top, strict=True):
         assert len(top) == 3
         assert top[0] == (chosen, logprob)  # greedy
         assert top[0][1] >= top[1][1] >= top[2][1]
     with torch.no_grad():
-        first = model(ids).logits[0, -1].log_softmax(-1)
-    torch.testing.assert_close(torch.tensor(got.top[0]), torch.stack([first.topk(3)[1], first.topk(3)[0]], 1))
-    drawn = generate(model, ids, Sampling(do_sample=True, temperature=5.0, top_k=2, stop_ids=(), n_logprobs=4))
-    assert {len(top) for top in drawn.top} == {2}  # the others are impossible
-    assert all(sum(np.exp(logprob) for _, logprob in top) == pytest.approx(1, abs=1e-5) for top in drawn.top)
-    assert all(
-        (chosen, logprob) in top for chosen, logprob, top in zip(drawn.tokens, drawn.logprobs, drawn.top, strict=True)
-    )
+        values, ids = llama(IDS).logits[0, -1].log_softmax(-1).topk(3)
+    torch.testing.assert_close(torch.tensor(got.top[0]), torch.stack([ids, values], 1))
+    drawn = generate(llama, IDS, replace(DRAWN, top_k=2, n_logprobs=4))
+    for chosen, logprob, top in zip(drawn.tokens, drawn.logprobs, drawn.top, strict=True):
+        assert len(top) == 2  # the others are impossible
+        assert sum(np.exp(logprob) for _, logprob in top) == pytest.approx(1, abs=1e-5)
+        assert (chosen, logprob) in top
 
 
-def test_seeds() -> None:
-    model, ids = build(GENERATORS["gpt2"]), tokens(1, 8)
-
+def test_seeds(gpt2: Any) -> None:
     def draw(seed: int) -> tuple[int, ...]:
-        return generate(model, ids, Sampling(do_sample=True, temperature=5.0, seed=seed, stop_ids=())).tokens
+        return generate(gpt2, IDS, replace(DRAWN, seed=seed)).tokens
 
     state = torch.random.get_rng_state()
     assert draw(1) == draw(1) != draw(2)
     assert torch.equal(torch.random.get_rng_state(), state)  # the draw of others is left alone
 
 
-def test_the_prompt_may_change_meanwhile() -> None:
-    model, ids, settings = build(GENERATORS["gpt2"]), tokens(1, 8), Sampling(repetition_penalty=1.5, stop_ids=())
-    expected = generate(model, ids, settings).tokens
-    answer = stream(model, ids, settings)
+def test_the_prompt_may_change_meanwhile_and_gradients_stay_as_they_were(gpt2: Any) -> None:
+    ids, settings = tokens(1, 8), replace(GREEDY, repetition_penalty=1.5)
+    expected = generate(gpt2, ids, settings).tokens
+    answer = stream(gpt2, ids, settings)
     first = next(answer)
+    assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     ids.fill_(7)
     assert (first.id, *(token.id for token in answer)) == expected
 
 
-def test_gradients_stay_as_they_were_between_tokens() -> None:
-    answer = stream(build(GENERATORS["gpt2"]), tokens(1, 8))
-    next(answer)
-    assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-
-
-def test_times_of_a_stream() -> None:
+def test_times_of_a_stream(gpt2: Any) -> None:
     seconds = count(100)
-    answer = stream(
-        build(GENERATORS["gpt2"]), tokens(1, 8), Sampling(max_new_tokens=3, stop_ids=()), clock=lambda: next(seconds)
-    )
+    answer = stream(gpt2, IDS, replace(GREEDY, max_new_tokens=3), clock=lambda: next(seconds))
     assert answer.generation().times is None
     assert [token.time_s for token in answer] == [1, 2, 3]
     times = answer.generation().times
@@ -177,18 +180,16 @@ def test_percentiles_take_enough_values() -> None:
     assert Spread.of([]) is None
 
 
-def test_what_served_a_request() -> None:
-    model = build(GENERATORS["llama"])
-    cache = LLMCache.wrap(model, prefix_block=4, auto_bypass=False)
-    latencies = Latencies()
-    ids = tokens(1, 20)
+def test_what_served_a_request(llama: Any) -> None:
+    cache = LLMCache.wrap(llama, prefix_block=4, auto_bypass=False)
+    latencies, ids = Latencies(), tokens(1, 20)
     longer = torch.cat([ids, tokens(1, 4, seed=1)], dim=1)
     for prompt in (ids, longer, ids):
-        got = generate(model, prompt, Sampling(max_new_tokens=3))
+        got = generate(llama, prompt, Sampling(max_new_tokens=3))
         latencies.add(got.times, got.rung)
     assert {rung: each.n_requests for rung, each in latencies.summary().items()} == {"miss": 1, "prefix": 1, "exact": 1}
     with cache.disabled():
-        got = generate(model, ids)
+        got = generate(llama, ids)
         assert (got.rung, got.outcome.bypassed) == (None, "disabled")
     cache.unwrap()
-    assert generate(model, ids).outcome is None
+    assert generate(llama, ids).outcome is None

@@ -2,6 +2,7 @@
 
 import datetime
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
 from typing import Any
@@ -55,71 +56,90 @@ class Counted:
 
 
 @pytest.fixture
-def tokenizer() -> Counted:
+def tokenizer() -> Any:
     made = word_tokenizer(WORDS)
     made.chat_template = TEMPLATE
-    return Counted(made)
+    return made
 
 
-def plain(tokenizer: Counted, messages: Any = CHAT) -> tuple[int, ...]:
-    ids = tokenizer.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    return tuple(ids)
+@pytest.fixture
+def counted(tokenizer: Any) -> Counted:
+    return Counted(tokenizer)
 
 
-def test_a_chat_comes_to_the_tokens_that_its_template_gives(tokenizer: Counted) -> None:
-    prompts = PromptCache(tokenizer)
-    first, again = prompts.encode(CHAT), prompts.encode([dict(message) for message in CHAT])
+@pytest.fixture
+def prompts(counted: Counted) -> PromptCache:
+    return PromptCache(counted)
+
+
+def plain(tokenizer: Any, messages: Any = CHAT) -> tuple[int, ...]:
+    return tuple(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+
+
+def said(content: Any, **more: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": content, **more}]
+
+
+@pytest.mark.parametrize("kind", [dict, MappingProxyType])
+def test_a_chat_comes_to_the_tokens_that_its_template_gives(
+    prompts: PromptCache, counted: Counted, tokenizer: Any, kind: Callable[..., Any]
+) -> None:
+    first, again = prompts.encode([kind(message) for message in CHAT]), prompts.encode(CHAT)
     assert first.ids == again.ids == plain(tokenizer)
     assert (first.is_hit, again.is_hit) == (False, True)
-    assert tokenizer.asked == {"text": 1, "tokens": 1}
+    assert counted.asked == {"text": 1, "tokens": 1}
 
 
-def test_a_text_gets_special_tokens_and_a_chat_has_its_own(tokenizer: Counted) -> None:
-    prompts = PromptCache(tokenizer)
-    text = tokenizer.tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
-    as_text = prompts.encode(text)
-    assert list(as_text.ids) == tokenizer.tokenizer(text)["input_ids"]
+def test_a_text_gets_special_tokens_and_a_chat_has_its_own(prompts: PromptCache, tokenizer: Any) -> None:
+    text = tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
+    assert list(prompts.encode(text).ids) == tokenizer(text)["input_ids"]
     assert not prompts.encode(CHAT).is_hit  # the same text, but not the same tokens
     assert prompts.encode(text).is_hit
 
 
-def test_other_messages_roles_and_orders_are_other_prompts(tokenizer: Counted) -> None:
-    prompts = PromptCache(tokenizer)
+def test_other_messages_roles_and_orders_are_other_prompts(prompts: PromptCache, tokenizer: Any) -> None:
     chats = [CHAT, CHAT[::-1], CHAT[:1], [{**CHAT[0], "role": "user"}, CHAT[1]]]
     assert [prompts.encode(chat).is_hit for chat in chats] == [False] * 4
     assert [prompts.encode(chat).ids for chat in chats] == [plain(tokenizer, chat) for chat in chats]
     assert len(prompts) == 4
 
 
-def test_another_template_or_more_tokens_make_another_prompt(tokenizer: Counted) -> None:
-    prompts = PromptCache(tokenizer)
+def test_another_template_or_more_tokens_make_another_prompt(prompts: PromptCache, tokenizer: Any) -> None:
     prompts.encode(CHAT)
-    tokenizer.tokenizer.chat_template = TEMPLATE.replace("assistant{%", "{%")
+    tokenizer.chat_template = TEMPLATE.replace("assistant{%", "{%")
     assert prompts.encode(CHAT).ids == plain(tokenizer)
     text = "hello w1 there"
     before = prompts.encode(text)
-    tokenizer.tokenizer.add_tokens(["w1 there"])
+    tokenizer.add_tokens(["w1 there"])
     after = prompts.encode(text)
     assert not after.is_hit and len(after.ids) < len(before.ids)
+    tokenizer.bos_token = "w2"  # becomes special
+    assert not prompts.encode(text).is_hit
 
 
-def test_a_template_that_tells_the_time_is_asked_each_time(tokenizer: Counted) -> None:
-    tokenizer.tokenizer.chat_template = "{{ strftime_now('%Y') and '' }}" + TEMPLATE
-    prompts = PromptCache(tokenizer)
-    assert [prompts.encode(CHAT).is_hit for _ in range(3)] == [False, True, True]
-    assert tokenizer.asked == {"text": 3, "tokens": 1}
+@pytest.mark.parametrize(
+    ("template", "messages"),
+    [("{{ strftime_now('%Y') and '' }}" + TEMPLATE, CHAT)]
+    + [(TEMPLATE, said("w1", told=told)) for told in (datetime.date(2026, 1, 2), b"x", {1: "a", "b": 2})],
+    ids=["tells the time", "a date", "bytes", "names that are numbers"],
+)
+def test_what_has_no_json_or_tells_the_time_is_formatted_each_time(
+    prompts: PromptCache, counted: Counted, tokenizer: Any, template: str, messages: Any
+) -> None:
+    tokenizer.chat_template = template
+    assert [prompts.encode(messages).is_hit for _ in range(3)] == [False, True, True]
+    assert counted.asked == {"text": 3, "tokens": 1}
 
 
-def test_a_long_prompt_loses_its_beginning_or_is_refused(tokenizer: Counted) -> None:
+def test_a_long_prompt_loses_its_beginning_or_is_refused(tokenizer: Any) -> None:
     cut = PromptCache(tokenizer, max_length=4, truncate="left").encode(CHAT)
-    assert cut.ids == plain(tokenizer)[-4:]
-    assert cut.n_dropped == len(plain(tokenizer)) - 4
+    assert (cut.ids, cut.n_dropped) == (plain(tokenizer)[-4:], len(plain(tokenizer)) - 4)
     with pytest.raises(RequestError, match=r"8 tokens, of which the model can take 4 here.*truncate='left'"):
         PromptCache(tokenizer, max_length=4).encode(CHAT)
     assert PromptCache(tokenizer, max_length=8).encode(CHAT).n_dropped == 0
 
 
-def test_what_every_text_begins_with_is_not_cut_off(tokenizer: Counted) -> None:
+def test_what_every_text_begins_with_is_not_cut_off(tokenizer: Any) -> None:
     whole = PromptCache(tokenizer).encode("w1 w2 w3").ids
     cut = PromptCache(tokenizer, max_length=len(whole) - 1, truncate="left").encode("w1 w2 w3")
     assert (cut.ids, cut.n_dropped) == ((whole[0], *whole[2:]), 1)
@@ -127,14 +147,7 @@ def test_what_every_text_begins_with_is_not_cut_off(tokenizer: Counted) -> None:
     assert least.ids == whole[-1:]
 
 
-def test_a_token_that_becomes_special_later_counts(tokenizer: Counted) -> None:
-    prompts = PromptCache(tokenizer)
-    prompts.encode("w1")
-    tokenizer.tokenizer.bos_token = "w2"
-    assert not prompts.encode("w1").is_hit
-
-
-def test_the_prompt_used_longest_ago_leaves(tokenizer: Counted) -> None:
+def test_the_prompt_used_longest_ago_leaves(tokenizer: Any) -> None:
     prompts = PromptCache(tokenizer, max_entries=2)
     for text in ("w1", "w2", "w1", "w3"):
         prompts.encode(text)
@@ -144,34 +157,31 @@ def test_the_prompt_used_longest_ago_leaves(tokenizer: Counted) -> None:
     assert len(prompts) == 0
 
 
-def test_what_cannot_be_a_prompt_is_refused(tokenizer: Counted) -> None:
-    tokenizer.tokenizer.chat_template = None
-    with pytest.raises(RequestError, match="no chat template: give the prompt as one text"):
-        PromptCache(tokenizer).encode(CHAT)
-    bare = word_tokenizer(WORDS, has_specials=False)
-    with pytest.raises(RequestError, match="empty"):
-        PromptCache(bare).encode("")
-    with pytest.raises(RequestError, match="no valid text: character 1"):
-        PromptCache(bare).encode("a\udcff")
-
-
-@pytest.mark.parametrize("wrong", [[], 5, ["w1"], None])
-def test_what_is_neither_text_nor_messages_is_refused(tokenizer: Counted, wrong: Any) -> None:
-    with pytest.raises(RequestError, match="give a text, or messages"):
-        PromptCache(tokenizer).encode(wrong)
+ENDLESS: list[Any] = []
+ENDLESS.append(ENDLESS)
 
 
 @pytest.mark.parametrize(
-    ("template", "told"), [("{{ raise_exception('no system here') }}", "no system here"), ("{% if %}", "Expected")]
+    ("template", "prompt", "told"),
+    [
+        (None, CHAT, "no chat template: give the prompt as one text"),
+        (TEMPLATE, "", "empty"),
+        (TEMPLATE, "a\udcff", "no valid text: character 1"),
+        *((TEMPLATE, wrong, "give a text, or messages") for wrong in ([], 5, ["w1"], None)),
+        ("{{ raise_exception('no system here') }}", CHAT, "template does not take these messages: .*no system here"),
+        ("{% if %}", CHAT, "chat template does not take these messages: .*Expected"),
+        (TEMPLATE, said("w1", more=ENDLESS), "chat template does not take these messages"),  # transformers walks them
+    ],
 )
-def test_a_template_that_refuses_is_told(tokenizer: Counted, template: str, told: str) -> None:
-    tokenizer.tokenizer.chat_template = template
-    with pytest.raises(RequestError, match=f"chat template does not take these messages: .*{told}"):
-        PromptCache(tokenizer).encode(CHAT)
+def test_what_cannot_be_a_prompt_is_refused(template: str | None, prompt: Any, told: str) -> None:
+    bare = word_tokenizer(WORDS, has_specials=False)
+    bare.chat_template = template
+    with pytest.raises(RequestError, match=told):
+        PromptCache(bare).encode(prompt)
 
 
 @pytest.mark.parametrize("wrong", [{"max_length": 0}, {"max_length": "5"}, {"max_entries": 0}, {"truncate": "right"}])
-def test_settings_out_of_range_are_refused(tokenizer: Counted, wrong: dict[str, Any]) -> None:
+def test_settings_out_of_range_are_refused(tokenizer: Any, wrong: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match="at least 1"):
         PromptCache(tokenizer, **wrong)
 
@@ -183,21 +193,13 @@ def test_tokenizers_that_differ_have_other_digests() -> None:
     assert tokenizer_digest(one) != tokenizer_digest(word_tokenizer(WORDS))
 
 
-def test_many_threads_get_the_same_tokens(tokenizer: Counted) -> None:
+def test_many_threads_get_the_same_tokens(tokenizer: Any) -> None:
     prompts = PromptCache(tokenizer, max_entries=3)
     texts = [f"hello w{1 + i % 6}" for i in range(200)]
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda text: prompts.encode(text).ids, texts))
-    assert found == [tuple(tokenizer.tokenizer(text)["input_ids"]) for text in texts]
+    assert found == [tuple(tokenizer(text)["input_ids"]) for text in texts]
     assert len(prompts) == 3
-
-
-@pytest.mark.parametrize("told", [datetime.date(2026, 1, 2), b"x", {1: "a", "b": 2}])
-def test_messages_that_have_no_json_are_formatted_each_time(tokenizer: Counted, told: Any) -> None:
-    prompts = PromptCache(tokenizer)
-    messages = [{"role": "user", "content": "w1", "told": told}]
-    assert [prompts.encode(messages).is_hit for _ in range(2)] == [False, True]
-    assert tokenizer.asked == {"text": 2, "tokens": 1}
 
 
 class Masked(str):
@@ -218,10 +220,9 @@ class Masked(str):
         return hash("w1")
 
 
-def test_a_text_is_known_by_its_characters_whatever_its_class_says(tokenizer: Counted) -> None:
-    prompts = PromptCache(tokenizer)
+def test_a_text_is_known_by_its_characters_whatever_its_class_says(prompts: PromptCache, tokenizer: Any) -> None:
     for text in ("w1", Masked("w1"), Masked("w2 w3"), "w2 w3"):
-        assert list(prompts.encode(text).ids) == tokenizer.tokenizer(str.__str__(text))["input_ids"]
+        assert list(prompts.encode(text).ids) == tokenizer(str.__str__(text))["input_ids"]
     assert len(prompts) == 2
 
 
@@ -230,34 +231,16 @@ def test_a_text_is_known_by_its_characters_whatever_its_class_says(tokenizer: Co
 )
 @pytest.mark.parametrize("turn", [1, -1])
 def test_contents_that_a_template_tells_apart_are_other_prompts(
-    tokenizer: Counted, pair: tuple[Any, Any], turn: int
+    prompts: PromptCache, tokenizer: Any, pair: tuple[Any, Any], turn: int
 ) -> None:
-    tokenizer.tokenizer.chat_template = "{% for m in messages %}{{ m['content'] ~ '' }}{% endfor %}"
-    prompts = PromptCache(tokenizer)
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] ~ '' }}{% endfor %}"
     for content in pair[::turn]:
-        messages = [{"role": "user", "content": content}]
-        text = tokenizer.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        assert prompts._formatted(messages) == text
+        text = tokenizer.apply_chat_template(said(content), tokenize=False, add_generation_prompt=True)
+        assert prompts._formatted(said(content)) == text
 
 
-def test_a_template_that_shows_fields_in_order_is_asked_for_each_order(tokenizer: Counted) -> None:
-    tokenizer.tokenizer.chat_template = "{% for m in messages %}{{ m.values() | join(' ') }} {% endfor %}"
-    prompts = PromptCache(tokenizer)
-    one = {"role": "user", "content": "w1"}
+def test_a_template_that_shows_fields_in_order_is_asked_for_each_order(prompts: PromptCache, tokenizer: Any) -> None:
+    tokenizer.chat_template = "{% for m in messages %}{{ m.values() | join(' ') }} {% endfor %}"
+    (one,) = said("w1")
     for message in (one, dict(reversed(one.items()))):
         assert prompts.encode([message]).ids == plain(tokenizer, [message])
-
-
-def test_messages_that_hold_themselves_are_the_templates_trouble(tokenizer: Counted) -> None:
-    endless: list[Any] = []
-    endless.append(endless)
-    prompts = PromptCache(tokenizer)
-    messages = [{"role": "user", "content": "w1", "more": endless}]
-    with pytest.raises(RequestError, match="chat template does not take these messages"):  # transformers walks them
-        prompts.encode(messages)
-
-
-def test_messages_of_any_mapping(tokenizer: Counted) -> None:
-    prompts = PromptCache(tokenizer)
-    assert prompts.encode([MappingProxyType(one) for one in CHAT]).ids == prompts.encode(CHAT).ids
-    assert tokenizer.asked == {"text": 1, "tokens": 1}

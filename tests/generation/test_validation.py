@@ -14,18 +14,26 @@ from llmcache.generation import Sampling, decode_step, generate, prefill, stream
 from tests.tiny_models import BARE, CLASSIFIERS, GENERATORS, STRANGE_GENERATORS, TOKEN_HEADS, VOCABULARY, build, tokens
 
 CONTEXT = 64  # of the tiny models
+IDS = tokens(1, 8)
 
 
 @pytest.fixture(params=["gpt2", "llama"])
 def model(request: pytest.FixtureRequest) -> nn.Module:
     """A model whose forward must not be reached."""
     model = build(GENERATORS[request.param])
-
-    def reached(*_: Any, **__: Any) -> None:
-        raise AssertionError("the model was run")
-
-    model.register_forward_pre_hook(reached)
+    model.register_forward_pre_hook(lambda *_: pytest.fail("the model was run"))
     return model
+
+
+@pytest.fixture
+def llama() -> Any:
+    return build(GENERATORS["llama"])
+
+
+@pytest.fixture
+def windowed() -> Any:
+    """A model with a window of 4."""
+    return build(STRANGE_GENERATORS["mistral"])
 
 
 @pytest.mark.parametrize(
@@ -62,11 +70,11 @@ def test_settings(settings: dict[str, Any], told: str) -> None:
 @pytest.mark.parametrize(
     ("ids", "told"),
     [
-        (torch.zeros(1, 0, dtype=torch.int64), r"the prompt is empty \(shape \(1, 0\)\): give a token at least.*\(1\)"),
-        (torch.zeros(0, 4, dtype=torch.int64), "the prompt is empty"),
-        (tokens(1, 8)[0], r"ids: the shape is \(8,\); give \(1, T\)"),
-        (tokens(1, 8).float(), r"int64 \(got torch.float32\)"),
-        (tokens(1, 8) > 5, r"got torch.bool"),
+        (IDS[:, :0], r"the prompt is empty \(shape \(1, 0\)\): give a token at least.*\(1\)"),
+        (IDS[:0], "the prompt is empty"),
+        (IDS[0], r"ids: the shape is \(8,\); give \(1, T\)"),
+        (IDS.float(), r"int64 \(got torch.float32\)"),
+        (IDS > 5, r"got torch.bool"),
         ([[5, 6]], r"int64 \(got list\)"),
         (torch.tensor([[5, VOCABULARY]]), "ids: 96 is not in the vocabulary, 0 to 95"),
         (torch.tensor([[5, -1]]), "ids: -1 is not in the vocabulary"),
@@ -78,19 +86,6 @@ def test_prompts(model: nn.Module, ids: Any, told: str) -> None:
         with pytest.raises(RequestError, match=told):
             refused()
     assert issubclass(RequestError, ValueError)
-
-
-def test_prompts_that_leave_no_room_for_an_answer(model: nn.Module) -> None:
-    with pytest.raises(RequestError, match=r"60 tokens and max_new_tokens=5 exceed .* 64: 4 new ones fit"):
-        generate(model, tokens(1, 60), Sampling(max_new_tokens=5))
-    stream(model, tokens(1, 60), Sampling(max_new_tokens=4))
-
-
-def test_a_static_cache_that_is_too_small(model: nn.Module) -> None:
-    with pytest.raises(RequestError, match=r"room for 7 tokens and holds 0, so 8 more .* max_length=8 or more"):
-        prefill(model, tokens(1, 8), cache="static", max_length=7)
-    with pytest.raises(RequestError, match="max_length=11 or more"):  # the last of 4 is not run
-        stream(model, tokens(1, 8), Sampling(max_new_tokens=4), cache="static", max_length=10)
 
 
 @pytest.mark.parametrize(
@@ -106,19 +101,25 @@ def test_a_static_cache_that_is_too_small(model: nn.Module) -> None:
 def test_kinds_of_cache(model: nn.Module, more: dict[str, Any], told: str) -> None:
     for refused in (prefill, generate):
         with pytest.raises(ConfigError, match=told):
-            refused(model, tokens(1, 8), **more)
+            refused(model, IDS, **more)
 
 
 def test_what_does_not_suit_a_generation(model: nn.Module) -> None:
-    ids = tokens(1, 8)
+    stream(model, tokens(1, 60), Sampling(max_new_tokens=4))
+    with pytest.raises(RequestError, match=r"60 tokens and max_new_tokens=5 exceed .* 64: 4 new ones fit"):
+        generate(model, tokens(1, 60), Sampling(max_new_tokens=5))
+    with pytest.raises(RequestError, match=r"room for 7 tokens and holds 0, so 8 more .* max_length=8 or more"):
+        prefill(model, IDS, cache="static", max_length=7)
+    with pytest.raises(RequestError, match="max_length=11 or more"):  # the last of 4 is not run
+        stream(model, IDS, Sampling(max_new_tokens=4), cache="static", max_length=10)
     with pytest.raises(RequestError, match="2 rows; one request at a time"):
         generate(model, tokens(2, 8))
     with pytest.raises(ConfigError, match="stop_ids: 96 is not in the vocabulary"):
-        generate(model, ids, Sampling(stop_ids=[3, 96]))
+        generate(model, IDS, Sampling(stop_ids=[3, 96]))
     with pytest.raises(ConfigError, match="n_logprobs=97: the vocabulary has 96"):
-        generate(model, ids, Sampling(n_logprobs=97))
+        generate(model, IDS, Sampling(n_logprobs=97))
     with pytest.raises(RequestError, match=r"training mode: call model.eval\(\)"):
-        generate(model.train(), ids)
+        generate(model.train(), IDS)
 
 
 @pytest.mark.parametrize(
@@ -136,35 +137,32 @@ def test_masks(model: nn.Module, mask: Any, told: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static", "sliding"])
-def test_padding_that_would_fill_a_window(kind: Any) -> None:
+def test_padding_that_would_fill_a_window(windowed: Any, kind: Any) -> None:
     """Whatever keeps the K/V: the model masks columns, not tokens."""
-    model = build(STRANGE_GENERATORS["mistral"])
-    for mask in ([[1] * 8, [1] * 7 + [0]], [[1] * 8, [1, 0] + [1] * 6]):
+    for row in ([1] * 7 + [0], [1, 0] + [1] * 6):
         with pytest.raises(RequestError, match="pad on the left"):
-            prefill(model, tokens(2, 8), attention_mask=torch.tensor(mask), cache=kind)
+            prefill(windowed, tokens(2, 8), attention_mask=torch.tensor([[1] * 8, row]), cache=kind)
 
 
-def test_a_static_cache_shorter_than_the_window() -> None:
+def test_a_static_cache_shorter_than_the_window(windowed: Any) -> None:
     """It would roll before the window is full, and forget what the next token sees."""
-    model = build(STRANGE_GENERATORS["mistral"])  # a window of 4
-    _, kv_cache = prefill(model, tokens(1, 3), cache="static", max_length=3)
+    _, kv_cache = prefill(windowed, IDS[:, :3], cache="static", max_length=3)
     with pytest.raises(RequestError, match="room for 3 tokens and holds 3"):
-        decode_step(model, tokens(1, 1)[0], kv_cache)
-    _, kv_cache = prefill(model, tokens(1, 3), cache="static", max_length=4)
-    for new in tokens(1, 8)[0]:
-        decode_step(model, new[None], kv_cache)
+        decode_step(windowed, IDS[0, :1], kv_cache)
+    _, kv_cache = prefill(windowed, IDS[:, :3], cache="static", max_length=4)
+    for new in IDS[0]:
+        decode_step(windowed, new[None], kv_cache)
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
-def test_steps(kind: Any) -> None:
-    model = build(GENERATORS["llama"])
+def test_steps(llama: Any, kind: Any) -> None:
     length = None if kind == "dynamic" else CONTEXT
-    _, kv_cache = prefill(model, tokens(2, CONTEXT - 1), cache=kind, max_length=length)
+    _, kv_cache = prefill(llama, tokens(2, CONTEXT - 1), cache=kind, max_length=length)
     step, mask = tokens(2, 1)[:, 0], torch.ones(2, CONTEXT, dtype=torch.int64)
 
     def refused(told: str, last: Tensor, mask: Tensor | None = None, kv: Any = kv_cache) -> None:
         with pytest.raises(RequestError, match=told):
-            decode_step(model, last, kv, mask)
+            decode_step(llama, last, kv, mask)
 
     refused("last: 96 is not in the vocabulary", torch.tensor([5, 96]))
     refused(r"last: the shape is \(2, 1\); give \(B,\)", step[:, None])
@@ -172,30 +170,28 @@ def test_steps(kind: Any) -> None:
     refused(r"the shape is \(2, 63\); give \(2, 64\)", step, mask[:, 1:])
     refused("its last column stands for `last`", step, mask.index_fill(1, torch.tensor([CONTEXT - 1]), 0))
     refused(r"run the prompt with prefill\(\) first", step, kv=DynamicCache())
-    refused(r"run the prompt with prefill\(\) first", step, kv=StaticCache(config=model.config, max_cache_len=8))
+    refused(r"run the prompt with prefill\(\) first", step, kv=StaticCache(config=llama.config, max_cache_len=8))
     assert int(kv_cache.get_seq_length()) == CONTEXT - 1
-    decode_step(model, step, kv_cache, mask)
+    decode_step(llama, step, kv_cache, mask)
     refused("65 tokens exceed the model's context of 64", step)
 
 
-def test_a_step_after_padding_needs_its_mask() -> None:
-    model = build(GENERATORS["llama"])
+def test_a_step_after_padding_needs_its_mask(llama: Any) -> None:
     step, padded = tokens(2, 1)[:, 0], torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
-    _, kv_cache = prefill(model, tokens(2, 4), attention_mask=padded)
+    _, kv_cache = prefill(llama, tokens(2, 4), attention_mask=padded)
     with pytest.raises(RequestError, match=r"the prompts had padding.* give \(2, 5\)"):
-        decode_step(model, step, kv_cache)
-    decode_step(model, step, kv_cache, torch.cat([padded, torch.ones_like(padded[:, :1])], dim=1))
-    _, kv_cache = prefill(model, tokens(2, 4), attention_mask=torch.ones_like(padded))
-    decode_step(model, step, kv_cache)
+        decode_step(llama, step, kv_cache)
+    decode_step(llama, step, kv_cache, torch.cat([padded, torch.ones_like(padded[:, :1])], dim=1))
+    _, kv_cache = prefill(llama, tokens(2, 4), attention_mask=torch.ones_like(padded))
+    decode_step(llama, step, kv_cache)
 
 
-def test_a_step_beyond_a_static_cache() -> None:
-    model = build(GENERATORS["gpt2"])
-    _, kv_cache = prefill(model, tokens(1, 8), cache="static", max_length=9)
-    decode_step(model, tokens(1, 1)[0], kv_cache)
+def test_a_step_beyond_a_static_cache(llama: Any) -> None:
+    _, kv_cache = prefill(llama, IDS, cache="static", max_length=9)
+    decode_step(llama, IDS[0, :1], kv_cache)
     before = kv_cache.layers[0].keys.clone()
     with pytest.raises(RequestError, match="room for 9 tokens and holds 9, so 1 more"):
-        decode_step(model, tokens(1, 1)[0], kv_cache)
+        decode_step(llama, IDS[0, :1], kv_cache)
     assert torch.equal(kv_cache.layers[0].keys, before)
 
 
@@ -206,27 +202,23 @@ def test_a_step_beyond_a_static_cache() -> None:
 )
 def test_models_that_generate_nothing(make: Callable[[], nn.Module]) -> None:
     with pytest.raises(UnsupportedModelError, match="give a causal language model"):
-        prefill(build(make), tokens(1, 8))
+        prefill(build(make), IDS)
 
 
-def test_a_cache_is_not_its_model() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"LLMCache cannot .*cache\.model"):
-        generate(LLMCache.wrap(build(GENERATORS["llama"])), tokens(1, 8))
-
-
-def test_a_model_that_keeps_its_kv_to_itself() -> None:
-    model = build(GENERATORS["llama"])
-    forward = model.forward
-    model.forward = lambda past_key_values, **inputs: forward(**inputs)
+def test_a_cache_and_a_model_that_keeps_its_kv_to_itself(llama: Any) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"LLMCache cannot .*cache\.model"), LLMCache.wrap(llama) as cache:
+        generate(cache, IDS)
+    forward = llama.forward
+    llama.forward = lambda past_key_values, **inputs: forward(**inputs)
     with pytest.raises(UnsupportedModelError, match="put K/V of 0 tokens into its cache, for a prompt of 8"):
-        prefill(model, tokens(1, 8))
+        prefill(llama, IDS)
 
 
 @pytest.mark.parametrize("do_sample", [True, False])
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
 def test_logits_that_are_not_finite(broken: float, do_sample: bool) -> None:
-    model = build(GENERATORS["gpt2"])
-    answer = stream(model, tokens(1, 8), Sampling(do_sample=do_sample, stop_ids=()))
+    model: Any = build(GENERATORS["gpt2"])
+    answer = stream(model, IDS, Sampling(do_sample=do_sample, stop_ids=()))
     next(answer)
     model.lm_head.weight.data[7, 0] = broken
     with pytest.raises(RequestError, match="not finite"):

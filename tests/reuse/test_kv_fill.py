@@ -8,17 +8,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, LlamaConfig, StaticCache
+from transformers import LlamaConfig
 
 from llmcache.reuse.prefix.kv_fill import empty, fill, join
+from tests.reuse.prompts import CACHES
 
 CONFIG = LlamaConfig(num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, hidden_size=8)
-CACHES: dict[str, Callable[[], Any]] = {
-    "layers made as they are used": DynamicCache,
-    "layers made ahead": lambda: DynamicCache(config=CONFIG),
-    "room made ahead": lambda: StaticCache(config=CONFIG, max_cache_len=9),
-}
-GROWING = list(CACHES)[:2]
+GROWING = ("dynamic", "made ahead")
+
+of_each_kind = pytest.mark.parametrize("kind", [*GROWING, "static"])
 
 
 def numbers(n_columns: int, seed: int) -> Tensor:
@@ -32,23 +30,23 @@ VALUES = [-piece for piece in PIECES]
 
 def filled(kind: str) -> Any:
     """A cache of which both layers were filled with seven columns."""
-    kv_cache = CACHES[kind]()
+    kv_cache = CACHES[kind](CONFIG)
     for number in range(2):
         fill(kv_cache, number, PIECES, VALUES)
     return kv_cache
 
 
-@pytest.mark.parametrize("kind", CACHES)
+@of_each_kind
 def test_the_model_goes_on_from_what_was_filled(kind: str) -> None:
-    kv_cache = filled(kind)
+    kv_cache, before = filled(kind), PIECES
     assert kv_cache.get_seq_length() == 7
-    for n_before in (7, 8):  # the second one goes the layer's own way
-        new = numbers(1, seed=n_before)
+    for seed in (7, 8):  # the second one goes the layer's own way
+        new = numbers(1, seed)
+        before = [*before, new]
         for number in range(2):
-            before = join(PIECES) if n_before == 7 else join([*PIECES, numbers(1, seed=7)])
             keys, values = kv_cache.update(new, -new, number)
-            assert torch.equal(keys[:, :, : n_before + 1], join([before, new]))
-            assert torch.equal(values[:, :, : n_before + 1], join([-before, -new]))
+            assert torch.equal(keys[:, :, : seed + 1], join(before))
+            assert torch.equal(values[:, :, : seed + 1], -join(before))
             assert "update" not in vars(kv_cache.layers[number])
     assert kv_cache.get_seq_length() == 9
 
@@ -58,9 +56,10 @@ def test_nothing_is_copied_before_the_model_brings_its_columns(kind: str) -> Non
     for layer in filled(kind).layers:
         assert layer.keys.shape == layer.values.shape == (1, 2, 7, 4)
         assert layer.keys.untyped_storage().nbytes() == layer.keys.itemsize
+    assert join(PIECES[:1]) is PIECES[0]
 
 
-@pytest.mark.parametrize("kind", CACHES)
+@of_each_kind
 def test_an_emptied_cache_begins_anew(kind: str) -> None:
     kv_cache = filled(kind)
     kv_cache.update(numbers(1, seed=7), numbers(1, seed=8), 0)  # a call that failed in the second layer
@@ -74,13 +73,9 @@ def test_an_emptied_cache_begins_anew(kind: str) -> None:
     assert kv_cache.get_seq_length() == 2
 
 
-def test_one_piece_is_not_copied() -> None:
-    assert join(PIECES[:1]) is PIECES[0]
-
-
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda kv_cache: pickle.loads(pickle.dumps(kv_cache))])
 def test_a_copy_goes_its_own_way(duplicate: Callable[[Any], Any]) -> None:
-    kv_cache = filled("layers made ahead")
+    kv_cache = filled("made ahead")
     twin = duplicate(kv_cache)
     for each, seed in ((twin, 5), (kv_cache, 6)):
         new = numbers(1, seed)
@@ -90,7 +85,7 @@ def test_a_copy_goes_its_own_way(duplicate: Callable[[Any], Any]) -> None:
 
 
 def test_an_update_of_somebody_else_stays_and_sees_all_columns() -> None:
-    kv_cache, seen = CACHES["layers made ahead"](), []
+    kv_cache, seen = CACHES["made ahead"](CONFIG), []
     layer = kv_cache.layers[0]
     update = layer.update
 
