@@ -39,45 +39,28 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Where each public name lives. Imported on first use: `import llmcache` alone must not pay for torch.
-_HOME = {
-    "Adapter": "models.adapters",
-    "AuditStats": "stats",
-    "BankFileError": "errors",
-    "CODECS": "banks.compression",
-    "CacheConfig": "config",
-    "Calibration": "calibration.calibration",
-    "CalibrationError": "errors",
-    "Codec": "banks.compression",
-    "ConfigError": "errors",
-    "DECISIONS": "matching",
-    "Decision": "matching",
-    "Entry": "banks.stores",
-    "Evidence": "matching",
-    "FINGERPRINTS": "fingerprint",
-    "Fingerprint": "fingerprint",
-    "INDEXES": "matching.index",
-    "Index": "matching.index",
-    "LLMCache": "cache",
-    "LLMCacheError": "errors",
-    "Metric": "calibration.risk_target",
-    "Outcome": "request.outcome",
-    "POLICIES": "policies",
-    "Policy": "policies",
-    "RUNGS": "reuse",
-    "RequestError": "errors",
-    "Reuse": "reuse",
-    "Rung": "reuse",
-    "STORES": "banks.stores",
-    "Stats": "stats",
-    "Store": "banks.stores",
-    "StoreError": "errors",
-    "UnsafeReuseError": "errors",
-    "UnsupportedModelError": "errors",
-    "View": "fingerprint",
-    "WrapError": "errors",
-    "register_adapter": "models.adapters",
+# Where public names live. Imported on first use: `import llmcache` alone must not pay for torch.
+_NAMES = {
+    "banks.compression": ("CODECS", "Codec"),
+    "banks.stores": ("STORES", "Entry", "Store"),
+    "cache": ("LLMCache",),
+    "calibration.calibration": ("Calibration",),
+    "calibration.risk_target": ("Metric",),
+    "config": ("CacheConfig",),
+    "errors": (
+        *("BankFileError", "CalibrationError", "ConfigError", "LLMCacheError", "RequestError", "StoreError"),
+        *("UnsafeReuseError", "UnsupportedModelError", "WrapError"),
+    ),
+    "fingerprint": ("FINGERPRINTS", "Fingerprint", "View"),
+    "matching": ("DECISIONS", "Decision", "Evidence"),
+    "matching.index": ("INDEXES", "Index"),
+    "models.adapters": ("Adapter", "register_adapter"),
+    "policies": ("POLICIES", "Policy"),
+    "request.outcome": ("Outcome",),
+    "reuse": ("RUNGS", "Reuse", "Rung"),
+    "stats": ("AuditStats", "Stats"),
 }
+_HOME = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
     "CODECS",

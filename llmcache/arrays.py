@@ -23,14 +23,10 @@ def below(prefix: str, named: Mapping[str, _T]) -> dict[str, _T]:
 
 
 def product(a: Floats, b: Floats) -> Floats:
-    """`a @ b` on the threads of torch.
+    """`a @ b`, (N, K) by (K, M) or (K,), on the threads of torch.
 
     NumPy's BLAS has threads of its own, even for one row, and they spin for a while after each product: on two cores
     the layers that run next then take up to three times as long. For what is computed while requests are served.
-
-    Args:
-        a: (N, K).
-        b: (K, M) or (K,).
     """
     made = np.empty((len(a), *b.shape[1:]), np.float32)
     # Autocast leaves operations alone that are told where their result goes.

@@ -1,14 +1,15 @@
 """From settings and a model to the parts that serve its calls; what does not fit together is refused here."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from llmcache.audit.audit import Audit, Compute
-from llmcache.audit.recompute import Origin, RecomputeQueue
+from llmcache.audit.audit import Audit
+from llmcache.audit.recompute import RecomputeQueue
+from llmcache.audit.recomputer import Compute, Recomputer
 from llmcache.banks.bank import Bank
 from llmcache.banks.cache_banks import CacheBanks
 from llmcache.banks.compression import CODECS, Codec
@@ -16,7 +17,6 @@ from llmcache.banks.stores import STORES
 from llmcache.calibration.calibrated_reuse import CalibratedReuse
 from llmcache.calibration.observer import Observer
 from llmcache.calibration.requirements import check_settings, check_student, refuse_unsafe
-from llmcache.calibration.risk_target import RiskTarget
 from llmcache.calibration.training import CalibrationFitter
 from llmcache.config import CacheConfig
 from llmcache.errors import ConfigError, UnsupportedModelError
@@ -48,26 +48,8 @@ from llmcache.reuse.semantic import Fixed, Semantic
 def assemble(
     model: nn.Module, config: CacheConfig, tokenizer: Any = None, answer_of: Reading = read_logits
 ) -> Components:
-    """Build the parts that the settings and the model ask for.
-
-    Args:
-        model: As given to `wrap`.
-        config: Settings.
-        tokenizer: Tells the content gate what tokens stand for.
-        answer_of: Finds the answer in what the model returned.
-
-    Raises:
-        ConfigError: A setting is wrong, or does not suit the model.
-        UnsafeReuseError: `tau` with a head that answers token by token.
-        UnsupportedModelError: The layers were not found, or the size of the vocabulary is not told.
-    """
-    trunk = locate(model, config.adapter)
-    vocabulary_size(trunk)  # each call reads tokens by it
-    head = find_head(model, trunk.adapter.family)
-    if config.tau is not None:
-        refuse_unsafe(f"tau={config.tau}", head, config)
-    payload = _choose_payload(trunk, head, config)
-    _refuse_shared(trunk, payload)
+    """Build the parts that the settings and the model ask for; what does not suit is refused."""
+    trunk, head, payload = _inspect(model, config)
     layers = _choose_layers(trunk, payload, config)
     codec: Codec = config.compression.build(CODECS)
     # Built in any case, so that a wrong name is told now and not at the first request that needs it.
@@ -75,73 +57,59 @@ def assemble(
     config.index_component.build(INDEXES, 8)
     searched_by = None if config.tau is None else fingerprint
     is_exact = config.serves_exact and codec.is_lossless(next(trunk.module.parameters()).dtype)
-    serves_entries = is_exact or bool(config.rungs) or config.tau is not None or config.learn is not None
     prefix = _make_blocks(trunk, payload, config, lambda: banks.spent)
     # Entries are needed where something else may read them, or was named to keep them.
     is_plain = not config.rungs and (config.store.name, config.compression.name) == ("memory", "none")
     is_in_blocks = prefix is not None and is_exact and is_plain and layers[-1] == trunk.depth - 1
-    bank_bytes = max(1, config.max_bytes // len(layers) // (1 if prefix is None else 2))
-    banks = CacheBanks(
-        {layer: _make_bank(trunk, config, bank_bytes) for layer in layers},
-        lambda: config.compression.build(CODECS),
-        searched_by,
-        lambda dim: config.index_component.build(INDEXES, dim),
-        by_length=not payload.fits_any_length,
-        by_layer=config.mode == "paper",
-        make_way=prefix.make_way if prefix is not None else lambda: None,
-    )
-    observer = None
+    banks = _make_banks(trunk, payload, config, layers, searched_by, prefix)
     decision: Decision = config.decide_component.build(DECISIONS)
+    observer = None
     if config.tau is not None and decision.reads_answers:
         observer = Observer(banks, find_answers(config.answer, head, model), answer_of)
     gate = _make_gate(trunk, config, tokenizer)
     chooser = NeighbourChooser(banks, decision, None if observer is None else observer.answers, gate)
     rungs = _choose_rungs(banks, trunk, config, is_exact, chooser)
-    if not serves_entries and prefix is None:
+    if not rungs and config.learn is None and prefix is None:
         raise ConfigError(
             f"no rung is left: exact={config.serves_exact}, tau={config.tau}, compression={config.compression.name!r} "
             "(lossless rungs do not serve states that compression changed); set tau, or compression 'none'"
         )
-    reads_attention = searched_by is not None and searched_by.reads_attention
-    attention = first_attention(trunk) if reads_attention else None
-    per_layer = config.fingerprint_per_layer
-    weights = Weights(trunk.module)
     parts = Components(
         trunk,
         head,
         payload,
         banks,
         rungs,
-        searched_by,
-        per_layer,
-        attention,
-        weights,
-        gate,
-        prefix,
-        is_in_blocks,
-        observer,
+        fingerprint=searched_by,
+        is_per_layer=config.fingerprint_per_layer,
+        attention=first_attention(trunk) if searched_by is not None and searched_by.reads_attention else None,
+        weights=Weights(trunk.module),
+        gate=gate,
+        prefix=prefix,
+        is_in_blocks=is_in_blocks,
+        observer=observer,
     )
     if config.auto_bypass and config.mode != "paper":  # which is the reference, and measured as written
         parts.cost = CostModel(trunk.depth, PATIENCE if config.tau is None else PATIENCE_OF_TAU)
     return parts
 
 
+def _inspect(model: nn.Module, config: CacheConfig) -> tuple[Trunk, Head, Payload]:
+    """What is hooked, what reads its output, and what of a state is kept for that."""
+    trunk = locate(model, config.adapter)
+    vocabulary_size(trunk)  # each call reads tokens by it
+    head = find_head(model, trunk.adapter.family)
+    if config.tau is not None:
+        refuse_unsafe(f"tau={config.tau}", head, config)
+    payload = _choose_payload(trunk, head, config)
+    _refuse_shared(trunk, payload)
+    return trunk, head, payload
+
+
 def make_calibrated(
     parts: Components, model: nn.Module, config: CacheConfig, answer_of: Reading, compute: Compute
 ) -> Calibrated:
-    """Build what calibrates a cache.
-
-    Args:
-        parts: To which it will be added.
-        model: As given to `wrap`.
-        config: Settings.
-        answer_of: Finds the answer in what the model returned.
-        compute: Runs the wrapped model in a namespace, on tokenised inputs.
-
-    Raises:
-        ConfigError: A setting is wrong, or does not suit the model.
-        UnsafeReuseError: The head answers token by token.
-    """
+    """Build what calibrates a cache; `compute` runs the wrapped model in a namespace, on tokenised inputs."""
     check_settings(parts.head, config)
     names = _names(model)
     if config.audit and names is not None and "input_ids" not in names:
@@ -160,33 +128,22 @@ def make_calibrated(
     decision: Decision = config.decide_component.build(DECISIONS)
     chooser = NeighbourChooser(parts.banks, decision, answers, parts.gate)
     head = Weights(model, without=parts.trunk.module)
-    risk_target = RiskTarget(config.max_drop, config.delta, "changed", config.sources, 0)
     fitter = CalibrationFitter(parts.banks, fingerprint, tokens, chooser, answers)
 
-    def origin() -> Origin:
-        """What decides the model's answers now."""
-        return Origin(parts.weights.digest(), head.digest(), parts.trunk.attention)
-
-    is_watched = config.audit > 0
-    calibrated = CalibratedReuse(
-        parts.banks, fitter, chooser, answers, head, parts.counters, config.learn, risk_target, is_watched
-    )
+    calibrated = CalibratedReuse(fitter, head, parts.counters, config)
     observer = Observer(parts.banks, answers, answer_of, head)
-    audit = Audit(
+    recomputer = Recomputer(
         parts.banks,
+        parts.trunk,
+        parts.weights,
         fingerprint,
         calibrated,
         observer,
-        parts.weights,
         parts.counters,
         compute,
         RecomputeQueue(getattr(parts.trunk.config, "pad_token_id", None) or 0, names),
-        origin,
-        config.audit,
-        config.recalibrate,
-        config.audit_in_background,
-        config.audit_share,
     )
+    audit = Audit(recomputer, config)
     observer.learner = audit
     attention = first_attention(parts.trunk) if fingerprint.reads_attention else None
     return Calibrated(fingerprint, attention, observer, calibrated, audit)
@@ -200,7 +157,6 @@ def _names(model: nn.Module) -> set[str] | None:
 
 
 def _make_gate(trunk: Trunk, config: CacheConfig, tokenizer: Any) -> ContentGate | None:
-    """The content gate, where it is asked for."""
     if config.gate is False:
         return None
     if tokenizer is None:
@@ -213,11 +169,7 @@ def _make_gate(trunk: Trunk, config: CacheConfig, tokenizer: Any) -> ContentGate
 
 
 def make_fingerprint(config: CacheConfig) -> Fingerprint:
-    """The fingerprint that the settings name.
-
-    Raises:
-        ConfigError: Its options are wrong, or it could never be fitted, or does not suit the mode.
-    """
+    """The fingerprint that the settings name, unless it could never be fitted, or does not suit the mode."""
     fingerprint: Fingerprint = config.fingerprint_component.build(FINGERPRINTS)
     if config.max_entries is not None and config.max_entries < fingerprint.n_fit:
         raise ConfigError(
@@ -256,11 +208,7 @@ def _choose_payload(trunk: Trunk, head: Head, config: CacheConfig) -> Payload:
 
 
 def _refuse_shared(trunk: Trunk, payload: Payload) -> None:
-    """Refuse decoders that run one layer several times: it writes the K/V of all times to one place.
-
-    Raises:
-        UnsupportedModelError: The trunk is such a one, and its K/V would be stored.
-    """
+    """Refuse decoders that run one layer several times: it writes the K/V of all times to one place."""
     if len(set(trunk.layers)) < trunk.depth and trunk.makes_kv and not payload.fits_any_length:
         raise UnsupportedModelError(
             f"{type(trunk.module).__name__}: one layer is run at several places, so its K/V cannot be told apart; "
@@ -269,7 +217,6 @@ def _refuse_shared(trunk: Trunk, payload: Payload) -> None:
 
 
 def _choose_layers(trunk: Trunk, payload: Payload, config: CacheConfig) -> list[int]:
-    """Stored layers, first to last."""
     last = trunk.depth - 1
     if config.layers == "all" or (config.layers == "auto" and config.mode == "paper" and not payload.fits_any_length):
         chosen = list(range(trunk.depth))
@@ -288,13 +235,33 @@ def _choose_layers(trunk: Trunk, payload: Payload, config: CacheConfig) -> list[
 
 
 def _device(trunk: Trunk, config: CacheConfig) -> torch.device:
-    """Where states are kept."""
     return device_of(trunk.module) if config.device == "model" else torch.device("cpu")
 
 
-def _make_bank(trunk: Trunk, config: CacheConfig, max_bytes: int) -> Bank:
-    policy = config.policy.build(POLICIES)
-    return Bank(config.store.build(STORES, _device(trunk, config)), policy, max_bytes, config.max_entries)
+def _make_banks(
+    trunk: Trunk,
+    payload: Payload,
+    config: CacheConfig,
+    layers: Sequence[int],
+    fingerprint: Fingerprint | None,
+    prefix: BlockPool | None,
+) -> CacheBanks:
+    """Where entries are kept: each layer gets an equal share of the budget, or of half of it beside prefixes."""
+    max_bytes = max(1, config.max_bytes // len(layers) // (1 if prefix is None else 2))
+
+    def make_bank() -> Bank:
+        policy = config.policy.build(POLICIES)
+        return Bank(config.store.build(STORES, _device(trunk, config)), policy, max_bytes, config.max_entries)
+
+    return CacheBanks(
+        {layer: make_bank() for layer in layers},
+        lambda: config.compression.build(CODECS),
+        fingerprint,
+        lambda dim: config.index_component.build(INDEXES, dim),
+        by_length=not payload.fits_any_length,
+        by_layer=config.mode == "paper",
+        make_way=prefix.make_way if prefix is not None else lambda: None,
+    )
 
 
 def _make_blocks(trunk: Trunk, payload: Payload, config: CacheConfig, spent: Callable[[], int]) -> BlockPool | None:

@@ -38,14 +38,7 @@ class LLMCache:
     def __init__(
         self, model: nn.Module, config: CacheConfig, tokenizer: Any = None, answer_of: Reading = read_logits
     ) -> None:
-        """Use `wrap` or `load`.
-
-        Args:
-            model: Wrapped at once.
-            config: Checked settings.
-            tokenizer: Names the special tokens.
-            answer_of: Finds the answer in what the model returned.
-        """
+        """Use `wrap` or `load`."""
         self.model = model
         self.config = config
         self._tokenizer = tokenizer
@@ -249,11 +242,9 @@ class LLMCache:
         return 0 if self._components.audit is None else self._components.audit.drain()
 
     def __enter__(self) -> Self:
-        """Return the cache."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Unwrap."""
         self.unwrap()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -315,7 +306,6 @@ class LLMCache:
             yield self
 
     def __repr__(self) -> str:
-        """Model, payload and rungs."""
         names = [rung.name for rung in self._components.rungs]
         rungs = "+".join(names if self._components.prefix is None else [*names, "prefix"])
         return f"LLMCache({type(self.model).__name__}, payload={self._components.payload.name!r}, rungs={rungs!r})"

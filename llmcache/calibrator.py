@@ -2,7 +2,8 @@
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,76 +25,46 @@ from llmcache.request.observation import Observation
 from llmcache.request.variables import setting
 
 
+@dataclass(eq=False)
 class Calibrator:
-    """Of one cache. One thread at a time calibrates or observes; the others wait."""
+    """Of one cache. One thread at a time calibrates or observes; the others wait. Nothing is hooked before `start`."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        config: CacheConfig,
-        parts: Components,
-        flow: Flow,
-        installed: Installed,
-        tokenizer: Any,
-        answer_of: Reading,
-    ) -> None:
-        """Prepare; nothing is hooked before `start`.
-
-        Args:
-            model: Wrapped.
-            config: Settings.
-            parts: What calls are served with; what learns is added to them.
-            flow: Is told what the model puts out.
-            installed: What hangs on the model.
-            tokenizer: Of requests that are texts; None if there are none.
-            answer_of: Finds the answer in what the model returned.
-        """
-        self._model = model
-        self._config = config
-        self._components = parts
-        self._flow = flow
-        self._installed = installed
-        self._tokenizer = tokenizer
-        self._answer_of = answer_of
-        self._lock = threading.RLock()  # requests that are given may be made by observing others
+    model: nn.Module
+    config: CacheConfig
+    components: Components  # what learns is added to them
+    flow: Flow  # is told what the model puts out
+    installed: Installed
+    tokenizer: Any  # of requests that are texts
+    answer_of: Reading  # finds the answer in what the model returned
+    # Reentrant: requests that are given may be made by observing others.
+    _lock: AbstractContextManager[Any] = field(init=False, default_factory=threading.RLock)
 
     def start(self) -> None:
-        """Do what the first call needs: hear the answers that decisions compare, or begin to learn.
-
-        Raises:
-            ConfigError: A setting is wrong, or does not suit the model.
-            UnsafeReuseError: It is to learn, and the head answers token by token.
-        """
-        if self._components.observer is not None:
-            self._watch(self._components.observer)
-        if self._config.learn is not None:
+        if self.components.observer is not None:
+            self._watch(self.components.observer)
+        if self.config.learn is not None:
             self.begin()
 
     def begin(self) -> None:
-        """Make the cache ready to be calibrated, unless it is: hook what it must hear of the model, then rely on that.
-
-        Raises:
-            ConfigError: A setting is wrong, or rules out a calibration.
-            UnsafeReuseError: The head answers token by token.
-        """
-        if self._components.calibrated is not None:
+        """Make the cache ready to be calibrated, unless it is: hook what it must hear of the model."""
+        if self.components.calibrated is not None:
             return
-        calibrated = make_calibrated(self._components, self._model, self._config, self._answer_of, self._compute_in)
+        calibrated = make_calibrated(self.components, self.model, self.config, self.answer_of, self._compute_in)
         self._watch(calibrated.observer)
         if calibrated.attention is not None:
-            self._installed.add(listen(calibrated.attention, self._flow))
-        calibrated.add_to(self._components)
+            self.installed.add(listen(calibrated.attention, self.flow))
+        calibrated.add_to(self.components)
 
     def calibrate(self, requests: Requests, labels: Sequence[Any] | None, risk_target: RiskTarget) -> Calibration:
         """Compute requests, learn from part of them, and choose what may be reused; see `LLMCache.calibrate`."""
         with self._lock:
             calibrated, observer = self._learners()
             calibrated.end()
-            if self._components.cost is not None:
-                self._components.cost.restart()  # what was seen so far does not hold of what can be served afterwards
-            inputs = list(tokenised(requests, self._tokenizer, self._components.trunk))
+            if self.components.cost is not None:
+                self.components.cost.restart()  # what was seen so far does not hold of what can be served afterwards
+            inputs = list(tokenised(requests, self.tokenizer, self.components.trunk))
             n = sum(map(n_rows, inputs))
-            told = numbered(labels, n, self._model)
+            told = numbered(labels, n, self.model)
             check_size(n, risk_target.max_drop, risk_target.delta, risk_target.metric)
             # What the first answer can tell is not told after minutes of computing the others.
             observed = collect(self._compute, observer, inputs[:1], is_learned_from=True)
@@ -102,37 +73,34 @@ class Calibrator:
             return calibrated.calibrate(_labelled(observed, told), risk_target)
 
     def observe(self, requests: Requests, labels: Sequence[Any] | None) -> list[Observation]:
-        """Compute requests, and keep all that a calibration looks at; see `LLMCache.observe`."""
         with self._lock:
             observer = self._learners()[1]
-            inputs = tokenised(requests, self._tokenizer, self._components.trunk)
+            inputs = tokenised(requests, self.tokenizer, self.components.trunk)
             observed = collect(self._compute, observer, inputs, is_learned_from=True)
-            return _labelled(observed, numbered(labels, len(observed), self._model))
+            return _labelled(observed, numbered(labels, len(observed), self.model))
 
     def _learners(self) -> tuple[CalibratedReuse, Observer]:
-        """Who learns from requests, and who sees them."""
-        if self._installed.is_empty:
+        if self.installed.is_empty:
             raise WrapError("this cache was unwrapped: wrap the model again, and calibrate that cache")
         self.begin()
-        assert self._components.calibrated is not None and self._components.observer is not None
-        return self._components.calibrated, self._components.observer
+        assert self.components.calibrated is not None and self.components.observer is not None
+        return self.components.calibrated, self.components.observer
 
     def _compute(self, inputs: Mapping[str, Any]) -> Any:
         """Call the model with tokenised inputs, which sentence-transformers takes in one argument."""
         with torch.inference_mode():
-            if self._components.head.name == "sentence embedding":
-                return self._model(dict(inputs))
-            return self._model(**inputs)
+            if self.components.head.name == "sentence embedding":
+                return self.model(dict(inputs))
+            return self.model(**inputs)
 
     def _compute_in(self, namespace: str, inputs: Mapping[str, Any]) -> Any:
-        """The same in a namespace."""
-        with setting(self._flow.namespace, namespace):
+        with setting(self.flow.namespace, namespace):
             return self._compute(inputs)
 
     def _watch(self, observer: Observer) -> None:
         """See what the whole model puts out, where answers are read from that."""
         if not observer.answers.reads_payload:
-            self._installed.add(watch(self._model, self._flow, self._components.trunk).remove)
+            self.installed.add(watch(self.model, self.flow, self.components.trunk).remove)
 
 
 def _labelled(observed: Sequence[Observation], labels: Sequence[Any]) -> list[Observation]:
@@ -147,11 +115,7 @@ def make_claim(
     sources: Sources | None,
     seed: int,
 ) -> RiskTarget:
-    """What a calibration is to show; what is None is as in the settings.
-
-    Raises:
-        ConfigError: A value is wrong, or the metric needs labels, which there are none of when it is to be renewed.
-    """
+    """What a calibration is to show; what is None is as in the settings."""
     risk_target = RiskTarget(
         config.max_drop if max_drop is None else max_drop,
         config.delta if delta is None else delta,

@@ -261,7 +261,6 @@ class CacheConfig(BaseModel):
 
 
 def _values(tau: float | Mapping[int, float] | None) -> list[float]:
-    """All thresholds that a `tau` setting names."""
     if tau is None:
         return []
     return list(tau.values()) if isinstance(tau, Mapping) else [tau]
@@ -278,12 +277,7 @@ def _as_mapping(source: CacheConfig | Mapping[str, Any] | str | Path | None) -> 
 
 
 def explain(error: ValidationError, known: list[str]) -> str:
-    """Say what is wrong with settings: key, value and fix of each problem, in one line.
-
-    Args:
-        error: What pydantic found.
-        known: Keys that are accepted at the top.
-    """
+    """Say what is wrong with settings: key, value and fix of each problem, in one line."""
     lines = []
     for problem in error.errors():
         key = ".".join(str(part) for part in problem["loc"]) or "settings"
@@ -301,7 +295,6 @@ def explain(error: ValidationError, known: list[str]) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A value as Python writes it, cut where it is long or deep."""
     short = reprlib.Repr()
     short.maxlevel, short.maxdict, short.maxstring, short.maxlong, short.maxother = 4, 12, 200, 60, 200
     return short.repr(value)

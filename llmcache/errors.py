@@ -1,15 +1,4 @@
-"""Every error this library raises on purpose.
-
-LLMCacheError
-├── ConfigError (ValueError)        a setting: names the key, the value and the fix
-│   └── UnsafeReuseError            approximate reuse asked for on a head that reads single tokens
-├── RequestError (ValueError)       a prompt that cannot be generated from: names the value and the cure
-├── CalibrationError (ValueError)   the requests cannot carry the claim, or the metric failed
-├── UnsupportedModelError (TypeError)   no layer list of a known shape in the model
-├── WrapError (RuntimeError)        wrapped twice, or copied while wrapped
-├── StoreError (RuntimeError)       a store is broken; the cache computes instead
-└── BankFileError (ValueError)      a saved cache is incomplete or belongs to other weights
-"""
+"""Every error this library raises on purpose; each says what was wrong, and what to do about it."""
 
 
 class LLMCacheError(Exception):

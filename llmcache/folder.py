@@ -42,12 +42,7 @@ def is_data_name(name: str) -> bool:
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file in UTF-8.
-
-    Raises:
-        OSError: It cannot be read.
-        ValueError: It is none, or is nested too deeply.
-    """
+    """The content of a JSON file in UTF-8; `ValueError` where it is none, or is nested too deeply."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except RecursionError as error:
@@ -56,12 +51,7 @@ def read_json(path: Path) -> Any:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Make the folder if needed; within, nobody else saves there, in this process or another.
-
-    Raises:
-        StoreError: Something there is not ours, or another save does not end.
-        OSError: The folder cannot be made or written.
-    """
+    """Make the folder if needed; within, nobody else saves there, in this process or another."""
     from filelock import FileLock, Timeout
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -77,16 +67,10 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def replace(folder: Path, parts: Mapping[str, Mapping[str, Tensor]], describe: Callable[[dict[str, str]], str]) -> None:
-    """Write a version and make it the one that is read; under the lock.
+    """Write a version and make it the one that is read; under the lock. If that fails, the earlier one is whole.
 
-    Args:
-        folder: Holds an earlier version, or none.
-        parts: Tensors of each file by the first part of its name.
-        describe: Makes the manifest of the files' SHA-256 by name.
-
-    Raises:
-        OSError: Writing failed; the earlier version is still whole.
-        SafetensorError: Likewise.
+    `parts` holds tensors of each file by the first part of its name; `describe` makes the manifest of the files'
+    SHA-256.
     """
     _tidy(folder)
     tag = uuid.uuid4().hex[:12]
@@ -109,7 +93,6 @@ def replace(folder: Path, parts: Mapping[str, Mapping[str, Tensor]], describe: C
 
 
 def sha256(path: Path) -> str:
-    """SHA-256 (hex) of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

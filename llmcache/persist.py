@@ -45,35 +45,22 @@ Tensors: TypeAlias = dict[str, dict[str, Tensor]]
 
 
 class Manifest(BaseModel):
-    """What `manifest.json` holds.
-
-    Attributes:
-        format: Version of this layout.
-        written_by: Version of this library.
-        payload: What of a state is kept.
-        config: Settings of the cache.
-        weights: Digest of the trunk's weights.
-        special_ids: Ids that fingerprints leave out; others would make fingerprints of other requests.
-        scopes: Namespace, dtype and attention of each scope; requests name theirs by number.
-        files: SHA-256 of each data file by name.
-        calibration: What approximate reuse rests on, where it was calibrated.
-        quarantined: Requests that serve no others: their namespace by key.
-        examples: Keys of the requests by which a forecast is answered, in their order; None: of each answer the oldest.
-    """
+    """What `manifest.json` holds."""
 
     model_config = ConfigDict(extra="forbid")
 
-    format: int
-    written_by: str = ""
-    payload: str = ""
+    format: int  # version of this layout
+    written_by: str = ""  # version of this library
+    payload: str = ""  # what of a state is kept
     config: dict[str, Any]
-    weights: str
-    special_ids: list[int]
-    scopes: list[tuple[str, str, str]]
-    files: dict[str, str]
+    weights: str  # digest of the trunk's
+    special_ids: list[int]  # that fingerprints leave out; others would make fingerprints of other requests
+    scopes: list[tuple[str, str, str]]  # namespace, dtype and attention; requests name theirs by number
+    files: dict[str, str]  # SHA-256 by name
     calibration: Calibration | None = None
+    #: Requests that serve no others: their namespace by key.
     quarantined: dict[str, str] = Field({}, validation_alias=AliasChoices("quarantined", "struck"))
-    examples: list[str] | None = None
+    examples: list[str] | None = None  # keys of those by which a forecast is answered; None: of each answer the oldest
 
     @field_validator("config")
     @classmethod
@@ -81,39 +68,32 @@ class Manifest(BaseModel):
         return {RENAMED.get(key, key): value for key, value in config.items()}
 
 
-def save(served: Components, config: CacheConfig, tokenizer: Any, folder: str | Path) -> None:
+def save(components: Components, config: CacheConfig, tokenizer: Any, folder: str | Path) -> None:
     """Write a cache. Entries of other weights, which could not be served anyway, are left out.
 
-    Args:
-        served: What to save.
-        config: Settings to save with it.
-        tokenizer: Names the special tokens, which fingerprints leave out; or None.
-        folder: Made if needed. Saves to one folder, from any process, wait for each other.
-
-    Raises:
-        StoreError: Writing failed, the weights cannot be read, or the folder holds something else where the save would
-            go. An earlier save in the folder is still whole.
+    If writing failed, the weights cannot be read, or the folder holds something else where the save would go, it is a
+    `StoreError`, and an earlier save in the folder is still whole.
     """
     from safetensors import SafetensorError
 
     folder = Path(folder)
-    weights = served.weights.digest()
-    if reason := served.weights.unreadable:
+    weights = components.weights.digest()
+    if reason := components.weights.unreadable:
         raise StoreError(f"{folder}: not saved: {CURES[reason]}")
     try:
         with locked(folder):
-            parts, scopes, calibration, examples = _take(served, weights)
+            parts, scopes, calibration, examples = _take(components, weights)
             manifest = Manifest(
                 format=FORMAT,
                 written_by=__version__,
-                payload=served.payload.name,
+                payload=components.payload.name,
                 config=config.model_dump(mode="json", exclude_unset=True),
                 weights=weights,
-                special_ids=list(special_ids(served.trunk, tokenizer)),
+                special_ids=list(special_ids(components.trunk, tokenizer)),
                 scopes=[(scope.namespace, scope.dtype, scope.attention) for scope in scopes],
                 files={},
                 calibration=calibration,
-                quarantined=served.banks.quarantined,
+                quarantined=components.banks.quarantined,
                 examples=examples,
             )
             replace(folder, parts, lambda files: manifest.model_copy(update={"files": files}).model_dump_json(indent=2))
@@ -124,18 +104,7 @@ def save(served: Components, config: CacheConfig, tokenizer: Any, folder: str | 
 def read(folder: str | Path, model: nn.Module, tokenizer: Any) -> tuple[Manifest, Tensors]:
     """Read a save that this model can be served from: one version, whole, also while others save there.
 
-    Args:
-        folder: Where `save` wrote.
-        model: As given to `load`.
-        tokenizer: Names the special tokens now; or None.
-
-    Returns:
-        The manifest, and the tensors of each file by the first part of its name.
-
-    Raises:
-        BankFileError: The folder is incomplete or damaged, or was saved from other weights or special tokens.
-        ConfigError: The model is not of the family that the settings name.
-        UnsupportedModelError: Its layers were not found.
+    Returns the manifest, and the tensors of each file by the first part of its name.
     """
     for _ in range(_TRIES):
         manifest = read_manifest(folder)
@@ -152,11 +121,6 @@ def read(folder: str | Path, model: nn.Module, tokenizer: Any) -> tuple[Manifest
 
 
 def read_manifest(folder: str | Path) -> Manifest:
-    """Read and check the manifest.
-
-    Raises:
-        BankFileError: There is none, or it is not one of ours.
-    """
     path = Path(folder) / MANIFEST
     try:
         found = read_json(path)
@@ -183,17 +147,7 @@ def _check_format(found: Any, path: Path) -> None:
 
 
 def check(manifest: Manifest, trunk: Trunk, tokenizer: Any, folder: str | Path) -> None:
-    """Refuse a save that this model could not be served from.
-
-    Args:
-        manifest: Of `folder`.
-        trunk: Of the model.
-        tokenizer: Names the special tokens now; or None.
-        folder: Named in the error.
-
-    Raises:
-        BankFileError: Saved from other weights, or with other special tokens; or the weights cannot be read.
-    """
+    """Refuse a save that this model could not be served from."""
     watched = Weights(trunk.module)
     weights = watched.digest()
     if reason := watched.unreadable:
@@ -209,52 +163,49 @@ def check(manifest: Manifest, trunk: Trunk, tokenizer: Any, folder: str | Path) 
         raise BankFileError(f"{folder}: saved with other special tokens; give load() the tokenizer that wrap() had")
 
 
-def restore(served: Components, manifest: Manifest, parts: Tensors, folder: str | Path) -> None:
+def restore(components: Components, manifest: Manifest, parts: Tensors, folder: str | Path) -> None:
     """Fill an empty library with what was saved, and serve within the calibration that was saved.
 
-    Args:
-        served: Made with the manifest's settings; can be calibrated if it was.
-        manifest: Of `folder`, checked.
-        parts: Tensors of its files.
-        folder: Named in errors.
-
-    Raises:
-        BankFileError: The files do not fit each other, or the calibration is one of another head, or other parts of
-            states are kept under this model's head.
+    Refused are files that do not fit each other, a calibration of another head, and entries that keep other parts of
+    states than this model's head reads.
     """
-    banks, weights = served.banks, manifest.weights
-    scopes = [Scope(namespace, weights, dtype, attention) for namespace, dtype, attention in manifest.scopes]
     try:
-        learned = {name: tensor.numpy() for name, tensor in parts["requests"].items()}
-        records = list(unpack(parts["requests"], parts["states"], scopes))
-        _check_payload(served, manifest.payload, records, folder)
-        if served.calibrated is not None and manifest.calibration is not None:
-            namespaces = {record.scope.namespace for record in records if record.is_pinned or record.slots}
-            served.calibrated.restore(manifest.calibration, below("trust.", learned), namespaces)
-        if banks.fingerprint is not None:
-            banks.fingerprint.restore(below("fingerprint.", learned))
-        for layer, packer in banks.layer_banks.packers[weights].items():
-            packer.codec.restore(below(f"{layer}/codec/", parts["states"]))
-        for record in records:
-            if record.place is None:
-                banks.adopt(record)
-            elif served.prefix is not None:
-                served.prefix.adopt(record)
-        banks.place(records)
-        if served.calibrated is not None:
-            _present(served.calibrated, manifest.examples, records)
-        for key, namespace in manifest.quarantined.items():
-            banks.quarantine(key, namespace)
+        _fill(components, manifest, parts, folder)
     except BankFileError:
         raise
     except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
         raise BankFileError(f"{folder}: the files do not fit each other: {error!r}") from error
-    made, calibrated = manifest.calibration, served.calibrated
-    if calibrated is not None and made is not None and not calibrated.is_made_for(weights):
+    made, calibrated = manifest.calibration, components.calibrated
+    if calibrated is not None and made is not None and not calibrated.is_made_for(manifest.weights):
         raise BankFileError(
             f"{folder}: calibrated for a head with other weights (digest {made.head[:12]}, this model's has "
             f"{calibrated.head_digest()[:12]}); load the model that it was saved from"
         )
+
+
+def _fill(components: Components, manifest: Manifest, parts: Tensors, folder: str | Path) -> None:
+    banks, weights = components.banks, manifest.weights
+    scopes = [Scope(namespace, weights, dtype, attention) for namespace, dtype, attention in manifest.scopes]
+    learned = {name: tensor.numpy() for name, tensor in parts["requests"].items()}
+    records = list(unpack(parts["requests"], parts["states"], scopes))
+    _check_payload(components, manifest.payload, records, folder)
+    if components.calibrated is not None and manifest.calibration is not None:
+        namespaces = {record.scope.namespace for record in records if record.is_pinned or record.slots}
+        components.calibrated.restore(manifest.calibration, below("trust.", learned), namespaces)
+    if banks.fingerprint is not None:
+        banks.fingerprint.restore(below("fingerprint.", learned))
+    for layer, packer in banks.layer_banks.packers[weights].items():
+        packer.codec.restore(below(f"{layer}/codec/", parts["states"]))
+    for record in records:
+        if record.place is None:
+            banks.adopt(record)
+        elif components.prefix is not None:
+            components.prefix.adopt(record)
+    banks.place(records)
+    if components.calibrated is not None:
+        _present(components.calibrated, manifest.examples, records)
+    for key, namespace in manifest.quarantined.items():
+        banks.quarantine(key, namespace)
 
 
 def _present(calibrated: CalibratedReuse, examples: list[str] | None, records: list[SavedRequest]) -> None:
@@ -264,9 +215,9 @@ def _present(calibrated: CalibratedReuse, examples: list[str] | None, records: l
     calibrated.chooser.present((one.scope, one.key, one.answer) for one in shown)
 
 
-def _check_payload(served: Components, saved: str, records: list[SavedRequest], folder: str | Path) -> None:
+def _check_payload(components: Components, saved: str, records: list[SavedRequest], folder: str | Path) -> None:
     """Refuse entries that keep other rows of a state than this model's head reads; format 4 does not name them."""
-    kept = served.payload
+    kept = components.payload
     sizes = [
         (len(entry.tensors["hidden"]), len(one.ids))
         for one in records
@@ -283,16 +234,13 @@ def _check_payload(served: Components, saved: str, records: list[SavedRequest], 
         )
 
 
-def _take(served: Components, weights: str) -> tuple[Tensors, list[Scope], Calibration | None, list[str] | None]:
+def _take(components: Components, weights: str) -> tuple[Tensors, list[Scope], Calibration | None, list[str] | None]:
     """What is to be written, as it is at one moment: tensors by file, scopes, calibration, keys of examples."""
-    banks = served.banks
-    with (
-        nullcontext() if served.calibrated is None else served.calibrated.held()
-    ):  # no calibration is renewed meanwhile
-        calibrated = (
-            served.calibrated if served.calibrated is not None and served.calibrated.is_made_for(weights) else None
-        )
-        blocks = [] if served.prefix is None else served.prefix.records()
+    banks, calibrated = components.banks, components.calibrated
+    with nullcontext() if calibrated is None else calibrated.held():  # no calibration is renewed meanwhile
+        if calibrated is not None and not calibrated.is_made_for(weights):
+            calibrated = None
+        blocks = [] if components.prefix is None else components.prefix.records()
         records = [record for record in (*banks.records(), *blocks) if record.scope.weights == weights]
         scopes = list(dict.fromkeys(record.scope for record in records))
         parts = {
@@ -305,7 +253,6 @@ def _take(served: Components, weights: str) -> tuple[Tensors, list[Scope], Calib
 
 
 def _pack_learned(banks: CacheBanks, calibrated: CalibratedReuse | None) -> dict[str, Tensor]:
-    """What fingerprint and calibration learned."""
     fingerprint = {} if banks.fingerprint is None else banks.fingerprint.state()
     learned = {f"fingerprint.{name}": array for name, array in fingerprint.items()}
     if calibrated is not None:

@@ -28,7 +28,7 @@ class Registry(dict[str, type[T]], Generic[T]):
         super().__init__(known)
         self.kind = kind
         self._base = base
-        self._given = tuple(given)
+        self.given = tuple(given)
 
     def register(self, name: str, made: type[T]) -> None:
         """Let settings name a class.
@@ -71,7 +71,7 @@ class Registry(dict[str, type[T]], Generic[T]):
                 raise ConfigError(f"{self.kind}: {made.__name__}.{name} must be {should}, as of {base.__name__}")
             if callable(asked) and (wrong := misfit(made, name, list(inspect.signature(asked).parameters)[1:])):
                 raise ConfigError(f"{self.kind}: {made.__name__}.{name}{wrong}, as {base.__name__}.{name} is")
-        if wrong := misfit(made, "", self._given):
+        if wrong := misfit(made, "", self.given):
             raise ConfigError(f"{self.kind}: {made.__name__}{wrong} and its settings")
 
 
@@ -83,13 +83,7 @@ def members_of(base: type) -> list[str]:
 
 
 def misfit(made: type, name: str, passed: Sequence[str]) -> str:
-    """How a method, or without a name the constructor, cannot be called; "" where it can.
-
-    Args:
-        made: The class.
-        name: The method, or "".
-        passed: What it is passed, by position.
-    """
+    """How a method, or without a name the constructor, cannot be called with what is passed; "" where it can."""
     try:
         signature = inspect.signature(getattr(made, name) if name else made)
     except ValueError:  # written in C, without a signature
@@ -115,15 +109,7 @@ class Component(BaseModel):
         return dict(self.model_extra or {})
 
     def build(self, registry: Registry[T], *args: Any) -> T:
-        """Construct the component.
-
-        Args:
-            registry: Of its kind.
-            *args: Positional arguments that the library itself supplies.
-
-        Raises:
-            ConfigError: The name is unknown, or the options do not fit the class: in name, type or value.
-        """
+        """Construct the component, given what the library supplies; options must fit its class in name and type."""
         make, kind = registry.find(self.name), registry.kind
         hints: dict[str, Any] = {}
         with suppress(NameError):  # annotations that are there for type checkers alone

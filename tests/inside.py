@@ -84,6 +84,13 @@ def audit(cache: LLMCache) -> Audit:
     return _made(components(cache).audit)
 
 
+def keep_quiet(cache: LLMCache) -> LLMCache:
+    """Have nothing audited before `drain`."""
+    worker = audit(cache).worker
+    worker._idle_s = worker._patience_s = 1e6
+    return cache
+
+
 def recorder(cache: LLMCache) -> BypassRecorder:
     return _made(components(cache).recorder)
 

@@ -1,4 +1,4 @@
-"""README.md and docs/results.md: figures of tables are those of files in `results/`; prose has settings alone."""
+"""README.md and docs/results.md: figures of tables are those of files in `results/`."""
 
 import json
 import re
@@ -15,31 +15,17 @@ ROOT = Path(__file__).parents[1]
 TEXTS = {page: (ROOT / page).read_text(encoding="utf-8") for page in PAGES}
 RESULTS = ROOT / "results"
 
-#: What the prose may say in numbers with a unit: settings, and sizes of what was asked.
-SETTINGS = {"0.5 %"}
-
 
 @pytest.mark.parametrize("name", TABLES)
 def test_a_table_is_what_the_files_of_results_say(name: str) -> None:
     """After a measurement: python -m experiments.report.pages"""
-    shown = [
-        (page, found[2].rstrip("\n")) for page in PAGES for found in MARK.finditer(TEXTS[page]) if found[1] == name
-    ]
-    assert len(shown) == 1
-    for page, lines in shown:
-        assert lines == lines_of(name, RESULTS, PAGES[page])
+    ((page, lines),) = [(page, found[2]) for page in PAGES for found in MARK.finditer(TEXTS[page]) if found[1] == name]
+    assert lines.rstrip("\n") == lines_of(name, RESULTS, PAGES[page])
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_table_with_figures_has_a_mark(page: str) -> None:
     assert list(figures_without_a_file(TEXTS[page])) == []
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_prose_leaves_figures_to_tables(page: str) -> None:
-    prose = re.sub(r"```.*?```|`[^`]*`|^\|.*$", "", TEXTS[page], flags=re.DOTALL | re.MULTILINE)
-    told = set(re.findall(r"\d[\d.,]* (?:%|ms|s|points|times|MB|GB)(?!\w)", prose))
-    assert told <= SETTINGS
 
 
 def test_the_first_screen_is_short() -> None:

@@ -28,12 +28,6 @@ def test_targets_that_are_named_exist(name: str) -> None:
     assert named <= set(TARGETS)
 
 
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
-def test_links_to_files_lead_somewhere(name: str) -> None:
-    links = re.findall(r"\]\(([^)#\s]+)", (ROOT / name).read_text(encoding="utf-8"))
-    assert [link for link in links if "://" not in link and not (ROOT / link).exists()] == []
-
-
 def test_help_lists_every_target() -> None:
     command = ["make", "--no-print-directory", "help"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)

@@ -1,7 +1,8 @@
 """Imports run one way: each room imports those above it only, in the library and in the experiments."""
 
 import ast
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -47,18 +48,22 @@ EXPERIMENTS = (
     ("report",),
     ("cli",),
 )
+ROWS = {"llmcache": LIBRARY, "experiments": EXPERIMENTS}
 #: What generation may know of the library: it works on models that are wrapped, and on others.
 GENERATION = {"generation", "models", "request", "errors"}
 
 
-def imports(path: Path) -> Iterator[tuple[str, list[str]]]:
+@functools.cache
+def imports(path: Path) -> list[tuple[str, list[str]]]:
     """Modules that a file imports, with the names it takes from them."""
+    found = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            yield node.module or "", [name.name for name in node.names]
+            found.append((node.module or "", [name.name for name in node.names]))
         elif isinstance(node, ast.Import):
-            yield from ((name.name, []) for name in node.names)
+            found += [(name.name, []) for name in node.names]
+    return found
 
 
 def rooms_of(package: str) -> Iterator[tuple[Path, str, str, list[str]]]:
@@ -70,26 +75,25 @@ def rooms_of(package: str) -> Iterator[tuple[Path, str, str, list[str]]]:
                 yield path.relative_to(ROOT), own, module.split(".")[1], names
 
 
-@pytest.mark.parametrize(("package", "rows"), [("llmcache", LIBRARY), ("experiments", EXPERIMENTS)])
-def test_imports_run_one_way(package: str, rows: Sequence[tuple[str, ...]]) -> None:
-    rank = {room: number for number, row in enumerate(rows) for room in row}
+@pytest.mark.parametrize("package", ROWS)
+def test_imports_run_one_way(package: str) -> None:
+    rank = {room: number for number, row in enumerate(ROWS[package]) for room in row}
     for path, own, room, names in rooms_of(package):
         if own != "__init__":
             assert own == room or rank[room] < rank[own], f"{path}: {own} may not import {room} ({', '.join(names)})"
 
 
-@pytest.mark.parametrize(("package", "rows"), [("llmcache", LIBRARY), ("experiments", EXPERIMENTS)])
-def test_every_room_stands_in_the_order(package: str, rows: Sequence[tuple[str, ...]]) -> None:
-    entries = list((ROOT / package).iterdir())
-    found = {
-        path.stem for path in (ROOT / package).iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
-    }
-    assert found - {"__init__"} == {room for row in rows for room in row}
-    packages = [path for path in entries if (path / "__init__.py").exists()]
+@pytest.mark.parametrize("package", ROWS)
+def test_every_room_stands_in_the_order_and_says_what_it_is_for(package: str) -> None:
+    packages = {path.parent for path in (ROOT / package).glob("*/__init__.py")}
+    found = {path.stem for path in [*packages, *(ROOT / package).glob("*.py")]}
+    assert found - {"__init__"} == {room for row in ROWS[package] for room in row}
     assert len(packages) <= 12
+    for init in (ROOT / package).rglob("__init__.py"):
+        assert ast.get_docstring(ast.parse(init.read_text(encoding="utf-8"))), init
 
 
-@pytest.mark.parametrize("package", ["llmcache", "experiments"])
+@pytest.mark.parametrize("package", ROWS)
 def test_no_room_takes_a_private_name_of_another(package: str) -> None:
     taken = [
         (str(path), name)
@@ -107,9 +111,3 @@ def test_the_library_knows_nothing_of_the_experiments() -> None:
 
 def test_generation_stands_on_models_alone() -> None:
     assert {room for path, own, room, _ in rooms_of("llmcache") if own == "generation"} <= GENERATION
-
-
-@pytest.mark.parametrize("package", ["llmcache", "experiments"])
-def test_every_room_says_what_it_is_for(package: str) -> None:
-    for init in (ROOT / package).rglob("__init__.py"):
-        assert ast.get_docstring(ast.parse(init.read_text(encoding="utf-8"))), init

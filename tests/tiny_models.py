@@ -12,30 +12,37 @@ VOCABULARY = 96
 PAD = 0
 
 
+#: Sizes by the names that most families give them; and the ids of special tokens.
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+}
+_SPECIAL: dict[str, Any] = {"pad_token_id": PAD, "bos_token_id": 1, "eos_token_id": 2}
+_SEQ2SEQ: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "d_model": 32,
+    "encoder_layers": 4,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "max_position_embeddings": 64,
+    **_SPECIAL,
+    "forced_eos_token_id": None,
+}
+
+
 def _bert(**more: object) -> tf.BertConfig:
-    return tf.BertConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        intermediate_size=48,
-        max_position_embeddings=64,
-        **more,
-    )
+    return tf.BertConfig(**_SIZES, **more)
 
 
 def _roberta() -> tf.RobertaConfig:
-    return tf.RobertaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        intermediate_size=48,
-        max_position_embeddings=64,
-        pad_token_id=PAD,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
+    return tf.RobertaConfig(**_SIZES, **_SPECIAL)
 
 
 def _distilbert() -> tf.DistilBertConfig:
@@ -45,45 +52,16 @@ def _distilbert() -> tf.DistilBertConfig:
 
 
 def _electra() -> tf.ElectraConfig:
-    return tf.ElectraConfig(
-        vocab_size=VOCABULARY,
-        embedding_size=24,
-        hidden_size=32,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        intermediate_size=48,
-        max_position_embeddings=64,
-    )
+    return tf.ElectraConfig(**_SIZES, embedding_size=24)
 
 
 def _gpt2() -> tf.GPT2Config:
-    return tf.GPT2Config(
-        vocab_size=VOCABULARY,
-        n_embd=32,
-        n_layer=4,
-        n_head=4,
-        n_positions=64,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=PAD,
-    )
+    return tf.GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=4, n_head=4, n_positions=64, **_SPECIAL)
 
 
 def llama(**changes: Any) -> tf.LlamaConfig:
     """A tiny Llama's settings, some of them changed."""
-    settings: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "intermediate_size": 48,
-        "max_position_embeddings": 64,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": PAD,
-    }
-    return tf.LlamaConfig(**settings | changes)
+    return tf.LlamaConfig(**{**_SIZES, **_SPECIAL, "num_key_value_heads": 2, **changes})
 
 
 def _t5() -> tf.T5Config:
@@ -101,48 +79,15 @@ def _t5() -> tf.T5Config:
 
 
 def _bart() -> tf.BartConfig:
-    return tf.BartConfig(
-        vocab_size=VOCABULARY,
-        d_model=32,
-        encoder_layers=4,
-        decoder_layers=2,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=48,
-        decoder_ffn_dim=48,
-        max_position_embeddings=64,
-        pad_token_id=PAD,
-        bos_token_id=1,
-        eos_token_id=2,
-        decoder_start_token_id=2,
-        forced_eos_token_id=None,
-    )
+    return tf.BartConfig(**_SEQ2SEQ, decoder_start_token_id=2)
 
 
 def _mpnet() -> tf.MPNetConfig:
-    return tf.MPNetConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        intermediate_size=48,
-        max_position_embeddings=64,
-        pad_token_id=PAD,
-    )
+    return tf.MPNetConfig(**_SIZES, pad_token_id=PAD)
 
 
 def _deberta() -> tf.DebertaV2Config:
-    return tf.DebertaV2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        intermediate_size=48,
-        max_position_embeddings=64,
-        relative_attention=True,
-        pos_att_type=["p2c", "c2p"],
-        position_buckets=8,
-    )
+    return tf.DebertaV2Config(**_SIZES, relative_attention=True, pos_att_type=["p2c", "c2p"], position_buckets=8)
 
 
 # Bare models; the value is built anew for each test.
@@ -177,33 +122,8 @@ GENERATORS: dict[str, Callable[[], nn.Module]] = {
     "bart": lambda: tf.BartForConditionalGeneration(_bart()),
 }
 
-_COMMON: dict[str, object] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "max_position_embeddings": 64,
-    "pad_token_id": PAD,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-_SEQ2SEQ: dict[str, object] = {
-    "vocab_size": VOCABULARY,
-    "d_model": 32,
-    "encoder_layers": 3,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48,
-    "max_position_embeddings": 64,
-    "pad_token_id": PAD,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "decoder_start_token_id": PAD,
-    "forced_eos_token_id": None,
-}
+_COMMON: dict[str, Any] = {**_SIZES, **_SPECIAL, "num_hidden_layers": 3}
+_STRANGE_SEQ2SEQ: dict[str, Any] = {**_SEQ2SEQ, "encoder_layers": 3, "decoder_start_token_id": PAD}
 
 # Families that no adapter names, and one that keeps a window of K/V only.
 STRANGERS: dict[str, Callable[[], nn.Module]] = {
@@ -228,8 +148,8 @@ STRANGE_GENERATORS: dict[str, Callable[[], nn.Module]] = {
     ),
     "qwen3": lambda: tf.Qwen3ForCausalLM(tf.Qwen3Config(**_COMMON, num_key_value_heads=2, head_dim=8)),
     "mistral": lambda: tf.MistralForCausalLM(tf.MistralConfig(**_COMMON, num_key_value_heads=2, sliding_window=4)),
-    "marian": lambda: tf.MarianMTModel(tf.MarianConfig(**_SEQ2SEQ)),
-    "mbart": lambda: tf.MBartForConditionalGeneration(tf.MBartConfig(**_SEQ2SEQ)),
+    "marian": lambda: tf.MarianMTModel(tf.MarianConfig(**_STRANGE_SEQ2SEQ)),
+    "mbart": lambda: tf.MBartForConditionalGeneration(tf.MBartConfig(**_STRANGE_SEQ2SEQ)),
 }
 
 TOKEN_HEADS: dict[str, Callable[[], nn.Module]] = {
@@ -299,13 +219,16 @@ def states(output: object) -> Tensor:
     return logits if logits is not None else output.last_hidden_state  # type: ignore[attr-defined]
 
 
-def tokenizer(side: str = "right") -> tf.PreTrainedTokenizerFast:
-    """A word-level tokenizer of the words w0, w1, ... that frames texts BERT's way."""
+def tokenizer(side: str = "right", words: list[str] | None = None) -> tf.PreTrainedTokenizerFast:
+    """A tokenizer of some words, by default w0, w1, ... as many as there is room for, that frames texts BERT's way."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    words = [*special, *(f"w{i}" for i in range(VOCABULARY - len(special)))]
-    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    room = VOCABULARY - len(special)
+    words = [f"w{i}" for i in range(room)] if words is None else words
+    assert len(words) <= room, "more words than the tiny models know"
+    ids = {word: i for i, word in enumerate([*special, *words])}
+    backend = Tokenizer(models.WordLevel(ids, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     backend.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]

@@ -3,7 +3,7 @@
 import copy
 import functools
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from llmcache import LLMCache
+from llmcache import AuditStats, LLMCache
+from llmcache.matching.answers import read_logits
 from tests.tiny_models import CLASSIFIERS, build
 
 N_TOPICS = 5  # as many as the tiny classifier has labels
@@ -20,9 +21,10 @@ _WORDS = 12  # of each topic
 _FIRST = 10  # id of the first word; those below are special or padding
 
 
-def requests(
-    n: int, seed: int = 0, n_words: int = 6, noise: float = 0.2
-) -> tuple[list[dict[str, torch.Tensor]], list[int]]:
+Inputs = dict[str, torch.Tensor]
+
+
+def requests(n: int, seed: int = 0, n_words: int = 6, noise: float = 0.2) -> tuple[list[Inputs], list[int]]:
     """Inputs, one request each, and their topics: some words of a request belong to another one."""
     rng = np.random.default_rng(seed)
     topics = rng.integers(0, N_TOPICS, n)
@@ -34,10 +36,63 @@ def requests(
     return inputs, topics.tolist()
 
 
-def batched(inputs: list[dict[str, torch.Tensor]], size: int = 50) -> list[dict[str, torch.Tensor]]:
+def batched(inputs: list[Inputs], size: int = 50) -> list[Inputs]:
     """The same requests, several in a call: nothing else is calibrated on, and sooner."""
     parts = [inputs[i : i + size] for i in range(0, len(inputs), size)]
     return [{name: torch.cat([one[name] for one in part]) for name in part[0]} for part in parts]
+
+
+def ask(cache: LLMCache, inputs: list[Inputs]) -> tuple[list[int], list[str | None]]:
+    """Answers of all rows, and which rung gave each."""
+    answers, rungs = [], []
+    for one in inputs:
+        answers += cache(**one).logits.argmax(dim=-1).tolist()
+        rungs += [outcome.rung for outcome in cache.last]
+    return answers, rungs
+
+
+def rungs_of(cache: LLMCache, inputs: list[Inputs]) -> list[str | None]:
+    """Which rung gave each answer."""
+    return ask(cache, inputs)[1]
+
+
+def alone(cache: LLMCache, inputs: list[Inputs]) -> list[int]:
+    """The model's own answers."""
+    with cache.disabled():
+        return [int(answer) for one in batched(inputs) for answer in cache(**one).logits.argmax(dim=-1)]
+
+
+def known(cache: LLMCache) -> AuditStats:
+    """What the audit tells."""
+    stats = cache.stats().audit
+    assert stats is not None
+    return stats
+
+
+@contextmanager
+def edited(weight: torch.Tensor) -> Iterator[None]:
+    """Within: other values."""
+    own = weight.detach().clone()
+    with torch.no_grad():
+        weight.copy_(own.flip(0) + 0.5)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            weight.copy_(own)
+
+
+class Reading:
+    """Finds logits; on demand those of a model that has another opinion now, or none at all."""
+
+    def __init__(self) -> None:
+        self.drifts = False
+        self.fails = False
+
+    def __call__(self, output: Any) -> torch.Tensor:
+        if self.fails:
+            raise RuntimeError("no answer today")
+        return output.logits.roll(1, dims=-1) if self.drifts else output.logits
 
 
 def classifier() -> nn.Module:
@@ -46,10 +101,13 @@ def classifier() -> nn.Module:
 
 
 @contextmanager
-def calibrated(model: nn.Module | None = None, **settings: Any) -> Iterator[LLMCache]:
+def calibrated(
+    model: nn.Module | None = None, answer_of: Callable[[Any], torch.Tensor] = read_logits, **settings: Any
+) -> Iterator[LLMCache]:
     """A cache of `classifier()` that was calibrated on `requests(N_CALIBRATED)`, as loaded: made once a process."""
     settings = {"max_drop": 0.05, "auto_bypass": False, **settings}
-    with LLMCache.load(model or classifier(), _calibrated(tuple(sorted(settings.items()))).name) as cache:
+    folder = _calibrated(tuple(sorted(settings.items()))).name
+    with LLMCache.load(model or classifier(), folder, answer_of=answer_of) as cache:
         yield cache
 
 

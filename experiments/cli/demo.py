@@ -18,7 +18,7 @@ def command(
     plot: Annotated[
         Path, typer.Option(metavar="FILE", help="Picture of speed-up against changed answers to write.")
     ] = Path("llmcache-demo.png"),
-    n: Annotated[int, typer.Option("--n", min=1, help="Requests to serve; the first 1,200 are learned from.")] = 3000,
+    n: Annotated[int, typer.Option("--n", min=1, help="Requests to serve; the first 1,200 are learned from.")] = 2700,
     models_dir: Annotated[
         Path, typer.Option(envvar=MODELS_VARIABLE, help="Where `llmcache prepare smollm2` put the decoder.")
     ] = Path("models"),

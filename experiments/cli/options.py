@@ -47,11 +47,7 @@ def told_apart(files: Sequence[Path], changes: Sequence[str] | None) -> tuple[li
 
 
 def all_configs() -> list[Path]:
-    """All YAML files in the folder `configs` but the smoke test.
-
-    Raises:
-        ConfigError: There is none.
-    """
+    """All YAML files in the folder `configs` but the smoke test."""
     found = [path for path in sorted(CONFIGS.glob("*.yaml")) if path.name != SMOKE]
     if not found:
         raise ConfigError(f"no YAML file in {CONFIGS.absolute()}; change to the project's folder, or name the files")

@@ -10,11 +10,7 @@ from llmcache.errors import ConfigError
 
 
 def make_results_folder(path: Path) -> None:
-    """Make the folder of all results, if it is not there, before a long run that writes into it.
-
-    Raises:
-        ConfigError: There can be no such folder.
-    """
+    """Make the folder of all results, if it is not there, before a long run that writes into it."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -26,18 +22,7 @@ def make_results_folder(path: Path) -> None:
 def write_results(
     results_dir: Path | None, name: str, config: Mapping[str, Any], env: Mapping[str, Any], metrics: Mapping[str, Any]
 ) -> None:
-    """Write figures as those of a run, if a folder of results was given, and say where.
-
-    Args:
-        results_dir: Root of all results; made before by `make_results_folder`.
-        name: Of the folder in it.
-        config: Settings of the command.
-        env: Surroundings.
-        metrics: The figures.
-
-    Raises:
-        OSError: They could not be written.
-    """
+    """Write figures as those of a run, if a folder of results was given, and say where."""
     from experiments.runs.folder import write_figures
 
     if results_dir is not None:

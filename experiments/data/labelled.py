@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from experiments.data.source import build, read_json, read_jsonl, read_text
 from experiments.data.streams.support_desk import support_desk
-from experiments.support.section import Section
+from experiments.support.section import ONE_OR_MORE, Section
 from llmcache.errors import ConfigError
 
 logger = logging.getLogger("llmcache")
@@ -33,60 +33,33 @@ SETS: Mapping[str, tuple[tuple[str, ...], str, str]] = {
 
 
 class Data(Section):
-    """Labelled requests.
+    """Labelled requests."""
 
-    Attributes:
-        path: A known set (`banking77`, `snips`, `hwu64`) whose files lie in the data folder; or a file, or several,
-            joined in this order, relative to the data folder: CSV or TSV with a header, JSONL, or JSON with a list of
-            objects; or a folder that holds a file `train` of a known kind, and perhaps a file `test` beside it; or the
-            name of a stream that the project makes itself: `support_desk`. Records without text or label are left out.
-        text: Column of the request's text; known sets bring their own.
-        label: Column of what it is about; likewise.
-        limit: Use that many records only: a seeded sample in data order; of a made stream, its beginning.
-        order: `file`, or `shuffled`, seeded: some files are sorted by label, which no traffic is.
-    """
-
-    path: tuple[str, ...] = Field(min_length=1)
-    text: str = "text"
-    label: str = "label"
+    # A known set (`banking77`, `snips`, `hwu64`) whose files lie in the data folder; or a file, or several, joined in
+    # this order, relative to the data folder: CSV or TSV with a header, JSONL, or JSON with a list of objects; or a
+    # folder that holds a file `train` of a known kind, and perhaps a file `test` beside it; or the name of a stream
+    # that the project makes itself: `support_desk`. Records without text or label are left out.
+    path: Annotated[tuple[str, ...], ONE_OR_MORE] = Field(min_length=1)
+    text: str = "text"  # column of the request's text; known sets bring their own
+    label: str = "label"  # column of what it is about; likewise
+    # Use that many records only: a seeded sample in data order; of a made stream, its beginning.
     limit: int | None = Field(default=None, ge=1)
+    # `file`, or `shuffled`, seeded: some files are sorted by label, which no traffic is.
     order: Literal["file", "shuffled"] = "file"
-
-    @field_validator("path", mode="before")
-    @classmethod
-    def _one_alone(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, str) else value
 
 
 @dataclass(frozen=True, slots=True)
 class Labelled:
-    """One labelled request.
+    """What was asked, and what it is about."""
 
-    Attributes:
-        id: Its number in the data, files joined, from 0.
-        text: What was asked.
-        label: What it is about.
-        part: Number of the file that it is from, 0 for the first.
-    """
-
-    id: int
+    id: int  # its number in the data, files joined, from 0
     text: str
     label: str
-    part: int = 0
+    part: int = 0  # number of the file that it is from, 0 for the first
 
 
 def read_requests(data: Data, folder: Path | None, seed: int = 0) -> list[Labelled]:
-    """Read all labelled requests, in the order that the settings ask for.
-
-    Args:
-        data: Where they are.
-        folder: What relative paths are relative to; None for the working directory.
-        seed: Of sample and order, or of a made stream.
-
-    Raises:
-        ConfigError: A column is missing, a record is broken, or there are no records at all.
-        FileNotFoundError: A file is missing.
-    """
+    """Read all labelled requests in the order asked for; `folder` is what relative paths are relative to."""
     name = data.path[0] if len(data.path) == 1 else ""
     if made := STREAMS.get(name):
         records = [Labelled(i, x.text, x.label) for i, x in enumerate(made(data.limit or DEFAULT_N, seed))]

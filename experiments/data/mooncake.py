@@ -16,15 +16,7 @@ Chain = tuple[int, ...]
 
 
 def read_trace(folder: Path | None) -> list[Chain]:
-    """The blocks of each request, in the order in which they arrived.
-
-    Args:
-        folder: Data folder with the file `mooncake/conversation_trace.jsonl`; the hub has none.
-
-    Raises:
-        ConfigError: There is no folder, or a line is not a request of this trace.
-        FileNotFoundError: The file is missing.
-    """
+    """The blocks of each request in the order of arrival; `folder` is the data folder, for the hub has no trace."""
     if folder is None:
         raise ConfigError(f"data: the trace is not on the hub; give a folder with {FILE}: --data-dir or LLMCACHE_DATA")
     path = find_file(folder, FILE)

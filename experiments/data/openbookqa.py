@@ -17,32 +17,16 @@ FILES = {
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A question with its choices.
-
-    Attributes:
-        id: The data set's own.
-        stem: The question, often the beginning of a sentence.
-        choices: Ways to go on: four, in the published sets.
-        right: Number of the right one, from 0.
-    """
+    """A question with its choices."""
 
     id: str
-    stem: str
-    choices: tuple[str, ...]
-    right: int
+    stem: str  # the question, often the beginning of a sentence
+    choices: tuple[str, ...]  # ways to go on: four, in the published sets
+    right: int  # number of the right one, from 0
 
 
 def read_openbookqa(split: Literal["train", "validation", "test"], folder: Path | None) -> list[Choice]:
-    """All questions of a split, in the order of the data.
-
-    Args:
-        split: Which.
-        folder: Data folder with the official JSONL files under `openbookqa/`; None for the hub.
-
-    Raises:
-        ConfigError: A record is malformed, or the hub cannot be reached.
-        FileNotFoundError: The file is missing.
-    """
+    """All questions of a split, in the order of the data: from the data folder, or without one from the hub."""
     if folder is None:
         return [build(where, _from_row, row) for where, row in from_hub(HUB, "main", split)]
     path = find_file(folder, FILES[split])

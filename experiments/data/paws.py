@@ -15,13 +15,7 @@ FILE = "paws/paws_wiki_val.csv"
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two sentences.
-
-    Attributes:
-        first: The one.
-        second: The other.
-        is_same: Whether they say the same.
-    """
+    """Two sentences, and whether they say the same."""
 
     first: str
     second: str
@@ -29,15 +23,7 @@ class Pair:
 
 
 def read_paws(folder: Path | None) -> list[Pair]:
-    """The pairs of the validation set, in the order of the data.
-
-    Args:
-        folder: Data folder with `paws/paws_wiki_val.csv`; None for the hub.
-
-    Raises:
-        ConfigError: A record is malformed, or the hub cannot be reached.
-        FileNotFoundError: The file is missing.
-    """
+    """The pairs of the validation set, in the order of the data: from the data folder, or without one from the hub."""
     if folder is None:
         return [build(where, _pair, row) for where, row in from_hub(*HUB, "validation")]
     path = find_file(folder, FILE)

@@ -15,16 +15,7 @@ _T = TypeVar("_T")
 
 
 def from_hub(name: str, config: str | None, split: str) -> list[tuple[str, Mapping[str, Any]]]:
-    """Rows of a data set on the hub, each with where it stands.
-
-    Args:
-        name: Owner and name, `rajpurkar/squad_v2` for instance.
-        config: Configuration, or None for the only one.
-        split: `train`, `validation` or `test`.
-
-    Raises:
-        ConfigError: The package is missing, or the hub could not be reached.
-    """
+    """Rows of a data set on the hub, each with where it stands; `config` is None for the only one."""
     try:
         import datasets
     except ImportError:
@@ -43,11 +34,7 @@ def from_hub(name: str, config: str | None, split: str) -> list[tuple[str, Mappi
 
 
 def find_file(folder: Path, name: str) -> Path:
-    """Path of a file of the data folder.
-
-    Raises:
-        FileNotFoundError: It is not there.
-    """
+    """Path of a file of the data folder."""
     path = folder / name
     if not path.is_file():
         raise FileNotFoundError(f"data: no file {path}; say where the data is with --data-dir or LLMCACHE_DATA")
@@ -55,11 +42,7 @@ def find_file(folder: Path, name: str) -> Path:
 
 
 def read_text(path: Path) -> str:
-    r"""All of a UTF-8 file, with `\n` as the end of each line whatever the file has.
-
-    Raises:
-        ConfigError: It is not UTF-8.
-    """
+    """All of a UTF-8 file, with `\n` as the end of each line whatever the file has."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -67,11 +50,7 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """A JSON file.
-
-    Raises:
-        ConfigError: It is not JSON.
-    """
+    """A JSON file."""
     text = read_text(path)
     try:
         return json.loads(text)
@@ -80,11 +59,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_jsonl(path: Path) -> list[tuple[str, Any]]:
-    """The values of a file with one JSON value a line, each with where it stands; empty lines are left out.
-
-    Raises:
-        ConfigError: A line is not JSON.
-    """
+    """The values of a file with one JSON value a line, each with where it stands; empty lines are left out."""
     values = []
     for number, line in enumerate(read_text(path).split("\n"), start=1):
         try:
@@ -96,11 +71,7 @@ def read_jsonl(path: Path) -> list[tuple[str, Any]]:
 
 
 def build(where: str, make: Callable[[Any], _T], record: Any) -> _T:
-    """What `make` makes of a record.
-
-    Raises:
-        ConfigError: The record lacks something or holds another type; names where it stands.
-    """
+    """What `make` makes of a record; one that lacks something or holds another type is a `ConfigError`."""
     try:
         return make(record)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
@@ -108,22 +79,14 @@ def build(where: str, make: Callable[[Any], _T], record: Any) -> _T:
 
 
 def typed(value: Any, kind: type[_T]) -> _T:
-    """A value that is of this type, for use inside `build`.
-
-    Raises:
-        TypeError: It is not.
-    """
+    """A value that is of this type, else a `TypeError`: for use inside `build`."""
     if type(value) is not kind:
         raise TypeError(f"expected {kind.__name__}, got {value!r}")
     return value
 
 
 def some(records: list[_T], where: object) -> list[_T]:
-    """The records, if there are any.
-
-    Raises:
-        ConfigError: There are none.
-    """
+    """The records, if there are any."""
     if not records:
         raise ConfigError(f"{where}: holds no records; is the file complete?")
     return records

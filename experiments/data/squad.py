@@ -13,34 +13,18 @@ FILES = {"train": "squad_v2/train-subset.json", "validation": "squad_v2/eval.jso
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question on a passage.
-
-    Attributes:
-        id: The data set's own.
-        title: Article of the passage.
-        text: The question.
-        context: The passage.
-        answers: Accepted answers, each with the character where it begins in the passage; empty when there is none.
-    """
+    """A question on a passage."""
 
     id: str
-    title: str
+    title: str  # article of the passage
     text: str
     context: str
+    # Accepted answers, each with the character where it begins in the passage; empty when there is none
     answers: tuple[tuple[str, int], ...]
 
 
 def read_squad(split: Literal["train", "validation"], folder: Path | None) -> list[Question]:
-    """All questions of a split, in the order of the data.
-
-    Args:
-        split: Which.
-        folder: Data folder with the official JSON format under `squad_v2/`; None for the hub.
-
-    Raises:
-        ConfigError: A record is malformed, or the hub cannot be reached.
-        FileNotFoundError: The file is missing.
-    """
+    """All questions of a split, in the order of the data: from the data folder, or without one from the hub."""
     if folder is None:
         return [build(where, _from_row, row) for where, row in from_hub(HUB, None, split)]
     path = find_file(folder, FILES[split])

@@ -21,16 +21,7 @@ SPLITS = {
 
 
 def read_wikitext(split: Literal["train", "validation", "test"], folder: Path | None) -> list[str]:
-    """The lines of a split that are not empty, without white space at their ends.
-
-    Args:
-        split: `train` is WikiText-2's, small enough to train on here; the others are WikiText-103's.
-        folder: Data folder with the files under `wikitext/`; None for the hub.
-
-    Raises:
-        ConfigError: The file is not UTF-8 or holds nothing, or the hub cannot be reached.
-        FileNotFoundError: The file is missing.
-    """
+    """The stripped lines of a split that are not empty: from the data folder, or without one from the hub."""
     config, there, file = SPLITS[split]
     if folder is None:
         lines = [build(where, _text, row) for where, row in from_hub(HUB, config, there)]

@@ -31,15 +31,10 @@ from experiments.support.folders import Folders
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """One kind of run.
-
-    Attributes:
-        settings: What it needs to be told.
-        run: `(experiment, folders) -> outcome`.
-    """
+    """One kind of run."""
 
     settings: type[Experiment]
-    run: Callable[[Any, Folders], Outcome]
+    run: Callable[[Any, Folders], Outcome]  # `(experiment, folders) -> outcome`
 
 
 MEASURES: Mapping[str, Measure] = {

@@ -7,7 +7,6 @@
 All requests are computed once; who would serve whom the library's own code decides, as it does when it serves.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -17,10 +16,10 @@ from pydantic import Field
 
 from experiments.measures.base import Outcome
 from experiments.measures.edits import edits_of
-from experiments.measures.learning import LearningExperiment, figures_of, later
+from experiments.measures.learning import LearningExperiment, choice_of, limit_of
 from experiments.methods.cached import Cached
 from experiments.metrics.metrics import share_interval
-from experiments.replay.rehearsal import Rehearsal, freeze, risks_about
+from experiments.replay.rehearsal import Rehearsal
 from experiments.replay.serving import asking
 from experiments.support.folders import Folders
 from experiments.support.progress import tracked
@@ -33,15 +32,11 @@ Gate = bool | dict[str, Any]
 
 
 class Adversaries(LearningExperiment):
-    """Settings of the measure.
+    """Settings of the measure."""
 
-    Attributes:
-        gates: Content gates that are compared: false, true, or options of one.
-        n_edits: Most edited requests of each kind.
-    """
-
+    # Content gates that are compared: false, true, or options of one.
     gates: tuple[Gate, ...] = Field(default=(False, True), min_length=1)
-    n_edits: int = Field(default=500, ge=1)
+    n_edits: int = Field(default=500, ge=1)  # most edited requests of each kind
 
     @classmethod
     def make(cls, values: Any, name: str = "") -> Self:
@@ -54,43 +49,29 @@ class Adversaries(LearningExperiment):
 
 @dataclass(frozen=True, slots=True)
 class Edited:
-    """An edited request.
-
-    Attributes:
-        kind: Of the edit.
-        origin: Number of the request that was edited.
-        text: What is asked.
-        case: Computed.
-    """
+    """An edited request."""
 
     kind: str
-    origin: int
+    origin: int  # number of the request that was edited
     text: str
     case: Observation
 
 
 def run(experiment: Adversaries, folders: Folders) -> Outcome:
-    """Calibrate with each gate, and ask the edited requests.
-
-    Raises:
-        ConfigError: The data or the model does not fit the settings.
-        FileNotFoundError: A data file is missing.
-    """
+    """Calibrate with each gate, and ask the edited requests."""
     rehearsal = experiment.rehearse(folders)
     workload = rehearsal.workload
     edited = _edit(experiment, rehearsal)
     rows, settings = [], []
     for gate in experiment.gates:
         cache, calibrated = rehearsal.beside({**experiment.cache, "gate": gate})
-        for risk_target in experiment.frozen_claims:
+        for claim in experiment.frozen_claims:
             cache.clear()
-            found = rehearsal.calibrate(calibrated, experiment.learn, risk_target)
+            found = rehearsal.calibrate(calibrated, experiment.learn, claim)
             asked = _ask(rehearsal, calibrated, found, edited)
-            at = {"gate": name_of(gate), "max_drop": risk_target.max_drop}
+            at = {"gate": name_of(gate), "max_drop": claim.max_drop}
             rows += [at | row for row in asked]
-            settings.append(
-                at | _figures(experiment, rehearsal, calibrated, risk_target, found) | {"edits": _by_kind(asked)}
-            )
+            settings.append(at | _figures(experiment, rehearsal, calibrated, claim, found) | {"edits": _by_kind(asked)})
         cache.unwrap()
     metrics = {
         **experiment.about(workload),
@@ -110,7 +91,7 @@ def name_of(gate: Gate) -> str:
 
 def _edit(experiment: Adversaries, rehearsal: Rehearsal) -> list[Edited]:
     """Edited requests, made of those that serve whichever loss is allowed, and computed."""
-    parts = [set(split(experiment.learn, risk_target)[0]) for risk_target in experiment.frozen_claims]
+    parts = [set(split(experiment.learn, claim)[0]) for claim in experiment.frozen_claims]
     requests, rng = rehearsal.workload.requests, Random(experiment.seed)
     texts = [request.text for request in requests]
     drafts = []
@@ -130,11 +111,9 @@ def _edit(experiment: Adversaries, rehearsal: Rehearsal) -> list[Edited]:
 def _ask(
     rehearsal: Rehearsal, calibrated: CalibratedReuse, found: Calibration, edited: Sequence[Edited]
 ) -> list[dict[str, int | str | None]]:
-    """One row an edited request: whether it is served, by whom, and whether that changes its answer.
-
-    Its text is made of the data set's, and stays out of the results.
-    """
-    limit = -math.inf if found.chosen is None else found.chosen.limit
+    """One row an edited request: whether it is served, by whom, and whether that changes its answer."""
+    # Its text is made of the data set's, and stays out of the results.
+    limit = limit_of(found)
     known = {case.row.key: (i, case) for i, case in enumerate(rehearsal.observed)}
     risks, sources = calibrated.fitter.risks([one.case for one in edited], ())
     rows: list[dict[str, int | str | None]] = []
@@ -180,26 +159,12 @@ def _counts(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _figures(
-    experiment: Adversaries,
-    rehearsal: Rehearsal,
-    calibrated: CalibratedReuse,
-    risk_target: RiskTarget,
-    found: Calibration,
+    experiment: Adversaries, rehearsal: Rehearsal, calibrated: CalibratedReuse, claim: RiskTarget, found: Calibration
 ) -> dict[str, Any]:
     """What was chosen, and what became of the later requests of the stream."""
-    rest, limit = rehearsal.observed[experiment.learn :], -1.0 if found.chosen is None else found.chosen.limit
-    learned = [rehearsal.observed[i] for i in split(experiment.learn, risk_target)[0]]
-    risks = risks_about(calibrated, learned, rest)
-    served, sources = freeze(risks, {case.row.key for case in learned}, rest, limit)
+    served, sources = experiment.frozen(rehearsal, calibrated, claim).serve(limit_of(found))
     told = rehearsal.answers_from(experiment.learn, sources)
-    counted = later(rehearsal.workload, experiment.learn)
-    figures = figures_of(counted, rehearsal.answers[experiment.learn :], told, served, experiment.seed)
-    return {
-        "limit": None if found.chosen is None else limit,
-        "bound": None if found.chosen is None else found.chosen.bound,
-        "n_sources": found.n_sources,
-        **figures,
-    }
+    return {**choice_of(found), "n_sources": found.n_sources, **experiment.figures(rehearsal, told, served)}
 
 
 def _shown(setting: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

@@ -9,21 +9,17 @@ import torch
 from pydantic import Field
 
 from experiments.methods.base import Method, Served
+from experiments.methods.cached import Cached
 from experiments.support.section import Section
 from experiments.tasks import make_task
 from experiments.tasks.workload import Answer, Workload
 
 
 class Experiment(Section):
-    """Settings of one run.
+    """Settings of one run."""
 
-    Attributes:
-        measure: A key of `experiments.measures.MEASURES`.
-        seed: Of samples, splits, orders and streams that are made.
-    """
-
-    measure: str
-    seed: int = Field(default=0, ge=0)
+    measure: str  # A key of `experiments.measures.MEASURES`
+    seed: int = Field(default=0, ge=0)  # of samples, splits, orders and streams that are made
 
     @property
     def name(self) -> str:
@@ -36,13 +32,9 @@ class Experiment(Section):
 
 
 class TaskExperiment(Experiment):
-    """Settings of a run on one task.
+    """Settings of a run on one task."""
 
-    Attributes:
-        task: The task's own settings; its `name` is a key of `experiments.tasks.TASKS`.
-    """
-
-    task: Any
+    task: Any  # the task's own settings; its `name` is a key of `experiments.tasks.TASKS`
 
     @classmethod
     def make(cls, values: Any, name: str = "") -> Self:
@@ -54,7 +46,6 @@ class TaskExperiment(Experiment):
 
     @property
     def name(self) -> str:
-        """Task and model."""
         return f"{self.task.title}-{Path(self.task.model).name}"
 
     def about(self, workload: Workload) -> dict[str, Any]:
@@ -69,29 +60,29 @@ class TaskExperiment(Experiment):
         }
 
 
+class CacheExperiment(TaskExperiment):
+    """Settings of a run with one llmcache."""
+
+    cache: dict[str, Any] = Field(default_factory=dict)  # settings of llmcache
+
+    @classmethod
+    def make(cls, values: Any, name: str = "") -> Self:
+        """Check all settings, those of llmcache included; see `Section.make`."""
+        made = super().make(values, name)
+        Cached.check(made.cache, "cache")
+        return made
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a run measured.
+    """What a run measured."""
 
-    Attributes:
-        rows: All with the same keys: one a request and method, or one a point of a curve.
-        metrics: Figures by name.
-    """
-
-    rows: Sequence[Mapping[str, Any]]
+    rows: Sequence[Mapping[str, Any]]  # all with the same keys: one a request and method, or one a point of a curve
     metrics: Mapping[str, Any]
 
 
 def serve_once(method: Method, numbers: Iterable[int]) -> tuple[list[Answer], list[Served]]:
-    """Let a method answer requests from cold, untimed.
-
-    Args:
-        method: It is begun and ended here.
-        numbers: Of the requests, in the order in which they are asked.
-
-    Returns:
-        Answers, and what happened to each request.
-    """
+    """Let a method answer requests from cold, untimed: answers, and what happened to each request."""
     answers, notes = [], []
     with torch.inference_mode():
         method.begin()

@@ -38,37 +38,24 @@ from llmcache.errors import ConfigError
 
 
 class Bound(LearningExperiment):
-    """Settings of the measure. Of `learn` requests a calibration takes as many for C as it usually does.
+    """Settings of the measure. Of `learn` requests a calibration takes as many for C as it usually does."""
 
-    Attributes:
-        parts: How often A and B are drawn.
-        draws: How often C is drawn for each.
-        arrival: In which order requests come in time, drawn anew for each part; then C is no draw of its own.
-    """
-
-    parts: int = Field(default=10, ge=1)
-    draws: int = Field(default=20, ge=1)
+    parts: int = Field(default=10, ge=1)  # how often A and B are drawn
+    draws: int = Field(default=20, ge=1)  # how often C is drawn for each
+    # In which order requests come in time, drawn anew for each part; then C is no draw of its own.
     arrival: Arrival | None = None
 
     @classmethod
     def make(cls, values: Any, name: str = "") -> Self:
         """Check all settings; see `Section.make`."""
-        parts = dict(values)
-        if parts.get("arrival") is not None:
-            parts["arrival"] = Arrival.make(parts["arrival"], "arrival")
-        made = super().make(parts, name)
+        made = super().make(values, name)
         if made.arrival is not None and made.arrival.n is not None and made.arrival.n <= made.learn:
             raise ConfigError(f"arrival.n={made.arrival.n}: nothing would follow the learn={made.learn} first requests")
         return made
 
 
 def run(experiment: Bound, folders: Folders) -> Outcome:
-    """Calibrate many times, and count how often the truth is worse.
-
-    Raises:
-        ConfigError: The data or the model does not fit the settings.
-        FileNotFoundError: A data file is missing.
-    """
+    """Calibrate many times, and count how often the truth is worse."""
     rehearsal = _rehearsed(json.dumps(experiment.to_dict() | {"arrival": None}), folders)
     workload = rehearsal.workload
     parts = tracked(range(experiment.parts), experiment.parts, "Drawing A and B")

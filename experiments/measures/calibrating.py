@@ -6,27 +6,13 @@ from experiments.methods.cached import configure
 from experiments.support.folders import Folders
 from experiments.support.progress import tracked
 from experiments.tasks import build
-from llmcache import LLMCache
+from llmcache import ConfigError, LLMCache
 from llmcache.calibration.calibration import Calibration, check_size
-from llmcache.errors import ConfigError
 
 
 def calibrate(experiment: Experiment, folders: Folders) -> tuple[LLMCache, list[Calibration]]:
-    """Wrap the model of an experiment's task, and calibrate on the first requests of its stream, once for each loss.
-
-    Args:
-        experiment: One that learns: its `max_drops` are asked for, the other settings of a claim are its cache's.
-        folders: Where data and models lie.
-
-    Returns:
-        The cache, which serves as it was calibrated last, and what was found for each of `max_drops`, in their order,
-        on changed answers.
-
-    Raises:
-        CalibrationError: The requests cannot carry one of the claims.
-        ConfigError: The experiment does not learn, or data, model and settings do not fit each other.
-        FileNotFoundError: A data file is missing.
-    """
+    """Wrap the model of an experiment that learns, and calibrate it for each of `max_drops`, in their order."""
+    # The cache that is returned serves as it was calibrated last.
     if not isinstance(experiment, LearningExperiment):
         raise ConfigError(
             f"measure: {experiment.measure!r} learns from no requests; give the file of one that does: "

@@ -29,25 +29,17 @@ SHOWN = ("model", "generation", "dtype", "ttft_ms", "tpot_ms", "itl_ms", "e2el_m
 
 
 class Decode(Experiment):
-    """Settings of the measure.
+    """Settings of the measure."""
 
-    Attributes:
-        models: Causal architectures of the benchmark, with random weights, or prepared models and folders.
-        prompt_tokens: Tokens of a prompt.
-        new_tokens: Tokens generated, always as many.
-        shared_tokens: First tokens that a prompt with a known beginning has of a known one.
-        rounds: Generations of each kind.
-        device: Torch device.
-        dtypes: Of weights and states.
-    """
-
+    # Causal architectures of the benchmark, with random weights, or prepared models and folders.
     models: tuple[str, ...] = Field(min_length=1)
-    prompt_tokens: int = Field(default=128, ge=2)
-    new_tokens: int = Field(default=64, ge=2)
+    prompt_tokens: int = Field(default=128, ge=2)  # tokens of a prompt
+    new_tokens: int = Field(default=64, ge=2)  # tokens generated, always as many
+    # First tokens that a prompt with a known beginning has of a known one.
     shared_tokens: int = Field(default=96, ge=CacheConfig().prefix_block)
-    rounds: int = Field(default=20, ge=3)
-    device: str = "cpu"
-    dtypes: tuple[Dtype, ...] = Field(default=("float32",), min_length=1)
+    rounds: int = Field(default=20, ge=3)  # generations of each kind
+    device: str = "cpu"  # torch device
+    dtypes: tuple[Dtype, ...] = Field(default=("float32",), min_length=1)  # of weights and states
 
     @model_validator(mode="after")
     def _leaves_something_new(self) -> Self:
@@ -57,11 +49,7 @@ class Decode(Experiment):
 
 
 def run(experiment: Decode, folders: Folders) -> Outcome:
-    """Measure every model.
-
-    Raises:
-        ConfigError: A model was not found, or a setting does not suit it or this machine.
-    """
+    """Measure every model."""
     measured = generation.measure_each(
         experiment.models,
         experiment.dtypes,

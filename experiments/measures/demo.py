@@ -22,18 +22,17 @@ import numpy as np
 
 from experiments.data.labelled import Labelled
 from experiments.data.streams.support_desk import support_desk
-from experiments.measures.learning import figures_of, later
+from experiments.measures.learning import later
 from experiments.measures.payback import payback
 from experiments.measures.service import CACHE, Pass, Server
 from experiments.methods import NOCACHE
-from experiments.metrics.metrics import percentiles
+from experiments.metrics.metrics import figures_of, percentiles
 from experiments.models.heads import fit_logistic
 from experiments.models.loading import Loaded
 from experiments.support.environment import describe
 from experiments.tasks.stream import Stream
 from experiments.tasks.workload import Workload
-from llmcache import CacheConfig, Calibration
-from llmcache.errors import ConfigError
+from llmcache import CacheConfig, Calibration, ConfigError
 
 PAPER_TAU = 0.85
 MAX_DROPS = (0.005, 0.01, 0.02)
@@ -63,19 +62,7 @@ def ways() -> list[Way]:
 
 
 def run_demo(loaded: Loaded, n: int, seed: int = 0) -> dict[str, Any]:
-    """Measure every way.
-
-    Args:
-        loaded: A bare encoder and its tokenizer.
-        n: Requests that are served.
-        seed: Of the stream, and of its order.
-
-    Returns:
-        Plain values: `settings` (one mapping a row, the model alone first), `conclusion`, how many requests, where.
-
-    Raises:
-        ConfigError: `n` leaves none to serve after those that are learned from, or a label occurs there only.
-    """
+    """Measure every way on `n` requests: `settings` has one mapping a row, the model alone first."""
     if n <= LEARN:
         raise ConfigError(f"n={n}: the first {LEARN} requests are learned from; give more")
     environment = describe(seed)  # before any work, which would count as load
@@ -160,11 +147,7 @@ def _seconds(one: Pass, first: int) -> float:
 
 
 def conclude(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What the rows mean, in sentences: the default claim first.
-
-    Args:
-        rows: Those with a cache, as `run_demo` makes them.
-    """
+    """What the rows with a cache mean, in sentences: the default claim first."""
     default = CacheConfig.make(None).max_drop
     said = []
     for row in rows:

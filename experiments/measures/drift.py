@@ -18,23 +18,21 @@ from random import Random
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field
 
 from experiments.measures.base import Outcome
 from experiments.measures.learning import LearningExperiment
 from experiments.replay.rehearsal import Rehearsal
-from experiments.replay.serving import Reply, alarms_of, ask, has_drifted, requests_expected
+from experiments.replay.serving import Asked, has_drifted, requests_expected
 from experiments.support.folders import Folders
 from experiments.support.progress import tracked
 from experiments.tasks import build
 from experiments.tasks.workload import Workload
-from llmcache import LLMCache
+from llmcache import ConfigError, LLMCache
 from llmcache.arrays import Floats
 from llmcache.calibration.calibration import split
 from llmcache.calibration.drift import DriftDetector, Marks, Profile
 from llmcache.calibration.risk_target import RiskTarget, Sources
-from llmcache.errors import ConfigError
 
 Late = Literal["any", "alike"]
 
@@ -42,33 +40,21 @@ _REPEATS = {"alike": 0.0, "zipf": 1.0}  # the request of rank r comes with proba
 
 
 class Drift(LearningExperiment):
-    """Settings of the measure.
+    """Settings of the measure."""
 
-    Attributes:
-        audits: Least probabilities with which hits are audited, that are compared.
-        sources: Who serves.
-        late: Which intents come late. `any`: half of them, drawn by seed. `alike`: one of each two that the head tells
-            apart least, so that what is new is like what was seen.
-        window: Requests over which answers that changed are counted.
-        n_unchanged: Streams that do not change, of each kind and claim.
-        length: Requests of each of them.
-    """
-
+    # Least probabilities with which hits are audited, that are compared.
     audits: tuple[float, ...] = Field(default=(0.0, 0.05, 0.25), min_length=1)
-    sources: tuple[Sources, ...] = ("frozen", "growing")
+    sources: tuple[Sources, ...] = ("frozen", "growing")  # who serves
+    # Which intents come late. `any`: half of them, drawn by seed. `alike`: one of each two that the head tells apart
+    # least, so that what is new is like what was seen.
     late: Late = "any"
-    window: int = Field(default=500, ge=1)
-    n_unchanged: int = Field(default=20, ge=0)
-    length: int = Field(default=20_000, ge=1)
+    window: int = Field(default=500, ge=1)  # requests over which answers that changed are counted
+    n_unchanged: int = Field(default=20, ge=0)  # streams that do not change, of each kind and claim
+    length: int = Field(default=20_000, ge=1)  # requests of each of them
 
 
 def run(experiment: Drift, folders: Folders) -> Outcome:
-    """Serve the stream once for each kind of sources, loss and audit.
-
-    Raises:
-        ConfigError: The data or the model does not fit the settings.
-        FileNotFoundError: A data file is missing.
-    """
+    """Serve the stream once for each kind of sources, loss and audit."""
     workload, change = drifting(build(experiment.task, folders, experiment.seed), experiment.late, experiment.seed)
     if change <= experiment.learn:
         raise ConfigError(
@@ -85,9 +71,10 @@ def run(experiment: Drift, folders: Folders) -> Outcome:
                 risk_target = experiment.risk_target(drop, sources)
                 rehearsal.calibrate(calibrated, experiment.learn, risk_target)
                 named = {"sources": sources, "audit": audit, "max_drop": drop}
-                watched = _Watched(cache, rehearsal, experiment.learn, change)
-                watched.serve(f"Serving {sources}, audit {audit:g}, {drop:g}")
-                windows += [named | row for row in watched.windows(experiment.window)]
+                watched = _Watched(cache, change - experiment.learn)
+                later = range(experiment.learn, len(rehearsal.observed))
+                watched.serve(rehearsal, later, f"Serving {sources}, audit {audit:g}, {drop:g}")
+                windows += [named | row for row in watched.windows(experiment.window, experiment.learn)]
                 runs.append(named | watched.figures(risk_target, audit))
         cache.unwrap()
     unchanged = _unchanged(experiment, rehearsal)
@@ -103,16 +90,7 @@ def run(experiment: Drift, folders: Folders) -> Outcome:
 
 
 def drifting(workload: Workload, late: Late, seed: int) -> tuple[Workload, int]:
-    """The requests in another order: those of half of the intents first, up to the middle, then the rest, mixed.
-
-    Args:
-        workload: Its references are intents, and its head is linear.
-        late: Which intents come late; see `Drift`.
-        seed: Of the draw of the intents, and of the order of the rest.
-
-    Returns:
-        The workload with them, and the number of the first request of the rest.
-    """
+    """Requests of half of the intents first, then the rest, mixed; and the number of the rest's first one."""
     rng, intents = Random(seed), sorted({request.reference for request in workload.requests})
     if late == "alike":
         weights = workload.module.get_parameter("linear.weight").detach().numpy()
@@ -130,12 +108,7 @@ def drifting(workload: Workload, late: Late, seed: int) -> tuple[Workload, int]:
 
 
 def _pairs(intents: Sequence[int], weights: Floats) -> list[tuple[int, int]]:
-    """Intents two by two, the most alike first; with an odd number one is left over.
-
-    Args:
-        intents: Columns of the head.
-        weights: Of the head, (C, D).
-    """
+    """Columns of the head's weights (C, D) two by two, the most alike first; of an odd number one is left over."""
     unit = weights / np.linalg.norm(weights, axis=1, keepdims=True)
     alike = unit @ unit.T
     pairs, left = [], set(intents)
@@ -173,40 +146,33 @@ def _is_told(profile: Profile, asked: Sequence[tuple[str, Marks]]) -> bool:
 
 
 class _Watched:
-    """One calibrated cache, served the requests after those that it was calibrated on."""
+    """One cache that was just calibrated, and the later requests; those from `change` on are drawn otherwise."""
 
-    def __init__(self, cache: LLMCache, rehearsal: Rehearsal, learn: int, change: int) -> None:
-        """Begin with a cache that was just calibrated; `change` is the number of the first request drawn otherwise."""
+    def __init__(self, cache: LLMCache, change: int) -> None:
         self._cache = cache
-        self._rehearsal = rehearsal
-        self._first = learn
-        self._change = change
+        self._asked = Asked(cache)
+        self._change = change  # places are those among the later requests
         self._said: list[str] = []  # by the cache of itself: at first, when the requests change, at the end
-        self._replies: list[Reply] = []
-        self._alarms: list[int] = []  # numbers of the requests after which they rang
-        self._noticed: int | None = None  # the one after which it said that requests have changed
+        self._noticed: list[int] = []  # requests until it said that they have changed, if it did
 
-    def serve(self, what: str) -> None:
-        """Ask all requests, and take note of alarms; `what` stands before the bar."""
-        n, self._said = len(self._rehearsal.observed), [self._status]
-        for number in tracked(range(self._first, n), n - self._first, what):
-            if number == self._change:
+    def serve(self, rehearsal: Rehearsal, numbers: range, what: str) -> None:
+        """Ask all requests, and take note of what the cache says; `what` stands before the bar."""
+        self._said = [self._status]
+        for place, number in enumerate(tracked(numbers, len(numbers), what)):
+            if place == self._change:
                 self._said.append(self._status)
-            self._replies.append(ask(self._cache, self._rehearsal.workload, number))
-            if alarms_of(self._cache) > len(self._alarms):
-                self._alarms.append(number)
-            if self._noticed is None and has_drifted(self._cache):
-                self._noticed = number
+            self._asked.ask(rehearsal.workload, number, rehearsal.answers[number])
+            if not self._noticed and has_drifted(self._cache):
+                self._noticed.append(place + 1)
         self._said.append(self._status)
 
-    def windows(self, size: int) -> Iterator[dict[str, Any]]:
+    def windows(self, size: int, first: int) -> Iterator[dict[str, Any]]:
         """Hits and changed answers of every `size` requests; none has requests from both sides of the change."""
-        hits, changed = self._hits, self._changed
-        n, change = len(hits), self._change - self._first
-        starts = [*range(0, change, size), *range(change, n, size)]
-        for start, end in zip(starts, [*starts[1:], n], strict=True):
+        hits, changed, change = self._asked.is_hit, self._asked.is_changed, self._change
+        starts = [*range(0, change, size), *range(change, len(hits), size)]
+        for start, end in zip(starts, [*starts[1:], len(hits)], strict=True):
             yield {
-                "first": start + self._first,
+                "first": start + first,
                 "n": end - start,
                 "after_change": int(start >= change),
                 "hit_rate": float(hits[start:end].mean()),
@@ -215,13 +181,11 @@ class _Watched:
 
     def figures(self, risk_target: RiskTarget, audit: float) -> dict[str, Any]:
         """What became of all of them, and when what was heard, given what was claimed and how many hits are drawn."""
-        hits, changed, change = self._hits, self._changed, self._change - self._first
-        late = [number for number in self._alarms if number >= self._change]
+        hits, changed, change = self._asked.is_hit, self._asked.is_changed, self._change
+        late = [end for end in self._asked.alarms if end > change]
+        noticed = [end for end in self._noticed if end > change]
         tightened, off = (self._after_change(late, i) for i in (0, 1))
-        end = len(hits) if not late else late[0] + 1 - self._first
-        rate = float(changed[change:end].mean())  # until the first alarm, which changes it
-        noticed = [number for number in (self._noticed,) if number is not None and number >= self._change]
-        suspended = len(hits) if not noticed else noticed[0] + 1 - self._first
+        rate = float(changed[change : late[0] if late else None].mean())  # until the first alarm, which changes it
         return {
             "hit_rate_before": float(hits[:change].mean()),
             "changed_before": float(changed[:change].mean()),
@@ -229,13 +193,13 @@ class _Watched:
             "changed_after": float(changed[change:].mean()),
             "changed_until_alarm": rate,
             "n_after": len(hits) - change,
-            "false_alarms": len(self._alarms) - len(late),
+            "false_alarms": len(self._asked.alarms) - len(late),
             "requests_expected": requests_expected(risk_target, audit, change, rate),
             "requests_to_alarm": tightened[0],
             "hits_to_alarm": tightened[1],
             "requests_to_notice": self._after_change(noticed, 0)[0],
-            "n_changed_until_notice": int(changed[change:suspended].sum()),
-            "noticed_too_early": self._noticed is not None and not noticed,
+            "n_changed_until_notice": int(changed[change : noticed[0] if noticed else None].sum()),
+            "noticed_too_early": bool(self._noticed) and not noticed,
             "requests_to_off": off[0],
             "hits_to_off": off[1],
             "status": dict(zip(("first", "at_change", "last"), self._said, strict=True)),
@@ -247,20 +211,11 @@ class _Watched:
         assert audit is not None
         return audit.status
 
-    @property
-    def _hits(self) -> NDArray[np.bool_]:
-        return np.array([reply.source is not None for reply in self._replies])
-
-    @property
-    def _changed(self) -> NDArray[np.bool_]:
-        answers = self._rehearsal.answers[self._first :]
-        return np.array([reply.answer != answer for reply, answer in zip(self._replies, answers, strict=True)])
-
-    def _after_change(self, alarms: Sequence[int], i: int) -> tuple[int | None, int | None]:
+    def _after_change(self, ends: Sequence[int], i: int) -> tuple[int | None, int | None]:
         """Requests and hits from the change to alarm `i`, that of the alarm included; None where there was none."""
-        if i >= len(alarms):
+        if i >= len(ends):
             return None, None
-        hits = self._hits[self._change - self._first : alarms[i] + 1 - self._first]
+        hits = self._asked.is_hit[self._change : ends[i]]
         return len(hits), int(hits.sum())
 
 

@@ -78,7 +78,6 @@ class Renaming:
     """Turns a rare word of a request, a name mostly, into a rare word of another one."""
 
     def __init__(self, texts: Iterable[str]) -> None:
-        """Count words in the requests of one stream."""
         counts = Counter(word for text in texts for word in set(words(text)))
         self._rare = sorted(
             word for word, n in counts.items() if n <= _MOST and len(word) >= _SHORTEST and word.isalpha()

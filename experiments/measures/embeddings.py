@@ -15,43 +15,30 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from experiments.measures.base import Outcome
-from experiments.measures.learning import LearningExperiment, figures_of, later
+from experiments.measures.learning import LearningExperiment, choice_of, limit_of
 from experiments.methods.base import is_hit
-from experiments.metrics.metrics import quality
-from experiments.replay.rehearsal import Rehearsal, freeze, risks_about
+from experiments.replay.rehearsal import Frozen, Rehearsal
 from experiments.support.folders import Folders
 from experiments.support.progress import tracked
-from llmcache.calibration.calibration import split
-from llmcache.calibration.training import Found
 
 
 class Embeddings(LearningExperiment):
-    """Settings of the measure.
+    """Settings of the measure."""
 
-    Attributes:
-        n_limits: Limits of risk in hindsight: as many shares of later requests that would be served, evenly spread.
-    """
-
+    # Limits of risk in hindsight: as many shares of later requests that would be served, evenly spread.
     n_limits: int = Field(default=10, ge=1)
 
 
 def run(experiment: Embeddings, folders: Folders) -> Outcome:
-    """Replay at every limit, and at the calibrated ones.
-
-    Raises:
-        ConfigError: The data or the model does not fit the settings.
-        FileNotFoundError: A data file is missing.
-    """
+    """Replay at every limit, and at the calibrated ones."""
     rehearsal = experiment.rehearse(folders)
-    workload = rehearsal.workload
     calibrated = list(_calibrated(experiment, rehearsal))
     points = [*_in_hindsight(experiment, rehearsal), *calibrated]
-    counted, base = later(workload, experiment.learn), rehearsal.answers[experiment.learn :]
     metrics = {
-        **experiment.about(workload),
+        **experiment.about(rehearsal.workload),
         "learn": experiment.learn,
-        "n_counted": len(base),
-        "nocache": quality(counted, base, base, np.zeros(len(base), dtype=bool), experiment.seed),
+        "n_counted": len(rehearsal.observed) - experiment.learn,
+        "nocache": experiment.alone(rehearsal),
         "points": points,
         "summary": [_shown(point) for point in points],
     }
@@ -60,43 +47,29 @@ def run(experiment: Embeddings, folders: Folders) -> Outcome:
 
 def _calibrated(experiment: Embeddings, rehearsal: Rehearsal) -> Iterator[dict[str, Any]]:
     """Limits that were chosen on the first requests."""
-    first, rest = rehearsal.observed[: experiment.learn], rehearsal.observed[experiment.learn :]
-    for drop in tracked(experiment.max_drops, len(experiment.max_drops), "Calibrating"):
-        claim = experiment.risk_target(drop)
-        found = rehearsal.calibrated.calibrate(first, claim)
-        learned = [first[i] for i in split(len(first), claim)[0]]
-        limit = -1.0 if found.chosen is None else found.chosen.limit  # nothing but repeats is less risky
-        risks = risks_about(rehearsal.calibrated, learned, rest)
-        yield {
-            "max_drop": drop,
-            "limit": None if found.chosen is None else limit,
-            "bound": None if found.chosen is None else found.chosen.bound,
-            **_figures(experiment, rehearsal, risks, {case.row.key for case in learned}, limit),
-        }
+    for claim in tracked(experiment.frozen_claims, len(experiment.max_drops), "Calibrating"):
+        found = rehearsal.calibrated.calibrate(rehearsal.observed[: experiment.learn], claim)
+        frozen = experiment.frozen(rehearsal, rehearsal.calibrated, claim)
+        figures = _figures(experiment, rehearsal, frozen, limit_of(found))
+        yield {"max_drop": claim.max_drop, **choice_of(found), **figures}
 
 
 def _in_hindsight(experiment: Embeddings, rehearsal: Rehearsal) -> Iterator[dict[str, Any]]:
     """Limits that let evenly spread shares of the later requests be served, of those that can be."""
-    first, rest = rehearsal.observed[: experiment.learn], rehearsal.observed[experiment.learn :]
     claim = experiment.risk_target(min(experiment.max_drops))
-    learned = [first[i] for i in split(len(first), claim)[0]]
-    rehearsal.calibrated.learn(learned)
-    risks, kept = risks_about(rehearsal.calibrated, learned, rest), {case.row.key for case in learned}
-    known = np.array([one.risk for one in risks.values() if np.isfinite(one.risk)])
-    for limit in np.quantile(known, np.linspace(0, 1, experiment.n_limits + 1)[1:]):
-        named = {"max_drop": None, "limit": float(limit), "bound": None}
-        yield named | _figures(experiment, rehearsal, risks, kept, float(limit))
+    rehearsal.calibrated.learn(experiment.sources_for(rehearsal, claim))
+    frozen = experiment.frozen(rehearsal, rehearsal.calibrated, claim)
+    for limit in np.quantile(frozen.risks, np.linspace(0, 1, experiment.n_limits + 1)[1:]).tolist():
+        named = {"max_drop": None, "limit": limit, "bound": None}
+        yield named | _figures(experiment, rehearsal, frozen, limit)
 
 
-def _figures(
-    experiment: Embeddings, rehearsal: Rehearsal, risks: Mapping[str, Found], kept: set[str], limit: float
-) -> dict[str, Any]:
+def _figures(experiment: Embeddings, rehearsal: Rehearsal, frozen: Frozen, limit: float) -> dict[str, Any]:
     """Hits, quality and cosines at one limit."""
-    rest = rehearsal.observed[experiment.learn :]
-    served, sources = freeze(risks, kept, rest, limit)
+    served, sources = frozen.serve(limit)
     told, base = rehearsal.answers_from(experiment.learn, sources), rehearsal.answers[experiment.learn :]
-    figures = figures_of(later(rehearsal.workload, experiment.learn), base, told, served, experiment.seed)
-    return {**figures, **_cosines(base, told, is_hit(served) & (served != "exact"))}
+    is_approximate = is_hit(served) & (served != "exact")
+    return {**experiment.figures(rehearsal, told, served), **_cosines(base, told, is_approximate)}
 
 
 def _cosines(base: Sequence[Any], told: Sequence[Any], hits: NDArray[np.bool_]) -> dict[str, float | None]:

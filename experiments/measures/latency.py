@@ -39,37 +39,26 @@ SHOWN = ("model", "head", "kept", "batch_size", "dtype", "nocache_ms", "miss_ms"
 
 
 class Latency(Experiment):
-    """Settings of the measure.
+    """Settings of the measure."""
 
-    Attributes:
-        models: Architectures (`bert-base`, `distilbert`, `gpt2`, with random weights), or prepared models and folders.
-        token_heads: Causal models that are measured with their language-model head, too. It answers at every token, so
-            entries are kept in the ways `OF_TOKENS`, all else being refused.
-        kept: What entries of classifiers keep: keys of `KEPT`.
-        batch_sizes: Rows a call.
-        seq_len: Tokens a row.
-        entries: Entries that fill each bank, by what is kept, at least four a row of the largest batch. Whole sequences
-            are large: of BERT-base, 128 tokens of all layers in float32 take 4.7 MB.
-        rounds: Calls of each kind; p90 and p99 take 200 or more.
-        device: Torch device.
-        dtypes: Of weights and states: `float32`, `bfloat16`; generation included.
-        generate: Models that also generate: prompt and new tokens together are `seq_len` long.
-        new_tokens: Tokens generated.
-        generate_rounds: Generations of each kind.
-    """
-
+    # Architectures (`bert-base`, `distilbert`, `gpt2`, with random weights), or prepared models and folders.
     models: tuple[str, ...] = Field(min_length=1)
+    # Causal models that are measured with their language-model head, too. It answers at every token, so entries are
+    # kept in the ways `OF_TOKENS`, all else being refused.
     token_heads: tuple[str, ...] = ()
-    kept: tuple[str, ...] = Field(default=tuple(KEPT), min_length=1)
-    batch_sizes: tuple[PositiveInt, ...] = Field(default=(1,), min_length=1)
-    seq_len: int = Field(default=128, ge=8)
+    kept: tuple[str, ...] = Field(default=tuple(KEPT), min_length=1)  # what entries of classifiers keep: keys of `KEPT`
+    batch_sizes: tuple[PositiveInt, ...] = Field(default=(1,), min_length=1)  # rows a call
+    seq_len: int = Field(default=128, ge=8)  # tokens a row
+    # Entries that fill each bank, by what is kept, at least four a row of the largest batch. Whole sequences are large:
+    # of BERT-base, 128 tokens of all layers in float32 take 4.7 MB.
     entries: dict[str, int] = {"as the paper": 200, "all tokens": 200, "pooled": 10_000}  # noqa: RUF012 - pydantic copies it
-    rounds: int = Field(default=100, ge=10)
-    device: str = "cpu"
+    rounds: int = Field(default=100, ge=10)  # calls of each kind; p90 and p99 take 200 or more
+    device: str = "cpu"  # torch device
+    # Of weights and states: `float32`, `bfloat16`; generation included.
     dtypes: tuple[Dtype, ...] = Field(default=("float32",), min_length=1)
-    generate: tuple[str, ...] = ()
-    new_tokens: int = Field(default=16, ge=1)
-    generate_rounds: int = Field(default=20, ge=3)
+    generate: tuple[str, ...] = ()  # models that also generate: prompt and new tokens together are `seq_len` long
+    new_tokens: int = Field(default=16, ge=1)  # tokens generated
+    generate_rounds: int = Field(default=20, ge=3)  # generations of each kind
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -88,11 +77,7 @@ class Latency(Experiment):
 
 
 def run(experiment: Latency, folders: Folders) -> Outcome:
-    """Measure every model, once all are known to be there and to suit the settings.
-
-    Raises:
-        ConfigError: A model was not found, or a setting does not suit it or this machine.
-    """
+    """Measure every model, once all are known to be there and to suit the settings."""
     for dtype in experiment.dtypes:
         check_target(experiment.device, dtype)
     for model in experiment.models:

@@ -25,35 +25,24 @@ from experiments.support.folders import Folders
 from experiments.support.progress import tracked
 from experiments.tasks import build
 from experiments.tasks.workload import Workload
-from llmcache import Stats
+from llmcache import ConfigError, Stats
 from llmcache.arrays import Floats
-from llmcache.errors import ConfigError
 from llmcache.models.adapters import locate, unpack
 
 FEWEST = 4  # requests: the first half, on which a tau is chosen, then has one with another before it
 
 
 class Layers(TaskExperiment):
-    """Settings of the measure.
+    """Settings of the measure."""
 
-    Attributes:
-        tau: Threshold of all layers.
-        alike: Cosine of two layer outputs from which on they count as alike.
-        purity: Share of hits whose states must be alike, by which a layer's own tau is chosen.
-    """
-
-    tau: float = Field(default=0.85, ge=-1.0, le=1.0)
-    alike: float = Field(default=0.95, ge=-1.0, le=1.0)
+    tau: float = Field(default=0.85, ge=-1.0, le=1.0)  # threshold of all layers
+    alike: float = Field(default=0.95, ge=-1.0, le=1.0)  # cosine of two layer outputs from which on they count as alike
+    # Share of hits whose states must be alike, by which a layer's own tau is chosen.
     purity: float = Field(default=0.95, gt=0.0, le=1.0)
 
 
 def run(experiment: Layers, folders: Folders) -> Outcome:
-    """Measure every layer.
-
-    Raises:
-        ConfigError: The data or the model does not fit the settings.
-        FileNotFoundError: A data file is missing.
-    """
+    """Measure every layer."""
     workload = build(experiment.task, folders, experiment.seed)
     _check(workload)
     recording, entering, leaving = _record(workload)
@@ -122,10 +111,7 @@ def _record(workload: Workload) -> tuple[Recording, list[Floats], list[NDArray[n
 
 
 def _nearest_earlier(entering: list[Floats]) -> tuple[NDArray[np.int64], Floats]:
-    """For each layer and request: the earlier request whose mean entering state is nearest, and how near, (L, N).
-
-    The first request has none: itself, at -1.
-    """
+    """By layer and request (L, N): the earlier request whose entering states are nearest, and how near; at first -1."""
     nearest, similarity = [], []
     for states in entering:
         unit = states / np.linalg.norm(states, axis=1, keepdims=True)
@@ -145,17 +131,7 @@ def _cosines(states: NDArray[np.float16], others: NDArray[np.int64]) -> Floats:
 
 
 def choose_taus(similarity: Floats, likeness: Floats, alike: float, purity: float) -> dict[int, float]:
-    """The lowest threshold of each layer at which enough of the hits have states that are alike.
-
-    Args:
-        similarity: Of each request to the nearest earlier one, by layer, (L, N); the first half is looked at.
-        likeness: Cosine of their layer outputs, (L, N).
-        alike: From where on they count as alike.
-        purity: Share of hits that have to be.
-
-    Returns:
-        Threshold by layer; a layer where none is enough gets 1.
-    """
+    """The lowest tau of each layer at which enough hits of the first half have alike states (L, N); else 1."""
     half = similarity.shape[1] // 2
     taus = {}
     for layer in range(len(similarity)):

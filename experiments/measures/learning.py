@@ -1,50 +1,39 @@
 """What measures of calibrated reuse have in common: the first requests are learned from, the later ones are counted."""
 
+import math
 from collections.abc import Sequence
 from copy import copy
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from experiments.measures.base import TaskExperiment
-from experiments.methods.base import is_hit
-from experiments.methods.cached import Cached
-from experiments.metrics.metrics import clusters, hit_rates, quality
-from experiments.replay.rehearsal import Rehearsal
+from experiments.measures.base import CacheExperiment
+from experiments.metrics.metrics import alone, figures_of
+from experiments.replay.rehearsal import Frozen, Rehearsal
 from experiments.support.folders import Folders
+from experiments.support.section import ONE_OR_MORE
 from experiments.tasks import build
 from experiments.tasks.workload import Answer, Workload
-from llmcache import CacheConfig
-from llmcache.calibration.calibration import check_size
+from llmcache import CacheConfig, CalibrationError, ConfigError
+from llmcache.calibration.calibrated_reuse import CalibratedReuse
+from llmcache.calibration.calibration import Calibration, check_size, split
 from llmcache.calibration.risk_target import MetricName, RiskTarget, Sources
-from llmcache.errors import CalibrationError, ConfigError
+from llmcache.request.observation import Observation
 
 
-class LearningExperiment(TaskExperiment):
-    """Settings of such a measure.
+class LearningExperiment(CacheExperiment):
+    """Settings of such a measure. Those of `cache` for the bound, `delta` for instance, are what calibrations go by."""
 
-    Attributes:
-        learn: Requests that are learned from, the first ones; all of them are computed.
-        max_drops: Losses that calibrations may leave, a fraction of 1.
-        cache: Settings of llmcache. Those of the bound, `delta` for instance, are what calibrations go by.
-    """
-
-    learn: int = Field(default=2500, ge=1)
-    max_drops: tuple[float, ...] = Field(default=(0.005, 0.01, 0.02), min_length=1)
-    cache: dict[str, Any] = Field(default_factory=dict)
-
-    @field_validator("max_drops", mode="before")
-    @classmethod
-    def _one_alone(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, float) else value
+    learn: int = Field(default=2500, ge=1)  # requests that are learned from, the first ones; all of them are computed
+    # Losses that calibrations may leave, a fraction of 1.
+    max_drops: Annotated[tuple[float, ...], ONE_OR_MORE] = Field(default=(0.005, 0.01, 0.02), min_length=1)
 
     @classmethod
     def make(cls, values: Any, name: str = "") -> Self:
-        """Check all settings, those of llmcache included; see `Section.make`."""
+        """Check all settings, and that the first requests can carry the claims; see `Section.make`."""
         made = super().make(values, name)
-        Cached.check(made.cache, "cache")
         check_learn(made.learn, made.max_drops, made.config.delta)
         return made
 
@@ -62,13 +51,25 @@ class LearningExperiment(TaskExperiment):
         """What calibrations with frozen sources are to show, one for each loss."""
         return [self.risk_target(drop) for drop in self.max_drops]
 
-    def stream(self, folders: Folders) -> Workload:
-        """The task's requests, unless they are over before anything could be served.
+    def sources_for(self, rehearsal: Rehearsal, claim: RiskTarget) -> list[Observation]:
+        """A and B of a calibration: the requests that it learns from."""
+        return [rehearsal.observed[i] for i in split(self.learn, claim)[0]]
 
-        Raises:
-            ConfigError: No request is left to be counted; or data and model do not fit the settings.
-            FileNotFoundError: A data file is missing.
-        """
+    def frozen(self, rehearsal: Rehearsal, calibrated: CalibratedReuse, claim: RiskTarget) -> Frozen:
+        """The later requests, served from what a calibration learned from."""
+        return Frozen(calibrated, self.sources_for(rehearsal, claim), rehearsal.observed[self.learn :])
+
+    def figures(self, rehearsal: Rehearsal, told: Sequence[Answer], served: NDArray[np.str_]) -> dict[str, Any]:
+        """Hits and quality of the later requests; see `figures_of`."""
+        base = rehearsal.answers[self.learn :]
+        return figures_of(later(rehearsal.workload, self.learn), base, told, served, self.seed)
+
+    def alone(self, rehearsal: Rehearsal) -> dict[str, Any]:
+        """Quality of the model alone on the later requests."""
+        return alone(later(rehearsal.workload, self.learn), rehearsal.answers[self.learn :], self.seed)
+
+    def stream(self, folders: Folders) -> Workload:
+        """The task's requests, unless they are over before anything could be served."""
         workload = build(self.task, folders, self.seed)
         if (n := len(workload.requests)) <= self.learn:
             raise ConfigError(f"learn={self.learn}: the stream has {n} requests; learn from fewer, or raise task.limit")
@@ -80,11 +81,7 @@ class LearningExperiment(TaskExperiment):
 
 
 def check_learn(learn: int, max_drops: Sequence[float], delta: float) -> None:
-    """Refuse to learn from fewer requests than the least loss takes, which is the one that takes most; 0: no claim.
-
-    Raises:
-        ConfigError: It says how many are needed.
-    """
+    """Refuse to learn from fewer requests than the least loss takes, which is the one that takes most; 0: no claim."""
     if not learn:
         return
     try:
@@ -93,29 +90,19 @@ def check_learn(learn: int, max_drops: Sequence[float], delta: float) -> None:
         raise ConfigError(f"learn={learn}: {error}") from error
 
 
+def limit_of(found: Calibration) -> float:
+    """The largest risk that was chosen; where none was, nothing but repeats is less risky."""
+    return -math.inf if found.chosen is None else found.chosen.limit
+
+
+def choice_of(found: Calibration) -> dict[str, float | None]:
+    """The limit that was chosen, and the bound on what it loses; None where none was."""
+    chosen = found.chosen
+    return {"limit": None, "bound": None} if chosen is None else {"limit": chosen.limit, "bound": chosen.bound}
+
+
 def later(workload: Workload, learn: int) -> Workload:
     """The workload without the requests that are learned from."""
     rest = copy(workload)
     rest.requests = workload.requests[learn:]
     return rest
-
-
-def figures_of(
-    counted: Workload, base: Sequence[Answer], told: Sequence[Answer], served: NDArray[np.str_], seed: int
-) -> dict[str, Any]:
-    """Hits and quality of the counted requests, and `precision`: the share of hits that leave the answer as it was.
-
-    Args:
-        counted: The later requests, N.
-        base: What the model alone answers, N.
-        told: What they were told, N.
-        served: What served each (N,).
-        seed: Of the bootstrap.
-    """
-    figures = quality(counted, base, told, is_hit(served), seed)
-    per_hit = figures["changed_per_hit"]
-    return {
-        **hit_rates(served, clusters(counted), seed),
-        **figures,
-        "precision": None if per_hit is None else 1 - per_hit,
-    }

@@ -12,7 +12,7 @@ from typing import Any, Self
 import numpy as np
 from pydantic import Field
 
-from experiments.measures.base import Outcome, TaskExperiment, serve_once
+from experiments.measures.base import CacheExperiment, Outcome, serve_once
 from experiments.methods.base import Served, is_hit
 from experiments.methods.cached import Cached
 from experiments.methods.nocache import NoCache
@@ -25,36 +25,23 @@ from llmcache import CacheConfig
 from llmcache.policies import POLICIES
 
 
-class Observe(TaskExperiment):
-    """Settings of the measure.
+class Observe(CacheExperiment):
+    """Settings of the measure."""
 
-    Attributes:
-        cache: Settings of llmcache.
-        seconds_per_request: The clock of policies that look at one moves by that much a request; None: the real one.
-    """
-
-    cache: dict[str, Any] = Field(default_factory=dict)
+    # The clock of policies that look at one moves by that much a request; None: the real one.
     seconds_per_request: float | None = Field(default=None, gt=0.0)
 
     @classmethod
     def make(cls, values: Any, name: str = "") -> Self:
-        """Check all settings, those of llmcache included; see `Section.make`."""
+        """Check all settings, those of the policy included; see `Section.make`."""
         made = super().make(values, name)
-        Cached.check(made.cache, "cache")
         CacheConfig.make(made.cache).policy.build(POLICIES)
         return made
 
 
 def run(experiment: Observe, folders: Folders) -> Outcome:
-    """Serve the task once.
-
-    Of a run's time, `seconds_preparing` goes to data, model and its answers without a cache; the next run finds them
-    there if it is on the same task.
-
-    Raises:
-        ConfigError: The data, the model or the cache's settings do not fit each other.
-        FileNotFoundError: A data file is missing.
-    """
+    """Serve the task once."""
+    # `seconds_preparing` is of data, model and its answers without a cache, which the next run on the same task finds.
     started, task = perf_counter(), (experiment.task, experiment.seed, folders)
     workload = _load(*task)
     clock = _Clock(experiment.seconds_per_request)

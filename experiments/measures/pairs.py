@@ -23,7 +23,7 @@ from pydantic import Field
 from experiments.data.paws import Pair, apart, read_paws
 from experiments.measures.adversaries import Gate, name_of
 from experiments.measures.base import Experiment, Outcome
-from experiments.measures.learning import check_learn
+from experiments.measures.learning import check_learn, choice_of, limit_of
 from experiments.methods.cached import Cached
 from experiments.metrics.metrics import share_interval
 from experiments.models.loading import MINILM, check_length, load
@@ -31,35 +31,24 @@ from experiments.replay.recording import Recording, make_fingerprint
 from experiments.replay.rehearsal import Rehearsal
 from experiments.support.folders import Folders
 from experiments.tasks.embedding import ALIKE, Embedding
-from llmcache import CacheConfig
+from llmcache import CacheConfig, ConfigError
 from llmcache.calibration.risk_target import RiskTarget
-from llmcache.errors import ConfigError
 
 
 class Pairs(Experiment):
-    """Settings of the measure.
+    """Settings of the measure."""
 
-    Attributes:
-        model: A bare encoder; see `experiments.models.loading.load`.
-        learn: Sentences that calibrations learn from.
-        limit: Most pairs that are asked.
-        max_drops: Losses that calibrations may leave, a fraction of 1.
-        gates: Content gates that are compared: false, true, or options of one.
-        taus: Thresholds of the paper's way.
-        thresholds: Of the semantic response cache.
-        cache: Settings of llmcache.
-        max_length: Most tokens of a sentence.
-    """
-
-    model: str = MINILM
-    learn: int = Field(default=2500, ge=2)
-    limit: int | None = Field(default=None, ge=1)
+    model: str = MINILM  # A bare encoder; see `experiments.models.loading.load`
+    learn: int = Field(default=2500, ge=2)  # sentences that calibrations learn from
+    limit: int | None = Field(default=None, ge=1)  # most pairs that are asked
+    # Losses that calibrations may leave, a fraction of 1.
     max_drops: tuple[float, ...] = Field(default=(0.005, 0.02), min_length=1)
+    # Content gates that are compared: false, true, or options of one.
     gates: tuple[Gate, ...] = Field(default=(False, True), min_length=1)
-    taus: tuple[float, ...] = (0.82, 0.85, 0.88)
-    thresholds: tuple[float, ...] = (0.8,)
-    cache: dict[str, Any] = Field(default_factory=dict)
-    max_length: int = Field(default=128, ge=3)
+    taus: tuple[float, ...] = (0.82, 0.85, 0.88)  # thresholds of the paper's way
+    thresholds: tuple[float, ...] = (0.8,)  # of the semantic response cache
+    cache: dict[str, Any] = Field(default_factory=dict)  # settings of llmcache
+    max_length: int = Field(default=128, ge=3)  # most tokens of a sentence
 
     @classmethod
     def make(cls, values: Any, name: str = "") -> Self:
@@ -78,24 +67,14 @@ class Pairs(Experiment):
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """What one way did.
+    """What one way did."""
 
-    Attributes:
-        settings: Its name, gate, the loss that was asked for, and the limit: a risk, or a threshold.
-        source: Number of the stored sentence that serves each second one (N,); -1 where it is computed.
-    """
-
-    settings: Mapping[str, Any]
-    source: NDArray[np.int64]
+    settings: Mapping[str, Any]  # its name, gate, the loss that was asked for, and the limit: a risk, or a threshold
+    source: NDArray[np.int64]  # number of the stored sentence that serves each second one (N,); -1 where it is computed
 
 
 def run(experiment: Pairs, folders: Folders) -> Outcome:
-    """Store first sentences and ask second ones, each way.
-
-    Raises:
-        ConfigError: Data and model do not fit the settings.
-        FileNotFoundError: The data file is missing.
-    """
+    """Store first sentences and ask second ones, each way."""
     known, asked = _divide(experiment, apart(_shuffled(read_paws(folders.data), experiment.seed)))
     loaded = load(experiment.model, "states", folders.models)
     check_length(loaded, experiment.max_length)
@@ -119,11 +98,7 @@ def run(experiment: Pairs, folders: Folders) -> Outcome:
 
 
 def _divide(experiment: Pairs, pairs: list[Pair]) -> tuple[list[str], list[Pair]]:
-    """Sentences to learn from, mixed, and pairs to ask.
-
-    Raises:
-        ConfigError: There are too few.
-    """
+    """Sentences to learn from, mixed, and pairs to ask."""
     n = experiment.learn // 2
     if len(pairs) <= n:
         raise ConfigError(
@@ -151,11 +126,10 @@ def _calibrated(experiment: Pairs, rehearsal: Rehearsal, firsts: range) -> Itera
             )
             calibrated.fitter.stand(stored)
             risks, keys = calibrated.fitter.risks(rehearsal.observed[firsts.stop :], ())
-            limit = -1.0 if found.chosen is None else found.chosen.limit
-            is_served = risks <= limit
+            is_served = risks <= limit_of(found)
             source = [numbers[key] if is_hit and key else -1 for is_hit, key in zip(is_served, keys, strict=True)]
-            named = {"way": "llmcache", "gate": name_of(gate), "asked": drop}
-            yield Way({**named, "limit": limit if found.chosen else None}, np.array(source))
+            named = {"way": "llmcache", "gate": name_of(gate), "asked": drop, "limit": choice_of(found)["limit"]}
+            yield Way(named, np.array(source))
         cache.unwrap()
 
 

@@ -12,17 +12,17 @@ Under a budget, `memory` shows at every tenth of the stream what is held, and ho
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from experiments.measures.base import Outcome, TaskExperiment
+from experiments.measures.base import CacheExperiment, Outcome
 from experiments.measures.bench.generation import greedy
 from experiments.measures.bench.memory import resident_bytes
 from experiments.methods.base import COMPUTED, twin
-from experiments.methods.cached import Cached, configure
+from experiments.methods.cached import configure
 from experiments.models.loading import Loaded, check_length
 from experiments.support.folders import Folders
 from experiments.support.progress import tracked
@@ -34,40 +34,20 @@ from llmcache import LLMCache, Stats
 PARTS = 10
 
 
-class Parity(TaskExperiment):
-    """Settings of the measure.
+class Parity(CacheExperiment):
+    """Settings of the measure."""
 
-    Attributes:
-        new_tokens: Tokens generated for each prompt, always as many.
-        ulps: How near a near tie is, in roundings of the best logit.
-        cache: Settings of llmcache.
-    """
-
-    new_tokens: int = Field(default=16, ge=1)
-    ulps: float = Field(default=4.0, ge=0.0)
-    cache: dict[str, Any] = Field(default_factory=dict)
-
-    @classmethod
-    def make(cls, values: Any, name: str = "") -> Self:
-        """Check all settings, those of llmcache included; see `Section.make`."""
-        made = super().make(values, name)
-        Cached.check(made.cache, "cache")
-        return made
+    new_tokens: int = Field(default=16, ge=1)  # tokens generated for each prompt, always as many
+    ulps: float = Field(default=4.0, ge=0.0)  # how near a near tie is, in roundings of the best logit
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where two continuations part.
+    """Where two continuations part."""
 
-    Attributes:
-        step: The first new token that differs, from 0.
-        gap: The reference's best logit there less its second best.
-        tolerance: The largest gap of a near tie.
-    """
-
-    step: int
-    gap: float
-    tolerance: float
+    step: int  # the first new token that differs, from 0
+    gap: float  # the reference's best logit there less its second best
+    tolerance: float  # the largest gap of a near tie
 
     @property
     def is_near_tie(self) -> bool:
@@ -76,12 +56,7 @@ class Difference:
 
 
 def run(experiment: Parity, folders: Folders) -> Outcome:
-    """Go on with every prompt, alone and with llmcache.
-
-    Raises:
-        ConfigError: The task has no prompts, or data or model does not fit the settings.
-        FileNotFoundError: A data file is missing.
-    """
+    """Go on with every prompt, alone and with llmcache."""
     workload = prompts.of(experiment.task, folders, experiment.seed)
     check_length(Loaded(workload.module, None), workload.facts["n_longest"] + experiment.new_tokens)
     module = twin(workload.module)
@@ -141,15 +116,7 @@ def _row(experiment: Parity, workload: Prompts, number: int, module: Any, cache:
 def difference(
     told: Tensor, tokens: Tensor, scores: Sequence[Tensor], ulps: float, dtype: torch.dtype
 ) -> Difference | None:
-    """Where a continuation parts from the reference; None where it does not.
-
-    Args:
-        told: Prompt and continuation of the reference, int64 (1, T + n).
-        tokens: The other's, as long.
-        scores: The reference's logits that each new token was chosen by, n times (1, V).
-        ulps: How near a near tie is.
-        dtype: In which the logits were computed.
-    """
+    """Where a continuation (1, T + n) parts from the reference, with logits n times (1, V); None if nowhere."""
     n = len(scores)
     places = (told[0, -n:] != tokens[0, -n:]).nonzero()
     if not len(places):

@@ -11,7 +11,7 @@ Sizes: R rounds, N requests.
 """
 
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,7 @@ from experiments.methods.base import Method
 from experiments.methods.cached import Cached
 from experiments.methods.calibrated import Calibrated
 from experiments.methods.nocache import NoCache
-from experiments.metrics.metrics import Times, speed, summary
+from experiments.metrics.metrics import Times, expected_speedup, speed, summary
 from experiments.metrics.trace import Trace
 from experiments.support.folders import Folders
 from experiments.tasks.workload import Workload
@@ -37,35 +37,16 @@ MISS, HIT, SHARE = 1.03, 0.02, 0.9
 
 
 class Payback(LearningExperiment):
-    """Settings of the measure. `cache.sources` and `cache.delta` are those of the calibration.
+    """Settings of the measure. `cache.sources` and `cache.delta` are those of the calibration."""
 
-    Attributes:
-        metric: What may be lost: `changed` answers, or right ones that become wrong (`accuracy`).
-        rounds: How often the stream is run; each round begins cold, and learns.
-        replay: On which model the pattern of hits is replayed; None: on none.
-    """
-
+    # What may be lost: `changed` answers, or right ones that become wrong (`accuracy`).
     metric: Literal["changed", "accuracy"] = "changed"
-    rounds: int = Field(default=3, ge=1)
-    replay: pattern.Settings | None = None
-
-    @classmethod
-    def make(cls, values: Any, name: str = "") -> Self:
-        """Check all settings, section by section; see `Section.make`."""
-        parts = dict(values)
-        if parts.get("replay") is not None:
-            parts["replay"] = pattern.Settings.make(parts["replay"], "replay")
-        return super().make(parts, name)
+    rounds: int = Field(default=3, ge=1)  # how often the stream is run; each round begins cold, and learns
+    replay: pattern.Settings | None = None  # on which model the pattern of hits is replayed; None: on none
 
 
 def run(experiment: Payback, folders: Folders) -> Outcome:
-    """Serve the stream, and replay its hits.
-
-    Raises:
-        CalibrationError: The first requests cannot carry the claim.
-        ConfigError: The data or the model does not fit the settings.
-        FileNotFoundError: A data file is missing.
-    """
+    """Serve the stream, and replay its hits."""
     workload = experiment.stream(folders)
     if experiment.metric == "accuracy" and (n := workload.facts.get("n_unanswerable")):
         raise ConfigError(
@@ -112,7 +93,7 @@ def _figures(experiment: Payback, workload: Workload, base: Trace, trace: Trace,
     counted = summary(later(workload, learn), base.after(learn), trace.after(learn), experiment.seed)
     return {
         **counted,
-        "speedup_expected": _expected(counted["hit_rate"], counted["miss_overhead"], counted["hit_cost"]),
+        "speedup_expected": expected_speedup(counted["hit_rate"], counted["miss_overhead"], counted["hit_cost"]),
         "speedup_with_learning": float(np.median(base.ms.sum(axis=1) / trace.ms.sum(axis=1))),
         **payback(base.ms, trace.ms, learn),
         "calibration_s": round(found.seconds, 3),
@@ -123,17 +104,7 @@ def _figures(experiment: Payback, workload: Workload, base: Trace, trace: Trace,
 
 
 def payback(base_ms: Times, ms: Times, learn: int) -> dict[str, float | None]:
-    """What learning cost, and after how many more requests that was saved again for good; medians over rounds.
-
-    Args:
-        base_ms: The model alone, all requests (R, N).
-        ms: With the cache (R, N).
-        learn: Requests of the learning phase.
-
-    Returns:
-        `learning_extra_s`: seconds more than the model alone takes for these requests; `paid_back_after`: requests
-        after the learning phase, None where the stream ended before in some round.
-    """
+    """Medians over rounds (R, N): what learning cost, and after how many later requests that is saved for good."""
     saved = base_ms - ms
     extra = -saved[:, :learn].sum(axis=1)
     is_owed = np.cumsum(saved[:, learn:], axis=1) < extra[:, None]
@@ -145,11 +116,6 @@ def payback(base_ms: Times, ms: Times, learn: int) -> dict[str, float | None]:
         "learning_extra_s": float(np.median(extra)) / 1e3,
         "paid_back_after": float(np.median(after)) if is_over.all() else None,
     }
-
-
-def _expected(h: float, o: float | None, c: float | None) -> float | None:
-    """Speed-up that hit rate and costs come to; None where one of them is not known."""
-    return None if o is None or c is None else 1 / ((1 - h) * (1 + o) + h * c)
 
 
 def _replay(settings: pattern.Settings, hits: NDArray[np.bool_], experiment: Payback) -> dict[str, Any]:
@@ -168,7 +134,7 @@ def _replay(settings: pattern.Settings, hits: NDArray[np.bool_], experiment: Pay
         "hit_rate": h,
         "as_in_the_pattern": float((trace.is_hit[0] == wanted).mean()),
         **figures,
-        "speedup_expected": _expected(h, figures["miss_overhead"], figures["hit_cost"]),
+        "speedup_expected": expected_speedup(h, figures["miss_overhead"], figures["hit_cost"]),
         "speedup_asked": SHARE / ((1 - h) * MISS + h * HIT),
     }
 

@@ -25,13 +25,13 @@ from pydantic import Field
 from experiments.measures.adversaries import Adversaries, name_of
 from experiments.measures.base import Outcome
 from experiments.measures.edits import words
+from experiments.measures.learning import choice_of
 from experiments.metrics.metrics import share_interval
 from experiments.replay.rehearsal import Rehearsal
-from experiments.replay.serving import Reply, alarms_of, ask, asking, requests_expected
+from experiments.replay.serving import Asked, asking, requests_expected
 from experiments.support.folders import Folders
 from experiments.support.progress import tracked
-from experiments.tasks.workload import Answer, Workload
-from llmcache import LLMCache
+from experiments.tasks.workload import Workload
 from llmcache.calibration.risk_target import RiskTarget, Sources
 from llmcache.request.observation import Observation
 
@@ -39,48 +39,29 @@ _N_PLACES = 3  # words of a target that the attacker tries to replace, each by e
 
 
 class Poisoning(Adversaries):
-    """Settings of the measure; of `n_edits`, the words that the attacker tries in one place.
+    """Settings of the measure; of `n_edits`, the words that the attacker tries in one place."""
 
-    Attributes:
-        audits: Least probabilities with which hits are audited, that are compared.
-        sources: Who serves.
-        n_targets: Requests that the attacker wants to capture.
-        n_planted: Requests that he asks for each, at most.
-        repeats: How often each target is asked.
-        n_others: Other later requests.
-    """
-
+    # Least probabilities with which hits are audited, that are compared.
     audits: tuple[float, ...] = Field(default=(0.0, 0.05), min_length=1)
-    sources: tuple[Sources, ...] = ("growing", "frozen")
-    n_targets: int = Field(default=100, ge=1)
-    n_planted: int = Field(default=8, ge=1)
-    repeats: int = Field(default=5, ge=1)
-    n_others: int = Field(default=500, ge=0)
+    sources: tuple[Sources, ...] = ("growing", "frozen")  # who serves
+    n_targets: int = Field(default=100, ge=1)  # requests that the attacker wants to capture
+    n_planted: int = Field(default=8, ge=1)  # requests that he asks for each, at most
+    repeats: int = Field(default=5, ge=1)  # how often each target is asked
+    n_others: int = Field(default=500, ge=0)  # other later requests
     n_edits: int = Field(default=40, ge=1)
 
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """What the attacker asks, and who is asked for afterwards.
+    """What the attacker asks, and who is asked for afterwards."""
 
-    Attributes:
-        planted: Texts, those for one target after another.
-        victims: Numbers of later requests, in the order in which they are asked; targets several times.
-        targets: Which of them are targets.
-    """
-
-    planted: Sequence[str]
-    victims: Sequence[int]
-    targets: frozenset[int]
+    planted: Sequence[str]  # texts, those for one target after another
+    victims: Sequence[int]  # numbers of later requests, in the order in which they are asked; targets several times
+    targets: frozenset[int]  # which of them are targets
 
 
 def run(experiment: Poisoning, folders: Folders) -> Outcome:
-    """Attack once for each kind of sources, gate, loss and audit.
-
-    Raises:
-        ConfigError: The data or the model does not fit the settings.
-        FileNotFoundError: A data file is missing.
-    """
+    """Attack once for each kind of sources, gate, loss and audit."""
     rehearsal = experiment.rehearse(folders)
     workload = rehearsal.workload
     attack = _plan(experiment, rehearsal)
@@ -145,7 +126,7 @@ def _attacks(experiment: Poisoning, rehearsal: Rehearsal, attack: Attack) -> Ite
             cache.clear()
             risk_target = experiment.risk_target(drop, sources)
             found = rehearsal.calibrate(calibrated, experiment.learn, risk_target)
-            asked = _Asked(cache)
+            asked = Asked(cache)
             what = f"Attacking {sources}, gate {name_of(gate)}, audit {audit:g}, {drop:g}"
             for i in range(len(attack.planted)):
                 asked.ask(planting, i, own[i])
@@ -156,8 +137,8 @@ def _attacks(experiment: Poisoning, rehearsal: Rehearsal, attack: Attack) -> Ite
                 "audit": audit,
                 "sources": sources,
                 "max_drop": drop,
-                "limit": None if found.chosen is None else found.chosen.limit,
-                **asked.attack(len(attack.planted), risk_target, audit),
+                "limit": choice_of(found)["limit"],
+                **_heard(asked, len(attack.planted), risk_target, audit),
                 **_captured(attack, asked),
             }
         cache.unwrap()
@@ -167,54 +148,32 @@ def _observe(rehearsal: Rehearsal, workload: Workload) -> list[Observation]:
     return rehearsal.cache.observe([request.inputs for request in workload.requests])
 
 
-class _Asked:
-    """All that was asked of one cache, in order, and when its audit gave alarm."""
-
-    def __init__(self, cache: LLMCache) -> None:
-        """Begin with a cache that was just calibrated."""
-        self.replies: list[Reply] = []
-        self.keys: list[str] = []
-        self.is_changed: list[bool] = []
-        self._alarms: list[int] = []  # requests until each
-        self._cache = cache
-
-    def ask(self, workload: Workload, number: int, own: Answer) -> None:
-        """Ask a request, to which the model's own answer is known."""
-        reply = ask(self._cache, workload, number)
-        self.replies.append(reply)
-        self.keys.append(self._cache.last[0].key)
-        self.is_changed.append(reply.answer != own)
-        if alarms_of(self._cache) > len(self._alarms):
-            self._alarms.append(len(self.replies))
-
-    def attack(self, n_planted: int, risk_target: RiskTarget, audit: float) -> dict[str, Any]:
-        """What became of the planted requests, and when the audit heard of it."""
-        first = self._alarms[0] if self._alarms else None
-        rate = float(np.mean(self.is_changed[:first]))
-        return {
-            "n_stored": sum(reply.source is None for reply in self.replies[:n_planted]),
-            "planted_changed": float(np.mean(self.is_changed[:n_planted])) if n_planted else None,
-            "n_alarms": len(self._alarms),
-            "requests_to_alarm": first,
-            "hits_to_alarm": None if first is None else sum(r.source is not None for r in self.replies[:first]),
-            "requests_expected": requests_expected(risk_target, audit, 0, rate),
-        }
+def _heard(asked: Asked, n_planted: int, claim: RiskTarget, audit: float) -> dict[str, Any]:
+    """What became of the planted requests, and when the audit heard of it."""
+    first = asked.alarms[0] if asked.alarms else None
+    rate = float(asked.is_changed[:first].mean())
+    return {
+        "n_stored": int((~asked.is_hit[:n_planted]).sum()),
+        "planted_changed": float(asked.is_changed[:n_planted].mean()) if n_planted else None,
+        "n_alarms": len(asked.alarms),
+        "requests_to_alarm": first,
+        "hits_to_alarm": None if first is None else int(asked.is_hit[:first].sum()),
+        "requests_expected": requests_expected(claim, audit, 0, rate),
+    }
 
 
-def _captured(attack: Attack, asked: _Asked) -> dict[str, Any]:
+def _captured(attack: Attack, asked: Asked) -> dict[str, Any]:
     """Who was captured: of what was asked for targets, of the targets, and of the other requests."""
     n_planted, n = len(attack.planted), len(attack.victims)
-    planted, replies, is_changed = set(asked.keys[:n_planted]), asked.replies[n_planted:], asked.is_changed[n_planted:]
-    is_caught = np.array(
-        [reply.source in planted and changed for reply, changed in zip(replies, is_changed, strict=True)]
-    )
+    planted, is_changed = set(asked.keys[:n_planted]), asked.is_changed[n_planted:]
+    is_caught = np.array([source in planted for source in asked.sources[n_planted:]]) & is_changed
     is_target = np.array([number in attack.targets for number in attack.victims])
     is_early = np.arange(n) < n // 2
     caught = {number for number, is_one in zip(attack.victims, is_caught & is_target, strict=True) if is_one}
     return {
         "n": n,
-        "hit_rate": sum(reply.source is not None for reply in replies) / n,
-        "changed_answers": sum(is_changed) / n,
+        "hit_rate": float(asked.is_hit[n_planted:].mean()),
+        "changed_answers": float(is_changed.mean()),
         "targets_captured": len(caught) / len(attack.targets),
         "targets_captured_ci": share_interval(len(caught), len(attack.targets)),
         "captured": _share(is_caught, is_target),

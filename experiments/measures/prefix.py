@@ -35,22 +35,14 @@ ASKED = 0.9
 
 
 class Prefix(Serve):
-    """Settings of the measure.
+    """Settings of the measure."""
 
-    Attributes:
-        methods: What is compared, beside the model alone.
-    """
-
+    # What is compared, beside the model alone.
     methods: tuple[MethodSettings, ...] = (MethodSettings.make({"method": "llmcache"}),)
 
 
 def run(experiment: Prefix, folders: Folders) -> Outcome:
-    """Put the prompts to every method.
-
-    Raises:
-        ConfigError: The task has no prompts, or data, model or a method does not fit the settings.
-        FileNotFoundError: A data file is missing.
-    """
+    """Put the prompts to every method."""
     workload = prompts.of(experiment.task, folders, experiment.seed)
     traces = measure(workload, experiment.at_work(workload), experiment.rounds, experiment.warmup)
     base = traces.pop(NOCACHE)
@@ -94,15 +86,9 @@ def _figures(workload: Prompts, base: Trace, trace: Trace, seed: int) -> dict[st
 
 
 def ceiling_of_known(rows: Iterable[Mapping[str, Any]]) -> dict[str, float | int | None]:
-    """What is known of the prompts that know anything, and what it allows: as `known`, without all others.
-
-    Args:
-        rows: `n_tokens`, `n_known` and `n_reused` of each prompt. Known are whole blocks that came before; where the
-            cache serves the tokens of the block that follows, too, these were known as well.
-
-    Returns:
-        `known_n`, `known_share` and `known_ceiling`; None where no prompt knows anything.
-    """
+    """`known_n`, `known_share` and `known_ceiling` of the prompts that know anything; None where none does."""
+    # Known are whole blocks that came before; where the cache serves tokens of the block that follows, too, these were
+    # known as well.
     told = [
         (int(row["n_tokens"]), max(int(row["n_known"]), int(row["n_reused"]))) for row in rows if int(row["n_known"])
     ]

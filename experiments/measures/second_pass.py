@@ -9,62 +9,37 @@ Each text is asked once a pass: what the second one hits was computed, and store
 
 from collections.abc import Callable, Mapping
 from time import perf_counter
-from typing import Any, Self
+from typing import Annotated, Any
 
 import numpy as np
-from pydantic import Field, PositiveInt, field_validator
+from pydantic import Field, PositiveInt
 
 from experiments.data.labelled import Data, read_requests
 from experiments.measures.base import Experiment, Outcome
 from experiments.models.loading import MINILM, find
 from experiments.support.folders import Folders
-from llmcache import LLMCache
-from llmcache.errors import ConfigError
+from experiments.support.section import ONE_OR_MORE
+from llmcache import ConfigError, LLMCache
 
 
 class SecondPass(Experiment):
-    """Settings of the measure.
+    """Settings of the measure."""
 
-    Attributes:
-        data: Where texts come from: the first different ones, in its order.
-        model: Of sentence-transformers: a folder, or a name that `experiments.models.loading.find` knows.
-        sizes: How many texts are embedded.
-        batch_sizes: Of `encode`, whose default is 32.
-        rounds: Of three passes each, with a new cache.
-    """
-
-    data: Data
-    model: str = MINILM
-    sizes: tuple[PositiveInt, ...] = Field(default=(300, 5000), min_length=1)
-    batch_sizes: tuple[PositiveInt, ...] = Field(default=(32, 1), min_length=1)
-    rounds: int = Field(default=2, ge=1)
-
-    @field_validator("sizes", "batch_sizes", mode="before")
-    @classmethod
-    def _one_number_alone(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, int) else value
-
-    @classmethod
-    def make(cls, values: Any, name: str = "") -> Self:
-        """Check all settings, section by section; see `Section.make`."""
-        parts = dict(values)
-        if "data" in parts:
-            parts["data"] = Data.make(parts["data"], "data")
-        return super().make(parts, name)
+    data: Data  # where texts come from: the first different ones, in its order
+    model: str = MINILM  # of sentence-transformers: a folder, or a name that `experiments.models.loading.find` knows
+    # How many texts are embedded.
+    sizes: Annotated[tuple[PositiveInt, ...], ONE_OR_MORE] = Field(default=(300, 5000), min_length=1)
+    # Of `encode`, whose default is 32.
+    batch_sizes: Annotated[tuple[PositiveInt, ...], ONE_OR_MORE] = Field(default=(32, 1), min_length=1)
+    rounds: int = Field(default=2, ge=1)  # of three passes each, with a new cache
 
     @property
     def name(self) -> str:
-        """The data."""
         return self.data.path[0]
 
 
 def run(experiment: SecondPass, folders: Folders) -> Outcome:
-    """Embed texts three times, for each number of them, batch size and round.
-
-    Raises:
-        ConfigError: The data has too few different texts, or the model was not found.
-        FileNotFoundError: A data file is missing.
-    """
+    """Embed texts three times, for each number of them, batch size and round."""
     from sentence_transformers import SentenceTransformer
 
     records = read_requests(experiment.data, folders.data, experiment.seed)

@@ -30,19 +30,13 @@ from experiments.tasks.workload import Answer, Workload
 
 
 class Serve(TaskExperiment):
-    """Settings of the measure.
+    """Settings of the measure."""
 
-    Attributes:
-        methods: What is compared, beside the model alone: a list of mappings, each with `method` and its options.
-        rounds: How often the stream is run; each round begins cold.
-        warmup: Requests that each method answers, unmeasured, before each round.
-        keeps_rows: Write a row a request and method.
-    """
-
+    # What is compared, beside the model alone: a list of mappings, each with `method` and its options.
     methods: tuple[MethodSettings, ...]
-    rounds: int = Field(default=5, ge=1)
-    warmup: int = Field(default=20, ge=0)
-    keeps_rows: bool = True
+    rounds: int = Field(default=5, ge=1)  # how often the stream is run; each round begins cold
+    warmup: int = Field(default=20, ge=0)  # requests that each method answers, unmeasured, before each round
+    keeps_rows: bool = True  # write a row a request and method
 
     @classmethod
     def make(cls, values: Any, name: str = "") -> Self:
@@ -53,11 +47,7 @@ class Serve(TaskExperiment):
         return super().make(parts, name)
 
     def at_work(self, workload: Workload) -> dict[str, Method]:
-        """All methods by label, the model alone first.
-
-        Raises:
-            ConfigError: One does not fit the workload's model.
-        """
+        """All methods by label, the model alone first."""
         return {label: method.build(workload) for label, method in self.all_methods.items()}
 
     @property
@@ -87,12 +77,7 @@ class _Log:
 
 
 def run(experiment: Serve, folders: Folders) -> Outcome:
-    """Serve the task with every method.
-
-    Raises:
-        ConfigError: The data, the model or a method does not fit the settings.
-        FileNotFoundError: A data file is missing.
-    """
+    """Serve the task with every method."""
     workload = build(experiment.task, folders, experiment.seed)
     traces = measure(workload, experiment.at_work(workload), experiment.rounds, experiment.warmup)
     settings = experiment.all_methods
@@ -111,17 +96,7 @@ def run(experiment: Serve, folders: Folders) -> Outcome:
 
 
 def measure(workload: Workload, methods: Mapping[str, Method], rounds: int, warmup: int) -> dict[str, Trace]:
-    """Run every method over the stream.
-
-    Args:
-        workload: Model and requests, at least one.
-        methods: By label.
-        rounds: How often the stream is run, at least 1.
-        warmup: Requests, from the beginning, that each method answers unmeasured before each round.
-
-    Returns:
-        Trace by label.
-    """
+    """Run every method over the stream `rounds` times, each after `warmup` unmeasured requests: its trace by label."""
     names = list(methods)
     logs = {name: _Log() for name in names}
     n = len(workload.requests)
@@ -154,11 +129,8 @@ def _ask(method: Method, request: int, log: _Log, keeps_answer: bool) -> None:
 
 
 def order_of(names: Sequence[str], request: int, number: int) -> list[str]:
-    """Order of the methods at one request: drawn anew for each, and turned round in every other round.
-
-    Drawn, since in a rotation each would nearly always follow the same one and find the caches of the processor as that
-    one left them.
-    """
+    """Order of the methods at one request: drawn anew for each, and turned round in every other round."""
+    # In a rotation each would nearly always follow the same one, and find the processor's caches as that one left them.
     order = random.Random(f"{number // 2} {request}").sample(names, len(names))
     return order[::-1] if number % 2 else order
 

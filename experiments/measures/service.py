@@ -16,21 +16,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from experiments.measures.base import Outcome
-from experiments.measures.learning import LearningExperiment, figures_of, later
+from experiments.measures.learning import LearningExperiment, later
 from experiments.methods import NOCACHE
 from experiments.methods.base import BYPASSED, COMPUTED, twin
 from experiments.methods.cached import configure
-from experiments.metrics.metrics import percentiles
+from experiments.metrics.metrics import figures_of, percentiles
 from experiments.support.folders import Folders
 from experiments.support.progress import tracked
+from experiments.support.section import ONE_OR_MORE
 from experiments.tasks.workload import Answer, Workload
 from llmcache import LLMCache
 from llmcache.calibration.risk_target import RiskTarget
@@ -41,62 +42,33 @@ AS_BY_DEFAULT = {"auto_bypass": True, "audit_in_background": True}  # elsewhere 
 
 
 class Service(LearningExperiment):
-    """Settings of the measure. `cache.sources` is that of the calibration.
+    """Settings of the measure. `cache.sources` is that of the calibration."""
 
-    Attributes:
-        learn: As for others; 0: nothing is calibrated, and repeats alone are served.
-        rounds: Of three passes each.
-        threads: Numbers of threads that torch computes with.
-    """
-
-    learn: int = Field(default=2500, ge=0)
-    max_drops: tuple[float, ...] = Field(default=(0.01,), min_length=1)
-    rounds: int = Field(default=2, ge=1)
-    threads: tuple[int, ...] = Field(default=(2, 1), min_length=1)
-
-    @field_validator("threads", mode="before")
-    @classmethod
-    def _one_number_alone(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, int) else value
+    learn: int = Field(default=2500, ge=0)  # as for others; 0: nothing is calibrated, and repeats alone are served
+    max_drops: Annotated[tuple[float, ...], ONE_OR_MORE] = Field(default=(0.01,), min_length=1)
+    rounds: int = Field(default=2, ge=1)  # of three passes each
+    # Numbers of threads that torch computes with.
+    threads: Annotated[tuple[int, ...], ONE_OR_MORE] = Field(default=(2, 1), min_length=1)
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One way through the stream.
+    """One way through the stream."""
 
-    Attributes:
-        who: `NOCACHE` or `CACHE`.
-        number: Of its round.
-        seconds: From the first request to the last answer, and until nothing waits.
-        drained_s: Of these, those after the last answer.
-        ms: Of each request (N,), milliseconds, from its call to its answer.
-        served: What served it (N,).
-        answers: N.
-    """
-
-    who: str
+    who: str  # `NOCACHE` or `CACHE`
     number: int
-    seconds: float
-    drained_s: float
-    ms: NDArray[np.float64]
-    served: NDArray[np.str_]
-    answers: Sequence[Answer]
+    seconds: float  # from the first request to the last answer, and until nothing waits
+    drained_s: float  # of these, those after the last answer
+    ms: NDArray[np.float64]  # of each request (N,), milliseconds, from its call to its answer
+    served: NDArray[np.str_]  # what served it (N,)
+    answers: Sequence[Answer]  # N
 
 
 class Server:
     """The model alone and a copy with the cache, which answer the later requests in whole passes."""
 
     def __init__(self, workload: Workload, options: Mapping[str, Any], learn: int) -> None:
-        """Take two copies of the model, and compute what is learned from.
-
-        Args:
-            workload: Its requests have one row each.
-            options: Settings of the cache.
-            learn: Requests that are learned from.
-
-        Raises:
-            LLMCacheError: The settings do not fit the model, or a request could not be computed.
-        """
+        """Take two copies of the model, and compute what is learned from; requests have one row each."""
         self._workload = workload
         self._learn = learn
         self._plain = twin(workload.module)
@@ -106,11 +78,7 @@ class Server:
         self._observed: list[Observation] = self.cache.observe(first) if first else []
 
     def begin(self, risk_target: RiskTarget | None) -> None:
-        """Forget all that was held, and learn anew where a claim is to be kept.
-
-        Raises:
-            CalibrationError: The first requests cannot carry the claim.
-        """
+        """Forget all that was held, and learn anew where a claim is to be kept."""
         self.cache.clear()
         if risk_target is not None:
             assert self.cache.calibrated is not None
@@ -137,13 +105,7 @@ class Server:
 
 
 def run(experiment: Service, folders: Folders) -> Outcome:
-    """Serve the stream in whole passes, for each claim and number of threads.
-
-    Raises:
-        CalibrationError: The first requests cannot carry a claim.
-        ConfigError: The data or the model does not fit the settings.
-        FileNotFoundError: A data file is missing.
-    """
+    """Serve the stream in whole passes, for each claim and number of threads."""
     workload = experiment.stream(folders)
     server = Server(workload, experiment.cache, experiment.learn)
     rows, ways = [], []

@@ -40,15 +40,7 @@ MAX_NEW_TOKENS = 12
 
 
 def run_shared_prompt(loaded: Loaded) -> dict[str, Any]:
-    """Put every question to the model, without and with the cache.
-
-    Args:
-        loaded: Causal language model and its tokenizer, which has a chat template.
-
-    Returns:
-        Plain values: `users` (one mapping a question: tokens, milliseconds to the first token without and with the
-        cache, whether the answer is the same); of those after the first, `speedup`: the ratio of their sums; `n_same`.
-    """
+    """Put every question to the model, without and with the cache; the `speedup` is of users after the first."""
     prompts = PromptCache(loaded.tokenizer)
     asked = [
         torch.tensor([prompts.encode([_said("system", SYSTEM), _said("user", question)]).ids]) for question in QUESTIONS

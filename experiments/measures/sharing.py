@@ -16,31 +16,19 @@ from experiments.support.folders import Folders
 
 
 class Sharing(Experiment):
-    """Settings of the measure.
+    """Settings of the measure."""
 
-    Attributes:
-        n: Requests of a draw, and of the beginning of the trace that it is held against.
-        blocks: Blocks that are kept of a prompt.
-        draws: Seeds of draws, 0 and up.
-    """
-
-    n: int = Field(default=400, ge=2)
-    blocks: int = Field(default=60, ge=2)
-    draws: int = Field(default=5, ge=1)
+    n: int = Field(default=400, ge=2)  # requests of a draw, and of the beginning of the trace that it is held against
+    blocks: int = Field(default=60, ge=2)  # blocks that are kept of a prompt
+    draws: int = Field(default=5, ge=1)  # seeds of draws, 0 and up
 
     @property
     def name(self) -> str:
-        """The trace."""
         return "mooncake"
 
 
 def run(experiment: Sharing, folders: Folders) -> Outcome:
-    """Count what is known.
-
-    Raises:
-        ConfigError: The trace is damaged or has fewer requests.
-        FileNotFoundError: The trace is missing.
-    """
+    """Count what is known."""
     trace = read_trace(folders.data)
     figures = [
         {"requests": which, "blocks": kept, **known(trace, chains, kept)}
@@ -58,13 +46,7 @@ def _selections(experiment: Sharing, trace: Sequence[Chain]) -> Iterator[tuple[s
 
 
 def known(trace: Sequence[Chain], chains: Sequence[Chain], blocks: int | None) -> dict[str, Any]:
-    """What is known of some requests.
-
-    Args:
-        trace: All requests.
-        chains: Blocks of those that are asked, in their order.
-        blocks: How many are kept of each prompt, the first ones; None: all.
-    """
+    """What is known of the requests that are asked, of whose prompts the first blocks are kept; None: all."""
     seen: set[int] = set()
     n_all = n_known = 0
     for chain in chains:

@@ -5,20 +5,19 @@ hits that leave the answer as it was: against the hit rate it tells more than ei
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Self
 
-import numpy as np
 from pydantic import Field
 
 from experiments.measures.base import Outcome, TaskExperiment
 from experiments.measures.serve import measure
 from experiments.methods import NOCACHE
-from experiments.methods.base import Method, is_hit
+from experiments.methods.base import Method
 from experiments.methods.cached import Cached
 from experiments.methods.nocache import NoCache
 from experiments.metrics.frontier import at_tau
-from experiments.metrics.metrics import clusters, hit_rates, quality, summary
+from experiments.metrics.metrics import alone, expected_speedup, figures_of, summary
 from experiments.replay.recording import Recording, make_fingerprint
 from experiments.replay.replay import Replay, Units, by_request, replay, rows_served
 from experiments.support.folders import Folders
@@ -31,26 +30,17 @@ SAME = 0.9999  # cosine of requests that are the same, but for rounding: what ex
 
 
 class Sweep(TaskExperiment):
-    """Settings of the measure.
+    """Settings of the measure."""
 
-    Attributes:
-        taus: Thresholds.
-        methods: Curves to draw.
-        fingerprints: Of llmcache, one curve each: names, or mappings with `name` and settings.
-        encoder: Sentence encoder of the semantic response cache.
-        live_taus: Thresholds of llmcache that are also run, for their speed.
-        live_limit: Requests of those runs, from the beginning.
-        rounds: Of those runs.
-        cache: Further settings of llmcache, for those runs; its payload decides which lengths fit each other.
-    """
-
-    taus: tuple[float, ...] = Field(min_length=1)
-    methods: tuple[Literal["llmcache", "doccache", "semantic_response"], ...] = ("llmcache",)
+    taus: tuple[float, ...] = Field(min_length=1)  # thresholds
+    methods: tuple[Literal["llmcache", "doccache", "semantic_response"], ...] = ("llmcache",)  # curves to draw
+    # Of llmcache, one curve each: names, or mappings with `name` and settings.
     fingerprints: tuple[Any, ...] = ("mean",)
-    encoder: str = "minilm"
-    live_taus: tuple[float, ...] = ()
-    live_limit: int = Field(default=300, ge=1)
-    rounds: int = Field(default=3, ge=1)
+    encoder: str = "minilm"  # sentence encoder of the semantic response cache
+    live_taus: tuple[float, ...] = ()  # thresholds of llmcache that are also run, for their speed
+    live_limit: int = Field(default=300, ge=1)  # requests of those runs, from the beginning
+    rounds: int = Field(default=3, ge=1)  # of those runs
+    # Further settings of llmcache, for those runs; its payload decides which lengths fit each other.
     cache: dict[str, Any] = Field(default_factory=dict)
 
     @classmethod
@@ -65,12 +55,7 @@ class Sweep(TaskExperiment):
 
 
 def run(experiment: Sweep, folders: Folders) -> Outcome:
-    """Replay every curve, and run what is to be run.
-
-    Raises:
-        ConfigError: The data or the model does not fit the settings.
-        FileNotFoundError: A data file is missing.
-    """
+    """Replay every curve, and run what is to be run."""
     workload = build(experiment.task, folders, experiment.seed)
     # Told first: it refuses what does not suit the model.
     fits_any_length = "llmcache" in experiment.methods and _fits_any_length(experiment, workload)
@@ -79,10 +64,9 @@ def run(experiment: Sweep, folders: Folders) -> Outcome:
     points = [point for curve in _curves(experiment, recording, fits_any_length) for point in curve]
     own = _label(experiment.cache.get("fingerprint", "mean"))
     live = [row | _at_length(row, own, points) for row in live]
-    nothing = np.zeros(len(recording.answers), dtype=bool)
     metrics = {
         **experiment.about(workload),
-        "nocache": quality(workload, recording.answers, recording.answers, nothing, experiment.seed),
+        "nocache": alone(workload, recording.answers, experiment.seed),
         "points": points,
         "live": live,
         "summary": [*_shown(points), *_shown(live)],
@@ -113,27 +97,18 @@ def _points(
     taus: tuple[float, ...],
     answers_of: Callable[[Units, Replay], list[Answer]],
     name: tuple[str, str | None],
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """Figures of one curve, one mapping a threshold."""
-    found = []
-    again, groups = replay(units, taus), clusters(recording.workload)
+    again = replay(units, taus)
     for tau, told in tracked(list(zip(taus, again, strict=True)), len(taus), f"Replaying {name[1] or name[0]}"):
-        served = by_request(units, told)
-        answers = answers_of(units, told)
-        figures = quality(recording.workload, recording.answers, answers, is_hit(served), experiment.seed)
-        per_hit = figures["changed_per_hit"]
-        found.append(
-            {
-                "method": name[0],
-                "fingerprint": name[1],
-                "tau": None if math.isinf(tau) else tau,
-                **hit_rates(served, groups, experiment.seed),
-                "rows_served": rows_served(units, told),
-                **figures,
-                "precision": None if per_hit is None else 1 - per_hit,
-            }
-        )
-    return found
+        served, answers = by_request(units, told), answers_of(units, told)
+        yield {
+            "method": name[0],
+            "fingerprint": name[1],
+            "tau": None if math.isinf(tau) else tau,
+            "rows_served": rows_served(units, told),
+            **figures_of(recording.workload, recording.answers, answers, served, experiment.seed),
+        }
 
 
 def _label(fingerprint: str | Mapping[str, Any]) -> str:
@@ -172,18 +147,12 @@ def _live(experiment: Sweep, folders: Folders) -> list[dict[str, Any]]:
 def _at_length(
     row: Mapping[str, Any], fingerprint: str, points: Sequence[Mapping[str, Any]]
 ) -> dict[str, float | None]:
-    """What a live run comes to on the whole stream, whose later requests find more than its first ones.
-
-    Returns:
-        `hit_rate_all`: of the whole stream at the same threshold, replayed, if the curve has it. `speedup_all`: with
-        that hit rate h, and the costs o of a miss and c of a hit as they were live, 1 / ((1 - h)(1 + o) + h c).
-    """
+    """What a live run comes to on the whole stream, whose later requests find more than its first ones."""
+    # With the stream's replayed hit rate h, and the costs o of a miss and c of a hit as they were live.
     whole = at_tau(points, (row["method"], fingerprint), row["tau"])
     rate = None if whole is None else whole["hit_rate"]
-    over, cost = row["miss_overhead"], row["hit_cost"]
-    if rate is None or over is None or cost is None:
-        return {"hit_rate_all": rate, "speedup_all": None}
-    return {"hit_rate_all": rate, "speedup_all": 1 / ((1 - rate) * (1 + over) + rate * cost)}
+    speedup = expected_speedup(rate, row["miss_overhead"], row["hit_cost"])
+    return {"hit_rate_all": rate, "speedup_all": speedup}
 
 
 def _shown(points: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -21,22 +21,22 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from experiments.measures.base import Outcome
-from experiments.measures.learning import LearningExperiment, figures_of, later
+from experiments.measures.learning import LearningExperiment, later, limit_of
 from experiments.measures.sweep import SAME
 from experiments.methods.base import COMPUTED, is_hit
 from experiments.methods.responses import Encoder
 from experiments.metrics.frontier import best, curves
-from experiments.metrics.metrics import quality, share_interval
+from experiments.metrics.metrics import share_interval
 from experiments.replay.advance import choose_threshold, serve
 from experiments.replay.recording import Recording, make_fingerprint
-from experiments.replay.rehearsal import Rehearsal, freeze, grow, risks_about
+from experiments.replay.rehearsal import Frozen, Rehearsal, grow
 from experiments.replay.replay import Replay, Units, by_request, replay
 from experiments.support.folders import Folders
 from experiments.support.progress import tracked
 from experiments.tasks.workload import Answer, Workload
 from llmcache.calibration.calibrated_reuse import CalibratedReuse
-from llmcache.calibration.calibration import Calibration, split
-from llmcache.calibration.risk_target import Sources
+from llmcache.calibration.calibration import Calibration, OperatingPoint
+from llmcache.calibration.risk_target import RiskTarget, Sources
 
 #: Losses that a frontier is told for.
 LOSSES = {"accuracy_drop": "0.5 points", "changed_answers": "0.5 % changed"}
@@ -54,54 +54,41 @@ Reading = Callable[[Units, Replay], list[Answer]]
 
 
 class Trust(LearningExperiment):
-    """Settings of the measure.
+    """Settings of the measure."""
 
-    Attributes:
-        sources: Who serves then: the calibration's requests alone, or later misses as well.
-        n_limits: Limits of risk at which reuse is replayed.
-        decisions: Other ways to decide that are shown beside that of the settings, with frozen sources: neighbours
-            alone, the forecast alone, `risk` (neighbours who vote, and the forecast), `combined` (risk or student).
-        taus: Thresholds of the other ways.
-        baselines: The other ways.
-        encoder: Sentence encoder of the semantic response cache.
-    """
-
+    # Who serves then: the calibration's requests alone, or later misses as well.
     sources: tuple[Sources, ...] = ("frozen", "growing")
-    n_limits: int = Field(default=16, ge=2)
+    n_limits: int = Field(default=16, ge=2)  # limits of risk at which reuse is replayed
+    # Other ways to decide that are shown beside that of the settings, with frozen sources: neighbours alone, the
+    # forecast alone, `risk` (neighbours who vote, and the forecast), `combined` (risk or student).
     decisions: tuple[Literal["neighbours", "student", "risk", "combined"], ...] = (
         "neighbours",
         "student",
         "combined",
     )
-    taus: tuple[float, ...] = Field(min_length=1)
+    taus: tuple[float, ...] = Field(min_length=1)  # thresholds of the other ways
+    # The other ways.
     baselines: tuple[Literal["paper", "doccache", "exact_response", "semantic_response"], ...] = (
         "paper",
         "doccache",
         "exact_response",
         "semantic_response",
     )
-    encoder: str = "minilm"
+    encoder: str = "minilm"  # sentence encoder of the semantic response cache
 
 
 def run(experiment: Trust, folders: Folders) -> Outcome:
-    """Replay every curve, and serve what was calibrated.
-
-    Raises:
-        ConfigError: The data or the model does not fit the settings.
-        FileNotFoundError: A data file is missing.
-    """
+    """Replay every curve, and serve what was calibrated."""
     rehearsal = experiment.rehearse(folders)
-    workload = rehearsal.workload
     points, calibrated = [*_points_of_llmcache(experiment, rehearsal)], [*_serve_calibrated(experiment, rehearsal)]
     for more, chosen in (_parts(experiment, rehearsal), _others(experiment, rehearsal)):
         points += more
         calibrated += chosen
-    counted, base = later(workload, experiment.learn), rehearsal.answers[experiment.learn :]
     metrics = {
-        **experiment.about(workload),
+        **experiment.about(rehearsal.workload),
         "learn": experiment.learn,
-        "n_counted": len(base),
-        "nocache": quality(counted, base, base, np.zeros(len(base), dtype=bool), experiment.seed),
+        "n_counted": len(rehearsal.observed) - experiment.learn,
+        "nocache": experiment.alone(rehearsal),
         "model_ms": rehearsal.model_ms,
         "points": points,
         "calibrated": calibrated,
@@ -112,17 +99,13 @@ def run(experiment: Trust, folders: Folders) -> Outcome:
 
 def _points_of_llmcache(experiment: Trust, rehearsal: Rehearsal) -> Iterator[dict[str, Any]]:
     """Both kinds of sources: those that grow begin with all that was learned from, the others with A and B."""
-    cases = rehearsal.observed
-    first, rest = cases[: experiment.learn], cases[experiment.learn :]
-    limits = (
-        _some(rehearsal.calibrated.learn(first).tolist(), experiment.n_limits)
-        if "growing" in experiment.sources
-        else []
-    )
-    for limit in tracked(limits, len(limits), "Replaying growing sources"):
-        yield _point(
-            experiment, rehearsal, ("llmcache", "growing"), limit, *grow(rehearsal.calibrated, first, rest, limit)
-        )
+    first, rest = rehearsal.observed[: experiment.learn], rehearsal.observed[experiment.learn :]
+    if "growing" in experiment.sources:
+        limits = _some(rehearsal.calibrated.learn(first).tolist(), experiment.n_limits)
+        for limit in tracked(limits, len(limits), "Replaying growing sources"):
+            served, sources = grow(rehearsal.calibrated, first, rest, limit)
+            told = rehearsal.answers_from(experiment.learn, sources)
+            yield _named(("llmcache", "growing"), limit, None) | _figures(experiment, rehearsal, told, served)
     yield from _frozen_points(experiment, rehearsal, rehearsal.calibrated, "llmcache")
 
 
@@ -130,59 +113,54 @@ def _frozen_points(
     experiment: Trust, rehearsal: Rehearsal, calibrated: CalibratedReuse, name: str
 ) -> Iterator[dict[str, Any]]:
     """A curve with the sources of a calibration alone."""
-    first, rest = rehearsal.observed[: experiment.learn], rehearsal.observed[experiment.learn :]
-    learned, _ = split(len(first), experiment.risk_target(min(experiment.max_drops)))
-    sources = [first[i] for i in learned]
-    limits = _some(calibrated.learn(sources).tolist(), experiment.n_limits)
-    risks, kept = risks_about(calibrated, sources, rest), {case.row.key for case in sources}
+    claim = experiment.risk_target(min(experiment.max_drops))
+    limits = _some(calibrated.learn(experiment.sources_for(rehearsal, claim)).tolist(), experiment.n_limits)
+    frozen = experiment.frozen(rehearsal, calibrated, claim)
     for limit in limits:
-        yield _point(experiment, rehearsal, (name, "frozen"), limit, *freeze(risks, kept, rest, limit))
+        yield _named((name, "frozen"), limit, None) | _frozen_figures(experiment, rehearsal, frozen, limit)
 
 
 def _parts(experiment: Trust, rehearsal: Rehearsal) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """What parts of llmcache do alone: a curve and calibrations of each, replayed."""
+    """What parts of llmcache do alone: a curve and calibrations of each, replayed, which tests hold to serving."""
     points: list[dict[str, Any]] = []
     calibrated: list[dict[str, Any]] = []
     for name in experiment.decisions:
         cache, reuse = rehearsal.beside(experiment.cache | {"decide": DECISIONS[name]})
         points += _frozen_points(experiment, rehearsal, reuse, name)
-        calibrated += [_part(experiment, rehearsal, reuse, name, drop) for drop in experiment.max_drops]
+        for claim in experiment.frozen_claims:
+            found = rehearsal.calibrate(reuse, experiment.learn, claim)
+            frozen = experiment.frozen(rehearsal, reuse, claim)
+            figures = _frozen_figures(experiment, rehearsal, frozen, limit_of(found))
+            calibrated.append(_calibrated(name, claim, found) | figures)
         cache.unwrap()
     return points, calibrated
 
 
-def _part(
-    experiment: Trust, rehearsal: Rehearsal, calibrated: CalibratedReuse, name: str, max_drop: float
+def _calibrated(name: str, claim: RiskTarget, found: Calibration) -> dict[str, Any]:
+    """What a calibration of llmcache chose, and what it took."""
+    return {
+        **_chosen(name, claim, found.chosen, found.n_sources, found.n_tested),
+        "calibration_s": round(found.seconds, 3),
+        "lookup_ms": found.lookup_ms,
+    }
+
+
+def _chosen(
+    name: str, claim: RiskTarget, setting: OperatingPoint | None, n_sources: int, n_tested: int
 ) -> dict[str, Any]:
-    """A calibration of one part, and what the later requests get: replayed, which tests hold to serving."""
-    first, rest = rehearsal.observed[: experiment.learn], rehearsal.observed[experiment.learn :]
-    claim = experiment.risk_target(max_drop)
-    found = rehearsal.calibrate(calibrated, experiment.learn, claim)
-    learned, _ = split(len(first), claim)
-    sources = list({first[i].row.key: first[i] for i in learned}.values())
-    limit = -math.inf if found.chosen is None else found.chosen.limit
-    risks, kept = risks_about(calibrated, sources, rest), {case.row.key for case in sources}
-    served, told_by = freeze(risks, kept, rest, limit)
-    told = rehearsal.answers_from(experiment.learn, told_by)
-    return _chosen(name, "frozen", found) | _figures(experiment, rehearsal, told, served)
-
-
-def _chosen(name: str, sources: Sources, found: Calibration) -> dict[str, Any]:
-    """What a calibration chose."""
-    setting = found.chosen
+    """What was chosen in advance, with the same tests for every way."""
     return {
         "method": name,
-        "sources": sources,
-        "max_drop": found.max_drop,
-        "delta": found.delta,
+        "sources": claim.sources,
+        "max_drop": claim.max_drop,
+        "delta": claim.delta,
         "limit": None if setting is None else setting.limit,
         "hit_rate_expected": None if setting is None else setting.hit_rate,
         "bound": None if setting is None else setting.bound,
-        "is_certified": found.is_certified,
-        "n_sources": found.n_sources,
-        "n_tested": found.n_tested,
-        "calibration_s": round(found.seconds, 3),
-        "lookup_ms": found.lookup_ms,
+        "is_certified": setting is not None and claim.sources == "frozen",
+        "n_sources": n_sources,
+        "n_tested": n_tested,
+        "calibration_s": None,
     }
 
 
@@ -192,39 +170,30 @@ def _some(limits: Sequence[float], n: int) -> list[float]:
     return [limits[place] for place in places]
 
 
-def _point(
-    experiment: Trust,
-    rehearsal: Rehearsal,
-    curve: tuple[str, str],
-    limit: float,
-    served: NDArray[np.str_],
-    sources: Sequence[str | None],
-) -> dict[str, Any]:
-    """Figures of llmcache at one limit."""
-    told = rehearsal.answers_from(experiment.learn, sources)
-    return _named(curve, limit, None) | _figures(experiment, rehearsal, told, served)
-
-
 def _named(curve: tuple[str, str | None], limit: float | None, tau: float | None) -> dict[str, Any]:
     return {"method": curve[0], "fingerprint": curve[1], "limit": limit, "tau": tau}
+
+
+def _frozen_figures(experiment: Trust, rehearsal: Rehearsal, frozen: Frozen, limit: float) -> dict[str, Any]:
+    """Figures with the sources of a calibration alone, at one limit."""
+    served, sources = frozen.serve(limit)
+    return _figures(experiment, rehearsal, rehearsal.answers_from(experiment.learn, sources), served)
 
 
 def _figures(
     experiment: Trust, rehearsal: Rehearsal, told: Sequence[Answer], served: NDArray[np.str_]
 ) -> dict[str, Any]:
     counted, base = later(rehearsal.workload, experiment.learn), rehearsal.answers[experiment.learn :]
-    figures = figures_of(counted, base, told, served, experiment.seed)
-    return figures | {"by_intent": by_intent(counted, base, told, served)}
+    intents = by_intent(counted, base, told, served)
+    return experiment.figures(rehearsal, told, served) | {"by_intent": intents}
 
 
 def by_intent(
     counted: Workload, base: Sequence[Answer], told: Sequence[Answer], served: NDArray[np.str_]
 ) -> dict[str, Any] | None:
-    """Share of changed answers of each intent's requests: the worst one's with its interval, and the median.
-
-    An intent is what a request is really about, its reference; `n_over` counts those with more than twice the rate of
-    all requests. Of the worst, the interval is of that intent alone: of many intents one is bad by chance.
-    """
+    """Share of changed answers of each intent's requests: the worst one's with its interval, and the median."""
+    # An intent is a request's reference; `n_over` counts those with more than twice the rate of all requests. The
+    # interval is of the worst intent alone: of many intents one is bad by chance.
     if not all(isinstance(request.reference, int) for request in counted.requests):
         return None  # the task knows no intents
     names = np.array([request.reference for request in counted.requests])
@@ -250,10 +219,7 @@ def by_intent(
 
 
 def _others(experiment: Trust, rehearsal: Rehearsal) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The other ways: a curve of each, and calibrations of those that have a threshold.
-
-    What llmcache learns from, they store without searching it.
-    """
+    """The other ways, which store what llmcache learns from: curves, and calibrations where there is a threshold."""
     recording = Recording(rehearsal.workload, rehearsal.outputs, rehearsal.put_out)
     points: list[dict[str, Any]] = []
     calibrated: list[dict[str, Any]] = []
@@ -282,29 +248,20 @@ def _calibrated_other(
     experiment: Trust, rehearsal: Rehearsal, name: str, units: Units, answers_of: Reading
 ) -> Iterator[dict[str, Any]]:
     """Its threshold, chosen as a calibration of llmcache chooses its limit, and what the later requests get."""
-    answers, is_changed = rehearsal.answers, rehearsal.workload.is_changed
-    for sources in experiment.sources:
-        for max_drop in experiment.max_drops:
-            claim = experiment.risk_target(max_drop, sources)
-            setting, stored = choose_threshold(
-                units, experiment.learn, claim, lambda one, other: is_changed(answers[one], answers[other])
-            )
-            again = serve(units, experiment.learn, setting, stored, grows=sources == "growing")
-            served, told = by_request(units, again), answers_of(units, again)
-            yield {
-                "method": name,
-                "sources": sources,
-                "max_drop": max_drop,
-                "delta": claim.delta,
-                "limit": None if setting is None else setting.limit,
-                "hit_rate_expected": None if setting is None else setting.hit_rate,
-                "bound": None if setting is None else setting.bound,
-                "is_certified": setting is not None and sources == "frozen",
-                "n_sources": len(stored),
-                "n_tested": experiment.learn - len(stored),
-                "calibration_s": None,
-                **_figures(experiment, rehearsal, told[experiment.learn :], served[experiment.learn :]),
-            }
+    answers, is_changed, learn = rehearsal.answers, rehearsal.workload.is_changed, experiment.learn
+    for claim in _claims(experiment):
+        setting, stored = choose_threshold(
+            units, learn, claim, lambda one, other: is_changed(answers[one], answers[other])
+        )
+        again = serve(units, learn, setting, stored, grows=claim.sources == "growing")
+        served, told = by_request(units, again), answers_of(units, again)
+        chosen = _chosen(name, claim, setting, len(stored), learn - len(stored))
+        yield chosen | _figures(experiment, rehearsal, told[learn:], served[learn:])
+
+
+def _claims(experiment: Trust) -> list[RiskTarget]:
+    """What is asked for, with each kind of sources."""
+    return [experiment.risk_target(drop, kind) for kind in experiment.sources for drop in experiment.max_drops]
 
 
 def _encoder_ms(experiment: Trust, rehearsal: Rehearsal) -> float:
@@ -330,13 +287,11 @@ def _way(name: str, experiment: Trust, recording: Recording) -> tuple[Units, Rea
 
 def _serve_calibrated(experiment: Trust, rehearsal: Rehearsal) -> Iterator[dict[str, Any]]:
     """Calibrate on the first requests, for each claim anew, and serve the later ones live and in order."""
-    for sources in experiment.sources:
-        for max_drop in experiment.max_drops:
-            claim = experiment.risk_target(max_drop, sources)
-            rehearsal.cache.clear()  # what an earlier claim's misses left would serve repeats
-            found = rehearsal.calibrate(rehearsal.calibrated, experiment.learn, claim)
-            told, served = _serve(rehearsal, experiment.learn, f"Live: {sources}, {max_drop:g}")
-            yield _chosen("llmcache", sources, found) | _figures(experiment, rehearsal, told, served)
+    for claim in _claims(experiment):
+        rehearsal.cache.clear()  # what an earlier claim's misses left would serve repeats
+        found = rehearsal.calibrate(rehearsal.calibrated, experiment.learn, claim)
+        told, served = _serve(rehearsal, experiment.learn, f"Live: {claim.sources}, {claim.max_drop:g}")
+        yield _calibrated("llmcache", claim, found) | _figures(experiment, rehearsal, told, served)
 
 
 def _serve(rehearsal: Rehearsal, first: int, what: str) -> tuple[list[Answer], NDArray[np.str_]]:

@@ -33,17 +33,11 @@ METHODS: Mapping[str, type[Method]] = {
 
 
 class MethodSettings(Section):
-    """One method and its settings.
+    """One method and its settings."""
 
-    Attributes:
-        method: A key of `METHODS`.
-        label: What results call it; by default the method's name and its settings.
-        options: What its class takes.
-    """
-
-    method: str
-    label: str
-    options: dict[str, Any]
+    method: str  # A key of `METHODS`
+    label: str  # what results call it; by default the method's name and its settings
+    options: dict[str, Any]  # what its class takes
 
     @classmethod
     def make(cls, values: Any, name: str = "") -> "MethodSettings":
@@ -61,11 +55,7 @@ class MethodSettings(Section):
         return super().make({"method": values["method"], "label": known, "options": options}, name)
 
     def build(self, workload: Workload) -> Method:
-        """The method at work on a task.
-
-        Raises:
-            ConfigError: It does not fit the task's model; names the method.
-        """
+        """The method at work on a task."""
         try:
             return METHODS[self.method](workload, self.options)
         except LLMCacheError as error:
@@ -73,11 +63,7 @@ class MethodSettings(Section):
 
 
 def make_methods(values: Any) -> tuple[MethodSettings, ...]:
-    """Check a list of methods.
-
-    Raises:
-        ConfigError: It is no list, a method is wrong, or two have the same label.
-    """
+    """Check a list of methods."""
     if not isinstance(values, Sequence) or isinstance(values, str) or not values:
         raise ConfigError(f"methods: give a list of at least one method (got {values!r})")
     made = tuple(MethodSettings.make(value, f"methods[{i}]") for i, value in enumerate(values))

@@ -17,23 +17,16 @@ COMPUTED, BYPASSED = "computed", "bypassed"
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What happened to one request.
+    """What happened to one request."""
 
-    Attributes:
-        by: The rung or the kind of match that served it, else `COMPUTED` or `BYPASSED`.
-        source: Number of the request that it was served from; None where it is not known or there was none.
-        similarity: To that request, or to the nearest one where none served; None where nothing was compared.
-        is_evicting: An entry had to leave for it.
-        share: Of its rows, where any was served, those that were: one of four may be.
-        n_prefix: First tokens that a stored prefix served.
-    """
-
-    by: str = COMPUTED
+    by: str = COMPUTED  # the rung or the kind of match that served it, else `COMPUTED` or `BYPASSED`
+    # Number of the request that it was served from; None where it is not known or there was none
     source: int | None = None
+    # To that request, or to the nearest one where none served; None where nothing was compared
     similarity: float | None = None
-    is_evicting: bool = False
-    share: float = 1.0
-    n_prefix: int = 0
+    is_evicting: bool = False  # an entry had to leave for it
+    share: float = 1.0  # of its rows, where any was served, those that were: one of four may be
+    n_prefix: int = 0  # first tokens that a stored prefix served
 
     @property
     def is_hit(self) -> bool:
@@ -100,7 +93,6 @@ class Twinned:
     Settings: ClassVar[type[Section]] = NoSettings
 
     def __init__(self, workload: Workload, options: Mapping[str, Any]) -> None:
-        """Take a copy of the model."""
         self._workload = workload
         self._settings: Any = self.Settings.make(options)
         self._module = twin(workload.module)
@@ -108,15 +100,12 @@ class Twinned:
 
     @classmethod
     def check(cls, options: Mapping[str, Any], name: str) -> None:
-        """Check the options."""
         cls.Settings.make(options, name)
 
     def begin(self) -> None:
-        """Nothing was asked yet."""
         self._last = Served()
 
     def last(self) -> Served:
-        """What happened to the latest request."""
         return self._last
 
     def end(self) -> None:

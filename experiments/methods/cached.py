@@ -5,8 +5,7 @@ from typing import Any
 
 from experiments.methods.base import BYPASSED, COMPUTED, Served, twin
 from experiments.tasks.workload import Answer, Workload
-from llmcache import CacheConfig, LLMCache, Outcome, Stats
-from llmcache.errors import ConfigError
+from llmcache import CacheConfig, ConfigError, LLMCache, Outcome, Stats
 
 _IDLE_EVERY = 500  # some two seconds of a small model's requests; looks wait for five at most
 
@@ -20,11 +19,7 @@ class Cached:
     """
 
     def __init__(self, workload: Workload, options: Mapping[str, Any]) -> None:
-        """Take a copy of the model.
-
-        Raises:
-            LLMCacheError: The settings do not fit the model, or the payload keeps another vector than the head reads.
-        """
+        """Take a copy of the model; what does not fit it is refused."""
         self._config = configure(workload, options)
         self._workload = workload
         self._module = twin(workload.module)
@@ -38,7 +33,6 @@ class Cached:
 
     @classmethod
     def check(cls, options: Mapping[str, Any], name: str) -> None:
-        """Check the cache's settings."""
         try:
             CacheConfig.make(dict(options))
         except ConfigError as error:
@@ -109,11 +103,7 @@ class Cached:
 
 
 def configure(workload: Workload, options: Mapping[str, Any]) -> CacheConfig:
-    """Settings of a cache on a workload's model, which keeps what the head reads.
-
-    Raises:
-        ConfigError: A setting is wrong, or the payload keeps another vector than the head reads.
-    """
+    """Settings of a cache on a workload's model, whose payload has to be what the head reads."""
     if workload.payload is not None and options.get("mode") != "paper":  # which stores whole sequences
         options = {"payload": workload.payload, **options}
     config = CacheConfig.make({"auto_bypass": False, "audit_in_background": False, **options})

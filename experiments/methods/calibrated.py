@@ -13,25 +13,11 @@ from llmcache.request.observation import Observation
 
 
 class Calibrated(Cached):
-    """Learns in each round anew. The references of the workload are the labels that a claim on accuracy asks for.
-
-    Attributes:
-        calibration: The latest one; None before the first.
-    """
+    """Learns in each round anew. The references of the workload are the labels that a claim on accuracy asks for."""
 
     def __init__(self, workload: Workload, options: Mapping[str, Any], learn: int, risk_target: RiskTarget) -> None:
-        """Take a copy of the model.
-
-        Args:
-            workload: Its requests have one row each.
-            options: Settings of the cache.
-            learn: Requests that are learned from.
-            risk_target: What is to be shown.
-
-        Raises:
-            LLMCacheError: The settings do not fit the model.
-        """
-        self.calibration: Calibration | None = None
+        """Take a copy of the model; `learn` requests, which have one row each, are to show `risk_target`."""
+        self.calibration: Calibration | None = None  # the latest one
         self._learn = learn
         self._risk_target = risk_target
         super().__init__(workload, options)

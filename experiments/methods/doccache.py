@@ -33,7 +33,6 @@ class Recall(nn.Module):
     """Stands where the trunk was: runs it, or hands out what it returned before."""
 
     def __init__(self, trunk: nn.Module) -> None:
-        """Stand before `trunk`."""
         super().__init__()
         self.trunk = trunk
         self.output: Any = None  # what to hand out instead of running; afterwards what the run returned
@@ -61,7 +60,6 @@ class DocCache(Twinned):
         threshold: float = Field(default=0.9, ge=-1.0, le=1.0)
 
     def __init__(self, workload: Workload, options: Mapping[str, Any]) -> None:
-        """Take a copy of the model and put `Recall` in its trunk's place."""
         super().__init__(workload, options)
         trunk = locate(self._module)
         self._words = trunk.module.get_input_embeddings()
@@ -70,7 +68,6 @@ class DocCache(Twinned):
         _replace(self._module, trunk.module, self._recall)
 
     def begin(self) -> None:
-        """Forget all documents."""
         self._documents = Nearest()
         super().begin()
 
@@ -95,7 +92,6 @@ class DocCache(Twinned):
 
     @property
     def n_entries(self) -> int:
-        """Documents held."""
         return len(self._documents.kept)
 
     def embed(self, inputs: Inputs) -> Any:

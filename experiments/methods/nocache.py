@@ -11,5 +11,4 @@ class NoCache(Twinned):
     n_entries = None
 
     def ask(self, number: int) -> Answer:
-        """Compute the answer."""
         return self._workload.answer(self._module(**self._workload.requests[number].inputs), number)

@@ -24,7 +24,6 @@ class ExactResponse(Twinned):
     """Answers again what was asked with the very same tokens."""
 
     def begin(self) -> None:
-        """Forget all answers."""
         self._kept: dict[bytes, tuple[int, Answer]] = {}
         super().begin()
 
@@ -48,7 +47,6 @@ class ExactResponse(Twinned):
 
     @property
     def n_entries(self) -> int:
-        """Answers held."""
         return len(self._kept)
 
 
@@ -60,23 +58,16 @@ class SemanticResponse(Twinned):
     """
 
     class Settings(Section):
-        """Settings.
+        """Settings."""
 
-        Attributes:
-            threshold: Least cosine; 0.8 is GPTCache's default.
-            encoder: The sentence encoder: a name that `experiments.models.loading.load` takes.
-        """
-
-        threshold: float = Field(default=0.8, ge=-1.0, le=1.0)
-        encoder: str = MINILM
+        threshold: float = Field(default=0.8, ge=-1.0, le=1.0)  # least cosine; 0.8 is GPTCache's default
+        encoder: str = MINILM  # the sentence encoder: a name that `experiments.models.loading.load` takes
 
     def __init__(self, workload: Workload, options: Mapping[str, Any]) -> None:
-        """Take a copy of the model and load the encoder."""
         super().__init__(workload, options)
         self._encode = Encoder(self._settings.encoder)
 
     def begin(self) -> None:
-        """Forget all answers."""
         self._answers = Nearest()
         super().begin()
 
@@ -100,7 +91,6 @@ class SemanticResponse(Twinned):
 
     @property
     def n_entries(self) -> int:
-        """Answers held."""
         return len(self._answers.kept)
 
 
@@ -116,7 +106,6 @@ class Encoder:
     """Sentence embeddings with mean pooling."""
 
     def __init__(self, name: str) -> None:
-        """Load the encoder."""
         loaded = load(name)
         self.module, self._tokenizer = loaded.model, loaded.tokenizer
 

@@ -23,14 +23,7 @@ def of_curve(points: Sequence[Point], curve: Curve) -> list[Point]:
 
 
 def best(points: Sequence[Point], curve: Curve, loss: str = "accuracy_drop", limit: float = paper.DROP) -> Point | None:
-    """The point with most hits whose loss stays within the limit; None where every point loses more, or none is there.
-
-    Args:
-        points: Of all curves.
-        curve: Which to look at.
-        loss: `accuracy_drop` or `changed_answers`.
-        limit: Most that may be lost, a share of 1.
-    """
+    """The point with most hits of a curve that loses `limit` at most; None where there is none."""
     allowed = [point for point in of_curve(points, curve) if point[loss] <= limit]
     return max(allowed, key=lambda point: point["hit_rate"], default=None)
 

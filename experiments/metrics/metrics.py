@@ -31,22 +31,7 @@ FEWEST = 6
 def quality(
     workload: Workload, base: Sequence[Answer], answers: Sequence[Answer], hits: Bools, seed: int = 0
 ) -> dict[str, Any]:
-    """What reuse did to the answers.
-
-    Args:
-        workload: Scores them.
-        base: Answers without a cache, N.
-        answers: Answers with it, N.
-        hits: Whether the store served the request (N,).
-        seed: Of the bootstrap.
-
-    Returns:
-        `accuracy` (the mean of the task's own score), `accuracy_nocache`, their difference `accuracy_drop`,
-        `changed_answers` (over all requests), `changed_per_hit` (over hits; None without any), the intervals of the
-        first, the third and the fourth, and under `extras` what else the task counts. Where no score changed, a
-        bootstrap would call that certain: the drop's interval is then what as many hits without a change leave open,
-        and None without hits, when there is nothing to lose.
-    """
+    """What reuse did to the answers, N, of which some are `hits` (N,); `accuracy` is the mean of the task's score."""
     pairs = zip(base, answers, strict=True)
     changed = np.array([workload.is_changed(one, other) for one, other in pairs], dtype=np.float64)
     before, after = workload.scores(base), workload.scores(answers)
@@ -56,11 +41,30 @@ def quality(
         "accuracy_nocache": float(before.mean()),
         "accuracy_ci": interval(after, groups, seed),
         "accuracy_drop": float(drops.mean()),
+        # Where no score changed, a bootstrap would call that certain.
         "accuracy_drop_ci": interval(drops, groups, seed) if drops.any() else _open(hits, groups),
         "changed_answers": float(changed.mean()),
         "changed_answers_ci": _of_share(changed, groups, seed),
         "changed_per_hit": float(changed.sum()) / n_hits if n_hits else None,
         "extras": workload.extras(answers),
+    }
+
+
+def alone(workload: Workload, base: Sequence[Answer], seed: int = 0) -> dict[str, Any]:
+    """Quality of the model alone, N."""
+    return quality(workload, base, base, np.zeros(len(base), dtype=bool), seed)
+
+
+def figures_of(
+    workload: Workload, base: Sequence[Answer], told: Sequence[Answer], served: NDArray[np.str_], seed: int
+) -> dict[str, Any]:
+    """Hits and quality of requests, N, and `precision`: the share of hits that leave the answer as it was."""
+    figures = quality(workload, base, told, is_hit(served), seed)
+    per_hit = figures["changed_per_hit"]
+    return {
+        **hit_rates(served, clusters(workload), seed),
+        **figures,
+        "precision": None if per_hit is None else 1 - per_hit,
     }
 
 
@@ -80,10 +84,7 @@ def clusters(workload: Workload) -> NDArray[np.int64]:
 
 
 def interval(values: NDArray[np.float64], groups: NDArray[np.int64], seed: int = 0) -> list[float] | None:
-    """Where the mean of `values` (N,) lies in 95 % of bootstrap resamples of the clusters (N,).
-
-    None where the resamples would say nothing: fewer than `FEWEST` clusters, or values that are all the same.
-    """
+    """Where the mean (N,) lies in 95 % of bootstrap resamples of the clusters (N,); None if they say nothing."""
     sums, sizes = np.bincount(groups, values), np.bincount(groups)
     if len(sums) < FEWEST or np.ptp(values) == 0:
         return None
@@ -115,15 +116,7 @@ def share_interval(k: int, n: int) -> list[float]:
 
 
 def hit_rates(served: NDArray[np.str_], groups: NDArray[np.int64], seed: int = 0) -> dict[str, Any]:
-    """`hit_rate`, its interval, and `hits_by_rung` as shares of all requests.
-
-    Bypasses are no hits, and stay in the denominator.
-
-    Args:
-        served: What served each request (N,).
-        groups: Their clusters (N,).
-        seed: Of the bootstrap.
-    """
+    """`hit_rate` with its interval, and `hits_by_rung`: shares of all requests (N,), bypasses included."""
     hits = is_hit(served)
     rungs, counts = np.unique(served[hits], return_counts=True)
     by_rung = {str(rung): int(count) / len(served) for rung, count in zip(rungs, counts, strict=True)}
@@ -135,23 +128,22 @@ def hit_rates(served: NDArray[np.str_], groups: NDArray[np.int64], seed: int = 0
 
 
 def speed(base: Trace, trace: Trace) -> dict[str, Any]:
-    """How much faster the stream went.
-
-    Returns:
-        `speedup`: sum of times without over sum of times with the cache, median over rounds; `speedup_min` and
-        `speedup_max` over rounds; `latter_half`: these three of the second half of the stream, where a cache that steps
-        aside has seen enough; `miss_overhead`: what a computed request costs more, over its time without a cache;
-        `hit_cost`: time of a hit over its time without a cache.
-    """
+    """How much faster the stream went; costs of a miss and of a hit are over the request's time without a cache."""
     half = base.ms.shape[1] // 2
     computed = trace.served == COMPUTED
     cost_of_computed = _ratio(trace.ms, base.ms, computed)
     return {
         **_speedup(base.ms, trace.ms),
+        # Of the stream, where a cache that steps aside has seen enough.
         "latter_half": _speedup(base.ms[:, half:], trace.ms[:, half:]),
         "miss_overhead": None if cost_of_computed is None else cost_of_computed - 1.0,
         "hit_cost": _ratio(trace.ms, base.ms, trace.is_hit),
     }
+
+
+def expected_speedup(h: float | None, o: float | None, c: float | None) -> float | None:
+    """Speed-up that a hit rate, the overhead of a miss and the cost of a hit come to; None where one is not known."""
+    return None if h is None or o is None or c is None else 1 / ((1 - h) * (1 + o) + h * c)
 
 
 def _speedup(base_ms: Times, ms: Times) -> dict[str, float]:
@@ -169,29 +161,20 @@ def _ratio(ms: Times, base_ms: Times, where: Bools) -> float | None:
 
 
 def latencies(base: Trace, trace: Trace) -> dict[str, dict[str, float | int | None] | None]:
-    """Percentiles of wall time over all rounds, by what happened to the request.
-
-    Returns:
-        `nocache_ms`; `cache_ms` (all requests with the cache); `hit_ms` (served from another request) and
-        `exact_hit_ms` (from the same request seen before); `miss_ms` (banks full, so it also evicted) and
-        `filling_miss_ms` (there was room).
-    """
+    """Percentiles of wall time over all rounds, by what happened to the request."""
     computed = trace.served == COMPUTED
     return {
         "nocache_ms": percentiles(base.ms.ravel()),
         "cache_ms": percentiles(trace.ms.ravel()),
         "hit_ms": percentiles(trace.ms[trace.is_hit & (trace.served != "exact")]),
         "exact_hit_ms": percentiles(trace.ms[trace.served == "exact"]),
-        "miss_ms": percentiles(trace.ms[computed & trace.evicting]),
+        "miss_ms": percentiles(trace.ms[computed & trace.evicting]),  # banks full, so it also evicted
         "filling_miss_ms": percentiles(trace.ms[computed & ~trace.evicting]),
     }
 
 
 def percentiles(ms: Sequence[float] | Times) -> dict[str, float | int | None] | None:
-    """Median, 90th and 99th percentile in milliseconds, and how many times there were; None without any.
-
-    The percentiles are None below `QUOTABLE` times.
-    """
+    """Median, 90th and 99th percentile (None below `QUOTABLE` times), and number of times; None without any."""
     if len(ms) == 0:
         return None
     median, *tails = (float(value) for value in np.percentile(ms, (50, 90, 99)))

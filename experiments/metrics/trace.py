@@ -15,25 +15,15 @@ from experiments.tasks.workload import Answer
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What one method did.
+    """What one method did."""
 
-    Attributes:
-        ms: Wall time of each request, milliseconds, (R, N).
-        served: What served each request, (R, N): a rung or kind of match, `computed` or `bypassed`.
-        evicting: Whether an entry had to leave for it, (R, N).
-        answers: Those of the first round, N.
-        notes: What happened to each request of the first round, N.
-        nbytes: Bytes held after the last round; None where nothing is ever held.
-        n_entries: Entries held then; likewise.
-    """
-
-    ms: NDArray[np.float64]
-    served: NDArray[np.str_]
-    evicting: NDArray[np.bool_]
-    answers: Sequence[Answer]
-    notes: Sequence[Served]
-    nbytes: int | None = None
-    n_entries: int | None = None
+    ms: NDArray[np.float64]  # wall time of each request, milliseconds, (R, N)
+    served: NDArray[np.str_]  # what served each request, (R, N): a rung or kind of match, `computed` or `bypassed`
+    evicting: NDArray[np.bool_]  # whether an entry had to leave for it, (R, N)
+    answers: Sequence[Answer]  # those of the first round, N
+    notes: Sequence[Served]  # what happened to each request of the first round, N
+    nbytes: int | None = None  # bytes held after the last round; None where nothing is ever held
+    n_entries: int | None = None  # entries held then; likewise
 
     @property
     def is_hit(self) -> NDArray[np.bool_]:

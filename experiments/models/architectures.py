@@ -50,18 +50,7 @@ class Pair:
 
 
 def build(name: str, seed: int, device: str, head: str = "class", dtype: str = "float32") -> Pair:
-    """A model with a head and the same one with zero layers (embeddings and head only).
-
-    Args:
-        name: A key of `ARCHITECTURES`, or a folder or hub name for `from_pretrained`.
-        seed: Of random weights.
-        device: Torch device.
-        head: `class`, a sequence classifier, or `token`, a causal language model.
-        dtype: Of the weights.
-
-    Raises:
-        ConfigError: Neither a known name nor a model; or the device is not there, or the dtype is none of `Dtype`.
-    """
+    """A model with a head (`class` or `token`), and the same one with zero layers: embeddings and head only."""
     import transformers
 
     check_target(device, dtype)
@@ -80,13 +69,7 @@ def build(name: str, seed: int, device: str, head: str = "class", dtype: str = "
 
 
 def random_model(name: str, seed: int, head: str) -> nn.Module:
-    """A model of a known architecture that nobody trained, in eval mode.
-
-    Args:
-        name: A key of `ARCHITECTURES`.
-        seed: Of the weights.
-        head: As in `build`.
-    """
+    """A model of a known architecture that nobody trained, in eval mode."""
     import transformers
 
     torch.manual_seed(seed)
@@ -95,16 +78,7 @@ def random_model(name: str, seed: int, head: str) -> nn.Module:
 
 
 def check(name: str, seq_len: int, head: str = "class") -> None:
-    """See without loading weights whether a model can be measured.
-
-    Args:
-        name: As in `build`.
-        seq_len: Tokens a row.
-        head: As in `build`; `token` asks for a causal model.
-
-    Raises:
-        ConfigError: There is no such model, it takes fewer tokens, or it cannot generate.
-    """
+    """Refuse, without loading weights, a model that cannot be measured; the head `token` asks for a causal one."""
     import transformers
 
     config = _configure(name)

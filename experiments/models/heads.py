@@ -24,18 +24,15 @@ _MOST_UNANSWERABLE = 0.1  # share of a stream: of more, the labels are likely th
 
 
 class Head(Section):
-    """What turns the model's states into an answer.
+    """What turns the model's states into an answer."""
 
-    Attributes:
-        kind: `logistic`: logistic regression on the pooled last states, fitted on a part of the labelled data. `ready`:
-            the model is a sequence classifier.
-        pool: How `logistic` makes one vector of a request: `mean` over valid tokens, or `cls`, the first.
-        fit_share: Share of the labelled data that is not streamed: `logistic` is fitted on it, a `ready` model was
-            trained on it (`llmcache prepare` takes the same seeded half), 0 if it was trained on something else.
-    """
-
+    # `logistic`: logistic regression on the pooled last states, fitted on a part of the labelled data. `ready`: the
+    # model is a sequence classifier.
     kind: Literal["logistic", "ready"] = "logistic"
+    # How `logistic` makes one vector of a request: `mean` over valid tokens, or `cls`, the first.
     pool: Literal["mean", "cls"] = "mean"
+    # Share of the labelled data that is not streamed: `logistic` is fitted on it, a `ready` model was trained on it
+    # (`llmcache prepare` takes the same seeded half), 0 if it was trained on something else.
     fit_share: float = Field(default=0.5, ge=0.0, lt=1.0)
 
     @model_validator(mode="after")
@@ -47,21 +44,13 @@ class Head(Section):
 
 @dataclass(frozen=True, slots=True)
 class Classifier:
-    """A model that answers.
+    """A model that answers."""
 
-    Attributes:
-        module: `module(**inputs)` gives logits (B, C). Wrapping it wraps the trunk inside.
-        labels: Name of each column.
-        tokenizer: Of the trunk.
-        n_fit: Labelled requests that its head was fitted on here.
-        unanswerable: Labels of the stream that it has no column for.
-    """
-
-    module: nn.Module
-    labels: tuple[str, ...]
+    module: nn.Module  # `module(**inputs)` gives logits (B, C). Wrapping it wraps the trunk inside.
+    labels: tuple[str, ...]  # name of each column
     tokenizer: Any
-    n_fit: int = 0
-    unanswerable: tuple[str, ...] = ()
+    n_fit: int = 0  # labelled requests that its head was fitted on here
+    unanswerable: tuple[str, ...] = ()  # labels of the stream that it has no column for
 
 
 def pool_mean(hidden: Tensor, mask: Tensor) -> Tensor:
@@ -83,13 +72,7 @@ class PooledClassifier(nn.Module):
     """Trunk, pooling, linear layer. The trunk's own pooler is taken out: nothing here reads it."""
 
     def __init__(self, trunk: nn.Module, pool: str, linear: nn.Linear | None = None) -> None:
-        """Put the parts together.
-
-        Args:
-            trunk: A bare transformers model. Loses its pooler.
-            pool: A name of `POOLS`.
-            linear: D to C; None answers with the pooled vector itself.
-        """
+        """Put the parts together; the trunk loses its pooler, and without `linear` the pooled vector is the answer."""
         super().__init__()
         if getattr(trunk, "pooler", None) is not None:
             trunk.pooler = None  # type: ignore[assignment]
@@ -109,7 +92,6 @@ class ReadyClassifier(nn.Module):
     """A transformers sequence classifier that answers with bare logits."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Hold the model."""
         super().__init__()
         self.model = model
 
@@ -120,11 +102,7 @@ class ReadyClassifier(nn.Module):
 
 
 def ready(loaded: Loaded, stream: Sequence[Labelled]) -> Classifier:
-    """Use the model's own head.
-
-    Raises:
-        ConfigError: The stream has a label that the model does not know.
-    """
+    """Use the model's own head, which has to know every label of the stream."""
     names: dict[int, str] = loaded.model.config.id2label  # type: ignore[union-attr, assignment]
     labels = tuple(names[i] for i in range(len(names)))
     if strange := sorted({request.label for request in stream} - set(labels)):
@@ -135,18 +113,7 @@ def ready(loaded: Loaded, stream: Sequence[Labelled]) -> Classifier:
 def fit_logistic(
     loaded: Loaded, pool: str, fit: Sequence[Labelled], stream: Sequence[Labelled], max_length: int
 ) -> Classifier:
-    """Fit a logistic regression on the pooled states of labelled requests.
-
-    Args:
-        loaded: A bare model. Not trained further.
-        pool: A name of `POOLS`.
-        fit: What it is fitted on.
-        stream: What it will answer; only its labels are looked at. What the head never saw, it answers wrong.
-        max_length: Most tokens a request.
-
-    Raises:
-        ConfigError: Fewer than two labels to learn, or over a tenth of the stream have labels that are only in it.
-    """
+    """Fit a logistic regression on pooled states; what the head never saw of the stream's labels, it answers wrong."""
     labels = tuple(sorted({request.label for request in fit}))
     strange = tuple(sorted({request.label for request in stream} - set(labels)))
     n_strange = sum(request.label in strange for request in stream)

@@ -30,11 +30,7 @@ Inputs = dict[str, torch.Tensor]
 
 
 def check_length(loaded: Loaded, max_length: int) -> None:
-    """Refuse requests longer than the model has positions for.
-
-    Raises:
-        ConfigError: `max_length` tokens would not fit.
-    """
+    """Refuse requests longer than the model has positions for."""
     config: Any = loaded.model.config
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and max_length > positions:
@@ -65,20 +61,7 @@ KINDS = {
 def load(
     name: str, kind: str = "states", models_dir: Path | None = None, is_new_head: bool = False, **config: Any
 ) -> Loaded:
-    """Load a model.
-
-    Args:
-        name: `minilm`; `untrained`: tiny, with random weights; a folder that holds a config.json, or the name of one in
-            `models_dir`; or a name on the hub.
-        kind: A key of `KINDS`.
-        models_dir: Where prepared models lie.
-        is_new_head: The head may be missing from the weights, and then is made new, from torch's random numbers.
-        **config: Entries of the model's config, number of labels for instance.
-
-    Raises:
-        ConfigError: It was not found, is damaged, or has no such head.
-        UnsupportedModelError: Of a language model the layers were not found, nor so whether it is causal.
-    """
+    """Load a model with a head of `KINDS`; with `is_new_head` one that the weights lack is made new."""
     auto, head = KINDS[kind]
     if name == UNTRAINED:
         return _make_untrained(auto, **config)
@@ -113,11 +96,7 @@ def _make_untrained(auto: str, **config: Any) -> Loaded:
 
 
 def find(name: str, models_dir: Path | None) -> str:
-    """Folder or hub name that stands for a model.
-
-    Raises:
-        ConfigError: It is one of those that `llmcache prepare` makes, which the hub has not, and it was not made.
-    """
+    """Folder or hub name that stands for a model; one that `llmcache prepare` makes has to be there."""
     if name == MINILM:
         return str(_find_minilm())
     if (folder := find_folder(name, models_dir)) is not None:
@@ -132,11 +111,7 @@ def find(name: str, models_dir: Path | None) -> str:
 
 
 def prepared_figures(name: str, models_dir: Path | None) -> dict[str, Any] | None:
-    """What `llmcache prepare` measured of a model when it was made; None of other models.
-
-    Raises:
-        ConfigError: The file was damaged.
-    """
+    """What `llmcache prepare` measured of a model when it was made; None of other models."""
     path = Path(find(name, models_dir)) / FIGURES
     if not path.is_file():
         return None

@@ -49,26 +49,7 @@ def prepare(
     limit: int | None = None,
     epochs: float | None = None,
 ) -> tuple[dict[str, Any], bool]:
-    """Train or fetch a model, unless it is there. A training that was interrupted goes on from its last checkpoint.
-
-    Args:
-        recipe: A key of `RECIPES`.
-        models_dir: The model's folder is made in it.
-        data_dir: Data folder, or None for the hub.
-        base: Model to begin with.
-        seed: Of everything drawn.
-        limit: Use that many records only, to try things out.
-        epochs: Instead of the recipe's own number.
-
-    Returns:
-        Its figures, as its folder has them in `metrics.json`; and whether it was made now.
-
-    Raises:
-        ConfigError: No such recipe, what it needs is wrong or cannot be had, or the model there was made, or begun,
-            with other options.
-        InUseError: Another process is training it.
-        OSError: It, or a checkpoint, could not be written.
-    """
+    """Train or fetch a model, unless it is there: its figures, and whether it was made now. A training resumes."""
     check(recipe)
     if epochs is not None and epochs <= 0:
         raise ConfigError(f"epochs: must be more than 0 (got {epochs})")
@@ -96,11 +77,7 @@ def _make(recipe: str, order: Order, options: Mapping[str, Any]) -> dict[str, An
 
 
 def check(recipe: str) -> None:
-    """Refuse a name that is none of `RECIPES`.
-
-    Raises:
-        ConfigError: It is not.
-    """
+    """Refuse a name that is none of `RECIPES`."""
     if recipe not in RECIPES:
         raise ConfigError(f"recipe: {recipe!r} is not known; known: {', '.join(RECIPES)}")
 

@@ -25,14 +25,7 @@ FEWEST_WORDS, MOST_WORDS = 60, 220
 
 
 def make_clozes(passages: Iterable[str], n: int, share_unanswerable: float, seed: int) -> list[Question]:
-    """Cloze questions, each from a passage of its own as long as there are enough.
-
-    Args:
-        passages: Plain text.
-        n: How many questions; fewer where the passages yield no more.
-        share_unanswerable: Share of them that the passage, as given, does not answer.
-        seed: Of all choices.
-    """
+    """At most `n` cloze questions, each from a passage of its own as long as there are enough."""
     rng = random.Random(seed)
     usable = [text for text in passages if FEWEST_WORDS <= len(text.split()) <= MOST_WORDS and UNK not in text]
     rng.shuffle(usable)

@@ -21,15 +21,7 @@ FIT_SHARE = 0.5
 
 
 def prepare(order: Order, data: str) -> tuple[Loaded, dict[str, Any]]:
-    """Train a model on one labelled set.
-
-    Args:
-        order: What is asked for.
-        data: Name of the set.
-
-    Returns:
-        It, and its accuracy on the half it did not see, beside that of always telling the commonest intent.
-    """
+    """Train a model on one labelled set; accuracy is on the half it did not see, beside the commonest intent's."""
     requests = read_requests(Data.make({"path": data, "limit": order.limit}), order.data_dir, order.seed)
     seen, unseen = split(requests, FIT_SHARE, order.seed)
     labels = sorted({request.label for request in requests})

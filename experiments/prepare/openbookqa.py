@@ -16,14 +16,7 @@ MAX_LENGTH = 64
 
 
 def prepare(order: Order) -> tuple[Loaded, dict[str, Any]]:
-    """Train the model.
-
-    Returns:
-        It, and its accuracy on the validation and test sets, beside chance.
-
-    Raises:
-        ConfigError: The training questions have different numbers of choices.
-    """
+    """Train the model; its accuracy on the validation and test sets stands beside chance."""
     torch.manual_seed(order.seed)
     base = load(order.base, "choice", is_new_head=True)
     questions = read_openbookqa("train", order.data_dir)[: order.limit]
@@ -43,11 +36,9 @@ class Collator:
     """Makes batches of questions, all with as many choices: tensors (B, choices, T), and the right choices (B,)."""
 
     def __init__(self, tokenizer: Any) -> None:
-        """Tokenise and pad with `tokenizer`."""
         self._tokenizer = tokenizer
 
     def __call__(self, questions: Sequence[Choice]) -> dict[str, torch.Tensor]:
-        """Tokenise, pad and stack."""
         stems = [question.stem for question in questions for _ in question.choices]
         choices = [choice for question in questions for choice in question.choices]
         rows = self._tokenizer(

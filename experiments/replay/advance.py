@@ -16,7 +16,6 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from experiments.methods.base import COMPUTED
 from experiments.replay.replay import Replay, Units, replay
 from llmcache.calibration.calibration import HoldoutOutcome, OperatingPoint, chosen, settings, split, try_settings
 from llmcache.calibration.risk_target import RiskTarget
@@ -27,12 +26,7 @@ IsChanged = Callable[[int, int], bool]
 
 @dataclass(frozen=True, slots=True)
 class Nearest:
-    """Who is nearest to each request, among those that are stored.
-
-    Attributes:
-        source: Number of the nearest (M,).
-        similarity: To it (M,).
-    """
+    """Number of the stored request nearest to each one (M,), and how alike they are (M,)."""
 
     source: NDArray[np.int64]
     similarity: NDArray[np.float32]
@@ -41,14 +35,7 @@ class Nearest:
 def choose_threshold(
     units: Units, n_first: int, risk_target: RiskTarget, is_changed: IsChanged
 ) -> tuple[OperatingPoint | None, NDArray[np.int64]]:
-    """The loosest threshold that keeps the claim, negated as a limit of risk, and the requests that are stored.
-
-    Args:
-        units: One a request.
-        n_first: The first requests, which are A, B and C.
-        risk_target: What is to be shown, of changed answers.
-        is_changed: Compares answers.
-    """
+    """The loosest threshold that keeps the claim, negated as a limit of risk, and the requests that are stored."""
     learned, tested = (np.array(part) for part in split(n_first, risk_target))
     among = nearest(units, learned, learned)
     limits = settings(-among.similarity.astype(np.float64))
@@ -72,25 +59,8 @@ def nearest(units: Units, numbers: Sequence[int] | NDArray[np.int64], stored: ND
 
 
 def serve(units: Units, n_first: int, setting: OperatingPoint | None, stored: NDArray[np.int64], grows: bool) -> Replay:
-    """What became of all requests, of which the later ones were served at the threshold.
-
-    Args:
-        units: One a request.
-        n_first: The first requests, which are all computed.
-        setting: What was chosen; None: nothing is served.
-        stored: Numbers of A and B.
-        grows: All that is computed is stored, C as well.
-    """
-    if grows:
-        threshold = inf if setting is None else -setting.limit
-        (again,) = replay(replace(units, keys=None, first_searched=n_first), (threshold,))
-        return again
-    n = len(units.vectors)
-    served, source = np.full(n, COMPUTED, dtype="<U8"), np.arange(n)
-    alike = np.full(n, np.nan, np.float32)
-    found = nearest(units, range(n_first, n), stored)
-    alike[n_first:] = found.similarity
-    if setting is not None:
-        is_near = np.flatnonzero(-found.similarity <= setting.limit) + n_first
-        served[is_near], source[is_near] = "near", found.source[is_near - n_first]
-    return Replay(served, source, alike)
+    """What became of all requests; the later ones are served at the threshold, and stored as well if `grows`."""
+    threshold = inf if setting is None else -setting.limit
+    asked = replace(units, keys=None, first_searched=n_first, sources=None if grows else stored)
+    (again,) = replay(asked, (threshold,))
+    return again

@@ -28,30 +28,17 @@ Outputs = dict[bytes, Tensor]
 
 @dataclass
 class Fits:
-    """What fingerprints of one kind and model learned.
+    """What fingerprints of one kind and model learned."""
 
-    Attributes:
-        known: What was learned, and the seconds that it took, by what it was learned from.
-        saved_s: Seconds that were saved so far.
-    """
-
+    # What was learned, and the seconds that it took, by what it was learned from
     known: dict[bytes, tuple[dict[str, Floats], float]] = field(default_factory=dict)
     saved_s: float = 0.0
 
 
 def recall_layers(module: nn.Module, known: Outputs) -> nn.Module:
-    """Have an unwrapped model give again what its layers put out for the same single request.
-
-    All layers but the last one then hand on what they are given: a cache on it may keep states of the last one alone,
-    and no fingerprint may look into a layer.
-
-    Args:
-        module: Changed in place.
-        known: What was put out; models with the same weights may share it.
-
-    Returns:
-        The module.
-    """
+    """Have an unwrapped model, changed in place, give again what its layers put out for the same single request."""
+    # All layers but the last one then hand on what they are given: a cache on it may keep states of the last one alone,
+    # and no fingerprint may look into a layer. Models with the same weights may share `known`.
     layers = locate(module).layers
     turn = _Turn(known)
     for layer in layers:

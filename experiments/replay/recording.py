@@ -34,13 +34,8 @@ class Recording:
     """One pass of the model alone over a workload, from which units of any method can be had."""
 
     def __init__(self, workload: Workload, outputs: Sequence[Any] = (), put_out: Outputs | None = None) -> None:
-        """Run the model over all requests.
-
-        Args:
-            workload: Its model is not wrapped, and as before when this returns.
-            outputs: What it puts out for each, N, where that is known already: then it is not run.
-            put_out: What its layers put out for them; a sentence encoder with the same layers does not run them again.
-        """
+        """Run the model over all requests, unless its outputs are known."""
+        # A sentence encoder with the same layers does not run them again where `put_out`, what they put out, is given.
         self._put_out = put_out
         self.workload = workload
         self.trunk = locate(workload.module)
@@ -54,12 +49,7 @@ class Recording:
         self._tokens = [row[kept].numpy() for ids, valid in rows for row, kept in zip(ids, valid, strict=True)]
 
     def rows(self, fingerprint: Fingerprint, fits_any_length: bool) -> Units:
-        """Units of llmcache: rows, served when they are the same or their fingerprints are near.
-
-        Args:
-            fingerprint: Not fitted yet, if it has to be.
-            fits_any_length: Whether a stored state serves rows of other lengths.
-        """
+        """Units of llmcache: rows, served when they are the same or their fingerprints, fitted here, are near."""
         features = self._features(fingerprint)
         keys = [tokens.tobytes() for tokens in self._tokens]
         first_searched = self._fit(fingerprint, features, keys) if fingerprint.n_fit else 0
@@ -157,7 +147,6 @@ class _Answered:
     """The model's output for each request: kept where it is small, else computed again."""
 
     def __init__(self, workload: Workload, known: Sequence[Any] = ()) -> None:
-        """Keep what is known already."""
         self._workload = workload
         self._small: dict[int, Any] = dict(enumerate(known))
         self._large: OrderedDict[int, Any] = OrderedDict()
@@ -178,22 +167,12 @@ class _Answered:
 
 
 def make_fingerprint(options: Mapping[str, Any] | str) -> Fingerprint:
-    """A fingerprint by name, or by name and settings.
-
-    Raises:
-        ConfigError: There is none of this name, or its settings are wrong.
-    """
+    """A fingerprint by name, or by name and settings."""
     return CacheConfig.make(None, fingerprint=options).fingerprint.build(FINGERPRINTS)
 
 
 def first_states(workload: Workload, trunk: Trunk, inputs: Inputs, wants_attention: bool) -> tuple[Any, Any]:
-    """Hidden states (rows, T, D) that enter layer 0, and the output of its self-attention (rows, T, D) if wanted.
-
-    Nothing above is computed.
-
-    Raises:
-        ConfigError: It is wanted, and where it is not known.
-    """
+    """States (rows, T, D) that enter layer 0, and its attention's output if wanted; nothing above is computed."""
     captured: dict[str, Any] = {}
 
     def enter(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

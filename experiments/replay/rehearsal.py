@@ -28,29 +28,12 @@ from llmcache.request.observation import Observation
 
 
 class Rehearsal:
-    """A workload whose requests were all observed.
-
-    Attributes:
-        workload: Model and requests.
-        cache: On a copy of the model. Holds nothing yet.
-        calibrated: Its calibrated reuse.
-        observed: The requests, N.
-        answers: What the model alone answers, N.
-        put_out: What the model's layers put out for single requests; see `experiments.replay.recall`.
-    """
+    """A workload whose N requests were all observed, and a cache on a copy of its model, which holds nothing yet."""
 
     def __init__(self, workload: Workload, options: dict[str, object]) -> None:
-        """Run the model over all requests.
-
-        Args:
-            workload: Its model is not wrapped, and stays as it is.
-            options: Settings of the cache. It is not audited unless they say so: a replay knows of no audit.
-
-        Raises:
-            LLMCacheError: The settings do not fit the model.
-        """
+        """Run the model over all requests. Caches are not audited unless options say so: a replay knows of no audit."""
         self.workload = workload
-        self.put_out: Outputs = {}
+        self.put_out: Outputs = {}  # of the layers, for single requests; see `recall`
         self._learned: defaultdict[str, Fits] = defaultdict(Fits)  # by the settings of the fingerprint
         self.cache = self.wrap(options)
         requests = workload.requests
@@ -62,11 +45,7 @@ class Rehearsal:
         self._number = {case.row.key: i for i, case in enumerate(self.observed)}
 
     def wrap(self, options: Mapping[str, object]) -> LLMCache:
-        """A cache on a copy of the model: all of them compute each request once between them; see `recall`.
-
-        Args:
-            options: As above.
-        """
+        """A cache on a copy of the model: all of them compute each request once between them; see `recall`."""
         config = configure(self.workload, {"audit": 0, **options})
         module = twin(self.workload.module)
         if self.workload.payload is not None and config.layers in ("auto", "last"):
@@ -74,11 +53,7 @@ class Rehearsal:
         return LLMCache.wrap(module, config=config, tokenizer=self.workload.tokenizer)
 
     def beside(self, options: Mapping[str, object]) -> tuple[LLMCache, CalibratedReuse]:
-        """Another cache on the model, and its calibrated reuse: what was observed here can be learned from there.
-
-        Args:
-            options: As above.
-        """
+        """Another cache on the model, and its calibrated reuse: what was observed here can be learned from there."""
         cache = self.wrap(options)
         cache.observe([self.workload.requests[0].inputs])  # its calibrated reuse is there from then on
         return cache, self._trust_of(cache, options)
@@ -115,17 +90,7 @@ class Rehearsal:
 def grow(
     calibrated: CalibratedReuse, learned: Sequence[Observation], later: Sequence[Observation], limit: float
 ) -> tuple[NDArray[np.str_], list[str | None]]:
-    """Serve requests while those that are computed become sources.
-
-    Args:
-        calibrated: Has learned.
-        learned: Who serves at first.
-        later: Requests, N, in the order in which they are asked.
-        limit: The largest risk.
-
-    Returns:
-        What serves each request (N,), and the key of its source.
-    """
+    """Serve requests while those that are computed become sources: what serves each (N,), and the key of its source."""
     calibrated.fitter.restart(learned)
 
     def ask(case: Observation, stored: Collection[str]) -> Found:
@@ -134,29 +99,27 @@ def grow(
     return _serve(later, {case.row.key for case in learned}, limit, ask, lambda case: calibrated.fitter.stand([case]))
 
 
-def risks_about(
-    calibrated: CalibratedReuse, sources: Sequence[Observation], later: Sequence[Observation]
-) -> dict[str, Found]:
-    """The risk of serving each request by its key, if `sources` serve, which stand already, and no others."""
-    found = calibrated.fitter.look_up(later, {case.row.key for case in sources})
-    return {case.row.key: one for case, one in zip(later, found, strict=True)}
+class Frozen:
+    """Requests that are served from those that were learned from; the others serve their own repeats alone."""
 
+    def __init__(
+        self, calibrated: CalibratedReuse, sources: Sequence[Observation], later: Sequence[Observation]
+    ) -> None:
+        """Find who of `sources`, which were learned from, would serve each later request, and how risky it is."""
+        self._later = later
+        self._keys = {case.row.key for case in sources}
+        found = calibrated.fitter.look_up(later, self._keys)
+        self._found = {case.row.key: one for case, one in zip(later, found, strict=True)}
 
-def freeze(
-    risks: Mapping[str, Found], learned: Collection[str], later: Sequence[Observation], limit: float
-) -> tuple[NDArray[np.str_], list[str | None]]:
-    """Serve requests from those that were learned from; the others serve their own repeats alone.
+    @property
+    def risks(self) -> NDArray[np.float64]:
+        """Risks of the different requests that could be served."""
+        risks = np.array([one.risk for one in self._found.values()])
+        return risks[np.isfinite(risks)]
 
-    Args:
-        risks: About each later request; see `risks_about`.
-        learned: Keys of who serves.
-        later: See `grow`.
-        limit: See `grow`.
-
-    Returns:
-        See `grow`.
-    """
-    return _serve(later, set(learned), limit, lambda case, _: risks[case.row.key], lambda case: None)
+    def serve(self, limit: float) -> tuple[NDArray[np.str_], list[str | None]]:
+        """What serves each request (N,), and the key of its source; see `grow`."""
+        return _serve(self._later, set(self._keys), limit, lambda case, _: self._found[case.row.key], lambda case: None)
 
 
 def _serve(

@@ -19,50 +19,30 @@ from llmcache.arrays import Floats
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """What is looked up and stored one by one: rows, or whole requests.
+    """What is looked up and stored one by one: rows, or whole requests."""
 
-    Attributes:
-        request: Number of the request each belongs to, ascending, (M,).
-        vectors: float32 (M, F); a zero vector takes no part.
-        keys: Equal for units that are the same; None where nothing is served for being the same.
-        lengths: A unit serves only others of its length (M,); None where any length fits.
-        first_searched: Request from which on near ones are searched: before it, a fingerprint was still learning.
-        compare: `(vectors (B, F), vector (F,)) -> similarity (B,)`.
-    """
-
-    request: NDArray[np.int64]
-    vectors: Floats
+    request: NDArray[np.int64]  # number of the request each belongs to, ascending, (M,)
+    vectors: Floats  # float32 (M, F); a zero vector takes no part
+    # Equal for units that are the same; None where nothing is served for being the same
     keys: Sequence[bytes] | None = None
-    lengths: NDArray[np.int64] | None = None
-    first_searched: int = 0
-    compare: Callable[[Floats, Floats], Floats] = np.matmul
+    lengths: NDArray[np.int64] | None = None  # a unit serves only others of its length (M,); None where any length fits
+    first_searched: int = 0  # request from which on near ones are searched: before it, a fingerprint was still learning
+    # Numbers of those that alone are stored; None: all that are computed.
+    sources: NDArray[np.int64] | None = None
+    compare: Callable[[Floats, Floats], Floats] = np.matmul  # `(vectors (B, F), vector (F,)) -> similarity (B,)`
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What a cache would have done at one threshold.
+    """What a cache would have done at one threshold."""
 
-    Attributes:
-        served: What serves each unit: `exact`, `near`, `computed` or `bypassed`, (M,).
-        source: Number of the unit it is served from, itself where it is computed, (M,).
-        similarity: Cosine to the nearest stored unit, (M,); NaN where nothing was stored yet.
-    """
-
-    served: NDArray[np.str_]
-    source: NDArray[np.int64]
-    similarity: Floats
+    served: NDArray[np.str_]  # what serves each unit: `exact`, `near`, `computed` or `bypassed`, (M,)
+    source: NDArray[np.int64]  # number of the unit it is served from, itself where it is computed, (M,)
+    similarity: Floats  # cosine to the nearest stored unit, (M,); NaN where nothing was stored yet
 
 
 def replay(units: Units, thresholds: Sequence[float]) -> list[Replay]:
-    """Decide every unit at every threshold.
-
-    Args:
-        units: In the order in which they are asked.
-        thresholds: Least cosine at which another unit's state is reused; above 1: never.
-
-    Returns:
-        One replay a threshold, in the same order.
-    """
+    """Decide every unit, in the order in which they are asked, at every threshold; above 1: never near."""
     vectors, m, k = units.vectors, len(units.vectors), len(thresholds)
     limits = np.array(thresholds, dtype=np.float32)
     stored = np.zeros((k, m), dtype=bool)
@@ -70,6 +50,7 @@ def replay(units: Units, thresholds: Sequence[float]) -> list[Replay]:
     nearest = np.full((k, m), np.nan, dtype=np.float32)
     served = np.full((k, m), COMPUTED, dtype="<U8")
     seen: dict[bytes, list[int]] = {}
+    may_serve = np.ones(m, bool) if units.sources is None else np.isin(np.arange(m), units.sources)
     for begin, end in _groups(units.request):
         for i in range(begin, end):
             if not vectors[i].any():
@@ -80,7 +61,7 @@ def replay(units: Units, thresholds: Sequence[float]) -> list[Replay]:
                 for earlier in seen.get(units.keys[i], []):  # of equal units, at most one is stored
                     source[stored[:, earlier], i], served[stored[:, earlier], i] = earlier, "exact"
         for i in range(begin, end):  # rows of one request do not see each other
-            stored[:, i] = (source[:, i] == i) & (served[:, i] != BYPASSED)
+            stored[:, i] = may_serve[i] & (source[:, i] == i) & (served[:, i] != BYPASSED)
             if units.keys is not None:
                 seen.setdefault(units.keys[i], []).append(i)
     return [Replay(served[row], source[row], nearest[row]) for row in range(k)]

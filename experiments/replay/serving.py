@@ -4,6 +4,9 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from experiments.methods.base import COMPUTED
 from experiments.models.loading import encode
 from experiments.tasks.workload import Answer, Request, Workload
@@ -14,17 +17,11 @@ from llmcache.calibration.risk_target import RiskTarget
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What became of one request.
-
-    Attributes:
-        answer: What it was told.
-        served: What served it: a rung, or `computed`.
-        source: Key of the stored request that it was served from; None where it was computed.
-    """
+    """What became of one request."""
 
     answer: Answer
-    served: str
-    source: str | None
+    served: str  # what served it: a rung, or `computed`
+    source: str | None  # key of the stored request that it was served from; None where it was computed
 
 
 def asking(workload: Workload, texts: Sequence[str], max_length: int) -> Workload:
@@ -37,10 +34,8 @@ def asking(workload: Workload, texts: Sequence[str], max_length: int) -> Workloa
 
 
 def ask(cache: LLMCache, workload: Workload, number: int) -> Reply:
-    """Have one request answered, and what the audit drew of it audited at once.
-
-    In service that is done in the next idle moment, seconds later at most; here results do not hang on when that is.
-    """
+    """Have one request answered, and what the audit drew of it audited at once."""
+    # In service that is done in the next idle moment, seconds later at most; here results do not hang on when that is.
     output = cache(**workload.requests[number].inputs)
     (outcome,) = cache.last
     cache.drain()
@@ -57,10 +52,36 @@ def requests_expected(risk_target: RiskTarget, audit: float, n_before: int, rate
     return alarm.needed(rate)
 
 
-def alarms_of(cache: LLMCache) -> int:
-    """Alarms of the audit since the calibration; after the second one it has ended."""
-    made = cache.calibration
-    return 2 if made is None else made.n_alarms
+class Asked:
+    """All that was asked of one cache, which was just calibrated, in order, and when its audit gave alarm."""
+
+    def __init__(self, cache: LLMCache) -> None:
+        self.cache = cache
+        self.keys: list[str] = []
+        self.sources: list[str | None] = []
+        self.changed: list[bool] = []
+        self.alarms: list[int] = []  # requests until each
+
+    def ask(self, workload: Workload, number: int, own: Answer) -> None:
+        """Ask a request, to which the model's own answer is known."""
+        reply = ask(self.cache, workload, number)
+        self.keys.append(self.cache.last[0].key)
+        self.sources.append(reply.source)
+        self.changed.append(reply.answer != own)
+        made = self.cache.calibration
+        n_alarms = 2 if made is None else made.n_alarms  # after the second one it has ended
+        if n_alarms > len(self.alarms):
+            self.alarms.append(len(self.keys))
+
+    @property
+    def is_hit(self) -> NDArray[np.bool_]:
+        """Which of the requests were served (N,)."""
+        return np.array([source is not None for source in self.sources])
+
+    @property
+    def is_changed(self) -> NDArray[np.bool_]:
+        """Which of them got another answer than the model's own (N,)."""
+        return np.array(self.changed)
 
 
 def has_drifted(cache: LLMCache) -> bool:

@@ -80,18 +80,7 @@ HOW = """\
 
 
 def write_report(results_dir: Path, folders: Sequence[Path]) -> Path:
-    """Write the report beside the results that it is made of.
-
-    Args:
-        results_dir: Root of the results.
-        folders: Of the runs that it is about, in it, finished or not.
-
-    Returns:
-        The file.
-
-    Raises:
-        ConfigError: There are no results, or some are damaged or of another version.
-    """
+    """Write the report of these runs, finished or not, beside the results that it is made of."""
     runs = read_runs(folders)
     if not runs:
         raise ConfigError(f"{results_dir}: no results of these experiments; measure first: llmcache sweep")

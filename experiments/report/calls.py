@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from experiments.metrics import paper
-from experiments.report.markdown import number, ratio, table
+from experiments.report.markdown import named_model, number, ratio, table
 from experiments.runs.read import Figures, Run
 
 CALL_HEADINGS = (
@@ -42,7 +42,7 @@ def latency(runs: Sequence[Run]) -> Iterator[str]:
 def _call(row: Figures) -> tuple[Any, ...]:
     times = ("nocache_ms", "miss_ms", "hit_ms", "exact_hit_ms", "floor_ms")
     return (
-        f"{row['model']} ({_weights(row)})",
+        named_model(row),
         row["head"],
         row["kept"],
         row["batch_size"],
@@ -59,17 +59,13 @@ def _call(row: Figures) -> tuple[Any, ...]:
 
 def _generation(row: Figures) -> tuple[Any, ...]:
     return (
-        f"{row['model']} ({_weights(row)})",
+        named_model(row),
         row["prompt_tokens"],
         row["new_tokens"],
         *(number(row[f"{kind}_ms"]["median"]) for kind in ("nocache", "kv_cache", "miss", "exact_hit")),
         *(ratio(row["ratios"][f"{kind}/kv_cache"]) for kind in ("miss", "exact_hit")),
         row["nocache_ms"]["n"],
     )
-
-
-def _weights(row: Figures) -> str:
-    return "random weights" if row["weights"] == "random" else "trained"
 
 
 def _numbers(values: set[int]) -> str:

@@ -1,7 +1,10 @@
 """Figures as Markdown. Missing is empty, never 0; shares are per cent, drops are points."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+
+#: What a column has of a row.
+Cell = Callable[[Any], Any]
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
@@ -9,6 +12,31 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     lines = ["| " + " | ".join(headings) + " |", "|---" + "|---:" * (len(headings) - 1) + "|"]
     lines += ["| " + " | ".join(map(str, row)) + " |" for row in rows]
     return "\n".join(lines)
+
+
+def columns(cells: Mapping[str, Cell], rows: Iterable[Any]) -> str:
+    """A table by its columns: headings, and what each has of a row."""
+    return table(tuple(cells), [row_of(cells, row) for row in rows])
+
+
+def row_of(cells: Mapping[str, Cell], row: Any) -> list[Any]:
+    """What each column has of a row."""
+    return [cell(row) for cell in cells.values()]
+
+
+def of(show: Callable[..., str], key: str, *how: Any) -> Cell:
+    """What a row has under a key, as `show` shows it."""
+    return lambda row: show(row[key], *how)
+
+
+def bounded(show: Callable[..., str], key: str, *how: Any) -> Cell:
+    """A figure of a row with its interval, as `show` shows both."""
+    return lambda row: show(row[key], row[f"{key}_ci"], *how)
+
+
+def count(value: int) -> str:
+    """A whole number."""
+    return f"{value:,}"
 
 
 def number(value: float | None, digits: int = 1) -> str:
@@ -46,6 +74,21 @@ def speed(figures: Mapping[str, Any]) -> str:
 def ratio(spread: Mapping[str, float]) -> str:
     """A ratio that was taken in every round: its median, and the 5th and 95th percentile."""
     return f"{spread['median']:.3f} ({spread['p5']:.3f} to {spread['p95']:.3f})"
+
+
+def paid_back(requests: float | None) -> str:
+    """After how many requests learning is paid for."""
+    return "never" if requests is None else f"{requests:,.0f} requests"
+
+
+def spread(values: Mapping[str, float] | None) -> str:
+    """Median and range over rounds."""
+    return "" if values is None else f"{values['median']:.2f} ({values['min']:.2f} to {values['max']:.2f})"
+
+
+def named_model(row: Mapping[str, Any]) -> str:
+    """A model, and whether anybody trained it."""
+    return f"{row['model']} ({'random weights' if row['weights'] == 'random' else 'trained'})"
 
 
 def size(nbytes: float | None) -> str:

@@ -15,11 +15,7 @@ DPI = 110
 
 
 def require_matplotlib() -> None:
-    """Tell at once, before anything is measured, when nothing could be drawn.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
+    """Tell at once, before anything is measured, when nothing could be drawn."""
     try:
         import matplotlib
     except ImportError:
@@ -28,13 +24,7 @@ def require_matplotlib() -> None:
 
 
 def plot_speed_against_changes(report: Mapping[str, Any], path: Path, is_idle: bool = True) -> None:
-    """Draw speed-up against changed answers: a point a way, and from each calibrated one a line to its upper bound.
-
-    Args:
-        report: As `experiments.measures.demo.run_demo` returns it.
-        path: Picture to write; the ending decides the format.
-        is_idle: The machine had nothing else to do; else the title says so.
-    """
+    """Draw speed-up against changed answers of the demo's ways, with a line to the upper bound of calibrated ones."""
     require_matplotlib()
     from matplotlib.figure import Figure
 
@@ -67,17 +57,7 @@ def plot_speed_against_changes(report: Mapping[str, Any], path: Path, is_idle: b
 
 
 def draw_all(folders: Sequence[Path]) -> list[Path]:
-    """Draw every picture that finished runs hold figures for.
-
-    Args:
-        folders: Of the runs, finished or not.
-
-    Returns:
-        The pictures: those of one run in its folder, those of several in the folder of their experiment.
-
-    Raises:
-        ConfigError: matplotlib is missing, or a run's files are damaged.
-    """
+    """Draw every picture that finished runs hold figures for, in the folder of the run or of the experiment."""
     require_matplotlib()
     return [path for _, runs in groups(read_runs(folders)) for path in PLOTS.get(runs[0].measure, _nothing)(runs)]
 

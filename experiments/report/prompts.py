@@ -1,32 +1,33 @@
 """The tables of prompts: time to first token, generation token by token, and parity."""
 
 import csv
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter, itemgetter
 from typing import Any
 
 from experiments.measures.decode import KINDS
 from experiments.measures.prefix import ceiling_of_known
-from experiments.report.markdown import number, percent, ratio, size, speed, table
+from experiments.report.markdown import (
+    Cell,
+    columns,
+    count,
+    named_model,
+    number,
+    of,
+    percent,
+    ratio,
+    size,
+    speed,
+    spread,
+    table,
+)
 from experiments.runs.read import Figures, Run
 
 
 def prefix(runs: Sequence[Run]) -> Iterator[str]:
     """How much sooner the first token is there, and what of the prompts was known."""
-    yield table(
-        (
-            *("stream", "model", "method", "tokens known", "reused", "ceiling", "TTFT ratio", "of ceiling"),
-            *(
-                "median of prompts",
-                "prompts with known tokens",
-                "their ceiling",
-                "latter half",
-                "same first token",
-                "held",
-                "n",
-            ),
-        ),
-        [_method(run, label, row) for run in runs for label, row in run.metrics["methods"].items()],
-    )
+    methods = [{"run": run, "label": label, **row} for run in runs for label, row in run.metrics["methods"].items()]
+    yield columns(FIRST_TOKEN, methods)
     yield (
         "Ratios: time of the model alone, each prompt with a K/V cache of its own, over that with llmcache, in turns; "
         "sums over prompts, median over rounds, slowest and fastest round. "
@@ -36,40 +37,37 @@ def prefix(runs: Sequence[Run]) -> Iterator[str]:
         ("stream", "method", "first token, ms", "p50", "p90", "model alone p50", "p90", "n"),
         [
             (
-                run.task,
-                label,
+                row["run"].task,
+                row["label"],
                 kind,
                 *_times(row[f"{key}_ms"]),
                 *_times(row[f"{key}_recompute_ms"]),
                 row[f"{key}_ms"]["n"],
             )
-            for run in runs
-            for label, row in run.metrics["methods"].items()
+            for row in methods
             for key, kind in (("hit", "hits"), ("miss", "others"))
             if row[f"{key}_ms"] is not None
         ],
     )
 
 
-def _method(run: Run, label: str, row: Figures) -> tuple[Any, ...]:
-    facts, n = run.metrics["facts"], run.metrics["n"]
-    return (
-        run.task,
-        _model(run.metrics["model"], facts["weights"]),
-        label,
-        percent(facts["share_known"]),
-        percent(row["share_reused"]),
-        number(facts["ceiling"], 2),
-        speed(row),
-        percent(row["of_ceiling"]),
-        _spread(row["ratio_median"]),
-        _spread(row["known"]),
-        number(ceiling_of(run, label)["known_ceiling"], 2),
-        speed(row["latter_half"]),
-        f"{row['n_same']:,} of {n:,}",
-        size(row["bytes"]),
-        f"{n:,} x {run.metrics['rounds']}",
-    )
+FIRST_TOKEN: Mapping[str, Cell] = {
+    "stream": lambda row: row["run"].task,
+    "model": lambda row: _model(row["run"]),
+    "method": itemgetter("label"),
+    "tokens known": lambda row: percent(row["run"].metrics["facts"]["share_known"]),
+    "reused": of(percent, "share_reused"),
+    "ceiling": lambda row: number(row["run"].metrics["facts"]["ceiling"], 2),
+    "TTFT ratio": speed,
+    "of ceiling": of(percent, "of_ceiling"),
+    "median of prompts": of(spread, "ratio_median"),
+    "prompts with known tokens": of(spread, "known"),
+    "their ceiling": lambda row: number(ceiling_of(row["run"], row["label"])["known_ceiling"], 2),
+    "latter half": of(speed, "latter_half"),
+    "same first token": lambda row: f"{row['n_same']:,} of {row['run'].metrics['n']:,}",
+    "held": of(size, "bytes"),
+    "n": lambda row: f"{row['run'].metrics['n']:,} x {row['run'].metrics['rounds']}",
+}
 
 
 def ceiling_of(run: Run, label: str) -> Figures:
@@ -81,33 +79,24 @@ def ceiling_of(run: Run, label: str) -> Figures:
         return ceiling_of_known(shown for shown in csv.DictReader(file) if shown["method"] == label)
 
 
-def _spread(values: Mapping[str, float] | None) -> str:
-    """Median and range over rounds."""
-    return "" if values is None else f"{values['median']:.2f} ({values['min']:.2f} to {values['max']:.2f})"
-
-
 def _times(values: Mapping[str, float | None]) -> tuple[str, str]:
     return number(values["median"]), number(values["p90"])
 
 
 def sharing(runs: Sequence[Run]) -> Iterator[str]:
     """How much of a trace is known, as it came and as it was drawn."""
-    yield table(
-        ("requests", "blocks kept of a prompt", "tokens known", "requests cut", "conversations", "n", "tokens"),
-        [
-            (
-                row["requests"],
-                "all" if row["blocks"] is None else row["blocks"],
-                percent(row["share_known"]),
-                f"{row['n_cut']:,}",
-                f"{row['n_conversations']:,}",
-                f"{row['n']:,}",
-                f"{row['n_tokens']:,}",
-            )
-            for run in runs
-            for row in run.metrics["summary"]
-        ],
-    )
+    yield columns(SHARED, [row for run in runs for row in run.metrics["summary"]])
+
+
+SHARED: Mapping[str, Cell] = {
+    "requests": itemgetter("requests"),
+    "blocks kept of a prompt": lambda row: "all" if row["blocks"] is None else row["blocks"],
+    "tokens known": of(percent, "share_known"),
+    "requests cut": of(count, "n_cut"),
+    "conversations": of(count, "n_conversations"),
+    "n": of(count, "n"),
+    "tokens": of(count, "n_tokens"),
+}
 
 
 def decode(runs: Sequence[Run]) -> Iterator[str]:
@@ -129,7 +118,7 @@ def decode(runs: Sequence[Run]) -> Iterator[str]:
 def _kind(row: Figures, kind: str) -> tuple[Any, ...]:
     times = row["times"][kind]
     return (
-        _model(row["model"], row["weights"]),
+        named_model(row),
         row["dtype"],
         f"{row['prompt_tokens']} + {row['new_tokens']}",
         KINDS[kind],
@@ -143,13 +132,7 @@ def _kind(row: Figures, kind: str) -> tuple[Any, ...]:
 
 def parity(runs: Sequence[Run]) -> Iterator[str]:
     """Whether tokens stay the same, and what is held meanwhile."""
-    yield table(
-        (
-            *("stream", "model", "dtype", "requests", "same tokens", "near ties", "wrong", "prefix hits", "exact hits"),
-            *("evicted", "most held", "budget", "resident after a tenth", "half", "end"),
-        ),
-        [_parity(run) for run in runs],
-    )
+    yield columns(PARITY, runs)
     told = sorted({(run.metrics["new_tokens"], run.metrics["ulps"]) for run in runs})
     yield "; ".join(
         f"{new_tokens} new tokens a request; a near tie: the two best logits no further apart than {ulps:g} roundings "
@@ -158,24 +141,32 @@ def parity(runs: Sequence[Run]) -> Iterator[str]:
     )
 
 
-def _parity(run: Run) -> tuple[Any, ...]:
-    metrics = run.metrics
-    memory = metrics["memory"]
-    return (
-        run.task,
-        _model(metrics["model"], metrics["facts"]["weights"]),
-        metrics["dtype"],
-        f"{metrics['n']:,}",
-        percent(metrics["n_same"] / metrics["n"]),
-        metrics["n_near_ties"],
-        metrics["n_wrong"],
-        *(f"{metrics['hits'].get(rung, 0):,}" for rung in ("prefix", "exact")),
-        f"{metrics['n_evicted']:,}",
-        size(metrics["most_bytes"]),
-        size(metrics["max_bytes"]),
-        *(size(point["resident_bytes"]) for point in (memory[0], memory[len(memory) // 2 - 1], memory[-1])),
-    )
+def _of_run(show: Callable[..., str], key: str) -> Cell:
+    return lambda run: show(run.metrics[key])
 
 
-def _model(name: str, weights: str) -> str:
-    return f"{name} ({'random weights' if weights == 'random' else 'trained'})"
+def _resident(run: Run, place: int) -> str:
+    return size(run.metrics["memory"][place]["resident_bytes"])
+
+
+PARITY: Mapping[str, Cell] = {
+    "stream": attrgetter("task"),
+    "model": lambda run: _model(run),
+    "dtype": _of_run(str, "dtype"),
+    "requests": _of_run(count, "n"),
+    "same tokens": lambda run: percent(run.metrics["n_same"] / run.metrics["n"]),
+    "near ties": _of_run(str, "n_near_ties"),
+    "wrong": _of_run(str, "n_wrong"),
+    "prefix hits": lambda run: count(run.metrics["hits"].get("prefix", 0)),
+    "exact hits": lambda run: count(run.metrics["hits"].get("exact", 0)),
+    "evicted": _of_run(count, "n_evicted"),
+    "most held": _of_run(size, "most_bytes"),
+    "budget": _of_run(size, "max_bytes"),
+    "resident after a tenth": lambda run: _resident(run, 0),
+    "half": lambda run: _resident(run, len(run.metrics["memory"]) // 2 - 1),
+    "end": lambda run: _resident(run, -1),
+}
+
+
+def _model(run: Run) -> str:
+    return named_model({"model": run.metrics["model"], "weights": run.metrics["facts"]["weights"]})

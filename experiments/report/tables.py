@@ -1,12 +1,26 @@
 """The tables of one experiment, by kind of run."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 from experiments.metrics.frontier import Curve, best, curves, of_curve
 from experiments.report.calls import latency
 from experiments.report.claims.harmless import PAPERS_CURVE, harmless_tau
-from experiments.report.markdown import number, percent, points, share, size, speed, table
+from experiments.report.markdown import (
+    Cell,
+    bounded,
+    columns,
+    count,
+    number,
+    of,
+    percent,
+    points,
+    share,
+    size,
+    speed,
+    table,
+)
 from experiments.report.plots import CURVES, LAYERS
 from experiments.report.prompts import decode, parity, prefix, sharing
 from experiments.report.told import told
@@ -14,9 +28,19 @@ from experiments.report.trust import bound, drift, payback, trust
 from experiments.runs.read import Figures, Run, at, by_size, label_of, varied
 
 LOSSES = ("accuracy_drop", "changed_answers")
-COSTS = ("drop, points", "changed answers", "of hits")
-LIKENESS = ("states alike, nearest by embedding", "nearest by what enters the layer", "median cosine")
 SHOWN_TAUS = (None, 0.7, 0.8, 0.82, 0.85, 0.88, 0.9, 0.94, 0.98)
+
+HITS: Mapping[str, Cell] = {"hit rate": bounded(share, "hit_rate")}
+LOST: Mapping[str, Cell] = {
+    "drop, points": bounded(points, "accuracy_drop"),
+    "changed answers": bounded(share, "changed_answers"),
+}
+OF_HITS: Mapping[str, Cell] = {"of hits": of(percent, "changed_per_hit")}
+SPEED: Mapping[str, Cell] = {
+    "speed-up": speed,
+    "o": of(percent, "miss_overhead"),
+    "c": of(percent, "hit_cost"),
+}
 
 
 def of_runs(runs: Sequence[Run]) -> str:
@@ -28,40 +52,24 @@ def _serve(runs: Sequence[Run]) -> Iterator[str]:
     for run in runs:
         metrics = run.metrics
         yield f"**{run.task}**, {metrics['n']:,} requests{_sample(run)}, {metrics['rounds']} rounds"
-        yield table(
-            (
-                "method",
-                "hit rate",
-                "exact hits",
-                "rows served",
-                metrics["metric"],
-                *COSTS,
-                "speed-up",
-                "o",
-                "c",
-                "cache",
-            ),
-            [_method(label, figures) for label, figures in metrics["methods"].items()],
-        )
+        shown: dict[str, Cell] = {
+            "method": itemgetter("label"),
+            **HITS,
+            "exact hits": _exact_hits,
+            "rows served": of(percent, "rows_served"),
+            metrics["metric"]: of(percent, "accuracy"),
+            **LOST,
+            **OF_HITS,
+            **SPEED,
+            "cache": of(size, "bytes"),
+        }
+        yield columns(shown, [{"label": label, **figures} for label, figures in metrics["methods"].items()])
         yield from _extras(metrics["methods"])
         yield from _stepped_aside(metrics["methods"])
 
 
-def _method(label: str, figures: Figures) -> tuple[Any, ...]:
-    return (
-        label,
-        share(figures["hit_rate"], figures["hit_rate_ci"]),
-        percent(figures["hits_by_rung"].get("exact", 0.0)) if figures["method"] == "llmcache" else "",
-        percent(figures["rows_served"]),
-        percent(figures["accuracy"]),
-        points(figures["accuracy_drop"], figures["accuracy_drop_ci"]),
-        share(figures["changed_answers"], figures["changed_answers_ci"]),
-        percent(figures["changed_per_hit"]),
-        speed(figures),
-        percent(figures["miss_overhead"]),
-        percent(figures["hit_cost"]),
-        size(figures["bytes"]),
-    )
+def _exact_hits(figures: Figures) -> str:
+    return percent(figures["hits_by_rung"].get("exact", 0.0)) if figures["method"] == "llmcache" else ""
 
 
 def _extras(methods: Mapping[str, Figures]) -> Iterator[str]:
@@ -97,25 +105,28 @@ def _sweep(runs: Sequence[Run]) -> Iterator[str]:
     for run in runs:
         yield f"**{run.task}**, {run.metrics['n']:,} requests{_sample(run)}"
         yield f"![Precision and hit rate of {run.task}]({run.group}/{run.path.name}/{CURVES})"
-        yield table(
-            ("tau", "hit rate", "rows served", run.metrics["metric"], "drop, points", "changed answers", "precision"),
-            [_point(point) for point in _shown(run)],
-        )
+        shown = {
+            "tau": _tau,
+            **HITS,
+            "rows served": of(percent, "rows_served"),
+            run.metrics["metric"]: of(percent, "accuracy"),
+            **LOST,
+            "precision": of(percent, "precision"),
+        }
+        yield columns(shown, _shown(run))
         if run.metrics["live"]:
-            yield table(
-                (
-                    "live, tau",
-                    "hit rate",
-                    "drop, points",
-                    "speed-up",
-                    "o",
-                    "c",
-                    "n",
-                    "whole stream: hits",
-                    "speed-up of o, c",
-                ),
-                [_live(row) for row in run.metrics["live"]],
-            )
+            yield columns(LIVE, run.metrics["live"])
+
+
+LIVE: Mapping[str, Cell] = {
+    "live, tau": itemgetter("tau"),
+    "hit rate": of(percent, "hit_rate"),
+    "drop, points": bounded(points, "accuracy_drop"),
+    **SPEED,
+    "n": lambda row: f"{row['n']:,} x {row['rounds']}",
+    "whole stream: hits": of(percent, "hit_rate_all"),
+    "speed-up of o, c": of(number, "speedup_all", 2),
+}
 
 
 def _shown(run: Run) -> list[Figures]:
@@ -133,33 +144,11 @@ def _frontier(run: Run, curve: Curve) -> tuple[Any, ...]:
 
 
 def _hits_and_tau(point: Figures) -> tuple[str, str]:
-    return percent(point["hit_rate"]), "exact only" if point["tau"] is None else str(point["tau"])
+    return percent(point["hit_rate"]), str(_tau(point))
 
 
-def _point(point: Figures) -> tuple[Any, ...]:
-    return (
-        "exact only" if point["tau"] is None else point["tau"],
-        share(point["hit_rate"], point["hit_rate_ci"]),
-        percent(point["rows_served"]),
-        percent(point["accuracy"]),
-        points(point["accuracy_drop"], point["accuracy_drop_ci"]),
-        share(point["changed_answers"], point["changed_answers_ci"]),
-        percent(point["precision"]),
-    )
-
-
-def _live(row: Figures) -> tuple[Any, ...]:
-    return (
-        row["tau"],
-        percent(row["hit_rate"]),
-        points(row["accuracy_drop"], row["accuracy_drop_ci"]),
-        speed(row),
-        percent(row["miss_overhead"]),
-        percent(row["hit_cost"]),
-        f"{row['n']:,} x {row['rounds']}",
-        percent(row["hit_rate_all"]),
-        number(row["speedup_all"], 2),
-    )
+def _tau(point: Figures) -> Any:
+    return "exact only" if point["tau"] is None else point["tau"]
 
 
 def _layers(runs: Sequence[Run]) -> Iterator[str]:
@@ -169,69 +158,54 @@ def _layers(runs: Sequence[Run]) -> Iterator[str]:
             "is counted"
         )
         yield f"![Hit rate by layer of {run.task}]({run.group}/{run.path.name}/{LAYERS})"
-        yield table(
-            ("layer", "hits as written", "fingerprint a layer", "and a tau a layer", "that tau", *LIKENESS),
-            [
-                (
-                    row["layer"],
-                    *(percent(row[f"hit_rate_{name}"]) for name in ("as_written", "per_layer", "own_tau")),
-                    number(row["own_tau"], 3),
-                    percent(row["alike_by_embedding"]),
-                    percent(row["alike_by_layer"]),
-                    number(row["median_cosine"], 3),
-                )
-                for row in run.metrics["layers"]
-            ],
-        )
-        yield table(
-            ("run", "hit rate", "layers skipped", "drop, points", "changed answers", "of hits"),
-            [
-                (
-                    name.replace("_", " "),
-                    percent(figures["hit_rate"]),
-                    percent(figures["layers_skipped"]),
-                    points(figures["accuracy_drop"], figures["accuracy_drop_ci"]),
-                    share(figures["changed_answers"], figures["changed_answers_ci"]),
-                    percent(figures["changed_per_hit"]),
-                )
-                for name, figures in run.metrics["runs"].items()
-            ],
-        )
+        yield columns(LAYER, run.metrics["layers"])
+        yield columns(LAYERED, [{"name": name, **figures} for name, figures in run.metrics["runs"].items()])
+
+
+LAYER: Mapping[str, Cell] = {
+    "layer": itemgetter("layer"),
+    "hits as written": of(percent, "hit_rate_as_written"),
+    "fingerprint a layer": of(percent, "hit_rate_per_layer"),
+    "and a tau a layer": of(percent, "hit_rate_own_tau"),
+    "that tau": of(number, "own_tau", 3),
+    "states alike, nearest by embedding": of(percent, "alike_by_embedding"),
+    "nearest by what enters the layer": of(percent, "alike_by_layer"),
+    "median cosine": of(number, "median_cosine", 3),
+}
+LAYERED: Mapping[str, Cell] = {
+    "run": lambda row: row["name"].replace("_", " "),
+    "hit rate": of(percent, "hit_rate"),
+    "layers skipped": of(percent, "layers_skipped"),
+    **LOST,
+    **OF_HITS,
+}
 
 
 def _observe(runs: Sequence[Run]) -> Iterator[str]:
     names = varied([run.config for run in runs])
     yield f"![Hit rates of {runs[0].group}]({runs[0].group}/{runs[0].group}.png)"
+    rows = sorted(runs, key=lambda run: [by_size(at(run.config, name)) for name in names])
     yield table(
-        (
-            *map(label_of, names),
-            "hit rate",
-            *COSTS[:2],
-            "bytes",
-            "of states",
-            "entries",
-            "evicted",
-            "revalidated",
-            "expelled",
-            "codec's error",
-        ),
+        (*map(label_of, names), *OBSERVED),
         [
-            (
-                *(at(run.config, name) for name in names),
-                share(run.metrics["hit_rate"], run.metrics["hit_rate_ci"]),
-                points(run.metrics["accuracy_drop"], run.metrics["accuracy_drop_ci"]),
-                percent(run.metrics["changed_answers"], 2),
-                size(run.metrics["bytes"]),
-                size(run.metrics["state_bytes"]),
-                f"{run.metrics['entries']:,}",
-                f"{run.metrics['evicted']:,}",
-                f"{run.metrics['revalidated']:,}",
-                f"{run.metrics['expelled']:,}",
-                number(run.metrics["reconstruction_error"], 4),
-            )
-            for run in sorted(runs, key=lambda run: [by_size(at(run.config, name)) for name in names])
+            (*(at(run.config, name) for name in names), *(cell(run.metrics) for cell in OBSERVED.values()))
+            for run in rows
         ],
     )
+
+
+OBSERVED: Mapping[str, Cell] = {
+    **HITS,
+    "drop, points": bounded(points, "accuracy_drop"),
+    "changed answers": of(percent, "changed_answers", 2),
+    "bytes": of(size, "bytes"),
+    "of states": of(size, "state_bytes"),
+    "entries": of(count, "entries"),
+    "evicted": of(count, "evicted"),
+    "revalidated": of(count, "revalidated"),
+    "expelled": of(count, "expelled"),
+    "codec's error": of(number, "reconstruction_error", 4),
+}
 
 
 def _sample(run: Run) -> str:

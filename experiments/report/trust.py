@@ -1,11 +1,26 @@
 """The tables of calibrated reuse: hindsight and what was chosen in advance, each in a table of its own."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 from experiments.metrics.frontier import best, curves
 from experiments.metrics.metrics import share_interval
-from experiments.report.markdown import number, percent, points, share, speed, table
+from experiments.report.markdown import (
+    Cell,
+    bounded,
+    columns,
+    count,
+    named_model,
+    number,
+    of,
+    paid_back,
+    percent,
+    points,
+    share,
+    speed,
+    table,
+)
 from experiments.report.plots import CURVES
 from experiments.report.told import told
 from experiments.runs.read import Figures, Run
@@ -21,13 +36,7 @@ def trust(runs: Sequence[Run]) -> Iterator[str]:
         [_frontier(run, curve) for run in runs for curve in curves(run.metrics["points"])],
     )
     yield "Chosen in advance, from the first requests alone, and counted on the later ones, in order:"
-    yield table(
-        (
-            *("stream", "seed", "way", "sources", "asked: changed <=", "bound", "hit rate", "changed answers"),
-            *("of hits", "worst intent", "median intent", "drop, points", "lookup, ms", "n"),
-        ),
-        [_calibrated(run, row) for run in runs for row in run.metrics["calibrated"]],
-    )
+    yield columns(CALIBRATED, _rows(runs, "calibrated"))
     yield (
         "Of hits: share of hits whose answer changed. Worst and median intent: share of an intent's later requests; "
         "the worst of many is bad by chance, too, so its own interval stands beside it. `llmcache` is served live, "
@@ -51,13 +60,7 @@ def chosen(run: Run, method: str, sources: str, drop: float) -> Figures | None:
 
 def bound(runs: Sequence[Run]) -> Iterator[str]:
     """How often calibrations were worse than they said."""
-    yield table(
-        (
-            *("stream", "arrival", "asked: changed <=", "calibrations", "violated", "beyond chance", "turned on"),
-            *("median hit rate", "10th to 90th percentile", "median of changed answers", "most", "A and B / C / all"),
-        ),
-        [_claim(run, row) for run in runs for row in run.metrics["claims"]],
-    )
+    yield columns(CLAIMS, _rows(runs, "claims"))
     yield "Violated: of the rest of the stream, more is answered otherwise at the chosen limit than was asked."
     if any(run.metrics.get("arrival") for run in runs):
         yield (
@@ -66,22 +69,29 @@ def bound(runs: Sequence[Run]) -> Iterator[str]:
         )
 
 
-def _claim(run: Run, row: Figures) -> tuple[Any, ...]:
-    sizes = (run.metrics["n_sources"], row["n_tested"], run.metrics["n"])
-    return (
-        run.task,
-        run.metrics.get("arrival") or "drawn",
-        percent(row["max_drop"]),
-        row["n_calibrations"],
-        row["n_violated"],
-        row.get("n_beyond_chance", "") if run.metrics.get("arrival") else "",
-        percent(row["turned_on"]),
-        percent(row["hit_rate_median"]),
-        f"{percent(row['hit_rate_p10'])} to {percent(row['hit_rate_p90'])}",
-        percent(row["changed_answers_median"], 2),
-        percent(row["changed_answers_most"], 2),
-        " / ".join(f"{size:,}" for size in sizes),
-    )
+def _rows(runs: Sequence[Run], key: str) -> list[dict[str, Any]]:
+    """Rows of all runs, each with its run."""
+    return [{"run": run, **row} for run in runs for row in run.metrics[key]]
+
+
+CLAIMS: Mapping[str, Cell] = {
+    "stream": lambda row: row["run"].task,
+    "arrival": lambda row: row["run"].metrics.get("arrival") or "drawn",
+    "asked: changed <=": of(percent, "max_drop"),
+    "calibrations": itemgetter("n_calibrations"),
+    "violated": itemgetter("n_violated"),
+    "beyond chance": lambda row: row["n_beyond_chance"] if row["run"].metrics.get("arrival") else "",
+    "turned on": of(percent, "turned_on"),
+    "median hit rate": of(percent, "hit_rate_median"),
+    "10th to 90th percentile": lambda row: f"{percent(row['hit_rate_p10'])} to {percent(row['hit_rate_p90'])}",
+    "median of changed answers": of(percent, "changed_answers_median", 2),
+    "most": of(percent, "changed_answers_most", 2),
+    "A and B / C / all": lambda row: " / ".join(map(count, _sizes(row["run"].metrics, row))),
+}
+
+
+def _sizes(metrics: Figures, row: Figures) -> tuple[int, int, int]:
+    return metrics["n_sources"], row["n_tested"], metrics["n"]
 
 
 def drift(runs: Sequence[Run]) -> Iterator[str]:
@@ -98,19 +108,8 @@ def drift(runs: Sequence[Run]) -> Iterator[str]:
     ]
     kinds = dict.fromkeys(_asked(row) for _, row in found)
     rows += [("all", "", *kind, "", *_suspended([row for _, row in found if _asked(row) == kind])) for kind in kinds]
-    yield table(
-        (
-            "stream",
-            "seed",
-            "asked: changed <=",
-            "requests",
-            "different texts",
-            "streams",
-            "length",
-            "told to have changed",
-        ),
-        rows,
-    )
+    told_of = ("asked: changed <=", "requests", "different texts", "streams", "length", "told to have changed")
+    yield table(("stream", "seed", *told_of), rows)
 
 
 def _asked(row: Figures) -> tuple[str, str]:
@@ -125,47 +124,41 @@ def _suspended(rows: Sequence[Figures]) -> tuple[Any, ...]:
 
 def payback(runs: Sequence[Run]) -> Iterator[str]:
     """Speed after the learning phase, what that phase cost, and the same hits on a larger model."""
-    yield table(
-        (
-            *("stream", "setting", "hit rate h", "speed-up", "o", "c", "of h, o, c", "drop, points", "changed answers"),
-            *("learning: extra s", "paid back after", "speed-up with learning", "later requests"),
-        ),
-        [_paid(run, label, row) for run in runs for label, row in run.metrics["methods"].items()],
-    )
-    if replayed := [(run, row) for run in runs for row in run.metrics["replayed"].values()]:
+    paid = [{"run": run, "label": label, **row} for run in runs for label, row in run.metrics["methods"].items()]
+    yield columns(PAID, paid)
+    if replayed := [{"run": run, **row} for run in runs for row in run.metrics["replayed"].values()]:
         yield "The same pattern of hits and misses on another model:"
-        yield table(
-            ("pattern of", "model", "tokens", "hit rate h", "speed-up", "o", "c", "of h, o, c", "asked", "n"),
-            [_replayed(run, row) for run, row in replayed],
-        )
+        yield columns(REPLAYED, replayed)
         yield "Asked: nine tenths of 1 / ((1 - h) 1.03 + 0.02 h)."
 
 
-def _paid(run: Run, label: str, row: Figures) -> tuple[Any, ...]:
-    paid = row["paid_back_after"]
-    return (
-        run.task,
-        f"{label}, {row['calibration']['metric']}, {row['calibration']['sources']}",
-        share(row["hit_rate"], row["hit_rate_ci"]),
-        *_speeds(row),
-        points(row["accuracy_drop"], row["accuracy_drop_ci"]),
-        share(row["changed_answers"], row["changed_answers_ci"], 2),
-        number(row["learning_extra_s"]),
-        "never" if paid is None else f"{paid:,.0f} requests",
-        number(row["speedup_with_learning"], 2),
-        f"{run.metrics['n_counted']:,} x {run.metrics['rounds']}",
-    )
-
-
-def _replayed(run: Run, row: Figures) -> tuple[Any, ...]:
-    name = f"{row['model']} ({'random weights' if row['weights'] == 'random' else 'trained'})"
-    asked, n = number(row["speedup_asked"], 2), f"{row['n']:,} x {run.metrics['rounds']}"
-    return (run.task, name, row["seq_len"], percent(row["hit_rate"]), *_speeds(row), asked, n)
-
-
-def _speeds(row: Figures) -> tuple[str, ...]:
-    costs = (percent(row[key]) for key in ("miss_overhead", "hit_cost"))
-    return (speed(row), *costs, number(row["speedup_expected"], 2))
+SPEEDS: Mapping[str, Cell] = {
+    "speed-up": speed,
+    "o": of(percent, "miss_overhead"),
+    "c": of(percent, "hit_cost"),
+    "of h, o, c": of(number, "speedup_expected", 2),
+}
+PAID: Mapping[str, Cell] = {
+    "stream": lambda row: row["run"].task,
+    "setting": lambda row: f"{row['label']}, {row['calibration']['metric']}, {row['calibration']['sources']}",
+    "hit rate h": bounded(share, "hit_rate"),
+    **SPEEDS,
+    "drop, points": bounded(points, "accuracy_drop"),
+    "changed answers": bounded(share, "changed_answers", 2),
+    "learning: extra s": of(number, "learning_extra_s"),
+    "paid back after": of(paid_back, "paid_back_after"),
+    "speed-up with learning": of(number, "speedup_with_learning", 2),
+    "later requests": lambda row: f"{row['run'].metrics['n_counted']:,} x {row['run'].metrics['rounds']}",
+}
+REPLAYED: Mapping[str, Cell] = {
+    "pattern of": lambda row: row["run"].task,
+    "model": named_model,
+    "tokens": itemgetter("seq_len"),
+    "hit rate h": of(percent, "hit_rate"),
+    **SPEEDS,
+    "asked": of(number, "speedup_asked", 2),
+    "n": lambda row: f"{row['n']:,} x {row['run'].metrics['rounds']}",
+}
 
 
 def _frontier(run: Run, curve: tuple[str, str | None]) -> tuple[Any, ...]:
@@ -174,24 +167,28 @@ def _frontier(run: Run, curve: tuple[str, str | None]) -> tuple[Any, ...]:
     return (run.task, run.config["seed"], " ".join(name for name in curve if name), *hits)
 
 
-def _calibrated(run: Run, row: Figures) -> tuple[Any, ...]:
-    return (
-        run.task,
-        run.config["seed"],
-        row.get("method", "llmcache"),
-        row["sources"],
-        percent(row["max_drop"]),
-        "none"
-        if row["bound"] is None
-        else f"{percent(row['bound'], 2)}{'' if row['is_certified'] else ' at the start'}",
-        share(row["hit_rate"], row["hit_rate_ci"]),
-        share(row["changed_answers"], row["changed_answers_ci"], 2),
-        percent(row["changed_per_hit"], 2),
-        *_of_intents(row.get("by_intent")),
-        points(row["accuracy_drop"], row["accuracy_drop_ci"]),
-        number(row.get("lookup_ms") if run.is_timed else None, 2),
-        f"{run.metrics['n_counted']:,}",
-    )
+CALIBRATED: Mapping[str, Cell] = {
+    "stream": lambda row: row["run"].task,
+    "seed": lambda row: row["run"].config["seed"],
+    "way": lambda row: row.get("method", "llmcache"),
+    "sources": itemgetter("sources"),
+    "asked: changed <=": of(percent, "max_drop"),
+    "bound": lambda row: _bound(row),
+    "hit rate": bounded(share, "hit_rate"),
+    "changed answers": bounded(share, "changed_answers", 2),
+    "of hits": of(percent, "changed_per_hit", 2),
+    "worst intent": lambda row: _of_intents(row.get("by_intent"))[0],
+    "median intent": lambda row: _of_intents(row.get("by_intent"))[1],
+    "drop, points": bounded(points, "accuracy_drop"),
+    "lookup, ms": lambda row: number(row.get("lookup_ms") if row["run"].is_timed else None, 2),
+    "n": lambda row: count(row["run"].metrics["n_counted"]),
+}
+
+
+def _bound(row: Figures) -> str:
+    if row["bound"] is None:
+        return "none"
+    return f"{percent(row['bound'], 2)}{'' if row['is_certified'] else ' at the start'}"
 
 
 def _of_intents(found: Figures | None) -> tuple[str, str]:

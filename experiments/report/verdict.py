@@ -22,19 +22,12 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What was found.
+    """What was found."""
 
-    Attributes:
-        verdict: Of the claim as it is written.
-        condition: Under which it holds, with `HOLDS_UNDER`; else what has to be said with the verdict.
-        measured: The figures that decide.
-        why: What explains them.
-    """
-
-    verdict: Verdict
+    verdict: Verdict  # of the claim as it is written
     measured: str
     why: str
-    condition: str = ""
+    condition: str = ""  # under which it holds, with `HOLDS_UNDER`; else what has to be said with the verdict
 
 
 NOTHING = Judgement(Verdict.NOT_MEASURED, "", "")

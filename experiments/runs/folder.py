@@ -32,12 +32,6 @@ class RunFolder:
     """The folder of one run."""
 
     def __init__(self, results_dir: Path, run: Named) -> None:
-        """Work out the path; nothing is written yet.
-
-        Args:
-            results_dir: Root of all results.
-            run: The run.
-        """
         self._config = run.experiment.to_dict()
         self.path = results_dir / run.group / run_id(run.name, self._config)
         self._lock = results_dir / f".{run.group}.{self.path.name}.lock"
@@ -49,11 +43,7 @@ class RunFolder:
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """The figures of a finished run.
-
-        Raises:
-            ConfigError: The file was damaged by something else.
-        """
+        """The figures of a finished run."""
         try:
             figures: dict[str, Any] = json.loads(self._metrics.read_text(encoding="utf-8"))
         except ValueError as error:
@@ -65,16 +55,7 @@ class RunFolder:
         return held(self._lock)
 
     def write(self, env: Mapping[str, Any], rows: Sequence[Row], metrics: Mapping[str, Any]) -> None:
-        """Write everything, in place of what an earlier run left.
-
-        Args:
-            env: Surroundings of the run.
-            rows: All with the same keys; None becomes an empty field.
-            metrics: The figures; None stays null.
-
-        Raises:
-            OSError: Something could not be written; what was there before is untouched.
-        """
+        """Write everything, or nothing, in place of what an earlier run left."""
         texts = {
             self.path / "config.yaml": yaml.safe_dump(self._config, sort_keys=False, allow_unicode=True),
             self.path / "env.json": _json(env),
@@ -95,17 +76,7 @@ class RunFolder:
 
 
 def write_figures(folder: Path, config: Mapping[str, Any], env: Mapping[str, Any], metrics: Mapping[str, Any]) -> None:
-    """Write what a command measured that is no experiment: the same files as of a run, but for its rows.
-
-    Args:
-        folder: Made if it is not there; what it held is replaced.
-        config: Settings of the command.
-        env: Surroundings.
-        metrics: The figures; None stays null.
-
-    Raises:
-        OSError: Something could not be written; what was there before is untouched.
-    """
+    """Write what a command measured that is no experiment: the same files as of a run, but for its rows."""
     folder.mkdir(parents=True, exist_ok=True)
     config_text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
     write_together(

@@ -42,14 +42,7 @@ LISTS = (
 
 
 def make_experiment(values: Mapping[str, Any]) -> Experiment:
-    """Check all settings of one run.
-
-    Args:
-        values: Those of the measure that `measure` names; see `experiments.measures`.
-
-    Raises:
-        ConfigError: Naming the key, its value and what would be accepted.
-    """
+    """Check all settings of one run, which are those of the measure that `measure` names."""
     measure, rest = choose(MEASURES, values, "measure", "")
     experiment: Experiment = measure.settings.make({"measure": values["measure"], **rest})
     return experiment
@@ -57,32 +50,17 @@ def make_experiment(values: Mapping[str, Any]) -> Experiment:
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """One run to do.
+    """One run to do."""
 
-    Attributes:
-        group: Name of the experiment: the file's stem.
-        name: Readable name of the run within it: the model, then the keys of the grid with their values.
-        experiment: Its settings.
-    """
-
-    group: str
-    name: str
+    group: str  # name of the experiment: the file's stem
+    name: str  # readable name of the run within it: the model, then the keys of the grid with their values
     experiment: Experiment
 
 
 def load_experiments(path: str | Path, changes: Sequence[str] = ()) -> list[Named]:
-    """Read a file and spread its lists out to one run each.
-
-    Args:
-        path: YAML file.
-        changes: `key=value` with dotted keys, values in YAML; they replace what the file says. A key below a list of
-            mappings is that of each: `task.limit=50` cuts every task of a grid. `task.` may be left out where the file
-            has no such section of its own: `data.path=a.csv`, `head.pool=cls`.
-
-    Raises:
-        ConfigError: A setting is wrong; names the file, the key, the value and the fix.
-        FileNotFoundError: No such file.
-    """
+    """Read a file, change settings (`key=value` with dotted keys), and spread its lists out to one run each."""
+    # A key below a list of mappings is that of each: `task.limit=50` cuts every task of a grid. `task.` may be left out
+    # where the file has no such section of its own: `data.path=a.csv`, `head.pool=cls`.
     values = read_yaml(path)
     for change in changes:
         _set(values, change)

@@ -16,24 +16,14 @@ Figures = Mapping[str, Any]
 
 
 def was_idle(env: Figures) -> bool:
-    """Whether the machine had nothing else to do when a command began to take times: others are not shown.
-
-    What ran just before it may still be in the average, with a thread a core. Early results did not note it.
-    """
+    """Whether the machine had nothing else to do when a command began to take times: others are not shown."""
+    # What ran just before it may still be in the average, with a thread a core. Early results did not note it.
     return "load_average" not in env or float(env["load_average"]) <= env["n_cpus"] + 1
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A finished run.
-
-    Attributes:
-        group: Name of the experiment.
-        path: Its folder.
-        config: Its settings.
-        env: Its surroundings.
-        metrics: Its figures.
-    """
+    """A finished run."""
 
     group: str
     path: Path
@@ -48,7 +38,6 @@ class Run:
 
     @property
     def measure(self) -> str:
-        """What kind of run it was."""
         return str(self.config["measure"])
 
     @property
@@ -59,12 +48,7 @@ class Run:
 
 
 def folders_of(configs: Sequence[Path], results_dir: Path) -> list[Path]:
-    """The folders of what YAML files ask for, there or not. What other settings left beside them is no part of it.
-
-    Raises:
-        ConfigError: A setting is wrong.
-        FileNotFoundError: A file is missing.
-    """
+    """The folders of what YAML files ask for, there or not. What other settings left beside them is no part of it."""
     return [RunFolder(results_dir, run).path for run in load_all(configs)]
 
 
@@ -76,11 +60,7 @@ def others_beside(folders: Sequence[Path]) -> list[Path]:
 
 
 def read_runs(folders: Iterable[Path]) -> list[Run]:
-    """The runs that are finished, in this order.
-
-    Raises:
-        ConfigError: A file of a run is missing or damaged.
-    """
+    """The runs that are finished, in this order."""
     return [_read(folder) for folder in folders if (folder / METRICS).is_file()]
 
 

@@ -16,32 +16,16 @@ from llmcache.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """One run and where it lies.
-
-    Attributes:
-        run: Name and settings.
-        path: Its folder.
-        metrics: Its figures; beside those of its measure `seconds`, the wall time that it took.
-        is_new: Measured now, not found from before.
-    """
+    """One run and where it lies."""
 
     run: Named
     path: Path
-    metrics: Mapping[str, Any]
-    is_new: bool
+    metrics: Mapping[str, Any]  # its figures; beside those of its measure `seconds`, the wall time that it took
+    is_new: bool  # measured now, not found from before
 
 
 def load_all(configs: Sequence[Path], changes: Sequence[str] = ()) -> list[Named]:
-    """Everything that the files ask for, read and checked.
-
-    Args:
-        configs: YAML files.
-        changes: `key=value` for every file.
-
-    Raises:
-        ConfigError: A setting is wrong, or a folder was given.
-        FileNotFoundError: A file is missing.
-    """
+    """Everything that the files ask for, read and checked; `changes` are of every file."""
     for path in configs:
         if path.is_dir():
             raise ConfigError(f"{path}: is a folder; name the YAML files in it: {path / '*.yaml'}")
@@ -49,20 +33,7 @@ def load_all(configs: Sequence[Path], changes: Sequence[str] = ()) -> list[Named
 
 
 def run_one(run: Named, results_dir: Path, folders: Folders, force: bool = False) -> Finished:
-    """Measure a run, unless it is there. One that is refused or interrupted leaves what was there before.
-
-    Args:
-        run: Name and settings.
-        results_dir: Root of all results.
-        folders: Where data and models lie.
-        force: Measure it even if it is there.
-
-    Raises:
-        ConfigError: The data, the model or a method does not fit the settings.
-        FileNotFoundError: A data file is missing.
-        InUseError: Another process is measuring it.
-        OSError: The results could not be written.
-    """
+    """Measure a run, unless it is there. One that is refused or interrupted leaves what was there before."""
     folder, is_new = RunFolder(results_dir, run), False
     if force or not folder.is_done:
         with folder.held():

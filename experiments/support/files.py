@@ -9,22 +9,13 @@ from llmcache.cli.output import naming
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a UTF-8 file; a reader sees the old text or the new, never a part. Safe beside other writers.
-
-    Raises:
-        OSError: It could not be written; what was there before is untouched.
-    """
+    """Write a UTF-8 file; a reader sees the old text or the new, never a part, and it stays if this fails."""
     write_together({path: text})
 
 
 def write_together(texts: Mapping[Path, str]) -> None:
-    """Write UTF-8 files that belong together, each as `write_whole` does, and put them in place in this order.
-
-    The first is put in place when all are written, so a disk that is too full for one of them changes none.
-
-    Raises:
-        OSError: One could not be written.
-    """
+    """Write UTF-8 files that belong together, each as `write_whole` does, and put them in place in this order."""
+    # The first is put in place when all are written, so a disk that is too full for one of them changes none.
     partials = {path: path.with_name(f".{path.name}.{os.getpid()}.partial") for path in texts}
     try:
         for path, text in texts.items():
@@ -40,14 +31,7 @@ def write_together(texts: Mapping[Path, str]) -> None:
 
 @contextmanager
 def written_by_others(folder: Path) -> Iterator[None]:
-    """Let other libraries write files, and tell of what they could not write as the system would.
-
-    Args:
-        folder: Where they write, for the error text.
-
-    Raises:
-        OSError: Something could not be written, whatever the library made of it.
-    """
+    """Let other libraries write into a folder: whatever they make of a full disk is told as an `OSError`."""
     try:
         yield
     except OSError:

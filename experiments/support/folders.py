@@ -6,12 +6,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Folders:
-    """Folders of one machine.
+    """Folders of one machine."""
 
-    Attributes:
-        data: Data sets; None for the hub.
-        models: Prepared models; None where there are none.
-    """
-
-    data: Path | None = None
-    models: Path | None = None
+    data: Path | None = None  # data sets; None for the hub
+    models: Path | None = None  # prepared models; None where there are none

@@ -15,15 +15,7 @@ class InUseError(LLMCacheError):
 
 @contextmanager
 def held(path: Path) -> Iterator[None]:
-    """Hold a lock file, made here with its folder. A file that is left over is no obstacle.
-
-    Args:
-        path: The lock file.
-
-    Raises:
-        InUseError: Another process holds it.
-        OSError: No file can be written there.
-    """
+    """Hold a lock file, made here with its folder, or raise `InUseError`. A file that is left over is no obstacle."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path, timeout=0)
     try:

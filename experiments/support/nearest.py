@@ -11,17 +11,11 @@ class Nearest:
     """Flat inner-product search over vectors of L2 norm 1; what is kept beside each is the caller's."""
 
     def __init__(self) -> None:
-        """Empty."""
         self._index: Any = None
         self.kept: list[Any] = []
 
     def find(self, vector: NDArray[np.float32], threshold: float) -> tuple[Any | None, float | None]:
-        """What is kept beside the nearest vector, if it is at least `threshold` alike, and how alike it is.
-
-        Args:
-            vector: float32 (F,), L2 norm 1.
-            threshold: Cosine.
-        """
+        """What is kept beside the vector nearest to this one (F,), if it is near enough, and how alike it is."""
         if self._index is None:
             return None, None
         similarity, number = self._index.search(vector[None], 1)
@@ -39,7 +33,6 @@ class Nearest:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the vectors."""
         return 0 if self._index is None else 4 * self._index.d * self._index.ntotal
 
 

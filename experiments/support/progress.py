@@ -20,7 +20,6 @@ class Progress:
     """One bar a phase, on the error stream; where that is not a terminal, a line now and then."""
 
     def __init__(self) -> None:
-        """Nothing is drawn before the first `advance`."""
         columns = (TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         console = Console(file=sys.stderr)
         self._bars = Bars(*columns, console=console, auto_refresh=False, disable=not console.is_terminal)
@@ -28,12 +27,10 @@ class Progress:
         self._shown = monotonic() if self._bars.disable else -math.inf
 
     def __enter__(self) -> Self:
-        """Begin drawing."""
         self._bars.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Stop drawing."""
         self._bars.stop()
 
     def advance(self, phase: str, done: int, total: int) -> None:
@@ -54,13 +51,7 @@ class Progress:
 
 
 def tracked(items: Iterable[_T], total: int, what: str) -> Iterator[_T]:
-    """Hand on items, showing how far it is.
-
-    Args:
-        items: What to go through.
-        total: How many they are.
-        what: Stands before the bar.
-    """
+    """Hand on `total` items, showing how far it is behind the words `what`."""
     with Progress() as progress:
         for done, item in enumerate(items):
             progress.advance(what, done, total)

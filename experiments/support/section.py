@@ -1,12 +1,16 @@
 """A checked part of an experiment's settings."""
 
 from collections.abc import Mapping
-from typing import Any, Self
+from types import UnionType
+from typing import Any, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from llmcache.config import explain
 from llmcache.errors import ConfigError
+
+#: Of a setting with several values: one alone may be given as it is.
+ONE_OR_MORE = BeforeValidator(lambda value: value if isinstance(value, list | tuple) else (value,))
 
 
 class Section(BaseModel):
@@ -16,42 +20,31 @@ class Section(BaseModel):
 
     @classmethod
     def make(cls, values: Any, name: str = "") -> Self:
-        """Check the values of one section.
-
-        Args:
-            values: A mapping, as YAML gave it.
-            name: Dotted name of the section, for the error text.
-
-        Raises:
-            ConfigError: Naming the key, its value and what would be accepted.
-        """
+        """Check the values of one section, which YAML gave; errors name its keys below `name`."""
         if not isinstance(values, Mapping):
             raise ConfigError(f"{name}: expected a mapping of settings (got {values!r})")
         prefix = f"{name}." if name else ""
+        parts = dict(values)
         for key, field in cls.model_fields.items():
-            if field.is_required() and key not in values:
+            if field.is_required() and key not in parts:
                 raise ConfigError(f"{prefix}{key}: missing; known settings: {', '.join(cls.model_fields)}")
+            section = _section_in(field.annotation)
+            if section is not None and parts.get(key) is not None:
+                parts[key] = section.make(parts[key], f"{prefix}{key}")
         try:
-            return cls.model_validate(values)
+            return cls.model_validate(parts)
         except ValidationError as error:
             raise ConfigError(prefix + explain(error, list(cls.model_fields))) from error
 
 
+def _section_in(annotation: Any) -> type[Section] | None:
+    """The section that a setting is, or may be; None of other settings."""
+    kinds = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
+
+
 def choose(kinds: Mapping[str, Any], values: Any, key: str, name: str) -> tuple[Any, dict[str, Any]]:
-    """Pick by name from a registry.
-
-    Args:
-        kinds: The registry.
-        values: A mapping that names one of its keys under `key`.
-        key: Where the name stands.
-        name: Dotted name of the section, for the error text.
-
-    Returns:
-        What the registry holds, and the other values.
-
-    Raises:
-        ConfigError: No mapping, no name, or a name that is not known.
-    """
+    """Pick from a registry what a mapping names under `key`, and the other values; errors name keys below `name`."""
     if not isinstance(values, Mapping):
         raise ConfigError(f"{name}: expected a mapping of settings (got {values!r})")
     rest = dict(values)

@@ -13,15 +13,10 @@ from experiments.tasks.workload import Workload
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One kind of task.
-
-    Attributes:
-        settings: What it needs to be told.
-        build: `(settings, folders, seed) -> workload`.
-    """
+    """One kind of task."""
 
     settings: type[Section]
-    build: Callable[[Any, Folders, int], Workload]
+    build: Callable[[Any, Folders, int], Workload]  # `(settings, folders, seed) -> workload`
 
 
 TASKS: Mapping[str, Task] = {
@@ -36,11 +31,7 @@ TASKS: Mapping[str, Task] = {
 
 
 def make_task(values: Any) -> Section:
-    """Check the settings of a task, which names itself under `name`.
-
-    Raises:
-        ConfigError: Naming the key, its value and what would be accepted.
-    """
+    """Check the settings of a task, which names itself under `name`."""
     if isinstance(values, Section):
         return values
     task, rest = choose(TASKS, values, "name", "task")
@@ -49,12 +40,7 @@ def make_task(values: Any) -> Section:
 
 
 def build(settings: Any, folders: Folders, seed: int) -> Workload:
-    """Load data and model of a task.
-
-    Raises:
-        ConfigError: They do not fit the settings, or each other.
-        FileNotFoundError: A file is missing.
-    """
+    """Load data and model of a task."""
     if settings.model != UNTRAINED:
         find(settings.model, folders.models)  # what was not prepared is told before data is fetched
     workload = TASKS[settings.name].build(settings, folders, seed)

@@ -32,14 +32,7 @@ class Embedding(Plain):
     payload = "mean"
 
     def __init__(self, loaded: Loaded, texts: Sequence[str], references: Sequence[Any], max_length: int) -> None:
-        """Tokenise the texts.
-
-        Args:
-            loaded: A bare model.
-            texts: In the order in which they are asked, N.
-            references: What scores look at, N.
-            max_length: Most tokens of a text.
-        """
+        """Tokenise texts, N, in the order in which they are asked; references are what scores look at."""
         self.module = PooledClassifier(loaded.model, "mean").eval()
         self.tokenizer = loaded.tokenizer
         self.requests = [
@@ -57,7 +50,6 @@ class Embedding(Plain):
         return bool(one @ other < ALIKE)
 
     def show(self, answer: Floats) -> str:
-        """Its first numbers."""
         return " ".join(f"{value:.4f}" for value in answer[:4])
 
 
@@ -75,16 +67,7 @@ class Retrieval(Embedding):
         corpus_labels: Sequence[str],
         max_length: int,
     ) -> None:
-        """Tokenise the texts.
-
-        Args:
-            loaded: A bare model.
-            texts: Queries, N.
-            labels: Theirs, N.
-            corpus: Embeddings of what is searched, float32 (M, D), of any length.
-            corpus_labels: Theirs, M.
-            max_length: Most tokens of a text.
-        """
+        """Tokenise queries, N, and take what they search: embeddings of any norm (M, D), and their labels."""
         super().__init__(loaded, texts, labels, max_length)
         self._corpus = corpus / np.linalg.norm(corpus, axis=1, keepdims=True)
         self._labels = np.array(corpus_labels)

@@ -22,12 +22,10 @@ class Settings(stream.Settings):
     """Settings of the task: those of `stream`, with a head that is fitted here.
 
     `head.fit_share` is a share of the first file. Its order and that of the others follow from `data.order`.
-
-    Attributes:
-        arrival: In which order requests come, and whether they come again; without it as `data.order` says.
     """
 
     name: Literal["held_out"]  # type: ignore[assignment]
+    # In which order requests come, and whether they come again; without it as `data.order` says.
     arrival: Arrival | None = None
 
     @property
@@ -38,10 +36,7 @@ class Settings(stream.Settings):
     @classmethod
     def make(cls, values: Any, name: str = "") -> Self:
         """Check all settings; see `Section.make`."""
-        parts = dict(values)
-        if parts.get("arrival") is not None:
-            parts["arrival"] = Arrival.make(parts["arrival"], f"{name}.arrival" if name else "arrival")
-        made = super().make(parts, name)
+        made = super().make(values, name)
         if made.head.kind != "logistic" or made.traffic is not None:
             raise ConfigError(
                 f"{name}: held_out fits its own head, and asks each request once: leave out head.kind and traffic, or "
@@ -51,12 +46,7 @@ class Settings(stream.Settings):
 
 
 def divide(settings: Settings, folders: Folders, seed: int) -> tuple[list[Labelled], list[Labelled]]:
-    """Requests that are known beforehand, a seeded half of the first file, and those that are streamed.
-
-    Raises:
-        ConfigError: The data does not fit the settings.
-        FileNotFoundError: A data file is missing.
-    """
+    """Requests that are known beforehand, a seeded half of the first file, and those that are streamed."""
     data = read_requests(settings.data, folders.data, seed)
     known, _ = split([record for record in data if record.part == 0], settings.head.fit_share, seed)
     seen = {record.id for record in known}
@@ -67,12 +57,7 @@ def divide(settings: Settings, folders: Folders, seed: int) -> tuple[list[Labell
 
 
 def build(settings: Settings, folders: Folders, seed: int) -> stream.Stream:
-    """Load data and model, and fit the head.
-
-    Raises:
-        ConfigError: Data and model do not fit each other.
-        FileNotFoundError: A data file is missing.
-    """
+    """Load data and model, and fit the head."""
     fit, requests = divide(settings, folders, seed)
     loaded = load(settings.model, "states", folders.models)
     check_length(loaded, settings.max_length)

@@ -51,13 +51,7 @@ class OpenBookQA(Plain):
     """Multiple choice with a model that scores each choice beside the question."""
 
     def __init__(self, loaded: Loaded, questions: Sequence[Choice], max_length: int) -> None:
-        """Tokenise the questions.
-
-        Args:
-            loaded: Model with a multiple-choice head.
-            questions: In the order in which they are asked.
-            max_length: Most tokens of a row.
-        """
+        """Tokenise the questions; a row, of a question and a choice, has `max_length` tokens at most."""
         self.module: nn.Module = loaded.model
         self.tokenizer = loaded.tokenizer
         self.requests = [self._encode(question, max_length) for question in questions]
@@ -76,7 +70,6 @@ class OpenBookQA(Plain):
         return Scores(torch.stack([output.logits[0, row] for output, row in parts])[None])
 
     def show(self, answer: int) -> str:
-        """Its letter."""
         return ascii_uppercase[answer]
 
 

@@ -24,11 +24,9 @@ class Plain:
         return parts[0][0]
 
     def borrowed(self, answer: Answer) -> Answer:
-        """The same answer."""
         return answer
 
     def is_changed(self, one: Answer, other: Answer) -> bool:
-        """Whether they differ."""
         return bool(one != other)
 
     def scores(self, answers: Sequence[Answer]) -> NDArray[np.float64]:
@@ -37,5 +35,4 @@ class Plain:
         return np.array([float(told == request.reference) for told, request in pairs])
 
     def extras(self, answers: Sequence[Answer]) -> dict[str, float | None]:
-        """Nothing more."""
         return {}

@@ -50,30 +50,19 @@ class Settings(OfficialSettings):
 
     @property
     def title(self) -> str:
-        """The stream's name."""
         known: StreamSettings = self.stream
         return known.name
 
 
 def of(settings: Any, folders: Folders, seed: int) -> "Prompts":
-    """The workload of an experiment that only prompts can be put to.
-
-    Raises:
-        ConfigError: The task is another one, or data and model do not fit the settings or each other.
-        FileNotFoundError: A data file is missing.
-    """
+    """The workload of an experiment that only prompts can be put to."""
     if not isinstance(settings, Settings):
         raise ConfigError(f"task.name: this measure asks prompts; give the task prompts (got {settings.name!r})")
     return build(settings, folders, seed)
 
 
 def build(settings: Settings, folders: Folders, seed: int) -> "Prompts":
-    """Load data and model.
-
-    Raises:
-        ConfigError: They do not fit the settings, or each other.
-        FileNotFoundError: A file is missing.
-    """
+    """Load data and model."""
     source = find(settings.model, folders.models)
     is_random = source in ARCHITECTURES
     if is_random:
@@ -105,30 +94,17 @@ def _gpt2_tokenizer(folders: Folders) -> Any:
 
 
 class Prompts(Plain):
-    """Prefill, prompt by prompt, each with a K/V cache of its own.
-
-    Attributes:
-        known: First tokens of each prompt that an earlier one has, too, in whole blocks.
-    """
+    """Prefill, prompt by prompt, each with a K/V cache of its own."""
 
     metric = "none"
 
     def __init__(self, loaded: Loaded, prompts: Sequence[Prompt], weights: str) -> None:
-        """Take prompts as they are.
-
-        Args:
-            loaded: Causal language model.
-            prompts: In the order in which they are asked.
-            weights: Where they came from; `random` where nobody trained them.
-
-        Raises:
-            ConfigError: A prompt is too long for the model.
-        """
+        """Take prompts as they are; `weights` are `random` where nobody trained them."""
         check_length(loaded, max(map(len, prompts)))
         self.module: nn.Module = loaded.model
         self.module.config.use_cache = True  # a prompt is read for what follows it
         self.tokenizer = loaded.tokenizer
-        self.known = known_tokens(prompts)
+        self.known = known_tokens(prompts)  # of each, in whole blocks
         self.requests = [self._request(number, prompt) for number, prompt in enumerate(prompts)]
         n_tokens = sum(map(len, prompts))
         share = sum(self.known) / n_tokens
@@ -150,13 +126,8 @@ class Prompts(Plain):
         return int(output.logits[0, -1].argmax())
 
     def scores(self, answers: Sequence[Answer]) -> NoReturn:
-        """No answer is right or wrong.
-
-        Raises:
-            ConfigError: Always.
-        """
+        """Refused: no answer is right or wrong."""
         raise ConfigError("task.name: prompts have no right answers; take a measure that needs none: prefix, parity")
 
     def show(self, answer: int) -> str:
-        """The token's number."""
         return str(answer)

@@ -20,12 +20,7 @@ class Settings(held_out.Settings):
 
 
 def build(settings: Settings, folders: Folders, seed: int) -> Retrieval:
-    """Load data and model, and embed the corpus.
-
-    Raises:
-        ConfigError: Data and model do not fit each other.
-        FileNotFoundError: A data file is missing.
-    """
+    """Load data and model, and embed the corpus."""
     corpus, requests = held_out.divide(settings, folders, seed)
     loaded = load(settings.model, "states", folders.models)
     check_length(loaded, settings.max_length)

@@ -8,16 +8,7 @@ from llmcache.errors import ConfigError
 
 
 def split(data: Sequence[Labelled], share: float, seed: int) -> tuple[list[Labelled], list[Labelled]]:
-    """Divide the data; both parts in data order. Which record goes where depends on its id alone, not on the order.
-
-    Args:
-        data: All records.
-        share: Share of them in the first part.
-        seed: Of the draw.
-
-    Raises:
-        ConfigError: One of the parts would be empty.
-    """
+    """Divide the data; both parts in data order. Which record goes where depends on its id alone, not on the order."""
     n_fit = round(len(data) * share)
     if not 0 < n_fit < len(data):
         raise ConfigError(

@@ -67,13 +67,7 @@ class SquadV2(Plain):
     metric = "f1"
 
     def __init__(self, loaded: Loaded, questions: Sequence[Question], max_length: int) -> None:
-        """Tokenise the questions.
-
-        Args:
-            loaded: Model with a span head; its config may hold `no_answer_threshold`, 0 without.
-            questions: In the order in which they are asked.
-            max_length: Most tokens of a request.
-        """
+        """Tokenise the questions; the model's config may hold `no_answer_threshold`, 0 without."""
         self.module: nn.Module = loaded.model
         self.tokenizer = loaded.tokenizer
         self._threshold = float(getattr(loaded.model.config, THRESHOLD, 0.0))
@@ -122,15 +116,7 @@ class SquadV2(Plain):
 
 
 def encode(tokenizer: Any, question: str, context: str, max_length: int, stride: int | None = None) -> Any:
-    """Question and passage as one sequence, with the character offsets of its tokens.
-
-    Args:
-        tokenizer: A fast one.
-        question: Cut after `MOST_ASKED` tokens, as the reference implementations do, or half of what fits.
-        context: Cut at its end where it does not fit.
-        max_length: Most tokens.
-        stride: Instead of cutting, give all windows of the passage, overlapping by that many tokens.
-    """
+    """Question, cut where it is long, and passage in one sequence with offsets; with a stride in all windows."""
     options = {} if stride is None else {"stride": stride, "return_overflowing_tokens": True}
     asked = tokenizer(question.strip(), add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
     kept = asked[: min(MOST_ASKED, max_length // 2)]
@@ -157,17 +143,8 @@ def in_context(encoded: Any, window: int = 0) -> NDArray[np.int64]:
 def best_span(
     starts: NDArray[np.float32], ends: NDArray[np.float32], offsets: NDArray[np.int64]
 ) -> tuple[tuple[int, int] | None, float]:
-    """The best span of a passage and how far its score lies above that of no answer (the first token, twice).
-
-    Args:
-        starts: Score (T,) of each token as the first one of the answer. Those of another request may be of another
-            length: what lies beyond the shorter one counts as impossible.
-        ends: Likewise as the last one.
-        offsets: Characters (T, 2) of the passage, -1 outside it.
-
-    Returns:
-        First character and the one after the last, or None where there is no passage; and the difference of the scores.
-    """
+    """Characters of the best span, if there is one, and how far it scores above no answer (first token, twice)."""
+    # Scores (T,) of another request may be of another length: what lies beyond the shorter one counts as impossible.
     places = np.flatnonzero(offsets[: len(starts), 0] >= 0)
     if not len(places):
         return None, -np.inf

@@ -7,7 +7,7 @@ Sizes: N requests.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from pydantic import Field
 from torch import Tensor, nn
@@ -25,29 +25,14 @@ from llmcache.errors import ConfigError
 
 
 class Settings(TaskSettings):
-    """Settings of the task.
-
-    Attributes:
-        data: Labelled requests.
-        head: What answers.
-        traffic: Draw a stream from the requests, in which some come again; without it each is asked once.
-        max_length: Most tokens a request, special tokens included; longer ones are cut.
-    """
+    """Settings of the task."""
 
     name: Literal["stream"]
-    data: Data
-    head: Head = Head()
+    data: Data  # labelled requests
+    head: Head = Head()  # what answers
+    # Draw a stream from the requests, in which some come again; without it each is asked once.
     traffic: Traffic | None = None
-    max_length: int = Field(default=128, ge=3)
-
-    @classmethod
-    def make(cls, values: Any, name: str = "") -> Self:
-        """Check all settings, section by section; see `Section.make`."""
-        parts = dict(values)
-        for key, section in (("data", Data), ("head", Head), ("traffic", Traffic)):
-            if parts.get(key) is not None:
-                parts[key] = section.make(parts[key], f"{name}.{key}" if name else key)
-        return super().make(parts, name)
+    max_length: int = Field(default=128, ge=3)  # most tokens a request, special tokens included; longer ones are cut
 
     @property
     def title(self) -> str:
@@ -58,11 +43,7 @@ class Settings(TaskSettings):
 
 
 def build(settings: Settings, folders: Folders, seed: int) -> "Stream":
-    """Load data and model, and fit the head where it has to be.
-
-    Raises:
-        ConfigError: Data and model do not fit each other, or the model was trained on what would be asked.
-    """
+    """Load data and model, and fit the head where it has to be."""
     check_unseen(settings, prepared_figures(settings.model, folders.models) or {}, seed)
     data = read_requests(settings.data, folders.data, seed)
     fit, requests = split(data, settings.head.fit_share, seed) if settings.head.fit_share else ([], data)
@@ -77,18 +58,8 @@ def build(settings: Settings, folders: Folders, seed: int) -> "Stream":
 
 
 def check_unseen(settings: Settings, figures: Mapping[str, Any], seed: int) -> None:
-    """Refuse to ask a prepared model what it was trained on.
-
-    Its part of the data set hangs on seed, limit and share; only with the same ones is the rest what it did not see.
-
-    Args:
-        settings: Of the task.
-        figures: Those in the model's folder; empty where it was not prepared.
-        seed: Of the split.
-
-    Raises:
-        ConfigError: They are not the same.
-    """
+    """Refuse to ask a prepared model, whose folder has these figures, what it was trained on."""
+    # Its part of the data set hangs on seed, limit and share; only with the same ones is the rest what it did not see.
     known = str(figures.get("recipe")).partition("-")[2]  # a recipe is called after its model and its data
     files = SETS[known][0] if known in SETS else ()
     given = {known if path == known else _end(path) for path in settings.data.path}
@@ -116,14 +87,7 @@ class Stream(Plain):
     def __init__(
         self, classifier: Classifier, requests: Sequence[Labelled], max_length: int, payload: str | None
     ) -> None:
-        """Tokenise the requests.
-
-        Args:
-            classifier: What answers.
-            requests: In the order in which they are asked.
-            max_length: Most tokens of a request.
-            payload: What the head reads, where the library cannot see it from outside.
-        """
+        """Tokenise the requests; `payload` is what the head reads, where the library cannot see it from outside."""
         self.module: nn.Module = classifier.module
         self.tokenizer = classifier.tokenizer
         self.payload = payload
@@ -149,5 +113,4 @@ class Stream(Plain):
         return int(output.argmax(dim=-1))
 
     def show(self, answer: int) -> str:
-        """The label's name."""
         return self._labels[answer]

@@ -31,33 +31,21 @@ from llmcache.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """What a window was told.
+    """What a window was told."""
 
-    Attributes:
-        tokens: Most likely next token at each place but the last, (T - 1,).
-        nll: Negative log likelihood of the true next tokens, natural, (T - 1,).
-    """
-
-    tokens: NDArray[np.int64]
-    nll: NDArray[np.float64]
+    tokens: NDArray[np.int64]  # most likely next token at each place but the last, (T - 1,)
+    nll: NDArray[np.float64]  # negative log likelihood of the true next tokens, natural, (T - 1,)
 
 
 class Repeats(Section):
-    """How often earlier windows come back, as shares of all requests; the rest is new.
+    """How often earlier windows come back, as shares of all requests; the rest is new."""
 
-    Attributes:
-        whole: The same window.
-        prefix: Its first half, then new text.
-        changed: The same window with some tokens replaced by others of the text.
-        share_replaced: Of the tokens, in a changed window.
-        seed: Of the draws.
-    """
-
-    whole: float = Field(default=0.2, ge=0.0, le=1.0)
-    prefix: float = Field(default=0.1, ge=0.0, le=1.0)
+    whole: float = Field(default=0.2, ge=0.0, le=1.0)  # the same window
+    prefix: float = Field(default=0.1, ge=0.0, le=1.0)  # its first half, then new text
+    # The same window with some tokens replaced by others of the text.
     changed: float = Field(default=0.2, ge=0.0, le=1.0)
-    share_replaced: float = Field(default=0.1, ge=0.0, le=1.0)
-    seed: int = Field(default=0, ge=0)
+    share_replaced: float = Field(default=0.1, ge=0.0, le=1.0)  # of the tokens, in a changed window
+    seed: int = Field(default=0, ge=0)  # of the draws
 
     @model_validator(mode="after")
     def _leave_something_new(self) -> Self:
@@ -78,14 +66,6 @@ class Settings(OfficialSettings):
     name: Literal["wikitext"]
     window: int = Field(default=128, ge=4)
     repeats: Repeats | None = None
-
-    @classmethod
-    def make(cls, values: Any, name: str = "") -> Self:
-        """Check all settings, section by section; see `Section.make`."""
-        parts = dict(values)
-        if parts.get("repeats") is not None:
-            parts["repeats"] = Repeats.make(parts["repeats"], f"{name}.repeats" if name else "repeats")
-        return super().make(parts, name)
 
     @property
     def title(self) -> str:
@@ -108,18 +88,7 @@ class WikiText(Plain):
     def __init__(
         self, loaded: Loaded, lines: Sequence[str], window: int, limit: int | None, repeats: Repeats | None
     ) -> None:
-        """Cut the text into windows.
-
-        Args:
-            loaded: Causal language model.
-            lines: The text.
-            window: Tokens of a window.
-            limit: Use that many windows, from the beginning of the text.
-            repeats: Bring earlier windows back; None for the text as it is.
-
-        Raises:
-            ConfigError: The text does not fill a window.
-        """
+        """Cut the text into windows, the first `limit` of them; None for `repeats`: the text as it is."""
         self.module: nn.Module = loaded.model
         self.tokenizer = loaded.tokenizer
         text = "\n".join(lines)
@@ -189,17 +158,7 @@ class WikiText(Plain):
 
 
 def repeat(fresh: NDArray[np.int64], repeats: Repeats, n: int) -> tuple[NDArray[np.int64], list[str], list[int]]:
-    """A stream in which earlier windows come back. A shorter one is the beginning of a longer one.
-
-    Args:
-        fresh: Windows (M, T) that are all new, in order; not all of them are used.
-        repeats: How often.
-        n: Windows of the stream, at most M.
-
-    Returns:
-        Windows (N, T), the kind of each (`new`, `whole`, `prefix` or `changed`), and the number of the new window that
-        it goes back to.
-    """
+    """A stream of `n` of the windows (M, T), their kinds and where they go back to; it begins as a longer one does."""
     rng = random.Random(repeats.seed)
     shares = (repeats.whole, repeats.prefix, repeats.changed)
     rows: list[NDArray[np.int64]] = []

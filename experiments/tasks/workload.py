@@ -18,21 +18,14 @@ Answer = Any
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request.
+    """One request."""
 
-    Attributes:
-        id: Its name in the data.
-        inputs: As the model takes it: tensors with one request in the first dimension.
-        text: What a user would have typed: what response caches and document embeddings look at.
-        reference: What the task scores an answer against.
-        cluster: Requests that share it are not independent: questions on one passage, windows made of one window. Those
-            of one id are so in any case.
-    """
-
-    id: str
-    inputs: Inputs
-    text: str
-    reference: Any
+    id: str  # its name in the data
+    inputs: Inputs  # as the model takes it: tensors with one request in the first dimension
+    text: str  # what a user would have typed: what response caches and document embeddings look at
+    reference: Any  # what the task scores an answer against
+    # Requests that share it are not independent: questions on one passage, windows made of one window. Nor are those of
+    # one id in any case.
     cluster: str | None = None
 
 

@@ -11,6 +11,7 @@ could not look must not be taken for one who found nothing.
 
 import random
 from dataclasses import dataclass
+from typing import Any
 
 from llmcache.arrays import Floats
 from llmcache.audit.alarm import Alarm
@@ -24,51 +25,29 @@ _MOST_OPEN = MOST_WAITING + 200  # some are under way, or were drawn by calls th
 
 @dataclass(frozen=True, slots=True)
 class AuditSample:
-    """A hit that is to be audited.
+    """A hit that is to be audited."""
 
-    Attributes:
-        account: Where it was drawn, and its verdict belongs.
-        number: Of the request.
-        weight: Inverse of the probability with which it was drawn.
-        ease: What the least probability was multiplied by.
-    """
-
-    account: "AuditAccount"
-    number: int
-    weight: float
-    ease: float = 1.0
+    account: "AuditAccount"  # where it was drawn, and its verdict belongs
+    number: int  # of the request
+    weight: float  # inverse of the probability with which it was drawn
+    ease: float = 1.0  # what the least probability was multiplied by
 
 
 @dataclass(frozen=True, slots=True)
 class Audited:
-    """A row whose own answer the audit wants to know.
+    """A row whose own answer the audit wants to know."""
 
-    Attributes:
-        sample: Its entry in the account; None for a row that nothing was found for.
-        source: Key of the stored request that it is, or would have been, served from, and that is to blame if the
-            answer is another; "" where none is.
-        answer: Signature (S,) of that request's answer, at that time.
-        stands_for_all: It was drawn with the probability that all rows have, hits and misses.
-    """
-
-    sample: AuditSample | None
-    source: str
-    answer: Floats | None
-    stands_for_all: bool
+    sample: AuditSample | None  # None for a row that nothing was found for
+    source: str  # key of the stored request that is to blame if the answer is another; "" where none is
+    answer: Floats | None  # signature (S,) of that request's answer, at that time
+    stands_for_all: bool  # drawn with the probability that all rows have, hits and misses
 
 
 class AuditAccount:
     """Draws hits, and keeps the account of their verdicts. The caller holds a lock."""
 
     def __init__(self, limit: float, floor: float, alpha: float, seed: int = 0) -> None:
-        """Open an account.
-
-        Args:
-            limit: Largest share of changed answers, of all requests, that is in order; over 0, under 1.
-            floor: Least probability with which a hit is audited, over 0, at most 1.
-            alpha: Chance of a false alarm, ever; and that a limit of the rate is wrong, ever. Over 0, under 1.
-            seed: Of the draws.
-        """
+        """`limit` and `floor` are as of `Alarm`; `alpha` is the chance of a false alarm, ever, and of a wrong limit."""
         self.limit = limit
         self.rate = Rate(floor)
         self.alarm = Alarm(limit, floor, alpha)
@@ -85,11 +64,9 @@ class AuditAccount:
     def see(self, share: float | None, ease: float = 1.0) -> AuditSample | None:
         """Count a request, and say whether it is to be audited.
 
-        Args:
-            share: Of an approximate hit, its risk over the largest that is allowed, 0 to 1; None of all other
-                requests, whose answers cannot have changed.
-            ease: What all probabilities are multiplied by, the least one included, over 0, at most 1. It may follow
-                from all that was before this request, not from the request.
+        `share` is the risk of an approximate hit over the largest that is allowed, 0 to 1; None of all other requests,
+        whose answers cannot have changed. `ease` multiplies all probabilities, over 0, at most 1: it may follow from
+        all that was before this request, not from the request.
         """
         floor = min(1.0, _FIRST * self._floor) if self.rate.n < N_FIRST else self._floor
         floor *= ease
@@ -107,16 +84,10 @@ class AuditAccount:
         return sample
 
     def toss(self, chance: float) -> bool:
-        """True with a given probability, 0 to 1."""
         return self._random.random() < chance
 
     def settle(self, sample: AuditSample, is_changed: bool) -> bool:
-        """Take in the verdict on a sample; whether the alarm rings, which it does once.
-
-        Args:
-            sample: Of this account.
-            is_changed: The answer was another than the model's own.
-        """
+        """Take in the verdict on a sample of this account; whether the alarm rings, which it does once."""
         self.n_recomputed += 1
         self.n_changed += is_changed
         self.rate.settle(sample.weight, is_changed, sample.ease)
@@ -150,12 +121,16 @@ class AuditAccount:
         self.has_rung = True
         return True
 
-    @property
-    def bounds(self) -> tuple[float, float]:
-        """Limits of the rate of changed answers since the account was opened, each at all times but for `alpha`."""
-        return self.rate.lower(self._alpha), self.rate.upper(self._alpha)
-
-    @property
-    def needed(self) -> int | None:
-        """Requests after which an alarm can be expected if the rate were now twice what is in order."""
-        return self.alarm.needed(2 * self.limit)
+    def figures(self) -> dict[str, Any]:
+        """What `AuditStats` tells of it; the limits hold at all times but for a chance of `alpha` each."""
+        return {
+            "n_requests": self.rate.n,
+            "n_drawn": self.n_drawn,
+            "n_recomputed": self.n_recomputed,
+            "n_lost": self.n_lost,
+            "n_changed": self.n_changed,
+            "rate": self.rate.mean,
+            "lower": self.rate.lower(self._alpha),
+            "upper": self.rate.upper(self._alpha),
+            "needed": self.alarm.needed(2 * self.limit),
+        }

@@ -23,13 +23,7 @@ class Alarm:
     """
 
     def __init__(self, limit: float, floor: float, alpha: float) -> None:
-        """Begin without requests.
-
-        Args:
-            limit: The largest rate that is in order, over 0, under 1.
-            floor: The least probability with which an event is looked for, over 0, at most 1.
-            alpha: Chance of a false alarm, ever, over 0, under 1.
-        """
+        """`limit`: the largest rate in order; `floor`: the least probability with which an event is looked for."""
         self.n = 0
         self._limit = limit
         self._floor = floor
@@ -58,18 +52,12 @@ class Alarm:
         return mixed(wealth.ravel(), len(self._stakes)) >= log(1 / self._alpha)
 
     def needed(self, rate: float) -> int | None:
-        """Requests after which it can be expected to ring once the rate has risen now.
+        """Requests after which it can be expected to ring once the rate has risen now; None where no bet grows.
 
         Wald's estimate. Looked for with the least probability p, an event is seen in a share q = p rate of requests. A
         bet of stake s then grows by g(s) = q log(1 - s + s / (p limit)) + (1 - q) log(1 - s) a request. The best of J
         bets of the gamblers who set out next, number e, has 1 / (J e (e + 1)) of the money and needs 1 / alpha, which
         takes log(J e (e + 1) / alpha) / max g(s) requests; and it sets out after one epoch at most.
-
-        Args:
-            rate: What it has risen to, over the limit.
-
-        Returns:
-            The number; None where it is over the limit by so little that no bet grows.
         """
         q = self._floor * rate
         growth = q * np.log(1 - self._stakes + self._stakes / (self._floor * self._limit)) + (1 - q) * self._lost

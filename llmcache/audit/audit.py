@@ -11,92 +11,40 @@ Beside that, requests are compared with those of the calibration. That computes 
 """
 
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
-from typing import Any, get_args
-
-import numpy as np
-import torch
-from torch import Tensor
+from collections.abc import Collection, Mapping, Sequence
+from typing import get_args
 
 from llmcache.audit.account import MOST_WAITING, AuditAccount, Audited
-from llmcache.audit.idle_worker import GaveWay, IdleWorker, Job
+from llmcache.audit.idle_worker import IdleWorker, Job
 from llmcache.audit.marking import Marking
-from llmcache.audit.recompute import Origin, Recompute, RecomputeQueue, look_at
+from llmcache.audit.recomputer import Recomputer
 from llmcache.audit.renewal import RenewalBuffer
-from llmcache.banks.cache_banks import CacheBanks
-from llmcache.calibration.calibrated_reuse import CalibratedReuse
 from llmcache.calibration.calibration import Calibration
 from llmcache.calibration.drift import DriftDetector
-from llmcache.calibration.observer import Observer, collect
 from llmcache.calibration.risk_target import MetricName
-from llmcache.counters import Counters
-from llmcache.errors import CalibrationError
-from llmcache.fingerprint import Fingerprint
-from llmcache.matching.answers import Answers
-from llmcache.models.weights import Weights
+from llmcache.config import CacheConfig
 from llmcache.request.call import Call, Reuse
 from llmcache.request.observation import Observation
 from llmcache.stats import AuditStats
-
-Compute = Callable[[str, Mapping[str, Tensor]], Any]
-
-_ROUNDING = 0.02  # of the largest output: that much may differ between rows alone and together, in 16 bits
 
 
 class Audit:
     """Looks into approximate hits of calibrated reuse. Thread-safe; what fails is counted and costs the look."""
 
-    def __init__(
-        self,
-        banks: CacheBanks,
-        fingerprint: Fingerprint,
-        calibrated: CalibratedReuse,
-        observer: Observer,
-        weights: Weights,
-        counters: Counters,
-        compute: Compute,
-        looks: RecomputeQueue,
-        origin: Callable[[], Origin],
-        floor: float,
-        renew_every: int | None,
-        in_background: bool,
-        share: float,
-    ) -> None:
-        """Wait for a calibration.
-
-        Args:
-            banks: Where sources are.
-            fingerprint: That of the calibration.
-            calibrated: Told of alarms.
-            observer: Reads the answers of what is computed.
-            weights: What states depend on.
-            counters: Told of failures.
-            compute: Runs the model in a namespace on tokenised inputs, in inference mode.
-            looks: Empty.
-            origin: What decides the model's answers now.
-            floor: Least probability with which a hit is audited, 0 to 1; 0: none is.
-            renew_every: Requests after which a calibration is renewed; None: never.
-            in_background: What waits is done in idle moments, too, not only by `drain`.
-            share: Of the time of calls, what it may take where they leave no idle moments, 0 to 1.
-        """
-        self.worker: IdleWorker[Audit] = IdleWorker(self, in_background, share=share)
-        self._looks = looks
-        self._origin = origin
-        self._banks = banks
-        self._fingerprint = fingerprint
-        self._calibrated = calibrated
-        self._observer = observer
-        self._answers: Answers = observer.answers
-        self._weights = weights
-        self._counters = counters
-        self._compute = compute
-        self._floor = floor
-        self._fresh = RenewalBuffer(renew_every)
+    def __init__(self, recomputer: Recomputer, config: CacheConfig) -> None:
+        self.worker: IdleWorker[Audit] = IdleWorker(self, config.audit_in_background, share=config.audit_share)
+        self._recomputer = recomputer
+        self._banks = recomputer.banks
+        self._calibrated = recomputer.calibrated
+        self._weights = recomputer.weights
+        self._counters = recomputer.counters
+        self._answers = recomputer.observer.answers
+        self._floor = config.audit
+        self._fresh = RenewalBuffer(config.recalibrate)
         self._made: Calibration | None = None  # whose account it is
         self._account: AuditAccount | None = None
         self._likeness: DriftDetector | None = None  # of a certificate that is not void
-        self._marking = Marking(banks, calibrated.chooser)
+        self._marking = Marking(self._banks, self._calibrated.chooser)
         self._is_renewing = False
         self._n_accounts = 0
         self._n_alarms = 0
@@ -125,7 +73,7 @@ class Audit:
                 return list(kept)
             hits = {reuse.row: reuse for reuse in kept if reuse.answer is not None}
             self._draw(self._account, call, hits, ease)
-        is_full = self.worker.is_full or len(self._looks) >= MOST_WAITING
+        is_full = self.worker.is_full or len(self._recomputer.queue) >= MOST_WAITING
         return [hit for hit in hits.values() if not (is_full and hit.row in call.plan.audited)]
 
     def _draw(self, account: AuditAccount, call: Call, hits: Mapping[int, Reuse], ease: float) -> None:
@@ -145,16 +93,12 @@ class Audit:
 
     def served(self, call: Call) -> None:
         """Queue hits of a call that has ended to be audited, where they were drawn."""
-        served_by = {
-            "weights": call.read.scope.weights,
-            "attention": call.read.scope.attention,
-        }  # others may be there by now
         for row in call.active_rows:
             drawn: Audited | None = call.plan.audited.get(row.number)
             if drawn is None or row.number not in call.plan.reused:
                 continue
             with self._counters.guard("have a hit audited") as tried:
-                self._looks.add(look_at(call, row, drawn, self._origin()._replace(**served_by)))
+                self._recomputer.add(call, row, drawn)
             if tried.has_failed:
                 self._lose(drawn)
             else:
@@ -173,7 +117,6 @@ class Audit:
         return range(call.n_rows) if self._calibrated.is_learning else call.plan.audited
 
     def observe(self, call: Call, seen: Mapping[int, Observation]) -> None:
-        """Take in computed rows of a call that has ended."""
         if self._calibrated.is_learning:
             self._calibrated.observe(list(seen.values()))
         for number, drawn in call.plan.audited.items():
@@ -190,7 +133,7 @@ class Audit:
     def forget(self, namespace: str | None = None) -> None:
         """Look into nothing that waits, and renew no calibration from what was seen, of one namespace or all."""
         with self.worker.paused():
-            self._looks.drop(namespace)
+            self._recomputer.queue.drop(namespace)
         with self._lock:
             self._fresh.forget(namespace)
             self._marking.forget()  # what is left of others is looked up once more
@@ -198,134 +141,38 @@ class Audit:
                 self._likeness.forget()
 
     def stats(self) -> AuditStats:
-        """How it stands now."""
         made, status = self._calibrated.calibration, self._calibrated.status(self._weights.digest())
         n_quarantined = len(self._banks.quarantined)
         with self._lock:
-            n_waiting = len(self._looks) + self._is_renewing
+            n_waiting = len(self._recomputer.queue) + self._is_renewing
             account = self._account if made is not None and self._follow(made.weights) else None
-            lower, upper = (0.0, 1.0) if account is None else account.bounds
             return AuditStats(
                 status=status,
-                n_requests=0 if account is None else account.rate.n,
-                n_drawn=0 if account is None else account.n_drawn,
-                n_recomputed=0 if account is None else account.n_recomputed,
-                n_lost=0 if account is None else account.n_lost,
                 n_waiting=n_waiting,
-                n_changed=0 if account is None else account.n_changed,
-                rate=None if account is None else account.rate.mean,
-                lower=lower,
-                upper=upper,
                 n_alarms=self._n_alarms,
                 n_quarantined=n_quarantined,
-                needed=None if account is None else account.needed,
+                **({} if account is None else account.figures()),
             )
 
     # -- in idle time -------------------------------------------------------------------------------------------------
 
     def _resume(self) -> None:
         """Audit hits that waited for the model to be as it was when they were served."""
-        if self._looks.has_parked and self._can_look:
-            for look in self._looks.resume(self._origin(), self._is_over):
-                self.worker.add(Job(Audit._look_on, look.since_s))
-
-    @property
-    def _can_look(self) -> bool:
-        """Whether the model would be computed as it was when it served: it is not in training mode, say."""
-        return self._weights.refusal is None and not self._weights.is_training
-
-    def _is_over(self, origin: Origin) -> bool:
-        """Whether nothing follows any more from what was served so: the calibration that allowed it has ended."""
-        made = self._calibrated.calibration
-        return made is None or (made.weights, made.head) != origin[:2]
+        for look in self._recomputer.resume():
+            self.worker.add(Job(Audit._look_on, look.since_s))
 
     def _look_on(self) -> None:
         """Look into the hit that has waited longest and into others, whose own jobs then have less to do."""
-        looks = self._looks.take()
-        # Where adapters take turns, a verdict takes the one that served. Neither that nor training mode is for ever.
-        if looks and (looks[0].origin != self._origin() or not self._can_look):
-            self._looks.park([] if self._is_over(looks[0].origin) else looks)
-            return
-        left = list(looks)
-        try:
-            self._look(looks, left)
-        except GaveWay:
-            self._looks.put_back(left)
-            raise
-
-    def _look(self, looks: Sequence[Recompute], left: list[Recompute]) -> None:
-        """Compute requests that were served, store them, and settle their samples; `left` loses those that are done."""
-        try:
-            cases = self._compute_again(looks) if looks else []
-        except Exception as error:
-            if len(looks) == 1:
-                _take_out(looks[0], left)
-                if self._can_look:
-                    self._counters.look(error)
-                    self._lose(looks[0].drawn)
-                else:  # by now; it tells nothing of the hit
-                    self._looks.park(looks)
-                return
-            for look in looks:  # one of them may be to blame
-                self._look([look], left)
-            return
-        for look in looks:
-            _take_out(look, left)
-        if not cases:
-            self._looks.park(looks)
-        for look, case in zip(looks, cases, strict=False):
-            if case.row.key == look.key:
-                self._take_in(look, case)
-            else:
-                self._counters.look(CalibrationError("a request that was served is read as another one now"))
+        for look, case in self._recomputer.run():
+            if case is None:
                 self._lose(look.drawn)
-
-    def _compute_again(self, looks: Sequence[Recompute]) -> list[Observation]:
-        """What the model makes of them now; none where it is edited meanwhile: half of it may be another's."""
-        origin = self._origin()
-        mark = self._weights.mark_of(origin.weights)
-        if self._looks.are_tried(looks):
-            cases = self._run(looks[0], self._looks.inputs(looks))
-        else:
-            cases = [case for look in looks for case in self._run(look, self._looks.inputs([look]))]
-            self._looks.tried(looks, self._come_out_alike(looks, cases))
-        return cases if self._weights.stayed(mark, origin.weights) and self._origin() == origin else []
-
-    def _run(self, look: Recompute, inputs: Mapping[str, Tensor]) -> list[Observation]:
-        """Have the model compute inputs as those of a look."""
-        device, dtype, is_on = look.autocast
-        with torch.autocast(device, dtype=dtype, enabled=is_on):
-            return collect(partial(self._compute, look.namespace), self._observer, [inputs])
-
-    def _come_out_alike(self, looks: Sequence[Recompute], alone: Sequence[Observation]) -> bool:
-        """Whether requests together, padded, are to the model what each is alone, but for rounding, and keyed alike."""
-        try:
-            together = self._run(looks[0], self._looks.inputs(looks, is_trial=True))
-        except Exception:  # it takes no batches, maybe
-            return False
-        return all(
-            one.row.key == other.row.key
-            and np.abs(one.output - other.output).max() <= _ROUNDING * np.abs(other.output).max()
-            for one, other in zip(together, alone, strict=True)
-        )
-
-    def _take_in(self, look: Recompute, case: Observation) -> None:
-        with self._counters.guard("store what was audited"):
-            self._keep(case)
-        try:
-            self._settle(look.drawn, case)
-            self._counters.look()
-        except Exception as error:
-            self._counters.look(error)
-            self._lose(look.drawn)
-
-    def _keep(self, case: Observation) -> None:
-        """Store a computed request for its own repeats; where sources grow, it becomes one."""
-        vectors, fingerprint_epoch = None, self._banks.fingerprint_epoch
-        if self._calibrated.is_growing:
-            vectors = dict.fromkeys(self._banks.layers, self._fingerprint.project(case.features[None])[0])
-        self._banks.put(case.scope, case.row, case.states, vectors=vectors, fingerprint_epoch=fingerprint_epoch)
-        self._banks.sign(case.row.key, case.answer)
+                continue
+            try:
+                self._settle(look.drawn, case)
+                self._counters.look()
+            except Exception as error:
+                self._counters.look(error)
+                self._lose(look.drawn)
 
     def _settle(self, drawn: Audited, case: Observation) -> None:
         """Compare a drawn request's own answer with the one of its source, and draw the consequences."""
@@ -414,7 +261,3 @@ class Audit:
             self._marking.forget()
             self._fresh.begin(made)
         return True
-
-
-def _take_out(look: Recompute, left: list[Recompute]) -> None:
-    left[:] = [other for other in left if other is not look]

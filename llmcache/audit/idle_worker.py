@@ -25,17 +25,11 @@ class GaveWay(BaseException):
 
 @dataclass(frozen=True, slots=True)
 class Job(Generic[Owner]):
-    """What is to be done. It must not raise, nor hold its owner: who waits would keep it alive.
-
-    Attributes:
-        do: Does it, given the owner.
-        added_s: When it came, by a clock that never goes back.
-        is_short: A call may do it, which then takes longer by that.
-    """
+    """What is to be done. It must not raise, nor hold its owner: who waits would keep it alive."""
 
     do: Callable[[Owner], None]
-    added_s: float = field(default_factory=monotonic)
-    is_short: bool = True
+    added_s: float = field(default_factory=monotonic)  # by a clock that never goes back
+    is_short: bool = True  # a call may do it, which then takes longer by that
 
 
 class IdleWorker(Generic[Owner]):
@@ -152,11 +146,7 @@ class IdleWorker(Generic[Owner]):
         return threading.current_thread() is self._thread
 
     def give_way(self) -> None:
-        """Stop the job under way where a call has come, or all has ended; to be asked by a job of the thread's.
-
-        Raises:
-            GaveWay: The job ends here, and is done again.
-        """
+        """Stop the job under way where a call has come, or all has ended: `GaveWay` is raised, and it is done again."""
         if self._n_calls or self._is_closed:
             raise GaveWay
 
@@ -231,15 +221,11 @@ class IdleWorker(Generic[Owner]):
 
 
 def _compute_alone() -> None:
-    """Let this thread compute by itself.
-
-    `torch.set_num_threads` holds for the thread that calls it, and for those that begin to compute later: for these,
-    another thread puts it back at once.
-    """
+    """Let this thread compute by itself, with one thread of torch's."""
     n_threads = torch.get_num_threads()
     if n_threads == 1:
         return
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # also of threads that begin to compute later, unless another one puts it back at once
     others = threading.Thread(target=torch.set_num_threads, args=(n_threads,), name="llmcache-threads")
     with suppress(RuntimeError):  # the interpreter ends, and begins no thread any more
         others.start()

@@ -14,12 +14,6 @@ class Marking:
     """Finds the marks of requests. The caller holds a lock."""
 
     def __init__(self, banks: CacheBanks, chooser: NeighbourChooser) -> None:
-        """Begin without requests.
-
-        Args:
-            banks: Where sources are.
-            chooser: Finds who would serve.
-        """
         self._banks = banks
         self._chooser = chooser
         self._known: dict[str, Marks] = {}  # the longest unasked first
@@ -45,7 +39,6 @@ class Marking:
         return marks
 
     def forget(self) -> None:
-        """Forget all requests."""
         self._known.clear()
 
     def _look_up(self, call: Call, row: Row, forecast: Floats | None) -> Marks | None:

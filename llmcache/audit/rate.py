@@ -1,8 +1,4 @@
-"""A rate that is watched without end, with limits that hold at every moment at once.
-
-By betting (Waudby-Smith and Ramdas 2024, "Estimating means of bounded random variables by betting", sections 3 and 4).
-Theirs are bets that follow the data; ours is a mixture of fixed ones, whose wealth depends on counts alone.
-"""
+"""A rate that is watched without end, with limits that hold at every moment at once: by betting, as in `bounds`."""
 
 from collections import Counter
 from math import log
@@ -30,11 +26,7 @@ class Rate:
     """
 
     def __init__(self, floor: float) -> None:
-        """Begin without requests.
-
-        Args:
-            floor: The least probability with which events are looked for, where nothing is eased, over 0, at most 1.
-        """
+        """`floor`: the least probability with which events are looked for, where nothing is eased, over 0."""
         self._floor = floor
         self._n: Counter[float] = Counter()  # requests by ease
         self._open: Counter[tuple[float, float]] = Counter()  # samples by weight and ease
@@ -42,7 +34,6 @@ class Rate:
 
     @property
     def n(self) -> int:
-        """Requests so far."""
         return self._n.total()
 
     @property

@@ -1,4 +1,4 @@
-"""What it takes to compute rows of calls again, later and elsewhere, several at once: that costs a third of one by one.
+"""What it takes to compute rows of calls again, later and elsewhere, several at once.
 
 Sizes: T tokens of a row, L looks that are taken together.
 """
@@ -23,56 +23,31 @@ _WIDTHS = (16, 1, 0)  # tokens that share a kind: rows are padded to the longest
 
 
 class Origin(NamedTuple):
-    """What decides an answer beside its request.
+    """What decides an answer beside its request."""
 
-    Attributes:
-        weights: Digest of the trunk.
-        head: Digest of what of the model makes answers of its states.
-        attention: Attention implementation.
-    """
-
-    weights: str
-    head: str
-    attention: str
+    weights: str  # digest of the trunk
+    head: str  # digest of what of the model makes answers of its states
+    attention: str  # implementation
 
 
 @dataclass(frozen=True, slots=True)
 class Recompute:
-    """A row that was served, to be computed.
+    """A row that was served, to be computed."""
 
-    Attributes:
-        drawn: How it was drawn, and what it was served from.
-        key: The row's exact key.
-        namespace: Of its call.
-        inputs: Its own, copied: tensors (1, T). Padding behind its last token is left out where its key leaves it out.
-        autocast: Device type, dtype and whether autocast was on.
-        origin: Of what was served: no other model's answer tells whether it was right.
-        since_s: When it was served, by a clock that never goes back.
-    """
-
-    drawn: Audited
+    drawn: Audited  # how, and what it was served from
     key: str
     namespace: str
-    inputs: Mapping[str, Tensor]
-    autocast: tuple[str, torch.dtype, bool]
-    origin: Origin
-    since_s: float = field(default_factory=monotonic)
+    inputs: Mapping[str, Tensor]  # its own, copied (1, T), without the padding behind that its key leaves out
+    autocast: tuple[str, torch.dtype, bool]  # device type, dtype and whether it was on
+    origin: Origin  # of what was served: no other model's answer tells whether it was right
+    since_s: float = field(default_factory=monotonic)  # when it was served, by a clock that never goes back
 
 
 class RecomputeQueue:
-    """Those that wait. Thread-safe.
-
-    Whether a model answers the same when rows come together, and padded, is tried first: heads of one's own may read
-    padding, and some decoders refuse batches.
-    """
+    """Those that wait. Thread-safe."""
 
     def __init__(self, pad_id: int, names: Collection[str] | None = None) -> None:
-        """Begin with none.
-
-        Args:
-            pad_id: The token that pads rows.
-            names: What the model may be passed; None: anything. What else its trunk is passed, it makes itself.
-        """
+        """Begin with none: `pad_id` pads rows, `names` is what the model may be passed (None: anything)."""
         self._pad_id = pad_id
         self._names = names
         self._width = _WIDTHS[0]
@@ -92,7 +67,6 @@ class RecomputeQueue:
         return bool(self._parked)
 
     def add(self, look: Recompute) -> None:
-        """Have one wait."""
         with self._lock:
             self._waiting.append(look)
 
@@ -127,7 +101,6 @@ class RecomputeQueue:
             return again
 
     def drop(self, namespace: str | None) -> None:
-        """Forget those of a namespace, or all."""
         with self._lock:
             self._waiting = [look for look in self._waiting if namespace not in (None, look.namespace)]
             self._parked = [look for look in self._parked if namespace not in (None, look.namespace)]
@@ -170,7 +143,6 @@ class RecomputeQueue:
 
 
 def _padded(row: Tensor, n_tokens: int, fill: int) -> Tensor:
-    """A row (1, T) with more tokens behind."""
     return pad(row, (0, n_tokens - row.shape[1]), value=fill)
 
 

@@ -15,11 +15,7 @@ class RenewalBuffer:
     """Keeps what the next calibration is made of. The caller holds a lock."""
 
     def __init__(self, every: int | None) -> None:
-        """Begin without requests.
-
-        Args:
-            every: Requests after which a calibration is renewed; None: never, and nothing is kept.
-        """
+        """`every`: requests after which a calibration is renewed; None: never, and nothing is kept."""
         self.every = every
         self._cases: deque[Observation] = deque()
         self._needed = 0
@@ -41,11 +37,9 @@ class RenewalBuffer:
         return self.every is not None and n_requests >= self.every and len(self._cases) >= self._needed
 
     def forget(self, namespace: str | None) -> None:
-        """Let go of the requests of one namespace, or all."""
         left = (case for case in self._cases if namespace not in (None, case.scope.namespace))
         self._cases = deque(left, maxlen=self._cases.maxlen)
 
     @property
     def cases(self) -> list[Observation]:
-        """Those that are kept, oldest first."""
         return list(self._cases)

@@ -15,14 +15,7 @@ class Bank:
     """
 
     def __init__(self, store: Store, policy: Policy, max_bytes: int, max_entries: int | None = None) -> None:
-        """Start empty.
-
-        Args:
-            store: Where the bytes are.
-            policy: Who leaves next.
-            max_bytes: Budget of entry bytes.
-            max_entries: Budget of entries, or None.
-        """
+        """Start empty, with budgets of entry bytes and of entries (None: without)."""
         self._store = store
         weakref.finalize(self, store.close)  # not before: calls that are under way when a cache is taken off may read
         self._policy = policy
@@ -43,11 +36,9 @@ class Bank:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the entries held."""
         return self._nbytes
 
     def keys(self) -> list[str]:
-        """Keys held, oldest put first."""
         return list(self._nbytes_of)
 
     def read(self, key: str) -> Entry | None:
@@ -65,7 +56,6 @@ class Bank:
         self._policy.on_hit(key)
 
     def should_check(self, key: str) -> bool:
-        """Whether the policy wants a reuse of the entry computed and compared."""
         return self._policy.should_check(key)
 
     def checked(self, key: str, divergence: float) -> None:
@@ -99,16 +89,10 @@ class Bank:
         return has_place and entry.nbytes + self._pinned_bytes <= self.max_bytes
 
     def put(self, key: str, entry: Entry, on_evict: Callable[[str], None]) -> None:
-        """Hold an entry, making room for it first.
+        """Hold an entry, which is given away, making room for it first.
 
-        Args:
-            key: Its key.
-            entry: Given away: nobody writes to its tensors again.
-            on_evict: Told each key that left for it, at once: what is put later may fail.
-
-        Raises:
-            ValueError: The entry does not fit an empty bank.
-            Exception: The store failed; the key is then not held.
+        `on_evict` is told each key that left for it, at once: what is put later may fail. If the store fails, the key
+        is not held. An entry that does not fit an empty bank is refused (`ValueError`).
         """
         if not self.fits(entry):
             raise ValueError(f"entry of {entry.nbytes} bytes exceeds the bank's {self.max_bytes}")

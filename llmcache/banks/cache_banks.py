@@ -42,14 +42,10 @@ class CacheBanks:
     ) -> None:
         """Start empty.
 
-        Args:
-            banks: By layer, at least one.
-            make_codec: Makes one for each layer and state of the weights, which encodes states before they are stored.
-            fingerprint: Projects features to search vectors; None when nothing is searched.
-            make_index: `dim -> empty index`; needed with a fingerprint.
-            by_length: Requests of different lengths never find each other.
-            by_layer: Each layer is searched by itself, as the paper does.
-            make_way: Called before entries are put: others who share the budget then leave what is `spent` to them.
+        `make_codec` makes one codec for each layer and state of the weights; `make_index` an empty index of a width.
+        With `by_length`, requests of different lengths never find each other; with `by_layer`, each layer is searched
+        by itself, as the paper does. `make_way` is called before entries are put: others who share the budget then
+        leave what is `spent`.
         """
         self._requests: dict[str, StoredRequest] = {}
         self.layer_banks = LayerBanks(banks, make_codec, self._requests)
@@ -68,12 +64,10 @@ class CacheBanks:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Stored layers, first to last."""
         return tuple(self.layer_banks)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all states held."""
         return self.layer_banks.nbytes
 
     @property
@@ -84,26 +78,18 @@ class CacheBanks:
 
     @property
     def index_nbytes(self) -> int:
-        """Bytes of the fingerprints that requests are found by."""
         return sum(partition.nbytes for partition in self._index.values())
 
     @property
     def fingerprint(self) -> Fingerprint | None:
-        """Projects features to search vectors; None when nothing is searched."""
         return self._index.fingerprint
 
     @property
     def fits_any_length(self) -> bool:
-        """Whether a stored request may serve others of any length."""
         return self._index.fits_any_length
 
     def known(self, row: Row, key: str = "") -> bool:
-        """Whether the very same request is stored; a row of the same key but other tokens is not.
-
-        Args:
-            row: The request.
-            key: Another one than its own.
-        """
+        """Whether the very same request is stored, under its own key or another; of the same key alone it is not."""
         with self._lock:
             request = self._requests.get(key or row.key)
             return request is not None and request.ids == row.ids
@@ -123,15 +109,7 @@ class CacheBanks:
     def search(
         self, scope: Scope, rows: Sequence[Row], vectors: Floats, k: int = 1, layer: int | None = None
     ) -> list[list[Neighbour]]:
-        """The nearest stored requests of each row, best first.
-
-        Args:
-            scope: Only requests of this scope are found.
-            rows: The requests; decide the length where lengths are kept apart.
-            vectors: Their fingerprints (B, F).
-            k: How many neighbours.
-            layer: The layer to search, when each is searched by itself.
-        """
+        """The `k` nearest stored requests of each row, best first, by fingerprints (B, F) and, if set, in one layer."""
         with self._lock:
             self._expire()
             found = self._index.search(scope, rows, vectors, k, layer)
@@ -141,14 +119,7 @@ class CacheBanks:
             return found
 
     def read(self, key: str, layer: int, with_kv: bool, is_single: bool = False) -> StoredState | None:
-        """A stored state, or None when some of what is needed is not held.
-
-        Args:
-            key: The stored request.
-            layer: The layer whose output is wanted.
-            with_kv: Whether K/V of the skipped layers are needed as well.
-            is_single: Only this layer is skipped, not those below.
-        """
+        """A stored state, or None when some of what is needed is not held; `is_single`: no layer below is skipped."""
         with self._lock:
             if (request := self._requests.get(key)) is None:
                 return None
@@ -172,20 +143,12 @@ class CacheBanks:
         vectors: Mapping[int, Floats] | None = None,
         fingerprint_epoch: int | None = None,
     ) -> bool:
-        """Store a request's states and let it be found. A codec that has seen enough by now is fitted meanwhile.
+        """Store a request's states and let it be found; False when a state is larger than its bank and was left out.
 
-        Args:
-            scope: Its scope.
-            row: The request.
-            states: Named tensors by layer, given away: nobody writes to them again. Layers without a bank are not
-                allowed.
-            features: What its fingerprint is projected from (F0,), where it must wait for the fingerprint to be fitted.
-            vectors: Its fingerprint (F,) by layer of `states`, where known already. With neither it is not found by
-                others.
-            fingerprint_epoch: That of the fingerprint; if requests are compared by another one now, it is dropped.
-
-        Returns:
-            False when a state is larger than its bank and was left out.
+        The named tensors of `states`, by layer, are given away: nobody writes to them again. The request is found by
+        `vectors`, its fingerprint (F,) by layer, or by `features` (F0,) once the fingerprint is fitted; with neither it
+        is not. Vectors of another `fingerprint_epoch` than that of now are dropped. A codec that has seen enough by now
+        is fitted meanwhile.
         """
         with self._lock:
             known = self._requests.get(row.key)
@@ -224,11 +187,8 @@ class CacheBanks:
     def quarantine(self, key: str, namespace: str) -> None:
         """Let a request serve no other one from now on, only its own repeats, until `purge` or `clear`.
 
-        It is found as before and may vote. So nothing but whether it serves changes for any request.
-
-        Args:
-            key: The request, stored or not.
-            namespace: Where it belongs.
+        It is found as before and may vote. So nothing but whether it serves changes for any request. It need not be
+        stored.
         """
         with self._lock:
             self._quarantined[key] = namespace
@@ -240,15 +200,9 @@ class CacheBanks:
             return dict(self._quarantined)
 
     def stand(self, row: Row, vector: Floats | None, is_pinned: bool = False) -> bool:
-        """Let others find a stored request.
+        """Let others find a stored request by its fingerprint (F,), if any, and pin it; whether it is there.
 
-        Args:
-            row: The request.
-            vector: Its fingerprint (F,); None: none finds it.
-            is_pinned: From now on nothing makes it leave but `purge`, `clear` and `search_by`.
-
-        Returns:
-            Whether it is there.
+        What is pinned leaves by `purge`, `clear` and `search_by` alone.
         """
         with self._lock:
             request = self._requests.get(row.key)
@@ -262,11 +216,7 @@ class CacheBanks:
             return True
 
     def search_by(self, fingerprint: Fingerprint | None) -> None:
-        """Compare requests by another fingerprint from now on. None held is found, nor kept, until it stands anew.
-
-        Args:
-            fingerprint: Fitted, or None: nothing is searched.
-        """
+        """Compare requests by another fingerprint, or none: nothing held is found, nor pinned, until it stands anew."""
         with self._lock:
             self.fingerprint_epoch += 1
             for request in self._requests.values():
@@ -275,19 +225,11 @@ class CacheBanks:
             self._index.use(fingerprint)
 
     def should_check(self, key: str, layer: int) -> bool:
-        """Whether an approximate reuse is to be computed instead, and compared: the layer's policy decides."""
         with self._lock:
             return self.layer_banks[layer].should_check(key)
 
     def check(self, key: str, layer: int, fresh: Tensor, stored: Tensor) -> None:
-        """Compare states (R, D) of a reuse that was computed instead, and let go of what must leave for it.
-
-        Args:
-            key: The stored request.
-            layer: The layer that would have been reused.
-            fresh: What was computed at it.
-            stored: What would have been taken for it.
-        """
+        """Compare states (R, D) of a reuse that was computed instead, and let go of what must leave for it."""
         with self._lock:
             request, bank = self._requests.get(key), self.layer_banks[layer]
             if request is None or key not in bank:  # it left meanwhile
@@ -344,7 +286,6 @@ class CacheBanks:
                     self._index.insert(key, request.scope, slot)
 
     def _record(self, key: str) -> SavedRequest | None:
-        """All that is held of a request; None when it has left."""
         while True:  # until it is read whole: what is put or leaves meanwhile is another reading
             with self._lock:
                 if (request := self._requests.get(key)) is None:
@@ -358,15 +299,7 @@ class CacheBanks:
     def _are_whole(
         self, key: str, request: StoredRequest, n_puts: int, layers: Sequence[int], entries: Mapping[int, Entry]
     ) -> bool:
-        """Whether entries that were read without the lock are a request's, and all that were wanted.
-
-        Args:
-            key: Its key.
-            request: What was known of it before they were read.
-            n_puts: How often its entries had been put by then.
-            layers: What was wanted.
-            entries: What was read.
-        """
+        """Whether entries that were read without the lock are still the request's, and all that were wanted."""
         if self._requests.get(key) is not request or request.n_puts != n_puts:
             return False  # others were put under its key, maybe of another layout, or packed with another codec
         for layer in layers:

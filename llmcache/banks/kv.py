@@ -24,15 +24,7 @@ PADDING = "padding_"  # begins the names of tensors of places that are not valid
 def capture(
     kv_cache: Any, row: Row, layer: int, stored: Sequence[int], padding: Positions | None = None
 ) -> dict[str, Tensor]:
-    """Copy `keys` and `values` (S, H, n, D_h) for the entry of a row at a layer.
-
-    Args:
-        kv_cache: The caller's K/V cache, filled up to this layer.
-        row: The request.
-        layer: The stored layer.
-        stored: All stored layers.
-        padding: The places that are not valid, to copy K/V of these as well, or None.
-    """
+    """Copy `keys` and `values` (S, H, n, D_h) for the entry of a row at a layer, of the places of `padding` as well."""
     below = max((other for other in stored if other < layer), default=-1)
     skipped = kv_cache.layers[below + 1 : layer + 1]
     places = {"": row.valid} if padding is None else {"": row.valid, PADDING: padding}
@@ -44,7 +36,6 @@ def capture(
 
 
 def without_padding(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Those of an entry that are of valid places."""
     return {name: tensor for name, tensor in tensors.items() if not name.startswith(PADDING)}
 
 
@@ -54,17 +45,7 @@ def is_held(entry: Entry, what: str = "") -> bool:
 
 
 def read(entries: Mapping[int, Entry], packers: Mapping[int, Packer], dtype: torch.dtype, what: str = "") -> KV:
-    """K and V (H, n, D_h) by layer, put together from entries of one request.
-
-    Args:
-        entries: By stored layer; all that are needed.
-        packers: What they were packed with, by layer.
-        dtype: Of the states as the model made them.
-        what: `PADDING` for those of places that are not valid.
-
-    Returns:
-        Empty when one of them came without.
-    """
+    """K and V (H, n, D_h) by layer, put together from entries of one request; empty when one of them came without."""
     kv: KV = {}
     if not all(is_held(entry, what) for entry in entries.values()):
         return kv

@@ -23,29 +23,17 @@ HIDDEN_PADDING = f"{kv.PADDING}hidden"
 
 
 class LayerBanks(dict[int, Bank]):
-    """Banks by layer, first to last. The caller holds a lock, but to `read`.
-
-    Attributes:
-        packers: What packs their states, by digest of the weights, then by layer.
-    """
+    """Banks by layer, first to last. The caller holds a lock, but to `read`."""
 
     def __init__(
         self, banks: Mapping[int, Bank], make_codec: Callable[[], Codec], requests: Mapping[str, StoredRequest]
     ) -> None:
-        """Start with empty banks.
-
-        Args:
-            banks: By layer, at least one.
-            make_codec: Makes one for each layer and state of the weights.
-            requests: What is known of those that the banks hold, by key.
-        """
         super().__init__(sorted(banks.items()))
         self.packers = Packers(make_codec, self)
         self._requests = requests
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all states held."""
         return sum(bank.nbytes for bank in self.values())
 
     @property
@@ -54,7 +42,6 @@ class LayerBanks(dict[int, Bank]):
         return {layer: packer.loss for layer, packer in self.packers.latest.items()}
 
     def layers_of(self, key: str) -> list[int]:
-        """Layers whose bank holds a state of a request."""
         return [layer for layer, bank in self.items() if key in bank]
 
     def read(self, key: str, layers: Iterable[int]) -> dict[int, Entry]:
@@ -99,13 +86,7 @@ class LayerBanks(dict[int, Bank]):
         return decode
 
     def pack(self, key: str, scope: Scope, states: Mapping[int, Mapping[str, Tensor]]) -> dict[int, Entry]:
-        """Encode what is about to be stored of a request.
-
-        Args:
-            key: The request.
-            scope: Its scope.
-            states: Named tensors by layer, given away.
-        """
+        """Encode what is about to be stored of a request: named tensors by layer, given away."""
         packers = self._packers_of(scope)
         return {layer: self.learn(key, scope, layer, packers[layer].pack(states[layer])) for layer in states}
 
@@ -137,7 +118,6 @@ class LayerBanks(dict[int, Bank]):
             bank.pin(key)
 
     def release(self) -> None:
-        """Let all requests leave again."""
         for bank in self.values():
             bank.release()
 

@@ -53,7 +53,6 @@ def _before(record: SavedRequest, blocks: Mapping[str, int]) -> int:
 
 
 def arrays_to_tensors(arrays: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Copies of arrays, as tensors."""
     return {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
 
 
@@ -83,7 +82,6 @@ def pack_states(records: list[SavedRequest]) -> dict[str, Tensor]:
 
 
 def unpack(requests: dict[str, Tensor], states: dict[str, Tensor], scopes: list[Scope]) -> Iterator[SavedRequest]:
-    """Records from the tensors of both files."""
     arrays = {name: tensor.numpy() for name, tensor in requests.items()}
     views: dict[int, dict[int, dict[str, Tensor]]] = defaultdict(dict)
     for name, numbers in states.items():
@@ -118,7 +116,6 @@ def unpack(requests: dict[str, Tensor], states: dict[str, Tensor], scopes: list[
 
 
 def _place(before: int, is_tail: bool, keys: Sequence[str]) -> BlockPlace | None:
-    """Where a block stands, by the number of the one before."""
     return None if before == _NO_BLOCK else BlockPlace(None if before == _FIRST else keys[before], is_tail)
 
 

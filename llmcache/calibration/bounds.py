@@ -20,26 +20,14 @@ _PRECISION = 1e-6  # of a limit that is searched for, as a share of the range
 
 
 def share_upper(k: int, n: int, delta: float) -> float:
-    """Upper limit of a share when `k` of `n` independent draws were seen to have it (Clopper and Pearson 1934).
-
-    Args:
-        k: 0 to `n`.
-        n: At least 1.
-        delta: Chance that the share is larger than the limit, over 0, under 1.
-    """
+    """Upper limit of the share that `k` of `n` independent draws had, wrong with a chance of `delta`."""
     from scipy.stats import beta
 
     return 1.0 if k >= n else float(beta.ppf(1 - delta, k + 1, n - k))
 
 
 def draws_needed(limit: float, delta: float, k: int = 0) -> int:
-    """Least number of draws at which `k` of them with the property still bound its share by `limit`.
-
-    Args:
-        limit: Over 0, under 1.
-        delta: Chance of error, over 0, under 1.
-        k: Draws that have the property.
-    """
+    """Least number of draws at which `k` of them with the property still bound its share by `limit`."""
     low, high = k, max(1, k)
     while share_upper(k, high, delta) > limit:
         low, high = high, 2 * high
@@ -50,14 +38,7 @@ def draws_needed(limit: float, delta: float, k: int = 0) -> int:
 
 
 def mean_upper(x: Doubles, low: float, high: float, delta: float) -> float:
-    """Upper limit of the mean of independent draws.
-
-    Args:
-        x: Draws (N,).
-        low: Their least possible value.
-        high: Their largest possible value.
-        delta: Chance that the mean is larger than the limit, over 0, under 1.
-    """
+    """Upper limit of the mean of independent draws (N,) from `low` to `high`, wrong with a chance of `delta`."""
     values, counts = np.unique(x, return_counts=True)
     shares = stakes(1 / max(len(x), 1))
 

@@ -20,20 +20,18 @@ from typing import Any
 import numpy as np
 
 from llmcache.arrays import Doubles, Floats
-from llmcache.banks.cache_banks import CacheBanks
 from llmcache.calibration import calibration as cal
 from llmcache.calibration.calibration import Calibration
 from llmcache.calibration.inputs import check_labels
 from llmcache.calibration.observer import flaw
 from llmcache.calibration.risk_target import Metric, RiskTarget
 from llmcache.calibration.training import CalibrationFitter
+from llmcache.config import CacheConfig
 from llmcache.counters import Counters
 from llmcache.errors import CalibrationError
-from llmcache.matching.answers import Answers
 from llmcache.models.weights import Weights
 from llmcache.request.observation import Observation
 from llmcache.request.rows import Scope
-from llmcache.reuse.chooser import NeighbourChooser
 from llmcache.stats import Status
 
 logger = logging.getLogger("llmcache")
@@ -51,42 +49,19 @@ _DRIFT = (
 class CalibratedReuse:
     """Calibrated reuse of one wrapped model. Thread-safe."""
 
-    def __init__(
-        self,
-        banks: CacheBanks,
-        fitter: CalibrationFitter,
-        chooser: NeighbourChooser,
-        answers: Answers,
-        head: Weights,
-        counters: Counters,
-        learn: int | None,
-        risk_target: RiskTarget,
-        is_watched: bool = True,
-    ) -> None:
-        """Begin to learn, or wait to be calibrated.
-
-        Args:
-            banks: Where sources are held.
-            fitter: Of fingerprint and decision.
-            chooser: Not taught yet.
-            answers: The kind of the model's answers.
-            head: What of the model makes the answers.
-            counters: Told of failures.
-            learn: Requests after which it calibrates by itself; None: when told.
-            risk_target: What it then shows.
-            is_watched: What is served is audited; without one no status says `certified`.
-        """
-        self.chooser = chooser
+    def __init__(self, fitter: CalibrationFitter, head: Weights, counters: Counters, config: CacheConfig) -> None:
+        """Begin to learn, or wait to be calibrated; `head` is what of the model makes the answers."""
+        self.fitter = fitter
+        self.chooser = fitter.chooser
         self.calibration: Calibration | None = None
         self.tightened: ContextVar[float] = ContextVar("llmcache_tightened", default=inf)
-        self._answers = answers
-        self._banks = banks
-        self.fitter = fitter
+        self._answers = fitter.answers
+        self._banks = fitter.banks
         self._head = head
         self._counters = counters
-        self._learn = learn
-        self._risk_target = risk_target
-        self._is_watched = is_watched
+        self._learn = config.learn  # requests after which it calibrates by itself; None: when told
+        self._risk_target = RiskTarget(config.max_drop, config.delta, "changed", config.sources, 0)
+        self._is_watched = config.audit > 0  # else no status says `certified`
         self._namespaces: set[str] = set()  # of those who serve
         self._observed: list[Observation] = []
         self._limits: dict[int, float] = {}
@@ -123,7 +98,6 @@ class CalibratedReuse:
         return made is not None and made.weights == weights and made.head == self.head_digest()
 
     def head_digest(self) -> str:
-        """Of the weights outside the trunk, as they are now."""
         return self._head.digest()
 
     def end(self) -> None:
@@ -160,16 +134,7 @@ class CalibratedReuse:
                 self._counters.error("calibrate", error)
 
     def check(self, first: Observation, labels: Sequence[Any], risk_target: RiskTarget) -> None:
-        """Refuse labels that the metric cannot use, and a metric that cannot score the first request.
-
-        Args:
-            first: It was computed.
-            labels: Of all requests.
-            risk_target: What is to be shown.
-
-        Raises:
-            CalibrationError: A label is missing or unknown, or the metric failed.
-        """
+        """Refuse labels that the metric cannot use, and a metric that cannot score the first request as computed."""
         if risk_target.metric == "changed":
             return
         if (unlabelled := sum(label is None for label in labels)) > 0:
@@ -185,12 +150,8 @@ class CalibratedReuse:
     def calibrate(self, observed: Sequence[Observation], risk_target: RiskTarget) -> Calibration:
         """Learn from requests, choose the limit and serve within it. What was calibrated before ends.
 
-        Args:
-            observed: Requests that were computed, with labels where the metric asks for them.
-            risk_target: What is to be shown.
-
-        Raises:
-            CalibrationError: They cannot carry the claim, or the metric failed; nothing is reused approximately then.
+        They were computed, and have labels where the metric asks for them. If they cannot carry the claim, or the
+        metric failed, nothing is reused approximately.
         """
         with self._lock:
             self.end()
@@ -207,11 +168,7 @@ class CalibratedReuse:
                 self.fitter.forget()
 
     def renew(self, made: Calibration, observed: Sequence[Observation]) -> None:
-        """Calibrate anew, as before, unless that calibration has ended meanwhile.
-
-        Raises:
-            CalibrationError: They cannot carry the claim, and the calibration stays; or what `calibrate` raises.
-        """
+        """Calibrate anew, as before, unless that one has ended meanwhile; if these cannot carry it, it stays."""
         with self._lock:
             if self.calibration is made:
                 risk_target = RiskTarget(made.max_drop, made.delta, "changed", made.sources, 0)
@@ -269,14 +226,11 @@ class CalibratedReuse:
     def learn(self, cases: Sequence[Observation]) -> Doubles:
         """Learn from requests, of which those that differ serve from then on. Nothing is allowed yet: for replays.
 
-        Returns:
-            Limits worth trying, strictest first (K,).
+        Returns limits worth trying, strictest first (K,).
         """
         with self._lock:
             self.end()
             return self.fitter.fit(list({case.row.key: case for case in cases}.values()))
-
-    # -- steps ---------------------------------------------------------------------------------------------------------
 
     def _calibrate(self, observed: Sequence[Observation], risk_target: RiskTarget) -> Calibration:
         started = perf_counter()
@@ -286,16 +240,18 @@ class CalibratedReuse:
         looked_from = perf_counter()
         trial = self.fitter.trial(tested, sources, risk_target.metric)
         lookup_s = perf_counter() - looked_from
-        counts_changes = risk_target.metric == "changed"
-        changes = trial if counts_changes else self.fitter.trial(tested, sources, "changed")
         curve = cal.try_settings(trial, limits, risk_target.max_drop, risk_target.delta)
         chosen = cal.chosen(curve, risk_target.max_drop)
+        watch = None
+        if chosen is not None and risk_target.metric == "changed":
+            watch = cal.watch(trial, chosen, risk_target.max_drop, risk_target.delta)
+        elif chosen is not None:
+            watch = cal.watch(self.fitter.trial(tested, sources, "changed"), chosen, None, risk_target.delta)
+        if watch is not None and chosen is not None and risk_target.sources == "frozen":
+            watch = replace(watch, profile=self.fitter.profile(tested, sources, chosen.limit))
         if risk_target.sources == "growing":
             sources |= {case.row.key: case for case in tested}
             self.fitter.refit(list(sources.values()), is_pinned=False)
-        watch = cal.watch(changes, chosen, risk_target.max_drop if counts_changes else None, risk_target.delta)
-        if watch is not None and chosen is not None and risk_target.sources == "frozen":
-            watch = replace(watch, profile=self.fitter.profile(tested, sources, chosen.limit))
         calibration = Calibration(
             chosen=chosen,
             curve=curve,

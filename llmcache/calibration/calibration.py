@@ -143,22 +143,13 @@ class Calibration:
 
 @dataclass(frozen=True, slots=True)
 class HoldoutOutcome:
-    """Requests of C, as they would be served without a limit.
+    """Requests of C, as they would be served without a limit."""
 
-    Attributes:
-        risk: Of each, float64 (N,); infinite where it is computed at any setting, -infinite where it was stored
-            itself.
-        loss: What serving it would lose, float64 (N,): of shares, 1 or 0.
-        low: Least possible loss.
-        high: Largest possible loss. For shares, 0 and 1.
-        is_share: Losses are 0 or 1, so that the exact bound on a share applies.
-    """
-
-    risk: Doubles
-    loss: Doubles
-    low: float = 0.0
-    high: float = 1.0
-    is_share: bool = True
+    risk: Doubles  # (N,); infinite where it is computed in any case, -infinite where it was stored itself
+    loss: Doubles  # what serving it would lose (N,): of shares, 1 or 0
+    low: float = 0.0  # least possible loss
+    high: float = 1.0  # largest possible loss
+    is_share: bool = True  # losses are 0 or 1, so that the exact bound on a share applies
 
 
 def n_tested(n: int, risk_target: RiskTarget) -> int:
@@ -183,11 +174,7 @@ def split(n: int, risk_target: RiskTarget) -> tuple[list[int], list[int]]:
 
 
 def check_size(n: int, max_drop: float, delta: float, metric: Metric | str = "changed") -> None:
-    """Refuse a sample that could not carry the claim however well reuse did.
-
-    Raises:
-        CalibrationError: It says how many requests are needed.
-    """
+    """Refuse a sample that could not carry the claim however well reuse did, and say how many requests are needed."""
     needed = size_needed(max_drop, delta, metric)
     if n < needed:
         c = _draws_needed(max_drop, delta, metric)
@@ -203,19 +190,12 @@ def size_needed(max_drop: float, delta: float, metric: Metric | str = "changed")
     return max(ceil(c / TESTED), ceil(LEAST_SOURCES / (1 - TESTED)))
 
 
-def watch(
-    trial: HoldoutOutcome, setting: OperatingPoint | None, max_changed: float | None, delta: float
-) -> AlarmLevels | None:
+def watch(trial: HoldoutOutcome, setting: OperatingPoint, max_changed: float | None, delta: float) -> AlarmLevels:
     """Levels by which an audit of a setting decides.
 
-    Args:
-        trial: Of C, with the share of changed answers as its loss.
-        setting: The one in use, or None.
-        max_changed: The largest share of changed answers that is allowed; None where something else is bounded.
-        delta: Chance that the share on C stays under the limit that it is given then.
+    `trial` counts changed answers of C as losses. `max_changed` is the largest share of them that is allowed; None
+    where something else is bounded: then an upper limit of the share that was seen, wrong with a chance of `delta`.
     """
-    if setting is None:
-        return None
     served = trial.risk <= setting.limit
     if max_changed is None:
         # Over one half, where reuse changes more than it keeps, the alarm is to ring in any case.
@@ -226,7 +206,6 @@ def watch(
 
 
 def _draws_needed(max_drop: float, delta: float, metric: Metric | str) -> int:
-    """Least number of requests of C."""
     return draws_needed(max_drop, delta) if isinstance(metric, str) else _draws_of(metric, max_drop, delta)
 
 
@@ -248,14 +227,7 @@ def settings(risk: Doubles) -> Doubles:
 
 
 def try_settings(trial: HoldoutOutcome, limits: Doubles, max_drop: float, delta: float) -> tuple[OperatingPoint, ...]:
-    """Test settings in their order until one fails, which comes last.
-
-    Args:
-        trial: Of C.
-        limits: Strictest first (K,).
-        max_drop: The largest loss that is allowed.
-        delta: Level of each test, and of all together.
-    """
+    """Test settings on C, strictest first, each at level `delta`, until one fails, which comes last."""
     tested: list[OperatingPoint] = []
     for limit in limits:
         served = trial.risk <= limit
@@ -279,17 +251,9 @@ def chosen(tested: Sequence[OperatingPoint], max_drop: float) -> OperatingPoint 
 def losses(
     metric: Metric, own: Sequence[Any], reused: Sequence[Any], labels: Sequence[Any], numbers: Sequence[int]
 ) -> Doubles:
-    """What each request loses in a metric when it gets the output that was made for another.
+    """What each of N requests loses in a metric when it gets the output that was made for another, if any.
 
-    Args:
-        metric: Scores an output.
-        own: The request's own output, N.
-        reused: The one that would be reused; None where there is none.
-        labels: What outputs are scored against, N.
-        numbers: Which requests they are, N: errors name them.
-
-    Raises:
-        CalibrationError: The metric failed, or gave a score out of its range.
+    Errors name the request by its number: the metric failed, or gave a score out of its range.
     """
 
     def score(output: Any, label: Any, number: int) -> float:

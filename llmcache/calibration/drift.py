@@ -46,17 +46,11 @@ _BATCH = 20  # requests after which bets are settled
 
 
 class Marks(NamedTuple):
-    """What is compared of a request.
+    """What is compared of a request."""
 
-    Attributes:
-        risk: Of the one that would serve it; infinite where nobody may, -infinite of a repeat of a source.
-        similarity: Of that one, -1 to 1; -1 where nobody was found.
-        forecast: The class that is expected, or the largest component of what is; -1 where nothing is forecast.
-    """
-
-    risk: float
-    similarity: float
-    forecast: int
+    risk: float  # of the one that would serve it; infinite where nobody may, -infinite of a repeat of a source
+    similarity: float  # of that one, -1 to 1; -1 where nobody was found
+    forecast: int  # the class that is expected, or the largest component of what is; -1 where nothing is
 
     @property
     def is_repeat(self) -> bool:
@@ -74,38 +68,23 @@ def marks_of(choice: Choice | None, forecast: Floats | None) -> Marks:
 
 
 def marks_of_source(forecast: Floats | None) -> Marks:
-    """Marks of a request that is a source itself."""
     return Marks(-inf, 1.0, -1 if forecast is None else int(forecast.argmax()))
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What marks are on C.
+    """What marks are on C."""
 
-    Attributes:
-        n: Different requests, repeats of sources left out.
-        classes: Forecasts, the rarest first. Empty where nothing is forecast.
-        edges: Of each kind of mark, rising: risks, of which the limit in use is one, similarities, and places of the
-            class in each order of classes.
-        counts: How many marks are at most each edge.
-        n_repeats: Sources that came again. None of early saves, which counted them in `n`: nothing can be compared.
-    """
-
-    n: int
-    classes: tuple[int, ...]
-    edges: tuple[tuple[float, ...], ...]
-    counts: tuple[tuple[int, ...], ...]
-    n_repeats: int | None = None
+    n: int  # different requests, repeats of sources left out
+    classes: tuple[int, ...]  # forecasts, the rarest first; empty where nothing is forecast
+    edges: tuple[tuple[float, ...], ...]  # by kind of mark: risks, similarities, places of the class in each order
+    counts: tuple[tuple[int, ...], ...]  # how many marks are at most each edge
+    n_repeats: int | None = None  # sources that came again; None of early saves, with which nothing can be compared
 
 
 def profile(marks: Mapping[str, Marks], learned: Sequence[int], limit: float) -> Profile:
-    """Lay edges through what was found on C.
-
-    Args:
-        marks: Of the requests of C, by key.
-        learned: Forecasts of requests that were learned from: the order of classes must not come from C.
-        limit: The largest risk that is allowed.
-    """
+    """Lay edges through the marks of requests of C, by key; `limit` is the largest risk that is allowed."""
+    # Those learned from: the order of classes must not come from C.
     classes = tuple(name for name, _ in reversed(Counter(learned).most_common()) if name >= 0)
     spread = _Spread(classes)
     new = [spread(one) for one in marks.values() if not one.is_repeat]
@@ -121,7 +100,6 @@ class _Spread:
     """Turns marks into numbers, one of each kind."""
 
     def __init__(self, classes: Sequence[int]) -> None:
-        """Lay out classes, the rarest first."""
         self._none = (-1.0,) * (1 + len(_ORDERS) if classes else 0)  # the place of all classes that are not known
         self._places = {
             name: (float(rank), *(rank * order % 1 for order in _ORDERS)) for rank, name in enumerate(classes, start=1)
@@ -133,7 +111,6 @@ class _Spread:
 
     @property
     def n_kinds(self) -> int:
-        """How many numbers that makes."""
         return 2 + len(self._none)
 
 
@@ -141,12 +118,10 @@ class _Counts:
     """Counts numbers between edges, kind by kind."""
 
     def __init__(self, edges: Sequence[Sequence[float]]) -> None:
-        """Begin without requests."""
         self._edges = edges
         self._counts = [[0] * (len(kind) + 1) for kind in edges]
 
     def add(self, numbers: Sequence[float]) -> None:
-        """Count a request."""
         for edges, counts, number in zip(self._edges, self._counts, numbers, strict=True):
             counts[bisect_left(edges, number)] += 1
 
@@ -161,11 +136,7 @@ class DriftDetector:
     """Compares requests with one profile. The caller holds a lock."""
 
     def __init__(self, profile: Profile) -> None:
-        """Begin without requests.
-
-        Args:
-            profile: One that says how many sources came again.
-        """
+        """Begin without requests; the profile must say how many sources came again."""
         n, n_repeats = profile.n, profile.n_repeats
         assert n_repeats is not None, "it is not known what of it repeats were"
         at_most = np.concatenate([np.array(counts, np.int64) for counts in profile.counts])

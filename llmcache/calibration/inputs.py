@@ -19,16 +19,7 @@ _NO_LENGTH = 10**9  # tokenizers without a longest length tell some huge one
 
 
 def tokenised(requests: Requests, tokenizer: Any, trunk: Trunk) -> Iterator[Mapping[str, Any]]:
-    """Inputs of the model for each request.
-
-    Args:
-        requests: Tokenised inputs, or texts.
-        tokenizer: Of the texts; None if there are none.
-        trunk: Of the model.
-
-    Raises:
-        CalibrationError: It is no collection of requests, or one of them is nothing that the model takes.
-    """
+    """Inputs of the model for each request; refuses what is nothing that the model takes."""
     if isinstance(requests, str | bytes | Mapping) or not isinstance(requests, Iterable):
         raise CalibrationError(f"requests: give a list of tokenised inputs or of texts (got {type(requests).__name__})")
     most, most_of_text = longest_input(trunk) if _has_position_table(trunk) else None, longest_input(trunk, tokenizer)
@@ -92,21 +83,11 @@ def _has_position_table(trunk: Trunk) -> bool:
 
 
 def n_rows(inputs: Mapping[str, Any]) -> int:
-    """Rows of one request's inputs."""
     return len(inputs["input_ids"])
 
 
 def numbered(labels: Iterable[Any] | None, n: int, model: Any) -> list[Any]:
-    """A label for each row (N,), None where none are given; names become the numbers that the model's config gives.
-
-    Args:
-        labels: In the order of the rows.
-        n: Rows.
-        model: As given to `wrap`.
-
-    Raises:
-        CalibrationError: There are more or fewer labels than rows.
-    """
+    """A label for each of `n` rows, None where none are given; names become the numbers of the model's config."""
     if labels is None:
         return [None] * n
     told = list(labels)
@@ -117,16 +98,7 @@ def numbered(labels: Iterable[Any] | None, n: int, model: Any) -> list[Any]:
 
 
 def check_labels(labels: Sequence[Any], n_classes: int, answers: Answers) -> None:
-    """Refuse labels that the head does not know, and answers that no label is compared with.
-
-    Args:
-        labels: Numbers of classes (N,).
-        n_classes: C of the head.
-        answers: Their kind.
-
-    Raises:
-        CalibrationError: Answers are not classes, or a label is not one of them.
-    """
+    """Refuse labels (N,) that are none of the head's classes, and answers that no label is compared with."""
     if answers.name != "class":
         raise CalibrationError(
             f"metric 'accuracy' is one of classes, and this model answers with kind {answers.name!r}: give a Metric"

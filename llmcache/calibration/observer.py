@@ -24,6 +24,8 @@ from llmcache.request.observation import Observation
 from llmcache.request.rows import to_host
 from llmcache.request.variables import setting
 
+States = Mapping[int, Mapping[str, Tensor]]  # named, by layer
+
 _MOST = 1e18  # the square of more is no number in float32
 
 
@@ -41,14 +43,7 @@ class Observer:
     """Reads the answers of calls that have ended: notes them beside entries, and shows whole requests to a learner."""
 
     def __init__(self, banks: CacheBanks, answers: Answers, read: Reading, head: Weights | None = None) -> None:
-        """Remember whom to tell.
-
-        Args:
-            banks: Holds the entries.
-            answers: The kind of the model's answers.
-            read: Finds logits (B, C) in what the model returned.
-            head: What of the model makes the answers; needed by learners.
-        """
+        """Remember whom to tell; learners need `head`, what of the model makes the answers."""
         self.answers = answers
         self.learner: Learner | None = None
         #: Within: rows are computed, and shown to this list instead of being stored.
@@ -58,32 +53,17 @@ class Observer:
         self._head = head
 
     def see(self, call: Call, output: Any) -> None:
-        """Take in a call whose rows were computed or served, and what the model returned for it.
-
-        Args:
-            call: It has ended.
-            output: Of the whole model; not looked at where answers are read from payloads.
-
-        Raises:
-            TypeError: No answer was found in the output.
-            ValueError: It is not one answer a row.
-        """
+        """Take in a call that has ended, and what the whole model returned, unless answers are read from payloads."""
         computed = {
             number: states for number, states in call.progress.captured.items() if number not in call.plan.reused
         }
         if not computed:
             return
-        last = self._banks.layers[-1]
-        targets = torch.stack([states[last]["hidden"].float().mean(dim=0) for states in computed.values()])
-        logits = targets if self.answers.reads_payload else self._logits(call, output)[list(computed)]
-        # Of an output with NaN no answer is read, though a largest one be found in it: it agrees with none.
-        signed = self.answers.sign(logits).masked_fill(logits.isnan().any(dim=-1, keepdim=True), nan)
-        signatures, outputs, vectors = to_host(signed, logits.float(), targets)
-        assert signatures is not None and outputs is not None and vectors is not None
+        signatures, outputs, vectors = self._answers_of(call, output, computed)
         collected = self.collected.get()
-        for i, number in enumerate(computed):
-            if collected is None:
-                self._banks.sign(call.rows[number].key, signatures[i])
+        if collected is None:
+            for number, signature in zip(computed, signatures, strict=True):
+                self._banks.sign(call.rows[number].key, signature)
         wanted = computed if collected is not None else () if self.learner is None else self.learner.wanted(call)
         if call.read.features is None or not wanted:
             return
@@ -109,6 +89,15 @@ class Observer:
         elif self.learner is not None:
             self.learner.observe(call, seen)
 
+    def _answers_of(self, call: Call, output: Any, computed: Mapping[int, States]) -> list[Floats]:
+        """Of computed rows: signatures (n, S), outputs (n, C), and mean rows of the last layer's payload (n, D)."""
+        last = self._banks.layers[-1]
+        targets = torch.stack([states[last]["hidden"].float().mean(dim=0) for states in computed.values()])
+        logits = targets if self.answers.reads_payload else self._logits(call, output)[list(computed)]
+        # Of an output with NaN no answer is read, though a largest one be found in it: it agrees with none.
+        signed = self.answers.sign(logits).masked_fill(logits.isnan().any(dim=-1, keepdim=True), nan)
+        return [array for array in to_host(signed, logits.float(), targets) if array is not None]
+
     def _logits(self, call: Call, output: Any) -> Tensor:
         logits = self._read(output)
         if len(logits) != call.n_rows:
@@ -124,17 +113,10 @@ def collect(
     *,
     is_learned_from: bool = False,
 ) -> list[Observation]:
-    """Compute requests and see all of them, in order.
+    """Compute requests, numbered from `first`, and see all of them, in order.
 
-    Args:
-        compute: Runs the model on tokenised inputs, in inference mode.
-        observer: Sees its calls.
-        requests: Tokenised inputs.
-        first: Number of the first of them.
-        is_learned_from: What they came to is fitted: their outputs must be numbers that this can be done with.
-
-    Raises:
-        CalibrationError: One could not be computed, or could not be seen, or came to what is no number.
+    Refused is one that could not be computed, or could not be seen, or came to what is no number. With
+    `is_learned_from`, its outputs must be numbers that something can be fitted to.
     """
     seen: list[Observation] = []
     for number, inputs in enumerate(requests, start=first):

@@ -10,11 +10,7 @@ from llmcache.policies import POLICIES, Policy
 
 
 def refuse_unsafe(what: str, head: Head, config: CacheConfig) -> None:
-    """Refuse approximate reuse under a head whose answers it would replace by those of another input.
-
-    Raises:
-        UnsafeReuseError: It is such a head, and nobody allowed it.
-    """
+    """Refuse approximate reuse under a head whose answers it would replace by those of another input."""
     if not head.why_unsafe or config.allow_unsafe:
         return
     raise UnsafeReuseError(
@@ -25,16 +21,7 @@ def refuse_unsafe(what: str, head: Head, config: CacheConfig) -> None:
 
 
 def check_settings(head: Head, config: CacheConfig) -> None:
-    """Refuse settings under which no bound could be kept.
-
-    Args:
-        head: What reads the trunk's output.
-        config: Settings.
-
-    Raises:
-        ConfigError: A setting rules out a calibration.
-        UnsafeReuseError: The head answers token by token.
-    """
+    """Refuse settings under which no bound could be kept."""
     if config.tau is not None:
         raise ConfigError(
             f"tau={config.tau} is your own choice of what may be reused; to have it calibrated, wrap without tau"
@@ -70,16 +57,7 @@ def check_settings(head: Head, config: CacheConfig) -> None:
 
 
 def check_student(payload: Payload, answers: Answers, config: CacheConfig) -> None:
-    """Refuse settings under which a forecast alone could serve nothing, or past a gate.
-
-    Args:
-        payload: What of a state is kept.
-        answers: The kind of the model's answers.
-        config: Settings, which ask for `decide='student'`.
-
-    Raises:
-        ConfigError: A setting does not go with it.
-    """
+    """Refuse settings under which a forecast alone (`decide='student'`) could serve nothing, or past a gate."""
     if config.fingerprint_component.name != "learned":
         raise ConfigError(
             f"decide='student' with fingerprint={config.fingerprint.name!r}, which forecasts nothing: use 'learned' or "

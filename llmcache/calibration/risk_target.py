@@ -44,28 +44,15 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class RiskTarget:
-    """What a calibration is to show.
+    """What a calibration is to show."""
 
-    Attributes:
-        max_drop: Largest loss, a fraction of 1, or in units of the metric; over 0.
-        delta: Chance that the loss is larger all the same, over 0, under 1.
-        metric: `changed` answers; `accuracy`, which counts right answers that become wrong; or one of the user's.
-        sources: `frozen`, or `growing`: later misses serve, too.
-        seed: Of the draw of A, B and C, at least 0.
-    """
-
-    max_drop: float
-    delta: float
+    max_drop: float  # largest loss, a fraction of 1, or in units of the metric
+    delta: float  # chance that the loss is larger all the same
     metric: MetricName | Metric
-    sources: Sources
-    seed: int
+    sources: Sources  # `growing`: later misses serve, too
+    seed: int  # of the draw of A, B and C
 
     def __post_init__(self) -> None:
-        """Refuse what nobody can show.
-
-        Raises:
-            ConfigError: With the setting, its value and what would be accepted.
-        """
         most = self.metric.high - self.metric.low if isinstance(self.metric, Metric) else 1.0
         for name, value, limit in (("max_drop", self.max_drop, most), ("delta", self.delta, 1.0)):
             if not isinstance(value, int | float) or not 0 < value < limit:
@@ -80,5 +67,4 @@ class RiskTarget:
 
     @property
     def name(self) -> str:
-        """What the metric is called."""
         return self.metric if isinstance(self.metric, str) else self.metric.name

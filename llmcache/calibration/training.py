@@ -6,6 +6,7 @@ alone. The decision learns from all such looks; then the fingerprint is fitted o
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
 
@@ -22,89 +23,54 @@ from llmcache.fingerprint import Fingerprint
 from llmcache.fingerprint.token_vectors import TokenVectors
 from llmcache.matching.answers import Answers
 from llmcache.request.observation import Observation
-from llmcache.reuse.chooser import NeighbourChooser
+from llmcache.reuse.chooser import Choice, NeighbourChooser
 
 N_TURNS = 5
 
 
 class Found(NamedTuple):
-    """Who would serve a request.
+    """Who would serve a request."""
 
-    Attributes:
-        risk: Of serving it so; -infinite where it is stored itself, infinite where none may.
-        key: Of who would; None where there is none.
-        rung: By which; "" where there is none.
-    """
-
-    risk: float
-    key: str | None
-    rung: str
+    risk: float  # -infinite where it is stored itself, infinite where none may serve it
+    key: str | None  # of who would; None where there is none
+    rung: str  # by which; "" where there is none
 
 
+@dataclass(eq=False)
 class CalibrationFitter:
     """Of one wrapped model. One thread at a time."""
 
-    def __init__(
-        self,
-        banks: CacheBanks,
-        fingerprint: Fingerprint,
-        tokens: TokenVectors | None,
-        chooser: NeighbourChooser,
-        answers: Answers,
-    ) -> None:
-        """Remember whom to teach.
-
-        Args:
-            banks: Where sources are held.
-            fingerprint: Not fitted yet.
-            tokens: Where it takes vectors of tokens from, or None.
-            chooser: Not taught yet.
-            answers: The kind of the model's answers.
-        """
-        self._banks = banks
-        self.fingerprint = fingerprint
-        self._tokens = tokens
-        self._chooser = chooser
-        self._answers = answers
-        self._forecasts: dict[str, tuple[Floats, Floats | None]] = {}  # by key, as the fingerprint is now
+    banks: CacheBanks
+    fingerprint: Fingerprint
+    tokens: TokenVectors | None  # where the fingerprint takes vectors of tokens from
+    chooser: NeighbourChooser
+    answers: Answers
+    _forecasts: dict[str, tuple[Floats, Floats | None]] = field(init=False, default_factory=dict)  # as it is now
 
     def fit(self, cases: Sequence[Observation]) -> Doubles:
-        """Fit the fingerprint, teach the decision, and let the requests serve from then on; they stay.
+        """Fit the fingerprint, teach the decision, and let the requests, which all differ, serve; they stay.
 
-        Args:
-            cases: Requests that all differ.
-
-        Returns:
-            Limits worth trying, strictest first (K,): the risks of serving them, each looked up among others.
-
-        Raises:
-            CalibrationError: Not all of them are held.
+        Returns limits worth trying, strictest first (K,): the risks of serving them, each looked up among others.
         """
-        self._chooser.learn(cases)
-        if self._tokens is not None:
-            self._tokens.frame(cases[0].row, cases[0].features)
+        self.chooser.learn(cases)
+        if self.tokens is not None:
+            self.tokens.frame(cases[0].row, cases[0].features)
         looks = []
         for turn in range(N_TURNS):
             self.refit([case for i, case in enumerate(cases) if i % N_TURNS != turn])
-            looks += [self._chooser.look(case, *self._forecast(case)) for case in cases[turn::N_TURNS]]
-        limits = settings(self._chooser.fit(looks))
+            looks += [self.chooser.look(case, *self._forecast(case)) for case in cases[turn::N_TURNS]]
+        limits = settings(self.chooser.fit(looks))
         self.refit(cases)
-        return limits[limits <= self._chooser.max_risk]
+        return limits[limits <= self.chooser.max_risk]
 
     def refit(self, cases: Sequence[Observation], is_pinned: bool = True) -> None:
-        """Fit the fingerprint, and let the requests serve from then on, and no others.
+        """Fit the fingerprint, and let the requests, which all differ, serve from then on, and no others.
 
-        The decision is left as it was taught, so that a limit that was chosen among its risks keeps its meaning.
-
-        Args:
-            cases: Requests that all differ.
-            is_pinned: Nothing makes them leave until the next calibration.
-
-        Raises:
-            CalibrationError: They are to be kept, and not all are held.
+        The decision is left as it was taught, so that a limit that was chosen among its risks keeps its meaning. Those
+        that are pinned do not leave until the next calibration.
         """
         self.fingerprint.fit(
-            [case.features for case in cases], targets(cases, self._answers), outputs(cases, self._answers)
+            [case.features for case in cases], targets(cases, self.answers), outputs(cases, self.answers)
         )
         self.resume()
         self.stand(cases, is_pinned)
@@ -113,19 +79,14 @@ class CalibrationFitter:
     def resume(self) -> None:
         """Let requests be found by the fingerprint, which was just fitted or restored."""
         self.forget()
-        self._banks.search_by(self.fingerprint)
+        self.banks.search_by(self.fingerprint)
 
     def forget(self) -> None:
         """Drop what the fingerprint told of requests; it would tell the same again."""
         self._forecasts.clear()
 
     def look_up(self, cases: Sequence[Observation], repeated: Collection[str]) -> list[Found]:
-        """Who would serve each request.
-
-        Args:
-            cases: The requests.
-            repeated: Keys of those that are stored themselves, which carry no risk.
-        """
+        """Who would serve each request; those `repeated` (keys) are stored themselves, which carries no risk."""
         found: dict[str, Found] = {}
         for case in cases:
             if (key := case.row.key) not in found:  # one that comes again finds the same
@@ -138,13 +99,7 @@ class CalibrationFitter:
         return np.array([one.risk for one in found], np.float64), [one.key for one in found]
 
     def profile(self, cases: Sequence[Observation], sources: Mapping[str, Observation], limit: float) -> Profile:
-        """What requests of C are like, for those that come later to be compared with.
-
-        Args:
-            cases: The requests.
-            sources: Those that stand, by key.
-            limit: The largest risk that is allowed.
-        """
+        """What requests of C are like, given those that stand, for those that come later to be compared with."""
         learned = [marks_of_source(self._forecast(case)[1]).forecast for case in sources.values()]
         return profile(self.marks(cases, sources), learned, limit)
 
@@ -152,25 +107,15 @@ class CalibrationFitter:
         """What is compared of each request, by key; see `risks`."""
         marks = {}
         for case in cases:
-            vector, forecast = self._forecast(case)
-            if case.row.key in repeated:
-                marks[case.row.key] = marks_of_source(forecast)
-                continue
-            forecasts = None if forecast is None else forecast[None]
-            (choice,) = self._chooser.choose(case.scope, [case.row], vector[None], forecasts)
-            marks[case.row.key] = marks_of(choice, forecast)
+            forecast = self._forecast(case)[1]
+            is_repeat = case.row.key in repeated
+            marks[case.row.key] = marks_of_source(forecast) if is_repeat else marks_of(self._choose(case), forecast)
         return marks
 
     def trial(
         self, cases: Sequence[Observation], sources: Mapping[str, Observation], metric: MetricName | Metric
     ) -> HoldoutOutcome:
-        """What would become of requests that were not learned from, served by those that stand.
-
-        Args:
-            cases: Requests, C for instance.
-            sources: Those that stand, by key.
-            metric: Says what is lost.
-        """
+        """What would become of requests that were not learned from, C for instance, served by those that stand."""
         risk, found = self.risks(cases, set(sources))
         served_by = [None if key is None else sources[key] for key in found]
         if isinstance(metric, Metric):
@@ -187,52 +132,48 @@ class CalibrationFitter:
 
     def restart(self, cases: Sequence[Observation]) -> None:
         """Let these requests serve, and no others; what was learned stays."""
-        self._banks.search_by(self.fingerprint)
+        self.banks.search_by(self.fingerprint)
         self.stand(cases)
         self._present(cases)
 
     def stand(self, cases: Sequence[Observation], is_pinned: bool = False) -> None:
-        """Let requests serve, too.
-
-        Args:
-            cases: The requests.
-            is_pinned: Nothing makes them leave until the next calibration.
-
-        Raises:
-            CalibrationError: They are to be kept, and not all are held.
-        """
+        """Let requests serve, too; those that are pinned do not leave until the next calibration, and must be held."""
         self._hold(cases)
         for case in cases:
-            vector = self._forecast(case)[0] if self._chooser.searches else None
-            if not self._banks.stand(case.row, vector, is_pinned) and is_pinned:
+            vector = self._forecast(case)[0] if self.chooser.searches else None
+            if not self.banks.stand(case.row, vector, is_pinned) and is_pinned:
                 raise CalibrationError(
                     "not all requests that are to serve are held: raise max_entries or max_bytes, or give fewer"
                 )
 
     def _present(self, cases: Sequence[Observation]) -> None:
         """Choose examples of answers among requests that serve. They stay, also where others may leave."""
-        examples = set(self._chooser.present((case.scope, case.row.key, case.answer) for case in cases))
+        examples = set(self.chooser.present((case.scope, case.row.key, case.answer) for case in cases))
         self.stand([case for case in cases if case.row.key in examples], is_pinned=True)
 
-    def _find(self, case: Observation) -> Found:
+    def _choose(self, case: Observation) -> Choice | None:
         vector, forecast = self._forecast(case)
         forecasts = None if forecast is None else forecast[None]
-        (choice,) = self._chooser.choose(case.scope, [case.row], vector[None], forecasts)
+        (choice,) = self.chooser.choose(case.scope, [case.row], vector[None], forecasts)
+        return choice
+
+    def _find(self, case: Observation) -> Found:
+        choice = self._choose(case)
         return Found(inf, None, "") if choice is None else Found(choice.risk, choice.neighbour.key, choice.rung)
 
     def _hold(self, cases: Sequence[Observation]) -> None:
         for case in cases:
-            if case.states and not self._banks.known(case.row):
-                self._banks.put(case.scope, case.row, case.states)
-            self._banks.sign(case.row.key, case.answer)
+            if case.states and not self.banks.known(case.row):
+                self.banks.put(case.scope, case.row, case.states)
+            self.banks.sign(case.row.key, case.answer)
 
     def _is_changed(self, case: Observation, source: Observation) -> bool:
-        return not self._answers.agree(case.answer, source.answer)
+        return not self.answers.agree(case.answer, source.answer)
 
     def _goes_wrong(self, case: Observation, source: Observation) -> bool:
         """Whether the answer was right and no longer is."""
         right = np.array([case.label], np.float32)
-        return bool(self._answers.agree(case.answer, right) and not self._answers.agree(source.answer, right))
+        return bool(self.answers.agree(case.answer, right) and not self.answers.agree(source.answer, right))
 
     def _forecast(self, case: Observation) -> tuple[Floats, Floats | None]:
         """Fingerprint (F,) of a request, and the forecast of its output (C,), or None."""

@@ -5,44 +5,29 @@ from typing import Annotated
 
 import typer
 
-from llmcache.cli.options import ModelsDir
+from llmcache.cli import options
 from llmcache.cli.output import check_writable, write_json
-from llmcache.cli.sampling import (
-    MAX_NEW_TOKENS,
-    DoSample,
-    MaxNewTokens,
-    Model,
-    Penalty,
-    Seed,
-    Temperature,
-    TopK,
-    TopP,
-    TruncateOption,
-    cuts,
-    make_sampling,
-    told,
-)
 
 
 def command(
-    model: Model,
+    model: options.Model,
     prompt: Annotated[str, typer.Option(help="What is asked, or is to be gone on with.")],
     system: Annotated[str | None, typer.Option(help="What is said before it.")] = None,
-    truncate: TruncateOption = "error",
-    max_new_tokens: MaxNewTokens = MAX_NEW_TOKENS,
-    do_sample: DoSample = False,
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    repetition_penalty: Penalty = None,
-    seed: Seed = 0,
+    truncate: options.TruncateOption = "error",
+    max_new_tokens: options.MaxNewTokens = options.MAX_NEW_TOKENS,
+    do_sample: options.DoSample = False,
+    temperature: options.Temperature = None,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    repetition_penalty: options.Penalty = None,
+    seed: options.Seed = 0,
     verbose: Annotated[bool, typer.Option("--verbose", help="Tell how long it took.")] = False,
-    models_dir: ModelsDir = None,
+    models_dir: options.ModelsDir = None,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all figures here.")] = None,
 ) -> None:
     """Answer one prompt, token by token."""
     check_writable(json_file)
-    sampling = make_sampling(max_new_tokens, do_sample, temperature, top_k, top_p, repetition_penalty, seed)
+    sampling = options.make_sampling(max_new_tokens, do_sample, temperature, top_k, top_p, repetition_penalty, seed)
     from llmcache.generation import Chat
     from llmcache.models.loading import load_causal
 
@@ -53,8 +38,8 @@ def command(
     typer.echo()
     turn = chat.turn()
     if verbose:
-        typer.echo(told(turn))
-    elif cut := cuts(turn):
+        typer.echo(options.told(turn))
+    elif cut := options.cuts(turn):
         typer.echo(f"llmcache: {cut}", err=True)
     made, times = turn.generation, turn.generation.times
     assert times is not None

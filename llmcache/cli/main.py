@@ -46,7 +46,6 @@ USER_ERRORS: Final = (LLMCacheError, OSError)
 
 
 def build_app(commands: Mapping[str, Callable[..., None]]) -> typer.Typer:
-    """Make the command line of a table of commands."""
     app = typer.Typer(
         callback=_global_options,
         no_args_is_help=True,
@@ -67,14 +66,7 @@ def build_app(commands: Mapping[str, Callable[..., None]]) -> typer.Typer:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run the command line and exit.
-
-    Args:
-        args: Arguments after the program's name. None takes the process's own.
-
-    Raises:
-        SystemExit: Always: 0 when done, 2 for what the user can put right.
-    """
+    """Run the command line and exit: with 0 when done, 2 for what the user can put right."""
     try:
         app(args=args, prog_name="llmcache")
     except USER_ERRORS as error:

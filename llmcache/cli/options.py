@@ -1,12 +1,77 @@
-"""Options that commands share."""
+"""Options that commands share, and what they tell of a request."""
 
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import typer
+
+if TYPE_CHECKING:
+    from llmcache.generation import Sampling
+    from llmcache.generation.chat import Turn
 
 MODELS_VARIABLE = "LLMCACHE_MODELS"
 
 ModelsDir: TypeAlias = Annotated[
     Path | None, typer.Option(envvar=MODELS_VARIABLE, help="Folder in which models are looked up by name.")
 ]
+Model: TypeAlias = Annotated[str, typer.Option(help="A causal language model: a folder, or a name on the hub.")]
+MaxNewTokens: TypeAlias = Annotated[int, typer.Option(help="Tokens of an answer at most.")]
+DoSample: TypeAlias = Annotated[bool, typer.Option("--do-sample", help="Draw tokens; else the likeliest is taken.")]
+Temperature: TypeAlias = Annotated[float | None, typer.Option(help="Divides the logits. With --do-sample.")]
+TopK: TypeAlias = Annotated[int | None, typer.Option(help="Draw from so many tokens. With --do-sample.")]
+TopP: TypeAlias = Annotated[float | None, typer.Option(help="Draw from this much probability. With --do-sample.")]
+Penalty: TypeAlias = Annotated[float | None, typer.Option("--repetition-penalty", help="Over 1 repeats less.")]
+Seed: TypeAlias = Annotated[int, typer.Option(help="Of the draw.")]
+TruncateOption: TypeAlias = Annotated[
+    Literal["left", "error"], typer.Option(help="Of a prompt that is too long: drop its beginning, or refuse it.")
+]
+
+MAX_NEW_TOKENS = 128
+
+
+def make_sampling(
+    max_new_tokens: int,
+    do_sample: bool,
+    temperature: float | None,
+    top_k: int | None,
+    top_p: float | None,
+    repetition_penalty: float | None,
+    seed: int,
+) -> "Sampling":
+    """Settings from what was given on the command line."""
+    from llmcache.generation import Sampling
+
+    given: dict[str, Any] = {
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "repetition_penalty": repetition_penalty,
+    }
+    chosen = {name: value for name, value in given.items() if value is not None}
+    return Sampling(max_new_tokens=max_new_tokens, do_sample=do_sample, seed=seed, **chosen)
+
+
+def cuts(turn: "Turn") -> str:
+    """What was left out for want of room; empty if nothing was."""
+    forgotten = f"oldest turns forgotten: {turn.n_forgotten:,}" if turn.n_forgotten else ""
+    cut = f"cut off on the left: {turn.prompt.n_dropped:,} tokens" if turn.prompt.n_dropped else ""
+    return ", ".join(part for part in (forgotten, cut) if part)
+
+
+def told(turn: "Turn") -> str:
+    """What of a request came from where, and how long it took: two lines."""
+    prompt, made = turn.prompt, turn.generation
+    n_prompt, n_reused = made.n_prompt, made.n_prompt if made.rung == "exact" else made.n_prefix
+    cut = cuts(turn)
+    first = (
+        f"prompt {'known' if prompt.is_hit else 'new'}, {n_prompt:,} tokens{cut and f', {cut}'}; "
+        f"{n_reused:,} of {n_prompt:,} from the store ({made.rung or 'computed'})"
+    )
+    if made.times is None:
+        return f"[{first}; no token]"
+    times = made.times
+    each = "" if times.tpot_s is None else f", each further one {1e3 * times.tpot_s:.1f} ms"
+    return (
+        f"[{first}]\n[encoding {1e3 * turn.encode_s:.1f} ms, first token {1e3 * times.ttft_s:.1f} ms{each}, "
+        f"{len(made.tokens):,} tokens in {1e3 * times.e2el_s:.0f} ms, K/V {made.kv_nbytes / 1e6:.2f} MB]"
+    )

@@ -15,11 +15,7 @@ INTERRUPTED: Final = 130  # exit status of a shell's command that Ctrl-C ended: 
 
 @contextmanager
 def interruptible(told: str) -> Iterator[None]:
-    """Within: Ctrl-C ends the command with one line that says what becomes of its work: `told`.
-
-    Raises:
-        typer.Exit: It was pressed.
-    """
+    """Within: Ctrl-C ends the command with one line that says what becomes of its work: `told`."""
     try:
         yield
     except KeyboardInterrupt:
@@ -28,11 +24,7 @@ def interruptible(told: str) -> Iterator[None]:
 
 
 def check_writable(path: Path | None) -> None:
-    """Tell before a long run that its result could not be written.
-
-    Raises:
-        ConfigError: The folder is not there, or the path is a folder.
-    """
+    """Tell before a long run that its result could not be written."""
     if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
         raise ConfigError(f"{path}: cannot be written; give a file in a folder that exists")
 
@@ -48,11 +40,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def write_json(path: Path | None, figures: Mapping[str, Any]) -> None:
-    """Write figures, if a path was given, and say where.
-
-    Raises:
-        OSError: They could not be written; names the path.
-    """
+    """Write figures, if a path was given, and say where."""
     if path is None:
         return
     with naming(path):

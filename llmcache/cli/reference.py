@@ -31,8 +31,6 @@ Made by `make docs` from `llmcache.CacheConfig`; do not edit.
 Settings are keyword arguments of `LLMCache.wrap`, or keys of a YAML file or mapping given as `config`. An exchangeable
 part is given by its name, or as `{name: ..., option: value}`. An unknown key or name is an error that lists the known.
 """
-#: Of the constructor's arguments, how many the library gives itself; the others are options of a setting.
-_GIVEN: Mapping[str, int] = {"index": 1, "store": 1}
 
 
 def render() -> str:
@@ -87,7 +85,6 @@ def _attributes(docstring: str) -> dict[str, str]:
 
 
 def _kind(annotation: Any) -> str:
-    """A type as it is written."""
     if annotation is Component:
         return "name | {name, options}"
     if get_origin(annotation) is Literal:
@@ -110,7 +107,7 @@ def _table(registry: Registry[Any]) -> Iterator[str]:
     for name, made in registry.items():
         told = (inspect.getdoc(made) or "").partition("\n\n")[0].replace("\n", " ").removeprefix(f"`{name}`: ")
         sentence = re.split(r"(?<=\.)\s", told)[0]
-        yield f"| `{name}` | {', '.join(_options(made, _GIVEN.get(registry.kind, 0)))} | {sentence} |"
+        yield f"| `{name}` | {', '.join(_options(made, len(registry.given)))} | {sentence} |"
 
 
 def _options(made: Callable[..., Any], n_given: int) -> Iterator[str]:

@@ -7,22 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from llmcache.cli.options import ModelsDir
-from llmcache.cli.sampling import (
-    MAX_NEW_TOKENS,
-    DoSample,
-    MaxNewTokens,
-    Model,
-    Penalty,
-    Seed,
-    Temperature,
-    TopK,
-    TopP,
-    TruncateOption,
-    cuts,
-    make_sampling,
-    told,
-)
+from llmcache.cli import options
 from llmcache.cli.table import show_table
 from llmcache.errors import RequestError
 
@@ -34,24 +19,24 @@ _PROMPT = "> "
 
 
 def command(
-    model: Model,
+    model: options.Model,
     system: Annotated[str | None, typer.Option(help="What is said before the first question.")] = None,
-    truncate: TruncateOption = "error",
-    max_new_tokens: MaxNewTokens = MAX_NEW_TOKENS,
-    do_sample: DoSample = False,
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    repetition_penalty: Penalty = None,
-    seed: Seed = 0,
+    truncate: options.TruncateOption = "error",
+    max_new_tokens: options.MaxNewTokens = options.MAX_NEW_TOKENS,
+    do_sample: options.DoSample = False,
+    temperature: options.Temperature = None,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    repetition_penalty: options.Penalty = None,
+    seed: options.Seed = 0,
     verbose: Annotated[bool, typer.Option("--verbose", help="Tell of each request what came from where.")] = False,
-    models_dir: ModelsDir = None,
+    models_dir: options.ModelsDir = None,
 ) -> None:
     """Talk to a model. Its cache serves what prompts have in common; /help lists commands.
 
     Ctrl-C ends an answer, which is forgotten then with its question; at the prompt it ends the conversation.
     """
-    sampling = make_sampling(max_new_tokens, do_sample, temperature, top_k, top_p, repetition_penalty, seed)
+    sampling = options.make_sampling(max_new_tokens, do_sample, temperature, top_k, top_p, repetition_penalty, seed)
     from llmcache import LLMCache
     from llmcache.generation import Chat
     from llmcache.models.loading import load_causal
@@ -66,7 +51,6 @@ class _Talk:
     """Reads lines and answers them until the end."""
 
     def __init__(self, chat: "Chat", cache: "LLMCache", is_verbose: bool) -> None:
-        """Take part in a conversation with a wrapped model."""
         from llmcache.generation import Latencies
 
         self._chat = chat
@@ -119,8 +103,8 @@ class _Talk:
         if turn.generation.times is not None:
             self._latencies.add(turn.generation.times, turn.generation.rung)
         if self._is_verbose:
-            typer.echo(told(turn))
-        elif cut := cuts(turn):
+            typer.echo(options.told(turn))
+        elif cut := options.cuts(turn):
             typer.echo(f"llmcache: {cut}", err=True)
 
     def _show_stats(self) -> None:

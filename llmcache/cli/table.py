@@ -12,12 +12,9 @@ _WHOLE_FROM = 10_000  # figures from here on are shown without decimals
 
 
 def show_table(title: str, rows: Sequence[Mapping[str, Any]], n_names: int = 1) -> None:
-    """Print rows under their headings. Names fold where room is short; where that is not enough, the table is wider.
+    """Print rows with the same keys, the headings; the first `n_names` columns say what a row is.
 
-    Args:
-        title: Printed above.
-        rows: All with the same keys, the headings. Numbers are rounded for reading, texts stand as they are.
-        n_names: Columns, from the left, that say what a row is.
+    Numbers are rounded for reading. Names fold where room is short; where that is not enough, the table is wider.
     """
     from rich import box
     from rich.console import Console

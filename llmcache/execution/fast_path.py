@@ -2,14 +2,17 @@
 
 Where fingerprints are made of token ids alone, all that a decision needs is known before the trunk has run, and so it
 is where requests are held in blocks. If every row is then served at the last layer, only the trunk's output is still to
-be packed, and the caller's K/V cache to be filled. How the output is packed is learned from calls that went the whole
-way: it is understood if it is the last states and, at most, what the trunk's own pooler makes of them, or the K/V
-cache. All other calls go the whole way, and all calls of a trunk on which somebody hung hooks, which would not run.
+be packed, and the caller's K/V cache to be filled. If not, and nothing is left to do at the layers, the trunk is run as
+it is for the other rows, and these are put beside those that are served. How the output is packed is learned from calls
+that went the whole way, layer by layer: it is understood if it is the last states and, at most, what the trunk's own
+pooler makes of them, or the K/V cache. All other calls go the whole way, and so do hits of a trunk on which somebody
+hung hooks, which would not run.
 
 Sizes: B rows, T tokens, D hidden width.
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +21,7 @@ from torch import Tensor, nn
 
 from llmcache.execution.runner import fill_cache
 from llmcache.models.adapters import CACHE, Trunk
+from llmcache.models.arguments import DECIDING, Arguments
 from llmcache.models.hooks import are_hooked
 from llmcache.models.model_config import setting
 from llmcache.models.payloads import Payload, place_padding
@@ -49,6 +53,21 @@ class OutputTemplate:
     weights: str
     pack: Pack
 
+    def states_of(self, output: Any, ids: Tensor) -> Tensor:
+        """The last states (B, T, D) in an output for ids (B, T).
+
+        Raises:
+            KeyError: It has none.
+            TypeError: Likewise, or they are no tensor.
+            ValueError: They are of another shape or dtype than before.
+        """
+        states = output[_STATES] if isinstance(output, Mapping) else output[0]
+        if not isinstance(states, Tensor):
+            raise TypeError(f"{_STATES} is a {type(states).__name__}")
+        if states.shape != (*ids.shape, self.width) or states.dtype != self.dtype:
+            raise ValueError(f"{_STATES} is {states.dtype} {tuple(states.shape)}")
+        return states
+
 
 class FastPath:
     """Packs outputs of one trunk. Thread-safe: what is learned is replaced as a whole."""
@@ -62,6 +81,7 @@ class FastPath:
         """
         self._trunk = trunk
         self._payload = payload
+        self._arguments = Arguments(trunk.module.forward)
         self._packings: dict[Kind, OutputTemplate | None] = {}
         self._hooked: list[nn.Module] = []  # whose hooks would not run
         self.forget()
@@ -115,10 +135,7 @@ class FastPath:
         """Output of a call whose rows are all served at the last layer."""
         ids = call.inputs.arguments["input_ids"]
         states = torch.empty((*ids.shape, template.width), dtype=template.dtype, device=ids.device)
-        for reuse in call.plan.reused.values():
-            valid = call.rows[reuse.row].valid
-            self._payload.place(reuse.entry.to(states.device), states[reuse.row], valid)
-            place_padding(reuse.padding, states[reuse.row], valid)
+        self._place(call, states)
         if call.plan.prefill is not None:
             call.progress.kv_cache = call.plan.prefill.kv_cache
             for number in range(self._trunk.depth):
@@ -127,6 +144,53 @@ class FastPath:
         call.progress.n_skipped += call.n_rows * self._trunk.depth
         call.progress.has_begun = call.progress.is_complete = True
         return output
+
+    def run(
+        self,
+        call: Call,
+        template: OutputTemplate,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Output of a call none of whose rows is served."""
+        output = forward(*args, **kwargs)
+        with suppress(KeyError, TypeError, ValueError):  # packed otherwise than before, so nothing of it is kept
+            call.progress.states = template.states_of(output, call.inputs.arguments["input_ids"])
+        call.progress.has_begun = call.progress.is_complete = True
+        return output
+
+    def run_rest(
+        self,
+        call: Call,
+        template: OutputTemplate,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Output of a call some of whose rows are served at the last layer: the trunk is run for the others."""
+        ids = call.inputs.arguments["input_ids"]
+        rows = [row.number for row in call.rows if row.number not in call.plan.reused]
+        index = torch.tensor(rows, device=ids.device)
+        for name in DECIDING:
+            tensor = self._arguments.get(args, kwargs, name)
+            if tensor is not None and len(tensor) == call.n_rows:
+                args, kwargs = self._arguments.replace(args, kwargs, name, tensor.index_select(0, index))
+        computed = template.states_of(forward(*args, **kwargs), ids[rows])
+        states = computed.new_empty((*ids.shape, template.width)).index_copy_(0, index, computed)
+        self._place(call, states)
+        output = template.pack(states, None)
+        call.progress.states = states
+        call.progress.n_skipped += len(call.plan.reused) * self._trunk.depth
+        call.progress.has_begun = call.progress.is_complete = True
+        return output
+
+    def _place(self, call: Call, states: Tensor) -> None:
+        """Put stored states in (B, T, D)."""
+        for reuse in call.plan.reused.values():
+            valid = call.rows[reuse.row].valid
+            self._payload.place(reuse.entry.to(states.device), states[reuse.row], valid)
+            place_padding(reuse.padding, states[reuse.row], valid)
 
     def kind(self, call: Call) -> Kind:
         """What the packing of an output hangs on."""

@@ -2,6 +2,7 @@
 
     opened   -> may this call use the cache at all, and would it pay? A stored prefix is put in, the rest run plainly
     early    -> where tokens are all that fingerprints are made of, what follows is done here, and hits end here
+    run      -> where nothing is left to do at the layers, the trunk is run as it is, for rows that nothing serves; else
     layer 0  -> rows and exact keys, fingerprint, then the rungs decide
     layer l  -> rows to compute are computed, stored states put in, misses captured
     closed   -> revalidated states compared, misses stored, counters updated, times told to the cost model
@@ -9,6 +10,7 @@
 Trouble here costs speed, never correctness: a failing lookup or store is counted, logged once, and computed around.
 """
 
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
@@ -156,10 +158,8 @@ class Flow:
         prefill = call.plan.prefill
         if self._lookup.needs_states if prefill is None else len(prefill.repeats) < call.n_rows:
             return None
-        if prefill is None and self._fast_path.is_watched:  # with blocks, that was looked at before
-            self._components.counters.hooked(_count_rows(call.inputs.arguments))
-            return None
         if (template := self._fast_path.template(call)) is None:
+            self._has_hooks(call)
             return None
         if not call.is_read and not self._lookup.read_early(call, template.entering):
             return None
@@ -169,7 +169,34 @@ class Flow:
         if template.entering != call.read.entering:
             return None
         self._lookup.ask(call, 0)
-        return self._answer(call, template) if call.plan.is_served else None
+        if call.plan.reused and self._has_hooks(call):
+            return None
+        if call.plan.is_served:
+            return self._answer(call, template)
+        frame.template = template if self._lookup.is_settled(call) else None
+        return None
+
+    def run(self, frame: Frame, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The trunk's output, of a call that was not answered before it.
+
+        Args:
+            frame: The call's.
+            forward: The trunk's own.
+            args: What to run it with, by position.
+            kwargs: What to run it with, by name.
+        """
+        call, template = frame.call, frame.template
+        if call is None or template is None:
+            output = forward(*args, **kwargs)
+            return self._completed(frame, forward(*args, **kwargs) if self._is_undone(frame) else output)
+        frame.call = None  # the layers are run as they are
+        try:
+            output = self._run_rest(call, template, forward, args, kwargs)
+        finally:
+            frame.call = call
+        if call.progress.states is not None:
+            self._capture.capture(call, self._last, call.progress.states)
+        return output
 
     def layer(self, frame: Frame, swap: LayerSwap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one layer for the rows that need it."""
@@ -205,7 +232,7 @@ class Flow:
         if frame is not None and frame.call is not None:
             frame.call.progress.attention = unpack(output)
 
-    def is_undone(self, frame: Frame) -> bool:
+    def _is_undone(self, frame: Frame) -> bool:
         """Whether decisions could not be carried out, so that the trunk has to be run again, as if unwrapped.
 
         Layers were skipped, but the state that stands for them was not put in: the cache was unwrapped meanwhile, or
@@ -222,7 +249,7 @@ class Flow:
         self._bypass(frame, self._find_trouble(), call.inputs.arguments)
         return True
 
-    def completed(self, frame: Frame, output: Any) -> Any:
+    def _completed(self, frame: Frame, output: Any) -> Any:
         """The output at all positions, where the trunk ran on those after a stored prefix."""
         if frame.call is not None:
             for rung in self._call_rungs:
@@ -409,6 +436,30 @@ class Flow:
         self._abandon(call)
         call.plan.cancel()
         return None
+
+    def _has_hooks(self, call: Call) -> bool:
+        """Whether hooks of others have to see a call pass through the layers, which is counted."""
+        has_hooks = call.plan.prefill is None and self._fast_path.is_watched  # with blocks, that was seen to before
+        if has_hooks:
+            self._components.counters.hooked(_count_rows(call.inputs.arguments))
+        return has_hooks
+
+    def _run_rest(
+        self,
+        call: Call,
+        template: OutputTemplate,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run the trunk for the rows that nothing serves; for all of them where that fails."""
+        if call.plan.reused:
+            with self._components.counters.guard("run a part of a batch"):
+                return self._fast_path.run_rest(call, template, forward, args, kwargs)
+            self._lookup.withdraw(call)
+            self._abandon(call)
+            call.plan.cancel()
+        return self._fast_path.run(call, template, forward, args, kwargs)
 
     def _abandon(self, call: Call) -> None:
         """Tell the rungs that nothing comes of a call."""

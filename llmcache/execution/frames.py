@@ -16,6 +16,7 @@ from llmcache.request.outcome import Outcome
 
 if TYPE_CHECKING:  # what it looks at knows the hooks, which know this
     from llmcache.audit.audit import Audit
+    from llmcache.execution.fast_path import OutputTemplate
 
 
 @dataclass(slots=True)
@@ -26,6 +27,7 @@ class Frame:
         outer: The forward of the same wrapped model within which this one is made, or None.
         last: What `LLMCache.last` is to say when it has ended.
         call: What a forward of the trunk knows, while it may use the cache; else None.
+        template: How the output is packed, where all was decided before the layers; else None.
         passing: A forward of the trunk that bypasses the cache, if somebody wants to know how it comes out.
         audit: Told that the processor is needed, or None.
         ended: Of a whole model: the calls of the trunk made directly within, None for each that bypassed the cache.
@@ -34,6 +36,7 @@ class Frame:
     outer: "Frame | None"
     last: tuple[Outcome, ...]
     call: Call | None = None
+    template: "OutputTemplate | None" = None
     passing: Call | None = None
     audit: "Audit | None" = None
     ended: list[Call | None] | None = None

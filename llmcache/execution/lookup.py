@@ -6,7 +6,7 @@ lookup's.
 Sizes: B rows, T tokens, D hidden width.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -19,6 +19,7 @@ from llmcache.execution.revalidation import Revalidation
 from llmcache.models.arguments import can_select_rows
 from llmcache.models.hooks import LayerSwap
 from llmcache.request.call import Call, Reuse
+from llmcache.reuse.base import Rung
 
 
 class Lookup:
@@ -36,6 +37,7 @@ class Lookup:
         self._revalidation = revalidation
         self._reader = RequestReader(parts, tokenizer)
         self._last = parts.trunk.depth - 1
+        self._asked_later: tuple[Sequence[Rung], bool] | None = None  # of which rungs, whether one is asked above 0
 
     @property
     def needs_states(self) -> bool:
@@ -75,6 +77,18 @@ class Lookup:
             return False
         finally:
             call.progress.lookup_s += perf_counter() - started
+
+    def is_settled(self, call: Call) -> bool:
+        """Whether nothing is left to do at the layers of a call that the rungs were asked about before them."""
+        parts = self._components
+        if parts.banks.layers != (self._last,) or parts.is_per_layer or parts.is_collecting:
+            return False
+        if call.inputs.mask_4d is not None or any(reuse.layer != self._last for reuse in call.plan.reused.values()):
+            return False
+        if self._asked_later is None or self._asked_later[0] is not parts.rungs:
+            numbers = range(1, self._last + 1)
+            self._asked_later = parts.rungs, any(rung.applies_at(n) for rung in parts.rungs for n in numbers)
+        return not self._asked_later[1]
 
     def leaves_alone(self, number: int) -> bool:
         """Whether nothing can happen at a layer in a call that reuses nothing: none is asked there, and none stored."""

@@ -22,24 +22,13 @@ class AttentionMean(MeanEmbedding):
     fits_any_layer = False
 
     def __init__(self, weight: float = 0.5) -> None:
-        """Weigh the halves.
-
-        Args:
-            weight: Share of the attention half, over 0, at most 1.
-
-        Raises:
-            ValueError: `weight` is out of its range.
-        """
+        """Weigh the halves: `weight` is the share of the attention half, over 0, at most 1."""
         if not 0 < weight <= 1:
             raise ValueError(f"weight={weight}: give a number over 0, at most 1; for 0 take fingerprint 'mean'")
         self._weight = weight
 
     def features(self, view: View) -> Tensor:
-        """Both halves (B, D + D), float32.
-
-        Raises:
-            RuntimeError: Layer 0 ran without its attention module being called.
-        """
+        """Both halves (B, D + D), float32."""
         if view.attention is None:
             raise RuntimeError(
                 "no output of layer 0's self-attention: is the adapter's `attention` what the layer calls?"

@@ -39,9 +39,6 @@ class Learned(Fingerprint):
         Args:
             dim: F, 2 to 384; at most the hidden width and the number of logits together are used.
             ridge: How much larger weights cost, over 0. More fits less closely.
-
-        Raises:
-            ValueError: A number is out of its range.
         """
         if not 2 <= dim <= 384 or not ridge > 0:
             raise ValueError(f"dim={dim}, ridge={ridge}: dim must be from 2 to 384, ridge over 0")
@@ -52,12 +49,7 @@ class Learned(Fingerprint):
         self._fitted: tuple[_Pool, dict[str, Floats]] | None = None  # replaced as a whole: others may be reading it
 
     def bind(self, embed: Lookup, think: Lookup) -> None:
-        """Say where vectors of tokens come from.
-
-        Args:
-            embed: `ids (m,) -> input embeddings (m, D)`.
-            think: `ids (m,) -> final states (m, D)` of requests of one token each.
-        """
+        """Say where vectors of tokens (m, D) come from: input embeddings, and final states of each token alone."""
         self._embed, self._think = embed, think
 
     @property
@@ -66,17 +58,10 @@ class Learned(Fingerprint):
         return 1 if self._fitted is None else 0
 
     def features(self, view: View) -> Tensor:
-        """Content tokens (B, T); see `View.content_ids`."""
         return view.content_ids
 
     def fit(self, features: Sequence[Floats], targets: Floats | None = None, outputs: Floats | None = None) -> None:
-        """Learn from requests.
-
-        Args:
-            features: Of N requests, (T,) each.
-            targets: What their fingerprints are to resemble (N, T).
-            outputs: What is to be forecast (N, C).
-        """
+        """Learn from requests (T,) what fingerprints are to resemble (N, T), and what is to be forecast (N, C)."""
         assert targets is not None and outputs is not None and self._think is not None and self._embed is not None
         requests = [_content(row) for row in features]
         tokens, counts = np.unique(np.concatenate([np.unique(ids) for ids in requests]), return_counts=True)
@@ -110,7 +95,6 @@ class Learned(Fingerprint):
         return self.project_with_forecast(features)[0]
 
     def project_with_forecast(self, features: Floats) -> tuple[Floats, Floats]:
-        """Fingerprints (B, F) from features (B, T), and forecasts of the outputs (B, C)."""
         if self._fitted is None:
             raise RuntimeError("fit() comes first")
         pool, learned = self._fitted
@@ -121,11 +105,9 @@ class Learned(Fingerprint):
         return normalise(projected), forecasts
 
     def state(self) -> dict[str, Floats]:
-        """What was learned."""
         return {} if self._fitted is None else dict(self._fitted[1])
 
     def restore(self, state: Mapping[str, Floats]) -> None:
-        """Take up what was learned."""
         assert self._embed is not None
         self._fitted = (_Pool(state, self._embed), dict(state)) if state else None
 
@@ -134,12 +116,7 @@ class _Pool:
     """Makes one vector of a request's tokens. Vectors of tokens that were met are kept. Thread-safe."""
 
     def __init__(self, learned: Mapping[str, Floats], embed: Lookup) -> None:
-        """Begin with no token met.
-
-        Args:
-            learned: Static vectors and weights, and how static vectors are guessed; see `Learned.fit`.
-            embed: See `Learned.bind`.
-        """
+        """Begin with no token met; `learned` is of `Learned.fit`, `embed` of `Learned.bind`."""
         self._learned = learned
         self._embed = embed
         self._lock = threading.Lock()
@@ -213,7 +190,6 @@ class _Ridge:
 
 
 def _content(features: Floats) -> Ids:
-    """Token ids of a request's features."""
     ids: Ids = features[features >= 0].astype(np.int64)
     return ids
 

@@ -22,7 +22,6 @@ class MeanEmbedding(Fingerprint):
         return content_mean(view.hidden, view.content)
 
     def project(self, features: Floats) -> Floats:
-        """Features scaled to L2 norm 1, (B, D)."""
         return normalise(features)
 
 

@@ -31,9 +31,6 @@ class ShingleMinHash(Fingerprint):
             width: Tokens of a shingle, at least 1. More make order count and similarities lower.
             n_hashes: F, at least 2. The estimate's standard error is at most 0.5 / sqrt(F): 0.044 for 128.
             seed: Of the hash functions, 0 to 2**32 - 1; signatures made with another one are not comparable.
-
-        Raises:
-            ValueError: A number is out of its range.
         """
         if width < 1 or n_hashes < 2 or not 0 <= seed < 2**32:
             raise ValueError(
@@ -45,7 +42,6 @@ class ShingleMinHash(Fingerprint):
         self._seed = seed
 
     def features(self, view: View) -> Tensor:
-        """Content tokens (B, T); see `View.content_ids`."""
         return view.content_ids
 
     def project(self, features: Floats) -> Floats:

@@ -24,9 +24,6 @@ class PCAEmbedding(MeanEmbedding):
         Args:
             dim: Components kept, at least 1; at most the hidden width and `fit_on` are used.
             fit_on: Requests to fit on, at least 2.
-
-        Raises:
-            ValueError: A size is too small.
         """
         if dim < 1 or fit_on < 2:
             raise ValueError(f"dim={dim}, fit_on={fit_on}: dim must be at least 1 and fit_on at least 2")
@@ -37,11 +34,9 @@ class PCAEmbedding(MeanEmbedding):
 
     @property
     def n_fit(self) -> int:
-        """Requests still needed before it can project."""
         return self.fit_on if self._axes is None else 0
 
     def fit(self, features: Sequence[Floats], targets: Floats | None = None, outputs: Floats | None = None) -> None:
-        """Learn centre and axes from features (N, D)."""
         from sklearn.decomposition import PCA
 
         seen = np.stack(features)
@@ -56,12 +51,10 @@ class PCAEmbedding(MeanEmbedding):
         return normalise(product(features - self._centre, self._axes))
 
     def state(self) -> dict[str, Floats]:
-        """Centre and axes, once fitted."""
         if self._centre is None or self._axes is None:
             return {}
         return {"centre": self._centre, "axes": self._axes}
 
     def restore(self, state: Mapping[str, Floats]) -> None:
-        """Take up a fitted centre and axes."""
         if state:
             self._centre, self._axes = state["centre"], state["axes"]

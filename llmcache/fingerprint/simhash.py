@@ -14,15 +14,7 @@ class SimHash(MeanEmbedding):
     """
 
     def __init__(self, bits: int = 256, seed: int = 0) -> None:
-        """Choose the projections.
-
-        Args:
-            bits: Fingerprint length, a positive multiple of 8.
-            seed: Of the random projections; entries made with another seed are not comparable.
-
-        Raises:
-            ValueError: `bits` is not a positive multiple of 8.
-        """
+        """Choose `bits` random projections, a positive multiple of 8; entries of another `seed` are not comparable."""
         if bits <= 0 or bits % 8:
             raise ValueError(f"bits={bits}: give a positive multiple of 8")
         self.bits = bits
@@ -30,7 +22,6 @@ class SimHash(MeanEmbedding):
         self._planes: Floats | None = None
 
     def project(self, features: Floats) -> Floats:
-        """Signs (B, bits), scaled to L2 norm 1."""
         if self._planes is None:
             rng = np.random.default_rng(self._seed)
             self._planes = rng.standard_normal((features.shape[1], self.bits), dtype=np.float32)

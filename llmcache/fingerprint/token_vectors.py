@@ -22,16 +22,7 @@ class TokenVectors:
     """Asks a model for vectors of tokens. Nothing that it computes is cached or counted."""
 
     def __init__(self, trunk: Trunk, payload: Payload, forward: Callable[..., Any]) -> None:
-        """Prepare to ask.
-
-        Args:
-            trunk: Of the model.
-            payload: What of a state is kept.
-            forward: Computes as the trunk itself does, unseen by the cache.
-
-        Raises:
-            ConfigError: The trunk does not say where its input embeddings are.
-        """
+        """Prepare to ask; `forward` computes as the trunk itself does, unseen by the cache."""
         find = getattr(trunk.module, "get_input_embeddings", None)
         table = find() if callable(find) else None
         if not isinstance(table, torch.nn.Embedding):
@@ -46,12 +37,7 @@ class TokenVectors:
         self._thought: dict[int, Floats] = {}
 
     def frame(self, row: Row, content: Floats) -> None:
-        """Learn from one request which special tokens come before and after its content, and forget what was computed.
-
-        Args:
-            row: The request.
-            content: Its tokens (T,), -1 where they carry no content.
-        """
+        """Learn the special tokens around the content (T,) (-1: none) of one request, and forget what was computed."""
         ids = np.frombuffer(row.ids, f"u{len(row.ids) // row.n_valid}").tolist()
         where = np.flatnonzero(content[row.valid] >= 0)
         self._frame = (ids[: where[0]], ids[where[-1] + 1 :])

@@ -46,7 +46,6 @@ class Answer(Iterator[str]):
     """An answer as it is made: pieces of text. Closed or interrupted, it is not remembered. One thread at a time."""
 
     def __init__(self, tokens: Stream, tokenizer: Any) -> None:
-        """Decode a stream of tokens; made by `Chat.ask`."""
         self._tokens = tokens
         self._tokenizer = tokenizer
         self._ids: list[int] = []

@@ -24,16 +24,7 @@ _PLAIN = {"DynamicLayer", "DynamicSlidingWindowLayer"}  # layers that attend, an
 
 
 def make_cache(kind: str, config: Any, max_length: int | None = None) -> Any:
-    """Make an empty K/V cache.
-
-    Args:
-        kind: One of `KINDS`.
-        config: Of the decoder.
-        max_length: Tokens that `static` holds, 1 or more; None: the model's context. Other kinds take none.
-
-    Raises:
-        ConfigError: The kind is unknown, or does not suit the model; or `max_length` is wrong, or not for this kind.
-    """
+    """Make an empty K/V cache of a kind; `max_length`, for `static` alone, is the model's context unless given."""
     if kind not in KINDS:
         raise ConfigError(f"cache: unknown kind {kind!r}; known: {', '.join(KINDS)}")
     if max_length is not None and kind != "static":
@@ -88,11 +79,7 @@ def context_length(config: Any) -> int | None:
 
 
 def check_room(kv_cache: Any, config: Any, n_new: int) -> None:
-    """See to it that tokens more fit, before anything is computed.
-
-    Raises:
-        RequestError: A layer of fixed length has not that much room left.
-    """
+    """See to it that tokens more fit, before anything is computed."""
     window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
     limits = []
     for layer in kv_cache.layers:

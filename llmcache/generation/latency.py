@@ -115,7 +115,6 @@ class Latencies:
     """Collects requests, those of each rung apart. One thread at a time."""
 
     def __init__(self) -> None:
-        """None yet."""
         self._by_rung: dict[str, list[Latency]] = {}
 
     def add(self, latency: Latency, rung: str | None = None) -> None:

@@ -79,7 +79,6 @@ class PromptCache:
         self._tokens: _Latest[tuple[int, ...]] = _Latest(max_entries)
 
     def __len__(self) -> int:
-        """Prompts held."""
         return len(self._tokens)
 
     def encode(self, prompt: str | Sequence[Message]) -> Prompt:

@@ -109,13 +109,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A token that was chosen.
-
-    Attributes:
-        id: Its id.
-        logprob: Its natural log-probability in the distribution that it was chosen from.
-        top: The likeliest tokens with theirs, likeliest first; fewer where fewer are possible.
-    """
+    """A token that was chosen; see `Token`."""
 
     id: int
     logprob: float
@@ -126,26 +120,13 @@ class Chooser:
     """Chooses the tokens of one request."""
 
     def __init__(self, sampling: Sampling, device: torch.device) -> None:
-        """Begin a request.
-
-        Args:
-            sampling: Its settings.
-            device: Where logits are, and the draw is made: seeds mean something else on another kind of device.
-        """
+        """Begin a request on a device: seeds mean something else on another kind."""
         self._sampling = sampling
         self._processors = sampling.processors()
         self._rng = torch.Generator(device).manual_seed(sampling.seed)
 
     def __call__(self, ids: Tensor, logits: Tensor) -> Choice:
-        """Choose the next token.
-
-        Args:
-            ids: Prompt and answer so far, int64 (1, T).
-            logits: Of what follows (1, V).
-
-        Raises:
-            RequestError: The logits are not finite.
-        """
+        """Choose what follows prompt and answer so far, int64 (1, T), by its logits (1, V), which must be finite."""
         scores = self._processors(ids, logits.to(torch.float32))  # as transformers: in half precision ties are many
         logprobs = torch.log_softmax(scores, dim=-1)[0]
         if bool(logprobs.isnan().any()):

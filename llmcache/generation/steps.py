@@ -105,7 +105,6 @@ def decode_step(model: Any, last: Tensor, kv_cache: Any, attention_mask: Tensor 
 
 
 def _check_step(last: Tensor, kv_cache: Any, n_held: int, mask: Tensor | None) -> None:
-    """See to it that a step, its K/V cache and its mask belong together."""
     if n_held == 0:
         raise RequestError("the K/V cache is empty: run the prompt with prefill() first")
     n_rows = kv_cache.layers[0].keys.shape[0]
@@ -151,5 +150,4 @@ def _forward(model: Any, ids: Tensor, mask: Tensor | None, kv_cache: Any, n_keep
 
 @remember
 def _argument_names(kind: type) -> frozenset[str]:
-    """Arguments that forward of a class of models names."""
     return frozenset(signature(kind.forward).parameters)  # type: ignore[attr-defined]

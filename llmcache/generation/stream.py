@@ -126,7 +126,6 @@ class Stream(Iterator[Token]):
         )
 
     def _run(self, ids: Tensor, kv_cache: Any) -> Generator[Token, None, None]:
-        """Prefill, then a step a token."""
         logits = run_prompt(self._model, self._config, ids, None, kv_cache)
         if self._listener is not None and self._listener.last:
             self._outcome = self._listener.last[0]
@@ -149,7 +148,6 @@ class Stream(Iterator[Token]):
 
 
 def _check(config: Any, ids: Any, sampling: Sampling) -> None:
-    """Refuse a request that does not suit the model."""
     if not isinstance(sampling, Sampling):
         raise ConfigError(f"sampling: give a Sampling (got {type(sampling).__name__})")
     check_prompt(config, ids)

@@ -13,12 +13,7 @@ from llmcache.generation.kv_caches import context_length, has_window
 
 
 def decoder_config(model: Any) -> Any:
-    """The config of the decoder.
-
-    Raises:
-        UnsupportedModelError: The model is no causal language model of transformers.
-        RequestError: It is in training mode, where dropout would draw other tokens.
-    """
+    """The config of the decoder; refuses a model that is no causal language model, or in training mode."""
     config: Any = getattr(model, "config", None)
     can_generate = getattr(model, "can_generate", None)
     if not isinstance(model, nn.Module) or can_generate is None or not can_generate() or config.is_encoder_decoder:
@@ -32,17 +27,7 @@ def decoder_config(model: Any) -> Any:
 
 
 def check_prompt(config: Any, ids: Any, attention_mask: Any = None) -> None:
-    """See to it that the model can be given these tokens.
-
-    Args:
-        config: Of the decoder.
-        ids: int64 or int32 (B, T).
-        attention_mask: (B, T), 1 for tokens, 0 for padding; or None.
-
-    Raises:
-        RequestError: They are not of that shape, empty, not in the vocabulary, more than the context; or padded in a
-            way that the model cannot tell from tokens.
-    """
+    """See to it that the model can be given these tokens (B, T), and the mask (B, T), 1 for tokens, 0 for padding."""
     _check_integers("ids", ids, 2, "(1, T), or (B, T) with an attention mask")
     if ids.numel() == 0:
         raise RequestError(
@@ -56,21 +41,12 @@ def check_prompt(config: Any, ids: Any, attention_mask: Any = None) -> None:
 
 
 def check_last(config: Any, last: Any) -> None:
-    """See to it that the newest token of each row is int64 or int32 (B,), of the vocabulary.
-
-    Raises:
-        RequestError: It is not.
-    """
+    """See to it that the newest token of each row is int64 or int32 (B,), of the vocabulary."""
     _check_integers("last", last, 1, "(B,), the newest token of each row")
     check_vocabulary("last", last, config)
 
 
 def check_vocabulary(name: str, ids: Tensor, config: Any) -> None:
-    """See to it that ids are of the vocabulary.
-
-    Raises:
-        RequestError: One is not.
-    """
     wrong = ids[(ids < 0) | (ids >= config.vocab_size)]
     if wrong.numel():
         raise RequestError(
@@ -80,11 +56,6 @@ def check_vocabulary(name: str, ids: Tensor, config: Any) -> None:
 
 
 def check_context(config: Any, n_tokens: int, n_new: int) -> None:
-    """See to it that a prompt and what is to follow it fit the context.
-
-    Raises:
-        RequestError: They do not.
-    """
     limit = context_length(config)
     if limit is None or n_tokens + n_new <= limit:
         return

@@ -9,8 +9,9 @@ A forecast is what a fingerprint lets expect of the output, before any layer has
 Sizes: N requests, n answers, B rows, C logits, S width of a signature.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,19 +25,14 @@ _ALIKE = 0.98  # cosine at which two embeddings are the same answer
 _SHARE_OF_RANGE = 0.05  # by which two scores may differ
 
 
-class Answers(Protocol):
-    """A kind of answer.
+class Answers(ABC):
+    """A kind of answer. Most need no learning."""
 
-    Attributes:
-        name: What it is called in settings.
-        reads_payload: It is made of the state that an entry keeps, not of the model's output.
-        is_discrete: Different requests have the very same one, so that an example can stand for it.
-    """
+    name: str  # in settings
+    reads_payload = False  # it is made of the state that an entry keeps, not of the model's output
+    is_discrete = False  # different requests have the very same one, so that an example can stand for it
 
-    name: str
-    reads_payload: bool
-    is_discrete: bool
-
+    @abstractmethod
     def sign(self, output: Tensor) -> Tensor:
         """Signatures, float32 (B, S), of what the model put out for B rows, or of their payloads."""
 
@@ -45,43 +41,24 @@ class Answers(Protocol):
 
     def state(self) -> dict[str, Floats]:
         """What was learned."""
+        return {}
 
     def restore(self, state: Mapping[str, Floats]) -> None:
         """Take up what was learned."""
 
+    @abstractmethod
     def agree(self, one: Floats, other: Floats) -> Bools:
         """Whether signatures (..., S) are the same answer, pair by pair, bool (...); NaN agrees with nothing."""
 
+    @abstractmethod
     def favour(self, forecast: Floats, signatures: Floats) -> Floats:
-        """How much the forecast of an output speaks for answers: the more, the larger; of the expected class over 0.
+        """How much the forecast of an output (C,) speaks for answers (n, S), the more, the larger; float32 (n,).
 
-        Args:
-            forecast: Of the request's output (C,); of its payload where answers are made of these.
-            signatures: Of n answers (n, S).
-
-        Returns:
-            Float32 (n,).
+        It is a forecast of the payload where answers are made of these. Of the expected class it is over 0.
         """
 
 
-class _Plain:
-    """A kind of answer that needs no learning."""
-
-    reads_payload = False
-    is_discrete = False
-
-    def learn(self, signatures: Floats) -> None:
-        """Nothing to learn."""
-
-    def state(self) -> dict[str, Floats]:
-        """Nothing to save."""
-        return {}
-
-    def restore(self, state: Mapping[str, Floats]) -> None:
-        """Nothing to take up."""
-
-
-class Classes(_Plain):
+class Classes(Answers):
     """One of C classes: that with the largest logit."""
 
     name = "class"
@@ -103,7 +80,7 @@ class Classes(_Plain):
         return margin
 
 
-class Labels(_Plain):
+class Labels(Answers):
     """Any of C labels: those with a logit over 0."""
 
     name = "labels"
@@ -122,13 +99,12 @@ class Labels(_Plain):
         return least
 
 
-class Scores(_Plain):
+class Scores(Answers):
     """Numbers: the same while none differs by more than a twentieth of the range that the first requests spanned."""
 
     name = "score"
 
     def __init__(self) -> None:
-        """Nothing is the same before a range is known, but what is equal."""
         self._most: Floats = np.zeros(1, np.float32)
 
     def sign(self, output: Tensor) -> Tensor:
@@ -139,11 +115,9 @@ class Scores(_Plain):
         self._most = (_SHARE_OF_RANGE * np.ptp(signatures, axis=0)).astype(np.float32)
 
     def state(self) -> dict[str, Floats]:
-        """How far scores may differ (S,)."""
         return {"most": self._most}
 
     def restore(self, state: Mapping[str, Floats]) -> None:
-        """Take up how far scores may differ."""
         self._most = state["most"]
 
     def agree(self, one: Floats, other: Floats) -> Bools:
@@ -156,7 +130,7 @@ class Scores(_Plain):
         return nearness
 
 
-class Embeddings(_Plain):
+class Embeddings(Answers):
     """A vector: the same answer at a cosine of 0.98."""
 
     name = "embedding"
@@ -181,16 +155,9 @@ Reading = Callable[[Any], Tensor]
 
 
 def find_answers(name: str, head: Head, model: nn.Module) -> Answers:
-    """The kind of a model's answers.
+    """The kind of a model's answers: a key of `ANSWERS`, or `auto`, as the head tells.
 
-    Args:
-        name: A key of `ANSWERS`, or `auto`: as the head tells. Under a head that is not known, answers are taken for
-            embeddings, the strictest kind.
-        head: The model's head.
-        model: As given to `wrap`.
-
-    Raises:
-        ConfigError: There is no such kind.
+    Under a head that is not known, answers are taken for embeddings, the strictest kind.
     """
     if name == "auto":
         config = getattr(model, "config", None)
@@ -206,11 +173,7 @@ def find_answers(name: str, head: Head, model: nn.Module) -> Answers:
 
 
 def read_logits(output: Any) -> Tensor:
-    """Logits (B, C) of what a model returned: the tensor itself, its `logits`, or the first of a tuple.
-
-    Raises:
-        TypeError: None of them is a floating (B, C).
-    """
+    """Logits (B, C) of what a model returned: the tensor itself, its `logits`, or the first of a tuple."""
     if isinstance(output, Mapping):
         output = output.get("logits")
     elif isinstance(output, tuple):

@@ -86,7 +86,6 @@ class ContentGate:
         }
 
     def restore(self, state: Mapping[str, Floats]) -> None:
-        """Take up how rare tokens were."""
         self._idf = dict(zip(state["tokens"].astype(int).tolist(), state["idf"].tolist(), strict=True))
         self._unseen = float(state["unseen"][0])
 

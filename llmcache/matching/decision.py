@@ -96,14 +96,7 @@ class Consensus(Decision):
     reads_answers = True
 
     def __init__(self, k: int = 3) -> None:
-        """Choose how many must agree.
-
-        Args:
-            k: At least 2.
-
-        Raises:
-            ValueError: `k` is less.
-        """
+        """Choose how many must agree, at least 2."""
         if k < 2:
             raise ValueError(f"k={k}: one neighbour agrees with itself; give at least 2")
         self.k = k
@@ -113,16 +106,7 @@ class Consensus(Decision):
 
 
 def deepest_layer(risk: float, limits: Mapping[int, float], held: Collection[int]) -> int | None:
-    """The deepest layer whose bank holds the neighbour and whose limit the risk does not exceed.
-
-    Args:
-        risk: Of the neighbour.
-        limits: Largest risk by layer; a layer without one never reuses.
-        held: Layers whose bank still holds the neighbour.
-
-    Returns:
-        The layer, or None for a miss.
-    """
+    """The deepest layer held that has a limit, which the risk does not exceed; None for a miss."""
     return max((layer for layer in held if layer in limits and risk <= limits[layer]), default=None)
 
 
@@ -132,19 +116,7 @@ def share_of(risk: float, limit: float) -> float:
 
 
 def thresholds(tau: float | Mapping[int, float] | None, layers: Collection[int], depth: int) -> dict[int, float]:
-    """Spread the `tau` setting over the stored layers.
-
-    Args:
-        tau: One threshold, one a layer (negative layers count from the end), or None.
-        layers: Stored layers.
-        depth: Number of layers of the model.
-
-    Returns:
-        Threshold by stored layer; empty when nothing is reused approximately.
-
-    Raises:
-        ValueError: A threshold is given for a layer that is not stored.
-    """
+    """Spread the `tau` setting over the stored layers; empty when nothing is reused approximately."""
     if tau is None:
         return {}
     if isinstance(tau, Mapping):

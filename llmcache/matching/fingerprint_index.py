@@ -26,15 +26,7 @@ class FingerprintIndex(dict[tuple[Scope, int, int | None], IndexPartition]):
         by_length: bool,
         by_layer: bool,
     ) -> None:
-        """Start empty.
-
-        Args:
-            fingerprint: Projects features to search vectors; None when nothing is searched.
-            make_index: `dim -> empty index`; needed with a fingerprint.
-            held: Layers whose bank holds a state of a request.
-            by_length: Requests of different lengths never find each other.
-            by_layer: Each layer is searched by itself, as the paper does.
-        """
+        """Start empty; `held` tells the layers whose bank holds a state of a request. See `CacheBanks` for the rest."""
         super().__init__()
         self.fingerprint = fingerprint
         self.make_index = make_index
@@ -47,21 +39,12 @@ class FingerprintIndex(dict[tuple[Scope, int, int | None], IndexPartition]):
 
     @property
     def fits_any_length(self) -> bool:
-        """Whether requests of different lengths find each other."""
         return not self._by_length
 
     def search(
         self, scope: Scope, rows: Sequence[Row], vectors: Floats, k: int, layer: int | None
     ) -> list[list[Neighbour]]:
-        """The k nearest requests of each row, best first.
-
-        Args:
-            scope: Only requests of this scope are found.
-            rows: The requests; decide the length where lengths are kept apart.
-            vectors: Fingerprints (B, F).
-            k: How many neighbours.
-            layer: The layer to search, as on `IndexSlot`.
-        """
+        """The k nearest requests of the scope for each row, best first, by fingerprints (B, F)."""
         lengths = [self._length(row) for row in rows]
         found: list[list[Neighbour]] = [[] for _ in rows]
         for length in set(lengths):  # one search unless lengths are kept apart
@@ -81,15 +64,7 @@ class FingerprintIndex(dict[tuple[Scope, int, int | None], IndexPartition]):
         vectors: Mapping[int, Floats] | None,
         layers: Collection[int],
     ) -> None:
-        """Make a request findable, at once or when the fingerprint has seen enough to be fitted.
-
-        Args:
-            scope: Its scope.
-            row: The request.
-            features: What its fingerprint is projected from (F0,), or None.
-            vectors: Its fingerprint (F,) by layer, where known already. With neither it is not found.
-            layers: At which it was stored.
-        """
+        """Make a request findable, at once or when the fingerprint was fitted; see `CacheBanks.put`."""
         if not vectors:
             if features is None:
                 return
@@ -150,7 +125,6 @@ class FingerprintIndex(dict[tuple[Scope, int, int | None], IndexPartition]):
         self.fingerprint = fingerprint
 
     def purge(self, namespace: str) -> None:
-        """Drop the partitions of a namespace."""
         for name in [name for name in self if name[0].namespace == namespace]:
             del self[name]
 
@@ -165,7 +139,6 @@ class FingerprintIndex(dict[tuple[Scope, int, int | None], IndexPartition]):
         return row.n_valid if self._by_length else 0
 
     def _pairs(self, key: str) -> list[tuple[IndexPartition, int]]:
-        """Partitions and slots where a request is found."""
         flat = self._found_at.get(key, ())
         return list(zip(flat[::2], flat[1::2], strict=True))
 

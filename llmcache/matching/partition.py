@@ -11,38 +11,23 @@ from llmcache.request.rows import Scope
 
 @dataclass(slots=True)
 class Neighbour:
-    """A stored request that a search found.
-
-    Attributes:
-        key: Its exact key.
-        similarity: To the request that was searched for.
-        answer: Signature of its answer (S,), where that is known.
-        ids: Its valid token ids, packed.
-        is_quarantined: It serves no other request; it may vote.
-    """
+    """A stored request that a search found."""
 
     key: str
-    similarity: float
-    answer: Floats | None = None
-    ids: bytes = b""
-    is_quarantined: bool = False
+    similarity: float  # to the request that was searched for
+    answer: Floats | None = None  # signature (S,), where that is known
+    ids: bytes = b""  # packed
+    is_quarantined: bool = False  # it serves no other request; it may vote
 
 
 @dataclass(frozen=True, slots=True)
 class IndexSlot:
-    """Where a request is found.
+    """Where a request is found."""
 
-    Attributes:
-        layer: The layer that is searched; None: all at once.
-        length: The length that is kept apart; 0: none is.
-        vector: Its fingerprint (F,).
-        slot: Its number in the partition. Searches that are not exact depend on the order in which requests came.
-    """
-
-    layer: int | None
-    length: int
-    vector: Floats
-    slot: int = 0
+    layer: int | None  # the one that is searched; None: all at once
+    length: int  # the one that is kept apart; 0: none is
+    vector: Floats  # fingerprint (F,)
+    slot: int = 0  # number in the partition: searches that are not exact depend on the order in which requests came
 
 
 class IndexPartition:
@@ -51,14 +36,7 @@ class IndexPartition:
     __slots__ = ("_free", "_index", "_keys", "_leaving", "layer", "length", "scope")
 
     def __init__(self, scope: Scope, length: int, layer: int | None, index: Index) -> None:
-        """Start empty.
-
-        Args:
-            scope: Scope of its requests.
-            length: Valid tokens of its requests when lengths are kept apart, else 0.
-            layer: Layer it belongs to when each layer is searched by itself, else None.
-            index: An empty index.
-        """
+        """Start empty, for requests of one scope, one length (0: not kept apart) and one layer (None: all at once)."""
         self.scope = scope
         self.length = length
         self.layer = layer
@@ -72,11 +50,9 @@ class IndexPartition:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the index."""
         return self._index.nbytes
 
     def add(self, key: str, vector: Floats) -> int:
-        """Add a vector (F,) and return its slot."""
         slot = self._free.pop() if self._free else len(self._keys)
         if slot == len(self._keys):
             self._keys.append(None)
@@ -89,7 +65,6 @@ class IndexPartition:
         self._index.add(np.array([slot]), vector[None])
 
     def remove(self, slot: int) -> None:
-        """Free a slot."""
         self._keys[slot] = None  # first: a row that the index fails to remove must not be taken for a request
         self._leaving.append(slot)
         self._index.remove(np.array(self._leaving))  # with those that it failed to remove before
@@ -97,12 +72,10 @@ class IndexPartition:
         self._leaving.clear()
 
     def vector(self, slot: int) -> Floats:
-        """The vector (F,) in a slot."""
         vector: Floats = self._index.vectors(np.array([slot]))[0]
         return vector
 
     def search(self, vectors: Floats, k: int) -> list[list[Neighbour]]:
-        """The k nearest requests of each vector (B, F), best first."""
         slots, similarity = self._index.search(vectors, k)
         return [
             [

@@ -4,7 +4,7 @@ Sizes: n neighbours that were found, at most k; F features; M answers that could
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import compress
 from math import exp, inf, log, log1p
 from operator import itemgetter, mul
@@ -19,8 +19,28 @@ _SHARPNESS = np.array([[1.0], [2.0], [4.0]], np.float32)  # at which the rivals 
 _LEAST = 1e-9  # of such a sum, before its logarithm
 
 
+class _Chance(Decision):
+    """Its risk is a chance, that of a logistic regression with `weights`: of the features (F,), and the constant."""
+
+    weights: Sequence[float] = ()  # until learned
+    reads_answers = True
+    max_risk = 0.5  # what more likely changes than not is not served, be it so rare that the bound would allow it
+    risk_range = (0.0, 1.0)
+
+    def state(self) -> dict[str, Floats]:
+        return {"weights": np.array(self.weights, np.float32)}
+
+    def restore(self, state: Mapping[str, Floats]) -> None:
+        self.weights = _rounded(state["weights"])
+
+    def _learn(self, told: Sequence[tuple[Sequence[float], bool]]) -> None:
+        """Learn from features, and whether the answer changed, of each that is told of."""
+        if told:
+            self.weights = _fitted([features for features, _ in told], [changed for _, changed in told])
+
+
 @dataclass
-class Risk(Decision):
+class Risk(_Chance):
     """The neighbour whose answer has the least risk serves; the risk is the chance that the request's own is another.
 
     Neighbours vote with weights that fall with similarity, and the forecast favours some of their answers. The chance
@@ -31,20 +51,13 @@ class Risk(Decision):
         k: Neighbours that vote, 3 to 64.
         width: Similarity lost at which a vote counts 1 / e, over 0.
         forecast: Whether the forecast has a say; if not, neighbours alone have.
-        weights: Of the features (F,), and the constant; empty until learned.
     """
 
     k: int = 8
     width: float = 0.05
     forecast: bool = True
-    weights: Sequence[float] = field(init=False, default=())
-    reads_answers = True
-    reads_lead = False
-    max_risk = 0.5  # what more likely changes than not is not served, be it so rare that the bound would allow it
-    risk_range = (0.0, 1.0)
 
     def __post_init__(self) -> None:
-        """Refuse what cannot vote."""
         if not 3 <= self.k <= 64 or not self.width > 0:
             raise ValueError(f"k={self.k}, width={self.width}: k must be from 3 to 64, width over 0")
 
@@ -56,22 +69,12 @@ class Risk(Decision):
         return number, least
 
     def fit(self, seen: Sequence[Evidence], is_right: Sequence[Sequence[bool]]) -> None:
-        """Learn the chance; see `Decision.fit`."""
         told = [
             (features, not right[number])
             for one, right in zip(seen, is_right, strict=True)
             for number, features in self._describe(one)
         ]
-        if told:
-            self.weights = _learn([features for features, _ in told], [changed for _, changed in told])
-
-    def state(self) -> dict[str, Floats]:
-        """Weights of the features."""
-        return {"weights": np.array(self.weights, np.float32)}
-
-    def restore(self, state: Mapping[str, Floats]) -> None:
-        """Take up weights."""
-        self.weights = _rounded(state["weights"])
+        self._learn(told)
 
     def _describe(self, seen: Evidence) -> Iterator[tuple[int, tuple[float, ...]]]:
         """Who may serve, and what vote and forecast say of its answer (F,)."""
@@ -104,58 +107,33 @@ class Risk(Decision):
             )
 
 
-class Student(Decision):
+class Student(_Chance):
     """The answer that the forecast favours is given; the risk is the chance that the request's own is another.
 
     No neighbour is searched for. The chance is a logistic regression on how far the forecast favours the answer above
     others, learned from requests whose own are known: a linear classifier, distilled from the model, that abstains.
-
-    Attributes:
-        weights: Of the features (F,), and the constant; empty until learned.
     """
 
     k = 0
-    reads_answers = True
     reads_lead = True
-    max_risk = Risk.max_risk
-    risk_range = Risk.risk_range
-
-    def __init__(self) -> None:
-        """Nothing learned yet."""
-        self.weights: Sequence[float] = ()
 
     def choose(self, seen: Evidence) -> tuple[int, float]:
         is_ready = self.weights and seen.lead
         return len(seen.similarity), _chance(self.weights, seen.lead) if is_ready else inf
 
     def fit(self, seen: Sequence[Evidence], is_right: Sequence[Sequence[bool]]) -> None:
-        """Learn the chance; see `Decision.fit`."""
-        told = [(one.lead, not right[-1]) for one, right in zip(seen, is_right, strict=True) if one.lead]
-        if told:
-            self.weights = _learn([lead for lead, _ in told], [changed for _, changed in told])
-
-    def state(self) -> dict[str, Floats]:
-        """Weights of the features."""
-        return {"weights": np.array(self.weights, np.float32)}
-
-    def restore(self, state: Mapping[str, Floats]) -> None:
-        """Take up weights."""
-        self.weights = _rounded(state["weights"])
+        self._learn([(one.lead, not right[-1]) for one, right in zip(seen, is_right, strict=True) if one.lead])
 
 
-class Combined(Decision):
+class Combined(_Chance):
     """Whoever is less risky serves: the neighbour that `Risk` chooses, or the answer that `Student` does.
 
     Both risks are chances of the same thing, so one limit holds for both.
     """
 
-    reads_answers = True
     reads_lead = True
-    max_risk = Risk.max_risk
-    risk_range = Risk.risk_range
 
     def __init__(self, k: int = 8, width: float = 0.05) -> None:
-        """See `Risk`."""
         self.k = k
         self._risk = Risk(k, width)
         self._student = Student()
@@ -164,28 +142,19 @@ class Combined(Decision):
         return min(self._risk.choose(seen), self._student.choose(seen), key=itemgetter(1))
 
     def fit(self, seen: Sequence[Evidence], is_right: Sequence[Sequence[bool]]) -> None:
-        """Learn both chances; see `Decision.fit`."""
         self._risk.fit(seen, is_right)
         self._student.fit(seen, is_right)
 
     def state(self) -> dict[str, Floats]:
-        """Weights of both."""
         return {"weights": self._risk.state()["weights"], "lead": self._student.state()["weights"]}
 
     def restore(self, state: Mapping[str, Floats]) -> None:
-        """Take up the weights of both."""
         self._risk.restore(state)
         self._student.restore({"weights": state["lead"]})
 
 
 def lead_of(favour: Floats, spread: float, n_tokens: int) -> tuple[int, tuple[float, ...]]:
-    """Which answer a forecast favours, and how far above the others (F,).
-
-    Args:
-        favour: How much the forecast speaks for each answer that could be given (M,), one at least.
-        spread: How much the numbers of the forecast differ: of a request about which little is known they are alike.
-        n_tokens: Of the request.
-    """
+    """Which answer a forecast favours, given how much it speaks for each (M,), and how far above the others (F,)."""
     first = int(favour.argmax())
     rivals = favour - favour[first]
     rivals[first] = -_HIGHEST  # it is none of its own
@@ -195,12 +164,11 @@ def lead_of(favour: Floats, spread: float, n_tokens: int) -> tuple[int, tuple[fl
 
 
 def _chance(weights: Sequence[float], features: Sequence[float]) -> float:
-    """What a logistic regression says of features (F,)."""
     odds = sum(map(mul, weights, features), weights[-1])
     return 1 / (1 + exp(min(-odds, _HIGHEST)))
 
 
-def _learn(features: Sequence[Sequence[float]], changes: Sequence[bool]) -> tuple[float, ...]:
+def _fitted(features: Sequence[Sequence[float]], changes: Sequence[bool]) -> tuple[float, ...]:
     """Weights (F + 1,) of a logistic regression that tells from features, N times (F,), whether answers change."""
     from sklearn.linear_model import LogisticRegression
 

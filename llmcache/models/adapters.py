@@ -155,27 +155,17 @@ def register_adapter(adapter: Adapter) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Trunk:
-    """The part of a model that is hooked.
-
-    Attributes:
-        module: The trunk itself.
-        layers: Its layers, first to last.
-        norm: Norm after the last layer, or None.
-        adapter: The table's row, or one made for the occasion.
-        n_configured: Layers that its config named when it was found; None where it names none.
-        asks_for_more: Arguments, and flags of its config, that make it put out more than its last states.
-    """
+    """The part of a model that is hooked."""
 
     module: nn.Module
-    layers: tuple[nn.Module, ...]
-    norm: nn.Module | None
+    layers: tuple[nn.Module, ...]  # first to last
+    norm: nn.Module | None  # after the last layer
     adapter: Adapter
-    n_configured: int | None
-    asks_for_more: tuple[str, ...] = _ALWAYS_ASKED
+    n_configured: int | None  # layers that its config named when it was found; None where it names none
+    asks_for_more: tuple[str, ...] = _ALWAYS_ASKED  # arguments, and flags of its config, that make it put out more
 
     @property
     def depth(self) -> int:
-        """Number of layers."""
         return len(self.layers)
 
     @property
@@ -190,7 +180,6 @@ class Trunk:
 
     @property
     def config(self) -> Any:
-        """The trunk's transformers config."""
         return self.module.config
 
     @property
@@ -202,14 +191,7 @@ class Trunk:
 def locate(model: nn.Module, family: str = "auto") -> Trunk:
     """Find the trunk of a model, outermost first; of an encoder-decoder, the encoder.
 
-    Args:
-        model: A transformers model with or without a task head, a sentence-transformers model, or any module that
-            holds one of them.
-        family: Row of the table that describes it; `auto`: the one that names its class, or its shape tells.
-
-    Raises:
-        ConfigError: There is no such family, or the model holds no trunk of it.
-        UnsupportedModelError: Nothing in the model has the shape of a trunk, or it has no layers where the table says.
+    `family` names the row of the table that describes it; `auto`: the one that names its class, or its shape tells.
     """
     if family != "auto":
         return _of_family(model, family)
@@ -272,11 +254,6 @@ def _asks_for_more(module: nn.Module) -> tuple[str, ...]:
 
 
 def first_attention(trunk: Trunk) -> nn.Module:
-    """The self-attention of the first layer.
-
-    Raises:
-        ConfigError: The adapter does not say where it is, or wrongly.
-    """
     path, trunk_name = trunk.adapter.attention, type(trunk.module).__name__
     fix = f"register an adapter that says where: Adapter({trunk.adapter.family!r}, ..., attention='attention.self')"
     if path is None:
@@ -322,7 +299,6 @@ def unpack(output: Any) -> Tensor:
 
 
 def repack(output: Any, hidden: Tensor) -> Any:
-    """The layer's output with its hidden states replaced."""
     if isinstance(output, list):
         return [hidden, *output[1:]]
     return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
@@ -342,11 +318,6 @@ def special_ids(trunk: Trunk, tokenizer: Any = None) -> tuple[int, ...]:
 
 
 def vocabulary_size(trunk: Trunk) -> int:
-    """Rows of the input embedding.
-
-    Raises:
-        UnsupportedModelError: Neither an embedding nor the config tells.
-    """
     ask: Callable[[], Any] | None = getattr(trunk.module, "get_input_embeddings", None)
     embedding = None
     with suppress(NotImplementedError):  # transformers could not tell which of its embeddings it is
@@ -360,5 +331,4 @@ def vocabulary_size(trunk: Trunk) -> int:
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Device of the module's first parameter."""
     return next(module.parameters()).device

@@ -13,29 +13,20 @@ from torch import nn
 from llmcache.models.adapters import is_from
 from llmcache.models.pooling import Pooled, find_pooled
 
+#: One vector a request; an answer per token (span, tag, language model); unknown, so all hidden states.
 Reads = Literal["pooled", "tokens", "states"]
 PayloadName = Literal["sequence", "cls", "last", "mean"]
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """A head by what it reads.
+    """A head by what it reads."""
 
-    Attributes:
-        name: What it is called in errors.
-        reads: `pooled`: one vector a request. `tokens`: an answer per token (span, tag, language model). `states`: no
-            known head, the caller reads the hidden states.
-        payload: The least that serves it.
-        why_unsafe: Why another request's states must not be put under it, or "".
-        pooled: What under sentence-transformers reads one vector of the states, or None. It heeds the mask, but for the
-            first token where `payload` is `cls`.
-    """
-
-    name: str
+    name: str  # in errors
     reads: Reads
-    payload: PayloadName = "sequence"
-    why_unsafe: str = ""
-    pooled: Pooled | None = None
+    payload: PayloadName = "sequence"  # the least that serves it
+    why_unsafe: str = ""  # why another request's states must not be put under it, or ""
+    pooled: Pooled | None = None  # what under sentence-transformers reads one vector of the states
 
 
 _BY_TOKEN = (
@@ -64,12 +55,7 @@ _READS_LAST_ROW = ("gpt2", "llama")
 
 
 def find_head(model: nn.Module, family: str) -> Head:
-    """Classify the head of a model by its class, or of a sentence-transformers model by its pooling.
-
-    Args:
-        model: The model given to `wrap`.
-        family: The adapter's family name.
-    """
+    """Classify the head of a model by its class, or of a sentence-transformers model by its pooling."""
     for module in model.modules():
         if type(module).__name__ == "Pooling" and is_from(module, "sentence_transformers"):
             pooled = find_pooled(model)

@@ -29,11 +29,11 @@ Frame: TypeAlias = Any
 
 
 class Listener(Protocol):
-    """What the swaps call: a forward of the trunk is `entered`, `opened`, `layer` once a layer, `completed`, `closed`.
+    """What the swaps call: a forward of the trunk is `entered`, `opened`, `run` with `layer` once a layer, `closed`.
 
     One that it `lets_pass` is plain, and `has_passed` afterwards. An `answer_early` may come before the layers: it is
-    the trunk's output, and no layer is called. A forward that `is_undone` after the layers is run again. One that is
-    not `entered` is `passed` and plain. A forward of the whole model is `entered`, `answered` and `left`.
+    the trunk's output, and no layer is called. One that is not `entered` is `passed` and plain. A forward of the whole
+    model is `entered`, `answered` and `left`.
     """
 
     @property
@@ -53,6 +53,8 @@ class Listener(Protocol):
 
     def answer_early(self, frame: Frame) -> Any: ...
 
+    def run(self, frame: Frame, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+
     def innermost(self) -> Frame | None: ...
 
     def layer(self, frame: Frame, layer: "LayerSwap", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
@@ -60,10 +62,6 @@ class Listener(Protocol):
     def normed(self, output: Any) -> Any: ...
 
     def attended(self, output: Any) -> None: ...
-
-    def is_undone(self, frame: Frame) -> bool: ...
-
-    def completed(self, frame: Frame, output: Any) -> Any: ...
 
     def closed(self, frame: Frame, output: Any) -> None: ...
 
@@ -168,10 +166,7 @@ class TrunkSwap(Swap):
             args, kwargs = self.listener.opened(frame, args, kwargs)
             output = self.listener.answer_early(frame)
             if output is None:
-                output = self.original(*args, **kwargs)
-                if self.listener.is_undone(frame):
-                    output = self.original(*args, **kwargs)
-                output = self.listener.completed(frame, output)
+                output = self.listener.run(frame, self.original, args, kwargs)
             return output
         finally:
             self.listener.closed(frame, output)
@@ -274,15 +269,10 @@ def parts_of(module: nn.Module) -> list[nn.Module]:
 
 def are_hooked(modules: Iterable[nn.Module]) -> bool:
     """Whether somebody but us hung hooks on one of these modules, or on all, which run when it is called."""
-    return bool(_every_module._global_forward_hooks or _every_module._global_forward_pre_hooks) or any(
-        map(_has_hooks, modules)
-    )
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    if not (module._forward_hooks or module._forward_pre_hooks):
-        return False
-    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    if _every_module._global_forward_hooks or _every_module._global_forward_pre_hooks:
+        return True
+    hooked = [module for module in modules if module._forward_hooks or module._forward_pre_hooks]
+    hooks = (hook for one in hooked for hook in (*one._forward_pre_hooks.values(), *one._forward_hooks.values()))
     return not all(isinstance(hook, _OutputHook) or _is_idle_capture(hook) for hook in hooks)
 
 

@@ -13,11 +13,6 @@ class Layers:
     """Looks at the layers of one wrapped trunk, at each call: at their attributes only, a microsecond in all."""
 
     def __init__(self, trunk: Trunk) -> None:
-        """Remember where they are.
-
-        Args:
-            trunk: About to be wrapped.
-        """
         self._trunk = trunk
         self._path = trunk.adapter.layers.split(".")
         self._attributes = [layer.__dict__ for layer in dict.fromkeys(trunk.layers)]

@@ -18,14 +18,7 @@ FAILED: dict[str, str] = {}
 
 @contextmanager
 def asking(source: str) -> Iterator[None]:
-    """Within: something is loaded from the hub. This process asks once for what could not be had.
-
-    Args:
-        source: Name of the model or data set on the hub.
-
-    Raises:
-        OSError: It could not be had, now or before.
-    """
+    """Within: something is loaded from the hub, which is asked once for what cannot be had (`OSError`)."""
     if source in FAILED:
         raise OSError(FAILED[source])
     with quiet():
@@ -80,19 +73,10 @@ def load_pretrained(
     known: str = "a folder with config.json, weights and tokenizer, or a hub name that can be reached",
     **config: Any,
 ) -> Loaded:
-    """Load a model with its tokenizer.
+    """Load a model, as a class of transformers makes it, with its tokenizer.
 
-    Args:
-        source: Folder, or name on the hub.
-        auto: Class of transformers that makes the model, `AutoModelForCausalLM` for instance.
-        head: What the model has on top of its layers, for error texts.
-        name: What the user calls it; by default the source.
-        may_lack_head: The head may be missing from the weights.
-        known: What may be given, for error texts.
-        **config: Entries of the model's config.
-
-    Raises:
-        ConfigError: It was not found, is damaged, or has no such head.
+    `name` is what the user calls it, `head` and `known` (what may be given) are for error texts, **config are entries
+    of the model's config. What was not found, is damaged, or has no such head, is a `ConfigError`.
     """
     import transformers
     from safetensors import SafetensorError
@@ -120,16 +104,7 @@ def find_folder(name: str, models_dir: Path | None) -> str | None:
 
 
 def load_causal(name: str, models_dir: Path | None = None) -> Loaded:
-    """Load a causal language model.
-
-    Args:
-        name: A folder, the name of one in `models_dir`, or a name on the hub.
-        models_dir: Looked into first.
-
-    Raises:
-        ConfigError: It was not found, is damaged, or is no causal language model.
-        UnsupportedModelError: Its layers were not found.
-    """
+    """Load a causal language model: a folder, one of `models_dir` first, or a name on the hub."""
     loaded = load_pretrained(
         find_folder(name, models_dir) or name, "AutoModelForCausalLM", "language-model head", name=name
     )
@@ -138,11 +113,7 @@ def load_causal(name: str, models_dir: Path | None = None) -> Loaded:
 
 
 def check_causal(name: str, model: nn.Module) -> None:
-    """Refuse an encoder with a language-model head, which transformers makes too: each state has seen the next token.
-
-    Raises:
-        ConfigError: The model is one.
-    """
+    """Refuse an encoder with a language-model head, which transformers makes too: its states have seen what follows."""
     if not locate(model).makes_kv:
         raise ConfigError(f"model: {name!r} is no causal language model; give one that is, GPT-2 for instance")
 

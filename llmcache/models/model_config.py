@@ -1,7 +1,7 @@
 """Reads attributes of a transformers config in each call.
 
-transformers' own access asks several Python functions for each attribute, some microseconds; here it is one audit
-the config's dict, wherever that says the same.
+transformers' own access asks several Python functions for each attribute, some microseconds; here it is one
+look at the config's dict, wherever that says the same.
 """
 
 from functools import cache

@@ -9,7 +9,7 @@ Sizes: T tokens of the row, n valid ones, D hidden width.
 """
 
 import math
-from typing import Protocol
+from abc import ABC, abstractmethod
 
 import numpy as np
 import torch
@@ -19,26 +19,27 @@ from torch import Tensor
 from llmcache.arrays import Positions
 
 
-class Payload(Protocol):
+class Payload(ABC):
     """How one row is taken from, and put back into, a layer's output."""
 
     name: str
-    fits_any_length: bool
-    after_norm: bool
+    fits_any_length = True
+    after_norm = False
 
+    @abstractmethod
     def take(self, hidden: Tensor, valid: Positions) -> Tensor:
         """A copy of the rows (R, D) to keep of hidden states (T, D): later layers may write to theirs in place."""
 
+    @abstractmethod
     def place(self, kept: Tensor, hidden: Tensor, valid: Positions) -> None:
         """Write kept rows (R, D) into hidden states (T, D), and something into every other row."""
 
 
-class Sequence:
+class Sequence(Payload):
     """Every valid token: R = n."""
 
     name = "sequence"
     fits_any_length = False
-    after_norm = False
 
     def take(self, hidden: Tensor, valid: Positions) -> Tensor:
         return hidden[_index(valid, hidden)].clone()
@@ -49,12 +50,10 @@ class Sequence:
         hidden[_index(valid, hidden)] = kept
 
 
-class Cls:
+class Cls(Payload):
     """The first row, which [CLS] heads read."""
 
     name = "cls"
-    fits_any_length = True
-    after_norm = False
 
     def take(self, hidden: Tensor, valid: Positions) -> Tensor:
         return hidden[:1].clone()
@@ -64,12 +63,10 @@ class Cls:
         hidden[:1] = kept
 
 
-class Last:
+class Last(Payload):
     """The last valid row, which causal classifiers read."""
 
     name = "last"
-    fits_any_length = True
-    after_norm = False
 
     def take(self, hidden: Tensor, valid: Positions) -> Tensor:
         row = last_valid(valid)
@@ -80,7 +77,7 @@ class Last:
         hidden[last_valid(valid)] = kept[0]
 
 
-class Mean:
+class Mean(Payload):
     """The mean over valid tokens, after the final norm where there is one.
 
     Put back on every valid token, so that the mean comes out the same for any length and mask. Taken before the norm
@@ -88,7 +85,6 @@ class Mean:
     """
 
     name = "mean"
-    fits_any_length = True
     after_norm = True
 
     def take(self, hidden: Tensor, valid: Positions) -> Tensor:
@@ -103,21 +99,14 @@ PAYLOADS: dict[str, type[Payload]] = {payload.name: payload for payload in (Sequ
 
 
 def last_valid(valid: Positions) -> int:
-    """Place of the last valid token."""
     return valid.stop - 1 if isinstance(valid, slice) else int(valid[-1])
 
 
 def head_reads_padding(reads: str, valid: Positions, ids: NDArray[np.int64], pad_id: int | None) -> bool:
     """Whether the head would read a token that is not kept, or not the one that is.
 
-    Heads that read the first row read place 0 even where that is padding. Causal classifiers of transformers read the
-    last token whose id is not the padding id (the very last one when there is no padding id), whatever the mask says.
-
-    Args:
-        reads: `first`, `last` or anything else.
-        valid: Valid positions of the row, at least one.
-        ids: Token ids of the row (T,).
-        pad_id: The model's padding id, or None.
+    Heads that read the `first` row read place 0 even where that is padding. Causal classifiers of transformers read the
+    `last` token whose id is not the padding id (the very last one when there is no padding id), whatever the mask says.
     """
     if reads == "first":
         return (valid.start if isinstance(valid, slice) else int(valid[0])) != 0

@@ -28,17 +28,10 @@ _MODES: dict[str, Kept] = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
 
 @dataclass(frozen=True, slots=True)
 class Pooled:
-    """A pooling layer that alone reads what a trunk puts out.
+    """A pooling layer that alone reads what a trunk puts out."""
 
-    Attributes:
-        parent: The model whose modules run one after the other.
-        modules: These, as they were when it was wrapped.
-        pooling: One of them.
-        kept: What of the states it reads: `mean`, `cls` or `last`.
-    """
-
-    parent: nn.Module
-    modules: tuple[nn.Module, ...]
+    parent: nn.Module  # the model whose modules run one after the other
+    modules: tuple[nn.Module, ...]  # these, as they were when it was wrapped
     pooling: nn.Module
     kept: Kept
 
@@ -54,11 +47,7 @@ class Pooled:
 
 
 def find_pooled(model: nn.Module) -> Pooled | None:
-    """The pooling layer of a sentence-transformers model, if it reads one vector of the states, and alone reads them.
-
-    Args:
-        model: As given to `wrap`.
-    """
+    """The pooling layer of a sentence-transformers model, if it alone reads the states, one vector of them."""
     for parent in model.modules():
         modules = tuple(module for module in parent._modules.values() if module is not None)
         if len(modules) < 2 or not _is_named(parent, "SentenceTransformer"):
@@ -74,17 +63,14 @@ class Veil:
     """Has nobody but one pooling layer see rows in which one vector stands for all tokens. Thread-safe."""
 
     def __init__(self) -> None:
-        """Nothing is veiled yet."""
         self._lock = threading.Lock()
         self._is_off = False
         self._pending: dict[int, weakref.ref[Tensor]] = {}  # states that no pooling layer has read, by id
 
     def draw(self, output: Any, places: Mapping[int, int]) -> None:
-        """Make rows NaN but for the pooling layer.
+        """Make rows NaN but for the pooling layer, in the trunk's states and what its pooler made of them.
 
-        Args:
-            output: Of the trunk; its states, and what its pooler made of them, are written to.
-            places: A valid token of each such row, by row.
+        Of each such row a valid token is given.
         """
         if isinstance(output, Tensor):
             output = (output,)

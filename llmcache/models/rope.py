@@ -12,11 +12,7 @@ from torch import nn
 
 
 def steady_length(trunk: nn.Module) -> int | None:
-    """The length from which a call's positions may be encoded otherwise than a shorter one's; None: there is none.
-
-    Args:
-        trunk: Its parts say of themselves which kind of RoPE they are.
-    """
+    """The length from which a call's positions may be encoded otherwise than a shorter one's; None: there is none."""
     return min(_limits(trunk), default=None)
 
 

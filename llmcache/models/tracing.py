@@ -24,11 +24,7 @@ _PLAIN = (Tensor, Parameter)
 
 
 def is_traced(values: Iterable[Any]) -> bool:
-    """Whether a call must be computed for the sake of who is watching it. Reads no tensor, and takes a microsecond.
-
-    Args:
-        values: The call's arguments.
-    """
+    """Whether a call must be computed for the sake of who is watching it. Reads no tensor, and takes a microsecond."""
     if _is_within_mode() or _is_transformed() is not None or forward_ad._current_level >= 0:
         return True
     if _n_function_modes() and not all(isinstance(mode, DeviceContext) for mode in _function_modes()):

@@ -5,8 +5,8 @@
          <- policy.expired                     who leaves whatever the budget
 
 A policy sees keys only; the bank removes what it names. Nothing here holds a lock: the caller does. With n keys each
-call is O(1), in `staleness` and `divergence` O(log n) averaged over calls; `expired` is O(1) and the number of keys
-that it returns.
+call is O(1), in `lfu`, `staleness` and `divergence` O(log n) averaged over calls; `expired` is O(1) and the number of
+keys that it returns.
 """
 
 from llmcache.policies.base import Policy

@@ -30,9 +30,6 @@ class Divergence(Policy):
             weight: Of the latest check in the average, over 0 and at most 1. Checks of one entry are rare, so by
                 default the latest weighs as much as all before it.
             seed: Of the choice of what is checked.
-
-        Raises:
-            ValueError: A number is out of its range.
         """
         if not 0 <= check_rate <= 1:
             raise ValueError(f"check_rate={check_rate}: give a probability from 0 to 1")
@@ -49,22 +46,18 @@ class Divergence(Policy):
         self._over: dict[str, None] = {}
 
     def on_put(self, key: str, nbytes: int) -> None:
-        """Begin anew, with an average of 0 and just used."""
         self.on_remove(key)
         self._ranking[key] = (0.0, next(self._uses))
 
     def on_hit(self, key: str) -> None:
-        """Note the use. An unknown key is ignored."""
         if key in self._ranking:
             self._ranking[key] = (self._ranking[key][0], next(self._uses))
 
     def on_remove(self, key: str) -> None:
-        """Forget a key and its checks. An unknown one is ignored."""
         self._ranking.discard(key)
         self._over.pop(key, None)
 
     def victim(self) -> str:
-        """Name the key that diverged most; `KeyError` when there is none."""
         return self._ranking.first()
 
     def expired(self) -> list[str]:
@@ -72,15 +65,10 @@ class Divergence(Policy):
         return list(self._over)
 
     def should_check(self, key: str) -> bool:
-        """Draw with probability `check_rate`."""
         return self._random.random() < self.check_rate
 
     def on_check(self, key: str, divergence: float) -> None:
-        """Move the key's average by `weight` towards the divergence.
-
-        Raises:
-            ValueError: `divergence` is not a number of at least 0.
-        """
+        """Move the key's average by `weight` towards the divergence."""
         if not divergence >= 0:
             raise ValueError(f"divergence={divergence}: 1 - cosine is a number from 0 to 2")
         if key not in self._ranking:

@@ -1,80 +1,31 @@
-"""Least frequently used, in constant time."""
+"""Least frequently used."""
 
-from collections import OrderedDict
+from itertools import count
 
 from llmcache.policies.base import Policy
-
-
-class Bucket:
-    """Keys used equally often, least recently used first, linked with the next rarer and next more frequent ones."""
-
-    __slots__ = ("higher", "keys", "lower", "n_uses")
-
-    def __init__(self, n_uses: int) -> None:
-        """Open an empty bucket, linked with itself only."""
-        self.n_uses = n_uses
-        self.keys: OrderedDict[str, None] = OrderedDict()
-        self.lower: Bucket = self
-        self.higher: Bucket = self
-
-    def insert_above(self, n_uses: int) -> "Bucket":
-        """Link a new, empty bucket between this one and the next higher one, and return it."""
-        bucket = Bucket(n_uses)
-        bucket.lower, bucket.higher = self, self.higher
-        self.higher.lower = bucket
-        self.higher = bucket
-        return bucket
-
-    def unlink(self) -> None:
-        """Leave the ring."""
-        self.lower.higher = self.higher
-        self.higher.lower = self.lower
+from llmcache.policies.ranking import Ranking
 
 
 class LFU(Policy):
     """Least frequently used; among equals the least recently used.
 
     Each put and each hit is a use. The count starts anew when a key was removed, and does not fade with time.
-    Buckets in a ring, one a count, ordered by count: Shah, Mitra and Matani, "An O(1) algorithm for implementing the
-    LFU cache eviction scheme" (2010).
     """
 
     def __init__(self) -> None:
-        """Open an empty policy."""
-        self._ring = Bucket(0)  # never holds a key; the rarest keys are in the bucket above it
-        self._bucket_of: dict[str, Bucket] = {}
+        self._ranking = Ranking()  # by number of uses, then by the latest
+        self._uses = count()
 
     def on_put(self, key: str, nbytes: int) -> None:
-        """Count a use."""
-        self._use(key, self._bucket_of.get(key, self._ring))
+        n_uses = self._ranking[key][0] if key in self._ranking else 0
+        self._ranking[key] = (n_uses + 1, next(self._uses))
 
     def on_hit(self, key: str) -> None:
-        """Count a use. An unknown key is ignored."""
-        if key in self._bucket_of:
-            self._use(key, self._bucket_of[key])
+        if key in self._ranking:
+            self.on_put(key, 0)
 
     def on_remove(self, key: str) -> None:
-        """Forget a key and its count. An unknown one is ignored."""
-        bucket = self._bucket_of.pop(key, None)
-        if bucket is not None:
-            self._leave(key, bucket)
+        self._ranking.discard(key)
 
     def victim(self) -> str:
-        """Name the key used least; `KeyError` when there is none."""
-        for key in self._ring.higher.keys:
-            return key
-        raise KeyError("no key to evict: the policy is empty")
-
-    def _use(self, key: str, bucket: Bucket) -> None:
-        """Move a key from the bucket it is in (the ring's own when it is new) to the one for one more use."""
-        n_uses = bucket.n_uses + 1
-        above = bucket.higher if bucket.higher.n_uses == n_uses else bucket.insert_above(n_uses)
-        above.keys[key] = None
-        self._bucket_of[key] = above
-        if bucket is not self._ring:
-            self._leave(key, bucket)
-
-    def _leave(self, key: str, bucket: Bucket) -> None:
-        del bucket.keys[key]
-        if not bucket.keys:
-            bucket.unlink()
+        return self._ranking.first()

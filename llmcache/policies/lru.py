@@ -12,11 +12,9 @@ class FIFO(Policy):
     """First in, first out. Storing a key again is a new arrival; a hit changes nothing."""
 
     def __init__(self) -> None:
-        """Open an empty policy."""
         self._order: OrderedDict[str, float] = OrderedDict()  # next victim first; the value is TTL's
 
     def on_put(self, key: str, nbytes: int) -> None:
-        """Move the key to the end."""
         self._order[key] = 0.0
         self._order.move_to_end(key)
 
@@ -24,11 +22,9 @@ class FIFO(Policy):
         """Change nothing."""
 
     def on_remove(self, key: str) -> None:
-        """Forget a key. An unknown one is ignored."""
         self._order.pop(key, None)
 
     def victim(self) -> str:
-        """Name the first key; `KeyError` when there is none."""
         for key in self._order:
             return key
         raise KeyError("no key to evict: the policy is empty")
@@ -38,7 +34,6 @@ class LRU(FIFO):
     """Least recently used: the key longest without a hit or a put leaves first."""
 
     def on_hit(self, key: str) -> None:
-        """Move the key to the end. An unknown one is ignored."""
         if key in self._order:
             self._order.move_to_end(key)
 
@@ -52,15 +47,7 @@ class TTL(FIFO):
     lets_entries_leave_early = True
 
     def __init__(self, ttl_s: float, now: Callable[[], float] = time.monotonic) -> None:
-        """Open an empty policy.
-
-        Args:
-            ttl_s: Age in seconds, over 0, at which a key has expired.
-            now: Clock in seconds; never runs backwards.
-
-        Raises:
-            ValueError: `ttl_s` is not a positive, finite number.
-        """
+        """Let keys expire at an age of `ttl_s` seconds, over 0, by a clock that never runs backwards."""
         if not 0 < ttl_s < math.inf:
             raise ValueError(f"ttl_s must be positive and finite, got {ttl_s}")
         super().__init__()
@@ -68,12 +55,10 @@ class TTL(FIFO):
         self._now = now
 
     def on_put(self, key: str, nbytes: int) -> None:
-        """Move the key to the end, aged 0."""
         super().on_put(key, nbytes)
         self._order[key] = self._now()
 
     def expired(self) -> list[str]:
-        """Name the keys aged `ttl_s` or more, oldest first."""
         now = self._now()
         keys = []
         for key, put_s in self._order.items():  # oldest first, so the first young one ends it

@@ -14,7 +14,6 @@ class Ranking:
     """
 
     def __init__(self) -> None:
-        """Open an empty ranking."""
         self._ranks: dict[str, Rank] = {}
         self._heap: list[tuple[Rank, str]] = []
 
@@ -35,15 +34,10 @@ class Ranking:
             heapq.heapify(self._heap)
 
     def discard(self, key: str) -> None:
-        """Forget a key. An unknown one is ignored."""
         self._ranks.pop(key, None)
 
     def first(self) -> str:
-        """The key of the least rank.
-
-        Raises:
-            KeyError: There is none.
-        """
+        """The key of the least rank; `KeyError` when there is none."""
         while self._heap:
             rank, key = self._heap[0]
             now = self._ranks.get(key)

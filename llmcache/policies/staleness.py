@@ -24,15 +24,7 @@ class Staleness(Policy):
     """
 
     def __init__(self, half_life_s: float, now: Callable[[], float] = time.monotonic) -> None:
-        """Open an empty policy.
-
-        Args:
-            half_life_s: Seconds after which a match counts half, at least 0.001.
-            now: Clock in seconds; never runs backwards.
-
-        Raises:
-            ValueError: `half_life_s` is too small or not finite.
-        """
+        """Let a match count half after `half_life_s` seconds, at least 0.001, by a clock that never runs backwards."""
         if not LEAST_S <= half_life_s < math.inf:
             raise ValueError(f"half_life_s must be at least {LEAST_S} and finite, got {half_life_s}")
         self.half_life_s = half_life_s
@@ -42,22 +34,18 @@ class Staleness(Policy):
         self._arrivals = count()
 
     def on_put(self, key: str, nbytes: int) -> None:
-        """Begin anew, with a score of 1."""
         self._ranking[key] = (self._half_lives(), next(self._arrivals))
 
     def on_hit(self, key: str) -> None:
-        """Add 1 to the score. An unknown key is ignored."""
         if key in self._ranking:
             level, arrival = self._ranking[key]
             low, high = sorted((level, self._half_lives()))
             self._ranking[key] = (high + math.log2(1 + 2 ** (low - high)), arrival)
 
     def on_remove(self, key: str) -> None:
-        """Forget a key and its score. An unknown one is ignored."""
         self._ranking.discard(key)
 
     def victim(self) -> str:
-        """Name the stalest key; `KeyError` when there is none."""
         return self._ranking.first()
 
     def _half_lives(self) -> float:

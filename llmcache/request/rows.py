@@ -102,13 +102,14 @@ class HostInputs:
 
     Attributes:
         ids: Token ids (B, T), int64.
-        valid: Which tokens are valid, bool (B, T), or None without a mask.
+        valid: Which tokens are valid, bool (B, T), or None without a mask; of one that is all ones the mask itself.
         types: Token type ids (B, T) or (1, T), or None.
         positions: Position ids (B, T) or (1, T), or None.
         is_causal: Whether a row's 4-D mask is that of its valid tokens, bool (B,), or None without such a mask.
         features: What the fingerprint is projected from, float32 (B, F0), or None.
         order: Where the K/V of the tokens goes (T,), or None.
         is_binary: Whether the mask holds nothing but 0 and 1, bool (B,), or None where it holds no others.
+        is_full: Every token is valid.
     """
 
     ids: Any
@@ -119,6 +120,7 @@ class HostInputs:
     features: Any
     order: Any = None
     is_binary: Any = None
+    is_full: Any = False
 
 
 def to_host(*tensors: Tensor | None) -> list[NDArray[Any] | None]:
@@ -172,7 +174,7 @@ def read_rows(
     n_seen: dict[str, int] = {}
     for number, row_ids in enumerate(inputs.ids):
         mask = None if inputs.valid is None else inputs.valid[number]
-        valid, n_valid = _valid_positions(None if padding_counts else mask, len(row_ids))
+        valid, n_valid = _valid_positions(None if padding_counts or inputs.is_full else mask, len(row_ids))
         sha = prefix.copy()
         _update(sha, b"ids", row_ids[valid])
         _update(sha, b"types", _row(inputs.types, number, valid))
@@ -256,6 +258,6 @@ def _update(sha: Any, name: bytes, values: NDArray[Any] | Sequence[int] | None) 
     if values is None:
         sha.update(b"%s:none;" % name)
         return
-    packed = np.ascontiguousarray(values, dtype=np.int64).tobytes()
+    packed = np.asarray(values, np.int64).tobytes()
     sha.update(b"%s:%d;" % (name, len(packed)))
     sha.update(packed)

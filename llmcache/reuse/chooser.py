@@ -26,29 +26,17 @@ from llmcache.request.rows import Row, Scope
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Who would serve a request, and how risky that is; infinite risk where the gate refuses, or it was quarantined.
+    """Who would serve a request, and how risky that is; infinite risk where the gate refuses, or it was quarantined."""
 
-    Attributes:
-        neighbour: Who would; its similarity is NaN where it was not searched for.
-        risk: That its answer is not the request's own.
-        at_first: The risk before anybody was quarantined: of like requests it stays alike.
-        rung: `semantic` for a neighbour, `student` for an example of the answer that the forecast favours.
-    """
-
-    neighbour: Neighbour
-    risk: float
-    at_first: float
-    rung: str = "semantic"
+    neighbour: Neighbour  # its similarity is NaN where it was not searched for
+    risk: float  # that its answer is not the request's own
+    at_first: float  # before anybody was quarantined: of like requests it stays alike
+    rung: str = "semantic"  # `student` for an example of the answer that the forecast favours
 
 
 @dataclass(frozen=True, slots=True)
 class Examples:
-    """Stored requests of one scope, one for each answer that was given.
-
-    Attributes:
-        neighbours: The first that was answered so, of each answer, M.
-        signatures: Their answers (M, S).
-    """
+    """Stored requests of one scope, the first for each answer that was given (M), and these answers (M, S)."""
 
     neighbours: Sequence[Neighbour]
     signatures: Floats
@@ -60,14 +48,7 @@ class NeighbourChooser:
     def __init__(
         self, banks: CacheBanks, decision: Decision, answers: Answers | None = None, gate: ContentGate | None = None
     ) -> None:
-        """Look in `banks`.
-
-        Args:
-            banks: Where neighbours are.
-            decision: Chooses among them.
-            answers: Tells which answers are the same; needed by decisions that read them.
-            gate: Compares the tokens, or None.
-        """
+        """Look in `banks`; decisions that read answers need `answers`."""
         self._banks = banks
         self._decision = decision
         self._answers = answers
@@ -77,14 +58,7 @@ class NeighbourChooser:
     def choose(
         self, scope: Scope, rows: Sequence[Row], vectors: Floats, forecasts: Floats | None
     ) -> list[Choice | None]:
-        """The best neighbour of each row; None where nothing was found.
-
-        Args:
-            scope: Only requests of this scope are found.
-            rows: The requests.
-            vectors: Their fingerprints (B, F).
-            forecasts: Of their outputs (B, C), or None where there is none.
-        """
+        """The best neighbour of each row, by fingerprints (B, F) and forecasts (B, C); None where nothing was found."""
         found = self._search(scope, rows, vectors)
         return [
             self._choose(scope, row, near, None if forecasts is None else forecasts[i])
@@ -93,15 +67,10 @@ class NeighbourChooser:
 
     @property
     def searches(self) -> bool:
-        """Whether it looks for neighbours at all."""
         return self._decision.k > 0
 
     def present(self, cases: Iterable[tuple[Scope, str, Floats | None]]) -> list[str]:
-        """Have answers given by requests that are stored: of each answer, by the first. Returns their keys.
-
-        Args:
-            cases: Scope, key and signature (S,) of requests.
-        """
+        """Have each answer given by the first of these requests (scope, key, signature) that has it; returns keys."""
         is_discrete = self._answers is not None and self._answers.is_discrete
         if not (self._decision.reads_lead and is_discrete and self._banks.fits_any_length):
             return []
@@ -124,15 +93,10 @@ class NeighbourChooser:
 
     @property
     def max_risk(self) -> float:
-        """The largest risk that a calibration may allow."""
         return self._decision.max_risk
 
     def check_limit(self, limit: Any) -> None:
-        """Refuse what is not a risk score of the decision.
-
-        Raises:
-            ConfigError: It is not between the least risk and the largest.
-        """
+        """Refuse what is not a risk score of the decision."""
         least, most = self._decision.risk_range
         if not isinstance(limit, int | float) or not least <= limit <= most:
             raise ConfigError(f"limit: give a number from {least:g} to {most:g} (got {limit!r})")
@@ -145,13 +109,7 @@ class NeighbourChooser:
             self._gate.learn(case.row.ids for case in cases)
 
     def look(self, case: Observation, vector: Floats, forecast: Floats | None) -> tuple[Evidence, list[bool]]:
-        """What the neighbours of a request are like, and which have its own answer (n,).
-
-        Args:
-            case: The request.
-            vector: Its fingerprint (F,).
-            forecast: Of its output (C,), or None.
-        """
+        """What the neighbours of a request are like, and which have its own answer (n,)."""
         (near,) = self._search(case.scope, [case.row], vector[None])
         seen, example = self._see(case.scope, case.row, near, forecast)
         shown = near if example is None else [*near, example]
@@ -173,7 +131,6 @@ class NeighbourChooser:
         return {f"{part}.{name}": array for part, state in learned.items() for name, array in state.items()}
 
     def restore(self, state: Mapping[str, Floats]) -> None:
-        """Take up what they learned."""
         for part, learner in (("decision", self._decision), ("answers", self._answers), ("gate", self._gate)):
             if learner is not None:
                 learner.restore(below(f"{part}.", state))

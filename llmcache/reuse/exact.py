@@ -20,7 +20,6 @@ class Exact(Rung):
     is_lossless = True
 
     def __init__(self, banks: CacheBanks) -> None:
-        """Look in `banks`."""
         self._banks = banks
 
     def applies_at(self, layer: int) -> bool:

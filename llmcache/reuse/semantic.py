@@ -30,7 +30,6 @@ class Semantic(Rung):
     is_lossless = False
 
     def __init__(self, banks: CacheBanks, chooser: NeighbourChooser, limits: Limits) -> None:
-        """Serve from `banks` what the chooser finds, within limits."""
         self._banks = banks
         self._chooser = chooser
         self._limits = limits
@@ -72,9 +71,7 @@ class Fixed:
     """Limits that the user chose: a `tau` by layer, for any scope."""
 
     def __init__(self, tau: Mapping[int, float]) -> None:
-        """Turn least similarities into largest risks."""
         self._limits = {layer: -least for layer, least in tau.items()}
 
     def allowed(self, scope: Scope) -> Mapping[int, float]:
-        """The same at all times."""
         return self._limits

@@ -24,23 +24,17 @@ def observe(rate: Rate, n: int, n_events: int, chance: float) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("share", [0.002, 0.02, 0.2])
-def test_limits_hold_at_all_moments_together(share: float) -> None:
-    rng = np.random.default_rng(2)
-    n_wrong = np.zeros(2, int)
-    for _ in range(60):
-        rate, wrong = Rate(0.1), np.zeros(2, bool)
-        for _ in range(12):
-            observe(rate, 250, int((rng.random(250) < share * 0.1).sum()), chance=0.1)
-            wrong |= rate.lower(0.05) > share, rate.upper(0.05) < share
-        n_wrong += wrong
-    assert n_wrong.max() <= 7  # of 60, each wrong with probability 0.05 at most: 8 or more with probability 0.02
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shares", [[0.01] * 5 + [0.3] * 2 + [0.01] * 5, [0.2] * 2 + [0.005] * 10, [0] * 2 + [0.5] * 4])
-def test_limits_of_a_rate_that_changes_are_those_of_its_mean_so_far(shares: list[float]) -> None:
-    """Also where events are looked for more often at first."""
+@pytest.mark.parametrize(
+    "shares",
+    [
+        *[[share] * 12 for share in (0.002, 0.02, 0.2)],
+        [0.01] * 5 + [0.3] * 2 + [0.01] * 5,
+        [0.2] * 2 + [0.005] * 10,
+        [0] * 2 + [0.5] * 4,
+    ],
+)
+def test_limits_hold_at_all_moments_together(shares: list[float]) -> None:
+    """Those of a rate that changes are of its mean so far, also where events are looked for more often at first."""
     rng = np.random.default_rng(5)
     n_wrong = np.zeros(2, int)
     for _ in range(60):
@@ -52,11 +46,31 @@ def test_limits_of_a_rate_that_changes_are_those_of_its_mean_so_far(shares: list
             mean = total / (step + 1)
             wrong |= rate.lower(0.05) > mean, rate.upper(0.05) < mean
         n_wrong += wrong
-    assert n_wrong.max() <= 7
+    assert n_wrong.max() <= 7  # of 60, each wrong with probability 0.05 at most: 8 or more with probability 0.02
+
+
+@pytest.mark.slow
+def test_limits_hold_where_probabilities_are_lowered_for_a_while() -> None:
+    """In 300 streams of one rate, limits at 10 % are wrong at most as often, eased by what was drawn before."""
+    rng, wrong = np.random.default_rng(0), np.zeros(2)
+    for _ in range(300):
+        rate, n_waiting = Rate(0.2), 0
+        for _ in range(400):
+            ease = 0.25 if n_waiting > 5 else 1.0
+            rate.see(ease)
+            n_waiting = max(0, n_waiting - (rng.random() < 0.1))
+            if rng.random() < 0.2 * ease:
+                n_waiting += 1
+                rate.draw(1 / (0.2 * ease), ease)
+                rate.settle(1 / (0.2 * ease), bool(rng.random() < 0.05), ease)
+        wrong += (rate.lower(0.1) > 0.05, rate.upper(0.1) < 0.05)
+    assert (wrong / 300 <= 0.1).all()
+    assert rate.upper(0.1) < 0.5
 
 
 def test_limits_close_in_on_the_rate() -> None:
     rate = Rate(0.5)
+    assert (rate.lower(0.05), rate.upper(0.05), rate.mean) == (0.0, 1.0, None)  # of nothing seen nothing is known
     widths = []
     for n in (200, 2000, 20_000):
         observe(rate, n, n // 100, chance=0.5)
@@ -65,11 +79,6 @@ def test_limits_close_in_on_the_rate() -> None:
     assert rate.lower(0.05) < 0.02 < rate.upper(0.05)
     assert widths[0] > 2 * widths[1] > 4 * widths[2]
     assert widths[2] < 0.01
-
-
-def test_of_nothing_seen_nothing_is_known() -> None:
-    rate = Rate(0.5)
-    assert (rate.lower(0.05), rate.upper(0.05), rate.mean) == (0.0, 1.0, None)
 
 
 def test_a_sample_that_waits_counts_for_the_worse_on_both_sides() -> None:
@@ -99,7 +108,6 @@ def test_limits_enclose_the_estimate_whatever_the_probabilities(floors: list[flo
     for floor in floors[:n_events]:
         rate.draw(1 / floor)
         rate.settle(1 / floor, True)
-    assert rate.mean is not None
     assert rate.lower(0.05) <= min(rate.mean, 1.0)
     assert min(rate.mean, 1.0) <= rate.upper(0.05) + 1e-6
 
@@ -116,14 +124,6 @@ def rings_at(alarm: Alarm, events: Iterator[bool] | np.ndarray, weight: float) -
     return None
 
 
-def test_it_seldom_rings_while_the_rate_is_at_its_limit() -> None:
-    rng = np.random.default_rng(3)
-    rang = [
-        rings_at(Alarm(0.02, floor=0.2, alpha=0.05), rng.random(5000) < 0.02 * 0.2, 5.0) is not None for _ in range(150)
-    ]
-    assert sum(rang) <= 13  # each with probability 0.05 at most: 14 or more with probability 0.02
-
-
 @pytest.mark.parametrize("n_before", [0, 30_000])
 def test_it_rings_about_when_it_is_expected_after_a_change(n_before: int) -> None:
     rng = np.random.default_rng(4)
@@ -132,9 +132,7 @@ def test_it_rings_about_when_it_is_expected_after_a_change(n_before: int) -> Non
         alarm = Alarm(0.01, floor=0.2, alpha=0.05)
         assert rings_at(alarm, rng.random(n_before) < 0.0005 * 0.2, 5.0) is None
         expected = alarm.needed(0.1)
-        assert expected is not None
         heard = rings_at(alarm, rng.random(20 * expected) < 0.1 * 0.2, 5.0)
-        assert heard is not None
         ratios.append(heard / expected)
     assert 0.1 < np.median(ratios) < 1.2
     assert np.mean(np.array(ratios) < 2) > 0.9
@@ -146,10 +144,7 @@ def test_the_more_it_exceeds_the_sooner_it_is_expected() -> None:
     assert None not in needed
     assert needed == sorted(needed, reverse=True)
     assert needed[-1] > EPOCH
-
-
-def test_what_exceeds_by_too_little_is_not_expected_to_be_heard() -> None:
-    assert Alarm(0.02, floor=0.25, alpha=0.05).needed(0.0201) is None
+    assert Alarm(0.02, floor=0.25, alpha=0.05).needed(0.0201) is None  # too little to be heard
 
 
 def test_what_is_found_late_tells_the_same_in_the_end() -> None:
@@ -177,41 +172,33 @@ def serve(auditor: AuditAccount, n: int, hit_rate: float, wrong_per_hit: float, 
     return None
 
 
-def test_the_rate_is_one_of_all_requests_without_bias() -> None:
-    means = []
-    for seed in range(30):
-        auditor = AuditAccount(limit=0.5, floor=0.05, alpha=0.05, seed=seed)
-        assert serve(auditor, 3000, hit_rate=0.6, wrong_per_hit=0.1, seed=seed) is None
+@pytest.mark.slow
+def test_the_rate_is_one_of_all_requests_without_bias_and_limits_cover_it() -> None:
+    means, n_missed = [], 0
+    for seed in range(20):
+        auditor, is_missed = AuditAccount(limit=0.5, floor=0.1, alpha=0.05, seed=seed), False
+        for part in range(3):
+            assert serve(auditor, 500, hit_rate=0.7, wrong_per_hit=0.05, seed=100 * seed + part) is None
+            lower, upper = (auditor.figures()[name] for name in ("lower", "upper"))
+            is_missed |= not lower <= 0.035 <= upper
+        n_missed += is_missed
         means.append(auditor.rate.mean)
-    assert np.mean(means) == pytest.approx(0.06, abs=0.012)  # three standard errors
+    assert np.mean(means) == pytest.approx(0.035, abs=0.0067)  # three standard errors
+    assert n_missed <= 5  # of 20, each with probability 0.1 at most: 6 or more with probability 0.01
 
 
 @pytest.mark.slow
-def test_limits_of_an_account_cover_the_rate() -> None:
-    n_missed = 0
-    for seed in range(30):
-        auditor = AuditAccount(limit=0.5, floor=0.1, alpha=0.05, seed=seed)
-        for part in range(4):
-            serve(auditor, 400, hit_rate=0.7, wrong_per_hit=0.05, seed=100 * seed + part)
-            lower, upper = auditor.bounds
-            if not lower <= 0.035 <= upper:
-                n_missed += 1
-                break
-    assert n_missed <= 6  # of 30, each with probability 0.1 at most: 7 or more with probability 0.03
-
-
-def test_it_is_silent_while_the_rate_is_in_order() -> None:
-    rang = [serve(AuditAccount(0.02, 0.1, 0.05, seed=s), 3000, 0.8, 0.025, seed=s) is not None for s in range(60)]
-    assert sum(rang) <= 7
+def test_it_seldom_rings_while_the_rate_is_at_its_limit() -> None:
+    rang = [serve(AuditAccount(0.02, 0.1, 0.05, seed=s), 4000, 0.8, 0.025, seed=s) is not None for s in range(100)]
+    assert sum(rang) <= 10  # each with probability 0.05 at most: 11 or more with probability 0.01
 
 
 def test_it_rings_once_and_within_what_is_needed() -> None:
     ratios = []
     for seed in range(30):
         auditor = AuditAccount(limit=0.02, floor=0.1, alpha=0.05, seed=seed)
-        needed = auditor.needed  # for twice the limit; serves at over twice
+        needed = auditor.figures()["needed"]  # for twice the limit; serves at over twice
         rang = serve(auditor, 10 * needed, hit_rate=0.8, wrong_per_hit=0.0625, seed=seed)
-        assert rang is not None
         ratios.append(rang / needed)
         assert serve(auditor, 2000, hit_rate=0.8, wrong_per_hit=0.5, seed=seed) is None
     assert np.median(ratios) < 1
@@ -228,9 +215,16 @@ def test_it_looks_more_often_at_first_and_at_what_is_doubtful() -> None:
     assert drawn(1.0, 4000) == pytest.approx(0.1, abs=0.015)
     assert auditor.see(None) is None
     assert auditor.rate.n == N_FIRST + 8001
-
-
-def test_a_floor_of_one_looks_at_everything_once() -> None:
-    auditor = AuditAccount(limit=0.5, floor=1.0, alpha=0.05)
-    samples = [auditor.see(1.0) for _ in range(50)]
+    everything = AuditAccount(limit=0.5, floor=1.0, alpha=0.05)
+    samples = [everything.see(1.0) for _ in range(50)]
     assert all(isinstance(sample, AuditSample) and sample.weight == 1.0 for sample in samples)
+
+
+def test_where_looks_wait_fewer_are_drawn_and_count_more() -> None:
+    usual, eased = AuditAccount(0.01, 0.2, 0.05), AuditAccount(0.01, 0.2, 0.05)
+    for _ in range(3000):
+        usual.see(0.0)
+        eased.see(0.0, 0.25)
+    assert 2 * eased.n_drawn < usual.n_drawn
+    weights = {weight for weight, _ in eased.rate._open}
+    assert weights == {1 / (0.2 * 0.25), 1.0 / (5 * 0.2 * 0.25)}

@@ -16,7 +16,7 @@ from llmcache.audit.idle_worker import IdleWorker, Job
 
 
 class Owner:
-    """Whose jobs they are."""
+    """Whose jobs they are; the worker's thread ends with it."""
 
     def __init__(self, **settings: Any) -> None:
         self.worker: IdleWorker[Owner] = IdleWorker(self, **settings)
@@ -33,23 +33,15 @@ def wait_until(holds: Callable[[], object]) -> None:
         time.sleep(0.002)
 
 
-def test_a_job_is_done_once_nobody_calls() -> None:
-    owner = Owner(idle_s=0.0)
-    owner.add(1)
-    wait_until(lambda: owner.done)
-    assert owner.done == [(1, "llmcache-audit")]
-    owner.worker.close()
-
-
-def test_no_job_is_done_while_a_call_is_under_way() -> None:
+def test_a_job_is_done_by_a_thread_of_its_own_once_nobody_calls() -> None:
     owner = Owner(idle_s=0.0, patience_s=1e6)
     owner.worker.enter()
-    owner.add()
+    owner.add(1)
     time.sleep(0.05)
     assert not owner.done
     owner.worker.leave()
     wait_until(lambda: owner.done)
-    owner.worker.close()
+    assert owner.done == [(1, "llmcache-audit")]
 
 
 class Clock:
@@ -96,7 +88,6 @@ def test_calls_do_what_has_waited_for_long_for_a_share_of_their_time() -> None:
         owner.worker.leave()
     assert owner.worker.catch_up() == pytest.approx(0.015)
     assert len(owner.done) == 3
-    owner.worker.close()
 
 
 def test_a_quiet_time_saves_little_up_and_no_share_nothing() -> None:
@@ -104,11 +95,9 @@ def test_a_quiet_time_saves_little_up_and_no_share_nothing() -> None:
     for _ in range(9):
         owner.worker.add(Job(work(clock, 0.03), clock.now))
     assert [owner.worker.catch_up() > 0 for _ in range(5)] == [True] * 4 + [False]  # a tenth of a second
-    owner.worker.close()
     owner, clock = busy(1e6, patience_s=0.0, share=0.0)
     owner.worker.add(Job(work(clock, 0.03), clock.now))
     assert owner.worker.catch_up() == 0.0
-    owner.worker.close()
 
 
 def test_a_call_does_no_long_job_but_short_ones_behind_it() -> None:
@@ -118,7 +107,6 @@ def test_a_call_does_no_long_job_but_short_ones_behind_it() -> None:
     assert [owner.worker.catch_up() > 0 for _ in range(2)] == [True, False]
     assert owner.done == [0.01]
     assert owner.worker.drain() == 1
-    owner.worker.close()
 
 
 def test_a_job_gives_way_to_a_call_and_is_done_again_later() -> None:
@@ -145,7 +133,6 @@ def test_a_job_gives_way_to_a_call_and_is_done_again_later() -> None:
     assert not owner.done and len(owner.worker) == 1
     owner.worker.leave()
     wait_until(lambda: owner.done)
-    owner.worker.close()
 
 
 def test_the_thread_computes_with_one_thread_and_others_as_before() -> None:
@@ -161,7 +148,6 @@ def test_the_thread_computes_with_one_thread_and_others_as_before() -> None:
         assert (owner.done, others, torch.get_num_threads()) == ([1], [2], 2)
     finally:
         torch.set_num_threads(before)
-        owner.worker.close()
 
 
 def test_the_more_waits_the_less_is_to_be_added() -> None:
@@ -172,18 +158,17 @@ def test_the_more_waits_the_less_is_to_be_added() -> None:
         owner.add()
     assert eases[:20] == [1.0] * 20 and eases[20:26] == [0.5, 0.5, 0.25, 0.25, 0.125, 0.125]
     assert owner.worker.ease == 0.5**10
-    owner.worker.close()
-    assert Owner(in_background=False, max_jobs=0).worker.ease == 1.0  # who drains has asked for all of it
 
 
 def test_draining_does_what_waits_here_and_in_order() -> None:
-    owner = Owner(idle_s=1e6, patience_s=1e6)
+    owner, full = Owner(idle_s=1e6, patience_s=1e6, max_jobs=4), []
     for n in range(5):
+        full.append(owner.worker.is_full)
         owner.add(n)
-    assert owner.worker.drain() == 5
+    assert full == [False] * 4 + [True]
+    assert owner.worker.drain() == 5  # what was added all the same is not lost
     assert owner.done == [(n, threading.current_thread().name) for n in range(5)]
     assert owner.worker.drain() == 0
-    owner.worker.close()
 
 
 def test_draining_waits_for_the_job_under_way() -> None:
@@ -199,7 +184,6 @@ def test_draining_waits_for_the_job_under_way() -> None:
     threading.Timer(0.02, may_end.set).start()
     owner.worker.drain()
     assert owner.done == ["slow"]
-    owner.worker.close()
 
 
 def test_no_thread_before_the_first_job_and_none_after_the_end() -> None:
@@ -209,7 +193,7 @@ def test_no_thread_before_the_first_job_and_none_after_the_end() -> None:
     thread = owner.worker._thread
     owner.worker.close()
     owner.worker.close()
-    assert thread is not None and not thread.is_alive()
+    assert not thread.is_alive()
     owner.add()
     assert (len(owner.worker), owner.done) == (0, [])
 
@@ -222,27 +206,15 @@ def test_no_job_is_done_within_a_pause_but_by_who_made_it() -> None:
         assert not owner.done
         assert owner.worker.drain() == 1
     assert owner.done == [(1, threading.current_thread().name)]
-    owner.worker.close()
 
 
 def test_without_a_background_only_draining_does_jobs() -> None:
-    owner = Owner(in_background=False, idle_s=0.0, patience_s=0.0)
+    owner = Owner(in_background=False, idle_s=0.0, patience_s=0.0, max_jobs=0)
     owner.add(1)
     time.sleep(0.05)
     assert owner.worker._thread is None and not owner.done
+    assert owner.worker.ease == 1.0  # who drains has asked for all of it
     assert owner.worker.drain() == 1
-    owner.worker.close()
-
-
-def test_a_full_queue_says_so() -> None:
-    owner = Owner(idle_s=1e6, max_jobs=2)
-    full = []
-    for _ in range(3):
-        full.append(owner.worker.is_full)
-        owner.add()
-    assert full == [False, False, True]
-    assert owner.worker.drain() == 3  # what was added all the same is not lost
-    owner.worker.close()
 
 
 @pytest.mark.slow
@@ -253,7 +225,6 @@ def test_waiting_jobs_keep_no_owner_alive_and_the_thread_ends_with_it() -> None:
     del owner
     gc.collect()
     assert gone() is None
-    assert thread is not None
     thread.join(timeout=30)
     assert not thread.is_alive()
 
@@ -267,7 +238,6 @@ def test_jobs_of_many_threads_are_all_done_once() -> None:
         thread.join()
     owner.worker.drain()
     assert sorted(what for what, _ in owner.done) == [(i, n) for i in range(4) for n in range(50)]
-    owner.worker.close()
 
 
 @pytest.mark.slow

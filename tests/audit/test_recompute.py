@@ -1,7 +1,6 @@
 """Looks are computed together where a model answers the same so, and alone where it does not."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -14,14 +13,20 @@ from llmcache.audit.account import Audited
 from llmcache.audit.recompute import Origin, Recompute, RecomputeQueue
 from llmcache.errors import ConfigError
 from tests import inside
-from tests.audit.test_audit import known
-from tests.topics import classifier, requests
+from tests.topics import Inputs, classifier, known, requests
 
 PAD = 3
 DRAWN = Audited(None, "", None, True)
 OFF = ("cpu", torch.float32, False)
 NOW = Origin("weights", "head", "sdpa")
-Inputs = dict[str, Tensor]
+OTHER = NOW._replace(attention="eager")
+SETTINGS: dict[str, Any] = {
+    "max_drop": 0.2,
+    "audit": 1.0,
+    "auto_bypass": False,
+    "payload": "sequence",
+    "answer": "class",
+}
 
 
 def look(n_tokens: int, namespace: str = "default", has_mask: bool = True, origin: Origin = NOW) -> Recompute:
@@ -34,46 +39,40 @@ def taken(looks: RecomputeQueue) -> list[str]:
     return [one.key for one in looks.take()]
 
 
-def waiting(*given: Recompute) -> RecomputeQueue:
-    looks = RecomputeQueue(PAD)
+def waiting(*given: Recompute, names: set[str] | None = None) -> RecomputeQueue:
+    looks = RecomputeQueue(PAD, names)
     for one in given:
         looks.add(one)
     return looks
 
 
-def test_the_oldest_is_taken_with_others_of_about_its_length() -> None:
-    looks = waiting(*map(look, (5, 30, 7, 16, 17)))
-    assert taken(looks) == ["5", "7", "16"]
-    assert taken(looks) == ["30", "17"]
-    assert taken(looks) == []
+@pytest.mark.parametrize(
+    ("looks", "groups"),
+    [
+        pytest.param(
+            [*map(look, (5, 30, 7, 16, 17))], ["5 7 16", "30 17", ""], id="the oldest, and others of its length"
+        ),
+        pytest.param([*map(look, [5] * 10)], ["5 5 5 5 5 5 5 5", "5 5", ""], id="eight at most"),
+        pytest.param([look(5), look(6, "other"), look(7)], ["5 7", "6"], id="of one namespace"),
+        pytest.param([look(5), look(6, has_mask=False), look(7)], ["5 7", "6"], id="with a mask or without"),
+        pytest.param([look(n, has_mask=False) for n in (5, 6, 5)], ["5 5", "6"], id="of equal length without a mask"),
+        pytest.param([look(5), look(6, origin=OTHER), look(7)], ["5 7", "6"], id="of one origin"),
+    ],
+)
+def test_those_that_can_be_computed_together_are_taken_together(looks: list[Recompute], groups: list[str]) -> None:
+    queue = waiting(*looks)
+    assert [" ".join(taken(queue)) for _ in groups] == groups
 
 
-def test_no_more_than_eight_are_taken_together() -> None:
-    looks = waiting(*[look(5) for _ in range(10)])
-    assert [len(looks.take()) for _ in range(3)] == [8, 2, 0]
-
-
-def test_those_of_another_namespace_or_without_a_mask_are_left() -> None:
-    looks = waiting(look(5), look(6, "other"), look(7, has_mask=False), look(8))
-    assert [taken(looks) for _ in range(3)] == [["5", "8"], ["6"], ["7"]]
-
-
-def test_without_a_mask_only_equal_lengths_come_together() -> None:
-    looks = waiting(look(5, has_mask=False), look(6, has_mask=False), look(5, has_mask=False))
-    assert [taken(looks) for _ in range(2)] == [["5", "5"], ["6"]]
-
-
-def test_shorter_rows_are_padded_and_masked() -> None:
-    inputs = RecomputeQueue(PAD).inputs([look(2), look(4)])
+def test_shorter_rows_are_padded_and_masked_and_in_a_trial_all_are() -> None:
+    looks = RecomputeQueue(PAD)
+    inputs = looks.inputs([look(2), look(4)])
     assert inputs["input_ids"].tolist() == [[10, 11, PAD, PAD], [10, 11, 12, 13]]
     assert inputs["attention_mask"].tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]]
-
-
-def test_all_rows_are_padded_in_a_trial() -> None:
-    inputs = RecomputeQueue(PAD).inputs([look(4), look(4)], is_trial=True)
-    assert inputs["input_ids"].tolist() == [[10, 11, 12, 13, PAD]] * 2
-    assert inputs["attention_mask"].tolist() == [[1, 1, 1, 1, 0]] * 2
-    bare = RecomputeQueue(PAD).inputs([look(4, has_mask=False)] * 2, is_trial=True)
+    tried = looks.inputs([look(4), look(4)], is_trial=True)
+    assert tried["input_ids"].tolist() == [[10, 11, 12, 13, PAD]] * 2
+    assert tried["attention_mask"].tolist() == [[1, 1, 1, 1, 0]] * 2
+    bare = looks.inputs([look(4, has_mask=False)] * 2, is_trial=True)
     assert bare["input_ids"].tolist() == [[10, 11, 12, 13]] * 2
 
 
@@ -86,18 +85,15 @@ def test_what_does_not_come_out_alike_is_tried_in_smaller_groups() -> None:
 
 
 def test_what_came_out_alike_without_padding_says_nothing_of_padding() -> None:
-    looks = RecomputeQueue(PAD)
-    looks.tried([look(5, has_mask=False)] * 2, is_same=True)
-    assert looks.are_tried([look(7, has_mask=False)] * 2)
+    looks, bare = RecomputeQueue(PAD), look(5, has_mask=False)
+    looks.tried([bare, bare], is_same=True)
+    assert looks.are_tried([bare, bare]) and looks.are_tried([look(5)])
     assert not looks.are_tried([look(5), look(6)])
-    assert looks.are_tried([look(5)])
 
 
 def test_what_a_model_does_not_take_it_is_not_passed() -> None:
-    looks = RecomputeQueue(PAD, names={"input_ids"})
+    looks = waiting(*map(look, (5, 6, 5)), names={"input_ids"})
     assert set(looks.inputs([look(5)])) == {"input_ids"}
-    for n_tokens in (5, 6, 5):
-        looks.add(look(n_tokens))
     assert taken(looks) == ["5", "5"]  # it would not know what is padding
 
 
@@ -111,11 +107,6 @@ def test_parked_ones_wait_for_their_origin_and_are_dropped_once_that_is_over() -
     assert (taken(looks), len(looks)) == (["6", "5"], 1)
     assert [one.key for one in looks.resume(other, is_over=lambda _: True)] == ["7"]
     assert not looks.has_parked and taken(looks) == ["7"]
-
-
-def test_those_of_other_origins_are_not_taken_together() -> None:
-    looks = waiting(look(5), look(6, origin=NOW._replace(attention="eager")), look(7))
-    assert [taken(looks) for _ in range(2)] == [["5", "7"], ["6"]]
 
 
 def test_those_of_a_namespace_are_dropped() -> None:
@@ -166,36 +157,28 @@ def varied(n: int, seed: int) -> list[Inputs]:
     return [one | {"attention_mask": torch.ones_like(one["input_ids"])} for one in chain(*zip(*by_length, strict=True))]
 
 
-@contextmanager
-def served(model: Any, is_sorted: bool = False) -> Iterator[tuple[LLMCache, int, int]]:
-    """A cache with looks that wait, and how many there are, and how many of them are to find a changed answer."""
-    settings = {"max_drop": 0.2, "audit": 1.0, "auto_bypass": False, "payload": "sequence", "answer": "class"}
-    with LLMCache.wrap(model, audit_in_background=False, **settings) as cache:
-        cache.calibrate(varied(450, 0))
-        inputs = varied(90, 50)
-        if is_sorted:  # the first groups are of one length
-            inputs.sort(key=lambda one: one["input_ids"].shape[1])
-        given = [(int(cache(**one).argmax()), cache.last[0].rung == "semantic") for one in inputs]
-        with cache.disabled():
-            own = [int(cache(**one).argmax()) for one in inputs]
-        n_changed = sum(is_hit and answer != plain for (answer, is_hit), plain in zip(given, own, strict=True))
-        model.sizes.clear()
-        yield cache, sum(is_hit for _, is_hit in given), n_changed
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("pool", "width"), [(masked, 1), (careless, 1), (single, 0)])
 @pytest.mark.parametrize("is_sorted", [False, True])
 def test_looks_find_what_is_so_and_are_padded_where_they_come_out_alike(
     pool: Callable[[Tensor, Tensor], Tensor], width: int, is_sorted: bool
 ) -> None:
-    model = Own(pool).eval()
-    with served(model, is_sorted) as (cache, n_hits, n_changed):
+    model, inputs = Own(pool).eval(), varied(90, 50)
+    if is_sorted:  # the first groups are of one length
+        inputs.sort(key=lambda one: one["input_ids"].shape[1])
+    with LLMCache.wrap(model, audit_in_background=False, **SETTINGS) as cache:
+        cache.calibrate(varied(240, 0))
+        given = [(int(cache(**one).argmax()), cache.last[0].rung == "semantic") for one in inputs]
+        with cache.disabled():
+            own = [int(cache(**one).argmax()) for one in inputs]
+        n_hits = sum(is_hit for _, is_hit in given)
+        n_changed = sum(is_hit and answer != plain for (answer, is_hit), plain in zip(given, own, strict=True))
+        model.sizes.clear()
         assert cache.drain() == n_hits > 20
         stats = known(cache)
         assert (stats.n_recomputed, stats.n_changed, cache.stats().errors) == (n_hits, n_changed, 0)
         assert (len(model.sizes) < n_hits) == (pool is not single)
-        assert inside.audit(cache)._looks._width == width
+        assert inside.audit(cache)._recomputer.queue._width == width
 
 
 @pytest.mark.slow
@@ -204,11 +187,8 @@ def test_a_model_that_makes_its_own_mask_is_looked_into() -> None:
         def forward(self, input_ids: Tensor) -> Tensor:  # type: ignore[override]
             return super().forward(input_ids, torch.ones_like(input_ids))
 
-    model = Maskless(masked).eval()
-    settings = {"max_drop": 0.2, "audit": 1.0, "auto_bypass": False, "payload": "sequence", "answer": "class"}
-    with LLMCache.wrap(model, audit_in_background=False, **settings) as cache:
-        inputs = [{"input_ids": one["input_ids"]} for one in varied(450, 0)]
-        cache.calibrate(inputs)
+    with LLMCache.wrap(Maskless(masked).eval(), audit_in_background=False, **SETTINGS) as cache:
+        cache.calibrate([{"input_ids": one["input_ids"]} for one in varied(240, 0)])
         for one in varied(60, 50):
             cache(input_ids=one["input_ids"])
         n_hits = cache.drain()

@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -78,49 +79,38 @@ def check(lib: CacheBanks) -> None:
         }
 
 
-def in_layout(name: bytes) -> tuple[Row, dict[int, dict[str, torch.Tensor]]]:
-    """A request in one of its layouts, and its states with those of its padding."""
-    one = row(1)
-    one.layout = name * 32
-    padding = {"padding_hidden": torch.full((2, WIDTH), float(ord(name)))}
-    return one, {layer: {**tensors, **padding} for layer, tensors in states(1).items()}
+def put_in_layout(lib: CacheBanks, name: str, layers: Sequence[int] = LAYERS, padding: Sequence[int] = (2, 2)) -> bool:
+    """Put request 1 in one of its layouts: states of layers, each with so many rows of padding."""
+    one, made = row(1), states(1, layers)
+    one.layout = name.encode() * 32
+    for (_, tensors), n_rows in zip(made.items(), padding, strict=False):
+        tensors["padding_hidden"] = torch.full((n_rows, WIDTH), float(ord(name)))
+    return lib.put(scope(), one, made, vector(1))
 
 
-def layouts_of(lib: CacheBanks) -> list[tuple[bytes, float | None]]:
-    """Of each layer's state of the request: the layout that it is said to have, and what its padding is."""
+def layouts_of(lib: CacheBanks) -> list[tuple[str, str | None]]:
+    """Of each layer's state of the request: the layout that it is said to have, and that its padding is of."""
     found = [lib.read(row(1).key, layer, with_kv=False) for layer in LAYERS]
     assert all(state is not None for state in found)
-    return [(s.layout[:1], None if s.padding is None else float(s.padding[0, 0])) for s in found if s]
+    return [(chr(s.layout[0]), None if s.padding is None else chr(int(s.padding[0, 0]))) for s in found if s]
 
 
-def test_what_is_stored_of_some_layers_in_another_layout_has_no_padding() -> None:
-    lib = banks()
-    one, made = in_layout(b"a")
-    lib.put(scope(), one, made, vector(1))
-    one, made = in_layout(b"b")
-    lib.put(scope(), one, {LAYERS[0]: made[LAYERS[0]]}, vector(1))
-    assert layouts_of(lib) == [(b"a", None), (b"a", float(ord("a")))]
-
-
-def test_a_request_that_was_computed_in_another_layout_has_its_padding_from_then_on() -> None:
-    lib = banks()
-    one, made = in_layout(b"a")
-    lib.put(scope(), one, made, vector(1))
-    one, made = in_layout(b"b")
-    lib.put(scope(), one, made, vector(1))
-    assert layouts_of(lib) == [(b"b", float(ord("b")))] * 2
-
-
-def test_padding_of_two_layouts_does_not_mix_where_a_layer_has_no_room() -> None:
+@pytest.mark.parametrize(
+    ("more", "layouts"),
+    [
+        ({}, [("b", "b"), ("b", "b")]),
+        ({"layers": LAYERS[:1]}, [("a", None), ("a", "a")]),
+        ({"padding": (2, 20)}, [("a", "a"), ("a", "a")]),  # a layer has no room for it
+    ],
+)
+def test_padding_of_two_layouts_does_not_mix(more: dict[str, Any], layouts: list[tuple[str, str | None]]) -> None:
     lib = banks(max_bytes=10 * WIDTH * 4)
-    one, made = in_layout(b"a")
-    lib.put(scope(), one, made, vector(1))
-    one, made = in_layout(b"b")
-    made[LAYERS[1]]["padding_hidden"] = torch.ones(20, WIDTH)
-    assert not lib.put(scope(), one, made, vector(1))
-    assert layouts_of(lib) == [(b"a", float(ord("a")))] * 2
+    assert put_in_layout(lib, "a")
+    assert put_in_layout(lib, "b", **more) == ("padding" not in more)
+    assert layouts_of(lib) == layouts
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(
@@ -161,24 +151,18 @@ def test_the_least_recently_used_leaves_every_structure() -> None:
     assert lib.layer_banks[0].n_evicted == 1
 
 
-def test_a_bank_alone_letting_go_keeps_the_request() -> None:
-    lib = banks()
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_a_bank_alone_letting_go_keeps_the_request(by_layer: bool) -> None:
+    """Where each layer is searched alone, an evicted one no longer finds it."""
+    lib = banks(by_layer=by_layer)
     lib.layer_banks[2].max_entries = 1
     put(lib, 1)
     put(lib, 2)
     assert lib.held(row(1).key) == [0]
     assert lib.known(row(1))
-    assert set(nearest(lib, 1)) == {row(1).key, row(2).key}
     assert lib.read(row(1).key, 2, with_kv=False) is None
-
-
-def test_when_each_layer_is_searched_alone_an_evicted_layer_no_longer_finds_it() -> None:
-    lib = banks(by_layer=True)
-    lib.layer_banks[2].max_entries = 1
-    put(lib, 1)
-    put(lib, 2)
-    assert set(nearest(lib, 1, layer=0)) == {row(1).key, row(2).key}
-    assert nearest(lib, 1, layer=2) == [row(2).key]
+    assert set(nearest(lib, 1, layer=0 if by_layer else None)) == {row(1).key, row(2).key}
+    assert not by_layer or nearest(lib, 1, layer=2) == [row(2).key]
 
 
 def test_expired_entries_are_not_found() -> None:
@@ -245,16 +229,6 @@ def test_a_request_of_an_approximate_index_survives_drain_and_rebuild() -> None:
     assert len(nearest(lib, 59)) == 20
 
 
-def test_what_is_stored_shares_no_memory_with_the_caller() -> None:
-    lib = banks()
-    given_states = states(1)
-    lib.put(scope(), row(1), given_states, vector(1))
-    given_states[0]["hidden"].fill_(-1)
-    state = lib.read(row(1).key, 0, with_kv=False)
-    assert state is not None
-    assert (state.hidden == 1).all()
-
-
 def test_bank_refuses_what_cannot_fit() -> None:
     bank = Bank(MemoryStore(), LRU(), max_bytes=10)
     with pytest.raises(ValueError, match="exceeds"):
@@ -278,29 +252,21 @@ def test_banks_that_give_kv_count_the_hit_too() -> None:
     assert lib.held(row(0).key) == list(LAYERS)
 
 
-class Interrupted(MemoryStore):
-    """Lets something happen in the middle of each read: before the entry is taken, or after."""
+def interrupt(lib: CacheBanks, when: str, act: Callable[[], object]) -> None:
+    """Let something happen before or after the next read of the upper layer takes its entry."""
+    waiting = [act]
 
-    def __init__(self, before: Callable[[], object] = lambda: None, after: Callable[[], object] = lambda: None) -> None:
-        super().__init__()
-        self.before, self.after = before, after
+    class Interrupted(MemoryStore):
+        def __getitem__(self, key: str) -> Entry:
+            if when == "before" and waiting:
+                waiting.pop()()
+            try:
+                return super().__getitem__(key)
+            finally:
+                if waiting:
+                    waiting.pop()()
 
-    def __getitem__(self, key: str) -> Entry:
-        self.before()
-        try:
-            return super().__getitem__(key)
-        finally:
-            self.after()
-
-
-def interrupt(lib: CacheBanks, **acts: Callable[[], None]) -> None:
-    """Let something happen `before` or `after` the next read of the upper layer takes its entry."""
-
-    def once() -> None:
-        for act in [acts.pop(when) for when in list(acts)]:
-            act()
-
-    entry, store = lib.layer_banks[2].read(row(1).key), Interrupted(**dict.fromkeys(acts, once))
+    entry, store = lib.layer_banks[2].read(row(1).key), Interrupted()
     assert entry is not None
     store[row(1).key] = entry
     lib.layer_banks[2]._store = store
@@ -311,34 +277,24 @@ def evict(lib: CacheBanks) -> None:
     lib._let_go(2, row(1).key)
 
 
-def put_in_another_layout(lib: CacheBanks) -> None:
-    lib.put(scope(), *in_layout(b"b"), vector(1))
-
-
-def put_another_of_its_key(lib: CacheBanks) -> None:
-    lib.put(scope(), Row(0, row(1).key, b"other", slice(0, 3), 3), states(5), vector(5))
-
-
-def purge(lib: CacheBanks) -> None:
-    lib.purge("default")
-
-
-def purge_and_put(lib: CacheBanks) -> None:
-    purge(lib)
-    put_in_another_layout(lib)
+HAPPENS: dict[str, Callable[[CacheBanks], object]] = {
+    "evicted": evict,
+    "another layout": lambda lib: put_in_layout(lib, "b"),
+    "other tokens": lambda lib: lib.put(scope(), Row(0, row(1).key, b"other", slice(0, 3), 3), states(5), vector(5)),
+    "purged": lambda lib: lib.purge("default"),
+    "purged and put": lambda lib: (lib.purge("default"), put_in_layout(lib, "b")),
+}
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("happens", [evict, put_in_another_layout, put_another_of_its_key, purge, purge_and_put])
-def test_what_was_read_counts_only_if_nothing_was_put_under_its_key_meanwhile(
-    happens: Callable[[CacheBanks], None], when: str
-) -> None:
+@pytest.mark.parametrize("happens", HAPPENS)
+def test_what_was_read_counts_only_if_nothing_was_put_under_its_key_meanwhile(happens: str, when: str) -> None:
     """Else an entry of one layout, or of other tokens, would be taken for what was asked for."""
     lib = banks()
-    lib.put(scope(), *in_layout(b"a"), vector(1))
-    interrupt(lib, **{when: lambda: happens(lib)})
+    put_in_layout(lib, "a")
+    interrupt(lib, when, lambda: HAPPENS[happens](lib))
     state = lib.read(row(1).key, 2, with_kv=False)
-    if happens is evict and when == "after":  # what was read is still the request's own
+    if happens == "evicted" and when == "after":  # what was read is still the request's own
         assert state is not None and (state.layout[:1], float(state.hidden[0, 0])) == (b"a", 1.0)
     else:
         assert state is None
@@ -362,8 +318,8 @@ def test_an_entry_that_its_store_has_lost_is_a_miss_and_may_be_put_again() -> No
 
 def test_a_save_reads_again_what_was_put_meanwhile() -> None:
     lib = banks()
-    lib.put(scope(), *in_layout(b"a"), vector(1))
-    interrupt(lib, before=lambda: put_in_another_layout(lib))
+    put_in_layout(lib, "a")
+    interrupt(lib, "before", lambda: put_in_layout(lib, "b"))
     (record,) = lib.records()
     assert record.layout[:1] == b"b"
     assert {float(entry.tensors["padding_hidden"][0, 0]) for entry in record.entries.values()} == {float(ord("b"))}

@@ -34,6 +34,8 @@ def test_the_parts_are_disjoint_and_whole() -> None:
     assert sorted(number for part in parts for number in part) == list(range(1000))
     assert len(parts[1]) == pytest.approx(1000 * TESTED, rel=0.03)
     assert split(1000, risk_target(0.05, seed=3)) == parts != split(1000, risk_target(0.05, seed=4))
+    learned, tested = split(3000, risk_target(0.05, metric=Metric(lambda output, label: 1.0)))
+    assert len(learned) == len(tested) == 1500  # other metrics are tested on half
 
 
 @pytest.mark.slow
@@ -43,11 +45,6 @@ def test_no_request_is_tested_that_could_not_bring_the_bound_further(n: int, max
     _, tested = split(n, risk_target(max_drop))
     allowed = next(k for k in range(n) if share_upper(k + 1, len(tested), 0.05) > max_drop)
     assert share_upper(allowed, len(tested) - 1, 0.05) > max_drop
-
-
-def test_other_metrics_are_tested_on_half() -> None:
-    learned, tested = split(3000, risk_target(0.05, metric=Metric(lambda output, label: 1.0)))
-    assert len(learned) == len(tested) == 1500
 
 
 @pytest.mark.parametrize(("n", "max_drop"), [(1195, 0.005), (597, 0.01), (100, 0.02)])
@@ -73,7 +70,7 @@ def test_testing_stops_at_the_first_failure() -> None:
     tested = try_settings(HoldoutOutcome(risk, loss), np.array([0.2, 0.4, 0.5, 0.9, 0.95]), max_drop=0.01, delta=0.05)
     assert [setting.limit for setting in tested] == [0.2, 0.4, 0.5, 0.9]
     best = chosen(tested, 0.01)
-    assert best is not None and best.limit == 0.5
+    assert best.limit == 0.5
     assert best.hit_rate == pytest.approx(0.5, abs=0.002)
     assert best.bound == pytest.approx(0.003, abs=1e-4)  # no error in 1,000
 
@@ -89,11 +86,8 @@ def test_nothing_is_chosen_where_the_strictest_setting_fails() -> None:
     trial = HoldoutOutcome(np.zeros(400), np.ones(400))
     assert chosen(try_settings(trial, np.array([0.0, 1.0]), 0.01, 0.05), 0.01) is None
     assert chosen(try_settings(trial, np.empty(0), 0.01, 0.05), 0.01) is None
-
-
-def test_requests_without_a_neighbour_lose_nothing() -> None:
-    trial = HoldoutOutcome(np.array([np.inf] * 299 + [0.1]), np.ones(300))
-    (setting,) = try_settings(trial, np.array([0.5]), 0.02, 0.05)
+    lonely = HoldoutOutcome(np.array([np.inf] * 299 + [0.1]), np.ones(300))  # without a neighbour nothing is lost
+    (setting,) = try_settings(lonely, np.array([0.5]), 0.02, 0.05)
     assert setting.hit_rate == setting.loss == pytest.approx(1 / 300)
 
 
@@ -118,7 +112,7 @@ def test_a_metric_that_is_not_a_share_is_bounded_by_betting() -> None:
     loss = np.where(risk < 0.5, rng.choice([-0.1, 0.0, 0.1], 2000), rng.choice([0.0, 0.5], 2000))
     trial = HoldoutOutcome(risk, loss, -1.0, 1.0, is_share=False)
     best = chosen(try_settings(trial, np.array([0.1, 0.3, 0.5, 0.8]), 0.02, 0.05), 0.02)
-    assert best is not None and best.limit in (0.3, 0.5)
+    assert best.limit in (0.3, 0.5)
 
 
 @pytest.mark.parametrize("bounds", [(0.0, np.inf), (1.0, 1.0), (np.nan, 1.0)])

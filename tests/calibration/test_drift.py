@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from math import inf
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,9 @@ from llmcache.audit.audit import Audit
 from llmcache.calibration.drift import DriftDetector, Marks, Profile, profile
 from llmcache.request.call import Call
 from tests import inside
-from tests.topics import N_CALIBRATED, batched, calibrated, classifier, requests
+from tests.topics import N_CALIBRATED, Inputs, ask, batched, calibrated, classifier, known, requests
 
 N = 800  # of C
-
-
 REPEAT = Marks(-inf, 1.0, 0)  # of a source
 
 
@@ -29,7 +28,7 @@ def draw(rng: np.random.Generator, n: int, risk: float = 0.2, classes: int = 20,
     ]
 
 
-def known(seed: int, repeats: float = 0.05) -> Profile:
+def compared(seed: int, repeats: float = 0.05) -> Profile:
     rng = np.random.default_rng(seed)
     marks = draw(rng, N, repeats=repeats)
     return profile(dict(zip(map(str, range(N)), marks, strict=True)), rng.integers(0, 20, N).tolist(), 0.1)
@@ -47,7 +46,7 @@ def told_after(likeness: DriftDetector, asked: list[Marks], keys: list[str] | No
 def test_like_requests_are_seldom_told() -> None:
     """At most 1 % a 20,000 requests, beside the 1 % of calibrations whose sample misleads; here 40 streams of 5,000."""
     told = [
-        told_after(DriftDetector(known(seed)), draw(np.random.default_rng(seed + 1000), 5000)) for seed in range(40)
+        told_after(DriftDetector(compared(seed)), draw(np.random.default_rng(seed + 1000), 5000)) for seed in range(40)
     ]
     assert sum(one is not None for one in told) == 0
 
@@ -57,27 +56,23 @@ def test_like_requests_are_seldom_told() -> None:
 def test_each_kind_of_change_is_told_soon_also_late(moved: str, before: int) -> None:
     rng = np.random.default_rng(3)
     changed = {
-        "risk": [replace_(one, risk=one.risk + 0.15) for one in draw(rng, 500)],
-        "similarity": [replace_(one, similarity=one.similarity - 0.2) for one in draw(rng, 500)],
-        "class": [replace_(one, forecast=one.forecast % 10) for one in draw(rng, 500)],
-        "new class": [replace_(one, forecast=99) if i % 4 == 0 else one for i, one in enumerate(draw(rng, 500))],
+        "risk": [one._replace(risk=one.risk + 0.15) for one in draw(rng, 500)],
+        "similarity": [one._replace(similarity=one.similarity - 0.2) for one in draw(rng, 500)],
+        "class": [one._replace(forecast=one.forecast % 10) for one in draw(rng, 500)],
+        "new class": [one._replace(forecast=99) if i % 4 == 0 else one for i, one in enumerate(draw(rng, 500))],
     }[moved]
-    likeness = DriftDetector(known(1))
+    likeness = DriftDetector(compared(1))
     assert told_after(likeness, draw(rng, before), [f"before {i}" for i in range(before)]) is None
     assert (told_after(likeness, changed) or inf) <= 400
 
 
-def replace_(marks: Marks, **changes: float) -> Marks:
-    return marks._replace(**changes)
-
-
 def test_a_request_that_comes_again_and_again_counts_once() -> None:
     rng = np.random.default_rng(5)
-    odd, likeness = Marks(inf, -1.0, 99), DriftDetector(known(2))
+    odd, likeness = Marks(inf, -1.0, 99), DriftDetector(compared(2))
     asked = [one if i % 50 == 0 else odd for i, one in enumerate(draw(rng, 5000))]
     keys = [str(i) if i % 50 == 0 else "odd" for i in range(5000)]
     assert told_after(likeness, asked, keys) is None
-    assert told_after(DriftDetector(known(2)), asked) is not None  # as many different ones are
+    assert told_after(DriftDetector(compared(2)), asked) is not None  # as many different ones are
 
 
 @pytest.mark.slow
@@ -86,7 +81,7 @@ def test_a_request_that_comes_again_and_again_counts_once() -> None:
 def test_repeats_of_sources_are_no_sign_of_anything(on_c: float, later: float) -> None:
     """They are served their own answers. Where a cache learned from what it computed, C holds none of them."""
     told = [
-        told_after(DriftDetector(known(seed, on_c)), draw(np.random.default_rng(seed + 50), 4000, repeats=later))
+        told_after(DriftDetector(compared(seed, on_c)), draw(np.random.default_rng(seed + 50), 4000, repeats=later))
         for seed in range(10)
     ]
     assert told == [None] * 10
@@ -94,14 +89,14 @@ def test_repeats_of_sources_are_no_sign_of_anything(on_c: float, later: float) -
 
 def test_what_is_no_repeat_is_compared_among_repeats() -> None:
     rng = np.random.default_rng(3)
-    moved = [one if one.is_repeat else replace_(one, risk=one.risk + 0.15) for one in draw(rng, 2000, repeats=0.5)]
-    assert (told_after(DriftDetector(known(1, 0.0)), moved) or inf) < 800
+    moved = [one if one.is_repeat else one._replace(risk=one.risk + 0.15) for one in draw(rng, 2000, repeats=0.5)]
+    assert (told_after(DriftDetector(compared(1, 0.0)), moved) or inf) < 800
 
 
 def test_fewer_repeats_than_on_c_are_told() -> None:
     """The bound counts them among all requests: without them, more of the others' answers may change than it says."""
     rng = np.random.default_rng(4)
-    assert (told_after(DriftDetector(known(1, 0.6)), draw(rng, 1000, repeats=0.1)) or inf) < 300
+    assert (told_after(DriftDetector(compared(1, 0.6)), draw(rng, 1000, repeats=0.1)) or inf) < 300
 
 
 def test_a_sample_of_nothing_but_repeats_tells_others() -> None:
@@ -115,121 +110,94 @@ def test_a_sample_of_nothing_but_repeats_tells_others() -> None:
 # -- in a cache --------------------------------------------------------------------------------------------------------
 
 
-def status_of(cache: LLMCache) -> str:
-    audit = cache.stats().audit
-    assert audit is not None
-    return audit.status
+def unlike(n: int, noise: float = 1.0, seed: int = 7) -> list[Inputs]:
+    """Requests that are not like those of the calibration, one a call."""
+    return requests(n, seed=seed, noise=noise)[0]
+
+
+def often(pool: list[Inputs], n: int, power: float) -> list[Inputs]:
+    """Some of the pool come often: the more so, the larger the power; 0: none more than others."""
+    weights = np.arange(1.0, len(pool) + 1) ** -power
+    return [pool[i] for i in np.random.default_rng(0).choice(len(pool), n, p=weights / weights.sum())]
 
 
 @pytest.mark.slow
 def test_requests_that_come_again_and_again_void_nothing() -> None:
-    pool, rng = [*requests(N_CALIBRATED)[0], *requests(700, seed=3)[0]], np.random.default_rng(0)
+    pool = [*requests(N_CALIBRATED)[0], *requests(700, seed=3)[0]]
     with calibrated(audit=1.0, audit_in_background=False) as cache:
-        for i in rng.integers(0, 1200, 1500):
-            cache(**pool[i])
+        for one in often(pool, 1500, power=0):
+            cache(**one)
             cache.drain()  # what was audited is stored, and its repeats are exact
-        assert status_of(cache) == "certified"
+        assert known(cache).status == "certified"
         assert min(cache.stats().hits.values()) > 300
 
 
 @pytest.mark.slow
-def test_repeats_of_what_was_stored_before_are_looked_up_once_more(tmp_path: object) -> None:
+def test_repeats_of_what_was_stored_before_are_looked_up_once_more(tmp_path: Path) -> None:
     """Of a cache that was loaded misses are exact hits at once: did they not count, hits would seem to be more."""
-    pool, rng = requests(1500, seed=3, noise=0.35)[0], np.random.default_rng(0)
-    model = classifier()
+    pool, model = requests(1500, seed=3, noise=0.35)[0], classifier()
     with LLMCache.wrap(model, auto_bypass=False, max_drop=0.05, audit=0) as cache:
         assert cache.calibrate(batched(pool[:900])).is_certified
-        for one in pool[900:]:
-            cache(**one)
-        cache.save(str(tmp_path))
-    with LLMCache.load(model, str(tmp_path)) as cache:
-        for i in rng.integers(900, 1500, 600):
-            cache(**pool[i])
-        assert status_of(cache) == "unwatched"
+        ask(cache, pool[900:])
+        cache.save(tmp_path)
+    with LLMCache.load(model, tmp_path) as cache:
+        ask(cache, often(pool[900:], 600, power=0))
+        assert known(cache).status == "unwatched"
         assert cache.stats().hits["exact"] > 100
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("audit", "noise"), [(0.0, 1.0), (0.05, 0.2), (0.05, 1.0)])
 def test_a_stream_that_moves_on_voids_the_certificate_and_nothing_is_served(
-    audit: float, noise: float, caplog: pytest.LogCaptureFixture
+    audit: float, noise: float, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    with calibrated(audit=audit) as cache:
-        before = status_of(cache)
+    with calibrated(model := classifier(), audit=audit) as cache:
+        before = known(cache).status
         assert before == ("certified" if audit else "unwatched")
-        for one in requests(500, seed=7, noise=noise)[0]:
-            cache(**one)
-        assert cache.calibration is not None
-        assert status_of(cache) == (before if noise == 0.2 else "drifted")
+        ask(cache, unlike(500, noise))
+        assert known(cache).status == (before if noise == 0.2 else "drifted")
         assert cache.calibration.is_certified == (noise == 0.2)
         assert ("no longer like those" in caplog.text) == (noise == 1.0)
-        served = cache.stats().hits.get("semantic", 0)
-        for one in requests(100, seed=8)[0]:  # and it does not come back by itself
-            cache(**one)
-        later = cache.stats().hits.get("semantic", 0) - served
-        assert later == 0 if noise == 1.0 else later > 20
-        if audit and noise == 1.0:
-            assert cache.calibrate(batched(requests(700)[0])).is_certified
-            assert status_of(cache) == before
-            cache(**requests(1, seed=9)[0][0])
-
-
-@pytest.mark.slow
-def test_what_was_saved_after_a_drift_is_loaded_as_void(tmp_path: object) -> None:
-    model = classifier()
-    with calibrated(model) as cache:
-        for one in requests(300, seed=7, noise=1.0)[0]:
-            cache(**one)
-        assert status_of(cache) == "drifted"
-        cache.save(str(tmp_path))
-    with LLMCache.load(model, str(tmp_path)) as cache:
-        for one in requests(60, seed=8)[0]:
-            cache(**one)
-        assert status_of(cache) == "drifted"
-        assert "semantic" not in cache.stats().hits
+        n_later = ask(cache, requests(100, seed=8)[0])[1].count("semantic")  # it does not come back by itself
+        assert n_later == 0 if noise == 1.0 else n_later > 20
+        cache.save(tmp_path)
+    with LLMCache.load(model, tmp_path) as cache:
+        assert ("semantic" in ask(cache, requests(60, seed=9)[0])[1]) == (noise == 0.2)
+        assert known(cache).status == (before if noise == 0.2 else "drifted")
+        assert cache.calibrate(batched(requests(700)[0])).is_certified
+        assert known(cache).status == before
 
 
 @pytest.mark.slow
 def test_a_cache_that_learns_by_itself_learns_anew_after_a_drift() -> None:
     with calibrated(learn=700, audit=0) as cache:
-        for one in requests(900, seed=7, noise=0.5)[0]:
+        for one in unlike(900, noise=0.5):
             cache(**one)
-            if status_of(cache) == "learning":
+            if known(cache).status == "learning":
                 break
-        assert status_of(cache) == "learning"
-        for one in requests(760, seed=8, noise=0.0)[0]:
-            cache(**one)
-        assert status_of(cache) == "unwatched"
+        assert known(cache).status == "learning"
+        ask(cache, batched(unlike(760, noise=0.0, seed=8)))
+        assert known(cache).status == "unwatched"
 
 
 @pytest.mark.slow
-def test_calls_that_are_known_to_be_held_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of bypassed calls, those that are held take part: they are no sample of all."""
+def test_calls_that_are_no_sample_of_those_who_are_served_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody serves other tenants. Of bypassed calls, those that are held take part."""
     with calibrated() as cache:
+        with cache.namespace("other"):
+            ask(cache, unlike(300))
         draw = Audit.draw
 
         def foretold(self: Audit, call: Call, decided: Any) -> Any:
             call.progress.is_foretold = True
             return draw(self, call, decided)
 
-        monkeypatch.setattr(Audit, "draw", foretold)
-        for one in requests(300, seed=7, noise=1.0)[0]:
-            cache(**one)
-        assert status_of(cache) == "certified"
-        monkeypatch.undo()
-        for one in requests(300, seed=8, noise=1.0)[0]:
-            cache(**one)
-        assert status_of(cache) == "drifted"
-
-
-@pytest.mark.slow
-def test_other_tenants_are_not_compared() -> None:
-    """Nobody serves them, so they say nothing of those who are served."""
-    with calibrated() as cache:
-        with cache.namespace("other"):
-            for one in requests(300, seed=7)[0]:
-                cache(**one)
-        assert status_of(cache) == "certified"
+        with monkeypatch.context() as bypassed:
+            bypassed.setattr(Audit, "draw", foretold)
+            ask(cache, unlike(300))
+        assert known(cache).status == "certified"
+        ask(cache, unlike(300, seed=8))
+        assert known(cache).status == "drifted"
 
 
 @pytest.mark.slow
@@ -239,28 +207,21 @@ def test_sources_that_were_struck_off_do_not_look_like_other_requests() -> None:
         for record in banks.records():
             if record.is_pinned:
                 banks.quarantine(record.key, "default")
-        for one in requests(400, seed=7)[0]:
-            cache(**one)
-        assert status_of(cache) == "certified"
-        assert "semantic" not in cache.stats().hits
+        assert "semantic" not in ask(cache, requests(400, seed=7)[0])[1]
+        assert known(cache).status == "certified"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_counted", [False, True])
 def test_a_save_that_does_not_tell_repeats_apart_is_unwatched_and_suspends_nothing(is_counted: bool) -> None:
     """How many of C were served says nothing of different requests, where some come often."""
-    pool, rng = requests(1500, seed=3)[0], np.random.default_rng(0)
-    weights = np.arange(1.0, 1501) ** -1
     with LLMCache.wrap(classifier(), auto_bypass=False, max_drop=0.05, audit=0.05) as cache:
-        asked = [pool[i] for i in rng.choice(1500, 2200, p=weights / weights.sum())]
+        asked = often(requests(1500, seed=3)[0], 2200, power=1)
         made = cache.calibrate(batched(asked[:900]))
-        assert cache.calibrated is not None and made.watch is not None and made.watch.profile is not None
         early = replace(made.watch.profile, n_repeats=None) if is_counted else None
         cache.calibrated._serve(replace(made, watch=replace(made.watch, profile=early)))
-        for one in asked[900:]:
-            cache(**one)
-        assert status_of(cache) == "unwatched"
-        assert cache.stats().hits["semantic"] > 100
+        assert ask(cache, asked[900:])[1].count("semantic") > 100
+        assert known(cache).status == "unwatched"
 
 
 @pytest.mark.slow
@@ -268,46 +229,40 @@ def test_a_save_that_does_not_tell_repeats_apart_is_unwatched_and_suspends_nothi
 def test_repeats_of_what_it_learned_from_void_nothing(share: float) -> None:
     learned, rng = requests(700)[0], np.random.default_rng(1)
     with LLMCache.wrap(classifier(), learn=700, auto_bypass=False, max_drop=0.05, audit=0.05) as cache:
-        for one in learned:
-            cache(**one)
-        assert status_of(cache) == "certified"
-        for one in requests(800, seed=6)[0]:
-            cache(**(learned[rng.integers(700)] if rng.random() < share else one))
-        assert status_of(cache) == "certified"
+        ask(cache, batched(learned))
+        assert known(cache).status == "certified"
+        ask(cache, [learned[rng.integers(700)] if rng.random() < share else one for one in requests(800, seed=6)[0]])
+        assert known(cache).status == "certified"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("power", [0.8, 1.2])
 def test_a_sample_without_duplicates_speaks_for_a_stream_in_which_some_come_often(power: float) -> None:
-    pool, rng = [*requests(N_CALIBRATED)[0], *requests(2000, seed=3)[0]], np.random.default_rng(0)
-    rng.shuffle(pool)
-    weights = np.arange(1.0, 2501) ** -power
+    pool = [*requests(N_CALIBRATED)[0], *requests(2000, seed=3)[0]]
+    np.random.default_rng(0).shuffle(pool)
     with calibrated(audit=0.05) as cache:
-        for i in rng.choice(2500, 1500, p=weights / weights.sum()):
-            cache(**pool[i])
-        assert status_of(cache) == "certified"
+        ask(cache, often(pool, 1500, power))
+        assert known(cache).status == "certified"
 
 
 @pytest.mark.slow
 def test_a_calibration_is_renewed_from_requests_after_the_drift() -> None:
     with calibrated(audit=1.0, recalibrate=100, audit_in_background=False) as cache:
-        made = cache.calibration
-        for one in requests(90, seed=6)[0]:
-            cache(**one)
+        made, audit = cache.calibration, inside.audit(cache)
+        ask(cache, requests(90, seed=6)[0])
         cache.drain()
-        audit = inside.audit(cache)
-        assert audit is not None and len(audit._fresh.cases) == 90
+        assert len(audit._fresh.cases) == 90
         n = 0
-        while cache.calibration is not None and not cache.calibration.has_drifted:
-            cache(**requests(1, seed=1000 + n, noise=1.0)[0][0])
+        while not cache.calibration.has_drifted:
+            cache(**unlike(1, seed=1000 + n)[0])
             n += 1
-        assert n < 300 and cache.calibration is not None
+        assert n < 300
         cache.drain()
         assert len(audit._fresh.cases) <= n  # of those before the drift none is left
-        for one in requests(300, seed=7, noise=0.1)[0]:
+        for one in unlike(300, noise=0.1):
             cache(**one)
             cache.drain()
             if not cache.calibration.has_drifted:
                 break
-        assert cache.calibration is not made and status_of(cache) in ("certified", "off")
+        assert cache.calibration is not made and known(cache).status in ("certified", "off")
         assert cache.calibration.n_sources + cache.calibration.n_tested <= n + 300

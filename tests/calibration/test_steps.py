@@ -5,53 +5,55 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from torch import nn
 
 from llmcache import LLMCache
 from llmcache.calibration.calibrated_reuse import CalibratedReuse
 from llmcache.calibration.risk_target import RiskTarget
 from llmcache.errors import CalibrationError, WrapError
 from llmcache.request.observation import Observation
-from tests.calibration.test_calibrated_reuse import ask
-from tests.topics import batched, classifier, requests
+from tests.topics import N_CALIBRATED, batched, classifier, requests, rungs_of
 
-N = 700
+SAMPLE, LABELS = requests(N_CALIBRATED)
+FRESH = batched(requests(200, seed=7)[0])
 CLAIM = RiskTarget(0.05, 0.05, "changed", "frozen", 0)
 
 
-@pytest.fixture(scope="module")
-def model() -> nn.Module:
-    return classifier()
-
-
 @pytest.fixture
-def cache(model: nn.Module) -> Iterator[LLMCache]:
-    with LLMCache.wrap(model, auto_bypass=False) as cache:
+def cache() -> Iterator[LLMCache]:
+    with LLMCache.wrap(classifier(), auto_bypass=False) as cache:
         yield cache
 
 
-def learned(cache: LLMCache, n: int = N) -> tuple[CalibratedReuse, list[Observation]]:
-    observed = cache.observe(batched(requests(n)[0]))
-    assert cache.calibrated is not None
-    return cache.calibrated, observed
+@pytest.fixture
+def observed(cache: LLMCache) -> list[Observation]:
+    return cache.observe(batched(SAMPLE), labels=LABELS)
+
+
+@pytest.fixture
+def calibrated(cache: LLMCache, observed: list[Observation]) -> CalibratedReuse:
+    """Of a cache that has observed, and learned nothing yet."""
+    return cache.calibrated
 
 
 @pytest.mark.slow
-def test_what_was_observed_is_calibrated_on_as_if_it_were_computed_now(cache: LLMCache) -> None:
-    inputs, labels = requests(N)
-    observed = cache.observe(batched(inputs), labels=labels)
-    assert cache.calibrated is not None and cache.calibration is None
-    assert [case.label for case in observed] == labels
+def test_what_was_observed_is_calibrated_on_as_if_it_were_computed_now(
+    cache: LLMCache, calibrated: CalibratedReuse, observed: list[Observation]
+) -> None:
+    assert cache.calibration is None
+    assert [case.label for case in observed] == LABELS
     assert cache.stats().n_stored == 0  # observing stores nothing
-    again = cache.calibrated.calibrate(observed, CLAIM)
-    assert again.curve == cache.calibrate(batched(inputs), max_drop=0.05).curve
+    again = calibrated.calibrate(observed, CLAIM)
+    assert not calibrated.fitter._forecasts  # nothing of the requests is left with the teacher
+    assert again.curve == cache.calibrate(batched(SAMPLE), max_drop=0.05).curve
+    with pytest.raises(CalibrationError):
+        calibrated.calibrate(observed[:5], CLAIM)
+    assert not calibrated.fitter._forecasts
 
 
 @pytest.mark.slow
 def test_growing_sources_widen_what_serves_and_leave_the_decision_as_the_limit_was_chosen_for_it(
-    cache: LLMCache,
+    calibrated: CalibratedReuse, observed: list[Observation]
 ) -> None:
-    calibrated, observed = learned(cache)
     frozen, taught = calibrated.calibrate(observed, CLAIM), calibrated.state()
     growing = calibrated.calibrate(observed, replace(CLAIM, sources="growing"))
     assert growing.curve == frozen.curve and growing.chosen == frozen.chosen
@@ -60,96 +62,71 @@ def test_growing_sources_widen_what_serves_and_leave_the_decision_as_the_limit_w
 
 
 @pytest.mark.slow
-def test_learning_allows_nothing(cache: LLMCache) -> None:
-    calibrated, observed = learned(cache)
-    calibrated.calibrate(observed, CLAIM)
-    limits = calibrated.learn(observed)
-    assert cache.calibration is None
-    assert len(limits) > 10 and (np.diff(limits) > 0).all() and limits[-1] <= calibrated.chooser.max_risk
-    assert "semantic" not in ask(cache, requests(60, seed=7)[0])[1]
-
-
-@pytest.mark.slow
-def test_doubts_tell_what_serving_does(cache: LLMCache) -> None:
-    calibrated, observed = learned(cache)
+def test_doubts_tell_what_serving_does(
+    cache: LLMCache, calibrated: CalibratedReuse, observed: list[Observation]
+) -> None:
     found = calibrated.calibrate(observed, CLAIM)
-    assert found.chosen is not None
-    fresh = requests(200, seed=7)[0]
-    cases = cache.observe(batched(fresh))
-    risks, sources = calibrated.fitter.risks(cases, set())
-    _, rungs = ask(cache, fresh)
-    near = [rung == "semantic" for rung in rungs]
+    risks, sources = calibrated.fitter.risks(cache.observe(FRESH), set())
+    near = [rung == "semantic" for rung in rungs_of(cache, FRESH)]
     assert near == (risks <= found.chosen.limit).tolist()
-    assert 20 < sum(near) < 180
+    assert 20 < sum(near) < 190
     held = {case.row.key for case in observed}
     assert all(source in held for source, is_near in zip(sources, near, strict=True) if is_near)
 
 
 @pytest.mark.slow
-def test_of_repeats_there_is_no_doubt(cache: LLMCache) -> None:
-    calibrated, observed = learned(cache)
-    calibrated.learn(observed)
-    keys = {case.row.key for case in observed[:5]}
-    risks, sources = calibrated.fitter.risks(observed[:10], keys)
+def test_learning_allows_nothing_and_doubts_no_repeats(
+    cache: LLMCache, calibrated: CalibratedReuse, observed: list[Observation]
+) -> None:
+    calibrated.calibrate(observed, CLAIM)
+    limits = calibrated.learn(observed)
+    assert cache.calibration is None
+    assert len(limits) > 10 and (np.diff(limits) > 0).all() and limits[-1] <= calibrated.chooser.max_risk
+    keys = [case.row.key for case in observed[:5]]
+    risks, sources = calibrated.fitter.risks(observed[:10], set(keys))
     assert np.isneginf(risks[:5]).all() and np.isfinite(risks[5:]).any()
-    assert sources[:5] == [case.row.key for case in observed[:5]]
+    assert sources[:5] == keys
+    assert "semantic" not in rungs_of(cache, FRESH)
 
 
 @pytest.mark.slow
-def test_after_a_restart_only_those_who_were_named_serve(cache: LLMCache) -> None:
-    calibrated, observed = learned(cache)
+def test_after_a_restart_only_those_who_were_named_serve(
+    cache: LLMCache, calibrated: CalibratedReuse, observed: list[Observation]
+) -> None:
     calibrated.learn(observed)
-    few = observed[:40]
-    calibrated.fitter.restart(few)
+    calibrated.fitter.restart(observed[:40])
     calibrated.fitter.stand(observed[40:50])
-    _, sources = calibrated.fitter.risks(cache.observe(batched(requests(100, seed=7)[0])), set())
+    _, sources = calibrated.fitter.risks(cache.observe(FRESH), set())
     named = {case.row.key for case in observed[:50]}
     assert {source for source in sources if source is not None} <= named
     assert len(set(sources)) > 5
 
 
 @pytest.mark.slow
-def test_a_trial_counts_what_changes(cache: LLMCache) -> None:
-    calibrated, observed = learned(cache)
+def test_a_trial_counts_what_changes_and_looks_up_once_what_comes_again(
+    cache: LLMCache, calibrated: CalibratedReuse, observed: list[Observation], monkeypatch: pytest.MonkeyPatch
+) -> None:
     calibrated.learn(observed)
-    fresh = cache.observe(batched(requests(200, seed=7)[0]))
+    fitter, fresh = calibrated.fitter, cache.observe(FRESH)
     held = {case.row.key: case for case in observed}
-    trial = calibrated.fitter.trial(fresh, held, "changed")
-    _, sources = calibrated.fitter.risks(fresh, set(held))
+    _, sources = fitter.risks(fresh, set(held))
     changed = [
         source is not None and not np.array_equal(case.answer, held[source].answer)
         for case, source in zip(fresh, sources, strict=True)
     ]
-    assert trial.loss.tolist() == [float(value) for value in changed]
-    assert 0 < trial.loss.sum() < len(fresh)
+    assert fitter.trial(fresh, held, "changed").loss.tolist() == [float(value) for value in changed]
+    assert 0 < sum(changed) < len(fresh)
+    one_by_one = [fitter.look_up([case], ())[0] for case in fresh]
+    looked, find = [], fitter._find
+    monkeypatch.setattr(fitter, "_find", lambda case: looked.append(case) or find(case))
+    assert fitter.look_up([*fresh, *fresh], ()) == one_by_one * 2
+    assert len(looked) == len(fresh)
 
 
 def test_what_cannot_be_observed_is_refused(cache: LLMCache) -> None:
     with pytest.raises(CalibrationError, match="2 labels for 1 requests"):
-        cache.observe(requests(1)[0], labels=[0, 1])
+        cache.observe(SAMPLE[:1], labels=[0, 1])
     assert cache.calibrated is not None
     cache.unwrap()
     with pytest.raises(WrapError, match="was unwrapped"):
-        cache.observe(requests(1)[0])
-
-
-@pytest.mark.slow
-def test_nothing_of_the_requests_is_left_with_the_teacher_once_a_calibration_has_ended(cache: LLMCache) -> None:
-    calibrated, observed = learned(cache)
-    calibrated.calibrate(observed, CLAIM)
-    assert not calibrated.fitter._forecasts
-    with pytest.raises(CalibrationError):
-        calibrated.calibrate(observed[:5], CLAIM)
-    assert not calibrated.fitter._forecasts
-
-
-@pytest.mark.slow
-def test_a_request_that_comes_again_is_looked_up_once(cache: LLMCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    calibrated, observed = learned(cache)
-    calibrated.learn(observed[:600])
-    asked = [*observed[600:], *observed[600:]]
-    alone = [calibrated.fitter.look_up([case], ())[0] for case in asked]
-    looked, find = [], calibrated.fitter._find
-    monkeypatch.setattr(calibrated.fitter, "_find", lambda case: looked.append(case) or find(case))
-    assert calibrated.fitter.look_up(asked, ()) == alone
-    assert len(looked) == len({case.row.key for case in asked}) < len(asked)
+        cache.observe(SAMPLE[:1])

@@ -23,6 +23,7 @@ from llmcache.fingerprint import FINGERPRINTS
 from llmcache.matching import DECISIONS
 from llmcache.matching.index import INDEXES
 from llmcache.policies import POLICIES
+from tests.commands import run_main
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "transformers", "faiss", "sklearn", "numpy", "datasketch", "matplotlib")
@@ -38,30 +39,20 @@ def walk(command: Any, path: tuple[str, ...] = ("llmcache",)) -> Iterator[tuple[
 TREE = dict(walk(typer.main.get_command(cli.app)))
 
 
-def run_main(*args: str) -> int:
-    with pytest.raises(SystemExit) as exit_info:
-        cli.main(args)
-    return int(exit_info.value.code or 0)
-
-
 def test_the_tree_holds_the_table() -> None:
     leaves = {" ".join(path[1:]) for path, command in TREE.items() if not hasattr(command, "commands")}
     assert leaves == set(cli.COMMANDS)
 
 
 @pytest.mark.parametrize("path", TREE, ids=" ".join)
-def test_commands_and_options_have_help(path: tuple[str, ...]) -> None:
-    command = TREE[path]
-    assert command.help
-    without_help = [parameter.name for parameter in command.params if not getattr(parameter, "help", None)]
-    assert without_help == []
-
-
-@pytest.mark.parametrize("path", TREE, ids=" ".join)
-def test_help_names_every_option(path: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_and_options_have_help_which_names_them(
+    path: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run_main(*path[1:], "--help") == 0
     shown = capsys.readouterr().out
+    assert TREE[path].help
     for parameter in TREE[path].params:
+        assert getattr(parameter, "help", None), parameter.name
         assert max(parameter.opts, key=len) in shown or parameter.param_type_name == "argument"
 
 
@@ -87,32 +78,22 @@ def failing(error: Exception) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize(
-    ("error", "line"),
+    ("command", "line"),
     [
-        (ConfigError("tau: 2.0 is too high;\n  give at most 1"), "tau: 2.0 is too high; give at most 1"),
-        (FileNotFoundError(2, "No such file or directory", "a.yaml"), "a.yaml: No such file or directory"),
-        (PermissionError("read-only"), "read-only"),
-        (ConfigError(), "ConfigError"),
+        (failing(ConfigError("tau: 2.0 is too high;\n  give at most 1")), "tau: 2.0 is too high; give at most 1"),
+        (failing(FileNotFoundError(2, "No such file or directory", "a.yaml")), "a.yaml: No such file or directory"),
+        (failing(PermissionError("read-only")), "read-only"),
+        (failing(ConfigError()), "ConfigError"),
+        (lambda: write_json(Path("/dev/full"), {"figure": 1}), "/dev/full: No space left on device"),
     ],
 )
 def test_user_errors_are_one_line(
-    error: Exception, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: Callable[[], None], line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cli, "app", cli.build_app({"fail": failing(error)}))
-    assert run_main("fail") == 2
-    captured = capsys.readouterr()
-    assert captured.err == f"llmcache: {line}\n"
-    assert captured.out == ""
-
-
-def test_a_full_disk_is_told_with_the_file(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def command() -> None:
-        """Write where there is never room."""
-        write_json(Path("/dev/full"), {"figure": 1})
-
     monkeypatch.setattr(cli, "app", cli.build_app({"fail": command}))
     assert run_main("fail") == 2
-    assert capsys.readouterr().err == "llmcache: /dev/full: No space left on device\n"
+    captured = capsys.readouterr()
+    assert (captured.err, captured.out) == (f"llmcache: {line}\n", "")
 
 
 def test_other_errors_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,20 +120,19 @@ def test_info_names_what_runs() -> None:
     assert rows["llmcache"] == llmcache.__version__
 
 
-def test_reference_is_fresh(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.slow
+def test_reference_is_fresh_and_notices_a_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert reference.main(["--check", str(ROOT / "docs")]) == 0, capsys.readouterr().err
-
-
-@pytest.mark.parametrize("page", reference.PAGES)
-def test_reference_notices_a_change(page: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / "docs"
-    assert reference.main(["--check", str(folder)]) == 1
-    assert reference.main([str(folder)]) == 0
-    assert reference.main(["--check", str(folder)]) == 0
-    path = folder / page
-    path.write_text(path.read_text(encoding="utf-8") + "edited\n", encoding="utf-8")
-    assert reference.main(["--check", str(folder)]) == 1
-    assert f"{page} is stale: run `make docs`" in capsys.readouterr().err
+    assert reference.main(["--check", str(tmp_path)]) == 1
+    assert reference.main([str(tmp_path)]) == 0
+    for page in reference.PAGES:
+        assert reference.main(["--check", str(tmp_path)]) == 0
+        path = tmp_path / page
+        text = path.read_text(encoding="utf-8")
+        path.write_text(text + "edited\n", encoding="utf-8")
+        assert reference.main(["--check", str(tmp_path)]) == 1
+        assert f"{page} is stale: run `make docs`" in capsys.readouterr().err
+        path.write_text(text, encoding="utf-8")
 
 
 def test_settings_have_a_section_each_with_the_parts_that_they_name() -> None:
@@ -167,9 +147,10 @@ def test_settings_have_a_section_each_with_the_parts_that_they_name() -> None:
     assert "| `memory` |  |" in text  # no device, which the library gives
 
 
-@pytest.mark.parametrize("columns", ["40", "200"])
-def test_reference_does_not_depend_on_the_terminal(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = reference.render()
-    monkeypatch.setenv("COLUMNS", columns)
+def test_reference_does_not_depend_on_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
-    assert reference.render() == expected
+    rendered = []
+    for columns in ("40", "200"):
+        monkeypatch.setenv("COLUMNS", columns)
+        rendered.append(reference.render())
+    assert rendered == [(ROOT / "docs" / "cli.md").read_text(encoding="utf-8")] * 2

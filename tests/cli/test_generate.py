@@ -4,18 +4,20 @@ import builtins
 import io
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from llmcache.cli import main as cli
 from llmcache.generation.chat import Answer
 from llmcache.generation.prompt_cache import PromptCache
+from tests.commands import run_main
 from tests.tiny_data import passage
 from tests.tiny_prompts import write_prompts
 
 FEW = ["--max-new-tokens", "4"]
+LONG = " ".join(passage(i) for i in range(9))
 Say = Callable[..., None]
 
 
@@ -25,14 +27,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_prompts(tmp_path_factory.mktemp("prompts")).models)
 
 
-def run_main(*args: str) -> int:
-    with pytest.raises(SystemExit) as exit_info:
-        cli.main(args)
-    return int(exit_info.value.code or 0)
-
-
 @pytest.fixture
-def say(monkeypatch: pytest.MonkeyPatch) -> Iterator[Say]:
+def say(monkeypatch: pytest.MonkeyPatch) -> Say:
     """Says lines to the conversation; an exception among them is raised instead."""
 
     def give(*lines: str | BaseException) -> None:
@@ -46,20 +42,27 @@ def say(monkeypatch: pytest.MonkeyPatch) -> Iterator[Say]:
 
         monkeypatch.setattr(builtins, "input", answer)
 
-    yield give
+    return give
+
+
+def generate(models: str, *more: str) -> int:
+    return run_main("generate", "--model", "tiny", "--models-dir", models, *FEW, *more)
+
+
+def talk(models: str, *more: str) -> int:
+    return run_main("repl", "--model", "tiny", "--models-dir", models, *FEW, *more)
 
 
 def test_one_prompt_is_answered_and_told(models: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kept = tmp_path / "told.json"
-    args = ["generate", "--model", "tiny", "--models-dir", models, "--prompt", passage(1)[:60], *FEW]
-    assert run_main(*args, "--verbose", "--json", str(kept)) == 0
+    assert generate(models, "--prompt", passage(1)[:60], "--verbose", "--json", str(kept)) == 0
     shown, told = capsys.readouterr().out, json.loads(kept.read_text())
     assert shown.startswith(told["text"])
     assert f"prompt new, {told['n_prompt']} tokens; 0 of {told['n_prompt']} from the store (computed)" in shown
     assert len(told["tokens"]) == len(told["logprobs"]) <= 4
     assert told["e2el_s"] == pytest.approx(told["ttft_s"] + sum(told["itl_s"]))
     assert told["kv_nbytes"] == 2 * 3 * 32 * (told["n_prompt"] + len(told["tokens"]) - 1) * 4
-    assert run_main(*args) == 0
+    assert generate(models, "--prompt", passage(1)[:60]) == 0
     assert capsys.readouterr().out == told["text"] + "\n"
 
 
@@ -67,29 +70,17 @@ def test_a_line_that_is_not_utf_8_is_refused_and_the_next_one_answered(
     models: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\na\n/caf\xe9\n"), encoding="utf-8"))
-    assert run_main("repl", "--model", "tiny", "--models-dir", models, *FEW) == 0
+    assert talk(models) == 0
     shown = capsys.readouterr()
     assert "the prompt is no valid text: character" in shown.err and "no command '/caf\\udce9'" in shown.err
     assert len(shown.out.split("> ")) == 5 and shown.out.split("> ")[2].strip()
 
 
 def test_seeded_draws_come_again(models: str, capsys: pytest.CaptureFixture[str]) -> None:
-    args = [
-        "generate",
-        "--model",
-        "tiny",
-        "--models-dir",
-        models,
-        "--prompt",
-        "a",
-        *FEW,
-        "--do-sample",
-        "--top-k",
-        "50",
-    ]
     answers = []
     for seed in ("1", "1", "2"):
-        assert run_main(*args, "--temperature", "9", "--seed", seed) == 0
+        drawn = ("--do-sample", "--top-k", "50", "--temperature", "9", "--seed", seed)
+        assert generate(models, "--prompt", "a", *drawn) == 0
         answers.append(capsys.readouterr().out)
     assert answers[0] == answers[1] != answers[2]
 
@@ -102,19 +93,13 @@ def test_seeded_draws_come_again(models: str, capsys: pytest.CaptureFixture[str]
         (["--do-sample", "--top-p", "1.5"], "top_p=1.5: give a share of probability"),
         (["--max-new-tokens", "0"], "max_new_tokens=0: give a whole number"),
         (["--max-new-tokens", "512"], "max_new_tokens=512: the model's context has 512 tokens"),
-        (["--prompt", " ".join(passage(i) for i in range(9))], "of which the model can take 384 here"),
+        (["--prompt", LONG], "of which the model can take 508 here"),
     ],
 )
 def test_bad_input_is_one_line(models: str, more: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
-    args = {"--model": "tiny", "--models-dir": models, "--prompt": "a"}
-    plain = [part for pair in args.items() for part in pair]
-    assert run_main("generate", *plain, *more) == 2
+    assert generate(models, "--prompt", "a", *more) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("llmcache: ") and told in error
-
-
-def talk(models: str, *more: str) -> int:
-    return run_main("repl", "--model", "tiny", "--models-dir", models, *FEW, *more)
 
 
 def test_a_conversation_goes_on_and_says_what_came_from_where(
@@ -129,41 +114,31 @@ def test_a_conversation_goes_on_and_says_what_came_from_where(
     assert "never read" not in shown
 
 
-def test_unknown_commands_list_those_there_are(models: str, say: Say, capsys: pytest.CaptureFixture[str]) -> None:
-    say("/nothing")
-    assert talk(models) == 0
-    told = capsys.readouterr()
-    assert "/stats" in told.out and "no command '/nothing'" in told.err
+@pytest.mark.parametrize(
+    ("lines", "told", "n_answered"),
+    [
+        (["/nothing"], "no command '/nothing'", 0),
+        (["a \udcff b", "a"], "llmcache: the prompt is no valid text: character 2", 1),
+        ([LONG, "a", KeyboardInterrupt()], "llmcache: the prompt has", 1),
+    ],
+)
+def test_what_cannot_be_taken_as_it_is_is_told_and_the_conversation_goes_on(
+    lines: list[Any], told: str, n_answered: int, models: str, say: Say, capsys: pytest.CaptureFixture[str]
+) -> None:
+    say(*lines)
+    assert talk(models, "--verbose") == 0
+    shown = capsys.readouterr()
+    assert told in shown.err
+    assert shown.out.count("prompt new") == n_answered
+    assert n_answered or "/stats" in shown.out  # the commands there are
 
 
-def test_what_was_left_out_is_told(models: str, say: Say, capsys: pytest.CaptureFixture[str]) -> None:
-    long = " ".join(passage(i) for i in range(9))
-    say(long)
+def test_a_prompt_that_was_cut_off_is_told(models: str, say: Say, capsys: pytest.CaptureFixture[str]) -> None:
+    say(LONG)
     assert talk(models, "--truncate", "left") == 0
     assert "llmcache: cut off on the left:" in capsys.readouterr().err
-    plain = ["generate", "--model", "tiny", "--models-dir", models, "--prompt", long, "--truncate", "left", *FEW]
-    assert run_main(*plain) == 0
+    assert generate(models, "--prompt", LONG, "--truncate", "left") == 0
     assert "llmcache: cut off on the left:" in capsys.readouterr().err
-
-
-def test_bytes_that_are_no_text_are_told_and_the_conversation_goes_on(
-    models: str, say: Say, capsys: pytest.CaptureFixture[str]
-) -> None:
-    say("a \udcff b", "a")
-    assert talk(models, "--verbose") == 0
-    told = capsys.readouterr()
-    assert "llmcache: the prompt is no valid text: character 2" in told.err
-    assert told.out.count("prompt new") == 1
-
-
-def test_what_cannot_be_answered_is_told_and_the_conversation_goes_on(
-    models: str, say: Say, capsys: pytest.CaptureFixture[str]
-) -> None:
-    say(" ".join(passage(i) for i in range(9)), "a", KeyboardInterrupt())
-    assert talk(models, "--verbose") == 0
-    told = capsys.readouterr()
-    assert "llmcache: the prompt has" in told.err
-    assert told.out.count("prompt new") == 1
 
 
 def test_an_interruption_before_the_answer_begins_is_survived(

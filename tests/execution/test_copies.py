@@ -3,19 +3,17 @@
 import copy
 import io
 import pickle
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from llmcache import LLMCache, WrapError
-from tests.tiny_models import BARE, CLASSIFIERS, build, padded, states
-
-
-def run(model: nn.Module, **inputs: torch.Tensor) -> torch.Tensor:
-    with torch.inference_mode():
-        return states(model(**inputs))
+from tests.execution.calls import X, agree, pair, run, wrapped
+from tests.tiny_models import BARE, CLASSIFIERS, build
 
 
 def scale(model: nn.Module, factor: float = 1.5) -> None:
@@ -24,58 +22,48 @@ def scale(model: nn.Module, factor: float = 1.5) -> None:
             parameter.mul_(factor)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "t5", "bart", "deberta"])
 def test_a_copy_has_its_own_weights(family: str) -> None:
-    model = build(BARE[family])
-    inputs = padded([6, 4])
-    plain = run(model, **inputs)
-    cache = LLMCache.wrap(model)
-    cache(**inputs)
-    twin = copy.deepcopy(model)
-    assert torch.equal(run(twin, **inputs), plain)
+    cache, alone = pair(BARE[family])
+    cache(**X)
+    twin = copy.deepcopy(cache.model)
+    assert torch.equal(run(twin, **X), run(alone, **X))
     scale(twin)
-    changed = run(twin, **inputs)
-    assert not torch.allclose(changed, plain)
-    assert torch.equal(states(cache(**inputs))[0], plain[0])
-    scale(model, 0.5)
-    assert torch.equal(run(twin, **inputs), changed)
+    changed = run(twin, **X)
+    assert not torch.allclose(changed, run(alone, **X))
+    agree(cache, alone, **X)
+    scale(cache.model, 0.5)
+    assert torch.equal(run(twin, **X), changed)
     assert cache.stats().n_requests == 4  # the copy reports to nobody
 
 
 def test_a_copy_can_be_wrapped_and_unwrapped_by_itself() -> None:
-    model = build(BARE["bert"])
-    inputs = padded([6, 4])
-    plain = run(model, **inputs)
-    cache = LLMCache.wrap(model)
-    twin = copy.deepcopy(model)
+    cache, alone = pair(BARE["bert"])
+    twin = copy.deepcopy(cache.model)
     with LLMCache.wrap(twin) as second:
-        second(**inputs)
-        torch.testing.assert_close(states(second(**inputs))[0], plain[0])
+        for _ in range(2):
+            agree(second, alone, **X)
         assert second.stats().hits == {"exact": 2}
     assert cache.stats().n_requests == 0
     cache.unwrap()
-    assert torch.equal(run(twin, **inputs), plain)
-    assert torch.equal(run(copy.deepcopy(copy.deepcopy(twin)), **inputs), plain)
+    for model in (twin, copy.deepcopy(copy.deepcopy(twin))):
+        assert torch.equal(run(model, **X), run(alone, **X))
 
 
 def test_a_copy_of_a_model_under_a_foreign_wrapper_has_its_own_weights() -> None:
     from accelerate.hooks import ModelHook, add_hook_to_module
 
-    model = build(BARE["bert"])
+    model, alone = build(BARE["bert"]), build(BARE["bert"])
     for layer in model.encoder.layer:
         add_hook_to_module(layer, ModelHook())
-    inputs = padded([6, 4])
-    plain = run(model, **inputs)
     LLMCache.wrap(model)
     twin = copy.deepcopy(model)
     scale(model)
-    assert torch.equal(run(twin, **inputs), plain)
+    assert torch.equal(run(twin, **X), run(alone, **X))
 
 
 def test_a_copied_layer_has_its_own_weights() -> None:
-    model = build(BARE["bert"])
-    LLMCache.wrap(model)
+    model = wrapped(BARE["bert"]).model
     twin = copy.deepcopy(model.encoder.layer[0])
     hidden = torch.randn(1, 3, 32)
     plain = twin(hidden)
@@ -84,40 +72,24 @@ def test_a_copied_layer_has_its_own_weights() -> None:
 
 
 @pytest.mark.parametrize("save", [pickle.dumps, lambda model: torch.save(model, io.BytesIO())])
-def test_a_wrapped_model_cannot_be_pickled(save: object) -> None:
-    model = build(CLASSIFIERS["bert"])
-    with LLMCache.wrap(model), pytest.raises(WrapError, match=r"unwrap\(\).*state_dict"):
-        save(model)  # type: ignore[operator]
-    save(model)  # type: ignore[operator]
+def test_a_wrapped_model_cannot_be_pickled_and_its_copy_can(save: Callable[[nn.Module], Any]) -> None:
+    cache, alone = pair(BARE["bert"])
+    with pytest.raises(WrapError, match=r"unwrap\(\).*state_dict"):
+        save(cache.model)
+    save(copy.deepcopy(cache.model))
+    loaded = pickle.loads(pickle.dumps(copy.deepcopy(cache.model)))
+    scale(cache.model)
+    assert torch.equal(run(loaded, **X), run(alone, **X))
+    save(cache.unwrap())
 
 
-def test_a_copy_of_a_wrapped_model_can_be_pickled() -> None:
-    model = build(BARE["bert"])
-    inputs = padded([6, 4])
-    plain = run(model, **inputs)
-    LLMCache.wrap(model)
-    loaded = pickle.loads(pickle.dumps(copy.deepcopy(model)))
-    scale(model)
-    assert torch.equal(run(loaded, **inputs), plain)
-
-
-def test_state_dict_has_the_plain_names_and_values() -> None:
-    model = build(CLASSIFIERS["bert"])
-    plain = {name: value.clone() for name, value in model.state_dict().items()}
-    with LLMCache.wrap(model) as cache:
-        cache(**padded([6, 4]))
-        wrapped = model.state_dict()
-    assert wrapped.keys() == plain.keys()
-    assert all(torch.equal(wrapped[name], plain[name]) for name in plain)
-
-
-def test_save_pretrained_of_a_wrapped_model_loads_plain(tmp_path: Path) -> None:
-    model = build(CLASSIFIERS["bert"])
-    inputs = padded([6, 4])
-    plain = run(model, **inputs)
-    cache = LLMCache.wrap(model)
-    cache(**inputs)
-    model.save_pretrained(tmp_path)
-    loaded = type(model).from_pretrained(tmp_path).eval()
-    assert torch.equal(run(loaded, **inputs), plain)
+def test_what_a_wrapped_model_saves_is_that_of_the_plain_one(tmp_path: Path) -> None:
+    cache, alone = pair(CLASSIFIERS["bert"])
+    cache(**X)
+    saved, plain = cache.model.state_dict(), alone.state_dict()
+    assert saved.keys() == plain.keys()
+    assert all(torch.equal(saved[name], plain[name]) for name in plain)
+    cache.model.save_pretrained(tmp_path)
+    loaded = type(alone).from_pretrained(tmp_path).eval()
+    assert torch.equal(run(loaded, **X), run(alone, **X))
     assert all("forward" not in module.__dict__ for module in loaded.modules())

@@ -4,9 +4,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import StaticCache
 
 from llmcache import LLMCache
-from tests.tiny_models import GENERATORS, STRANGE_GENERATORS, build, padded, tokens
+from tests.execution.calls import assert_close, pair, run
+from tests.tiny_models import GENERATORS, build, padded, tokens
 
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -19,6 +21,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "no cache": {"use_cache": False},
     "repetition penalty": {"repetition_penalty": 1.3},
 }
+PADDED = padded([7, 4], left=True)
+KNOWN = tokens(1, 24)
+GOES_ON = torch.cat([KNOWN[:, :20], tokens(1, 4, seed=9)], dim=1)
 
 
 def generate(model: Any, **more: Any) -> torch.Tensor:
@@ -30,146 +35,93 @@ def generate(model: Any, **more: Any) -> torch.Tensor:
 @pytest.mark.parametrize("family", GENERATORS)
 @pytest.mark.parametrize("way", WAYS)
 def test_tokens_are_the_same_cold_and_warm(family: str, way: str) -> None:
-    model = build(GENERATORS[family])
-    inputs = padded([7, 4], left=True)
-    plain = generate(model, **inputs, **WAYS[way])
-    cache = LLMCache.wrap(model)
-    assert torch.equal(generate(model, **inputs, **WAYS[way]), plain)
+    cache, alone = pair(GENERATORS[family])
+    plain = generate(alone, **PADDED, **WAYS[way])
+    assert torch.equal(generate(cache.model, **PADDED, **WAYS[way]), plain)
     before = cache.stats().n_hits
-    assert torch.equal(generate(model, **inputs, **WAYS[way]), plain)
+    assert torch.equal(generate(cache.model, **PADDED, **WAYS[way]), plain)
     assert cache.stats().errors == 0
     assert cache.stats().n_hits > before
     assert "mask_4d" not in cache.stats().bypassed  # generate() makes one itself for a static cache
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 @pytest.mark.parametrize("way", ["greedy", "beams"])
 @pytest.mark.parametrize("layers", ["last", [1, 3]])
-def test_one_known_and_one_new_prompt(family: str, way: str, layers: Any) -> None:
-    model = build(GENERATORS[family])
-    inputs = padded([7, 4], left=True)
-    plain = generate(model, **inputs, **WAYS[way])
-    for known in range(2):
-        with LLMCache.wrap(model, layers=layers) as cache:
-            generate(model, **{name: value[known : known + 1] for name, value in inputs.items()}, **WAYS[way])
-            before = cache.stats().n_hits
-            assert torch.equal(generate(model, **inputs, **WAYS[way]), plain)
-            # The shorter prompt alone has no padding, which GPT-2's first forward cannot tell from other positions.
-            assert known or cache.stats().n_hits > before
+@pytest.mark.parametrize("known", range(2))
+def test_one_known_and_one_new_prompt(family: str, way: str, layers: Any, known: int) -> None:
+    cache, alone = pair(GENERATORS[family], layers=layers)
+    generate(cache.model, **{name: value[known : known + 1] for name, value in PADDED.items()}, **WAYS[way])
+    before = cache.stats().n_hits
+    assert torch.equal(generate(cache.model, **PADDED, **WAYS[way]), generate(alone, **PADDED, **WAYS[way]))
+    # The shorter prompt alone has no padding, which GPT-2's first forward cannot tell from other positions.
+    assert known or cache.stats().n_hits > before
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_prompt_lookup(family: str) -> None:
-    model = build(GENERATORS[family])
+    cache, alone = pair(GENERATORS[family])
     ids = torch.cat([tokens(1, 5)] * 3, dim=1)
-    plain = generate(model, input_ids=ids)
-    assert torch.equal(generate(model, input_ids=ids, prompt_lookup_num_tokens=3), plain)
-    cache = LLMCache.wrap(model)
-    for _ in range(2):
+    plain = generate(alone, input_ids=ids)
+    for model in (alone, cache.model, cache.model):
         assert torch.equal(generate(model, input_ids=ids, prompt_lookup_num_tokens=3), plain)
     assert cache.stats().n_hits == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapped", ["model", "assistant", "both"])
-def test_assisted_generation(wrapped: str) -> None:
-    model, assistant = build(GENERATORS["llama"]), build(GENERATORS["llama"], seed=1)
-    ids = tokens(1, 6)
-    plain = generate(model, input_ids=ids)
-    caches = [
-        LLMCache.wrap(which)
-        for name, which in (("model", model), ("assistant", assistant))
-        if wrapped in (name, "both")
-    ]
-    for _ in range(2):
-        assert torch.equal(generate(model, input_ids=ids, assistant_model=assistant), plain)
-    assert all(cache.stats().n_hits >= 1 for cache in caches)
-
-
-@pytest.mark.parametrize("wrapped", ["model", "assistant", "both"])
-def test_assisted_generation_from_a_known_prefix(wrapped: str) -> None:
-    model, assistant = build(GENERATORS["llama"]), build(GENERATORS["llama"], seed=1)
-    known = tokens(1, 24)
-    ids = torch.cat([known[:, :20], tokens(1, 4, seed=9)], dim=1)
-    plain = generate(model, input_ids=ids)
-    caches = [
-        LLMCache.wrap(which, prefix_block=4)
-        for name, which in (("model", model), ("assistant", assistant))
-        if wrapped in (name, "both")
-    ]
-    for prompt in (known, ids):
-        made = generate(model, input_ids=prompt, assistant_model=assistant)
+@pytest.mark.parametrize("prompt", [KNOWN, GOES_ON], ids=["known", "with a known prefix"])
+def test_assisted_generation(wrapped: str, prompt: torch.Tensor) -> None:
+    models = {"model": build(GENERATORS["llama"]), "assistant": build(GENERATORS["llama"], seed=1)}
+    plain = generate(models["model"], input_ids=prompt)
+    caches = [LLMCache.wrap(one, prefix_block=4) for name, one in models.items() if wrapped in (name, "both")]
+    for ids in (KNOWN, prompt):
+        made = generate(models["model"], input_ids=ids, assistant_model=models["assistant"])
     assert torch.equal(made, plain)
-    assert all(cache.stats().hits["prefix"] >= 1 for cache in caches)
+    assert all(cache.stats().hits["exact" if prompt is KNOWN else "prefix"] >= 1 for cache in caches)
 
 
+@pytest.mark.slow
 def test_drafts_of_an_early_exit() -> None:
     """transformers lowers `config.num_hidden_layers` for the time of a draft: other layers, so nothing is served."""
-    model = build(GENERATORS["llama"])
-    known = tokens(1, 24)
-    prompts = [known, torch.cat([known[:, :20], tokens(1, 4, seed=9)], dim=1), known]
-    plain = [generate(model, input_ids=prompt) for prompt in prompts]
-    cache = LLMCache.wrap(model, prefix_block=4)
-    for prompt, expected in zip(prompts, plain, strict=True):
-        assert torch.equal(generate(model, input_ids=prompt, assistant_early_exit=2), expected)
-    assert cache.stats().bypassed["other_depth"] >= len(prompts)
+    cache, alone = pair(GENERATORS["llama"], prefix_block=4)
+    for prompt in (KNOWN, GOES_ON, KNOWN):
+        made = generate(cache.model, input_ids=prompt, assistant_early_exit=2)
+        assert torch.equal(made, generate(alone, input_ids=prompt))
+    assert cache.stats().bypassed["other_depth"] >= 3
     assert set(cache.stats().hits) == {"exact", "prefix"}
     assert cache.stats().errors == 0
 
 
 def test_a_conversation_that_goes_on() -> None:
     """The second turn extends K/V that came from a hit."""
-    model = build(GENERATORS["gpt2"])
+    cache, alone = pair(GENERATORS["gpt2"])
     prompt, more = tokens(2, 6), tokens(2, 3, seed=9)
-
-    def turns() -> torch.Tensor:
-        with torch.inference_mode():
-            first = model(prompt, use_cache=True)
-            return model(more, past_key_values=first.past_key_values, use_cache=True).logits
-
-    plain = turns()
-    cache = LLMCache.wrap(model)
+    whole = run(alone, input_ids=torch.cat([prompt, more], dim=1))
     for _ in range(2):
-        torch.testing.assert_close(turns(), plain, atol=1e-5, rtol=1e-5)
+        kv = cache(prompt, use_cache=True).past_key_values
+        assert_close(run(cache.model, input_ids=more, past_key_values=kv), whole[:, 6:])
     assert (cache.stats().hits, cache.stats().bypassed) == ({"exact": 2}, {"decode": 4})
 
 
 def test_a_static_cache_is_used_again() -> None:
-    from transformers import StaticCache
-
-    model = build(GENERATORS["llama"])
+    cache, alone = pair(GENERATORS["llama"])
     prompt, step = tokens(2, 6), tokens(2, 1, seed=9)
-    kv = StaticCache(config=model.config, max_cache_len=12)
-
-    def turn() -> torch.Tensor:
+    whole = run(alone, input_ids=torch.cat([prompt, step], dim=1))
+    kv = StaticCache(config=alone.config, max_cache_len=12)
+    for _ in range(3):
         with torch.inference_mode():
             kv.reset()
-            model(prompt, past_key_values=kv, use_cache=True)
-            return model(step, past_key_values=kv, use_cache=True).logits.clone()
-
-    plain = turn()
-    cache = LLMCache.wrap(model)
-    for _ in range(3):
-        torch.testing.assert_close(turn(), plain, atol=1e-5, rtol=1e-5)
+        cache(prompt, past_key_values=kv, use_cache=True)
+        assert_close(run(cache.model, input_ids=step, past_key_values=kv), whole[:, 6:])
     assert cache.stats().hits == {"exact": 4}
 
 
-def test_sliding_windows_generate_plainly() -> None:
-    model = build(STRANGE_GENERATORS["mistral"])
-    inputs = padded([9, 6], left=True)
-    plain = generate(model, **inputs)
-    cache = LLMCache.wrap(model)
-    for _ in range(2):
-        assert torch.equal(generate(model, **inputs), plain)
-    assert cache.stats().bypassed["kv_cache_kind"] == 4
-    assert cache.stats().n_hits == 0
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("family", GENERATORS)
 def test_generate_in_bfloat16(family: str) -> None:
-    model = build(GENERATORS[family]).to(torch.bfloat16)
-    inputs = padded([7, 4], left=True)
-    plain = generate(model, **inputs)
-    cache = LLMCache.wrap(model)
+    cache, alone = pair(lambda: GENERATORS[family]().to(torch.bfloat16))
     for _ in range(2):
-        assert torch.equal(generate(model, **inputs), plain)
+        assert torch.equal(generate(cache.model, **PADDED), generate(alone, **PADDED))
     assert cache.stats().n_hits >= 2

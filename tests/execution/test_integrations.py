@@ -1,6 +1,6 @@
 """Pipelines, Trainer and sentence-transformers on a wrapped model, used as they are without it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +8,16 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
-from torch import Tensor, nn
+from torch import Tensor
 
 from llmcache import ConfigError, LLMCache
 from tests import inside
+from tests.execution.calls import Make
 from tests.tiny_models import BARE, CLASSIFIERS, GENERATORS, STRANGERS, TOKEN_HEADS, build, padded, tokenizer
 
 TEXTS = ["w5 w6 w7 w8", "w9 w10", "w11 w12 w13"]
+LONGER = "w1 w2 w3 w5 w6 w7 w8 w9"
+Embedder = Callable[..., Any]
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])
@@ -32,19 +35,19 @@ def test_text_classification(batch_size: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("task", "model"),
+    ("task", "make"),
     [
         ("feature-extraction", BARE["bert"]),
         ("token-classification", TOKEN_HEADS["token"]),
         ("fill-mask", TOKEN_HEADS["masked"]),
     ],
 )
-def test_other_pipelines(task: Any, model: Any) -> None:
-    wrapped = build(model)
-    pipe = tf.pipeline(task, model=wrapped, tokenizer=tokenizer())
+def test_other_pipelines(task: Any, make: Make) -> None:
+    model = build(make)
+    pipe = tf.pipeline(task, model=model, tokenizer=tokenizer())
     text = "w5 w6 [MASK] w8"
     plain = pipe(text)
-    cache = LLMCache.wrap(wrapped)
+    cache = LLMCache.wrap(model)
     pipe(text)
     warm = pipe(text)
     assert cache.stats().hits == {"exact": 1}
@@ -64,28 +67,18 @@ def test_text_generation() -> None:
     assert cache.stats().hits == {"exact": 1}
 
 
-class Rows(torch.utils.data.Dataset[dict[str, Any]]):
-    """Labelled texts, tokenised."""
-
-    def __init__(self) -> None:
-        encoded = tokenizer()(TEXTS * 2, padding=True)
-        self.rows = [
-            {"input_ids": ids, "attention_mask": mask, "labels": i % 5}
-            for i, (ids, mask) in enumerate(zip(encoded["input_ids"], encoded["attention_mask"], strict=True))
-        ]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, i: int) -> dict[str, Any]:
-        return self.rows[i]
+def labelled() -> list[dict[str, Any]]:
+    """Tokenised texts with labels."""
+    encoded = tokenizer()(TEXTS * 2, padding=True)
+    rows = zip(encoded["input_ids"], encoded["attention_mask"], strict=True)
+    return [{"input_ids": ids, "attention_mask": mask, "labels": i % 5} for i, (ids, mask) in enumerate(rows)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch", "sgd"])
 @pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
 def test_trainer(optim: str, tmp_path: Path) -> None:
-    model = build(CLASSIFIERS["bert"])
+    model, rows = build(CLASSIFIERS["bert"]), labelled()
     arguments = tf.TrainingArguments(
         output_dir=str(tmp_path),
         optim=optim,
@@ -98,41 +91,61 @@ def test_trainer(optim: str, tmp_path: Path) -> None:
         use_cpu=True,
         seed=3,
     )
-    trainer = tf.Trainer(model=model, args=arguments, train_dataset=Rows(), eval_dataset=Rows())
+    trainer = tf.Trainer(model=model, args=arguments, train_dataset=rows, eval_dataset=rows)
     cache = LLMCache.wrap(model)
-    before = trainer.predict(Rows()).predictions
+    before = trainer.predict(rows).predictions
     assert cache.stats().hits == {"exact": 3} or cache.stats().n_misses == 6  # texts come twice
-    warm = trainer.predict(Rows()).predictions
+    warm = trainer.predict(rows).predictions
     np.testing.assert_allclose(warm, before, atol=1e-5)
     assert cache.stats().n_hits >= 6
     trainer.train()
     assert cache.stats().bypassed["training"] == 6
-    after = trainer.predict(Rows()).predictions
+    after = trainer.predict(rows).predictions
     with cache.disabled():
-        plain = trainer.predict(Rows()).predictions
+        plain = trainer.predict(rows).predictions
     np.testing.assert_allclose(after, plain, atol=1e-5)
     assert not np.allclose(after, before, atol=1e-3)
     assert trainer.evaluate()["eval_loss"] == pytest.approx(trainer.evaluate()["eval_loss"], abs=1e-5)
 
 
-def embedder(folder: Path, mode: str = "mean", model: nn.Module | None = None, **pooling: Any) -> Any:
+# -- sentence-transformers ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def embedder(tmp_path: Path) -> Embedder:
+    """Makes models of a trunk and a pooling layer."""
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer import modules
 
-    (model or build(BARE["bert"])).save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
-    parts = [modules.Transformer(str(folder)), modules.Pooling(32, pooling_mode=mode, **pooling)]
-    return SentenceTransformer(modules=parts, device="cpu", prompts={"query": "w1 w2 w3 "})
+    def make(mode: str = "mean", trunk: Make = BARE["bert"], **pooling: Any) -> Any:
+        build(trunk).save_pretrained(tmp_path)
+        tokenizer().save_pretrained(tmp_path)
+        parts = [modules.Transformer(str(tmp_path)), modules.Pooling(32, pooling_mode=mode, **pooling)]
+        return SentenceTransformer(modules=parts, device="cpu", prompts={"query": "w1 w2 w3 "})
+
+    return make
+
+
+@pytest.fixture
+def model(embedder: Embedder) -> Any:
+    """A mean of BERT's states."""
+    return embedder()
+
+
+def check_encoding(model: Any, expected: Any, n: int = 2, **more: Any) -> None:
+    """Assert that texts are embedded as expected, cold and warm."""
+    for _ in range(n):
+        np.testing.assert_allclose(model.encode(TEXTS, **more), expected, atol=1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tau", [None, 0.9999])
 @pytest.mark.parametrize("mode", ["mean", "cls", "lasttoken", "max"])
-def test_sentence_transformers(mode: str, tau: float | None, tmp_path: Path) -> None:
-    model = embedder(tmp_path, mode)
+def test_sentence_transformers(embedder: Embedder, mode: str, tau: float | None) -> None:
+    model = embedder(mode)
     plain = model.encode(TEXTS)
     cache = LLMCache.wrap(model, tau=tau)
-    np.testing.assert_allclose(model.encode(TEXTS), plain, atol=1e-6)
+    check_encoding(model, plain, n=1)
     np.testing.assert_allclose(model.encode(TEXTS[::-1]), plain[::-1], atol=1e-5)
     np.testing.assert_allclose(model.encode(TEXTS[1]), plain[1], atol=1e-5)
     stats = cache.stats()
@@ -167,13 +180,12 @@ def with_module(model: Any, where: str) -> Any:
 @pytest.mark.parametrize(
     "where", ["dense before", "normalize before", "cnn before", "weights before", "dense on tokens after"]
 )
-def test_a_module_that_reads_tokens_gets_all_of_them(where: str, tmp_path: Path) -> None:
-    model = with_module(embedder(tmp_path), where)
+def test_a_module_that_reads_tokens_gets_all_of_them(model: Any, where: str) -> None:
+    model = with_module(model, where)
     plain, tokens = model.encode(TEXTS), model.encode(TEXTS, output_value="token_embeddings")
     with LLMCache.wrap(model, tau=1.0) as cache:
         assert cache.payload == "sequence"
-        for _ in range(2):
-            np.testing.assert_allclose(model.encode(TEXTS), plain, atol=1e-5)
+        check_encoding(model, plain)
         for found, expected in zip(model.encode(TEXTS, output_value="token_embeddings"), tokens, strict=True):
             torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
         assert cache.stats().n_hits > 0
@@ -182,19 +194,17 @@ def test_a_module_that_reads_tokens_gets_all_of_them(where: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("where", ["dense after", "normalize after"])
-def test_a_module_that_reads_what_was_pooled_changes_nothing(where: str, tmp_path: Path) -> None:
-    model = with_module(embedder(tmp_path), where)
+def test_a_module_that_reads_what_was_pooled_changes_nothing(model: Any, where: str) -> None:
+    model = with_module(model, where)
     plain = model.encode(TEXTS)
     with LLMCache.wrap(model, payload="mean") as cache:
-        for _ in range(2):
-            np.testing.assert_allclose(model.encode(TEXTS), plain, atol=1e-5)
+        check_encoding(model, plain)
         assert cache.stats().hits == {"exact": len(TEXTS)}
 
 
 @pytest.mark.parametrize("index", ["one", "more"])
-def test_token_embeddings_that_are_not_kept_are_nan(index: str, tmp_path: Path) -> None:
+def test_token_embeddings_that_are_not_kept_are_nan(model: Any, index: str) -> None:
     """In a batch of one the trunk is not run at all for a hit; in one of more only for the others."""
-    model = embedder(tmp_path)
     known, texts = (TEXTS[:1], TEXTS[:1]) if index == "one" else (TEXTS[:2], TEXTS)
     plain, tokens = model.encode(texts), model.encode(texts, output_value="token_embeddings")
     with LLMCache.wrap(model, payload="mean") as cache:
@@ -224,13 +234,12 @@ def test_token_embeddings_that_are_not_kept_are_nan(index: str, tmp_path: Path) 
     np.testing.assert_array_equal(model.encode(texts), plain)
 
 
-def test_unwrapping_between_trunk_and_pooling_leaves_no_nan(tmp_path: Path) -> None:
-    model = embedder(tmp_path)
+def test_unwrapping_between_trunk_and_pooling_leaves_no_nan(model: Any) -> None:
     plain = model.encode(TEXTS)
     cache = LLMCache.wrap(model, payload="mean")
     model.encode(TEXTS)
     hook = model[0].register_forward_hook(lambda *_: cache.unwrap() and None)
-    np.testing.assert_allclose(model.encode(TEXTS), plain, atol=1e-5)
+    check_encoding(model, plain, n=1)
     assert cache.stats().hits == {"exact": 3}
     hook.remove()
     np.testing.assert_array_equal(model.encode(TEXTS), plain)
@@ -247,33 +256,21 @@ CHANGES = {
 
 @pytest.mark.parametrize("payload", ["mean", "auto"])
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_another_pooling_after_wrapping_is_computed(change: Any, payload: str, tmp_path: Path) -> None:
-    model = embedder(tmp_path)
+def test_another_pooling_after_wrapping_is_computed(model: Any, change: Any, payload: str) -> None:
     with LLMCache.wrap(model, payload=payload) as cache:
         model.encode(TEXTS)
         change(model)
         with cache.disabled():
             plain = model.encode(TEXTS)
         n_bypassed = cache.stats().bypassed.get("other_pooling", 0)
-        np.testing.assert_allclose(model.encode(TEXTS), plain, atol=1e-5)
+        check_encoding(model, plain, n=1)
         # Also with all tokens kept: those that pooling layers mask were left out of the key.
         assert cache.stats().bypassed.get("other_pooling", 0) - n_bypassed == len(TEXTS)
         assert cache.stats().n_hits == 0
 
 
-def test_sentence_transformers_called_with_features(tmp_path: Path) -> None:
-    model = embedder(tmp_path)
-    features = model.preprocess(TEXTS)
-    plain = model.encode(TEXTS, convert_to_tensor=True)
-    cache = LLMCache.wrap(model)
-    for _ in range(2):
-        torch.testing.assert_close(cache(dict(features))["sentence_embedding"], plain, atol=1e-5, rtol=1e-5)
-    assert cache.stats().hits == {"exact": 3}
-
-
 @pytest.mark.slow
-def test_sentence_transformers_are_calibrated_on_texts(tmp_path: Path) -> None:
-    model = embedder(tmp_path)
+def test_sentence_transformers_are_calibrated_on_texts(model: Any) -> None:
     rng = np.random.default_rng(0)
     subjects = rng.integers(5, 90, (12, 12))  # a text is about one of them, and has two words of its own
     words = [[*subjects[rng.integers(12)], *rng.integers(5, 90, 2)] for _ in range(800)]
@@ -291,65 +288,52 @@ def test_sentence_transformers_are_calibrated_on_texts(tmp_path: Path) -> None:
         assert cache.stats().errors == 0
 
 
-def test_a_similar_sentence_gets_the_stored_embedding(tmp_path: Path) -> None:
-    model = embedder(tmp_path)
+def test_a_similar_sentence_gets_the_stored_embedding(model: Any) -> None:
     cache = LLMCache.wrap(model, tau=-1.0)
     first = model.encode("w5 w6 w7")
     np.testing.assert_allclose(model.encode("w9 w10"), first, atol=1e-6)
     assert cache.stats().hits == {"semantic": 1}
 
 
-def test_token_embeddings_are_served_losslessly(tmp_path: Path) -> None:
-    model = embedder(tmp_path)
-    plain = model.encode(TEXTS, output_value="token_embeddings")
-    cache = LLMCache.wrap(model)
-    for _ in range(2):
-        for ours, theirs in zip(model.encode(TEXTS, output_value="token_embeddings"), plain, strict=True):
-            torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
-    assert cache.stats().hits == {"exact": 3}
+# -- padding under pooling ---------------------------------------------------------------------------------------------
 
 
-def token_embeddings(model: Any, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
-    """Of a whole batch, padding included (B, T, D), and its mask (B, T)."""
-    features = model.preprocess(list(texts))
+def token_embeddings(model: Any, texts: Sequence[str] = TEXTS) -> Tensor:
+    """Of a whole batch, padding included (B, T, D)."""
     with torch.inference_mode():
-        return model(dict(features))["token_embeddings"], features["attention_mask"]
+        embeddings: Tensor = model(dict(model.preprocess(list(texts))))["token_embeddings"]
+    return embeddings
 
 
 @pytest.mark.parametrize("layers", ["auto", [1]])
 @pytest.mark.parametrize("mode", ["mean", "cls", "lasttoken"])
-def test_token_embeddings_come_back_at_every_place(mode: str, layers: Any, tmp_path: Path) -> None:
-    model = embedder(tmp_path, mode)
-    plain, _ = token_embeddings(model, TEXTS)
+def test_token_embeddings_come_back_at_every_place(embedder: Embedder, mode: str, layers: Any) -> None:
+    model = embedder(mode)
+    plain, embedded = token_embeddings(model), model.encode(TEXTS)
     with LLMCache.wrap(model, layers=layers) as cache:
-        first, _ = token_embeddings(model, TEXTS)
-        for _ in range(2):  # the second time before the layers, where only the last layer is stored
-            again, _ = token_embeddings(model, TEXTS)
-            assert torch.equal(again, first)
-        assert torch.equal(first, plain)
+        for _ in range(3):  # the third time before the layers, where only the last layer is stored
+            assert torch.equal(token_embeddings(model), plain)
         assert cache.stats().hits == {"exact": 2 * len(TEXTS)}
+        np.testing.assert_allclose(cache(model.preprocess(TEXTS))["sentence_embedding"], embedded, atol=1e-5)
 
 
 @pytest.mark.parametrize("n_known", [2, 3])
-def test_other_layouts_are_served_with_zeros_for_padding(n_known: int, tmp_path: Path) -> None:
+def test_other_layouts_are_served_with_zeros_for_padding(model: Any, n_known: int) -> None:
     """Also in a batch of which a row is computed."""
-    model = embedder(tmp_path)
-    longer = [*TEXTS[:n_known], "w1 w2 w3 w5 w6 w7 w8 w9"]
-    plain, mask = token_embeddings(model, longer)
+    longer = [*TEXTS[:n_known], LONGER]
+    plain, mask = token_embeddings(model, longer), model.preprocess(longer)["attention_mask"]
     with LLMCache.wrap(model) as cache:
-        first, _ = token_embeddings(model, TEXTS)
-        other, _ = token_embeddings(model, longer)
+        first = token_embeddings(model)
+        other = token_embeddings(model, longer)
         assert cache.stats().hits == {"exact": n_known}
-        again, _ = token_embeddings(model, longer)
+        assert torch.equal(token_embeddings(model, longer), other)
         assert cache.stats().hits == {"exact": 2 * n_known + 1}
-        assert torch.equal(token_embeddings(model, TEXTS)[0], first)  # its own padding is still held
-    assert torch.equal(other, again)
+        assert torch.equal(token_embeddings(model), first)  # its own padding is still held
     torch.testing.assert_close(other[mask == 1], plain[mask == 1], atol=1e-5, rtol=1e-5)
     assert not other[mask == 0].any()
 
 
-def test_what_padding_is_made_of_is_looked_at_where_pooling_heeds_the_mask(tmp_path: Path) -> None:
-    model = embedder(tmp_path)
+def test_what_padding_is_made_of_is_looked_at_where_pooling_heeds_the_mask(model: Any) -> None:
     features = model.preprocess(TEXTS)
     other = features | {"input_ids": torch.where(features["attention_mask"] == 1, features["input_ids"], 7)}
     with LLMCache.wrap(model) as cache:
@@ -359,18 +343,17 @@ def test_what_padding_is_made_of_is_looked_at_where_pooling_heeds_the_mask(tmp_p
     assert not served[features["attention_mask"] == 0].any()
 
 
-def test_padding_under_pooling_is_kept_on_disk(tmp_path: Path) -> None:
-    model = embedder(tmp_path / "model")
+def test_padding_under_pooling_is_kept_on_disk(model: Any, tmp_path: Path) -> None:
     with LLMCache.wrap(model) as cache:
-        first, _ = token_embeddings(model, TEXTS)
+        first = token_embeddings(model)
         cache.save(tmp_path / "saved")
     with LLMCache.load(model, tmp_path / "saved") as cache:
-        assert torch.equal(token_embeddings(model, TEXTS)[0], first)
+        assert torch.equal(token_embeddings(model), first)
         assert cache.stats().hits == {"exact": len(TEXTS)}
 
 
-def test_keys_and_values_of_padding_under_pooling_come_back(tmp_path: Path) -> None:
-    model = embedder(tmp_path, "lasttoken", model=build(BARE["gpt2"]))
+def test_keys_and_values_of_padding_under_pooling_come_back(embedder: Embedder) -> None:
+    model = embedder("lasttoken", BARE["gpt2"])
     trunk = model[0].auto_model
     layouts = [padded([9, 4]), padded([11, 4])]
     with LLMCache.wrap(model, prefix=False) as cache, torch.inference_mode():
@@ -385,9 +368,9 @@ def test_keys_and_values_of_padding_under_pooling_come_back(tmp_path: Path) -> N
         assert not layer.keys[1, :, 4:].any() and not layer.values[1, :, 4:].any()
 
 
-def test_padding_comes_back_where_only_another_layout_was_stored_before(tmp_path: Path) -> None:
+def test_padding_comes_back_where_only_another_layout_was_stored_before(embedder: Embedder) -> None:
     """And without K/V, so that it was not served."""
-    model = embedder(tmp_path, "lasttoken", model=build(BARE["gpt2"]))
+    model = embedder("lasttoken", BARE["gpt2"])
     trunk, inputs = model[0].auto_model, padded([9, 4])
     with LLMCache.wrap(model, prefix=False) as cache, torch.inference_mode():
         trunk(**{name: value[1:, :4] for name, value in inputs.items()}, use_cache=False)
@@ -397,41 +380,33 @@ def test_padding_comes_back_where_only_another_layout_was_stored_before(tmp_path
         assert cache.stats().hits == {"exact": 2}
 
 
-def test_padding_comes_back_from_below_where_a_layer_has_it_no_more(tmp_path: Path) -> None:
-    model = embedder(tmp_path)
+def test_padding_comes_back_from_below_where_a_layer_has_it_no_more(model: Any) -> None:
     with LLMCache.wrap(model, layers=[0, 1], auto_bypass=False) as cache:
-        first, _ = token_embeddings(model, TEXTS)
+        first = token_embeddings(model)
         for key in [record.key for record in inside.records(cache)]:
             inside.banks(cache).layer_banks[1].remove(key)
-        token_embeddings(model, [*TEXTS, "w1 w2 w3 w5 w6 w7 w8 w9"])  # stored there on top of zeros
+        token_embeddings(model, [*TEXTS, LONGER])  # stored there on top of zeros
         for _ in range(2):
-            assert torch.equal(token_embeddings(model, TEXTS)[0], first)
+            assert torch.equal(token_embeddings(model), first)
         assert cache.stats().hits == {"exact": 9}
 
 
-def test_prompts_that_pooling_leaves_out(tmp_path: Path) -> None:
-    """The pooled mean is over part of the tokens only, so an entry of the mean over all would be wrong."""
-    model = embedder(tmp_path, include_prompt=False)
-    plain = model.encode(TEXTS, prompt_name="query")
+@pytest.mark.parametrize("case", ["a prompt that pooling leaves out", "a final norm"])
+def test_a_pooled_mean_that_is_not_that_of_the_last_layers_states(embedder: Embedder, case: str) -> None:
+    """An entry of the mean over all tokens, or before the norm, would be wrong."""
+    is_prompted = case == "a prompt that pooling leaves out"
+    model = embedder(include_prompt=False) if is_prompted else embedder(trunk=STRANGERS["modernbert"])
+    prompt = "query" if is_prompted else None
+    plain = model.encode(TEXTS, prompt_name=prompt)
     cache = LLMCache.wrap(model, tau=0.9999)
-    for _ in range(2):
-        np.testing.assert_allclose(model.encode(TEXTS, prompt_name="query"), plain, atol=1e-5)
-    assert cache.stats().n_hits == 3
-
-
-def test_an_embedder_with_a_final_norm(tmp_path: Path) -> None:
-    model = embedder(tmp_path, model=build(STRANGERS["modernbert"]))
-    plain = model.encode(TEXTS)
-    cache = LLMCache.wrap(model, tau=0.9999)
-    for _ in range(2):
-        np.testing.assert_allclose(model.encode(TEXTS), plain, atol=1e-5)
+    check_encoding(model, plain, prompt_name=prompt)
     assert cache.stats().n_hits == 3
 
 
 def test_cross_encoders(tmp_path: Path) -> None:
     from sentence_transformers import CrossEncoder
 
-    config = build(BARE["bert"]).config
+    config = BARE["bert"]().config
     config.num_labels = 1
     build(lambda: tf.BertForSequenceClassification(config)).save_pretrained(tmp_path)
     tokenizer().save_pretrained(tmp_path)

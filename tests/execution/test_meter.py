@@ -1,6 +1,5 @@
 """Calls and their cost: who is asked about, what is timed, and what stepping aside looks like from outside."""
 
-import copy
 import json
 import logging
 from collections.abc import Callable
@@ -19,10 +18,12 @@ from llmcache.request.call import Call, Inputs, Read
 from llmcache.request.outcome import Outcome
 from llmcache.request.rows import Row, Scope
 from tests import inside
+from tests.execution.calls import ask, pair, request, run, wrapped
 from tests.tiny_models import CLASSIFIERS, GENERATORS, build, padded, tokens
 
 LENGTH = 6
 SOON = PATIENCE // 8  # where repeats would be served although calls were bypassed
+LITTLE = 64  # patience of tests that would take long with what is usual
 _MISS = Times(0.011, 0.0006, 0.0004)
 
 
@@ -68,17 +69,13 @@ def repeats(*calls: Call) -> float:
 # -- what is asked about -----------------------------------------------------------------------------------------------
 
 
-def test_requests_are_told_apart_by_tokens_and_namespace() -> None:
+def test_requests_are_told_apart_by_tokens_and_namespace_and_not_by_padding() -> None:
     one, other = tokens(1, LENGTH, seed=1), tokens(1, LENGTH, seed=2)
     assert repeats(call_with(one), call_with(one)) == 0.5
     assert repeats(call_with(one), call_with(other)) == 0.0
     assert repeats(call_with(one), call_with(one, "tenant")) == 0.0
-
-
-def test_padding_makes_no_other_request() -> None:
     short, long = padded([4, 7]), padded([4, 5])
-    calls = [call_with(inputs["input_ids"], mask=inputs["attention_mask"]) for inputs in (short, long)]
-    assert repeats(*calls) == 0.25
+    assert repeats(*(call_with(both["input_ids"], mask=both["attention_mask"]) for both in (short, long))) == 0.25
 
 
 def test_an_empty_call_is_not_asked_about() -> None:
@@ -176,52 +173,46 @@ def test_calls_go_by_to_be_compared_only_where_they_can_be_timed(device: str) ->
 # -- from outside ------------------------------------------------------------------------------------------------------
 
 
-def asked(cache: LLMCache, n: int, first: int = 0) -> list[str | None]:
-    """Ask requests that differ, one by one; why each bypassed the cache, or None."""
-    reasons = []
-    for number in range(first, first + n):
-        cache(input_ids=request(number))
-        reasons.append(cache.last[0].bypassed)
-    return reasons
+@pytest.fixture
+def cache() -> LLMCache:
+    return wrapped(CLASSIFIERS["bert"])
 
 
-def request(number: int) -> Tensor:
-    """One of 8,100 requests that all differ."""
-    return torch.tensor([[5 + number // 90, 5 + number % 90, *range(10, 10 + LENGTH - 2)]])
+def impatient(cache: LLMCache) -> CostModel:
+    """Have a cache bypass itself sooner than is usual."""
+    cost = CostModel(4, LITTLE)
+    inside.replace(cache, cost=cost)
+    return cost
+
+
+def record_no_more(cost: CostModel) -> None:
+    """As where that has been seen to take too long."""
+    cost._n_free = 0
+    for bucket in cost._buckets.values():
+        bucket.recordable = 0.0
 
 
 def test_a_stream_without_repetition_goes_by_counted_and_bit_equal(caplog: pytest.LogCaptureFixture) -> None:
-    model = build(CLASSIFIERS["bert"])
-    plain = copy.deepcopy(model)
-    cache = LLMCache.wrap(model)
+    cache, alone = pair(CLASSIFIERS["bert"])
     with caplog.at_level(logging.INFO, logger="llmcache"):
-        assert asked(cache, SOON + 10) == [None] * SOON + ["not_worthwhile"] * 10
+        assert ask(cache, range(SOON + 10)) == [None] * SOON + ["not_worthwhile"] * 10
     stats = cache.stats()
     assert stats.bypassed == {"not_worthwhile": 10}
     assert (stats.n_requests, stats.n_misses, stats.n_stored) == (SOON + 10, SOON, SOON)
-    with torch.inference_mode():
-        served, computed = (which(input_ids=request(8000), output_attentions=False) for which in (model, plain))
+    served, computed = (run(model, input_ids=request(8000), output_attentions=False) for model in (cache.model, alone))
     assert cache.last[0].bypassed == "not_worthwhile"
-    assert torch.equal(served.logits, computed.logits)
+    assert torch.equal(served, computed)
     assert len(caplog.messages) == 2  # the turn with its figures, and the first bypass with its cure
     assert "auto_bypass=False" in caplog.messages[1]
 
 
-def test_stats_tell_the_costs_in_plain_values() -> None:
-    cache = LLMCache.wrap(build(CLASSIFIERS["bert"]))
-    asked(cache, 2)
-    asked(cache, 1)
+def test_stats_tell_the_costs_in_plain_values_and_print_a_figure_a_line(cache: LLMCache) -> None:
+    ask(cache, [0, 1, 0])
     (row,) = json.loads(json.dumps(cache.stats().to_dict(), allow_nan=False))["cost"]
     assert (row["tokens"], row["is_bypassed"]) == (4, False)
     assert row["hit_rate"] == row["repeats"] == pytest.approx(1 / 3)
     assert row["miss_ms"] == pytest.approx(row["lookup_ms"] + row["storing_ms"] + 4 * row["layer_ms"])
     assert row["hit_ms"] > 0
-
-
-def test_stats_are_printed_a_figure_a_line() -> None:
-    cache = LLMCache.wrap(build(CLASSIFIERS["bert"]))
-    asked(cache, 2)
-    asked(cache, 1)
     lines = str(cache.stats()).split("\n")
     assert lines[0] == "n_requests: 3" and lines[-1] == "hit_rate: 0.3333"
     assert "hits: {'exact': 1}" in lines
@@ -238,7 +229,7 @@ def test_stats_are_printed_a_figure_a_line() -> None:
     ],
 )
 def test_settings_say_whether_and_when_it_steps_aside(settings: dict[str, Any], patience: int | None) -> None:
-    cost = inside.cost(LLMCache.wrap(build(CLASSIFIERS["bert"]), **settings))
+    cost = inside.cost(wrapped(CLASSIFIERS["bert"], **settings))
     if patience is None:
         assert cost is None
         return
@@ -249,62 +240,53 @@ def test_settings_say_whether_and_when_it_steps_aside(settings: dict[str, Any], 
     assert not cost.judge(LENGTH, 1, ()).is_worthwhile
 
 
-@pytest.mark.slow
 def test_without_stepping_aside_there_are_no_costs_to_tell() -> None:
-    cache = LLMCache.wrap(build(CLASSIFIERS["bert"]), auto_bypass=False)
-    assert set(asked(cache, PATIENCE + 10)) == {None}
+    cache = wrapped(CLASSIFIERS["bert"], auto_bypass=False)
+    assert set(ask(cache, range(SOON + 10))) == {None}
     assert cache.stats().cost == ()
 
 
-@pytest.mark.slow
-def test_clear_begins_anew_and_purge_forgets_who_asked() -> None:
-    cache = LLMCache.wrap(build(CLASSIFIERS["bert"]))
-    asked(cache, PATIENCE)
+def test_clear_begins_anew_and_purge_forgets_who_asked(cache: LLMCache) -> None:
+    ask(cache, range(SOON))
     cache.purge(namespace="default")
-    asked(cache, 10)
+    ask(cache, range(10))
     (row,) = cache.stats().cost
     assert (row.is_bypassed, row.repeats) == (True, 0.0)
     cache.clear()
-    assert asked(cache, 10) == [None] * 10
+    assert ask(cache, range(10)) == [None] * 10
 
 
-@pytest.mark.slow
-def test_requests_that_are_held_are_served_when_others_were_purged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_that_are_held_are_served_when_others_were_purged(
+    cache: LLMCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also while recording costs too much, so that most calls are bypassed without a further look."""
     monkeypatch.setattr("llmcache.execution.cost.CostModel._may_record", lambda cost, bucket: False)
     monkeypatch.setattr("llmcache.execution.length_costs.LengthCosts.serves", lambda bucket, share: share > 0)
-    cache = LLMCache.wrap(build(CLASSIFIERS["bert"]))
-    assert asked(cache, PATIENCE + 1)[-1] == "not_worthwhile"
+    assert ask(cache, range(SOON + 1))[-1] == "not_worthwhile"
     cache.purge(namespace="nobody")
-    asked(cache, SOON)
-    assert cache.stats().hits == {"exact": SOON}
+    assert ask(cache, range(SOON)) == ["exact"] * SOON
 
 
-@pytest.mark.slow
-def test_calibrating_begins_anew() -> None:
+def test_calibrating_begins_anew(cache: LLMCache) -> None:
     """What can be served afterwards has changed; `calibrate` refuses so few, but only once it has computed them."""
-    cache = LLMCache.wrap(build(CLASSIFIERS["bert"]))
-    assert asked(cache, PATIENCE + 1)[-1] == "not_worthwhile"
+    assert ask(cache, range(SOON + 1))[-1] == "not_worthwhile"
     with pytest.raises(ValueError, match="requests"):
         cache.calibrate([{"input_ids": request(number)} for number in range(3)])
-    assert asked(cache, 1) == [None]
+    assert ask(cache, [5000]) == [None]
 
 
-def test_a_call_that_fails_is_not_told_of() -> None:
-    model = build(CLASSIFIERS["bert"])
-    cache = LLMCache.wrap(model)
-    broken = model.bert.encoder.layer[2].register_forward_pre_hook(lambda *_: 1 / 0)
+def test_a_call_that_fails_is_not_told_of(cache: LLMCache) -> None:
+    broken = cache.model.bert.encoder.layer[2].register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        cache(input_ids=request(0))
+        ask(cache, [0])
     broken.remove()
     (row,) = cache.stats().cost
     assert row.hit_rate is None
 
 
-def test_a_failing_cost_model_costs_the_call_its_cache_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = LLMCache.wrap(build(CLASSIFIERS["bert"]))
+def test_a_failing_cost_model_costs_the_call_its_cache_only(cache: LLMCache, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CostModel, "judge", lambda *_: 1 / 0)
-    assert asked(cache, 1) == ["error"]
+    assert ask(cache, [0]) == ["error"]
     assert cache.stats().errors == 1
 
 
@@ -315,25 +297,27 @@ class Machine(Clock):
         super().__init__()
         monkeypatch.setattr("llmcache.execution.capture.perf_counter", self)
         monkeypatch.setattr("llmcache.execution.lookup.perf_counter", self)
-        flow, banks = cache._flow, inside.banks(cache)
+        flow = cache._flow
         flow._meter = Meter(inside.components(cache), self)
         for layer in inside.trunk(cache).layers:
             next(layer.children()).register_forward_pre_hook(lambda *_: self.spend(0.01))
-        read, put, payload = flow._lookup._reader.read, banks.put, type(inside.payload(cache))
-        take = payload.take
-        monkeypatch.setattr(payload, "take", lambda *args: (self.spend(0.0005), take(*args))[1])
-        monkeypatch.setattr(flow._lookup._reader, "read", lambda *args: (self.spend(0.001), read(*args))[1])
-        monkeypatch.setattr(banks, "put", lambda *args: (self.spend(0.001), put(*args))[1])
+        for owner, name, seconds in (
+            (type(inside.payload(cache)), "take", 0.0005),
+            (flow._lookup._reader, "read", 0.001),
+            (inside.banks(cache), "put", 0.001),
+        ):
+            monkeypatch.setattr(owner, name, self.slowed(getattr(owner, name), seconds))
 
     def spend(self, seconds: float) -> None:
         self.now += seconds
 
+    def slowed(self, function: Callable[..., Any], seconds: float) -> Callable[..., Any]:
+        return lambda *args: (self.spend(seconds), function(*args))[1]
 
-def test_times_of_a_call_go_where_they_belong(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = LLMCache.wrap(build(CLASSIFIERS["bert"]))
+
+def test_times_of_a_call_go_where_they_belong(cache: LLMCache, monkeypatch: pytest.MonkeyPatch) -> None:
     Machine(cache, monkeypatch)
-    asked(cache, 2)
-    asked(cache, 2)
+    ask(cache, [0, 1, 0, 1])
     (row,) = cache.stats().cost
     assert (row.miss_ms, row.lookup_ms, row.storing_ms, row.layer_ms) == pytest.approx((42.5, 1, 1.5, 10))
     assert row.hit_ms == pytest.approx(1)
@@ -342,18 +326,16 @@ def test_times_of_a_call_go_where_they_belong(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.slow
-def test_it_returns_when_requests_come_again_and_serves_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = LLMCache.wrap(build(CLASSIFIERS["bert"]))
+def test_it_returns_when_requests_come_again_and_serves_them(cache: LLMCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    impatient(cache)
     Machine(cache, monkeypatch)
-    assert asked(cache, 2 * PATIENCE)[-2] == "not_worthwhile"  # the last of these is a probe
-    again = asked(cache, 2 * PATIENCE)
-    back = again.index(None)
-    assert back == 0  # it was stored, or noted
-    assert set(again[back:]) == {None}
-    hits = cache.stats().n_hits
-    asked(cache, 2 * PATIENCE)
-    assert cache.stats().n_hits >= hits + 2 * PATIENCE - back
-    assert cache.stats().bypassed["not_worthwhile"] <= 2 * PATIENCE - SOON + back
+    n = 2 * LITTLE
+    assert ask(cache, range(n))[-2] == "not_worthwhile"  # the last of these is a probe
+    again = ask(cache, range(n))
+    assert again[0] == "exact"  # it was stored, or noted
+    assert "not_worthwhile" not in again
+    assert ask(cache, range(n)) == ["exact"] * n
+    assert cache.stats().bypassed["not_worthwhile"] <= n - LITTLE // 8
 
 
 class Doubling(TorchFunctionMode):
@@ -380,7 +362,7 @@ def watched(model: nn.Module, ids: Tensor) -> None:
 
 
 def decoding(model: nn.Module, ids: Tensor) -> None:
-    past = model.unwrapped(input_ids=ids, use_cache=True).past_key_values
+    past = build(GENERATORS["gpt2"])(input_ids=ids, use_cache=True).past_key_values
     model(input_ids=ids, past_key_values=past, use_cache=True)
 
 
@@ -390,78 +372,65 @@ def decoding(model: nn.Module, ids: Tensor) -> None:
     [("training", in_training), ("gradients", with_gradients), ("traced", watched), ("decode", decoding)],
 )
 def test_a_call_that_could_not_be_served_is_told_as_such_while_others_go_by(
-    reason: str, call: Callable[[Any, Tensor], None], monkeypatch: pytest.MonkeyPatch
+    reason: str, call: Callable[[nn.Module, Tensor], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = build(GENERATORS["gpt2"])
-    model.unwrapped = copy.deepcopy(model)
-    cache = LLMCache.wrap(model)
-    asked(cache, PATIENCE + 1)
-    for bucket in inside.cost(cache)._buckets.values():
-        bucket.recordable = 0.0  # noting takes too long
-    inside.cost(cache)._n_free = 0
+    cache = wrapped(GENERATORS["gpt2"])
+    cost = impatient(cache)
+    assert ask(cache, range(LITTLE + 1))[-1] == "not_worthwhile"
+    record_no_more(cost)
     let_pass, lets_pass = [], CostModel.lets_pass
     monkeypatch.setattr(CostModel, "lets_pass", lambda *args: let_pass.append(lets_pass(*args)) or let_pass[-1])
     with torch.inference_mode():
         for number in range(20):
-            call(model, request(4000 + number))
+            call(cache.model, request(4000 + number))
     assert cache.stats().bypassed == {"not_worthwhile": 1, reason: 20}
     assert not let_pass
-    asked(cache, 5, first=4100)
+    ask(cache, range(4100, 4105))
     assert True in let_pass and cache.stats().bypassed["not_worthwhile"] == 6
 
 
 def test_a_call_that_goes_by_may_hold_another_one_and_may_fail() -> None:
     """One that is let pass has no frame of its own; a longer one within it is none of its steps."""
-    model = build(CLASSIFIERS["bert"])
-    plain = copy.deepcopy(model)
-    cache = LLMCache.wrap(model)
-    asked(cache, SOON + 1)
-    for bucket in inside.cost(cache)._buckets.values():
-        bucket.recordable = 0.0
-    inside.cost(cache)._n_free = 0
+    cache, alone = pair(CLASSIFIERS["bert"])
+    ask(cache, range(SOON + 1))
+    record_no_more(inside.components(cache).cost)
     inner = {4000: request(0), 4001: torch.arange(5, 25)[None], 4002: torch.tensor([[10**6]])}
     due, outcomes = list[int](), list[Outcome]()
 
     def call_another(*_: Any) -> None:
         if due:
-            model(input_ids=inner[due.pop()])
+            cache(input_ids=inner[due.pop()])
             outcomes.append(cache.last[0])
 
-    model.bert.encoder.layer[1].register_forward_pre_hook(call_another)
-    with torch.inference_mode():
-        for number in inner:
-            due.append(number)
-            if number == 4002:
-                with pytest.raises(IndexError):
-                    model(input_ids=request(number))
-            else:
-                logits = model(input_ids=request(number)).logits
-                assert torch.equal(logits, plain(input_ids=request(number)).logits)
-            assert cache.last[0].bypassed == "not_worthwhile"
+    cache.model.bert.encoder.layer[1].register_forward_pre_hook(call_another)
+    for number in inner:
+        due.append(number)
+        if number == 4002:
+            with pytest.raises(IndexError):
+                cache(input_ids=request(number))
+        else:
+            assert torch.equal(cache(input_ids=request(number)).logits, run(alone, input_ids=request(number)))
+        assert cache.last[0].bypassed == "not_worthwhile"
     assert [(one.rung, one.bypassed) for one in outcomes] == [("exact", None), (None, None)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("ids", [torch.tensor(5), torch.ones(1, 8, dtype=torch.bfloat16), request(1).to_sparse()])
 def test_what_a_model_cannot_read_it_refuses_itself_while_others_go_by(ids: Tensor) -> None:
-    plain = build(CLASSIFIERS["bert"])
-    cache = LLMCache.wrap(build(CLASSIFIERS["bert"]))
-    assert asked(cache, PATIENCE + 1)[-1] == "not_worthwhile"
-    with torch.inference_mode():
-        for _ in range(2):
-            with pytest.raises(Exception) as own:
-                plain(input_ids=ids)
-            with pytest.raises(own.type) as ours:
-                cache(input_ids=ids)
-            assert str(ours.value) == str(own.value)
+    cache, alone = pair(CLASSIFIERS["bert"])
+    assert ask(cache, range(SOON + 1))[-1] == "not_worthwhile"
+    for _ in range(2):
+        with pytest.raises(Exception) as own:
+            run(alone, input_ids=ids)
+        with pytest.raises(own.type) as ours:
+            cache(input_ids=ids)
+        assert str(ours.value) == str(own.value)
 
 
 @pytest.mark.slow
 def test_prefills_are_judged_and_decode_steps_are_not() -> None:
-    model = build(GENERATORS["gpt2"])
-    cache = LLMCache.wrap(model)
-    with torch.inference_mode():
-        for number in range(PATIENCE + 3):
-            model.generate(request(number), do_sample=False, max_new_tokens=2, pad_token_id=0)
+    cache = wrapped(GENERATORS["gpt2"])
+    impatient(cache)
+    for number in range(LITTLE + 3):
+        cache.model.generate(request(number), do_sample=False, max_new_tokens=2, pad_token_id=0)
     assert cache.stats().bypassed["not_worthwhile"] == 3
     assert [row.tokens for row in cache.stats().cost] == [4]

@@ -17,9 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from llmcache import LLMCache
-from tests.tiny_models import CLASSIFIERS, build, padded, tokens
+from tests.execution.calls import agree, assert_close, run, shallow
+from tests.tiny_models import build, padded, tokens
 
 SEEN, OTHER = tokens(2, 6), tokens(2, 6, seed=9)
+WEIGHT = "bert.encoder.layer.0.output.dense.weight"
 
 
 @pytest.fixture(autouse=True)
@@ -30,23 +32,24 @@ def _fresh_compiler() -> Iterator[None]:
 
 
 @pytest.fixture
-def model() -> nn.Module:
-    return build(CLASSIFIERS["bert"])
+def alone() -> nn.Module:
+    """The same model without a cache."""
+    return build(shallow)
 
 
 @pytest.fixture
-def cache(model: nn.Module) -> LLMCache:
+def cache() -> LLMCache:
     """What a hit would come from is stored, and how a hit is answered before the layers is known."""
-    cache = LLMCache.wrap(model)
+    cache = LLMCache.wrap(build(shallow))
     for _ in range(2):
         cache(input_ids=SEEN)
     assert cache.stats().hits == {"exact": 2}
     return cache
 
 
-def plain(ids: Tensor) -> Tensor:
-    with torch.inference_mode():
-        return build(CLASSIFIERS["bert"])(input_ids=ids).logits
+@pytest.fixture
+def model(cache: LLMCache) -> nn.Module:
+    return cache.model
 
 
 def bypassed(cache: LLMCache, reason: str = "traced") -> int:
@@ -59,10 +62,11 @@ def bypassed(cache: LLMCache, reason: str = "traced") -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
-def test_make_fx_records_the_model(model: nn.Module, cache: LLMCache, mode: str) -> None:
+def test_make_fx_records_the_model(cache: LLMCache, alone: nn.Module, mode: str) -> None:
     with torch.no_grad():
-        graph = make_fx(lambda ids: model(input_ids=ids).logits, tracing_mode=mode, _allow_non_fake_inputs=True)(SEEN)
-    torch.testing.assert_close(graph(OTHER), plain(OTHER), atol=1e-5, rtol=1e-5)
+        trace = make_fx(lambda ids: cache.model(input_ids=ids).logits, tracing_mode=mode, _allow_non_fake_inputs=True)
+        graph = trace(SEEN)
+    assert_close(graph(OTHER), run(alone, input_ids=OTHER))
     assert bypassed(cache) == 2
 
 
@@ -85,85 +89,80 @@ class Watching(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("make", [Doubling, Watching, lambda: FlopCounterMode(display=False), forward_ad.dual_level])
+@pytest.mark.parametrize("inputs", [{"input_ids": SEEN}, padded([6, 4])], ids=["plain", "padded"])
 def test_a_mode_sees_what_it_sees_of_the_plain_model(
-    model: nn.Module, cache: LLMCache, make: Callable[[], AbstractContextManager[Any]]
+    cache: LLMCache, alone: nn.Module, make: Callable[[], AbstractContextManager[Any]], inputs: dict[str, Tensor]
 ) -> None:
     logits, counts = [], []
-    for one in (model, build(CLASSIFIERS["bert"])):
+    for one in (cache.model, alone):
         with torch.no_grad(), make() as mode:
-            logits.append(one(input_ids=SEEN).logits)
+            logits.append(one(**inputs).logits)
         counts.append(mode.get_total_flops() if isinstance(mode, FlopCounterMode) else getattr(mode, "n_products", 0))
     assert torch.equal(*logits)
     assert counts[0] == counts[1]
     assert bypassed(cache) == 2
-    torch.testing.assert_close(cache(input_ids=SEEN).logits, plain(SEEN), atol=1e-5, rtol=1e-5)  # nothing was stored
+    agree(cache, alone, input_ids=SEEN)  # nothing was stored
     assert cache.stats().hits == {"exact": 4}
 
 
-def test_a_default_device_is_no_such_mode(model: nn.Module, cache: LLMCache) -> None:
+def test_a_default_device_is_no_such_mode(cache: LLMCache, alone: nn.Module) -> None:
     with torch.device("cpu"):
-        torch.testing.assert_close(cache(input_ids=SEEN).logits, plain(SEEN), atol=1e-5, rtol=1e-5)
+        agree(cache, alone, input_ids=SEEN)
     assert (cache.stats().hits, cache.stats().bypassed) == ({"exact": 4}, {})
 
 
-def test_vmap(model: nn.Module, cache: LLMCache) -> None:
+def test_vmap(cache: LLMCache, model: nn.Module, alone: nn.Module) -> None:
     model.set_attn_implementation("eager")
     with torch.no_grad():
-        many = vmap(lambda ids: model(input_ids=ids).logits)
-        found = many(torch.stack([SEEN, OTHER]))
-    torch.testing.assert_close(found, torch.stack([plain(SEEN), plain(OTHER)]), atol=1e-5, rtol=1e-5)
+        found = vmap(lambda ids: model(input_ids=ids).logits)(torch.stack([SEEN, OTHER]))
+    assert_close(found, torch.stack([run(alone, input_ids=SEEN), run(alone, input_ids=OTHER)]))
     assert bypassed(cache) == 2
 
 
-def test_functionalize(model: nn.Module, cache: LLMCache) -> None:
+def test_functionalize(cache: LLMCache, model: nn.Module, alone: nn.Module) -> None:
     with torch.no_grad():
         found = functionalize(lambda ids: model(input_ids=ids).logits)(SEEN)
-    torch.testing.assert_close(found, plain(SEEN), atol=1e-5, rtol=1e-5)
+    assert_close(found, run(alone, input_ids=SEEN))
     assert bypassed(cache) == 2
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-def test_a_tangent_is_not_lost(model: nn.Module, cache: LLMCache) -> None:
-    weight = model.bert.encoder.layer[0].output.dense.weight.detach()
-    name = "bert.encoder.layer.0.output.dense.weight"
+def test_a_tangent_is_not_lost(cache: LLMCache, model: nn.Module, alone: nn.Module) -> None:
+    weight = alone.get_parameter(WEIGHT).detach()
 
-    def answer(one: nn.Module, value: Tensor) -> Tensor:
-        found: Tensor = functional_call(one, {name: value}, (), {"input_ids": SEEN}).logits
+    def tangent(one: nn.Module) -> Tensor:
+        one.set_attn_implementation("eager")
+
+        def answer(value: Tensor) -> Any:
+            return functional_call(one, {WEIGHT: value}, (), {"input_ids": SEEN}).logits
+
+        with torch.no_grad():
+            found: Tensor = jvp(answer, (weight,), (torch.ones_like(weight),))[1]
         return found
 
-    tangents = []
-    for one in (model, build(CLASSIFIERS["bert"])):
-        one.set_attn_implementation("eager")
-        with torch.no_grad():
-            tangents.append(jvp(lambda value, one=one: answer(one, value), (weight,), (torch.ones_like(weight),))[1])
-    torch.testing.assert_close(*tangents)
-    assert tangents[0].abs().max() > 0
+    assert_close(tangent(model), tangent(alone))
+    assert tangent(alone).abs().max() > 0
     assert bypassed(cache) == 2
 
 
-def test_other_weights_for_one_call_give_their_own_answer(model: nn.Module, cache: LLMCache) -> None:
+def test_other_weights_for_one_call_give_their_own_answer(cache: LLMCache, model: nn.Module, alone: nn.Module) -> None:
     """`functional_call` alone transforms nothing: its weights have a digest of their own."""
-    name = "bert.encoder.layer.0.output.dense.weight"
-    weight = model.get_parameter(name).detach() * 2
-    changed = build(CLASSIFIERS["bert"])
+    weight = model.get_parameter(WEIGHT).detach() * 2
+    agree(cache, alone, input_ids=SEEN)
     with torch.no_grad():
-        changed.get_parameter(name).mul_(2)
-        expected = changed(input_ids=SEEN).logits
+        expected = functional_call(alone, {WEIGHT: weight}, (), {"input_ids": SEEN}).logits
         for _ in range(2):
-            found = functional_call(model, {name: weight}, (), {"input_ids": SEEN}).logits
-            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(model(input_ids=SEEN).logits, plain(SEEN), atol=1e-5, rtol=1e-5)
+            assert_close(functional_call(model, {WEIGHT: weight}, (), {"input_ids": SEEN}).logits, expected)
+    agree(cache, alone, input_ids=SEEN)
 
 
 class Labelled(Tensor):
     """A class of one's own, which operations hand on."""
 
 
-def test_a_tensor_of_another_class_gets_what_the_plain_model_returns(model: nn.Module, cache: LLMCache) -> None:
+def test_a_tensor_of_another_class_gets_what_the_plain_model_returns(cache: LLMCache, alone: nn.Module) -> None:
     ids = SEEN.as_subclass(Labelled)
-    with torch.inference_mode():
-        expected = build(CLASSIFIERS["bert"])(input_ids=ids).logits
-    found = cache(input_ids=ids).logits
+    found, expected = cache(input_ids=ids).logits, run(alone, input_ids=ids)
     assert type(found) is type(expected)
     assert torch.equal(found, expected)
     assert bypassed(cache) == 2
@@ -178,15 +177,25 @@ def test_fake_tensors(cache: LLMCache) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects:UserWarning")  # transformers' own
 @pytest.mark.parametrize("is_strict", [False, True])
-def test_an_export_holds_the_model_alone(model: nn.Module, cache: LLMCache, is_strict: bool) -> None:
+def test_an_export_holds_the_model_alone(cache: LLMCache, model: nn.Module, alone: nn.Module, is_strict: bool) -> None:
     inputs = {"input_ids": SEEN, "attention_mask": torch.ones_like(SEEN)}
     with torch.no_grad():
         program = torch.export.export(model, (), kwargs=inputs, strict=is_strict)
         found = program.module()(**{**inputs, "input_ids": OTHER}).logits
-    torch.testing.assert_close(found, plain(OTHER), atol=1e-5, rtol=1e-5)
+    assert_close(found, run(alone, input_ids=OTHER))
     # A strict one cannot leave its graph to count.
     assert cache.stats().bypassed == ({} if is_strict else {"compiled": 2})
     assert (cache.stats().hits, cache.stats().errors) == ({"exact": 2}, 0)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_a_jit_trace_records_the_model_and_no_stored_state(cache: LLMCache, model: nn.Module, alone: nn.Module) -> None:
+    model.config.return_dict = False
+    with torch.no_grad():
+        traced = torch.jit.trace(model, (SEEN,), check_trace=False)
+        assert_close(traced(OTHER)[0], run(alone, input_ids=OTHER))
+    assert bypassed(cache, "compiled") == 2
 
 
 class Symbols(torch.fx.Tracer):
@@ -196,15 +205,8 @@ class Symbols(torch.fx.Tracer):
         return not isinstance(module, tf.BertPreTrainedModel)
 
 
-def test_a_symbolic_trace_holds_the_model_alone(model: nn.Module, cache: LLMCache) -> None:
+def test_a_symbolic_trace_holds_the_model_alone(cache: LLMCache, model: nn.Module, alone: nn.Module) -> None:
     with torch.no_grad():
-        graph, expected = (Symbols().trace(nn.Sequential(one)) for one in (model, build(CLASSIFIERS["bert"])))
+        graph, expected = (Symbols().trace(nn.Sequential(one)) for one in (model, alone))
     assert str(graph) == str(expected)
     assert bypassed(cache) == 1  # how many rows is not known
-
-
-def test_padded_inputs_are_watched_as_well(cache: LLMCache) -> None:
-    inputs = padded([6, 4])
-    with torch.no_grad(), Watching():
-        cache.model(**inputs)
-    assert bypassed(cache) == 2

@@ -7,35 +7,30 @@ from pathlib import Path
 
 import pytest
 
-from llmcache.cli import main as cli
+from tests.experiments.commands import Commands
 from tests.experiments.test_measure_latency import save_gpt2
 
 ROOT = Path(__file__).parents[2]
 SHORT = {"BATCH_SIZES": "1,2", "ROUNDS": "10", "SEQUENCES": "8", "ENTRIES": "64"}
 
 
-def run_target(**variables: str | Path) -> list[int]:
-    """Run the target's commands in this process, as make would print them; exit codes, the first failure last."""
-    given = [f"{name}={value}" for name, value in variables.items()]
+def commands_of_target(**variables: str | Path) -> list[list[str]]:
+    """Arguments of the target's commands, as make would print them."""
+    given = [f"{name}={value}" for name, value in (SHORT | variables).items()]
     make = ["make", "--dry-run", "--no-print-directory", "bench-gpu", *given]
     printed = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     lines = [shlex.split(line) for line in printed.replace("\\\n", "").splitlines()]
-    codes: list[int] = []
-    for _, *args in (words for words in lines if words and words[0].endswith("/llmcache")):
-        with pytest.raises(SystemExit) as exit_info:
-            cli.main(args)
-        codes.append(int(exit_info.value.code or 0))
-        if codes[-1]:
-            break
-    return codes
+    return [words[1:] for words in lines if words and words[0].endswith("/llmcache")]
 
 
 @pytest.mark.slow
-def test_every_dtype_and_batch_size_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_dtype_and_batch_size_is_measured(
+    tmp_path: Path, command: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(ROOT)  # the target names its config from here
     model, results = save_gpt2(tmp_path / "tiny"), tmp_path / "gpu"
-    codes = run_target(DEVICE="cpu", MODELS=model, GENERATE=model, GPU_RESULTS=results, **SHORT)
-    assert codes == [0] * 5
+    commands = commands_of_target(DEVICE="cpu", MODELS=model, GENERATE=model, GPU_RESULTS=results)
+    assert [command(*words) for words in commands] == [0] * 5
     expected = {(dtype, rows) for dtype in ("float32", "bfloat16") for rows in (1, 2)}
 
     singles = [json.loads(path.read_text()) for path in results.glob("latency-*.json")]
@@ -47,23 +42,8 @@ def test_every_dtype_and_batch_size_is_measured(tmp_path: Path, monkeypatch: pyt
     metrics = json.loads(path.read_text())
     assert len(metrics["calls"]) == 5 * len(expected)  # three ways to keep entries, and another head with two of them
     assert {(row["dtype"], row["batch_size"]) for row in metrics["calls"]} == expected
-    assert {(row["kept"], row["entries"]) for row in metrics["calls"]} == {
-        ("as the paper", 8),
-        ("all tokens", 8),
-        ("pooled", 64),
-    }
+    kept = {"as the paper": 8, "all tokens": 8, "pooled": 64}
+    assert {(row["kept"], row["entries"]) for row in metrics["calls"]} == set(kept.items())
     assert all(row["exact_hit_is_equal"] for row in metrics["calls"])
     assert [figures["dtype"] for figures in metrics["generation"]] == ["float32", "bfloat16"]
     assert all(figures["exact_hit_ms"]["n"] == 10 for figures in metrics["generation"])
-
-
-def test_a_device_that_is_not_there_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(ROOT)
-    assert run_target(DEVICE="cuda:99", GPU_RESULTS=tmp_path / "gpu", **SHORT) == [2]
-    error = capsys.readouterr().err
-    assert "device: " in error
-    assert "(got 'cuda:99')" in error
-    assert error.count("\n") == 1
-    assert list(tmp_path.rglob("*.json")) == []

@@ -13,17 +13,11 @@ from experiments.measures.demo import conclude, ways
 from experiments.measures.service import Pass
 from experiments.models import loading as models
 from experiments.models.loading import FIGURES, SMOLLM2, Loaded
-from llmcache.cli import main as cli
+from tests.experiments.commands import Commands
 from tests.experiments.test_models import save_tiny
 from tests.experiments.test_smollm2 import tiny as tiny_decoder
 
 LEARN, N = 150, 260
-
-
-def run_main(*args: str | Path) -> int:
-    with pytest.raises(SystemExit) as exit_info:
-        cli.main([str(arg) for arg in args])
-    return int(exit_info.value.code or 0)
 
 
 @pytest.fixture
@@ -45,10 +39,10 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.slow
-def test_the_whole_chain(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_whole_chain(tiny: Path, command: Commands) -> None:
     options = ("--json", "figures.json", "--plot", "p.png", "--results-dir", "kept")
-    assert run_main("demo", "--n", str(N), *options) == 0
-    shown = capsys.readouterr().out
+    assert command("demo", "--n", str(N), *options) == 0
+    shown = command.out
     report: dict[str, Any] = json.loads((tiny / "figures.json").read_text())
     assert (tiny / "p.png").read_bytes().startswith(b"\x89PNG")
     assert (report["n"], report["n_fit"], report["learn"]) == (N, 200, LEARN)
@@ -75,30 +69,25 @@ def test_the_whole_chain(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert yaml.safe_load((folder / "config.yaml").read_text()) == {"model": "minilm", "n": N}
 
 
+@pytest.mark.slow
 def test_the_decoder_is_part_of_it_where_it_was_prepared(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, command: Commands
 ) -> None:
     (tiny / "mine" / SMOLLM2).mkdir(parents=True)
     (tiny / "mine" / SMOLLM2 / FIGURES).touch()
     settings = [{"name": "no cache", "latency_ms": {"median": 1.0, "p99": None}}]
-    report = {
-        "settings": settings,
-        "conclusion": [],
-        "n": 2,
-        "learn": 1,
-        "environment": {"load_average": 9, "n_cpus": 2},
-    }
+    busy = {"load_average": 9, "n_cpus": 2}
+    report = {"settings": settings, "conclusion": [], "n": 2, "learn": 1, "environment": busy}
     monkeypatch.setattr(demo, "run_demo", lambda loaded, n: dict(report))
-    assert run_main("demo", "--models-dir", "mine", "--json", "figures.json") == 0
-    shown = capsys.readouterr().out
-    assert shown.startswith("The machine was busy")
-    assert "5 of 5 answers are the same, token for token." in shown
+    assert command("demo", "--models-dir", "mine", "--json", "figures.json") == 0
+    assert command.out.startswith("The machine was busy")
+    assert "5 of 5 answers are the same, token for token." in command.out
     assert len(json.loads((tiny / "figures.json").read_text())["decoder"]["users"]) == 5
 
 
-def test_no_request_is_left_to_serve(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_main("demo", "--n", str(LEARN)) == 2
-    assert capsys.readouterr().err == f"llmcache: n={LEARN}: the first {LEARN} requests are learned from; give more\n"
+def test_no_request_is_left_to_serve(tiny: Path, command: Commands) -> None:
+    told = f"n={LEARN}: the first {LEARN} requests are learned from; give more"
+    assert command.refused("demo", "--n", str(LEARN)) == told
 
 
 def test_speed_is_of_whole_passes() -> None:
@@ -107,28 +96,18 @@ def test_speed_is_of_whole_passes() -> None:
 
     base = [one([1000.0, 2000.0], 0.0), one([3000.0, 4000.0], 0.0)]
     taken = one([500.0, 1000.0], 0.5)
-    assert demo._speedup(base, taken, 0) == {"speedup": 2.5, "speedup_min": 1.5, "speedup_max": 3.5}
-    assert demo._speedup(base, taken, 1) == {
-        "speedup": 2.0,
-        "speedup_min": pytest.approx(4 / 3),
-        "speedup_max": pytest.approx(8 / 3),
-    }
+    for first, least, median, most in ((0, 1.5, 2.5, 3.5), (1, 4 / 3, 2.0, 8 / 3)):
+        expected = {"speedup": median, "speedup_min": least, "speedup_max": most}
+        assert demo._speedup(base, taken, first) == pytest.approx(expected)
 
 
-def test_a_folder_of_results_that_cannot_be_made_is_told_at_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_written_is_told_at_once(tmp_path: Path, command: Commands) -> None:
     (tmp_path / "file").touch()
-    assert run_main("demo", "--results-dir", tmp_path / "file", "--plot", tmp_path / "p.png") == 2
-    assert "cannot be made a folder" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("option", ["--json", "--plot"])
-def test_a_folder_that_is_not_there_is_told_at_once(option: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_main("demo", option, "/no/such/folder/file") == 2
-    assert capsys.readouterr().err == (
-        "llmcache: /no/such/folder/file: cannot be written; give a file in a folder that exists\n"
-    )
+    refused = command.refused("demo", "--results-dir", tmp_path / "file", "--plot", tmp_path / "p.png")
+    assert "cannot be made a folder" in refused
+    for option in ("--json", "--plot"):
+        told = "/no/such/folder/file: cannot be written; give a file in a folder that exists"
+        assert command.refused("demo", option, "/no/such/folder/file") == told
 
 
 def test_the_sentences_follow_the_rows() -> None:

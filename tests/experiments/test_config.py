@@ -44,13 +44,8 @@ def test_tasks_are_a_grid_and_named_by_themselves(tmp_path: Path) -> None:
         {"name": "wikitext", "model": "gpt", "repeats": {"whole": 0.5}},
     ]
     runs = load_experiments(write(tmp_path, task=tasks))
-    assert [run.name for run in runs] == [
-        "a-minilm",
-        "squad_v2-spanner",
-        "openbookqa-untrained",
-        "wikitext-gpt",
-        "wikitext-repeats-gpt",
-    ]
+    names = "a-minilm squad_v2-spanner openbookqa-untrained wikitext-gpt wikitext-repeats-gpt"
+    assert [run.name for run in runs] == names.split()
 
 
 def test_lists_are_a_grid_but_files_and_methods_are_not(tmp_path: Path) -> None:
@@ -60,9 +55,8 @@ def test_lists_are_a_grid_but_files_and_methods_are_not(tmp_path: Path) -> None:
     assert [run.name for run in runs] == [f"stream-minilm-rounds={r}-seed={s}" for r in (1, 2) for s in (0, 1)]
     assert [(run.experiment.rounds, run.experiment.seed) for run in runs] == [(1, 0), (1, 1), (2, 0), (2, 1)]
     assert {run.experiment.task.data.path for run in runs} == {("a.csv", "b.csv")}
-    assert {tuple(method.label for method in run.experiment.methods) for run in runs} == {
-        ("llmcache-tau=0.9", "exact_response")
-    }
+    labels = {tuple(method.label for method in run.experiment.methods) for run in runs}
+    assert labels == {("llmcache-tau=0.9", "exact_response")}
     grid = load_experiments(path, ["rounds=1", "seed=0", "methods=[[{method: nocache}], [{method: doccache}]]"])
     assert [run.experiment.methods[0].method for run in grid] == ["nocache", "doccache"]
 
@@ -119,11 +113,7 @@ def test_set_reaches_every_mapping_of_a_list(tmp_path: Path) -> None:
         ({"methods": ["llmcache"]}, [], r"methods\[0\]: expected a mapping of settings \(got 'llmcache'\)"),
         ({"methods": [{"tau": 0.9}]}, [], r"methods\[0\].method: missing; known: nocache, llmcache, doccache"),
         ({"methods": [{"method": "magic"}]}, [], r"methods\[0\].method: 'magic' is not known; known: nocache"),
-        (
-            {"methods": [{"method": "llmcache", "tua": 0.9}]},
-            [],
-            r"methods\[0\].tua: unknown setting; did you mean 'tau'",
-        ),
+        ({"methods": [{"method": "llmcache", "tua": 1}]}, [], r"methods\[0\].tua: unknown setting; did you mean 'tau'"),
         ({"methods": [{"method": "llmcache", "tau": 1.5}]}, [], r"methods\[0\].tau: tau is a .*cosine.*got 1.5"),
         ({"methods": [{"method": "doccache", "tau": 0.9}]}, [], r"methods\[0\].tau: unknown setting; known: threshold"),
         ({"methods": [{"method": "exact_response", "x": 1}]}, [], r"methods\[0\].x: unknown setting"),
@@ -159,18 +149,13 @@ def test_what_is_kept_can_be_run_again(tmp_path: Path) -> None:
     assert run_id("x", again.experiment.to_dict()) == run_id("x", run.experiment.to_dict())
 
 
-def test_run_ids_follow_every_setting() -> None:
+def test_run_ids_follow_every_setting_and_are_the_same_everywhere() -> None:
     base = make_experiment(LEAST).to_dict()
     other = make_experiment({**LEAST, "methods": [{"method": "llmcache", "max_entries": 7}]}).to_dict()
     assert run_id("a", base) != run_id("a", other)
-
-
-def test_run_ids_are_the_same_everywhere() -> None:
     assert run_id("a b/c", {"b": [1, None], "a": {"c": 0.1, "d": "ü"}}) == "a_b_c-b335881a"
     assert run_id("a", {"x": 1, "y": 2}) == run_id("a", {"y": 2, "x": 1})
-
-
-def test_a_long_name_still_is_a_file_name() -> None:
+    # A long name still is a file name.
     one, other = (run_id("m" * 400, {"x": i}) for i in (1, 2))
     assert one != other and len(one) < 200
 

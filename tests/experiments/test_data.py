@@ -1,6 +1,7 @@
 """Labelled requests: files joined in order, sampled with a seed, and refused in one clear line."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from experiments.data.streams.support_desk import support_desk
 from experiments.tasks.split import split
 from llmcache.errors import ConfigError
 
+MANY = "text,label\n" + "".join(f"t{i},x\n" for i in range(50))
+
 
 def rasa(*examples: Any) -> str:
     return json.dumps({"rasa_nlu_data": {"common_examples": examples}})
@@ -21,6 +24,12 @@ def rasa(*examples: Any) -> str:
 
 def data(*path: str, **more: Any) -> Data:
     return Data.make({"path": path, **more})
+
+
+def write(folder: Path, files: Mapping[str, str]) -> None:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(text.encode())
 
 
 def test_files_are_joined_in_order(tmp_path: Path) -> None:
@@ -36,17 +45,11 @@ def test_files_are_joined_in_order(tmp_path: Path) -> None:
 
 
 def test_a_limit_is_a_seeded_sample_in_data_order(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text("text,label\n" + "".join(f"t{i},x\n" for i in range(50)), encoding="utf-8")
+    write(tmp_path, {"a.csv": MANY})
     ids = [[x.id for x in read_requests(data("a.csv", limit=10), tmp_path, seed)] for seed in (0, 0, 1)]
     assert ids[0] == ids[1] == sorted(ids[0]) != ids[2]
     assert len(set(ids[0])) == 10 and ids[0] != list(range(10))
     assert len(read_requests(data("a.csv", limit=99), tmp_path)) == 50
-
-
-def test_a_made_stream_needs_no_file() -> None:
-    few = data("support_desk", limit=30)
-    assert len(read_requests(few, None)) == 30
-    assert read_requests(few, None, seed=1) == read_requests(few, None, seed=1) != read_requests(few, None, seed=2)
 
 
 @given(seed=st.integers(0, 10_000))
@@ -72,55 +75,39 @@ def test_made_records_follow_the_seed() -> None:
     for make in (make_questions, make_choices, make_lines):
         assert make(1) == make(1) != make(2)
     assert len(make_lines(0)) == N_LINES
-
-
-def write(folder: Path, **files: str) -> None:
-    for name, text in files.items():
-        path = folder / name.replace("__", "/").replace("_in", ".seq.in").replace("_", ".")
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+    few = data("support_desk", limit=30)
+    assert len(read_requests(few, None)) == 30
+    assert read_requests(few, None, seed=1) == read_requests(few, None, seed=1) != read_requests(few, None, seed=2)
 
 
 KNOWN = {
     "banking77": {
-        "banking77__train_csv": 'text,category\n"Lost, my card",lost\n',
-        "banking77__test_csv": "text,category\nété,other\n",
+        "banking77/train.csv": 'text,category\n"Lost, my card",lost\n',
+        "banking77/test.csv": "text,category\nété,other\n",
     },
     "snips": {
-        "snips__train_in": "Lost, my card \n\n",
-        "snips__train_label": "lost\n",  # one empty line less
-        "snips__valid_in": "",
-        "snips__valid_label": "",
-        "snips__test_in": "été\r\n",
-        "snips__test_label": "other",
+        "snips/train.seq.in": "Lost, my card \n\n",
+        "snips/train.label": "lost\n",  # one empty line less
+        "snips/valid.seq.in": "",
+        "snips/valid.label": "",
+        "snips/test.seq.in": "été\r\n",
+        "snips/test.label": "other",
     },
     "hwu64": {
-        "hwu64__train_json": json.dumps(
-            {
-                "rasa_nlu_data": {
-                    "common_examples": [
-                        {"text": "Lost, my card", "intent": "lost", "entities": [{"start": 0}]},
-                        {"text": "été", "intent": "other"},
-                    ]
-                }
-            }
+        "hwu64/train.json": rasa(
+            {"text": "Lost, my card", "intent": "lost", "entities": [{"start": 0}]}, {"text": "été", "intent": "other"}
         )
     },
 }
 
 
-@pytest.mark.parametrize("name", KNOWN)
-def test_known_sets_by_name(name: str, tmp_path: Path) -> None:
-    write(tmp_path, **KNOWN[name])
-    last = {"banking77": 1, "snips": 2, "hwu64": 0}[name]
-    expected = [Labelled(0, "Lost, my card", "lost"), Labelled(1, "été", "other", part=last)]
-    assert read_requests(data(name, text="ignored", label="too"), tmp_path) == expected
-
-
-@pytest.mark.parametrize("name", KNOWN)
-def test_known_sets_that_are_not_there(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "last"), [("banking77", 1), ("snips", 2), ("hwu64", 0)])
+def test_known_sets_by_name(name: str, last: int, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=rf"no file .*{name}.*; say where the data is with --data-dir"):
         read_requests(data(name), tmp_path)
+    write(tmp_path, KNOWN[name])
+    expected = [Labelled(0, "Lost, my card", "lost"), Labelled(1, "été", "other", part=last)]
+    assert read_requests(data(name, text="ignored", label="too"), tmp_path) == expected
 
 
 @pytest.mark.parametrize(
@@ -128,21 +115,15 @@ def test_known_sets_that_are_not_there(name: str, tmp_path: Path) -> None:
     [("a\nb\n", "x\n", 2), ("a\n", "x\ny\n", 2), ("a\n\nb\n", "x\ny\nz\n", 2), ("\na\n", "x\n\n", 1)],
 )
 def test_lines_and_labels_that_do_not_match(texts: str, labels: str, line: int, tmp_path: Path) -> None:
-    write(tmp_path, mine_in=texts, mine_label=labels)
+    write(tmp_path, {"mine.seq.in": texts, "mine.label": labels})
     with pytest.raises(ConfigError, match=rf"mine.seq.in, line {line}: mine.label does not match") as error:
         read_requests(data("mine.seq.in"), tmp_path)
     assert "\n" not in str(error.value)
 
 
-def test_lines_without_labels(tmp_path: Path) -> None:
-    write(tmp_path, mine_in="a\n")
-    with pytest.raises(FileNotFoundError, match=r"no file .*mine.label, which holds the labels of mine.seq.in"):
-        read_requests(data("mine.seq.in"), tmp_path)
-
-
 @pytest.mark.parametrize("name", ["a.csv", "support_desk"])
 def test_shuffled_is_seeded_and_keeps_ids(name: str, tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text("text,label\n" + "".join(f"t{i},x\n" for i in range(50)), encoding="utf-8")
+    write(tmp_path, {"a.csv": MANY})
 
     def read(order: Any, seed: int) -> list[Labelled]:
         return read_requests(Data(path=(name,), order=order, limit=40), tmp_path, seed)
@@ -168,7 +149,7 @@ RECORDS = [
     [
         (
             "a.csv",
-            "txt,label,other\nhello,x,1\n",
+            "txt,label,other\na,x,1\n",
             "data.text: .*a.csv, line 2 has no column 'text'; .*'txt', 'label', 'other'",
         ),
         ("a.csv", "text,label\n", "no records, so there is nothing to stream"),
@@ -189,39 +170,39 @@ RECORDS = [
         ("a.json", rasa({"text": "a", "intent": "x"}), "data.label: .*example 0 has no column 'label'"),
         (
             "a.txt",
-            "hello",
+            "",
             "'a.txt' is of no known kind; give a file ending in .csv or .tsv or .jsonl or .json or .in, a folder",
         ),
     ],
 )
 def test_bad_files(name: str, content: str, error: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_text(content, encoding="utf-8")
+    write(tmp_path, {name: content})
     with pytest.raises(ConfigError, match=error):
         read_requests(data(name), tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("name", "content"),
+    ("name", "content", "first"),
     [
-        ("a.csv", 'text,label\na,x\n  ,x\nb, \n"",y\nc\nb,y\n'),
-        ("a.tsv", "text\tlabel\na\tx\n  \tx\nb\t \n\ty\nc\nb\ty\n"),
-        ("a.jsonl", "".join(json.dumps(record) + "\n" for record in RECORDS)),
-        ("a.json", json.dumps(RECORDS)),
-        ("a.json", rasa(*RECORDS)),
+        ("a.csv", 'text,label\na,x\n  ,x\nb, \n"",y\nc\nb,y\n', "line 3"),
+        ("a.tsv", "text\tlabel\na\tx\n  \tx\nb\t \n\ty\nc\nb\ty\n", "line 3"),
+        ("a.jsonl", "".join(json.dumps(record) + "\n" for record in RECORDS), "line 2"),
+        ("a.json", json.dumps(RECORDS), "example 1"),
+        ("a.json", rasa(*RECORDS), "example 1"),
     ],
 )
 def test_records_without_text_or_label_are_left_out_and_counted(
-    name: str, content: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    name: str, content: str, first: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / name).write_text(content, encoding="utf-8")
+    write(tmp_path, {name: content})
     assert read_requests(data(name), tmp_path) == [Labelled(0, "a", "x"), Labelled(1, "b", "y")]
     (told,) = caplog.messages
-    first = {"a.csv": "line 3", "a.tsv": "line 3", "a.jsonl": "line 2", "a.json": "example 1"}[name]
     assert told == f"data: 4 records without text or label are left out; the first is {tmp_path / name}, {first}"
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.jsonl", "a.json", "a.seq.in"])
-def test_a_mark_and_line_ends_of_windows(name: str, tmp_path: Path) -> None:
+def test_how_bytes_are_read(name: str, tmp_path: Path) -> None:
+    """A mark and line ends of Windows are none of the text, and other bytes than UTF-8 are refused."""
     texts = {
         "a.csv": "text,label\na,x\n",
         "a.jsonl": '{"text": "a", "label": "x"}\n\n',
@@ -229,39 +210,36 @@ def test_a_mark_and_line_ends_of_windows(name: str, tmp_path: Path) -> None:
         "a.seq.in": "a\n",
         "a.label": "x\n",
     }
-    for file, text in texts.items():
-        (tmp_path / file).write_bytes(b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode())
+    write(tmp_path, {file: "\ufeff" + text.replace("\n", "\r\n") for file, text in texts.items()})
     assert read_requests(data(name), tmp_path) == [Labelled(0, "a", "x")]
+    (tmp_path / name).write_bytes(b"text,label\n\xff\xfe,x\n")
+    with pytest.raises(ConfigError, match=rf"{name}: not UTF-8"):
+        read_requests(data(name), tmp_path)
 
 
-def test_not_text(tmp_path: Path) -> None:
-    for name in ("a.csv", "a.jsonl", "a.json", "a.seq.in", "a.label"):
-        (tmp_path / name).write_bytes(b"text,label\n\xff\xfe,x\n")
-    for name in ("a.csv", "a.jsonl", "a.json", "a.seq.in"):
-        with pytest.raises(ConfigError, match=rf"{name}: not UTF-8"):
-            read_requests(data(name), tmp_path)
-
-
-def test_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"no file .*none.csv; say where the data is with --data-dir"):
-        read_requests(data("none.csv"), tmp_path)
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("none.csv", "no file .*none.csv; say where the data is with --data-dir"),
+        ("mine.seq.in", "no file .*mine.label, which holds the labels of mine.seq.in"),
+    ],
+)
+def test_missing_file(name: str, error: str, tmp_path: Path) -> None:
+    write(tmp_path, {"mine.seq.in": "a\n"})
+    with pytest.raises(FileNotFoundError, match=error):
+        read_requests(data(name), tmp_path)
 
 
 def test_split_is_seeded_disjoint_and_in_order() -> None:
-    everything = [Labelled(i, f"t{i}", "x") for i in range(40)]
+    everything = [Labelled(3 * i, f"t{i}", "x") for i in range(40)]
     fit, stream = split(everything, 0.25, seed=3)
     assert len(fit) == 10
     assert sorted([*fit, *stream], key=lambda x: x.id) == everything
     assert [x.id for x in stream] == sorted(x.id for x in stream)
     assert split(everything, 0.25, 3) == (fit, stream) != split(everything, 0.25, 4)
-
-
-def test_which_part_a_record_is_in_depends_on_its_id_alone() -> None:
-    everything = [Labelled(3 * i, f"t{i}", "x") for i in range(40)]
-    fit, stream = split(everything, 0.25, seed=3)
-    other = [Labelled(x.id, "other", "y") for x in reversed(everything)]
-    parts = split(other, 0.25, seed=3)
-    assert [[x.id for x in part] for part in parts] == [[x.id for x in reversed(part)] for part in (fit, stream)]
+    # Which part a record is in depends on its id alone.
+    other = split([Labelled(x.id, "other", "y") for x in reversed(everything)], 0.25, 3)
+    assert [[x.id for x in reversed(part)] for part in other] == [[x.id for x in part] for part in (fit, stream)]
 
 
 @pytest.mark.parametrize("share", [0.01, 0.99])

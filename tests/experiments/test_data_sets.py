@@ -2,7 +2,8 @@
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,80 +21,86 @@ QUESTIONS = [
     Question("b", "Zoë", "Who stayed?", PASSAGE, ()),
     Question("c", "Rain", "What falls?", "Rain falls.", (("Rain", 0),)),
 ]
+SQUAD_FILE = """{"version": "v2.0", "data": [
+ {"title": "Zoë", "paragraphs": [{"context": "Zoë  moved to São Paulo 🙂 in 1999.", "qas": [
+  {"id": "a", "question": "Where to?", "is_impossible": false,
+   "answers": [{"text": "São Paulo", "answer_start": 14}, {"text": "Paulo", "answer_start": 18}]},
+  {"id": "b", "question": "Who stayed?", "is_impossible": true,
+   "answers": [], "plausible_answers": [{"text": "Zoë", "answer_start": 0}]}]}]},
+ {"title": "Rain", "paragraphs": [{"context": "Rain falls.", "qas": [
+  {"id": "c", "question": "What falls?", "answers": [{"text": "Rain", "answer_start": 0}]}]}]}]}
+"""
+SQUAD_ROWS = [
+    {"id": "a", "answers": {"text": ["São Paulo", "Paulo"], "answer_start": [14, 18]}},
+    {"id": "b", "answers": {"text": [], "answer_start": []}},
+    {"id": "c", "answers": {"text": ["Rain"], "answer_start": [0]}},
+]
+for row, known in zip(SQUAD_ROWS, QUESTIONS, strict=True):
+    row |= {"title": known.title, "context": known.context, "question": known.text}
+
 CHOICES = [
     Choice("7-1", "Ice is", ("hot", "solid water", "a gas", "Stein"), 1),
     Choice("7-2", "The sun é", ("wakes", "eats", "shines", "swims"), 2),
 ]
+OPENBOOKQA_ROWS: list[dict[str, Any]] = [
+    {"id": x.id, "question_stem": x.stem, "choices": {"text": [*x.choices], "label": [*"ABCD"]}, "answerKey": key}
+    for x, key in zip(CHOICES, "BC", strict=True)
+]
 LINES = ["= Title =", "First line of it .", "= = Part = =", "Second <unk> line , été ."]
 
 
-def squad_file() -> dict[str, Any]:
-    def record(question: Question) -> dict[str, Any]:
-        answers = [{"text": text, "answer_start": start} for text, start in question.answers]
-        no_answer = {"plausible_answers": [{"text": "Zoë", "answer_start": 0}], "is_impossible": True}
-        return {"id": question.id, "question": question.text, "answers": answers} | ({} if answers else no_answer)
-
-    articles = []
-    for title in ("Zoë", "Rain"):
-        asked = [question for question in QUESTIONS if question.title == title]
-        paragraph = {"context": asked[0].context, "qas": [record(question) for question in asked]}
-        articles.append({"title": title, "paragraphs": [paragraph]})
-    return {"version": "v2.0", "data": articles}
-
-
-def squad_rows() -> list[dict[str, Any]]:
-    def answers(question: Question) -> dict[str, list[Any]]:
-        found = question.answers
-        return {"text": [text for text, _ in found], "answer_start": [start for _, start in found]}
-
-    return [
-        {"id": x.id, "title": x.title, "context": x.context, "question": x.text, "answers": answers(x)}
-        for x in QUESTIONS
-    ]
-
-
 def openbookqa_lines() -> list[dict[str, Any]]:
-    return [
-        {
-            "id": x.id,
-            "question": {
-                "stem": x.stem,
-                "choices": [{"text": t, "label": "ABCD"[i]} for i, t in enumerate(x.choices)],
-            },
-            "answerKey": "ABCD"[x.right],
-        }
-        for x in CHOICES
-    ]
+    lines = []
+    for x, key in zip(CHOICES, "BC", strict=True):
+        choices = [{"text": text, "label": label} for text, label in zip(x.choices, "ABCD", strict=True)]
+        lines.append({"id": x.id, "question": {"stem": x.stem, "choices": choices}, "answerKey": key})
+    return lines
 
 
-def openbookqa_rows() -> list[dict[str, Any]]:
-    return [
-        {
-            "id": x.id,
-            "question_stem": x.stem,
-            "choices": {"text": list(x.choices), "label": list("ABCD")},
-            "answerKey": "ABCD"[x.right],
-        }
-        for x in CHOICES
-    ]
+@dataclass(frozen=True)
+class Known:
+    """One data set: its validation file and what that holds, its rows on the hub, and what both are read as."""
+
+    read: Callable[[Any, Path | None], Sequence[Any]]
+    file: str
+    text: str
+    rows: list[dict[str, Any]]
+    expected: Sequence[Any]
 
 
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> "Hub":
-    return Hub(monkeypatch)
+OPENBOOKQA_FILE = "\n".join(json.dumps(line, ensure_ascii=False) for line in openbookqa_lines()) + "\n"
+WIKITEXT_FILE = " \n" + "".join(f" {line} \n \n" for line in LINES)
+WIKITEXT_ROWS = [{"text": text} for line in LINES for text in ("", f" {line} \n")]
+SQUAD = Known(read_squad, "squad_v2/eval.json", SQUAD_FILE, SQUAD_ROWS, QUESTIONS)
+OPENBOOKQA = Known(read_openbookqa, "openbookqa/dev.jsonl", OPENBOOKQA_FILE, OPENBOOKQA_ROWS, CHOICES)
+WIKITEXT = Known(read_wikitext, "wikitext/wikitext-103_valid.txt", WIKITEXT_FILE, WIKITEXT_ROWS, LINES)
+
+
+@pytest.fixture(params=[SQUAD, OPENBOOKQA, WIKITEXT], ids=["squad_v2", "openbookqa", "wikitext"])
+def each(request: pytest.FixtureRequest) -> Known:
+    return request.param  # type: ignore[no-any-return]
 
 
 class Hub:
-    """Stands for the hub: gives its rows, and remembers what it was asked for."""
+    """Stands for the hub: gives its rows or fails, and remembers what it was asked for."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rows: list[dict[str, Any]] = []
+        self.error: Exception | None = None
         self.asked: list[tuple[str, str | None, str]] = []
         monkeypatch.setattr(datasets, "load_dataset", self.load)
 
     def load(self, name: str, config: str | None, split: str) -> datasets.Dataset:
         self.asked.append((name, config, split))
+        if self.error:
+            logging.getLogger("huggingface_hub.utils").warning("Retrying in 1s [Retry 1/5].")
+            raise self.error
         return datasets.Dataset.from_list(self.rows)
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
+    return Hub(monkeypatch)
 
 
 def put(folder: Path, name: str, content: str | bytes) -> Path:
@@ -103,35 +110,26 @@ def put(folder: Path, name: str, content: str | bytes) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("split", "file"), [("train", "train-subset.json"), ("validation", "eval.json")])
-def test_squad_is_the_same_from_both_sources(split: Any, file: str, tmp_path: Path, hub: Hub) -> None:
-    put(tmp_path, f"squad_v2/{file}", json.dumps(squad_file()))
-    hub.rows = squad_rows()
-    assert read_squad(split, tmp_path) == QUESTIONS == read_squad(split, None)
-    assert hub.asked == [("rajpurkar/squad_v2", None, split)]
-
-
-@pytest.mark.parametrize(("split", "file"), [("train", "train"), ("validation", "dev"), ("test", "test")])
-def test_openbookqa_is_the_same_from_both_sources(split: Any, file: str, tmp_path: Path, hub: Hub) -> None:
-    put(tmp_path, f"openbookqa/{file}.jsonl", "\n".join(map(json.dumps, openbookqa_lines())))
-    hub.rows = openbookqa_rows()
-    assert read_openbookqa(split, tmp_path) == CHOICES == read_openbookqa(split, None)
-    assert hub.asked == [("allenai/openbookqa", "main", split)]
-
-
 @pytest.mark.parametrize(
-    ("split", "file", "config"),
+    ("known", "file", "asked"),
     [
-        ("train", "wikitext-2_train.tokens.txt", "wikitext-2-v1"),
-        ("validation", "wikitext-103_valid.txt", "wikitext-103-raw-v1"),
-        ("test", "wikitext-103_test.txt", "wikitext-103-raw-v1"),
+        (SQUAD, "squad_v2/train-subset.json", ("rajpurkar/squad_v2", None, "train")),
+        (SQUAD, "squad_v2/eval.json", ("rajpurkar/squad_v2", None, "validation")),
+        (OPENBOOKQA, "openbookqa/train.jsonl", ("allenai/openbookqa", "main", "train")),
+        (OPENBOOKQA, "openbookqa/dev.jsonl", ("allenai/openbookqa", "main", "validation")),
+        (OPENBOOKQA, "openbookqa/test.jsonl", ("allenai/openbookqa", "main", "test")),
+        (WIKITEXT, "wikitext/wikitext-2_train.tokens.txt", ("Salesforce/wikitext", "wikitext-2-v1", "train")),
+        (WIKITEXT, "wikitext/wikitext-103_valid.txt", ("Salesforce/wikitext", "wikitext-103-raw-v1", "validation")),
+        (WIKITEXT, "wikitext/wikitext-103_test.txt", ("Salesforce/wikitext", "wikitext-103-raw-v1", "test")),
     ],
 )
-def test_wikitext_is_the_same_from_both_sources(split: Any, file: str, config: str, tmp_path: Path, hub: Hub) -> None:
-    put(tmp_path, f"wikitext/{file}", " \n" + "".join(f" {line} \n \n" for line in LINES))
-    hub.rows = [{"text": text} for line in LINES for text in ("", f" {line} \n")]
-    assert read_wikitext(split, tmp_path) == LINES == read_wikitext(split, None)
-    assert hub.asked == [("Salesforce/wikitext", config, split)]
+def test_a_set_is_the_same_from_both_sources(
+    known: Known, file: str, asked: tuple[str, str | None, str], tmp_path: Path, hub: Hub
+) -> None:
+    put(tmp_path, file, known.text)
+    hub.rows = known.rows
+    assert known.read(asked[2], tmp_path) == known.expected == known.read(asked[2], None)
+    assert hub.asked == [asked]
 
 
 def test_unk_rate() -> None:
@@ -139,28 +137,9 @@ def test_unk_rate() -> None:
     assert unk_rate([]) == 0
 
 
-READERS: dict[str, Callable[[Any, Path | None], Sequence[Any]]] = {
-    "squad_v2/eval.json": read_squad,
-    "openbookqa/dev.jsonl": read_openbookqa,
-    "wikitext/wikitext-103_valid.txt": read_wikitext,
-}
-GOOD = {
-    "squad_v2/eval.json": json.dumps(squad_file(), ensure_ascii=False, indent=1),
-    "openbookqa/dev.jsonl": "\n".join(json.dumps(x, ensure_ascii=False) for x in openbookqa_lines()) + "\n",
-    "wikitext/wikitext-103_valid.txt": "\n".join(LINES),
-}
-EXPECTED: Mapping[str, Sequence[Any]] = dict(zip(READERS, (QUESTIONS, CHOICES, LINES), strict=True))
-
-
-@pytest.fixture(params=READERS)
-def name(request: pytest.FixtureRequest) -> Iterator[str]:
-    return request.param
-
-
-@pytest.mark.parametrize("reader", READERS.values(), ids=READERS)
-def test_a_hub_that_cannot_be_reached(reader: Callable[..., Any]) -> None:
+def test_a_hub_that_cannot_be_reached(each: Known) -> None:
     with pytest.raises(ConfigError, match=r"could not be loaded from the hub .*--data-dir or LLMCACHE_DATA$") as error:
-        reader("validation", None)
+        each.read("validation", None)
     assert "\n" not in str(error.value)
 
 
@@ -168,71 +147,45 @@ def test_a_hub_that_cannot_be_reached(reader: Callable[..., Any]) -> None:
     ("message", "told"),
     [("", "OSError"), ("no route\n\nSee the manual", "no route"), ("Not there. Log in at hub.co!", "Not there")],
 )
-def test_of_what_the_hub_says_the_first_sentence_is_told(
-    message: str, told: str, monkeypatch: pytest.MonkeyPatch
+def test_of_what_the_hub_says_the_first_sentence_is_told_and_it_is_asked_once_for_what_it_cannot_give(
+    message: str, told: str, hub: Hub, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(*args: object, **options: object) -> None:
-        raise OSError(message)
-
-    monkeypatch.setattr(datasets, "load_dataset", fail)
-    with pytest.raises(ConfigError, match=rf"the hub \({told}\); give a folder"):
-        read_squad("train", None)
-
-
-def test_the_hub_is_asked_in_silence_and_once_for_what_it_cannot_give(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    asked = []
-
-    def fail(name: str, config: str | None, split: str) -> None:
-        asked.append(name)
-        logging.getLogger("huggingface_hub.utils").warning("Retrying in 1s [Retry 1/5].")
-        raise OSError("no route")
-
-    monkeypatch.setattr(datasets, "load_dataset", fail)
-    for split in ("train", "validation"):
-        with pytest.raises(ConfigError, match=r"the hub \(no route\); give a folder"):
-            read_squad(split, None)
-    assert asked == ["rajpurkar/squad_v2"]
-    with pytest.raises(ConfigError, match="no route"):
-        read_wikitext("train", None)
-    assert len(asked) == 2
+    hub.error = OSError(message)
+    for read, split in ((read_squad, "train"), (read_squad, "validation"), (read_wikitext, "train")):
+        with pytest.raises(ConfigError, match=rf"the hub \({told}\); give a folder"):
+            read(split, None)
+    assert [name for name, _, _ in hub.asked] == ["rajpurkar/squad_v2", "Salesforce/wikitext"]
     assert caplog.text == ""
 
 
-def test_lines_may_end_as_on_windows_and_begin_with_a_mark(name: str, tmp_path: Path) -> None:
-    put(tmp_path, name, b"\xef\xbb\xbf" + GOOD[name].replace("\n", "\r\n").encode())
-    assert READERS[name]("validation", tmp_path) == EXPECTED[name]
+def test_lines_may_end_as_on_windows_and_begin_with_a_mark(each: Known, tmp_path: Path) -> None:
+    put(tmp_path, each.file, b"\xef\xbb\xbf" + each.text.replace("\n", "\r\n").encode())
+    assert each.read("validation", tmp_path) == each.expected
 
 
-def test_a_missing_file(name: str, tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=rf"no file .*{name}; say where the data is with --data-dir"):
-        READERS[name]("validation", tmp_path)
-
-
-def refused(name: str, content: str | bytes, tmp_path: Path) -> str:
+def refused(known: Known, content: str | bytes, tmp_path: Path) -> str:
     """The one line, after the path that it begins with, that a file is refused with."""
-    path = put(tmp_path, name, content)
+    path = put(tmp_path, known.file, content)
     with pytest.raises(ConfigError) as error:
-        READERS[name]("validation", tmp_path)
+        known.read("validation", tmp_path)
     line = str(error.value)
     assert line.startswith(str(path)) and "\n" not in line
     return line.removeprefix(str(path))
 
 
-def test_not_utf8(name: str, tmp_path: Path) -> None:
-    assert refused(name, "été".encode("latin-1"), tmp_path).startswith(": not UTF-8 text (")
-
-
-def test_an_empty_file(name: str, tmp_path: Path) -> None:
-    line = refused(name, "", tmp_path)
-    assert line in (": holds no records; is the file complete?", ", line 1: not valid JSON: Expecting value")
+def test_a_file_that_holds_nothing_to_read(each: Known, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=rf"no file .*{each.file}; say where the data is with --data-dir"):
+        each.read("validation", tmp_path)
+    assert refused(each, "été".encode("latin-1"), tmp_path).startswith(": not UTF-8 text (")
+    empty = (
+        ", line 1: not valid JSON: Expecting value" if each is SQUAD else ": holds no records; is the file complete?"
+    )
+    assert refused(each, "", tmp_path) == empty
 
 
 def test_malformed_json(tmp_path: Path) -> None:
-    assert refused("squad_v2/eval.json", '{\n"data": [}', tmp_path) == ", line 2: not valid JSON: Expecting value"
-    content = GOOD["openbookqa/dev.jsonl"] + "\n{'a'}"
-    assert refused("openbookqa/dev.jsonl", content, tmp_path).startswith(", line 4: not valid JSON: ")
+    assert refused(SQUAD, '{\n"data": [}', tmp_path) == ", line 2: not valid JSON: Expecting value"
+    assert refused(OPENBOOKQA, OPENBOOKQA_FILE + "\n{'a'}", tmp_path).startswith(", line 4: not valid JSON: ")
 
 
 def change(values: Any, path: Sequence[Any], value: Any) -> Any:
@@ -247,7 +200,8 @@ def change(values: Any, path: Sequence[Any], value: Any) -> Any:
     return values
 
 
-PARAGRAPH = ("data", 0, "paragraphs", 0)
+ASKED = ("data", 0, "paragraphs", 0, "qas")
+FIRST, SECOND = (f", article 0, paragraph 0, question {number}" for number in (0, 1))
 
 
 @pytest.mark.parametrize(
@@ -256,22 +210,17 @@ PARAGRAPH = ("data", 0, "paragraphs", 0)
         (["data"], ..., "", "KeyError: 'data'"),
         (["data"], 3, "", "TypeError: "),
         (["data", 1, "title"], ..., "", "KeyError: 'title'"),
-        ([*PARAGRAPH, "qas"], None, "", "TypeError: "),
-        ([*PARAGRAPH, "qas", 1], "who?", "", "TypeError: "),
-        ([*PARAGRAPH, "context"], 7, ", article 0, paragraph 0, question 0", "TypeError: expected str, got 7"),
-        ([*PARAGRAPH, "qas", 1, "id"], 7, ", article 0, paragraph 0, question 1", "TypeError: expected str, got 7"),
-        ([*PARAGRAPH, "qas", 0, "question"], ..., ", article 0, paragraph 0, question 0", "KeyError: 'question'"),
-        ([*PARAGRAPH, "qas", 0, "answers"], ..., ", article 0, paragraph 0, question 0", "KeyError: 'answers'"),
-        (
-            [*PARAGRAPH, "qas", 0, "answers", 0, "answer_start"],
-            "14",
-            ", article 0, paragraph 0, question 0",
-            "TypeError: expected int, got '14'",
-        ),
+        (ASKED, None, "", "TypeError: "),
+        ([*ASKED, 1], "who?", "", "TypeError: "),
+        ([*ASKED[:-1], "context"], 7, FIRST, "TypeError: expected str, got 7"),
+        ([*ASKED, 1, "id"], 7, SECOND, "TypeError: expected str, got 7"),
+        ([*ASKED, 0, "question"], ..., FIRST, "KeyError: 'question'"),
+        ([*ASKED, 0, "answers"], ..., FIRST, "KeyError: 'answers'"),
+        ([*ASKED, 0, "answers", 0, "answer_start"], "14", FIRST, "TypeError: expected int, got '14'"),
     ],
 )
 def test_squad_records_that_are_none(path: list[Any], value: Any, where: str, what: str, tmp_path: Path) -> None:
-    line = refused("squad_v2/eval.json", json.dumps(change(squad_file(), path, value)), tmp_path)
+    line = refused(SQUAD, json.dumps(change(json.loads(SQUAD_FILE), path, value)), tmp_path)
     assert line.startswith(f"{where}: not a record of this data set ({what}")
 
 
@@ -289,19 +238,19 @@ def test_squad_records_that_are_none(path: list[Any], value: Any, where: str, wh
 )
 def test_openbookqa_records_that_are_none(path: list[Any], value: Any, what: str, tmp_path: Path) -> None:
     lines = change(openbookqa_lines(), path, value)
-    line = refused("openbookqa/dev.jsonl", "\n".join(map(json.dumps, lines)), tmp_path)
+    line = refused(OPENBOOKQA, "\n".join(map(json.dumps, lines)), tmp_path)
     assert line.startswith(f", line 2: not a record of this data set ({what}")
 
 
 @pytest.mark.parametrize(
-    ("reader", "rows", "where"),
+    ("known", "rows", "where"),
     [
-        (read_squad, [{**squad_rows()[0], "answers": {"text": ["a"], "answer_start": []}}], "squad_v2, train, row 0"),
-        (read_openbookqa, [*openbookqa_rows(), {**openbookqa_rows()[0], "answerKey": "E"}], "openbookqa, train, row 2"),
-        (read_wikitext, [{"text": "a"}, {"text": None}], "wikitext, train, row 1"),
+        (SQUAD, [{**SQUAD_ROWS[0], "answers": {"text": ["a"], "answer_start": []}}], "squad_v2, train, row 0"),
+        (OPENBOOKQA, [*OPENBOOKQA_ROWS, {**OPENBOOKQA_ROWS[0], "answerKey": "E"}], "openbookqa, train, row 2"),
+        (WIKITEXT, [{"text": "a"}, {"text": None}], "wikitext, train, row 1"),
     ],
 )
-def test_rows_of_the_hub_are_checked(reader: Any, rows: list[dict[str, Any]], where: str, hub: Hub) -> None:
+def test_rows_of_the_hub_are_checked(known: Known, rows: list[dict[str, Any]], where: str, hub: Hub) -> None:
     hub.rows = rows
     with pytest.raises(ConfigError, match=f"{where}: not a record of this data set"):
-        reader("train", None)
+        known.read("train", None)

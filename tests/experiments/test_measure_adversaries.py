@@ -5,34 +5,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments.measures import MEASURES, drift
-from experiments.measures.adversaries import Adversaries, _edit, name_of
+from experiments.measures import drift
+from experiments.measures.adversaries import _edit, name_of
 from experiments.measures.base import Outcome
 from experiments.replay.rehearsal import Rehearsal
 from experiments.replay.serving import ask, asking
-from experiments.report.tables import TABLES
 from experiments.runs.grid import make_experiment
-from experiments.runs.read import Run
 from experiments.support.folders import Folders
 from experiments.tasks import build, make_task
 from llmcache.calibration.drift import DriftDetector
 from llmcache.calibration.risk_target import RiskTarget
 from llmcache.errors import ConfigError
+from tests.experiments.measuring import LEARN, TASK, N, learning, measured, told
 
-pytestmark = pytest.mark.slow
-
-LEARN, N = 200, 320
-TASK = {"name": "held_out", "model": "untrained", "limit": N, "data": {"path": "support_desk", "limit": 700}}
-VALUES: dict[str, Any] = {"task": TASK, "learn": LEARN, "max_drops": [0.2], "cache": {"answer": "class"}}
-
-
-EDITED: dict[str, Any] = {"gates": [False, True], "n_edits": 30}
-
-
-def run(measure: str, **changes: Any) -> Outcome:
-    experiment = make_experiment({"measure": measure, **VALUES, **changes})
-    done: Outcome = MEASURES[measure].run(experiment, Folders())
-    return done
+EDITED = learning("adversaries", gates=[False, True], n_edits=30)
+WINDOWED: dict[str, Any] = {"learn": 140, "window": 50, "n_unchanged": 3, "length": 500}
+DRIFTED = learning("drift", audits=[0.0, 1.0], sources=["frozen"], **WINDOWED)
 
 
 @pytest.fixture(scope="module")
@@ -40,14 +28,12 @@ def rehearsal() -> Rehearsal:
     return Rehearsal(build(make_task(TASK), Folders(), 0), {"answer": "class"})
 
 
-# -- adversaries -------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def edited() -> Outcome:
-    return run("adversaries", **EDITED)
+    return measured(EDITED)
 
 
+@pytest.mark.slow
 def test_edits_are_counted_by_kind_and_setting(edited: Outcome) -> None:
     settings = edited.metrics["settings"]
     assert [setting["gate"] for setting in settings] == ["off", "on"]
@@ -60,13 +46,12 @@ def test_edits_are_counted_by_kind_and_setting(edited: Outcome) -> None:
             assert row["is_hit"] == (row["source"] is not None) >= max(row["by_origin"], row["is_false"])
             assert not row["by_origin"] or row["is_false"] == row["is_another"]
     assert sum(row["is_false"] for row in edited.rows) > 0
-
-
-def test_the_gate_lets_fewer_negated_requests_pass(edited: Outcome) -> None:
-    off, on = (setting["edits"]["negation"] for setting in edited.metrics["settings"])
+    off, on = (setting["edits"]["negation"] for setting in settings)
     assert on["hit_rate"] < off["hit_rate"]
+    assert told(EDITED, edited).count("| support_desk | 0 |") == len(edited.metrics["summary"])
 
 
+@pytest.mark.slow
 def test_edited_requests_are_served_as_a_cache_serves_them(
     edited: Outcome, rehearsal: Rehearsal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -74,16 +59,11 @@ def test_edited_requests_are_served_as_a_cache_serves_them(
     cache, calibrated = rehearsal.beside({"answer": "class", "gate": True, "audit": 0.0})
     calibrated.calibrate(rehearsal.observed[:LEARN], RiskTarget(0.2, 0.05, "changed", "frozen", 0))
     rows = [row for row in edited.rows if row["gate"] == "on"]
-    experiment = make_experiment({"measure": "adversaries", **VALUES, **EDITED})
-    assert isinstance(experiment, Adversaries)
-    texts = [one.text for one in _edit(experiment, rehearsal)]  # which results leave out
-    assert len(texts) == len(rows)
-    asked = asking(rehearsal.workload, texts, 128)
-    ids = {
-        case.row.key: request.id for case, request in zip(rehearsal.observed, rehearsal.workload.requests, strict=True)
-    }
+    texts = [one.text for one in _edit(make_experiment(EDITED), rehearsal)]  # which results leave out
+    asked, requests = asking(rehearsal.workload, texts, 128), rehearsal.workload.requests
+    ids = {case.row.key: request.id for case, request in zip(rehearsal.observed, requests, strict=True)}
     n_hits = 0
-    for i, row in enumerate(rows):
+    for i, (row, _) in enumerate(zip(rows, texts, strict=True)):
         reply = ask(cache, asked, i)
         if reply.served == "semantic":
             assert ids[str(reply.source)] == row["source"]
@@ -97,70 +77,50 @@ def test_gates_are_named_by_their_options() -> None:
     assert [name_of(gate) for gate in (False, True, {}, {"max_idf": 6.0})] == ["off", "on", "on", "max_idf=6.0"]
 
 
-# -- poisoning ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def poisoned() -> Outcome:
-    return run(
-        "poisoning",
-        gates=[False],
-        audits=[0.0, 1.0],
-        n_targets=12,
-        n_others=20,
-        repeats=3,
-        sources=["growing", "frozen"],
-    )
-
-
-def test_only_sources_that_grow_are_poisoned(poisoned: Outcome) -> None:
+@pytest.mark.slow
+def test_only_sources_that_grow_are_poisoned_and_fewer_where_every_hit_is_audited() -> None:
+    asked = {"n_targets": 12, "n_others": 20, "repeats": 3}
+    values = learning("poisoning", gates=[False], audits=[0.0, 1.0], sources=["growing", "frozen"], **asked)
+    poisoned = measured(values)
     rows = {(row["sources"], row["audit"]): row for row in poisoned.rows}
     assert set(rows) == {(sources, audit) for sources in ("growing", "frozen") for audit in (0.0, 1.0)}
     for (sources, _), row in rows.items():
         assert row["n"] == 12 * 3 + 20
         if sources == "frozen":
             assert row["captured"] == row["targets_captured"] == row["others_captured"] == 0
-    open_to = rows["growing", 0.0]
+    open_to, watched = rows["growing", 0.0], rows["growing", 1.0]
     assert open_to["n_stored"] > 0 and open_to["targets_captured"] > 0
     assert open_to["changed_answers"] > 0
+    assert watched["captured"] < open_to["captured"]
+    assert told(values, poisoned).count("| support_desk | 0 |") == len(poisoned.metrics["summary"])
 
 
-def test_the_audit_of_every_hit_lets_fewer_be_captured(poisoned: Outcome) -> None:
-    rows = {row["audit"]: row for row in poisoned.rows if row["sources"] == "growing"}
-    assert rows[1.0]["captured"] < rows[0.0]["captured"]
-
-
-# -- drift -------------------------------------------------------------------------------------------------------------
-
-
+@pytest.mark.slow
 def test_half_of_the_intents_come_after_the_change(rehearsal: Rehearsal) -> None:
+    asked = rehearsal.workload.requests
     workload, change = drift.drifting(rehearsal.workload, "any", 3)
-    before, after = workload.requests[:change], workload.requests[change:]
-    early, late = ({request.reference for request in part} for part in (before, after))
-    all_of_them = {request.reference for request in rehearsal.workload.requests}
+    early, late = ({r.reference for r in part} for part in (workload.requests[:change], workload.requests[change:]))
+    all_of_them = {request.reference for request in asked}
     assert early | late == all_of_them and len(early) <= len(all_of_them) // 2 <= len(late - early)
-    assert sorted(request.id for request in workload.requests) == sorted(r.id for r in rehearsal.workload.requests)
+    assert sorted(request.id for request in workload.requests) == sorted(request.id for request in asked)
     assert drift.drifting(rehearsal.workload, "any", 3)[0].requests == workload.requests
     assert drift.drifting(rehearsal.workload, "any", 4)[0].requests != workload.requests
-
-
-def test_intents_that_are_alike_part(rehearsal: Rehearsal) -> None:
+    # Or of each two that are alike one comes late.
     weights = np.array([[1, 0], [0, 1], [1, 0.1], [0.2, 1], [-1, -1]], np.float32)
     assert drift._pairs(range(5), weights) == [(0, 2), (1, 3)]
     workload, change = drift.drifting(rehearsal.workload, "alike", 0)
     early = {request.reference for request in workload.requests[:change]}
-    pairs = drift._pairs(
-        sorted({r.reference for r in workload.requests}), workload.module.linear.weight.detach().numpy()
-    )
+    pairs = drift._pairs(sorted(all_of_them), workload.module.linear.weight.detach().numpy())
     assert early <= {intent for pair in pairs for intent in pair}
     assert all(len(early & set(pair)) <= 1 for pair in pairs)
 
 
 @pytest.fixture(scope="module")
 def drifted() -> Outcome:
-    return run("drift", learn=140, audits=[0.0, 1.0], sources=["frozen"], window=50, n_unchanged=3, length=500)
+    return measured(DRIFTED)
 
 
+@pytest.mark.slow
 def test_what_changes_is_told_by_window(drifted: Outcome) -> None:
     change = drifted.metrics["change"]
     for figures in drifted.metrics["runs"]:
@@ -172,8 +132,16 @@ def test_what_changes_is_told_by_window(drifted: Outcome) -> None:
         assert n_late == figures["n_after"] == N - change
         changed = sum(row["n"] * row["changed_answers"] for row in late) / n_late
         assert figures["changed_after"] == pytest.approx(changed)
+    unchanged = drifted.metrics["unchanged"]
+    assert [one["repeats"] for one in unchanged] == ["alike", "zipf"]
+    for one in unchanged:
+        assert (one["n_streams"], one["length"], one["n_suspended"]) == (3, 500, 0)
+        assert (N - 140) * 0.9 < one["n_different"] <= N - 140  # some are the same
+    n_rows = len(drifted.metrics["summary"]) + len(unchanged)
+    assert told(DRIFTED, drifted).count("| support_desk | 0 |") == n_rows
 
 
+@pytest.mark.slow
 def test_alarms_and_status_are_those_of_the_audit(drifted: Outcome) -> None:
     without, watched = drifted.metrics["runs"]
     assert without["requests_to_alarm"] is without["requests_expected"] is None
@@ -186,44 +154,7 @@ def test_alarms_and_status_are_those_of_the_audit(drifted: Outcome) -> None:
         assert 0 <= figures["n_changed_until_notice"] <= round(figures["changed_after"] * figures["n_after"])
 
 
-def test_streams_that_do_not_change_are_told_to_be_so(drifted: Outcome) -> None:
-    unchanged = drifted.metrics["unchanged"]
-    assert [one["repeats"] for one in unchanged] == ["alike", "zipf"]
-    for one in unchanged:
-        assert (one["n_streams"], one["length"]) == (3, 500)
-        assert (N - 140) * 0.9 < one["n_different"] <= N - 140  # some are the same
-        assert one["n_suspended"] == 0
-
-
+@pytest.mark.slow
 def test_a_stream_that_changes_too_early_is_refused() -> None:
     with pytest.raises(ConfigError, match="learn=200: the intents change after"):
-        run("drift")
-
-
-# -- all ---------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("made", ["edited", "poisoned", "drifted"])
-def test_results_are_told(made: str, request: pytest.FixtureRequest, tmp_path: Any) -> None:
-    outcome: Outcome = request.getfixturevalue(made)
-    assert len({tuple(row) for row in outcome.rows}) == 1
-    measure = {"edited": "adversaries", "poisoned": "poisoning", "drifted": "drift"}[made]
-    run = Run(measure, tmp_path, {"measure": measure, "seed": 0}, {}, outcome.metrics)
-    text = "\n".join(TABLES[measure]([run]))
-    n_rows = len(outcome.metrics["summary"]) + len(outcome.metrics.get("unchanged", ()))
-    assert text.count("| support_desk | 0 |") == n_rows
-
-
-@pytest.mark.parametrize(
-    ("measure", "changes", "error"),
-    [
-        ("adversaries", {"gates": ["maybe"]}, "gates"),
-        ("adversaries", {"gates": []}, "gates"),
-        ("poisoning", {"n_targets": 0}, "n_targets"),
-        ("drift", {"window": 0}, "window"),
-        ("drift", {"max_drops": [0.001]}, "200 requests cannot show"),
-    ],
-)
-def test_settings_that_cannot_be_measured_are_refused(measure: str, changes: dict[str, Any], error: str) -> None:
-    with pytest.raises(ConfigError, match=error):
-        make_experiment({"measure": measure, **VALUES, **changes})
+        measured(learning("drift"))

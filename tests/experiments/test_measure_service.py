@@ -1,70 +1,48 @@
 """Measure `service`: whole passes, each from what was learned alone, and figures that count what they say."""
 
 import json
-from typing import Any
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from experiments.measures import MEASURES
-from experiments.measures.base import Outcome
 from experiments.measures.service import Pass, figures, order_of_passes, threads_of_torch
 from experiments.runs.grid import make_experiment
 from experiments.support.folders import Folders
 from experiments.tasks import build
 from llmcache.errors import ConfigError
+from tests.experiments.measuring import LEARN, TASK, learning, measured
 
-pytestmark = pytest.mark.slow
-
-LEARN, N = 200, 260
-VALUES: dict[str, Any] = {
-    "measure": "service",
-    "task": {"name": "held_out", "model": "untrained", "limit": N, "data": {"path": "support_desk", "limit": 700}},
-    "learn": LEARN,
-    "max_drops": [0.3],
-    "threads": 1,
-    "rounds": 2,
-    "cache": {"answer": "class"},
-}
+N = 260
+VALUES = learning("service", task=TASK | {"limit": N}, max_drops=[0.3], threads=1, rounds=2)
 
 
-@pytest.fixture(scope="module")
-def outcome() -> Outcome:
+@pytest.mark.slow
+def test_passes_alternate_and_figures_are_of_what_was_served_alone() -> None:
     before = torch.get_num_threads()
-    done: Outcome = MEASURES["service"].run(make_experiment(VALUES), Folders())
+    outcome = measured(VALUES)
     assert torch.get_num_threads() == before
-    return done
-
-
-def test_passes_follow_one_another_in_alternating_order(outcome: Outcome) -> None:
     rows = [(row["threads"], row["round"], row["who"]) for row in outcome.rows]
     assert rows == [(1, number, who) for number in (0, 1) for who in order_of_passes(number)]
-    assert [who for _, _, who in rows[:6]] == ["nocache", "llmcache", "nocache", "llmcache", "nocache", "llmcache"]
+    assert [who for _, _, who in rows[:6]] == ["nocache", "llmcache"] * 3
     assert all(row["seconds"] > row["drained_s"] >= 0 for row in outcome.rows)
     assert all(row["drained_s"] < 1e-3 and row["computed"] == 1.0 for row in outcome.rows if row["who"] == "nocache")
-
-
-def test_each_pass_with_the_cache_begins_from_what_was_learned(outcome: Outcome) -> None:
-    """Were a pass to know what one before it stored, all would be exact hits."""
+    # Were a pass to know what one before it stored, all would be exact hits.
     computed = {row["computed"] for row in outcome.rows if row["who"] == "llmcache"}
     assert len(computed) == 1 and 0 < computed.pop() < 1
-
-
-def test_figures_are_of_what_was_served_alone(outcome: Outcome) -> None:
     metrics = json.loads(json.dumps(outcome.metrics, allow_nan=False))
     assert (metrics["n_counted"], len(metrics["ways"]), len(metrics["summary"])) == (N - LEARN, 1, 1)
-    for way in metrics["ways"]:
-        assert 0 < way["hit_rate"] < 1 and way["bypassed"] == 0
-        assert way["hit_ms"]["n"] + way["miss_ms"]["n"] == way["plain_ms"]["n"] == 3 * (N - LEARN)
-        assert way["bypassed_ms"] is None
-        assert 0 <= way["changed_answers"] <= 1 and way["audit"]["n_waiting"] == 0
+    (way,) = metrics["ways"]
+    assert 0 < way["hit_rate"] < 1 and way["bypassed"] == 0
+    assert way["hit_ms"]["n"] + way["miss_ms"]["n"] == way["plain_ms"]["n"] == 3 * (N - LEARN)
+    assert way["bypassed_ms"] is None
+    assert 0 <= way["changed_answers"] <= 1 and way["audit"]["n_waiting"] == 0
 
 
+@pytest.mark.slow
 def test_without_a_claim_each_pass_begins_empty_and_serves_repeats_alone() -> None:
-    done = MEASURES["service"].run(
-        make_experiment(VALUES | {"learn": 0, "cache": {"auto_bypass": False}, "rounds": 1}), Folders()
-    )
+    done = measured(VALUES, learn=0, cache={"auto_bypass": False}, rounds=1)
     (way,) = done.metrics["ways"]
     assert (way["max_drop"], way["changed_answers"], way["limit"], way["audit"]) == (None, 0.0, None, None)
     texts = [request.text for request in build(make_experiment(VALUES).task, Folders(), 0).requests]
@@ -72,23 +50,22 @@ def test_without_a_claim_each_pass_begins_empty_and_serves_repeats_alone() -> No
 
 
 def test_the_ratio_of_a_round_is_of_whole_passes() -> None:
-    experiment = make_experiment(VALUES)
-    workload = type("Few", (), {"requests": [type("R", (), {"cluster": None, "id": str(i)}) for i in range(LEARN + 1)]})
-    workload.is_changed = staticmethod(lambda one, other: one != other)
-    workload.scores = staticmethod(lambda answers: np.ones(len(answers)))
-    workload.extras = staticmethod(lambda answers: {})
-
     def one(who: str, number: int, seconds: float) -> Pass:
         served = "computed" if who == "nocache" else "semantic"
         return Pass(who, number, seconds, 0.0, np.array([1.0]), np.array([served]), [0])
 
-    seconds = [(2.0, 1.0, 4.0), (1.0, 3.0, 2.0)]
+    workload = SimpleNamespace(
+        requests=[SimpleNamespace(cluster=None, id=str(i)) for i in range(LEARN + 1)],
+        is_changed=lambda one, other: one != other,
+        scores=lambda answers: np.ones(len(answers)),
+        extras=lambda answers: {},
+    )
     passes = [
-        one(who, number, s)
-        for number, taken in enumerate(seconds)
-        for who, s in zip(order_of_passes(number), taken, strict=True)
+        one(who, number, seconds)
+        for number, taken in enumerate([(2.0, 1.0, 4.0), (1.0, 3.0, 2.0)])
+        for who, seconds in zip(order_of_passes(number), taken, strict=True)
     ]
-    got = figures(experiment, workload(), passes)  # type: ignore[arg-type]
+    got = figures(make_experiment(VALUES), workload, passes)
     assert (got["speedup_min"], got["speedup_max"]) == (2.0, 3.0)
     assert got["miss_ms"] is None and got["hit_rate"] == 1.0
 
@@ -101,7 +78,8 @@ def test_threads_are_put_back_also_after_a_failure() -> None:
     assert torch.get_num_threads() == before
 
 
+@pytest.mark.slow
 def test_one_number_of_threads_may_stand_alone_and_no_request_left_is_refused() -> None:
     assert make_experiment(VALUES).threads == (1,)
     with pytest.raises(ConfigError, match="learn=260"):
-        MEASURES["service"].run(make_experiment(VALUES | {"learn": N}), Folders())
+        measured(VALUES, learn=N)

@@ -1,18 +1,15 @@
 """Measure `trust`: a replay equals serving, and hindsight stands apart from what was chosen in advance."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from experiments.measures import MEASURES, trust
+from experiments.measures import trust
 from experiments.measures.base import Outcome
 from experiments.metrics.frontier import curves, of_curve
-from experiments.replay.rehearsal import Rehearsal, freeze, grow, risks_about
+from experiments.replay.rehearsal import Frozen, Rehearsal, grow
 from experiments.report.plots import PLOTS
-from experiments.report.tables import TABLES
 from experiments.runs.grid import make_experiment
 from experiments.runs.read import Run
 from experiments.support.folders import Folders
@@ -20,34 +17,26 @@ from experiments.tasks import build, make_task
 from llmcache.calibration.risk_target import RiskTarget, Sources
 from llmcache.errors import ConfigError
 from tests import inside
+from tests.experiments.measuring import LEARN, TASK, N, learning, measured, told
 
 pytestmark = pytest.mark.slow
 
-LEARN, N = 200, 320
-VALUES: dict[str, Any] = {
-    "measure": "trust",
-    "task": {"name": "held_out", "model": "untrained", "limit": N, "data": {"path": "support_desk", "limit": 700}},
-    "learn": LEARN,
-    "max_drops": [0.05, 0.2],
-    "decisions": ["neighbours", "student", "combined"],
-    "taus": [0.8, 0.95],
-    "n_limits": 4,
-    "cache": {"answer": "class"},
-}
+DROPS = (0.05, 0.2)
+BASELINES = ("paper", "doccache", "exact_response", "semantic_response")
+PARTS = ("neighbours", "student", "combined")
+VALUES = learning("trust", max_drops=[*DROPS], decisions=[*PARTS], taus=[0.8, 0.95], n_limits=4)
 
 
 @pytest.fixture(scope="module")
 def rehearsal() -> Rehearsal:
     """Of a stream in which requests come again, those that were computed later as well."""
-    task = VALUES["task"] | {"name": "stream", "traffic": {"n": N, "skew": 0.5}}
+    task = TASK | {"name": "stream", "traffic": {"n": N, "skew": 0.5}}
     return Rehearsal(build(make_task(task), Folders(), 0), {"answer": "class"})
 
 
 @pytest.fixture(scope="module")
 def outcome() -> Outcome:
-    experiment = make_experiment(VALUES)
-    done: Outcome = MEASURES["trust"].run(experiment, Folders())
-    return done
+    return measured(VALUES)
 
 
 def live(rehearsal: Rehearsal, sources: Sources) -> tuple[float, list[Any], list[str]]:
@@ -55,31 +44,30 @@ def live(rehearsal: Rehearsal, sources: Sources) -> tuple[float, list[Any], list
     rehearsal.cache.clear()
     found = rehearsal.calibrated.calibrate(rehearsal.observed[:LEARN], RiskTarget(0.2, 0.05, "changed", sources, 0))
     assert found.chosen is not None
-    told, served = [], []
+    answers, served = [], []
     for number in range(LEARN, N):
-        told.append(rehearsal.workload.answer(rehearsal.cache(**rehearsal.workload.requests[number].inputs), number))
+        answers.append(rehearsal.workload.answer(rehearsal.cache(**rehearsal.workload.requests[number].inputs), number))
         served.append(rehearsal.cache.last[0].rung or "computed")
     assert {"semantic", "computed", "exact"} <= set(served)
-    return found.chosen.limit, told, served
+    return found.chosen.limit, answers, served
 
 
 def test_a_replay_of_growing_sources_equals_serving(rehearsal: Rehearsal) -> None:
-    limit, told, served = live(rehearsal, "growing")
+    limit, answers, served = live(rehearsal, "growing")
     again, sources = grow(rehearsal.calibrated, rehearsal.observed[:LEARN], rehearsal.observed[LEARN:], limit)
     assert again.tolist() == served
-    assert rehearsal.answers_from(LEARN, sources) == told
-    assert told != rehearsal.answers[LEARN:]
+    assert rehearsal.answers_from(LEARN, sources) == answers
+    assert answers != rehearsal.answers[LEARN:]
 
 
 def test_a_replay_of_frozen_sources_equals_serving(rehearsal: Rehearsal) -> None:
-    limit, told, served = live(rehearsal, "frozen")
+    limit, answers, served = live(rehearsal, "frozen")
     held = {record.key for record in inside.records(rehearsal.cache) if record.is_pinned}
     sources = [case for case in rehearsal.observed[:LEARN] if case.row.key in held]
     rehearsal.calibrated.fitter.restart(sources)
-    risks = risks_about(rehearsal.calibrated, sources, rehearsal.observed[LEARN:])
-    again, found = freeze(risks, held, rehearsal.observed[LEARN:], limit)
+    again, found = Frozen(rehearsal.calibrated, sources, rehearsal.observed[LEARN:]).serve(limit)
     assert again.tolist() == served
-    assert rehearsal.answers_from(LEARN, found) == told
+    assert rehearsal.answers_from(LEARN, found) == answers
 
 
 def test_every_way_is_counted_on_the_later_requests(outcome: Outcome) -> None:
@@ -99,19 +87,16 @@ def test_every_way_is_counted_on_the_later_requests(outcome: Outcome) -> None:
     assert frozen == sorted(frozen) and frozen[0] < frozen[-1]
 
 
-BASELINES = ("paper", "doccache", "exact_response", "semantic_response")
-PARTS = ("neighbours", "student", "combined")
-
-
 def test_what_is_chosen_in_advance_stands_apart(outcome: Outcome) -> None:
     rows = outcome.metrics["calibrated"]
-    both, drops = ("frozen", "growing"), (0.05, 0.2)
-    others = [(name, kind, drop) for name in BASELINES if "exact" not in name for kind in both for drop in drops]
-    assert [(row["method"], row["sources"], row["max_drop"]) for row in rows] == [
-        *(("llmcache", sources, drop) for sources in both for drop in drops),
-        *((name, "frozen", drop) for name in PARTS for drop in drops),
-        *others,
+    both = ("frozen", "growing")
+    ways = [
+        *(("llmcache", sources) for sources in both),
+        *((name, "frozen") for name in PARTS),
+        *((name, sources) for name in BASELINES if name != "exact_response" for sources in both),
     ]
+    named = [(row["method"], row["sources"], row["max_drop"]) for row in rows]
+    assert named == [(*way, drop) for way in ways for drop in DROPS]
     for row in rows:
         assert row["is_certified"] == (row["sources"] == "frozen" and row["limit"] is not None)
         assert row["bound"] is None or row["bound"] <= row["max_drop"]
@@ -125,18 +110,18 @@ def test_the_default_decision_is_told_alike_by_replay_and_live(rehearsal: Rehear
     experiment = make_experiment(VALUES)
     _, (strict, loose) = trust._parts(experiment.model_copy(update={"decisions": ("risk",)}), rehearsal)
     rows = [row for row in trust._serve_calibrated(experiment, rehearsal) if row["sources"] == "frozen"]
-    told = ("limit", "hit_rate", "changed_answers", "bound", "hits_by_rung")
-    assert [[row[key] for key in told] for row in rows] == [[row[key] for key in told] for row in (strict, loose)]
+    for key in ("limit", "hit_rate", "changed_answers", "bound", "hits_by_rung"):
+        assert [row[key] for row in rows] == [strict[key], loose[key]], key
 
 
 def test_errors_are_told_by_intent_and_by_hit(outcome: Outcome) -> None:
     n_intents = 0
     for row in outcome.metrics["calibrated"]:
-        told, worst = row["by_intent"], row["by_intent"]["worst"]
-        assert 0 <= told["median"] <= worst["changed"] <= 1 and worst["changed"] >= row["changed_answers"]
+        by_intent, worst = row["by_intent"], row["by_intent"]["worst"]
+        assert 0 <= by_intent["median"] <= worst["changed"] <= 1 and worst["changed"] >= row["changed_answers"]
         assert worst["changed"] == worst["n_changed"] / worst["n"] and worst["n_changed"] <= worst["n_hits"]
         assert worst["changed_ci"][0] <= worst["changed"] <= worst["changed_ci"][1]
-        n_intents = max(n_intents, told["n_intents"])
+        n_intents = max(n_intents, by_intent["n_intents"])
         if row["changed_per_hit"] is not None:
             assert row["changed_per_hit"] * row["hit_rate"] == pytest.approx(row["changed_answers"])
     assert n_intents > 5
@@ -146,46 +131,29 @@ def test_rates_of_an_intent_are_of_its_own_requests(rehearsal: Rehearsal) -> Non
     counted, base = rehearsal.workload, rehearsal.answers
     names = [request.reference for request in counted.requests]
     one = max(set(names), key=names.count)
-    told = [(answer + 1) % 5 if name == one else answer for answer, name in zip(base, names, strict=True)]
+    answers = [(answer + 1) % 5 if name == one else answer for answer, name in zip(base, names, strict=True)]
     served = np.where(np.array(names) == one, "semantic", "computed")
-    found = trust.by_intent(counted, base, told, served)
+    found = trust.by_intent(counted, base, answers, served)
     assert found is not None
-    changed = sum(a != b for a, b in zip(base, told, strict=True))
+    changed = sum(a != b for a, b in zip(base, answers, strict=True))
     assert (found["worst"]["n"], found["worst"]["n_changed"]) == (names.count(one), changed)
     assert found["worst"]["intent"] == counted.show(one) and found["median"] == 0.0 and found["n_over"] == 1
 
 
-def test_results_are_drawn_and_told(outcome: Outcome, tmp_path: Path) -> None:
+def test_results_are_drawn_and_told(outcome: Outcome, tmp_path: Any) -> None:
     folder = tmp_path / "trust_made" / "run"
     folder.mkdir(parents=True)
-    kept = json.loads(json.dumps(outcome.metrics, allow_nan=False))
-    run = Run("trust_made", folder, {"measure": "trust", "seed": 0}, {}, kept)
+    run = Run("trust_made", folder, {"measure": "trust", "seed": 0}, {}, outcome.metrics)
     assert [path.is_file() for path in PLOTS["trust"]([run])] == [True]
-    text = "\n".join(TABLES["trust"]([run]))
-    assert text.count("| support_desk | 0 | llmcache | frozen |") == 2 and "at the start" in text
-    assert text.count("| support_desk | 0 | student | frozen |") == 2
-    assert text.count("| support_desk | 0 | semantic_response | growing |") == 2
-
-
-@pytest.mark.parametrize(
-    ("changes", "error"),
-    [
-        ({"max_drops": [0.2, 0.001]}, r"learn=200: 200 requests cannot show a loss of at most 0.001"),
-        ({"learn": 50}, "learn=50: 50 requests cannot show"),
-        ({"cache": {"answer": "class", "delta": 2}}, "cache.delta"),
-        ({"sources": ["thawed"]}, "sources"),
-        ({"taus": []}, "taus"),
-    ],
-)
-def test_settings_that_cannot_be_measured_are_refused(changes: dict[str, Any], error: str) -> None:
-    with pytest.raises(ConfigError, match=error):
-        make_experiment(VALUES | changes)
+    text = told(VALUES, outcome)
+    assert "at the start" in text
+    for way in ("llmcache | frozen", "student | frozen", "semantic_response | growing"):
+        assert text.count(f"| support_desk | 0 | {way} |") == 2
 
 
 def test_a_stream_that_ends_too_early_is_refused() -> None:
-    experiment = make_experiment(VALUES | {"task": VALUES["task"] | {"limit": LEARN}})
     with pytest.raises(ConfigError, match="the stream has 200 requests; learn from fewer"):
-        MEASURES["trust"].run(experiment, Folders())
+        measured(VALUES, task=TASK | {"limit": LEARN})
 
 
 def test_requests_of_several_rows_are_refused() -> None:
@@ -195,8 +163,6 @@ def test_requests_of_several_rows_are_refused() -> None:
 
 
 def test_answers_are_read_as_serving_reads_them(rehearsal: Rehearsal) -> None:
-    number = LEARN
     other = rehearsal.observed[0]
-    (told,) = rehearsal.answers_from(number, [other.row.key])[:1]
-    assert told == int(np.argmax(other.output))
-    assert rehearsal.answers_from(number, [None]) == [rehearsal.answers[number]]
+    assert rehearsal.answers_from(LEARN, [other.row.key]) == [int(np.argmax(other.output))]
+    assert rehearsal.answers_from(LEARN, [None]) == [rehearsal.answers[LEARN]]

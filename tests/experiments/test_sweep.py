@@ -2,6 +2,8 @@
 
 import time
 from collections.abc import Callable
+from copy import copy
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from experiments.methods import METHODS
 from experiments.methods.base import COMPUTED
 from experiments.methods.cached import Cached
 from experiments.methods.nocache import NoCache
+from experiments.models.loading import UNTRAINED
 from experiments.replay.recording import Recording, make_fingerprint
 from experiments.replay.replay import by_request, replay, rows_served
 from experiments.runs.grid import make_experiment
@@ -27,17 +30,22 @@ from llmcache.policies import POLICIES
 from llmcache.policies.lru import TTL
 
 TASKS: dict[str, dict[str, Any]] = {
-    "openbookqa": {"name": "openbookqa", "model": "untrained", "data": "made", "limit": 20},
-    "squad_v2": {"name": "squad_v2", "model": "untrained", "data": "made", "limit": 20, "max_length": 128},
+    "openbookqa": {"name": "openbookqa", "model": UNTRAINED, "data": "made", "limit": 20},
+    "squad_v2": {"name": "squad_v2", "model": UNTRAINED, "data": "made", "limit": 20, "max_length": 128},
     "stream": {
         "name": "stream",
-        "model": "minilm",
+        "model": UNTRAINED,
         "limit": 60,
         "data": {"path": "support_desk", "limit": 300},
         "head": {"kind": "logistic", "pool": "cls"},
     },
-    "wikitext": {"name": "wikitext", "model": "untrained", "data": "made", "window": 16, "limit": 24, "repeats": {}},
+    "wikitext": {"name": "wikitext", "model": UNTRAINED, "data": "made", "window": 16, "limit": 24, "repeats": {}},
 }
+SWEEP = {"measure": "sweep", "task": TASKS["openbookqa"], "taus": [0.9]}
+OBSERVE = {"measure": "observe", "task": TASKS["wikitext"]}
+PCA = {"name": "pca", "dim": 4, "fit_on": 10}
+#: Thresholds at which some rows of every task are near enough, and not all.
+NEAR: dict[str, float] = {"mean": 0.8, "attention": 0.8, "minhash": 0.1, "simhash": 0.6, "pca": 0.5}
 
 
 def run(values: dict[str, Any]) -> Any:
@@ -45,16 +53,17 @@ def run(values: dict[str, Any]) -> Any:
     return MEASURES[experiment.measure].run(experiment, Folders())
 
 
-PCA = {"name": "pca", "dim": 4, "fit_on": 10}
-#: Thresholds at which some rows of every task are near enough, and not all.
-NEAR: dict[str, float] = {"mean": 0.8, "attention": 0.8, "minhash": 0.1, "simhash": 0.6, "pca": 0.5}
+@cache
+def recorded(task: str) -> Recording:
+    return Recording(build(make_task(TASKS[task]), Folders(), 0))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fingerprint", ["mean", "attention", "minhash", "simhash", PCA])
 @pytest.mark.parametrize("task", TASKS)
 def test_replay_equals_a_live_run(task: str, fingerprint: Any) -> None:
-    workload = build(make_task(TASKS[task]), Folders(), 0)
+    recording = recorded(task)
+    workload = recording.workload
     tau = NEAR[fingerprint if isinstance(fingerprint, str) else fingerprint["name"]]
     options = {"tau": tau, "fingerprint": fingerprint, "allow_unsafe": True}
     if workload.payload is not None:
@@ -63,7 +72,6 @@ def test_replay_equals_a_live_run(task: str, fingerprint: Any) -> None:
     live.begin()
     fits_any_length = live.payload != "sequence"
     told, notes = serve_once(live, range(len(workload.requests)))
-    recording = Recording(workload)
     units = recording.rows(make_fingerprint(fingerprint), fits_any_length)
     (again,) = replay(units, [tau])
     names = {"semantic": "near"}
@@ -75,15 +83,17 @@ def test_replay_equals_a_live_run(task: str, fingerprint: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["doccache", "semantic_response"])
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [("doccache", {"threshold": 0.6}), ("semantic_response", {"threshold": 0.9, "encoder": UNTRAINED})],
+)
 @pytest.mark.parametrize("task", TASKS)
-def test_replay_of_other_methods_equals_a_live_run(task: str, method: str) -> None:
-    workload = build(make_task(TASKS[task]), Folders(), 0)
-    threshold = 0.6
-    told, notes = serve_once(METHODS[method](workload, {"threshold": threshold}), range(len(workload.requests)))
-    recording = Recording(workload)
-    units = recording.documents() if method == "doccache" else recording.texts()
-    (again,) = replay(units, [threshold])
+def test_replay_of_other_methods_equals_a_live_run(task: str, method: str, options: dict[str, Any]) -> None:
+    recording = recorded(task)
+    workload = recording.workload
+    told, notes = serve_once(METHODS[method](workload, options), range(len(workload.requests)))
+    units = recording.documents() if method == "doccache" else recording.texts(UNTRAINED)
+    (again,) = replay(units, [options["threshold"]])
     assert (by_request(units, again) != COMPUTED).tolist() == [note.is_hit for note in notes]
     assert 0 < rows_served(units, again) < 1
     answers = (recording.handed if method == "doccache" else recording.borrowed)(units, again)
@@ -93,22 +103,14 @@ def test_replay_of_other_methods_equals_a_live_run(task: str, method: str) -> No
 
 
 def test_what_has_too_little_to_learn_from_finds_nothing() -> None:
-    workload = build(make_task(TASKS["wikitext"]), Folders(), 0)
-    units = Recording(workload).rows(make_fingerprint({**PCA, "fit_on": 500}), fits_any_length=False)
+    units = recorded("wikitext").rows(make_fingerprint({**PCA, "fit_on": 500}), fits_any_length=False)
     (again,) = replay(units, [-1.0])
     assert set(again.served) == {COMPUTED, "exact"}
 
 
 def test_a_sweep_has_a_point_for_every_threshold() -> None:
-    outcome = run(
-        {
-            "measure": "sweep",
-            "task": TASKS["openbookqa"],
-            "taus": [0.5, 0.9],
-            "methods": ["llmcache", "doccache"],
-            "fingerprints": ["mean", "minhash"],
-        }
-    )
+    asked = {"taus": [0.5, 0.9], "methods": ["llmcache", "doccache"], "fingerprints": ["mean", "minhash"]}
+    outcome = run(SWEEP | asked)
     points = [(row["method"], row["fingerprint"], row["tau"]) for row in outcome.rows]
     curves = [("llmcache", "mean"), ("llmcache", "minhash")]
     assert points == [(*curve, tau) for curve in curves for tau in (None, 0.5, 0.9)] + [
@@ -118,59 +120,41 @@ def test_a_sweep_has_a_point_for_every_threshold() -> None:
     assert rates[1] >= rates[2] >= rates[0]
 
 
-def test_an_unknown_curve_is_refused_by_name() -> None:
-    values = {"measure": "sweep", "task": TASKS["openbookqa"], "taus": [0.9], "methods": ["llmcache", "exact_response"]}
-    with pytest.raises(ConfigError, match=r"^methods\.1: .*'llmcache', 'doccache' or 'semantic_response' .*'exact_re"):
-        make_experiment(values)
-
-
-@pytest.mark.parametrize("options", ["median", {"name": "median", "bits": 64}])
-def test_an_unknown_fingerprint_is_refused_by_name(options: Any) -> None:
-    with pytest.raises(
-        ConfigError, match=r"^fingerprint: unknown name 'median'; known: attention, learned, mean, minhash"
-    ):
-        make_fingerprint(options)
-
-
 @pytest.mark.parametrize(
     ("wrong", "error"),
     [
-        ({"fingerprints": ["mean", "median"]}, "^fingerprint: unknown name 'median'; known: "),
+        ({"methods": ["llmcache", "no"]}, r"^methods\.1: .*'llmcache', 'doccache' or 'semantic_response' .*'no'"),
+        ({"fingerprints": ["mean", "median"]}, "^fingerprint: unknown name 'median'; known: attention, learned, mean"),
+        ({"fingerprints": [{"name": "median", "bits": 64}]}, "^fingerprint: unknown name 'median'; known: "),
         ({"fingerprints": [{"name": "pca", "dims": 8}]}, "^fingerprint: pca does not accept {'dims': 8}"),
         ({"cache": {"max_entrys": 8}}, "^cache.max_entrys: unknown setting; did you mean 'max_entries'"),
         ({"live_taus": [1.5]}, r"^cache.tau: .*got 1.5"),
+        (OBSERVE | {"cache": {"policy": "newest"}}, "^policy: unknown name 'newest'; known: divergence, fifo"),
+        (OBSERVE | {"cache": {"policy": {"name": "newest", "ttl_s": 3}}}, "^policy: unknown name 'newest'; known: "),
     ],
 )
-def test_a_sweep_is_refused_before_anything_is_loaded(wrong: dict[str, Any], error: str) -> None:
-    values = {"measure": "sweep", "task": TASKS["openbookqa"], "taus": [0.9]}
-    assert make_experiment({**values, "cache": {"mode": "paper"}})  # to which the sweep gives the tau that it needs
+def test_what_is_unknown_is_refused_by_name_before_anything_is_loaded(wrong: dict[str, Any], error: str) -> None:
     with pytest.raises(ConfigError, match=error):
-        make_experiment({**values, **wrong})
+        make_experiment(wrong if "measure" in wrong else SWEEP | wrong)
 
 
-def test_an_observed_run_moves_the_clock_by_requests() -> None:
-    values = {"measure": "observe", "task": TASKS["wikitext"], "cache": {"policy": {"name": "ttl", "ttl_s": 3}}}
-    outcome = run({**values, "seconds_per_request": 1.0})
-    kept = run({**values, "seconds_per_request": 0.001})
-    assert outcome.metrics["entries"] <= 4 < kept.metrics["entries"]
-    assert outcome.metrics["changed_answers"] == 0.0
+def test_a_sweep_gives_the_tau_that_a_mode_needs() -> None:
+    assert make_experiment(SWEEP | {"cache": {"mode": "paper"}})
 
 
-def test_a_policy_named_alone_gets_the_clock_too(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow
+def test_an_observed_run_moves_the_clock_by_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     class Brief(TTL):
         def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
             super().__init__(ttl_s=3, now=now)
 
     monkeypatch.setitem(POLICIES, "brief", Brief)
-    values = {"measure": "observe", "task": TASKS["wikitext"], "cache": {"policy": "brief"}}
-    assert run({**values, "seconds_per_request": 1.0}).metrics["entries"] <= 4
-
-
-@pytest.mark.parametrize("policy", ["newest", {"name": "newest", "ttl_s": 3}])
-def test_an_unknown_policy_is_refused_at_once(policy: Any) -> None:
-    values = {"measure": "observe", "task": TASKS["wikitext"], "cache": {"policy": policy}, "seconds_per_request": 1.0}
-    with pytest.raises(ConfigError, match=r"^policy: unknown name 'newest'; known: divergence, fifo"):
-        make_experiment(values)
+    by_name, brief = {"cache": {"policy": {"name": "ttl", "ttl_s": 3}}}, {"cache": {"policy": "brief"}}
+    outcome = run({**OBSERVE, **by_name, "seconds_per_request": 1.0})
+    kept = run({**OBSERVE, **by_name, "seconds_per_request": 0.001})
+    assert outcome.metrics["entries"] <= 4 < kept.metrics["entries"]
+    assert outcome.metrics["changed_answers"] == 0.0
+    assert run({**OBSERVE, **brief, "seconds_per_request": 1.0}).metrics["entries"] <= 4
 
 
 def test_what_the_model_does_not_take_is_refused_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,6 +163,7 @@ def test_what_the_model_does_not_take_is_refused_before_it_runs(monkeypatch: pyt
         run({"measure": "observe", "task": {**TASKS["squad_v2"], "limit": 5}, "cache": {"tau": 0.8}})
 
 
+@pytest.mark.slow
 def test_a_grid_asks_the_model_alone_once_and_says_what_that_took(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
 
@@ -193,11 +178,12 @@ def test_a_grid_asks_the_model_alone_once_and_says_what_that_took(monkeypatch: p
     monkeypatch.setattr(observe, "build", slow)
     monkeypatch.setattr(observe, "NoCache", alone)
     monkeypatch.setattr(observe, "perf_counter", lambda: clock[0])
-    values = {"measure": "observe", "task": {**TASKS["wikitext"], "limit": 6}}
+    values = OBSERVE | {"task": {**TASKS["wikitext"], "limit": 6}}
     grid = [{"cache": {"max_entries": 1}}, {"cache": {"max_entries": 2}}, {"seed": 1}]
     assert [run({**values, **point}).metrics["seconds_preparing"] for point in grid] == [7.0, 0.0, 7.0]
 
 
+@pytest.mark.slow
 def test_as_written_every_layer_is_hit_alike() -> None:
     outcome = run({"measure": "layers", "task": TASKS["wikitext"], "tau": 0.8})
     rates = {row["hit_rate_as_written"] for row in outcome.rows}
@@ -207,21 +193,21 @@ def test_as_written_every_layer_is_hit_alike() -> None:
 
 
 def test_layers_of_what_cannot_be_compared_are_refused() -> None:
-    def refused(task: dict[str, Any], *shapes: tuple[int, ...]) -> str:
+    def refused(task: str, *shapes: tuple[int, ...]) -> str:
         """What is said of the task, with requests of these shapes in place of its own."""
-        workload = build(make_task(task), Folders(), 0)
+        workload = copy(recorded(task).workload)
         inputs = [{"input_ids": torch.ones(shape, dtype=torch.int64)} for shape in shapes]
-        workload.requests = [Request("x", tensors, "", None) for tensors in inputs] or workload.requests
+        workload.requests = [Request("x", tensors, "", None) for tensors in inputs]
         with pytest.raises(ConfigError, match=r"^task: ") as raised:
             layers._check(workload)
         return str(raised.value)
 
-    wikitext, fitting = TASKS["wikitext"], "a causal model and requests of one row and one length"
-    assert fitting in refused(TASKS["squad_v2"], *[(1, 8)] * 4)
-    assert fitting in refused(wikitext, (1, 8), (1, 8), (1, 8), (1, 9))
-    assert fitting in refused(wikitext, *[(4, 8)] * 4)
-    assert fitting in refused(wikitext, *[(1, 1, 8)] * 4)
-    assert "3 requests are too few; give at least 4" in refused({**wikitext, "limit": 3})
+    fitting = "a causal model and requests of one row and one length"
+    assert fitting in refused("squad_v2", *[(1, 8)] * 4)
+    assert fitting in refused("wikitext", (1, 8), (1, 8), (1, 8), (1, 9))
+    assert fitting in refused("wikitext", *[(4, 8)] * 4)
+    assert fitting in refused("wikitext", *[(1, 1, 8)] * 4)
+    assert "3 requests are too few; give at least 4" in refused("wikitext", *[(1, 8)] * 3)
     with pytest.raises(ConfigError, match=fitting):
         run({"measure": "layers", "task": TASKS["openbookqa"]})
 
@@ -251,18 +237,18 @@ def test_traffic_is_seeded_skewed_and_changes_by_phases() -> None:
 
 def test_bursts_bring_each_request_once_and_intents_together() -> None:
     pool = [(intent, i) for intent in range(10) for i in range(40)]
-    come = [arrange(pool, lambda one: one[0], Arrival(name=kind, length=20, at_once=2), seed=1) for kind in KINDS]
-    bursts, shuffled = come
+
+    def come(kind: str) -> list[tuple[int, int]]:
+        return arrange(pool, lambda one: one[0], Arrival(name=kind, length=20, at_once=2), seed=1)
+
+    bursts, shuffled = come("bursts"), come("shuffled")
     assert sorted(bursts) == sorted(shuffled) == pool and bursts != shuffled
-    n_intents = [len({intent for intent, _ in stream[:40]}) for stream in come]
+    n_intents = [len({intent for intent, _ in stream[:40]}) for stream in (bursts, shuffled)]
     assert n_intents[0] <= 6 < n_intents[1]
-    assert arrange(pool, lambda one: one[0], Arrival(name="bursts", length=20, at_once=2), seed=1) == bursts
+    assert come("bursts") == bursts
 
 
 def test_repeats_come_again_by_a_law() -> None:
     stream = arrange(range(100), lambda one: one, Arrival(name="repeats", n=400, skew=1.0), seed=1)
     counts = sorted((stream.count(one) for one in set(stream)), reverse=True)
     assert len(stream) == 400 and counts[0] > 40 and len(counts) < 95
-
-
-KINDS = ("bursts", "shuffled")

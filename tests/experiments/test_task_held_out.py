@@ -10,6 +10,7 @@ from experiments.data.streams.support_desk import support_desk
 from experiments.runs.grid import load_experiments
 from experiments.support.folders import Folders
 from experiments.tasks import build, make_task
+from experiments.tasks.held_out import divide
 from llmcache.errors import ConfigError
 
 TASK: dict[str, Any] = {"name": "held_out", "model": "untrained", "data": {"path": "set", "order": "shuffled"}}
@@ -29,22 +30,20 @@ def folder(tmp_path: Path) -> Path:
 
 
 def texts(folder: Path, seed: int = 0, **changes: Any) -> list[str]:
-    return [request.text for request in build(make_task(TASK | changes), Folders(folder), seed).requests]
+    _, asked = divide(make_task(TASK | changes), Folders(folder), seed)
+    return [request.text for request in asked]
 
 
-def test_the_stream_is_half_of_train_and_all_of_test(folder: Path) -> None:
-    asked = texts(folder)
+def test_the_stream_is_half_of_train_and_all_of_test_and_the_head_is_fitted_on_the_rest(folder: Path) -> None:
+    workload = build(make_task(TASK), Folders(folder), 0)
+    asked = [request.text for request in workload.requests]
+    assert asked == texts(folder) and len(asked) == N_TRAIN // 2 + N_TEST
     assert sum(text.startswith("train") for text in asked) == N_TRAIN // 2
     assert sum(text.startswith("test") for text in asked) == N_TEST
-    assert len(asked) == N_TRAIN // 2 + N_TEST
     assert len({text.split()[0] for text in asked[:20]}) == 2  # mixed, not one file after the other
-
-
-def test_what_the_head_is_fitted_on_is_not_asked(folder: Path) -> None:
-    workload = build(make_task(TASK), Folders(folder), 0)
-    asked = {int(request.id) for request in workload.requests}
-    assert workload.facts["n_fit"] == N_TRAIN // 2
-    assert len(asked & set(range(N_TRAIN))) == N_TRAIN - workload.facts["n_fit"]
+    known, rest = divide(make_task(TASK), Folders(folder), 0)
+    assert len(known) == workload.facts["n_fit"] == N_TRAIN // 2
+    assert {one.id for one in known}.isdisjoint(one.id for one in rest)
 
 
 def test_the_seed_decides_half_and_order(folder: Path) -> None:
@@ -82,8 +81,8 @@ def test_path_and_columns_are_set_without_naming_the_task(tmp_path: Path) -> Non
     assert run.name == "clinc-minilm"
     (alone,) = load_experiments(path, ["data.path=/mine/clinc/train.csv"])
     assert alone.name == "clinc-minilm"
-    expected = Data(path=("clinc/a.csv", "clinc/b.csv"), text="q", label="kind", order="shuffled")
-    assert run.experiment.task.data == expected
+    paths = ("clinc/a.csv", "clinc/b.csv")
+    assert run.experiment.task.data == Data(path=paths, text="q", label="kind", order="shuffled")
 
 
 def test_requests_may_arrive_in_bursts_or_again(folder: Path) -> None:
@@ -94,8 +93,5 @@ def test_requests_may_arrive_in_bursts_or_again(folder: Path) -> None:
     assert sorted(bursts) == sorted(plain) and bursts != plain
     with pytest.raises(ConfigError, match=r"task.arrival.name"):
         make_task(TASK | {"arrival": {"name": "late"}})
-
-
-def test_results_tell_how_requests_arrive() -> None:
     repeats = make_task(TASK | {"arrival": {"name": "repeats", "n": 50}})
     assert (make_task(TASK).title, repeats.title) == ("set", "set-repeats")

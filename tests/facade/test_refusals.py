@@ -1,5 +1,6 @@
 """What a user may get wrong: refused with the key, the value and the fix."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,28 +36,14 @@ def test_allow_unsafe_lets_the_user_measure(head: str) -> None:
     assert cache.stats().hits == {"semantic": 1}
 
 
-@pytest.mark.parametrize("family", sorted(set(CLASSIFIERS) - {"t5", "bart"}))
-def test_classifiers_accept_tau(family: str) -> None:
-    assert "rungs='exact+semantic'" in repr(LLMCache.wrap(build(CLASSIFIERS[family]), tau=0.9))
-
-
-@pytest.mark.parametrize("make", [tf.T5Model, tf.BartModel])
-def test_a_bare_encoder_decoder_is_refused_too(make: type[torch.nn.Module]) -> None:
-    config = build(CLASSIFIERS["t5" if make is tf.T5Model else "bart"]).config
+@pytest.mark.parametrize(
+    "make", [tf.T5Model, tf.BartModel, tf.T5ForSequenceClassification, tf.BartForSequenceClassification]
+)
+def test_a_decoder_beside_another_requests_encoder_is_refused(make: Callable[[Any], torch.nn.Module]) -> None:
+    model = make(build(CLASSIFIERS["t5" if "T5" in make.__name__ else "bart"]).config).eval()
     with pytest.raises(UnsafeReuseError, match="must belong together"):
-        LLMCache.wrap(make(config).eval(), tau=0.9)
-    LLMCache.wrap(make(config).eval()).unwrap()
-
-
-def test_a_fingerprint_that_could_never_be_fitted_is_refused() -> None:
-    with pytest.raises(ConfigError, match="fit_on"):
-        LLMCache.wrap(build(BARE["bert"]), tau=0.9, fingerprint={"name": "pca", "fit_on": 64}, max_entries=8)
-
-
-@pytest.mark.parametrize("family", ["t5", "bart"])
-def test_a_decoder_beside_another_requests_encoder_is_refused(family: str) -> None:
-    with pytest.raises(UnsafeReuseError, match="must belong together"):
-        LLMCache.wrap(build(CLASSIFIERS[family]), tau=0.9)
+        LLMCache.wrap(model, tau=0.9)
+    LLMCache.wrap(model).unwrap()
 
 
 @pytest.mark.parametrize(
@@ -103,18 +90,15 @@ def test_one_vector_serves_the_last_layer_only() -> None:
     [
         ({"taus": 0.9}, ["taus", "unknown setting", "did you mean 'tau'", "policy", "max_bytes"]),
         ({"zzz": 1}, ["zzz", "unknown setting", "known: mode, tau"]),
-        ({"policy": "mru"}, ["policy", "'mru'", "divergence, fifo, lfu, lru, staleness, ttl"]),
+        ({"step_aside": False}, ["step_aside", "this setting is called auto_bypass now"]),
         ({"index": "annoy"}, ["index", "'annoy'", "binary, flat, hnsw"]),
-        ({"index": "annoy", "tau": 0.9}, ["index", "'annoy'", "binary, flat, hnsw"]),
         ({"index": {"name": "flat", "trees": 3}, "tau": 0.9}, ["index", "flat", "trees"]),
         ({"fingerprint": {"name": "pca", "size": 3}, "tau": 0.9}, ["fingerprint", "pca", "size"]),
-        ({"compression": "zip"}, ["compression", "'zip'", "autoencoder, fp16, int8, none, pca"]),
-        ({"fingerprint": "bag"}, ["fingerprint", "'bag'", "mean", "pca", "simhash"]),
+        ({"fingerprint": {"name": "pca", "fit_on": 64}, "max_entries": 8, "tau": 0.9}, ["fit_on"]),
         ({"mode": "magic"}, ["mode", "'magic'", "semantic"]),
         ({"payload": "max"}, ["payload", "'max'", "cls"]),
         ({"layers": "first"}, ["layers", "'first'", "last"]),
         ({"device": "tpu"}, ["device", "'tpu'", "cpu"]),
-        ({"tau": 1.01}, ["tau", "1.01", "-1 to 1"]),
         ({"tau": -1.5}, ["tau", "-1.5", "-1 to 1"]),
         ({"tau": float("nan")}, ["tau", "nan", "-1 to 1"]),
         ({"tau": float("inf")}, ["tau", "inf", "-1 to 1"]),
@@ -126,7 +110,6 @@ def test_one_vector_serves_the_last_layer_only() -> None:
         ({"max_entries": 0}, ["max_entries", "0", "greater than or equal to 1"]),
         ({"policy": "ttl"}, ["policy", "ttl", "ttl_s"]),
         ({"policy": {"name": "ttl", "ttl_s": 0}}, ["policy", "ttl_s", "0"]),
-        ({"policy": {"name": "ttl", "ttl_s": "soon"}}, ["policy", "ttl", "soon"]),
         ({"policy": {"name": "lru", "size": 3}}, ["policy", "lru", "size"]),
         ({"policy": "staleness"}, ["policy", "staleness", "half_life_s"]),
         ({"policy": {"name": "staleness", "half_life_s": 0}}, ["policy", "half_life_s", "0.001", "got 0"]),
@@ -150,6 +133,22 @@ def test_one_vector_serves_the_last_layer_only() -> None:
         ({"compression": {"name": "pca", "dim": 8, "fit_on": 8}}, ["compression", "fit_on=8", "raise fit_on"]),
         ({"compression": {"name": "autoencoder", "epochs": 0}}, ["compression", "epochs=0", "at least 1"]),
         ({"compression": {"name": "autoencoder", "width": 9}}, ["compression", "autoencoder", "width"]),
+        ({"tau": 1.5}, ["tau", "cosine from -1 to 1 ", "'minhash'", " Jaccard over 0", "got 1.5"]),
+        ({"tau": 1.5, "fingerprint": "minhash"}, ["cosine from -1 to 1 ", "'minhash'", " Jaccard over 0", "got 1.5"]),
+        # Types, at once and not at the first request that needs the part:
+        (
+            {"tau": 0.9, "fingerprint": {"name": "minhash", "width": 2.5}},
+            ["fingerprint: minhash: width=2.5: ", "integer"],
+        ),
+        ({"tau": 0.9, "compression": {"name": "autoencoder", "epochs": 1.5}}, ["autoencoder: epochs=1.5: ", "integer"]),
+        (
+            {"tau": 0.9, "compression": {"name": "pca", "fit_on": 512.5}},
+            ["compression: pca: fit_on=512.5: ", "integer"],
+        ),
+        ({"tau": 0.9, "compression": {"name": "pca", "dim": "64"}}, ["compression: pca: dim='64': ", "integer"]),
+        ({"tau": 0.9, "index": {"name": "hnsw", "M": True}}, ["index: hnsw: M=True: ", "integer"]),
+        ({"policy": {"name": "ttl", "ttl_s": "1h"}}, ["policy: ttl: ttl_s='1h': ", "number"]),
+        ({"policy": {"name": "divergence", "seed": 0.5}}, ["policy: divergence: seed=0.5: ", "integer"]),
     ],
 )
 def test_wrong_settings(settings: dict[str, Any], parts: list[str]) -> None:
@@ -165,8 +164,9 @@ def test_wrong_settings(settings: dict[str, Any], parts: list[str]) -> None:
 
 
 @pytest.mark.parametrize("tau", [-1.0, 1.0, 0, {3: 0.5}, {-1: 0.5}])
-def test_taus_at_the_ends_of_the_range(tau: Any) -> None:
-    assert "semantic" in repr(LLMCache.wrap(build(CLASSIFIERS["bert"]), tau=tau))
+@pytest.mark.parametrize("family", sorted(set(CLASSIFIERS) - {"t5", "bart"}))
+def test_classifiers_accept_taus_from_end_to_end_of_the_range(family: str, tau: Any) -> None:
+    assert "rungs='exact+semantic'" in repr(LLMCache.wrap(build(CLASSIFIERS[family]), tau=tau))
 
 
 def test_several_wrong_settings_are_told_at_once() -> None:
@@ -176,19 +176,27 @@ def test_several_wrong_settings_are_told_at_once() -> None:
         assert part in str(refusal.value)
 
 
-def test_settings_beside_a_file_come_first(tmp_path: Path) -> None:
-    path = tmp_path / "cache.yaml"
-    path.write_text("tau: 0.5\npolicy: {name: ttl, ttl_s: 60}\nmax_entries: 3\n", encoding="utf-8")
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[[bytes], Path]:
+    """Writes a file of settings."""
+
+    def act(data: bytes) -> Path:
+        (tmp_path / "cache.yaml").write_bytes(data)
+        return tmp_path / "cache.yaml"
+
+    return act
+
+
+def test_settings_come_from_files_and_those_beside_them_first(write: Callable[[bytes], Path]) -> None:
+    path = write(b"tau: 0.5\npolicy: {name: ttl, ttl_s: 60}\nmax_entries: 3\n")
     cache = LLMCache.wrap(build(CLASSIFIERS["bert"]), config=path, max_entries=7)
     assert (cache.config.tau, cache.config.max_entries, cache.config.policy.options) == (0.5, 7, {"ttl_s": 60})
     assert CacheConfig.from_yaml(str(path)).max_entries == 3
     assert CacheConfig.make(CacheConfig(tau=0.5), max_entries=2) == CacheConfig(tau=0.5, max_entries=2)
-
-
-def test_an_empty_file_means_the_defaults(tmp_path: Path) -> None:
-    path = tmp_path / "cache.yaml"
-    path.write_text("# nothing\n", encoding="utf-8")
-    assert CacheConfig.from_yaml(path) == CacheConfig()
+    assert CacheConfig.from_yaml(write(b"# nothing\n")) == CacheConfig()
+    marked = write(b"\xef\xbb\xbfpolicy: &one {name: ttl, ttl_s: 60}\nindex: {<<: *one, name: flat}\n")
+    assert CacheConfig.from_yaml(marked).policy.name == "ttl"
+    assert CacheConfig.from_yaml(marked).index.options == {"ttl_s": 60}
 
 
 BOMB = "\n".join(["a0: &a0 [1]", *(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 12))])
@@ -197,9 +205,9 @@ NO_SETTINGS = {
     "UTF-16": ("tau: 0.9".encode("utf-16"), "not UTF-8"),
     "Latin-1": (b"policy: \xe9", "not UTF-8"),
     "NUL": (b"tau: \x00", "not valid YAML"),
-    "nested lists": (b"a: " + b"[" * 5000, "nested too deeply"),
-    "nested lists that end": (b"a: " + b"[" * 5000 + b"]" * 5000, "nested too deeply"),
-    "nested mappings": (b"{a: " * 5000, "nested too deeply"),
+    "nested lists": (b"a: " + b"[" * 1000, "nested too deeply"),
+    "nested lists that end": (b"a: " + b"[" * 1000 + b"]" * 1000, "nested too deeply"),
+    "nested mappings": (b"{a: " * 1000, "nested too deeply"),
     "an alias of itself": (b"a: &a [*a]", "too large for settings"),
     "aliases of aliases": (BOMB.encode(), "too large for settings"),
     "merges of merges": (MERGED.encode(), "too large for settings"),
@@ -215,25 +223,19 @@ NO_SETTINGS = {
     "a number for a key": (b"1: 2", "1:"),
     "a long text": (b"tau: " + b"x" * 10_000, "tau"),
     "a long list": (b"tau: [" + b"1," * 10_000 + b"]", "tau"),
+    "a list": (b"- tau\n- 0.9\n", "found list"),
+    "a number": (b"0.9\n", "found float"),
+    "no end": (b"tau: [\n", "not valid YAML"),
+    "an unknown setting": (b"ta: 1\n", "ta:"),
 }
 
 
 @pytest.mark.parametrize(("data", "part"), NO_SETTINGS.values(), ids=NO_SETTINGS)
-def test_files_of_any_bytes_are_one_line(tmp_path: Path, data: bytes, part: str) -> None:
-    path = tmp_path / "cache.yaml"
-    path.write_bytes(data)
+def test_files_of_any_bytes_are_one_line(write: Callable[[bytes], Path], data: bytes, part: str) -> None:
     with pytest.raises(ConfigError, match=part) as refusal:
-        CacheConfig.from_yaml(path)
+        CacheConfig.from_yaml(write(data))
     assert "\n" not in str(refusal.value)
     assert len(str(refusal.value)) < 3000
-
-
-def test_a_file_with_a_byte_order_mark_and_aliases_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "cache.yaml"
-    path.write_bytes(b"\xef\xbb\xbfpolicy: &one {name: ttl, ttl_s: 60}\n")
-    assert CacheConfig.from_yaml(path).policy.name == "ttl"
-    path.write_text("policy: &one {name: ttl, ttl_s: 60}\nindex: {<<: *one, name: flat}\n", encoding="utf-8")
-    assert CacheConfig.from_yaml(path).index.options == {"ttl_s": 60}
 
 
 @pytest.mark.parametrize("name", ["", "x" * 256, "a\0b", "file/below", "loop"])
@@ -242,7 +244,7 @@ def test_paths_that_are_no_file_of_settings(tmp_path: Path, name: str) -> None:
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     with pytest.raises(ConfigError, match="cannot be read as a file of settings"):
         CacheConfig.make(tmp_path / name)
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match=r"nothing\.yaml"):
         CacheConfig.make(tmp_path / "nothing.yaml")
 
 
@@ -252,22 +254,6 @@ def test_a_setting_that_is_nested_without_end_is_shown_in_part() -> None:
         endless = [endless]
     with pytest.raises(ConfigError, match=r"tau.*\[\[\["):
         CacheConfig.make({"tau": endless})
-
-
-@pytest.mark.parametrize(
-    ("text", "part"),
-    [("- tau\n- 0.9\n", "found list"), ("0.9\n", "found float"), ("tau: [\n", "not valid YAML"), ("ta: 1\n", "ta:")],
-)
-def test_files_that_are_no_settings(tmp_path: Path, text: str, part: str) -> None:
-    path = tmp_path / "cache.yaml"
-    path.write_text(text, encoding="utf-8")
-    with pytest.raises(ConfigError, match=part):
-        LLMCache.wrap(build(BARE["bert"]), config=path)
-
-
-def test_a_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"none\.yaml"):
-        LLMCache.wrap(build(BARE["bert"]), config=tmp_path / "none.yaml")
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -309,33 +295,3 @@ def test_entries_expire() -> None:
     cache(**first)
     assert cache.stats().hits == {"exact": 1, "semantic": 1}  # the second was stored at 60, the first forgotten
     assert cache.stats().n_stored == 1
-
-
-@pytest.mark.parametrize(
-    ("setting", "component", "message"),
-    [
-        ("fingerprint", {"name": "minhash", "width": 2.5}, "fingerprint: minhash: width=2.5: .*integer"),
-        ("compression", {"name": "autoencoder", "epochs": 1.5}, "compression: autoencoder: epochs=1.5: .*integer"),
-        ("compression", {"name": "pca", "fit_on": 512.5}, "compression: pca: fit_on=512.5: .*integer"),
-        ("compression", {"name": "pca", "dim": "64"}, "compression: pca: dim='64': .*integer"),
-        ("index", {"name": "hnsw", "M": True}, "index: hnsw: M=True: .*integer"),
-        ("policy", {"name": "ttl", "ttl_s": "1h"}, "policy: ttl: ttl_s='1h': .*number"),
-        ("policy", {"name": "divergence", "seed": 0.5}, "policy: divergence: seed=0.5: .*integer"),
-    ],
-)
-def test_an_option_of_the_wrong_type_is_refused_at_once(setting: str, component: dict[str, Any], message: str) -> None:
-    """And not at the first request that needs it, nor at every request from then on."""
-    with pytest.raises(ConfigError, match=message):
-        LLMCache.wrap(build(CLASSIFIERS["bert"]), tau=0.9, **{setting: component})
-
-
-def test_whole_numbers_and_clocks_are_taken_for_what_they_are() -> None:
-    policy = {"name": "ttl", "ttl_s": 60, "now": lambda: 0.0}
-    with LLMCache.wrap(build(CLASSIFIERS["bert"]), policy=policy) as cache:
-        assert cache.config.policy.options == {"ttl_s": 60, "now": policy["now"]}
-
-
-@pytest.mark.parametrize("fingerprint", ["mean", "minhash"])
-def test_a_tau_out_of_range_is_told_both_ranges(fingerprint: str) -> None:
-    with pytest.raises(ConfigError, match=r"tau.*cosine from -1 to 1 .*'minhash'.* Jaccard over 0.*got 1\.5"):
-        CacheConfig.make(None, tau=1.5, fingerprint=fingerprint)

@@ -67,12 +67,9 @@ def test_its_cosine_is_the_weighted_cosine_of_the_halves(weight: float) -> None:
     attended, embedded = (normalize(x.mean(1)) for x in (view.attention, view.hidden))
     expected = weight * attended[0] @ attended[1] + (1 - weight) * embedded[0] @ embedded[1]
     assert a @ b == pytest.approx(float(expected), abs=1e-5)
-
-
-@pytest.mark.parametrize("weight", [0.0, 1.5, float("nan")])
-def test_a_weight_out_of_range_is_refused(weight: float) -> None:
-    with pytest.raises(ConfigError, match="weight="):
-        bert(tau=0.9, fingerprint={"name": "attention", "weight": weight})
+    for wrong in (0.0, 1 + weight, float("nan")):
+        with pytest.raises(ConfigError, match="weight="):
+            bert(tau=0.9, fingerprint={"name": "attention", "weight": wrong})
 
 
 @pytest.mark.parametrize("family", WITH_ATTENTION)
@@ -170,16 +167,14 @@ def test_a_fingerprint_that_fails_after_layer_0_ran_costs_speed_only(monkeypatch
 
 
 @pytest.mark.parametrize("family", ["megatron", "convbert"])
-def test_a_family_whose_attention_is_not_known_is_refused_with_the_fix(family: str) -> None:
+def test_a_family_whose_attention_is_not_known_is_refused_with_the_fix(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = build(STRANGERS[family])
     with pytest.raises(ConfigError, match=r"self-attention is not known; register an adapter.*attention="):
         LLMCache.wrap(model, tau=0.9, fingerprint="attention")
     LLMCache.wrap(model, tau=0.9).unwrap()
-
-
-def test_a_wrong_path_to_the_attention_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = replace(ADAPTERS["bert"], attention="attention.myself")
-    monkeypatch.setitem(ADAPTERS, "bert", wrong)
+    monkeypatch.setitem(ADAPTERS, "bert", replace(ADAPTERS["bert"], attention="attention.myself"))
     with pytest.raises(ConfigError, match=r"no self-attention at 'attention\.myself'.*register an adapter"):
         bert(tau=0.9, fingerprint="attention")
 
@@ -222,15 +217,23 @@ def test_threads_see_their_own_attention() -> None:
 
 @pytest.mark.parametrize("left", [False, True])
 @pytest.mark.parametrize("family", ["distilbert", "gpt2", "llama"])
-def test_both_halves_are_means_over_content_tokens(family: str, left: bool) -> None:
-    model = build(WITH_ATTENTION[family])
+def test_states_are_averaged_over_content_tokens(family: str, left: bool) -> None:
+    """Both halves of what serves all layers, and those that enter each layer."""
+    model = build(BARE[family])
     inputs, content = with_special_tokens(left)
-    halves = [normalize(mean_over(x, content)) for x in seen_by_first_attention(model, **inputs)]
-    with LLMCache.wrap(model, tau=0.9999, fingerprint="attention", tokenizer=SPECIAL, allow_unsafe=True) as cache:
-        cache(**inputs)
-        vectors = [record.slots[0].vector for record in inside.records(cache)]
-    expected = torch.cat([halves[1], halves[0]], dim=1) * 0.5**0.5
-    torch.testing.assert_close(torch.from_numpy(np.stack(vectors)), expected, atol=1e-5, rtol=1e-5)
+    hidden, attended = (normalize(mean_over(x, content)) for x in seen_by_first_attention(model, **inputs))
+    with torch.no_grad():
+        entering = model(**inputs, output_hidden_states=True).hidden_states[:4]
+    halves = {None: torch.cat([attended, hidden], dim=1) * 0.5**0.5}
+    means = {layer: normalize(mean_over(states, content)) for layer, states in enumerate(entering)}
+    each_layer = {"mode": "paper", "fingerprint_per_layer": True}
+    for settings, expected in (({"fingerprint": "attention"}, halves), (each_layer, means)):
+        with LLMCache.wrap(model, tau=0.9999, tokenizer=SPECIAL, allow_unsafe=True, **settings) as cache:
+            cache(**inputs)
+            records = inside.records(cache)
+        for layer, vectors in expected.items():
+            found = [slot.vector for record in records for slot in record.slots if slot.layer == layer]
+            torch.testing.assert_close(torch.from_numpy(np.stack(found)), vectors, atol=1e-5, rtol=1e-5)
 
 
 # -- the states that enter each layer ----------------------------------------------------------------------------------
@@ -247,21 +250,6 @@ def entering(model: nn.Module, ids: Tensor) -> Iterator[Tensor]:
     return (normalize(states.mean(1), dim=1)[0] for states in hidden[:-1])
 
 
-def test_each_layer_is_searched_and_stored_under_what_enters_it() -> None:
-    model = build(CLASSIFIERS["bert"])
-    one, two = tokens(1, 6, seed=1), tokens(1, 6, seed=2)
-    vectors, others = list(entering(model, one)), list(entering(model, two))
-    with LLMCache.wrap(model, mode="paper", tau=1.0, fingerprint_per_layer=True, index="flat") as cache:
-        cache(input_ids=one)
-        (record,) = inside.records(cache)
-        assert [place.layer for place in record.slots] == [0, 1, 2, 3]
-        for place, vector in zip(record.slots, vectors, strict=True):
-            torch.testing.assert_close(torch.from_numpy(place.vector), vector, atol=1e-5, rtol=1e-5)
-        cache(input_ids=two)
-        nearest = max(float(a @ b) for a, b in zip(vectors, others, strict=True))
-        assert cache.last[0].similarity == pytest.approx(nearest, abs=1e-5)
-
-
 def test_a_layer_goes_by_what_enters_it_and_not_by_the_embeddings() -> None:
     """A threshold between two requests' similarity at layer 0 and that at another layer parts the two settings."""
     model = build(CLASSIFIERS["bert"])
@@ -271,10 +259,12 @@ def test_a_layer_goes_by_what_enters_it_and_not_by_the_embeddings() -> None:
     assert alike[layer] < alike[0] - 0.005
     tau = (alike[layer] + alike[0]) / 2
     for is_per_layer in (True, False):
-        with LLMCache.wrap(model, mode="paper", tau=tau, layers=[layer], fingerprint_per_layer=is_per_layer) as cache:
+        settings = {"mode": "paper", "fingerprint_per_layer": is_per_layer, "index": "flat"}
+        with LLMCache.wrap(model, tau=tau, layers=[layer], **settings) as cache:
             cache(input_ids=one)
             cache(input_ids=two)
             assert cache.last[0].rung == (None if is_per_layer else "paper")
+            assert cache.last[0].similarity == pytest.approx(alike[layer if is_per_layer else 0], abs=1e-5)
 
 
 def test_above_a_reused_layer_the_search_goes_by_the_reused_states() -> None:
@@ -327,31 +317,10 @@ def test_a_fingerprint_that_fails_at_a_layer_leaves_it_to_be_computed(monkeypatc
     assert (cache.last[0].layer, cache.stats().errors) == (3, 3)
 
 
-@pytest.mark.parametrize("left", [False, True])
-@pytest.mark.parametrize("family", ["distilbert", "gpt2", "llama"])
-def test_what_enters_a_layer_is_averaged_over_content_tokens(family: str, left: bool) -> None:
-    model = build(BARE[family])
-    inputs, content = with_special_tokens(left)
-    with torch.no_grad():
-        entered = model(**inputs, output_hidden_states=True).hidden_states[:4]
-    settings = {"mode": "paper", "tau": 0.9999, "fingerprint_per_layer": True, "tokenizer": SPECIAL}
-    with LLMCache.wrap(model, allow_unsafe=True, **settings) as cache:
-        cache(**inputs)
-        records = inside.records(cache)
-    for layer, hidden in enumerate(entered):
-        expected = normalize(mean_over(hidden, content))
-        vectors = [record.slots[layer].vector for record in records]
-        assert [record.slots[layer].layer for record in records] == [layer, layer]
-        torch.testing.assert_close(torch.from_numpy(np.stack(vectors)), expected, atol=1e-5, rtol=1e-5)
-
-
 @pytest.mark.parametrize("fingerprint", ["minhash", "attention", "pca"])
-def test_per_layer_needs_a_fingerprint_of_any_layers_states(fingerprint: str) -> None:
+def test_per_layer_needs_the_papers_mode_and_a_fingerprint_of_any_layers_states(fingerprint: str) -> None:
     with pytest.raises(ConfigError, match=f"fingerprint_per_layer=True.*{fingerprint!r}.*mean, simhash"):
         per_layer(tau=0.9, fingerprint=fingerprint)
-
-
-def test_per_layer_needs_the_papers_mode() -> None:
     with pytest.raises(ConfigError, match=r"fingerprint_per_layer=True.*'semantic'.*mode='paper'"):
         bert(tau=0.9, fingerprint_per_layer=True)
 

@@ -13,12 +13,6 @@ from llmcache.models.heads import find_head
 from tests.tiny_models import BARE, CLASSIFIERS, build
 
 
-def agree(name: str, one: list[float], other: list[float]) -> bool:
-    answers = ANSWERS[name]()
-    signed = answers.sign(torch.tensor([one, other])).numpy()
-    return bool(answers.agree(signed[0], signed[1]))
-
-
 @pytest.mark.parametrize(
     ("name", "one", "other", "is_same"),
     [
@@ -33,7 +27,9 @@ def agree(name: str, one: list[float], other: list[float]) -> bool:
     ],
 )
 def test_what_is_the_same_answer(name: str, one: list[float], other: list[float], is_same: bool) -> None:
-    assert agree(name, one, other) is is_same
+    answers = ANSWERS[name]()
+    signed = answers.sign(torch.tensor([one, other])).numpy()
+    assert bool(answers.agree(signed[0], signed[1])) is is_same
 
 
 def test_scores_may_differ_by_a_twentieth_of_their_range() -> None:
@@ -47,19 +43,15 @@ def test_scores_may_differ_by_a_twentieth_of_their_range() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(ANSWERS))
-def test_an_unknown_answer_agrees_with_nothing(name: str) -> None:
-    unknown = np.full((2, 3), np.nan, np.float32)
-    assert not ANSWERS[name]().agree(unknown, unknown).any()
-    assert not ANSWERS[name]().agree(unknown, np.float32([1.0, 0.0, 0.0])).any()
-
-
-@pytest.mark.parametrize("name", sorted(ANSWERS))
-def test_all_pairs_are_compared_at_once(name: str) -> None:
-    signed = ANSWERS[name]().sign(torch.randn(4, 3)).numpy()
-    together = ANSWERS[name]().agree(signed[:, None], signed[None])
+def test_all_pairs_are_compared_at_once_and_an_unknown_answer_agrees_with_nothing(name: str) -> None:
+    answers, unknown = ANSWERS[name](), np.full((2, 3), np.nan, np.float32)
+    signed = answers.sign(torch.randn(4, 3)).numpy()
+    together = answers.agree(signed[:, None], signed[None])
     assert together.shape == (4, 4)
     assert together.diagonal().all()
     assert (together == together.T).all()
+    assert not answers.agree(unknown, unknown).any()
+    assert not answers.agree(unknown, np.float32([1.0, 0.0, 0.0])).any()
 
 
 @pytest.mark.parametrize(

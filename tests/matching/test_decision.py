@@ -40,12 +40,9 @@ def test_threshold_doubts_less_what_is_more_alike() -> None:
     assert Threshold().choose(Evidence([0.4])) == (0, -0.4)
 
 
-def test_consensus_serves_only_what_all_neighbours_agree_on() -> None:
+def test_consensus_serves_only_what_enough_neighbours_all_agree_on() -> None:
     assert Consensus(3).choose(seen([0.9, 0.8, 0.7], [4, 4, 4])) == (0, -0.9)
     assert Consensus(3).choose(seen([0.9, 0.8, 0.7], [4, 4, 5])) == (0, np.inf)
-
-
-def test_consensus_refuses_too_few_neighbours() -> None:
     assert Consensus(3).choose(seen([0.9, 0.8], [4, 4])) == (0, np.inf)
 
 
@@ -97,16 +94,12 @@ def test_risk_learns_from_answers_that_are_all_alike(are_right: bool) -> None:
     assert max(risks) < 0.5 if are_right else min(risks) > 0.5
 
 
-def test_risk_doubts_without_end_where_neighbours_are_missing() -> None:
-    assert taught(k=4).choose(seen([0.9, 0.8, 0.7], [1, 1, 1]))[1] == np.inf
-
-
-def test_risk_has_no_use_for_neighbours_without_an_answer() -> None:
-    risk = taught(k=3)
-    nobody = [[False] * 3] * 3
-    assert risk.choose(Evidence([0.9, 0.8, 0.7], nobody, [0.0] * 3))[1] == np.inf
+def test_risk_has_no_use_for_neighbours_that_are_missing_or_without_an_answer() -> None:
+    risk, similarity = taught(k=3), [0.9, 0.8, 0.7]
+    assert risk.choose(seen(similarity[:2], [1, 1]))[1] == np.inf
+    assert risk.choose(Evidence(similarity, [[False] * 3] * 3, [0.0] * 3))[1] == np.inf
     untold = [[False, False, False], [False, True, True], [False, True, True]]  # the nearest has none
-    assert risk.choose(Evidence([0.9, 0.8, 0.7], untold, [0.0] * 3))[0] == 1
+    assert risk.choose(Evidence(similarity, untold, [0.0] * 3))[0] == 1
 
 
 def test_no_odds_are_too_long() -> None:

@@ -8,6 +8,7 @@ import transformers as tf
 from torch import nn
 
 from llmcache import LLMCache
+from tests.models.checks import repeated
 from tests.tiny_models import BARE, CLASSIFIERS, build, padded, tokens
 
 
@@ -60,39 +61,20 @@ def test_cls_for_any_padding(family: str) -> None:
 
 @pytest.mark.parametrize("payload", ["cls", "sequence"])
 def test_cls_with_left_padding_is_never_wrong(payload: str) -> None:
-    model = build(CLASSIFIERS["bert"])
-    inputs = padded([7, 4], left=True)
-    with torch.inference_mode():
-        plain = model(**inputs).logits
-    cache = LLMCache.wrap(model, payload=payload, tau=0.9999)
-    for _ in range(2):
-        torch.testing.assert_close(cache(**inputs).logits, plain, atol=1e-5, rtol=1e-5)
+    stats = repeated(build(CLASSIFIERS["bert"]), padded([7, 4], left=True), payload=payload, tau=0.9999)
     if payload == "cls":
-        assert cache.stats().bypassed == {"head_reads_padding": 2}
+        assert stats.bypassed == {"head_reads_padding": 2}
 
 
 def test_the_pooler_of_a_bare_model_with_left_padding() -> None:
-    model = build(BARE["bert"])
-    inputs = padded([7, 4], left=True)
-    with torch.inference_mode():
-        plain = model(**inputs).pooler_output
-    cache = LLMCache.wrap(model)
-    for _ in range(2):
-        torch.testing.assert_close(cache(**inputs).pooler_output, plain, atol=1e-5, rtol=1e-5)
+    repeated(build(BARE["bert"]), padded([7, 4], left=True), read=lambda output: output.pooler_output)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 @pytest.mark.parametrize("left", [False, True])
 def test_last_with_either_padding(family: str, left: bool) -> None:
-    model = build(CLASSIFIERS[family])
-    inputs = padded([7, 4], left=left)
-    with torch.inference_mode():
-        plain = model(**inputs).logits
-    cache = LLMCache.wrap(model)
-    for _ in range(2):
-        torch.testing.assert_close(cache(**inputs).logits, plain, atol=1e-5, rtol=1e-5)
-    assert cache.stats().hits == {"exact": 2}
-    assert cache.stats().nbytes == 2 * 32 * 4
+    stats = repeated(build(CLASSIFIERS[family]), padded([7, 4], left=left))
+    assert (stats.hits, stats.nbytes) == ({"exact": 2}, 2 * 32 * 4)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
@@ -102,27 +84,17 @@ def test_a_padding_token_at_the_end_of_a_text_is_read_as_the_head_reads_it(famil
     model = build(CLASSIFIERS[family])
     inputs = padded([7, 4])
     inputs["input_ids"][0, -1] = model.config.pad_token_id
-    with torch.inference_mode():
-        plain = model(**inputs).logits
-    cache = LLMCache.wrap(model, payload=payload, tau=0.9999)
-    for _ in range(2):
-        torch.testing.assert_close(cache(**inputs, use_cache=False).logits, plain, atol=1e-5, rtol=1e-5)
+    stats = repeated(model, inputs | {"use_cache": False}, payload=payload, tau=0.9999)
     if payload == "last":
-        assert cache.stats().bypassed == {"head_reads_padding": 2}
-        assert cache.stats().hits == {"exact": 1}
+        assert (stats.bypassed, stats.hits) == ({"head_reads_padding": 2}, {"exact": 1})
 
 
 @pytest.mark.parametrize("payload", ["last", "sequence"])
 def test_a_masked_token_that_the_head_reads(payload: str) -> None:
     """Padded with another id than the configured one: the head reads a place that the mask leaves out."""
-    model = build(CLASSIFIERS["gpt2"])
     inputs = padded([7, 4])
     inputs["input_ids"][1, 4:] = 9
-    with torch.inference_mode():
-        plain = model(**inputs).logits
-    cache = LLMCache.wrap(model, payload=payload)
-    for _ in range(2):
-        torch.testing.assert_close(cache(**inputs, use_cache=False).logits, plain, atol=1e-5, rtol=1e-5)
+    repeated(build(CLASSIFIERS["gpt2"]), inputs | {"use_cache": False}, payload=payload)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
@@ -132,11 +104,12 @@ def test_without_a_padding_token_one_row_at_a_time(family: str, payload: str) ->
     model = build(CLASSIFIERS[family])
     model.config.pad_token_id = None
     for inputs in (padded([5]), repadded(padded([5], seed=3), 2)):
-        with torch.inference_mode():
-            plain = model(**inputs).logits
-        with LLMCache.wrap(model, payload=payload) as cache:
-            for _ in range(2):
-                torch.testing.assert_close(cache(**inputs, use_cache=False).logits, plain, atol=1e-5, rtol=1e-5)
+        repeated(model, inputs | {"use_cache": False}, payload=payload)
+
+
+def test_multiple_choice_rows_are_requests_of_their_own() -> None:
+    model = build(lambda: tf.BertForMultipleChoice(build(BARE["bert"]).config))
+    assert repeated(model, {"input_ids": tokens(6, 5).reshape(2, 3, 5)}).hits == {"exact": 6}
 
 
 def test_sequence_entries_of_decoders_come_with_and_without_kv() -> None:
@@ -153,25 +126,11 @@ def test_sequence_entries_of_decoders_come_with_and_without_kv() -> None:
         assert cache.stats().n_hits == hits
 
 
-@pytest.mark.parametrize("settings", [{"compression": "fp16"}, {"compression": "int8"}, {"compression": "none"}])
-def test_compressed_answers_stay_close(settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize("compression", ["fp16", "int8", "none"])
+def test_compressed_answers_stay_close(compression: str) -> None:
     model = build(CLASSIFIERS["bert"])
     inputs = padded([7, 4])
-    with torch.inference_mode():
-        plain = model(**inputs).logits
-    cache = LLMCache.wrap(model, tau=1.0 - 1e-6, **settings)
-    cache(**inputs)
+    cache = LLMCache.wrap(model, tau=1.0 - 1e-6, compression=compression)
+    plain = cache(**inputs).logits
     torch.testing.assert_close(cache(**inputs).logits, plain, atol=0.05, rtol=0.05)
-    assert set(cache.stats().hits) == {"exact" if settings["compression"] == "none" else "semantic"}
-
-
-def test_multiple_choice_rows_are_requests_of_their_own() -> None:
-    config = build(BARE["bert"]).config
-    model = build(lambda: tf.BertForMultipleChoice(config))
-    ids = tokens(6, 5).reshape(2, 3, 5)
-    with torch.inference_mode():
-        plain = model(input_ids=ids).logits
-    cache = LLMCache.wrap(model)
-    for _ in range(2):
-        torch.testing.assert_close(cache(input_ids=ids).logits, plain)
-    assert cache.stats().hits == {"exact": 6}
+    assert set(cache.stats().hits) == {"exact" if compression == "none" else "semantic"}

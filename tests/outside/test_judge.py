@@ -1,7 +1,6 @@
 """The judge itself: it wraps, repeats, sees what differs, and allows no more than what is listed."""
 
 import tarfile
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,20 +31,26 @@ def result(**changes: Any) -> dict[str, Any]:
     return plain | {"differences": []} | changes
 
 
-@pytest.fixture
-def judge(request: pytest.FixtureRequest) -> Iterator[Judge]:
-    """A judge at work, in the way that the test names."""
-    one = Judge(request.param)
-    one.start()
-    yield one
-    one.stop()
+def judged(way: str, drift: float = 0.0) -> tuple[Judge, int]:
+    """A judge that saw a model called twice, and how often its head computed; each time the answer drifts so far."""
+    judge, n_computed = Judge(way), 0
 
+    def drifting(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        nonlocal n_computed
+        n_computed += 1
+        return output + drift * n_computed
 
-def call_twice(model: torch.nn.Module) -> None:
-    ids = torch.tensor([[5, 6, 7, 8]])
-    with torch.no_grad():
-        for _ in range(2):
-            model(input_ids=ids, attention_mask=torch.ones_like(ids))
+    judge.start()
+    try:
+        model = BertForSequenceClassification(BertConfig(**TINY)).eval()
+        model.classifier.register_forward_hook(drifting)
+        ids = torch.tensor([[5, 6, 7, 8]])
+        with torch.no_grad():
+            for _ in range(2):
+                model(input_ids=ids, attention_mask=torch.ones_like(ids))
+    finally:
+        judge.stop()
+    return judge, n_computed
 
 
 # -- comparing ---------------------------------------------------------------------------------------------------------
@@ -65,12 +70,9 @@ def test_a_difference_at_padding_is_told_from_one_at_a_token() -> None:
     assert found.at_valid == 0.5
 
 
-def test_rounding_is_close() -> None:
+def test_rounding_is_close_and_what_one_output_lacks_is_not() -> None:
     (found,) = compare({"x": torch.ones(2)}, {"x": torch.ones(2) + 1e-6})
     assert found.is_close
-
-
-def test_what_one_output_lacks_differs() -> None:
     (found,) = compare({"a": torch.ones(1)}, {"a": torch.ones(1), "b": torch.ones(1)})
     assert (found.field, found.is_close) == ("b", False)
     assert not compare({"a": torch.ones(1)}, {"a": torch.ones(2)})[0].is_close
@@ -87,13 +89,27 @@ def test_kv_is_compared_layer_by_layer() -> None:
 # -- wrapping ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("judge", ["hit"], indirect=True)
-def test_calls_are_repeated_and_hits_counted(judge: Judge) -> None:
-    call_twice(BertForSequenceClassification(BertConfig(**TINY)).eval())
-    judge.stop()
+def test_hits_are_repeated_and_counted_and_cold_calls_are_computed() -> None:
+    judge, _ = judged("hit")
     assert judge.hits["BertForSequenceClassification"] == {"exact": 3}  # of two calls with the cache each
     assert judge.counts["BertForSequenceClassification"]["repeated"] == 2
     assert judge.differences == []
+    judge, _ = judged("cold")
+    counts = judge.counts["BertForSequenceClassification"]
+    assert (counts["misses"], counts["bit_equal"]) == (2, 2)
+    assert not judge.hits["BertForSequenceClassification"]
+
+
+def test_an_answer_that_changes_is_seen() -> None:
+    judge, _ = judged("hit", drift=1.0)
+    assert {one["kind"] for one in judge.differences} == {"plain", "repeat"}
+    assert {(one["class"], one["field"]) for one in judge.differences} == {("BertForSequenceClassification", "logits")}
+
+
+def test_twice_wraps_nothing() -> None:
+    judge, n_computed = judged("twice", drift=1.0)
+    assert n_computed == 4
+    assert not judge.counts
 
 
 def test_arguments_that_a_call_changes_are_copied() -> None:
@@ -104,35 +120,6 @@ def test_arguments_that_a_call_changes_are_copied() -> None:
     copied[1]["more"] = 1
     assert cache.get_seq_length() == 0
     assert "more" not in features
-
-
-@pytest.mark.parametrize("judge", ["cold"], indirect=True)
-def test_cold_calls_are_computed(judge: Judge) -> None:
-    call_twice(BertForSequenceClassification(BertConfig(**TINY)).eval())
-    judge.stop()
-    counts = judge.counts["BertForSequenceClassification"]
-    assert (counts["misses"], counts["bit_equal"]) == (2, 2)
-    assert not judge.hits["BertForSequenceClassification"]
-
-
-@pytest.mark.parametrize("judge", ["hit"], indirect=True)
-def test_an_answer_that_changes_is_seen(judge: Judge) -> None:
-    model = BertForSequenceClassification(BertConfig(**TINY)).eval()
-    steps = iter(range(100))
-    model.classifier.register_forward_hook(lambda module, args, output: output + next(steps))
-    call_twice(model)
-    assert {one["kind"] for one in judge.differences} == {"plain", "repeat"}
-    assert {(one["class"], one["field"]) for one in judge.differences} == {("BertForSequenceClassification", "logits")}
-
-
-@pytest.mark.parametrize("judge", ["twice"], indirect=True)
-def test_twice_wraps_nothing(judge: Judge) -> None:
-    model = BertForSequenceClassification(BertConfig(**TINY)).eval()
-    steps = iter(range(100))
-    model.classifier.register_forward_hook(lambda module, args, output: output + next(steps))
-    call_twice(model)
-    assert next(steps) == 4
-    assert not judge.counts
 
 
 def test_stopping_gives_the_classes_back() -> None:
@@ -148,22 +135,33 @@ def test_stopping_gives_the_classes_back() -> None:
 # -- the verdict -------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_found_where_nothing_differs() -> None:
-    assert find("bert", {"off": result(), "cold": result(), "hit": result()}) == []
+FAILED = result(outcomes={"T::test_a": "failed"}, messages={"T::test_a": "x\nE   AssertionError: no"})
+NO_HIT = {"hits": {}, "bypassed": {}, "calls": 1}
 
 
-def test_a_test_that_fails_only_wrapped_is_found() -> None:
-    failed = result(outcomes={"T::test_a": "failed"}, messages={"T::test_a": "x\nE   AssertionError: no"})
-    assert find("bert", {"off": result(), "hit": failed}) == [
-        Finding("bert", "hit", "test", "T::test_a", "AssertionError: no")
-    ]
-    assert [one.text for one in find("bert", {"off": result(), "hit": result(outcomes={})})] == ["missing"]
-
-
-def test_a_test_that_fails_unwrapped_or_with_calls_repeated_says_nothing() -> None:
-    failed = result(outcomes={"T::test_a": "failed"})
-    assert find("bert", {"off": failed, "hit": failed}) == []
-    assert find("bert", {"off": result(), "hit": failed, "twice": failed}) == []
+@pytest.mark.parametrize(
+    ("results", "found"),
+    [
+        ({"off": result(), "cold": result(), "hit": result()}, []),
+        ({"off": result(), "hit": FAILED}, [("test", "T::test_a", "AssertionError: no")]),
+        ({"off": result(), "hit": result(outcomes={})}, [("test", "T::test_a", "missing")]),
+        # A test that fails unwrapped, or with calls repeated, says nothing.
+        ({"off": FAILED, "hit": FAILED}, []),
+        ({"off": result(), "hit": FAILED, "twice": FAILED}, []),
+        # Classes that the cache does not serve.
+        (
+            {"off": result(), "hit": result(classes={"M": NO_HIT})},
+            [("no hit", "M", "1 calls without gradients; bypassed: none")],
+        ),
+        (
+            {"off": result(), "hit": result(classes={"M": NO_HIT | {"hits": {"exact": 1}, "errors": 2}})},
+            [("error", "M", "2 failures were computed around")],
+        ),
+        ({"off": result(), "hit": result(refused={"M": "no trunk found"})}, [("refused", "M", "no trunk found")]),
+    ],
+)
+def test_what_the_cache_changed_is_found(results: dict[str, Any], found: list[tuple[str, str, str]]) -> None:
+    assert find("bert", results) == [Finding("bert", "hit", *one) for one in found]
 
 
 def test_outputs_are_grouped_by_class_and_place() -> None:
@@ -176,18 +174,6 @@ def test_outputs_are_grouped_by_class_and_place() -> None:
     assert found.text.startswith("past.K/V: 3 times, up to 2.0e+00, 0.0e+00 at valid positions; test_0, test_1, test_2")
 
 
-@pytest.mark.parametrize(
-    ("changes", "kind"),
-    [
-        ({"classes": {"M": {"hits": {}, "bypassed": {}, "calls": 1}}}, "no hit"),
-        ({"classes": {"M": {"hits": {"exact": 1}, "bypassed": {}, "calls": 1, "errors": 2}}}, "error"),
-        ({"refused": {"M": "no trunk found"}}, "refused"),
-    ],
-)
-def test_a_class_that_the_cache_does_not_serve_is_found(changes: dict[str, Any], kind: str) -> None:
-    assert [one.kind for one in find("bert", {"off": result(), "hit": result(**changes)})] == [kind]
-
-
 def test_an_entry_covers_what_all_its_patterns_match() -> None:
     finding = Finding("bert", "hit", "plain", "BertModel", "past.K/V: 3 times")
     entry = Allowed("by design", "plain", where="*Model", text="past.K/V*")
@@ -197,17 +183,13 @@ def test_an_entry_covers_what_all_its_patterns_match() -> None:
     assert not Allowed("by design", "plain", way="cold").covers(finding)
 
 
-def test_the_list_is_valid_and_short() -> None:
-    entries = read_allowed(archive.HERE / "allowed.toml")
-    assert len(entries) <= 12
-
-
 @pytest.mark.parametrize("entry", ['reason = ""\nkind = "test"', 'reason = "x"\nkind = "all"'])
 def test_an_entry_needs_a_reason_and_a_kind(tmp_path: Path, entry: str) -> None:
     file = tmp_path / "allowed.toml"
     file.write_text(f"[[allowed]]\n{entry}\n")
     with pytest.raises(ValueError, match="reason"):
         read_allowed(file)
+    assert len(read_allowed(archive.HERE / "allowed.toml")) <= 12  # valid and short
 
 
 def test_the_table_tells_all_ways() -> None:
@@ -246,20 +228,18 @@ def pack(folder: Path, stem: str, version: str) -> None:
         packed.add(inside, stem)
 
 
-def test_an_archive_is_unpacked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_archive_is_unpacked_once_and_refused_in_another_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(archive.importlib.metadata, "version", lambda name: "1.2")
     monkeypatch.setattr(archive, "_download", lambda requirement, folder: pack(folder, "some_package-1.2", "1.2"))
     assert archive.fetch("some-package", tmp_path) == tmp_path / "some_package-1.2"
     monkeypatch.setattr(archive, "_download", lambda requirement, folder: pytest.fail("downloaded again"))
     assert archive.fetch("some-package", tmp_path).is_dir()
-
-
-def test_an_archive_of_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(archive.importlib.metadata, "version", lambda name: "1.2")
-    monkeypatch.setattr(archive, "_download", lambda requirement, folder: pack(folder, "some_package-1.2", "1.1"))
+    monkeypatch.setattr(archive, "_download", lambda requirement, folder: pack(folder, "other-1.2", "1.1"))
     with pytest.raises(RuntimeError, match=r"not version 1\.2"):
-        archive.fetch("some-package", tmp_path)
-    assert not (tmp_path / "some_package-1.2").exists()
+        archive.fetch("other", tmp_path)
+    assert not (tmp_path / "other-1.2").exists()
 
 
 def test_what_is_left_out_has_a_reason() -> None:

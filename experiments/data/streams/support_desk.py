@@ -1,6 +1,6 @@
 """A synthetic stream of requests to the support desk of an online shop with a subscription and an app.
 
-Real traffic repeats itself, so each request is one of three kinds (shares in `Traffic`):
+Real traffic repeats itself, so each request is one of three kinds (shares below):
 
 - *repeat*: an earlier distinct text, character by character;
 - *near*: the paraphrase of an earlier request, with other slots, opener, closer and noise;
@@ -16,12 +16,10 @@ text by chance, which adds one to three points to the share of exact repeats.
 Only `random.Random.random` and correctly rounded arithmetic are used, so a seed gives the same stream everywhere.
 """
 
-from __future__ import annotations
-
 import re
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from random import Random
@@ -43,77 +41,32 @@ _PUNCTUATION: Final = re.compile(r"[.,:?!]+(?= |$)")
 _MIN_TYPO_LENGTH: Final = 4
 _MIN_RANKS: Final = 100  # Without this floor the first few requests would come back again and again.
 
+# How often what comes back, as shares of requests; the rest are fresh.
+REPEAT_SHARE: Final = 0.15  # exact repeats, beside those that happen by chance
+NEAR_SHARE: Final = 0.45  # known paraphrases with other slots and noise
+# Offsets of popularity, in ranks; higher is flatter.
+INTENT_OFFSET: Final = 12.0
+REPEAT_OFFSET: Final = 20.0  # of the texts and paraphrases that come back
+
+# How customers write: probabilities, for a request unless said otherwise.
+OPENER: Final = 0.3  # a greeting stands in front
+CONTEXT: Final = 0.1  # a sentence that is true of any customer stands in front of or behind the question
+CLOSER: Final = 0.25  # thanks or the like stand at the end
+FILLER_WORD: Final = 0.15  # "just", "actually" and the like are put in somewhere
+CONTRACTION: Final = 0.6  # "do not" becomes "don't", for each place
+NO_APOSTROPHE: Final = 0.25
+TYPO: Final = 0.015  # two letters swapped, one dropped or one doubled, for each word of four letters or more
+NO_PUNCTUATION: Final = 0.3  # commas and marks at the ends of words are left out
+LOWER: Final = 0.35
+UPPER: Final = 0.01
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request and what it is really about.
+    """One request and what it is really about."""
 
-    Attributes:
-        text: What the customer wrote, one line.
-        label: The intent, one of `INTENTS`.
-    """
-
-    text: str
-    label: str
-
-
-@dataclass(frozen=True, slots=True)
-class Noise:
-    """How customers write; every field is a probability from 0 to 1, for a request unless said otherwise.
-
-    Attributes:
-        opener: A greeting stands in front.
-        context: A sentence that is true of any customer stands in front of or behind the question.
-        closer: Thanks or the like stand at the end.
-        filler_word: "just", "actually" and the like are put in somewhere.
-        contraction: "do not" becomes "don't", for each place.
-        no_apostrophe: All apostrophes are left out.
-        typo: Two letters swapped, one dropped or one doubled, for each word of four letters or more.
-        no_punctuation: Commas and marks at the ends of words are left out.
-        lower: All lower case.
-        upper: All upper case.
-    """
-
-    opener: float = 0.3
-    context: float = 0.1
-    closer: float = 0.25
-    filler_word: float = 0.15
-    contraction: float = 0.6
-    no_apostrophe: float = 0.25
-    typo: float = 0.015
-    no_punctuation: float = 0.3
-    lower: float = 0.35
-    upper: float = 0.01
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        for field in fields(self):
-            _check_range(field.name, getattr(self, field.name), 0.0, 1.0)
-
-
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """How often what comes back.
-
-    Attributes:
-        repeat_share: Share of exact repeats, 0 to 1, beside those that happen by chance.
-        near_share: Share of known paraphrases with other slots and noise, 0 to 1; the rest are fresh.
-        intent_offset: Offset of the popularity of intents, in ranks, 1 or more; higher is flatter.
-        repeat_offset: The same for the texts and paraphrases that come back.
-    """
-
-    repeat_share: float = 0.15
-    near_share: float = 0.45
-    intent_offset: float = 12.0
-    repeat_offset: float = 20.0
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        _check_range("repeat_share", self.repeat_share, 0.0, 1.0)
-        _check_range("near_share", self.near_share, 0.0, 1.0)
-        _check_range("repeat_share + near_share", self.repeat_share + self.near_share, 0.0, 1.0)
-        _check_range("intent_offset", self.intent_offset, 1.0, 1e6)
-        _check_range("repeat_offset", self.repeat_offset, 1.0, 1e6)
+    text: str  # what the customer wrote, one line
+    label: str  # the intent, one of `INTENTS`
 
 
 class _Paraphrase(NamedTuple):
@@ -123,41 +76,20 @@ class _Paraphrase(NamedTuple):
     label: str
 
 
-def support_desk(
-    n: int = 2000,
-    seed: int = 0,
-    *,
-    intents: Sequence[str] | None = None,
-    noise: Noise | None = None,
-    traffic: Traffic | None = None,
-) -> list[Request]:
-    """Make a stream of support requests, in the order of arrival.
-
-    Args:
-        n: Number of requests, 0 or more.
-        seed: Seed of the stream, 0 or more. A longer stream of the same seed begins with the shorter one.
-        intents: Which of `INTENTS` take part, from the most to the least popular; `None` means all.
-        noise: How customers write; `None` means `Noise()`.
-        traffic: How often what comes back; `None` means `Traffic()`.
-
-    Returns:
-        The requests; equal arguments give equal streams on every machine.
-
-    Raises:
-        ValueError: If `n` or `seed` is negative, or `intents` is empty, repeats a name or has an unknown one.
-    """
+def support_desk(n: int = 2000, seed: int = 0, intents: Sequence[str] = INTENTS) -> list[Request]:
+    """A stream of `n` requests, the same on every machine; a longer one of a seed begins with the shorter."""
     if n < 0 or seed < 0:
         raise ValueError(f"n and seed must be 0 or more, got n={n}, seed={seed}")
-    desk = _Desk(Random(seed), _checked_intents(intents), noise or Noise(), traffic or Traffic())
+    desk = _Desk(Random(seed), _checked(intents))
     return [desk.next_request() for _ in range(n)]
 
 
 class _Desk:
     """The state of a stream: the distinct requests and the paraphrases so far, oldest first."""
 
-    def __init__(self, rng: Random, intents: tuple[str, ...], noise: Noise, traffic: Traffic) -> None:
-        self._rng, self._intents, self._noise, self._traffic = rng, intents, noise, traffic
-        self._intent_weights = _zipf(len(intents), traffic.intent_offset)
+    def __init__(self, rng: Random, intents: tuple[str, ...]) -> None:
+        self._rng, self._intents = rng, intents
+        self._intent_weights = _zipf(len(intents), INTENT_OFFSET)
         self._age_weights: list[float] = []
         self._requests: list[Request] = []
         self._seen: set[Request] = set()
@@ -166,13 +98,13 @@ class _Desk:
     def next_request(self) -> Request:
         """Draw the kind of the next request, then the request."""
         kind = self._rng.random()
-        if kind < self._traffic.repeat_share:
+        if kind < REPEAT_SHARE:
             request = self._old(self._requests)
             if request is not None:
                 return request
-        is_near = self._traffic.repeat_share <= kind < self._traffic.repeat_share + self._traffic.near_share
+        is_near = REPEAT_SHARE <= kind < REPEAT_SHARE + NEAR_SHARE
         paraphrase = (self._old(self._paraphrases) if is_near else None) or self._fresh()
-        request = Request(_write(paraphrase.text, self._noise, self._rng), paraphrase.label)
+        request = Request(_write(paraphrase.text, self._rng), paraphrase.label)
         if request not in self._seen:
             self._seen.add(request)
             self._requests.append(request)
@@ -189,28 +121,28 @@ class _Desk:
         """Draw one of the things by popularity; `None` if the rank drawn is still empty."""
         n_ranks = max(len(things), _MIN_RANKS)
         if len(self._age_weights) < n_ranks:
-            self._age_weights = _zipf(2 * n_ranks, self._traffic.repeat_offset)
+            self._age_weights = _zipf(2 * n_ranks, REPEAT_OFFSET)
         rank = _draw(self._rng, self._age_weights, n_ranks)
         return things[rank] if rank < len(things) else None
 
 
-def _write(paraphrase: str, noise: Noise, rng: Random) -> str:
-    """Fill the slots of a paraphrase, put talk around it, and write it as carelessly as `noise` says."""
+def _write(paraphrase: str, rng: Random) -> str:
+    """Fill the slots of a paraphrase, put talk around it, and write it as carelessly as customers do."""
     parts = [paraphrase]
-    if rng.random() < noise.context:
+    if rng.random() < CONTEXT:
         parts.insert(_pick(rng, (0, 1)), _pick(rng, PHRASES["contexts"]))
-    if rng.random() < noise.opener:
+    if rng.random() < OPENER:
         parts.insert(0, _pick(rng, PHRASES["openers"]))
-    if rng.random() < noise.closer:
+    if rng.random() < CLOSER:
         parts.append(_pick(rng, PHRASES["closers"]))
     text = _fill(" ".join(parts), rng)
-    text = _CONTRACTIBLE.sub(lambda m: _SHORT_FORMS[m[1]] if rng.random() < noise.contraction else m[1], text)
-    if rng.random() < noise.filler_word:
+    text = _CONTRACTIBLE.sub(lambda m: _SHORT_FORMS[m[1]] if rng.random() < CONTRACTION else m[1], text)
+    if rng.random() < FILLER_WORD:
         words = text.split(" ")
         words.insert(1 + int(rng.random() * (len(words) - 1)), _pick(rng, PHRASES["filler_words"]))
         text = " ".join(words)
-    text = " ".join(_mistyped(word, rng) if rng.random() < noise.typo else word for word in text.split(" "))
-    return _restyled(_SENTENCE_START.sub(lambda m: m[0].upper(), text), noise, rng)
+    text = " ".join(_mistyped(word, rng) if rng.random() < TYPO else word for word in text.split(" "))
+    return _restyled(_SENTENCE_START.sub(lambda m: m[0].upper(), text), rng)
 
 
 def _fill(text: str, rng: Random) -> str:
@@ -232,16 +164,16 @@ def _mistyped(word: str, rng: Random) -> str:
     return word[:at] + middle + word[at + 2 :]
 
 
-def _restyled(text: str, noise: Noise, rng: Random) -> str:
+def _restyled(text: str, rng: Random) -> str:
     """Leave out apostrophes and punctuation, and change the case, each by its probability."""
-    if rng.random() < noise.no_apostrophe:
+    if rng.random() < NO_APOSTROPHE:
         text = text.replace("'", "")
-    if rng.random() < noise.no_punctuation:
+    if rng.random() < NO_PUNCTUATION:
         text = _PUNCTUATION.sub("", text)
     case = rng.random()
-    if case < noise.lower:
+    if case < LOWER:
         return text.lower()
-    return text.upper() if case > 1.0 - noise.upper else text
+    return text.upper() if case > 1.0 - UPPER else text
 
 
 def _pick(rng: Random, options: Sequence[_T]) -> _T:
@@ -258,16 +190,11 @@ def _draw(rng: Random, totals: Sequence[float], n: int) -> int:
     return bisect_right(totals, rng.random() * totals[n - 1], 0, n - 1)
 
 
-def _checked_intents(intents: Sequence[str] | None) -> tuple[str, ...]:
-    names = INTENTS if intents is None else tuple(intents)
+def _checked(intents: Sequence[str]) -> tuple[str, ...]:
+    names = tuple(intents)
     unknown = sorted(set(names) - set(INTENTS))
     if unknown:
         raise ValueError(f"unknown intents {unknown}; known are {', '.join(INTENTS)}")
     if not names or len(set(names)) < len(names):
         raise ValueError(f"intents must be one or more different names, got {list(names)}")
     return names
-
-
-def _check_range(name: str, value: float, low: float, high: float) -> None:
-    if not low <= value <= high:
-        raise ValueError(f"{name} must be from {low:g} to {high:g}, got {value}")

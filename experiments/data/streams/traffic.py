@@ -17,28 +17,18 @@ _T = TypeVar("_T")
 
 
 class Traffic(Section):
-    """How requests are drawn.
+    """How requests are drawn."""
 
-    Attributes:
-        n: Requests drawn.
-        skew: Exponent of the Zipf law of popularity: 0 asks all alike, 1 is what web traffic is like.
-        phases: How often popularity is dealt out anew, at equal distances; 1: it never changes.
-        seed: Of everything drawn.
-    """
-
-    n: int = Field(ge=1)
+    n: int = Field(ge=1)  # requests drawn
+    # Exponent of the Zipf law of popularity: 0 asks all alike, 1 is what web traffic is like.
     skew: float = Field(default=1.0, ge=0.0)
+    # How often popularity is dealt out anew, at equal distances; 1: it never changes.
     phases: int = Field(default=1, ge=1)
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0)  # of everything drawn
 
 
 def draw(pool: Sequence[_T], traffic: Traffic) -> list[_T]:
-    """A stream of requests from a pool.
-
-    Args:
-        pool: Distinct requests, at least one.
-        traffic: How they are drawn.
-    """
+    """A stream of requests from a pool of distinct ones."""
     rng = random.Random(traffic.seed)
     weights = [1 / rank**traffic.skew for rank in range(1, len(pool) + 1)]
     ends = [round(traffic.n * phase / traffic.phases) for phase in range(traffic.phases + 1)]
@@ -51,33 +41,21 @@ def draw(pool: Sequence[_T], traffic: Traffic) -> list[_T]:
 
 
 class Arrival(Section):
-    """In which order requests of a pool come.
+    """In which order requests of a pool come."""
 
-    Attributes:
-        name: `shuffled`; `bursts`: intents come in bursts, each request once; `repeats`: requests are drawn again and
-            again, by a Zipf law.
-        length: Of `bursts`: requests of an intent that come in one, in the mean; lengths are exponential.
-        at_once: Of `bursts`: intents whose bursts go on at the same time, their requests in turns that are drawn.
-        skew: Of `repeats`: exponent of the law.
-        n: Of `repeats`: requests drawn; by default as many as the pool has.
-    """
-
+    # `shuffled`; `bursts`: intents come in bursts, each request once; `repeats`: requests are drawn again and again, by
+    # a Zipf law.
     name: Literal["shuffled", "bursts", "repeats"]
+    # Of `bursts`: requests of an intent that come in one, in the mean; lengths are exponential.
     length: int = Field(default=100, ge=1)
+    # Of `bursts`: intents whose bursts go on at the same time, their requests in turns that are drawn.
     at_once: int = Field(default=3, ge=1)
-    skew: float = Field(default=1.0, ge=0.0)
-    n: int | None = Field(default=None, ge=1)
+    skew: float = Field(default=1.0, ge=0.0)  # of `repeats`: exponent of the law
+    n: int | None = Field(default=None, ge=1)  # of `repeats`: requests drawn; by default as many as the pool has
 
 
 def arrange(pool: Sequence[_T], label_of: Callable[[_T], object], arrival: Arrival, seed: int) -> list[_T]:
-    """A stream of requests from a pool.
-
-    Args:
-        pool: At least one.
-        label_of: Tells a request's intent.
-        arrival: In which order they come.
-        seed: Of everything drawn.
-    """
+    """A stream of requests from a pool; `label_of` tells a request's intent."""
     if arrival.name == "repeats":
         return draw(pool, Traffic(n=arrival.n or len(pool), skew=arrival.skew, seed=seed))
     rng = random.Random(seed)

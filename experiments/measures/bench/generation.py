@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,7 +41,6 @@ class Clock:
     """Takes the time of each new token. A streamer of transformers, which is given the prompt first."""
 
     def __init__(self) -> None:
-        """Nothing was given yet."""
         self._at: list[float] = []
 
     def put(self, value: Tensor) -> None:
@@ -58,17 +57,7 @@ class Clock:
 
 
 def greedy(model: Any, ids: Tensor, new_tokens: int, **more: Any) -> Any:
-    """What transformers' own loop makes of a prompt, the likeliest token each time.
-
-    Args:
-        model: Causal language model.
-        ids: The prompt (1, T), int64, without padding.
-        new_tokens: Tokens generated, always as many.
-        **more: Further arguments of `model.generate`.
-
-    Returns:
-        Prompt and continuation, int64 (1, T + new_tokens), unless `more` asks for more.
-    """
+    """Prompt (1, T) and greedy continuation, int64 (1, T + new_tokens), by transformers' own loop."""
     return model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
@@ -80,29 +69,16 @@ def greedy(model: Any, ids: Tensor, new_tokens: int, **more: Any) -> Any:
     )
 
 
-class Way(Protocol):
-    """One way to generate; made of a model that is in eval mode and stays as it is."""
-
-    @property
-    def n_hits(self) -> int:
-        """Prompts that were served from memory so far."""
-
-    def __call__(self, ids: Tensor, new_tokens: int, clock: Clock | None = None) -> Tensor:
-        """The prompt (1, T) and as many tokens more, int64 (1, T + new_tokens)."""
-
-
 class Recompute:
-    """Runs the whole sequence for every token."""
+    """Runs the whole sequence for every token. A model stays as it is; `n_hits` counts prompts served from memory."""
 
     n_hits = 0
     uses_kv = False
 
     def __init__(self, model: Any) -> None:
-        """Generate with `model`."""
         self._model = model
 
     def __call__(self, ids: Tensor, new_tokens: int, clock: Clock | None = None) -> Tensor:
-        """Prompt and continuation."""
         tokens: Tensor = greedy(self._model, ids, new_tokens, use_cache=self.uses_kv, streamer=clock)
         return tokens
 
@@ -117,7 +93,6 @@ class Remembering(KVCache):
     """As `KVCache`, on a copy of the model that is wrapped."""
 
     def __init__(self, model: Any) -> None:
-        """Copy and wrap `model`."""
         super().__init__(copy.deepcopy(model))
         self._cache = LLMCache.wrap(self._model, max_entries=MAX_ENTRIES, auto_bypass=False)
 
@@ -129,19 +104,13 @@ class Remembering(KVCache):
 
 @dataclass(slots=True)
 class Times:
-    """Generations of one kind, milliseconds.
+    """Generations of one kind, milliseconds."""
 
-    Attributes:
-        ttft: To the first token, one a generation.
-        itl: From each token to the next, of all generations.
-        tpot: Mean of those of a generation, one each; none where one token is generated.
-        e2el: To the last token, one a generation.
-    """
-
-    ttft: list[float] = field(default_factory=list)
-    itl: list[float] = field(default_factory=list)
+    ttft: list[float] = field(default_factory=list)  # to the first token, one a generation
+    itl: list[float] = field(default_factory=list)  # from each token to the next, of all generations
+    # Mean of those of a generation, one each; none where one token is generated
     tpot: list[float] = field(default_factory=list)
-    e2el: list[float] = field(default_factory=list)
+    e2el: list[float] = field(default_factory=list)  # to the last token, one a generation
 
     def add(self, started: float, tokens_at: Sequence[float]) -> None:
         """Count a generation that began, and gave each token, at these seconds of one clock."""
@@ -159,14 +128,7 @@ class Times:
 def measure_each(
     models: Sequence[str], dtypes: Sequence[str], models_dir: Path | None, **settings: Any
 ) -> list[dict[str, Any]]:
-    """Run the benchmark on each model with each dtype; see `measure`, whose figures name models as they are given here.
-
-    Args:
-        models: Causal architectures of the benchmark, prepared models, or folders.
-        dtypes: Of weights and states.
-        models_dir: Where prepared models lie.
-        **settings: The other arguments of `measure`.
-    """
+    """Run `measure` on each model with each dtype; figures name models as they are given here."""
     return [
         {**measure(find(model, models_dir), dtype=dtype, **settings), "model": model}
         for model in models
@@ -185,28 +147,9 @@ def measure(
     dtype: str = "float32",
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Run the benchmark.
-
-    Args:
-        model: A causal architecture of the benchmark, or a folder.
-        prompt_tokens: Tokens of a prompt.
-        new_tokens: Tokens generated, always as many.
-        rounds: Generations of each kind, after one unmeasured.
-        shared_tokens: First tokens of a known prompt with which that of a `prefix_hit` begins; 0 for none of this kind,
-            else a block of the prefix rung (16) at least, and fewer than the prompt has.
-        device: Torch device.
-        dtype: Of weights and states.
-        seed: Of random weights and prompts.
-
-    Returns:
-        Times of whole generations in milliseconds by kind, as `percentiles` gives them; in `ratios`
-        each kind against `kv_cache`, round by round; and in `times`, by kind, `ttft_ms`, `tpot_ms`, `itl_ms` and
-        `e2el_ms`.
-
-    Raises:
-        ConfigError: The model is no causal language model or takes fewer tokens, or device or dtype cannot be measured.
-        RuntimeError: A hit gave other tokens than the model alone.
-    """
+    """Times of generations and of tokens by kind, milliseconds, and ratios to `kv_cache` round by round."""
+    # The first round is not measured. Of `shared_tokens` a `prefix_hit` begins with so many tokens of a known prompt;
+    # a block of the prefix rung (16) at least, and fewer than the prompt has; 0: there is none of this kind.
     check_target(device, dtype)
     check(model, prompt_tokens + new_tokens, head="token")
     pair = build(model, seed, device, head="token", dtype=dtype)
@@ -235,10 +178,10 @@ def measure(
     }
 
 
-def _ways(model: Any, has_prefix: bool) -> dict[str, Way]:
+def _ways(model: Any, has_prefix: bool) -> dict[str, Recompute]:
     """The way that each kind of generation is made in; all with llmcache are made by one cache."""
     remembering = Remembering(model)
-    ways: dict[str, Way] = {
+    ways: dict[str, Recompute] = {
         "nocache": Recompute(model),
         "kv_cache": KVCache(model),
         "miss": remembering,
@@ -248,17 +191,13 @@ def _ways(model: Any, has_prefix: bool) -> dict[str, Way]:
 
 
 def _round(
-    ways: Mapping[str, Way], prompts: Mapping[str, Tensor], new_tokens: int, number: int, times: Mapping[str, Times]
+    ways: Mapping[str, Recompute],
+    prompts: Mapping[str, Tensor],
+    new_tokens: int,
+    number: int,
+    times: Mapping[str, Times],
 ) -> None:
-    """One generation of each kind, and its times put with those of its kind.
-
-    Args:
-        ways: By kind.
-        prompts: By kind (1, T).
-        new_tokens: Tokens generated.
-        number: Of the round, which decides the order.
-        times: By kind.
-    """
+    """One generation of each kind, in an order that hangs on the round's number; its times are put with its kind's."""
     made, hits = {}, {}
     for kind in rotated(list(ways), number):
         made[kind], hits[kind] = _timed(ways[kind], prompts[kind], new_tokens, times[kind])
@@ -268,7 +207,7 @@ def _round(
             raise RuntimeError(f"a generation counted as {kind} had {n_hits} hits, or other tokens")
 
 
-def _timed(way: Way, ids: Tensor, new_tokens: int, times: Times) -> tuple[Tensor, int]:
+def _timed(way: Recompute, ids: Tensor, new_tokens: int, times: Times) -> tuple[Tensor, int]:
     """Tokens of one generation, and the hits it counted; its times are put with the others."""
     before, clock = way.n_hits, Clock()
     synchronise(ids.device)

@@ -44,56 +44,26 @@ Draw = Callable[[], tuple[Any, Tensor, dict[str, int]]]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What to measure.
+    """What to measure."""
 
-    Attributes:
-        model: Architecture or folder.
-        batch_size: Rows a call.
-        seq_len: Tokens a row.
-        entries: Entries that fill each bank before measuring, at least `CALLS_HELD` a row of a call.
-        payload: What entries keep.
-        layers: Stored layers: `last` or `all`.
-        index: Index name.
-        mode: Of the cache: `semantic`, one search a call, or `paper`, one a layer.
-        head: `class`, a classifier, or `token`, a causal language model's, with logits at every token.
-        tau: Threshold between random requests (misses) and those with one token changed (hits).
-        device: Torch device.
-        dtype: Of weights and states.
-        rounds: Calls of each kind; p90 and p99 take 200 or more.
-        seed: Of weights and requests.
-    """
-
-    model: str = "bert-base"
+    model: str = "bert-base"  # architecture or folder
     batch_size: int = 1
-    seq_len: int = 128
-    entries: int = 10_000
-    payload: str = "cls"
-    layers: str = "last"
+    seq_len: int = 128  # tokens a row
+    entries: int = 10_000  # entries that fill each bank before measuring, at least `CALLS_HELD` a row of a call
+    payload: str = "cls"  # what entries keep
+    layers: str = "last"  # stored layers: `last` or `all`
     index: str = "auto"
-    mode: str = "semantic"
-    head: str = "class"
-    tau: float = 0.98
+    mode: str = "semantic"  # of the cache: `semantic`, one search a call, or `paper`, one a layer
+    head: str = "class"  # `class`, a classifier, or `token`, a causal language model's, with logits at every token
+    tau: float = 0.98  # threshold between random requests (misses) and those with one token changed (hits)
     device: str = "cpu"
     dtype: str = "float32"
-    rounds: int = 200
+    rounds: int = 200  # calls of each kind; p90 and p99 take 200 or more
     seed: int = 0
 
 
 def measure(settings: Settings, advance: Callable[[str, int, int], None] | None = None) -> dict[str, Any]:
-    """Run the benchmark.
-
-    Args:
-        settings: What to measure.
-        advance: Told phase, done and total, for a progress bar.
-
-    Returns:
-        The figures as `llmcache bench latency` prints them, times in milliseconds. `n_overlooked` calls were drawn
-        again because the index had overlooked a neighbour. `exact_hit_is_equal`: whether an exact hit of a whole call,
-        tried once on this device before the clock runs, gave the stored run's output bit for bit.
-
-    Raises:
-        ConfigError: Device, dtype, mode, model or number of entries cannot be measured.
-    """
+    """Run the benchmark: figures as `llmcache bench latency` prints them. `advance` is told phase, done and total."""
     _check(settings)
     pair = build(settings.model, settings.seed, settings.device, settings.head, settings.dtype)
     bench = Bench(settings, pair)
@@ -134,7 +104,6 @@ class Bench:
     """A filled cache on one model, beside an untouched copy and a twin without layers."""
 
     def __init__(self, settings: Settings, pair: Pair) -> None:
-        """Wrap the model."""
         self._settings = settings
         self._plain = copy.deepcopy(pair.model)
         self._model = pair.model
@@ -243,11 +212,9 @@ class Bench:
         raise RuntimeError(f"a {kind} call counted hits {hits}, expected {expected}, {MOST_DRAWS} times in a row")
 
     def _call(self, kind: str, model: Any, ids: Tensor) -> tuple[float, Tensor, dict[str, int]]:
-        """Seconds of one call, from arguments to output, its logits, and the hits it counted.
-
-        Layers that ran for a row that hit are told among the hits: where layers are searched one by one, some may serve
-        and others not.
-        """
+        """Seconds of one call, from arguments to output, its logits, and the hits it counted."""
+        # Layers that ran for a row that hit are told among the hits: where layers are searched one by one, some may
+        # serve and others not.
         inputs = self._requests.inputs(ids)
         before = self.cache.stats()
         synchronise(self._settings.device)
@@ -273,15 +240,7 @@ def rotated(kinds: Sequence[str], by: int) -> Iterator[str]:
 
 
 def ratios(times: Mapping[str, Sequence[float]], base: str) -> dict[str, dict[str, float]]:
-    """Each kind of call against another one of the same round.
-
-    Args:
-        times: By kind, one a round.
-        base: The kind that the others are divided by.
-
-    Returns:
-        By `kind/base`: median, and the 5th and 95th percentile, between which nine rounds of ten lie.
-    """
+    """Each kind of call against another one of the same round, by `kind/base`: median, 5th and 95th percentile."""
     found = {}
     for kind in (kind for kind in times if kind != base):
         values = np.array(times[kind]) / np.array(times[base])

@@ -22,40 +22,20 @@ MOST_TOKENS = 512
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What to measure.
+    """What to measure."""
 
-    Attributes:
-        entries: Entries to store.
-        width: Hidden width, and so fingerprint width with `mean`.
-        seq_len: Tokens a request.
-        batch_size: Rows a call. Few, or the calls' own buffers blur the figure.
-        payload: What entries keep.
-        compression: Codec.
-        fingerprint: Fingerprint name; `simhash` leaves next to nothing of the fingerprint in the figure.
-        seed: Of weights and requests.
-    """
-
-    entries: int = 100_000
-    width: int = 768
-    seq_len: int = 128
-    batch_size: int = 8
-    payload: str = "cls"
+    entries: int = 100_000  # entries to store
+    width: int = 768  # hidden width, and so fingerprint width with `mean`
+    seq_len: int = 128  # tokens a request
+    batch_size: int = 8  # few, or the calls' own buffers blur the figure
+    payload: str = "cls"  # what entries keep
     compression: str = "fp16"
-    fingerprint: str = "simhash"
+    fingerprint: str = "simhash"  # fingerprint name; `simhash` leaves next to nothing of the fingerprint in the figure
     seed: int = 0
 
 
 def measure(settings: Settings, advance: Callable[[str, int, int], None] | None = None) -> dict[str, Any]:
-    """Run the benchmark.
-
-    Args:
-        settings: What to measure.
-        advance: Told phase, done and total, for a progress bar.
-
-    Returns:
-        `bytes_per_entry` (process growth), `payload_bytes_per_entry`, entries per second of whole calls
-        (`calls_entries_per_s`) and of storing alone (`storing_entries_per_s`), and the settings.
-    """
+    """Run the benchmark: bytes an entry, entries stored per second, and the settings. See `measure` of `latency`."""
     if settings.width % 8:
         raise ConfigError(f"--width {settings.width}: give a multiple of 8")
     if settings.seq_len > MOST_TOKENS:

@@ -17,20 +17,13 @@ from experiments.tasks.workload import Request
 
 
 class Settings(Section):
-    """What the pattern is replayed on.
+    """What the pattern is replayed on."""
 
-    Attributes:
-        model: Architecture, with random weights, which cost the clock the same, or a folder.
-        seq_len: Tokens a request.
-        limit: Requests of the pattern, from its beginning.
-        fill: Requests before it, all computed and stored.
-        tau: Threshold between requests that were made up anew and those with one token changed.
-    """
-
-    model: str = "bert-base"
-    seq_len: int = Field(default=128, ge=8)
-    limit: int = Field(default=300, ge=1)
-    fill: int = Field(default=32, ge=1)
+    model: str = "bert-base"  # architecture, with random weights, which cost the clock the same, or a folder
+    seq_len: int = Field(default=128, ge=8)  # tokens a request
+    limit: int = Field(default=300, ge=1)  # requests of the pattern, from its beginning
+    fill: int = Field(default=32, ge=1)  # requests before it, all computed and stored
+    # Threshold between requests that were made up anew and those with one token changed.
     tau: float = Field(default=0.98, gt=0.0, le=1.0)
 
 
@@ -40,16 +33,6 @@ class Pattern(Plain):
     tokenizer = None
 
     def __init__(self, settings: Settings, is_hit: Sequence[bool], seed: int) -> None:
-        """Build the model and draw the requests.
-
-        Args:
-            settings: What it is replayed on.
-            is_hit: The pattern.
-            seed: Of weights and requests.
-
-        Raises:
-            ConfigError: There is no such model, or it takes fewer tokens.
-        """
         check(settings.model, settings.seq_len)
         pair = build(settings.model, seed, "cpu")
         self.module = pair.model
@@ -69,5 +52,4 @@ class Pattern(Plain):
         return int(output.logits.argmax(dim=-1))
 
     def show(self, answer: int) -> str:
-        """Its number."""
         return str(answer)

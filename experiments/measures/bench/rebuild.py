@@ -21,17 +21,11 @@ from torch.nn.functional import linear
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of a layer.
+    """Of a layer."""
 
-    Attributes:
-        hidden: D.
-        heads: H.
-        width: D_h.
-    """
-
-    hidden: int
-    heads: int
-    width: int
+    hidden: int  # D
+    heads: int  # H
+    width: int  # D_h
 
 
 SHAPES = {
@@ -42,17 +36,7 @@ SHAPES = {
 
 
 def measure(shapes: Mapping[str, Shape], n_tokens: int = 512, size: int = 16, rounds: int = 30) -> list[dict[str, Any]]:
-    """Time both ways in turns, for one layer in float32.
-
-    Args:
-        shapes: By name.
-        n_tokens: T, a multiple of `size`.
-        size: b.
-        rounds: Of each way, after one that is not counted.
-
-    Returns:
-        A row a shape: bytes a token of K/V and of the layer's input, and medians of both ways in milliseconds.
-    """
+    """A row a shape: bytes a token of K/V and of the layer's input, and medians of both ways, timed in turns."""
     return [{"layer of": name, **_measure(shape, n_tokens // size, size, rounds)} for name, shape in shapes.items()]
 
 

@@ -15,26 +15,16 @@ from experiments.runs.read import Run
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """One claim of LLMCache (Bansal 2025).
-
-    Attributes:
-        said: The claim.
-        config: The experiment that tests it.
-        judge: Runs of that experiment, at least one, and those of all experiments by name, to a judgement.
-    """
+    """One claim of LLMCache (Bansal 2025)."""
 
     said: str
-    config: str
+    config: str  # the experiment that tests it
+    # Runs of that experiment, at least one, and those of all experiments by name, to a judgement
     judge: Callable[[Sequence[Run], Results], Judgement]
 
 
 def judge(results: Results, missing: Mapping[str, Sequence[str]]) -> list[tuple[Claim, Judgement]]:
-    """Every claim and what became of it.
-
-    Args:
-        results: Finished runs of each experiment.
-        missing: Names of those that are not finished: no verdict is given while one is.
-    """
+    """Every claim and what became of it; none gets a verdict while one of its runs is missing."""
     return [(claim, _judge(claim, results, missing.get(claim.config, ()))) for claim in CLAIMS]
 
 

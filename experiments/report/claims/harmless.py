@@ -37,10 +37,8 @@ def harmless_rows(run: Run, curve: Curve) -> tuple[float, Sequence[float] | None
 
 
 def harmless_tau(run: Run) -> Figures | None:
-    """The point of the paper's curve with most hits that loses as little, and shows anything.
-
-    It takes `FEWEST` hits: of fewer, a half may be wrong though none was seen to be. And one at least has to be right.
-    """
+    """The point of the paper's curve with most hits that loses as little, and shows anything."""
+    # Of fewer than `FEWEST` hits a half may be wrong though none was seen to be. And one at least has to be right.
     points = of_curve(run.metrics["points"], PAPERS_CURVE)
     enough = [point for point in points if point["precision"] and n_hits(run, point) >= FEWEST]
     return best(enough, PAPERS_CURVE, loss_of(run.task))

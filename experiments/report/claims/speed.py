@@ -42,13 +42,7 @@ def latency(runs: Sequence[Run], results: Results, head: str) -> Judgement:
 
 
 def hits_needed(ratios: Mapping[str, Figures], times: float, which: str = "median") -> float:
-    """Share of hits at which a stream goes so many times as fast as without a cache; above 1: none is enough.
-
-    Args:
-        ratios: Of a miss and of a hit to the model alone, of the same rounds, each with `median`, `p5` and `p95`.
-        times: How much faster.
-        which: Of the hits' ratio; of the misses' it is the median.
-    """
+    """Share of hits, whose ratio is `which`, at which a stream is so many `times` as fast; above 1: none is enough."""
     miss, hit = ratios["miss/nocache"]["median"], ratios["hit/nocache"][which]
     return float((miss - 1 / times) / (miss - hit)) if miss > hit else float("inf")
 
@@ -65,19 +59,12 @@ RISES: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """A speed-up and what it cost.
-
-    Attributes:
-        task: The stream.
-        times: Speed-up.
-        loss: What was lost at it, a share of 1.
-        told: Both in words.
-    """
+    """A speed-up on a stream, and what it cost."""
 
     task: str
-    times: float
-    loss: float
-    told: str
+    times: float  # speed-up
+    loss: float  # what was lost at it, a share of 1
+    told: str  # both in words
 
 
 def speed(runs: Sequence[Run], results: Results) -> Judgement:
@@ -145,9 +132,7 @@ def _lost(figures: Figures) -> str:
 
 
 def _large_model(runs: Sequence[Run], results: Results) -> tuple[float | None, float, str]:
-    """Speed-up of BERT-base at the highest hit rate of any stream that costs half a point at most, what it were if hits
-    and lookups cost nothing, and that stream.
-    """
+    """Speed-up of BERT-base at the highest hit rate that any stream allows, that if hits were free, and the stream."""
     calls = [row for run in results.get("table1_latency", ()) for row in run.metrics["calls"]]
     costs = next((row for row in calls if row["model"] == "bert-base" and row["kept"] == "pooled"), None)
     allowed = [(harmless_rows(run, PAPERS_CURVE)[0], run.task) for run in runs]

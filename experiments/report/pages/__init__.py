@@ -41,16 +41,7 @@ MARK = re.compile(r"<!-- table: (\w+) -->\n((?:\|.*\n)*)")
 
 
 def lines_of(name: str, results_dir: Path, root: str = "") -> str:
-    """The lines of a table, as the files have them.
-
-    Args:
-        name: In its mark.
-        results_dir: Folder of results.
-        root: The way from the page to the root of the checkout, with which links begin.
-
-    Raises:
-        ConfigError: There is no such table, or its files are not there.
-    """
+    """The lines of a table, as the files have them; links begin with `root`, the way to the root of the checkout."""
     if name not in TABLES:
         raise ConfigError(f"no table {name!r}; known: {', '.join(TABLES)}")
     return TABLES[name](results_dir).replace("](configs/", f"]({root}configs/")

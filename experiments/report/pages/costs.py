@@ -1,48 +1,33 @@
 """Tables of what calls cost: the demo, one call of each kind, and where the cache does not help."""
 
+from collections.abc import Mapping
+from operator import itemgetter
 from pathlib import Path
 
-from experiments.report.markdown import number, percent, speed, table
+from experiments.report.markdown import Cell, columns, number, percent, row_of, speed, table
 from experiments.report.pages.files import figures_of, is_timed, runs_of
 from experiments.runs.read import Figures
 
 
 def demo(results_dir: Path) -> str:
     """Every way of the demo's first act."""
-    settings, timed = figures_of(results_dir, "demo")["settings"], is_timed(results_dir, "demo")
-    return table(
-        (
-            "setting",
-            "hit rate",
-            "changed answers",
-            "upper bound",
-            "p50, ms",
-            "p99, ms",
-            "speed-up",
-            "speed-up, whole stream",
-            "learning paid back at request",
-        ),
-        [
-            (
-                row["name"],
-                percent(row.get("hit_rate")),
-                percent(row.get("changed_answers"), 2),
-                percent(row.get("bound"), 2),
-                *(_times(row) if timed else [""] * 5),
-            )
-            for row in settings
-        ],
-    )
+    rows = figures_of(results_dir, "demo")["settings"]
+    if is_timed(results_dir, "demo"):
+        return columns(DEMO, rows)
+    return table(tuple(DEMO), [[*row_of(DEMO, row)[:4], *[""] * 5] for row in rows])
 
 
-def _times(row: Figures) -> tuple[str, ...]:
-    ms, paid = row["latency_ms"], row.get("paid_back_at")
-    return (
-        *(number(ms[name], 2) for name in ("median", "p99")),
-        speed(row),
-        number(row.get("whole", {}).get("speedup"), 2),
-        "" if paid is None else f"{paid:,}",
-    )
+DEMO: Mapping[str, Cell] = {
+    "setting": itemgetter("name"),
+    "hit rate": lambda row: percent(row.get("hit_rate")),
+    "changed answers": lambda row: percent(row.get("changed_answers"), 2),
+    "upper bound": lambda row: percent(row.get("bound"), 2),
+    "p50, ms": lambda row: number(row["latency_ms"]["median"], 2),
+    "p99, ms": lambda row: number(row["latency_ms"]["p99"], 2),
+    "speed-up": speed,
+    "speed-up, whole stream": lambda row: number(row.get("whole", {}).get("speedup"), 2),
+    "learning paid back at request": lambda row: number(row.get("paid_back_at"), 0),
+}
 
 
 def latency(results_dir: Path) -> str:

@@ -13,11 +13,7 @@ MISSING = "not measured"
 
 
 def runs_of(results_dir: Path, group: str) -> list[Run]:
-    """The finished runs of an experiment, by task and seed.
-
-    Raises:
-        ConfigError: There is none.
-    """
+    """The finished runs of an experiment, by task and seed."""
     found = runs_if_any(results_dir, group)
     if not found:
         raise ConfigError(f"{results_dir / group}: no results; llmcache run configs/{group}.yaml")
@@ -31,11 +27,7 @@ def runs_if_any(results_dir: Path, group: str) -> list[Run]:
 
 
 def figures_of(results_dir: Path, command: str) -> Figures:
-    """What a command wrote that is no experiment.
-
-    Raises:
-        ConfigError: It is not there.
-    """
+    """What a command wrote that is no experiment."""
     path = results_dir / command / METRICS
     if not path.is_file():
         raise ConfigError(f"{path}: not there; llmcache {command.replace('_', ' ')} --results-dir {results_dir.name}")
@@ -70,11 +62,7 @@ def _fixed(value: float, digits: int) -> str:
 
 
 def row_of(rows: Iterable[Figures], **wanted: object) -> Figures:
-    """The one row with these values.
-
-    Raises:
-        ConfigError: There is none.
-    """
+    """The one row with these values."""
     for row in rows:
         if all(row[name] == value for name, value in wanted.items()):
             return row

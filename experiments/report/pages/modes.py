@@ -66,13 +66,15 @@ def modes(results_dir: Path) -> str:
 
 def _repeats(results_dir: Path) -> str:
     """Whole passes: the stream with most repeats, the others, and texts that are embedded twice."""
-    rows = sorted(_summaries(runs_if_any(results_dir, "service_exact")), key=lambda row: float(row["hit_rate"]))
+    streams: dict[str, list[Figures]] = {}
+    for run in runs_if_any(results_dir, "service_exact"):
+        streams.setdefault(run.metrics["task"], []).extend(_summaries([run]))
     again = _summaries(runs_if_any(results_dir, "service_second_pass"))
-    if not rows:
+    if not streams:
         return MISSING
-    *others, most = rows
-    told = [f"{_times([most])} at a hit rate of {percent(most['hit_rate'])}"]
-    if others:
+    most = max(streams, key=lambda task: max(float(row["hit_rate"]) for row in streams[task]))
+    told = [f"{_times(streams[most])} at a hit rate of {_shares(row['hit_rate'] for row in streams[most])}"]
+    if others := [row for task, rows in streams.items() if task != most for row in rows]:
         told.append(f"{_times(others)} at {_shares(row['hit_rate'] for row in others)}")
     if again:
         told.append(f"texts embedded a second time: {_times(again)}")

@@ -1,10 +1,11 @@
 """Tables of calibrated reuse: what was chosen in advance, hindsight, the bound, and speed."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 
 from experiments.metrics.frontier import best, curves
-from experiments.report.markdown import number, percent, points, table
+from experiments.report.markdown import Cell, bounded, columns, number, of, paid_back, percent, points, row_of, table
 from experiments.report.markdown import speed as times
 from experiments.report.pages.files import MISSING, by_task, each, runs_if_any, runs_of
 from experiments.report.trust import chosen
@@ -91,105 +92,81 @@ def _frontier(runs: Sequence[Run], way: tuple[str, str | None], loss: str) -> st
 
 def bound(results_dir: Path) -> str:
     """How often a calibration was worse than its bound, of as many as were tried."""
-    return table(
-        ("stream", "target", "over the target", "allowed", "hits, median", "10th to 90th percentile"),
-        [
-            (
-                run.task,
-                percent(row["max_drop"]),
-                f"{row['n_violated']} of {row['n_calibrations']}",
-                f"{run.metrics['delta'] * row['n_calibrations']:.0f}",
-                percent(row["hit_rate_median"]),
-                f"{percent(row['hit_rate_p10'])} to {percent(row['hit_rate_p90'])}",
-            )
-            for run in runs_of(results_dir, "trust_bound")
-            for row in run.metrics["claims"]
-        ],
-    )
+    runs = runs_of(results_dir, "trust_bound")
+    return columns(BOUND, [{"run": run, **row} for run in runs for row in run.metrics["claims"]])
+
+
+BOUND: Mapping[str, Cell] = {
+    "stream": lambda row: row["run"].task,
+    "target": of(percent, "max_drop"),
+    "over the target": lambda row: f"{row['n_violated']} of {row['n_calibrations']}",
+    "allowed": lambda row: f"{row['run'].metrics['delta'] * row['n_calibrations']:.0f}",
+    "hits, median": of(percent, "hit_rate_median"),
+    "10th to 90th percentile": lambda row: f"{percent(row['hit_rate_p10'])} to {percent(row['hit_rate_p90'])}",
+}
 
 
 def speed(results_dir: Path) -> str:
     """Live speed, the default claim first; a claim that was not measured has a row without figures."""
-    heads = ("stream", "claim", "hits", "changed", "points lost", "speed-up after learning", "learning included")
-    costs = ("a miss costs more", "a hit costs", "paid back after", "same hits, BERT-base")
     default = "0.5 % of answers, frozen, audit 5 % (default)"
     found = by_task(runs_if_any(results_dir, "trust_speed_default"))
-    rows: list[tuple[str, ...]] = []
+    rows: list[Sequence[str]] = []
     for task in trust_runs(results_dir):
         if task not in found:
-            rows.append((task, default, MISSING, *[""] * 8))
+            rows.append((task, default, MISSING, *[""] * (len(SPEED) - 3)))
         rows += [_speed(run, label, default) for run in found.get(task, ()) for label in _labels(run)]
     rows += [
         _speed(run, label, _claim(run, label)) for run in runs_of(results_dir, "trust_speed") for label in _labels(run)
     ]
-    return table((*heads, *costs), rows)
+    return table(tuple(SPEED), rows)
 
 
 def service(results_dir: Path) -> str:
     """Whole passes of a service: every stream and number of threads; a stream that was not measured says so."""
-    heads = (
-        "stream",
-        "reuse",
-        "threads",
-        "hits",
-        "changed",
-        "points lost",
-        "speed-up",
-        "plain, ms",
-        "hit, ms",
-        "miss, ms",
-    )
-    rows: list[tuple[str, ...]] = []
+    rows: list[Sequence[str]] = []
     for group, tasks in SERVICES.items():
         found = by_task(runs_if_any(results_dir, group))
         kind = "calibrated" if group == "service_small" else "exact repeats"
         for task in (*tasks, *(other for other in found if other not in tasks)):
             if task not in found:
-                rows.append((task, kind, "", MISSING, *[""] * 6))
-            rows += [_passes(task, row) for run in found.get(task, ()) for row in run.metrics["summary"]]
-    return table(heads, rows)
+                rows.append((task, kind, "", MISSING, *[""] * (len(PASSES) - 4)))
+            rows += [
+                row_of(PASSES, {"run": run, **row}) for run in found.get(task, ()) for row in run.metrics["summary"]
+            ]
+    return table(tuple(PASSES), rows)
 
 
-def _passes(task: str, row: Figures) -> tuple[str, ...]:
-    return (
-        task,
-        "exact repeats" if row["max_drop"] is None else f"calibrated, {percent(row['max_drop'])}",
-        str(row["threads"]),
-        percent(row["hit_rate"]),
-        percent(row["changed_answers"], 2),
-        points(row["accuracy_drop"]),
-        times(row),
-        *(number(row[name], 2) for name in ("plain_ms", "hit_ms", "miss_ms")),
-    )
+PASSES: Mapping[str, Cell] = {
+    "stream": lambda row: row["run"].task,
+    "reuse": lambda row: "exact repeats" if row["max_drop"] is None else f"calibrated, {percent(row['max_drop'])}",
+    "threads": itemgetter("threads"),
+    "hits": of(percent, "hit_rate"),
+    "changed": of(percent, "changed_answers", 2),
+    "points lost": of(points, "accuracy_drop"),
+    "speed-up": times,
+    "plain, ms": of(number, "plain_ms", 2),
+    "hit, ms": of(number, "hit_ms", 2),
+    "miss, ms": of(number, "miss_ms", 2),
+}
 
 
 def second_pass(results_dir: Path) -> str:
     """Texts that are embedded again; a row without figures where that was not measured."""
-    heads = (
-        "stream",
-        "texts",
-        "a batch",
-        "hits of the second pass",
-        "its speed-up",
-        "the first costs more",
-        "plain, ms",
-    )
-    if not (found := runs_if_any(results_dir, "service_second_pass")):
-        return table(heads, [("banking77", MISSING, *[""] * 5)])
-    rows = [
-        (
-            run.task,
-            number(row["n"], 0),
-            str(row["batch"]),
-            percent(row["hit_rate"]),
-            times(row),
-            percent(row["first_costs"], 0),
-            number(row["plain_ms"], 2),
-        )
-        for run in found
-        for row in run.metrics["summary"]
-    ]
-    return table(heads, rows)
+    found = runs_if_any(results_dir, "service_second_pass")
+    if not found:
+        return table(tuple(SECOND_PASS), [("banking77", MISSING, *[""] * (len(SECOND_PASS) - 2))])
+    return columns(SECOND_PASS, [{"run": run, **row} for run in found for row in run.metrics["summary"]])
+
+
+SECOND_PASS: Mapping[str, Cell] = {
+    "stream": lambda row: row["run"].task,
+    "texts": of(number, "n", 0),
+    "a batch": itemgetter("batch"),
+    "hits of the second pass": of(percent, "hit_rate"),
+    "its speed-up": times,
+    "the first costs more": of(percent, "first_costs", 0),
+    "plain, ms": of(number, "plain_ms", 2),
+}
 
 
 def _labels(run: Run) -> list[str]:
@@ -205,19 +182,21 @@ def _claim(run: Run, label: str) -> str:
     )
 
 
-def _speed(run: Run, label: str, claim: str) -> tuple[str, ...]:
-    row, replayed = run.metrics["methods"][label], run.metrics["replayed"].get(label)
-    paid = row["paid_back_after"]
-    return (
-        run.task,
-        claim,
-        percent(row["hit_rate"]),
-        percent(row["changed_answers"], 2),
-        points(row["accuracy_drop"], row["accuracy_drop_ci"]),
-        times(row),
-        number(row["speedup_with_learning"], 2),
-        percent(row["miss_overhead"], 0),
-        percent(row["hit_cost"], 0),
-        "never" if paid is None else f"{paid:,.0f} requests",
-        "" if replayed is None else times(replayed),
-    )
+def _speed(run: Run, label: str, claim: str) -> Sequence[str]:
+    replayed = run.metrics["replayed"].get(label)
+    return row_of(SPEED, {"run": run, "claim": claim, "replayed": replayed, **run.metrics["methods"][label]})
+
+
+SPEED: Mapping[str, Cell] = {
+    "stream": lambda row: row["run"].task,
+    "claim": itemgetter("claim"),
+    "hits": of(percent, "hit_rate"),
+    "changed": of(percent, "changed_answers", 2),
+    "points lost": bounded(points, "accuracy_drop"),
+    "speed-up after learning": times,
+    "learning included": of(number, "speedup_with_learning", 2),
+    "a miss costs more": of(percent, "miss_overhead", 0),
+    "a hit costs": of(percent, "hit_cost", 0),
+    "paid back after": of(paid_back, "paid_back_after"),
+    "same hits, BERT-base": lambda row: times(row["replayed"] or {}),
+}

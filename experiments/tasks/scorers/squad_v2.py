@@ -52,10 +52,8 @@ class SquadV2(evaluate.Metric):
 
 
 def load() -> SquadV2:
-    """The metric as `evaluate.load` would make it, but without that function's copy of this file in the user's cache.
-
-    So a cache folder that cannot be written is not in the way, and other processes are not either.
-    """
+    """The metric as `evaluate.load` makes it, but without that function's copy of this file in the user's cache."""
+    # So a cache folder that cannot be written is not in the way, and other processes are not either.
     with TemporaryDirectory() as folder:  # evaluate wants one, even for what it keeps in memory
         return SquadV2(keep_in_memory=True, cache_dir=folder)
 

@@ -29,17 +29,6 @@ class Autoencoder(FittedCodec):
     }
 
     def __init__(self, dim: int = 64, fit_on: int = 512, epochs: int = 200, seed: int = 0) -> None:
-        """Choose size and training.
-
-        Args:
-            dim: As for every codec that is fitted.
-            fit_on: Likewise.
-            epochs: Training steps, at least 1.
-            seed: Of the first weights.
-
-        Raises:
-            ValueError: A number is too small.
-        """
         super().__init__(dim, fit_on)
         if epochs < 1:
             raise ValueError(f"epochs={epochs}: give at least 1")

@@ -27,11 +27,7 @@ class FittedCodec(Plain, ABC):
 
         Args:
             dim: Numbers kept of a row, at least 1; at most the hidden width is used.
-            fit_on: Rows to fit on, more than `dim`. Payloads of one vector have one row a request, `sequence` one a
-                token.
-
-        Raises:
-            ValueError: A size is too small.
+            fit_on: Rows to fit on, more than `dim`. Payloads of one vector have one a request, `sequence` one a token.
         """
         if dim < 1:
             raise ValueError(f"dim={dim}: give at least 1")
@@ -44,22 +40,15 @@ class FittedCodec(Plain, ABC):
 
     @property
     def n_fit(self) -> int:
-        """Rows still needed before it packs."""
         return 0 if self._learned else self.fit_on
 
     def fit(self, rows: Tensor) -> None:
-        """Learn from rows (N, D)."""
         # What is computed in inference mode could not take part in training.
         with torch.inference_mode(False), torch.no_grad(), torch.autocast(rows.device.type, enabled=False):
             self._learned = self._learn(rows.detach().float())
 
     def encode(self, name: str, x: Tensor) -> dict[str, Tensor]:
-        """Replace rows by their codes, stored as `<name>.code`.
-
-        Raises:
-            ValueError: `x` is not floating point; or it is `hidden` and has no last dimension of at least 1, or a value
-                that is not finite in float32.
-        """
+        """Replace rows by their codes, stored as `<name>.code`."""
         if name != PACKED:
             return super().encode(name, x)
         rows = check_rows(name, x)
@@ -81,11 +70,9 @@ class FittedCodec(Plain, ABC):
         return False
 
     def state(self) -> dict[str, Tensor]:
-        """What was learned, once fitted."""
         return dict(self._learned)
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Take up what was learned, checked against `SHAPES`."""
         if not state:
             return
         learned = {name: state[name] for name in self.SHAPES}

@@ -22,11 +22,6 @@ class Packer:
     """
 
     def __init__(self, codec: Codec) -> None:
-        """Begin with a codec that serves nothing else.
-
-        Args:
-            codec: Fitted here when it asks for it.
-        """
         self.codec = codec
         self.loss = Loss()
         # Namespace and rows by request, until the codec is fitted. Rows of evicted requests count, so that a bank that
@@ -46,7 +41,6 @@ class Packer:
             return entry
 
     def unpack(self, name: str, entry: Entry, dtype: torch.dtype) -> Tensor:
-        """One tensor of an entry, as the model made it or nearly so."""
         return self.codec.decode(name, entry.tensors, dtype)
 
     def unpack_kv(self, name: str, entry: Entry, dtype: torch.dtype) -> Tensor:
@@ -56,25 +50,16 @@ class Packer:
         return self.unpack(name, entry, stored if is_own else dtype)
 
     def there_and_back(self, hidden: Tensor) -> Tensor:
-        """What comes back of rows (R, D) once they are packed; rows with a value that is not finite stay as they are.
-
-        No lossy codec holds such rows.
-        """
+        """What comes back of rows (R, D) once packed. Those with a value that is not finite stay: no codec holds it."""
         if not hidden.isfinite().all():
             return hidden
         with torch.inference_mode(False), torch.no_grad():
             return self.unpack("hidden", self._encode({"hidden": hidden}), hidden.dtype)
 
     def learn(self, key: str, namespace: str, entry: Entry) -> bool:
-        """Show the codec an entry that is to be stored, as long as it has not seen enough.
+        """Show the codec an entry that is to be stored, as long as it has not seen enough; a key's rows count once.
 
-        Args:
-            key: Of the request; shown again, its rows count once.
-            namespace: Of the request.
-            entry: As `pack` made it.
-
-        Returns:
-            True if the codec was fitted just now: this entry and those before, plain ones, may be packed with `repack`.
+        True if the codec was fitted just now: this entry and those before, plain ones, may be packed with `repack`.
         """
         needed = self.codec.n_fit
         if not needed:
@@ -122,7 +107,6 @@ class Loss:
     """
 
     def __init__(self) -> None:
-        """Nothing measured yet."""
         self._n_rows = 0
         self._first: Tensor | None = None
         self._total = torch.zeros(())  # sum of rows less the first: nearer to the mean, so less cancels

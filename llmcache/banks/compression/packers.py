@@ -14,12 +14,6 @@ class Packers(dict[str, dict[int, Packer]]):
     """Packers by weights digest, made when first asked for, then by layer. The caller holds a lock."""
 
     def __init__(self, make_codec: Callable[[], Codec], layers: Iterable[int]) -> None:
-        """Start with none.
-
-        Args:
-            make_codec: Makes one for each layer and digest.
-            layers: Stored layers.
-        """
         super().__init__()
         self._make_codec = make_codec
         self._layers = tuple(layers)

@@ -12,15 +12,12 @@ class Plain(Codec):
     """`none`: the tensor as it is. Learns nothing, like all codecs here."""
 
     def encode(self, name: str, x: Tensor) -> dict[str, Tensor]:
-        """Return `x` itself, detached."""
         return {name: check_floating(x)}
 
     def decode(self, name: str, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        """Return the tensor, converted only if it was stored as another type."""
         return tensors[name].to(dtype)
 
     def is_lossless(self, dtype: torch.dtype) -> bool:
-        """Always."""
         return True
 
 
@@ -32,7 +29,6 @@ class Half(Plain):
     """
 
     def encode(self, name: str, x: Tensor) -> dict[str, Tensor]:
-        """Round to float16."""
         x = check_floating(x)
         return {name: x if x.dtype == torch.float16 else saturate(x, torch.float16)}
 
@@ -50,12 +46,6 @@ class Int8(Plain):
     """
 
     def encode(self, name: str, x: Tensor) -> dict[str, Tensor]:
-        """Round to 255 steps.
-
-        Raises:
-            ValueError: `x` is not floating point, has no last dimension of at least 1, or has a value that is not
-                finite in float32.
-        """
         values = check_rows(name, x)
         # The least scale is a normal number: it divides rows of zeros safely, and subnormal scales lose precision.
         scale = (values.abs().amax(-1, keepdim=True) / 127).clamp(min=torch.finfo(torch.float32).tiny)
@@ -67,7 +57,6 @@ class Int8(Plain):
         return saturate(tensors[name] * tensors[f"{name}.scale"], dtype)
 
     def is_lossless(self, dtype: torch.dtype) -> bool:
-        """Never."""
         return False
 
 
@@ -79,16 +68,7 @@ def check_floating(x: Tensor) -> Tensor:
 
 
 def check_rows(name: str, x: Tensor) -> Tensor:
-    """Return `x` detached, as float32.
-
-    Args:
-        name: Named in the error.
-        x: The tensor.
-
-    Raises:
-        ValueError: `x` is not floating point, has no last dimension of at least 1, or has a value that is not finite in
-            float32.
-    """
+    """Return `x` detached, as float32; raise `ValueError` unless it holds finite rows of at least one value."""
     values = check_floating(x).float()
     if not values.dim() or not values.shape[-1]:
         raise ValueError(f"this codec needs rows of at least one value, got {name!r} of shape {tuple(x.shape)}")

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -12,15 +12,16 @@ class Entry:
     """What is kept under one key. Two entries are equal only if they are the same object.
 
     Attributes:
-        tensors: Tensors by name, any shape, dtype and device.
+        tensors: Tensors by name, any shape, dtype and device. The mapping is not changed afterwards.
+        nbytes: Bytes of payload: elements times their size.
     """
 
     tensors: Mapping[str, Tensor]
+    nbytes: int = field(init=False)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of payload: elements times their size."""
-        return sum(x.nbytes for x in self.tensors.values())
+    def __post_init__(self) -> None:
+        """Add up the bytes once: they are asked for at every step of a put."""
+        object.__setattr__(self, "nbytes", sum(tensor.nbytes for tensor in self.tensors.values()))
 
 
 class Store(ABC):

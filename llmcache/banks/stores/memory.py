@@ -32,11 +32,7 @@ class MemoryStore(Store):
     """
 
     def __init__(self, device: str | torch.device = "cpu") -> None:
-        """Open an empty store.
-
-        Args:
-            device: Where entries are kept and returned, whatever device they come from.
-        """
+        """Open an empty store; entries are kept and returned on `device`, whatever device they come from."""
         self.device = torch.device(device)
         self._handle_of: dict[str, int] = {}  # slab number and slot in one int, to save memory; or LARGE
         self._large: dict[str, Entry] = {}
@@ -46,7 +42,6 @@ class MemoryStore(Store):
         self._lock = threading.Lock()
 
     def __getitem__(self, key: str) -> Entry:
-        """Return the entry on the store's device; `KeyError` if there is none."""
         with self._lock:
             handle = self._handle_of[key]
             if handle == LARGE:
@@ -55,7 +50,6 @@ class MemoryStore(Store):
             return Entry(self._slabs[number].get(slot))
 
     def __setitem__(self, key: str, entry: Entry) -> None:
-        """Store an entry. If that fails, what was stored under `key` before is still there."""
         held = None
         if entry.nbytes > SMALL_BYTES:  # which is copied, if at all, while others read
             held = Entry({name: adopt(x, self.device) for name, x in entry.tensors.items()})
@@ -67,14 +61,12 @@ class MemoryStore(Store):
                 self._large[key] = held
 
     def __delitem__(self, key: str) -> None:
-        """Forget the entry; `KeyError` if there is none."""
         with self._lock:
             if key not in self._handle_of:
                 raise KeyError(key)
             self._discard(key)
 
     def _discard(self, key: str) -> None:
-        """Forget the entry if there is one."""
         handle = self._handle_of.pop(key, None)
         if handle is None:
             return
@@ -102,7 +94,6 @@ class Slab:
     """Slots for entries of one signature, in blocks of about `BLOCK_BYTES`: growing never moves or doubles anything."""
 
     def __init__(self, signature: Signature, device: torch.device) -> None:
-        """Open an empty slab for tensors of these names, shapes and dtypes."""
         self.signature = signature
         self.entry_nbytes = sum(shape.numel() * dtype.itemsize for _, shape, dtype in signature)
         self._device = device
@@ -112,7 +103,6 @@ class Slab:
         self._n_opened = 0  # slots below are in use or free; the others were never touched
 
     def put(self, tensors: Mapping[str, Tensor]) -> int:
-        """Copy tensors into a slot and return its number."""
         slot = self._free[-1] if self._free else self._n_opened
         if slot == len(self._blocks) * self._slots_per_block:
             self._blocks.append(self._open_block())
@@ -126,12 +116,10 @@ class Slab:
         return slot
 
     def get(self, slot: int) -> dict[str, Tensor]:
-        """Return copies of the tensors in a slot."""
         with torch.inference_mode(False):
             return {name: held.clone() for name, held in self._views(slot).items()}
 
     def free(self, slot: int) -> None:
-        """Let a slot be used again."""
         self._free.append(slot)
 
     def __len__(self) -> int:
@@ -158,11 +146,7 @@ def copy_owned(x: Tensor, device: torch.device) -> Tensor:
 
 
 def adopt(x: Tensor, device: torch.device) -> Tensor:
-    """A tensor that was given away, detached, as `own` would have it.
-
-    Itself where it can be. Of a view, which would keep more memory alive than is counted, of a tensor that is not
-    contiguous, on another device or made in inference mode, a copy.
-    """
+    """A tensor that was given away, detached: itself, or a copy where it is no normal, whole tensor of the device."""
     x = x.detach()
     is_whole = x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes
     return x if is_whole and x.device == device and not x.is_inference() else copy_owned(x, device)

@@ -19,14 +19,6 @@ class BinaryIndex(FlatIndex):
     _row_type: ClassVar[type[np.generic]] = np.uint8
 
     def __init__(self, dim: int) -> None:
-        """Open an empty index.
-
-        Args:
-            dim: F, a multiple of 8, at least 8.
-
-        Raises:
-            ValueError: `dim` is something else.
-        """
         if dim % 8:
             raise ValueError(f"dim must be a multiple of 8, got {dim}")
         super().__init__(dim)

@@ -21,14 +21,6 @@ class FlatIndex(Index):
     _row_type: ClassVar[type[np.generic]] = np.float32
 
     def __init__(self, dim: int) -> None:
-        """Open an empty index.
-
-        Args:
-            dim: F, at least 1.
-
-        Raises:
-            ValueError: `dim` is less than 1.
-        """
         if dim < 1:
             raise ValueError(f"dim must be at least 1, got {dim}")
         self.dim = dim
@@ -38,7 +30,6 @@ class FlatIndex(Index):
         self._view: npt.NDArray[Any] | None = None
 
     def add(self, ids: Ids, x: Floats) -> None:
-        """Add or overwrite rows; see `Index.add`."""
         check_rows(x, self.dim)
         check_ids(ids, len(x))
         if not len(x):
@@ -51,7 +42,6 @@ class FlatIndex(Index):
         self._codes()[slots] = self._encode(x)
 
     def search(self, x: Floats, k: int) -> tuple[Ids, Floats]:
-        """Find the `k` most similar rows; see `Index.search`."""
         check_rows(x, self.dim)
         check_k(k)
         return self.nearest(x, k)
@@ -65,7 +55,6 @@ class FlatIndex(Index):
         return self._ids[slots], self._similarity(score)
 
     def vectors(self, ids: Ids) -> Floats:
-        """Rows by id; see `Index.vectors`."""
         check_ids(ids, len(ids), least=None)
         if not len(ids):
             return np.empty((0, self.dim), np.float32)
@@ -73,7 +62,6 @@ class FlatIndex(Index):
         return self._decode(self._codes()[slots])
 
     def remove(self, ids: Ids) -> None:
-        """Forget rows; see `Index.remove`."""
         check_ids(ids, len(ids), least=None)
         if not self._slot_of:
             return
@@ -93,23 +81,17 @@ class FlatIndex(Index):
         return ids, self.vectors(ids)
 
     def take(self, n: int) -> tuple[Ids, npt.NDArray[Any]]:
-        """Remove the `n` rows that came first, or all if fewer are held.
-
-        Returns:
-            Their ids, int64 (n,), and a copy of the rows as they are stored, (n, F) for floats.
-        """
+        """Remove the `n` rows that came first, or all: their ids (n,), and a copy of the rows as they are stored."""
         ids = np.fromiter(islice(self._slot_of, n), np.int64)
         rows = self._codes()[[self._slot_of[name] for name in ids.tolist()]]
         self.remove(ids)
         return ids, rows
 
     def __len__(self) -> int:
-        """Rows held."""
         return len(self._slot_of)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of rows and slot numbers."""
         return len(self) * (int(self._faiss.code_size) + self._ids.itemsize)
 
     def _resize(self, n: int) -> None:

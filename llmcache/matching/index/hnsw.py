@@ -39,9 +39,6 @@ class HNSWIndex(Index):
             buffer: Most rows that wait outside the graph.
             block: Rows that enter the graph at a time. faiss inserts up to 100 in one thread, more in all: faster on
                 idle cores, but several times slower on busy ones, where its threads wait for each other.
-
-        Raises:
-            ValueError: A number is too small.
         """
         options = {"M": (M, 2), "ef_construction": (ef_construction, 1), "ef_search": (ef_search, 1)}
         options |= {"buffer": (buffer, 0), "block": (block, 1)}
@@ -55,14 +52,12 @@ class HNSWIndex(Index):
         self._block = block
 
     def add(self, ids: Ids, x: Floats) -> None:
-        """Add or overwrite rows; see `Index.add`."""
         self._buffer.add(ids, x)
         self._bury(ids)
         while len(self._buffer) > self._max_waiting:
             self._graph.add(*self._buffer.take(self._block))
 
     def search(self, x: Floats, k: int) -> tuple[Ids, Floats]:
-        """Find the `k` most similar rows of buffer and graph; see `Index.search`."""
         both = self._buffer.search(x, k), self._graph.search(x, k)
         ids = np.concatenate([found for found, _ in both], axis=1)
         similarity = np.concatenate([scores for _, scores in both], axis=1)
@@ -70,23 +65,19 @@ class HNSWIndex(Index):
         return np.take_along_axis(ids, best, 1), np.take_along_axis(similarity, best, 1)
 
     def vectors(self, ids: Ids) -> Floats:
-        """Rows by id; see `Index.vectors`."""
         rows = [self._graph.row(name) if name in self._graph else self._buffer.vectors(ids[i : i + 1])[0]
                 for i, name in enumerate(ids.tolist())]  # fmt: skip
         return np.array(rows, np.float32).reshape(len(ids), self.dim)
 
     def remove(self, ids: Ids) -> None:
-        """Forget rows; see `Index.remove`."""
         self._buffer.remove(ids)
         self._bury(ids)
 
     def __len__(self) -> int:
-        """Rows held, tombstones not counted."""
         return len(self._buffer) + len(self._graph)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of rows, tombstones among them, of links and of slot numbers."""
         return self._buffer.nbytes + self._graph.nbytes
 
     def _bury(self, ids: Ids) -> None:
@@ -125,11 +116,9 @@ class Graph:
                 self._ids[slot] = -1
 
     def __contains__(self, name: int) -> bool:
-        """Whether an id is here and alive."""
         return name in self._slot_of
 
     def row(self, name: int) -> Floats:
-        """The row (F,) of an id that is here."""
         row: Floats = self._faiss.reconstruct(self._slot_of[name])
         return row
 
@@ -143,11 +132,7 @@ class Graph:
         return ids, rows
 
     def search(self, x: Floats, k: int) -> tuple[Ids, Floats]:
-        """Find at least `k` living rows a query, if they can be reached.
-
-        Returns:
-            ids and similarity (B, at least min(k, len(self))); tombstones among them are id -1, similarity -inf.
-        """
+        """Find at least `k` living rows a query, if they can be reached; tombstones are id -1, similarity -inf."""
         k, total = min(k, len(self)), len(self._ids)
         if not k or not len(x):
             return np.empty((len(x), k), np.int64), np.empty((len(x), k), np.float32)
@@ -165,16 +150,13 @@ class Graph:
             width = min(2 * width, total)
 
     def __len__(self) -> int:
-        """Rows alive."""
         return len(self._slot_of)
 
     @property
     def n_dead(self) -> int:
-        """Tombstones."""
         return len(self._ids) - len(self._slot_of)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of rows, living or dead, of links, of levels and offsets, and of slot numbers."""
         links = 4 * int(self._faiss.hnsw.neighbors.size())
         return len(self._ids) * (4 * int(self._faiss.d) + 12 + self._ids.itemsize) + links

@@ -30,9 +30,6 @@ class LSHIndex(Index):
             dim: F, at least 2, so that there can be two bands.
             threshold: Jaccard similarity from which on rows are to be found, over 0, at most 1. Of a cache: its tau.
             recall: Least probability, over 0 and under 1, that a row right at the threshold is found.
-
-        Raises:
-            ValueError: A number is out of its range.
         """
         if dim < 2:
             raise ValueError(f"dim must be at least 2, got {dim}")
@@ -46,14 +43,12 @@ class LSHIndex(Index):
         self._bands = _open_bands(dim, self.width)
 
     def add(self, ids: Ids, x: Floats) -> None:
-        """Add or overwrite rows; see `Index.add`."""
         self._rows.add(ids, x)
         for name, row in zip(ids.tolist(), x, strict=True):
             self._leave_bands(name)
             self._bands.insert(name, _sketch(row))
 
     def search(self, x: Floats, k: int) -> tuple[Ids, Floats]:
-        """Find the `k` rows that share most entries, among those that share a band; see `Index.search`."""
         check_rows(x, self.dim)
         check_k(k)
         width = min(k, len(self))
@@ -67,22 +62,18 @@ class LSHIndex(Index):
         return ids, similarity
 
     def vectors(self, ids: Ids) -> Floats:
-        """Rows by id; see `Index.vectors`."""
         return self._rows.vectors(ids)
 
     def remove(self, ids: Ids) -> None:
-        """Forget rows; see `Index.remove`."""
         self._rows.remove(ids)
         for name in ids.tolist():
             self._leave_bands(name)
 
     def __len__(self) -> int:
-        """Rows held."""
         return len(self._rows)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of rows, slot numbers and the bands' keys."""
         return self._rows.nbytes + len(self) * (self.dim // self.width) * self.width * 4
 
     def _leave_bands(self, name: int) -> None:

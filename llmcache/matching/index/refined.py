@@ -26,9 +26,6 @@ class RefinedIndex(Index):
             dim: F, at least 1.
             exact: Most rows that are all compared in full, at least 1.
             candidates: Rows a query that the second stage compares, at least 1. More overlook less.
-
-        Raises:
-            ValueError: A number is too small.
         """
         for name, value in {"exact": exact, "candidates": candidates}.items():
             if value < 1:
@@ -41,7 +38,6 @@ class RefinedIndex(Index):
         self._candidates = candidates
 
     def add(self, ids: Ids, x: Floats) -> None:
-        """Add or overwrite rows; see `Index.add`."""
         self._rows.add(ids, x)
         if self._centre is not None:
             self._bits.add(ids, self._signs(x))
@@ -51,7 +47,6 @@ class RefinedIndex(Index):
             self._bits.add(held, self._signs(rows))
 
     def search(self, x: Floats, k: int) -> tuple[Ids, Floats]:
-        """Find the `k` most similar rows; see `Index.search`."""
         check_rows(x, self.dim)
         check_k(k)
         width = min(k, len(self))
@@ -66,21 +61,17 @@ class RefinedIndex(Index):
         return ids, similarity
 
     def vectors(self, ids: Ids) -> Floats:
-        """Rows by id; see `Index.vectors`."""
         return self._rows.vectors(ids)
 
     def remove(self, ids: Ids) -> None:
-        """Forget rows; see `Index.remove`."""
         self._bits.remove(ids)
         self._rows.remove(ids)
 
     def __len__(self) -> int:
-        """Rows held."""
         return len(self._rows)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of rows, bits and slot numbers."""
         return self._rows.nbytes + self._bits.nbytes
 
     def _signs(self, x: Floats) -> Floats:

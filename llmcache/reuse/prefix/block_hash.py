@@ -13,14 +13,8 @@ from llmcache.request.rows import Row, Scope, key_of
 def links(scope: Scope, row: Row, size: int) -> tuple[Link, ...]:
     """The full blocks of a request, first to last; tokens that do not fill a block are left out.
 
-    Args:
-        scope: Everything but tokens and positions that decides a state.
-        row: A request with at least one valid token and a position that its tokens count from (`Row.start`).
-        size: Tokens a block.
-
-    Returns:
-        Links of which the first n are those of another request exactly where both have the same root (scope, block
-        size, first position) and the same first n * size tokens.
+    The first n are those of another request exactly where both have the same root (scope, block size, first position)
+    and the same first n * size tokens.
     """
     key = hashlib.sha256(f"{row.start}:{size}:".encode() + scope.key).digest()
     width = len(row.ids) // row.n_valid * size

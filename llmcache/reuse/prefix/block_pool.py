@@ -34,37 +34,24 @@ _MOST_LOOKED_AT = 64  # of the blocks that follow one, newest first: a system pr
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Block:
-    """What was computed for b tokens. Normal tensors that nobody writes to.
+    """What was computed for b tokens. Normal tensors that nobody writes to."""
 
-    Attributes:
-        ids: Its token ids, packed.
-        scope: Where it belongs.
-        keys: (L, H, b, D_h).
-        values: (L, H, b, D_h).
-        states: The trunk's output (1, b, D).
-        is_tail: It ends a request; b is then any number.
-        padding: Of a tail, `keys`, `values` and `states` of the row's places that are not valid, where these are kept.
-        layout: Of that padding; see `Row.layout`.
-    """
-
-    ids: bytes
+    ids: bytes  # packed
     scope: Scope
-    keys: Tensor
-    values: Tensor
-    states: Tensor
-    is_tail: bool = False
-    padding: Mapping[str, Tensor] = field(default_factory=dict)
-    layout: bytes = b""
+    keys: Tensor  # (L, H, b, D_h)
+    values: Tensor  # (L, H, b, D_h)
+    states: Tensor  # the trunk's output (1, b, D)
+    is_tail: bool = False  # it ends a request; b is then any number
+    padding: Mapping[str, Tensor] = field(default_factory=dict)  # likewise, of a tail's places that are not valid
+    layout: bytes = b""  # of that padding; see `Row.layout`
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """All its tensors by name."""
         padding = {f"{PADDING}{name}": tensor for name, tensor in self.padding.items()}
         return {"keys": self.keys, "values": self.values, "states": self.states, **padding}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its tensors."""
         of_padding = sum(tensor.nbytes for tensor in self.padding.values())
         return self.keys.nbytes + self.values.nbytes + self.states.nbytes + of_padding
 
@@ -92,12 +79,8 @@ class BlockPool:
     ) -> None:
         """Start empty.
 
-        Args:
-            size: Tokens a block.
-            max_bytes: Budget of bytes of tensors; bookkeeping comes on top, some 2 kB a block on CPU.
-            device: Where tensors are kept: those that make blocks put them there.
-            policy: Who leaves.
-            spent: Bytes of the budget that others hold or are about to; see `make_way`.
+        The budget `max_bytes` is of tensors; bookkeeping comes on top, some 2 kB a block on CPU. Those that make blocks
+        put them on `device`. `spent` is what others hold of the budget, or are about to: see `make_way`.
         """
         self.size = size
         self.max_bytes = max_bytes
@@ -119,12 +102,7 @@ class BlockPool:
         return key in self._held
 
     def whole(self, key: str, ids: bytes) -> list[Block]:
-        """The blocks of a request and its tail, which count as used; none where it is not held as a whole.
-
-        Args:
-            key: Its exact key.
-            ids: All its token ids, packed.
-        """
+        """The blocks of a request and its tail, which count as used; none where it is not held as a whole."""
         with self._lock:
             self._expire()
             last_to_first = [key]
@@ -146,13 +124,8 @@ class BlockPool:
     def reach(self, chain: Sequence[Link], ids: bytes, width: int) -> tuple[list[Block], int]:
         """The blocks that are held of the beginning of a chain, and one that goes on as the request does for a while.
 
-        Args:
-            chain: The full blocks of a request.
-            ids: All its token ids, packed.
-            width: Bytes of one.
-
-        Returns:
-            The blocks, which count as used, and how many of their tokens the request begins with.
+        They count as used. Told beside them: how many of their tokens, packed in `width` bytes each, the request begins
+        with.
         """
         with self._lock:
             found = self._match(chain)
@@ -171,15 +144,10 @@ class BlockPool:
             return found, n_tokens + n_more
 
     def put(self, chain: Sequence[Link], made: Mapping[str, Block]) -> bool:
-        """Hold the beginning of a chain, as far as it is held already or made anew, and fits.
+        """Hold the beginning of a chain, as far as it is held already or made anew, and fits; whether all of it is.
 
-        Args:
-            chain: Blocks of a request, maybe with its tail.
-            made: New ones by key. One that another thread brought meanwhile is ignored; what follows one that left
-                meanwhile is, too.
-
-        Returns:
-            Whether all of it is held now.
+        Of those `made`, one that another thread brought meanwhile is ignored, and what follows one that left meanwhile
+        is, too.
         """
         with self._lock:
             self._expire()
@@ -218,7 +186,6 @@ class BlockPool:
             return n_tails - self.n_tails
 
     def clear(self) -> None:
-        """Forget all blocks."""
         with self._lock:
             for key in list(self._held):
                 self._drop(key)

@@ -20,14 +20,7 @@ Pieces = Sequence[Tensor]
 def lay(
     parts: Mapping[int, Sequence[Tensor]], columns: Mapping[int, slice], shape: tuple[int, int], device: torch.device
 ) -> Iterator[Pieces]:
-    """Layer by layer, the first columns of a batch.
-
-    Args:
-        parts: By row, what its blocks hold: (L, ..., c, D) each.
-        columns: By row, those that its blocks fill; others, and those of other rows, get zeros.
-        shape: (B, C).
-        device: Of the batch.
-    """
+    """Layer by layer, the first C columns of a batch: what blocks hold of rows (L, ..., c, D), else zeros."""
     if shape[0] == 1 and columns == {0: slice(0, shape[1])}:  # nothing beside it, so it need not be copied
         yield from zip(*(part[:, None].to(device).unbind(0) for part in parts[0]), strict=True)
         return
@@ -40,14 +33,7 @@ def lay(
 
 
 def fill(kv_cache: Any, number: int, keys: Pieces, values: Pieces) -> None:
-    """Fill a layer of an empty K/V cache: the next call of the model finds C columns there.
-
-    Args:
-        kv_cache: A `DynamicCache` or `StaticCache`.
-        number: Of the layer, as many as the cache has layers with columns already.
-        keys: Of the layer.
-        values: Of the layer.
-    """
+    """Fill a layer of an empty K/V cache, one after the other: the next call of the model finds C columns there."""
     if _takes_at_once(kv_cache, number):
         kv_cache.update(join(keys), join(values), number)
         return

@@ -13,6 +13,7 @@ head, D hidden width, b tokens a block.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
@@ -39,6 +40,7 @@ _BY_COLUMN = ("input_ids", "position_ids", "cache_position")  # arguments of the
 _OUTPUT = {"last_hidden_state", CACHE}  # what a trunk may put out: more might be made of all positions
 
 
+@dataclass(eq=False)
 class Prefix(Rung):
     """Serves the beginnings of one wrapped model's calls from stored prefixes. Thread-safe."""
 
@@ -46,41 +48,16 @@ class Prefix(Rung):
     is_lossless = True
     serves_calls = True
 
-    def __init__(
-        self,
-        trunk: Trunk,
-        payload: Payload,
-        blocks: BlockPool,
-        counters: Counters,
-        arguments: Arguments,
-        read: Callable[[Call, torch.dtype], bool],
-        is_repeat: Callable[[Row], bool],
-        is_alone: Callable[[], bool],
-        keeps_requests: bool,
-    ) -> None:
-        """Prepare for calls.
-
-        Args:
-            trunk: What is served.
-            payload: Puts states back.
-            blocks: What is stored.
-            counters: Told of failures, of what does not fit, and of hooks that forbid to serve.
-            arguments: Of the trunk.
-            read: Reads a call's rows before its layers, with the dtype that enters these; whether that succeeded.
-            is_repeat: Whether the exact rung has an entry of a row, so that no prefix is needed.
-            is_alone: Whether nothing is reused approximately, which needs all rows as they came.
-            keeps_requests: The exact rung is served from blocks: see `Prefill`.
-        """
-        self._trunk = trunk
-        self._payload = payload
-        self._blocks = blocks
-        self._counters = counters
-        self._arguments = arguments
-        self._read = read
-        self._is_repeat = is_repeat
-        self._is_alone = is_alone
-        self._keeps_requests = keeps_requests
-        self._is_understood = True  # what the trunk puts out
+    trunk: Trunk
+    payload: Payload
+    blocks: BlockPool
+    counters: Counters
+    arguments: Arguments  # of the trunk
+    read: Callable[[Call, torch.dtype], bool]  # reads rows before the layers, with the dtype that enters these
+    is_repeat: Callable[[Row], bool]  # whether the exact rung has an entry of a row, so that no prefix is needed
+    is_alone: Callable[[], bool]  # whether nothing is reused approximately, which needs all rows as they came
+    keeps_requests: bool  # see `Prefill`
+    _is_understood: bool = field(init=False, default=True)  # what the trunk puts out
 
     def applies_at(self, layer: int) -> bool:
         return False
@@ -91,23 +68,17 @@ class Prefix(Rung):
     def begin(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Passed:
         """Serve the beginning of a call's rows, if it is known and the exact rung does not know all of them.
 
-        Args:
-            call: It may use the cache; nothing has been read of it.
-            args: The trunk's arguments, passed by position.
-            kwargs: Those passed by name.
-
-        Returns:
-            What to run the trunk with: of its columns those that are left. The call's K/V cache is then filled with the
-            others. After a failure, which is counted, the arguments as they were and an empty cache.
+        The trunk is to be run on those of its columns that are left; the K/V cache is then filled with the others.
+        After a failure, which is counted, the arguments are as they were and the cache is empty.
         """
         try:
             call.plan.prefill = prefill = self._prepare(call)
             if prefill is None:
                 return args, kwargs
-            args, kwargs = self._arguments.replace(args, kwargs, CACHE, prefill.kv_cache)
+            args, kwargs = self.arguments.replace(args, kwargs, CACHE, prefill.kv_cache)
             started = perf_counter()
             whole = self._find(prefill)
-            is_known = all(row.number in whole or self._is_repeat(row) for row in call.rows)
+            is_known = all(row.number in whole or self.is_repeat(row) for row in call.rows)
             if not is_known and all(prefill.fits(row) and not row.bypass_reason for row in call.rows):
                 args, kwargs = self._cut(call, args, kwargs)
             if not prefill.served:
@@ -119,7 +90,7 @@ class Prefix(Rung):
             call.plan.prefill = None
             if not isinstance(error, Exception):
                 raise
-            self._counters.error("serve a prefix", error)
+            self.counters.error("serve a prefix", error)
         return args, kwargs
 
     def complete(self, call: Call, output: Any) -> Any:
@@ -133,7 +104,7 @@ class Prefix(Rung):
         whole = output[0].clone() if cut is None else join([cut.to(output[0].dtype), output[0]])
         for reuse in repeats:
             hidden, valid = whole[reuse.row], call.rows[reuse.row].valid
-            self._payload.place(reuse.entry.to(hidden.device), hidden, valid)
+            self.payload.place(reuse.entry.to(hidden.device), hidden, valid)
             place_padding(reuse.padding, hidden, valid)
         if isinstance(output, tuple):
             output = (whole, *output[1:])
@@ -148,12 +119,7 @@ class Prefix(Rung):
             empty(call.plan.prefill.kv_cache)
 
     def store(self, call: Call, output: Any) -> None:
-        """Keep blocks of rows that were computed, at least in part, and of others as a whole.
-
-        Args:
-            call: It has succeeded.
-            output: What the trunk put out, at all positions; None where it failed after all.
-        """
+        """Keep blocks of rows that were computed, at least in part, and of others as a whole."""
         prefill = call.plan.prefill
         if prefill is None or not call.progress.may_store or output is None:
             return
@@ -161,7 +127,7 @@ class Prefix(Rung):
         self._is_understood = states is not None  # else no block is ever stored, and entries serve repeats
         if states is None:
             return
-        with self._counters.guard("store a prefix"):
+        with self.counters.guard("store a prefix"):
             for row in call.active_rows:
                 # What was reused is stored already, or not this request's own.
                 if row.number not in call.plan.reused and prefill.fits(row):
@@ -170,16 +136,16 @@ class Prefix(Rung):
     def _prepare(self, call: Call) -> Prefill | None:
         """What a call has to do with blocks; None when it must not, or approximate reuse is asked as well."""
         passed = call.inputs.arguments
-        if not (self._is_understood and self._is_alone()) or passed.get("token_type_ids") is not None:
+        if not (self._is_understood and self.is_alone()) or passed.get("token_type_ids") is not None:
             return None
         kv_cache = self._kv_cache(passed)
         if kv_cache is None or not is_plain_cache(kv_cache) or not _has_room(kv_cache, passed["input_ids"].shape[1]):
             return None
         if not self._can_be_cut(len(passed["input_ids"])):  # last of these: it looks at every module
             return None
-        if not self._read(call, next(self._trunk.module.parameters()).dtype):
+        if not self.read(call, next(self.trunk.module.parameters()).dtype):
             return None
-        return Prefill(kv_cache, call.read.scope, call.rows, self._keeps_requests)
+        return Prefill(kv_cache, call.read.scope, call.rows, self.keeps_requests)
 
     def _find(self, prefill: Prefill) -> dict[int, tuple[str, list[Block]]]:
         """Key and blocks of rows that are held as a whole, by number."""
@@ -187,7 +153,7 @@ class Prefix(Rung):
             return {}
         fitting = (row for row in prefill.rows if prefill.fits(row) and not row.bypass_reason)
         tried = ((row, key) for row in fitting for key in (row.key, row.again) if key)
-        return {row.number: (key, held) for row, key in tried if (held := self._blocks.whole(key, row.ids))}
+        return {row.number: (key, held) for row, key in tried if (held := self.blocks.whole(key, row.ids))}
 
     def _repeat(self, row: Row, key: str, held: Sequence[Block]) -> Reuse:
         """What serves a row that is held as a whole, in tensors of its own."""
@@ -195,7 +161,7 @@ class Prefix(Rung):
         padding = tail.padding if tail.layout == row.layout else {}
         return Reuse(
             row.number,
-            self._trunk.depth - 1,
+            self.trunk.depth - 1,
             "exact",
             torch.cat([block.states for block in held], dim=-2)[0],
             _by_layer([block.keys for block in held], [block.values for block in held]),
@@ -206,40 +172,39 @@ class Prefix(Rung):
         )
 
     def _chain(self, prefill: Prefill, row: Row) -> tuple[Link, ...]:
-        """The blocks of a row."""
         if row.number not in prefill.chains:
-            prefill.chains[row.number] = links(prefill.scope, row, self._blocks.size)
+            prefill.chains[row.number] = links(prefill.scope, row, self.blocks.size)
         return prefill.chains[row.number]
 
     def _can_be_cut(self, n_rows: int) -> bool:
         """Whether each token sees earlier ones only, and nobody hung hooks within the trunk, who expect all tokens."""
-        trunk = self._trunk
+        trunk = self.trunk
         within = parts_of(trunk.module)
         sees_all = getattr(trunk.config, "is_causal", True) is False
         if sees_all or any(part.__dict__.get("is_causal") is False for part in within):
             return False
         is_watched = are_hooked(within)
         if is_watched:
-            self._counters.hooked(n_rows)
+            self.counters.hooked(n_rows)
         return not is_watched
 
     def _kv_cache(self, passed: Mapping[str, Any]) -> Any:
         """The cache that the trunk is to fill: the caller's, else one as the trunk would make it, or None."""
         from transformers import DynamicCache
 
-        config, use_cache = self._trunk.config, passed.get("use_cache")
+        config, use_cache = self.trunk.config, passed.get("use_cache")
         if passed.get(CACHE) is not None:
             return passed[CACHE]
         return DynamicCache(config=config) if (config.use_cache if use_cache is None else use_cache) else None
 
     def _cut(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Passed:
         """Fill the K/V cache with what is known, and take those columns off the arguments."""
-        blocks, prefill, ids = self._blocks, call.plan.prefill, call.inputs.arguments["input_ids"]
+        blocks, prefill, ids = self.blocks, call.plan.prefill, call.inputs.arguments["input_ids"]
         assert prefill is not None
         reached = [blocks.reach(self._chain(prefill, row), row.ids, _id_width(row)) for row in call.rows]
         matched, n_known = zip(*reached, strict=True)
         n_cut = cut_column(call.rows, n_known, ids.shape[1])
-        if call.inputs.n_read is None or n_cut > ids.shape[1] - call.inputs.n_read or are_hooked([self._trunk.module]):
+        if call.inputs.n_read is None or n_cut > ids.shape[1] - call.inputs.n_read or are_hooked([self.trunk.module]):
             n_cut = min(n_cut, _first_padding(call.rows))  # what the model makes of padding is not known
         used = [max(0, min(n, n_cut - _first(row))) for row, n in zip(call.rows, n_known, strict=True)]
         if sum(used) < blocks.size:
@@ -247,13 +212,13 @@ class Prefix(Rung):
         prefill.served = {number: n for number, n in enumerate(used) if n}
         prefill.states = self._fill(call.rows, matched, prefill, n_cut, ids.device)
         for name in _BY_COLUMN:
-            if (value := self._arguments.get(args, kwargs, name)) is not None:
-                args, kwargs = self._arguments.replace(args, kwargs, name, value[..., n_cut:])
-        mask = self._arguments.get(args, kwargs, "attention_mask")
+            if (value := self.arguments.get(args, kwargs, name)) is not None:
+                args, kwargs = self.arguments.replace(args, kwargs, name, value[..., n_cut:])
+        mask = self.arguments.get(args, kwargs, "attention_mask")
         if call.inputs.mask_4d is not None:  # a row a token that is run; a 2-D mask is wanted of all tokens
-            args, kwargs = self._arguments.replace(args, kwargs, "attention_mask", cut(mask, n_cut))
+            args, kwargs = self.arguments.replace(args, kwargs, "attention_mask", cut(mask, n_cut))
         elif isinstance(mask, dict):  # one that was left out; beginning later, the trunk has to make it
-            args, kwargs = self._arguments.replace(args, kwargs, "attention_mask", None)
+            args, kwargs = self.arguments.replace(args, kwargs, "attention_mask", None)
         return args, kwargs
 
     def _fill(
@@ -281,7 +246,7 @@ class Prefix(Rung):
         A row of a call that was computed in full is kept as it came out: blocks that are held of another request may
         differ in the last bits, and its tail then begins before them.
         """
-        blocks, chain, valid = self._blocks, self._chain(prefill, row), _valid(row)
+        blocks, chain, valid = self.blocks, self._chain(prefill, row), _valid(row)
         held = blocks.match(chain)
         is_whole = prefill.keeps_requests and not prefill.served  # where columns are cut, so is padding
         if not is_whole and len(held) == len(chain):
@@ -308,7 +273,7 @@ class Prefix(Rung):
             blocks.put(chain, new)
         link = Link(row.again or row.key, tail.ids)
         if not blocks.put((*chain[:n_own], link), {**new, link.key: tail}):
-            self._counters.too_large()
+            self.counters.too_large()
 
     def _make_tail(
         self, prefill: Prefill, row: Row, states: Tensor, n_before: int, rest: tuple[Tensor, Tensor, Tensor]
@@ -324,11 +289,8 @@ class Prefix(Rung):
     def _take(
         self, prefill: Prefill, row: Row, states: Tensor, places: Positions, size: int
     ) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """K/V and states of places of a row in pieces of so many, fit to be kept.
-
-        K/V is not put together as a whole first: that would take fresh memory.
-        """
-        layers, device = prefill.kv_cache.layers, self._blocks.device
+        """K/V and states of places of a row in pieces of so many, fit to be kept."""
+        layers, device = prefill.kv_cache.layers, self.blocks.device
         with torch.inference_mode(False), torch.no_grad():
             of_layers = (
                 [torch.split(getattr(layer, name)[row.number][:, places], size, dim=-2) for layer in layers]
@@ -342,13 +304,7 @@ class Prefix(Rung):
 
 
 def cut_column(rows: Sequence[Row], n_known: Sequence[int], n_columns: int) -> int:
-    """How many columns of a batch need not be run.
-
-    Args:
-        rows: The requests; their valid tokens are contiguous.
-        n_known: First tokens of each row that are known.
-        n_columns: T, of which one is run in any case: the trunk has to put out something.
-    """
+    """How many of T columns need not be run, given the first tokens known of each row; one is run in any case."""
     ends = (n_columns if n == row.n_valid else _first(row) + n for row, n in zip(rows, n_known, strict=True))
     return min(n_columns - 1, *ends)
 
@@ -375,7 +331,6 @@ def _by_layer(keys: Pieces, values: Pieces) -> dict[int, tuple[Tensor, Tensor]]:
 
 
 def _valid(row: Row) -> slice:
-    """Columns of the valid tokens."""
     assert isinstance(row.valid, slice)
     return row.valid
 

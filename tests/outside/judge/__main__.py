@@ -106,20 +106,8 @@ def _run_all(families: list[str], asked: argparse.Namespace, results: Path) -> N
 def _run(family: str, way: str, asked: argparse.Namespace, results: Path, only: list[str] | None = None) -> None:
     out = results / f"{family}-{way}.json"
     out.unlink(missing_ok=True)
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-c",
-        str(HERE / "outside.ini"),
-        "-p",
-        "judge.plugin",
-        "--noconftest",
-    ]
-    if family == SENTENCES:
-        command.remove("--noconftest")
-    where, command = _targets(family, asked, command)
+    where, targets = _targets(family, asked)
+    command = [sys.executable, "-m", "pytest", "-q", "-c", str(HERE / "outside.ini"), "-p", "judge.plugin"]
     chosen = " or ".join(only or []) or "not (" + " or ".join(LEFT_OUT) + ")"
     environment = os.environ | {
         "LLMCACHE_OUTSIDE_WAY": way,
@@ -135,37 +123,23 @@ def _run(family: str, way: str, asked: argparse.Namespace, results: Path, only: 
     }
     with (results / f"{family}-{way}.log").open("w") as log:
         try:
-            subprocess.run(
-                [*command, "-k", chosen],
-                cwd=where,
-                env=environment,
-                stdout=log,
-                stderr=log,
-                check=False,
-                timeout=TIMEOUT_S,
-            )
+            command += ["--rootdir=.", *targets, "-k", chosen]
+            subprocess.run(command, cwd=where, env=environment, stdout=log, stderr=log, check=False, timeout=TIMEOUT_S)
         except subprocess.TimeoutExpired:
             print(f"{family}: way {way} took more than {TIMEOUT_S} s", flush=True)
     print(f"{family} {way}: {_last_line(results / f'{family}-{way}.log')}", flush=True)
 
 
-def _targets(family: str, asked: argparse.Namespace, command: list[str]) -> tuple[Path, list[str]]:
-    """Where to run, and the command with what to run."""
+def _targets(family: str, asked: argparse.Namespace) -> tuple[Path, list[str]]:
+    """Where to run, and what."""
     if family == SENTENCES and asked.sentences:
         source = Path(asked.sentences)
-        return source, [
-            *command,
-            "--rootdir=.",
-            "-p",
-            "judge.hub",
-            *(t for t in SENTENCE_TESTS if (source / t).exists()),
-        ]
+        return source, ["-p", "judge.hub", *(test for test in SENTENCE_TESTS if (source / test).exists())]
     if family == SENTENCES:
-        return HERE, [*command, "--rootdir=.", "--confcutdir=.", "sentences.py"]
+        return HERE, ["--confcutdir=.", "sentences.py"]
     if asked.transformers:
-        test = f"tests/models/{family}/test_modeling_{family}.py"
-        return Path(asked.transformers), [*command, "--rootdir=.", test]
-    return HERE, [*command, "--rootdir=.", *[f"families.py::{name}" for name in FAMILIES[family]]]
+        return Path(asked.transformers), ["--noconftest", f"tests/models/{family}/test_modeling_{family}.py"]
+    return HERE, ["--noconftest", *(f"families.py::{name}" for name in FAMILIES[family])]
 
 
 def _run_twice(family: str, asked: argparse.Namespace, results: Path) -> None:

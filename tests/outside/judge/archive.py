@@ -20,11 +20,7 @@ STAND_INS = {"generation.test_utils": "stand_ins.generation", "exporters.test_ex
 
 
 def fetch(distribution: str, folder: Path = ARCHIVES) -> Path:
-    """The unpacked source archive of the installed version; downloaded if it is not there yet.
-
-    Raises:
-        RuntimeError: PyPI gave none.
-    """
+    """The unpacked source archive of the installed version; downloaded if it is not there yet."""
     version = importlib.metadata.version(distribution)
     stem = f"{distribution.replace('-', '_')}-{version}"
     source = folder / stem

@@ -13,19 +13,12 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 5e-3, tor
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where one tensor of two outputs differs.
+    """Where one tensor of two outputs differs."""
 
-    Attributes:
-        field: Its place in the output, `past_key_values.0.keys` for instance.
-        most: Largest difference, relative to the largest value (at least 1); infinite for another shape or type.
-        at_valid: The same at positions that the mask calls valid; None where the tensor has none that it tells of.
-        is_close: Whether it is no more than what another order of additions gives.
-    """
-
-    field: str
-    most: float
-    at_valid: float | None
-    is_close: bool
+    field: str  # its place in the output, `past_key_values.0.keys` for instance
+    most: float  # relative to the largest value (at least 1); infinite for another shape or type
+    at_valid: float | None  # the same at positions that the mask calls valid; None where it tells of none
+    is_close: bool  # no more than what another order of additions gives
 
 
 def leaves(output: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -50,28 +43,23 @@ def leaves(output: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def compare(mine: Any, other: Any, mask: Any = None) -> list[Difference]:
-    """Every tensor that is not bit-equal, and every place that only one output has.
-
-    Args:
-        mine: What is judged.
-        other: What it ought to be.
-        mask: Which of its (B, T) positions are valid, if that is known.
-    """
+    """Every tensor that is not bit-equal, and every place that only one output has; mask: valid positions (B, T)."""
     ours, theirs = dict(leaves(mine)), dict(leaves(other))
-    found = [Difference(name, float("inf"), None, False) for name in ours.keys() ^ theirs.keys()]
-    for name in ours.keys() & theirs.keys():
-        one = _compare_leaf(name, ours[name], theirs[name], mask)
-        if one is not None:
-            found.append(one)
-    return sorted(found, key=lambda one: one.field)
+    found = [_unlike(name) for name in ours.keys() ^ theirs.keys()]
+    both = [_compare_leaf(name, ours[name], theirs[name], mask) for name in ours.keys() & theirs.keys()]
+    return sorted([*found, *filter(None, both)], key=lambda one: one.field)
+
+
+def _unlike(name: str) -> Difference:
+    return Difference(name, float("inf"), None, False)
 
 
 def _compare_leaf(name: str, mine: Any, other: Any, mask: Any) -> Difference | None:
     if not (isinstance(mine, Tensor) and isinstance(other, Tensor)):
         is_same = type(mine) is type(other) and (isinstance(mine, Tensor) or mine is other or _is_equal(mine, other))
-        return None if is_same else Difference(name, float("inf"), None, False)
+        return None if is_same else _unlike(name)
     if mine.shape != other.shape or mine.dtype != other.dtype or mine.device != other.device:
-        return Difference(name, float("inf"), None, False)
+        return _unlike(name)
     if mine.device.type == "meta" or torch.equal(mine, other):
         return None
     apart = _distance(mine, other)

@@ -10,27 +10,25 @@ from pathlib import Path
 from typing import Any
 
 Result = Mapping[str, Any]  # what the plug-in wrote of one family in one way
-KINDS = ("test", "plain", "repeat", "unwrap", "no hit", "refused", "error")
+KINDS = (
+    "test",  # it passes unwrapped, and does not now
+    "plain",  # an output is not the plain model's
+    "repeat",  # the same call gave another output a moment ago
+    "unwrap",  # the cache could not be taken off
+    "no hit",  # a class never had one
+    "refused",  # it could not be wrapped
+    "error",  # the cache failed and the model computed
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One difference that the cache made.
-
-    Attributes:
-        family: Whose tests.
-        way: `cold` or `hit`.
-        kind: `test`: it passes unwrapped, and does not now. `plain`: an output is not the plain model's. `repeat`: the
-            same call gave another output a moment ago. `unwrap`: the cache could not be taken off. `no hit`: a class
-            never had one. `refused`: it could not be wrapped. `error`: the cache failed and the model computed.
-        where: The class of the model, or the test.
-        text: What is known of it.
-    """
+    """One difference that the cache made."""
 
     family: str
     way: str
     kind: str
-    where: str
+    where: str  # class of the model, or the test
     text: str
 
 
@@ -55,11 +53,7 @@ class Allowed:
 
 
 def read_allowed(file: Path) -> list[Allowed]:
-    """The list, checked.
-
-    Raises:
-        ValueError: An entry has no reason, or names no known kind.
-    """
+    """The list, checked: every entry has a reason and a known kind."""
     entries = [Allowed(**one) for one in tomllib.loads(file.read_text(encoding="utf-8")).get("allowed", [])]
     for entry in entries:
         if not entry.reason.strip() or entry.kind not in KINDS:

@@ -4,23 +4,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.data.streams.prompts import chat, mooncake, nothing_shared, system_prompt
-from experiments.data.streams.prompts.pieces import BLOCK, Pieces, Prompt, known_tokens
-from experiments.data.streams.prompts.settings import StreamSettings
+from experiments.data.streams.prompts import chat, mooncake, system_prompt
+from experiments.data.streams.prompts.pieces import BLOCK, Pieces, Prompt, StreamSettings, known_tokens
 from experiments.support.folders import Folders
 from experiments.support.section import choose
 
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """One kind of stream.
-
-    Attributes:
-        settings: What it needs to be told.
-        draw: `(settings, pieces, folders, seed) -> prompts`, in the order in which they are asked.
-    """
+    """One kind of stream."""
 
     settings: type[StreamSettings]
+    # `(settings, pieces, folders, seed) -> prompts`, in the order in which they are asked
     draw: Callable[[Any, Pieces, Folders, int], list[Prompt]]
 
 
@@ -29,16 +24,12 @@ STREAMS: Mapping[str, Stream] = {
     "chat": Stream(chat.Settings, chat.draw),
     "chat_window": Stream(chat.WindowSettings, chat.draw_window),
     "system_prompt": Stream(system_prompt.Settings, system_prompt.draw),
-    "nothing_shared": Stream(nothing_shared.Settings, nothing_shared.draw),
+    "nothing_shared": Stream(system_prompt.UnsharedSettings, system_prompt.draw_unshared),
 }
 
 
 def make_stream(values: Any, name: str) -> StreamSettings:
-    """Check the settings of a stream, which names itself under `name`.
-
-    Raises:
-        ConfigError: Naming the key, its value and what would be accepted.
-    """
+    """Check the settings of a stream, which names itself under `name`."""
     if isinstance(values, StreamSettings):
         return values
     stream, rest = choose(STREAMS, values, "name", name)

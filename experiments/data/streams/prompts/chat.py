@@ -10,55 +10,36 @@ from typing import Literal
 
 from pydantic import Field
 
-from experiments.data.streams.prompts.pieces import Pieces, Prompt
-from experiments.data.streams.prompts.settings import StreamSettings
+from experiments.data.streams.prompts.pieces import Pieces, Prompt, StreamSettings
 from experiments.support.folders import Folders
 
 
 class _Turns(StreamSettings):
-    """Settings of both streams.
+    """Settings of both streams."""
 
-    Attributes:
-        turns: Of a conversation.
-        at_once: Conversations under way; whose turn is next is drawn.
-    """
-
-    turns: int = Field(default=8, ge=1)
-    at_once: int = Field(default=4, ge=1)
+    turns: int = Field(default=8, ge=1)  # of a conversation
+    at_once: int = Field(default=4, ge=1)  # conversations under way; whose turn is next is drawn
 
 
 class Settings(_Turns):
-    """Settings of `chat`.
-
-    Attributes:
-        question: Tokens of a question.
-        answer: Tokens of an answer, text like the questions: prompts do not hang on what a model said.
-    """
+    """Settings of `chat`."""
 
     name: Literal["chat"]
-    question: int = Field(default=32, ge=1)
+    question: int = Field(default=32, ge=1)  # tokens of a question
+    # Tokens of an answer, text like the questions: prompts do not hang on what a model said.
     answer: int = Field(default=64, ge=1)
 
 
 class WindowSettings(_Turns):
-    """Settings of `chat_window`.
-
-    Attributes:
-        length: Tokens of a prompt.
-        shared: Share of them that the turn before has, too.
-    """
+    """Settings of `chat_window`."""
 
     name: Literal["chat_window"]
-    length: int = Field(default=512, ge=2)
-    shared: float = Field(default=0.9, ge=0.0, lt=1.0)
+    length: int = Field(default=512, ge=2)  # tokens of a prompt
+    shared: float = Field(default=0.9, ge=0.0, lt=1.0)  # share of them that the turn before has, too
 
 
 def draw(settings: Settings, pieces: Pieces, folders: Folders, seed: int) -> list[Prompt]:
-    """The prompts of `chat`.
-
-    Raises:
-        ConfigError: The text is too short.
-    """
+    """The prompts of `chat`."""
 
     def conversation() -> Iterator[Prompt]:
         said: Prompt = []
@@ -71,11 +52,7 @@ def draw(settings: Settings, pieces: Pieces, folders: Folders, seed: int) -> lis
 
 
 def draw_window(settings: WindowSettings, pieces: Pieces, folders: Folders, seed: int) -> list[Prompt]:
-    """The prompts of `chat_window`.
-
-    Raises:
-        ConfigError: The text is too short.
-    """
+    """The prompts of `chat_window`."""
     n_shared = round(settings.shared * settings.length)
 
     def conversation() -> Iterator[Prompt]:

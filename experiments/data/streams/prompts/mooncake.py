@@ -13,49 +13,29 @@ from typing import Literal
 from pydantic import Field
 
 from experiments.data.mooncake import Chain, read_trace
-from experiments.data.streams.prompts.pieces import BLOCK, Pieces, Prompt
-from experiments.data.streams.prompts.settings import StreamSettings
+from experiments.data.streams.prompts.pieces import BLOCK, Pieces, Prompt, StreamSettings
 from experiments.support.folders import Folders
 from llmcache.errors import ConfigError
 
 
 class Settings(StreamSettings):
-    """Settings of the stream.
-
-    Attributes:
-        blocks: Blocks that are kept of a prompt, the first ones: 60 are 960 tokens, which GPT-2 can read.
-    """
+    """Settings of the stream."""
 
     name: Literal["mooncake"]
+    # Blocks that are kept of a prompt, the first ones: 60 are 960 tokens, which GPT-2 can read.
     blocks: int = Field(default=60, ge=2)
 
 
 def draw(settings: Settings, pieces: Pieces, folders: Folders, seed: int) -> list[Prompt]:
-    """The prompts.
-
-    Raises:
-        ConfigError: The trace is damaged or has fewer requests, or the text is too short.
-        FileNotFoundError: The trace is missing.
-    """
     chains = [chain[: settings.blocks] for chain in sample(read_trace(folders.data), settings.n, seed)]
     tokens: defaultdict[int, Prompt] = defaultdict(lambda: pieces.take(BLOCK))
     return [[token for block in chain for token in tokens[block]] for chain in chains]
 
 
 def sample(trace: Sequence[Chain], n: int, seed: int) -> list[Chain]:
-    """So many requests of the trace, as whole conversations but for the last drawn, in the order of their arrival.
-
-    Conversations are drawn from the whole trace, so requests of one that lie far apart come close together: such a draw
-    shares more than as many requests in a row. The measure `sharing` says how much.
-
-    Args:
-        trace: The blocks of every request.
-        n: Requests wanted; of the last conversation that is drawn the first ones make up the number.
-        seed: Of the draw.
-
-    Raises:
-        ConfigError: The trace has fewer.
-    """
+    """So many requests of the trace, as whole conversations but for the last drawn, in the order of arrival."""
+    # Drawn from the whole trace: requests that lie far apart come close together, so such a draw shares more than as
+    # many requests in a row. The measure `sharing` says how much.
     if n > len(trace):
         raise ConfigError(f"stream.n: the trace has {len(trace)} requests; ask no more (got {n})")
     by_conversation: defaultdict[int | None, list[int]] = defaultdict(list)

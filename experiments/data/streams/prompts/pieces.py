@@ -1,9 +1,12 @@
-"""Text in pieces of 16 tokens, which prompts are put together from, and how much of a prompt was asked before."""
+"""What streams of prompts are made of: text in pieces of 16 tokens; and how much of a prompt was asked before."""
 
 import random
 from collections.abc import Sequence
 from typing import Any
 
+from pydantic import Field
+
+from experiments.support.section import Section
 from llmcache.errors import ConfigError
 
 #: Tokens of a piece, as many as `llmcache.CacheConfig.prefix_block` by default, so that what is known can be served.
@@ -12,16 +15,18 @@ BLOCK = 16
 Prompt = list[int]
 
 
+class StreamSettings(Section):
+    """Settings of a stream of prompts."""
+
+    name: str  # a key of `experiments.data.streams.prompts.STREAMS`
+    n: int = Field(default=400, ge=2)  # requests
+
+
 class Pieces:
     """Pieces of a text in a drawn order, no two alike: prompts share what they were given together, nothing else."""
 
     def __init__(self, ids: Sequence[int], seed: int) -> None:
-        """Cut a text.
-
-        Args:
-            ids: Its tokens; what fills no piece is left out.
-            seed: Of the order.
-        """
+        """Cut the tokens of a text; what fills no piece is left out."""
         self._left = list(
             dict.fromkeys(tuple(ids[begin : begin + BLOCK]) for begin in range(0, len(ids) - BLOCK + 1, BLOCK))
         )
@@ -29,11 +34,7 @@ class Pieces:
         random.Random(seed).shuffle(self._left)
 
     def take(self, n_tokens: int) -> Prompt:
-        """So many tokens that nobody else has; the last piece is cut to fit.
-
-        Raises:
-            ConfigError: The text has no more.
-        """
+        """So many tokens that nobody else has; the last piece is cut to fit."""
         n_pieces = -(-n_tokens // BLOCK)
         if n_pieces > len(self._left):
             raise ConfigError(

@@ -1,0 +1,157 @@
+"""Computes requests again that were served: by the model as it was when it served them, several at once.
+
+That costs a third of one by one. Whether a model answers the same when rows come together, and padded, is tried first:
+heads of one's own may read padding, and some decoders refuse batches.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llmcache.audit.account import Audited
+from llmcache.audit.idle_worker import GaveWay
+from llmcache.audit.recompute import Origin, Recompute, RecomputeQueue, look_at
+from llmcache.banks.cache_banks import CacheBanks
+from llmcache.calibration.calibrated_reuse import CalibratedReuse
+from llmcache.calibration.observer import Observer, collect
+from llmcache.counters import Counters
+from llmcache.errors import CalibrationError
+from llmcache.fingerprint import Fingerprint
+from llmcache.models.adapters import Trunk
+from llmcache.models.weights import Weights
+from llmcache.request.call import Call
+from llmcache.request.observation import Observation
+from llmcache.request.rows import Row
+
+Compute = Callable[[str, Mapping[str, Tensor]], Any]
+
+_ROUNDING = 0.02  # of the largest output: that much may differ between rows alone and together, in 16 bits
+
+
+@dataclass(eq=False)
+class Recomputer:
+    """Of one wrapped model. Thread-safe."""
+
+    banks: CacheBanks
+    trunk: Trunk
+    weights: Weights
+    fingerprint: Fingerprint  # that of the calibration
+    calibrated: CalibratedReuse
+    observer: Observer
+    counters: Counters
+    compute: Compute  # runs the model in a namespace on tokenised inputs, in inference mode
+    queue: RecomputeQueue
+
+    def add(self, call: Call, row: Row, drawn: Audited) -> None:
+        """Have a hit of a call that has ended computed; others may have edited the model since."""
+        scope = call.read.scope
+        origin = Origin(scope.weights, self.calibrated.head_digest(), scope.attention)
+        self.queue.add(look_at(call, row, drawn, origin))
+
+    def resume(self) -> list[Recompute]:
+        """Requests that waited for the model to be as it was when they were served, and can be computed now."""
+        return self.queue.resume(self._origin(), self._is_over) if self.queue.has_parked and self._can_compute else []
+
+    def run(self) -> Iterator[tuple[Recompute, Observation | None]]:
+        """Compute and store the request that has waited longest, and others with it; None where that cannot be."""
+        looks = self.queue.take()
+        # Where adapters take turns, a verdict takes the one that served. Neither that nor training mode is for ever.
+        if looks and (looks[0].origin != self._origin() or not self._can_compute):
+            self.queue.park([] if self._is_over(looks[0].origin) else looks)
+            return
+        left = list(looks)
+        try:
+            yield from self._run_all(looks, left)
+        except GaveWay:
+            self.queue.put_back(left)
+            raise
+
+    def _run_all(
+        self, looks: Sequence[Recompute], left: list[Recompute]
+    ) -> Iterator[tuple[Recompute, Observation | None]]:
+        """Compute requests together, or each alone if that fails; `left` loses those that are done."""
+        try:
+            cases = self._compute_again(looks) if looks else []
+        except Exception as error:
+            if len(looks) > 1:  # one of them may be to blame
+                for look in looks:
+                    yield from self._run_all([look], left)
+                return
+            _take_out(looks[0], left)
+            if self._can_compute:
+                self.counters.look(error)
+                yield looks[0], None
+            else:  # by now; it tells nothing of the hit
+                self.queue.park(looks)
+            return
+        for look in looks:
+            _take_out(look, left)
+        if not cases:
+            self.queue.park(looks)
+        for look, case in zip(looks, cases, strict=False):
+            if case.row.key == look.key:
+                with self.counters.guard("store what was audited"):
+                    self._keep(case)
+                yield look, case
+            else:
+                self.counters.look(CalibrationError("a request that was served is read as another one now"))
+                yield look, None
+
+    def _compute_again(self, looks: Sequence[Recompute]) -> list[Observation]:
+        """What the model makes of them now; none where it is edited meanwhile: half of it may be another's."""
+        origin = self._origin()
+        mark = self.weights.mark_of(origin.weights)
+        if self.queue.are_tried(looks):
+            cases = self._run(looks[0], self.queue.inputs(looks))
+        else:
+            cases = [case for look in looks for case in self._run(look, self.queue.inputs([look]))]
+            self.queue.tried(looks, self._come_out_alike(looks, cases))
+        return cases if self.weights.stayed(mark, origin.weights) and self._origin() == origin else []
+
+    def _run(self, look: Recompute, inputs: Mapping[str, Tensor]) -> list[Observation]:
+        device, dtype, is_on = look.autocast
+        with torch.autocast(device, dtype=dtype, enabled=is_on):
+            return collect(partial(self.compute, look.namespace), self.observer, [inputs])
+
+    def _come_out_alike(self, looks: Sequence[Recompute], alone: Sequence[Observation]) -> bool:
+        """Whether requests together, padded, are to the model what each is alone, but for rounding, and keyed alike."""
+        try:
+            together = self._run(looks[0], self.queue.inputs(looks, is_trial=True))
+        except Exception:  # it takes no batches, maybe
+            return False
+        return all(
+            one.row.key == other.row.key
+            and np.abs(one.output - other.output).max() <= _ROUNDING * np.abs(other.output).max()
+            for one, other in zip(together, alone, strict=True)
+        )
+
+    def _keep(self, case: Observation) -> None:
+        """Store a computed request for its own repeats; where sources grow, it becomes one."""
+        vectors, fingerprint_epoch = None, self.banks.fingerprint_epoch
+        if self.calibrated.is_growing:
+            vectors = dict.fromkeys(self.banks.layers, self.fingerprint.project(case.features[None])[0])
+        self.banks.put(case.scope, case.row, case.states, vectors=vectors, fingerprint_epoch=fingerprint_epoch)
+        self.banks.sign(case.row.key, case.answer)
+
+    def _origin(self) -> Origin:
+        """What decides the model's answers now."""
+        return Origin(self.weights.digest(), self.calibrated.head_digest(), self.trunk.attention)
+
+    @property
+    def _can_compute(self) -> bool:
+        """Whether the model would be computed as it was when it served: it is not in training mode, say."""
+        return self.weights.refusal is None and not self.weights.is_training
+
+    def _is_over(self, origin: Origin) -> bool:
+        """Whether nothing follows any more from what was served so: the calibration that allowed it has ended."""
+        made = self.calibrated.calibration
+        return made is None or (made.weights, made.head) != (origin.weights, origin.head)
+
+
+def _take_out(look: Recompute, left: list[Recompute]) -> None:
+    left[:] = [other for other in left if other is not look]

@@ -1,0 +1,27 @@
+"""A calibrated cache whose approximate hits are all audited, and what can disturb it."""
+
+from collections.abc import Iterator
+
+import pytest
+from torch import nn
+
+from llmcache import LLMCache
+from tests import inside
+from tests.topics import Reading, calibrated, classifier
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    return classifier()
+
+
+@pytest.fixture
+def reading() -> Reading:
+    return Reading()
+
+
+@pytest.fixture
+def cache(model: nn.Module, reading: Reading) -> Iterator[LLMCache]:
+    """Of the model, with the reading; nothing is audited before `drain`."""
+    with calibrated(model, reading, audit=1.0) as cache:
+        yield inside.keep_quiet(cache)

@@ -1,0 +1,42 @@
+"""Measures, on a stream that the project makes and a model with random weights."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from experiments.measures import MEASURES
+from experiments.measures.base import Outcome
+from experiments.report.tables import TABLES
+from experiments.runs.grid import make_experiment
+from experiments.runs.read import Run
+from experiments.support.folders import Folders
+
+LEARN, N = 200, 320
+TASK = {"name": "held_out", "model": "untrained", "limit": N, "data": {"path": "support_desk", "limit": 700}}
+Values = Mapping[str, Any]
+
+
+def learning(measure: str, **changes: Any) -> dict[str, Any]:
+    """Settings of a measure that learns from the first LEARN of N requests."""
+    return {
+        "measure": measure,
+        "task": TASK,
+        "learn": LEARN,
+        "max_drops": [0.2],
+        "cache": {"answer": "class"},
+    } | changes
+
+
+def measured(values: Values, folders: Folders | None = None, **changes: Any) -> Outcome:
+    """What a measure finds, with some settings changed."""
+    done: Outcome = MEASURES[values["measure"]].run(make_experiment({**values, **changes}), folders or Folders())
+    return done
+
+
+def told(values: Values, outcome: Outcome) -> str:
+    """The tables of a run whose figures were kept; all its rows have the same columns."""
+    assert len({tuple(row) for row in outcome.rows}) <= 1
+    kept = json.loads(json.dumps(outcome.metrics, allow_nan=False))
+    run = Run("some", Path("some"), make_experiment(values).to_dict(), {}, kept)
+    return "\n".join(TABLES[values["measure"]]([run]))

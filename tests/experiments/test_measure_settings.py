@@ -1,0 +1,56 @@
+"""What measures that learn refuse before anything is computed."""
+
+from typing import Any
+
+import pytest
+
+from experiments.runs.grid import make_experiment
+from llmcache.errors import ConfigError
+from tests.experiments.measuring import TASK, learning
+
+TRUST = learning("trust", taus=[0.8])
+PAIRS = {name: value for name, value in learning("pairs", model="untrained").items() if name != "task"}
+OTHERS = map(learning, ("bound", "adversaries", "drift", "poisoning", "embeddings", "payback", "service"))
+
+
+@pytest.mark.parametrize("values", [TRUST, PAIRS, *OTHERS], ids=lambda values: values["measure"])
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"max_drops": [0.2, 0.001]}, "learn=200: 200 requests cannot show a loss of at most 0.001"),
+        ({"learn": 50, "max_drops": [0.05]}, "learn=50: 50 requests cannot show"),
+        ({"cache": {"delta": 2}}, "cache.delta"),
+    ],
+)
+def test_a_claim_that_cannot_be_shown(values: dict[str, Any], changes: dict[str, Any], error: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{error}"):
+        make_experiment(values | changes)
+
+
+@pytest.mark.parametrize(
+    ("measure", "changes", "error"),
+    [
+        ("trust", {"taus": [0.8], "sources": ["thawed"]}, "sources"),
+        ("trust", {"taus": []}, "taus"),
+        ("bound", {"arrival": {"name": "repeats", "n": 200}}, "arrival.n=200: nothing would follow"),
+        ("bound", {"arrival": {"name": "late"}}, "arrival.name"),
+        ("bound", {"parts": 0}, "parts"),
+        ("bound", {"draws": 0}, "draws"),
+        ("adversaries", {"gates": ["maybe"]}, "gates"),
+        ("adversaries", {"gates": []}, "gates"),
+        ("poisoning", {"n_targets": 0}, "n_targets"),
+        ("drift", {"window": 0}, "window"),
+        (
+            "embeddings",
+            {"task": TASK | {"name": "retrieval", "traffic": {"n": 3}}},
+            "task: held_out fits its own head, and asks each request once",
+        ),
+        ("payback", {"metric": "speed"}, "metric"),
+        ("payback", {"rounds": 0}, "rounds"),
+        ("payback", {"replay": {"model": "bert-base", "seq_len": 2}}, "replay.seq_len"),
+        ("payback", {"replay": {"modle": "x"}}, "replay.modle: unknown setting; did you mean 'model'"),
+    ],
+)
+def test_settings_that_cannot_be_measured(measure: str, changes: dict[str, Any], error: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{error}"):
+        make_experiment(learning(measure) | changes)
