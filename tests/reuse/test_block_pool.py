@@ -169,6 +169,7 @@ def test_blocks_that_have_expired_leave_with_all_that_follows() -> None:
     put(blocks, chain)
     assert n_found(blocks, chain) == [2]
     clock[0] = 11.0
+    assert blocks.records() == []
     assert (n_found(blocks, chain), len(blocks), blocks.nbytes, blocks.n_evicted) == ([0], 0, 0, 2)
 
 
@@ -178,6 +179,13 @@ def test_what_follows_a_block_that_left_is_not_held() -> None:
     put(blocks, chain[:1])
     blocks.put(chain, {chain[2].key: block(chain[2])})
     assert len(blocks) == 1
+
+
+def test_what_is_larger_than_the_budget_sends_nobody_away() -> None:
+    blocks, held, (large,) = pool(1), chain_of(0), chain_of(1)
+    put(blocks, held)
+    assert not blocks.put([large], {large.key: replace(block(large), states=torch.zeros(1))})
+    assert n_found(blocks, held, [large]) == [1, 0]
 
 
 def test_equal_keys_with_other_tokens_do_not_match() -> None:

@@ -151,6 +151,7 @@ def test_rows_of_a_padded_batch_are_found_in_other_batches(model: Any, left: boo
     cache = wrapped(model)
     for _ in range(2):
         assert same(cache(**inputs), plain)
+    assert cache.stats().held_nbytes == 3 * 10 * PER_TOKEN  # padding is kept as well
     new = {"input_ids": tokens(1, 10, seed=7), "attention_mask": torch.ones(1, 10), "position_ids": torch.arange(10)}
     mixed = cache(**{name: torch.cat([value, new[name].view(1, 10).long()]) for name, value in inputs.items()})
     assert [outcome.rung for outcome in cache.last] == ["exact"] * 3 + [None]
