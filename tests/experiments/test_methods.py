@@ -180,6 +180,13 @@ def test_nbytes_by_hand() -> None:
     assert method.n_entries == 1
 
 
+def test_the_head_finds_what_it_looks_for_in_the_trunks_stead() -> None:
+    recall = make("doccache", workload_of("wikitext"))._recall  # type: ignore[attr-defined]
+    assert recall.config is recall.trunk.config
+    with pytest.raises(AttributeError):
+        _ = recall.no_such_thing
+
+
 @pytest.mark.parametrize(("options", "may_step_aside"), [({}, False), ({"auto_bypass": True}, True)])
 def test_it_steps_aside_only_where_options_say_so(options: dict[str, Any], may_step_aside: bool) -> None:
     """Experiments measure what the cache does, also where it does not pay; settings are kept as they were given."""

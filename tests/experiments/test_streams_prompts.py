@@ -55,8 +55,12 @@ def test_pieces_are_handed_out_once() -> None:
     assert Pieces(text, 1).take(64) != Pieces(text, 0).take(64)
 
 
-def test_a_trace_is_read_in_order_of_arrival(trace: Folders) -> None:
+def test_a_trace_is_read_in_order_of_arrival_from_a_folder(trace: Folders, tmp_path: Path) -> None:
     assert read_trace(trace.data) == [tuple(ids) for _, ids in TRACE]
+    with pytest.raises(ConfigError, match=r"not on the hub; give a folder with mooncake/.*--data-dir"):
+        read_trace(None)
+    with pytest.raises(FileNotFoundError, match=r"conversation_trace\.jsonl"):
+        read_trace(tmp_path / "none")
 
 
 @pytest.mark.parametrize(
@@ -177,10 +181,3 @@ def test_a_stream_is_drawn_by_its_seed(name: str, trace: Folders) -> None:
 def test_what_cannot_be_drawn_is_refused(settings: dict[str, Any], part: str, trace: Folders) -> None:
     with pytest.raises(ConfigError, match=part):
         drawn(folders=trace, **settings)
-
-
-def test_a_trace_needs_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"not on the hub; give a folder with mooncake/.*--data-dir"):
-        read_trace(None)
-    with pytest.raises(FileNotFoundError, match=r"conversation_trace\.jsonl"):
-        read_trace(tmp_path)

@@ -87,11 +87,14 @@ def test_figures_against_plain_computation(loaded: Loaded) -> None:
     }
 
 
-def test_word_perplexity_takes_all_tokens_of_a_word(loaded: Loaded) -> None:
+def test_word_perplexity_takes_all_tokens_of_a_word_if_there_are_any(loaded: Loaded) -> None:
     task = WikiText(loaded, LINES, WINDOW, None, None)
     task._words_per_token = 0.5
     told = [task.answer(SimpleNamespace(logits=torch.zeros(1, WINDOW, 10**2)), i) for i in range(3)]
     assert task.extras(told) == {"perplexity": pytest.approx(100), "word_perplexity": pytest.approx(100**2)}
+    task = WikiText(loaded, ["w1 <unk> <unk> <unk> <unk>"], WINDOW, None, None)  # nothing to predict
+    told = [task.answer(SimpleNamespace(logits=torch.zeros(1, WINDOW, 96)), 0)]
+    assert task.extras(told) == {"perplexity": None, "word_perplexity": None}
 
 
 def test_answers_differ_by_their_tokens(loaded: Loaded) -> None:
@@ -106,12 +109,6 @@ def test_answers_differ_by_their_tokens(loaded: Loaded) -> None:
     assert not task.is_changed(sure, task.answer(SimpleNamespace(logits=logits), 1))
     logits[0, 1, 3] = 99.0
     assert task.is_changed(sure, task.answer(SimpleNamespace(logits=logits), 1))
-
-
-def test_nothing_to_predict_has_no_perplexity(loaded: Loaded) -> None:
-    task = WikiText(loaded, ["w1 <unk> <unk> <unk> <unk>"], WINDOW, None, None)
-    told = [task.answer(SimpleNamespace(logits=torch.zeros(1, WINDOW, 96)), 0)]
-    assert task.extras(told) == {"perplexity": None, "word_perplexity": None}
 
 
 def test_without_a_token_for_it_unk_is_a_word(loaded: Loaded) -> None:
@@ -183,10 +180,7 @@ def test_the_task_streams_them(loaded: Loaded) -> None:
 
 @pytest.mark.parametrize("shares", [(-0.1, 0.2, 0.2, 0.1), (0.5, 0.5, 0.1, 0.1), (0.1, 0.1, 0.1, 1.1)])
 def test_shares_that_are_none(shares: tuple[float, float, float, float]) -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"^repeats\.(whole|share_replaced): |their sum is at most 1",
-    ):
+    with pytest.raises(ConfigError, match=r"^repeats\.(whole|share_replaced): |their sum is at most 1"):
         repeats_of(*shares, seed=0)
 
 
