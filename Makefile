@@ -29,8 +29,9 @@ demo: setup ## Show what the cache saves, in three minutes; with a decoder too, 
 JOBS   ?= logical
 PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=worksteal
 
-test: setup ## Run the tests, offline, with their coverage of llmcache/ (at least 95 %).
-	$(PYTEST) --cov=llmcache --cov-report=term-missing:skip-covered --cov-fail-under=95
+test: setup ## Run the tests, offline. Those that are quick cover at least 95 % of llmcache/.
+	$(PYTEST) -m 'not slow' --cov=llmcache --cov-report=term-missing:skip-covered --cov-fail-under=95
+	$(PYTEST) -m slow
 
 test-fast: setup ## Run the tests that are not marked slow, without coverage.
 	$(PYTEST) -m 'not slow'

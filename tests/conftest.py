@@ -1,5 +1,6 @@
 """Shared by all tests: no network, one thread each in torch and FAISS, seeded."""
 
+import gc
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -17,6 +18,12 @@ from tests.tiny_data import save_base, write_data
 # Tiny models gain nothing from threads, and on a busy machine they wait for each other.
 torch.set_num_threads(1)
 faiss.omp_set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    # Collecting garbage then looks at what tests made, not at all of torch and transformers, for a third of a second.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

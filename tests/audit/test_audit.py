@@ -157,6 +157,7 @@ def test_states_of_a_model_that_was_edited_meanwhile_are_not_kept(cache: LLMCach
     assert rungs_of(cache, [one]) != ["exact"]
 
 
+@pytest.mark.slow
 def test_a_hit_that_is_not_served_after_all_counts_as_none(cache: LLMCache, monkeypatch: pytest.MonkeyPatch) -> None:
     run_rest, failed = FastPath.run_rest, []
 

@@ -359,6 +359,7 @@ def test_a_bank_knows_its_keys_and_bytes(steps: list[tuple[str, str, int]]) -> N
     assert [key for key in "abc" if key in bank] == sorted(oracle)
 
 
+@pytest.mark.slow
 def test_a_store_is_closed_when_its_bank_is_gone() -> None:
     class Closing(MemoryStore):
         n_closed = 0

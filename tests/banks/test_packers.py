@@ -186,6 +186,7 @@ def only_packer(cache: LLMCache) -> Packer:
     return packers[3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["pca", "autoencoder"])
 @pytest.mark.parametrize("payload", ["cls", "sequence"])
 def test_answers_before_and_after_the_fit(name: str, payload: str) -> None:

@@ -625,6 +625,7 @@ def test_accuracy_is_one_of_classes(model: nn.Module, answer: str) -> None:
         cache.calibrate(BATCHES, labels=LABELS, metric="accuracy", **LOOSE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "values"),
     [

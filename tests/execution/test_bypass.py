@@ -207,6 +207,7 @@ def test_counting_leaves_the_graph_so_fullgraph_says_no() -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "emptied"), [(BARE["bert"], "input_ids"), (CLASSIFIERS["distilbert"], "attention_mask")]
 )

@@ -32,6 +32,7 @@ class Embedded:
         return embedded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", sorted(BARE))
 @pytest.mark.parametrize("more", [{}, {"return_dict": False}])
 def test_what_is_answered_early_is_what_the_trunk_puts_out(family: str, more: dict[str, Any]) -> None:

@@ -145,6 +145,7 @@ def test_unwrap_returns_the_model_and_is_idempotent() -> None:
     assert attributes(model) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", range(4))
 def test_an_exception_in_a_layer_leaves_nothing_behind(where: int) -> None:
     cache, alone = pair(BARE["bert"], layers="all")

@@ -254,6 +254,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("payload", ["mean", "auto"])
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_another_pooling_after_wrapping_is_computed(model: Any, change: Any, payload: str) -> None:

@@ -47,6 +47,7 @@ def shared(make: Make, path: str) -> Make:
     return share
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["bert", "t5", "mpnet"])
 @pytest.mark.parametrize("stored", ["last", "all", [1], [0, 2]])
 @settings_of_both_ways
@@ -91,6 +92,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES)
 @settings_of_both_ways
 def test_layers_that_are_no_longer_those_that_were_wrapped(change: str, settings: dict[str, Any]) -> None:
@@ -179,6 +181,7 @@ def test_tokens_are_generated_while_one_layer_goes_past_ours() -> None:
     assert cache.stats().bypassed["other_layers"] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by_hand", [0, 2, 3])
 @pytest.mark.parametrize("inputs", [SEEN, MIXED], ids=["hit", "mixed"])
 def test_a_layer_that_a_hook_runs_by_hand_between_two(by_hand: int, inputs: dict[str, Tensor]) -> None:

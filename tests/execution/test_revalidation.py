@@ -45,6 +45,7 @@ def test_a_checked_row_gets_its_own_answer_and_is_counted_apart(mode: str, paylo
     assert (stats.n_stored, stats.n_layers_skipped) == (1, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("payload", "keep"),
     [

@@ -126,6 +126,7 @@ def test_functionalize(cache: LLMCache, model: nn.Module, alone: nn.Module) -> N
     assert bypassed(cache) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 def test_a_tangent_is_not_lost(cache: LLMCache, model: nn.Module, alone: nn.Module) -> None:
     weight = alone.get_parameter(WEIGHT).detach()

@@ -75,6 +75,7 @@ ATTRIBUTES: dict[str, Edit] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("edit", WEIGHTS | ATTRIBUTES)
 @pytest.mark.parametrize("tau", [None, -1.0])
 def test_nothing_stale_is_served_after_an_edit(edit: str, tau: float | None, hashed: list[int]) -> None:
@@ -123,6 +124,7 @@ def test_what_takes_turns_finds_its_own_entries_at_no_cost(
     assert what == "weights" or not hashed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("neox", "falcon", "gpt_bigcode")])
 def test_calls_in_a_row_look_at_nothing_again(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = X | ({"decoder_input_ids": tokens(2, 3)} if family in ("marian", "mbart") else {})

@@ -61,6 +61,7 @@ def test_tokens_put_elsewhere_in_the_kv_cache_are_bypassed() -> None:
     assert (cache.stats().hits, cache.stats().bypassed) == ({"exact": 1}, {"unknown_argument": 2})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3", "mistral"])
 @pytest.mark.parametrize("first", ["none", "ones", "kv"])
 def test_packed_sequences_are_no_single_text(family: str, first: str) -> None:

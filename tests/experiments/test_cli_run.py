@@ -141,6 +141,7 @@ def test_a_ready_model_needs_no_fit(config: Path, command: Commands) -> None:
     assert metrics["methods"]["llmcache-tau=0.8"]["hit_rate"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "error"),
     [

@@ -217,6 +217,7 @@ def test_methods_share_weights_and_nothing_else(task: str) -> None:
         method.end()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "task", "options", "error"),
     [

@@ -108,6 +108,7 @@ def test_what_has_too_little_to_learn_from_finds_nothing() -> None:
     assert set(again.served) == {COMPUTED, "exact"}
 
 
+@pytest.mark.slow
 def test_a_sweep_has_a_point_for_every_threshold() -> None:
     asked = {"taus": [0.5, 0.9], "methods": ["llmcache", "doccache"], "fingerprints": ["mean", "minhash"]}
     outcome = run(SWEEP | asked)

@@ -36,6 +36,7 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_hits_survive_a_restart(tmp_path: Path, settings: dict[str, object]) -> None:
     model = build(CLASSIFIERS["bert"])

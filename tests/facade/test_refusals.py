@@ -85,6 +85,7 @@ def test_one_vector_serves_the_last_layer_only() -> None:
         LLMCache.wrap(build(CLASSIFIERS["bert"]), layers="all")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "parts"),
     [
@@ -230,6 +231,7 @@ NO_SETTINGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("data", "part"), NO_SETTINGS.values(), ids=NO_SETTINGS)
 def test_files_of_any_bytes_are_one_line(write: Callable[[bytes], Path], data: bytes, part: str) -> None:
     with pytest.raises(ConfigError, match=part) as refusal:

@@ -72,6 +72,7 @@ def test_its_cosine_is_the_weighted_cosine_of_the_halves(weight: float) -> None:
             bert(tau=0.9, fingerprint={"name": "attention", "weight": wrong})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", WITH_ATTENTION)
 def test_every_family_shows_its_first_attention(family: str) -> None:
     """Two requests are as alike as the means of what layer 0 receives and of what its self-attention makes of it."""
@@ -90,6 +91,7 @@ def test_every_family_shows_its_first_attention(family: str) -> None:
     assert outcome.similarity == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", WITH_ATTENTION)
 @pytest.mark.parametrize("layer", [0, 1, -1])
 def test_layer_0_runs_once_for_all_rows_and_is_never_counted_as_skipped(family: str, layer: int) -> None:

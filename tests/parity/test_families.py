@@ -23,6 +23,7 @@ def rows(inputs: dict[str, Tensor], *numbers: int) -> dict[str, Tensor]:
     return {name: value[[*numbers]] for name, value in inputs.items()}
 
 
+@pytest.mark.slow
 @of_each_family
 @pytest.mark.parametrize("layer", range(4))
 def test_reusing_layer_l_and_computing_above_gives_the_plain_output(family: str, layer: int) -> None:
@@ -36,6 +37,7 @@ def test_reusing_layer_l_and_computing_above_gives_the_plain_output(family: str,
     assert stats.n_layers_skipped == (layer + 1) * len(LENGTHS)
 
 
+@pytest.mark.slow
 @of_each_family
 @pytest.mark.parametrize("layer", [0, 3])
 def test_hits_and_misses_in_one_batch(family: str, layer: int) -> None:

@@ -119,6 +119,7 @@ def test_a_cache_that_holds_a_window_goes_by_the_prefixes(kind: Any) -> None:
     assert cache.stats().n_hits == cache.stats().errors == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_wrapped", [False, True])
 @pytest.mark.parametrize(("family", "kind", "left"), PADDED)
 def test_rows_of_a_padded_batch_are_as_alone(family: str, kind: Any, left: bool, is_wrapped: bool) -> None:

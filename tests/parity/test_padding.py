@@ -51,6 +51,7 @@ def twice(model: nn.Module, layers: object = "auto", **inputs: Any) -> tuple[Any
     return plain, second
 
 
+@pytest.mark.slow
 @on_both_sides
 @pytest.mark.parametrize("family", EVERY_BARE)
 def test_states_of_padding_come_back(family: str, left: bool) -> None:

@@ -36,6 +36,7 @@ def n_entries(cache: LLMCache) -> list[int]:
     return list(cache.stats().n_entries.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tau", "layers", "top"), [*((tau, "all", 3) for tau in (-1.0, 0.2, 0.5, 0.9)), (0.3, [2], 2)])
 def test_they_agree_where_every_search_finds_the_same_entry(tau: float, layers: Any, top: int) -> None:
     caches = paper, semantic = both(tau=tau, layers=layers)

@@ -109,6 +109,7 @@ def test_a_prompt_that_does_not_fit_is_counted_and_its_beginning_serves(model: A
 # -- what comes back ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", CACHES)
 @of_each_length
