@@ -8,6 +8,7 @@ known, and that must not pass for good news: while many calls fail, nothing is r
 import logging
 import threading
 from collections import Counter
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -75,6 +76,12 @@ class Counters:
             what: For the log: "llmcache failed to ...".
         """
         return Guard(self, what)
+
+    def find_reason(self, what: str, step: Callable[..., str | None], *args: Any) -> str | None:
+        """Why the cache cannot be used, as a step found; that the step failed is a reason, too."""
+        with Guard(self, what):
+            return step(*args)
+        return "error"
 
     def look(self, error: Exception | None = None) -> None:
         """Count a look of the audit that succeeded or failed; failures are logged likewise."""

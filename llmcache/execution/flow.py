@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from llmcache.audit.audit import Audit
+from llmcache.execution.bypass_check import BypassCheck
 from llmcache.execution.capture import StateCapture
 from llmcache.execution.components import Components
 from llmcache.execution.fast_path import FastPath, OutputTemplate
@@ -30,12 +31,9 @@ from llmcache.execution.runner import Runner
 from llmcache.models.adapters import CACHE, unpack
 from llmcache.models.arguments import Arguments
 from llmcache.models.hooks import LayerSwap
-from llmcache.models.intact import Layers
 from llmcache.models.masks import flatten
-from llmcache.models.model_config import setting
 from llmcache.models.payloads import last_valid
 from llmcache.models.pooling import Veil
-from llmcache.request.bypass import find_reason, is_plain_cache
 from llmcache.request.call import OUT_OF_ORDER, WITHIN, Call, Inputs
 from llmcache.request.outcome import Outcome, bypassed, outcomes
 from llmcache.reuse.prefix.block_pool import BlockPool
@@ -58,6 +56,7 @@ class Flow:
         """
         self._components = parts
         self._arguments = Arguments(parts.trunk.module.forward)
+        self._bypass_check = BypassCheck(parts, self._arguments)
         self._runner = Runner(parts.payload, parts.trunk.adapter)
         self._meter = Meter(parts)
         self._revalidation = Revalidation(parts.banks, parts.counters)
@@ -67,13 +66,11 @@ class Flow:
             self._call_rungs.append(self._make_prefix(parts.prefix))
         self._fast_path = FastPath(parts.trunk, parts.payload)
         self._capture = StateCapture(parts)
-        self._pooled = parts.head.pooled
-        self._is_veiled = self._pooled is not None and parts.payload.name == "mean"
+        self._is_veiled = parts.head.pooled is not None and parts.payload.name == "mean"
         self.veil = Veil()
         if parts.cost is not None:
             parts.recorder = BypassRecorder(parts, self._lookup, self._fast_path, self._capture)
         self._last = parts.trunk.depth - 1
-        self._layers = Layers(parts.trunk)
         self._is_retired = False
         self._frames = Frames()
         self.innermost = self._frames.innermost
@@ -132,10 +129,10 @@ class Flow:
             self._components.weights.suspect()
         arguments, mask_4d = flatten(arguments)
         call = Call(Inputs(arguments, namespace, mask_4d, n_read))
-        reason = "disabled" if is_disabled else self._find_reason(arguments)
+        reason = "disabled" if is_disabled else self._bypass_check.by_arguments(arguments)
         if reason is None and self._components.audit is not None:
             self._make_way(frame, call, self._components.audit)
-        reason = reason or self._lookup.guard("ask whether it pays", self._meter.ask, call)
+        reason = reason or self._components.counters.find_reason("ask whether it pays", self._meter.ask, call)
         if reason is not None:
             self._bypass(frame, reason, arguments)
             frame.passing = None if call.progress.passing is None else call
@@ -143,7 +140,7 @@ class Flow:
         if not self._components.is_collecting:
             frame.last = ()  # until the call has succeeded
         frame.call = call
-        if self._keeps_no_kv:
+        if self._bypass_check.keeps_no_kv:
             return self._arguments.replace(args, kwargs, "use_cache", False)
         for rung in self._call_rungs:
             with self._components.counters.guard(f"begin a call ({rung.name})"):
@@ -246,7 +243,7 @@ class Flow:
         if call.progress.kv_cache is not None:
             empty(call.progress.kv_cache)
             assert int(call.progress.kv_cache.get_seq_length()) == 0, "K/V of the first run would be taken for a past"
-        self._bypass(frame, self._find_trouble(), call.inputs.arguments)
+        self._bypass(frame, self._bypass_check.after_a_failure(self._is_retired), call.inputs.arguments)
         return True
 
     def _completed(self, frame: Frame, output: Any) -> Any:
@@ -265,7 +262,7 @@ class Flow:
                 self._lookup.withdraw(call)
                 self._abandon(call)
                 if output is not None:  # it did not fail
-                    self._bypass(frame, self._find_trouble(), call.inputs.arguments)
+                    self._bypass(frame, self._bypass_check.after_a_failure(self._is_retired), call.inputs.arguments)
                 call = None
             if call is not None:
                 self._end(frame, call, output)
@@ -355,29 +352,6 @@ class Flow:
         if self._components.observer is not None and self._components.observer.answers.reads_payload:
             self._observe(call, None)
 
-    def _find_trouble(self) -> str:
-        """Why a call's layers were not run through all of the swaps, in order."""
-        return "unwrapped" if self._is_retired else self._layers.find_reason() or "other_layers"
-
-    def _find_reason(self, arguments: dict[str, Any]) -> str | None:
-        trunk, defaults = self._components.trunk, self._arguments.defaults
-        reason = self._lookup.guard("look at the arguments", find_reason, arguments, trunk, defaults)
-        if reason is None and self._keeps_no_kv:
-            reason = self._find_reason_for_kv(arguments)
-        if reason is None and self._pooled is not None and self._pooled.has_changed():
-            return "other_pooling"
-        return reason or self._layers.find_reason()
-
-    def _find_reason_for_kv(self, arguments: dict[str, Any]) -> str | None:
-        """Why a call cannot be run without the K/V that the model would make."""
-        if arguments.get("use_cache") or arguments.get(CACHE) is not None:
-            return "kv_cache_with_pooled_payload"
-        asked = arguments.get("use_cache")
-        makes_kv = setting(self._components.trunk.config, "use_cache") if asked is None else asked
-        # Without K/V models look at the positions for where a text begins, and hide the texts before from it.
-        is_unmasked = arguments.get("attention_mask") is None and arguments.get("position_ids") is not None
-        return "packed" if makes_kv and is_unmasked else None
-
     def _make_prefix(self, blocks: BlockPool) -> Prefix:
         """The rung that serves prefixes."""
         parts = self._components
@@ -395,9 +369,10 @@ class Flow:
 
     def _begin(self, frame: Frame, call: Call, swap: LayerSwap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """See to it that rows and fingerprints are read; False when the call must bypass the cache after all."""
+        counters, check = self._components.counters, self._bypass_check.by_states
         call.progress.kv_cache = swap.arguments.get(args, kwargs, CACHE)
         hidden = swap.arguments.get(args, kwargs, swap.arguments.names[0])
-        reason = self._lookup.guard("read the request", self._find_late_reason, call, hidden)
+        reason = counters.find_reason("read the request", check, call, hidden, self._runner.cannot_skip)
         if reason is None and call.is_read and call.read.entering != hidden.dtype:  # read early, of another model
             self._fast_path.forget()
             self._lookup.withdraw(call)
@@ -410,16 +385,6 @@ class Flow:
             self._bypass(frame, reason, call.inputs.arguments)
         call.progress.has_begun = reason is None
         return call.progress.has_begun
-
-    def _find_late_reason(self, call: Call, hidden: Tensor) -> str | None:
-        """Why a call cannot use the cache, as far as it shows only when the first layer is reached."""
-        if call.progress.kv_cache is not None and not is_plain_cache(call.progress.kv_cache):
-            return "kv_cache_kind"
-        if self._runner.cannot_skip:
-            return "unknown_output"
-        if hidden.ndim != 3 or hidden.shape[:2] != call.inputs.arguments["input_ids"].shape:
-            return "unknown_layout"
-        return None
 
     def _have_looked_into(self, call: Call) -> None:
         """Hand hits that were drawn to the audit."""
@@ -517,11 +482,6 @@ class Flow:
             frame.audit.worker.leave()
 
     # -- small facts ---------------------------------------------------------------------------------------------------
-
-    @property
-    def _keeps_no_kv(self) -> bool:
-        """Whether the model would make K/V that its head never reads and entries do not hold."""
-        return self._components.payload.fits_any_length and self._components.trunk.makes_kv
 
     @property
     def _ends_after_norm(self) -> bool:

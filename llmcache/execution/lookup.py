@@ -6,7 +6,7 @@ lookup's.
 Sizes: B rows, T tokens, D hidden width.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from time import perf_counter
 from typing import Any
 
@@ -46,12 +46,6 @@ class Lookup:
         fills_kv = trunk.makes_kv and not self._components.payload.fits_any_length
         return fills_kv or (fingerprint is not None and fingerprint.reads_states)
 
-    def guard(self, what: str, step: Callable[..., str | None], *args: Any) -> str | None:
-        """Why the cache cannot be used, as a step found; that the step failed is a reason, too."""
-        with self._components.counters.guard(what):
-            return step(*args)
-        return "error"
-
     def read(self, call: Call, hidden: Tensor | None, entering: torch.dtype) -> str | None:
         """Read the call's rows and fingerprints.
 
@@ -64,7 +58,7 @@ class Lookup:
             Why the call must bypass the cache, or None.
         """
         started = perf_counter()
-        reason = self.guard("read the request", self._read, call, hidden, entering)
+        reason = self._components.counters.find_reason("read the request", self._read, call, hidden, entering)
         call.progress.lookup_s += perf_counter() - started
         return reason
 

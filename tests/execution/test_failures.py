@@ -151,7 +151,7 @@ def test_a_model_error_is_the_models() -> None:
     ("step", "error", "bypassed"),
     [
         ("llmcache.models.payloads.Cls.take", MemoryError("no room"), {}),
-        ("llmcache.execution.flow.find_reason", AttributeError("a tuple has no get_seq_length"), {"error": 2}),
+        ("llmcache.execution.bypass_check.find_reason", AttributeError("a tuple has no get_seq_length"), {"error": 2}),
     ],
     ids=["keeping a state", "looking at arguments"],
 )
