@@ -112,6 +112,11 @@ class Audit:
                     drawn.sample.account.withdraw(drawn.sample)
         call.plan.audited.clear()
 
+    @property
+    def is_growing(self) -> bool:
+        """Whether requests that are computed become sources."""
+        return self._calibrated.is_growing
+
     def wanted(self, call: Call) -> Collection[int]:
         """Rows of a call that are to be observed, if they were computed."""
         return range(call.n_rows) if self._calibrated.is_learning else call.plan.audited

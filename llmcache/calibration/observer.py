@@ -32,6 +32,10 @@ _MOST = 1e18  # the square of more is no number in float32
 class Learner(Protocol):
     """Who wants observations."""
 
+    @property
+    def is_growing(self) -> bool:
+        """Whether requests that are computed become sources, whose answers have to be known."""
+
     def wanted(self, call: Call) -> Collection[int]:
         """Rows of a call of which they are wanted, if they were computed."""
 
@@ -59,12 +63,15 @@ class Observer:
         }
         if not computed:
             return
-        signatures, outputs, vectors = self._answers_of(call, output, computed)
         collected = self.collected.get()
-        if collected is None:
+        wanted = computed if collected is not None else () if self.learner is None else self.learner.wanted(call)
+        serve_others = collected is None and (self.learner is None or self.learner.is_growing)
+        if not (wanted or serve_others):
+            return
+        signatures, outputs, vectors = self._answers_of(call, output, computed)
+        if serve_others:
             for number, signature in zip(computed, signatures, strict=True):
                 self._banks.sign(call.rows[number].key, signature)
-        wanted = computed if collected is not None else () if self.learner is None else self.learner.wanted(call)
         if call.read.features is None or not wanted:
             return
         head = "" if self._head is None else self._head.digest()
