@@ -286,8 +286,10 @@ def _choose_rungs(
     if is_exact:
         rungs.append(Exact(banks))
     for component in config.rungs:
-        if (kind := RUNGS.find(component.name)) in (Exact, Semantic, Paper):
-            raise ConfigError(f"rungs: {kind.name!r} is turned on by other settings (exact, tau, mode); leave it out")
+        if (name := component.name) in (Exact.name, Semantic.name, Paper.name, "prefix"):
+            raise ConfigError(
+                f"rungs: {name!r} is turned on by other settings (exact, prefix, tau, mode); leave it out"
+            )
         rungs.append(component.build(RUNGS, banks))
     if tau:
         rungs.append(Paper(banks, tau) if config.mode == "paper" else Semantic(banks, chooser, Fixed(tau)))

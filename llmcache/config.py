@@ -133,6 +133,15 @@ class CacheConfig(BaseModel):
     adapter: str = "auto"
     allow_unsafe: bool = False
 
+    @model_validator(mode="before")
+    @classmethod
+    def _are_known(cls, given: Any) -> Any:
+        """Refuse an unknown setting with what there is; pydantic names the setting alone."""
+        unknown = [key for key in given if key not in cls.model_fields] if isinstance(given, Mapping) else []
+        if unknown:
+            raise ValueError("; ".join(_unknown(str(key), list(cls.model_fields)) for key in unknown))
+        return given
+
     @field_validator("fingerprint", "decide", "index", "policy", "store", "compression", mode="before")
     @classmethod
     def _name_alone(cls, value: Any) -> Any:
@@ -280,18 +289,21 @@ def explain(error: ValidationError, known: list[str]) -> str:
     """Say what is wrong with settings: key, value and fix of each problem, in one line."""
     lines = []
     for problem in error.errors():
-        key = ".".join(str(part) for part in problem["loc"]) or "settings"
+        key = ".".join(str(part) for part in problem["loc"])
         if problem["type"] == "extra_forbidden":
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            if key in RENAMED:
-                lines.append(f"{key}: this setting is called {RENAMED[key]} now")
-            else:
-                lines.append(f"{key}: unknown setting; {hint}known: {', '.join(known)}")
+            lines.append(_unknown(key, known))
         else:
-            value = "" if key == "settings" else f" (got {_shown(problem['input'])})"
-            lines.append(f"{key}: {problem['msg'].removeprefix('Value error, ')}{value}")
+            message = problem["msg"].removeprefix("Value error, ")
+            lines.append(f"{key}: {message} (got {_shown(problem['input'])})" if key else message)
     return "; ".join(dict.fromkeys(lines))
+
+
+def _unknown(key: str, known: list[str]) -> str:
+    if key in RENAMED:
+        return f"{key}: this setting is called {RENAMED[key]} now"
+    near = difflib.get_close_matches(key, known, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return f"{key}: unknown setting; {hint}known: {', '.join(known)}"
 
 
 def _shown(value: Any) -> str:

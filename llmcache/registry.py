@@ -1,7 +1,7 @@
 """Exchangeable parts of a cache: the classes that settings can name, and how one is made from its settings."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Generic, TypeVar, get_type_hints
 
@@ -16,7 +16,15 @@ T = TypeVar("T")
 class Registry(dict[str, type[T]], Generic[T]):
     """Classes by the name under which settings know them. `del registry[name]` takes one out again."""
 
-    def __init__(self, kind: str, base: type, known: dict[str, type[T]], given: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        kind: str,
+        base: type,
+        known: dict[str, type[T]],
+        given: Sequence[str] = (),
+        reserved: Sequence[str] = (),
+        renamed: Mapping[str, str] | None = None,
+    ) -> None:
         """Begin with classes of our own.
 
         Args:
@@ -24,23 +32,29 @@ class Registry(dict[str, type[T]], Generic[T]):
             base: What each has to do.
             known: Classes by name.
             given: What the library itself passes to each constructor, by position; settings come as keywords.
+            reserved: Names that mean something else in the setting.
+            renamed: What classes of 0.1 may still have under a former name, which nobody asks any more.
         """
         super().__init__(known)
         self.kind = kind
         self._base = base
         self.given = tuple(given)
+        self._reserved = ("auto", *reserved)
+        self._renamed = dict(renamed or {})
 
     def register(self, name: str, made: type[T]) -> None:
         """Let settings name a class.
 
         Args:
-            name: The name; one that is taken is refused.
+            name: The name; one that is taken or means something else is refused.
             made: The class: derived from the base of its kind, or with all that this has.
 
         Raises:
-            ConfigError: The name is taken, or the class lacks something, or something of it is called with other
-                arguments than it takes.
+            ConfigError: The name is no text, or taken, or the class lacks something, has something under a name of 0.1,
+                or something of it is called with other arguments than it takes.
         """
+        if not isinstance(name, str) or name in self._reserved:
+            raise ConfigError(f"{self.kind}: give another name than {name!r}: a str, not {', '.join(self._reserved)}")
         if name in self:
             raise ConfigError(f"{self.kind}: the name {name!r} is taken by {self[name].__name__}")
         if not isinstance(made, type):
@@ -55,7 +69,7 @@ class Registry(dict[str, type[T]], Generic[T]):
             ConfigError: There is none.
         """
         if name not in self:
-            raise ConfigError(f"{self.kind}: unknown name {name!r}; known: {', '.join(sorted(self))}")
+            raise ConfigError(f"{self.kind}: unknown name {name!r}; known: {', '.join(sorted(self)) or 'none'}")
         return self[name]
 
     def _check(self, made: type) -> None:
@@ -64,6 +78,9 @@ class Registry(dict[str, type[T]], Generic[T]):
         missing = {name for name in members if not hasattr(made, name)} | getattr(made, "__abstractmethods__", set())
         if missing:
             raise ConfigError(f"{self.kind}: {made.__name__} lacks {', '.join(sorted(missing))} of {base.__name__}")
+        for before, now in self._renamed.items():
+            if hasattr(made, before):
+                raise ConfigError(f"{self.kind}: {made.__name__}.{before} is called {now} now")
         for name in members:
             asked = getattr(base, name, None)
             if callable(getattr(made, name)) != callable(asked):
@@ -124,7 +141,10 @@ class Component(BaseModel):
         try:
             return make(*args, **self.options)
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"{kind}: {self.name} does not accept {self.options}: {error}") from error
+            takes = ", ".join(list(inspect.signature(make).parameters)[len(args) :]) or "none"
+            raise ConfigError(
+                f"{kind}: {self.name} does not accept {self.options}: {error}; its options: {takes}"
+            ) from error
 
 
 def _checker(hint: Any) -> TypeAdapter[Any]:

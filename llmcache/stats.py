@@ -83,12 +83,12 @@ class Cost(Renamed):
         layer_ms: What a layer takes: what the model takes, by the number of layers. They are alike, a reuse mostly
             replaces all of them, and embeddings and final norm take about a hundredth.
         plain_ms: The model alone: bypassed calls.
-        beside_ms: What the audit and the reading of answers took, by call that took the whole way.
+        beside_ms: What the audit and the reading of answers took, by call that was looked up.
         miss_ms: All of a miss.
         hit_ms: All of a hit: lookup, transfer of the state, and what of the model still runs.
-        hit_rate: Share of requests served, of those that took the whole way.
+        hit_rate: Share of requests served, of those that were looked up.
         repeats: Share of all requests that were asked before; None where tokens are not on the host.
-        worthwhile_from: Hit rate from which the cache pays; None also where a hit takes longer than the model.
+        worthwhile_from: Hit rate from which the cache is worthwhile; None also where a hit takes longer than the model.
         is_bypassed: Such calls bypass the cache.
     """
 
@@ -113,7 +113,8 @@ class Health(Renamed):
     """How the cache stands.
 
     Attributes:
-        is_failing: A tenth of the latest calls or looks failed, and the share has not fallen to half of that since.
+        is_failing: A tenth of the latest calls or recomputations failed, and the share has not fallen to half of that
+            since.
         failed_calls: Share of the latest calls in which something of the cache failed and was computed around: reading,
             lookup, draw or storing; 0 to 1, over some 64 calls.
         failed_recomputes: Share of the latest looks of the audit that failed, over some 64 looks.
@@ -132,9 +133,8 @@ class Health(Renamed):
         if not self.is_failing:
             return "good"
         often = ", ".join(f"{what} ({n})" for what, n in Counter(self.failures).most_common(3))
-        return (
-            f"failing: {self.failed_calls:.0%} of calls, {self.failed_recomputes:.0%} of looks; since wrapping: {often}"
-        )
+        shares = f"{self.failed_calls:.0%} of calls, {self.failed_recomputes:.0%} of recomputations"
+        return f"failing: {shares}; since wrapping: {often}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +174,7 @@ class Stats:
         storing_ms: Total time in keeping states, checks, storing misses and fitting codecs.
         n_too_large: Requests with a state larger than its bank, which was not stored, or that were not kept in blocks
             as a whole, since these do not fit `max_bytes`.
-        n_hooked: Rows that neither a prefix nor the short way before the layers was tried for, since hooks of others
+        n_hooked: Rows that neither a prefix nor the fast path was tried for, since hooks of others
             hang within the trunk, which are to see all of them. They may be hits all the same.
         errors: Failures of index, store or audit that were computed around.
         health: Whether the cache itself works, and what failed (`llmcache.stats.Health`).

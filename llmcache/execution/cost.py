@@ -291,7 +291,7 @@ def _log(what: str, n_tokens: int, rate: float, worthwhile_from: float) -> None:
     """Tell of a turn; turns become rarer, so that this does not fill a log."""
     least = 1 << (n_tokens.bit_length() - 1)
     logger.info(
-        "llmcache %s for calls of %d to %d tokens: %.1f %% of requests could be served; it pays %s",
+        "llmcache %s for calls of %d to %d tokens: %.1f %% of requests could be served; it is worthwhile %s",
         what,
         least,
         2 * least - 1,

@@ -40,4 +40,5 @@ FINGERPRINTS: Registry[Fingerprint] = Registry(
         "attention": AttentionMean,
         "learned": Learned,
     },
+    renamed={"foresee": "project_with_forecast"},
 )

@@ -17,4 +17,5 @@ DECISIONS: Registry[Decision] = Registry(
     "decide",
     Decision,
     {"threshold": Threshold, "consensus": Consensus, "risk": Risk, "student": Student, "combined": Combined},
+    renamed={"most": "max_risk", "doubts": "risk_range"},
 )

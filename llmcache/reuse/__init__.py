@@ -20,7 +20,12 @@ from llmcache.reuse.semantic import Semantic
 
 __all__ = ["RUNGS", "CacheBanks", "Call", "Exact", "Paper", "Reuse", "Row", "Rung", "Semantic"]
 
-#: Ours are made from other settings; those that are registered, from `rungs`, are made as `made(banks, **options)`.
+#: None of ours, which other settings turn on. From `rungs` they are made as `made(banks, **options)`.
 RUNGS: Registry[Rung] = Registry(
-    "rungs", Rung, {"exact": Exact, "semantic": Semantic, "paper": Paper}, given=("banks",)
+    "rungs",
+    Rung,
+    {},
+    given=("banks",),
+    reserved=(Exact.name, Semantic.name, Paper.name, "prefix", "student"),
+    renamed={"asks_at": "applies_at"},
 )

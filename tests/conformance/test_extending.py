@@ -379,6 +379,30 @@ def test_what_could_not_be_called_is_refused(kind: str, instead: dict[str, Any],
     assert "mine" not in registry
 
 
+@pytest.mark.parametrize(
+    ("kind", "before", "now"),
+    [
+        ("decide", "most", "max_risk"),
+        ("decide", "doubts", "risk_range"),
+        ("fingerprint", "foresee", "project_with_forecast"),
+        ("rungs", "asks_at", "applies_at"),
+    ],
+)
+def test_a_name_of_an_earlier_version_is_refused_with_the_one_of_now(kind: str, before: str, now: str) -> None:
+    """It would be asked by nobody: of a decision's cap on risk, nothing would be left."""
+    registry, example = REGISTRIES[kind]
+    with pytest.raises(ConfigError, match=rf"^{kind}: Old\.{before} is called {now} now$"):
+        registry.register("mine", type("Old", (example,), {before: 0.5}))
+
+
+@pytest.mark.parametrize("kind", REGISTRIES)
+@pytest.mark.parametrize("name", ["auto", 3])
+def test_a_name_that_no_setting_could_give_is_refused(kind: str, name: Any) -> None:
+    registry, example = REGISTRIES[kind]
+    with pytest.raises(ConfigError, match=f"^{kind}: give another name than {name!r}: a str, not auto"):
+        registry.register(name, example)
+
+
 @pytest.mark.parametrize("kind", REGISTRIES)
 def test_what_is_ours_would_be_registered_too(kind: str) -> None:
     registry, _ = REGISTRIES[kind]

@@ -28,16 +28,16 @@ def modes(results_dir: Path) -> str:
             (
                 "exact repeats: `wrap(model)`",
                 "requests with the same tokens",
-                "exact: the stored run, bit for bit",
+                "exact: the stored run, bit for bit where requests are batched alike",
                 _repeats(results_dir),
-                "always on; requests or documents come again",
+                "on by default; requests or documents repeat",
             ),
             (
                 "prefixes: `wrap(model)`, decoders",
                 "the first tokens that a prompt shares with an earlier one",
                 "exact up to rounding",
                 _prefixes(results_dir),
-                "always on; system prompts, conversations, few-shot prompts",
+                "on by default, without `tau` and calibration; system prompts, conversations, few-shot prompts",
             ),
             (
                 "calibrated reuse: `wrap(model, learn=2500)` or `cache.calibrate(requests)`",
