@@ -18,7 +18,9 @@ def command(
     plot: Annotated[
         Path, typer.Option(metavar="FILE", help="Picture of speed-up against changed answers to write.")
     ] = Path("llmcache-demo.png"),
-    n: Annotated[int, typer.Option("--n", min=1, help="Requests to serve; the first 1,200 are learned from.")] = 2700,
+    n: Annotated[
+        int, typer.Option("--n", min=1, help="Requests to serve; of the first, 1,200 that differ are learned from.")
+    ] = 2700,
     models_dir: Annotated[
         Path, typer.Option(envvar=MODELS_VARIABLE, help="Where `llmcache prepare smollm2` put the decoder.")
     ] = Path("models"),
@@ -53,7 +55,7 @@ def _show_first(report: Mapping[str, Any], is_idle: bool) -> None:
     """Table and sentences of the first act."""
     if not is_idle:
         typer.echo("The machine was busy with other work: times below are no measurement.")
-    title = f"{report['n']:,} requests, one at a time; figures of those after the first {report['learn']:,}"
+    title = f"{report['n']:,} requests, one at a time; figures of those after learning, from {report['learn'] + 1:,} on"
     show_table(title, [_cells(row) for row in report["settings"]])
     for sentence in report["conclusion"]:
         typer.echo(sentence)

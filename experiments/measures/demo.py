@@ -6,9 +6,10 @@ them, each cache from cold and with default settings (`experiments.measures.serv
 
     the model alone, exact repeats, tau, calibrated at each `max_drop`, the model alone
 
-All settings stand here in advance: tau is the paper's. Calibrated reuse learns from the first `LEARN` requests of its
-own pass. Figures of every way are of the requests after these, so that all are compared on the same ones; `whole` is of
-the stream with its beginning. Speed-ups are held against both passes of the model alone: their mean, and each of them.
+All settings stand here in advance: tau is the paper's. Calibrated reuse learns in its own pass, from the first `LEARN`
+requests that it computes, and calibrates in the call of the last one. Figures of every way are of the requests after
+that call, so that all are compared on the same ones; `whole` is of the stream with its beginning. Speed-ups are held
+against both passes of the model alone: their mean, and each of them.
 
 Sizes: N requests that are served.
 """
@@ -26,6 +27,7 @@ from experiments.measures.learning import later
 from experiments.measures.payback import payback
 from experiments.measures.service import CACHE, Pass, Server
 from experiments.methods import NOCACHE
+from experiments.methods.base import COMPUTED
 from experiments.metrics.metrics import figures_of, percentiles
 from experiments.models.heads import fit_logistic
 from experiments.models.loading import Loaded
@@ -73,13 +75,14 @@ def run_demo(loaded: Loaded, n: int, seed: int = 0) -> dict[str, Any]:
         fit_logistic(loaded, "mean", data[:N_FIT], stream, MAX_LENGTH), stream, MAX_LENGTH, payload="mean"
     )
     base, taken = _passes(workload)
-    rows = [_row(workload, base, *found, seed) for found in taken]
+    first = max(_learned_at(served) for way, served, _ in taken if "learn" in way.options)
+    rows = [_row(workload, base, *found, first, seed) for found in taken]
     return {
-        "settings": [_nocache(workload, base), *rows],
+        "settings": [_nocache(workload, base, first), *rows],
         "conclusion": conclude(rows),
         "n": n,
         "n_fit": N_FIT,
-        "learn": LEARN,
+        "learn": first,
         "environment": environment,
     }
 
@@ -97,36 +100,52 @@ def _passes(workload: Workload) -> tuple[list[Pass], list[tuple[Way, Pass, Calib
     return base, taken
 
 
-def _nocache(workload: Workload, base: Sequence[Pass]) -> dict[str, Any]:
+def _learned_at(taken: Pass) -> int:
+    """How many requests had come when it had computed as many as it learns from; repeats are served meanwhile."""
+    computed = np.flatnonzero(taken.served == COMPUTED)
+    if len(computed) < LEARN or computed[LEARN - 1] + 1 == len(taken.served):
+        raise ConfigError(
+            f"n={len(taken.served)}: {LEARN} requests that differ are learned from, and none would be left; give more"
+        )
+    return int(computed[LEARN - 1]) + 1
+
+
+def _nocache(workload: Workload, base: Sequence[Pass], first: int) -> dict[str, Any]:
     """The row of the model alone, against which the others are read."""
     return {
         "name": "no cache",
-        "accuracy": float(later(workload, LEARN).scores(base[0].answers[LEARN:]).mean()),
-        "latency_ms": percentiles(np.concatenate([one.ms[LEARN:] for one in base])),
+        "accuracy": float(later(workload, first).scores(base[0].answers[first:]).mean()),
+        "latency_ms": percentiles(np.concatenate([one.ms[first:] for one in base])),
         "seconds": [one.seconds for one in base],
     }
 
 
 def _row(
-    workload: Workload, base: Sequence[Pass], way: Way, taken: Pass, calibration: Calibration | None, seed: int
+    workload: Workload,
+    base: Sequence[Pass],
+    way: Way,
+    taken: Pass,
+    calibration: Calibration | None,
+    first: int,
+    seed: int,
 ) -> dict[str, Any]:
     """One row with a cache; `bound` is what the calibration showed of its changed answers, None without one."""
     chosen = None if calibration is None else calibration.chosen
     alone_ms = np.mean([one.ms for one in base], axis=0, keepdims=True)
-    after = payback(alone_ms, taken.ms[None], LEARN)["paid_back_after"] if calibration is not None else None
+    after = payback(alone_ms, taken.ms[None], first)["paid_back_after"] if calibration is not None else None
     return {
         "name": way.name,
         "options": dict(way.options),
         **figures_of(
-            later(workload, LEARN), base[0].answers[LEARN:], taken.answers[LEARN:], taken.served[LEARN:], seed
+            later(workload, first), base[0].answers[first:], taken.answers[first:], taken.served[first:], seed
         ),
         "bound": None if chosen is None else chosen.bound,
         "limit": None if chosen is None else chosen.limit,
         "calibration_s": None if calibration is None else calibration.seconds,
-        "latency_ms": percentiles(taken.ms[LEARN:]),
-        **_speedup(base, taken, LEARN),
+        "latency_ms": percentiles(taken.ms[first:]),
+        **_speedup(base, taken, first),
         "whole": _speedup(base, taken, 0),
-        "paid_back_at": None if after is None else LEARN + int(after),
+        "paid_back_at": None if after is None else first + int(after),
         "seconds": taken.seconds,
     }
 

@@ -41,15 +41,16 @@ def plot_speed_against_changes(report: Mapping[str, Any], path: Path, is_idle: b
     axes.errorbar(x, y, yerr=away, marker="o", linestyle="", capsize=3, label="after learning")
     axes.plot(x, [row["whole"]["speedup"] for row in rows], "C0.", alpha=0.5, label="whole stream, learning included")
     for row, *place in zip(rows, x, y, strict=True):
-        end = place[0] if row["bound"] is None else 100 * row["bound"]
         if row["bound"] is not None:
-            axes.plot([place[0], end], [place[1]] * 2, "C3:|", markersize=12)
-        axes.annotate(row["name"], (end, place[1]), xytext=(6, 6), textcoords="offset points", fontsize=9)
+            axes.plot([place[0], 100 * row["bound"]], [place[1]] * 2, "C3:|", markersize=12)
+        axes.annotate(row["name"], place, xytext=(6, 8), textcoords="offset points", fontsize=9)
     axes.plot([], [], "C3:|", markersize=12, label="up to the upper bound")
     axes.set_xlabel("changed answers (% of all requests)")
     axes.set_ylabel("speed-up (times)")
     busy = "" if is_idle else " (busy machine: no measurement)"
-    axes.set_title(f"Support desk, {report['n']:,} requests, MiniLM{busy}")
+    axes.set_title(
+        f"Support desk, {report['n']:,} requests, all-MiniLM-L6-v2, {report['environment']['n_cpus']} CPU cores{busy}"
+    )
     axes.legend(fontsize=8, loc="lower right")
     axes.margins(x=0.15, y=0.15)
     with naming(path):

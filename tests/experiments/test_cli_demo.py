@@ -45,7 +45,8 @@ def test_the_whole_chain(tiny: Path, command: Commands) -> None:
     shown = command.out
     report: dict[str, Any] = json.loads((tiny / "figures.json").read_text())
     assert (tiny / "p.png").read_bytes().startswith(b"\x89PNG")
-    assert (report["n"], report["n_fit"], report["learn"]) == (N, 200, LEARN)
+    assert (report["n"], report["n_fit"]) == (N, 200)
+    assert LEARN < report["learn"] < N  # repeats among the first are served, and nothing is learned from them
     nocache, *rows = report["settings"]
     assert nocache["name"] == "no cache" and len(nocache["seconds"]) == 2
     assert [row["name"] for row in rows] == [way.name for way in ways()]
@@ -55,7 +56,7 @@ def test_the_whole_chain(tiny: Path, command: Commands) -> None:
         assert row["speedup_min"] <= row["speedup"] <= row["speedup_max"]
         assert (row["bound"] is None) == (row["calibration_s"] is None) == ("max_drop" not in way.options)
         assert row["bound"] is None or 0 < row["bound"] <= way.options["max_drop"]
-        assert row["paid_back_at"] is None or row["paid_back_at"] >= LEARN
+        assert row["paid_back_at"] is None or row["paid_back_at"] >= report["learn"]
     assert rows[0]["changed_answers"] == 0
     for sentence in report["conclusion"]:
         assert sentence in shown
