@@ -47,3 +47,19 @@ def test_mean_upper_covers_a_difference_that_can_be_negative() -> None:
 
 def test_mean_upper_of_nothing_is_all() -> None:
     assert mean_upper(np.empty(0), 0, 1, 0.05) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (-1.0, 1.0)])
+def test_mean_upper_is_where_gamblers_get_rich(low: float, high: float) -> None:
+    """Draw by draw: whoever stakes a share of what he has against a mean wins if draws are below it."""
+    x = np.random.default_rng(2).choice([low, 0.0, high], p=[0.02, 0.95, 0.03], size=300)
+
+    def richest(mean: float) -> float:
+        wealth = [1.0] * 24
+        for draw in x:
+            for number, share in enumerate(np.geomspace(1 / 300, 0.99, 24)):
+                wealth[number] *= 1 + share * (mean - draw) / (high - mean)
+        return sum(wealth) / 24
+
+    limit = mean_upper(x, low, high, 0.05)
+    assert richest(limit - 1e-4) < 20 < richest(limit + 1e-4)
