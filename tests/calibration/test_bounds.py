@@ -62,4 +62,4 @@ def test_mean_upper_is_where_gamblers_get_rich(low: float, high: float) -> None:
         return sum(wealth) / 24
 
     limit = mean_upper(x, low, high, 0.05)
-    assert richest(limit - 1e-4) < 20 < richest(limit + 1e-4)
+    assert richest(limit - 5e-6) < 20 < richest(limit + 5e-6)
