@@ -118,6 +118,7 @@ class Plan:
         reused_at: Layer of every decision, in order; in `paper` mode a row may have one at each layer.
         revalidated: Decisions that are not carried out: their rows are computed, and compared with the stored state.
         audited: What the audit knows of the rows that it drew (`Audited`), by number.
+        limits: Largest risk that is allowed now, by layer, where that was asked for; else empty.
         choices: Who would serve a row semantically, whatever is allowed (`Choice` or None), by number of the rows that
             were searched for.
         nearest: Similarity of the nearest stored request that a search found, by row number.
@@ -130,6 +131,7 @@ class Plan:
     reused_at: list[int] = field(default_factory=list)
     revalidated: dict[int, Reuse] = field(default_factory=dict)
     audited: dict[int, Any] = field(default_factory=dict)
+    limits: Mapping[int, float] = field(default_factory=dict)
     choices: Mapping[int, Any] = field(default_factory=dict)
     nearest: dict[int, float] = field(default_factory=dict)
     is_served: bool = False

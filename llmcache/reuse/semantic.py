@@ -43,7 +43,7 @@ class Semantic(Rung):
             return []  # fingerprints are others now
         if vectors is None or not (limits := self._limits.allowed(call.read.scope)):
             return []
-        numbers = [row.number for row in rows]
+        call.plan.limits, numbers = limits, [row.number for row in rows]
         forecasts = None if call.read.forecasts is None else call.read.forecasts[numbers]
         chosen = self._chooser.choose(call.read.scope, rows, vectors[numbers], forecasts)
         call.plan.choices = dict(zip(numbers, chosen, strict=True))
