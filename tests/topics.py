@@ -127,7 +127,7 @@ def _fitted() -> nn.Module:
     model = build(CLASSIFIERS["bert"])
     inputs, topics = requests(400, seed=99)
     with torch.inference_mode():
-        pooled = np.concatenate([model.bert(**x).pooler_output.numpy() for x in inputs])
+        pooled = np.concatenate([model.bert(**x).pooler_output.numpy() for x in batched(inputs)])
     centre, scale = pooled.mean(axis=0), pooled.std(axis=0)
     fitted = LogisticRegression(max_iter=2000).fit((pooled - centre) / scale, topics)
     weight = fitted.coef_ / scale
