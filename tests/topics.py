@@ -16,7 +16,7 @@ from llmcache.matching.answers import read_logits
 from tests.tiny_models import CLASSIFIERS, build
 
 N_TOPICS = 5  # as many as the tiny classifier has labels
-N_CALIBRATED = 500
+N_CALIBRATED = 400
 _WORDS = 12  # of each topic
 _FIRST = 10  # id of the first word; those below are special or padding
 
