@@ -16,7 +16,7 @@ from llmcache.matching.answers import read_logits
 from tests.tiny_models import CLASSIFIERS, build
 
 N_TOPICS = 5  # as many as the tiny classifier has labels
-N_CALIBRATED = 500
+N_CALIBRATED = 400
 _WORDS = 12  # of each topic
 _FIRST = 10  # id of the first word; those below are special or padding
 
@@ -127,7 +127,7 @@ def _fitted() -> nn.Module:
     model = build(CLASSIFIERS["bert"])
     inputs, topics = requests(400, seed=99)
     with torch.inference_mode():
-        pooled = np.concatenate([model.bert(**x).pooler_output.numpy() for x in inputs])
+        pooled = np.concatenate([model.bert(**x).pooler_output.numpy() for x in batched(inputs)])
     centre, scale = pooled.mean(axis=0), pooled.std(axis=0)
     fitted = LogisticRegression(max_iter=2000).fit((pooled - centre) / scale, topics)
     weight = fitted.coef_ / scale

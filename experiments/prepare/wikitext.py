@@ -21,6 +21,7 @@ from experiments.tasks.wikitext import WikiText
 
 VOCABULARY = 8000
 BLOCK = 128
+SHAPE = {"n_embd": 256, "n_layer": 6, "n_head": 8}
 END = "<|endoftext|>"
 IGNORED = -100  # a target that transformers leaves out of the loss
 
@@ -64,9 +65,7 @@ def make_model(tokenizer: Any, seed: int) -> Any:
     config = transformers.GPT2Config(
         vocab_size=len(tokenizer),
         n_positions=256,
-        n_embd=256,
-        n_layer=6,
-        n_head=8,
+        **SHAPE,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )

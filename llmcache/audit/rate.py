@@ -58,7 +58,9 @@ class Rate:
     def lower(self, alpha: float) -> float:
         """The rate is at least this at all times, but for a chance of `alpha`."""
 
-        def lost(ease: float) -> Doubles:
+        weights, eases, counts = _columns(self._found)
+
+        def lost(ease: float | Doubles) -> Doubles:
             """Logarithm of what a request without an event leaves of a unit (J,)."""
             left: Doubles = np.log1p(-_STAKES * self._floor * ease)
             return left
@@ -67,28 +69,30 @@ class Rate:
 
         def is_possible(rate: float) -> bool:
             """Whether no gambler on a larger rate got rich."""
-            wealth = idle
-            for (weight, ease), n in self._found.items():
-                won = np.log1p(_STAKES * self._floor * ease * (weight / rate - 1))
-                wealth = wealth + n * (won - lost(ease))
-            return mixed(wealth) < log(1 / alpha)
+            won = np.log1p(_STAKES * self._floor * eases * (weights / rate - 1))
+            return mixed(idle + counts @ (won - lost(eases))) < log(1 / alpha)
 
         return edge(is_possible, 0.0, 1.0) if self._found.total() else 0.0
 
     def upper(self, alpha: float) -> float:
         """The rate is at most this at all times, but for a chance of `alpha`."""
-        events = self._found + self._open
+        weights, eases, counts = _columns(self._found + self._open)
 
         def is_refuted(rate: float) -> bool:
             """Whether a gambler on a smaller rate got rich."""
             wealth = sum((n * self._kept(rate, 0.0, ease) for ease, n in self._n.items()), np.zeros(len(_STAKES)))
-            for (weight, ease), n in events.items():
-                wealth = wealth + n * (self._kept(rate, weight, ease) - self._kept(rate, 0.0, ease))
-            return mixed(wealth) >= log(1 / alpha)
+            kept = self._kept(rate, weights, eases) - self._kept(rate, 0.0, eases)
+            return mixed(wealth + counts @ kept) >= log(1 / alpha)
 
         return edge(is_refuted, 0.0, 1.0) if self.n else 1.0
 
-    def _kept(self, rate: float, weight: float, ease: float) -> Doubles:
+    def _kept(self, rate: float, weight: float | Doubles, ease: float | Doubles) -> Doubles:
         """Logarithm of what bets on less than `rate` make of a unit (J,), at a request that counted `weight`."""
         change: Doubles = np.log1p(_STAKES * (rate - weight) / (1 / (self._floor * ease) - rate))
         return change
+
+
+def _columns(samples: Counter[tuple[float, float]]) -> tuple[Doubles, Doubles, Doubles]:
+    """Weights and eases (K, 1) of samples, and how many there are of each (K,)."""
+    pairs = np.array([pair for pair, n in samples.items() if n], np.float64).reshape(-1, 2)
+    return pairs[:, :1], pairs[:, 1:], np.array([n for n in samples.values() if n], np.float64)

@@ -21,9 +21,9 @@ _PRECISION = 1e-6  # of a limit that is searched for, as a share of the range
 
 def share_upper(k: int, n: int, delta: float) -> float:
     """Upper limit of the share that `k` of `n` independent draws had, wrong with a chance of `delta`."""
-    from scipy.stats import beta
+    from scipy.special import betaincinv  # what scipy.stats.beta.ppf is, in a twentieth of its time
 
-    return 1.0 if k >= n else float(beta.ppf(1 - delta, k + 1, n - k))
+    return 1.0 if k >= n else float(betaincinv(k + 1, n - k, 1 - delta))
 
 
 def draws_needed(limit: float, delta: float, k: int = 0) -> int:

@@ -25,9 +25,22 @@ from llmcache.errors import CalibrationError, ConfigError
 from llmcache.execution.fast_path import FastPath
 from tests import inside
 from tests.tiny_models import PAD, build, llama
-from tests.topics import Inputs, Reading, alone, ask, batched, calibrated, classifier, edited, known, requests, rungs_of
+from tests.topics import (
+    N_CALIBRATED,
+    Inputs,
+    Reading,
+    alone,
+    ask,
+    batched,
+    calibrated,
+    classifier,
+    edited,
+    known,
+    requests,
+    rungs_of,
+)
 
-N = 500
+N = N_CALIBRATED
 SETTINGS: dict[str, Any] = {"max_drop": 0.05, "audit": 1.0, "auto_bypass": False}
 SAMPLE, LABELS = requests(N)
 

@@ -13,7 +13,7 @@ from llmcache.audit.account import Audited
 from llmcache.audit.recompute import Origin, Recompute, RecomputeQueue
 from llmcache.errors import ConfigError
 from tests import inside
-from tests.topics import Inputs, classifier, known, requests
+from tests.topics import Inputs, batched, classifier, known, requests
 
 PAD = 3
 DRAWN = Audited(None, "", None, True)
@@ -167,7 +167,8 @@ def test_looks_find_what_is_so_and_are_padded_where_they_come_out_alike(
     if is_sorted:  # the first groups are of one length
         inputs.sort(key=lambda one: one["input_ids"].shape[1])
     with LLMCache.wrap(model, audit_in_background=False, **SETTINGS) as cache:
-        cache.calibrate(varied(240, 0))
+        learned = sorted(varied(240, 0), key=lambda one: one["input_ids"].shape[1])
+        cache.calibrate(learned if pool is single else batched(learned, size=27))  # batches of one length each
         given = [(int(cache(**one).argmax()), cache.last[0].rung == "semantic") for one in inputs]
         with cache.disabled():
             own = [int(cache(**one).argmax()) for one in inputs]

@@ -1,5 +1,6 @@
 """What a user installs: the wheel holds the library alone, and its commands work where no checkout is."""
 
+import json
 import subprocess
 import sys
 import sysconfig
@@ -27,8 +28,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def command(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`llmcache` in an environment that holds the wheel and, from this one, what the wheel depends on."""
+def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Python of an environment that holds the wheel and, from this one, what the wheel depends on."""
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, with_pip=False)
     packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)}))
@@ -38,15 +39,20 @@ def command(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     # A plain line of a .pth file adds a folder without reading the .pth files in it: no checkout comes along.
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    script = folder / "llmcache"
-    script.write_text(f"#!{folder / 'bin' / 'python'}\nfrom llmcache.cli.main import main\nmain()\n")
-    script.chmod(0o755)
-    return script
+    return folder / "bin" / "python"
 
 
-def run(command: Path, *args: str) -> str:
-    done = subprocess.run([command, *args], capture_output=True, text=True, cwd=command.parent, check=True)
-    return done.stdout
+#: Runs commands one after another, as one process loads torch and transformers once; their outputs end with "\0".
+RUN_EACH = """
+import json, sys
+from llmcache.cli.main import main
+for words in json.loads(sys.argv[1]):
+    try:
+        main(words)
+    except SystemExit as end:
+        assert not end.code, (words, end.code)
+    print(end="\\0")
+"""
 
 
 def test_the_wheel_holds_the_library_alone(wheel: Path) -> None:
@@ -56,20 +62,15 @@ def test_the_wheel_holds_the_library_alone(wheel: Path) -> None:
     assert "llmcache/py.typed" in names
 
 
-def test_commands_of_the_library_are_there_without_the_experiments(command: Path) -> None:
-    shown = run(command, "--help")
-    assert {line.split()[0] for line in shown.partition("Commands:")[2].splitlines() if line.strip()} == {
-        "generate",
-        "repl",
-        "info",
-    }
-
-
-def test_info_tells_the_version(command: Path) -> None:
-    assert run(command, "info").startswith("llmcache ")
-
-
-def test_a_folder_generates(command: Path, tmp_path: Path) -> None:
+def test_commands_of_the_library_work_without_the_experiments(environment: Path, tmp_path: Path) -> None:
     models = write_prompts(tmp_path).models
-    asked = ("--model", "tiny", "--models-dir", str(models), "--prompt", "a train in winter", "--max-new-tokens", "4")
-    assert run(command, "generate", *asked, "--verbose").count("computed") == 1
+    asked = ["--model", "tiny", "--models-dir", str(models), "--prompt", "a train in winter", "--max-new-tokens", "4"]
+    commands = [["--help"], ["info"], ["generate", *asked, "--verbose"]]
+    command = [environment, "-c", RUN_EACH, json.dumps(commands)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=environment.parent, check=False)
+    assert done.returncode == 0, done.stderr
+    shown, info, generated, rest = done.stdout.split("\0")
+    names = {line.split()[0] for line in shown.partition("Commands:")[2].splitlines() if line.strip()}
+    assert names == {"generate", "repl", "info"}
+    assert info.startswith("llmcache ")
+    assert generated.count("computed") == 1 and rest == ""

@@ -17,7 +17,7 @@ from experiments.data.labelled import Data, read_requests
 from experiments.data.squad import Question, read_squad
 from experiments.data.wikitext import read_wikitext
 from experiments.models.loading import load
-from experiments.prepare import RECIPES, squad_v2, trainer, training
+from experiments.prepare import RECIPES, squad_v2, trainer, training, wikitext
 from experiments.support.folders import Folders
 from experiments.support.lock import held
 from experiments.tasks import build, make_task
@@ -60,6 +60,12 @@ class Prepare:
 def prepare(data: Path, base: Path, tmp_path: Path, command: Commands) -> Prepare:
     options = [f"--data-dir={data}", f"--base={base}", "--limit=24", "--epochs=1"]
     return Prepare(command, options, tmp_path / "models")
+
+
+@pytest.fixture
+def _small_gpt2(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The language model is made smaller than the recipe's, which `test_every_training` trains."""
+    monkeypatch.setattr(wikitext, "SHAPE", {"n_embd": 32, "n_layer": 2, "n_head": 2})
 
 
 #: By recipe: the figure of the model, and the one of knowing nothing that stands beside it.
@@ -146,6 +152,7 @@ def test_a_prepared_span_model_gives_its_figures_with_its_threshold(prepare: Pre
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_small_gpt2")
 def test_a_prepared_language_model_gives_its_figures(prepare: Prepare, data: Path) -> None:
     assert prepare("gpt2-wikitext", "--limit=8") == 0
     loaded, figures = load("gpt2-wikitext", "token", prepare.models), prepare.figures("gpt2-wikitext")
@@ -212,6 +219,7 @@ def test_an_interrupted_training_goes_on(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_small_gpt2")
 def test_seeds(prepare: Prepare) -> None:
     found = []
     for folder, seed in (("a", 0), ("b", 0), ("c", 1)):

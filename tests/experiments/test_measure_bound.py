@@ -7,9 +7,10 @@ import pytest
 
 from experiments.measures import bound
 from experiments.measures.base import Outcome
-from tests.experiments.measuring import LEARN, N, learning, measured, told
+from tests.experiments.measuring import LEARN, TASK, N, learning, measured, told
 
 VALUES = learning("bound", max_drops=[0.05, 0.2], parts=2, draws=5)
+FEW = {"task": TASK | {"limit": 150}, "learn": 110, "max_drops": [0.3]}
 
 
 def check_rows(outcome: Outcome) -> None:
@@ -81,5 +82,5 @@ def test_a_stream_is_observed_once_for_all_orders_in_which_it_comes(monkeypatch:
     )
     for seed in (0, 1):
         for name in ("shuffled", "bursts"):
-            measured(VALUES, parts=1, seed=seed, arrival={"name": name})
+            measured(VALUES, parts=1, seed=seed, arrival={"name": name}, **FEW)
     assert rehearsed == [0, 1]

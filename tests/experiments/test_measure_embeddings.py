@@ -1,5 +1,6 @@
 """Sentence embeddings: the task `retrieval`, the measure `embeddings`, and `pairs` on PAWS."""
 
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from experiments.data.paws import Pair, apart, read_paws
 from experiments.measures import embeddings
 from experiments.measures.base import Outcome
 from experiments.models.loading import load
+from experiments.replay.recording import Recording
 from experiments.support.folders import Folders
 from experiments.tasks import build, make_task
 from experiments.tasks.embedding import DEPTH, Retrieval
@@ -119,7 +121,8 @@ def test_a_broken_pair_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_each_way_is_counted_by_label(folder: Path) -> None:
+def test_each_way_is_counted_by_label(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Recording, "texts", partialmethod(Recording.texts, "untrained"))
     paws = measured(PAIRS, Folders(data=folder))
     ways, n = paws.metrics["ways"], paws.metrics["n"]
     named = [(way["way"], way["limit"]) for way in ways[1:]]

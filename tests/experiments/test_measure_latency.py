@@ -31,9 +31,9 @@ DISTILBERT = {"generate": ["distilbert"], "new_tokens": 4}
 SHORT = {"prompt_tokens": 4, "new_tokens": 2, "rounds": 1}
 
 
-def save_gpt2(folder: Path) -> Path:
+def save_gpt2(folder: Path, layers: int = LAYERS) -> Path:
     """Save a tiny language model that takes 128 tokens, no tokenizer."""
-    shape = {"vocab_size": VOCABULARY, "n_embd": WIDTH, "n_layer": LAYERS, "n_head": 4, "n_positions": 128}
+    shape = {"vocab_size": VOCABULARY, "n_embd": WIDTH, "n_layer": layers, "n_head": 4, "n_positions": 128}
     config = tf.GPT2Config(**shape, bos_token_id=1, eos_token_id=2, pad_token_id=PAD)
     build(lambda: tf.GPT2LMHeadModel(config)).save_pretrained(folder)
     return folder

@@ -16,13 +16,14 @@ from experiments.support.folders import Folders
 from experiments.tasks import build, make_task
 from experiments.tasks.workload import Workload
 from llmcache.calibration.risk_target import RiskTarget
-from tests.experiments.measuring import LEARN, TASK, learning, measured, told
+from tests.experiments.measuring import TASK, learning, measured, told
 from tests.tiny_models import save_bert
 
-N = 300
+LEARN, N = 120, 220
 CLAIM = RiskTarget(0.2, 0.05, "changed", "growing", 0)
 CACHE = {"answer": "class", "sources": "growing"}
-VALUES = learning("payback", task=TASK | {"limit": N}, metric="accuracy", max_drops=[0.1, 0.3], rounds=2, cache=CACHE)
+MORE = {"metric": "accuracy", "max_drops": [0.1, 0.3], "rounds": 2, "cache": CACHE}
+VALUES = learning("payback", task=TASK | {"limit": N}, learn=LEARN, **MORE)
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 DROPS = (0.05, 0.2)
 BASELINES = ("paper", "doccache", "exact_response", "semantic_response")
 PARTS = ("neighbours", "student", "combined")
-VALUES = learning("trust", max_drops=[*DROPS], decisions=[*PARTS], taus=[0.8, 0.95], n_limits=4)
+VALUES = learning("trust", max_drops=[*DROPS], decisions=[*PARTS], taus=[0.8, 0.95], n_limits=4, encoder="untrained")
 
 
 @pytest.fixture(scope="module")

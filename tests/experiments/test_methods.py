@@ -21,9 +21,9 @@ from llmcache.errors import ConfigError
 
 MADE = {"model": UNTRAINED, "data": "made", "limit": 24}
 TASKS = {
-    "stream": {"name": "stream", "model": UNTRAINED, "data": {"path": "support_desk", "limit": 400}, "limit": 60},
+    "stream": {"name": "stream", "model": UNTRAINED, "data": {"path": "support_desk", "limit": 200}, "limit": 40},
     "squad_v2": {"name": "squad_v2", "max_length": 96, **MADE},
-    "openbookqa": {"name": "openbookqa", **MADE, "limit": 60},
+    "openbookqa": {"name": "openbookqa", **MADE, "limit": 30},
     "wikitext": {"name": "wikitext", "window": 16, "repeats": {"whole": 0.3, "changed": 0.3}, **MADE},
 }
 #: Thresholds low enough that untrained encoders find neighbours.

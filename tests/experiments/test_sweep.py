@@ -35,8 +35,8 @@ TASKS: dict[str, dict[str, Any]] = {
     "stream": {
         "name": "stream",
         "model": UNTRAINED,
-        "limit": 60,
-        "data": {"path": "support_desk", "limit": 300},
+        "limit": 40,
+        "data": {"path": "support_desk", "limit": 200},
         "head": {"kind": "logistic", "pool": "cls"},
     },
     "wikitext": {"name": "wikitext", "model": UNTRAINED, "data": "made", "window": 16, "limit": 24, "repeats": {}},

@@ -29,6 +29,9 @@ WAYS = {
 KINDS = [(family, kind) for family in DECODERS for kind in ("dynamic", "static")] + [("mistral", "sliding")]
 SERVED = [pair for pair in KINDS if pair not in (("mistral", "static"), ("mistral", "sliding"))]
 TRAINED = [pytest.param("trained", kind, marks=needs_stories) for kind in ("dynamic", "static")]
+STEM = tokens(1, 20)
+PROMPTS = [branch(STEM, 12, 14, seed=1), branch(STEM, 10, 17, seed=2), tokens(1, 3, seed=3)]
+NEW = tokens(3, 5, seed=4)
 # Padding on the right is refused where there is a window.
 PADDED = [(*pair, left) for pair in KINDS for left in (True, False) if left or pair[0] != "mistral"]
 
@@ -71,6 +74,12 @@ def recompute(model: Any, ids: Tensor, sampling: Sampling) -> tuple[list[int], l
     return new.tolist(), logprobs[:, 0].tolist()
 
 
+@once
+def recomputed(family: str, way: str, prompt: tuple[int, ...]) -> tuple[list[int], list[float]]:
+    """The same, once for all kinds of K/V cache."""
+    return recompute(decoder(family), torch.tensor([prompt]), WAYS[way])
+
+
 @pytest.mark.slow
 @in_each_way
 @pytest.mark.parametrize(("family", "kind"), [*KINDS, *TRAINED])
@@ -78,7 +87,7 @@ def test_tokens_are_those_of_recomputing(family: str, kind: Any, way: str) -> No
     model = decoder(family)
     for length in (1, WINDOW, 23):
         ids = story()[:, :length] if family == "trained" else tokens(1, length, seed=length)
-        expected, logprobs = recompute(model, ids, WAYS[way])
+        expected, logprobs = recomputed(family, way, tuple(ids[0].tolist()))
         got = generate(model, ids, WAYS[way], cache=kind)
         assert list(got.tokens) == expected
         torch.testing.assert_close(torch.tensor(got.logprobs), torch.tensor(logprobs), atol=1e-4, rtol=1e-4)
@@ -94,7 +103,7 @@ def test_tokens_on_a_wrapped_model(family: str, kind: Any, way: str) -> None:
     first = story() if family == "trained" else tokens(1, 23)
     n_shared = first.shape[1] - 5
     second = torch.cat([first[:, :n_shared], first[:, 3:10]], dim=1)
-    expected = [recompute(model, ids, WAYS[way])[0] for ids in (first, second)]
+    expected = [recomputed(family, way, tuple(ids[0].tolist()))[0] for ids in (first, second)]
     cache = wrapped(model)
     seen = []
     for number, ids in ((0, first), (1, second), (0, first), (1, second)):
@@ -119,26 +128,31 @@ def test_a_cache_that_holds_a_window_goes_by_the_prefixes(kind: Any) -> None:
     assert cache.stats().n_hits == cache.stats().errors == 0
 
 
+@once
+def prompts_alone(family: str, kind: Any) -> Tensor:
+    """Logits after each prompt and after each of its new tokens, (3, 6, V), by a model that is not wrapped."""
+    model = decoder(family)
+    logits = []
+    for prompt, new in zip(PROMPTS, NEW, strict=True):
+        first, kv_cache = prefill(model, prompt, cache=kind)
+        logits.append(torch.cat([first, *(decode_step(model, one[None], kv_cache) for one in new)]))
+    return torch.stack(logits)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("is_wrapped", [False, True])
 @pytest.mark.parametrize(("family", "kind", "left"), PADDED)
 def test_rows_of_a_padded_batch_are_as_alone(family: str, kind: Any, left: bool, is_wrapped: bool) -> None:
-    model, stem = decoder(family), tokens(1, 20)
-    prompts = [branch(stem, 12, 14, seed=1), branch(stem, 10, 17, seed=2), tokens(1, 3, seed=3)]
-    news = tokens(3, 5, seed=4)
-    alone = []
-    for prompt, new in zip(prompts, news, strict=True):
-        logits, kv_cache = prefill(model, prompt, cache=kind)
-        alone.append(torch.cat([logits, *(decode_step(model, one[None], kv_cache) for one in new)]))
+    model, alone = decoder(family), prompts_alone(family, kind)
     cache = wrapped(model) if is_wrapped else None
-    prefill(model, stem)
-    ids, mask = batch(prompts, left).values()
+    prefill(model, STEM)
+    ids, mask = batch(PROMPTS, left).values()
     logits, kv_cache = prefill(model, ids, attention_mask=mask, cache=kind)
     steps = [logits]
-    for new in news.T:
+    for new in NEW.T:
         mask = torch.cat([mask, torch.ones(3, 1, dtype=mask.dtype)], dim=1)
         steps.append(decode_step(model, new, kv_cache, mask))
-    torch.testing.assert_close(torch.stack(steps, dim=1), torch.stack(alone), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(torch.stack(steps, dim=1), alone, atol=1e-4, rtol=1e-4)
     if cache is not None:
         assert cache.stats().errors == 0
         assert (cache.stats().n_prefix_tokens > 0) == ((family, kind) in SERVED and left)
