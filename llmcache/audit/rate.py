@@ -70,7 +70,7 @@ class Rate:
         def is_possible(rate: float) -> bool:
             """Whether no gambler on a larger rate got rich."""
             won = np.log1p(_STAKES * self._floor * eases * (weights / rate - 1))
-            return mixed(idle + counts @ (won - lost(eases))) < log(1 / alpha)
+            return mixed(idle + (counts * (won - lost(eases))).sum(axis=0)) < log(1 / alpha)
 
         return edge(is_possible, 0.0, 1.0) if self._found.total() else 0.0
 
@@ -82,7 +82,7 @@ class Rate:
             """Whether a gambler on a smaller rate got rich."""
             wealth = sum((n * self._kept(rate, 0.0, ease) for ease, n in self._n.items()), np.zeros(len(_STAKES)))
             kept = self._kept(rate, weights, eases) - self._kept(rate, 0.0, eases)
-            return mixed(wealth + counts @ kept) >= log(1 / alpha)
+            return mixed(wealth + (counts * kept).sum(axis=0)) >= log(1 / alpha)
 
         return edge(is_refuted, 0.0, 1.0) if self.n else 1.0
 
@@ -93,6 +93,6 @@ class Rate:
 
 
 def _columns(samples: Counter[tuple[float, float]]) -> tuple[Doubles, Doubles, Doubles]:
-    """Weights and eases (K, 1) of samples, and how many there are of each (K,)."""
+    """Weights and eases of samples, and how many there are of each, each (K, 1)."""
     pairs = np.array([pair for pair, n in samples.items() if n], np.float64).reshape(-1, 2)
-    return pairs[:, :1], pairs[:, 1:], np.array([n for n in samples.values() if n], np.float64)
+    return pairs[:, :1], pairs[:, 1:], np.array([[n] for n in samples.values() if n], np.float64).reshape(-1, 1)
