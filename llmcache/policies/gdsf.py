@@ -1,6 +1,7 @@
 """Greedy-Dual-Size-Frequency: what saves least computing per byte leaves first."""
 
 import math
+from collections import OrderedDict
 from itertools import count
 
 from llmcache.policies.base import Policy
@@ -11,11 +12,12 @@ class GDSF(Policy):
     """The entry with the lowest value leaves first: uses times the cost of computing it anew, per byte, plus its age.
 
     Cherkasova (1998): value = clock + uses * cost / bytes, fixed at the last use; the clock is the value of the entry
-    that left last, so that what is no longer used leaves in time. Each put and each hit is a use; the count starts anew
-    when a key was removed. Among equals the least recently used leaves.
+    that left last, so that what is no longer used leaves in time. Each put and each hit is a use. Among equals the
+    least recently used leaves.
 
-    Departure: a cost per byte is taken relative to the average of all that were told. An entry whose cost was not told,
-    a prefix block for one, counts as the average; where none is told, this is LFU with aging.
+    Departures: a cost per byte is taken relative to the average of all that were told. An entry whose cost was not
+    told, a prefix block for one, counts as the average; where none is told, this is LFU with aging. The uses of keys
+    that left are remembered, of as many as are held.
     """
 
     def __init__(self) -> None:
@@ -23,6 +25,7 @@ class GDSF(Policy):
         self._uses = count()
         self._clock = 0.0
         self._n_uses: dict[str, int] = {}
+        self._n_uses_before: OrderedDict[str, int] = OrderedDict()  # of keys that left, the latest last
         self._nbytes: dict[str, int] = {}
         self._costs: dict[str, float] = {}  # of those that were told
         self._told_cost = self._told_nbytes = 0.0
@@ -53,13 +56,17 @@ class GDSF(Policy):
             self._clock = self._ranking[key][0]
         self._ranking.discard(key)
         self._costs.pop(key, None)
-        del self._n_uses[key], self._nbytes[key]
+        del self._nbytes[key]
+        self._n_uses_before[key] = self._n_uses.pop(key)
+        while len(self._n_uses_before) > len(self._n_uses):
+            self._n_uses_before.popitem(last=False)
 
     def victim(self) -> str:
         return self._ranking.first()
 
     def _use(self, key: str) -> None:
-        self._n_uses[key] = self._n_uses.get(key, 0) + 1
+        n_uses = self._n_uses_before.pop(key, 0) or self._n_uses.get(key, 0)
+        self._n_uses[key] = n_uses + 1
         self._ranking[key] = (self._value(key), next(self._uses))
 
     def _value(self, key: str) -> float:

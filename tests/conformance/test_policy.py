@@ -98,10 +98,13 @@ class Valued(Oracle):
     """Remembers what each was worth at its last use, and lets the clock run as entries leave."""
 
     age: float = 0.0
+    left: list[tuple[str, int]] = field(default_factory=list)
     told: list[tuple[float, int]] = field(default_factory=list)
 
     def on_put(self, key: str, nbytes: int) -> None:
         super().on_put(key, nbytes)
+        self.records[key].n_uses += dict(self.left).get(key, 0)
+        self.left = [one for one in self.left if one[0] != key]
         self.rate(key)
 
     def on_hit(self, key: str) -> None:
@@ -117,7 +120,10 @@ class Valued(Oracle):
     def on_remove(self, key: str) -> None:
         if key in self.records and key == min(self.records, key=lambda one: self.rank(self.records[one])):
             self.age = self.records[key].value
+        if key in self.records:
+            self.left.append((key, self.records[key].n_uses))
         super().on_remove(key)
+        self.left = self.left[max(0, len(self.left) - len(self.records)) :]
 
     def rate(self, key: str) -> None:
         if key in self.records:
@@ -384,7 +390,7 @@ def test_the_dearest_per_byte_stays() -> None:
 
 def test_what_is_no_longer_used_leaves_however_dear() -> None:
     policy = valued()
-    for i in range(10):
+    for i in range(40):
         policy.on_put(str(i), 50)
         policy.on_remove(policy.victim())
     assert not {"dear", "small"} & {*victims(policy)}
