@@ -23,7 +23,7 @@ class WTinyLFU(Policy):
         self._window, self._probation, self._protected = (_Segment(self._nbytes_of) for _ in range(3))
         self._n_uses: dict[str, int] = {}
         self._n_counted = 0
-        self._candidate = ""  # left the window last
+        self._candidates: OrderedDict[str, None] = OrderedDict()  # left the window and have driven out nothing yet
 
     def on_put(self, key: str, nbytes: int) -> None:
         self.on_remove(key)
@@ -31,8 +31,9 @@ class WTinyLFU(Policy):
         self._nbytes_of[key] = nbytes
         self._window.add(key)
         while len(self._window) > 1 and self._window.nbytes > self.window * self._nbytes:
-            self._candidate = self._window.pop()
-            self._probation.add(self._candidate)
+            candidate = self._window.pop()
+            self._candidates[candidate] = None
+            self._probation.add(candidate)
 
     def on_hit(self, key: str) -> None:
         if key not in self._nbytes_of:
@@ -42,11 +43,15 @@ class WTinyLFU(Policy):
             self._window.add(key)
             return
         self._probation.discard(key)
+        self._candidates.pop(key, None)
         self._protected.add(key)
         while self._protected.nbytes > self.protected * (self._probation.nbytes + self._protected.nbytes):
             self._probation.add(self._protected.pop())
 
     def on_remove(self, key: str) -> None:
+        self._candidates.pop(key, None)
+        if self._candidates and key == next(iter(self._probation), None):
+            self._candidates.popitem()  # it has won
         for segment in (self._window, self._probation, self._protected):
             segment.discard(key)
         self._nbytes_of.pop(key, None)
@@ -54,8 +59,8 @@ class WTinyLFU(Policy):
     def victim(self) -> str:
         for segment in (self._probation, self._protected, self._window):
             for key in segment:
-                is_worse = self._candidate in self._probation and self._uses(self._candidate) <= self._uses(key)
-                return self._candidate if is_worse else key
+                candidate = next(reversed(self._candidates), key)
+                return candidate if self._uses(candidate) <= self._uses(key) else key
         raise KeyError("no key to evict: the policy is empty")
 
     @property
