@@ -37,6 +37,8 @@ class KeyStream(Section):
     n: int = Field(default=60_000, ge=1)
     keys: int = Field(default=10_000, ge=1)
     skew: float = Field(default=1.0, ge=0.0)
+    # Of `zipf`: how often popularity is dealt out anew; 1: it never changes.
+    phases: int = Field(default=1, ge=1)
     # Of `zipf`: keys of a scan, 0 for none, and requests for popular keys before each.
     scan: int = Field(default=0, ge=0)
     every: int = Field(default=4_000, ge=1)
@@ -51,6 +53,7 @@ class KeyStream(Section):
         if self.name == "mooncake":
             return "Mooncake's trace, blocks"
         told = [f"Zipf {self.skew:g}"]
+        told += [f"{self.phases} phases"] if self.phases > 1 else []
         told += ["scans"] if self.scan else []
         told += [f"Azure's lengths, {self.keeps}"] if self.lengths == "azure" else []
         return ", ".join(told)
@@ -70,7 +73,8 @@ def asked(stream: KeyStream, data: Path | None, seed: int) -> list[Sequence[Aske
         Asked(str(number), BYTES * (length if stream.keeps == "tokens" else 1), length)
         for number, length in zip(count(), lengths, strict=False)
     )
-    popular = draw(list(islice(made, stream.keys)), Traffic(n=stream.n, skew=stream.skew, seed=seed))
+    traffic = Traffic(n=stream.n, skew=stream.skew, phases=stream.phases, seed=seed)
+    popular = draw(list(islice(made, stream.keys)), traffic)
     return [[one] for one in _with_scans(popular, made, stream)]
 
 
