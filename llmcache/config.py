@@ -74,9 +74,11 @@ class CacheConfig(BaseModel):
         index: `flat` (exact), `refined` (bits first, then exact), `hnsw` (a graph, for more than some 100,000 entries),
             `binary` (for `simhash` alone), `lsh` (for `minhash` alone; its threshold is the least tau, if none is
             given), or `auto`: the fingerprint's own, else `refined`.
-        policy: Who leaves a full bank or, of prefixes, a full pool of blocks: `lru`, `lfu`, `fifo`, `ttl` (`ttl_s`,
-            seconds), `staleness` (matches that count half after every `half_life_s` seconds), or `divergence` (checks a
-            share `check_rate` of approximate reuses by computing them; entries over `limit` leave at once).
+        policy: Who leaves a full bank or, of prefixes, a full pool of blocks: `lru`, `lfu`, `fifo`, `s3_fifo`
+            (newcomers are on trial: a scan drives out no others), `gdsf` (uses times the cost of computing, per byte),
+            `ttl` (`ttl_s`, seconds), `staleness` (matches that count half after every `half_life_s` seconds), or
+            `divergence` (checks a share `check_rate` of approximate reuses by computing them; entries over `limit`
+            leave at once).
         store: Where the entries of a bank lie: `memory`, or one that was registered (`llmcache.STORES`).
         rungs: Further ways to serve rows, by the names under which they were registered (`llmcache.RUNGS`). They are
             asked after exact repeats and before approximate reuse.

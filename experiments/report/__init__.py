@@ -26,6 +26,7 @@ ABOUT: Mapping[str, str] = {
     "fig5_tau": "Figure 5: hits, quality and speed over the threshold, on every task and model.",
     "ablation_fingerprint": "Every fingerprint. Similarities are different scales: compare curves, not thresholds.",
     "ablation_eviction": "Every policy, where popular requests stay the same and where they change six times.",
+    "policies": "What each policy finds of streams of keys, beside the most that any could.",
     "ablation_layers": "Which layers are stored.",
     "banking77": "One stream at one threshold, as one would serve it.",
     "trust_banking77": "Calibrated reuse: bank support requests, 77 intents.",

@@ -7,6 +7,7 @@ from typing import Any
 from experiments.metrics.frontier import Curve, best, curves, of_curve
 from experiments.report.calls import latency
 from experiments.report.claims.harmless import PAPERS_CURVE, harmless_tau
+from experiments.report.eviction import policies
 from experiments.report.markdown import (
     Cell,
     bounded,
@@ -233,6 +234,7 @@ TABLES: Mapping[str, Callable[[Sequence[Run]], Iterator[str]]] = {
     "service": told,
     "second_pass": told,
     "prefix": prefix,
+    "policies": policies,
     "sharing": sharing,
     "decode": decode,
     "parity": parity,

@@ -35,6 +35,8 @@ LISTS = (
     "token_heads",
     "fingerprints",
     "kept",
+    "shares",
+    "policies",
     "batch_sizes",
     "dtypes",
     "generate",

@@ -55,6 +55,10 @@ class Bank:
         """Tell the policy that the entry served a request."""
         self._policy.on_hit(key)
 
+    def cost(self, key: str, cost: float) -> None:
+        """Tell the policy what computing the entry anew would take; see `Policy.on_cost`."""
+        self._policy.on_cost(key, cost)
+
     def should_check(self, key: str) -> bool:
         return self._policy.should_check(key)
 

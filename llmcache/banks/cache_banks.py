@@ -184,6 +184,12 @@ class CacheBanks:
             if (request := self._requests.get(key)) is not None:
                 request.answer = answer
 
+    def cost(self, key: str, cost: float) -> None:
+        """Tell the policies what computing a stored request anew would take; see `Policy.on_cost`."""
+        with self._lock:
+            for bank in self.layer_banks.values():
+                bank.cost(key, cost)
+
     def quarantine(self, key: str, namespace: str) -> None:
         """Let a request serve no other one from now on, only its own repeats, until `purge` or `clear`.
 

@@ -51,12 +51,12 @@ class StateCapture:
             if not any(row.number in taken for taken in (call.plan.reused, call.served, call.plan.revalidated)):
                 row.bypass_reason = "weights_changed"
 
-    def store(self, call: Call) -> None:
-        """Store what was kept of a call that has succeeded."""
+    def store(self, call: Call, ended: float | None = None) -> None:
+        """Store what was kept of a call that has succeeded and, if it was just made, had computed at that clock."""
         banks, counters, read = self._components.banks, self._components.counters, call.read
         calibrated = self._components.calibrated
         is_found = calibrated is None or calibrated.is_growing  # sources that were calibrated are joined by no other
-        differing = self._differing(call)
+        differing, costs = self._differing(call), {} if ended is None else _costs(call, ended)
         for number, states in call.progress.captured.items():
             row, features, vectors = call.rows[number], None, {}
             if number not in differing:
@@ -70,6 +70,8 @@ class StateCapture:
             with counters.guard("store a request"):
                 if not banks.put(read.scope, row, states, features, vectors, read.fingerprint_epoch):
                     counters.too_large()
+                if number in costs:
+                    banks.cost(row.key, costs[number])
 
     def _differing(self, call: Call) -> dict[int, bool]:
         """Of rows that are the same request as an earlier one: whether they came out otherwise, and that is of use."""
@@ -119,6 +121,18 @@ class StateCapture:
         """Whether an entry may serve anybody: where prefixes are all that serves, none does."""
         parts = self._components
         return bool(parts.rungs) or parts.fingerprint is not None or parts.is_collecting
+
+
+def _costs(call: Call, ended: float) -> dict[int, float]:
+    """What computing each row that nothing served took, by number; see `Policy.on_cost`."""
+    if call.served:
+        return {}
+    n_tokens = {row.number: row.n_valid for row in call.rows if row.number not in call.plan.reused and row.n_valid}
+    if not call.inputs.arguments["input_ids"].is_cpu:  # the host's clock says nothing of what the device does
+        return {number: float(n) for number, n in n_tokens.items()}
+    progress = call.progress
+    took_ms = 1e3 * (ended - call.inputs.opened - progress.lookup_s - progress.storing_s)
+    return {number: took_ms * n / sum(n_tokens.values()) for number, n in n_tokens.items()} if took_ms > 0 else {}
 
 
 def _differ(states: Mapping[int, Mapping[str, Tensor]], others: Mapping[int, Mapping[str, Tensor]]) -> Tensor:

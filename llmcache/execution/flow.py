@@ -340,7 +340,7 @@ class Flow:
             self.veil.draw(output, {number: last_valid(call.rows[number].valid) for number in call.plan.reused})
         if not self._components.is_collecting:
             frame.last = outcomes(call)
-            self._capture.store(call)
+            self._capture.store(call, started)
             for rung in self._call_rungs:
                 with self._components.counters.guard(f"store a call ({rung.name})"):
                     rung.store(call, output)

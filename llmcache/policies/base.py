@@ -35,6 +35,18 @@ class Policy(ABC):
             KeyError: No key is held.
         """
 
+    def on_cost(self, key: str, cost: float) -> None:
+        """Note what computing the entry anew would take; told right after it was put, where that is known.
+
+        Args:
+            key: Key of the entry. An unknown one is ignored.
+            cost: Over 0, in a unit that is the same for all entries of the policy: milliseconds of the call that
+                computed it, by its share of the tokens; tokens where the model is on an accelerator.
+
+        Raises:
+            ValueError: `cost` is not such a number.
+        """
+
     def expired(self) -> list[str]:
         """Name the keys that must leave now, whatever the budget; by default none."""
         return []

@@ -1,18 +1,25 @@
 """Every policy against an oracle that remembers everything, and what is special about each."""
 
+import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmcache.policies import POLICIES, TTL, Divergence, Policy, Staleness
+from llmcache.banks.bank import Bank
+from llmcache.banks.stores import Entry
+from llmcache.banks.stores.memory import MemoryStore
+from llmcache.policies import GDSF, LRU, POLICIES, S3FIFO, TTL, Divergence, Policy, Staleness
 from tests.conformance.outside import MostRecent
 
 TTL_S = 10.0
+TRIAL = 0.3  # of a few bytes, a tenth would be less than the smallest entry
 HALF_LIFE_S = 7.0  # no multiple of the steps in which time passes here: sums of different matches never tie
 LIMIT, WEIGHT = 0.15, 0.25
 
@@ -36,7 +43,10 @@ class Record:
     n_uses: int
     put_s: float
     matched_s: list[float]
+    nbytes: int
     average: float = 0.0
+    cost: float | None = None
+    value: float = 0.0
 
 
 @dataclass
@@ -50,10 +60,10 @@ class Oracle:
     records: dict[str, Record] = field(default_factory=dict)
     tick: int = 0
 
-    def on_put(self, key: str) -> None:
+    def on_put(self, key: str, nbytes: int) -> None:
         self.tick += 1
         n_uses = self.records[key].n_uses if key in self.records else 0
-        self.records[key] = Record(self.tick, self.tick, n_uses + 1, self.clock(), [self.clock()])
+        self.records[key] = Record(self.tick, self.tick, n_uses + 1, self.clock(), [self.clock()], nbytes)
 
     def on_hit(self, key: str) -> None:
         self.tick += 1
@@ -65,6 +75,9 @@ class Oracle:
     def on_check(self, key: str, divergence: float) -> None:
         if key in self.records:
             self.records[key].average += WEIGHT * (divergence - self.records[key].average)
+
+    def on_cost(self, key: str, cost: float) -> None:
+        """Most do not ask what an entry cost."""
 
     def on_remove(self, key: str) -> None:
         self.records.pop(key, None)
@@ -80,6 +93,99 @@ class Oracle:
         }
 
 
+@dataclass
+class Valued(Oracle):
+    """Remembers what each was worth at its last use, and lets the clock run as entries leave."""
+
+    age: float = 0.0
+    left: list[tuple[str, int]] = field(default_factory=list)
+    told: list[tuple[float, int]] = field(default_factory=list)
+
+    def on_put(self, key: str, nbytes: int) -> None:
+        super().on_put(key, nbytes)
+        self.records[key].n_uses += dict(self.left).get(key, 0)
+        self.left = [one for one in self.left if one[0] != key]
+        self.rate(key)
+
+    def on_hit(self, key: str) -> None:
+        super().on_hit(key)
+        self.rate(key)
+
+    def on_cost(self, key: str, cost: float) -> None:
+        if key in self.records:
+            self.told.append((cost, self.records[key].nbytes))
+            self.records[key].cost = cost
+            self.rate(key)
+
+    def on_remove(self, key: str) -> None:
+        if key in self.records and key == min(self.records, key=lambda one: self.rank(self.records[one])):
+            self.age = self.records[key].value
+        if key in self.records:
+            self.left.append((key, self.records[key].n_uses))
+        super().on_remove(key)
+        self.left = self.left[max(0, len(self.left) - len(self.records)) :]
+
+    def rate(self, key: str) -> None:
+        if key in self.records:
+            record = self.records[key]
+            relative = 1.0
+            if record.cost is not None:
+                costs, sizes = zip(*self.told, strict=True)
+                relative = record.cost / record.nbytes / (sum(costs) / sum(sizes))
+            record.value = self.age + record.n_uses * relative
+
+
+@dataclass
+class Trial(Oracle):
+    """S3-FIFO in lists, first out first; sums are taken anew each time."""
+
+    small: list[str] = field(default_factory=list)
+    main: list[str] = field(default_factory=list)
+    gone: list[str] = field(default_factory=list)
+    hits: dict[str, int] = field(default_factory=dict)
+
+    def on_put(self, key: str, nbytes: int) -> None:
+        if key not in self.small + self.main:
+            (self.main if key in self.gone else self.small).append(key)
+            self.gone = [one for one in self.gone if one != key]
+            self.hits[key] = 0
+        super().on_put(key, nbytes)
+        self.go_on()
+
+    def on_hit(self, key: str) -> None:
+        super().on_hit(key)
+        if key in self.records:
+            self.hits[key] = min(3, self.hits[key] + 1)
+            self.go_on()
+
+    def on_remove(self, key: str) -> None:
+        super().on_remove(key)
+        if key in self.small:
+            self.gone.append(key)
+        self.small, self.main = ([one for one in queue if one != key] for queue in (self.small, self.main))
+        self.gone = self.gone[max(0, len(self.gone) - len(self.records)) :]
+        self.go_on()
+
+    def order(self) -> list[str]:
+        """Let all leave, one by one."""
+        left, leaving = copy.deepcopy(self), []
+        while left.records:
+            leaving.append(left.first())
+            left.on_remove(leaving[-1])
+        return leaving
+
+    def first(self) -> str:
+        small, held = (sum(self.records[key].nbytes for key in keys) for keys in (self.small, self.records))
+        is_small = bool(self.small) and (small >= TRIAL * held or not self.main)
+        return (self.small if is_small else self.main)[0]
+
+    def go_on(self) -> None:
+        while self.records and self.hits[key := self.first()]:
+            queue = self.small if key in self.small else self.main
+            self.hits[key] = 0 if queue is self.small else self.hits[key] - 1
+            self.main.append(queue.pop(0))
+
+
 def score(record: Record) -> float:
     """Sum of its matches, each halved once a half-life; seen from a fixed time, which changes no order."""
     return sum(2 ** (matched_s / HALF_LIFE_S) for matched_s in record.matched_s)
@@ -88,12 +194,16 @@ def score(record: Record) -> float:
 RANKS: dict[str, Callable[[Record], Any]] = {
     "divergence": lambda record: (-record.average, record.used),
     "fifo": lambda record: record.put,
+    "gdsf": lambda record: (record.value, record.used),
     "lfu": lambda record: (record.n_uses, record.used),
     "lru": lambda record: record.used,
+    "s3_fifo": lambda record: 0,  # by queue; see `Trial`
     "staleness": lambda record: (round(score(record), 3), record.put),
     "ttl": lambda record: record.put,
     "outside": lambda record: -record.used,
 }
+
+TWINS: dict[str, type[Oracle]] = {"gdsf": Valued, "s3_fifo": Trial}
 
 
 def make(name: str, clock: Clock) -> Policy:
@@ -103,6 +213,8 @@ def make(name: str, clock: Clock) -> Policy:
         return Staleness(HALF_LIFE_S, now=clock)
     if name == "divergence":
         return Divergence(limit=LIMIT, weight=WEIGHT)
+    if name == "s3_fifo":
+        return S3FIFO(TRIAL)
     return MostRecent() if name == "outside" else POLICIES[name]()
 
 
@@ -118,7 +230,8 @@ def victims(policy: Policy) -> list[str]:
         return order
 
 
-VERBS = ["put", "put", "hit", "hit", "check", "remove", "evict", "wait"]
+VERBS = ["put", "put", "hit", "hit", "check", "cost", "remove", "evict", "wait"]
+NBYTES = {key: number for number, key in enumerate("abcdef", 1)}
 STEPS = st.lists(st.tuples(st.sampled_from(VERBS), st.sampled_from("abcdef")), min_size=20, max_size=60)
 
 
@@ -130,16 +243,19 @@ def test_any_sequence_agrees_with_the_oracle(name: str, steps: list[tuple[str, s
     """Steps may name keys that are not held; to ask changes nothing."""
     clock = Clock()
     policy = make(name, clock)
-    oracle = Oracle(
+    oracle = TWINS.get(name, Oracle)(
         RANKS[name], clock, TTL_S if name == "ttl" else math.inf, LIMIT if name == "divergence" else math.inf
     )
     for verb, key in steps:
         if verb == "put":
-            policy.on_put(key, 1)
-            oracle.on_put(key)
+            policy.on_put(key, NBYTES[key])
+            oracle.on_put(key, NBYTES[key])
         elif verb == "hit":
             policy.on_hit(key)
             oracle.on_hit(key)
+        elif verb == "cost":
+            policy.on_cost(key, 2.0 * NBYTES[key] ** 2)
+            oracle.on_cost(key, 2.0 * NBYTES[key] ** 2)
         elif verb == "check":
             divergence = 0.3 * "abcdef".index(key)  # from faithful to far off
             assert name == "divergence" or not policy.should_check(key)
@@ -187,7 +303,7 @@ def test_scores_do_not_overflow() -> None:
         Staleness(1e-4)
 
 
-@pytest.mark.parametrize("name", ["staleness", "divergence"])
+@pytest.mark.parametrize("name", ["staleness", "divergence", "gdsf"])
 def test_a_ranking_does_not_grow_with_what_happened(name: str) -> None:
     clock = Clock()
     policy = make(name, clock)
@@ -214,3 +330,79 @@ def test_checks_are_drawn_at_their_rate_and_seeded(rate: float, least: int, most
 def test_what_is_no_divergence_is_refused(divergence: float) -> None:
     with pytest.raises(ValueError, match=f"divergence={divergence}"):
         Divergence().on_check("a", divergence)
+
+
+def n_hits(policy: Policy, keys: Iterable[str], max_entries: int = 20, pinned: Sequence[str] = ()) -> int:
+    """Hits of a bank that stores what it does not hold; pinned entries come first and stay."""
+    bank, hits = Bank(MemoryStore(torch.device("cpu")), policy, 10**6, max_entries), 0
+    for key in (*pinned, *keys):
+        if key in bank:
+            bank.used(key)
+            hits += 1
+        else:
+            bank.put(key, Entry({"hidden": torch.zeros(1)}), lambda left: None)
+            if key in pinned:
+                bank.pin(key)
+    assert all(key in bank for key in pinned) and len(bank) <= max_entries
+    return hits
+
+
+def with_scans(popular: int = 16, rounds: int = 20, scanned: int = 40) -> list[str]:
+    """Popular keys twice a round, and after them many that are asked once."""
+    once = count()
+    again = [f"popular {i}" for i in range(popular)]
+    return [key for _ in range(rounds) for key in (*again, *again, *(f"once {next(once)}" for _ in range(scanned)))]
+
+
+def test_a_scan_drives_out_newcomers_alone() -> None:
+    """Each round but the first finds all popular keys; LRU finds them only the second time of each round."""
+    assert n_hits(S3FIFO(), with_scans()) == 16 * (2 * 20 - 1)
+    assert n_hits(LRU(), with_scans()) == 16 * 20
+    assert n_hits(S3FIFO(), with_scans(), 24, ["pinned 1", "pinned 2"]) == 16 * (2 * 20 - 1)
+
+
+def test_what_comes_again_soon_after_its_trial_stays() -> None:
+    policy = S3FIFO()
+    for key in "abc":
+        policy.on_put(key, 1)
+    policy.on_remove("a")
+    policy.on_put("a", 1)
+    assert victims(policy) == ["b", "c", "a"]
+    policy.on_put("a", 1)  # nothing was held, so nothing is remembered
+    policy.on_put("b", 1)
+    assert victims(policy) == ["a", "b"]
+
+
+def valued() -> GDSF:
+    policy = GDSF()
+    for key, nbytes, cost in (("small", 1, 10.0), ("large", 100, 10.0), ("dear", 100, 1000.0)):
+        policy.on_put(key, nbytes)
+        policy.on_cost(key, cost)
+    policy.on_put("unknown", 50)  # as dear as the average, 1020 / 201
+    policy.on_cost("nobody", 1.0)
+    policy.on_hit("small")
+    return policy
+
+
+def test_the_dearest_per_byte_stays() -> None:
+    assert victims(valued()) == ["large", "unknown", "dear", "small"]
+
+
+def test_what_is_no_longer_used_leaves_however_dear() -> None:
+    policy = valued()
+    for i in range(40):
+        policy.on_put(str(i), 50)
+        policy.on_remove(policy.victim())
+    assert not {"dear", "small"} & {*victims(policy)}
+
+
+@pytest.mark.parametrize("cost", [0.0, -1.0, math.nan, math.inf])
+def test_what_is_no_cost_is_refused(cost: float) -> None:
+    with pytest.raises(ValueError, match=f"cost={cost}"):
+        GDSF().on_cost("a", cost)
+
+
+@pytest.mark.parametrize("trial", [0.0, 1.0, -0.1, math.nan])
+def test_what_is_no_share_is_refused(trial: float) -> None:
+    with pytest.raises(ValueError, match=f"trial={trial}"):
+        S3FIFO(trial)

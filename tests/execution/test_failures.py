@@ -70,6 +70,7 @@ BREAKS = {
     "fingerprint projects": ("fingerprint", "project", "project_with_forecast"),
     "fingerprint asks": ("fingerprint", "n_fit"),
     "policy puts": ("policy", "on_put"),
+    "policy is told a cost": ("policy", "on_cost"),
     "policy hits": ("policy", "on_hit"),
     "policy removes": ("policy", "on_remove"),
     "policy chooses": ("policy", "victim"),

@@ -35,7 +35,16 @@ def batch(rows: list[tuple[int, int]], left: bool, more: int) -> dict[str, torch
     layers=st.sets(st.integers(0, 3), min_size=1),
     max_entries=st.sampled_from([None, 1, 3]),
     policy=st.sampled_from(
-        ["lru", "lfu", "fifo", "divergence", {"name": "ttl", "ttl_s": 60}, {"name": "staleness", "half_life_s": 60}]
+        [
+            "lru",
+            "lfu",
+            "fifo",
+            "s3_fifo",
+            "gdsf",
+            "divergence",
+            {"name": "ttl", "ttl_s": 60},
+            {"name": "staleness", "half_life_s": 60},
+        ]
     ),
     batches=st.lists(BATCH, min_size=2, max_size=6),
 )

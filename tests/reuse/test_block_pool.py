@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmcache.policies import FIFO, LFU, LRU, TTL, Policy, Staleness
+from llmcache.policies import FIFO, GDSF, LFU, LRU, S3FIFO, TTL, Policy, Staleness
 from llmcache.request.prefill import Link
 from llmcache.request.rows import Row, Scope
 from llmcache.reuse.prefix.block_hash import links
@@ -147,12 +147,21 @@ def test_the_least_recently_used_end_leaves_first() -> None:
     assert blocks.n_evicted == 1
 
 
-@pytest.mark.parametrize("policy", [LRU, LFU, FIFO, partial(Staleness, 60.0)])
+@pytest.mark.parametrize("policy", [LRU, LFU, FIFO, S3FIFO, GDSF, partial(Staleness, 60.0)])
 def test_a_full_pool_takes_a_new_chain_as_a_whole(policy: Any) -> None:
     blocks = pool(6, policy())
     for number in range(5):
         put(blocks, chain_of(number, 0, 1))
         assert n_found(blocks, chain_of(number, 0, 1)) == [3]
+
+
+def test_a_scan_of_prompts_asked_once_drives_out_no_prompt_that_is_asked_again() -> None:
+    blocks, again = pool(6, S3FIFO()), chain_of(0, 1, 2)
+    for number in range(9):
+        put(blocks, again, chain_of(number, 4))
+        assert n_found(blocks, again) == [3]
+        check_links(blocks)
+    assert blocks.n_evicted > 9
 
 
 def test_of_a_chain_whose_beginning_the_policy_names_the_end_leaves() -> None:

@@ -1,0 +1,81 @@
+"""Measure `policies`: what each policy finds of a stream of keys, by size of the cache, beside the most that any could.
+
+Banks and blocks are the library's own; no model is run, and nothing is timed. Hits are counted from an empty cache on.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Self
+
+from pydantic import Field
+
+from experiments.data.streams.keys import Asked, KeyStream, asked
+from experiments.measures.base import Experiment, Outcome
+from experiments.replay.eviction import Found, most_hits, replay_blocks, replay_entries
+from experiments.replay.w_tinylfu import WTinyLFU
+from experiments.support.folders import Folders
+from experiments.support.progress import tracked
+from llmcache import POLICIES, Policy
+from llmcache.registry import Component, Registry
+
+Share = Annotated[float, Field(gt=0.0, le=1.0)]
+BEST = "best possible"
+
+
+class Policies(Experiment):
+    """Settings of the measure."""
+
+    stream: KeyStream
+    shares: tuple[Share, ...] = Field(
+        default=(0.02, 0.1, 0.3), min_length=1
+    )  # sizes of the cache, of the popular keys asked
+    policies: tuple[Component, ...] = Field(min_length=1)
+
+    @classmethod
+    def make(cls, values: Any, name: str = "") -> Self:
+        """Check all settings, those of the policies included; see `Section.make`."""
+        parts = dict(values)
+        if isinstance(given := parts.get("policies"), list):
+            parts["policies"] = [{"name": one} if isinstance(one, str) else one for one in given]
+        made = super().make(parts, name)
+        for policy in made.policies:
+            policy.build(_known())
+        return made
+
+
+def run(experiment: Policies, folders: Folders) -> Outcome:
+    """Replay the stream through every policy at every size."""
+    stream = experiment.stream
+    requests = asked(stream, folders.data, experiment.seed)
+    size_of = {one.key: one.nbytes for request in requests for one in request}
+    # Of a scan nothing is to be held, so a size is a share of the other keys.
+    sizes = (
+        list(size_of.values()) if stream.name == "mooncake" else [size_of.get(str(i), 0) for i in range(stream.keys)]
+    )
+    rows = [row for share in experiment.shares for row in _rows(experiment, requests, share, int(share * sum(sizes)))]
+    about = {"task": stream.title, "n": sum(map(len, requests)), "n_keys": len(size_of)}
+    return Outcome(rows, {**about, "summary": rows})
+
+
+def _rows(
+    experiment: Policies, requests: Sequence[Sequence[Asked]], share: float, max_bytes: int
+) -> Iterator[dict[str, Any]]:
+    replay = replay_blocks if experiment.stream.name == "mooncake" else replay_entries
+    for policy in tracked(experiment.policies, len(experiment.policies), f"Replaying at {share:g}"):
+        found = replay(requests, policy.build(_known()), max_bytes)
+        yield {"share": share, "bytes": max_bytes, "policy": policy.name, **_figures(found)}
+    if experiment.stream.is_uniform:
+        found = most_hits(requests, max_bytes // requests[0][0].nbytes)
+        yield {"share": share, "bytes": max_bytes, "policy": BEST, **_figures(found)}
+
+
+def _figures(found: Found) -> dict[str, float]:
+    return {
+        "hit_rate": found.hits / found.n,
+        "byte_hit_rate": found.hit_nbytes / found.nbytes,
+        "tokens_saved": found.hit_tokens / found.tokens,
+    }
+
+
+def _known() -> Registry[Policy]:
+    """The library's policies, registered ones included, and what they are held against."""
+    return Registry("policy", Policy, {**POLICIES, "w_tinylfu": WTinyLFU})

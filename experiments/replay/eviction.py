@@ -1,0 +1,108 @@
+"""Keys replayed through the library's own banks and blocks, without a model; and the most that any policy could hit."""
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import inf
+
+import torch
+
+from experiments.data.streams.keys import Asked
+from llmcache.banks.bank import Bank
+from llmcache.banks.stores import Entry
+from llmcache.banks.stores.memory import MemoryStore
+from llmcache.policies import Policy
+from llmcache.request.prefill import Link
+from llmcache.request.rows import Scope
+from llmcache.reuse.prefix.block_pool import Block, BlockPool
+
+_NOWHERE = torch.device("meta")  # tensors that have a size and hold nothing
+_SCOPE = Scope("default", "weights", "float32", "sdpa")
+
+
+@dataclass(slots=True)
+class Found:
+    """What was asked, and what of it was held; sums over requests."""
+
+    n: int = 0
+    hits: int = 0
+    nbytes: int = 0
+    hit_nbytes: int = 0
+    tokens: int = 0
+    hit_tokens: int = 0
+
+    def add(self, one: Asked, is_hit: bool) -> None:
+        self.n += 1
+        self.nbytes += one.nbytes
+        self.tokens += one.tokens
+        self.hits += is_hit
+        self.hit_nbytes += one.nbytes * is_hit
+        self.hit_tokens += one.tokens * is_hit
+
+
+def replay_entries(requests: Iterable[Sequence[Asked]], policy: Policy, max_bytes: int) -> Found:
+    """Each request is an entry of a bank: used where it is held, else put, and the policy told what it cost."""
+    bank, found = Bank(MemoryStore(_NOWHERE), policy, max_bytes), Found()
+    for (one,) in requests:
+        is_hit = one.key in bank
+        found.add(one, is_hit)
+        if is_hit:
+            bank.used(one.key)
+        elif bank.fits(entry := _entry(one.nbytes)):
+            bank.put(one.key, entry, _ignore)
+            bank.cost(one.key, one.tokens)
+    return found
+
+
+def replay_blocks(requests: Iterable[Sequence[Asked]], policy: Policy, max_bytes: int) -> Found:
+    """Each request is a chain of blocks: what is held of its beginning is used, the rest put, as the rung does."""
+    pool, found = BlockPool(1, max_bytes, torch.device("cpu"), policy), Found()
+    for blocks in requests:
+        chain = [Link(one.key, b"") for one in blocks]
+        n_held = len(pool.match(chain))
+        for place, one in enumerate(blocks):
+            found.add(one, place < n_held)
+        pool.match(chain)  # once to serve it, once to store what follows
+        pool.put(chain, {one.key: _block(one.nbytes) for one in blocks[n_held:]})
+    return found
+
+
+def most_hits(requests: Iterable[Sequence[Asked]], max_entries: int) -> Found:
+    """What no policy can beat on entries of one size: the one asked again last leaves, the newcomer itself maybe.
+
+    Belady (1966), MIN, where nothing has to be stored. That a block is of use only with those before it is left out,
+    which makes it more, not less.
+    """
+    asked = [one for request in requests for one in request]
+    next_at, seen = [inf] * len(asked), dict[str, int]()
+    for at in range(len(asked) - 1, -1, -1):
+        next_at[at] = seen.get(asked[at].key, inf)
+        seen[asked[at].key] = at
+    held: dict[str, float] = {}
+    latest: list[tuple[float, str]] = []  # when held keys are asked again, last first; some out of date
+    found = Found()
+    for at, one in enumerate(asked):
+        found.add(one, one.key in held)
+        held[one.key] = next_at[at]
+        heapq.heappush(latest, (-next_at[at], one.key))
+        while len(held) > max_entries:
+            again, key = heapq.heappop(latest)
+            if held.get(key) == -again:
+                del held[key]
+    return found
+
+
+@cache
+def _entry(nbytes: int) -> Entry:
+    return Entry({"hidden": torch.empty(nbytes, dtype=torch.uint8, device=_NOWHERE)})
+
+
+@cache
+def _block(nbytes: int) -> Block:
+    nothing = torch.empty(0, device=_NOWHERE)
+    return Block(b"", _SCOPE, torch.empty(nbytes, dtype=torch.uint8, device=_NOWHERE), nothing, nothing)
+
+
+def _ignore(key: str) -> None:
+    """Nobody waits for it."""
