@@ -231,6 +231,7 @@ TABLES: Mapping[str, Callable[[Sequence[Run]], Iterator[str]]] = {
     "embeddings": told,
     "payback": payback,
     "service": told,
+    "set_rates": told,
     "second_pass": told,
     "prefix": prefix,
     "sharing": sharing,

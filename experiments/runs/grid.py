@@ -27,6 +27,7 @@ LISTS = (
     "max_drops",
     "gates",
     "audits",
+    "hit_rates",
     "thresholds",
     "sources",
     "baselines",
