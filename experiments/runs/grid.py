@@ -28,6 +28,8 @@ LISTS = (
     "gates",
     "audits",
     "hit_rates",
+    "loads",
+    "arrivals",
     "thresholds",
     "sources",
     "baselines",

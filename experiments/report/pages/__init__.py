@@ -26,6 +26,7 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "time_order": ways.time_order,
     "service": reuse.service,
     "rates": reuse.rates,
+    "load": reuse.load,
     "second_pass": reuse.second_pass,
     "speed": reuse.speed,
     "limits": limits.limits,
