@@ -83,7 +83,7 @@ items  = $(subst $(COMMA), ,$(1))
 
 define bench-latency
 $(BIN)/llmcache bench latency --model $(firstword $(call items,$(MODELS))) --payload auto --device $(DEVICE) \
-    --dtype $(1) --batch-size $(2) --entries $(ENTRIES) --rounds $(ROUNDS) --json $(GPU_RESULTS)/latency-$(1)-$(2).json
+    --dtype $(1) --batch-size $(2) --entries $(ENTRIES) --rounds $(ROUNDS) --block $(ROUNDS) --json $(GPU_RESULTS)/latency-$(1)-$(2).json
 
 endef
 

@@ -29,13 +29,15 @@ def command(
     tau: Annotated[float, typer.Option(help="Similarity from which the near requests of the benchmark hit.")] = 0.98,
     device: Annotated[str, typer.Option(help="Torch device, cpu or cuda.")] = "cpu",
     dtype: Annotated[str, typer.Option(help="Of weights and states: float32 or bfloat16.")] = "float32",
-    rounds: Annotated[int, typer.Option(min=10, help="Calls of each kind; p90 and p99 take 200 or more.")] = 200,
+    rounds: Annotated[int, typer.Option(min=10, help="Interleaved calls of a kind; p90 and p99 take 200.")] = 200,
+    service_rounds: Annotated[int, typer.Option(min=0, help="Rounds of whole blocks of each kind of call.")] = 2,
+    block: Annotated[int, typer.Option(min=10, help="Calls of a block; 200 or more, or it is a try.")] = 200,
     seed: Annotated[int, typer.Option(help="Of random weights and requests.")] = 0,
     models_dir: ModelsDir = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
     results_dir: FiguresDir = None,
 ) -> None:
-    """Measure no cache, miss, hit, exact hit and floor (zero layers), interleaved in one process."""
+    """Time no cache, miss, hit, exact hit and floor (zero layers), interleaved and in service rounds."""
     from experiments.measures.bench.latency import Settings, measure
     from experiments.models.loading import find
     from experiments.support.environment import describe
@@ -43,7 +45,22 @@ def command(
 
     source = find(model, models_dir)
     settings = Settings(
-        source, batch_size, seq_len, entries, payload, layers, index, mode, head, tau, device, dtype, rounds, seed
+        model=source,
+        batch_size=batch_size,
+        seq_len=seq_len,
+        entries=entries,
+        payload=payload,
+        layers=layers,
+        index=index,
+        mode=mode,
+        head=head,
+        tau=tau,
+        device=device,
+        dtype=dtype,
+        rounds=rounds,
+        seed=seed,
+        service_rounds=service_rounds,
+        block=block,
     )
     check_writable(json_file)
     if results_dir is not None:
@@ -63,8 +80,11 @@ def _print(figures: dict[str, Any]) -> None:
         f"batch {figures['batch_size']}, {figures['seq_len']} tokens, "
         f"{figures['entries']:,} entries of {figures['entry_bytes']:,} bytes"
     )
-    times = {key.removesuffix("_ms"): times for key, times in figures.items() if key.endswith("_ms")}
-    show_table(title, [_row(kind, times[kind], figures["ratios"].get(f"{kind}/nocache")) for kind in times])
+    show_table(f"Interleaved: {title}", _rows(figures))
+    if figures["service"]:
+        show_table(
+            f"{figures['service']['rounds']} service rounds of {figures['block']} calls", _rows(figures["service"])
+        )
     is_equal = "equal" if figures["exact_hit_is_equal"] else "not equal"
     typer.echo(f"an exact hit is {is_equal} to the stored run, bit for bit")
     if figures["n_overlooked"]:
@@ -73,13 +93,25 @@ def _print(figures: dict[str, Any]) -> None:
         typer.echo(f"{figures['nocache_ms']['n']} calls of each kind: too few for p90 and p99")
 
 
-def _row(kind: str, times: Mapping[str, Any], ratio: Mapping[str, float] | None) -> Mapping[str, Any]:
-    """What the table says of one kind of call."""
+def _rows(figures: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """What the table of one way to measure says of each kind of call."""
+    times = {key.removesuffix("_ms"): times for key, times in figures.items() if key.endswith("_ms")}
+    floor = times["floor"]["median"]
+    return [_row(kind, times[kind], floor, figures["ratios"].get(f"{kind}/nocache")) for kind in times]
+
+
+def _row(kind: str, times: Mapping[str, Any], floor: float, ratio: Mapping[str, float] | None) -> Mapping[str, Any]:
+    shown = {f"{which} ms": "" if times[which] is None else f"{times[which]:.3f}" for which in ("median", "p90", "p99")}
+    told = "" if ratio is None else f"{ratio['median']:.4f} ({' to '.join(f'{end:.4f}' for end in _ends(ratio))})"
     return {
         "call": kind,
-        **{
-            f"{which} ms": None if times[which] is None else f"{times[which]:.3f}" for which in ("median", "p90", "p99")
-        },
+        **shown,
         "n": times["n"],
-        "ratio to no cache (p5 to p95)": ratio and f"{ratio['median']:.4f} ({ratio['p5']:.4f} to {ratio['p95']:.4f})",
+        "of the floor": f"{times['median'] / floor:.1f}",
+        "of no cache": told,
     }
+
+
+def _ends(ratio: Mapping[str, float]) -> tuple[float, float]:
+    """Of a ratio that was taken in each round: 5th and 95th percentile of many rounds, least and largest of few."""
+    return (ratio["p5"], ratio["p95"]) if "p5" in ratio else (ratio["min"], ratio["max"])

@@ -9,14 +9,14 @@ Real architectures with random weights, or trained models from folders. What ent
 | `pooled` | what the head reads of the last layer | once a call |
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
 import torch
 from pydantic import Field, PositiveInt, model_validator
 
 from experiments.measures.base import Experiment, Outcome
-from experiments.measures.bench import generation, latency
+from experiments.measures.bench import generation, latency, service_rounds
 from experiments.models.architectures import Dtype, check, check_target
 from experiments.models.loading import find
 from experiments.support.folders import Folders
@@ -35,7 +35,10 @@ OF_TOKENS = tuple(kept for kept, settings in KEPT.items() if settings["payload"]
 
 
 #: What a table on the screen has of each row; the files have all.
-SHOWN = ("model", "head", "kept", "batch_size", "dtype", "nocache_ms", "miss_ms", "hit_ms", "hit_speedup")
+SHOWN = (
+    *("model", "head", "kept", "batch_size", "dtype", "nocache_ms", "miss_ms", "hit_ms", "floor_ms", "hit_speedup"),
+    *("service_nocache_ms", "service_miss_ms", "service_hit_ms", "service_exact_hit_ms", "service_floor_ms"),
+)
 
 
 class Latency(Experiment):
@@ -52,7 +55,12 @@ class Latency(Experiment):
     # Entries that fill each bank, by what is kept, at least four a row of the largest batch. Whole sequences are large:
     # of BERT-base, 128 tokens of all layers in float32 take 4.7 MB.
     entries: dict[str, int] = {"as the paper": 200, "all tokens": 200, "pooled": 10_000}  # noqa: RUF012 - pydantic copies it
-    rounds: int = Field(default=100, ge=10)  # calls of each kind; p90 and p99 take 200 or more
+    # Threshold between requests that were made up anew and those with one token changed; fewer tokens take a lower one.
+    tau: float = Field(default=0.98, gt=0.0, le=1.0)
+    rounds: int = Field(default=100, ge=10)  # interleaved calls of each kind; p90 and p99 take 200 or more
+    # Rounds of whole blocks, each of calls of one kind, as a service meets them; 0: calls are interleaved only.
+    service_rounds: int = Field(default=0, ge=0)
+    block: int = Field(default=200, ge=10)  # calls of a block; 200 or more, or it is a try
     device: str = "cpu"  # torch device
     # Of weights and states: `float32`, `bfloat16`; generation included.
     dtypes: tuple[Dtype, ...] = Field(default=("float32",), min_length=1)
@@ -121,7 +129,10 @@ def _row(
             batch_size=batch_size,
             seq_len=experiment.seq_len,
             entries=experiment.entries[kept],
+            tau=experiment.tau,
             rounds=experiment.rounds,
+            service_rounds=experiment.service_rounds,
+            block=experiment.block,
             device=experiment.device,
             dtype=dtype,
             seed=experiment.seed,
@@ -129,7 +140,8 @@ def _row(
             **KEPT[kept],
         )
     )
-    medians = {key: value["median"] for key, value in figures.items() if key.endswith("_ms")}
+    medians = _medians(figures)
+    blocks = figures["service"] or {f"{kind}_ms": None for kind in (*service_rounds.WITH, *service_rounds.WITHOUT)}
     return {
         "model": model,
         "head": head,
@@ -137,8 +149,10 @@ def _row(
         "kept": kept,
         "batch_size": batch_size,
         "dtype": dtype,
+        "seq_len": experiment.seq_len,
         "mixed_ms": None,  # a single row cannot be half hit
         **medians,
+        **{f"service_{name}": median for name, median in _medians(blocks).items()},
         "hit_speedup": medians["nocache_ms"] / medians["hit_ms"],
         "miss_ratio": figures["ratios"]["miss/nocache"]["median"],
         "model_mb": figures["model_bytes"] / MEGABYTE,
@@ -146,5 +160,10 @@ def _row(
         "cache_mb": figures["entry_bytes"] * experiment.entries[kept] / MEGABYTE,
         "entries": experiment.entries[kept],
         "exact_hit_is_equal": figures["exact_hit_is_equal"],
-        "detail": {key: value for key, value in figures.items() if key.endswith("_ms") or key == "ratios"},
+        "detail": {key: value for key, value in figures.items() if key.endswith("_ms") or key in ("ratios", "service")},
     }
+
+
+def _medians(figures: Mapping[str, Any]) -> dict[str, float | None]:
+    """Median milliseconds of each kind of call; None where it was not measured."""
+    return {key: value and value["median"] for key, value in figures.items() if key.endswith("_ms")}

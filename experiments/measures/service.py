@@ -34,6 +34,7 @@ from experiments.support.progress import tracked
 from experiments.support.section import ONE_OR_MORE
 from experiments.tasks.workload import Answer, Workload
 from llmcache import LLMCache
+from llmcache.calibration.calibration import Calibration
 from llmcache.calibration.risk_target import RiskTarget
 from llmcache.request.observation import Observation
 
@@ -49,6 +50,13 @@ class Service(LearningExperiment):
     rounds: int = Field(default=2, ge=1)  # of three passes each
     # Numbers of threads that torch computes with.
     threads: Annotated[tuple[int, ...], ONE_OR_MORE] = Field(default=(2, 1), min_length=1)
+
+    @property
+    def risk_targets(self) -> list[RiskTarget | None]:
+        """One for each loss; None where nothing is learned."""
+        if not self.learn:
+            return [None]
+        return [self.risk_target(max_drop, self.config.sources) for max_drop in self.max_drops]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +77,7 @@ class Server:
 
     def __init__(self, workload: Workload, options: Mapping[str, Any], learn: int) -> None:
         """Take two copies of the model, and compute what is learned from; requests have one row each."""
-        self._workload = workload
-        self._learn = learn
+        self.stream = later(workload, learn)  # what is answered
         self._plain = twin(workload.module)
         config = configure(workload, {**AS_BY_DEFAULT, **options})
         self.cache = LLMCache.wrap(twin(workload.module), config=config, tokenizer=workload.tokenizer)
@@ -81,27 +88,42 @@ class Server:
         """Forget all that was held, and learn anew where a claim is to be kept."""
         self.cache.clear()
         if risk_target is not None:
-            assert self.cache.calibrated is not None
-            self.cache.calibrated.calibrate(self._observed, risk_target)
+            self.learned(risk_target)
+
+    def learned(self, risk_target: RiskTarget) -> Calibration:
+        """Calibrate on what is learned from."""
+        assert self.cache.calibrated is not None
+        return self.cache.calibrated.calibrate(self._observed, risk_target)
 
     def go(self, who: str, number: int, what: str) -> Pass:
-        """Answer the later requests, in order and without a break."""
-        requests = self._workload.requests[self._learn :]
-        module = self._plain if who == NOCACHE else self.cache.model
-        ms, served, answers = np.zeros(len(requests)), [], []
+        """Answer the stream's requests, in order and without a break."""
+        n = len(self.stream.requests)
+        ms, served, answers = np.zeros(n), [], []
         gc.collect()
         with torch.inference_mode():
             started = perf_counter()
-            for i, request in tracked(enumerate(requests), len(requests), what):
+            for i in tracked(range(n), n, what):
                 begun = perf_counter()
-                answers.append(self._workload.answer(module(**request.inputs), self._learn + i))
+                answers.append(self.answer(who, i))
                 ms[i] = (perf_counter() - begun) * 1e3
-                served.append(COMPUTED if who == NOCACHE else _served_by(self.cache))
+                served.append(self.served(who))
             answered = perf_counter()
             if who == CACHE:
                 self.cache.drain()
         ended = perf_counter()
         return Pass(who, number, ended - started, ended - answered, ms, np.array(served), answers)
+
+    def answer(self, who: str, i: int) -> Answer:
+        """Answer to a request of the stream."""
+        module = self._plain if who == NOCACHE else self.cache.model
+        return self.stream.answer(module(**self.stream.requests[i].inputs), i)
+
+    def served(self, who: str) -> str:
+        """What served the latest request."""
+        if who == NOCACHE:
+            return COMPUTED
+        (outcome,) = self.cache.last
+        return BYPASSED if outcome.bypassed else outcome.rung or COMPUTED
 
 
 def run(experiment: Service, folders: Folders) -> Outcome:
@@ -109,27 +131,37 @@ def run(experiment: Service, folders: Folders) -> Outcome:
     workload = experiment.stream(folders)
     server = Server(workload, experiment.cache, experiment.learn)
     rows, ways = [], []
-    for max_drop in experiment.max_drops if experiment.learn else (None,):
-        risk_target = None if max_drop is None else experiment.risk_target(max_drop, experiment.config.sources)
+    for risk_target in experiment.risk_targets:
         for threads in experiment.threads:
-            at = {"max_drop": max_drop, "threads": threads}
-            with threads_of_torch(threads):
-                passes, told = _passes(
-                    experiment, server, risk_target, f"{threads} threads, at most {max_drop} changed"
-                )
-            ways.append(at | figures(experiment, workload, passes) | told)
-            rows += [at | _row(one) for one in passes]
+            way, more = serve(experiment, server, risk_target, threads)
+            ways.append(way)
+            rows += more
     server.cache.unwrap()
-    metrics = {
+    n_counted = len(workload.requests) - experiment.learn
+    return Outcome(rows, about(experiment, workload, n_counted, ways))
+
+
+def serve(
+    experiment: Service, server: Server, risk_target: RiskTarget | None, threads: int, **more: Any
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """All rounds of the server's stream: their figures, and a row a pass; `more` is told with both."""
+    at = {"max_drop": None if risk_target is None else risk_target.max_drop, "threads": threads, **more}
+    with threads_of_torch(threads):
+        passes, told = _passes(experiment, server, risk_target, ", ".join(f"{name} {at[name]}" for name in at))
+    return at | figures(experiment, server.stream, passes) | told, [at | _row(one) for one in passes]
+
+
+def about(experiment: Service, workload: Workload, n_counted: int, ways: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The metrics of a run, given those of its ways, each over so many requests."""
+    return {
         **experiment.about(workload),
         "learn": experiment.learn,
-        "n_counted": len(workload.requests) - experiment.learn,
+        "n_counted": n_counted,
         "mean_tokens": float(np.mean([request.inputs["input_ids"].shape[-1] for request in workload.requests])),
         "rounds": experiment.rounds,
         "ways": ways,
         "summary": [_shown(way) for way in ways],
     }
-    return Outcome(rows, metrics)
 
 
 def order_of_passes(number: int) -> tuple[str, str, str]:
@@ -137,14 +169,16 @@ def order_of_passes(number: int) -> tuple[str, str, str]:
     return (NOCACHE, CACHE, NOCACHE) if number % 2 == 0 else (CACHE, NOCACHE, CACHE)
 
 
-def figures(experiment: Service, workload: Workload, passes: Sequence[Pass]) -> dict[str, Any]:
+def figures(experiment: Service, stream: Workload, passes: Sequence[Pass]) -> dict[str, Any]:
     """Speed over rounds, each pass by itself, and what the first pass with the cache did to the answers."""
     ratios = [_ratio([one for one in passes if one.number == number]) for number in range(experiment.rounds)]
     plain, cached = ([one for one in passes if one.who == who] for who in (NOCACHE, CACHE))
     first = cached[0]
-    counted = later(workload, experiment.learn)
+    quality = figures_of(stream, plain[0].answers, first.answers, first.served, experiment.seed)
+    speedup = float(np.median(ratios))
     return {
-        "speedup": float(np.median(ratios)),
+        "speedup": speedup,
+        "share_of_bound": share_of_bound(speedup, quality["hit_rate"]),
         "speedup_min": min(ratios),
         "speedup_max": max(ratios),
         "plain_ms": _times(np.concatenate([one.ms for one in plain])),
@@ -152,8 +186,13 @@ def figures(experiment: Service, workload: Workload, passes: Sequence[Pass]) -> 
         "miss_ms": _times_where(cached, lambda served: served == COMPUTED),
         "bypassed_ms": _times_where(cached, lambda served: served == BYPASSED),
         "bypassed": float((first.served == BYPASSED).mean()),
-        **figures_of(counted, plain[0].answers, first.answers, first.served, experiment.seed),
+        **quality,
     }
+
+
+def share_of_bound(speedup: float, hit_rate: float) -> float | None:
+    """A speed-up over 1 / (1 - hit rate), which free hits and misses without overhead would give; None at all hits."""
+    return None if hit_rate == 1 else speedup * (1 - hit_rate)
 
 
 @contextmanager
@@ -194,11 +233,6 @@ def _told(cache: LLMCache) -> dict[str, Any]:
     }
 
 
-def _served_by(cache: LLMCache) -> str:
-    (outcome,) = cache.last
-    return BYPASSED if outcome.bypassed else outcome.rung or COMPUTED
-
-
 def _ratio(passes: Sequence[Pass]) -> float:
     """Mean time of the passes of a round by the model alone, over that with the cache."""
     plain, cached = (float(np.mean([one.seconds for one in passes if one.who == who])) for who in (NOCACHE, CACHE))
@@ -230,6 +264,10 @@ def _row(one: Pass) -> dict[str, Any]:
 
 def _shown(way: Mapping[str, Any]) -> dict[str, Any]:
     """What a table on the screen has of a way."""
-    names = ("max_drop", "threads", "speedup", "speedup_min", "speedup_max", "hit_rate", "bypassed", "changed_answers")
+    names = (
+        *("max_drop", "threads", "speedup", "speedup_min", "speedup_max", "hit_rate", "share_of_bound"),
+        *("bypassed", "changed_answers"),
+    )
     times = {name: None if way[name] is None else way[name]["mean"] for name in ("plain_ms", "hit_ms", "miss_ms")}
-    return {name: way[name] for name in names} | times | {"accuracy_drop": way["accuracy_drop"]}
+    asked = {name: way[name] for name in ("hit_rate_set",) if name in way}  # of streams that are made to hit so often
+    return asked | {name: way[name] for name in names} | times | {"accuracy_drop": way["accuracy_drop"]}

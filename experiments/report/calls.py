@@ -4,13 +4,19 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from experiments.metrics import paper
-from experiments.report.markdown import named_model, number, ratio, table
+from experiments.report.markdown import named_model, number, ratio, spread, table
 from experiments.runs.read import Figures, Run
 
+KINDS = ("nocache", "miss", "hit", "exact_hit", "floor")
+TIMES = tuple(f"{kind}_ms" for kind in KINDS)
 CALL_HEADINGS = (
     *("model", "head", "entries keep", "rows", "dtype"),
     *("no cache, ms", "miss", "hit", "exact hit", "no layers"),
     *("no cache / hit", "miss / no cache", "model", "entry", "cache", "paper, ms"),
+)
+BLOCK_HEADINGS = (
+    *("model", "head", "entries keep", "rows", "dtype", "tokens"),
+    *("no cache, ms", "miss", "hit", "exact hit", "no layers", "miss / no cache", "hit / no cache", "calls in rounds"),
 )
 GENERATION_HEADINGS = (
     *("generation", "prompt", "new tokens"),
@@ -31,6 +37,12 @@ def latency(runs: Sequence[Run]) -> Iterator[str]:
         "Rows were measured minutes apart, and absolute times differ between them as the machine did: compare within a "
         "row. `miss / no cache` is taken within each round: median, 5th and 95th percentile."
     )
+    if blocks := [row for row in calls if row["detail"].get("service")]:
+        yield table(BLOCK_HEADINGS, map(_blocks, blocks))
+        yield (
+            "The same calls in service rounds: whole blocks of one kind with the cache, then as many by the model "
+            "alone; the order alternates. Medians, with those of the fastest and slowest block; ratios of whole blocks."
+        )
     if made := [row for run in runs for row in run.metrics["generation"]]:
         yield table(GENERATION_HEADINGS, map(_generation, made))
         yield (
@@ -40,20 +52,29 @@ def latency(runs: Sequence[Run]) -> Iterator[str]:
 
 
 def _call(row: Figures) -> tuple[Any, ...]:
-    times = ("nocache_ms", "miss_ms", "hit_ms", "exact_hit_ms", "floor_ms")
     return (
         named_model(row),
         row["head"],
         row["kept"],
         row["batch_size"],
         row["dtype"],
-        *(number(row[key], 2) for key in times),
+        *(number(row[key], 2) for key in TIMES),
         number(row["hit_speedup"]),
         ratio(row["detail"]["ratios"]["miss/nocache"]),
         f"{row['model_mb']:.0f} MB",
         f"{row['entry_kb']:,.1f} kB",
         f"{row['cache_mb']:,.1f} MB",
         " to ".join(map(str, paper.MS.get((row["model"], row["head"]), ()))),
+    )
+
+
+def _blocks(row: Figures) -> tuple[Any, ...]:
+    service = row["detail"]["service"]
+    return (
+        *(named_model(row), row["head"], row["kept"], row["batch_size"], row["dtype"], row["seq_len"]),
+        *(spread(service[f"{kind}_ms"]) for kind in KINDS),
+        *(spread(service["ratios"][f"{kind}/nocache"], 3) for kind in ("miss", "hit")),
+        f"{service['nocache_ms']['n']:,} in {service['rounds']}",
     )
 
 

@@ -81,9 +81,12 @@ def paid_back(requests: float | None) -> str:
     return "never" if requests is None else f"{requests:,.0f} requests"
 
 
-def spread(values: Mapping[str, float] | None) -> str:
+def spread(values: Mapping[str, float] | None, digits: int = 2) -> str:
     """Median and range over rounds."""
-    return "" if values is None else f"{values['median']:.2f} ({values['min']:.2f} to {values['max']:.2f})"
+    if values is None:
+        return ""
+    median, least, most = (f"{values[name]:.{digits}f}" for name in ("median", "min", "max"))
+    return f"{median} ({least} to {most})"
 
 
 def named_model(row: Mapping[str, Any]) -> str:

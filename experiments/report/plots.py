@@ -6,6 +6,7 @@ from typing import Any
 
 from experiments.metrics import paper
 from experiments.metrics.frontier import curves, of_curve
+from experiments.report.load import PICTURE
 from experiments.runs.read import Figures, Run, at, by_size, groups, label_of, read_runs, varied
 from llmcache.cli.output import naming
 from llmcache.errors import ConfigError
@@ -156,6 +157,25 @@ def _observe(runs: Sequence[Run]) -> Iterator[Path]:
     yield _save(figure, runs[0], runs[0].path.parent / f"{runs[0].group}.png")
 
 
+def _load(runs: Sequence[Run]) -> Iterator[Path]:
+    """Latency by offered load, a panel for each way in which requests arrive."""
+    for run in runs:
+        points = [point for point in run.metrics["points"] if point["threads"] == run.metrics["points"][0]["threads"]]
+        ways = list(dict.fromkeys(point["arrivals"] for point in points))
+        figure, panels = _panels(len(ways))
+        for way, axes in zip(ways, panels, strict=True):
+            rows = [point for point in points if point["arrivals"] == way]
+            for who, what, colour in (("plain", "model alone", "C0"), ("cache", "llmcache", "C1")):
+                for name, style in (("p50", "-"), ("p99", "--")):
+                    y = [row[who][name] for row in rows]
+                    axes.plot([row["load"] for row in rows], y, colour + style, marker=".", label=f"{what}, {name}")
+            axes.set_yscale("log")
+            axes.set_title(f"{way} arrivals", fontsize=9)
+            _label(axes, "offered load (of what the model alone answers)", "arrival to answer (ms)")
+            axes.legend(fontsize=8)
+        yield _save(figure, run, run.path / PICTURE)
+
+
 def _panels(n: int) -> tuple[Any, Sequence[Any]]:
     from matplotlib.figure import Figure
 
@@ -183,4 +203,5 @@ PLOTS: Mapping[str, Callable[[Sequence[Run]], Iterator[Path]]] = {
     "layers": _layers,
     "observe": _observe,
     "trust": _trust,
+    "load": _load,
 }

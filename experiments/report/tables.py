@@ -8,6 +8,7 @@ from experiments.metrics.frontier import Curve, best, curves, of_curve
 from experiments.report.calls import latency
 from experiments.report.claims.harmless import PAPERS_CURVE, harmless_tau
 from experiments.report.eviction import policies
+from experiments.report.load import load
 from experiments.report.markdown import (
     Cell,
     bounded,
@@ -232,6 +233,8 @@ TABLES: Mapping[str, Callable[[Sequence[Run]], Iterator[str]]] = {
     "embeddings": told,
     "payback": payback,
     "service": told,
+    "load": load,
+    "set_rates": told,
     "second_pass": told,
     "prefix": prefix,
     "policies": policies,

@@ -25,7 +25,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("kept", [{"payload": "cls"}, {"payload": "sequence", "layers": "all", "mode": "paper"}])
 def test_latency_writes_every_figure(folder: Path, tmp_path: Path, kept: dict[str, str], command: Commands) -> None:
     path = tmp_path / "figures.json"
-    options = f"--seq-len 32 --entries 64 --rounds 10 --json {path} --results-dir {tmp_path / 'kept'}".split()
+    options = (
+        f"--seq-len 32 --entries 64 --rounds 10 --block 10 --json {path} --results-dir {tmp_path / 'kept'}".split()
+    )
     options += [word for name, value in kept.items() for word in (f"--{name}", value)]
     assert command("bench", "latency", "--model", str(folder), *options) == 0
     assert "10 calls of each kind: too few for p90 and p99" in command.out
@@ -42,13 +44,15 @@ def test_latency_writes_every_figure(folder: Path, tmp_path: Path, kept: dict[st
     assert metrics | {"environment": env} == figures
     config = yaml.safe_load((written / "config.yaml").read_text())
     assert config["entries"] == 64 and config["model"] == folder.name
+    assert figures["service"]["rounds"] == 2 and {figures["service"][kind]["n"] for kind in KINDS} == {20}
+    assert "2 service rounds of 10 calls" in command.out and "Interleaved" in command.out
     assert set(figures["ratios"]) == {f"{kind.removesuffix('_ms')}/nocache" for kind in KINDS if kind != "nocache_ms"}
 
 
 @pytest.mark.slow
 def test_enough_calls_have_percentiles(folder: Path, tmp_path: Path, command: Commands) -> None:
     path = tmp_path / "figures.json"
-    options = f"--seq-len 8 --entries 64 --rounds 200 --json {path}".split()
+    options = f"--seq-len 8 --entries 64 --rounds 200 --service-rounds 0 --json {path}".split()
     assert command("bench", "latency", "--model", str(folder), *options) == 0
     assert "too few" not in command.out
     figures = json.loads(path.read_text())

@@ -3,8 +3,9 @@
 Holds the tiny GPT-2 that both measure.
 """
 
+import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,13 @@ import pytest
 import torch
 import transformers as tf
 
-from experiments.measures.bench import generation, latency
+from experiments.measures.bench import generation, latency, service_rounds
 from experiments.measures.latency import SHOWN
 from experiments.models import architectures as bench_models
 from experiments.support.folders import Folders
 from llmcache.banks.cache_banks import CacheBanks
 from llmcache.errors import ConfigError
-from tests.experiments.measuring import measured
+from tests.experiments.measuring import measured, told
 from tests.tiny_models import BARE, PAD, VOCABULARY, build
 
 WIDTH, LAYERS, TOKENS = 32, 3, 16
@@ -60,7 +61,7 @@ def _unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def settings_of(folders: Folders, **more: Any) -> latency.Settings:
-    return latency.Settings(str(folders.models / "tiny"), seq_len=TOKENS, entries=64, **more)
+    return latency.Settings(str(folders.models / "tiny"), seq_len=TOKENS, entries=64, service_rounds=0, **more)
 
 
 def measure_calls(folders: Folders, **more: Any) -> Any:
@@ -139,6 +140,17 @@ def test_a_hit_that_runs_layers_stops_the_benchmark(folders: Folders, monkeypatc
         bench.run(None)
 
 
+def test_a_block_whose_calls_are_of_another_kind_stops_the_benchmark(folders: Folders) -> None:
+    settings = settings_of(folders, payload="last")
+    bench = latency.Bench(settings, bench_models.build(settings.model, 0, "cpu"))
+    bench.fill(None)
+    with torch.inference_mode():
+        fresh = [bench.fresh() for _ in range(10)]
+        assert len(bench.block("miss", fresh)) == 10
+        with pytest.raises(RuntimeError, match="10 of 10 calls in a block were not the miss"):
+            bench.block("miss", fresh)  # which are stored by now
+
+
 def test_ratios_are_those_of_one_round() -> None:
     found = latency.ratios({"base": [1.0, 2.0, 4.0], "other": [3.0, 4.0, 4.0]}, "base")
     assert found == {"other/base": {"median": 2.0, "p5": pytest.approx(1.1), "p95": pytest.approx(2.9)}}
@@ -150,7 +162,8 @@ def test_metrics_hold_the_rows_with_their_percentiles(folders: Folders) -> None:
     assert outcome.metrics["summary"] == [{name: row[name] for name in SHOWN}]
     assert row == {name: value for name, value in call.items() if name != "detail"}
     kinds = {"nocache", "miss", "hit", "exact_hit", "floor"}
-    assert set(call["detail"]) == {*(f"{kind}_ms" for kind in kinds), "ratios"}
+    assert set(call["detail"]) == {*(f"{kind}_ms" for kind in kinds), "ratios", "service"}
+    assert call["detail"]["service"] is None and {row[f"service_{kind}_ms"] for kind in kinds} == {None}
     for kind in kinds:
         assert row[f"{kind}_ms"] == call["detail"][f"{kind}_ms"]["median"]
         assert call["detail"][f"{kind}_ms"]["n"] == 10
@@ -158,6 +171,40 @@ def test_metrics_hold_the_rows_with_their_percentiles(folders: Folders) -> None:
     assert outcome.metrics["generation"] == []
     assert outcome.metrics["threads"] == torch.get_num_threads()
     json.dumps(outcome.metrics, allow_nan=False)
+
+
+@pytest.mark.slow
+def test_service_rounds_stand_beside_interleaved_calls(folders: Folders) -> None:
+    values = SMALL | {"kept": ["as the paper", "pooled"], "service_rounds": 2, "block": 12}
+    outcome = measured(values, folders)
+    for row, call in zip(outcome.rows, outcome.metrics["calls"], strict=True):
+        service = call["detail"]["service"]
+        for kind in (*service_rounds.WITH, *service_rounds.WITHOUT):
+            times = service[f"{kind}_ms"]
+            assert row[f"service_{kind}_ms"] == times["median"] and times["n"] == 24
+            assert times["min"] <= times["median"] <= times["max"]
+        assert service["rounds"] == 2
+    shown = told(values, outcome)
+    assert shown.count("| 24 in 2 |") == 2 and "service rounds" in shown
+
+
+def test_a_service_round_asks_whole_blocks_in_alternating_order() -> None:
+    """The model alone is asked the requests of the misses; ratios are of the blocks of one round."""
+    asked, numbers = [], itertools.count()
+    taken = {"exact_hit": 1.0, "hit": 2.0, "miss": 12.0, "nocache": 10.0, "floor": 0.5}
+
+    def ask(kind: str, calls: Sequence[int]) -> list[float]:
+        asked.append((kind, list(calls)))
+        return [taken[kind] * (2 if calls[0] else 1)] * len(calls)
+
+    blocks = service_rounds.measure(ask, lambda: next(numbers), rounds=2, block=3)
+    with_cache, without = list(service_rounds.WITH), list(service_rounds.WITHOUT)
+    assert [kind for kind, _ in asked] == [*with_cache, *without, *without[::-1], *with_cache[::-1]]
+    assert [calls for _, calls in asked] == [[0, 1, 2]] * 5 + [[3, 4, 5]] * 5
+    found = service_rounds.figures(blocks)
+    assert found["ratios"]["miss/nocache"] == {"median": 1.2, "min": 1.2, "max": 1.2}
+    assert (found["hit_ms"]["min"], found["hit_ms"]["max"], found["hit_ms"]["n"]) == (2.0, 4.0, 6)
+    assert service_rounds.figures(service_rounds.measure(ask, lambda: next(numbers), rounds=0, block=3)) is None
 
 
 @pytest.mark.slow

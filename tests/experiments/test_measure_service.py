@@ -1,18 +1,22 @@
 """Measure `service`: whole passes, each from what was learned alone, and figures that count what they say."""
 
 import json
+import random
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from experiments.measures.service import Pass, figures, order_of_passes, threads_of_torch
+from experiments.data.streams.set_rate import with_repeats
+from experiments.measures.service import Pass, figures, order_of_passes, share_of_bound, threads_of_torch
+from experiments.measures.set_rates import nearest
 from experiments.runs.grid import make_experiment
 from experiments.support.folders import Folders
 from experiments.tasks import build
 from llmcache.errors import ConfigError
-from tests.experiments.measuring import LEARN, TASK, learning, measured
+from tests.experiments.measuring import LEARN, TASK, learning, measured, told
 
 N = 260
 VALUES = learning("service", task=TASK | {"limit": N}, max_drops=[0.3], threads=1, rounds=2)
@@ -55,7 +59,7 @@ def test_the_ratio_of_a_round_is_of_whole_passes() -> None:
         return Pass(who, number, seconds, 0.0, np.array([1.0]), np.array([served]), [0])
 
     workload = SimpleNamespace(
-        requests=[SimpleNamespace(cluster=None, id=str(i)) for i in range(LEARN + 1)],
+        requests=[SimpleNamespace(cluster=None, id="0")],
         is_changed=lambda one, other: one != other,
         scores=lambda answers: np.ones(len(answers)),
         extras=lambda answers: {},
@@ -67,7 +71,62 @@ def test_the_ratio_of_a_round_is_of_whole_passes() -> None:
     ]
     got = figures(make_experiment(VALUES), workload, passes)
     assert (got["speedup_min"], got["speedup_max"]) == (2.0, 3.0)
-    assert got["miss_ms"] is None and got["hit_rate"] == 1.0
+    assert got["miss_ms"] is None and got["hit_rate"] == 1.0 and got["share_of_bound"] is None
+    assert share_of_bound(4.0, 0.8) == pytest.approx(0.8)
+
+
+RATES = VALUES | {"measure": "set_rates", "hit_rates": [0.5, 0.8], "n": 200, "rounds": 1}
+
+
+def test_a_stream_repeats_as_often_as_it_is_told_to() -> None:
+    repeats = with_repeats(100, 0.8, 200, random.Random(0))
+    assert sorted(set(repeats)) == list(range(40)) and len(repeats) == 200
+    assert all(
+        number <= max([-1, *repeats[:i]]) + 1 for i, number in enumerate(repeats)
+    )  # none comes again before it came
+    assert with_repeats(100, 0.8, 200, random.Random(0)) == repeats != with_repeats(100, 0.8, 200, random.Random(1))
+
+
+def test_the_claim_is_the_one_that_serves_nearest_to_a_rate() -> None:
+    claims = {make_experiment(VALUES).risk_target(drop): rate for drop, rate in ((0.1, 0.3), (0.2, 0.5), (0.3, 0.9))}
+    assert [nearest(claims, rate).max_drop for rate in (0.52, 0.87, 0.1)] == [0.2, 0.3, 0.1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"hit_rates": [1.0]}, "hit_rates: give shares above 0 and below 1"),
+        ({"hit_rates": []}, "hit_rates: .*at least 1 item"),
+        ({"n": 199}, "n: .*200"),
+        pytest.param(
+            {"n": 201},
+            f"n=201: {N - LEARN} requests follow those learned from; raise task.limit",
+            marks=pytest.mark.slow,
+        ),
+        (
+            {"learn": 0, "task": TASK | {"limit": 20}},
+            "hit_rates: 0.5 of 200 takes 100 different requests; the stream has",
+        ),
+    ],
+)
+def test_a_rate_that_a_stream_cannot_have_is_refused(changes: dict[str, Any], error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        measured(RATES | changes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("learn", [LEARN, 0])
+def test_a_set_rate_is_measured_in_whole_passes(learn: int) -> None:
+    options = {"answer": "class"} if learn else {"auto_bypass": False}
+    task = TASK | {"limit": 900, "data": {"path": "support_desk", "limit": 2400}}
+    values = RATES | {"task": task, "learn": learn, "cache": options, "max_drops": [0.1, 0.2, 0.3]}
+    outcome = measured(values)
+    assert outcome.metrics["n_counted"] == 200 and len(outcome.rows) == 6
+    for way, row, rate in zip(outcome.metrics["ways"], outcome.metrics["summary"], (0.5, 0.8), strict=True):
+        assert row["hit_rate_set"] == rate and 0 < way["hit_rate"] < 1
+        assert learn or way["hit_rate"] == pytest.approx(rate, abs=0.01)
+        assert row["share_of_bound"] == way["share_of_bound"] == way["speedup"] * (1 - way["hit_rate"])
+    assert "share_of_bound" in told(values, outcome)
 
 
 def test_threads_are_put_back_also_after_a_failure() -> None:

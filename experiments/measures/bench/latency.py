@@ -1,10 +1,14 @@
-"""Latency of each kind of call, interleaved in one process.
+"""Latency of each kind of call, in one process, measured in two ways.
 
 Kinds: `nocache` (an untouched copy of the model), `miss` (banks full, so it also evicts), `hit` (an input that is not
 stored, served by one that is, search and decision included), `exact_hit` (an input that is stored), `floor` (the same
-model with zero layers), and for batches `mixed` (half the rows are hits). Each round makes one call of each kind, the
-order rotating; every call is checked afterwards, outside the timer, to have been what it is counted as: a hit runs no
-layer, and in mode `paper` searches the bank of each.
+model with zero layers), and for batches `mixed` (half the rows are hits).
+
+Interleaved: each round makes one call of each kind, the order rotating, so that most hits follow a computed call, which
+emptied the processor's caches. Service rounds (`service_rounds.py`): whole blocks of one kind.
+
+Every call is checked afterwards, outside the timer, to have been what it is counted as: a hit runs no layer, and in
+mode `paper` searches the bank of each.
 """
 
 import copy
@@ -18,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from experiments.measures.bench import service_rounds
 from experiments.metrics.metrics import percentiles
 from experiments.models.architectures import (
     Pair,
@@ -58,8 +63,10 @@ class Settings:
     tau: float = 0.98  # threshold between random requests (misses) and those with one token changed (hits)
     device: str = "cpu"
     dtype: str = "float32"
-    rounds: int = 200  # calls of each kind; p90 and p99 take 200 or more
+    rounds: int = 200  # interleaved calls of each kind; p90 and p99 take 200 or more
     seed: int = 0
+    service_rounds: int = 2  # 0: none
+    block: int = 200  # calls of each kind in a service round
 
 
 def measure(settings: Settings, advance: Callable[[str, int, int], None] | None = None) -> dict[str, Any]:
@@ -71,9 +78,11 @@ def measure(settings: Settings, advance: Callable[[str, int, int], None] | None 
     with torch.inference_mode():
         is_equal = bench.is_exact_hit_equal()
         times = bench.run(advance)
+        blocks = service_rounds.measure(bench.block, bench.fresh, settings.service_rounds, settings.block, advance)
     figures: dict[str, Any] = {f"{kind}_ms": percentiles(values) for kind, values in times.items()}
     stats = bench.cache.stats()
     figures["ratios"] = ratios(times, "nocache")
+    figures["service"] = service_rounds.figures(blocks)
     figures |= asdict(settings) | {
         "weights": pair.weights,
         "model_bytes": sum(parameter.nbytes for parameter in pair.model.parameters()),
@@ -156,9 +165,9 @@ class Bench:
     def is_exact_hit_equal(self) -> bool:
         """Whether a call's output is bit for bit the same when it is computed and stored, and when it is served."""
         rows = self._settings.batch_size
-        _, computed = self._measure("miss", self._kinds()["miss"])
+        _, computed, _ = self._measure("miss", self._kinds()["miss"])
         ids = torch.cat(self._known[-rows:])
-        _, served = self._measure("exact_hit", lambda: (self._model, ids, {self._exact_rung: rows}))
+        _, served, _ = self._measure("exact_hit", lambda: (self._model, ids, {self._exact_rung: rows}))
         return torch.equal(computed, served)
 
     def run(self, advance: Callable[[str, int, int], None] | None) -> dict[str, list[float]]:
@@ -169,12 +178,46 @@ class Bench:
         total = self._settings.rounds + warm_up
         for round_number in range(total):
             for kind in rotated(list(kinds), round_number):
-                spent, _ = self._measure(kind, kinds[kind])
+                spent, _, _ = self._measure(kind, kinds[kind])
                 if round_number >= warm_up:
                     times[kind].append(spent * 1e3)
             if advance:
                 advance("measuring", round_number + 1, total)
         return times
+
+    def fresh(self) -> Tensor:
+        """Ids (B, T) of a call that was never asked."""
+        return self._requests.fresh()
+
+    def block(self, kind: str, fresh: Sequence[Tensor]) -> list[float]:
+        """Milliseconds of calls of a kind that follow one another: those of `fresh`, or as many hits."""
+        draw = self._kinds()[kind]
+        model, _, expected = draw()
+        # Asked once before: near requests that do not hit are drawn again here, and none is computed within the block.
+        asked = [self._measure(kind, draw)[2] for _ in fresh] if expected else fresh
+        before, times, rungs = self.cache.stats(), [], Counter[str]()
+        for inputs in map(self._requests.inputs, asked):
+            synchronise(self._settings.device)
+            started = perf_counter()
+            model(**inputs)
+            synchronise(self._settings.device)
+            spent = perf_counter() - started
+            hits = Counter(outcome.rung for outcome in self.cache.last if outcome.rung) if model is self._model else {}
+            rungs.update(hits)
+            if hits == expected:
+                times.append(spent * 1e3)
+        self._check_block(kind, len(asked) - len(times), len(asked), rungs.total(), before.n_layers_skipped)
+        if kind == "miss":
+            self._known = [*self._known, *torch.cat(list(asked)).unsqueeze(1)][-self._settings.entries :]
+        return times
+
+    def _check_block(self, kind: str, n_other: int, n: int, n_hits: int, n_skipped: int) -> None:
+        """Stop where a tenth of a block's calls were of another kind, or where a hit ran layers."""
+        self.n_overlooked += n_other
+        if n_other > n // 10:
+            raise RuntimeError(f"{n_other} of {n} calls in a block were not the {kind} that they are counted as")
+        if n_run := n_hits * self._depth - (self.cache.stats().n_layers_skipped - n_skipped):
+            raise RuntimeError(f"hits in a block of {kind} calls ran {n_run} layers")
 
     def _kinds(self) -> dict[str, Draw]:
         """By kind: draws the model to call, its ids, and the hits it must count."""
@@ -201,13 +244,13 @@ class Bench:
         picked = torch.randint(newer, len(self._known), (n_rows,)).tolist()
         return torch.cat([self._known[i] for i in picked])
 
-    def _measure(self, kind: str, draw: Draw) -> tuple[float, Tensor]:
-        """Seconds and logits of one call of a kind; drawn again when an approximate index overlooked a neighbour."""
+    def _measure(self, kind: str, draw: Draw) -> tuple[float, Tensor, Tensor]:
+        """Seconds, logits and ids of one call of a kind; drawn again where a neighbour was overlooked or too far."""
         for _ in range(MOST_DRAWS):
             model, ids, expected = draw()
             spent, logits, hits = self._call(kind, model, ids)
             if hits == expected:
-                return spent, logits
+                return spent, logits, ids
             self.n_overlooked += 1
         raise RuntimeError(f"a {kind} call counted hits {hits}, expected {expected}, {MOST_DRAWS} times in a row")
 

@@ -25,6 +25,8 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "bound": reuse.bound,
     "time_order": ways.time_order,
     "service": reuse.service,
+    "rates": reuse.rates,
+    "load": reuse.load,
     "second_pass": reuse.second_pass,
     "speed": reuse.speed,
     "limits": limits.limits,

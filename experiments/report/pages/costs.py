@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from operator import itemgetter
 from pathlib import Path
 
+from experiments.report.calls import TIMES
 from experiments.report.markdown import Cell, columns, number, percent, row_of, speed, table
-from experiments.report.pages.files import figures_of, is_timed, runs_of
+from experiments.report.pages.files import MISSING, figures_of, is_timed, runs_if_any, runs_of
 from experiments.runs.read import Figures
 
 
@@ -31,8 +32,7 @@ DEMO: Mapping[str, Cell] = {
 
 
 def latency(results_dir: Path) -> str:
-    """One call of each kind: keeping what the head reads, and as the paper searches and stores."""
-    names = ("nocache", "miss", "hit", "exact_hit", "floor")
+    """One call of each kind, measured in both ways; and as the paper searches and stores."""
     own, timed = figures_of(results_dir, "bench_latency"), is_timed(results_dir, "bench_latency")
     paper = next(
         row
@@ -40,17 +40,35 @@ def latency(results_dir: Path) -> str:
         for row in run.metrics["calls"]
         if (row["model"], row["kept"]) == ("bert-base", "as the paper")
     )
-    return table(
-        ("one call, ms", "no cache", "miss", "semantic hit", "exact hit", "floor: no layers", "entries"),
-        [
-            (
-                "keeping what the head reads",
-                *(_ms(own[f"{name}_ms"]["median"]) if timed else "" for name in names),
-                _entries(own),
-            ),
-            ("as the paper searches and stores", *(_ms(paper[f"{name}_ms"]) for name in names), _entries(paper)),
-        ],
-    )
+    short = [row for run in runs_if_any(results_dir, "latency_short") if run.is_timed for row in run.metrics["calls"]]
+    rows = [
+        *_both_ways("bert-base, 128 tokens", own if timed else {}, _entries(own)),
+        *(line for row in short or [None] for line in _short(row)),
+        ("bert-base, as the paper searches and stores", INTERLEAVED, *_medians(paper["detail"]), _entries(paper)),
+    ]
+    times = ("no cache", "miss", "semantic hit", "exact hit", "floor: no layers")
+    return table(("one call, ms", "measured", *times, "hit / floor", "entries"), rows)
+
+
+INTERLEAVED, BLOCKS = "interleaved", "service rounds"
+
+
+def _short(row: Figures | None) -> list[tuple[str, ...]]:
+    """A short request on a small model; None where that was not measured."""
+    name = "[minilm, 12 tokens](configs/latency_short.yaml)"
+    return _both_ways(name, {}, "") if row is None else _both_ways(name, row["detail"], _entries(row))
+
+
+def _both_ways(name: str, times: Figures, entries: str) -> list[tuple[str, ...]]:
+    """Interleaved and in service rounds; a way without times was not measured."""
+    ways = {INTERLEAVED: times, BLOCKS: times.get("service")}
+    return [(name, way, *(_medians(one) if one else (MISSING, *[""] * 5)), entries) for way, one in ways.items()]
+
+
+def _medians(times: Figures) -> tuple[str, ...]:
+    """Medians of each kind of call, and how much longer than the floor a hit takes."""
+    hit, floor = (times[f"{kind}_ms"]["median"] for kind in ("hit", "floor"))
+    return *(_ms(times[name]["median"]) for name in TIMES), number(hit / floor)
 
 
 def _ms(value: float) -> str:

@@ -4,7 +4,10 @@ from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
 
+from experiments.measures.service import share_of_bound
 from experiments.metrics.frontier import best, curves
+from experiments.report.load import LOADED
+from experiments.report.load import points as points_of_load
 from experiments.report.markdown import Cell, bounded, columns, number, of, paid_back, percent, points, row_of, table
 from experiments.report.markdown import speed as times
 from experiments.report.pages.files import MISSING, by_task, each, runs_if_any, runs_of
@@ -121,6 +124,20 @@ def speed(results_dir: Path) -> str:
     return table(tuple(SPEED), rows)
 
 
+def rates(results_dir: Path) -> str:
+    """What is reached of the bound at hit rates that were set; a kind of reuse that was not measured says so."""
+    rows: list[Sequence[str]] = []
+    for group, kind in RATES.items():
+        found = [{"run": run, **row} for run in runs_if_any(results_dir, group) for row in run.metrics["summary"]]
+        rows += [row_of(RATED, row) for row in sorted(found, key=itemgetter("hit_rate_set", "threads"))]
+        if not found:
+            rows.append((f"[{kind}](configs/{group}.yaml)", "", "", MISSING, *[""] * (len(RATED) - 4)))
+    return table(tuple(RATED), rows)
+
+
+RATES = {"service_rates": "calibrated", "service_rates_exact": "exact repeats"}
+
+
 def service(results_dir: Path) -> str:
     """Whole passes of a service: every stream and number of threads; a stream that was not measured says so."""
     rows: list[Sequence[str]] = []
@@ -144,10 +161,25 @@ PASSES: Mapping[str, Cell] = {
     "changed": of(percent, "changed_answers", 2),
     "points lost": of(points, "accuracy_drop"),
     "speed-up": times,
+    "of the bound": lambda row: percent(share_of_bound(row["speedup"], row["hit_rate"]), 0),
     "plain, ms": of(number, "plain_ms", 2),
     "hit, ms": of(number, "hit_ms", 2),
     "miss, ms": of(number, "miss_ms", 2),
 }
+RATED: Mapping[str, Cell] = {
+    "reuse": lambda row: f"[{RATES[row['run'].group]}](configs/{row['run'].group}.yaml)",
+    "hits asked for": of(percent, "hit_rate_set", 0),
+    **{name: PASSES[name] for name in ("threads", "hits", "changed", "speed-up", "of the bound")},
+    **{f"{kind}, ms": PASSES[f"{kind}, ms"] for kind in ("plain", "hit", "miss")},
+}
+
+
+def load(results_dir: Path) -> str:
+    """Latency by offered load; a row without figures where that was not measured on an idle machine."""
+    found = [run for run in runs_if_any(results_dir, "service_load") if run.is_timed]
+    if not found:
+        return table(tuple(LOADED), [("banking77", MISSING, *[""] * (len(LOADED) - 2))])
+    return columns(LOADED, points_of_load(found))
 
 
 def second_pass(results_dir: Path) -> str:

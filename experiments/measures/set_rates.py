@@ -1,0 +1,86 @@
+"""Measure `set_rates`: whole passes, as `service` makes them, at hit rates that are set.
+
+With `learn`, the stream is as it came, and the claim is chosen: of `max_drops`, the one at which the calibration serves
+nearest to such a share. (Were requests chosen by whether they hit, the cache would rightly find them unlike those of
+its calibration.) Without, repeats alone are served, and the stream is made: such a share of its requests came before.
+What is told is the hit rate that was measured.
+
+A cache whose hits cost nothing and whose misses cost no more than the model is 1 / (1 - hit rate) times as fast; what
+is reached of that bound is `share_of_bound`.
+"""
+
+import random
+from collections.abc import Mapping
+from copy import copy
+from typing import Annotated, Self
+
+from pydantic import Field
+
+from experiments.data.streams.set_rate import with_repeats
+from experiments.measures import service
+from experiments.measures.base import Outcome
+from experiments.support.folders import Folders
+from experiments.support.section import ONE_OR_MORE
+from experiments.tasks.workload import Workload
+from llmcache.calibration.risk_target import RiskTarget
+from llmcache.errors import ConfigError
+
+
+class SetRates(service.Service):
+    """Settings of the measure: those of `service`, and the rates."""
+
+    hit_rates: Annotated[tuple[float, ...], ONE_OR_MORE] = Field(default=(0.52, 0.87, 0.92), min_length=1)
+    n: int = Field(default=800, ge=200)  # requests of each pass
+
+    @classmethod
+    def make(cls, values: object, name: str = "") -> Self:
+        """Check all settings; see `Section.make`."""
+        made = super().make(values, name)
+        if any(not 0 < rate < 1 for rate in made.hit_rates):
+            raise ConfigError(f"hit_rates: give shares above 0 and below 1 (got {list(made.hit_rates)})")
+        return made
+
+
+def run(experiment: SetRates, folders: Folders) -> Outcome:
+    """Serve a stream at each hit rate, on each number of threads."""
+    workload = experiment.stream(folders)
+    server = service.Server(workload, experiment.cache, experiment.learn)
+    pool, n = server.stream, experiment.n
+    if experiment.learn and len(pool.requests) < n:
+        raise ConfigError(f"n={n}: {len(pool.requests)} requests follow those learned from; raise task.limit")
+    served = {claim: _share_served(server, claim) for claim in experiment.risk_targets if claim is not None}
+    rows, ways = [], []
+    for rate in experiment.hit_rates:
+        server.stream = _first(pool, n) if experiment.learn else _repeating(pool, rate, n, experiment.seed)
+        risk_target = nearest(served, rate) if experiment.learn else None
+        for threads in experiment.threads:
+            way, more = service.serve(experiment, server, risk_target, threads, hit_rate_set=rate)
+            ways.append(way)
+            rows += more
+    server.cache.unwrap()
+    return Outcome(rows, service.about(experiment, workload, n, ways))
+
+
+def _share_served(server: service.Server, risk_target: RiskTarget) -> float:
+    """What a calibration expects to serve; 0 where it found no limit."""
+    chosen = server.learned(risk_target).chosen
+    return 0.0 if chosen is None else chosen.hit_rate
+
+
+def nearest(served: Mapping[RiskTarget, float], rate: float) -> RiskTarget:
+    """The claim that serves nearest to this share."""
+    return min(served, key=lambda claim: abs(served[claim] - rate))
+
+
+def _first(pool: Workload, n: int) -> Workload:
+    stream = copy(pool)
+    stream.requests = pool.requests[:n]
+    return stream
+
+
+def _repeating(pool: Workload, rate: float, n: int, seed: int) -> Workload:
+    """Such a share of the requests came before."""
+    different = list({request.text: request for request in pool.requests}.values())
+    stream = copy(pool)
+    stream.requests = [different[i] for i in with_repeats(len(different), rate, n, random.Random(seed))]
+    return stream
