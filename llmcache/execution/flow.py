@@ -20,6 +20,7 @@ from torch import Tensor
 from llmcache.audit.audit import Audit
 from llmcache.execution.bypass_check import BypassCheck
 from llmcache.execution.capture import StateCapture
+from llmcache.execution.compiled import CompiledTrunk
 from llmcache.execution.components import Components
 from llmcache.execution.fast_path import FastPath, OutputTemplate
 from llmcache.execution.frames import Frame, Frames
@@ -68,6 +69,7 @@ class Flow:
         self._capture = StateCapture(parts)
         self._is_veiled = parts.head.pooled is not None and parts.payload.name == "mean"
         self.veil = Veil()
+        self._compiled = parts.compiled = CompiledTrunk(parts, self._arguments, self._lookup)
         if parts.cost is not None:
             parts.recorder = BypassRecorder(parts, self._lookup, self._fast_path, self._capture)
         self._last = parts.trunk.depth - 1
@@ -95,6 +97,8 @@ class Flow:
         if torch.compiler.is_compiling() or self._is_retired or len(args) > 1 or kwargs.get(CACHE) is not None:
             return False
         if self.innermost() is not None or self.is_disabled.get() or self._n_read.get() is not None:
+            return False
+        if self._compiled.is_on:
             return False
         try:
             return self._meter.lets_pass(self._arguments.get(args, kwargs, "input_ids"), self.namespace.get())
@@ -183,6 +187,7 @@ class Flow:
             kwargs: What to run it with, by name.
         """
         call, template = frame.call, frame.template
+        forward = self._compiled.stand_in(forward, frame)
         if call is None or template is None:
             output = forward(*args, **kwargs)
             return self._completed(frame, forward(*args, **kwargs) if self._is_undone(frame) else output)
