@@ -32,7 +32,6 @@ from llmcache.models.mark import Mark
 from llmcache.models.model_config import setting
 from llmcache.models.rope import changes_with_length
 from llmcache.models.tracing import is_traced
-from llmcache.models.twin import make_twin
 from llmcache.request.bypass import CURES
 from llmcache.request.call import Call
 from llmcache.request.rows import Row, Scope
@@ -132,7 +131,8 @@ class CompiledTrunk:
             if weights.refusal is not None or mark is None:
                 reason = weights.refusal
                 raise ConfigError(f"compile: {'weights change' if reason is None else CURES[reason]}")
-            maker = Maker(trunk, make_twin(trunk.module), mode, backend)
+            has_entering = trunk.norm is not None and not self._components.payload.after_norm
+            maker = Maker(trunk, has_entering, mode, backend)
             graphs = self._make_graphs(buckets, maker)
             owns = mode in _OWNING_MODES and device_of(trunk.module).type == "cuda"
             self._digest = digest
@@ -205,14 +205,20 @@ class CompiledTrunk:
             return forward
         if call is None:
             is_covered = bool(frame.last) and frame.last[0].bypassed in _BYPASSES
-            return partial(self._run, compiled, forward, None) if is_covered else forward
+            return partial(self._run, compiled, forward, frame, None) if is_covered else forward
         if frame.template is None:
             self._count("layers", len(call.inputs.arguments["input_ids"]))
             return forward
-        return partial(self._run, compiled, forward, call)
+        return partial(self._run, compiled, forward, frame, call)
 
     def _run(
-        self, compiled: Compiled, forward: Callable[..., Any], call: Call | None, *args: Any, **kwargs: Any
+        self,
+        compiled: Compiled,
+        forward: Callable[..., Any],
+        frame: Frame,
+        call: Call | None,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         """The trunk's output for the rows that are passed."""
         arguments = self._arguments.bind(args, kwargs)
@@ -225,7 +231,7 @@ class CompiledTrunk:
                 reason = "shape"
             else:
                 try:
-                    output = self._replay(compiled, bucket, arguments)
+                    output = self._replay(compiled, bucket, frame, arguments)
                 except Exception as raised:  # the trunk will tell whether it is the input that is wrong
                     error, reason = raised, "failed"
         if output is None:
@@ -235,7 +241,7 @@ class CompiledTrunk:
         self._count(reason, n_rows)
         return output
 
-    def _replay(self, compiled: Compiled, bucket: Bucket, arguments: dict[str, Any]) -> Any:
+    def _replay(self, compiled: Compiled, bucket: Bucket, frame: Frame, arguments: dict[str, Any]) -> Any:
         """The trunk's output, cut to the call's rows and tokens."""
         maker = compiled.maker
         is_owned = compiled.thread is not None  # by the graph, whose next run writes over it
@@ -245,6 +251,8 @@ class CompiledTrunk:
             made = compiled.graphs[bucket](maker.inputs(bucket, arguments))
             cut = maker.output.cut(made, *arguments["input_ids"].shape)
             cut = [one.clone() if is_owned else one.contiguous() for one in cut]
+        if maker.output.has_entering:
+            frame.entered_norm = cut[-1]
         asked = arguments.get("return_dict")
         has_names = setting(self._components.trunk.config, "return_dict") if asked is None else asked
         return maker.output.pack(cut, has_names is not False)

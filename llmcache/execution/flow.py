@@ -193,7 +193,7 @@ class Flow:
             return self._completed(frame, forward(*args, **kwargs) if self._is_undone(frame) else output)
         frame.call = None  # the layers are run as they are
         try:
-            output = self._run_rest(call, template, forward, args, kwargs)
+            output = self._run_rest(call, frame, forward, args, kwargs)
         finally:
             frame.call = call
         if call.progress.states is not None:
@@ -215,9 +215,11 @@ class Flow:
         call.progress.turn = number + 1
         return output
 
-    def normed(self, output: Tensor) -> Tensor | None:
+    def normed(self, entering: Tensor | None, output: Tensor) -> Tensor | None:
         """After the final norm: where payloads of normed states are put in and taken."""
         frame = self._under_way()
+        if frame is not None and frame.template is not None and frame.template.is_normed:
+            frame.entered_norm = entering
         call = None if frame is None else frame.call
         if call is None or not self._ends_after_norm or not call.progress.has_begun:
             return None
@@ -417,7 +419,7 @@ class Flow:
     def _run_rest(
         self,
         call: Call,
-        template: OutputTemplate,
+        frame: Frame,
         forward: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -425,11 +427,11 @@ class Flow:
         """Run the trunk for the rows that nothing serves; for all of them where that fails."""
         if call.plan.reused:
             with self._components.counters.guard("run a part of a batch"):
-                return self._fast_path.run_rest(call, template, forward, args, kwargs)
+                return self._fast_path.run_rest(call, frame, forward, args, kwargs)
             self._lookup.withdraw(call)
             self._abandon(call)
             call.plan.cancel()
-        return self._fast_path.run(call, template, forward, args, kwargs)
+        return self._fast_path.run(call, frame, forward, args, kwargs)
 
     def _abandon(self, call: Call) -> None:
         """Tell the rungs that nothing comes of a call."""

