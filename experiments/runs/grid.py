@@ -36,6 +36,8 @@ LISTS = (
     "fingerprints",
     "kept",
     "batch_sizes",
+    "seq_lens",
+    "buckets",
     "dtypes",
     "generate",
 )
