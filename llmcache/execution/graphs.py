@@ -74,6 +74,16 @@ class Output:
         return self.kind(**dict(zip(self.names, own, strict=True))) if has_names else tuple(own)
 
 
+def _options_of(mode: str | None, backend: Any) -> dict[str, Any]:
+    """What a mode of `torch.compile` stands for: modes and options cannot both be given."""
+    if mode is None:
+        return {}
+    modes = torch._inductor.list_mode_options()
+    if backend != "inductor" or mode not in modes:
+        raise ConfigError(f"mode: give {', '.join(sorted(modes))}, with backend 'inductor' (got {mode!r}, {backend!r})")
+    return dict(modes[mode])
+
+
 class Maker:
     """Makes graphs of twins of one trunk."""
 
@@ -87,13 +97,14 @@ class Maker:
             backend: Likewise.
 
         Raises:
-            ConfigError: It has no twin, or puts out more than states, and what a pooler makes of them.
+            ConfigError: The mode is unknown; or it has no twin, or puts out more than states and what a pooler makes of
+                them.
         """
         self._trunk = trunk
         self._twin = twin = make_twin(trunk.module)
         self._has_entering = has_entering
         self._backend = backend
-        self._options = {} if mode is None else dict(torch._inductor.list_mode_options(mode))
+        self._options = _options_of(mode, backend)
         # Without guards nothing is looked at in service, and nothing compiled anew: who runs a graph sees to it that
         # everything still is as it was.
         self._options["guard_filter_fn"] = torch.compiler.skip_all_guards_unsafe

@@ -14,6 +14,7 @@ from llmcache.execution.compiled import CompiledTrunk
 from llmcache.execution.graphs import make_buckets
 from tests.execution.calls import BY_STATES, agree, assert_close, attributes, pair, quietly, run, shallow, wrapped
 from tests.tiny_models import BARE, CLASSIFIERS, GENERATORS, STRANGERS, batch, build, padded, tokens
+from tests.topics import batched, classifier, requests
 
 LENGTHS, ROWS = (8, 16), (1, 4)
 Make = Callable[[], nn.Module]
@@ -317,6 +318,21 @@ def test_two_threads_share_graphs() -> None:
 
 
 @pytest.mark.slow
+def test_calibrated_reuse_serves_beside_graphs() -> None:
+    model = classifier()
+    with LLMCache.wrap(model, audit=0.0, auto_bypass=False) as cache:
+        cache.calibrate(batched(requests(500)[0]), max_drop=0.05)
+        asked = requests(40, seed=8)[0]
+        cache.compile((asked[0]["input_ids"].shape[1],), (1,), backend="eager", max_padding=1.0)
+        for one in asked:
+            cache(**one)
+        stats, found = cache.stats(), figures(cache)
+    assert stats.hits["semantic"] > 0
+    assert found.n_requests + found.eager.get("layers", 0) + found.eager.get("shape", 0) == stats.n_misses
+    assert found.n_requests > 0
+
+
+@pytest.mark.slow
 def test_nothing_is_read_from_the_device_around_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     cache, alone = compiled()
     within: list[str] = []
@@ -353,6 +369,9 @@ def test_refusals_tell_what_to_do() -> None:
     cache = wrapped(BARE["bert"])
     for wrong in ({"lengths": (0,)}, {"rows": ()}, {"rows": (True,)}, {"lengths": (512,)}, {"max_padding": 1.5}):
         with pytest.raises(ConfigError, match="got"):
+            cache.compile(**wrong)
+    for wrong in ({"mode": "fastest"}, {"mode": "default", "backend": "eager"}):
+        with pytest.raises(ConfigError, match="mode: give default, "):
             cache.compile(**wrong)
     cache.model.train()
     with pytest.raises(ConfigError, match="eval"):
