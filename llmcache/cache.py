@@ -240,7 +240,7 @@ class LLMCache:
         Args:
             lengths: Tokens of a row, padding included; what is beyond the model's positions is left out.
             rows: Rows of a call.
-            mode: Of `torch.compile`, for the backend `inductor`; None: its default. Those with CUDA graphs serve this thread's calls only.
+            mode: Of `torch.compile`, for the backend `inductor`. Those with CUDA graphs serve this thread's calls only.
             backend: Of `torch.compile`.
             max_padding: Largest share of a bucket's tokens that may be padding, 0 to 1; beyond it, calls run eagerly.
 
