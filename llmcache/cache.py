@@ -1,7 +1,7 @@
 """`LLMCache`: what a user holds. Its parts are put together in `assembly`; the order of a call is in `flow`."""
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -17,8 +17,9 @@ from llmcache.calibration.inputs import Requests
 from llmcache.calibration.risk_target import Metric
 from llmcache.calibrator import Calibrator, make_claim
 from llmcache.config import CacheConfig
-from llmcache.errors import ConfigError
+from llmcache.errors import ConfigError, WrapError
 from llmcache.execution.flow import Flow
+from llmcache.execution.graphs import make_buckets
 from llmcache.matching.answers import Reading, read_logits
 from llmcache.models.hooks import install
 from llmcache.request.observation import Observation
@@ -219,6 +220,45 @@ class LLMCache:
         with setting(tightened, min(limit, tightened.get())):
             yield self
 
+    def compile(
+        self,
+        lengths: Sequence[int] = (32, 64, 128),
+        rows: Sequence[int] = (1, 2, 4, 8),
+        *,
+        mode: str | None = None,
+        backend: str | Callable[..., Any] = "inductor",
+        max_padding: float = 0.5,
+    ) -> None:
+        """Compile what calls compute: one graph of the trunk for each bucket of `rows` by `lengths`.
+
+        Decisions stay outside of the graphs. The rows of a call that nothing serves are padded to the smallest bucket
+        that holds them. All graphs are made and tried here, which takes seconds to minutes each; none is made in
+        service. Other calls run eagerly, counted by reason in `stats().compiled`. While there are graphs, requests are
+        stored apart from those of before, and states are within 1e-4 of the largest (5e-2 below float32) of what the
+        model computes alone, bypassed calls included. Called again, it makes all graphs anew. Not saved.
+
+        Args:
+            lengths: Tokens of a row, padding included; what is beyond the model's positions is left out.
+            rows: Rows of a call.
+            mode: Of `torch.compile`, for the backend `inductor`. Those with CUDA graphs serve this thread's calls only.
+            backend: Of `torch.compile`.
+            max_padding: Largest share of a bucket's tokens that may be padding, 0 to 1; beyond it, calls run eagerly.
+
+        Raises:
+            ConfigError: An argument is wrong; the model's calls are decided at its layers (they keep K/V, say); it is
+                in training mode; a part's forward was replaced; or no bucket could be compiled. Where some could,
+                failures are counted and logged.
+            WrapError: The cache was unwrapped.
+        """
+        if self._installed.is_empty:
+            raise WrapError("the cache was unwrapped: wrap the model again")
+        assert self._components.compiled is not None
+        n_positions = getattr(self._components.trunk.config, "max_position_embeddings", None)
+        buckets = make_buckets(lengths, rows, n_positions)
+        if not 0 <= max_padding <= 1:
+            raise ConfigError(f"max_padding: give a share, 0 to 1 (got {max_padding})")
+        self._components.compiled.make(buckets, mode, backend, max_padding)
+
     def unwrap(self) -> nn.Module:
         """Take the cache off the model, which is then exactly as before, and return the model. Twice does nothing.
 
@@ -230,6 +270,8 @@ class LLMCache:
         """
         if self._components.audit is not None:
             self._components.audit.worker.close()
+        if self._components.compiled is not None:
+            self._components.compiled.close()
         self._installed.remove()
         return self.model
 

@@ -138,6 +138,32 @@ class Health(Renamed):
 
 
 @dataclass(frozen=True, slots=True)
+class CompileStats:
+    """What graphs of the trunk did, see `LLMCache.compile`.
+
+    Attributes:
+        n_graphs: Graphs in force, one a bucket; 0 after they were dropped.
+        n_requests: Rows that a graph computed.
+        eager: Rows computed without one while there were graphs, by reason. `layers`: decisions were left to make at
+            the layers, as for the first call of a kind. `shape`: no bucket holds them, or too much of it were padding.
+            `arguments`: more than tokens, a 2-D mask and token types was given, or more output asked for. `padding`:
+            a row is not padded on the right, or that could not be told without waiting for the device. `gradients`:
+            these are on, or the model is in training mode. `torch_settings`: autocast is on, or the number of threads,
+            default dtype, matmul precision or determinism is another. `thread`: of a mode with CUDA graphs, another
+            thread than that which made them. `hooked`: hooks of others hang within the trunk. `dropped`: graphs were
+            dropped during the call. `failed`: a graph raised, and is used no more.
+        n_failed: Buckets that have no graph, since making it failed, or running it.
+        n_dropped: Times that all graphs were dropped, since the model was edited otherwise than in place.
+    """
+
+    n_graphs: int
+    n_requests: int = 0
+    eager: dict[str, int] = field(default_factory=dict)
+    n_failed: int = 0
+    n_dropped: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Stats:
     """A snapshot. A request is one row; a hit is a request whose output came wholly or partly from the store.
 
@@ -180,6 +206,7 @@ class Stats:
         health: Whether the cache itself works, and what failed (`llmcache.stats.Health`).
         cost: What calls of each length cost and save, shortest first, and whether they bypass the cache.
         audit: What is known of calibrated reuse in service; None without any.
+        compiled: What graphs of the trunk did; None before `LLMCache.compile`.
     """
 
     n_requests: int = 0
@@ -211,6 +238,7 @@ class Stats:
     health: Health = field(default_factory=Health)
     cost: tuple[Cost, ...] = ()
     audit: AuditStats | None = None
+    compiled: CompileStats | None = None
 
     @property
     def n_hits(self) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 from experiments.measures import (
     adversaries,
     bound,
+    compiled,
     decode,
     drift,
     embeddings,
@@ -46,6 +47,7 @@ MEASURES: Mapping[str, Measure] = {
     "sweep": Measure(sweep.Sweep, sweep.run),
     "layers": Measure(layers.Layers, layers.run),
     "latency": Measure(latency.Latency, latency.run),
+    "compiled": Measure(compiled.Compiled, compiled.run),
     "trust": Measure(trust.Trust, trust.run),
     "bound": Measure(bound.Bound, bound.run),
     "adversaries": Measure(adversaries.Adversaries, adversaries.run),

@@ -20,6 +20,7 @@ REPORT = "REPORT.md"
 #: What the experiments ask, in the order of the report; others follow.
 ABOUT: Mapping[str, str] = {
     "table1_latency": "Table 1: what one request of 128 tokens costs, by what happens to it.",
+    "compiled": "One call with and without torch.compile, with and without a cache.",
     "table2_accuracy": "Table 2: quality on the paper's three tasks, for every method, interleaved.",
     "fig3_hit_rate_by_layer": "Figure 3: where, layer by layer, states could be reused.",
     "fig4_memory": "Figure 4: hit rate over cache sizes and compressions.",

@@ -18,6 +18,11 @@ BLOCK_HEADINGS = (
     *("model", "head", "entries keep", "rows", "dtype", "tokens"),
     *("no cache, ms", "miss", "hit", "exact hit", "no layers", "miss / no cache", "hit / no cache", "calls in rounds"),
 )
+COMPILED_HEADINGS = (
+    *("model", "rows", "tokens", "bucket"),
+    *("no cache, ms", "compiled", "miss", "compiled miss", "exact hit", "exact hit, compiled"),
+    *("compiled / no cache", "compiled miss / no cache", "graph, s"),
+)
 GENERATION_HEADINGS = (
     *("generation", "prompt", "new tokens"),
     *("no cache, ms", "K/V cache", "llmcache, new prompt", "known prompt", "new / K/V", "known / K/V", "n"),
@@ -49,6 +54,31 @@ def latency(runs: Sequence[Run]) -> Iterator[str]:
             "Medians of whole generations. The ratios to K/V caching are taken within each round: median, 5th and 95th "
             "percentile. A prompt is known when it was asked before."
         )
+
+
+def compiled(runs: Sequence[Run]) -> Iterator[str]:
+    """What a call costs with and without a compiler, with and without a cache."""
+    calls = [row for run in runs for row in run.metrics["calls"]]
+    kinds = ("nocache", "nocache_compiled", "miss", "miss_compiled", "hit", "hit_compiled")
+    yield table(
+        COMPILED_HEADINGS,
+        [
+            (
+                *(row[name] for name in ("model", "rows", "tokens", "bucket")),
+                *(number(row[f"{kind}_ms"], 2) for kind in kinds),
+                *(ratio(row["detail"]["ratios"][f"{kind}/nocache"]) for kind in ("nocache_compiled", "miss_compiled")),
+                number(row["compile_s"], 1),
+            )
+            for row in calls
+        ],
+    )
+    n = {row["detail"]["nocache_ms"]["n"] for row in calls}
+    yield (
+        f"Medians of {_numbers(n)} calls of each kind, interleaved in one process. `compiled` without a cache is "
+        "`torch.compile(model, dynamic=False)` for the very shape; with one, `cache.compile()`, which pads to the "
+        "bucket and makes its graph in the seconds that the last column tells. Ratios are taken within each round: "
+        "median, 5th and 95th percentile."
+    )
 
 
 def _call(row: Figures) -> tuple[Any, ...]:

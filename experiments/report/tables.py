@@ -5,7 +5,7 @@ from operator import itemgetter
 from typing import Any
 
 from experiments.metrics.frontier import Curve, best, curves, of_curve
-from experiments.report.calls import latency
+from experiments.report.calls import compiled, latency
 from experiments.report.claims.harmless import PAPERS_CURVE, harmless_tau
 from experiments.report.eviction import policies
 from experiments.report.load import load
@@ -220,6 +220,7 @@ def _sample(run: Run) -> str:
 
 TABLES: Mapping[str, Callable[[Sequence[Run]], Iterator[str]]] = {
     "latency": latency,
+    "compiled": compiled,
     "serve": _serve,
     "sweep": _sweep,
     "layers": _layers,

@@ -41,6 +41,8 @@ LISTS = (
     "shares",
     "policies",
     "batch_sizes",
+    "seq_lens",
+    "buckets",
     "dtypes",
     "generate",
 )

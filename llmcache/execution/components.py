@@ -11,6 +11,7 @@ from llmcache.banks.cache_banks import CacheBanks
 from llmcache.calibration.calibrated_reuse import CalibratedReuse
 from llmcache.calibration.observer import Observer
 from llmcache.counters import Counters
+from llmcache.execution.compiled import CompiledTrunk
 from llmcache.execution.cost import CostModel
 from llmcache.execution.recorder import BypassRecorder
 from llmcache.fingerprint import Fingerprint
@@ -72,6 +73,7 @@ class Components:
         cost: Tells when the cache is not worthwhile; None without auto-bypass.
         audit: Looks into what it serves; None without.
         recorder: Outputs of bypassed calls; None where none is recorded.
+        compiled: Runs the trunk by graphs, where there are any; None until calls are listened to.
         counters: What was done.
     """
 
@@ -92,6 +94,7 @@ class Components:
     cost: CostModel | None = None
     audit: Audit | None = None
     recorder: BypassRecorder | None = None
+    compiled: CompiledTrunk | None = None
     counters: Counters = field(default_factory=Counters)
 
     @property
@@ -126,6 +129,7 @@ class Components:
             reconstruction_distance={layer: loss.cosine_distance for layer, loss in banks.layer_banks.losses.items()},
             cost=() if self.cost is None else self.cost.rows(),
             audit=None if self.audit is None else self.audit.stats(),
+            compiled=None if self.compiled is None else self.compiled.stats(),
         )
 
     def clear(self) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from llmcache.execution.frames import Frame
 from llmcache.execution.runner import fill_cache
 from llmcache.models.adapters import CACHE, Trunk
 from llmcache.models.arguments import DECIDING, Arguments
@@ -45,6 +46,7 @@ class OutputTemplate:
         width: D.
         weights: Digest of the trunk that put it out.
         pack: Makes the output.
+        is_normed: The last states are those that enter the final norm, and the output has what comes out of it.
     """
 
     dtype: torch.dtype
@@ -52,16 +54,18 @@ class OutputTemplate:
     width: int
     weights: str
     pack: Pack
+    is_normed: bool = False
 
-    def states_of(self, output: Any, ids: Tensor) -> Tensor:
-        """The last states (B, T, D) in an output for ids (B, T).
+    def states_of(self, output: Any, ids: Tensor, entered_norm: Tensor | None) -> Tensor:
+        """The last states (B, T, D) of a trunk that was run for ids (B, T): in its output, or before its norm.
 
         Raises:
             KeyError: It has none.
             TypeError: Likewise, or they are no tensor.
             ValueError: They are of another shape or dtype than before.
         """
-        states = output[_STATES] if isinstance(output, Mapping) else output[0]
+        in_output = output[_STATES] if isinstance(output, Mapping) else output[0]
+        states = entered_norm if self.is_normed else in_output
         if not isinstance(states, Tensor):
             raise TypeError(f"{_STATES} is a {type(states).__name__}")
         if states.shape != (*ids.shape, self.width) or states.dtype != self.dtype:
@@ -101,8 +105,9 @@ class FastPath:
         return are_hooked(self._hooked)
 
     def known(self, kind: Kind) -> OutputTemplate | None:
-        """How the trunk packs outputs of a kind when it runs, whoever hung hooks on it; None where not known."""
-        return self._packings.get(kind)
+        """How the trunk packs its last states when it runs, whoever hung hooks on it; None where not known."""
+        template = self._packings.get(kind)
+        return None if template is None or template.is_normed else template
 
     def learn(self, call: Call, output: Any) -> None:
         """See the output of a call that went the whole way."""
@@ -121,8 +126,10 @@ class FastPath:
             self.forget()
         if not self.is_watched:
             self._packings = {**self._packings, kind: None}  # also where what follows fails
-            if self.may_open and (pack := _understand(states, output, self._trunk.module, kv_cache)):
-                template = OutputTemplate(states.dtype, call.read.entering, states.shape[-1], scope.weights, pack)
+            if self.may_open and (understood := _understand(states, output, self._trunk, kv_cache)):
+                template = OutputTemplate(
+                    states.dtype, call.read.entering, states.shape[-1], scope.weights, *understood
+                )
                 self._packings = {**self._packings, kind: template}
 
     def forget(self) -> None:
@@ -148,35 +155,39 @@ class FastPath:
     def run(
         self,
         call: Call,
-        template: OutputTemplate,
+        frame: Frame,
         forward: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
         """Output of a call none of whose rows is served."""
-        output = forward(*args, **kwargs)
+        template, output = frame.template, forward(*args, **kwargs)
+        assert template is not None
         with suppress(KeyError, TypeError, ValueError):  # packed otherwise than before, so nothing of it is kept
-            call.progress.states = template.states_of(output, call.inputs.arguments["input_ids"])
+            ids = call.inputs.arguments["input_ids"]
+            call.progress.states = template.states_of(output, ids, frame.entered_norm)
         call.progress.has_begun = call.progress.is_complete = True
         return output
 
     def run_rest(
         self,
         call: Call,
-        template: OutputTemplate,
+        frame: Frame,
         forward: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
         """Output of a call some of whose rows are served at the last layer: the trunk is run for the others."""
-        ids = call.inputs.arguments["input_ids"]
+        template, ids = frame.template, call.inputs.arguments["input_ids"]
+        assert template is not None
         rows = [row.number for row in call.rows if row.number not in call.plan.reused]
         index = torch.tensor(rows, device=ids.device)
         for name in DECIDING:
             tensor = self._arguments.get(args, kwargs, name)
             if tensor is not None and len(tensor) == call.n_rows:
                 args, kwargs = self._arguments.replace(args, kwargs, name, tensor.index_select(0, index))
-        computed = template.states_of(forward(*args, **kwargs), ids[rows])
+        output = forward(*args, **kwargs)
+        computed = template.states_of(output, ids[rows], frame.entered_norm)
         states = computed.new_empty((*ids.shape, template.width)).index_copy_(0, index, computed)
         self._place(call, states)
         output = template.pack(states, None)
@@ -203,8 +214,8 @@ class FastPath:
         return passed.get("return_dict"), by_default, passed.get("use_cache"), autocast, keeps_kv
 
 
-def _understand(states: Tensor, output: Any, trunk: nn.Module, kv_cache: Any) -> Pack | None:
-    """How an output is packed from the last states, and what comes beside them; or None."""
+def _understand(states: Tensor, output: Any, trunk: Trunk, kv_cache: Any) -> tuple[Pack, bool] | None:
+    """How an output is packed from the last states, what comes beside them, and if they are normed first; or None."""
     beside = _POOLED if kv_cache is None else CACHE
     if isinstance(output, tuple):
         named = dict(zip((_STATES, beside), output, strict=False))
@@ -214,21 +225,34 @@ def _understand(states: Tensor, output: Any, trunk: nn.Module, kv_cache: Any) ->
         named = dict(output.items())
     else:
         return None
-    if named.get(_STATES) is not states or set(named) - {_STATES, beside}:
+    if set(named) - {_STATES, beside}:
         return None
-    more, pooler = named.get(beside), getattr(trunk, "pooler", None)
+    module, last = trunk.module, named.get(_STATES)
+    is_normed = last is not states
+    if is_normed and not (isinstance(last, Tensor) and kv_cache is None and _is_norm_of(trunk, states, last)):
+        return None
+    more, pooler = named.get(beside), getattr(module, "pooler", None)
     is_kv = more is not None and more is kv_cache
-    is_pooled = isinstance(more, Tensor) and isinstance(pooler, nn.Module) and torch.equal(pooler(states), more)
+    is_pooled = isinstance(more, Tensor) and isinstance(pooler, nn.Module) and torch.equal(pooler(last), more)
     if not (more is None or is_kv or is_pooled):
         return None
 
     kind, has_more = type(output), beside in named
 
     def pack(states: Tensor, kv_cache: Any) -> Any:
+        if is_normed:
+            states = module.get_submodule(str(trunk.adapter.norm))(states)  # the one of now, as the pooler
         made: dict[str, Any] = {_STATES: states}
         if has_more:
-            pooled = trunk.get_submodule("pooler")(states) if is_pooled else None  # the one of now
+            pooled = module.get_submodule("pooler")(states) if is_pooled else None
             made[beside] = kv_cache if is_kv else pooled
         return tuple(made.values()) if kind is tuple else kind(**made)
 
-    return pack
+    return pack, is_normed
+
+
+def _is_norm_of(trunk: Trunk, states: Tensor, last: Tensor) -> bool:
+    """Whether states (B, T, D) of an output are others after the final norm; what was not kept of them is NaN."""
+    if trunk.norm is None or last.shape != states.shape or last.dtype != states.dtype:
+        return False
+    return torch.allclose(trunk.norm(states), last, rtol=0.0, atol=0.0, equal_nan=True)

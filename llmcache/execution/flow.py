@@ -20,6 +20,7 @@ from torch import Tensor
 from llmcache.audit.audit import Audit
 from llmcache.execution.bypass_check import BypassCheck
 from llmcache.execution.capture import StateCapture
+from llmcache.execution.compiled import CompiledTrunk
 from llmcache.execution.components import Components
 from llmcache.execution.fast_path import FastPath, OutputTemplate
 from llmcache.execution.frames import Frame, Frames
@@ -68,6 +69,7 @@ class Flow:
         self._capture = StateCapture(parts)
         self._is_veiled = parts.head.pooled is not None and parts.payload.name == "mean"
         self.veil = Veil()
+        self._compiled = parts.compiled = CompiledTrunk(parts, self._arguments, self._lookup)
         if parts.cost is not None:
             parts.recorder = BypassRecorder(parts, self._lookup, self._fast_path, self._capture)
         self._last = parts.trunk.depth - 1
@@ -95,6 +97,8 @@ class Flow:
         if torch.compiler.is_compiling() or self._is_retired or len(args) > 1 or kwargs.get(CACHE) is not None:
             return False
         if self.innermost() is not None or self.is_disabled.get() or self._n_read.get() is not None:
+            return False
+        if self._compiled.is_on:
             return False
         try:
             return self._meter.lets_pass(self._arguments.get(args, kwargs, "input_ids"), self.namespace.get())
@@ -183,12 +187,13 @@ class Flow:
             kwargs: What to run it with, by name.
         """
         call, template = frame.call, frame.template
+        forward = self._compiled.stand_in(forward, frame)
         if call is None or template is None:
             output = forward(*args, **kwargs)
             return self._completed(frame, forward(*args, **kwargs) if self._is_undone(frame) else output)
         frame.call = None  # the layers are run as they are
         try:
-            output = self._run_rest(call, template, forward, args, kwargs)
+            output = self._run_rest(call, frame, forward, args, kwargs)
         finally:
             frame.call = call
         if call.progress.states is not None:
@@ -210,9 +215,11 @@ class Flow:
         call.progress.turn = number + 1
         return output
 
-    def normed(self, output: Tensor) -> Tensor | None:
+    def normed(self, entering: Tensor | None, output: Tensor) -> Tensor | None:
         """After the final norm: where payloads of normed states are put in and taken."""
         frame = self._under_way()
+        if frame is not None and frame.template is not None and frame.template.is_normed:
+            frame.entered_norm = entering
         call = None if frame is None else frame.call
         if call is None or not self._ends_after_norm or not call.progress.has_begun:
             return None
@@ -412,7 +419,7 @@ class Flow:
     def _run_rest(
         self,
         call: Call,
-        template: OutputTemplate,
+        frame: Frame,
         forward: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -420,11 +427,11 @@ class Flow:
         """Run the trunk for the rows that nothing serves; for all of them where that fails."""
         if call.plan.reused:
             with self._components.counters.guard("run a part of a batch"):
-                return self._fast_path.run_rest(call, template, forward, args, kwargs)
+                return self._fast_path.run_rest(call, frame, forward, args, kwargs)
             self._lookup.withdraw(call)
             self._abandon(call)
             call.plan.cancel()
-        return self._fast_path.run(call, template, forward, args, kwargs)
+        return self._fast_path.run(call, frame, forward, args, kwargs)
 
     def _abandon(self, call: Call) -> None:
         """Tell the rungs that nothing comes of a call."""

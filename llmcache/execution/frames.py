@@ -11,6 +11,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
 from llmcache.request.call import Call
 from llmcache.request.outcome import Outcome
 
@@ -28,6 +30,7 @@ class Frame:
         last: What `LLMCache.last` is to say when it has ended.
         call: What a forward of the trunk knows, while it may use the cache; else None.
         template: How the output is packed, where all was decided before the layers; else None.
+        entered_norm: What entered the final norm of a trunk that was run as it is, where entries keep that; else None.
         passing: A forward of the trunk that bypasses the cache, if somebody wants to know how it comes out.
         audit: Told that the processor is needed, or None.
         ended: Of a whole model: the calls of the trunk made directly within, None for each that bypassed the cache.
@@ -37,6 +40,7 @@ class Frame:
     last: tuple[Outcome, ...]
     call: Call | None = None
     template: "OutputTemplate | None" = None
+    entered_norm: Tensor | None = None
     passing: Call | None = None
     audit: "Audit | None" = None
     ended: list[Call | None] | None = None

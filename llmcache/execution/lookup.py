@@ -46,6 +46,12 @@ class Lookup:
         fills_kv = trunk.makes_kv and not self._components.payload.fits_any_length
         return fills_kv or (fingerprint is not None and fingerprint.reads_states)
 
+    @property
+    def decides_early(self) -> bool:
+        """Whether calls may be decided before the layers, with nothing left to do at them; see `is_settled`."""
+        parts = self._components
+        return not self.needs_states and parts.banks.layers == (self._last,) and not parts.is_per_layer
+
     def read(self, call: Call, hidden: Tensor | None, entering: torch.dtype) -> str | None:
         """Read the call's rows and fingerprints.
 

@@ -42,7 +42,7 @@ class Prepared(NamedTuple):
     """
 
     template: OutputTemplate
-    setting: tuple[Kind, str]
+    setting: tuple[Kind, str, bool]
     mark: Mark
 
 
@@ -199,9 +199,11 @@ class BypassRecorder:
         can_record = call.inputs.mask_4d is None and call.progress.hashes and self.can_record
         return self._fast_path.known(kind) if can_record else None
 
-    def _setting(self, call: Call) -> tuple[Kind, str]:
+    def _setting(self, call: Call) -> tuple[Kind, str, bool]:
         """What decides states beside tokens and weights, and how they are packed."""
-        return self._fast_path.kind(call), self._components.trunk.attention
+        compiled = self._components.compiled
+        is_compiled = compiled is not None and compiled.is_on
+        return self._fast_path.kind(call), self._components.trunk.attention, is_compiled
 
     @property
     def _is_over(self) -> bool:

@@ -217,7 +217,8 @@ class Attributes:
             self.facts.append(f"{path}: {describe(type(tensor))} {describe(tensor.__tensor_flatten__()[1])}")
             self.wrapped[id(inner)] = tensor  # edits count on the outside alone
             self._add(f"{path}.{name}", inner)
-        if more := [name for name in vars(tensor) if name not in _IDLE]:
+        # torch.compile() leaves notes of its own on tensors.
+        if more := [name for name in vars(tensor) if name not in _IDLE and not name.startswith("_dynamo_")]:
             self._read(path, vars(tensor), more)
 
     def _search(self, path: str, value: Any, depth: int) -> bool:

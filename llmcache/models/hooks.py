@@ -59,7 +59,7 @@ class Listener(Protocol):
 
     def layer(self, frame: Frame, layer: "LayerSwap", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
-    def normed(self, output: Any) -> Any: ...
+    def normed(self, entering: Any, output: Any) -> Any: ...
 
     def attended(self, output: Any) -> None: ...
 
@@ -215,6 +215,13 @@ class _OutputHook:
         return _OutputHook, ()
 
 
+class _NormHook(_OutputHook):
+    """Hands on what enters the module as well."""
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return None if self._receive is None else self._receive((args[0] if args else None, output))
+
+
 class Installed:
     """What hangs on a model, and how to take it off."""
 
@@ -352,7 +359,7 @@ def install(
                 swaps[module] = LayerSwap(module, number, listener)
                 installed.add(swaps[module].remove)
         if trunk.norm is not None:
-            installed.add(trunk.norm.register_forward_hook(_OutputHook(listener.normed)).remove)
+            installed.add(trunk.norm.register_forward_hook(_NormHook(lambda both: listener.normed(*both))).remove)
         if attention is not None:
             installed.add(listen(attention, listener))
         if model is not None and (head := _find_head(model, trunk)) is not None:

@@ -102,6 +102,18 @@ class Weights:
             return True
         return (now == mark or self._may_be_alike(mark, now)) and self.digest() == digest
 
+    def differs_in_values(self, before: Mark) -> bool:
+        """Whether nothing but values of tensors was edited since a mark was taken, and these in place."""
+        after, n = self.mark(), len(self._tensors)
+        rest = 2 * n + len(self._pointers)
+        before_numbers, after_numbers = before.numbers, after.numbers
+        if len(before_numbers) != len(after_numbers):
+            return False
+        is_alike = (
+            before_numbers[:n] == after_numbers[:n] and before_numbers[2 * n : rest] == after_numbers[2 * n : rest]
+        )
+        return is_alike and Mark(after_numbers, before.held, before.settings, before.contents) == after
+
     def suspect(self) -> None:
         """Say that a forward with gradients ran, so that an optimizer may write the weights from now on."""
         with self._suspecting:

@@ -15,7 +15,8 @@ CURES: dict[str, str] = {
     "returns when that is worthwhile, or stays with auto_bypass=False",
     "compared": "16 calls in a row are bypassed now and then, so that what the model takes alone is known (recorded "
     "where possible, and then served when they come again): nothing to cure; none does with auto_bypass=False",
-    "compiled": "a compiled or traced model runs a graph of its own: call the uncompiled model to use the cache",
+    "compiled": "a compiled or traced model runs a graph of its own: leave the model uncompiled, and have the cache "
+    "compile what it computes by cache.compile()",
     "traced": "the call is traced, transformed or watched (make_fx, torch.func, forward-mode AD, FlopCounterMode or "
     "another mode of torch, a CUDA graph, a tensor subclass), and a stored answer would escape that: call it outside",
     "training": "the model is in training mode: call model.eval()",

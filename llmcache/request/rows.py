@@ -155,6 +155,7 @@ def read_rows(
     padding_counts: bool = False,
     layout_counts: bool = False,
     layout_is_kept: bool = False,
+    is_compiled: bool = False,
 ) -> list[Row]:
     """Work out each row's valid tokens and exact key.
 
@@ -168,8 +169,11 @@ def read_rows(
         padding_counts: The model may treat padding as it likes: all tokens are kept, and the mask is part of the key.
         layout_counts: States of padding may be read, too: the key of a padded row covers all that decides them.
         layout_is_kept: They are not read, but given back where they are known: a digest of that is kept beside the key.
+        is_compiled: Graphs may run the call, whose kernels differ in the last bits.
     """
-    prefix = _sha_of(scope)
+    prefix = _sha_of(scope).copy()
+    if is_compiled:
+        prefix.update(b"compiled;")
     rows: list[Row] = []
     n_seen: dict[str, int] = {}
     for number, row_ids in enumerate(inputs.ids):

@@ -1,0 +1,160 @@
+"""Measure `compiled`: what one call costs with and without `torch.compile`, with and without a cache, interleaved.
+
+| kind | model | cache |
+|---|---|---|
+| `nocache` | as it is | none |
+| `nocache_compiled` | `torch.compile(model, dynamic=False)`, as a user would, for the very shape | none |
+| `miss`, `hit` | as it is | a request that is not stored; one that is |
+| `miss_compiled`, `hit_compiled` | graphs of `cache.compile()` | likewise |
+
+A graph of the cache is padded to its bucket, so a length that is no bucket's shows what padding costs. After each call,
+outside the timer, it is checked to have been what it is counted as.
+"""
+
+import copy
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any, Self
+
+import torch
+from pydantic import Field, PositiveInt, model_validator
+from torch import Tensor
+
+from experiments.measures.base import Experiment, Outcome
+from experiments.measures.bench.latency import ratios, rotated
+from experiments.metrics.metrics import percentiles
+from experiments.models.architectures import Requests, build, check, check_target, synchronise
+from experiments.models.loading import find
+from experiments.support.folders import Folders
+from experiments.support.progress import tracked
+from llmcache import LLMCache
+
+WARM_UP = 5  # rounds
+
+
+class Compiled(Experiment):
+    """Settings of the measure."""
+
+    models: tuple[str, ...] = Field(min_length=1)  # classifiers: architectures, prepared models and folders
+    batch_sizes: tuple[PositiveInt, ...] = Field(default=(1, 8), min_length=1)  # rows a call
+    seq_lens: tuple[int, ...] = Field(default=(24, 32, 128), min_length=1)  # tokens a row, 8 or more
+    buckets: tuple[PositiveInt, ...] = Field(default=(32, 128), min_length=1)  # lengths that graphs are made for
+    entries: int = Field(default=1000, ge=64)  # that the cache may hold
+    rounds: int = Field(default=100, ge=10)  # calls of each kind; p90 and p99 take 200 or more
+    mode: str | None = None  # of torch.compile
+    backend: str = "inductor"  # likewise
+    device: str = "cpu"  # torch device
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        for seq_len in self.seq_lens:
+            if not 8 <= seq_len <= max(self.buckets):
+                raise ValueError(f"seq_lens: give 8 to {max(self.buckets)}, the longest bucket (got {seq_len})")
+        return self
+
+
+def run(experiment: Compiled, folders: Folders) -> Outcome:
+    """Measure every model and shape, once all are known to be there and to suit the settings."""
+    check_target(experiment.device, "float32")
+    sources = {model: find(model, folders.models) for model in experiment.models}
+    for source in sources.values():
+        check(source, max(experiment.seq_lens))
+    shapes = [
+        (model, n_rows, n_tokens)
+        for model in experiment.models
+        for n_rows in experiment.batch_sizes
+        for n_tokens in experiment.seq_lens
+    ]
+    calls = [
+        {"model": model, **Bench(experiment, sources[model], n_rows, n_tokens).measure()}
+        for model, n_rows, n_tokens in tracked(shapes, len(shapes), "Compiling and measuring")
+    ]
+    flat = [{name: value for name, value in row.items() if not isinstance(value, dict)} for row in calls]
+    return Outcome(flat, {"calls": calls, "summary": flat, "threads": torch.get_num_threads()})
+
+
+class Bench:
+    """Four copies of a model, two of them with a cache, one of each compiled; for calls of one shape."""
+
+    def __init__(self, experiment: Compiled, source: str, n_rows: int, n_tokens: int) -> None:
+        torch._dynamo.reset()  # graphs of other shapes
+        self._experiment = experiment
+        self._n_rows, self._n_tokens = n_rows, n_tokens
+        plain = build(source, experiment.seed, experiment.device).model
+        self._requests = Requests(plain.config, n_rows, n_tokens, experiment.seed, experiment.device)
+        options = {"mode": experiment.mode} if experiment.backend == "inductor" else {}
+        self._models: dict[str, Any] = {
+            "nocache": plain,
+            "nocache_compiled": torch.compile(
+                copy.deepcopy(plain), dynamic=False, backend=experiment.backend, **options
+            ),
+        }
+        self._caches = {end: self._wrap(copy.deepcopy(plain)) for end in ("", "_compiled")}
+        self._bucket = min(length for length in experiment.buckets if length >= n_tokens)
+        started = perf_counter()
+        self._caches["_compiled"].compile(
+            (self._bucket,), (n_rows,), mode=experiment.mode, backend=experiment.backend, max_padding=1.0
+        )
+        self._compile_s = perf_counter() - started
+        for end, cache in self._caches.items():
+            self._models |= {f"miss{end}": cache.model, f"hit{end}": cache.model}
+        self._stored: dict[str, Tensor] = {}
+
+    def _wrap(self, model: Any) -> LLMCache:
+        return LLMCache.wrap(model, auto_bypass=False, max_entries=self._experiment.entries)
+
+    def measure(self) -> dict[str, Any]:
+        """Figures of all kinds of call."""
+        kinds = list(self._models)
+        times: dict[str, list[float]] = {kind: [] for kind in kinds}
+        order = sorted(kinds, key=lambda kind: kind.startswith("hit"))  # hits are of what misses stored
+        with torch.inference_mode():
+            for round_number in range(WARM_UP + self._experiment.rounds):
+                warms_up = round_number < WARM_UP
+                for kind in order if warms_up else rotated(kinds, round_number):
+                    spent = self._call(kind)
+                    if not warms_up:
+                        times[kind].append(spent * 1e3)
+        spread = {f"{kind}_ms": percentiles(values) for kind, values in times.items()}
+        of_plain = ratios(times, "nocache")
+        return {
+            "rows": self._n_rows,
+            "tokens": self._n_tokens,
+            "bucket": self._bucket,
+            **{name: values["median"] for name, values in spread.items()},
+            **{f"{kind}_ratio": of_plain[f"{kind}/nocache"]["median"] for kind in kinds if kind != "nocache"},
+            "compile_s": self._compile_s,
+            "detail": {**spread, "ratios": of_plain},
+        }
+
+    def _call(self, kind: str) -> float:
+        """Seconds of one call; it was what it is counted as."""
+        end = "_compiled" if kind.endswith("_compiled") else ""
+        ids = self._stored[end] if kind.startswith("hit") else self._requests.fresh()
+        inputs, model = self._requests.inputs(ids), self._models[kind]
+        cache = None if kind.startswith("nocache") else self._caches[end]
+        before = None if cache is None else self._done(cache)
+        spent = self._timed(lambda: model(**inputs))
+        if cache is not None and before is not None:
+            n_hits, n_compiled = (now - then for now, then in zip(self._done(cache), before, strict=True))
+            wanted = self._n_rows if kind.startswith("hit") else 0, self._n_rows if kind == "miss_compiled" else 0
+            is_first = end not in self._stored  # which shows how the model packs its output
+            if (n_hits, n_compiled) != wanted and not is_first:
+                raise RuntimeError(
+                    f"a {kind} call had {n_hits} hits and {n_compiled} rows run by a graph, not {wanted}"
+                )
+            if kind.startswith("miss"):
+                self._stored[end] = ids
+        return spent
+
+    def _timed(self, call: Callable[[], Any]) -> float:
+        synchronise(self._experiment.device)
+        started = perf_counter()
+        call()
+        synchronise(self._experiment.device)
+        return perf_counter() - started
+
+    def _done(self, cache: LLMCache) -> tuple[int, int]:
+        """Hits, and rows that graphs computed, so far."""
+        stats = cache.stats()
+        return stats.n_hits, 0 if stats.compiled is None else stats.compiled.n_requests

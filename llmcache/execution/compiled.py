@@ -1,0 +1,374 @@
+"""Compiled graphs of the trunk for calls whose decisions are made before the layers.
+
+No decision enters a graph. What is left to compute when the rungs were asked, the rows that nothing serves, is padded
+to a bucket, that is, to so many rows of so many tokens, and run by the graph of that bucket. Graphs are made of a twin
+of the trunk, which has its tensors and none of its hooks, before they are needed; none is made in service. Where no
+graph can stand for the trunk, the trunk is run as it is, which is counted by reason.
+
+A graph sees edits of weights in place. Everything else that the digest of the weights covers is part of a graph, so
+that all are dropped when it changes.
+
+Sizes: B rows, T tokens of a call; R rows, L tokens of a bucket.
+"""
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from llmcache.errors import ConfigError
+from llmcache.execution.frames import Frame
+from llmcache.execution.graphs import Bucket, Graph, Maker
+from llmcache.models.adapters import device_of
+from llmcache.models.arguments import Arguments
+from llmcache.models.hooks import are_hooked, parts_of
+from llmcache.models.mark import Mark
+from llmcache.models.model_config import setting
+from llmcache.models.rope import changes_with_length
+from llmcache.models.tracing import is_traced
+from llmcache.request.bypass import CURES
+from llmcache.request.call import Call
+from llmcache.request.rows import Row, Scope
+from llmcache.stats import CompileStats
+
+if TYPE_CHECKING:  # who import `parts`, which holds this
+    from llmcache.execution.components import Components
+    from llmcache.execution.lookup import Lookup
+
+logger = logging.getLogger("llmcache")
+
+#: Calls that bypass the cache for these reasons run a graph all the same.
+_BYPASSES = ("not_worthwhile", "compared")
+_TAKEN = frozenset({"input_ids", "attention_mask", "token_type_ids", "return_dict", "use_cache"})
+_OWNING_MODES = ("reduce-overhead", "max-autotune")  # whose graphs write each output to the same memory
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """Graphs that are in force.
+
+    Attributes:
+        graphs: By bucket.
+        maker: Made them, and their inputs.
+        mark: Of the weights that they were made of.
+        attention: Implementation that they were made with.
+        torch_settings: Settings of torch at that time.
+        modules: Parts of the trunk, whose hooks a graph would not run.
+        max_padding: Largest share of a bucket's tokens that may be padding.
+        thread: The one thread that may run them; None: all may.
+    """
+
+    graphs: dict[Bucket, Graph]
+    maker: Maker
+    mark: Mark
+    attention: str
+    torch_settings: tuple[Any, ...]
+    modules: Sequence[nn.Module]
+    max_padding: float
+    thread: int | None
+
+    def fit(self, n_rows: int, n_tokens: int) -> Bucket | None:
+        """The smallest bucket that holds so many rows of so many tokens, if not too much of it were padding."""
+        holding = [one for one in list(self.graphs) if one.rows >= n_rows and one.length >= n_tokens]
+        bucket = min(holding, key=lambda one: (one.rows * one.length, one.rows), default=None)
+        if bucket is None or n_rows * n_tokens < (1 - self.max_padding) * bucket.rows * bucket.length:
+            return None
+        return bucket
+
+
+class CompiledTrunk:
+    """Runs one wrapped model's trunk by graphs where it can. Thread-safe: graphs are exchanged as a whole."""
+
+    def __init__(self, parts: "Components", arguments: Arguments, lookup: "Lookup") -> None:
+        """Begin without graphs.
+
+        Args:
+            parts: What calls are served with.
+            arguments: The trunk's.
+            lookup: Knows where decisions are made.
+        """
+        self._components = parts
+        self._arguments = arguments
+        self._lookup = lookup
+        self._compiled: Compiled | None = None
+        self._digest = ""  # the latest of weights that differ from those compiled in their values alone
+        self._making = threading.Lock()
+        self._lock = threading.Lock()
+        self._eager: Counter[str] = Counter()
+        self._n_requests = self._n_failed = self._n_dropped = 0
+        self._was_made = False
+
+    @property
+    def is_on(self) -> bool:
+        """Whether graphs are in force."""
+        return self._compiled is not None
+
+    def stats(self) -> CompileStats | None:
+        """What was done by graphs, and what was not; None before any were made."""
+        compiled = self._compiled
+        with self._lock:
+            if not self._was_made:
+                return None
+            n_graphs = 0 if compiled is None else len(compiled.graphs)
+            return CompileStats(n_graphs, self._n_requests, dict(self._eager), self._n_failed, self._n_dropped)
+
+    # -- making --------------------------------------------------------------------------------------------------------
+
+    def make(self, buckets: Sequence[Bucket], mode: str | None, backend: Any, max_padding: float) -> None:
+        """Make a graph for each bucket, and put them in force; those of before leave first."""
+        trunk, weights = self._components.trunk, self._components.weights
+        with self._making:
+            self.close()
+            self._refuse()
+            digest = weights.digest()
+            mark = weights.mark_of(digest)
+            if weights.refusal is not None or mark is None:
+                reason = weights.refusal
+                raise ConfigError(f"compile: {'weights change' if reason is None else CURES[reason]}")
+            has_entering = trunk.norm is not None and not self._components.payload.after_norm
+            maker = Maker(trunk, has_entering, mode, backend)
+            graphs = self._make_graphs(buckets, maker)
+            owns = mode in _OWNING_MODES and device_of(trunk.module).type == "cuda"
+            self._digest = digest
+            self._compiled = Compiled(
+                graphs,
+                maker,
+                mark,
+                trunk.attention,
+                _torch_settings(),
+                [trunk.module, *parts_of(trunk.module)],
+                max_padding,
+                threading.get_ident() if owns else None,
+            )
+            if self._components.cost is not None:
+                self._components.cost.restart()  # a call takes another time now
+
+    def close(self) -> None:
+        """Run all calls eagerly from now on."""
+        self._compiled = None
+
+    def _refuse(self) -> None:
+        """Refuse a model whose calls would never come to a graph."""
+        trunk = self._components.trunk
+        if trunk.adapter.is_guess:
+            raise ConfigError(
+                f"compile: what padding does to a {type(trunk.module).__name__} is not known: register an adapter"
+            )
+        if not self._lookup.decides_early:
+            raise ConfigError(
+                "compile: decisions are made within the layers: for K/V, a fingerprint of states, entries of several "
+                "layers or mode='paper'. Graphs are for encoders and classifiers that keep the last layer, with "
+                "fingerprint 'learned' or 'minhash'"
+            )
+        if self._components.weights.is_training:
+            raise ConfigError("compile: the model is in training mode: call model.eval() first")
+        if any(map(changes_with_length, trunk.module.modules())):
+            raise ConfigError("compile: this model's RoPE changes with the length of a call, which no graph follows")
+
+    def _make_graphs(self, buckets: Sequence[Bucket], maker: Maker) -> dict[Bucket, Graph]:
+        graphs: dict[Bucket, Graph] = {}
+        first: Exception | None = None
+        with self._lock:
+            self._was_made = True
+        for bucket in buckets:
+            try:
+                graphs[bucket] = maker.make(bucket)
+            except Exception as error:  # a compiler may raise anything
+                first = first or error
+                self._note_failure(bucket, error)
+        if not graphs:
+            raise ConfigError(f"compile: no graph could be made, see the log; the first failed with: {first}")
+        return graphs
+
+    # -- serving -------------------------------------------------------------------------------------------------------
+
+    def covers(self, call: Call, scope: Scope) -> bool:
+        """Whether graphs may run a call like this one, so that its key must be another than that of eager calls."""
+        compiled = self._compiled
+        if compiled is None or not self._is_in_force(compiled, scope.weights):
+            return False
+        arguments = dict(call.inputs.arguments)
+        if arguments.get("use_cache") is None:
+            arguments["use_cache"] = False  # where it makes K/V that nobody asked for, that is turned off
+        return call.inputs.mask_4d is None and self._takes(compiled, arguments)
+
+    def stand_in(self, forward: Callable[..., Any], frame: Frame) -> Callable[..., Any]:
+        """What to run in place of the trunk's forward in a call; the forward itself without graphs."""
+        compiled, call = self._compiled, frame.call
+        if compiled is None or self._components.is_collecting:
+            return forward
+        if call is None:
+            is_covered = bool(frame.last) and frame.last[0].bypassed in _BYPASSES
+            return partial(self._run, compiled, forward, frame, None) if is_covered else forward
+        if frame.template is None:
+            self._count("layers", len(call.inputs.arguments["input_ids"]))
+            return forward
+        return partial(self._run, compiled, forward, frame, call)
+
+    def _run(
+        self,
+        compiled: Compiled,
+        forward: Callable[..., Any],
+        frame: Frame,
+        call: Call | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """The trunk's output for the rows that are passed."""
+        arguments = self._arguments.bind(args, kwargs)
+        ids = arguments.get("input_ids")
+        n_rows = len(ids) if isinstance(ids, Tensor) and ids.ndim else 1
+        reason, output, error = self._find_reason(compiled, arguments, call), None, None
+        if reason is None:
+            bucket = compiled.fit(*arguments["input_ids"].shape)
+            if bucket is None:
+                reason = "shape"
+            else:
+                try:
+                    output = self._replay(compiled, bucket, frame, arguments)
+                except Exception as raised:  # the trunk will tell whether it is the input that is wrong
+                    error, reason = raised, "failed"
+        if output is None:
+            output = forward(*args, **kwargs)
+        if error is not None and bucket is not None:
+            self._leave_out(compiled, bucket, error)
+        self._count(reason, n_rows)
+        return output
+
+    def _replay(self, compiled: Compiled, bucket: Bucket, frame: Frame, arguments: dict[str, Any]) -> Any:
+        """The trunk's output, cut to the call's rows and tokens."""
+        maker = compiled.maker
+        is_owned = compiled.thread is not None  # by the graph, whose next run writes over it
+        with torch.inference_mode(False), torch.no_grad():  # under which it was made
+            if is_owned:
+                torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+            made = compiled.graphs[bucket](maker.inputs(bucket, arguments))
+            cut = maker.output.cut(made, *arguments["input_ids"].shape)
+            cut = [one.clone() if is_owned else one.contiguous() for one in cut]
+        if maker.output.has_entering:
+            frame.entered_norm = cut[-1]
+        asked = arguments.get("return_dict")
+        has_names = setting(self._components.trunk.config, "return_dict") if asked is None else asked
+        return maker.output.pack(cut, has_names is not False)
+
+    # -- refusing ------------------------------------------------------------------------------------------------------
+
+    def _find_reason(self, compiled: Compiled, arguments: dict[str, Any], call: Call | None) -> str | None:
+        """Why no graph can stand for the trunk in a call, or None."""
+        weights = self._components.weights
+        if self._compiled is not compiled:
+            return "dropped"
+        if call is None and not self._is_in_force(compiled, weights.digest()):
+            return "dropped"
+        if not self._takes(compiled, arguments) or is_traced(arguments.values()):
+            return "arguments"
+        if torch.is_grad_enabled() or weights.is_training:
+            return "gradients"
+        device = arguments["input_ids"].device.type
+        if compiled.torch_settings != _torch_settings() or torch.is_autocast_enabled(device):
+            return "torch_settings"
+        if compiled.thread not in (None, threading.get_ident()):
+            return "thread"
+        if are_hooked(compiled.modules):
+            return "hooked"
+        is_padded_right = _is_right_padded(arguments) if call is None else all(map(_begins, _computed(call)))
+        return None if is_padded_right else "padding"
+
+    def _takes(self, compiled: Compiled, arguments: dict[str, Any]) -> bool:
+        """Whether a graph was made for such arguments: tokens, a 2-D mask, types; no K/V, and no more output."""
+        trunk = self._components.trunk
+        ids = arguments.get("input_ids")
+        if not (isinstance(ids, Tensor) and ids.ndim == 2 and ids.numel() and not ids.is_floating_point()):
+            return False
+        if arguments.get("token_type_ids") is not None and not compiled.maker.output.takes_types:
+            return False
+        mask = arguments.get("attention_mask")
+        if mask is not None and (not isinstance(mask, Tensor) or mask.shape != ids.shape):
+            return False
+        if trunk.makes_kv and arguments.get("use_cache") is not False:
+            return False
+        for what in trunk.asks_for_more:
+            asked = arguments.get(what)
+            if asked if asked is not None else setting(trunk.config, what):
+                return False
+        known = {*_TAKEN, *trunk.asks_for_more}
+        defaults = self._arguments.defaults
+        return all(name in known or value is None or value is defaults.get(name) for name, value in arguments.items())
+
+    def _is_in_force(self, compiled: Compiled, digest: str) -> bool:
+        """Whether graphs still are of the trunk as it is, whose weights have this digest; if not, they are dropped."""
+        if digest == self._digest and compiled.attention == self._components.trunk.attention:
+            return True
+        with self._lock:
+            if self._compiled is not compiled:
+                return False
+            has_stayed = self._components.weights.differs_in_values(compiled.mark)
+            if has_stayed and compiled.attention == self._components.trunk.attention:
+                self._digest = digest
+                return True
+            self._compiled = None
+            self._n_dropped += 1
+        logger.warning(
+            "llmcache: compiled graphs were dropped, since the model was edited otherwise than in place; calls run "
+            "eagerly until cache.compile() is called again"
+        )
+        if self._components.cost is not None:
+            self._components.cost.restart()
+        return False
+
+    # -- counting ------------------------------------------------------------------------------------------------------
+
+    def _count(self, reason: str | None, n_rows: int) -> None:
+        with self._lock:
+            if reason is None:
+                self._n_requests += n_rows
+            else:
+                self._eager[reason] += n_rows
+
+    def _leave_out(self, compiled: Compiled, bucket: Bucket, error: Exception) -> None:
+        """Use a graph no more."""
+        if compiled.graphs.pop(bucket, None) is not None:  # else another thread did it
+            self._note_failure(bucket, error)
+
+    def _note_failure(self, bucket: Bucket, error: Exception) -> None:
+        with self._lock:
+            self._n_failed += 1
+        logger.warning("llmcache: no graph for %d rows of %d tokens; such calls run eagerly", *bucket, exc_info=error)
+
+
+def _torch_settings() -> tuple[Any, ...]:
+    """What of torch's own settings a graph may have been made for."""
+    return (
+        torch.get_num_threads(),
+        torch.get_default_dtype(),
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+def _computed(call: Call) -> Iterator[Row]:
+    return (row for row in call.rows if row.number not in call.plan.reused)
+
+
+def _begins(row: Row) -> bool:
+    """Whether a row is valid from its first token on to its last one, and its mask holds only 0 and 1."""
+    is_plain = row.bypass_reason in ("", "no_content")
+    return is_plain and row.n_valid > 0 and isinstance(row.valid, slice) and row.valid.start == 0
+
+
+def _is_right_padded(arguments: dict[str, Any]) -> bool:
+    """Whether the same can be told of all rows of a call that nobody has read; an accelerator would be waited for."""
+    ids, mask = arguments["input_ids"], arguments.get("attention_mask")
+    if mask is None:
+        return not ids.is_cpu or int(ids.min()) >= 0  # of a graph an id below 0 might be one of the last tokens
+    if not (ids.is_cpu and mask.is_cpu) or int(ids.min()) < 0:
+        return False
+    rows = mask.to(torch.int8)
+    is_binary = bool(((mask == 0) | (mask == 1)).all())
+    return is_binary and bool(rows[:, 0].all()) and bool((rows[:, 1:] <= rows[:, :-1]).all())
