@@ -250,7 +250,7 @@ def test_turns_are_logged_once_with_their_figures(caplog: pytest.LogCaptureFixtu
         run(cost, 200)
         waits(cost)
     went, came = caplog.messages
-    assert "is bypassed for calls of 16 to 31 tokens: 0.0 % of requests could be served; it pays from" in went
+    assert "is bypassed for calls of 16 to 31 tokens: 0.0 % of requests could be served; it is worthwhile from" in went
     assert "serves again" in came
 
 
