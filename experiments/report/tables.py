@@ -22,7 +22,7 @@ from experiments.report.markdown import (
     table,
 )
 from experiments.report.plots import CURVES, LAYERS
-from experiments.report.prompts import decode, parity, prefix, sharing
+from experiments.report.prompts import decode, parity, prefix, prefix_limit, sharing
 from experiments.report.told import told
 from experiments.report.trust import bound, drift, payback, trust
 from experiments.runs.read import Figures, Run, at, by_size, label_of, varied
@@ -233,6 +233,7 @@ TABLES: Mapping[str, Callable[[Sequence[Run]], Iterator[str]]] = {
     "service": told,
     "second_pass": told,
     "prefix": prefix,
+    "prefix_limit": prefix_limit,
     "sharing": sharing,
     "decode": decode,
     "parity": parity,
