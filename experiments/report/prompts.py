@@ -130,6 +130,36 @@ def _kind(row: Figures, kind: str) -> tuple[Any, ...]:
     )
 
 
+def prefix_limit(runs: Sequence[Run]) -> Iterator[str]:
+    """Time to first token beside the least that it can take."""
+    yield columns(LIMIT, [row | {"rounds": run.config["rounds"]} for run in runs for row in run.metrics["ways"]])
+    yield (
+        "Medians. Limit: the same model handed a ready `DynamicCache` of the known tokens; what a copy of it takes is "
+        "no part of that. Of limit: its time over that with llmcache, median over rounds. Logits: the largest "
+        "difference from those of the model alone."
+    )
+
+
+def _ms(name: str) -> Cell:
+    return lambda row: "" if row[name] is None else number(row[name])
+
+
+LIMIT: Mapping[str, Cell] = {
+    "model": itemgetter("model"),
+    "tokens": of(count, "length"),
+    "known": lambda row: "" if row["n_known"] is None else count(row["n_known"]),
+    "model alone, ms": _ms("plain_ms"),
+    "llmcache": _ms("cache_ms"),
+    "limit": _ms("limit_ms"),
+    "of limit": lambda row: "" if row["of_limit"] is None else percent(row["of_limit"]),
+    "continuous batching": _ms("batching_ms"),
+    "copy of the ready cache": _ms("copy_ms"),
+    "same first token": lambda row: "" if row["n_same"] is None else f"{row['n_same']} of {row['rounds']}",
+    "logits": lambda row: "" if row["max_diff"] is None else f"{row['max_diff']:.0e}",
+    "not run": itemgetter("not_run"),
+}
+
+
 def parity(runs: Sequence[Run]) -> Iterator[str]:
     """Whether tokens stay the same, and what is held meanwhile."""
     yield columns(PARITY, runs)

@@ -24,7 +24,7 @@ from experiments.report.markdown import (
     table,
 )
 from experiments.report.plots import CURVES, LAYERS
-from experiments.report.prompts import decode, parity, prefix, sharing
+from experiments.report.prompts import decode, parity, prefix, prefix_limit, sharing
 from experiments.report.told import told
 from experiments.report.trust import bound, drift, payback, trust
 from experiments.runs.read import Figures, Run, at, by_size, label_of, varied
@@ -239,6 +239,7 @@ TABLES: Mapping[str, Callable[[Sequence[Run]], Iterator[str]]] = {
     "second_pass": told,
     "prefix": prefix,
     "policies": policies,
+    "prefix_limit": prefix_limit,
     "sharing": sharing,
     "decode": decode,
     "parity": parity,

@@ -1,0 +1,190 @@
+"""Measure `prefix_limit`: time to first token where a share of the prompt is known, beside the least that it can take.
+
+| way | what it does with a prompt |
+|---|---|
+| `plain` | computes all of it |
+| `llmcache` | computes what its blocks do not serve, and stores that |
+| `limit` | computes the rest on a ready `DynamicCache` of the known tokens, that nobody has to find or lay out |
+| `batching` | transformers' continuous batching with prefix sharing, one request at a time; None where it fails |
+
+A round asks each way a prompt that nobody asked before, in an order that rotates. `copy_ms` is what a copy of the ready
+cache takes, which is no part of the limit. Prompts are made of random tokens: time does not hang on what they say.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Annotated, Any, Self
+
+import numpy as np
+import torch
+from pydantic import Field, PositiveInt, model_validator
+from torch import Tensor
+
+from experiments.measures.base import Experiment, Outcome
+from experiments.measures.bench.latency import rotated
+from experiments.metrics.metrics import percentiles
+from experiments.models.architectures import Requests, build, check
+from experiments.models.loading import find
+from experiments.support.folders import Folders
+from experiments.support.section import ONE_OR_MORE
+from llmcache import CacheConfig, LLMCache
+
+BLOCK = CacheConfig().prefix_block
+MAX_BYTES = 4_000_000_000
+
+Way = Callable[[Tensor], tuple[int, Tensor | None]]  # from ids (1, T) to the first token, and its logits (V,) if told
+
+
+class PrefixLimit(Experiment):
+    """Settings of the measure."""
+
+    # Causal architectures of the benchmark, with random weights, or prepared models and folders.
+    models: tuple[str, ...] = Field(min_length=1)
+    lengths: Annotated[tuple[PositiveInt, ...], ONE_OR_MORE] = Field(default=(512, 2048), min_length=1)
+    shares: Annotated[tuple[float, ...], ONE_OR_MORE] = Field(default=(0.5, 0.75, 0.9, 0.97), min_length=1)
+    rounds: int = Field(default=5, ge=1)  # prompts that each way is asked, after one that is not counted
+    batching: bool = True  # transformers' continuous batching, too
+
+    @model_validator(mode="after")
+    def _leaves_something_new(self) -> Self:
+        for length in self.lengths:
+            for share in self.shares:
+                if not BLOCK <= n_known(length, share) < length:
+                    raise ValueError(f"shares: {share} of {length} tokens are no whole blocks of {BLOCK}, or all of it")
+        return self
+
+
+def n_known(length: int, share: float) -> int:
+    """Tokens that are known: whole blocks."""
+    return int(length * share) // BLOCK * BLOCK
+
+
+def run(experiment: PrefixLimit, folders: Folders) -> Outcome:
+    """Measure every model, length and share."""
+    rows = []
+    for model in experiment.models:
+        for length in experiment.lengths:
+            name = find(model, folders.models)
+            try:
+                check(name, length, head="token")
+            except ValueError as error:
+                rows.append(_row(model, length, None) | {"not_run": str(error)})
+                continue
+            module = build(name, experiment.seed, "cpu", head="token").model
+            module.config.use_cache = True
+            for share in experiment.shares:
+                rows.append(_row(model, length, share) | _measure(experiment, module, length, share))
+    shown = [{name: value for name, value in row.items() if name != "times"} for row in rows]
+    return Outcome(shown, {"ways": rows, "summary": shown, "threads": torch.get_num_threads()})
+
+
+def _row(model: str, length: int, share: float | None) -> dict[str, Any]:
+    empty = ("n_known", "plain_ms", "cache_ms", "limit_ms", "batching_ms", "copy_ms", "of_limit", "n_same", "max_diff")
+    return {"model": model, "length": length, "share": share, **dict.fromkeys(empty), "not_run": ""}
+
+
+def _measure(experiment: PrefixLimit, module: Any, length: int, share: float) -> dict[str, Any]:
+    """Figures of one length and share; times are milliseconds, `of_limit` a median over rounds."""
+    known = n_known(length, share)
+    requests = Requests(module.config, 1, length, experiment.seed, "cpu")
+    first = requests.fresh()[:, :known]
+    wrapped = copy.deepcopy(module, {id(weight): weight for weight in module.parameters()})
+    cache = LLMCache.wrap(wrapped, auto_bypass=False, max_bytes=MAX_BYTES)
+    times: dict[str, list[float]] = {}
+    n_same, most = 0, 0.0
+    with torch.inference_mode(), _batching(module, length, experiment.batching) as (batching, trouble):
+        ready = module(first, logits_to_keep=1).past_key_values
+        ways: dict[str, Way] = {
+            "plain": lambda ids: _first(module(ids, logits_to_keep=1)),
+            "llmcache": lambda ids: _first(wrapped(ids, logits_to_keep=1)),
+            "limit": lambda ids: _first(module(ids[:, known:], past_key_values=_hand(ready), logits_to_keep=1)),
+        }
+        if batching is not None:
+            ways["batching"] = batching
+        for number in range(experiment.rounds + 1):  # the first makes the beginning known
+            ids = torch.cat([first, requests.fresh()[:, known:]], dim=1)
+            told = {}
+            for way in rotated(list(ways), number):
+                started = perf_counter()
+                told[way] = ways[way](ids)
+                if number:
+                    times.setdefault(way, []).append((perf_counter() - started) * 1e3)
+            if number:
+                started = perf_counter()
+                copy.deepcopy(ready)
+                times.setdefault("copy", []).append((perf_counter() - started) * 1e3)
+                if cache.last[0].n_prefix < known:
+                    raise RuntimeError(f"{cache.last[0].n_prefix} of {known} known tokens were served")
+                n_same += len({token for token, _ in told.values()}) == 1
+                plain, cached = told["plain"][1], told["llmcache"][1]
+                assert plain is not None and cached is not None
+                most = max(most, float((plain - cached).abs().max()))
+    cache.unwrap()
+    medians = {name: float(np.median(values)) for name, values in times.items()}
+    return {
+        "n_known": known,
+        "plain_ms": medians["plain"],
+        "cache_ms": medians["llmcache"],
+        "limit_ms": medians["limit"],
+        "batching_ms": medians.get("batching"),
+        "copy_ms": medians["copy"],
+        "of_limit": float(np.median(np.array(times["limit"]) / np.array(times["llmcache"]))),
+        "n_same": n_same,
+        "max_diff": most,
+        "not_run": trouble,
+        "times": {name: percentiles(values) for name, values in times.items()},
+    }
+
+
+def _first(output: Any) -> tuple[int, Tensor]:
+    logits = output.logits[0, -1]
+    return int(logits.argmax()), logits
+
+
+def _hand(ready: Any) -> Any:
+    """A cache that holds the tensors of another one, which stay as they are: it grows by making new ones."""
+    handed = copy.copy(ready)
+    handed.layers = [copy.copy(layer) for layer in ready.layers]
+    return handed
+
+
+@contextmanager
+def _batching(module: Any, length: int, is_asked: bool) -> Iterator[tuple[Way | None, str]]:
+    """Within: transformers' continuous batching on a copy of the model, or why there is none."""
+    if not is_asked:
+        yield None, ""
+        return
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    # As many tokens a page as llmcache has a block, and room for eight prompts.
+    options: Mapping[str, Any] = {
+        "page_size": BLOCK,
+        "num_blocks": 8 * (length // BLOCK + 2),
+        "max_batch_tokens": length,
+        "max_requests_per_batch": 1,
+        "max_blocks_per_request": 0,
+    }
+    twin = copy.deepcopy(module, {id(weight): weight for weight in module.parameters()})
+    generation = GenerationConfig(max_new_tokens=1, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    try:
+        manager = twin.init_continuous_batching(
+            generation_config=generation, continuous_batching_config=ContinuousBatchingConfig(**options)
+        )
+        manager.start()
+    except (ImportError, RuntimeError, ValueError, AttributeError, TypeError) as error:
+        yield None, f"continuous batching: {error}"
+        return
+
+    def ask(ids: Tensor) -> tuple[int, None]:
+        number = manager.add_request(ids[0].tolist(), max_new_tokens=1)
+        for result in manager.request_id_iter(number):
+            if result.is_finished():
+                return int(result.generated_tokens[0]), None
+        raise RuntimeError("continuous batching gave no token")
+
+    try:
+        yield ask, ""
+    finally:
+        manager.stop(block=True)
