@@ -49,9 +49,7 @@ def plot_speed_against_changes(report: Mapping[str, Any], path: Path, is_idle: b
     axes.set_xlabel("changed answers (% of all requests)")
     axes.set_ylabel("speed-up (times)")
     busy = "" if is_idle else " (busy machine: no measurement)"
-    axes.set_title(
-        f"Support desk, {report['n']:,} requests, all-MiniLM-L6-v2, {report['environment']['n_cpus']} CPU cores{busy}"
-    )
+    axes.set_title(f"Support desk, {report['n']:,} requests, all-MiniLM-L6-v2{busy}")
     axes.legend(fontsize=8, loc="lower right")
     axes.margins(x=0.15, y=0.15)
     with naming(path):
