@@ -77,8 +77,12 @@ class FlatIndex(Index):
 
     def all(self) -> tuple[Ids, Floats]:
         """Everything held, oldest first: ids (N,) and a copy of the rows (N, F)."""
-        ids = np.fromiter(self._slot_of, np.int64)
+        ids = self.ids()
         return ids, self.vectors(ids)
+
+    def ids(self) -> Ids:
+        """Ids held (N,), oldest first."""
+        return np.fromiter(self._slot_of, np.int64)
 
     def take(self, n: int) -> tuple[Ids, npt.NDArray[Any]]:
         """Remove the `n` rows that came first, or all: their ids (n,), and a copy of the rows as they are stored."""
@@ -86,6 +90,9 @@ class FlatIndex(Index):
         rows = self._codes()[[self._slot_of[name] for name in ids.tolist()]]
         self.remove(ids)
         return ids, rows
+
+    def __contains__(self, name: int) -> bool:
+        return name in self._slot_of
 
     def __len__(self) -> int:
         return len(self._slot_of)
