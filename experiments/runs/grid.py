@@ -27,6 +27,7 @@ LISTS = (
     "max_drops",
     "gates",
     "audits",
+    "indexes",
     "thresholds",
     "sources",
     "baselines",

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from experiments.report.pages import claims, costs, limits, modes, prompts, reuse, ways
+from experiments.report.pages import claims, costs, limits, modes, prompts, reuse, scale, ways
 from llmcache.errors import ConfigError
 
 #: Folder of results -> lines of a table, by the name in its mark.
@@ -32,6 +32,7 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "first_token": prompts.first_token,
     "parity": prompts.parity,
     "generation": prompts.generation,
+    "index_scale": scale.index_scale,
     "claims": claims.verdicts,
     "costs": costs.costs,
 }

@@ -9,10 +9,11 @@ import numpy.typing as npt
 from llmcache.arrays import Floats, Ids, product
 from llmcache.matching.index.byte import ByteIndex, set_span
 
-_MAX_LISTS = 1 << 16  # some 3 sqrt(N) are used; faiss takes 4 MB for their heads
+_MAX_LISTS = 1 << 16  # faiss takes 4 MB for their heads
 _BLOCK = 4096  # rows
 _AT_A_TIME = 64  # rows that are added before their lists are looked after
 _SAME = 1e-6  # similarities that differ by less
+_LONGEST = 128  # rows of a list, while there are less than a million
 _NEAR = 24  # lists that a split arranges anew, for each half
 
 
@@ -100,8 +101,8 @@ class InvertedFile:
 
     @property
     def _longest(self) -> int:
-        """Most rows of a list: comparing centroids and comparing the rows of eight lists take the same time then."""
-        return max(64, int(0.5 * len(self) ** 0.5))
+        """Most rows of a list. Short lists overlook less, but there are more centroids to compare."""
+        return max(_LONGEST, int(0.12 * len(self) ** 0.5))
 
     def _add(self, names: Sequence[int], rows: Floats) -> None:
         nearest = self._centroids.nearest(rows, 1)[0][:, 0].tolist()
