@@ -27,7 +27,7 @@ class AutoIndex(Index):
         exact: int = 2048,
         candidates: int = 64,
         switch: int = 32768,
-        probes: int = 12,
+        probes: int = 16,
         compared: int = 24,
     ) -> None:
         """Open an empty index.

@@ -14,7 +14,7 @@ _BLOCK = 4096  # rows
 _AT_A_TIME = 64  # rows that are added before their lists are looked after
 _SAME = 1e-6  # similarities that differ by less
 _LONGEST = 128  # rows of a list, while there are less than a million
-_NEAR = 24  # lists that a split arranges anew, for each half
+_NEAR = 48  # lists that a split arranges anew, for each half
 
 
 class InvertedFile:
