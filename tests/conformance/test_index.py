@@ -174,6 +174,15 @@ def test_arrays_of_the_caller_stay_his(index: Index, rng: np.random.Generator) -
     np.testing.assert_allclose(scores, 1, atol=1e-6)
 
 
+def test_a_search_leaves_the_number_of_threads_alone(index: Index, rng: np.random.Generator) -> None:
+    index.add(np.arange(10), signs(rng, 10))
+    faiss.omp_set_num_threads(2)
+    index.search(signs(rng, 1), 1)
+    n_threads = faiss.omp_get_max_threads()
+    faiss.omp_set_num_threads(1)
+    assert n_threads == 2
+
+
 def test_layout_in_memory_does_not_matter(index: Index, rng: np.random.Generator) -> None:
     pair, x = Pair(index), np.asfortranarray(np.repeat(signs(rng, 40), 2, axis=0))[::2]
     pair.add(np.arange(80)[::2], x)

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from llmcache.arrays import Floats, Ids
-from llmcache.matching.index.flat import FlatIndex
+from llmcache.matching.index.flat import FlatIndex, search_faiss
 
 
 class ByteIndex(FlatIndex):
@@ -19,7 +19,7 @@ class ByteIndex(FlatIndex):
         super().__init__(dim)
 
     def nearest(self, x: Floats, k: int) -> tuple[Ids, Floats]:
-        similarity, slots = self._faiss.search(x, min(k, len(self)))
+        similarity, slots = search_faiss(self._faiss, x, min(k, len(self)))
         return self._ids[slots], similarity
 
     def _open(self) -> Any:
