@@ -71,9 +71,9 @@ class CacheConfig(BaseModel):
             can carry its claim by then; None: never.
         fingerprint_per_layer: Search each layer's bank with the fingerprint of the states that enter this layer, not
             with that of the embedding output. In `paper` mode, with `mean` or `simhash`.
-        index: `flat` (exact), `refined` (bits first, then exact), `hnsw` (a graph, for more than some 100,000 entries),
-            `binary` (for `simhash` alone), `lsh` (for `minhash` alone; its threshold is the least tau, if none is
-            given), or `auto`: the fingerprint's own, else `refined`.
+        index: `flat` (exact), `refined` (bits first, then exact), `hnsw` (a graph), `binary` (for `simhash` alone),
+            `lsh` (for `minhash` alone; its threshold is the least tau, if none is given), or `auto`: the fingerprint's
+            own, else what suits the number of entries, `refined` and from some 30,000 on an inverted file.
         policy: Who leaves a full bank or, of prefixes, a full pool of blocks: `lru`, `lfu`, `fifo`, `s3_fifo`
             (newcomers are on trial: a scan drives out no others), `gdsf` (uses times the cost of computing, per byte),
             `ttl` (`ttl_s`, seconds), `staleness` (matches that count half after every `half_life_s` seconds), or
@@ -246,7 +246,7 @@ class CacheConfig(BaseModel):
     @property
     def index_component(self) -> Component:
         """The index to build, with `auto` resolved; `lsh` is told the least tau that it must serve."""
-        auto = _OWN_INDEX.get(self.fingerprint.name, "refined")
+        auto = _OWN_INDEX.get(self.fingerprint.name, "auto")
         name = auto if self.index.name == "auto" else self.index.name
         served = {"threshold": min(_values(self.tau))} if name == "lsh" and self.tau is not None else {}
         return Component(name=name, **{**served, **self.index.options})

@@ -47,6 +47,7 @@ ABOUT: Mapping[str, str] = {
     "service_small": "Whole passes of a service with a small model.",
     "service_exact": "Whole passes of a service that learns nothing: repeats alone are served.",
     "service_second_pass": "Texts that are embedded again, with the default settings of the cache.",
+    "index_scale": "Indexes by number of entries: time, memory and what they overlook.",
     "prefix_mooncake": "Time to first token on conversations drawn from a real trace.",
     "mooncake_sharing": "How much of that trace is known, as it came and as it is drawn and cut.",
     "prefix_chat": "Time to first token in conversations.",

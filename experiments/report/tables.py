@@ -232,6 +232,7 @@ TABLES: Mapping[str, Callable[[Sequence[Run]], Iterator[str]]] = {
     "poisoning": told,
     "drift": drift,
     "embeddings": told,
+    "index_scale": told,
     "payback": payback,
     "service": told,
     "load": load,

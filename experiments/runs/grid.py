@@ -30,6 +30,7 @@ LISTS = (
     "hit_rates",
     "loads",
     "arrivals",
+    "indexes",
     "thresholds",
     "sources",
     "baselines",

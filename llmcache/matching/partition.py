@@ -1,5 +1,6 @@
 """One partition of the fingerprint index: an index and the keys of its rows."""
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,7 +57,13 @@ class IndexPartition:
         slot = self._free.pop() if self._free else len(self._keys)
         if slot == len(self._keys):
             self._keys.append(None)
-        self._index.add(np.array([slot]), vector[None])
+        try:
+            self._index.add(np.array([slot]), vector[None])
+        except BaseException:  # the index may hold the row all the same
+            self._leaving.append(slot)
+            with suppress(Exception):  # then it is removed with the next one
+                self._remove_leaving()
+            raise
         self._keys[slot] = key
         return slot
 
@@ -67,7 +74,11 @@ class IndexPartition:
     def remove(self, slot: int) -> None:
         self._keys[slot] = None  # first: a row that the index fails to remove must not be taken for a request
         self._leaving.append(slot)
-        self._index.remove(np.array(self._leaving))  # with those that it failed to remove before
+        self._remove_leaving()
+
+    def _remove_leaving(self) -> None:
+        """Remove what is to leave, with what the index failed to remove before."""
+        self._index.remove(np.array(self._leaving))
         self._free += self._leaving
         self._leaving.clear()
 

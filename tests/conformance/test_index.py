@@ -1,6 +1,7 @@
 """Every index against an exact twin, and what is special about each."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import faiss
 import numpy as np
@@ -9,7 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from llmcache.arrays import Floats, Ids
-from llmcache.matching.index import INDEXES, HNSWIndex, Index, LSHIndex
+from llmcache.matching.index import INDEXES, AutoIndex, HNSWIndex, Index, LSHIndex, RefinedIndex
+from llmcache.matching.index.inverted_file import InvertedFile
 from llmcache.matching.index.lsh import chance_to_meet
 from tests.conformance.outside import Scan
 
@@ -85,6 +87,12 @@ def directions(rng: np.random.Generator, n: int, dim: int = DIM) -> Floats:
     return x / np.linalg.norm(x, axis=1, keepdims=True)
 
 
+def paraphrases(rng: np.random.Generator, centres: Floats, n: int) -> Floats:
+    """Floats near some centres."""
+    x = centres[rng.integers(len(centres), size=n)] + 0.3 * rng.standard_normal((n, centres.shape[1]))
+    return (x / np.linalg.norm(x, axis=1, keepdims=True)).astype(np.float32)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
     """So graphs come out alike each time, and no search waits for a core that others use."""
@@ -111,23 +119,26 @@ STEPS = st.lists(
 )
 
 
-def in_a_graph(dim: int) -> HNSWIndex:
-    return HNSWIndex(dim, buffer=3, block=2)
+#: Which may overlook a row.
+APPROXIMATE = {
+    "in a graph": lambda: HNSWIndex(DIM, buffer=3, block=2),
+    "in lists": lambda: AutoIndex(DIM, switch=4),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*sorted(ALL), "in a graph"])
+@pytest.mark.parametrize("name", [*sorted(ALL), *APPROXIMATE])
 @settings(deadline=None)
 @given(steps=STEPS)
 @example([("add", [], 0), ("remove", [5, -1], 0), ("add", [7, 8, 7, 7], 0), ("remove", [8, 8, 7, -1, 10**12], 0)])
 def test_any_sequence_agrees_with_the_twin(name: str, steps: list[tuple[str, list[int], int]]) -> None:
     """Ids may be new or known, given twice, or held by none; the index may be empty."""
-    pair = Pair(in_a_graph(DIM) if name == "in a graph" else ALL[name](DIM, **OPTIONS.get(name, {})))
+    pair = Pair(APPROXIMATE[name]() if name in APPROXIMATE else ALL[name](DIM, **OPTIONS.get(name, {})))
     for verb, names, seed in steps:
         rng, ids = np.random.default_rng(seed), np.array(names, np.int64)
         pair.add(ids, signs(rng, len(ids))) if verb == "add" else pair.remove(ids)
         for n_queries in (0, 2):
-            if name == "in a graph":  # which may overlook a row
+            if name in APPROXIMATE:
                 pair.search(directions(rng, n_queries), 5)
             else:
                 pair.check_exact(signs(rng, n_queries), 5)
@@ -161,6 +172,15 @@ def test_arrays_of_the_caller_stay_his(index: Index, rng: np.random.Generator) -
     again, scores = index.search(kept, 1)
     assert again[:, 0].tolist() == kept_ids.tolist()
     np.testing.assert_allclose(scores, 1, atol=1e-6)
+
+
+def test_a_search_leaves_the_number_of_threads_alone(index: Index, rng: np.random.Generator) -> None:
+    index.add(np.arange(10), signs(rng, 10))
+    faiss.omp_set_num_threads(2)
+    index.search(signs(rng, 1), 1)
+    n_threads = faiss.omp_get_max_threads()
+    faiss.omp_set_num_threads(1)
+    assert n_threads == 2
 
 
 def test_layout_in_memory_does_not_matter(index: Index, rng: np.random.Generator) -> None:
@@ -235,6 +255,9 @@ def test_nbytes_follows_the_rows(index: Index, rng: np.random.Generator) -> None
         (lambda: HNSWIndex(DIM, ef_search=0), "ef_search"),
         (lambda: INDEXES["refined"](8, exact=0), "exact must be at least 1"),
         (lambda: INDEXES["refined"](8, candidates=0), "candidates must be at least 1"),
+        (lambda: AutoIndex(8, switch=0), "switch must be at least 1"),
+        (lambda: AutoIndex(8, probes=0), "probes"),
+        (lambda: AutoIndex(8, compared=-1), "compared"),
         (lambda: LSHIndex(8, threshold=0.0), r"threshold=0\.0"),
         (lambda: LSHIndex(8, threshold=1.1), r"threshold=1\.1"),
         (lambda: LSHIndex(8, recall=0.0), r"recall=0\.0"),
@@ -318,8 +341,7 @@ def test_refined_overlooks_next_to_nothing_and_stays_right_as_rows_come_and_go(d
     rng = np.random.default_rng(0)
 
     def near(centres: Floats, n: int) -> Floats:
-        x = centres[rng.integers(len(centres), size=n)] + 0.3 * rng.standard_normal((n, dim)).astype(np.float32)
-        return (x / np.linalg.norm(x, axis=1, keepdims=True)).astype(np.float32)
+        return paraphrases(rng, centres, n)
 
     centres = 2.0 + rng.standard_normal((40, dim)).astype(np.float32)  # far from zero: raw signs would say little
     pair = Pair(INDEXES["refined"](dim, exact=100, candidates=64))
@@ -329,6 +351,122 @@ def test_refined_overlooks_next_to_nothing_and_stays_right_as_rows_come_and_go(d
     assert pair.recall(near(centres, 200), 1) > 0.97
     pair.remove(np.arange(60, 1500))
     pair.check_exact(near(centres, 20), 5)
+
+
+SWITCH = 200
+
+
+def centres(rng: np.random.Generator) -> Floats:
+    return 1 + rng.standard_normal((60, DIM)).astype(np.float32)
+
+
+@pytest.mark.slow
+def test_auto_is_refined_until_all_rows_have_moved_and_no_call_moves_many(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved = []
+    add = InvertedFile.add
+    monkeypatch.setattr(InvertedFile, "add", lambda file, ids, x: (moved.append(len(ids)), add(file, ids, x))[1])
+    middles = centres(rng)
+    index, small, queries = AutoIndex(DIM, switch=SWITCH), RefinedIndex(DIM), paraphrases(rng, middles, 5)
+    pair = Pair(index)
+    for name, row in enumerate(paraphrases(rng, middles, 600)):
+        pair.add(np.array([name]), row[None])
+        small.add(np.array([name]), row[None])
+        if index._refined is not None:
+            for ours, theirs in zip(index.search(queries, 4), small.search(queries, 4), strict=True):
+                assert np.array_equal(ours, theirs)
+    assert index._refined is None and len(index._file) == 600
+    assert max(moved) <= 17 and sum(moved) >= 600
+    assert pair.recall(paraphrases(rng, middles, 100), 4) > 0.97
+
+
+@pytest.mark.slow
+def test_auto_finds_what_is_held_and_nothing_else_as_rows_come_change_and_go(rng: np.random.Generator) -> None:
+    """Lists are split while there are more and more rows, and dissolved while they leave."""
+    middles = centres(rng)
+    index = AutoIndex(DIM, switch=SWITCH)
+    pair = Pair(index)
+    for start in range(0, 3000, 100):
+        pair.add(np.arange(start, start + 100), paraphrases(rng, middles, 100))
+    n_lists = len(index._file._centroids)
+    assert n_lists > 30
+    for start in range(0, 2900, 100):
+        pair.remove(rng.permutation(3000)[:100])
+        pair.remove(np.arange(start, start + 50))
+        pair.add(np.arange(start, start + 10), paraphrases(rng, middles, 10))
+        assert pair.recall(paraphrases(rng, middles, 20), 4) > 0.97
+    assert len(index._file._centroids) < n_lists
+    pair.check_vectors()
+    pair.remove(np.array([*pair.rows])[20:])
+    pair.check_exact(directions(rng, 20), 5)  # so few that all are compared
+    pair.add(np.arange(10**6, 10**6 + 900), paraphrases(rng, middles, 900))
+    assert index._refined is None
+    assert pair.recall(paraphrases(rng, middles, 100), 1) > 0.97
+
+
+@pytest.mark.slow
+def test_auto_finds_the_same_rows_after_the_same_calls(rng: np.random.Generator) -> None:
+    middles = centres(rng)
+    x, queries = paraphrases(rng, middles, 1000), directions(rng, 50)
+    found = []
+    for _ in range(2):
+        index = AutoIndex(DIM, switch=SWITCH, probes=1)
+        for start in range(0, 1000, 40):
+            index.add(np.arange(start, start + 40), x[start : start + 40])
+            index.remove(np.arange(start, start + 7))
+        found.append(index.search(queries, 3))
+    assert all(np.array_equal(*both) for both in zip(*found, strict=True))
+
+
+def test_auto_holds_many_equal_rows(rng: np.random.Generator) -> None:
+    pair = Pair(AutoIndex(DIM, switch=SWITCH))
+    pair.add(np.arange(1000), np.repeat(directions(rng, 1), 1000, axis=0))
+    pair.add(np.arange(1000, 1400), directions(rng, 400))
+    pair.remove(np.arange(990))
+    assert pair.recall(pair.index.vectors(np.array([990])), 1) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [SWITCH + 5, 900])  # rows are moving; all have moved
+def test_auto_stays_whole_wherever_memory_runs_out(n: int, rng: np.random.Generator) -> None:
+    middles = centres(rng)
+    pair = Pair(AutoIndex(DIM, switch=SWITCH))
+    for start in range(0, n, 5):
+        pair.add(np.arange(start, start + 5), paraphrases(rng, middles, 5))
+    lists = ShortOfMemory(pair.index._file._lists)
+    pair.index._file._lists = lists
+    for name in range(n, n + 400):
+        try:
+            pair.add(np.array([name]), paraphrases(rng, middles, 1))
+        except MemoryError:
+            pair.index.remove(np.array([name]))
+        assert pair.recall(paraphrases(rng, middles, 2), 4) > 0.7
+    assert lists.n_failed > 40
+    pair.index._file._lists = lists.real
+    for name in range(n + 400, n + 800):
+        pair.add(np.array([name]), paraphrases(rng, middles, 1))
+    assert pair.index._refined is None
+    assert pair.recall(paraphrases(rng, middles, 100), 4) > 0.97
+
+
+class ShortOfMemory:
+    """Inverted lists of which every ninth to grow does not."""
+
+    def __init__(self, real: Any) -> None:
+        self.real = real
+        self.n_grown = self.n_failed = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
+
+    def resize(self, number: int, length: int) -> None:
+        if length > self.real.list_size(number):
+            self.n_grown += 1
+            if self.n_grown % 9 == 0:
+                self.n_failed += 1
+                raise MemoryError
+        self.real.resize(number, length)
 
 
 def signatures(rng: np.random.Generator, jaccard: float, n: int, dim: int = 128) -> tuple[Floats, Floats]:

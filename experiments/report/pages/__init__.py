@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from experiments.report.pages import claims, costs, limits, modes, policies, prompts, reuse, ways
+from experiments.report.pages import claims, costs, limits, modes, policies, prompts, reuse, scale, ways
 from llmcache.errors import ConfigError
 
 #: Folder of results -> lines of a table, by the name in its mark.
@@ -35,6 +35,7 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "parity": prompts.parity,
     "generation": prompts.generation,
     "policies": policies.policies,
+    "index_scale": scale.index_scale,
     "claims": claims.verdicts,
     "costs": costs.costs,
 }

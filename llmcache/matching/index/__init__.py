@@ -6,6 +6,7 @@
 An index knows vectors and integer ids, nothing of entries, keys or budgets. It holds no lock: the caller does.
 """
 
+from llmcache.matching.index.auto import AutoIndex
 from llmcache.matching.index.base import Index
 from llmcache.matching.index.binary import BinaryIndex
 from llmcache.matching.index.flat import FlatIndex
@@ -14,11 +15,18 @@ from llmcache.matching.index.lsh import LSHIndex
 from llmcache.matching.index.refined import RefinedIndex
 from llmcache.registry import Registry
 
-__all__ = ["INDEXES", "BinaryIndex", "FlatIndex", "HNSWIndex", "Index", "LSHIndex", "RefinedIndex"]
+__all__ = ["INDEXES", "AutoIndex", "BinaryIndex", "FlatIndex", "HNSWIndex", "Index", "LSHIndex", "RefinedIndex"]
 
 INDEXES: Registry[Index] = Registry(
     "index",
     Index,
-    {"flat": FlatIndex, "hnsw": HNSWIndex, "binary": BinaryIndex, "refined": RefinedIndex, "lsh": LSHIndex},
+    {
+        "auto": AutoIndex,
+        "flat": FlatIndex,
+        "refined": RefinedIndex,
+        "hnsw": HNSWIndex,
+        "binary": BinaryIndex,
+        "lsh": LSHIndex,
+    },
     given=("dim",),
 )

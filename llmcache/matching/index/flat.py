@@ -51,7 +51,7 @@ class FlatIndex(Index):
         width = min(k, len(self))
         if not width or not len(x):
             return np.empty((len(x), width), np.int64), np.empty((len(x), width), np.float32)
-        score, slots = self._faiss.search(self._encode(x), width)
+        score, slots = search_faiss(self._faiss, self._encode(x), width)
         return self._ids[slots], self._similarity(score)
 
     def vectors(self, ids: Ids) -> Floats:
@@ -77,8 +77,12 @@ class FlatIndex(Index):
 
     def all(self) -> tuple[Ids, Floats]:
         """Everything held, oldest first: ids (N,) and a copy of the rows (N, F)."""
-        ids = np.fromiter(self._slot_of, np.int64)
+        ids = self.ids()
         return ids, self.vectors(ids)
+
+    def ids(self) -> Ids:
+        """Ids held (N,), oldest first."""
+        return np.fromiter(self._slot_of, np.int64)
 
     def take(self, n: int) -> tuple[Ids, npt.NDArray[Any]]:
         """Remove the `n` rows that came first, or all: their ids (n,), and a copy of the rows as they are stored."""
@@ -86,6 +90,9 @@ class FlatIndex(Index):
         rows = self._codes()[[self._slot_of[name] for name in ids.tolist()]]
         self.remove(ids)
         return ids, rows
+
+    def __contains__(self, name: int) -> bool:
+        return name in self._slot_of
 
     def __len__(self) -> int:
         return len(self._slot_of)
@@ -130,6 +137,20 @@ class FlatIndex(Index):
 
     def _similarity(self, score: npt.NDArray[Any]) -> Floats:
         return score
+
+
+def search_faiss(index: Any, x: npt.NDArray[Any], k: int) -> Any:
+    """Search a faiss index, for one query in one thread: a team has nothing to share out, and is waited for."""
+    import faiss
+
+    if len(x) > 1:
+        return index.search(x, k)
+    n_threads = faiss.omp_get_max_threads()  # of the calling thread alone
+    faiss.omp_set_num_threads(1)
+    try:
+        return index.search(x, k)
+    finally:
+        faiss.omp_set_num_threads(n_threads)
 
 
 def check_ids(ids: Ids, n_rows: int, least: int | None = 0) -> None:

@@ -15,7 +15,7 @@ class RefinedIndex(Index):
     that were there when the number was first passed, are compared first: 32 times less memory to read, which is what a
     search costs when it runs between two forwards of a model and finds no row in the processor's cache. Similarities
     are exact; a neighbour is overlooked only if `candidates` other rows have nearer signs. Adding, overwriting and
-    removing are O(1): nothing is ever rebuilt. Time still grows with the number of rows; past some 100,000 take `hnsw`.
+    removing are O(1): nothing is ever rebuilt. Time still grows with the number of rows; past some 30,000 take `auto`.
     No call is safe beside another one: the caller holds a lock.
     """
 
@@ -66,6 +66,13 @@ class RefinedIndex(Index):
     def remove(self, ids: Ids) -> None:
         self._bits.remove(ids)
         self._rows.remove(ids)
+
+    def ids(self) -> Ids:
+        """Ids held (N,), oldest first."""
+        return self._rows.ids()
+
+    def __contains__(self, name: int) -> bool:
+        return name in self._rows
 
     def __len__(self) -> int:
         return len(self._rows)
