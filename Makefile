@@ -8,7 +8,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 TORCH  := $(shell grep '^torch==' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-outside check docs fix bench-gpu clean
+.PHONY: help setup demo test test-fast test-outside check docs fix bench-gpu bench-device clean
 
 help: ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' Makefile | expand -t 14
@@ -74,8 +74,8 @@ BATCH_SIZES ?= 1,8,32,128
 ROUNDS      ?= 200
 SEQUENCES   ?= 512
 ENTRIES     ?= 10000
-MODELS      ?= bert-base,distilbert,gpt2
-GENERATE    ?= gpt2
+MODELS      ?= bert-base,minilm-l6,distilbert,gpt2,smollm2-135m
+GENERATE    ?= gpt2,smollm2-135m
 GPU_RESULTS ?= results/gpu
 
 COMMA := ,
@@ -87,7 +87,11 @@ $(BIN)/llmcache bench latency --model $(firstword $(call items,$(MODELS))) --pay
 
 endef
 
-bench-gpu: setup ## Measure latency on a GPU (DEVICE=cuda), into results/gpu; the Makefile says how to shorten it.
+bench-gpu: setup ## Measure latency on a GPU, if one is at hand, into results/gpu; the Makefile says how to shorten it.
+	$(BIN)/python -m experiments.measures.bench.at_hand $(DEVICE) $(GPU_RESULTS); \
+	    case $$? in 0) $(MAKE) bench-device;; 3) ;; *) exit 1;; esac
+
+bench-device: ## The same, without asking first whether the device is there.
 	$(BIN)/llmcache run configs/table1_latency.yaml --results-dir $(GPU_RESULTS) --set device=$(DEVICE) \
 	    --set 'dtypes=[$(DTYPES)]' --set 'batch_sizes=[$(BATCH_SIZES)]' --set rounds=$(ROUNDS) \
 	    --set 'entries={as the paper: $(SEQUENCES), all tokens: $(SEQUENCES), pooled: $(ENTRIES)}' \

@@ -17,12 +17,32 @@ from llmcache.models.loading import asking, cause, quiet
 
 HEADS = {"class": "AutoModelForSequenceClassification", "token": "AutoModelForCausalLM"}
 
-#: Shapes by name: transformers' model type, and what differs from its defaults. `qwen3-small` stands for the families
-#: with a rotation, a norm of queries and keys, and four query heads for each K/V head; it has GPT-2's vocabulary.
+#: Shapes by name: transformers' model type, and what differs from its defaults. `gpt2-2048` is GPT-2 small with more
+#: positions. `qwen3-small` stands for families with a rotation, a norm of queries and keys, and four query heads for
+#: each K/V head; it has GPT-2's vocabulary.
 ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
     "bert-base": {"model_type": "bert"},
     "distilbert": {"model_type": "distilbert"},
     "gpt2": {"model_type": "gpt2"},
+    "gpt2-2048": {"model_type": "gpt2", "n_positions": 2048},
+    "minilm-l6": {
+        "model_type": "bert",
+        "hidden_size": 384,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 12,
+    },
+    "smollm2-135m": {
+        "model_type": "llama",
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+    },
     "qwen3-small": {
         "model_type": "qwen3",
         "vocab_size": 50257,
