@@ -303,8 +303,8 @@ def test_scores_do_not_overflow() -> None:
         Staleness(1e-4)
 
 
-@pytest.mark.parametrize("name", ["staleness", "divergence", "gdsf"])
-def test_a_ranking_does_not_grow_with_what_happened(name: str) -> None:
+@pytest.mark.parametrize("name", ["staleness", "divergence", "gdsf", "s3_fifo"])
+def test_what_is_known_does_not_grow_with_what_happened(name: str) -> None:
     clock = Clock()
     policy = make(name, clock)
     for i in range(2000):
@@ -313,7 +313,9 @@ def test_a_ranking_does_not_grow_with_what_happened(name: str) -> None:
         policy.on_put(str(i), 1)
         policy.on_hit(str(i - 2))
         policy.on_check(str(i), 0.1 * (i % 2))
-    assert len(policy._ranking._heap) <= 2 * 5 + 1
+        policy.on_cost(str(i), 1.0)
+    assert name == "s3_fifo" or len(policy._ranking._heap) <= 2 * 5 + 1
+    assert all(len(held) <= 5 for held in vars(policy).values() if isinstance(held, dict))
     assert len(victims(policy)) == 5
 
 
