@@ -177,8 +177,10 @@ def _batching(module: Any, length: int, is_asked: bool) -> Iterator[tuple[Way | 
         yield None, f"continuous batching: {error}"
         return
 
+    new_tokens = [2]  # of the first prompt: blocks of a request that ends with its prefill are not shared
+
     def ask(ids: Tensor) -> tuple[int, None]:
-        number = manager.add_request(ids[0].tolist(), max_new_tokens=1)
+        number = manager.add_request(ids[0].tolist(), max_new_tokens=new_tokens.pop() if new_tokens else 1)
         for result in manager.request_id_iter(number):
             if result.is_finished():
                 return int(result.generated_tokens[0]), None

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
 from experiments.measures.prefix_limit import n_known
 from experiments.support.folders import Folders
@@ -14,7 +15,15 @@ LIMIT = {"measure": "prefix_limit", "models": ["tiny"], "lengths": [64, 256], "s
 
 
 @pytest.mark.slow
-def test_every_way_gives_the_same_token_and_lengths_that_a_model_does_not_take_say_so(tmp_path: Path) -> None:
+def test_every_way_gives_the_same_token_and_lengths_that_a_model_does_not_take_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared, search = [], PagedAttentionCache.search_prefix_match
+    monkeypatch.setattr(
+        PagedAttentionCache,
+        "search_prefix_match",
+        lambda *args: shared.append(search(*args)) or shared[-1],
+    )
     save_gpt2(tmp_path / "tiny")
     outcome = measured(LIMIT, Folders(models=tmp_path))
     first, second, third = outcome.rows
@@ -23,6 +32,7 @@ def test_every_way_gives_the_same_token_and_lengths_that_a_model_does_not_take_s
         assert (row["n_same"], row["not_run"]) == (2, "")
         assert row["max_diff"] < 1e-4
         assert min(row[name] for name in ("plain_ms", "cache_ms", "limit_ms", "batching_ms", "copy_ms")) > 0
+    assert shared == [0, 32, 32, 0, 48, 48]  # continuous batching shares from the second prompt on
     assert (third["length"], third["limit_ms"]) == (256, None)
     assert "128 tokens (got 256)" in third["not_run"]
     assert "| 64 | 48 |" in told(LIMIT, outcome)
