@@ -53,10 +53,10 @@ class Registry(dict[str, type[T]], Generic[T]):
             ConfigError: The name is no text, or taken, or the class lacks something, has something under a name of 0.1,
                 or something of it is called with other arguments than it takes.
         """
-        if not isinstance(name, str) or name in self._reserved:
-            raise ConfigError(f"{self.kind}: give another name than {name!r}: a str, not {', '.join(self._reserved)}")
         if name in self:
             raise ConfigError(f"{self.kind}: the name {name!r} is taken by {self[name].__name__}")
+        if not isinstance(name, str) or name in self._reserved:
+            raise ConfigError(f"{self.kind}: give another name than {name!r}: a str, not {', '.join(self._reserved)}")
         if not isinstance(made, type):
             raise ConfigError(f"{self.kind}: {name!r}: register a class, not {made!r}")
         self._check(made)

@@ -21,7 +21,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kept", [{"payload": "cls"}, {"payload": "sequence", "layers": "all", "mode": "paper"}])
 def test_latency_writes_every_figure(folder: Path, tmp_path: Path, kept: dict[str, str], command: Commands) -> None:
     path = tmp_path / "figures.json"
@@ -49,7 +48,6 @@ def test_latency_writes_every_figure(folder: Path, tmp_path: Path, kept: dict[st
     assert set(figures["ratios"]) == {f"{kind.removesuffix('_ms')}/nocache" for kind in KINDS if kind != "nocache_ms"}
 
 
-@pytest.mark.slow
 def test_enough_calls_have_percentiles(folder: Path, tmp_path: Path, command: Commands) -> None:
     path = tmp_path / "figures.json"
     options = f"--seq-len 8 --entries 64 --rounds 200 --service-rounds 0 --json {path}".split()
@@ -59,7 +57,6 @@ def test_enough_calls_have_percentiles(folder: Path, tmp_path: Path, command: Co
     assert all(0 < figures[kind]["median"] <= figures[kind]["p90"] <= figures[kind]["p99"] for kind in KINDS)
 
 
-@pytest.mark.slow
 def test_banks_are_full_so_every_miss_evicts(folder: Path) -> None:
     settings = latency.Settings(model=str(folder), seq_len=32, entries=64, rounds=10, batch_size=2)
     bench = latency.Bench(settings, latency.build(settings.model, 0, "cpu"))
@@ -74,7 +71,6 @@ def test_banks_are_full_so_every_miss_evicts(folder: Path) -> None:
     assert after.n_stored == 64
 
 
-@pytest.mark.slow
 def test_memory_counts_what_was_stored() -> None:
     figures = memory.measure(memory.Settings(entries=200, width=32, seq_len=8))
     assert figures["n_stored"] >= 200

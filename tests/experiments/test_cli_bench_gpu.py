@@ -24,7 +24,6 @@ def commands_of_target(**variables: str | Path) -> list[list[str]]:
     return [words[1:] for words in lines if words and words[0].endswith("/llmcache")]
 
 
-@pytest.mark.slow
 def test_every_dtype_and_batch_size_is_measured(
     tmp_path: Path, command: Commands, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,7 +26,6 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.slow
 def test_what_was_chosen_is_shown_and_kept(config: Path, command: Commands) -> None:
     def calibrated(*changes: str) -> list[dict[str, object]]:
         assert command("calibrate", config, "--json", kept, "--set", *changes) == 0
@@ -50,7 +49,6 @@ def test_what_was_chosen_is_shown_and_kept(config: Path, command: Commands) -> N
         assert [figures[name] for figures in both] == [loose[name], strict[name]]
 
 
-@pytest.mark.slow
 def test_what_is_saved_serves_again(config: Path, command: Commands) -> None:
     folder = config.with_name("saved")
     assert command("calibrate", config, "--save", folder, "--set", "seed=0") == 0
@@ -70,7 +68,6 @@ def test_what_is_saved_serves_again(config: Path, command: Commands) -> None:
 LOSSES = "cache.max_drop=0.1: an experiment asks for the losses in max_drops"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("args", "error"),
     [

@@ -38,7 +38,6 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.slow
 def test_the_whole_chain(tiny: Path, command: Commands) -> None:
     options = ("--json", "figures.json", "--plot", "p.png", "--results-dir", "kept")
     assert command("demo", "--n", str(N), *options) == 0
@@ -70,7 +69,6 @@ def test_the_whole_chain(tiny: Path, command: Commands) -> None:
     assert yaml.safe_load((folder / "config.yaml").read_text()) == {"model": "minilm", "n": N}
 
 
-@pytest.mark.slow
 def test_the_decoder_is_part_of_it_where_it_was_prepared(
     tiny: Path, monkeypatch: pytest.MonkeyPatch, command: Commands
 ) -> None:

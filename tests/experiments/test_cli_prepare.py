@@ -79,7 +79,6 @@ FIGURES = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("recipe", FIGURES)
 def test_every_training(recipe: str, prepare: Prepare, command: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
     assert prepare(recipe) == 0
@@ -107,7 +106,6 @@ def answers(task: Workload) -> list[Any]:
         return [task.answer(task.module(**request.inputs), i) for i, request in enumerate(task.requests)]
 
 
-@pytest.mark.slow
 def test_a_prepared_classifier_is_asked_the_other_half(prepare: Prepare, data: Path) -> None:
     assert prepare("minilm-snips", "--epochs=30") == 0
     loaded, figures = load("minilm-snips", "class", prepare.models), prepare.figures("minilm-snips")
@@ -141,7 +139,6 @@ def test_a_prepared_classifier_is_asked_the_other_half(prepare: Prepare, data: P
             asked(**other)
 
 
-@pytest.mark.slow
 def test_a_prepared_span_model_gives_its_figures_with_its_threshold(prepare: Prepare, data: Path) -> None:
     assert prepare("minilm-squad_v2", "--epochs=2") == 0
     loaded, figures = load("minilm-squad_v2", "span", prepare.models), prepare.figures("minilm-squad_v2")
@@ -151,7 +148,6 @@ def test_a_prepared_span_model_gives_its_figures_with_its_threshold(prepare: Pre
     assert figures["always_no_answer"]["f1"] == task.facts["share_unanswerable"]
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("_small_gpt2")
 def test_a_prepared_language_model_gives_its_figures(prepare: Prepare, data: Path) -> None:
     assert prepare("gpt2-wikitext", "--limit=8") == 0
@@ -191,7 +187,6 @@ class Interrupting:
             raise KeyboardInterrupt
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "phase"), [("minilm-openbookqa", "openbookqa"), ("minilm-squad_v2", "squad")])
 def test_an_interrupted_training_goes_on(
     recipe: str, phase: str, prepare: Prepare, monkeypatch: pytest.MonkeyPatch
@@ -218,7 +213,6 @@ def test_an_interrupted_training_goes_on(
     assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("_small_gpt2")
 def test_seeds(prepare: Prepare) -> None:
     found = []
@@ -231,7 +225,6 @@ def test_seeds(prepare: Prepare) -> None:
     assert "classifier.weight" not in other and "transformer.wte.weight" not in other
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "theirs"), [("--seed=1", "--seed 0"), ("--limit=25", "--limit 24"), ("--epochs=2", "--epochs 1.0")]
 )
@@ -273,7 +266,6 @@ def test_a_folder_that_cannot_be_made(prepare: Prepare) -> None:
     assert prepare.refused("minilm-snips") == f"{prepare.models}: File exists"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("has_checkpoints", "n_bytes", "folder"),
     [
@@ -305,7 +297,6 @@ def files_of_at_most(n_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.slow
 def test_one_process_trains_a_model(prepare: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
     with held(prepare.models / ".minilm-snips.lock"):
         told = f"{prepare.models}: another process holds .minilm-snips.lock; wait for it to end"

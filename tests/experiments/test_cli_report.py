@@ -10,8 +10,6 @@ from llmcache.cli.main import app
 from tests.experiments.commands import Commands
 from tests.experiments.test_measure_latency import save_gpt2
 
-pytestmark = pytest.mark.slow
-
 SMOKE = Path(__file__).parents[2] / "configs" / "smoke.yaml"
 TEXT = {"name": "wikitext", "model": "untrained", "limit": 12, "data": "made", "window": 16}
 LABELS = {"name": "stream", "model": "untrained", "limit": 20, "data": {"path": "support_desk", "limit": 300}}

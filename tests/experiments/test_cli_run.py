@@ -81,7 +81,6 @@ def rows_of(folder: Path) -> list[dict[str, str]]:
     return list(csv.DictReader((folder / "rows.csv").read_text(encoding="utf-8").splitlines()))
 
 
-@pytest.mark.slow
 def test_results_are_complete_and_kept_until_forced(
     config: Path, command: Commands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,7 +122,6 @@ def test_results_are_complete_and_kept_until_forced(
     assert metrics_of(folder)["n"] == 60 and folders(config) == [folder]
 
 
-@pytest.mark.slow
 def test_a_grid_runs_once_a_point_and_several_changes_may_follow_one_set(config: Path, command: Commands) -> None:
     assert command(*run(config, "warmup=0"), "seed=[0, 1]", "task.limit=20") == 0
     names = [folder.name.rpartition("-")[0] for folder in folders(config)]
@@ -132,7 +130,6 @@ def test_a_grid_runs_once_a_point_and_several_changes_may_follow_one_set(config:
     assert "no-such.yaml" in command.refused(*run(config, "warmup=0"), "seed=[0, 1]", "no-such.yaml")
 
 
-@pytest.mark.slow
 def test_a_ready_model_needs_no_fit(config: Path, command: Commands) -> None:
     save_tiny(config.parent / "models" / "ready", labels=("order_status", "cancel_order"))
     assert command(*run(config, "task.model=ready", "task.head={kind: ready, fit_share: 0}")) == 0
@@ -141,7 +138,6 @@ def test_a_ready_model_needs_no_fit(config: Path, command: Commands) -> None:
     assert metrics["methods"]["llmcache-tau=0.8"]["hit_rate"] > 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "error"),
     [
@@ -178,7 +174,6 @@ def test_what_cannot_be_read_or_written_is_told_before_anything_is_measured(conf
     assert refused.startswith("--results-dir /proc/x: cannot be made a folder (No such")
 
 
-@pytest.mark.slow
 def test_two_processes_do_not_measure_the_same_run(config: Path, command: Commands) -> None:
     (named,) = load_experiments(config)
     with RunFolder(config.parent / "out", named).held():
@@ -216,7 +211,6 @@ def test_other_measures_show_their_summary(config: Path, command: Commands, monk
     assert command(*run(config), "--force") == 0  # without rows
 
 
-@pytest.mark.slow
 def test_a_sweep_goes_on_and_lists_what_failed(config: Path, command: Commands) -> None:
     broken, strange = config.with_name("broken.yaml"), config.with_name("strange.yaml")
     broken.write_text(STREAM.replace("part0.jsonl", "none.csv"))
@@ -257,7 +251,6 @@ def test_a_full_disk_ends_a_sweep(config: Path, command: Commands, monkeypatch: 
     assert "[2/2]" not in command.out
 
 
-@pytest.mark.slow
 def test_a_sweep_takes_all_configs_but_smoke(
     tmp_path: Path, command: Commands, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,7 +265,6 @@ def test_a_sweep_takes_all_configs_but_smoke(
     assert "no YAML file in" in command.refused("sweep")
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("_nothing_from_outside")
 def test_smoke_runs_every_task_and_every_method(
     tmp_path: Path, command: Commands, monkeypatch: pytest.MonkeyPatch

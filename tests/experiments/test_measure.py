@@ -158,7 +158,6 @@ class Remembers:
         self.calls.append((self.name, "end"))
 
 
-@pytest.mark.slow
 def test_methods_take_turns_and_rounds_begin_cold() -> None:
     calls: list[tuple[str, Any]] = []
     workload = Words([5, 6, 5])
@@ -211,7 +210,6 @@ def test_rows_say_what_happened() -> None:
     ]
 
 
-@pytest.mark.slow
 def test_serve_states_what_was_measured(tmp_path: Path) -> None:
     task = {"name": "stream", "model": str(save_tiny(tmp_path / "tiny")), "limit": 20}
     methods = [{"method": "llmcache", "tau": 0.8}, {"method": "doccache", "label": "documents"}]
@@ -228,7 +226,6 @@ def test_serve_states_what_was_measured(tmp_path: Path) -> None:
     assert found["documents"]["nocache_ms"]["n"] == found["documents"]["cache_ms"]["n"] == 40
 
 
-@pytest.mark.slow
 def test_bypasses_and_evictions_are_told_apart(loaded: Loaded) -> None:
     data = requests_of(60)
     texts = ("", "where is my order", "", "cancel it", "keep it")
@@ -240,7 +237,6 @@ def test_bypasses_and_evictions_are_told_apart(loaded: Loaded) -> None:
     assert (figures["bypassed"], figures["hit_rate"], figures["entries"]) == (2, 0.0, 2)
 
 
-@pytest.mark.slow
 def test_replay_equals_a_live_run(loaded: Loaded) -> None:
     """Same hits, same rungs, same answers, for each threshold, requests without content included."""
     data = requests_of(400)

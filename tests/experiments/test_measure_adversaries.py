@@ -33,7 +33,6 @@ def edited() -> Outcome:
     return measured(EDITED)
 
 
-@pytest.mark.slow
 def test_edits_are_counted_by_kind_and_setting(edited: Outcome) -> None:
     settings = edited.metrics["settings"]
     assert [setting["gate"] for setting in settings] == ["off", "on"]
@@ -51,7 +50,6 @@ def test_edits_are_counted_by_kind_and_setting(edited: Outcome) -> None:
     assert told(EDITED, edited).count("| support_desk | 0 |") == len(edited.metrics["summary"])
 
 
-@pytest.mark.slow
 def test_edited_requests_are_served_as_a_cache_serves_them(
     edited: Outcome, rehearsal: Rehearsal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -77,7 +75,6 @@ def test_gates_are_named_by_their_options() -> None:
     assert [name_of(gate) for gate in (False, True, {}, {"max_idf": 6.0})] == ["off", "on", "on", "max_idf=6.0"]
 
 
-@pytest.mark.slow
 def test_only_sources_that_grow_are_poisoned_and_fewer_where_every_hit_is_audited() -> None:
     asked = {"n_targets": 12, "n_others": 20, "repeats": 3}
     values = learning("poisoning", gates=[False], audits=[0.0, 1.0], sources=["growing", "frozen"], **asked)
@@ -95,7 +92,6 @@ def test_only_sources_that_grow_are_poisoned_and_fewer_where_every_hit_is_audite
     assert told(values, poisoned).count("| support_desk | 0 |") == len(poisoned.metrics["summary"])
 
 
-@pytest.mark.slow
 def test_half_of_the_intents_come_after_the_change(rehearsal: Rehearsal) -> None:
     asked = rehearsal.workload.requests
     workload, change = drift.drifting(rehearsal.workload, "any", 3)
@@ -120,7 +116,6 @@ def drifted() -> Outcome:
     return measured(DRIFTED)
 
 
-@pytest.mark.slow
 def test_what_changes_is_told_by_window(drifted: Outcome) -> None:
     change = drifted.metrics["change"]
     for figures in drifted.metrics["runs"]:
@@ -141,7 +136,6 @@ def test_what_changes_is_told_by_window(drifted: Outcome) -> None:
     assert told(DRIFTED, drifted).count("| support_desk | 0 |") == n_rows
 
 
-@pytest.mark.slow
 def test_alarms_and_status_are_those_of_the_audit(drifted: Outcome) -> None:
     without, watched = drifted.metrics["runs"]
     assert without["requests_to_alarm"] is without["requests_expected"] is None
@@ -154,7 +148,6 @@ def test_alarms_and_status_are_those_of_the_audit(drifted: Outcome) -> None:
         assert 0 <= figures["n_changed_until_notice"] <= round(figures["changed_after"] * figures["n_after"])
 
 
-@pytest.mark.slow
 def test_a_stream_that_changes_too_early_is_refused() -> None:
     with pytest.raises(ConfigError, match="learn=200: the intents change after"):
         measured(learning("drift"))

@@ -24,7 +24,6 @@ def check_rows(outcome: Outcome) -> None:
         assert row["changed_answers"] <= row["hit_rate"]
 
 
-@pytest.mark.slow
 def test_there_is_a_row_a_draw_and_claim() -> None:
     outcome = measured(VALUES)
     check_rows(outcome)
@@ -59,7 +58,6 @@ def test_violations_are_counted() -> None:
     assert figures["changed_answers_most"] == 0.2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "more", "n"), [("bursts", {}, 120), ("repeats", {"n": 260}, 60), ("shuffled", {}, 120)]
 )
@@ -72,7 +70,6 @@ def test_in_an_order_in_time_what_follows_is_the_truth(kind: str, more: dict[str
     assert [claim["n_calibrations"] for claim in done.metrics["claims"]] == [2, 2]
 
 
-@pytest.mark.slow
 def test_a_stream_is_observed_once_for_all_orders_in_which_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     rehearsed: list[int] = []
     rehearse = bound.Bound.rehearse

@@ -37,7 +37,6 @@ def fresh() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.mark.slow
 def test_a_row_has_all_kinds_of_call_and_the_table_tells_them(folders: Folders) -> None:
     outcome = measured(SMALL, folders)
     (row,) = outcome.rows
@@ -51,7 +50,6 @@ def test_a_row_has_all_kinds_of_call_and_the_table_tells_them(folders: Folders) 
     assert "compiled miss / no cache" in text and "| tiny | 2 | 12 | 16 |" in text
 
 
-@pytest.mark.slow
 def test_a_miss_that_no_graph_ran_stops_the_measure(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(make_experiment(SMALL), str(folders.models / "tiny"), 2, 12)
     bench._caches["_compiled"]._components.compiled.close()

@@ -58,7 +58,6 @@ def test_embeddings_change_under_a_cosine_of_098(retrieval: Retrieval) -> None:
         assert retrieval.is_changed(one, other) == is_changed  # cos 11.48 degrees is 0.98
 
 
-@pytest.mark.slow
 def test_what_is_searched_is_not_asked() -> None:
     workload = build(make_task(RETRIEVAL), Folders(), 0)
     assert workload.facts["n_corpus"] == 350 and len(workload.requests) == N
@@ -70,7 +69,6 @@ def curve() -> Outcome:
     return measured(EMBEDDINGS)
 
 
-@pytest.mark.slow
 def test_more_is_served_and_less_is_kept_at_looser_limits(curve: Outcome) -> None:
     hindsight = [point for point in curve.metrics["points"] if point["max_drop"] is None]
     assert len(hindsight) == 3
@@ -83,7 +81,6 @@ def test_more_is_served_and_less_is_kept_at_looser_limits(curve: Outcome) -> Non
         assert point["accuracy"] == pytest.approx(curve.metrics["nocache"]["accuracy"] - point["accuracy_drop"])
 
 
-@pytest.mark.slow
 def test_calibrated_limits_stand_beside_them(curve: Outcome) -> None:
     calibrated = [point for point in curve.metrics["points"] if point["max_drop"] is not None]
     assert [point["max_drop"] for point in calibrated] == [0.05, 0.3]
@@ -120,7 +117,6 @@ def test_a_broken_pair_is_named(tmp_path: Path) -> None:
         read_paws(tmp_path)
 
 
-@pytest.mark.slow
 def test_each_way_is_counted_by_label(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Recording, "texts", partialmethod(Recording.texts, "untrained"))
     paws = measured(PAIRS, Folders(data=folder))
@@ -140,7 +136,6 @@ def test_each_way_is_counted_by_label(folder: Path, monkeypatch: pytest.MonkeyPa
     assert told(PAIRS, paws).count("| 0 |") >= len(paws.metrics["summary"])
 
 
-@pytest.mark.slow
 def test_too_few_pairs_are_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="learn=400: the data has 165 pairs"):
         measured(PAIRS, Folders(data=folder), learn=400)

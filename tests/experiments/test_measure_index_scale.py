@@ -43,7 +43,6 @@ def test_indexes_are_measured_and_those_left_out_are_not() -> None:
     assert "recall" in told(VALUES, outcome)
 
 
-@pytest.mark.slow
 def test_a_page_and_a_picture_have_every_index(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     assert "not measured" in index_scale(tmp_path)

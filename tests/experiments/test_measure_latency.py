@@ -88,7 +88,6 @@ def remember(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[An
     return made
 
 
-@pytest.mark.slow
 def test_rows_say_what_was_measured_and_its_bytes(folders: Folders) -> None:
     rows = measured(SMALL, folders, dtypes=DTYPES, batch_sizes=[1, 2]).rows
     named = [(row["kept"], row["batch_size"], row["dtype"]) for row in rows]
@@ -109,7 +108,6 @@ def test_rows_say_what_was_measured_and_its_bytes(folders: Folders) -> None:
         assert row.keys() == rows[0].keys()
 
 
-@pytest.mark.slow
 def test_only_as_the_paper_every_layer_is_searched_and_serves(
     folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,7 +171,6 @@ def test_metrics_hold_the_rows_with_their_percentiles(folders: Folders) -> None:
     json.dumps(outcome.metrics, allow_nan=False)
 
 
-@pytest.mark.slow
 def test_service_rounds_stand_beside_interleaved_calls(folders: Folders) -> None:
     values = SMALL | {"kept": ["as the paper", "pooled"], "service_rounds": 2, "block": 12}
     outcome = measured(values, folders)
@@ -207,7 +204,6 @@ def test_a_service_round_asks_whole_blocks_in_alternating_order() -> None:
     assert service_rounds.figures(service_rounds.measure(ask, lambda: next(numbers), rounds=0, block=3)) is None
 
 
-@pytest.mark.slow
 def test_generation_is_measured_in_every_dtype(folders: Folders) -> None:
     asked = {"generate": ["tiny"], "new_tokens": 4, "generate_rounds": 3, "dtypes": DTYPES}
     outcome = measured(SMALL, folders, kept=["pooled"], **asked)
@@ -245,7 +241,6 @@ def test_entries_that_cannot_be_stored_end_the_filling(folders: Folders) -> None
         latency.Bench(settings, pair).fill(None)
 
 
-@pytest.mark.slow
 def test_a_hit_that_is_not_the_stored_run_is_said(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = settings_of(folders, payload="last", rounds=10)
     assert latency.measure(settings)["exact_hit_is_equal"] is True

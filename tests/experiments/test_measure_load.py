@@ -121,7 +121,6 @@ def test_what_cannot_be_measured_is_refused_before_anything_is_computed(changes:
         measured(VALUES, **changes)
 
 
-@pytest.mark.slow
 def test_both_get_the_same_requests_at_every_load(tmp_path: Path) -> None:
     values = VALUES | SMALL
     outcome = measured(values, Folders())

@@ -36,7 +36,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_bert(tmp_path_factory.mktemp("tiny") / "bert", " ".join(f"word{i}" for i in range(400))))
 
 
-@pytest.mark.slow
 def test_a_method_that_learns_serves_as_a_replay_says(workload: Workload) -> None:
     method = Calibrated(workload, {"answer": "class", "audit": 0}, LEARN, CLAIM)
     answers, notes = serve_once(method, range(N))
@@ -54,7 +53,6 @@ def test_a_method_that_learns_serves_as_a_replay_says(workload: Workload) -> Non
     assert again == answers
 
 
-@pytest.mark.slow
 def test_what_the_audit_looks_into_is_done_by_the_end_of_the_stream(workload: Workload) -> None:
     method = Calibrated(workload, {"answer": "class", "audit": 1.0}, LEARN, CLAIM)
     method.begin()
@@ -92,7 +90,6 @@ def test_a_trace_after_some_requests_is_that_of_the_others() -> None:
     assert (len(later.answers), len(later.notes)) == (1, 1)
 
 
-@pytest.mark.slow
 def test_figures_are_of_the_later_requests(tiny: str) -> None:
     outcome = measured(VALUES, replay={"model": tiny, "seq_len": 24, "limit": 40, "fill": 5})
     metrics = outcome.metrics
@@ -116,7 +113,6 @@ def test_figures_are_of_the_later_requests(tiny: str) -> None:
     assert outcome.metrics["replayed"]["llmcache 0.3"]["hit_rate"] > 0.1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("wanted", [[True] * 6, [False] * 6, [True, False, False, True, True, False]])
 def test_hits_and_misses_are_made_as_asked(wanted: list[bool], tiny: str) -> None:
     settings = Settings(model=tiny, seq_len=24, fill=3)

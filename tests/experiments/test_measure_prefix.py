@@ -42,7 +42,6 @@ def _wrong_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llmcache.reuse.prefix.rung.fill", lie)
 
 
-@pytest.mark.slow
 def test_time_to_first_token_is_compared(folders: Folders) -> None:
     outcome = measured(PREFIX, folders, rounds=1)
     metrics, rows = outcome.metrics, outcome.rows
@@ -90,7 +89,6 @@ def test_the_ceiling_of_known_prompts_leaves_out_what_the_ratio_leaves_out(tmp_p
     assert ceiling_of(older, "llmcache") == ceiling_of_known(rows)
 
 
-@pytest.mark.slow
 def test_a_stream_that_shares_nothing_has_no_hits(folders: Folders) -> None:
     stream = {"name": "nothing_shared", "n": 6, "length": 40}
     methods = [{"method": "llmcache", "label": "a", "auto_bypass": True}, {"method": "llmcache", "label": "b"}]
@@ -103,7 +101,6 @@ def test_a_stream_that_shares_nothing_has_no_hits(folders: Folders) -> None:
     assert told(values, outcome).count("nothing_shared") == 4
 
 
-@pytest.mark.slow
 def test_tokens_are_the_same(folders: Folders) -> None:
     outcome = measured(PARITY, folders)
     metrics = outcome.metrics
@@ -117,7 +114,6 @@ def test_tokens_are_the_same(folders: Folders) -> None:
     assert "100.0 %" in text and "5 new tokens" in text and "4 roundings" in text
 
 
-@pytest.mark.slow
 def test_under_a_budget_blocks_leave_and_tokens_stay_the_same(folders: Folders) -> None:
     budget = 200_000
     task = TASK | {"stream": STREAM | {"n": 40}}
@@ -129,7 +125,6 @@ def test_under_a_budget_blocks_leave_and_tokens_stay_the_same(folders: Folders) 
     assert metrics["share_reused"] < metrics["facts"]["share_known"]
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("_wrong_prefixes")
 def test_wrong_tokens_are_seen(folders: Folders) -> None:
     outcome = measured(PREFIX, folders, rounds=1)
@@ -167,7 +162,6 @@ def test_times_of_a_generation_are_those_of_its_tokens() -> None:
     assert (len(times.ttft), len(times.tpot)) == (3, 2)
 
 
-@pytest.mark.slow
 def test_generation_is_timed_by_token(folders: Folders) -> None:
     outcome = measured(DECODE, folders)
     (figures,) = outcome.metrics["generation"]

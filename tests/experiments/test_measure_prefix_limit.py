@@ -14,7 +14,6 @@ from tests.experiments.test_measure_latency import save_gpt2
 LIMIT = {"measure": "prefix_limit", "models": ["tiny"], "lengths": [64, 256], "shares": [0.5, 0.75], "rounds": 2}
 
 
-@pytest.mark.slow
 def test_every_way_gives_the_same_token_and_lengths_that_a_model_does_not_take_say_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

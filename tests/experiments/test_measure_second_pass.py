@@ -10,8 +10,6 @@ from experiments.report.pages.reuse import second_pass
 from llmcache.errors import ConfigError
 from tests.experiments.measuring import measured
 
-pytestmark = pytest.mark.slow
-
 DATA = {"path": "support_desk", "limit": 200}
 VALUES: dict[str, Any] = {"measure": "second_pass", "data": DATA, "sizes": [10, 20], "batch_sizes": [5, 1], "rounds": 2}
 

@@ -22,7 +22,6 @@ N = 260
 VALUES = learning("service", task=TASK | {"limit": N}, max_drops=[0.3], threads=1, rounds=2)
 
 
-@pytest.mark.slow
 def test_passes_alternate_and_figures_are_of_what_was_served_alone() -> None:
     before = torch.get_num_threads()
     outcome = measured(VALUES)
@@ -44,7 +43,6 @@ def test_passes_alternate_and_figures_are_of_what_was_served_alone() -> None:
     assert 0 <= way["changed_answers"] <= 1 and way["audit"]["n_waiting"] == 0
 
 
-@pytest.mark.slow
 def test_without_a_claim_each_pass_begins_empty_and_serves_repeats_alone() -> None:
     done = measured(VALUES, learn=0, cache={"auto_bypass": False}, rounds=1)
     (way,) = done.metrics["ways"]
@@ -114,7 +112,6 @@ def test_a_rate_that_a_stream_cannot_have_is_refused(changes: dict[str, Any], er
         measured(RATES | changes)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("learn", [LEARN, 0])
 def test_a_set_rate_is_measured_in_whole_passes(learn: int) -> None:
     options = {"answer": "class"} if learn else {"auto_bypass": False}
@@ -137,7 +134,6 @@ def test_threads_are_put_back_also_after_a_failure() -> None:
     assert torch.get_num_threads() == before
 
 
-@pytest.mark.slow
 def test_one_number_of_threads_may_stand_alone_and_no_request_left_is_refused() -> None:
     assert make_experiment(VALUES).threads == (1,)
     with pytest.raises(ConfigError, match="learn=260"):

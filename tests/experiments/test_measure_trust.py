@@ -19,8 +19,6 @@ from llmcache.errors import ConfigError
 from tests import inside
 from tests.experiments.measuring import LEARN, TASK, N, learning, measured, told
 
-pytestmark = pytest.mark.slow
-
 DROPS = (0.05, 0.2)
 BASELINES = ("paper", "doccache", "exact_response", "semantic_response")
 PARTS = ("neighbours", "student", "combined")

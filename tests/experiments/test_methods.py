@@ -217,7 +217,6 @@ def test_methods_share_weights_and_nothing_else(task: str) -> None:
         method.end()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "task", "options", "error"),
     [

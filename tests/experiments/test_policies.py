@@ -49,7 +49,6 @@ def figures(folders: Folders, **stream: Any) -> dict[tuple[str, float], Any]:
     return {(row["policy"], row["share"]): row for row in outcome.rows}
 
 
-@pytest.mark.slow
 def test_no_policy_beats_the_bound_and_a_larger_cache_finds_more(folders: Folders) -> None:
     for scan in (0, 200):
         rows = figures(folders, scan=scan, every=500)
@@ -75,7 +74,6 @@ def most(keys: str, max_entries: int) -> int:
     return hits(0, frozenset())
 
 
-@pytest.mark.slow
 @given(st.text("abcd", max_size=9), st.integers(1, 3))
 def test_the_bound_is_the_most_that_is_possible(keys: str, max_entries: int) -> None:
     assert most_hits(of(keys), max_entries).hits == most(keys, max_entries)
@@ -100,7 +98,6 @@ def test_mooncakes_blocks_are_read_and_bounded(folders: Folders) -> None:
     assert outcome.metrics["task"] == "Mooncake's trace, blocks"
 
 
-@pytest.mark.slow
 def test_lengths_are_azures_and_costs_are_told(folders: Folders) -> None:
     assert read_lengths(folders.data) == [5, 100, 7]
     stream = KeyStream.make({**SMALL, "lengths": "azure", "keeps": "tokens", "scan": 2, "every": 10})

@@ -17,7 +17,6 @@ from llmcache.calibration.observer import targets
 from llmcache.fingerprint import Learned
 from llmcache.models.adapters import locate
 
-pytestmark = pytest.mark.slow
 LEARN, N = 120, 200
 VALUES: dict[str, Any] = {
     "measure": "trust",

@@ -434,7 +434,6 @@ def test_a_report_has_a_verdict_for_every_claim_and_a_table_for_every_experiment
     assert report(results) == text
 
 
-@pytest.mark.slow
 def test_a_report_names_pictures_that_are_drawn(results: Path) -> None:
     text = report(results)
     pictures = [path.relative_to(results).as_posix() for path in draw_all(folders(results))]

@@ -151,7 +151,6 @@ while n_turns:
 """
 
 
-@pytest.mark.slow
 def test_only_one_process_holds_a_lock(tmp_path: Path) -> None:
     """A count is lost, or read while it is written, if two ever hold it at once."""
     (tmp_path / "count").write_text("0")

@@ -118,7 +118,6 @@ def test_the_names_that_are_told_to_be_prepared_are_those_of_the_recipes() -> No
     assert tuple(RECIPES) == PREPARED
 
 
-@pytest.mark.slow
 def test_users_behind_one_system_prompt() -> None:
     report = run_shared_prompt(tiny())
     users = report["users"]

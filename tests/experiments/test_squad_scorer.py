@@ -61,7 +61,6 @@ def test_scores(told: str, accepted: list[str], exact: float, overlap: float) ->
 words = st.lists(st.sampled_from(["x", "y", "z", "the", "X.", ","]), max_size=5).map(" ".join)
 
 
-@pytest.mark.slow
 @given(told=words, accepted=st.lists(words, max_size=3))
 def test_exact_answers_overlap_wholly_and_more_accepted_answers_never_hurt(told: str, accepted: list[str]) -> None:
     assert 0 <= f1(told, accepted) <= 1

@@ -58,7 +58,6 @@ def recorded(task: str) -> Recording:
     return Recording(build(make_task(TASKS[task]), Folders(), 0))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("fingerprint", ["mean", "attention", "minhash", "simhash", PCA])
 @pytest.mark.parametrize("task", TASKS)
 def test_replay_equals_a_live_run(task: str, fingerprint: Any) -> None:
@@ -82,7 +81,6 @@ def test_replay_equals_a_live_run(task: str, fingerprint: Any) -> None:
     assert {"near", "computed"} <= set(again.served)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "options"),
     [("doccache", {"threshold": 0.6}), ("semantic_response", {"threshold": 0.9, "encoder": UNTRAINED})],
@@ -108,7 +106,6 @@ def test_what_has_too_little_to_learn_from_finds_nothing() -> None:
     assert set(again.served) == {COMPUTED, "exact"}
 
 
-@pytest.mark.slow
 def test_a_sweep_has_a_point_for_every_threshold() -> None:
     asked = {"taus": [0.5, 0.9], "methods": ["llmcache", "doccache"], "fingerprints": ["mean", "minhash"]}
     outcome = run(SWEEP | asked)
@@ -143,7 +140,6 @@ def test_a_sweep_gives_the_tau_that_a_mode_needs() -> None:
     assert make_experiment(SWEEP | {"cache": {"mode": "paper"}})
 
 
-@pytest.mark.slow
 def test_an_observed_run_moves_the_clock_by_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     class Brief(TTL):
         def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
@@ -164,7 +160,6 @@ def test_what_the_model_does_not_take_is_refused_before_it_runs(monkeypatch: pyt
         run({"measure": "observe", "task": {**TASKS["squad_v2"], "limit": 5}, "cache": {"tau": 0.8}})
 
 
-@pytest.mark.slow
 def test_a_grid_asks_the_model_alone_once_and_says_what_that_took(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
 
@@ -184,7 +179,6 @@ def test_a_grid_asks_the_model_alone_once_and_says_what_that_took(monkeypatch: p
     assert [run({**values, **point}).metrics["seconds_preparing"] for point in grid] == [7.0, 0.0, 7.0]
 
 
-@pytest.mark.slow
 def test_as_written_every_layer_is_hit_alike() -> None:
     outcome = run({"measure": "layers", "task": TASKS["wikitext"], "tau": 0.8})
     rates = {row["hit_rate_as_written"] for row in outcome.rows}

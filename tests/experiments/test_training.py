@@ -11,8 +11,6 @@ from experiments.prepare import RECIPES, training
 from experiments.prepare.openbookqa import Collator
 from experiments.tasks.openbookqa import OpenBookQA
 
-pytestmark = pytest.mark.slow
-
 
 def test_the_seed_decides_order_and_dropout_too(data: Path, base: Path, tmp_path: Path) -> None:
     questions = read_openbookqa("train", data)
