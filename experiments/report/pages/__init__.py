@@ -18,6 +18,7 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "modes": modes.modes,
     "demo": costs.demo,
     "latency": costs.latency,
+    "compiled": costs.compiled,
     "calibrated": reuse.calibrated,
     "ways": ways.ways,
     "errors": ways.errors,

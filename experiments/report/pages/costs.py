@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from operator import itemgetter
 from pathlib import Path
 
+from experiments.report import calls as of_calls
 from experiments.report.calls import TIMES
 from experiments.report.markdown import Cell, columns, number, percent, row_of, speed, table
 from experiments.report.pages.files import MISSING, figures_of, is_timed, runs_if_any, runs_of
@@ -78,6 +79,12 @@ def _ms(value: float) -> str:
 def _entries(figures: Figures) -> str:
     nbytes = figures["entry_bytes"] if "entry_bytes" in figures else 1e3 * figures["entry_kb"]
     return f"{figures['entries']:,} of {nbytes / 1e3:,.0f} kB"
+
+
+def compiled(results_dir: Path) -> str:
+    """One call with and without a compiler, with and without a cache; nothing of a busy machine."""
+    runs = [run for run in runs_of(results_dir, "compiled") if run.is_timed]
+    return next(of_calls.compiled(runs))
 
 
 def costs(results_dir: Path) -> str:
