@@ -55,6 +55,11 @@ class Bank:
         """Tell the policy that the entry served a request."""
         self._policy.on_hit(key)
 
+    @property
+    def heeds_costs(self) -> bool:
+        """Whether the policy does anything with what computing entries took."""
+        return type(self._policy).on_cost is not Policy.on_cost
+
     def cost(self, key: str, cost: float) -> None:
         """Tell the policy what computing the entry anew would take; see `Policy.on_cost`."""
         self._policy.on_cost(key, cost)

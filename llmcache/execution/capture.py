@@ -56,7 +56,9 @@ class StateCapture:
         banks, counters, read = self._components.banks, self._components.counters, call.read
         calibrated = self._components.calibrated
         is_found = calibrated is None or calibrated.is_growing  # sources that were calibrated are joined by no other
-        differing, costs = self._differing(call), {} if ended is None else _costs(call, ended)
+        differing, costs = self._differing(call), {}
+        if ended is not None and banks.heeds_costs:
+            costs = _costs(call, ended)
         for number, states in call.progress.captured.items():
             row, features, vectors = call.rows[number], None, {}
             if number not in differing:
