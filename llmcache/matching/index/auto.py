@@ -85,7 +85,7 @@ class AutoIndex(Index):
         if self._file is None:
             return
         if self._refined is None and len(self) < self._switch // 8:
-            held = np.fromiter(self._file, np.int64)
+            held = self._file.ids()
             refined = RefinedIndex(self.dim, **self._few)
             refined.add(held, self._file.vectors(held))
             self._refined, self._file = refined, None

@@ -1,6 +1,6 @@
 """An inverted file that grows and shrinks by its lists. N: rows, B: queries, F: dimensions, n: of one list."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -84,9 +84,9 @@ class InvertedFile:
         """As `Index.vectors`."""
         return self._rows.take(np.array([self._slot_of[name] for name in ids.tolist()], np.int64))
 
-    def __iter__(self) -> Iterator[int]:
-        """Ids held, oldest first."""
-        return iter(self._slot_of)
+    def ids(self) -> Ids:
+        """Ids held (N,), oldest first."""
+        return np.fromiter(self._slot_of, np.int64)
 
     def __contains__(self, name: int) -> bool:
         return name in self._slot_of
