@@ -83,7 +83,8 @@ BREAKS = {
 @pytest.mark.parametrize("what", BREAKS)
 def test_a_broken_part_costs_speed_only(what: str, caplog: pytest.LogCaptureFixture) -> None:
     """Exact hits and misses only: tau is 1, so every answer is the plain one."""
-    cache, alone = pair(BERT, tau=1.0, index="flat", max_entries=4)
+    policy = "gdsf" if "cost" in what else "lru"  # only a policy that heeds costs is told of them
+    cache, alone = pair(BERT, tau=1.0, index="flat", max_entries=4, policy=policy)
     agree(cache, alone, input_ids=tokens(4, 5))
     broken = break_part(cache, *BREAKS[what])
     for seed in (0, 1, 0, 2, 3):
