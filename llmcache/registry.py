@@ -1,8 +1,8 @@
 """Exchangeable parts of a cache: the classes that settings can name, and how one is made from its settings."""
 
 import inspect
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, Generic, TypeVar, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
@@ -153,3 +153,21 @@ def _checker(hint: Any) -> TypeAdapter[Any]:
         return TypeAdapter(hint)
     except PydanticSchemaGenerationError:
         return TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True))
+
+
+def rule(holds: bool, said: str) -> None:
+    """Raise `AssertionError` unless a rule of a base holds."""
+    if not holds:
+        raise AssertionError(said)
+
+
+@contextmanager
+def refuses(error: type[Exception], said: str) -> Iterator[None]:
+    """Raise `AssertionError` unless what is done within raises this error."""
+    try:
+        yield
+    except error:
+        return
+    except Exception as other:
+        raise AssertionError(f"{said}, not {other!r}") from other
+    raise AssertionError(said)
