@@ -468,6 +468,15 @@ def test_an_adapter_that_does_not_fit_the_model_says_so(paths: dict[str, str]) -
         wrapped(build(outside.Tower))
 
 
+@pytest.mark.usefixtures("_table")
+def test_a_trunk_without_a_config_is_refused() -> None:
+    model = build(outside.Tower)
+    del model.config
+    register_adapter(Adapter("tower", ("Tower",), "tower.stages"))
+    with pytest.raises(UnsupportedModelError, match="Tower: no config; give it one with vocab_size"):
+        wrapped(model)
+
+
 def test_an_unknown_family_is_told_those_that_there_are() -> None:
     with pytest.raises(ConfigError, match=r"adapter: unknown name 'tower'; known: auto, bart, bert, .*, t5"):
         wrapped(build(CLASSIFIERS["bert"]), adapter="tower")
