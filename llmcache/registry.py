@@ -39,7 +39,7 @@ class Registry(dict[str, type[T]], Generic[T]):
         self.kind = kind
         self._base = base
         self.given = tuple(given)
-        self._reserved = ("auto", *reserved)
+        self.reserved = tuple(reserved)
         self._renamed = dict(renamed or {})
 
     def register(self, name: str, made: type[T]) -> None:
@@ -55,8 +55,9 @@ class Registry(dict[str, type[T]], Generic[T]):
         """
         if name in self:
             raise ConfigError(f"{self.kind}: the name {name!r} is taken by {self[name].__name__}")
-        if not isinstance(name, str) or name in self._reserved:
-            raise ConfigError(f"{self.kind}: give another name than {name!r}: a str, not {', '.join(self._reserved)}")
+        taken = ("auto", *self.reserved)
+        if not isinstance(name, str) or name in taken:
+            raise ConfigError(f"{self.kind}: give another name than {name!r}: a str, not {', '.join(taken)}")
         if not isinstance(made, type):
             raise ConfigError(f"{self.kind}: {name!r}: register a class, not {made!r}")
         self._check(made)

@@ -437,9 +437,9 @@ def test_an_unknown_name_is_told_those_that_there_are(kind: str, register: Calla
     assert "mine" in str(refusal.value)
 
 
-@pytest.mark.parametrize("name", ["exact", "semantic", "paper"])
+@pytest.mark.parametrize("name", ["exact", "prefix", "semantic", "paper", "student"])
 def test_rungs_of_other_settings_are_not_named_again(name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"rungs: '{name}' is turned on by other settings"):
+    with pytest.raises(ConfigError, match=rf"rungs: '{name}' is turned on by another setting"):
         wrapped(build(CLASSIFIERS["bert"]), rungs=[name])
 
 
