@@ -288,7 +288,17 @@ def _choose_rungs(
                 f"rungs: {component.name!r} is turned on by another setting (exact, prefix, tau, mode, decide); "
                 "leave it out"
             )
-        rungs.append(component.build(RUNGS, banks))
+        rungs.append(_ask(component.build(RUNGS, banks), trunk.depth))
     if tau:
         rungs.append(Paper(banks, tau) if config.mode == "paper" else Semantic(banks, chooser, Fixed(tau)))
     return rungs
+
+
+def _ask(rung: Rung, depth: int) -> Rung:
+    """A user's rung that can say where it is to be asked: calls ask it at each layer, and none is to fail there."""
+    try:
+        for layer in range(depth):
+            rung.applies_at(layer)
+    except Exception as error:
+        raise ConfigError(f"rungs: {rung.name}.applies_at() failed: {error!r}") from error
+    return rung

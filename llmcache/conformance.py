@@ -2,7 +2,7 @@
 
     check_policy(RandomReplacement)
     check_store(Files)                         called with a device
-    check_index(lambda dim: Scan(dim, 2))      called with a width; a function sets options
+    check_index(lambda dim: Scan(dim, 2))      called with a width; a function sets options. IndexTwin tells the recall
     check_fingerprint, check_decision, check_codec
     check_rung(SameTokens, model, requests)    beside the model itself
     check_adapter(model, inputs)
@@ -22,13 +22,14 @@ from llmcache.banks.stores.conformance import check_store
 from llmcache.cache import LLMCache
 from llmcache.fingerprint.conformance import check_fingerprint
 from llmcache.matching.conformance import check_decision
-from llmcache.matching.index.conformance import check_index
+from llmcache.matching.index.conformance import IndexTwin, check_index
 from llmcache.models.adapters import locate
 from llmcache.policies.conformance import check_policy
 from llmcache.registry import rule
 from llmcache.reuse import RUNGS, Rung
 
 __all__ = [
+    "IndexTwin",
     "check_adapter",
     "check_codec",
     "check_decision",

@@ -212,6 +212,13 @@ def test_a_rung_serves_rows(register: Callable[..., Any]) -> None:
     assert "rungs='exact+same_tokens'" in repr(cache)
 
 
+def test_a_rung_that_cannot_say_where_it_is_asked_is_refused(register: Callable[..., Any]) -> None:
+    """In a call nobody catches what it raises."""
+    register("rungs", type("Mine", (outside.SameTokens,), {"applies_at": lambda self, layer: 1 / (layer - 2) > 0}))
+    with pytest.raises(ConfigError, match=r"rungs: same_tokens\.applies_at\(\) failed: ZeroDivisionError"):
+        wrapped(build(CLASSIFIERS["bert"]), rungs=["mine"])
+
+
 class Seen(outside.SameTokens):
     """Sees whole calls; one of its methods may fail."""
 

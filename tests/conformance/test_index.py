@@ -10,8 +10,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from llmcache.arrays import Floats, Ids
+from llmcache.conformance import IndexTwin, check_index
 from llmcache.matching.index import INDEXES, AutoIndex, HNSWIndex, Index, LSHIndex, RefinedIndex
-from llmcache.matching.index.conformance import IndexTwin, check_index, signs
+from llmcache.matching.index.conformance import signs
 from llmcache.matching.index.inverted_file import InvertedFile
 from llmcache.matching.index.lsh import chance_to_meet
 from tests.conformance.outside import Scan
