@@ -173,7 +173,7 @@ def _store_when_quiet(ref: "weakref.ref[StoreQueue]", worker: _Worker) -> None:
                 Context().run(queue.settle, "background")
             else:
                 worker.wake.clear()
-                if len(queue):  # it came meanwhile, and saw that the thread was awake
+                if len(queue) or worker.closed.is_set():  # that came meanwhile, and saw that the thread was awake
                     worker.wake.set()
             del queue
     finally:
