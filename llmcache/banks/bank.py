@@ -60,6 +60,11 @@ class Bank:
         """Whether the policy does anything with what computing entries took."""
         return type(self._policy).on_cost is not Policy.on_cost
 
+    @property
+    def expires(self) -> bool:
+        """Whether the policy lets entries go for their age, or for anything but a lack of room."""
+        return type(self._policy).expired is not Policy.expired
+
     def cost(self, key: str, cost: float) -> None:
         """Tell the policy what computing the entry anew would take; see `Policy.on_cost`."""
         self._policy.on_cost(key, cost)

@@ -50,6 +50,7 @@ class CacheBanks:
         self._requests: dict[str, StoredRequest] = {}
         self.layer_banks = LayerBanks(banks, make_codec, self._requests)
         self.heeds_costs = any(bank.heeds_costs for bank in banks.values())  # who does not is not told, in no call
+        self.expires = any(bank.expires for bank in banks.values())  # by an age that counts from when they were put
         self._quarantined: dict[str, str] = {}  # namespaces by key; also of requests that left, as they may come again
         self._index = FingerprintIndex(fingerprint, make_index, self.layer_banks.layers_of, by_length, by_layer)
         self._lock = threading.RLock()

@@ -43,6 +43,8 @@ class StateCapture:
         parts = self._components
         if not (call.progress.captured and parts.weights.is_steady and parts.prefix is None):
             return False
+        if parts.is_collecting or parts.banks.expires:
+            return False
         if not call.inputs.arguments["input_ids"].is_cpu:  # a device's streams are not waited for elsewhere
             return False
         if parts.observer is None:

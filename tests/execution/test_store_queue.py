@@ -188,3 +188,16 @@ def test_a_cache_that_is_let_go_of_ends_its_thread() -> None:
     assert thread in threading.enumerate()
     cache.unwrap()
     assert thread not in threading.enumerate()
+
+
+def test_what_is_observed_is_not_stored(steady: tuple[LLMCache, nn.Module]) -> None:
+    cache, _ = steady
+    cache.observe([{"input_ids": tokens(1, 5, seed=seed)} for seed in range(3)])
+    assert waiting(cache) == 0 and cache.stats().n_stored == 0
+
+
+def test_entries_with_an_age_are_stored_at_once() -> None:
+    """Else they would be taken for younger than they are."""
+    cache, alone = pair(BERT, policy={"name": "ttl", "ttl_s": 60.0})
+    agree(cache, alone, input_ids=tokens(1, 5))
+    assert waiting(cache) == 0 and cache.stats().n_stored == 1
