@@ -42,6 +42,7 @@ def test_all_is_measured_that_is_asked(tmp_path: Path, command: Commands, monkey
     monkeypatch.chdir(ROOT)  # the target names its configs from here
     model, results = save_gpt2(tmp_path / "tiny", layers=1, positions=192), tmp_path / "gpu"
     asked = commands_of_target(**QUICKLY, MODELS=model, GENERATE=model, COMPILED=model, GPU_RESULTS=results)
+    asked[1] += ["--set", "dtypes=[bfloat16]"]  # to be done sooner
     asked[2] += ["--set", "new_tokens=2"]
     assert [command(*words) for words in asked] == [0, 0, 0]
     expected = set(itertools.product(DTYPES, (1, 2), BANKS))
@@ -57,7 +58,8 @@ def test_all_is_measured_that_is_asked(tmp_path: Path, command: Commands, monkey
     assert {row["clock"] for row in calls} == {"perf_counter"}
 
     compiled = calls_of(results, "compiled")
-    assert {(row["dtype"], row["rows"], row["banks"]) for row in compiled} == expected
+    found = {(row["dtype"], row["rows"], row["banks"]) for row in compiled}
+    assert found == set(itertools.product(DTYPES[1:], (1, 2), BANKS))
     assert all(row["not_run"] == "" and row["miss_compiled_ms"] > 0 for row in compiled)
 
     (path,) = results.glob("prefix_decode/*/metrics.json")
