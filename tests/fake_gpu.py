@@ -1,10 +1,10 @@
 """Tensors that are of a GPU as far as the library can tell, on a machine without one; every transfer is counted.
 
-Their numbers lie on the host, and so do the model's weights: what is computed of them is computed there. A read of a
-number that is not copied first fails, as on a GPU. What the host would wait for is counted by what PyTorch does on
-CUDA: a copy to the host waits unless it is `non_blocking`, and so do a number that is read, an operation whose output
-is as large as its input says (`nonzero`, a mask as an index), a copy to the device from pageable memory, and the
-synchronisation of a stream.
+Their numbers lie on the host: what is computed of them is computed there. As on a GPU, what is not copied to the host
+first cannot be read there, and an operation on tensors of both fails. What the host would wait for is counted by what
+PyTorch does on CUDA: a copy to the host waits unless it is `non_blocking`, and so do a number that is read, an
+operation whose output is as large as its input says (`nonzero`, a mask as an index), and the synchronisation of a
+stream. What is copied to the device is counted by itself.
 """
 
 from collections import Counter
@@ -13,9 +13,11 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -27,6 +29,9 @@ _READS = frozenset({"_local_scalar_dense", "item", "equal", "is_nonzero", "allcl
 _SIZED = frozenset({"nonzero", "masked_select", "_unique2", "unique_dim", "repeat_interleave"})
 _FROM_HOST = (torch.tensor, torch.as_tensor, torch.asarray)
 
+#: Operations between tensors of the host and of the device.
+_BETWEEN = frozenset({"copy_", "_to_copy"})
+
 #: What was done: `read` the host waited for numbers, `sent` copies to the device, `fetched` copies from it.
 moved: Counter[str] = Counter()
 
@@ -36,21 +41,19 @@ class OnDevice(Tensor):
 
     device = DEVICE  # type: ignore[assignment]
     is_cuda = True  # type: ignore[assignment]
+    is_meta = False  # type: ignore[assignment]
     held: Tensor
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, held: Tensor) -> "OnDevice":
-        # To the dispatcher, a tensor of a device that this build knows and that has no numbers.
-        made: Any = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls,
-            held.shape,
-            strides=held.stride(),
-            storage_offset=held.storage_offset(),
-            dtype=held.dtype,
-            device="meta",
-        )
+        # To the dispatcher, a tensor of a device that this build knows and that has no numbers; never an inference one.
+        shape: dict[str, Any] = {"strides": held.stride(), "storage_offset": held.storage_offset()}
+        with torch.inference_mode(False):
+            made: Any = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+                cls, held.shape, **shape, dtype=held.dtype, device="meta"
+            )
         made.held = held
         return made  # type: ignore[no-any-return]
 
@@ -59,6 +62,7 @@ class OnDevice(Tensor):
         kwargs = dict(kwargs or {})
         asked = kwargs.pop("device", None)
         to_host = asked is not None and torch.device(asked).type == "cpu"
+        _refuse_to_mix(func, args, kwargs)
         _count(func, args, kwargs, to_host)
         wrappers = {id(one.held): one for one in tree_flatten((args, kwargs))[0] if isinstance(one, OnDevice)}
         made = func(*tree_map(_held, args), **tree_map(_held, kwargs))
@@ -81,6 +85,16 @@ def _held(value: Any) -> Any:
     return value.held if isinstance(value, OnDevice) else value
 
 
+def _refuse_to_mix(func: Any, args: Any, kwargs: Any) -> None:
+    """Fail as CUDA does where a tensor of the host takes part that is no single number."""
+    if func.overloadpacket.__name__ in _BETWEEN:
+        return
+    for one in tree_flatten((args, kwargs))[0]:
+        is_of_host = isinstance(one, Tensor) and not isinstance(one, OnDevice) and one.ndim > 0
+        if is_of_host:
+            raise RuntimeError(f"Expected all tensors to be on the same device: {func} was passed one of the host")
+
+
 def _count(func: Any, args: Any, kwargs: Any, to_host: bool) -> None:
     name = func.overloadpacket.__name__
     waits = not (kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2]))
@@ -92,9 +106,7 @@ def _count(func: Any, args: Any, kwargs: Any, to_host: bool) -> None:
         moved["fetched"] += 1
         moved["read"] += waits
     indices = args[1] if name in ("index", "index_put_", "index_put") else ()
-    indices = [one for one in indices if one is not None]
-    moved["sent"] += sum(not isinstance(one, OnDevice) for one in indices)
-    is_masked = any(one.dtype == torch.bool for one in indices)
+    is_masked = any(one is not None and one.dtype == torch.bool for one in indices)
     moved["read"] += name in _READS or name in _SIZED or is_masked
 
 
@@ -107,6 +119,12 @@ class _Factories(TorchFunctionMode):
             return self._to(func, args, kwargs)
         if func is Tensor.tolist:
             return args[0].cpu().tolist()
+        if func in (Tensor.__getitem__, Tensor.__setitem__) and isinstance(args[0], OnDevice):
+            x, index, *rest = args
+            sent = tuple(map(_sent, index)) if isinstance(index, tuple) else _sent(index)
+            return func(x, sent, *rest)
+        if func is scaled_dot_product_attention and isinstance(args[0], OnDevice):  # one kernel
+            return OnDevice(func(*tree_map(_held, args), **tree_map(_held, kwargs)))
         if func is torch.where and isinstance(args[0], OnDevice):  # its numbers would be made of a device without any
             args = tuple(OnDevice(torch.tensor(one)) if isinstance(one, (int, float)) else one for one in args)
         device = kwargs.get("device")
@@ -132,6 +150,14 @@ class _Factories(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def _sent(index: Any) -> Any:
+    """An index; numbers of the host are sent to the device for it."""
+    if isinstance(index, OnDevice) or not isinstance(index, (list, np.ndarray, Tensor)):
+        return index
+    moved["sent"] += 1
+    return OnDevice(torch.as_tensor(index))
+
+
 def _is_of_device(target: Any) -> bool:
     if isinstance(target, Tensor):
         return isinstance(target, OnDevice)
@@ -149,12 +175,24 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with monkeypatch.context() as patched, _Factories():
         patched.setattr(torch.cuda, "current_stream", lambda device=None: stream)
         patched.setattr(torch.cuda, "synchronize", lambda device=None: wait())
-        patched.setattr(
-            "llmcache.assembly.device_of", lambda module: DEVICE
-        )  # of the model, whose weights are elsewhere
         for module in ("request.bypass", "execution.meter", "execution.compiled"):
             patched.setattr(f"llmcache.{module}.is_traced", lambda values: False)
         yield
+
+
+def place(model: nn.Module) -> Any:
+    """A model that is on the device."""
+    placed: dict[int, Any] = {}  # weights that parts share stay shared
+    for part in model.modules():
+        for name, held in [*part._parameters.items(), *part._buffers.items()]:
+            if held is None:
+                continue
+            if id(held) not in placed:
+                moved_up = OnDevice(held.detach())
+                is_weight = isinstance(held, nn.Parameter)
+                placed[id(held)] = nn.Parameter(moved_up, requires_grad=False) if is_weight else moved_up
+            (part._parameters if name in part._parameters else part._buffers)[name] = placed[id(held)]
+    return model
 
 
 def counted(call: Any, *args: Any) -> tuple[Any, Counter[str]]:
