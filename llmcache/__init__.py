@@ -5,6 +5,15 @@ from llmcache import LLMCache
 cache = LLMCache.wrap(model)          # exact repeats are served from memory
 outputs = cache(**inputs)             # or model(**inputs) under torch.inference_mode()
 print(cache.stats().hit_rate)
+
+A call goes from room to room; each package says in its first lines what it does.
+
+call -> execution.flow   the order of its steps, for layers that models.hooks has swapped
+     -> request          its rows and their exact keys
+     -> fingerprint      one vector a row
+     -> matching         the nearest stored requests, and how risky they are
+     -> reuse            what is served instead of being computed; calibration chose the limit, audit watches
+     -> banks            what is stored of the others; policies say who leaves
 """
 
 from importlib import import_module

@@ -52,9 +52,7 @@ def assemble(
     trunk, head, payload = _inspect(model, config)
     layers = _choose_layers(trunk, payload, config)
     codec: Codec = config.compression.build(CODECS)
-    # Built in any case, so that a wrong name is told now and not at the first request that needs it.
-    fingerprint = make_fingerprint(config)
-    config.index_component.build(INDEXES, 8)
+    fingerprint, decision = _make_matching(config)  # also where they serve nothing yet: a wrong name is told now
     searched_by = None if config.tau is None else fingerprint
     is_exact = config.serves_exact and codec.is_lossless(next(trunk.module.parameters()).dtype)
     prefix = _make_blocks(trunk, payload, config, lambda: banks.spent)
@@ -62,7 +60,6 @@ def assemble(
     is_plain = not config.rungs and (config.store.name, config.compression.name) == ("memory", "none")
     is_in_blocks = prefix is not None and is_exact and is_plain and layers[-1] == trunk.depth - 1
     banks = _make_banks(trunk, payload, config, layers, searched_by, prefix)
-    decision: Decision = config.decide_component.build(DECISIONS)
     observer = None
     if config.tau is not None and decision.reads_answers:
         observer = Observer(banks, find_answers(config.answer, head, model), answer_of)
@@ -117,7 +114,7 @@ def make_calibrated(
             f"audit={config.audit}: a hit is computed again from input_ids, which {type(model).__name__}.forward() "
             f"does not take ({', '.join(sorted(names)) or 'nothing'}): name its argument so, or set audit=0"
         )
-    fingerprint = make_fingerprint(config)
+    fingerprint, decision = _make_matching(config)
     tokens = None
     if isinstance(fingerprint, Learned):
         tokens = TokenVectors(parts.trunk, parts.payload, plain_forward(parts.trunk.module))
@@ -125,7 +122,6 @@ def make_calibrated(
     answers = find_answers(config.answer, parts.head, model)
     if config.decide_component.name == "student":
         check_student(parts.payload, answers, config)
-    decision: Decision = config.decide_component.build(DECISIONS)
     chooser = NeighbourChooser(parts.banks, decision, answers, parts.gate)
     head = Weights(model, without=parts.trunk.module)
     fitter = CalibrationFitter(parts.banks, fingerprint, tokens, chooser, answers)
@@ -168,8 +164,8 @@ def _make_gate(trunk: Trunk, config: CacheConfig, tokenizer: Any) -> ContentGate
         raise ConfigError(f"gate: {options}: {error}") from error
 
 
-def make_fingerprint(config: CacheConfig) -> Fingerprint:
-    """The fingerprint that the settings name, unless it could never be fitted, or does not suit the mode."""
+def _make_matching(config: CacheConfig) -> tuple[Fingerprint, Decision]:
+    """Fingerprint and decision that the settings name; a fingerprint that could never be fitted is refused."""
     fingerprint: Fingerprint = config.fingerprint_component.build(FINGERPRINTS)
     if config.max_entries is not None and config.max_entries < fingerprint.n_fit:
         raise ConfigError(
@@ -182,7 +178,8 @@ def make_fingerprint(config: CacheConfig) -> Fingerprint:
             f"fingerprint_per_layer=True: fingerprint {config.fingerprint.name!r} cannot be taken from the states that "
             f"enter any layer; use one of {', '.join(fitting)}, or leave it out"
         )
-    return fingerprint
+    config.index_component.build(INDEXES, 8)  # made anew for each partition, once requests are there
+    return fingerprint, config.decide_component.build(DECISIONS)
 
 
 def _choose_payload(trunk: Trunk, head: Head, config: CacheConfig) -> Payload:
@@ -286,11 +283,22 @@ def _choose_rungs(
     if is_exact:
         rungs.append(Exact(banks))
     for component in config.rungs:
-        if (name := component.name) in (Exact.name, Semantic.name, Paper.name, "prefix"):
+        if component.name in RUNGS.reserved:
             raise ConfigError(
-                f"rungs: {name!r} is turned on by other settings (exact, prefix, tau, mode); leave it out"
+                f"rungs: {component.name!r} is turned on by another setting (exact, prefix, tau, mode, decide); "
+                "leave it out"
             )
-        rungs.append(component.build(RUNGS, banks))
+        rungs.append(_ask(component.build(RUNGS, banks), trunk.depth))
     if tau:
         rungs.append(Paper(banks, tau) if config.mode == "paper" else Semantic(banks, chooser, Fixed(tau)))
     return rungs
+
+
+def _ask(rung: Rung, depth: int) -> Rung:
+    """A user's rung that can say where it is to be asked: calls ask it at each layer, and none is to fail there."""
+    try:
+        for layer in range(depth):
+            rung.applies_at(layer)
+    except Exception as error:
+        raise ConfigError(f"rungs: {rung.name}.applies_at() failed: {error!r}") from error
+    return rung

@@ -129,6 +129,7 @@ class LLMCache:
         """
         from llmcache import persist
 
+        self._components.settle()
         persist.save(self._components, self.config, self._tokenizer, folder)
 
     def calibrate(
@@ -168,6 +169,7 @@ class LLMCache:
             UnsafeReuseError: The head answers token by token.
             WrapError: The cache was unwrapped.
         """
+        self._components.settle()
         claim = make_claim(self.config, max_drop, delta, metric, sources, seed)
         return self._calibrator.calibrate(requests, labels, claim)
 
@@ -186,11 +188,13 @@ class LLMCache:
             UnsafeReuseError: The head answers token by token.
             WrapError: The cache was unwrapped.
         """
+        self._components.settle()
         return self._calibrator.observe(requests, labels)
 
     @property
     def calibrated(self) -> CalibratedReuse | None:
         """What is reused approximately, step by step: for replays. None before anything was observed or learned."""
+        self._components.settle()
         return self._components.calibrated
 
     @property
@@ -272,6 +276,8 @@ class LLMCache:
             self._components.audit.worker.close()
         if self._components.compiled is not None:
             self._components.compiled.close()
+        if self._components.store_queue is not None:
+            self._components.store_queue.close()
         self._installed.remove()
         return self.model
 
@@ -281,6 +287,7 @@ class LLMCache:
         Jobs are hits that the audit drew, and renewals of a calibration. None is left or under way afterwards.
         Hits that were served with other weights than those of now wait until these are back.
         """
+        self._components.settle()
         return 0 if self._components.audit is None else self._components.audit.drain()
 
     def __enter__(self) -> Self:

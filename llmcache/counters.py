@@ -39,6 +39,7 @@ class Counters:
         self._totals: Counter[str] = Counter()
         self._lookup_s = 0.0
         self._storing_s = 0.0
+        self._stored_later: Counter[str] = Counter()
         self._told: set[str] = set()
         self._failures: Counter[str] = Counter()
         self._calls, self._looks = Share(), Share()
@@ -130,6 +131,12 @@ class Counters:
         if is_first:
             logger.warning("llmcache: a request is larger than its budget and was not stored; raise max_bytes")
 
+    def stored_later(self, where: str, seconds: float = 0.0) -> None:
+        """Count a call that was stored after its answer, and the seconds that took; see `Stats.stored_later`."""
+        with self._lock:
+            self._stored_later[where] += 1
+            self._storing_s += seconds
+
     def hooked(self, n_rows: int) -> None:
         """Count rows that take the whole way for hooks that somebody hung on the model; the first are logged."""
         with self._lock:
@@ -188,6 +195,7 @@ class Counters:
                 n_layers_skipped=self._totals["skipped"],
                 lookup_ms=self._lookup_s * 1e3,
                 storing_ms=self._storing_s * 1e3,
+                stored_later=dict(self._stored_later),
                 n_too_large=self._totals["too_large"],
                 n_hooked=self._totals["hooked"],
                 errors=self._totals["errors"],

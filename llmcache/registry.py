@@ -1,8 +1,8 @@
 """Exchangeable parts of a cache: the classes that settings can name, and how one is made from its settings."""
 
 import inspect
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, Generic, TypeVar, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
@@ -39,7 +39,7 @@ class Registry(dict[str, type[T]], Generic[T]):
         self.kind = kind
         self._base = base
         self.given = tuple(given)
-        self._reserved = ("auto", *reserved)
+        self.reserved = tuple(reserved)
         self._renamed = dict(renamed or {})
 
     def register(self, name: str, made: type[T]) -> None:
@@ -55,8 +55,9 @@ class Registry(dict[str, type[T]], Generic[T]):
         """
         if name in self:
             raise ConfigError(f"{self.kind}: the name {name!r} is taken by {self[name].__name__}")
-        if not isinstance(name, str) or name in self._reserved:
-            raise ConfigError(f"{self.kind}: give another name than {name!r}: a str, not {', '.join(self._reserved)}")
+        taken = ("auto", *self.reserved)
+        if not isinstance(name, str) or name in taken:
+            raise ConfigError(f"{self.kind}: give another name than {name!r}: a str, not {', '.join(taken)}")
         if not isinstance(made, type):
             raise ConfigError(f"{self.kind}: {name!r}: register a class, not {made!r}")
         self._check(made)
@@ -153,3 +154,21 @@ def _checker(hint: Any) -> TypeAdapter[Any]:
         return TypeAdapter(hint)
     except PydanticSchemaGenerationError:
         return TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True))
+
+
+def rule(holds: bool, said: str) -> None:
+    """Raise `AssertionError` unless a rule of a base holds."""
+    if not holds:
+        raise AssertionError(said)
+
+
+@contextmanager
+def refuses(error: type[Exception], said: str) -> Iterator[None]:
+    """Raise `AssertionError` unless what is done within raises this error."""
+    try:
+        yield
+    except error:
+        return
+    except Exception as other:
+        raise AssertionError(f"{said}, not {other!r}") from other
+    raise AssertionError(said)

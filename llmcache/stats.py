@@ -83,7 +83,7 @@ class Cost(Renamed):
         layer_ms: What a layer takes: what the model takes, by the number of layers. They are alike, a reuse mostly
             replaces all of them, and embeddings and final norm take about a hundredth.
         plain_ms: The model alone: bypassed calls.
-        beside_ms: What the audit and the reading of answers took, by call that was looked up.
+        beside_ms: What the audit, the reading of answers and storing in the next call took, by call that was looked up.
         miss_ms: All of a miss.
         hit_ms: All of a hit: lookup, transfer of the state, and what of the model still runs.
         hit_rate: Share of requests served, of those that were looked up.
@@ -198,6 +198,9 @@ class Stats:
         reconstruction_distance: Mean of 1 - cosine(x, x') over the same rows, 0 to 2, or None.
         lookup_ms: Total time in fingerprint, search and decision.
         storing_ms: Total time in keeping states, checks, storing misses and fitting codecs.
+        stored_later: Calls that were stored after their answer (`llmcache.execution.store_queue`), by when: in the
+            `next_call`, in the `background`, or when `asked` what is held; those that were `dropped`, since the weights
+            had been edited before then; and those that were stored at once, since the queue was full (`queue_full`).
         n_too_large: Requests with a state larger than its bank, which was not stored, or that were not kept in blocks
             as a whole, since these do not fit `max_bytes`.
         n_hooked: Rows that neither a prefix nor the fast path was tried for, since hooks of others
@@ -232,6 +235,7 @@ class Stats:
     reconstruction_distance: dict[int, float | None] = field(default_factory=dict)
     lookup_ms: float = 0.0
     storing_ms: float = 0.0
+    stored_later: dict[str, int] = field(default_factory=dict)
     n_too_large: int = 0
     n_hooked: int = 0
     errors: int = 0

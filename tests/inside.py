@@ -11,6 +11,7 @@ from llmcache.calibration.observer import Observer
 from llmcache.execution.components import Components
 from llmcache.execution.cost import CostModel
 from llmcache.execution.recorder import BypassRecorder
+from llmcache.execution.store_queue import StoreQueue
 from llmcache.fingerprint import Fingerprint
 from llmcache.matching.partition import IndexPartition
 from llmcache.models.adapters import Trunk
@@ -33,6 +34,7 @@ def replace(cache: LLMCache, **parts: Any) -> None:
 
 
 def banks(cache: LLMCache) -> CacheBanks:
+    components(cache).settle()
     return components(cache).banks
 
 
@@ -89,6 +91,10 @@ def keep_quiet(cache: LLMCache) -> LLMCache:
     worker = audit(cache).worker
     worker._idle_s = worker._patience_s = 1e6
     return cache
+
+
+def store_queue(cache: LLMCache) -> StoreQueue:
+    return _made(components(cache).store_queue)
 
 
 def recorder(cache: LLMCache) -> BypassRecorder:

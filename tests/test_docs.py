@@ -1,7 +1,7 @@
 """The pages of docs/: their examples run, their links lead somewhere, and they say each thing by its one name."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,9 @@ import yaml
 
 import llmcache
 from experiments.report import site
+from llmcache import CODECS, DECISIONS, FINGERPRINTS, INDEXES, POLICIES, RUNGS, STORES, LLMCache
 from llmcache.audit.alarm import Alarm
 from llmcache.models.adapters import ADAPTERS
-from llmcache.policies import POLICIES
 from tests.tiny_models import BARE, CLASSIFIERS, GENERATORS, build, tokenizer, tokens
 
 ROOT = Path(__file__).parents[1]
@@ -21,6 +21,7 @@ DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
 GENERATED = {"cli.md", "settings.md"}
 WRITTEN = [ROOT / "README.md", *(page for page in PAGES if page.name not in GENERATED)]
+REGISTRIES: list[dict[str, Any]] = [POLICIES, STORES, INDEXES, FINGERPRINTS, DECISIONS, CODECS, RUNGS, ADAPTERS]
 N_LOG = 240  # requests that examples calibrate on
 
 #: Words for ideas that have another name; see docs/glossary.md.
@@ -65,13 +66,13 @@ def save_models(folder: Path, words: list[str]) -> None:
 
 
 @pytest.fixture
-def _as_before() -> Iterator[None]:
-    """What examples register is taken out again."""
-    policies, adapters = dict(POLICIES), dict(ADAPTERS)
-    yield
-    for registry, before in ((POLICIES, policies), (ADAPTERS, adapters)):
+def added() -> Iterator[Callable[[], list[str]]]:
+    """What examples have registered: it is taken out again."""
+    before = [dict(registry) for registry in REGISTRIES]
+    yield lambda: [name for registry, known in zip(REGISTRIES, before, strict=True) for name in registry.keys() - known]
+    for registry, known in zip(REGISTRIES, before, strict=True):
         registry.clear()
-        registry.update(before)  # type: ignore[arg-type]
+        registry.update(known)
 
 
 def run(page: Path, folder: Path, **given: Any) -> dict[str, Any]:
@@ -87,7 +88,6 @@ def run(page: Path, folder: Path, **given: Any) -> dict[str, Any]:
 
 
 @pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
-@pytest.mark.usefixtures("_as_before")
 @pytest.mark.parametrize(
     "name",
     [
@@ -98,9 +98,18 @@ def run(page: Path, folder: Path, **given: Any) -> dict[str, Any]:
     ],
 )
 def test_examples_run(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    added: Callable[[], list[str]],
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    caches: list[LLMCache] = []
+    wrap = LLMCache.wrap
+    monkeypatch.setattr(
+        LLMCache, "wrap", lambda *args, **settings: caches.append(wrap(*args, **settings)) or caches[-1]
+    )
     page = ROOT / name if name == "README.md" else DOCS / name
     model = build(CLASSIFIERS["bert"])
     defined = run(page, tmp_path, model=model, inputs={"input_ids": tokens(1, 6)})
@@ -113,8 +122,8 @@ def test_examples_run(
     if name == "generation.md":
         assert defined["cache"].stats().n_requests == 2 and defined["turn"].generation.tokens
     if name == "extending.md":
-        cache = defined["cache"]
-        assert cache(input_ids=tokens(1, 6)) is not None and cache.stats().errors == 0
+        assert added() == ["random", "plain", "scan", "words", "alone", "bf16", "same_tokens", "mine"]
+        assert {cache.stats().errors for cache in caches} == {0} and caches[-1].stats().n_stored == 1
 
 
 @pytest.mark.parametrize("page", [ROOT / "CONTRIBUTING.md", *WRITTEN], ids=lambda page: page.name)

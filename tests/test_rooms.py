@@ -30,6 +30,7 @@ LIBRARY = (
     ("persist", "assembly"),
     ("calibrator",),
     ("cache",),
+    ("conformance",),
     ("generation",),
     ("cli",),
     ("__main__",),

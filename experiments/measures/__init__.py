@@ -1,4 +1,10 @@
-"""Kinds of runs: one file each, with its settings and `run(experiment, folders) -> Outcome`."""
+"""Kinds of runs: one file each, with its settings and `run(experiment, folders) -> Outcome`.
+
+experiment -> serve, service, load, ...   methods answer requests, and are timed
+           -> sweep, trust, bound, ...    a recorded pass is replayed
+           -> bench                       single calls are timed
+           -> Outcome                     rows and figures, for the folder of the run
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

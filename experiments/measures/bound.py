@@ -32,7 +32,7 @@ from experiments.metrics.metrics import share_interval
 from experiments.replay.rehearsal import Rehearsal
 from experiments.support.folders import Folders
 from experiments.support.progress import tracked
-from llmcache.calibration.calibration import HoldoutOutcome, OperatingPoint, chosen, n_tested, try_settings
+from llmcache.calibration.calibration import HoldoutOutcome, OperatingPoint, choose_limit, n_tested, try_limits
 from llmcache.calibration.risk_target import RiskTarget
 from llmcache.errors import ConfigError
 
@@ -104,7 +104,9 @@ def _calibrations(experiment: Bound, rehearsal: Rehearsal, part: int) -> Iterato
         for risk_target in claims:
             drawn = rng.integers(len(population), size=n_tested(experiment.learn, risk_target))
             seen = HoldoutOutcome(truth.risk[drawn], truth.loss[drawn])
-            found = chosen(try_settings(seen, limits, risk_target.max_drop, risk_target.delta), risk_target.max_drop)
+            found = choose_limit(
+                try_limits(seen, limits, risk_target.max_drop, risk_target.delta), risk_target.max_drop
+            )
             yield {"part": part, "draw": draw, **_held_against(truth, found, risk_target, len(drawn))}
 
 
@@ -122,10 +124,8 @@ def _in_order(experiment: Bound, rehearsal: Rehearsal, part: int) -> Iterator[di
     truth = rehearsal.calibrated.fitter.trial(later, sources, "changed")
     for risk_target in claims:
         n = n_tested(experiment.learn, risk_target)
-        found = chosen(
-            try_settings(
-                HoldoutOutcome(trial.risk[:n], trial.loss[:n]), limits, risk_target.max_drop, risk_target.delta
-            ),
+        found = choose_limit(
+            try_limits(HoldoutOutcome(trial.risk[:n], trial.loss[:n]), limits, risk_target.max_drop, risk_target.delta),
             risk_target.max_drop,
         )
         yield {"part": part, "draw": 0, **_held_against(truth, found, risk_target, n)}

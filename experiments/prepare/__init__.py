@@ -1,4 +1,9 @@
-"""Real, small models for the experiments, trained here or, where one can be had, fetched: one file a recipe."""
+"""Real, small models for the experiments: one file a recipe, trained here or, where one can be had, fetched.
+
+Order -> squad_v2, openbookqa, intent, wikitext   data and head; training, trainer: seeded, resumable
+      -> smollm2                                  fetched, and checked
+      -> a folder with the model and its figures, which `models.loading` finds by its name
+"""
 
 import json
 from collections.abc import Callable, Mapping

@@ -1,1 +1,7 @@
-"""One recorded pass of the model, replayed at many thresholds without it."""
+"""What caches would have done, from one recorded pass of the model; nothing is timed here.
+
+task -> recording   states, outputs and answers of one pass
+     -> replay      hits and answers at many thresholds; advance: one chosen in advance
+     -> rehearsal   calibrated reuse, many times over; serving: live, on other requests
+keys -> eviction    hits of each policy, beside the most that any could have (w_tinylfu: one to compare with)
+"""

@@ -17,7 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experiments.replay.replay import Replay, Units, replay
-from llmcache.calibration.calibration import HoldoutOutcome, OperatingPoint, chosen, settings, split, try_settings
+from llmcache.calibration.calibration import (
+    HoldoutOutcome,
+    OperatingPoint,
+    candidate_limits,
+    choose_limit,
+    split,
+    try_limits,
+)
 from llmcache.calibration.risk_target import RiskTarget
 
 #: Whether the answer of a source is not the request's own: `(request, source) -> bool`.
@@ -38,13 +45,15 @@ def choose_threshold(
     """The loosest threshold that keeps the claim, negated as a limit of risk, and the requests that are stored."""
     learned, tested = (np.array(part) for part in split(n_first, risk_target))
     among = nearest(units, learned, learned)
-    limits = settings(-among.similarity.astype(np.float64))
+    limits = candidate_limits(-among.similarity.astype(np.float64))
     found = nearest(units, tested, learned)
     pairs = zip(tested.tolist(), found.source.tolist(), strict=True)
     trial = HoldoutOutcome(
         -found.similarity.astype(np.float64), np.array([is_changed(*pair) for pair in pairs], np.float64)
     )
-    return chosen(try_settings(trial, limits, risk_target.max_drop, risk_target.delta), risk_target.max_drop), learned
+    return choose_limit(
+        try_limits(trial, limits, risk_target.max_drop, risk_target.delta), risk_target.max_drop
+    ), learned
 
 
 def nearest(units: Units, numbers: Sequence[int] | NDArray[np.int64], stored: NDArray[np.int64]) -> Nearest:

@@ -1,1 +1,5 @@
-"""What all rooms of the experiments use: settings sections, folders, files, progress, the hub. Imports none of them."""
+"""What all rooms of the experiments use. Imports none of them.
+
+section: a checked part of settings; folders: where things lie; files, lock: written whole, by one process at a time
+environment: what a figure depends on besides; progress: shown outside what is timed; nearest: vectors in FAISS
+"""

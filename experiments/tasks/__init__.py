@@ -1,4 +1,10 @@
-"""Tasks: one file each, with its settings and what it gives to every method alike."""
+"""Tasks: one file each, with its settings and what it gives to every method alike.
+
+settings -> Workload   a model, requests in their order, how an answer is read and scored
+         -> plain      what a task does unless it says otherwise
+         -> split      what is fitted on, and what is streamed
+         -> scorers    scores of a whole task's answers
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

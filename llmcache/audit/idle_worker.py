@@ -172,7 +172,7 @@ class IdleWorker(Generic[Owner]):
             thread.join()
 
     def _run(self) -> None:
-        _compute_alone()
+        compute_alone()
         while True:
             with self._condition:
                 # Not told when calls end, which would cost each of them: while jobs wait it looks by itself.
@@ -220,7 +220,7 @@ class IdleWorker(Generic[Owner]):
         return job
 
 
-def _compute_alone() -> None:
+def compute_alone() -> None:
     """Let this thread compute by itself, with one thread of torch's."""
     n_threads = torch.get_num_threads()
     if n_threads == 1:

@@ -3,6 +3,6 @@
 request -> cache_banks   its record, its index rows and its states, under one lock
         -> layer_banks   all layers of one request
         -> compression   a codec packs each state
-        -> bank          one layer: budgets, policy; the only place that evicts entries
+        -> bank          one layer: budgets, policy; the only place that evicts entries (of blocks: reuse.prefix)
         -> stores        where bytes lie
 """

@@ -240,8 +240,8 @@ class CalibratedReuse:
         looked_from = perf_counter()
         trial = self.fitter.trial(tested, sources, risk_target.metric)
         lookup_s = perf_counter() - looked_from
-        curve = cal.try_settings(trial, limits, risk_target.max_drop, risk_target.delta)
-        chosen = cal.chosen(curve, risk_target.max_drop)
+        curve = cal.try_limits(trial, limits, risk_target.max_drop, risk_target.delta)
+        chosen = cal.choose_limit(curve, risk_target.max_drop)
         watch = None
         if chosen is not None and risk_target.metric == "changed":
             watch = cal.watch(trial, chosen, risk_target.max_drop, risk_target.delta)

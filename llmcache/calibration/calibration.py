@@ -1,13 +1,13 @@
-"""Choosing how much risk to allow, with a bound that was measured.
+"""Choosing the limit: how much risk to allow, with a bound that was measured.
 
 The first requests are divided by a seeded draw. Of those to learn from, four fifths are A and one fifth is B, in turns:
-on A the fingerprint is fitted; B, looked up among A, teaches the decision and gives the settings, strictest first
-(`training.py`). C, which neither was shown to, is what the bound is measured on. The settings are tested on C in their
+on A the fingerprint is fitted; B, looked up among A, teaches the decision and gives the limits, strictest first
+(`training.py`). C, which neither was shown to, is what the bound is measured on. The limits are tested on C in their
 order, each at level delta, and the first failure ends it (fixed-sequence testing): the last one that passed is used,
 and the chance that it is worse than claimed is delta at most. What serves C are the requests of A and B, and afterwards
 the same ones serve: a bank that grows has another error rate.
 
-Sizes: N requests of C, K settings.
+Sizes: N requests of C, K limits.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from llmcache.errors import CalibrationError
 
 TESTED = 0.5  # share of the requests that the bound is measured on, about
 LEAST_SOURCES = 50  # distinct requests: of fewer, neither fingerprint nor decision learns anything
-N_SETTINGS = 200
+N_LIMITS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class OperatingPoint:
         limit: The largest risk.
         hit_rate: Share of C that would be served, 0 to 1.
         loss: What the metric lost: of `changed`, the share of all requests whose answer changed.
-        bound: The loss is at most this, at the calibration's confidence if the order of settings is kept to.
+        bound: The loss is at most this, at the calibration's confidence if the order of limits is kept to.
     """
 
     limit: float
@@ -73,8 +73,8 @@ class Calibration:
     """What was found, and what it rests on.
 
     Attributes:
-        chosen: The setting in use; None where not even the strictest one held: nothing is reused approximately then.
-        curve: Settings that were tested, strictest first; the last one failed, if any did.
+        chosen: The operating point in use; None if not even the strictest held: nothing is reused approximately.
+        curve: Operating points that were tested, strictest first; the last one failed, if any did.
         metric: What the bound is on.
         max_drop: The largest loss that is allowed.
         delta: Chance that the loss is larger all the same.
@@ -190,19 +190,19 @@ def size_needed(max_drop: float, delta: float, metric: Metric | str = "changed")
     return max(ceil(c / TESTED), ceil(LEAST_SOURCES / (1 - TESTED)))
 
 
-def watch(trial: HoldoutOutcome, setting: OperatingPoint, max_changed: float | None, delta: float) -> AlarmLevels:
-    """Levels by which an audit of a setting decides.
+def watch(trial: HoldoutOutcome, point: OperatingPoint, max_changed: float | None, delta: float) -> AlarmLevels:
+    """Levels by which an audit of an operating point decides.
 
     `trial` counts changed answers of C as losses. `max_changed` is the largest share of them that is allowed; None
     where something else is bounded: then an upper limit of the share that was seen, wrong with a chance of `delta`.
     """
-    served = trial.risk <= setting.limit
+    served = trial.risk <= point.limit
     if max_changed is None:
         # Over one half, where reuse changes more than it keeps, the alarm is to ring in any case.
         max_changed = min(0.5, share_upper(int(trial.loss[served].sum()), len(served), delta))
     risks = np.sort(trial.risk[served & np.isfinite(trial.risk)])
-    middle = float(risks[(len(risks) - 1) // 2]) if len(risks) else setting.limit
-    return AlarmLevels(max_changed, min(middle, float(np.nextafter(setting.limit, -np.inf))))
+    middle = float(risks[(len(risks) - 1) // 2]) if len(risks) else point.limit
+    return AlarmLevels(max_changed, min(middle, float(np.nextafter(point.limit, -np.inf))))
 
 
 def _draws_needed(max_drop: float, delta: float, metric: Metric | str) -> int:
@@ -218,16 +218,16 @@ def _draws_of(metric: Metric, max_drop: float, delta: float) -> int:
     return n
 
 
-def settings(risk: Doubles) -> Doubles:
+def candidate_limits(risk: Doubles) -> Doubles:
     """Limits to test, strictest first (K,), from the risks of the requests of B."""
     finite = np.unique(risk[np.isfinite(risk)])
-    if len(finite) <= N_SETTINGS:
+    if len(finite) <= N_LIMITS:
         return finite
-    return np.unique(np.quantile(finite, np.linspace(0, 1, N_SETTINGS)))
+    return np.unique(np.quantile(finite, np.linspace(0, 1, N_LIMITS)))
 
 
-def try_settings(trial: HoldoutOutcome, limits: Doubles, max_drop: float, delta: float) -> tuple[OperatingPoint, ...]:
-    """Test settings on C, strictest first, each at level `delta`, until one fails, which comes last."""
+def try_limits(trial: HoldoutOutcome, limits: Doubles, max_drop: float, delta: float) -> tuple[OperatingPoint, ...]:
+    """Test limits on C, strictest first, each at level `delta`, until one fails, which comes last."""
     tested: list[OperatingPoint] = []
     for limit in limits:
         served = trial.risk <= limit
@@ -242,9 +242,9 @@ def try_settings(trial: HoldoutOutcome, limits: Doubles, max_drop: float, delta:
     return tuple(tested)
 
 
-def chosen(tested: Sequence[OperatingPoint], max_drop: float) -> OperatingPoint | None:
-    """The last setting that passed."""
-    passed = [setting for setting in tested if setting.bound <= max_drop]
+def choose_limit(tested: Sequence[OperatingPoint], max_drop: float) -> OperatingPoint | None:
+    """The operating point of the last limit that passed."""
+    passed = [point for point in tested if point.bound <= max_drop]
     return passed[-1] if passed else None
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from llmcache.arrays import Doubles, Floats
 from llmcache.banks.cache_banks import CacheBanks
-from llmcache.calibration.calibration import HoldoutOutcome, losses, settings
+from llmcache.calibration.calibration import HoldoutOutcome, candidate_limits, losses
 from llmcache.calibration.drift import Marks, Profile, marks_of, marks_of_source, profile
 from llmcache.calibration.observer import outputs, targets
 from llmcache.calibration.risk_target import Metric, MetricName
@@ -59,7 +59,7 @@ class CalibrationFitter:
         for turn in range(N_TURNS):
             self.refit([case for i, case in enumerate(cases) if i % N_TURNS != turn])
             looks += [self.chooser.look(case, *self._forecast(case)) for case in cases[turn::N_TURNS]]
-        limits = settings(self.chooser.fit(looks))
+        limits = candidate_limits(self.chooser.fit(looks))
         self.refit(cases)
         return limits[limits <= self.chooser.max_risk]
 

@@ -16,6 +16,7 @@ from llmcache.arrays import Ids
 from llmcache.banks import kv
 from llmcache.banks.layer_banks import HIDDEN_PADDING
 from llmcache.execution.components import Components
+from llmcache.models.mark import Mark
 from llmcache.models.payloads import padding_of
 from llmcache.request.call import Call, Reuse
 from llmcache.request.rows import Row
@@ -36,6 +37,32 @@ class StateCapture:
         if tried.has_failed:
             call.progress.captured.clear()
         call.progress.storing_s += perf_counter() - started
+
+    def may_wait(self, call: Call) -> bool:
+        """Whether what was kept of a call may be stored later: nobody needs it before the next call looks up."""
+        parts = self._components
+        if not (call.progress.captured and parts.weights.is_steady and parts.prefix is None):
+            return False
+        if not call.inputs.arguments["input_ids"].is_cpu:  # a device's streams are not waited for elsewhere
+            return False
+        if parts.observer is None:
+            return True
+        calibrated = parts.calibrated  # answers of what is stored are noted, or may be soon
+        return calibrated is not None and not (calibrated.is_learning or calibrated.is_growing)
+
+    def store_later(self, call: Call, ended: float | None, mark: Mark | None) -> None:
+        """Store what was kept of a call that may wait, if the weights have stayed as they were all through it.
+
+        Args:
+            call: It ended a while ago.
+            ended: Clock at which it had computed.
+            mark: Of the weights, found after it had ended; None: they are looked at now.
+        """
+        weights = self._components.weights
+        if (mark is not None and mark is call.read.mark) or weights.stayed(call.read.mark, call.read.scope.weights):
+            self.store(call, ended)
+        else:
+            self._components.counters.stored_later("dropped")
 
     def check_weights(self, call: Call) -> None:
         """Keep nothing of rows whose weights were edited while they were computed, be they restored since."""

@@ -14,6 +14,7 @@ from llmcache.counters import Counters
 from llmcache.execution.compiled import CompiledTrunk
 from llmcache.execution.cost import CostModel
 from llmcache.execution.recorder import BypassRecorder
+from llmcache.execution.store_queue import StoreQueue
 from llmcache.fingerprint import Fingerprint
 from llmcache.matching.content_gate import ContentGate
 from llmcache.models.adapters import Trunk
@@ -74,6 +75,7 @@ class Components:
         audit: Looks into what it serves; None without.
         recorder: Outputs of bypassed calls; None where none is recorded.
         compiled: Runs the trunk by graphs, where there are any; None until calls are listened to.
+        store_queue: Calls that are to be stored; None until calls are listened to.
         counters: What was done.
     """
 
@@ -95,6 +97,7 @@ class Components:
     audit: Audit | None = None
     recorder: BypassRecorder | None = None
     compiled: CompiledTrunk | None = None
+    store_queue: StoreQueue | None = None
     counters: Counters = field(default_factory=Counters)
 
     @property
@@ -109,10 +112,17 @@ class Components:
 
     def holds(self, key: str) -> bool:
         """Whether something is held of a request that could serve it."""
-        return bool(self.banks.held(key)) or (self.prefix is not None and key in self.prefix)
+        is_held = bool(self.banks.held(key)) or (self.prefix is not None and key in self.prefix)
+        return is_held or (self.store_queue is not None and self.store_queue.holds(key))
+
+    def settle(self) -> None:
+        """Store what waits for it: somebody is about to look at what is held, or to change it."""
+        if self.store_queue is not None:
+            self.store_queue.settle("asked")
 
     def stats(self) -> Stats:
         """Counters since wrapping, and what is held now."""
+        self.settle()
         banks, prefix = self.banks, self.prefix
         return self.counters.snapshot(
             n_let_pass=0 if self.cost is None else self.cost.n_let_pass,
@@ -134,6 +144,7 @@ class Components:
 
     def clear(self) -> None:
         """Forget all entries, and the calibration that rests on them; counters and what codecs learned stay."""
+        self.settle()
         if self.audit is not None:
             self.audit.forget()
         with self._calibration_held():
@@ -149,6 +160,7 @@ class Components:
 
     def purge(self, namespace: str) -> int:
         """Forget all entries of a namespace, likewise, and return how many requests they were."""
+        self.settle()
         if self.audit is not None:
             self.audit.forget(namespace)
         with self._calibration_held():

@@ -5,7 +5,8 @@
     run      -> where nothing is left to do at the layers, the trunk is run as it is, for rows that nothing serves; else
     layer 0  -> rows and exact keys, fingerprint, then the rungs decide
     layer l  -> rows to compute are computed, stored states put in, misses captured
-    closed   -> revalidated states compared, misses stored, counters updated, times told to the cost model
+    closed   -> revalidated states compared, misses stored or left to the next call, counters updated, times told to
+                the cost model
 
 Trouble here costs speed, never correctness: a failing lookup or store is counted, logged once, and computed around.
 """
@@ -29,6 +30,7 @@ from llmcache.execution.meter import Meter
 from llmcache.execution.recorder import BypassRecorder
 from llmcache.execution.revalidation import Revalidation
 from llmcache.execution.runner import Runner
+from llmcache.execution.store_queue import StoreQueue
 from llmcache.models.adapters import CACHE, unpack
 from llmcache.models.arguments import Arguments
 from llmcache.models.hooks import LayerSwap
@@ -67,6 +69,7 @@ class Flow:
             self._call_rungs.append(self._make_prefix(parts.prefix))
         self._fast_path = FastPath(parts.trunk, parts.payload)
         self._capture = StateCapture(parts)
+        self._store_queue = parts.store_queue = StoreQueue(self._capture.store_later, parts.counters)
         self._is_veiled = parts.head.pooled is not None and parts.payload.name == "mean"
         self.veil = Veil()
         self._compiled = parts.compiled = CompiledTrunk(parts, self._arguments, self._lookup)
@@ -337,7 +340,9 @@ class Flow:
     def _end(self, frame: Frame, call: Call, output: Any) -> None:
         """Store and count what was done in a call that has succeeded."""
         started = self._meter.now(call)
-        self._capture.check_weights(call)
+        is_later = self._capture.may_wait(call) and self._store_queue.takes
+        if not is_later:
+            self._capture.check_weights(call)
         self._learn_template(call, output)
         self._revalidation.compare(call)
         for row in call.rows:
@@ -347,7 +352,8 @@ class Flow:
             self.veil.draw(output, {number: last_valid(call.rows[number].valid) for number in call.plan.reused})
         if not self._components.is_collecting:
             frame.last = outcomes(call)
-            self._capture.store(call, started)
+            if not is_later:
+                self._capture.store(call, started)
             for rung in self._call_rungs:
                 with self._components.counters.guard(f"store a call ({rung.name})"):
                     rung.store(call, output)
@@ -358,6 +364,9 @@ class Flow:
             self._meter.took(call, ended)
         if self._components.observer is not None and self._components.observer.answers.reads_payload:
             self._observe(call, None)
+        if is_later:
+            call.progress.states = None  # the largest of what the call holds
+            self._store_queue.add(call, started)
 
     def _make_prefix(self, blocks: BlockPool) -> Prefix:
         """The rung that serves prefixes."""

@@ -16,8 +16,10 @@ from torch import Tensor
 from llmcache.execution.components import Components
 from llmcache.execution.reader import RequestReader
 from llmcache.execution.revalidation import Revalidation
+from llmcache.execution.store_queue import StoreQueue
 from llmcache.models.arguments import can_select_rows
 from llmcache.models.hooks import LayerSwap
+from llmcache.models.mark import Mark
 from llmcache.request.call import Call, Reuse
 from llmcache.reuse.base import Rung
 
@@ -158,14 +160,26 @@ class Lookup:
         return []
 
     def _read(self, call: Call, hidden: Tensor | None, entering: torch.dtype) -> str | None:
-        weights = self._components.weights
+        weights, queue = self._components.weights, self._components.store_queue
         if weights.is_trained:
             return "gradients_held"
+        n_before = 0 if queue is None else queue.n_added
         scope = self._reader.scope(call, entering)
+        if queue:
+            self._settle(call, queue, n_before, weights.mark_of(scope.weights))
         if (reason := weights.refusal) is not None:
             return reason
         call.read = self._reader.read(call, scope, hidden, entering)
         return None
+
+    def _settle(self, call: Call, queue: StoreQueue, n_before: int, mark: Mark | None) -> None:
+        """Store what calls before this one computed; the time it takes is theirs."""
+        cost = self._components.cost
+        told = None if cost is None else lambda other, took: cost.spent(_n_tokens(other), took)
+        spent_s = queue.settle("next_call", n_before, mark, told)
+        call.progress.lookup_s -= spent_s
+        if call.progress.started is not None:
+            call.progress.started += spent_s
 
     def _read_layer(self, call: Call, swap: LayerSwap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Take the fingerprint that this layer's bank is searched with; without one the layer is computed."""
@@ -174,6 +188,10 @@ class Lookup:
         with self._components.counters.guard("take a layer's fingerprint"):
             self._reader.read_layer(call, swap.number, hidden)
         call.progress.lookup_s += perf_counter() - started
+
+
+def _n_tokens(call: Call) -> int:
+    return int(call.inputs.arguments["input_ids"].numel())
 
 
 def _is_open(reuse: Reuse | None, number: int) -> bool:

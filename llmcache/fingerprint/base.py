@@ -45,6 +45,7 @@ class View:
 class Fingerprint(ABC):
     """Turns what a call shows into search vectors. Two methods are each fingerprint's own; the rest is for learners.
 
+    Each row counts by itself: what is beside it in the batch changes nothing, nor does the number of rows projected.
     Settings become keyword arguments of the constructor, checked against its annotations.
 
     Attributes:

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from llmcache.arrays import Floats, Ids, product
@@ -46,7 +47,7 @@ class Learned(Fingerprint):
         self.ridge = ridge
         self._embed: Lookup | None = None
         self._think: Lookup | None = None
-        self._fitted: tuple[_Pool, dict[str, Floats]] | None = None  # replaced as a whole: others may be reading it
+        self._fitted: _Fitted | None = None  # replaced as a whole: others may be reading it
 
     def bind(self, embed: Lookup, think: Lookup) -> None:
         """Say where vectors of tokens (m, D) come from: input embeddings, and final states of each token alone."""
@@ -65,6 +66,7 @@ class Learned(Fingerprint):
         assert targets is not None and outputs is not None and self._think is not None and self._embed is not None
         requests = [_content(row) for row in features]
         tokens, counts = np.unique(np.concatenate([np.unique(ids) for ids in requests]), return_counts=True)
+        tokens = tokens.astype(np.int64)
         embedded, static = self._embed(tokens), self._think(tokens)
         is_known = np.isfinite(static).all(axis=1)  # a token alone may be more than the dtype holds
         if not is_known.any():
@@ -81,14 +83,14 @@ class Learned(Fingerprint):
             "guess_mean": guess.mean,
         }
         pool = _Pool(learned, self._embed)
-        pooled = np.stack([pool(ids) for ids in requests])
+        pooled = pool(requests)[:, pool.order]
         scale = _scale(pooled)
         aims = (targets - targets.mean(axis=0)) @ _axes(targets, self.dim)
         fitted = _Ridge(pooled * scale, aims, self.ridge / len(pooled))
         learned |= {"centre": pooled.mean(axis=0), "map": np.ascontiguousarray((scale[:, None] * fitted.weights).T)}
         told = _Ridge(aims, outputs, _EXACT)
         learned |= {"outputs": told.weights, "outputs_mean": told.mean.astype(np.float32)}
-        self._fitted = pool, learned
+        self._fitted = _Fitted(learned, self._embed)
 
     def project(self, features: Floats) -> Floats:
         """Fingerprints (B, F), L2 norm 1, from features (B, T); of a row without content, zeros."""
@@ -97,19 +99,44 @@ class Learned(Fingerprint):
     def project_with_forecast(self, features: Floats) -> tuple[Floats, Floats]:
         if self._fitted is None:
             raise RuntimeError("fit() comes first")
-        pool, learned = self._fitted
-        contents = [_content(row) for row in features]
-        pooled = np.stack([pool(ids) if len(ids) else learned["centre"] for ids in contents])
-        projected = product(pooled - learned["centre"], learned["map"].T)
-        forecasts: Floats = product(projected, learned["outputs"]) + learned["outputs_mean"]
+        projected, forecasts = self._fitted([_content(row) for row in features])
         return normalise(projected), forecasts
 
     def state(self) -> dict[str, Floats]:
-        return {} if self._fitted is None else dict(self._fitted[1])
+        return {} if self._fitted is None else dict(self._fitted.learned)
 
     def restore(self, state: Mapping[str, Floats]) -> None:
         assert self._embed is not None
-        self._fitted = (_Pool(state, self._embed), dict(state)) if state else None
+        self._fitted = _Fitted(dict(state), self._embed) if state else None
+
+
+class _Fitted:
+    """What was learned, as one product takes it: both maps side by side, that of the outputs behind that of vectors."""
+
+    def __init__(self, learned: dict[str, Floats], embed: Lookup) -> None:
+        """Take what `Learned.fit` made."""
+        self.learned = learned
+        self._pool = _Pool(learned, embed)
+        vectors, self._dim = learned["map"].T.astype(np.float64), len(learned["map"])
+        both = np.concatenate([vectors, vectors @ learned["outputs"]], axis=1)
+        offset = -learned["centre"] @ both
+        offset[self._dim :] += learned["outputs_mean"]
+        in_its_order = np.empty_like(both, np.float32)
+        in_its_order[self._pool.order] = both
+        self._centre = np.empty_like(learned["centre"])
+        self._centre[self._pool.order] = learned["centre"]
+        self._weights, self._offset = torch.from_numpy(in_its_order), torch.from_numpy(offset.astype(np.float32))
+
+    def __call__(self, requests: Sequence[Sequence[float]]) -> tuple[Floats, Floats]:
+        """Vectors (B, F), not scaled yet, and forecasts (B, C); of a request without content, zeros and the mean."""
+        pooled = self._pool(requests)
+        for number, tokens in enumerate(requests):
+            if not tokens:
+                pooled[number] = self._centre
+        made = np.empty((len(pooled), len(self._offset)), np.float32)
+        # On the threads of torch, see `product`.
+        torch.addmm(self._offset, torch.from_numpy(pooled), self._weights, out=torch.from_numpy(made))
+        return made[:, : self._dim], made[:, self._dim :]
 
 
 class _Pool:
@@ -120,52 +147,58 @@ class _Pool:
         self._learned = learned
         self._embed = embed
         self._lock = threading.Lock()
-        self._place: dict[int, int] = {}
-        self._table: Floats = np.empty((0, 0), np.float32)
-        self._weights: Floats = np.empty(0, np.float32)
+        self._place: dict[float, int] = {}
+        self._width = width = learned["static"].shape[1]
+        self._table: Floats = np.empty((0, 3 * width + 1), np.float32)
+        #: Where each pooled number is in what is made here: maxima of static vectors come before those of embeddings.
+        kinds = np.arange(_N_POOLED * width).reshape(_N_POOLED, width)
+        self.order = kinds[[4, 1, 0, 3, 2, 5]].ravel()
 
-    def __call__(self, ids: Ids) -> Floats:
-        """Pooled vector (P,) of tokens (n,), at least one."""
-        rows, weights = self._look_up(ids)
-        half = rows.shape[1] // 2
-        shares = np.full((2, len(rows)), 1 / len(rows), np.float32)
-        np.divide(weights, weights.sum(), out=shares[1])
-        means = product(shares, rows)
-        kinds = means[0, :half], np.maximum.reduce(rows), np.minimum.reduce(rows), means[1, half:]
-        return np.concatenate(kinds)
+    def __call__(self, requests: Sequence[Sequence[float]]) -> Floats:
+        """Pooled vectors (B, P) of the tokens of requests, zeros where there is none; in the order of `order`."""
+        width = self._width
+        pooled = np.zeros((len(requests), _N_POOLED * width), np.float32)
+        for into, tokens in zip(pooled, requests, strict=True):
+            if not tokens:
+                continue
+            rows = self._look_up(tokens)
+            sums = np.add.reduce(rows[:, width:])
+            np.maximum.reduce(rows[:, : 2 * width], out=into[: 2 * width])
+            np.minimum.reduce(rows[:, : 2 * width], out=into[2 * width : 4 * width])
+            np.divide(sums[:width], len(tokens), out=into[4 * width : 5 * width])
+            np.divide(sums[width:-1], sums[-1], out=into[5 * width :])
+        return pooled
 
-    def _look_up(self, ids: Ids) -> tuple[Floats, Floats]:
-        """Vectors of tokens (n, 2 D) and their weights (n,), those of new tokens made first."""
-        names = ids.tolist()
+    def _look_up(self, tokens: Sequence[float]) -> Floats:
+        """Static vector, embedding, static vector by weight, weight (n, 3 D + 1) of tokens; new ones are made first."""
         with self._lock:
             try:
-                places = [self._place[name] for name in names]
+                places = [self._place[token] for token in tokens]
             except KeyError:
-                self._add([name for name in dict.fromkeys(names) if name not in self._place])
-                places = [self._place[name] for name in names]
-            return self._table.take(places, axis=0), self._weights.take(places)
+                self._add([token for token in dict.fromkeys(tokens) if token not in self._place])
+                places = [self._place[token] for token in tokens]
+            return self._table.take(places, axis=0)
 
-    def _add(self, names: list[int]) -> None:
-        rows, weights = self._make(np.array(names, np.int64))
-        first, end = len(self._place), len(self._place) + len(names)
+    def _add(self, tokens: list[float]) -> None:
+        rows = self._make(np.array(tokens, np.int64))
+        first, end = len(self._place), len(self._place) + len(tokens)
         if end > len(self._table):
-            table, held = np.empty((2 * first + len(names) + 256, rows.shape[1]), np.float32), self._weights
-            table[:first] = self._table[:first] if first else 0
-            self._table, self._weights = table, np.empty(len(table), np.float32)
-            self._weights[:first] = held[:first]
-        self._table[first:end], self._weights[first:end] = rows, weights
-        self._place |= {name: first + i for i, name in enumerate(names)}
+            table = np.empty((2 * first + len(tokens) + 256, self._table.shape[1]), np.float32)
+            table[:first] = self._table[:first]
+            self._table = table
+        self._table[first:end] = rows
+        self._place |= {token: first + i for i, token in enumerate(tokens)}
 
-    def _make(self, ids: Ids) -> tuple[Floats, Floats]:
-        """Input embedding and static vector of tokens (m, 2 D), and their weights (m,)."""
+    def _make(self, ids: Ids) -> Floats:
+        """What the table keeps of tokens (m, 3 D + 1)."""
         learned, embedded = self._learned, self._embed(ids)
         static = product(embedded - learned["guess_centre"], learned["guess"]) + learned["guess_mean"]
-        weights = np.full(len(ids), learned["rarest"][0], np.float32)
+        weights = np.full((len(ids), 1), learned["rarest"][0], np.float32)
         place = np.searchsorted(learned["tokens"], ids).clip(max=len(learned["tokens"]) - 1)
         is_known = learned["tokens"][place] == ids
         static[is_known] = learned["static"][place[is_known]]
-        weights[is_known] = learned["idf"][place[is_known]]
-        return np.concatenate([embedded, static], axis=1).astype(np.float32, copy=False), weights
+        weights[is_known, 0] = learned["idf"][place[is_known]]
+        return np.concatenate([static, embedded, weights * static, weights], axis=1).astype(np.float32, copy=False)
 
 
 class _Ridge:
@@ -189,9 +222,9 @@ class _Ridge:
         return expected
 
 
-def _content(features: Floats) -> Ids:
-    ids: Ids = features[features >= 0].astype(np.int64)
-    return ids
+def _content(features: Floats) -> list[float]:
+    # Requests are short: to mask and to convert an array takes longer. Whole floats are found as the numbers they are.
+    return [one for one in features.tolist() if one >= 0]
 
 
 def _scale(pooled: Floats) -> Floats:

@@ -241,7 +241,12 @@ def _dissect(module: nn.Module, adapter: Adapter) -> Trunk:
         ) from error
     if len(layers) == 0:
         raise UnsupportedModelError(f"{type(module).__name__}: {adapter.layers} holds no layers, nothing to reuse")
-    n_configured = setting(getattr(module, "config", None), "num_hidden_layers")
+    if not hasattr(module, "config"):
+        name = type(module).__name__
+        raise UnsupportedModelError(
+            f"{name}: no config; give it one with vocab_size, as models of transformers have it"
+        )
+    n_configured = setting(module.config, "num_hidden_layers")
     return Trunk(module, tuple(layers), norm, adapter, n_configured, _asks_for_more(module))
 
 

@@ -144,7 +144,7 @@ class LayerSwap(Swap):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         frame = None if torch.compiler.is_compiling() else self.listener.innermost()
-        if frame is None:
+        if frame is None or frame.call is None:
             return self.original(*args, **kwargs)
         return self.listener.layer(frame, self, args, kwargs)
 

@@ -33,6 +33,7 @@ _TRAINING = itemgetter("training")
 
 _UNREADABLE = ("meta_weights", "unseen_weights")
 _MAX_STATES = 16  # whose digests are kept
+_STEADY = 64  # looks
 MAX_HELD_BYTES = 16 << 20  # that hold gradients and are hashed in each call: some 10 ms
 
 
@@ -68,9 +69,11 @@ class Weights:
         self._state: tuple[Mark | None, str] = (None, "")
         self._refusal: str | None = None
         self._rewritten: set[int] = set()
+        self._n_alike = 0
 
     def digest(self) -> str:
         """SHA-256 (hex) over names, types, tensors and settings; unlike any other where not all of them can be read."""
+        self._n_alike += 1
         if self._is_stale():
             with self._lock:
                 if self._is_stale():  # another thread may have refreshed meanwhile
@@ -121,6 +124,11 @@ class Weights:
             for inner, outer in self._found.wrapped.items():
                 if outer.requires_grad:
                     self._suspects.add(inner)
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether nothing was edited between the latest looks, and nobody trains."""
+        return self._n_alike > _STEADY and not (self._suspects or self._trained)
 
     @property
     def refusal(self) -> str | None:
@@ -188,6 +196,7 @@ class Weights:
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def _refresh(self) -> None:
+        self._n_alike = 0
         with self._suspecting:  # before anything is read: what another thread suspects meanwhile must stay
             suspects, self._suspects = self._suspects, set()
         suspects.update(map(id, self._trained))

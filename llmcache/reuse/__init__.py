@@ -16,16 +16,18 @@ from llmcache.request.rows import Row
 from llmcache.reuse.base import Rung
 from llmcache.reuse.exact import Exact
 from llmcache.reuse.paper import Paper
+from llmcache.reuse.prefix.rung import Prefix
 from llmcache.reuse.semantic import Semantic
 
-__all__ = ["RUNGS", "CacheBanks", "Call", "Exact", "Paper", "Reuse", "Row", "Rung", "Semantic"]
+__all__ = ["RUNGS", "CacheBanks", "Call", "Exact", "Paper", "Prefix", "Reuse", "Row", "Rung", "Semantic"]
 
-#: None of ours, which other settings turn on. From `rungs` they are made as `made(banks, **options)`.
+#: Rungs of users, made as `made(banks, **options)` from the setting `rungs`. Our own four are turned on by other
+#: settings and need more than the banks.
 RUNGS: Registry[Rung] = Registry(
     "rungs",
     Rung,
     {},
     given=("banks",),
-    reserved=(Exact.name, Semantic.name, Paper.name, "prefix", "student"),
+    reserved=(Exact.name, Prefix.name, Semantic.name, Paper.name, "student"),
     renamed={"asks_at": "applies_at"},
 )

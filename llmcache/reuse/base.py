@@ -32,7 +32,7 @@ class Rung(ABC):
 
     @abstractmethod
     def applies_at(self, layer: int) -> bool:
-        """Whether rows are to be decided before this layer runs."""
+        """Whether rows are to be decided before this layer runs; of one layer always the same, and it never fails."""
 
     @abstractmethod
     def decide(self, call: Call, rows: Sequence[Row], layer: int) -> list[Reuse]:

@@ -14,12 +14,12 @@ from llmcache.calibration.calibration import (
     Calibration,
     HoldoutOutcome,
     OperatingPoint,
+    candidate_limits,
     check_size,
-    chosen,
+    choose_limit,
     losses,
-    settings,
     split,
-    try_settings,
+    try_limits,
 )
 from llmcache.calibration.risk_target import Metric, RiskTarget
 from llmcache.errors import CalibrationError, ConfigError
@@ -59,17 +59,17 @@ def test_too_few_requests_are_refused_with_the_number_that_would_do(n: int, max_
 
 def test_settings_are_doubts_that_occur_strictest_first() -> None:
     risk = np.array([0.3, np.inf, 0.1, 0.3, -np.inf])
-    assert settings(risk).tolist() == [0.1, 0.3]
-    many = settings(np.random.default_rng(0).random(5000))
+    assert candidate_limits(risk).tolist() == [0.1, 0.3]
+    many = candidate_limits(np.random.default_rng(0).random(5000))
     assert len(many) == 200 and (np.diff(many) > 0).all()
 
 
 def test_testing_stops_at_the_first_failure() -> None:
     risk = np.linspace(0, 1, 1000)
     loss = ((risk > 0.5) & (np.arange(1000) % 10 == 0)).astype(float)  # above 0.5, one in ten is wrong
-    tested = try_settings(HoldoutOutcome(risk, loss), np.array([0.2, 0.4, 0.5, 0.9, 0.95]), max_drop=0.01, delta=0.05)
-    assert [setting.limit for setting in tested] == [0.2, 0.4, 0.5, 0.9]
-    best = chosen(tested, 0.01)
+    tested = try_limits(HoldoutOutcome(risk, loss), np.array([0.2, 0.4, 0.5, 0.9, 0.95]), max_drop=0.01, delta=0.05)
+    assert [point.limit for point in tested] == [0.2, 0.4, 0.5, 0.9]
+    best = choose_limit(tested, 0.01)
     assert best.limit == 0.5
     assert best.hit_rate == pytest.approx(0.5, abs=0.002)
     assert best.bound == pytest.approx(0.003, abs=1e-4)  # no error in 1,000
@@ -84,11 +84,11 @@ def test_what_is_printed_of_a_calibration_fits_on_a_screen() -> None:
 
 def test_nothing_is_chosen_where_the_strictest_setting_fails() -> None:
     trial = HoldoutOutcome(np.zeros(400), np.ones(400))
-    assert chosen(try_settings(trial, np.array([0.0, 1.0]), 0.01, 0.05), 0.01) is None
-    assert chosen(try_settings(trial, np.empty(0), 0.01, 0.05), 0.01) is None
+    assert choose_limit(try_limits(trial, np.array([0.0, 1.0]), 0.01, 0.05), 0.01) is None
+    assert choose_limit(try_limits(trial, np.empty(0), 0.01, 0.05), 0.01) is None
     lonely = HoldoutOutcome(np.array([np.inf] * 299 + [0.1]), np.ones(300))  # without a neighbour nothing is lost
-    (setting,) = try_settings(lonely, np.array([0.5]), 0.02, 0.05)
-    assert setting.hit_rate == setting.loss == pytest.approx(1 / 300)
+    (point,) = try_limits(lonely, np.array([0.5]), 0.02, 0.05)
+    assert point.hit_rate == point.loss == pytest.approx(1 / 300)
 
 
 @pytest.mark.slow
@@ -98,7 +98,7 @@ def test_the_chosen_setting_is_seldom_worse_than_claimed() -> None:
     for _ in range(300):
         risk = rng.random(900)
         loss = (rng.random(900) < 0.05 * risk).astype(float)
-        best = chosen(try_settings(HoldoutOutcome(risk, loss), np.linspace(0.01, 1, 100), 0.01, 0.05), 0.01)
+        best = choose_limit(try_limits(HoldoutOutcome(risk, loss), np.linspace(0.01, 1, 100), 0.01, 0.05), 0.01)
         if best is not None:
             n_wrong += 0.05 * best.limit**2 / 2 > 0.01  # expected loss at this limit
             rates.append(best.limit)
@@ -111,7 +111,7 @@ def test_a_metric_that_is_not_a_share_is_bounded_by_betting() -> None:
     risk = rng.random(2000)
     loss = np.where(risk < 0.5, rng.choice([-0.1, 0.0, 0.1], 2000), rng.choice([0.0, 0.5], 2000))
     trial = HoldoutOutcome(risk, loss, -1.0, 1.0, is_share=False)
-    best = chosen(try_settings(trial, np.array([0.1, 0.3, 0.5, 0.8]), 0.02, 0.05), 0.02)
+    best = choose_limit(try_limits(trial, np.array([0.1, 0.3, 0.5, 0.8]), 0.02, 0.05), 0.02)
     assert best.limit in (0.3, 0.5)
 
 

@@ -55,6 +55,12 @@ for words in json.loads(sys.argv[1]):
 """
 
 
+def run(environment: Path, code: str, *args: str) -> subprocess.CompletedProcess[str]:
+    """Run code there. Isolated: a checkout in `PYTHONPATH` or the working directory is not seen."""
+    command = [environment, "-I", "-c", code, *args]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+
+
 def test_the_wheel_holds_the_library_alone(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
@@ -62,12 +68,17 @@ def test_the_wheel_holds_the_library_alone(wheel: Path) -> None:
     assert "llmcache/py.typed" in names
 
 
+def test_what_is_imported_is_the_wheel(environment: Path) -> None:
+    done = run(environment, "import llmcache; print(llmcache.__file__); import experiments")
+    assert Path(done.stdout.strip()).is_relative_to(environment.parents[1])
+    assert "ModuleNotFoundError: No module named 'experiments'" in done.stderr
+
+
 def test_commands_of_the_library_work_without_the_experiments(environment: Path, tmp_path: Path) -> None:
     models = write_prompts(tmp_path).models
     asked = ["--model", "tiny", "--models-dir", str(models), "--prompt", "a train in winter", "--max-new-tokens", "4"]
     commands = [["--help"], ["info"], ["generate", *asked, "--verbose"]]
-    command = [environment, "-c", RUN_EACH, json.dumps(commands)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=environment.parent, check=False)
+    done = run(environment, RUN_EACH, json.dumps(commands))
     assert done.returncode == 0, done.stderr
     shown, info, generated, rest = done.stdout.split("\0")
     names = {line.split()[0] for line in shown.partition("Commands:")[2].splitlines() if line.strip()}

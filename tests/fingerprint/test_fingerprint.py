@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from llmcache import LLMCache
+from llmcache.conformance import check_fingerprint
 from llmcache.fingerprint import FINGERPRINTS, MeanEmbedding, PCAEmbedding, ShingleMinHash, SimHash, View
 from tests.tiny_models import CLASSIFIERS, build, padded, tokens
 
@@ -33,20 +34,9 @@ def test_a_long_request_in_half_precision_has_a_mean_in_float32(dtype: torch.dty
     torch.testing.assert_close(features, torch.full((1, 4), 100.0))
 
 
-@pytest.mark.parametrize("name", sorted(set(FINGERPRINTS) - {"minhash", "learned"}))  # no norm; tokens, not states
-def test_projections_are_float32_of_norm_one_and_leave_the_input_alone(name: str) -> None:
-    fingerprint = FINGERPRINTS[name]()
-    features = np.random.default_rng(0).standard_normal((600, 24)).astype(np.float32)
-    kept = features.copy()
-    if fingerprint.n_fit:
-        fingerprint.fit(features[: fingerprint.n_fit])
-    projected = fingerprint.project(features)
-    assert projected.dtype == np.float32
-    np.testing.assert_allclose(np.linalg.norm(projected, axis=1), 1, atol=1e-5)
-    np.testing.assert_array_equal(features, kept)
-    foreseen, forecasts = fingerprint.project_with_forecast(features)
-    np.testing.assert_array_equal(foreseen, projected)
-    assert forecasts is None
+@pytest.mark.parametrize("name", sorted(set(FINGERPRINTS) - {"learned"}))  # see test_learned.py
+def test_every_fingerprint_keeps_the_rules(name: str) -> None:
+    check_fingerprint(FINGERPRINTS[name], has_unit_norm=name != "minhash")
 
 
 def test_simhash_inner_product_estimates_the_angle() -> None:
@@ -87,15 +77,6 @@ def test_pca_keeps_the_directions_that_vary() -> None:
     expected = centred / np.linalg.norm(centred, axis=1, keepdims=True)
     projected = pca.project(features)
     np.testing.assert_allclose(projected @ projected.T, expected @ expected.T, atol=1e-4)
-
-
-def test_pca_state_restores() -> None:
-    features = np.random.default_rng(0).standard_normal((32, 8)).astype(np.float32)
-    fitted, fresh = PCAEmbedding(dim=4, fit_on=32), PCAEmbedding(dim=4, fit_on=32)
-    fitted.fit(features)
-    fresh.restore(fitted.state())
-    assert fresh.n_fit == 0
-    np.testing.assert_array_equal(fresh.project(features), fitted.project(features))
 
 
 def test_pca_serves_nothing_until_it_is_fitted_and_then_all_it_saw() -> None:

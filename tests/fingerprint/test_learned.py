@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from llmcache.arrays import Floats
+from llmcache.conformance import check_fingerprint
 from llmcache.errors import ConfigError
 from llmcache.fingerprint import Learned, View
 from llmcache.fingerprint.token_vectors import TokenVectors
@@ -104,14 +105,13 @@ def test_tokens_that_were_not_learned_from_are_guessed() -> None:
     assert max(asked) < 60  # the model is not run for a new token
 
 
-def test_what_was_learned_can_be_taken_up_by_another() -> None:
-    learned, other = fitted(), Learned(dim=8)
-    assert other.n_fit == 1 and learned.n_fit == 0
-    other.bind(lambda ids: TABLE[ids], think)
-    other.restore(learned.state())
-    features = made(3, seed=4)[0]
-    for one in features:
-        np.testing.assert_array_equal(other.project(one[None]), learned.project(one[None]))
+def test_it_keeps_the_rules() -> None:
+    def unfitted() -> Learned:
+        learned = Learned(dim=8)
+        learned.bind(lambda ids: TABLE[ids], think)
+        return learned
+
+    check_fingerprint(unfitted)
 
 
 def test_features_are_the_content_tokens() -> None:

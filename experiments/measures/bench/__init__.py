@@ -1,1 +1,7 @@
-"""Benchmarks of the library itself: latency of each kind of call, memory and rate of storing."""
+"""Benchmarks of the library itself: random weights where texts do not matter, no quality.
+
+model -> latency, service_rounds   what each kind of call costs, interleaved and in whole blocks
+      -> memory                    bytes an entry, entries stored a second
+      -> generation, rebuild       the first token and those after it; two ways to put K/V back
+      -> pattern                   what a hit rate is worth on another model
+"""

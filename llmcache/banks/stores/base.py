@@ -36,8 +36,8 @@ class Store(ABC):
 
     What is put is given away: the store may keep the tensors themselves, so nobody writes to them again. What is got
     must not be written to, and stays as it is when its place is used again. Stored and returned tensors are normal
-    ones, also when the caller is in inference mode. A broken store raises `StoreError`: it is counted and logged, and
-    the request is computed.
+    ones without gradient, also when the caller is in inference mode. A broken store raises `StoreError`: it is counted
+    and logged, and the request is computed.
 
     One is made for each stored layer, with the same settings. The constructor takes the device on which entries are
     returned, a `torch.device`, as its first argument, and settings as keyword arguments, checked against its

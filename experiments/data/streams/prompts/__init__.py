@@ -1,4 +1,9 @@
-"""Streams of prompts, put together from pieces of text: one file each, or two that are alike in one."""
+"""Streams of prompts, put together from pieces of text: one file each, or two that are alike in one.
+
+text -> pieces                              of 16 tokens
+     -> chat, system_prompt, mooncake       prompts that share a beginning, or share none
+     -> how much of each was asked before   what a prefix cache could serve at most
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,0 +1,252 @@
+"""The checks of `llmcache.conformance` pass a class from outside, and tell of one that breaks a rule which."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from llmcache import Adapter, Entry, Evidence, Reuse, View, register_adapter
+from llmcache.conformance import (
+    check_adapter,
+    check_codec,
+    check_decision,
+    check_fingerprint,
+    check_index,
+    check_policy,
+    check_rung,
+    check_store,
+)
+from llmcache.models.adapters import ADAPTERS
+from llmcache.reuse import Call, Row
+from tests.conformance import outside
+from tests.tiny_models import CLASSIFIERS, GENERATORS, build, tokens
+
+
+def check_served(made: Any) -> None:
+    """`check_rung` on requests that a rung of reordered tokens serves."""
+    ids = tokens(2, 6)
+    check_rung(made, build(CLASSIFIERS["bert"]), [{"input_ids": ids}, {"input_ids": ids.flip(1)}], least=6)
+
+
+#: Check and class that passes, by kind.
+KINDS: dict[str, tuple[Callable[[Any], None], Any]] = {
+    "policy": (check_policy, outside.MostRecent),
+    "store": (check_store, outside.Files),
+    "index": (check_index, outside.Scan),
+    "fingerprint": (check_fingerprint, outside.Lengths),
+    "decision": (check_decision, outside.SecondBest),
+    "codec": (check_codec, outside.Mirrored),
+    "rung": (check_served, outside.SameTokens),
+}
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind == "store")) for kind in KINDS])
+def test_a_class_from_outside_passes(kind: str) -> None:
+    check, made = KINDS[kind]
+    check(made)
+
+
+class Forgetful(outside.MostRecent):
+    def victim(self) -> str:
+        key = super().victim()
+        self.on_remove(key)
+        return key
+
+
+class Stale(outside.MostRecent):
+    def on_remove(self, key: str) -> None:
+        """Keep it."""
+
+    def on_put(self, key: str, nbytes: int) -> None:
+        self.keys[key] = None
+
+
+class Hasty(outside.MostRecent):
+    def expired(self) -> list[str]:
+        return list(self.keys)
+
+
+class Held(outside.Store):
+    """A dict of what was put."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.held: dict[str, Entry] = {}
+
+    def __getitem__(self, key: str) -> Entry:
+        return self.held[key]
+
+    def __setitem__(self, key: str, entry: Entry) -> None:
+        self.held[key] = entry
+
+    def __delitem__(self, key: str) -> None:
+        del self.held[key]
+
+
+class Silent(Held):
+    def __delitem__(self, key: str) -> None:
+        self.held.pop(key, None)
+
+
+class Rounding(Held):
+    def __setitem__(self, key: str, entry: Entry) -> None:
+        self.held[key] = Entry({name: x.detach().float() for name, x in entry.tensors.items()})
+
+
+class InPlace(Held):
+    """Writes a new entry over the old one, tensor by tensor."""
+
+    def __setitem__(self, key: str, entry: Entry) -> None:
+        with torch.inference_mode(False):
+            new = {name: x.detach().clone() for name, x in entry.tensors.items()}
+        old = self.held.get(key)
+        if old is None or {n: x.shape for n, x in old.tensors.items()} != {n: x.shape for n, x in new.items()}:
+            self.held[key] = Entry(new)
+            return
+        for name, x in new.items():
+            old.tensors[name].copy_(x)
+
+
+class Worst(outside.Scan):
+    def search(self, x: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+        ids, similarity = super().search(x, 10**6)
+        return ids[:, ::-1][:, :k], similarity[:, ::-1][:, :k]
+
+
+class Flattering(outside.Scan):
+    def search(self, x: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+        ids, similarity = super().search(x, k)
+        return ids, np.minimum(similarity + np.float32(0.1), 1)
+
+
+class Trusting(outside.Scan):
+    def check(self, x: np.ndarray) -> None:
+        """Take anything."""
+
+
+class Borrowing(outside.Scan):
+    def add(self, ids: np.ndarray, x: np.ndarray) -> None:
+        super().add(ids, x)
+        self.rows |= dict(zip(ids.tolist(), x, strict=True))
+
+
+class Long(outside.Lengths):
+    def project(self, features: np.ndarray) -> np.ndarray:
+        return 2 * super().project(features)
+
+
+class Crowd(outside.Lengths):
+    def features(self, view: View) -> Tensor:
+        return super().features(view) + len(view.ids)
+
+
+class Boastful(outside.SecondBest):
+    def choose(self, seen: Evidence) -> tuple[int, float]:
+        return 0, -2.0
+
+
+class Beyond(outside.SecondBest):
+    def choose(self, seen: Evidence) -> tuple[int, float]:
+        return len(seen.similarity), -seen.similarity[0]
+
+
+class Random(outside.SecondBest):
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(0)
+
+    def choose(self, seen: Evidence) -> tuple[int, float]:
+        return 0, float(self.rng.uniform(-1, 1))
+
+
+class Untold(outside.SecondBest):
+    reads_answers = True
+
+
+class Half(outside.Mirrored):
+    def encode(self, name: str, x: Tensor) -> dict[str, Tensor]:
+        return super().encode(name, x.half() if x.is_floating_point() else x)
+
+
+class Renaming(outside.Mirrored):
+    def encode(self, name: str, x: Tensor) -> dict[str, Tensor]:
+        return {f"{name}.mirrored": super().encode(name, x)[name]}
+
+    def decode(self, name: str, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        return super().decode(name, {name: tensors[f"{name}.mirrored"]}, dtype)
+
+
+class Turning(outside.Mirrored):
+    def encode(self, name: str, x: Tensor) -> dict[str, Tensor]:
+        packed = super().encode(name, x)
+        x.data.zero_()
+        return packed
+
+
+class Sure(outside.SameTokens):
+    """Says that order does not matter."""
+
+    is_lossless = True
+
+
+class Idle(outside.SameTokens):
+    def find(self, call: Call, row: Row) -> Reuse | None:
+        return None
+
+
+class Broken(outside.SameTokens):
+    def decide(self, call: Call, rows: Sequence[Row], layer: int) -> list[Reuse]:
+        raise RuntimeError("broken")
+
+
+@pytest.mark.parametrize(
+    ("kind", "made", "said"),
+    [
+        ("policy", Forgetful, "victim: asking changes nothing"),
+        ("policy", Stale, "victim: (a key that was put and not removed since|KeyError while no key is held)"),
+        ("policy", Hasty, "expired: only where lets_entries_leave_early is set"),
+        ("store", Silent, "__delitem__: KeyError where there is none"),
+        ("store", Rounding, "what was put last under the key is returned, bit for bit"),
+        ("store", Held, "tensors come back normal, without gradient"),
+        ("store", InPlace, "what was returned stays when its place is used again"),
+        ("index", Worst, "search: (best first|the most similar rows)"),
+        ("index", Flattering, "search: the similarity of the rows named"),
+        ("index", Trusting, "add: ValueError for"),
+        ("index", Borrowing, "rows are copies"),
+        ("fingerprint", Long, "project: L2 norm 1"),
+        ("fingerprint", Crowd, "features: of each row by itself"),
+        ("decision", Boastful, "choose: a risk within risk_range"),
+        ("decision", Beyond, "choose: the number of a neighbour"),
+        ("decision", Random, "choose: the same of the same evidence"),
+        ("decision", Untold, "choose: no neighbour without an answer"),
+        ("codec", Half, "is_lossless: every bit comes back"),
+        ("codec", Renaming, "encode: but for `hidden`, the name given is itself one"),
+        ("codec", Turning, "encode: the tensor is not modified"),
+        ("rung", Sure, "a row that no rung serves, or a lossless one, gets what the model computes"),
+        ("rung", Idle, "some request is served by 'same_tokens'"),
+        ("rung", Broken, "nothing fails: .*RuntimeError"),
+    ],
+)
+def test_a_class_that_breaks_a_rule_is_told_which(kind: str, made: type, said: str) -> None:
+    with pytest.raises(AssertionError, match=said):
+        KINDS[kind][0](made)
+
+
+@pytest.fixture
+def _table() -> Iterator[None]:
+    """Adapters of a test end with it."""
+    before = dict(ADAPTERS)
+    yield
+    ADAPTERS.clear()
+    ADAPTERS.update(before)
+
+
+@pytest.mark.usefixtures("_table")
+def test_an_adapter_that_is_wrong_is_told() -> None:
+    """That layers return the states alone goes unnoticed until one is skipped."""
+    ids = {"input_ids": tokens(2, 8)}
+    check_adapter(build(GENERATORS["gpt2"]), ids)
+    register_adapter(Adapter("tower", ("Tower",), "tower.stages", is_causal=True))
+    with pytest.raises(AssertionError, match="is_causal: prefixes are served"):
+        check_adapter(build(outside.Tower), ids)
