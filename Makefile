@@ -66,39 +66,51 @@ fix: setup ## Format, and repair what ruff can repair.
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Both commands keep 4 rows of the largest batch at least. At 128 rows that is 512 entries, and where each holds 128 tokens
-# of all layers of BERT-base (4.7 MB in float32) 2.4 GB of memory. To try it out, in some minutes:
-#   make bench-gpu DEVICE=cpu MODELS=distilbert GENERATE= BATCH_SIZES=1,2 ROUNDS=10 SEQUENCES=8 ENTRIES=64
-# Models may also be folders, or names in $LLMCACHE_MODELS. `bench latency` measures the first.
-DEVICE      ?= cuda
-DTYPES      ?= float32,bfloat16
-BATCH_SIZES ?= 1,8,32,128
-ROUNDS      ?= 200
-SEQUENCES   ?= 512
-ENTRIES     ?= 10000
-MODELS      ?= bert-base,minilm-l6,distilbert,gpt2,smollm2-135m
-GENERATE    ?= gpt2,smollm2-135m
-GPU_RESULTS ?= results/gpu
+# Eager and compiled calls of each model, with banks on the device and on the host; times are by CUDA events. Each batch
+# size is a run of its own: what was measured is kept when the next one fails, and not measured again. Banks hold 4 calls of
+# the largest batch at least, at 128 rows 512 entries; of 128 tokens of all layers of BERT-base (4.7 MB in float32) these
+# are 2.4 GB, on the device as well. A model with a language-model head is not compiled: its cache keeps K/V, which graphs
+# do not fill. To try it out, in some minutes:
+#   make bench-gpu DEVICE=cpu MODELS=distilbert GENERATE= COMPILED=distilbert MODES=null BANKS=host DTYPES=float32 \
+#       BATCH_SIZES=1,2 ROUNDS=10 SEQUENCES=8 ENTRIES=64 GPU_RESULTS=build/gpu
+# Models may also be folders, or names in $LLMCACHE_MODELS.
+DEVICE         ?= cuda
+DTYPES         ?= float32,bfloat16
+BATCH_SIZES    ?= 1,8,32,128
+BANKS          ?= host,device
+ROUNDS         ?= 200
+SERVICE_ROUNDS ?= 2
+GENERATIONS    ?= 20
+SEQUENCES      ?= 512
+ENTRIES        ?= 10000
+MODELS         ?= bert-base,minilm-l6,distilbert,gpt2,smollm2-135m
+GENERATE       ?= gpt2,smollm2-135m
+COMPILED       ?= bert-base,minilm-l6,gpt2,smollm2-135m
+MODES          ?= null,reduce-overhead
+BACKEND        ?= inductor
+LENGTHS        ?= 32,128
+GPU_RESULTS    ?= results/gpu
 
 COMMA := ,
-items  = $(subst $(COMMA), ,$(1))
-
-define bench-latency
-$(BIN)/llmcache bench latency --model $(firstword $(call items,$(MODELS))) --payload auto --device $(DEVICE) \
-    --dtype $(1) --batch-size $(2) --entries $(ENTRIES) --rounds $(ROUNDS) --block $(ROUNDS) --json $(GPU_RESULTS)/latency-$(1)-$(2).json
-
-endef
+# A list of lists: one run for each.
+each   = [[$(subst $(COMMA),]$(COMMA)[,$(1))]]
 
 bench-gpu: setup ## Measure latency on a GPU, if one is at hand, into results/gpu; the Makefile says how to shorten it.
 	$(BIN)/python -m experiments.measures.bench.at_hand $(DEVICE) $(GPU_RESULTS); \
 	    case $$? in 0) $(MAKE) bench-device;; 3) ;; *) exit 1;; esac
 
+ON_DEVICE = --results-dir $(GPU_RESULTS) --set device=$(DEVICE) --set 'banks=[$(BANKS)]' --set 'dtypes=[$(DTYPES)]'
+CALLS     = $(ON_DEVICE) --set 'batch_sizes=$(call each,$(BATCH_SIZES))' --set rounds=$(ROUNDS)
+
 bench-device: ## The same, without asking first whether the device is there.
-	$(BIN)/llmcache run configs/table1_latency.yaml --results-dir $(GPU_RESULTS) --set device=$(DEVICE) \
-	    --set 'dtypes=[$(DTYPES)]' --set 'batch_sizes=[$(BATCH_SIZES)]' --set rounds=$(ROUNDS) \
+	$(BIN)/llmcache run configs/table1_latency.yaml $(CALLS) --set 'models=[$(MODELS)]' \
 	    --set 'entries={as the paper: $(SEQUENCES), all tokens: $(SEQUENCES), pooled: $(ENTRIES)}' \
-	    --set 'models=[$(MODELS)]' --set 'token_heads=[$(GENERATE)]' --set 'generate=[$(GENERATE)]' --set generate_rounds=$(ROUNDS)
-	$(foreach dtype,$(call items,$(DTYPES)),$(foreach rows,$(call items,$(BATCH_SIZES)),$(call bench-latency,$(dtype),$(rows))))
+	    --set service_rounds=$(SERVICE_ROUNDS) --set block=$(ROUNDS) \
+	    --set 'token_heads=[$(GENERATE)]' --set 'generate=[]'
+	$(BIN)/llmcache run configs/compiled.yaml $(CALLS) --set 'models=[$(COMPILED)]' \
+	    --set 'seq_lens=[$(LENGTHS)]' --set 'buckets=[$(LENGTHS)]' --set 'mode=[$(MODES)]' --set backend=$(BACKEND)
+	$(if $(GENERATE),$(BIN)/llmcache run configs/prefix_decode.yaml $(ON_DEVICE) --set 'models=[$(GENERATE)]' \
+	    --set rounds=$(GENERATIONS))
 
 clean: ## Remove .venv, build output and tool caches.
 	rm -rf $(VENV) build dist *.egg-info .coverage .coverage.* htmlcov

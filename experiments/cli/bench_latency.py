@@ -28,6 +28,7 @@ def command(
     head: Annotated[str, typer.Option(help="class, or token: a causal language model's, at every token.")] = "class",
     tau: Annotated[float, typer.Option(help="Similarity from which the near requests of the benchmark hit.")] = 0.98,
     device: Annotated[str, typer.Option(help="Torch device, cpu or cuda.")] = "cpu",
+    banks: Annotated[str, typer.Option(help="On a GPU, where entries are kept: host or device.")] = "host",
     dtype: Annotated[str, typer.Option(help="Of weights and states: float32 or bfloat16.")] = "float32",
     rounds: Annotated[int, typer.Option(min=10, help="Interleaved calls of a kind; p90 and p99 take 200.")] = 200,
     service_rounds: Annotated[int, typer.Option(min=0, help="Rounds of whole blocks of each kind of call.")] = 2,
@@ -56,6 +57,7 @@ def command(
         head=head,
         tau=tau,
         device=device,
+        banks=banks,
         dtype=dtype,
         rounds=rounds,
         seed=seed,
@@ -76,7 +78,8 @@ def command(
 def _print(figures: dict[str, Any]) -> None:
     weights = "random weights" if figures["weights"] == "random" else f"weights of {figures['weights']}"
     title = (
-        f"{figures['model']} ({weights}), {figures['dtype']} on {figures['device']}, {figures['threads']} threads, "
+        f"{figures['model']} ({weights}), {figures['dtype']} on {figures['device']}{_place(figures)}, "
+        f"{figures['threads']} threads, "
         f"batch {figures['batch_size']}, {figures['seq_len']} tokens, "
         f"{figures['entries']:,} entries of {figures['entry_bytes']:,} bytes"
     )
@@ -91,6 +94,11 @@ def _print(figures: dict[str, Any]) -> None:
         typer.echo(f"{figures['n_overlooked']} calls were drawn again: the index had overlooked a neighbour")
     if figures["nocache_ms"]["p90"] is None:
         typer.echo(f"{figures['nocache_ms']['n']} calls of each kind: too few for p90 and p99")
+
+
+def _place(figures: Mapping[str, Any]) -> str:
+    """Of a device other than the host's, where banks are and what times are taken by."""
+    return "" if figures["device"] == "cpu" else f", banks on the {figures['banks']}, by {figures['clock']}"
 
 
 def _rows(figures: Mapping[str, Any]) -> list[Mapping[str, Any]]:

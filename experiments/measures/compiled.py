@@ -12,24 +12,30 @@ outside the timer, it is checked to have been what it is counted as.
 """
 
 import copy
-from collections.abc import Callable
+from functools import partial
+from itertools import product
 from time import perf_counter
-from typing import Any, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from pydantic import Field, PositiveInt, model_validator
 from torch import Tensor
+from torch._dynamo.exc import TorchDynamoException
 
 from experiments.measures.base import Experiment, Outcome
-from experiments.measures.bench.latency import ratios, rotated
+from experiments.measures.bench.latency import BANKS, by_host, ratios, rotated
 from experiments.metrics.metrics import percentiles
-from experiments.models.architectures import Requests, build, check, check_target, synchronise
+from experiments.models.architectures import Dtype, Requests, build, check, check_target
 from experiments.models.loading import find
+from experiments.support.clock import Clock, Spent
 from experiments.support.folders import Folders
 from experiments.support.progress import tracked
-from llmcache import LLMCache
+from llmcache import ConfigError, LLMCache
 
 WARM_UP = 5  # rounds
+KINDS = ("nocache", "nocache_compiled", "miss", "hit", "miss_compiled", "hit_compiled")
+#: What a row tells; empty where it was not run.
+FIGURES = ("bucket", *(f"{kind}_ms" for kind in KINDS), *(f"{kind}_ratio" for kind in KINDS[1:]), "compile_s", "detail")
 
 
 class Compiled(Experiment):
@@ -44,6 +50,9 @@ class Compiled(Experiment):
     mode: str | None = None  # of torch.compile
     backend: str = "inductor"  # likewise
     device: str = "cpu"  # torch device
+    # Where banks keep entries: `host`, from where hits are copied up to a GPU, or `device`. On a CPU they are the same.
+    banks: tuple[Literal["host", "device"], ...] = Field(default=("host",), min_length=1)
+    dtypes: tuple[Dtype, ...] = Field(default=("float32",), min_length=1)  # of weights and states
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -55,33 +64,51 @@ class Compiled(Experiment):
 
 def run(experiment: Compiled, folders: Folders) -> Outcome:
     """Measure every model and shape, once all are known to be there and to suit the settings."""
-    check_target(experiment.device, "float32")
+    for dtype in experiment.dtypes:
+        check_target(experiment.device, dtype)
     sources = {model: find(model, folders.models) for model in experiment.models}
     for source in sources.values():
         check(source, max(experiment.seq_lens))
-    shapes = [
-        (model, n_rows, n_tokens)
-        for model in experiment.models
-        for n_rows in experiment.batch_sizes
-        for n_tokens in experiment.seq_lens
-    ]
+    shapes = product(
+        experiment.models, experiment.dtypes, experiment.batch_sizes, experiment.seq_lens, experiment.banks
+    )
+    asked = [(model, Shape(*shape)) for model, *shape in shapes]
     calls = [
-        {"model": model, **Bench(experiment, sources[model], n_rows, n_tokens).measure()}
-        for model, n_rows, n_tokens in tracked(shapes, len(shapes), "Compiling and measuring")
+        _row(experiment, model, sources[model], shape)
+        for model, shape in tracked(asked, len(asked), "Compiling and measuring")
     ]
-    flat = [{name: value for name, value in row.items() if not isinstance(value, dict)} for row in calls]
+    flat = [{name: value for name, value in row.items() if name != "detail"} for row in calls]
     return Outcome(flat, {"calls": calls, "summary": flat, "threads": torch.get_num_threads()})
+
+
+def _row(experiment: Compiled, model: str, source: str, shape: "Shape") -> dict[str, Any]:
+    """Figures of one model and shape; without any where it cannot be compiled, or there is no room for it."""
+    about = {"model": model, **shape._asdict(), "clock": Clock(experiment.device).name, **dict.fromkeys(FIGURES)}
+    try:
+        return about | Bench(experiment, source, shape).measure() | {"not_run": ""}
+    except (ConfigError, TorchDynamoException, torch.OutOfMemoryError) as error:
+        return about | {"not_run": str(error).strip().partition("\n")[0]}
+
+
+class Shape(NamedTuple):
+    """What calls of one row of the table are."""
+
+    dtype: str
+    rows: int
+    tokens: int
+    banks: str
 
 
 class Bench:
     """Four copies of a model, two of them with a cache, one of each compiled; for calls of one shape."""
 
-    def __init__(self, experiment: Compiled, source: str, n_rows: int, n_tokens: int) -> None:
+    def __init__(self, experiment: Compiled, source: str, shape: Shape) -> None:
         torch._dynamo.reset()  # graphs of other shapes
         self._experiment = experiment
-        self._n_rows, self._n_tokens = n_rows, n_tokens
-        plain = build(source, experiment.seed, experiment.device).model
-        self._requests = Requests(plain.config, n_rows, n_tokens, experiment.seed, experiment.device)
+        self._shape = shape
+        self._clock = Clock(experiment.device)
+        plain = build(source, experiment.seed, experiment.device, dtype=shape.dtype).model
+        self._requests = Requests(plain.config, shape.rows, shape.tokens, experiment.seed, experiment.device)
         options = {"mode": experiment.mode} if experiment.backend == "inductor" else {}
         self._models: dict[str, Any] = {
             "nocache": plain,
@@ -90,10 +117,10 @@ class Bench:
             ),
         }
         self._caches = {end: self._wrap(copy.deepcopy(plain)) for end in ("", "_compiled")}
-        self._bucket = min(length for length in experiment.buckets if length >= n_tokens)
+        self._bucket = min(length for length in experiment.buckets if length >= shape.tokens)
         started = perf_counter()
         self._caches["_compiled"].compile(
-            (self._bucket,), (n_rows,), mode=experiment.mode, backend=experiment.backend, max_padding=1.0
+            (self._bucket,), (shape.rows,), mode=experiment.mode, backend=experiment.backend, max_padding=1.0
         )
         self._compile_s = perf_counter() - started
         for end, cache in self._caches.items():
@@ -101,43 +128,47 @@ class Bench:
         self._stored: dict[str, Tensor] = {}
 
     def _wrap(self, model: Any) -> LLMCache:
-        return LLMCache.wrap(model, auto_bypass=False, max_entries=self._experiment.entries)
+        return LLMCache.wrap(
+            model, auto_bypass=False, max_entries=self._experiment.entries, device=BANKS[self._shape.banks]
+        )
 
     def measure(self) -> dict[str, Any]:
         """Figures of all kinds of call."""
-        kinds = list(self._models)
-        times: dict[str, list[float]] = {kind: [] for kind in kinds}
+        kinds = list(KINDS)
+        spent: dict[str, list[Spent]] = {kind: [] for kind in kinds}
         order = sorted(kinds, key=lambda kind: kind.startswith("hit"))  # hits are of what misses stored
         with torch.inference_mode():
             for round_number in range(WARM_UP + self._experiment.rounds):
                 warms_up = round_number < WARM_UP
                 for kind in order if warms_up else rotated(kinds, round_number):
-                    spent = self._call(kind)
+                    taken = self._call(kind)
                     if not warms_up:
-                        times[kind].append(spent * 1e3)
+                        spent[kind].append(taken)
+        times = {kind: [one.ms for one in values] for kind, values in spent.items()}
         spread = {f"{kind}_ms": percentiles(values) for kind, values in times.items()}
         of_plain = ratios(times, "nocache")
         return {
-            "rows": self._n_rows,
-            "tokens": self._n_tokens,
             "bucket": self._bucket,
             **{name: values["median"] for name, values in spread.items()},
             **{f"{kind}_ratio": of_plain[f"{kind}/nocache"]["median"] for kind in kinds if kind != "nocache"},
             "compile_s": self._compile_s,
-            "detail": {**spread, "ratios": of_plain},
+            "detail": {**spread, "ratios": of_plain, "host": by_host(spent, self._clock)},
         }
 
-    def _call(self, kind: str) -> float:
-        """Seconds of one call; it was what it is counted as."""
+    def _call(self, kind: str) -> Spent:
+        """What one call took; it was what it is counted as."""
         end = "_compiled" if kind.endswith("_compiled") else ""
         ids = self._stored[end] if kind.startswith("hit") else self._requests.fresh()
         inputs, model = self._requests.inputs(ids), self._models[kind]
         cache = None if kind.startswith("nocache") else self._caches[end]
         before = None if cache is None else self._done(cache)
-        spent = self._timed(lambda: model(**inputs))
+        spent, _ = self._clock.time(partial(model, **inputs))
         if cache is not None and before is not None:
             n_hits, n_compiled = (now - then for now, then in zip(self._done(cache), before, strict=True))
-            wanted = self._n_rows if kind.startswith("hit") else 0, self._n_rows if kind == "miss_compiled" else 0
+            wanted = (
+                self._shape.rows if kind.startswith("hit") else 0,
+                self._shape.rows if kind == "miss_compiled" else 0,
+            )
             is_first = end not in self._stored  # which shows how the model packs its output
             if (n_hits, n_compiled) != wanted and not is_first:
                 raise RuntimeError(
@@ -146,13 +177,6 @@ class Bench:
             if kind.startswith("miss"):
                 self._stored[end] = ids
         return spent
-
-    def _timed(self, call: Callable[[], Any]) -> float:
-        synchronise(self._experiment.device)
-        started = perf_counter()
-        call()
-        synchronise(self._experiment.device)
-        return perf_counter() - started
 
     def _done(self, cache: LLMCache) -> tuple[int, int]:
         """Hits, and rows that graphs computed, so far."""

@@ -4,7 +4,7 @@ See `experiments.measures.bench.generation`, which measures it, for ways, kinds 
 """
 
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -39,6 +39,8 @@ class Decode(Experiment):
     shared_tokens: int = Field(default=96, ge=CacheConfig().prefix_block)
     rounds: int = Field(default=20, ge=3)  # generations of each kind
     device: str = "cpu"  # torch device
+    # Where blocks are kept: `host`, from where hits are copied up to a GPU, or `device`. On a CPU they are the same.
+    banks: tuple[Literal["host", "device"], ...] = Field(default=("host",), min_length=1)
     dtypes: tuple[Dtype, ...] = Field(default=("float32",), min_length=1)  # of weights and states
 
     @model_validator(mode="after")
@@ -53,6 +55,7 @@ def run(experiment: Decode, folders: Folders) -> Outcome:
     measured = generation.measure_each(
         experiment.models,
         experiment.dtypes,
+        experiment.banks,
         folders.models,
         prompt_tokens=experiment.prompt_tokens,
         new_tokens=experiment.new_tokens,
@@ -73,6 +76,8 @@ def _rows(figures: Mapping[str, Any]) -> list[dict[str, Any]]:
             "model": figures["model"],
             "weights": figures["weights"],
             "dtype": figures["dtype"],
+            "banks": figures["banks"],
+            "clock": figures["clock"],
             "prompt_tokens": figures["prompt_tokens"],
             "new_tokens": figures["new_tokens"],
             "shared_tokens": figures["shared_tokens"],

@@ -10,7 +10,8 @@ Real architectures with random weights, or trained models from folders. What ent
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Self
+from itertools import product
+from typing import Any, Literal, Self
 
 import torch
 from pydantic import Field, PositiveInt, model_validator
@@ -62,6 +63,8 @@ class Latency(Experiment):
     service_rounds: int = Field(default=0, ge=0)
     block: int = Field(default=200, ge=10)  # calls of a block; 200 or more, or it is a try
     device: str = "cpu"  # torch device
+    # Where banks keep entries: `host`, from where hits are copied up to a GPU, or `device`. On a CPU they are the same.
+    banks: tuple[Literal["host", "device"], ...] = Field(default=("host",), min_length=1)
     # Of weights and states: `float32`, `bfloat16`; generation included.
     dtypes: tuple[Dtype, ...] = Field(default=("float32",), min_length=1)
     generate: tuple[str, ...] = ()  # models that also generate: prompt and new tokens together are `seq_len` long
@@ -93,14 +96,14 @@ def run(experiment: Latency, folders: Folders) -> Outcome:
     for model in (*experiment.generate, *experiment.token_heads):
         check(find(model, folders.models), experiment.seq_len, head="token")
     rows = [
-        _row(experiment, folders, model, head, kept, batch_size, dtype)
-        for model, head, kept in _ways(experiment)
-        for batch_size in experiment.batch_sizes
-        for dtype in experiment.dtypes
+        _row(experiment, folders, *way, *how)
+        for way in _ways(experiment)
+        for how in product(experiment.batch_sizes, experiment.dtypes, experiment.banks)
     ]
     generated = generation.measure_each(
         experiment.generate,
         experiment.dtypes,
+        experiment.banks,
         folders.models,
         prompt_tokens=experiment.seq_len - experiment.new_tokens,
         new_tokens=experiment.new_tokens,
@@ -120,7 +123,7 @@ def _ways(experiment: Latency) -> Iterator[tuple[str, str, str]]:
 
 
 def _row(
-    experiment: Latency, folders: Folders, model: str, head: str, kept: str, batch_size: int, dtype: str
+    experiment: Latency, folders: Folders, model: str, head: str, kept: str, batch_size: int, dtype: str, banks: str
 ) -> dict[str, Any]:
     """Figures of one model and way to keep entries."""
     figures = latency.measure(
@@ -134,6 +137,7 @@ def _row(
             service_rounds=experiment.service_rounds,
             block=experiment.block,
             device=experiment.device,
+            banks=banks,
             dtype=dtype,
             seed=experiment.seed,
             head=head,
@@ -149,6 +153,8 @@ def _row(
         "kept": kept,
         "batch_size": batch_size,
         "dtype": dtype,
+        "banks": banks,
+        "clock": figures["clock"],
         "seq_len": experiment.seq_len,
         "mixed_ms": None,  # a single row cannot be half hit
         **medians,
@@ -160,7 +166,9 @@ def _row(
         "cache_mb": figures["entry_bytes"] * experiment.entries[kept] / MEGABYTE,
         "entries": experiment.entries[kept],
         "exact_hit_is_equal": figures["exact_hit_is_equal"],
-        "detail": {key: value for key, value in figures.items() if key.endswith("_ms") or key in ("ratios", "service")},
+        "detail": {
+            key: value for key, value in figures.items() if key.endswith("_ms") or key in ("ratios", "service", "host")
+        },
     }
 
 

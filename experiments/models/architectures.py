@@ -146,12 +146,6 @@ def check_target(device: str, dtype: str) -> None:
         raise ConfigError(f"device: {reason} (got {device!r}); give one that this machine has, or cpu") from error
 
 
-def synchronise(device: Any) -> None:
-    """Wait until an accelerator has done what it was given."""
-    if torch.device(device).type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 @dataclass(slots=True)
 class Shortcut:
     """Layers that can be told to pass their input through, so that a cache is filled without computing.

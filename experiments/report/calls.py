@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from experiments.metrics import paper
-from experiments.report.markdown import named_model, number, ratio, spread, table
+from experiments.report.markdown import by_events, named_model, number, ratio, spread, table, varied
 from experiments.runs.read import Figures, Run
 
 KINDS = ("nocache", "miss", "hit", "exact_hit", "floor")
@@ -32,7 +32,8 @@ GENERATION_HEADINGS = (
 def latency(runs: Sequence[Run]) -> Iterator[str]:
     """What a call costs by what happens to it, and what a generation does."""
     calls = [row for run in runs for row in run.metrics["calls"]]
-    yield table(CALL_HEADINGS, map(_call, calls))
+    apart = varied(calls, "banks")
+    yield table((*CALL_HEADINGS, *apart), [(*_call(row), *(row[name] for name in apart)) for row in calls])
     n = {row["detail"]["nocache_ms"]["n"] for row in calls}
     yield (
         f"Medians of {_numbers(n)} calls of each kind, interleaved in one process; the bank is full, so a miss also "
@@ -40,7 +41,7 @@ def latency(runs: Sequence[Run]) -> Iterator[str]:
         "layer, `all tokens` keeps the same and searches once, `pooled` keeps what the head reads of the last layer. "
         "`no layers` is the same model without any: nothing can be faster. "
         "Rows were measured minutes apart, and absolute times differ between them as the machine did: compare within a "
-        "row. `miss / no cache` is taken within each round: median, 5th and 95th percentile."
+        f"row. `miss / no cache` is taken within each round: median, 5th and 95th percentile.{by_events(calls)}"
     )
     if blocks := [row for row in calls if row["detail"].get("service")]:
         yield table(BLOCK_HEADINGS, map(_blocks, blocks))
@@ -58,12 +59,15 @@ def latency(runs: Sequence[Run]) -> Iterator[str]:
 
 def compiled(runs: Sequence[Run]) -> Iterator[str]:
     """What a call costs with and without a compiler, with and without a cache."""
-    calls = [row for run in runs for row in run.metrics["calls"]]
+    asked = [row for run in runs for row in run.metrics["calls"]]
+    calls = [row for row in asked if not row.get("not_run")]
+    apart = varied(asked, "dtype", "banks")
     kinds = ("nocache", "nocache_compiled", "miss", "miss_compiled", "hit", "hit_compiled")
     yield table(
-        COMPILED_HEADINGS,
+        (*apart, *COMPILED_HEADINGS),
         [
             (
+                *(row[name] for name in apart),
                 *(row[name] for name in ("model", "rows", "tokens", "bucket")),
                 *(number(row[f"{kind}_ms"], 2) for kind in kinds),
                 *(ratio(row["detail"]["ratios"][f"{kind}/nocache"]) for kind in ("nocache_compiled", "miss_compiled")),
@@ -77,8 +81,14 @@ def compiled(runs: Sequence[Run]) -> Iterator[str]:
         f"Medians of {_numbers(n)} calls of each kind, interleaved in one process. `compiled` without a cache is "
         "`torch.compile(model, dynamic=False)` for the very shape; with one, `cache.compile()`, which pads to the "
         "bucket and makes its graph in the seconds that the last column tells. Ratios are taken within each round: "
-        "median, 5th and 95th percentile."
+        f"median, 5th and 95th percentile.{by_events(calls)}"
     )
+    for row in asked:
+        if row.get("not_run"):
+            shape = (
+                f"{row['model']}, {row['dtype']}, {row['rows']} rows of {row['tokens']} tokens, {row['banks']} banks"
+            )
+            yield f"Not run: {shape}: {row['not_run']}"
 
 
 def _call(row: Figures) -> tuple[Any, ...]:

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from experiments.support.clock import EVENTS
+
 #: What a column has of a row.
 Cell = Callable[[Any], Any]
 
@@ -102,3 +104,13 @@ def size(nbytes: float | None) -> str:
         if nbytes >= factor:
             return f"{nbytes / factor:,.1f} {unit}"
     return f"{nbytes:.0f} B"
+
+
+def varied(rows: Sequence[Mapping[str, Any]], *names: str) -> list[str]:
+    """Of what only some runs vary, what these do; earlier results do not tell of it."""
+    return [name for name in names if len({row.get(name) for row in rows}) > 1]
+
+
+def by_events(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A sentence on what times were taken by, where it was not the host's clock."""
+    return f" Times are by {EVENTS}." if any(row.get("clock") == EVENTS for row in rows) else ""

@@ -9,6 +9,7 @@ from experiments.measures.decode import KINDS
 from experiments.measures.prefix import ceiling_of_known
 from experiments.report.markdown import (
     Cell,
+    by_events,
     columns,
     count,
     named_model,
@@ -20,6 +21,7 @@ from experiments.report.markdown import (
     speed,
     spread,
     table,
+    varied,
 )
 from experiments.runs.read import Figures, Run
 
@@ -101,17 +103,20 @@ SHARED: Mapping[str, Cell] = {
 
 def decode(runs: Sequence[Run]) -> Iterator[str]:
     """What a generation takes, to its first token and after."""
+    made = [row for run in runs for row in run.metrics["generation"]]
+    apart = varied(made, "banks")
     yield table(
         (
+            *apart,
             *("model", "dtype", "prompt + new", "generation", "TTFT, ms", "TPOT", "ITL p50", "ITL p90"),
             *("E2EL", "E2EL / K/V cache", "n"),
         ),
-        [_kind(row, kind) for run in runs for row in run.metrics["generation"] for kind in KINDS],
+        [(*(row[name] for name in apart), *_kind(row, kind)) for row in made for kind in KINDS],
     )
     yield (
         "Medians; times as in vLLM's benchmark of serving. Ratios are taken within each round: median, 5th and 95th "
         "percentile. A known beginning is the first "
-        f"{runs[0].config['shared_tokens']} tokens of a prompt that was asked before."
+        f"{runs[0].config['shared_tokens']} tokens of a prompt that was asked before.{by_events(made)}"
     )
 
 

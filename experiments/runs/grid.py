@@ -45,6 +45,7 @@ LISTS = (
     "seq_lens",
     "buckets",
     "dtypes",
+    "banks",
     "generate",
 )
 

@@ -1,18 +1,23 @@
 """What `make bench-gpu` runs, on tiny models and the CPU."""
 
+import itertools
 import json
 import shlex
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from experiments.measures.bench.at_hand import NOT_RUN, why_not
+from experiments.runs.grid import load_experiments
 from tests.experiments.commands import Commands
 from tests.experiments.test_measure_latency import save_gpt2
 
 ROOT = Path(__file__).parents[2]
-SHORT = {"BATCH_SIZES": "1,2", "ROUNDS": "10", "SEQUENCES": "8", "ENTRIES": "64"}
+SHORT = {"BATCH_SIZES": "1,2", "ROUNDS": "10", "SEQUENCES": "8", "ENTRIES": "64", "LENGTHS": "16"}
+QUICKLY = {"DEVICE": "cpu", "BACKEND": "eager", "MODES": "null", "SERVICE_ROUNDS": "1", "GENERATIONS": "3"}
+DTYPES, BANKS = ("float32", "bfloat16"), ("host", "device")
 
 
 def commands_of_target(**variables: str | Path) -> list[list[str]]:
@@ -24,29 +29,43 @@ def commands_of_target(**variables: str | Path) -> list[list[str]]:
     return [words[1:] for words in lines if words and words[0].endswith("/llmcache")]
 
 
-def test_every_dtype_and_batch_size_is_measured(
-    tmp_path: Path, command: Commands, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(ROOT)  # the target names its config from here
-    model, results = save_gpt2(tmp_path / "tiny", layers=1), tmp_path / "gpu"
-    commands = commands_of_target(DEVICE="cpu", MODELS=model, GENERATE=model, GPU_RESULTS=results)
-    assert [command(*words) for words in commands] == [0] * 5
-    expected = {(dtype, rows) for dtype in ("float32", "bfloat16") for rows in (1, 2)}
+def calls_of(results: Path, group: str) -> list[dict[str, Any]]:
+    """Calls of all runs of an experiment, of which there is one for each batch size."""
+    metrics = [json.loads(path.read_text()) for path in sorted(results.glob(f"{group}/*/metrics.json"))]
+    assert len(metrics) == 2
+    return [row for one in metrics for row in one["calls"]]
 
-    singles = [json.loads(path.read_text()) for path in results.glob("latency-*.json")]
-    assert {(single["dtype"], single["batch_size"]) for single in singles} == expected
-    assert all(single["exact_hit_is_equal"] and single["nocache_ms"]["n"] == 10 for single in singles)
-    assert all(single["environment"]["versions"]["torch"] for single in singles)
 
-    (path,) = results.glob("table1_latency/*/metrics.json")
-    metrics = json.loads(path.read_text())
-    assert len(metrics["calls"]) == 5 * len(expected)  # three ways to keep entries, and another head with two of them
-    assert {(row["dtype"], row["batch_size"]) for row in metrics["calls"]} == expected
+@pytest.mark.slow
+def test_all_is_measured_that_is_asked(tmp_path: Path, command: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every dtype and batch size, with banks in both places, eager and compiled."""
+    monkeypatch.chdir(ROOT)  # the target names its configs from here
+    model, results = save_gpt2(tmp_path / "tiny", layers=1, positions=192), tmp_path / "gpu"
+    asked = commands_of_target(**QUICKLY, MODELS=model, GENERATE=model, COMPILED=model, GPU_RESULTS=results)
+    asked[1] += ["--set", "dtypes=[bfloat16]"]  # to be done sooner
+    asked[2] += ["--set", "new_tokens=2"]
+    assert [command(*words) for words in asked] == [0, 0, 0]
+    expected = set(itertools.product(DTYPES, (1, 2), BANKS))
+
+    calls = calls_of(results, "table1_latency")
+    assert len(calls) == 5 * len(expected)  # three ways to keep entries, and another head with two of them
+    assert {(row["dtype"], row["batch_size"], row["banks"]) for row in calls} == expected
     kept = {"as the paper": 8, "all tokens": 8, "pooled": 64}
-    assert {(row["kept"], row["entries"]) for row in metrics["calls"]} == set(kept.items())
-    assert all(row["exact_hit_is_equal"] for row in metrics["calls"])
-    assert [figures["dtype"] for figures in metrics["generation"]] == ["float32", "bfloat16"]
-    assert all(figures["exact_hit_ms"]["n"] == 10 for figures in metrics["generation"])
+    assert {(row["kept"], row["entries"]) for row in calls} == set(kept.items())
+    assert all(row["exact_hit_is_equal"] for row in calls)
+    assert {row["detail"]["nocache_ms"]["n"] for row in calls} == {10}
+    assert {row["detail"]["service"]["nocache_ms"]["n"] for row in calls} == {10}
+    assert {row["clock"] for row in calls} == {"perf_counter"}
+
+    compiled = calls_of(results, "compiled")
+    found = {(row["dtype"], row["rows"], row["banks"]) for row in compiled}
+    assert found == set(itertools.product(DTYPES[1:], (1, 2), BANKS))
+    assert all(row["not_run"] == "" and row["miss_compiled_ms"] > 0 for row in compiled)
+
+    (path,) = results.glob("prefix_decode/*/metrics.json")
+    generated = json.loads(path.read_text())["generation"]
+    assert [(row["dtype"], row["banks"]) for row in generated] == list(itertools.product(DTYPES, BANKS))
+    assert all(row["prefix_hit_ms"]["n"] == 3 for row in generated)
 
 
 def test_without_the_device_one_line_and_a_file_say_that_it_was_not_run(tmp_path: Path) -> None:
@@ -60,9 +79,12 @@ def test_without_the_device_one_line_and_a_file_say_that_it_was_not_run(tmp_path
 
 
 def test_what_a_gpu_is_asked_is_what_the_project_says_of_it() -> None:
-    (run, *singles) = commands_of_target(BATCH_SIZES="1,8,32,128")
-    (models,) = (word for word in run if word.startswith("models="))
-    assert {"bert-base", "minilm-l6", "gpt2", "smollm2-135m"} <= set(models[len("models=[") : -1].split(","))
-    assert {word for words in singles for word in words if "bfloat16" in word and word != "bfloat16"} == {
-        f"results/gpu/latency-bfloat16-{rows}.json" for rows in (1, 8, 32, 128)
-    }
+    asked = commands_of_target(BATCH_SIZES="1,8,32,128", SEQUENCES="512", ENTRIES="10000")
+    for words in asked[:2]:
+        (models,) = (word for word in words if word.startswith("models="))
+        assert {"bert-base", "minilm-l6", "gpt2", "smollm2-135m"} <= set(models[len("models=[") : -1].split(","))
+        assert "batch_sizes=[[1],[8],[32],[128]]" in words
+        assert {"device=cuda", "dtypes=[float32,bfloat16]", "banks=[host,device]"} <= set(words)
+    runs = [load_experiments(words[1], words[words.index("--set") + 1 :: 2]) for words in asked]
+    assert [len(one) for one in runs] == [4, 8, 1]  # compiled calls in two modes
+    assert not [words for words in commands_of_target(GENERATE="") if "prefix_decode" in words[1]]

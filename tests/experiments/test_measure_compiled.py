@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments.measures.compiled import Bench
+from experiments.measures.compiled import Bench, Shape
 from experiments.runs.grid import make_experiment
 from experiments.support.folders import Folders
+from llmcache import LLMCache
 from llmcache.errors import ConfigError
 from tests.experiments.measuring import measured, told
 from tests.tiny_models import CLASSIFIERS, build
@@ -27,7 +28,8 @@ SMALL = {
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     path: Path = tmp_path_factory.mktemp("models")
-    build(CLASSIFIERS["bert"]).save_pretrained(path / "tiny")
+    for name, family in {"tiny": "bert", "causal": "gpt2", "grouped": "llama"}.items():
+        build(CLASSIFIERS[family]).save_pretrained(path / name)
     return Folders(models=path)
 
 
@@ -50,8 +52,29 @@ def test_a_row_has_all_kinds_of_call_and_the_table_tells_them(folders: Folders) 
     assert "compiled miss / no cache" in text and "| tiny | 2 | 12 | 16 |" in text
 
 
+@pytest.mark.slow
+def test_decoders_that_classify_are_compiled_too(folders: Folders) -> None:
+    models = ["causal", "grouped"]
+    outcome = measured(SMALL, folders, models=models, dtypes=["bfloat16"], banks=["device"])
+    found = [(row["model"], row["dtype"], row["banks"], row["not_run"]) for row in outcome.rows]
+    assert found == [(model, "bfloat16", "device", "") for model in models]
+
+
+def test_what_cannot_be_compiled_is_left_empty_and_told(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **settings: object) -> None:
+        raise ConfigError("compile: no graph could be made, see the log")
+
+    monkeypatch.setattr(LLMCache, "compile", refuse)
+    outcome = measured(SMALL, folders)
+    (row,) = outcome.rows
+    assert row["not_run"] == "compile: no graph could be made, see the log"
+    assert row["nocache_ms"] is row["miss_compiled_ratio"] is row["bucket"] is None
+    shape = "tiny, float32, 2 rows of 12 tokens, host banks"
+    assert f"Not run: {shape}: compile: no graph could be made, see the log" in told(SMALL, outcome)
+
+
 def test_a_miss_that_no_graph_ran_stops_the_measure(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench(make_experiment(SMALL), str(folders.models / "tiny"), 2, 12)
+    bench = Bench(make_experiment(SMALL), str(folders.models / "tiny"), Shape("float32", 2, 12, "host"))
     bench._caches["_compiled"]._components.compiled.close()
     with pytest.raises(RuntimeError, match="a miss_compiled call had 0 hits and 0 rows run by a graph"):
         bench.measure()

@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import transformers as tf
 from experiments.measures.bench import generation, latency, service_rounds
 from experiments.measures.latency import SHOWN
 from experiments.models import architectures as bench_models
+from experiments.support.clock import Clock
 from experiments.support.folders import Folders
 from llmcache.banks.cache_banks import CacheBanks
 from llmcache.errors import ConfigError
@@ -32,9 +34,9 @@ DISTILBERT = {"generate": ["distilbert"], "new_tokens": 4}
 SHORT = {"prompt_tokens": 4, "new_tokens": 2, "rounds": 1}
 
 
-def save_gpt2(folder: Path, layers: int = LAYERS) -> Path:
-    """Save a tiny language model that takes 128 tokens, no tokenizer."""
-    shape = {"vocab_size": VOCABULARY, "n_embd": WIDTH, "n_layer": layers, "n_head": 4, "n_positions": 128}
+def save_gpt2(folder: Path, layers: int = LAYERS, positions: int = 128) -> Path:
+    """Save a tiny language model, no tokenizer."""
+    shape = {"vocab_size": VOCABULARY, "n_embd": WIDTH, "n_layer": layers, "n_head": 4, "n_positions": positions}
     config = tf.GPT2Config(**shape, bos_token_id=1, eos_token_id=2, pad_token_id=PAD)
     build(lambda: tf.GPT2LMHeadModel(config)).save_pretrained(folder)
     return folder
@@ -58,6 +60,16 @@ def _unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(latency, "build", fail)
     monkeypatch.setattr(generation, "build", fail)
+
+
+class Counting:
+    """A GPU on which every call takes 7 ms."""
+
+    def __init__(self) -> None:
+        self.synchronize = self.current_stream = lambda device: None
+
+    def Event(self, enable_timing: bool) -> Any:
+        return SimpleNamespace(record=lambda _: None, synchronize=lambda: None, elapsed_time=lambda _: 7.0)
 
 
 def settings_of(folders: Folders, **more: Any) -> latency.Settings:
@@ -160,7 +172,8 @@ def test_metrics_hold_the_rows_with_their_percentiles(folders: Folders) -> None:
     assert outcome.metrics["summary"] == [{name: row[name] for name in SHOWN}]
     assert row == {name: value for name, value in call.items() if name != "detail"}
     kinds = {"nocache", "miss", "hit", "exact_hit", "floor"}
-    assert set(call["detail"]) == {*(f"{kind}_ms" for kind in kinds), "ratios", "service"}
+    assert set(call["detail"]) == {*(f"{kind}_ms" for kind in kinds), "ratios", "service", "host"}
+    assert (row["banks"], row["clock"], call["detail"]["host"]) == ("host", "perf_counter", None)
     assert call["detail"]["service"] is None and {row[f"service_{kind}_ms"] for kind in kinds} == {None}
     for kind in kinds:
         assert row[f"{kind}_ms"] == call["detail"][f"{kind}_ms"]["median"]
@@ -202,6 +215,24 @@ def test_a_service_round_asks_whole_blocks_in_alternating_order() -> None:
     assert found["ratios"]["miss/nocache"] == {"median": 1.2, "min": 1.2, "max": 1.2}
     assert (found["hit_ms"]["min"], found["hit_ms"]["max"], found["hit_ms"]["n"]) == (2.0, 4.0, 6)
     assert service_rounds.figures(service_rounds.measure(ask, lambda: next(numbers), rounds=0, block=3)) is None
+
+
+def test_banks_are_where_they_are_asked_to_be(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU; and what its events tell stands beside what the host's clock does."""
+    made = remember(monkeypatch, latency, "Bench")
+    wrapped = remember(monkeypatch, generation.LLMCache, "wrap")
+    monkeypatch.setattr(latency, "Clock", lambda device: Clock("cuda", Counting()))
+    asked = {"banks": ["host", "device"], "generate": ["tiny"], "new_tokens": 4, "generate_rounds": 3}
+    outcome = measured(SMALL, folders, kept=["pooled"], **asked)
+    assert [row["banks"] for row in outcome.rows] == ["host", "device"]
+    assert [bench.cache.config.device for bench in made] == ["cpu", "model"]
+    assert [row["banks"] for row in outcome.metrics["generation"]] == ["host", "device"]
+    assert [cache.config.device for cache in wrapped] == ["cpu", "model"] * 2
+    for row, call in zip(outcome.rows, outcome.metrics["calls"], strict=True):
+        assert (row["clock"], row["nocache_ms"]) == ("CUDA events", 7.0)
+        assert 0 < call["detail"]["host"]["nocache_ms"]["median"] != 7.0
+    text = told(SMALL, outcome)
+    assert "| banks |" in text and "| device |" in text and "Times are by CUDA events." in text
 
 
 def test_generation_is_measured_in_every_dtype(folders: Folders) -> None:
@@ -287,6 +318,7 @@ def test_a_hit_that_is_not_the_stored_run_is_said(folders: Folders, monkeypatch:
         (measure_calls, {"dtype": "half"}, "dtype: .*got 'half'"),
         (measure_calls, {"batch_size": 16, "entries": 63}, r"entries: give at least 64.*\(got 63\)"),
         (measure_calls, {"model": "nowhere"}, "model: nowhere"),
+        (measure_calls, {"banks": "cloud"}, "banks: give host or device.*got 'cloud'"),
         (measure_calls, {"mode": "papers"}, "mode: give semantic or paper.*got 'papers'"),
         (measure_calls, {"mode": "paper", "payload": "sequence"}, "layers: mode paper .*give all.*got 'last'"),
     ],

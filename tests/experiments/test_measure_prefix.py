@@ -152,13 +152,13 @@ def test_a_near_tie_is_told_from_a_wrong_token() -> None:
 
 def test_times_of_a_generation_are_those_of_its_tokens() -> None:
     times = Times()
-    times.add(10.0, [10.5, 10.75, 11.25])
-    times.add(20.0, [20.25, 20.5, 20.75])
+    times.add([0.5, 0.75, 1.25])
+    times.add([0.25, 0.5, 0.75])
     assert times.ttft == [500.0, 250.0]
     assert times.itl == [250.0, 500.0, 250.0, 250.0]
     assert times.tpot == [375.0, 250.0]
     assert times.e2el == [1250.0, 750.0]
-    times.add(30.0, [31.0])
+    times.add([1.0])
     assert (len(times.ttft), len(times.tpot)) == (3, 2)
 
 

@@ -11,23 +11,24 @@ Each round makes one generation of each kind (the third for a prompt that is new
 tokens are checked, outside the timer, to be those of `KVCache`.
 
 Times are named as in vLLM's benchmark of serving: TTFT, from the tokens of the prompt to the first new one; ITL, from
-one new token to the next; TPOT, their mean over a generation; E2EL, from the prompt to the last token.
+one new token to the next; TPOT, their mean over a generation; E2EL, from the prompt to the last token. On a GPU they
+are taken by events in its stream.
 """
 
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from experiments.measures.bench.latency import ratios, rotated
+from experiments.measures.bench.latency import BANKS, ratios, rotated
 from experiments.metrics.metrics import percentiles
-from experiments.models.architectures import Requests, build, check, check_target, synchronise
+from experiments.models.architectures import Requests, build, check, check_target
 from experiments.models.loading import find
+from experiments.support.clock import Clock, Mark
 from llmcache import LLMCache
 from llmcache.generation import Latency
 
@@ -37,23 +38,23 @@ MAX_ENTRIES = 64
 HITS = {"exact_hit": 1, "prefix_hit": 1}
 
 
-class Clock:
-    """Takes the time of each new token. A streamer of transformers, which is given the prompt first."""
+class Marking:
+    """Marks when each new token is there. A streamer of transformers, which is given the prompt first."""
 
-    def __init__(self) -> None:
-        self._at: list[float] = []
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._marks: list[Mark] = []
 
     def put(self, value: Tensor) -> None:
         """Tokens that are on the host now."""
-        self._at.append(perf_counter())
+        self._marks.append(self._clock.mark())
 
     def end(self) -> None:
         """No more come."""
 
-    @property
-    def tokens_at(self) -> list[float]:
-        """When each new token was there, seconds."""
-        return self._at[1:]
+    def since(self, start: Mark) -> list[float]:
+        """When each new token was there, seconds after the start."""
+        return [self._clock.ms(start, mark) / 1e3 for mark in self._marks[1:]]
 
 
 def greedy(model: Any, ids: Tensor, new_tokens: int, **more: Any) -> Any:
@@ -78,8 +79,8 @@ class Recompute:
     def __init__(self, model: Any) -> None:
         self._model = model
 
-    def __call__(self, ids: Tensor, new_tokens: int, clock: Clock | None = None) -> Tensor:
-        tokens: Tensor = greedy(self._model, ids, new_tokens, use_cache=self.uses_kv, streamer=clock)
+    def __call__(self, ids: Tensor, new_tokens: int, marking: Marking | None = None) -> Tensor:
+        tokens: Tensor = greedy(self._model, ids, new_tokens, use_cache=self.uses_kv, streamer=marking)
         return tokens
 
 
@@ -92,9 +93,9 @@ class KVCache(Recompute):
 class Remembering(KVCache):
     """As `KVCache`, on a copy of the model that is wrapped."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, banks: str) -> None:
         super().__init__(copy.deepcopy(model))
-        self._cache = LLMCache.wrap(self._model, max_entries=MAX_ENTRIES, auto_bypass=False)
+        self._cache = LLMCache.wrap(self._model, max_entries=MAX_ENTRIES, auto_bypass=False, device=BANKS[banks])
 
     @property
     def n_hits(self) -> int:  # type: ignore[override]
@@ -112,9 +113,9 @@ class Times:
     tpot: list[float] = field(default_factory=list)
     e2el: list[float] = field(default_factory=list)  # to the last token, one a generation
 
-    def add(self, started: float, tokens_at: Sequence[float]) -> None:
-        """Count a generation that began, and gave each token, at these seconds of one clock."""
-        latency = Latency(tuple(at - started for at in tokens_at))
+    def add(self, tokens_at: Sequence[float]) -> None:
+        """Count a generation that gave each token so many seconds after its beginning."""
+        latency = Latency(tuple(tokens_at))
         self.ttft.append(latency.ttft_s * 1e3)
         self.itl += [gap_s * 1e3 for gap_s in latency.itl_s]
         self.tpot += [] if latency.tpot_s is None else [latency.tpot_s * 1e3]
@@ -126,13 +127,14 @@ class Times:
 
 
 def measure_each(
-    models: Sequence[str], dtypes: Sequence[str], models_dir: Path | None, **settings: Any
+    models: Sequence[str], dtypes: Sequence[str], banks: Sequence[str], models_dir: Path | None, **settings: Any
 ) -> list[dict[str, Any]]:
-    """Run `measure` on each model with each dtype; figures name models as they are given here."""
+    """Run `measure` on each model with each dtype and kind of banks; figures name models as they are given here."""
     return [
-        {**measure(find(model, models_dir), dtype=dtype, **settings), "model": model}
+        {**measure(find(model, models_dir), dtype=dtype, banks=place, **settings), "model": model}
         for model in models
         for dtype in dtypes
+        for place in banks
     ]
 
 
@@ -144,6 +146,7 @@ def measure(
     rounds: int,
     shared_tokens: int = 0,
     device: str = "cpu",
+    banks: str = "host",
     dtype: str = "float32",
     seed: int = 0,
 ) -> dict[str, Any]:
@@ -153,7 +156,7 @@ def measure(
     check_target(device, dtype)
     check(model, prompt_tokens + new_tokens, head="token")
     pair = build(model, seed, device, head="token", dtype=dtype)
-    ways = _ways(pair.model, has_prefix=shared_tokens > 0)
+    ways, clock = _ways(pair.model, banks, has_prefix=shared_tokens > 0), Clock(device)
     requests = Requests(pair.model.config, 1, prompt_tokens, seed, device)
     times = {kind: Times() for kind in ways}
     with torch.inference_mode():
@@ -163,12 +166,14 @@ def measure(
             if shared_tokens:
                 prompts["prefix_hit"] = torch.cat([known[:, :shared_tokens], new[:, shared_tokens:]], dim=1)
             ways["exact_hit"](known, new_tokens)  # made known before the clock runs
-            _round(ways, prompts, new_tokens, number, times if number else {kind: Times() for kind in ways})
+            _round(ways, prompts, new_tokens, number, times if number else {kind: Times() for kind in ways}, clock)
     whole = {kind: spent.e2el for kind, spent in times.items()}
     return {
         "model": model,
         "weights": pair.weights,
         "dtype": dtype,
+        "banks": banks,
+        "clock": clock.name,
         "prompt_tokens": prompt_tokens,
         "new_tokens": new_tokens,
         "shared_tokens": shared_tokens,
@@ -178,9 +183,9 @@ def measure(
     }
 
 
-def _ways(model: Any, has_prefix: bool) -> dict[str, Recompute]:
+def _ways(model: Any, banks: str, has_prefix: bool) -> dict[str, Recompute]:
     """The way that each kind of generation is made in; all with llmcache are made by one cache."""
-    remembering = Remembering(model)
+    remembering = Remembering(model, banks)
     ways: dict[str, Recompute] = {
         "nocache": Recompute(model),
         "kv_cache": KVCache(model),
@@ -196,22 +201,23 @@ def _round(
     new_tokens: int,
     number: int,
     times: Mapping[str, Times],
+    clock: Clock,
 ) -> None:
     """One generation of each kind, in an order that hangs on the round's number; its times are put with its kind's."""
     made, hits = {}, {}
     for kind in rotated(list(ways), number):
-        made[kind], hits[kind] = _timed(ways[kind], prompts[kind], new_tokens, times[kind])
+        made[kind], hits[kind] = _timed(ways[kind], prompts[kind], new_tokens, times[kind], clock)
     for kind, n_hits in hits.items():
         is_same = not n_hits or torch.equal(made[kind], ways["kv_cache"](prompts[kind], new_tokens))
         if n_hits != HITS.get(kind, 0) or not is_same:
             raise RuntimeError(f"a generation counted as {kind} had {n_hits} hits, or other tokens")
 
 
-def _timed(way: Recompute, ids: Tensor, new_tokens: int, times: Times) -> tuple[Tensor, int]:
+def _timed(way: Recompute, ids: Tensor, new_tokens: int, times: Times, clock: Clock) -> tuple[Tensor, int]:
     """Tokens of one generation, and the hits it counted; its times are put with the others."""
-    before, clock = way.n_hits, Clock()
-    synchronise(ids.device)
-    started = perf_counter()
-    tokens = way(ids, new_tokens, clock)
-    times.add(started, clock.tokens_at)
+    before, marking = way.n_hits, Marking(clock)
+    clock.wait()
+    start = clock.mark()
+    tokens = way(ids, new_tokens, marking)
+    times.add(marking.since(start))
     return tokens, way.n_hits - before

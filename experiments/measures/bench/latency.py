@@ -15,7 +15,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from time import perf_counter
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,14 +32,17 @@ from experiments.models.architectures import (
     check,
     check_target,
     find_layers,
-    synchronise,
 )
+from experiments.support.clock import HOST, Clock, Spent
 from llmcache import ConfigError, LLMCache
 from llmcache.models.adapters import locate
 
 MOST_DRAWS = 10
 FILL_ROWS = 64  # rows stored per call while the banks are filled
 CALLS_HELD = 4  # a bank holds the rows of as many calls, so that a miss does not evict what the next hit asks for
+
+#: Where banks keep entries: the setting `device` of a cache, by what it comes to on a GPU.
+BANKS = {"host": "cpu", "device": "model"}
 
 #: What serves a near request and an exact repeat, by mode; to the paper's algorithm both are the same.
 RUNGS = {"semantic": ("semantic", "exact"), "paper": ("paper", "paper")}
@@ -62,6 +65,7 @@ class Settings:
     head: str = "class"  # `class`, a classifier, or `token`, a causal language model's, with logits at every token
     tau: float = 0.98  # threshold between random requests (misses) and those with one token changed (hits)
     device: str = "cpu"
+    banks: str = "host"  # where they keep entries: `host` or `device`, which on a CPU are the same
     dtype: str = "float32"
     rounds: int = 200  # interleaved calls of each kind; p90 and p99 take 200 or more
     seed: int = 0
@@ -77,13 +81,16 @@ def measure(settings: Settings, advance: Callable[[str, int, int], None] | None 
     bench.fill(advance)
     with torch.inference_mode():
         is_equal = bench.is_exact_hit_equal()
-        times = bench.run(advance)
+        spent = bench.run(advance)
         blocks = service_rounds.measure(bench.block, bench.fresh, settings.service_rounds, settings.block, advance)
+    times = {kind: [one.ms for one in values] for kind, values in spent.items()}
     figures: dict[str, Any] = {f"{kind}_ms": percentiles(values) for kind, values in times.items()}
     stats = bench.cache.stats()
     figures["ratios"] = ratios(times, "nocache")
     figures["service"] = service_rounds.figures(blocks)
     figures |= asdict(settings) | {
+        "clock": bench.clock.name,
+        "host": by_host(spent, bench.clock),
         "weights": pair.weights,
         "model_bytes": sum(parameter.nbytes for parameter in pair.model.parameters()),
         "exact_hit_is_equal": is_equal,
@@ -99,6 +106,8 @@ def _check(settings: Settings) -> None:
     check_target(settings.device, settings.dtype)
     if settings.entries < (needed := CALLS_HELD * settings.batch_size):
         raise ConfigError(f"entries: give at least {needed}, the rows of {CALLS_HELD} calls (got {settings.entries})")
+    if settings.banks not in BANKS:
+        raise ConfigError(f"banks: give {' or '.join(BANKS)} (got {settings.banks!r})")
     if settings.mode not in RUNGS:
         raise ConfigError(f"mode: give {' or '.join(RUNGS)} (got {settings.mode!r})")
     if settings.mode == "paper" and settings.layers != "all":
@@ -114,6 +123,7 @@ class Bench:
 
     def __init__(self, settings: Settings, pair: Pair) -> None:
         self._settings = settings
+        self.clock = Clock(settings.device)
         self._plain = copy.deepcopy(pair.model)
         self._model = pair.model
         self._floor = pair.floor
@@ -134,6 +144,7 @@ class Bench:
             layers=settings.layers,
             index=settings.index,
             mode=settings.mode,
+            device=BANKS[settings.banks],
             max_entries=settings.entries,
             max_bytes=2**40,
             auto_bypass=False,
@@ -170,17 +181,17 @@ class Bench:
         _, served, _ = self._measure("exact_hit", lambda: (self._model, ids, {self._exact_rung: rows}))
         return torch.equal(computed, served)
 
-    def run(self, advance: Callable[[str, int, int], None] | None) -> dict[str, list[float]]:
-        """Milliseconds of every call, by kind."""
+    def run(self, advance: Callable[[str, int, int], None] | None) -> dict[str, list[Spent]]:
+        """What every call took, by kind."""
         kinds = self._kinds()
-        times: dict[str, list[float]] = {kind: [] for kind in kinds}
+        times: dict[str, list[Spent]] = {kind: [] for kind in kinds}
         warm_up = max(3, self._settings.rounds // 50)
         total = self._settings.rounds + warm_up
         for round_number in range(total):
             for kind in rotated(list(kinds), round_number):
                 spent, _, _ = self._measure(kind, kinds[kind])
                 if round_number >= warm_up:
-                    times[kind].append(spent * 1e3)
+                    times[kind].append(spent)
             if advance:
                 advance("measuring", round_number + 1, total)
         return times
@@ -197,15 +208,11 @@ class Bench:
         asked = [self._measure(kind, draw)[2] for _ in fresh] if expected else fresh
         before, times, rungs = self.cache.stats(), [], Counter[str]()
         for inputs in map(self._requests.inputs, asked):
-            synchronise(self._settings.device)
-            started = perf_counter()
-            model(**inputs)
-            synchronise(self._settings.device)
-            spent = perf_counter() - started
+            spent, _ = self.clock.time(partial(model, **inputs))
             hits = Counter(outcome.rung for outcome in self.cache.last if outcome.rung) if model is self._model else {}
             rungs.update(hits)
             if hits == expected:
-                times.append(spent * 1e3)
+                times.append(spent.ms)
         self._check_block(kind, len(asked) - len(times), len(asked), rungs.total(), before.n_layers_skipped)
         if kind == "miss":
             self._known = [*self._known, *torch.cat(list(asked)).unsqueeze(1)][-self._settings.entries :]
@@ -244,8 +251,8 @@ class Bench:
         picked = torch.randint(newer, len(self._known), (n_rows,)).tolist()
         return torch.cat([self._known[i] for i in picked])
 
-    def _measure(self, kind: str, draw: Draw) -> tuple[float, Tensor, Tensor]:
-        """Seconds, logits and ids of one call of a kind; drawn again where a neighbour was overlooked or too far."""
+    def _measure(self, kind: str, draw: Draw) -> tuple[Spent, Tensor, Tensor]:
+        """Time, logits and ids of one call of a kind; drawn again where a neighbour was overlooked or too far."""
         for _ in range(MOST_DRAWS):
             model, ids, expected = draw()
             spent, logits, hits = self._call(kind, model, ids)
@@ -254,17 +261,13 @@ class Bench:
             self.n_overlooked += 1
         raise RuntimeError(f"a {kind} call counted hits {hits}, expected {expected}, {MOST_DRAWS} times in a row")
 
-    def _call(self, kind: str, model: Any, ids: Tensor) -> tuple[float, Tensor, dict[str, int]]:
-        """Seconds of one call, from arguments to output, its logits, and the hits it counted."""
+    def _call(self, kind: str, model: Any, ids: Tensor) -> tuple[Spent, Tensor, dict[str, int]]:
+        """Time of one call, from arguments to output, its logits, and the hits it counted."""
         # Layers that ran for a row that hit are told among the hits: where layers are searched one by one, some may
         # serve and others not.
         inputs = self._requests.inputs(ids)
         before = self.cache.stats()
-        synchronise(self._settings.device)
-        started = perf_counter()
-        output = model(**inputs)
-        synchronise(self._settings.device)
-        spent = perf_counter() - started
+        spent, output = self.clock.time(partial(model, **inputs))
         after = self.cache.stats()
         if kind in ("miss", "mixed"):
             stored = after.n_misses - before.n_misses
@@ -274,6 +277,13 @@ class Bench:
         if n_run := hits.total() * self._depth - n_skipped:
             hits["layers run"] = n_run
         return spent, output.logits, dict(hits)
+
+
+def by_host(times: Mapping[str, Sequence[Spent]], clock: Clock) -> dict[str, Any] | None:
+    """Percentiles of the same calls by the host's clock, where another one was heeded; else None."""
+    if clock.name == HOST:
+        return None
+    return {f"{kind}_ms": percentiles([one.host_ms for one in values]) for kind, values in times.items()}
 
 
 def rotated(kinds: Sequence[str], by: int) -> Iterator[str]:

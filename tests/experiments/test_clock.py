@@ -1,0 +1,78 @@
+"""Times by events of a GPU, which runs behind the host: told by a device that is made up."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from experiments.measures.bench import latency
+from experiments.support import clock as clocks
+from experiments.support.clock import EVENTS, HOST, Clock
+
+
+class Machine:
+    """A host and a GPU. Work takes the host `1 ms` to hand over and the GPU as long as it is; events are work of 0."""
+
+    def __init__(self) -> None:
+        self.host_ms = self.done_ms = 0.0
+        self.n_waits = 0
+        self.current_stream = lambda device: "the stream"
+
+    def work(self, ms: float) -> str:
+        self.host_ms += 1.0
+        self.done_ms = max(self.done_ms, self.host_ms) + ms
+        return "made"
+
+    def synchronize(self, device: Any) -> None:
+        self.n_waits += 1
+        self.host_ms = max(self.host_ms, self.done_ms)
+
+    def Event(self, enable_timing: bool) -> Any:
+        assert enable_timing
+        event = SimpleNamespace()
+
+        def record(stream: str) -> None:
+            assert stream == "the stream"
+            event.at = self.done_ms = max(self.done_ms, self.host_ms)
+
+        event.record = record
+        event.synchronize = lambda: self.synchronize(None)
+        event.elapsed_time = lambda other: other.at - event.at
+        return event
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    machine = Machine()
+    monkeypatch.setattr(clocks, "perf_counter", lambda: machine.host_ms / 1e3)
+    return machine
+
+
+def test_a_call_takes_until_the_device_is_done(machine: Machine) -> None:
+    clock = Clock("cuda", machine)
+    machine.work(100.0)  # of another call: not counted
+    spent, made = clock.time(lambda: machine.work(30.0))
+    assert clock.name == EVENTS and made == "made"
+    assert spent == pytest.approx((31.0, 31.0))
+    spent, _ = clock.time(lambda: setattr(machine, "host_ms", machine.host_ms + 5.0))
+    assert spent == pytest.approx((5.0, 5.0))  # work of the host alone counts as well
+
+
+def test_marks_are_where_the_device_is_not_the_host(machine: Machine) -> None:
+    clock = Clock("cuda:0", machine)
+    start = clock.mark()
+    machine.work(10.0)
+    first = clock.mark()
+    machine.work(20.0)
+    second = clock.mark()
+    assert machine.host_ms == 2.0 and machine.n_waits == 0  # nothing was waited for meanwhile
+    assert (clock.ms(start, first), clock.ms(start, second)) == (11.0, 31.0)
+
+
+def test_on_a_cpu_the_hosts_clock_is_the_only_one(machine: Machine) -> None:
+    clock = Clock("cpu", machine)
+    spent, _ = clock.time(lambda: machine.work(30.0))
+    assert clock.name == HOST and spent == pytest.approx((1.0, 1.0)) and machine.n_waits == 0
+    assert latency.by_host({"hit": [spent]}, clock) is None
+    told = latency.by_host({"hit": [spent]}, Clock("cuda", machine))
+    assert told is not None and told["hit_ms"]["median"] == pytest.approx(1.0)
