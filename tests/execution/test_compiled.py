@@ -12,7 +12,19 @@ from torch import Tensor, nn
 from llmcache import ConfigError, LLMCache, WrapError
 from llmcache.execution.compiled import CompiledTrunk
 from llmcache.execution.graphs import Bucket, Graph, Maker, make_buckets
-from tests.execution.calls import BY_STATES, agree, assert_close, attributes, pair, quietly, run, shallow, wrapped
+from tests.execution.calls import (
+    BY_STATES,
+    agree,
+    assert_close,
+    attributes,
+    cut,
+    one_layer,
+    pair,
+    quietly,
+    run,
+    shallow,
+    wrapped,
+)
 from tests.tiny_models import BARE, CLASSIFIERS, GENERATORS, STRANGERS, batch, build, padded, tokens
 from tests.topics import batched, classifier, requests
 
@@ -20,26 +32,11 @@ Make = Callable[[], nn.Module]
 Pair = tuple[LLMCache, nn.Module]
 
 
-def cut(make: Make, n_layers: int = 1) -> Make:
-    """Makes the same model with few layers: sooner compiled."""
-
-    def make_and_cut() -> nn.Module:
-        model = make()
-        layers = next(part for part in model.modules() if isinstance(part, nn.ModuleList))
-        del layers[n_layers:]
-        return model
-
-    return make_and_cut
-
-
 @pytest.fixture(autouse=True, scope="module")
 def _fresh_compiler() -> Iterator[None]:
     yield
     torch._dynamo.reset()
     gc.collect()
-
-
-one_layer = cut(CLASSIFIERS["bert"])
 
 
 def compiled(make: Make = one_layer, **more: Any) -> tuple[LLMCache, nn.Module]:
