@@ -26,6 +26,16 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Quick tests come first, so that what is made once a process is made, and traced, by those whose coverage counts.
+    items.sort(key=_is_slow)
+
+
+def _is_slow(item: pytest.Item) -> bool:
+    return item.get_closest_marker("slow") is not None
+
+
 def pytest_collection_finish() -> None:
     import faiss
     import torch
@@ -39,7 +49,7 @@ def pytest_collection_finish() -> None:
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Coverage is what quick tests cover: those marked slow are not traced, which would make them slower still."""
     coverage = getattr(item.config.pluginmanager.getplugin("_cov"), "cov_controller", None)
-    if coverage is None or item.get_closest_marker("slow") is None:
+    if coverage is None or not _is_slow(item):
         return (yield)
     coverage.pause()
     try:
