@@ -29,14 +29,11 @@ demo: setup ## Show what the cache saves, in three minutes; with a decoder too, 
 JOBS   ?= logical
 PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=worksteal
 
-QUICK  := $(PYTEST) -m 'not slow' --ignore=tests/experiments
-
-test: setup ## Run the tests, offline. Those that are quick cover at least 95 % of llmcache/.
-	$(QUICK) --cov=llmcache --cov-report=term-missing:skip-covered --cov-fail-under=95
-	$(PYTEST) -m slow
+test: setup ## Run the tests, offline. Those that are not marked slow cover at least 95 % of llmcache/.
+	$(PYTEST) --cov=llmcache --cov-report=term-missing:skip-covered --cov-fail-under=95
 
 test-fast: setup ## Run the library's tests that are not marked slow, without coverage.
-	$(QUICK)
+	$(PYTEST) -m 'not slow' --ignore=tests/experiments
 
 # Only this target reaches for PyPI: transformers' source archive of the installed version, kept in build/outside. In its
 # place, a checkout with the families' own tests; and one of sentence-transformers:

@@ -6,43 +6,79 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+from collections.abc import Generator
 from pathlib import Path
 
-import faiss
 import pytest
-import torch
 
-from llmcache.models import loading
-from tests.tiny_data import save_base, write_data
+# Nothing heavy is imported here: the process that hands tests out to others would import it before they begin.
 
-# Tiny models gain nothing from threads, and on a busy machine they wait for each other.
-torch.set_num_threads(1)
-faiss.omp_set_num_threads(1)
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    # Collecting garbage then looks at what tests made, not at all of torch and transformers, for a third of a second.
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Quick tests come first, so that what is made once a process is made, and traced, by those whose coverage counts.
+    items.sort(key=_is_slow)
+
+
+def _is_slow(item: pytest.Item) -> bool:
+    return item.get_closest_marker("slow") is not None
 
 
 def pytest_collection_finish() -> None:
-    # Collecting garbage then looks at what tests made, not at all of torch and transformers, for a third of a second.
-    gc.collect()
-    gc.freeze()
+    import faiss
+    import torch
+
+    # Tiny models gain nothing from threads, and on a busy machine they wait for each other.
+    torch.set_num_threads(1)
+    faiss.omp_set_num_threads(1)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Coverage is what quick tests cover: those marked slow are not traced, which would make them slower still."""
+    coverage = getattr(item.config.pluginmanager.getplugin("_cov"), "cov_controller", None)
+    if coverage is None or not _is_slow(item):
+        return (yield)
+    coverage.pause()
+    try:
+        return (yield)
+    finally:
+        coverage.resume()
 
 
 @pytest.fixture(autouse=True)
-def _seeded() -> None:
+def _fresh() -> None:
+    import torch
+
+    from llmcache.models import loading
+
     torch.manual_seed(0)
-
-
-@pytest.fixture(autouse=True)
-def _asks_the_hub_anew() -> None:
-    loading.FAILED.clear()
+    loading.FAILED.clear()  # the hub is asked anew
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with small data sets of every kind that recipes read."""
+    from tests.tiny_data import write_data
+
     return write_data(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tiny model that recipes begin from."""
+    from tests.tiny_data import save_base
+
     return save_base(tmp_path_factory.mktemp("base") / "tiny")

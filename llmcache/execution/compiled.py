@@ -14,27 +14,27 @@ Sizes: B rows, T tokens of a call; R rows, L tokens of a bucket.
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from llmcache.errors import ConfigError
+from llmcache.execution.eager import Conditions, torch_settings
 from llmcache.execution.frames import Frame
 from llmcache.execution.graphs import Bucket, Graph, Maker
 from llmcache.models.adapters import device_of
 from llmcache.models.arguments import Arguments
-from llmcache.models.hooks import are_hooked, parts_of
+from llmcache.models.hooks import parts_of
 from llmcache.models.mark import Mark
 from llmcache.models.model_config import setting
 from llmcache.models.rope import changes_with_length
-from llmcache.models.tracing import is_traced
 from llmcache.request.bypass import CURES
 from llmcache.request.call import Call
-from llmcache.request.rows import Row, Scope
+from llmcache.request.rows import Scope
 from llmcache.stats import CompileStats
 
 if TYPE_CHECKING:  # who import `parts`, which holds this
@@ -45,7 +45,6 @@ logger = logging.getLogger("llmcache")
 
 #: Calls that bypass the cache for these reasons run a graph all the same.
 _BYPASSES = ("not_worthwhile", "compared")
-_TAKEN = frozenset({"input_ids", "attention_mask", "token_type_ids", "return_dict", "use_cache"})
 _OWNING_MODES = ("reduce-overhead", "max-autotune")  # whose graphs write each output to the same memory
 
 
@@ -58,20 +57,16 @@ class Compiled:
         maker: Made them, and their inputs.
         mark: Of the weights that they were made of.
         attention: Implementation that they were made with.
-        torch_settings: Settings of torch at that time.
-        modules: Parts of the trunk, whose hooks a graph would not run.
+        conditions: Under which they stand for the trunk.
         max_padding: Largest share of a bucket's tokens that may be padding.
-        thread: The one thread that may run them; None: all may.
     """
 
     graphs: dict[Bucket, Graph]
     maker: Maker
     mark: Mark
     attention: str
-    torch_settings: tuple[Any, ...]
-    modules: Sequence[nn.Module]
+    conditions: Conditions
     max_padding: float
-    thread: int | None
 
     def fit(self, n_rows: int, n_tokens: int) -> Bucket | None:
         """The smallest bucket that holds so many rows of so many tokens, if not too much of it were padding."""
@@ -135,17 +130,16 @@ class CompiledTrunk:
             maker = Maker(trunk, has_entering, mode, backend)
             graphs = self._make_graphs(buckets, maker)
             owns = mode in _OWNING_MODES and device_of(trunk.module).type == "cuda"
-            self._digest = digest
-            self._compiled = Compiled(
-                graphs,
-                maker,
-                mark,
-                trunk.attention,
-                _torch_settings(),
+            conditions = Conditions(
+                trunk,
+                self._arguments.defaults,
+                maker.output.takes_types,
+                torch_settings(),
                 [trunk.module, *parts_of(trunk.module)],
-                max_padding,
                 threading.get_ident() if owns else None,
             )
+            self._digest = digest
+            self._compiled = Compiled(graphs, maker, mark, trunk.attention, conditions, max_padding)
             if self._components.cost is not None:
                 self._components.cost.restart()  # a call takes another time now
 
@@ -196,7 +190,7 @@ class CompiledTrunk:
         arguments = dict(call.inputs.arguments)
         if arguments.get("use_cache") is None:
             arguments["use_cache"] = False  # where it makes K/V that nobody asked for, that is turned off
-        return call.inputs.mask_4d is None and self._takes(compiled, arguments)
+        return call.inputs.mask_4d is None and compiled.conditions.take(arguments)
 
     def stand_in(self, forward: Callable[..., Any], frame: Frame) -> Callable[..., Any]:
         """What to run in place of the trunk's forward in a call; the forward itself without graphs."""
@@ -244,7 +238,7 @@ class CompiledTrunk:
     def _replay(self, compiled: Compiled, bucket: Bucket, frame: Frame, arguments: dict[str, Any]) -> Any:
         """The trunk's output, cut to the call's rows and tokens."""
         maker = compiled.maker
-        is_owned = compiled.thread is not None  # by the graph, whose next run writes over it
+        is_owned = compiled.conditions.thread is not None  # by the graph, whose next run writes over it
         with torch.inference_mode(False), torch.no_grad():  # under which it was made
             if is_owned:
                 torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
@@ -257,8 +251,6 @@ class CompiledTrunk:
         has_names = setting(self._components.trunk.config, "return_dict") if asked is None else asked
         return maker.output.pack(cut, has_names is not False)
 
-    # -- refusing ------------------------------------------------------------------------------------------------------
-
     def _find_reason(self, compiled: Compiled, arguments: dict[str, Any], call: Call | None) -> str | None:
         """Why no graph can stand for the trunk in a call, or None."""
         weights = self._components.weights
@@ -266,40 +258,9 @@ class CompiledTrunk:
             return "dropped"
         if call is None and not self._is_in_force(compiled, weights.digest()):
             return "dropped"
-        if not self._takes(compiled, arguments) or is_traced(arguments.values()):
-            return "arguments"
-        if torch.is_grad_enabled() or weights.is_training:
-            return "gradients"
-        device = arguments["input_ids"].device.type
-        if compiled.torch_settings != _torch_settings() or torch.is_autocast_enabled(device):
-            return "torch_settings"
-        if compiled.thread not in (None, threading.get_ident()):
-            return "thread"
-        if are_hooked(compiled.modules):
-            return "hooked"
-        is_padded_right = _is_right_padded(arguments) if call is None else all(map(_begins, _computed(call)))
-        return None if is_padded_right else "padding"
+        return compiled.conditions.find_reason(arguments, call, weights.is_training)
 
-    def _takes(self, compiled: Compiled, arguments: dict[str, Any]) -> bool:
-        """Whether a graph was made for such arguments: tokens, a 2-D mask, types; no K/V, and no more output."""
-        trunk = self._components.trunk
-        ids = arguments.get("input_ids")
-        if not (isinstance(ids, Tensor) and ids.ndim == 2 and ids.numel() and not ids.is_floating_point()):
-            return False
-        if arguments.get("token_type_ids") is not None and not compiled.maker.output.takes_types:
-            return False
-        mask = arguments.get("attention_mask")
-        if mask is not None and (not isinstance(mask, Tensor) or mask.shape != ids.shape):
-            return False
-        if trunk.makes_kv and arguments.get("use_cache") is not False:
-            return False
-        for what in trunk.asks_for_more:
-            asked = arguments.get(what)
-            if asked if asked is not None else setting(trunk.config, what):
-                return False
-        known = {*_TAKEN, *trunk.asks_for_more}
-        defaults = self._arguments.defaults
-        return all(name in known or value is None or value is defaults.get(name) for name, value in arguments.items())
+    # -- dropping ------------------------------------------------------------------------------------------------------
 
     def _is_in_force(self, compiled: Compiled, digest: str) -> bool:
         """Whether graphs still are of the trunk as it is, whose weights have this digest; if not, they are dropped."""
@@ -340,35 +301,3 @@ class CompiledTrunk:
         with self._lock:
             self._n_failed += 1
         logger.warning("llmcache: no graph for %d rows of %d tokens; such calls run eagerly", *bucket, exc_info=error)
-
-
-def _torch_settings() -> tuple[Any, ...]:
-    """What of torch's own settings a graph may have been made for."""
-    return (
-        torch.get_num_threads(),
-        torch.get_default_dtype(),
-        torch.get_float32_matmul_precision(),
-        torch.are_deterministic_algorithms_enabled(),
-    )
-
-
-def _computed(call: Call) -> Iterator[Row]:
-    return (row for row in call.rows if row.number not in call.plan.reused)
-
-
-def _begins(row: Row) -> bool:
-    """Whether a row is valid from its first token on to its last one, and its mask holds only 0 and 1."""
-    is_plain = row.bypass_reason in ("", "no_content")
-    return is_plain and row.n_valid > 0 and isinstance(row.valid, slice) and row.valid.start == 0
-
-
-def _is_right_padded(arguments: dict[str, Any]) -> bool:
-    """Whether the same can be told of all rows of a call that nobody has read; an accelerator would be waited for."""
-    ids, mask = arguments["input_ids"], arguments.get("attention_mask")
-    if mask is None:
-        return not ids.is_cpu or int(ids.min()) >= 0  # of a graph an id below 0 might be one of the last tokens
-    if not (ids.is_cpu and mask.is_cpu) or int(ids.min()) < 0:
-        return False
-    rows = mask.to(torch.int8)
-    is_binary = bool(((mask == 0) | (mask == 1)).all())
-    return is_binary and bool(rows[:, 0].all()) and bool((rows[:, 1:] <= rows[:, :-1]).all())

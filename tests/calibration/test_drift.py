@@ -12,8 +12,8 @@ from llmcache import LLMCache
 from llmcache.audit.audit import Audit
 from llmcache.calibration.drift import DriftDetector, Marks, Profile, profile
 from llmcache.request.call import Call
-from tests import inside
-from tests.topics import N_CALIBRATED, Inputs, ask, batched, calibrated, classifier, known, requests
+from tests import inside, topics
+from tests.topics import N_CALIBRATED, Inputs, batched, calibrated, classifier, known, requests
 
 N = 800  # of C
 REPEAT = Marks(-inf, 1.0, 0)  # of a source
@@ -110,8 +110,13 @@ def test_a_sample_of_nothing_but_repeats_tells_others() -> None:
 # -- in a cache --------------------------------------------------------------------------------------------------------
 
 
+def ask(cache: LLMCache, inputs: list[Inputs]) -> list[str | None]:
+    """Which rung gave each answer; some requests a call, for each of which the detector is asked by itself."""
+    return topics.rungs_of(cache, batched(inputs, size=5))
+
+
 def unlike(n: int, noise: float = 1.0, seed: int = 7) -> list[Inputs]:
-    """Requests that are not like those of the calibration, one a call."""
+    """Requests that are not like those of the calibration."""
     return requests(n, seed=seed, noise=noise)[0]
 
 
@@ -125,8 +130,8 @@ def often(pool: list[Inputs], n: int, power: float) -> list[Inputs]:
 def test_requests_that_come_again_and_again_void_nothing() -> None:
     pool = [*requests(N_CALIBRATED)[0], *requests(700, seed=3)[0]]
     with calibrated(audit=1.0, audit_in_background=False) as cache:
-        for one in often(pool, 1500, power=0):
-            cache(**one)
+        for few in batched(often(pool, 1500, power=0), size=5):
+            cache(**few)
             cache.drain()  # what was audited is stored, and its repeats are exact
         assert known(cache).status == "certified"
         assert min(cache.stats().hits.values()) > 300
@@ -158,11 +163,11 @@ def test_a_stream_that_moves_on_voids_the_certificate_and_nothing_is_served(
         assert known(cache).status == (before if noise == 0.2 else "drifted")
         assert cache.calibration.is_certified == (noise == 0.2)
         assert ("no longer like those" in caplog.text) == (noise == 1.0)
-        n_later = ask(cache, requests(100, seed=8)[0])[1].count("semantic")  # it does not come back by itself
+        n_later = ask(cache, requests(100, seed=8)[0]).count("semantic")  # it does not come back by itself
         assert n_later == 0 if noise == 1.0 else n_later > 20
         cache.save(tmp_path)
     with LLMCache.load(model, tmp_path) as cache:
-        assert ("semantic" in ask(cache, requests(60, seed=9)[0])[1]) == (noise == 0.2)
+        assert ("semantic" in ask(cache, requests(60, seed=9)[0])) == (noise == 0.2)
         assert known(cache).status == (before if noise == 0.2 else "drifted")
         assert cache.calibrate(batched(requests(700)[0])).is_certified
         assert known(cache).status == before
@@ -171,12 +176,12 @@ def test_a_stream_that_moves_on_voids_the_certificate_and_nothing_is_served(
 @pytest.mark.slow
 def test_a_cache_that_learns_by_itself_learns_anew_after_a_drift() -> None:
     with calibrated(learn=700, audit=0) as cache:
-        for one in unlike(900, noise=0.5):
-            cache(**one)
+        for few in batched(unlike(900, noise=0.5), size=5):
+            cache(**few)
             if known(cache).status == "learning":
                 break
         assert known(cache).status == "learning"
-        ask(cache, batched(unlike(760, noise=0.0, seed=8)))
+        ask(cache, unlike(760, noise=0.0, seed=8))
         assert known(cache).status == "unwatched"
 
 
@@ -207,7 +212,7 @@ def test_sources_that_were_struck_off_do_not_look_like_other_requests() -> None:
         for record in banks.records():
             if record.is_pinned:
                 banks.quarantine(record.key, "default")
-        assert "semantic" not in ask(cache, requests(400, seed=7)[0])[1]
+        assert "semantic" not in ask(cache, requests(400, seed=7)[0])
         assert known(cache).status == "certified"
 
 
@@ -220,7 +225,7 @@ def test_a_save_that_does_not_tell_repeats_apart_is_unwatched_and_suspends_nothi
         made = cache.calibrate(batched(asked[:900]))
         early = replace(made.watch.profile, n_repeats=None) if is_counted else None
         cache.calibrated._serve(replace(made, watch=replace(made.watch, profile=early)))
-        assert ask(cache, asked[900:])[1].count("semantic") > 100
+        assert ask(cache, asked[900:]).count("semantic") > 100
         assert known(cache).status == "unwatched"
 
 
@@ -229,7 +234,7 @@ def test_a_save_that_does_not_tell_repeats_apart_is_unwatched_and_suspends_nothi
 def test_repeats_of_what_it_learned_from_void_nothing(share: float) -> None:
     learned, rng = requests(700)[0], np.random.default_rng(1)
     with LLMCache.wrap(classifier(), learn=700, auto_bypass=False, max_drop=0.05, audit=0.05) as cache:
-        ask(cache, batched(learned))
+        ask(cache, learned)
         assert known(cache).status == "certified"
         ask(cache, [learned[rng.integers(700)] if rng.random() < share else one for one in requests(800, seed=6)[0]])
         assert known(cache).status == "certified"

@@ -13,7 +13,7 @@ from transformers.masking_utils import create_bidirectional_mask
 
 from llmcache import ConfigError, LLMCache, UnsupportedModelError
 from llmcache.request.bypass import CURES
-from tests.execution.calls import Make, agree, assert_close, pair, quietly, run, shallow, wrapped
+from tests.execution.calls import Make, agree, assert_close, one_layer, pair, quietly, run, wrapped
 from tests.tiny_models import (
     BARE,
     CLASSIFIERS,
@@ -179,7 +179,7 @@ def test_disabled_is_plain_and_no_warning(caplog: pytest.LogCaptureFixture) -> N
 @pytest.mark.parametrize("when", ["before wrapping", "after wrapping"])
 def test_compiled_models_run_their_own_graph(when: str) -> None:
     torch._dynamo.reset()
-    cache, alone = pair(shallow)
+    cache, alone = pair(one_layer)
     inputs = padded([6, 6])
     expected = run(alone, **inputs)
     compiled: Any = torch.compile(cache.model, backend="eager")
@@ -201,7 +201,7 @@ def test_compiled_models_run_their_own_graph(when: str) -> None:
 @pytest.mark.slow
 def test_counting_leaves_the_graph_so_fullgraph_says_no() -> None:
     torch._dynamo.reset()
-    model = wrapped(shallow).model
+    model = wrapped(one_layer).model
     with torch.inference_mode(), pytest.raises(torch._dynamo.exc.Unsupported, match="_count_compiled"):
         torch.compile(model, backend="eager", fullgraph=True)(**padded([6, 6]))
     torch._dynamo.reset()

@@ -17,6 +17,7 @@ from tests.execution.calls import (
     agree,
     assert_close,
     attributes,
+    one_layer,
     pair,
     quietly,
     run,
@@ -121,7 +122,7 @@ COMPILED: dict[str, tuple[Callable[[Any], nn.Module], str]] = {
 def test_what_is_compiled_in_its_place_is_told(what: str, settings: dict[str, Any]) -> None:
     part, reason = COMPILED[what]
     is_served = what == "encoder" and not settings  # decided before the layers, which then run unseen
-    cache, alone = pair(shallow, **settings)
+    cache, alone = pair(one_layer if what == "whole" else shallow, **settings)
     cache(**SEEN)
     part(cache.model).compile(backend="eager")
     for n in (1, 2):

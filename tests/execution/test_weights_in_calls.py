@@ -14,7 +14,7 @@ from llmcache import LLMCache
 from llmcache.errors import BankFileError, CalibrationError, StoreError
 from llmcache.models import hashing, weights
 from tests import inside
-from tests.execution.calls import X, check, plain, shallow, two_adapters, wrapped
+from tests.execution.calls import X, check, one_layer, plain, two_adapters, wrapped
 from tests.models.test_attributes import FAMILIES, SETTINGS, quantised
 from tests.tiny_models import BARE, CLASSIFIERS, GENERATORS, build, states, tokens
 from tests.topics import classifier, requests
@@ -324,7 +324,7 @@ def test_a_step_of_a_model_that_is_frozen_afterwards_is_seen() -> None:
 
 @pytest.mark.slow
 def test_a_fused_step_after_a_compiled_forward_is_seen() -> None:
-    cache = wrapped(shallow)
+    cache = wrapped(one_layer)
     check(cache, **X)
     compiled = torch.compile(cache.model, backend="eager")
     optimizer = torch.optim.SGD(cache.model.parameters(), lr=0.1, fused=True)

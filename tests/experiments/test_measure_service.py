@@ -115,8 +115,8 @@ def test_a_rate_that_a_stream_cannot_have_is_refused(changes: dict[str, Any], er
 @pytest.mark.parametrize("learn", [LEARN, 0])
 def test_a_set_rate_is_measured_in_whole_passes(learn: int) -> None:
     options = {"answer": "class"} if learn else {"auto_bypass": False}
-    task = TASK | {"limit": 900, "data": {"path": "support_desk", "limit": 2400}}
-    values = RATES | {"task": task, "learn": learn, "cache": options, "max_drops": [0.1, 0.2, 0.3]}
+    task = TASK | {"limit": LEARN + 200, "data": {"path": "support_desk", "limit": 900}}
+    values = RATES | {"task": task, "learn": learn, "cache": options, "max_drops": [0.1, 0.3]}
     outcome = measured(values)
     assert outcome.metrics["n_counted"] == 200 and len(outcome.rows) == 6
     for way, row, rate in zip(outcome.metrics["ways"], outcome.metrics["summary"], (0.5, 0.8), strict=True):
