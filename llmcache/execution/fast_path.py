@@ -56,8 +56,8 @@ class OutputTemplate:
     pack: Pack
     is_normed: bool = False
 
-    def states_of(self, output: Any, ids: Tensor, entered_norm: Tensor | None) -> Tensor:
-        """The last states (B, T, D) of a trunk that was run for ids (B, T): in its output, or before its norm.
+    def states_of(self, output: Any, n_rows: int, n_tokens: int, entered_norm: Tensor | None) -> Tensor:
+        """The last states (B, T, D) of a trunk that was run for B rows of T tokens: in its output, or before its norm.
 
         Raises:
             KeyError: It has none.
@@ -68,7 +68,7 @@ class OutputTemplate:
         states = entered_norm if self.is_normed else in_output
         if not isinstance(states, Tensor):
             raise TypeError(f"{_STATES} is a {type(states).__name__}")
-        if states.shape != (*ids.shape, self.width) or states.dtype != self.dtype:
+        if states.shape != (n_rows, n_tokens, self.width) or states.dtype != self.dtype:
             raise ValueError(f"{_STATES} is {states.dtype} {tuple(states.shape)}")
         return states
 
@@ -164,8 +164,8 @@ class FastPath:
         template, output = frame.template, forward(*args, **kwargs)
         assert template is not None
         with suppress(KeyError, TypeError, ValueError):  # packed otherwise than before, so nothing of it is kept
-            ids = call.inputs.arguments["input_ids"]
-            call.progress.states = template.states_of(output, ids, frame.entered_norm)
+            n_rows, n_tokens = call.inputs.arguments["input_ids"].shape
+            call.progress.states = template.states_of(output, n_rows, n_tokens, frame.entered_norm)
         call.progress.has_begun = call.progress.is_complete = True
         return output
 
@@ -187,7 +187,7 @@ class FastPath:
             if tensor is not None and len(tensor) == call.n_rows:
                 args, kwargs = self._arguments.replace(args, kwargs, name, tensor.index_select(0, index))
         output = forward(*args, **kwargs)
-        computed = template.states_of(output, ids[rows], frame.entered_norm)
+        computed = template.states_of(output, len(rows), ids.shape[1], frame.entered_norm)
         states = computed.new_empty((*ids.shape, template.width)).index_copy_(0, index, computed)
         self._place(call, states)
         output = template.pack(states, None)
