@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from llmcache.policies import LRU
+from llmcache.policies import LRU, TTL
 from llmcache.request.prefill import Link
 from llmcache.request.rows import Scope
 from llmcache.reuse.prefix.block import NAMES, Block, Slab, first_tokens, runs
 from llmcache.reuse.prefix.block_pool import BlockPool
-from llmcache.reuse.prefix.slabs import SLAB_TOKENS
+from llmcache.reuse.prefix.slabs import SLAB_TOKENS, slab_blocks
 
 SCOPE = Scope("default", "weights", "torch.float32", "sdpa")
 SIZE = 16
@@ -80,10 +80,35 @@ def test_blocks_that_leave_are_let_go(n_left: int) -> None:
     with torch.inference_mode():
         blocks.put(new, added)
     check(blocks, made | added)
+    assert all(block is added[link.key] for link, block in zip(new, blocks.match(new), strict=True))  # none is copied
     assert len(runs(blocks.match(old))) == 1 == len(runs(blocks.match(new)))
     assert len(blocks.match(old)) == n_left
-    blocks.clear()
+
+
+def test_bytes_are_let_go_however_blocks_leave() -> None:
+    now, spent, chain = [0.0], [0], chain_of(range(6))
+    blocks = BlockPool(SIZE, 6 * NBYTES, torch.device("cpu"), TTL(60.0, now=lambda: now[0]), lambda: spent[0])
+    made = stored_together(chain)
+    blocks.put(chain[:2], made)
+    now[0] = 10.0
+    blocks.put(chain, made)
+    check(blocks, made)
+    spent[0] = NBYTES
+    blocks.make_way()
+    check(blocks, made)
+    assert len(blocks) == 5
+    now[0] = 65.0  # the first two are due, and those that follow them leave as well
+    assert blocks.match(chain) == []
+    for let_go in (blocks.clear, lambda: blocks.purge("default")):
+        assert not blocks._slabs._keys and not blocks._slabs._changed
+        blocks.put(chain[:5], stored_together(chain[:5]))
+        assert len(blocks) == 5
+        let_go()
     assert not blocks._slabs._keys and not blocks._slabs._changed
+
+
+def test_a_slab_has_one_block_at_least() -> None:
+    assert [slab_blocks(size) for size in (1, SIZE, 100, 1000)] == [SLAB_TOKENS, PER_SLAB, 1, 1]
 
 
 def test_blocks_that_are_not_held_are_let_go() -> None:
@@ -123,6 +148,9 @@ def test_saved_blocks_are_laid_together_again() -> None:
     assert len(runs(again.match(chains[0]))) == 3 + n
     again.gather()
     check(again, made)
+    laid = dict(again._held)
+    again.gather()
+    assert again._held == laid
     found = [again.match(chain) for chain in chains]
     assert [[piece[0].shape[-2] // SIZE for piece in runs(one)] for one in found] == [[n, 3], [3, 2]]
     assert all(a.slab is b.slab for a, b in pairwise(found[0][:n]))
