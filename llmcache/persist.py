@@ -201,6 +201,8 @@ def _fill(components: Components, manifest: Manifest, parts: Tensors, folder: st
             banks.adopt(record)
         elif components.prefix is not None:
             components.prefix.adopt(record)
+    if components.prefix is not None:
+        components.prefix.gather()
     banks.place(records)
     if components.calibrated is not None:
         _present(components.calibrated, manifest.examples, records)

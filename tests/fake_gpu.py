@@ -175,7 +175,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with monkeypatch.context() as patched, _Factories():
         patched.setattr(torch.cuda, "current_stream", lambda device=None: stream)
         patched.setattr(torch.cuda, "synchronize", lambda device=None: wait())
-        for module in ("request.bypass", "execution.meter", "execution.compiled"):
+        for module in ("request.bypass", "execution.meter", "execution.eager"):
             patched.setattr(f"llmcache.{module}.is_traced", lambda values: False)
         yield
 

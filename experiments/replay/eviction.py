@@ -15,7 +15,8 @@ from llmcache.banks.stores.memory import MemoryStore
 from llmcache.policies import Policy
 from llmcache.request.prefill import Link
 from llmcache.request.rows import Scope
-from llmcache.reuse.prefix.block_pool import Block, BlockPool
+from llmcache.reuse.prefix.block import Block
+from llmcache.reuse.prefix.block_pool import BlockPool
 
 _NOWHERE = torch.device("meta")  # tensors that have a size and hold nothing
 _SCOPE = Scope("default", "weights", "float32", "sdpa")

@@ -39,7 +39,7 @@ class Prefill:
         keeps_requests: The exact rung is served from blocks, so no entries are stored for it, where rows fit.
         chains: The blocks of rows, by number, of those that were asked for.
         served: Tokens that a stored prefix serves, at least one, by row number.
-        states: What the trunk put out at the columns that are cut (B, C, D); None when nothing is served.
+        states: What the trunk put out at the columns that are cut, to be joined (B, C, D); None when nothing is served.
         repeats: Rows that are held as a whole, by number; empty when a prefix is served.
     """
 
@@ -49,7 +49,7 @@ class Prefill:
     keeps_requests: bool
     chains: dict[int, tuple[Link, ...]] = field(default_factory=dict)
     served: Mapping[int, int] = field(default_factory=dict)
-    states: Tensor | None = None
+    states: Sequence[Tensor] | None = None
     repeats: "Mapping[int, Reuse]" = field(default_factory=dict)
 
     def fits(self, row: Row) -> bool:

@@ -263,7 +263,8 @@ def test_prefixes_alone(gpt2: Any) -> None:
     assert stats.n_stored == 0 < stats.n_blocks
     held = [x for block in inside.prefix(cache)._held.values() for x in (block.keys, block.values, block.states)]
     assert not any(x.is_inference() or x.requires_grad for x in held)
-    assert sum(x.untyped_storage().nbytes() for x in held) == stats.prefix_nbytes
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in held}
+    assert sum(storages.values()) == stats.prefix_nbytes
 
 
 @pytest.mark.slow
@@ -338,7 +339,7 @@ def test_what_the_model_refuses_is_refused_as_without_a_cache(
         ((tf.Cache, "update", 2), ASKED),
         ((tf.Cache, "update", 3), STEM),
         ((LlamaMLP, "forward", 2), ASKED),
-        ((rung, "join", 2), ASKED),
+        ((rung, "join", 1), ASKED),
     ],
     ids=["while K/V is filled", "while all of it is filled", "in a layer", "while the output is completed"],
 )

@@ -33,6 +33,7 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "limits": limits.limits,
     "paws": limits.paws,
     "first_token": prompts.first_token,
+    "prefix_limit": prompts.prefix_limit,
     "parity": prompts.parity,
     "generation": prompts.generation,
     "policies": policies.policies,

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from experiments.measures.decode import KINDS
-from experiments.report.markdown import number, percent, ratio, size, speed, table
-from experiments.report.pages.files import row_of, runs_of
-from experiments.report.prompts import ceiling_of
+from experiments.report.markdown import columns, number, percent, ratio, size, speed, table
+from experiments.report.pages.files import MISSING, row_of, runs_if_any, runs_of
+from experiments.report.prompts import LIMIT, ceiling_of
 from experiments.runs.read import Run
 
 Row = tuple[str, ...]
@@ -79,6 +79,22 @@ def _others(results_dir: Path) -> Iterator[Row]:
         for label, told in (("llmcache", "as by default"), ("prefixes alone", "`exact=False`, `auto_bypass=False`")):
             what = f"{length} tokens, [none of them known](configs/prefix_nothing_shared.yaml), {told}"
             yield what, *_all_prompts(run, label)
+
+
+def prefix_limit(results_dir: Path) -> str:
+    """Time to first token beside the least that it can take; times are empty where the machine was busy."""
+    runs = runs_if_any(results_dir, "prefix_limit")
+    if not runs:
+        return table(tuple(LIMIT), [(MISSING, *[""] * (len(LIMIT) - 1))])
+    rows = [
+        {**row, "rounds": run.config["rounds"], **({} if run.is_timed else UNTIMED)}
+        for run in runs
+        for row in run.metrics["ways"]
+    ]
+    return columns(LIMIT, sorted(rows, key=lambda row: (row["model"], row["length"], row["share"] or 0.0)))
+
+
+UNTIMED = dict.fromkeys(("plain_ms", "cache_ms", "limit_ms", "batching_ms", "copy_ms", "of_limit"))
 
 
 def parity(results_dir: Path) -> str:

@@ -15,11 +15,9 @@ Sizes: L layers, H K/V heads, b tokens a block, D_h width of a head, D hidden wi
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from itertools import islice
 
 import torch
-from torch import Tensor
 
 from llmcache.banks.kv import PADDING
 from llmcache.banks.records import BlockPlace, SavedRequest
@@ -27,39 +25,10 @@ from llmcache.banks.stores import Entry
 from llmcache.banks.stores.memory import adopt
 from llmcache.policies.base import Policy
 from llmcache.request.prefill import Link
-from llmcache.request.rows import Scope
+from llmcache.reuse.prefix.block import NAMES, Block
+from llmcache.reuse.prefix.slabs import Slabs
 
 _MOST_LOOKED_AT = 64  # of the blocks that follow one, newest first: a system prompt is followed by thousands
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Block:
-    """What was computed for b tokens. Normal tensors that nobody writes to."""
-
-    ids: bytes  # packed
-    scope: Scope
-    keys: Tensor  # (L, H, b, D_h)
-    values: Tensor  # (L, H, b, D_h)
-    states: Tensor  # the trunk's output (1, b, D)
-    is_tail: bool = False  # it ends a request; b is then any number
-    padding: Mapping[str, Tensor] = field(default_factory=dict)  # likewise, of a tail's places that are not valid
-    layout: bytes = b""  # of that padding; see `Row.layout`
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        padding = {f"{PADDING}{name}": tensor for name, tensor in self.padding.items()}
-        return {"keys": self.keys, "values": self.values, "states": self.states, **padding}
-
-    @property
-    def nbytes(self) -> int:
-        of_padding = sum(tensor.nbytes for tensor in self.padding.values())
-        return self.keys.nbytes + self.values.nbytes + self.states.nbytes + of_padding
-
-    def is_equal(self, other: "Block") -> bool:
-        """Whether another one holds the same, bit for bit."""
-        mine, theirs = self.tensors, other.tensors
-        is_alike = (self.ids, self.layout, mine.keys()) == (other.ids, other.layout, theirs.keys())
-        return is_alike and all(torch.equal(tensor, theirs[name]) for name, tensor in mine.items())
 
 
 class BlockPool:
@@ -93,6 +62,7 @@ class BlockPool:
         self._held: dict[str, Block] = {}
         self._before: dict[str, str] = {}  # the block before each but the first of a chain
         self._after: dict[str, dict[str, None]] = {}  # those that follow a block, if any, oldest first
+        self._slabs = Slabs(self._held)
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -170,12 +140,14 @@ class BlockPool:
             for key, nbytes in reversed(added.items()):
                 self._policy.on_put(key, nbytes)
             self._use(reversed(known))
+            self._slabs.settle()
             return held == len(chain)
 
     def make_way(self) -> None:
         """Let blocks leave for what others are about to hold, so that the budget of all is kept at every moment."""
         with self._lock:
             self._make_room(0, set(), self._max_bytes)
+            self._slabs.settle()
 
     def purge(self, namespace: str) -> int:
         """Forget all blocks of a namespace, which chains never leave, and return how many requests ended there."""
@@ -183,12 +155,14 @@ class BlockPool:
             n_tails = self.n_tails
             for key in [key for key, block in self._held.items() if block.scope.namespace == namespace]:
                 self._drop(key)
+            self._slabs.settle()
             return n_tails - self.n_tails
 
     def clear(self) -> None:
         with self._lock:
             for key in list(self._held):
                 self._drop(key)
+            self._slabs.settle()
 
     def records(self) -> list[SavedRequest]:
         """All that is held, each block after the one before it."""
@@ -212,10 +186,10 @@ class BlockPool:
         """Hold a saved block as if it had been put, unless it does not fit, or the one before it did not."""
         assert record.place is not None
         tensors = {name: adopt(tensor, self.device) for name, tensor in record.entries[0].tensors.items()}
-        of_tokens = {name: tensors.pop(name) for name in ("keys", "values", "states")}
+        keys, values, states = (tensors.pop(name) for name in NAMES)
         padding = {name.removeprefix(PADDING): tensor for name, tensor in tensors.items()}
         is_tail, before = record.place.is_tail, record.place.before
-        block = Block(record.ids, record.scope, **of_tokens, is_tail=is_tail, padding=padding, layout=record.layout)
+        block = Block(record.ids, record.scope, keys, values, states, is_tail, padding, record.layout)
         with self._lock:
             has_place = before is None or before in self._held
             own = set() if before is None else {before}
@@ -223,6 +197,12 @@ class BlockPool:
             if has_place and record.key not in self._held and self._make_room(nbytes, own, self._max_bytes):
                 self._add(record.key, block, nbytes, before)
                 self._policy.on_put(record.key, nbytes)
+            self._slabs.settle()
+
+    def gather(self) -> None:
+        """Lay blocks that follow one another side by side, where they do not: saved blocks lie each for itself."""
+        with self._lock:
+            self._slabs.gather(self._before, self.size)
 
     def _match(self, chain: Sequence[Link]) -> list[Block]:
         self._expire()
@@ -244,6 +224,7 @@ class BlockPool:
             while key in self._held:
                 self._drop(self._last_after(key))
                 self.n_evicted += 1
+        self._slabs.settle()
 
     def _last_after(self, key: str) -> str:
         """The end of a chain that goes through a block: the block itself where none follows."""
@@ -255,6 +236,7 @@ class BlockPool:
         self._held[key] = block
         self.nbytes += nbytes
         self.n_tails += block.is_tail
+        self._slabs.add(key, block)
         if before is not None:
             self._before[key] = before
             self._after.setdefault(before, {})[key] = None
@@ -263,6 +245,7 @@ class BlockPool:
         block = self._held.pop(key)
         self.nbytes -= block.nbytes
         self.n_tails -= block.is_tail
+        self._slabs.remove(key, block)
         self._policy.on_remove(key)
         self._after.pop(key, None)
         before = self._before.pop(key, "")
@@ -290,19 +273,6 @@ class BlockPool:
             self._drop(leaving)
             self.n_evicted += 1
         return True
-
-
-def first_tokens(blocks: Iterable[Block], n_tokens: int) -> list[Block]:
-    """Of blocks, those that hold so many tokens; the last is cut, not copied."""
-    found: list[Block] = []
-    for block in blocks:
-        n = min(n_tokens, block.states.shape[-2])
-        if n == 0:
-            break
-        tensors = {name: getattr(block, name)[..., :n, :] for name in ("keys", "values", "states")}
-        found.append(replace(block, **tensors))
-        n_tokens -= n
-    return found
 
 
 def _n_alike(one: bytes, other: bytes) -> int:

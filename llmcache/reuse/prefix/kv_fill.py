@@ -8,6 +8,7 @@ Sizes: B rows, C columns that blocks fill, c of them a block, L layers, H K/V he
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -37,8 +38,9 @@ def fill(kv_cache: Any, number: int, keys: Pieces, values: Pieces) -> None:
     if _takes_at_once(kv_cache, number):
         kv_cache.update(join(keys), join(values), number)
         return
-    layer = _made(kv_cache, number, keys[0], values[0])
-    layer.keys, layer.values = _room(keys), _room(values)
+    n_columns = sum(piece.shape[-2] for piece in keys)
+    layer = _made(kv_cache, number, _room(keys[0], 0), _room(values[0], 0))
+    layer.keys, layer.values = _room(keys[0], n_columns), _room(values[0], n_columns)
     layer.update = _Joining(layer, keys, values)
 
 
@@ -47,7 +49,7 @@ def put(kv_cache: Any, number: int, keys: Tensor, values: Tensor) -> None:
     if _takes_at_once(kv_cache, number):
         kv_cache.update(keys, values, number)
         return
-    layer = _made(kv_cache, number, keys, values)
+    layer = _made(kv_cache, number, _room(keys, 0), _room(values, 0))
     layer.keys, layer.values = keys, values
 
 
@@ -88,13 +90,19 @@ def _takes_at_once(kv_cache: Any, number: int) -> bool:
     return number < len(layers) and (layers[number].get_max_length() >= 0 or "update" in vars(layers[number]))
 
 
-def _made(kv_cache: Any, number: int, keys: Tensor, values: Tensor) -> Any:
+def _made(kv_cache: Any, number: int, no_keys: Tensor, no_values: Tensor) -> Any:
     """A layer that is made, knows its dtype, and holds nothing yet."""
-    kv_cache.update(keys[..., :0, :], values[..., :0, :], number)
+    kv_cache.update(no_keys, no_values, number)
     return kv_cache.layers[number]
 
 
-def _room(pieces: Pieces) -> Tensor:
-    """A tensor of their joined size that takes no memory, for whoever asks how many columns are held."""
-    first = pieces[0]
-    return first.new_zeros(()).expand(*first.shape[:-2], sum(piece.shape[-2] for piece in pieces), first.shape[-1])
+def _room(like: Tensor, n_columns: int) -> Tensor:
+    """A tensor of so many columns that takes no memory, for whoever asks how many are held."""
+    return _zeros((*like.shape[:-2], n_columns, like.shape[-1]), like.dtype, like.device)
+
+
+@lru_cache(maxsize=8)  # that of one layer does for all of a call
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros in the memory of one, which nobody writes to."""
+    with torch.inference_mode(False):
+        return torch.zeros((), dtype=dtype, device=device).expand(shape)

@@ -32,9 +32,11 @@ from llmcache.request.call import Call, Reuse
 from llmcache.request.prefill import Link, Prefill
 from llmcache.request.rows import Row
 from llmcache.reuse.base import Passed, Rung
+from llmcache.reuse.prefix.block import NAMES, Block, Slab, first_tokens, runs
 from llmcache.reuse.prefix.block_hash import links
-from llmcache.reuse.prefix.block_pool import Block, BlockPool, first_tokens
+from llmcache.reuse.prefix.block_pool import BlockPool
 from llmcache.reuse.prefix.kv_fill import Pieces, empty, fill, join, lay
+from llmcache.reuse.prefix.slabs import slab_blocks
 
 _BY_COLUMN = ("input_ids", "position_ids", "cache_position")  # arguments of the trunk whose last dimension is T
 _OUTPUT = {"last_hidden_state", CACHE}  # what a trunk may put out: more might be made of all positions
@@ -58,6 +60,7 @@ class Prefix(Rung):
     is_alone: Callable[[], bool]  # whether nothing is reused approximately, which needs all rows as they came
     keeps_requests: bool  # see `Prefill`
     _is_understood: bool = field(init=False, default=True)  # what the trunk puts out
+    _is_grown: bool = field(init=False, default=False)  # layers of the trunk's K/V caches all hold all K/V
 
     def applies_at(self, layer: int) -> bool:
         return False
@@ -101,7 +104,7 @@ class Prefix(Rung):
         if cut is None and not repeats:
             return output
         call.progress.is_complete = False  # a call that fails here was not served
-        whole = output[0].clone() if cut is None else join([cut.to(output[0].dtype), output[0]])
+        whole = output[0].clone() if cut is None else join([*(piece.to(output[0].dtype) for piece in cut), output[0]])
         for reuse in repeats:
             hidden, valid = whole[reuse.row], call.rows[reuse.row].valid
             self.payload.place(reuse.entry.to(hidden.device), hidden, valid)
@@ -158,13 +161,14 @@ class Prefix(Rung):
     def _repeat(self, row: Row, key: str, held: Sequence[Block]) -> Reuse:
         """What serves a row that is held as a whole, in tensors of its own."""
         tail = held[-1]
+        keys, values, states = zip(*runs(held), strict=True)
         padding = tail.padding if tail.layout == row.layout else {}
         return Reuse(
             row.number,
             self.trunk.depth - 1,
             "exact",
-            torch.cat([block.states for block in held], dim=-2)[0],
-            _by_layer([block.keys for block in held], [block.values for block in held]),
+            torch.cat(states, dim=-2)[0],
+            _by_layer(keys, values),
             key,
             padding=padding["states"][0] if padding else None,
             padding_kv=_by_layer([padding["keys"]], [padding["values"]]) if padding else {},
@@ -190,12 +194,20 @@ class Prefix(Rung):
 
     def _kv_cache(self, passed: Mapping[str, Any]) -> Any:
         """The cache that the trunk is to fill: the caller's, else one as the trunk would make it, or None."""
-        from transformers import DynamicCache
-
         config, use_cache = self.trunk.config, passed.get("use_cache")
         if passed.get(CACHE) is not None:
             return passed[CACHE]
-        return DynamicCache(config=config) if (config.use_cache if use_cache is None else use_cache) else None
+        return self._new_cache(config) if (config.use_cache if use_cache is None else use_cache) else None
+
+    def _new_cache(self, config: Any) -> Any:
+        """A cache as the trunk would make it; without its config, which takes 0.3 ms to read, if that is no other."""
+        from transformers import DynamicCache
+
+        if self._is_grown:
+            return DynamicCache()
+        made = DynamicCache(config=config)
+        self._is_grown = all(type(layer).__name__ == "DynamicLayer" for layer in made.layers)
+        return made
 
     def _cut(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Passed:
         """Fill the K/V cache with what is known, and take those columns off the arguments."""
@@ -223,22 +235,16 @@ class Prefix(Rung):
 
     def _fill(
         self, rows: Sequence[Row], matched: Sequence[list[Block]], prefill: Prefill, n_cut: int, device: torch.device
-    ) -> Tensor:
-        """Fill the K/V cache with C columns; returns their states (B, C, D)."""
-        held = {row: first_tokens(matched[row], n) for row, n in prefill.served.items()}
+    ) -> Pieces:
+        """Fill the K/V cache with C columns; returns their states, to be joined (B, C, D)."""
+        held = {row: list(zip(*runs(first_tokens(matched[row], n)), strict=True)) for row, n in prefill.served.items()}
         columns = {row: slice(first := _first(rows[row]), first + n) for row, n in prefill.served.items()}
         keys, values, states = (
-            lay(
-                {row: [getattr(block, name) for block in held[row]] for row in held},
-                columns,
-                (len(rows), n_cut),
-                device,
-            )
-            for name in ("keys", "values", "states")
+            lay({row: held[row][which] for row in held}, columns, (len(rows), n_cut), device) for which in range(3)
         )
         for layer, (of_keys, of_values) in enumerate(zip(keys, values, strict=True)):
             fill(prefill.kv_cache, layer, of_keys, of_values)
-        return join(next(states))
+        return next(states)
 
     def _store(self, prefill: Prefill, row: Row, states: Tensor) -> None:
         """Keep what is not held of a row, of whose tokens the trunk put out these states (T, D).
@@ -246,26 +252,19 @@ class Prefix(Rung):
         A row of a call that was computed in full is kept as it came out: blocks that are held of another request may
         differ in the last bits, and its tail then begins before them.
         """
-        blocks, chain, valid = self.blocks, self._chain(prefill, row), _valid(row)
+        blocks, chain = self.blocks, self._chain(prefill, row)
         held = blocks.match(chain)
         is_whole = prefill.keeps_requests and not prefill.served  # where columns are cut, so is padding
         if not is_whole and len(held) == len(chain):
             return
         n_before = 0 if is_whole else len(held)
-        end = valid.stop if is_whole else valid.start + len(chain) * blocks.size
-        pieces = self._take(prefill, row, states, slice(valid.start + n_before * blocks.size, end), blocks.size)
-        made = [Block(link.ids, prefill.scope, *piece) for link, piece in zip(chain[n_before:], pieces, strict=False)]
+        made = self._make_blocks(prefill, row, states, n_before)
         new = {link.key: block for link, block in zip(chain[n_before:], made, strict=True)}
         if not is_whole:
             blocks.put(chain, new)
             return
         n_own = next((i for i, block in enumerate(held) if not block.is_equal(made[i])), len(chain))
-        if n_own < len(chain):  # the rest is its own
-            places = slice(valid.start + n_own * blocks.size, valid.stop)
-            rest = self._take(prefill, row, states, places, row.n_valid)
-        else:
-            rest = pieces[n_own:] or [_none_of(pieces[-1])]
-        tail = self._make_tail(prefill, row, states, n_own * blocks.size, rest[0])
+        tail = self._make_tail(prefill, row, states, n_own * blocks.size)
         first = blocks.whole(row.key, row.ids) if row.again else []
         if first and n_own == len(chain) and first[-1].is_equal(tail):
             return  # came out as the same request before it in the call
@@ -275,32 +274,36 @@ class Prefix(Rung):
         if not blocks.put((*chain[:n_own], link), {**new, link.key: tail}):
             self.counters.too_large()
 
-    def _make_tail(
-        self, prefill: Prefill, row: Row, states: Tensor, n_before: int, rest: tuple[Tensor, Tensor, Tensor]
-    ) -> Block:
+    def _make_blocks(self, prefill: Prefill, row: Row, states: Tensor, n_before: int) -> list[Block]:
+        """The full blocks of a row but the first, in slabs."""
+        chain, size = self._chain(prefill, row), self.blocks.size
+        made = []
+        for first in range(n_before, len(chain), slab_blocks(size)):
+            held = chain[first : first + slab_blocks(size)]
+            begin = _first(row) + first * size
+            slab = Slab(*self._take(prefill, row, states, slice(begin, begin + len(held) * size)))
+            made += [slab.block(link.ids, prefill.scope, i * size, size) for i, link in enumerate(held)]
+        return made
+
+    def _make_tail(self, prefill: Prefill, row: Row, states: Tensor, n_before: int) -> Block:
         """What a row has after so many tokens, with its padding where that is to be served as well."""
+        rest = self._take(prefill, row, states, slice(_first(row) + n_before, _valid(row).stop))
         padding = {}
         if row.has_layout or row.layout:
-            (taken,) = self._take(prefill, row, states, padding_of(row.valid, len(states)), len(states))
-            padding = dict(zip(("keys", "values", "states"), taken, strict=True))
+            taken = self._take(prefill, row, states, padding_of(row.valid, len(states)))
+            padding = dict(zip(NAMES, taken, strict=True))
         ids = row.ids[n_before * _id_width(row) :]
         return Block(ids, prefill.scope, *rest, is_tail=True, padding=padding, layout=row.layout)
 
-    def _take(
-        self, prefill: Prefill, row: Row, states: Tensor, places: Positions, size: int
-    ) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """K/V and states of places of a row in pieces of so many, fit to be kept."""
+    def _take(self, prefill: Prefill, row: Row, states: Tensor, places: Positions) -> tuple[Tensor, Tensor, Tensor]:
+        """K/V and states of places of a row, copied, and fit to be kept."""
         layers, device = prefill.kv_cache.layers, self.blocks.device
         with torch.inference_mode(False), torch.no_grad():
-            of_layers = (
-                [torch.split(getattr(layer, name)[row.number][:, places], size, dim=-2) for layer in layers]
-                for name in ("keys", "values")
-            )
-            keys, values = ([torch.stack(piece) for piece in zip(*parts, strict=True)] for parts in of_layers)
-            of_states = [piece.clone() for piece in torch.split(states[None, places], size, dim=-2)]
-            if states.device != device:
-                keys, values, of_states = ([x.to(device) for x in made] for made in (keys, values, of_states))
-        return list(zip(keys, values, of_states, strict=True))
+            number = slice(row.number, row.number + 1)
+            keys = torch.cat([layer.keys[number, :, places] for layer in layers])
+            values = torch.cat([layer.values[number, :, places] for layer in layers])
+            taken = states[None, places].clone()
+            return keys.to(device), values.to(device), taken.to(device)
 
 
 def cut_column(rows: Sequence[Row], n_known: Sequence[int], n_columns: int) -> int:
@@ -312,13 +315,6 @@ def cut_column(rows: Sequence[Row], n_known: Sequence[int], n_columns: int) -> i
 def _first_padding(rows: Sequence[Row]) -> int:
     """The first column of a batch in which a row may have padding."""
     return min(row.valid.stop if _first(row) == 0 else 0 for row in rows if isinstance(row.valid, slice))
-
-
-def _none_of(piece: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """As much of a piece as an empty tail has."""
-    with torch.inference_mode(False):
-        keys, values, states = (x.new_empty((*x.shape[:-2], 0, x.shape[-1])) for x in piece)
-    return keys, values, states
 
 
 def _by_layer(keys: Pieces, values: Pieces) -> dict[int, tuple[Tensor, Tensor]]:
