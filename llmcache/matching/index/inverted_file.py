@@ -118,7 +118,7 @@ class InvertedFile:
             if old is not None:
                 left.append(self._vacate(old))
         for number in dict.fromkeys(nearest):
-            if self._lists.length(number) > self._longest:
+            if self._is_long(number):
                 self._split(number)
         for number in left:
             self._after_a_loss(number)
@@ -136,13 +136,14 @@ class InvertedFile:
         if number in self._centroids and self._is_short(number):
             self._revise(number)
 
+    def _is_long(self, number: int) -> bool:
+        return bool(self._unused) and self._lists.length(number) > self._longest
+
     def _is_short(self, number: int) -> bool:
         return self._lists.length(number) < self._longest // 8
 
     def _split(self, number: int) -> None:
         """Cut a list in two, to be revised before others."""
-        if not self._unused:
-            return
         rows = self._rows.take(self._lists.slots(number))
         both = two_means(rows)
         margin = product(rows, both[1] - both[0])
@@ -160,7 +161,10 @@ class InvertedFile:
         number = next(iter(self._to_revise))
         self._to_revise.move_to_end(number)
         self._allowed -= max(1, self._lists.length(number))
-        self._revise(number)
+        if self._is_long(number):
+            self._split(number)
+        else:
+            self._revise(number)
 
     def _revise(self, number: int) -> None:
         """Move rows of a list to lists nearer to them, all if they are too few, and its centroid to their middle."""
@@ -172,7 +176,7 @@ class InvertedFile:
             middle = normalised(rows.mean(axis=0))[None]
             near = self._centroids.nearest(middle, _NEAR + 1)[0][0]
             near = near[near != number]
-            alike = product(rows, self._centroids.vectors(near).T.copy())
+            alike = product(rows, self._centroids.vectors(near).T)
             best = alike.argmax(axis=1)
             goes |= alike[np.arange(len(rows)), best] > product(rows, middle[0]) + _SAME
             self._lists.move(number, np.flatnonzero(goes), near[best[goes]])
