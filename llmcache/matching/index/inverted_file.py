@@ -13,8 +13,8 @@ _BLOCK = 4096  # rows
 _AT_A_TIME = 64  # rows that are added before their lists are looked after
 _SAME = 1e-6  # similarities that differ by less
 _LONGEST = 128  # rows of a list, while there are few
-_NEAR = 32  # lists that may be nearer to a row than its own
-_REVISED = 24  # rows of lists that are revised for each one that is added
+_NEAR = 64  # lists that may be nearer to a row than its own
+_REVISED = 48  # rows of lists that are revised for each one that is added
 
 
 class InvertedFile:
@@ -99,7 +99,7 @@ class InvertedFile:
     @property
     def _n_probed(self) -> int:
         """Lists that a search reads: about one in ten."""
-        return max(self._probes, int(0.19 * len(self) ** 0.5))
+        return max(self._probes, int(0.2 * len(self) ** 0.5))
 
     def _add(self, names: Sequence[int], rows: Floats) -> None:
         nearest = self._centroids.nearest(rows, 1)[0][:, 0].tolist()
