@@ -98,8 +98,8 @@ class InvertedFile:
 
     @property
     def _n_probed(self) -> int:
-        """Lists that a search reads: about one in ten."""
-        return max(self._probes, int(0.2 * len(self) ** 0.5))
+        """Lists that a search reads: about one in eight."""
+        return max(self._probes, int(0.26 * len(self) ** 0.5))
 
     def _add(self, names: Sequence[int], rows: Floats) -> None:
         nearest = self._centroids.nearest(rows, 1)[0][:, 0].tolist()
