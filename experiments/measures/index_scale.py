@@ -113,6 +113,7 @@ def _of_index(index: Index, vectors: Vectors, asked: Floats, nearest: Floats, ex
         "search_p99_ms": searches.ms(99),
         "recall": float((np.array(found) >= nearest - NEAREST).mean()),
         "inserts_per_s": inserts.per_s,
+        "insert_p99_ms": inserts.ms(99),
         "insert_max_ms": inserts.ms(100),
         "removes_per_s": removes.per_s,
         "remove_max_ms": removes.ms(100),

@@ -286,12 +286,14 @@ class CacheBanks:
                 self._pin(record.key, request)
 
     def place(self, records: Iterable[SavedRequest]) -> None:
-        """Let adopted requests be found, in the order in which they came to their partitions."""
+        """Let adopted requests, found nowhere yet, be found, in the order in which they came to their partitions."""
         slots = [(slot, record.key) for record in records for slot in record.slots]
         with self._lock:
-            for slot, key in sorted(slots, key=lambda one: one[0].slot):
-                if (request := self._requests.get(key)) is not None:
-                    self._index.insert(key, request.scope, slot)
+            self._index.insert_all(
+                (key, request.scope, slot)
+                for slot, key in sorted(slots, key=lambda one: one[0].slot)
+                if (request := self._requests.get(key)) is not None
+            )
 
     def _record(self, key: str) -> SavedRequest | None:
         while True:  # until it is read whole: what is put or leaves meanwhile is another reading

@@ -3,16 +3,20 @@
 Sizes: B rows, F0 features, F fingerprint width.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import chain
 from typing import Any
+
+import numpy as np
 
 from llmcache.arrays import Floats
 from llmcache.fingerprint import Fingerprint
 from llmcache.matching.index import Index
 from llmcache.matching.partition import IndexPartition, IndexSlot, Neighbour
 from llmcache.request.rows import Row, Scope
+
+_AT_ONCE = 4096  # vectors that are copied at a time while a saved cache is read
 
 
 class FingerprintIndex(dict[tuple[Scope, int, int | None], IndexPartition]):
@@ -86,11 +90,20 @@ class FingerprintIndex(dict[tuple[Scope, int, int | None], IndexPartition]):
             if partition.layer == slot.layer:
                 partition.replace(number, slot.vector)
                 return
-        assert self.make_index is not None
-        name = (scope, slot.length, slot.layer)
-        if (into := self.get(name)) is None:
-            into = self[name] = IndexPartition(*name, self.make_index(len(slot.vector)))
+        into = self._open((scope, slot.length, slot.layer), len(slot.vector))
         self._found_at[key] = (*self._found_at.get(key, ()), into, into.add(key, slot.vector))
+
+    def insert_all(self, requests: Iterable[tuple[str, Scope, IndexSlot]]) -> None:
+        """Put requests that are found nowhere yet into their partitions, each in the order given: many at a time."""
+        by_name: dict[tuple[Scope, int, int | None], list[tuple[str, Floats]]] = {}
+        for key, scope, slot in requests:
+            by_name.setdefault((scope, slot.length, slot.layer), []).append((key, slot.vector))
+        for name, some in by_name.items():
+            for start in range(0, len(some), _AT_ONCE):
+                keys, vectors = zip(*some[start : start + _AT_ONCE], strict=True)
+                into = self._open(name, len(vectors[0]))
+                for key, number in zip(keys, into.add_all(keys, np.stack(vectors)), strict=True):
+                    self._found_at[key] = (*self._found_at.get(key, ()), into, number)
 
     def slots(self, key: str) -> tuple[IndexSlot, ...]:
         """Where a request is found, for saving; empty while it waits for the fingerprint to be fitted."""
@@ -127,6 +140,13 @@ class FingerprintIndex(dict[tuple[Scope, int, int | None], IndexPartition]):
     def purge(self, namespace: str) -> None:
         for name in [name for name in self if name[0].namespace == namespace]:
             del self[name]
+
+    def _open(self, name: tuple[Scope, int, int | None], width: int) -> IndexPartition:
+        """A partition, which is opened if need be."""
+        assert self.make_index is not None
+        if (partition := self.get(name)) is None:
+            partition = self[name] = IndexPartition(*name, self.make_index(width))
+        return partition
 
     def _fit(self) -> None:
         assert self.fingerprint is not None

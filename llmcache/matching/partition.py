@@ -1,5 +1,6 @@
 """One partition of the fingerprint index: an index and the keys of its rows."""
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -54,18 +55,24 @@ class IndexPartition:
         return self._index.nbytes
 
     def add(self, key: str, vector: Floats) -> int:
-        slot = self._free.pop() if self._free else len(self._keys)
-        if slot == len(self._keys):
-            self._keys.append(None)
+        return self.add_all([key], vector[None])[0]
+
+    def add_all(self, keys: Sequence[str], vectors: Floats) -> list[int]:
+        """Add requests at once, by fingerprints (N, F); their slots, in the same order. If it fails, none is added."""
+        reused = [self._free.pop() for _ in keys[: len(self._free)]]
+        first = len(self._keys)
+        slots = [*reused, *range(first, first + len(keys) - len(reused))]
+        self._keys += [None] * (len(keys) - len(reused))
         try:
-            self._index.add(np.array([slot]), vector[None])
-        except BaseException:  # the index may hold the row all the same
-            self._leaving.append(slot)
-            with suppress(Exception):  # then it is removed with the next one
+            self._index.add(np.array(slots), vectors)
+        except BaseException:  # the index may hold some of the rows all the same
+            self._leaving += slots
+            with suppress(Exception):  # then they are removed with the next one
                 self._remove_leaving()
             raise
-        self._keys[slot] = key
-        return slot
+        for slot, key in zip(slots, keys, strict=True):
+            self._keys[slot] = key
+        return slots
 
     def replace(self, slot: int, vector: Floats) -> None:
         """Put another vector (F,) in a slot that is taken."""

@@ -13,7 +13,8 @@ from llmcache.arrays import Floats, Ids
 from llmcache.conformance import IndexTwin, check_index
 from llmcache.matching.index import INDEXES, AutoIndex, HNSWIndex, Index, LSHIndex, RefinedIndex
 from llmcache.matching.index.conformance import signs
-from llmcache.matching.index.inverted_file import InvertedFile
+from llmcache.matching.index.inverted_file import Blocks, InvertedFile
+from llmcache.matching.index.lists import MOST
 from llmcache.matching.index.lsh import chance_to_meet
 from tests.conformance.outside import Scan
 
@@ -259,6 +260,23 @@ def test_refined_overlooks_next_to_nothing_and_stays_right_as_rows_come_and_go(d
 SWITCH = 200
 
 
+def check_lists(file: InvertedFile) -> None:
+    """Each row held is in one list that is open, where its slot says, with bits of its own."""
+    lists, numbers = file._lists, sorted(file._to_revise)
+    assert numbers == sorted(file._centroids.ids().tolist())
+    assert sorted(numbers + file._unused) == list(range(MOST))
+    held = [slot for number in numbers for slot in lists.slots(number).tolist()]
+    assert sorted(held) == sorted(file._slot_of.values())
+    assert sum(lists.length(number) for number in range(MOST)) == len(file)
+    for number in numbers:
+        slots, codes = lists._contents(number)
+        assert (lists._list_of[slots] == number).all()
+        assert np.array_equal(lists._place_of[slots], np.arange(len(slots)))
+        assert np.array_equal(codes, lists.encode(file._rows.take(slots)))
+    for name, slot in file._slot_of.items():
+        assert file._ids[slot] == name
+
+
 def centres(rng: np.random.Generator) -> Floats:
     return 1 + rng.standard_normal((60, DIM)).astype(np.float32)
 
@@ -300,12 +318,57 @@ def test_auto_finds_what_is_held_and_nothing_else_as_rows_come_change_and_go(rng
         pair.add(np.arange(start, start + 10), paraphrases(rng, middles, 10))
         assert pair.recall(paraphrases(rng, middles, 20), 4) > 0.97
     assert len(index._file._centroids) < n_lists
+    check_lists(index._file)
     pair.check_vectors()
     pair.remove(np.array([*pair.rows])[20:])
     pair.check_exact(directions(rng, 20), 5)  # so few that all are compared
     pair.add(np.arange(10**6, 10**6 + 900), paraphrases(rng, middles, 900))
     assert index._refined is None
     assert pair.recall(paraphrases(rng, middles, 100), 1) > 0.97
+
+
+@pytest.mark.slow
+def test_auto_finds_rows_of_topics_that_come_later(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many rows leave as come, and those that come are unlike those by which lists began."""
+    monkeypatch.setattr("llmcache.matching.index.inverted_file._LONGEST", 16)
+    index = AutoIndex(DIM, switch=SWITCH, probes=4)
+    pair = Pair(index)
+    pair.add(np.arange(2000), paraphrases(rng, centres(rng), 2000))
+    for start in range(2000, 8000, 50):
+        if start % 2000 == 0:
+            middles = centres(rng) * np.float32(-1) ** (start // 2000)
+        pair.add(np.arange(start, start + 50), paraphrases(rng, middles, 50))
+        pair.remove(np.arange(start - 2000, start - 1950))
+    assert pair.recall(paraphrases(rng, middles, 200), 1) > 0.97
+    check_lists(index._file)
+
+
+@pytest.mark.slow
+def test_no_insertion_into_lists_reads_many_rows(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list that is split, and one that is revised: at most two of them, however many rows are held."""
+    monkeypatch.setattr("llmcache.matching.index.inverted_file._LONGEST", 16)
+    index = AutoIndex(DIM, switch=SWITCH)
+    index.add(np.arange(4000), paraphrases(rng, centres(rng), 4000))
+    read = [0]
+    take = Blocks.take
+    monkeypatch.setattr(Blocks, "take", lambda blocks, numbers: (read.append(len(numbers)), take(blocks, numbers))[1])
+    most = 0
+    for name, row in enumerate(paraphrases(rng, centres(rng), 1000)):
+        before = len(read)
+        index.add(np.array([4000 + name]), row[None])
+        most = max(most, sum(read[before:]))
+    assert 16 < most <= 3 * index._file._longest
+
+
+@pytest.mark.parametrize("n_first", [0, 100, 300])
+def test_rows_that_come_at_once_are_found_as_others(n_first: int, rng: np.random.Generator) -> None:
+    pair, middles = Pair(AutoIndex(DIM, switch=SWITCH)), centres(rng)
+    for n in (n_first, 5000, 0):
+        first = len(pair.rows)
+        pair.add(np.arange(first, first + n), paraphrases(rng, middles, n))
+    assert pair.index._refined is None
+    assert pair.recall(paraphrases(rng, middles, 100), 1) > 0.97
+    check_lists(pair.index._file)
 
 
 @pytest.mark.slow
@@ -337,8 +400,8 @@ def test_auto_stays_whole_wherever_memory_runs_out(n: int, rng: np.random.Genera
     pair = Pair(AutoIndex(DIM, switch=SWITCH))
     for start in range(0, n, 5):
         pair.add(np.arange(start, start + 5), paraphrases(rng, middles, 5))
-    lists = ShortOfMemory(pair.index._file._lists)
-    pair.index._file._lists = lists
+    held = pair.index._file._lists
+    lists = held._held = ShortOfMemory(held._held)
     for name in range(n, n + 400):
         try:
             pair.add(np.array([name]), paraphrases(rng, middles, 1))
@@ -346,7 +409,8 @@ def test_auto_stays_whole_wherever_memory_runs_out(n: int, rng: np.random.Genera
             pair.index.remove(np.array([name]))
         assert pair.recall(paraphrases(rng, middles, 2), 4) > 0.7
     assert lists.n_failed > 40
-    pair.index._file._lists = lists.real
+    check_lists(pair.index._file)
+    held._held = lists.real
     for name in range(n + 400, n + 800):
         pair.add(np.array([name]), paraphrases(rng, middles, 1))
     assert pair.index._refined is None

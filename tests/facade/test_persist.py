@@ -15,6 +15,8 @@ from safetensors.torch import save_file
 
 from llmcache import BankFileError, LLMCache, StoreError, __version__, persist
 from llmcache.banks.stores.memory import SMALL_BYTES
+from llmcache.matching import fingerprint_index
+from llmcache.matching.index import AutoIndex
 from tests.saves import accept, edit_manifest, read_manifest
 from tests.tiny_models import BARE, CLASSIFIERS, GENERATORS, build, padded, states, tokens
 
@@ -55,6 +57,24 @@ def test_hits_survive_a_restart(tmp_path: Path, settings: dict[str, object]) -> 
         assert after.n_hits == before.n_hits == 4
         assert (after.n_entries, after.nbytes) == (before.n_entries, before.nbytes)
         assert again.purge(namespace="other") == 4
+
+
+@pytest.mark.parametrize(("at_once", "expected"), [(2, [2, 2, 1]), (4096, [5])])
+def test_requests_enter_the_index_together_when_they_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int, expected: list[int]
+) -> None:
+    inputs = padded([9, 4, 9, 7, 5])
+    with LLMCache.wrap(build(CLASSIFIERS["bert"]), tau=0.999, exact=False) as cache:
+        cache(**inputs)
+        cache.save(tmp_path)
+    added: list[int] = []
+    add = AutoIndex.add
+    monkeypatch.setattr(fingerprint_index, "_AT_ONCE", at_once)
+    monkeypatch.setattr(AutoIndex, "add", lambda index, ids, x: (added.append(len(ids)), add(index, ids, x))[1])
+    with LLMCache.load(build(CLASSIFIERS["bert"]), tmp_path) as again:
+        assert added == expected
+        again(**inputs)
+        assert again.stats().hits == {"semantic": 5}
 
 
 def test_kv_survives_a_restart(tmp_path: Path) -> None:

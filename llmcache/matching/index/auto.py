@@ -9,6 +9,7 @@ from llmcache.matching.index.inverted_file import InvertedFile
 from llmcache.matching.index.refined import RefinedIndex
 
 _PACE = 16  # rows that move with each one that is added
+_AT_ONCE = 4096  # rows; of more that come together, no two copies are held
 _SAMPLE = 2048  # rows that tell where an inverted file begins
 
 
@@ -28,7 +29,7 @@ class AutoIndex(Index):
         candidates: int = 64,
         switch: int = 32768,
         probes: int = 16,
-        compared: int = 24,
+        compared: int = 64,
     ) -> None:
         """Open an empty index.
 
@@ -37,7 +38,7 @@ class AutoIndex(Index):
             exact: Of `refined`: most rows that are all compared in full, at least 1.
             candidates: Of `refined`: rows a query that its second stage compares, at least 1.
             switch: Most rows that are held so, at least 1.
-            probes: Lists that a search of the inverted file reads, at least 1. More overlook less, and take longer.
+            probes: Least lists that a search of the inverted file reads, at least 1. More overlook less, take longer.
             compared: Rows a query of those lists that are compared in full, at least 1.
         """
         for name, value in {"switch": switch, "probes": probes, "compared": compared}.items():
@@ -54,18 +55,8 @@ class AutoIndex(Index):
     def add(self, ids: Ids, x: Floats) -> None:
         check_rows(x, self.dim)
         check_ids(ids, len(x))
-        if self._refined is None:
-            self._filled.add(ids, x)
-            return
-        self._refined.add(ids, x)
-        if self._file is not None:
-            self._to_move += ids.tolist()
-        elif len(self._refined) > self._switch:
-            held = self._refined.ids()
-            self._file = InvertedFile(self._refined.vectors(held[:_SAMPLE]), **self._many)
-            self._to_move = held[::-1].tolist()
-        if self._file is not None:
-            self._move(self._refined, self._file, (_PACE + 1) * len(ids))
+        for start in range(0, len(ids), _AT_ONCE):
+            self._add(ids[start : start + _AT_ONCE], x[start : start + _AT_ONCE])
 
     def search(self, x: Floats, k: int) -> tuple[Ids, Floats]:
         if self._refined is not None:
@@ -103,6 +94,21 @@ class AutoIndex(Index):
     def _filled(self) -> InvertedFile:
         assert self._file is not None
         return self._file
+
+    def _add(self, ids: Ids, x: Floats) -> None:
+        """Add rows that were checked."""
+        if self._refined is None:
+            self._filled.add(ids, x)
+            return
+        self._refined.add(ids, x)
+        if self._file is not None:
+            self._to_move += ids.tolist()
+        elif len(self._refined) > self._switch:
+            held = self._refined.ids()
+            self._file = InvertedFile(self._refined.vectors(held[:_SAMPLE]), **self._many)
+            self._to_move = held[::-1].tolist()
+        if self._file is not None:
+            self._move(self._refined, self._file, (_PACE + 1) * len(ids))
 
     def _move(self, refined: RefinedIndex, file: InvertedFile, n: int) -> None:
         """Copy the next `n` rows into the inverted file; when no more are left, it takes over."""

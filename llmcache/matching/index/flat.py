@@ -102,11 +102,12 @@ class FlatIndex(Index):
         return len(self) * (int(self._faiss.code_size) + self._ids.itemsize)
 
     def _resize(self, n: int) -> None:
-        self._memory().resize(n * self._faiss.code_size)
-        self._faiss.ntotal = n
-        self._view = None
         if n > len(self._ids):
             self._ids = np.concatenate([self._ids, np.empty(max(n - len(self._ids), n // 4 + 64), np.int64)])
+        if n != self._faiss.ntotal:
+            self._memory().resize(n * self._faiss.code_size)
+            self._faiss.ntotal = n
+            self._view = None
 
     def _codes(self) -> npt.NDArray[Any]:
         """The rows inside faiss, writable, (len, -1). Only until the next resize, which may move them; not if empty."""

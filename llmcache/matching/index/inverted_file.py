@@ -1,56 +1,50 @@
 """An inverted file that grows and shrinks by its lists. N: rows, B: queries, F: dimensions, n: of one list."""
 
+from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from llmcache.arrays import Floats, Ids, product
-from llmcache.matching.index.byte import ByteIndex, set_span
+from llmcache.matching.index.byte import ByteIndex
+from llmcache.matching.index.lists import MOST, BitLists
 
-_MAX_LISTS = 1 << 16  # faiss takes 4 MB for their heads
 _BLOCK = 4096  # rows
 _AT_A_TIME = 64  # rows that are added before their lists are looked after
 _SAME = 1e-6  # similarities that differ by less
-_LONGEST = 128  # rows of a list, while there are less than a million
-_NEAR = 48  # lists that a split arranges anew, for each half
+_LONGEST = 128  # rows of a list, while there are few
+_NEAR = 64  # lists that may be nearer to a row than its own
+_REVISED = 48  # rows of lists that are revised for each one that is added
 
 
 class InvertedFile:
     """Lists of rows that are alike, each with a centroid; a search reads the lists of the nearest centroids.
 
-    Centroids and lists are compared by 8 bits a dimension, the best candidates in full. There is no training: a list
-    that is too long is split in two and one that is too short is dissolved, so no call moves more rows than some lists
-    hold. After a split, the lists near it take one step of k-means, or rows would stay in lists that are no longer
-    nearest (as in SPFresh, Xu et al. 2023, section 3.3, which moves single rows by two conditions instead). The same
-    calls in the same order find the same rows. No call is safe beside another one: the caller holds a lock.
+    Centroids are compared by 8 bits a dimension, rows of the lists by one, as in `RefinedIndex`, the best in full.
+    There is no training: a list that is too long is split in two, one that is too short is dissolved, and with every
+    few rows that are added one list is revised, in turn, those just split before others. Its rows move to lists near
+    it whose centroids are nearer, and its centroid to their middle: k-means in small steps, which follows rows that
+    come to differ from earlier ones. (SPFresh, Xu et al. 2023, section 3.3, moves rows around a split alone, by two
+    conditions.) So no call reads more rows than a few lists hold. The same calls in the same order find the same rows.
+    No call is safe beside another one: the caller holds a lock.
     """
 
     def __init__(self, sample: Floats, probes: int, candidates: int) -> None:
         """Start empty; the rows to come are like the sample (N, F), which tells where the first list is."""
-        import faiss
-
         self.dim = int(sample.shape[1])
         self._probes = probes
         self._candidates = candidates
         span = min(1.0, 1.25 * float(np.abs(sample).max()))
         self._centroids = ByteIndex(self.dim, span)
-        self._unused = list(range(_MAX_LISTS))[::-1]
-        self._anything = faiss.IndexFlatIP(self.dim)  # faiss wants a quantizer, which is never asked
-        kind = faiss.ScalarQuantizer.QT_8bit_uniform
-        self._faiss: Any = faiss.IndexIVFScalarQuantizer(
-            self._anything, self.dim, _MAX_LISTS, kind, faiss.METRIC_INNER_PRODUCT, False
-        )
-        set_span(self._faiss, span)
-        self._lists: Any = self._faiss.invlists
+        self._lists = BitLists(sample.mean(axis=0))
+        self._unused = list(range(MOST))[::-1]
+        self._to_revise: OrderedDict[int, None] = OrderedDict()  # all lists, the next one first
+        self._allowed = 0  # rows that may be revised by now
         # Each row has a slot for as long as it is held.
         self._slot_of: dict[int, int] = {}
         self._free: list[int] = []
         self._rows = Blocks(self.dim)
         self._ids: Ids = np.empty(0, np.int64)
-        self._list_of: Ids = np.empty(0, np.int64)
-        self._place_of: Ids = np.empty(0, np.int64)  # in its list
         self._open_list(normalised(sample.mean(axis=0)))
 
     def add(self, ids: Ids, x: Floats) -> None:
@@ -70,10 +64,8 @@ class InvertedFile:
         ids, similarity = np.full((len(x), width), -1, np.int64), np.full((len(x), width), -np.inf, np.float32)
         if not width or not len(x):
             return ids, similarity
-        lists, alike = self._centroids.nearest(x, self._probes)
-        self._faiss.nprobe = lists.shape[1]
-        _, found = self._faiss.search_preassigned(x, max(self._candidates, 2 * width), lists, alike)
-        for i, slots in enumerate(found):
+        lists, _ = self._centroids.nearest(x, self._n_probed)
+        for i, slots in enumerate(self._lists.search(x, max(self._candidates, 2 * width), lists)):
             slots = slots[slots >= 0]
             exactly = product(self._rows.take(slots), x[i])
             best = np.argsort(-exactly, kind="stable")[:width]
@@ -97,144 +89,111 @@ class InvertedFile:
     @property
     def nbytes(self) -> int:
         """Bytes of rows, codes and slots, and of centroids."""
-        return len(self) * (5 * self.dim + 4 * 8) + self._centroids.nbytes
+        return len(self) * (4 * self.dim + self._lists.code_size + 4 * 8) + self._centroids.nbytes
 
     @property
     def _longest(self) -> int:
         """Most rows of a list. Short lists overlook less, but there are more centroids to compare."""
-        return max(_LONGEST, int(0.12 * len(self) ** 0.5))
+        return max(_LONGEST, int(0.7 * len(self) ** 0.5))
+
+    @property
+    def _n_probed(self) -> int:
+        """Lists that a search reads: about one in eight."""
+        return max(self._probes, int(0.26 * len(self) ** 0.5))
 
     def _add(self, names: Sequence[int], rows: Floats) -> None:
         nearest = self._centroids.nearest(rows, 1)[0][:, 0].tolist()
-        codes = self._faiss.sq.compute_codes(rows)
         left = []
-        for name, row, code, number in zip(names, rows, codes, nearest, strict=True):
+        for name, row, code, number in zip(names, rows, self._lists.encode(rows), nearest, strict=True):
             old = self._slot_of.get(name)
-            self._insert(name, row, code, number)
+            slot = self._free[-1] if self._free else len(self)
+            if slot == len(self._ids):
+                self._ids = np.concatenate([self._ids, np.empty(slot // 4 + 64, np.int64)])
+            self._rows.put(slot, row)
+            self._lists.append(number, slot, code)
+            # Last: if memory ran out before, the row is not held.
+            self._ids[slot] = name
+            del self._free[-1:]
+            self._slot_of[name] = slot
             if old is not None:
                 left.append(self._vacate(old))
         for number in dict.fromkeys(nearest):
-            if self._lists.list_size(number) > self._longest:
+            if self._is_long(number):
                 self._split(number)
         for number in left:
             self._after_a_loss(number)
-
-    def _insert(self, name: int, row: Floats, code: npt.NDArray[Any], number: int) -> None:
-        slot = self._free[-1] if self._free else len(self)
-        if slot == len(self._ids):
-            self._ids, self._list_of, self._place_of = (
-                np.concatenate([held, np.empty(slot // 4 + 64, np.int64)])
-                for held in (self._ids, self._list_of, self._place_of)
-            )
-        self._rows.put(slot, row)
-        self._append(number, slot, code)
-        # Last: if memory ran out before, the row is not held.
-        self._ids[slot] = name
-        del self._free[-1:]
-        self._slot_of[name] = slot
+        self._allowed += _REVISED * len(names)
+        while self._allowed > 0:
+            self._revise_next()
 
     def _vacate(self, slot: int) -> int:
-        """Free a slot; the last one of its list takes its place there. Return the list."""
+        """Free a slot. Return the list that it was in."""
         self._free.append(slot)
-        number, hole = int(self._list_of[slot]), int(self._place_of[slot])
-        slots, codes = self._contents(number)
-        slots[hole], codes[hole] = slots[-1], codes[-1]
-        self._place_of[slots[hole]] = hole
-        self._lists.resize(number, len(slots) - 1)
-        return number
+        return self._lists.leave(slot)
 
     def _after_a_loss(self, number: int) -> None:
         """Dissolve a list that has become too short."""
-        is_open = number in self._centroids
-        if is_open and len(self._centroids) > 1 and self._lists.list_size(number) < self._longest // 8:
-            self._dissolve(number)
+        if number in self._centroids and self._is_short(number):
+            self._revise(number)
 
-    def _append(self, number: int, slot: int, code: npt.NDArray[Any]) -> None:
-        place = self._lists.list_size(number)
-        self._resize([(number, place, place + 1)])
-        slots, codes = self._contents(number)
-        slots[place], codes[place] = slot, code
-        self._list_of[slot], self._place_of[slot] = number, place
+    def _is_long(self, number: int) -> bool:
+        return bool(self._unused) and self._lists.length(number) > self._longest
 
-    def _resize(self, changes: Sequence[tuple[int, int, int]]) -> None:
-        """Lengthen lists: each with its length and the one to have. Where memory runs out, none is changed."""
-        try:
-            for number, _, length in changes:
-                self._lists.resize(number, length)
-        except MemoryError:
-            for number, length, _ in changes:
-                self._lists.resize(number, length)
-            raise
-
-    def _contents(self, number: int) -> tuple[Ids, npt.NDArray[Any]]:
-        """Views of a list, until it changes: slots (n,) and codes (n, F)."""
-        import faiss
-
-        n, width = self._lists.list_size(number), self._lists.code_size
-        if not n:
-            return np.empty(0, np.int64), np.empty((0, width), np.uint8)
-        slots: Ids = faiss.rev_swig_ptr(self._lists.get_ids(number), n)
-        codes = faiss.rev_swig_ptr(self._lists.get_codes(number), n * width)
-        return slots, codes.reshape(n, width)
+    def _is_short(self, number: int) -> bool:
+        return self._lists.length(number) < self._longest // 8
 
     def _split(self, number: int) -> None:
-        """Cut a list in two, and arrange the lists near both anew."""
-        if not self._unused:
-            return
-        slots, codes = (part.copy() for part in self._contents(number))
-        both = two_means(self._faiss.sq.decode(codes))
-        new = self._open_list(both[0])
+        """Cut a list in two, to be revised before others."""
+        rows = self._rows.take(self._lists.slots(number))
+        both = two_means(rows)
+        margin = product(rows, both[1] - both[0])
         if both[0] @ both[1] > 1 - _SAME:  # rows that are all alike: any half
-            self._fill([number, new], slots, codes, np.arange(len(slots)) % 2)
+            margin = np.where(np.arange(len(rows)) % 2, np.float32(1), np.float32(-1))
+        new = self._open_list(both[1])
+        to_new = np.flatnonzero(margin > 0)
+        self._lists.move(number, to_new, np.full(len(to_new), new))
+        self._centroids.add(np.array([number]), both[:1])
+        for half in (number, new):
+            self._to_revise.move_to_end(half, last=False)
+
+    def _revise_next(self) -> None:
+        """Revise the list whose turn it is."""
+        number = next(iter(self._to_revise))
+        self._to_revise.move_to_end(number)
+        self._allowed -= max(1, self._lists.length(number))
+        if self._is_long(number):
+            self._split(number)
+        else:
+            self._revise(number)
+
+    def _revise(self, number: int) -> None:
+        """Move rows of a list to lists nearer to them, all if they are too few, and its centroid to their middle."""
+        if len(self._centroids) == 1:
             return
-        self._centroids.add(np.array([number]), both[1:])
-        near, _ = self._centroids.nearest(both, _NEAR)
-        self._arrange(np.union1d(near, [number, new]))
-
-    def _dissolve(self, number: int) -> None:
-        """Give the rows of a list to those near it."""
-        near, _ = self._centroids.nearest(self._centroids.vectors(np.array([number])), _NEAR)
-        self._arrange(np.union1d(near, [number]), without=number)
-
-    def _arrange(self, lists: Ids, without: int | None = None) -> None:
-        """Move each row of some lists to the nearest of them, and each centroid to the middle of its rows."""
-        contents = [self._contents(number) for number in lists.tolist()]
-        slots = np.concatenate([slots for slots, _ in contents])
-        codes = np.concatenate([codes for _, codes in contents])
-        rows = self._faiss.sq.decode(codes)
-        alike = rows @ self._centroids.vectors(lists).T
-        if without is not None:
-            alike[:, lists == without] = -np.inf
-        nearest = alike.argmax(axis=1)
-        own = np.repeat(np.arange(len(lists)), [len(held) for held, _ in contents])
-        stays = alike[np.arange(len(rows)), own] > alike.max(axis=1) - _SAME
-        nearest[stays] = own[stays]
-        self._fill(lists.tolist(), slots, codes, nearest)
-        for i, number in enumerate(lists.tolist()):
-            if (nearest == i).any():
-                self._centroids.add(lists[i : i + 1], normalised(rows[nearest == i].mean(axis=0))[None])
-            else:
-                self._close_list(number)
-
-    def _fill(self, lists: Sequence[int], slots: Ids, codes: npt.NDArray[Any], into: Ids) -> None:
-        """Let each list hold the slots and codes whose `into` is its place among the lists, and nothing else."""
-        before = [self._lists.list_size(number) for number in lists]
-        after = np.bincount(into, minlength=len(lists)).tolist()
-        self._resize([(number, old, max(old, new)) for number, old, new in zip(lists, before, after, strict=True)])
-        for i, (number, length) in enumerate(zip(lists, after, strict=True)):
-            here = into == i
-            self._lists.resize(number, length)
-            held, packed = self._contents(number)
-            held[:], packed[:] = slots[here], codes[here]
-            self._list_of[slots[here]], self._place_of[slots[here]] = number, np.arange(length)
+        rows = self._rows.take(self._lists.slots(number))
+        goes = np.full(len(rows), self._is_short(number))
+        if len(rows):
+            middle = normalised(rows.mean(axis=0))[None]
+            near = self._centroids.nearest(middle, _NEAR + 1)[0][0]
+            near = near[near != number]
+            alike = product(rows, self._centroids.vectors(near).T)
+            best = alike.argmax(axis=1)
+            goes |= alike[np.arange(len(rows)), best] > product(rows, middle[0]) + _SAME
+            self._lists.move(number, np.flatnonzero(goes), near[best[goes]])
+        if goes.all():
+            self._close_list(number)
+        else:
+            self._centroids.add(np.array([number]), normalised(rows[~goes].mean(axis=0))[None])
 
     def _open_list(self, centroid: Floats) -> int:
-        self._centroids.add(np.array(self._unused[-1:]), centroid[None])
+        number = self._unused[-1]
+        self._centroids.add(np.array([number]), centroid[None])
+        self._to_revise[number] = None
         return self._unused.pop()
 
     def _close_list(self, number: int) -> None:
         self._centroids.remove(np.array([number]))
-        self._lists.resize(number, 0)
+        del self._to_revise[number]
         self._unused.append(number)
 
 
