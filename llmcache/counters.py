@@ -131,10 +131,10 @@ class Counters:
         if is_first:
             logger.warning("llmcache: a request is larger than its budget and was not stored; raise max_bytes")
 
-    def stored_later(self, where: str, seconds: float = 0.0) -> None:
+    def stored_later(self, when: str, seconds: float = 0.0) -> None:
         """Count a call that was stored after its answer, and the seconds that took; see `Stats.stored_later`."""
         with self._lock:
-            self._stored_later[where] += 1
+            self._stored_later[when] += 1
             self._storing_s += seconds
 
     def hooked(self, n_rows: int) -> None:

@@ -63,7 +63,7 @@ class Bank:
     @property
     def expires(self) -> bool:
         """Whether the policy lets entries go for their age, or for anything but a lack of room."""
-        return type(self._policy).expired is not Policy.expired
+        return type(self._policy).expired is not Policy.expired  # a class that does not derive from it need not say so
 
     def cost(self, key: str, cost: float) -> None:
         """Tell the policy what computing the entry anew would take; see `Policy.on_cost`."""

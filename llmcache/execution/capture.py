@@ -52,19 +52,22 @@ class StateCapture:
         calibrated = parts.calibrated  # answers of what is stored are noted, or may be soon
         return calibrated is not None and not (calibrated.is_learning or calibrated.is_growing)
 
-    def store_later(self, call: Call, ended: float | None, mark: Mark | None) -> None:
+    def store_later(self, call: Call, ended: float | None, mark: Mark | None) -> bool:
         """Store what was kept of a call that may wait, if the weights have stayed as they were all through it.
 
         Args:
             call: It ended a while ago.
             ended: Clock at which it had computed.
             mark: Of the weights, found after it had ended; None: they are looked at now.
+
+        Returns:
+            Whether they have.
         """
-        weights = self._components.weights
-        if (mark is not None and mark is call.read.mark) or weights.stayed(call.read.mark, call.read.scope.weights):
+        known, weights = call.read.mark, self._components.weights
+        has_stayed = (mark is not None and mark is known) or weights.stayed(known, call.read.scope.weights)
+        if has_stayed:
             self.store(call, ended)
-        else:
-            self._components.counters.stored_later("dropped")
+        return has_stayed
 
     def check_weights(self, call: Call) -> None:
         """Keep nothing of rows whose weights were edited while they were computed, be they restored since."""

@@ -69,7 +69,7 @@ class Flow:
             self._call_rungs.append(self._make_prefix(parts.prefix))
         self._fast_path = FastPath(parts.trunk, parts.payload)
         self._capture = StateCapture(parts)
-        self._store_queue = parts.store_queue = StoreQueue(self._capture.store_later, parts.counters)
+        self._store_queue = parts.store_queue = StoreQueue(self._capture.store_later, parts.counters, self._meter.spent)
         self._is_veiled = parts.head.pooled is not None and parts.payload.name == "mean"
         self.veil = Veil()
         self._compiled = parts.compiled = CompiledTrunk(parts, self._arguments, self._lookup)

@@ -174,9 +174,7 @@ class Lookup:
 
     def _settle(self, call: Call, queue: StoreQueue, n_before: int, mark: Mark | None) -> None:
         """Store what calls before this one computed; the time it takes is theirs."""
-        cost = self._components.cost
-        told = None if cost is None else lambda other, took: cost.spent(_n_tokens(other), took)
-        spent_s = queue.settle("next_call", n_before, mark, told)
+        spent_s = queue.settle("next_call", n_before, mark)
         call.progress.lookup_s -= spent_s
         if call.progress.started is not None:
             call.progress.started += spent_s
@@ -188,10 +186,6 @@ class Lookup:
         with self._components.counters.guard("take a layer's fingerprint"):
             self._reader.read_layer(call, swap.number, hidden)
         call.progress.lookup_s += perf_counter() - started
-
-
-def _n_tokens(call: Call) -> int:
-    return int(call.inputs.arguments["input_ids"].numel())
 
 
 def _is_open(reuse: Reuse | None, number: int) -> bool:

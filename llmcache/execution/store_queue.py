@@ -26,8 +26,8 @@ from llmcache.request.call import Call
 _IDLE_S = 0.02  # without a call, after which the processor is taken to be free
 MAX_WAITING = 16  # calls; a thread whose calls are looked up has one at most
 
-#: `(call, clock at which it had computed, mark of the weights as the next call found them, or None)`.
-Store = Callable[[Call, float | None, Mark | None], None]
+#: `(call, clock at which it had computed, mark of the weights as the next call found them, or None) -> if it was kept`.
+Store = Callable[[Call, float | None, Mark | None], bool]
 
 
 @dataclass(slots=True)
@@ -50,15 +50,17 @@ class _Worker:
 class StoreQueue:
     """Calls that were answered and are to be stored. Thread-safe."""
 
-    def __init__(self, store: Store, counters: Counters) -> None:
+    def __init__(self, store: Store, counters: Counters, spent: Callable[[Call, float], None]) -> None:
         """Begin with none, and without a thread.
 
         Args:
             store: Stores what was kept of a call, if it still may be.
             counters: Told what fails, and what storing took.
+            spent: Takes each call that was stored in the next one, and the seconds that took.
         """
         self._store = store
         self._counters = counters
+        self._spent = spent
         self._waiting: deque[tuple[int, Call, float | None]] = deque()
         self._settling = threading.Lock()  # one call at a time, in their order
         self._settler = 0  # the thread that does
@@ -96,20 +98,13 @@ class StoreQueue:
             with self._counters.guard("begin to store in the background"), self._rousing:
                 self._rouse()  # where that fails, the next call does the work all the same
 
-    def settle(
-        self,
-        where: str,
-        n_before: int = 0,
-        mark: Mark | None = None,
-        told: Callable[[Call, float], None] | None = None,
-    ) -> float:
+    def settle(self, when: str, n_before: int = 0, mark: Mark | None = None) -> float:
         """Store what waits, after what another thread is storing; returns the seconds that took.
 
         Args:
-            where: It is done, for the counters.
+            when: See `Stats.stored_later`.
             n_before: Calls that had been added when `mark` was taken.
             mark: Of the weights, as they were found just now; None: they were not looked at.
-            told: Takes each call, and the seconds that storing it took.
         """
         if not self._waiting or self._settler == threading.get_ident():
             return 0.0
@@ -118,7 +113,7 @@ class StoreQueue:
             self._settler = threading.get_ident()
             try:
                 while self._waiting:
-                    self._settle_first(where, n_before, mark, told)
+                    self._settle_first(when, n_before, mark)
             finally:
                 self._settler = 0
         return perf_counter() - begun
@@ -128,20 +123,18 @@ class StoreQueue:
         self.settle("asked")
         self._worker.close()
 
-    def _settle_first(
-        self, where: str, n_before: int, mark: Mark | None, told: Callable[[Call, float], None] | None
-    ) -> None:
-        started = perf_counter()
+    def _settle_first(self, when: str, n_before: int, mark: Mark | None) -> None:
+        started, is_kept = perf_counter(), False
         number, call, ended = self._waiting[0]
         try:
             with self._counters.guard("store a request"):
-                self._store(call, ended, mark if number < n_before else None)
+                is_kept = self._store(call, ended, mark if number < n_before else None)
         finally:
             self._waiting.popleft()  # not before: until it is stored, who looks for it has to wait
         took = perf_counter() - started
-        self._counters.stored_later(where, took)
-        if told is not None:
-            told(call, took)
+        self._counters.stored_later(when if is_kept else "dropped", took)
+        if when == "next_call":
+            self._spent(call, took)
 
     def _rouse(self) -> None:
         """Have the thread look soon; begin it where there is none, or no longer."""

@@ -90,7 +90,7 @@ class Learned(Fingerprint):
         learned |= {"centre": pooled.mean(axis=0), "map": np.ascontiguousarray((scale[:, None] * fitted.weights).T)}
         told = _Ridge(aims, outputs, _EXACT)
         learned |= {"outputs": told.weights, "outputs_mean": told.mean.astype(np.float32)}
-        self._fitted = _Fitted(learned, self._embed)
+        self._fitted = _Fitted(learned, pool)
 
     def project(self, features: Floats) -> Floats:
         """Fingerprints (B, F), L2 norm 1, from features (B, T); of a row without content, zeros."""
@@ -107,35 +107,33 @@ class Learned(Fingerprint):
 
     def restore(self, state: Mapping[str, Floats]) -> None:
         assert self._embed is not None
-        self._fitted = _Fitted(dict(state), self._embed) if state else None
+        self._fitted = _Fitted(dict(state), _Pool(state, self._embed)) if state else None
 
 
 class _Fitted:
     """What was learned, as one product takes it: both maps side by side, that of the outputs behind that of vectors."""
 
-    def __init__(self, learned: dict[str, Floats], embed: Lookup) -> None:
-        """Take what `Learned.fit` made."""
+    def __init__(self, learned: dict[str, Floats], pool: "_Pool") -> None:
+        """Take what `Learned.fit` made, and what makes vectors of tokens."""
         self.learned = learned
-        self._pool = _Pool(learned, embed)
+        self._pool = pool
         vectors, self._dim = learned["map"].T.astype(np.float64), len(learned["map"])
         both = np.concatenate([vectors, vectors @ learned["outputs"]], axis=1)
         offset = -learned["centre"] @ both
         offset[self._dim :] += learned["outputs_mean"]
         in_its_order = np.empty_like(both, np.float32)
-        in_its_order[self._pool.order] = both
-        self._centre = np.empty_like(learned["centre"])
-        self._centre[self._pool.order] = learned["centre"]
+        in_its_order[pool.order] = both
         self._weights, self._offset = torch.from_numpy(in_its_order), torch.from_numpy(offset.astype(np.float32))
 
     def __call__(self, requests: Sequence[Sequence[float]]) -> tuple[Floats, Floats]:
         """Vectors (B, F), not scaled yet, and forecasts (B, C); of a request without content, zeros and the mean."""
         pooled = self._pool(requests)
-        for number, tokens in enumerate(requests):
-            if not tokens:
-                pooled[number] = self._centre
         made = np.empty((len(pooled), len(self._offset)), np.float32)
         # On the threads of torch, see `product`.
         torch.addmm(self._offset, torch.from_numpy(pooled), self._weights, out=torch.from_numpy(made))
+        for number, tokens in enumerate(requests):
+            if not tokens:  # exactly so: what is left by rounding would become a vector of norm 1
+                made[number, : self._dim], made[number, self._dim :] = 0, self.learned["outputs_mean"]
         return made[:, : self._dim], made[:, self._dim :]
 
 

@@ -76,6 +76,13 @@ def test_padding_and_other_rows_change_nothing() -> None:
     np.testing.assert_allclose(learned.project(padded), alone, atol=1e-6)
 
 
+def test_a_request_without_content_is_like_nothing() -> None:
+    learned = fitted()
+    vectors, forecasts = learned.project_with_forecast(np.float32([[-1, -1, -1], [20, 55, 70]]))
+    assert not vectors[0].any() and vectors[1].any()
+    assert np.array_equal(forecasts[0], learned.state()["outputs_mean"])
+
+
 @pytest.mark.parametrize("first", [50, 0])
 def test_a_token_that_alone_comes_to_no_number_is_guessed(first: int) -> None:
     """Those from `first` on: some, or all."""
