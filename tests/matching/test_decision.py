@@ -9,7 +9,7 @@ import pytest
 from llmcache.conformance import check_decision
 from llmcache.errors import ConfigError
 from llmcache.matching import DECISIONS, Consensus, Evidence, Risk, Threshold
-from llmcache.matching.decision import deepest_layer
+from llmcache.matching.decision import deepest_layer, share_of, thresholds
 from llmcache.registry import Component
 
 
@@ -133,3 +133,22 @@ def test_deepest_layer_within_its_limit() -> None:
     assert deepest_layer(0.2, {1: 0.5, 3: 0.2, 5: 0.1}, [1, 3, 5]) == 3
     assert deepest_layer(0.2, {1: 0.5, 3: 0.2}, [1]) == 1
     assert deepest_layer(0.6, {1: 0.5}, [1]) is None
+
+
+def test_a_share_is_of_the_risk_that_is_allowed() -> None:
+    assert share_of(0.01, 0.04) == pytest.approx(0.25) and share_of(0.0, 0.04) == 0.0
+    assert share_of(0.08, 0.04) == share_of(-0.9, -0.8) == share_of(0.5, float("inf")) == share_of(0.5, 0.0) == 1.0
+
+
+def test_a_threshold_is_one_for_all_stored_layers_or_by_layer_counted_from_either_end() -> None:
+    assert thresholds(None, [0, 3], 4) == {}
+    assert thresholds(0.9, [0, 3], 4) == {0: 0.9, 3: 0.9}
+    assert thresholds({0: 0.8, -1: 0.9}, [0, 3], 4) == {0: 0.8, 3: 0.9}
+    with pytest.raises(ValueError, match=r"tau names layers \[2\] that are not stored; stored: \[0, 3\]"):
+        thresholds({-2: 0.9}, [0, 3], 4)
+
+
+def test_a_consensus_of_one_is_refused() -> None:
+    assert Consensus(k=2).k == 2
+    with pytest.raises(ValueError, match="at least 2"):
+        Consensus(k=1)
