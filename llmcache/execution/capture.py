@@ -126,6 +126,7 @@ class StateCapture:
     def _capture(self, call: Call, number: int, hidden: Tensor) -> None:
         if number not in self._components.banks.layer_banks or not self._is_of_use:
             return
+        call.read.project()  # before it is told who takes part: some may have no fingerprint
         prefill = call.plan.prefill
         for row in call.active_rows:
             if prefill is not None and prefill.keeps_requests and prefill.fits(row):

@@ -21,6 +21,7 @@ from llmcache.models.arguments import can_select_rows
 from llmcache.models.hooks import LayerSwap
 from llmcache.models.mark import Mark
 from llmcache.request.call import Call, Reuse
+from llmcache.request.rows import Row
 from llmcache.reuse.base import Rung
 
 
@@ -127,15 +128,12 @@ class Lookup:
             if not rung.applies_at(number):
                 continue
             started = perf_counter()
-            rows = [
-                row
-                for row in call.active_rows
-                if _is_open(call.plan.reused.get(row.number), number)
-                and row.number not in call.plan.revalidated
-                and (rung.is_lossless or not row.is_misread)
-            ]
             decided: list[Reuse] = []
             with self._components.counters.guard(f"look up ({rung.name})"):
+                rows = _open_rows(call, rung, number)
+                if rows and not rung.is_lossless:
+                    call.read.project()
+                    rows = [row for row in rows if not row.bypass_reason]  # some may have no fingerprint
                 decided = rung.decide(call, rows, number) if rows else []
             if not rung.is_lossless:
                 decided = self._draw(call, self._revalidation.select(call, decided))
@@ -188,6 +186,12 @@ class Lookup:
         call.progress.lookup_s += perf_counter() - started
 
 
-def _is_open(reuse: Reuse | None, number: int) -> bool:
-    """Whether a row may still be decided at this layer."""
-    return reuse is None or reuse.layer < number
+def _open_rows(call: Call, rung: Rung, number: int) -> list[Row]:
+    """Rows that a rung may still decide at a layer."""
+    return [
+        row
+        for row in call.active_rows
+        if ((reuse := call.plan.reused.get(row.number)) is None or reuse.layer < number)
+        and row.number not in call.plan.revalidated
+        and (rung.is_lossless or not row.is_misread)
+    ]

@@ -4,6 +4,8 @@ Sizes: B rows, T tokens, D hidden width.
 """
 
 import sys
+from collections.abc import Sequence
+from functools import partial
 from math import isfinite
 from typing import Any
 
@@ -12,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from llmcache.arrays import Bools
+from llmcache.arrays import Bools, Floats
 from llmcache.execution.components import Components
-from llmcache.fingerprint import View
+from llmcache.fingerprint import Fingerprint, View
 from llmcache.models.adapters import special_ids, vocabulary_size
 from llmcache.models.masks import expand
 from llmcache.models.model_config import setting
@@ -97,18 +99,13 @@ class RequestReader:
         reason = self._refusal_of_all(inputs)
         for row in rows:
             row.bypass_reason = reason or self._refusal(row, inputs, has_content[row.number])
-        components = self._components
-        fingerprints, forecasts = {}, None
+        components, make = self._components, None
         epoch, mark = components.banks.fingerprint_epoch, components.weights.mark_of(scope.weights)
         if fingerprint is not None and fingerprint.n_fit == 0 and self._can_search(scope.weights):
             layers = (0,) if components.is_per_layer else components.banks.layers
-            vectors, forecasts = fingerprint.project_with_forecast(inputs.features)
-            fingerprints = dict.fromkeys(layers, vectors)
-            if not isfinite(vectors.sum()):  # for the reason in `_refusal`
-                for number in np.flatnonzero(~np.isfinite(vectors).all(axis=-1)).tolist():
-                    rows[number].bypass_reason = rows[number].bypass_reason or "not_finite"
+            make = partial(_project, fingerprint, inputs.features, layers, rows)
         features = None if components.is_per_layer else inputs.features
-        return Read(rows, scope, entering, mark, shown, features, fingerprints, epoch, forecasts)
+        return Read(rows, scope, entering, mark, shown, features, epoch, make)
 
     def _can_search(self, weights: str) -> bool:
         """Whether the fingerprint is one for these weights: it keeps vectors of tokens that it meets first."""
@@ -159,6 +156,17 @@ class RequestReader:
                 table[list(special_ids(self._components.trunk, self._tokenizer))] = False
                 self._tables = ((device, weights), (table.numpy(), table.to(device)))
         return self._tables[1]
+
+
+def _project(
+    fingerprint: Fingerprint, features: Floats, layers: Sequence[int], rows: Sequence[Row]
+) -> tuple[dict[int, Floats], Floats | None]:
+    """See `Read.make`."""
+    vectors, forecasts = fingerprint.project_with_forecast(features)
+    if not isfinite(vectors.sum()):  # for the reason in `_refusal`
+        for number in np.flatnonzero(~np.isfinite(vectors).all(axis=-1)).tolist():
+            rows[number].bypass_reason = rows[number].bypass_reason or "not_finite"
+    return dict.fromkeys(layers, vectors), forecasts
 
 
 def _has_negative(ids: NDArray[np.int64]) -> bool:

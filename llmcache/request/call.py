@@ -1,7 +1,7 @@
 """What one forward call knows. Made per call and thread, never on the module.
 
     Inputs     what it was made with; frozen
-    Read       what was read of it on the host; frozen, and dropped when that no longer holds
+    Read       what was read of it on the host; dropped when that no longer holds
     Plan       what was decided; dropped when it cannot be carried out
     Progress   how far it has come, what it computed, and what that took
 
@@ -80,7 +80,7 @@ class Inputs:
     opened: float = field(default_factory=perf_counter)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Read:
     """What was read of a call on the host.
 
@@ -91,10 +91,9 @@ class Read:
         mark: Of the weights, when the scope was made.
         content: Which tokens carry content, bool (B, T) on the model's device; None where no fingerprint asks.
         features: What the fingerprint is projected from, float32 (B, F0), or None when nothing is searched.
-        fingerprints: What each layer's bank is searched with, float32 (B, F), by layer; empty when nothing is searched.
-            Where layers have fingerprints of their own, one is added when its layer is reached.
-        fingerprint_epoch: Of the banks' fingerprint, when these were made.
-        forecasts: What the fingerprint lets expect of the outputs, float32 (B, C), or None.
+        fingerprint_epoch: Of the banks' fingerprint, when the features were made.
+        make: Makes fingerprints and forecasts of them, and notes of rows that have none why they take no part; None
+            when nothing is searched.
     """
 
     rows: Sequence[Row]
@@ -103,9 +102,28 @@ class Read:
     mark: Mark | None = None
     content: Tensor | None = None
     features: Floats | None = None
-    fingerprints: dict[int, Floats] = field(default_factory=dict)
     fingerprint_epoch: int = 0
-    forecasts: Floats | None = None
+    make: Callable[[], tuple[dict[int, Floats], Floats | None]] | None = None
+    _made: tuple[dict[int, Floats], Floats | None] | None = None
+
+    def project(self) -> tuple[dict[int, Floats], Floats | None]:
+        """Fingerprints and forecasts, which are made once, when first asked for: repeats are served without."""
+        if self._made is None:
+            self._made = ({}, None) if self.make is None else self.make()
+        return self._made
+
+    @property
+    def fingerprints(self) -> dict[int, Floats]:
+        """What each layer's bank is searched with, float32 (B, F), by layer; empty when nothing is searched.
+
+        Where layers have fingerprints of their own, one is added when its layer is reached.
+        """
+        return self.project()[0]
+
+    @property
+    def forecasts(self) -> Floats | None:
+        """What the fingerprint lets expect of the outputs, float32 (B, C), or None."""
+        return self.project()[1]
 
 
 @dataclass(slots=True)
