@@ -32,6 +32,7 @@ LIBRARY = (
     ("cache",),
     ("conformance",),
     ("generation",),
+    ("serving",),
     ("cli",),
     ("__main__",),
 )

@@ -1,0 +1,97 @@
+"""Why a request is not answered, and how each dialect says so."""
+
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from llmcache.errors import LLMCacheError
+
+Dialect = Literal["tei", "openai"]
+Kind = Literal[
+    "invalid",
+    "tokenizer",
+    "too_many_inputs",
+    "body_too_large",
+    "wrong_model",
+    "backend",
+    "overloaded",
+    "unauthorised",
+    "forbidden",
+    "not_found",
+    "not_allowed",
+    "unhealthy",
+    "timeout",
+    "cancelled",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """A kind of refusal in both dialects: HTTP status and error type."""
+
+    tei_status: int
+    tei_type: str
+    openai_status: int
+    openai_type: str
+
+
+#: TEI knows five error types; of its statuses 413 is too many inputs, 424 a failed inference or the wrong kind of model.
+TERMS: Final[dict[Kind, Terms]] = {
+    "invalid": Terms(422, "Validation", 400, "invalid_request_error"),
+    "tokenizer": Terms(422, "Tokenizer", 400, "invalid_request_error"),
+    "too_many_inputs": Terms(413, "Validation", 413, "invalid_request_error"),
+    "body_too_large": Terms(413, "Validation", 413, "invalid_request_error"),
+    "wrong_model": Terms(424, "Backend", 400, "invalid_request_error"),
+    "backend": Terms(424, "Backend", 500, "server_error"),
+    "overloaded": Terms(429, "Overloaded", 429, "rate_limit_error"),
+    "unauthorised": Terms(401, "Validation", 401, "authentication_error"),
+    "forbidden": Terms(403, "Validation", 403, "permission_error"),
+    "not_found": Terms(404, "Validation", 404, "not_found_error"),
+    "not_allowed": Terms(405, "Validation", 405, "invalid_request_error"),
+    "unhealthy": Terms(503, "Unhealthy", 503, "server_error"),
+    "timeout": Terms(408, "Validation", 408, "invalid_request_error"),
+    "cancelled": Terms(499, "Validation", 499, "invalid_request_error"),
+}
+
+
+class Refusal(LLMCacheError):
+    """A request that is not answered. Its text may be shown to the client: it quotes nothing of the request."""
+
+    def __init__(
+        self, kind: Kind, message: str, *, param: str | None = None, retry_after_s: int | None = None
+    ) -> None:
+        """Say why.
+
+        Args:
+            kind: Of `TERMS`.
+            message: What was wrong, and what to do about it.
+            param: The field that was wrong, for OpenAI's error objects.
+            retry_after_s: When to try again, seconds, for `overloaded` and `unhealthy`.
+        """
+        super().__init__(message)
+        self.kind: Kind = kind
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+    def status(self, dialect: Dialect) -> int:
+        """HTTP status."""
+        terms = TERMS[self.kind]
+        return terms.tei_status if dialect == "tei" else terms.openai_status
+
+    def body(self, dialect: Dialect) -> dict[str, Any]:
+        """The error object."""
+        terms = TERMS[self.kind]
+        if dialect == "tei":
+            return {"error": str(self), "error_type": terms.tei_type}
+        error = {"message": str(self), "type": terms.openai_type, "param": self.param, "code": terms.openai_status}
+        return {"error": error}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers that go with it."""
+        named = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+        return named | ({"WWW-Authenticate": "Bearer"} if self.kind == "unauthorised" else {})
+
+
+def dialect_of(path: str) -> Dialect:
+    """In which dialect a route is answered: `/v1/...` and `/v2/...` are OpenAI's and its relatives', all others TEI's."""
+    return "openai" if path.startswith(("/v1/", "/v2/")) else "tei"

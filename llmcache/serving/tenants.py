@@ -1,0 +1,27 @@
+"""Who makes a request, and what it may do."""
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+Scope = Literal["infer", "admin"]
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """The holder of a key.
+
+    Attributes:
+        name: Of the key, for logs and metrics; never the key itself.
+        namespace: In which its requests are stored and found; no request says otherwise.
+        scopes: `infer` to have requests answered, `admin` to purge, disable and drain.
+        max_concurrent: Requests under way at once; None: as the server.
+    """
+
+    name: str
+    namespace: str
+    scopes: frozenset[Scope]
+    max_concurrent: int | None = None
+
+
+#: Whoever reaches a server without keys, which listens on this machine alone unless the operator says otherwise.
+ANYONE: Final = Tenant("anyone", "default", frozenset(("infer", "admin")))
