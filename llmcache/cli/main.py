@@ -12,7 +12,7 @@ from typing import Annotated, Final, TypeAlias
 import typer
 
 from llmcache import __version__
-from llmcache.cli import generate, info, repl
+from llmcache.cli import generate, info, repl, serve
 from llmcache.errors import LLMCacheError
 
 Commands: TypeAlias = Mapping[str, Callable[..., None]]
@@ -24,7 +24,12 @@ CHECKOUT: Final = Path(__file__).parents[2]
 GROUPS: Final[Mapping[str, str]] = {"bench": "Measure speed and memory on this machine."}
 
 #: Commands of the library; two words are a group and its command.
-OWN: Final[Commands] = {"generate": generate.command, "repl": repl.command, "info": info.command}
+OWN: Final[Commands] = {
+    "generate": generate.command,
+    "repl": repl.command,
+    "serve": serve.command,
+    "info": info.command,
+}
 
 
 def find_commands() -> Commands:
