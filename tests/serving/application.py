@@ -9,6 +9,7 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, Field, field_validator
 
+from llmcache.errors import RequestError
 from llmcache.serving.authentication import Authentication
 from llmcache.serving.failures import RequestIds, install_handlers
 from llmcache.serving.keys import Keys
@@ -20,7 +21,7 @@ SECRET = "the patient is called Mildred"
 
 
 class Embed(BaseModel):
-    inputs: str | list[str]
+    inputs: str | Annotated[list[str], Field(fail_fast=True)]
     truncate: bool = False
 
     @field_validator("inputs")
@@ -40,7 +41,14 @@ class Chat(BaseModel):
     model: str = ""
     messages: Annotated[list[Message], Field(max_length=8)] = []
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
-    logit_bias: dict[str, float] = {}
+    logit_bias: dict[str, Any] = {}
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _check_bias(cls, bias: dict[str, Any]) -> dict[str, Any]:
+        if not all(isinstance(value, int | float) for value in bias.values()):
+            raise RequestError("give a number for each token")
+        return bias
 
 
 class Gate:

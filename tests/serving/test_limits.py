@@ -10,17 +10,19 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import httpx2
 import pytest
 import uvicorn
 from fastapi import FastAPI
+from pydantic import Field
 
 from llmcache.serving.connections import Connection
 from llmcache.serving.failures import RequestIds
 from llmcache.serving.keys import Keys, add_key
 from tests.serving.application import SECRET, Gate, client_of, make_app
+from tests.serving.walking import unbounded_fields
 
 JSON = {"Content-Type": "application/json"}
 
@@ -96,7 +98,7 @@ class TestErrors:
             ("/v1/chat/completions", {"messages": [{}] * 9}, "messages: List should have at most 8 items"),
             ("/v1/chat/completions", {"temperature": -1}, "temperature: Input should be greater than or equal to 0"),
             ("/v1/chat/completions", {"temperature": 1e999}, ""),
-            ("/v1/chat/completions", {"logit_bias": {SECRET: SECRET}}, "logit_bias: Input should be a valid number"),
+            ("/v1/chat/completions", {"logit_bias": {SECRET: SECRET}}, "logit_bias: give a number for each token"),
         ],
     )
     def test_wrong_fields_are_named_and_their_values_are_not(
@@ -113,9 +115,22 @@ class TestErrors:
             assert answer.json()["error_type"] == "Validation"
 
     def test_only_the_first_of_many_errors_are_told(self) -> None:
-        answer = post("/embed", json.dumps({"inputs": [0] * 50}))
-        assert answer.status_code == 422 and len(answer.text) < 400
-        assert "inputs[1]: Input should be a valid string; and " in message_of(answer)
+        answer = post("/v1/chat/completions", json.dumps({"messages": [{}] * 8}))
+        assert answer.status_code == 400 and len(answer.text) < 400
+        assert "messages[1].role: Field required; and 13 more" in message_of(answer)
+
+    def test_a_million_items_are_refused_and_none_is_looked_at_twice(self) -> None:
+        assert unbounded_fields(make_app()) == []
+        answer = post("/embed", b'{"inputs":[' + b"1," * 900_000 + b"1]}")
+        assert answer.status_code == 422 and message_of(answer).endswith("inputs[0]: Input should be a valid string")
+
+    def test_fields_that_collect_errors_are_found(self) -> None:
+        app = FastAPI()
+
+        @app.post("/count")
+        async def count(body: dict[str, list[Annotated[list[dict[str, Any]], Field(max_length=2)]]]) -> None: ...
+
+        assert unbounded_fields(app) == ["/count: dict of list", "/count: list of list"]
 
     def test_a_body_of_another_kind_is_told_what_to_send(self) -> None:
         for headers in ({}, {"Content-Type": "text/plain"}, {"Content-Type": "application/x-www-form-urlencoded"}):
