@@ -56,9 +56,7 @@ TERMS: Final[dict[Kind, Terms]] = {
 class Refusal(LLMCacheError):
     """A request that is not answered. Its text may be shown to the client: it quotes nothing of the request."""
 
-    def __init__(
-        self, kind: Kind, message: str, *, param: str | None = None, retry_after_s: int | None = None
-    ) -> None:
+    def __init__(self, kind: Kind, message: str, *, param: str | None = None, retry_after_s: int | None = None) -> None:
         """Say why.
 
         Args:
