@@ -214,6 +214,15 @@ class Decoder:
             flight.task = asyncio.get_running_loop().create_task(self._drive(flight))
         return Generating(self, flight, is_first)
 
+    def warm_up(self, n_tokens: int, namespace: str) -> None:
+        """Answer a prompt of so many tokens in a namespace, twice, with two tokens; in the model's thread."""
+        most = n_tokens if self.context is None else min(n_tokens, self.context - 2)
+        ids = tuple(i % self.vocabulary for i in range(most))
+        for _ in range(2):
+            answer = self._stream(ids, Sampling(max_new_tokens=2, stop_ids=()))
+            for _ in range(2):
+                self._step(answer, namespace)
+
     def leave(self, flight: "_Flight", reader: "Generating") -> None:
         """Take a reader off, and end what nobody reads."""
         with suppress(ValueError):

@@ -271,6 +271,13 @@ def test_the_end_of_a_server(stub: Stub) -> None:
     run(main())
 
 
+def test_warm_up(stub: Stub) -> None:
+    for n_tokens in (8, 10**6):
+        stub.running.warm_up(n_tokens, "warm-up")
+    assert sum(stub.cache.stats().hits.values()) == 3  # all but the first
+    assert stub.cache.purge(namespace="warm-up") > 0
+
+
 @pytest.mark.parametrize(
     ("prompt", "told"),
     [
