@@ -3,6 +3,8 @@
 from typing import Any, Literal
 
 from llmcache.cache import LLMCache
+from llmcache.serving.history import History
+from llmcache.serving.metrics import Metrics
 from llmcache.serving.model_thread import ModelThread
 from llmcache.serving.settings import ServerSettings
 
@@ -19,4 +21,7 @@ class Server:
         self.tokenizer = tokenizer
         self.cache = cache
         self.thread = ModelThread()
+        self.metrics = Metrics(settings.model, cache)
+        self.history = History()
+        self.is_disabled = False  # by an operator: requests are computed within `cache.disabled()`
         self.phase: Phase = "starting"
