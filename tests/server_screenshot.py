@@ -59,7 +59,9 @@ def _cache() -> LLMCache:
         max_position_embeddings=64,
         num_labels=N_TOPICS,
     )
-    cache = LLMCache.wrap(fit_head(build(lambda: tf.BertForSequenceClassification(config))), max_drop=0.05)
+    cache = LLMCache.wrap(
+        fit_head(build(lambda: tf.BertForSequenceClassification(config))), max_drop=0.05, max_bytes=1_200_000
+    )
     cache.calibrate(batched(requests(_N_KNOWN)[0]))
     return cache
 

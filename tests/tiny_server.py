@@ -37,7 +37,7 @@ def serving(cache: LLMCache | None = None, **settings: Any) -> Iterator[Server]:
 
 def ask(server: Server, ids: list[int]) -> int:
     """What the model answers; counted as a route would."""
-    with server.cache.namespace(ANYONE.namespace):
+    with server.for_tenant(ANYONE):
         answer = int(server.cache(input_ids=torch.tensor([ids])).logits.argmax())
     (outcome,) = server.cache.last
     server.metrics.served(outcome.rung, len(ids), 0 if outcome.rung is None else len(ids))
@@ -59,7 +59,11 @@ def make_app(server: Server, every_s: float = 5.0) -> FastAPI:
     async def predict(ids: list[int]) -> int:
         return await server.thread.run(partial(ask, server, ids))
 
-    @app.get("/v1/models/{name}")
+    @app.get("/v1/models/{name}/files")
+    async def files(name: str) -> list[str]:
+        return []
+
+    @app.get("/v1/models/{name:path}")
     async def model(name: str) -> str:
         if name == "broken":
             raise RuntimeError(name)

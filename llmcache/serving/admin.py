@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, Field, StrictStr
 
-from llmcache.errors import ConfigError, LLMCacheError
+from llmcache.errors import LLMCacheError
 from llmcache.serving.refusals import Refusal
 from llmcache.serving.server import Server
 
@@ -54,10 +54,7 @@ changing = APIRouter(dependencies=[Depends(from_own_page)])
 async def purge(asked: Purge, request: Request) -> dict[str, int]:
     """Forget all entries of a namespace; answers how many requests they were."""
     server = _server(request, "purges a namespace")
-    try:
-        return {"purged": await _blocking(lambda: server.cache.purge(namespace=asked.namespace))}
-    except ConfigError:
-        raise Refusal("invalid", "namespace: give a text of Unicode", param="namespace") from None
+    return {"purged": await _blocking(lambda: server.cache.purge(namespace=asked.namespace))}
 
 
 @changing.post("/clear")
@@ -121,8 +118,6 @@ async def _blocking(step: Callable[[], _T]) -> _T:
     """Run what may wait in a thread, so that others are answered meanwhile."""
     try:
         return await asyncio.to_thread(step)
-    except ConfigError:
-        raise
     except LLMCacheError as error:
         logger.warning("llmcache: an operator's request failed", exc_info=True)
         raise Refusal("backend", f"it failed ({type(error).__name__}); the server's log says why") from None

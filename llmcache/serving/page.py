@@ -28,13 +28,8 @@ def count(value: int) -> str:
 
 def percent(share: float) -> str:
     """A share of 1: `12.3 %`; under a hundredth with one digit more."""
-    return (
-        "0 %"
-        if share == 0
-        else f"{share:.2%}".replace("%", " %")
-        if share < 0.01
-        else f"{share:.1%}".replace("%", " %")
-    )
+    value = 100 * share
+    return _joined(f"{value:.1f}" if value >= 1 else f"{value:.2f}" if value else "0", "%")
 
 
 def size(nbytes: int | None) -> str:
@@ -44,7 +39,7 @@ def size(nbytes: int | None) -> str:
     value, units = float(nbytes), ["B", "kB", "MB", "GB"]
     while value >= 1000 and len(units) > 1:
         value, units = value / 1000, units[1:]
-    return f"{nbytes} B" if units[0] == "B" else f"{value:.1f} {units[0]}"
+    return _joined(f"{value:.0f}" if units[0] == "B" else f"{value:.1f}", units[0])
 
 
 def duration(seconds: float | None) -> str:
@@ -52,10 +47,15 @@ def duration(seconds: float | None) -> str:
     if seconds is None:
         return "-"
     if abs(seconds) < 0.9995:
-        return f"{1e3 * seconds:.3g} ms"
+        return _joined(f"{1e3 * seconds:.3g}", "ms")
     if abs(seconds) < 60:
-        return f"{seconds:.3g} s"
-    return f"{seconds / 60:.0f} min" if abs(seconds) < 3600 else f"{seconds / 3600:.1f} h"
+        return _joined(f"{seconds:.3g}", "s")
+    return _joined(f"{seconds / 60:.0f}", "min") if abs(seconds) < 3600 else _joined(f"{seconds / 3600:.1f}", "h")
+
+
+def _joined(value: str, unit: str) -> str:
+    """Both in one line, however narrow the page is."""
+    return f"{value}\N{NO-BREAK SPACE}{unit}"
 
 
 _templates: Final = Environment(
@@ -115,7 +115,7 @@ def view(server: Server) -> dict[str, Any]:
         "saves": server.settings.save is not None,
         "stats": stats,
         "saved_s": saved_s(stats),
-        "held": stats.held_nbytes,
+        "held": stats.nbytes + stats.prefix_nbytes,
         "budget": config.max_bytes,
         "audit": stats.audit,
         "allowed": allowed,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from fastapi.routing import iter_route_contexts
+from starlette.routing import compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 if TYPE_CHECKING:
@@ -95,25 +96,17 @@ class CountRequests:
 
 
 class _Templates:
-    """Finds a path's route among templates such as `/v1/models/{name}`."""
+    """Finds a path's route among templates such as `/v1/models/{name}`; the first that fits, as the application does."""
 
     def __init__(self, templates: Iterable[str | None]) -> None:
-        known = {template for template in templates if template}
+        known = dict.fromkeys(template for template in templates if template)
         self._plain = {template for template in known if "{" not in template}
-        self._others = {tuple(template.split("/")): template for template in sorted(known - self._plain)}
+        self._others = {template: compile_path(template)[0] for template in known if template not in self._plain}
 
     def find(self, path: str) -> str:
         if path in self._plain:
             return path
-        parts = path.split("/")
-        for wanted, template in self._others.items():
-            if ":path}" in wanted[-1]:
-                parts = [*parts[: len(wanted) - 1], "/".join(parts[len(wanted) - 1 :])]
-            if len(parts) == len(wanted) and all(
-                "{" in own or own == part for own, part in zip(wanted, parts, strict=True)
-            ):
-                return template
-        return UNKNOWN
+        return next((template for template, fits in self._others.items() if fits.match(path)), UNKNOWN)
 
 
 def _nth(ordered: list[float], share: float) -> float:

@@ -1,5 +1,7 @@
 """What one server holds, and in which state it is. Routes find it as `request.app.state.server`."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 from llmcache.cache import LLMCache
@@ -7,6 +9,7 @@ from llmcache.serving.history import History
 from llmcache.serving.metrics import Metrics
 from llmcache.serving.model_thread import ModelThread
 from llmcache.serving.settings import ServerSettings
+from llmcache.serving.tenants import Tenant
 
 Phase = Literal["starting", "ready", "draining", "stopped"]
 
@@ -23,5 +26,12 @@ class Server:
         self.thread = ModelThread()
         self.metrics = Metrics(settings.model, cache)
         self.history = History()
-        self.is_disabled = False  # by an operator: requests are computed within `cache.disabled()`
+        self.is_disabled = False  # by an operator; see `for_tenant`
         self.phase: Phase = "starting"
+
+    @contextmanager
+    def for_tenant(self, tenant: Tenant) -> Iterator[None]:
+        """Within: calls are stored for a tenant, and served from what it stored; or computed, if that is disabled."""
+        off = self.cache.disabled() if self.is_disabled else nullcontext()
+        with self.cache.namespace(tenant.namespace), off:
+            yield

@@ -123,6 +123,7 @@ def test_routes_are_counted_by_template_and_unknown_ones_as_one(server: Server) 
             "/v1/models/none",
             "/v1/models/broken",
             "/v1/models/a/b",
+            "/v1/models/a/files",
             "/x",
             "/y?z=1",
             "/%2e",
@@ -133,12 +134,13 @@ def test_routes_are_counted_by_template_and_unknown_ones_as_one(server: Server) 
         httpx2.post(f"{address}/admin/disable")
         text = httpx2.get(f"{address}/metrics").text
     counts = {tuple(dict(key).values()): n for key, n in read(text)["llmcache_http_requests_total"].items()}
-    model = "/v1/models/{name}"
+    model = "/v1/models/{name:path}"
     assert counts == {
         (model, "200"): 1,
-        (model, "404"): 1,
+        (model, "404"): 2,
         (model, "500"): 1,
-        ("unknown", "404"): 4,
+        ("/v1/models/{name}/files", "200"): 1,
+        ("unknown", "404"): 3,
         ("/predict", "405"): 1,
         ("/predict", "422"): 1,
         ("/admin/disable", "200"): 1,

@@ -1,5 +1,6 @@
 """The page at `/`: its figures, what it escapes, and how it behaves in a browser, on a desk and on a phone."""
 
+import asyncio
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ import pytest
 from llmcache.serving.history import History, Interval
 from llmcache.serving.page import count, duration, percent, size
 from llmcache.serving.server import Server
-from llmcache.stats import AuditStats, Health, Stats
+from llmcache.stats import AuditStats, Cost, Health, Stats
 from tests.serving_browser import SIZES, open_browser
 from tests.tiny_server import listening, make_app, serving
 
@@ -50,7 +51,8 @@ class Texts(HTMLParser):
         self.feed(html)
 
     def handle_data(self, data: str) -> None:
-        self.texts += [data.strip()] if data.strip() else []
+        text = data.replace("\N{NO-BREAK SPACE}", " ").strip()
+        self.texts += [text] if text else []
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
         self.tags.append((tag, dict(attributes)))
@@ -103,6 +105,20 @@ def test_it_shows_the_running_bound_and_troubles(server: Server, monkeypatch: py
     assert allowed["y1"] == allowed["y2"] == "0.6748"
 
 
+def test_it_shows_prefixes_and_what_is_not_worthwhile(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = dict.fromkeys(("lookup_ms", "storing_ms", "layer_ms", "plain_ms", "beside_ms", "miss_ms", "hit_ms"))
+    rates = dict.fromkeys(("hit_rate", "repeats", "worthwhile_from"))
+    cost = [Cost(tokens, **times, **rates, is_bypassed=tokens < 64, saved_ms=1500.0) for tokens in (16, 32, 64)]
+    stats = Stats(prefix_nbytes=2**29, cost=tuple(cost), bypassed={"not_worthwhile": 12})
+    monkeypatch.setattr(server.cache, "stats", lambda: stats)
+    server.phase = "draining"
+    with listening(make_app(server)) as address:
+        text = shown(address)
+    assert "blocks of prefixes 536.9 MB 1.1 GB 50.0 %" in text and "Time saved 4.5 s" in text
+    assert "The server is draining." in text and "not_worthwhile 12" in text
+    assert "Not worthwhile, and bypassed, for calls from these lengths on, in tokens: 16, 32." in text
+
+
 def test_everything_is_escaped() -> None:
     with serving(model='<script>alert("x")</script>') as server, listening(make_app(server)) as address:
         html = httpx2.get(f"{address}/").text
@@ -153,6 +169,22 @@ def test_samples_are_taken_while_the_server_runs(server: Server, address: str) -
     wait_for(lambda: len(server.history.samples()) > 2)
 
 
+def test_a_sample_that_fails_ends_nothing(server: Server) -> None:
+    n_read = iter(range(1000))
+
+    def read() -> Stats:
+        if next(n_read) == 0:
+            raise OSError("not now")
+        return Stats()
+
+    async def keep() -> None:
+        async with server.history.kept(read, 0.01):
+            while not server.history.samples():
+                await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(keep(), 30))
+
+
 @pytest.mark.parametrize(
     ("made", "wanted"),
     [
@@ -172,7 +204,7 @@ def test_samples_are_taken_while_the_server_runs(server: Server, address: str) -
     ],
 )
 def test_figures_are_written_with_their_unit(made: str, wanted: str) -> None:
-    assert made == wanted
+    assert made == wanted.replace(" ", "\N{NO-BREAK SPACE}")
 
 
 def wait_for(is_so: Callable[[], bool]) -> None:
