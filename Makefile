@@ -8,7 +8,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 TORCH  := $(shell grep '^torch==' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-outside check docs fix bench-gpu bench-device clean
+.PHONY: help setup demo test test-fast test-outside screenshot check docs fix bench-gpu bench-device clean
 
 help: ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' Makefile | expand -t 14
@@ -46,6 +46,9 @@ test-outside: setup ## Run transformers' and sentence-transformers' tests, unwra
 	$(PIP) install -c constraints.txt -e '.[outside]'
 	PYTHONPATH=tests/outside:. $(BIN)/python -m judge --families='$(FAMILIES)' \
 	    --transformers='$(TRANSFORMERS_SRC)' --sentences='$(SENTENCES_SRC)'
+
+screenshot: setup ## Draw docs/server.png in Chromium (apt-get install chromium chromium-driver).
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m tests.server_screenshot docs/server.png
 
 check: setup ## Formatting, lint, types, and whether the generated pages of docs/ are up to date.
 	$(BIN)/ruff format --check .

@@ -90,6 +90,8 @@ class Cost(Renamed):
         repeats: Share of all requests that were asked before; None where tokens are not on the host.
         worthwhile_from: Hit rate from which the cache is worthwhile; None also where a hit takes longer than the model.
         is_bypassed: Such calls bypass the cache.
+        saved_ms: All that hits saved: calls of which each row was served, times what the model takes alone less hit_ms.
+            Since wrapping, `clear`, or the requests that were learned from.
     """
 
     _RENAMED: ClassVar[Mapping[str, str]] = {"pays_from": "worthwhile_from", "is_aside": "is_bypassed"}
@@ -106,6 +108,7 @@ class Cost(Renamed):
     repeats: float | None
     worthwhile_from: float | None
     is_bypassed: bool
+    saved_ms: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +193,8 @@ class Stats:
             `divergence`, whose checks exceeded the limit.
         n_stored: Requests known, by their entries or in blocks; not those of which only the beginning is.
         nbytes: Bytes of the entries held, all layers.
+        nbytes_by_layer: The same by layer.
+        max_nbytes_by_layer: Budgets of the banks, by layer; blocks of prefixes may fill what these leave.
         index_nbytes: Bytes of the fingerprints that they are found by, room for more included.
         reconstruction_error: What compression loses, by layer: sum of |x - x'|^2 over sum of |x - mean|^2, rows x of
             every 16th entry packed (x' is what comes back), of the weights that stored last. Entries that a codec is
@@ -230,6 +235,8 @@ class Stats:
     n_expelled: dict[int, int] = field(default_factory=dict)
     n_stored: int = 0
     nbytes: int = 0
+    nbytes_by_layer: dict[int, int] = field(default_factory=dict)
+    max_nbytes_by_layer: dict[int, int] = field(default_factory=dict)
     index_nbytes: int = 0
     reconstruction_error: dict[int, float | None] = field(default_factory=dict)
     reconstruction_distance: dict[int, float | None] = field(default_factory=dict)

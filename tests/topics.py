@@ -122,9 +122,13 @@ def _calibrated(settings: tuple[tuple[str, Any], ...]) -> "tempfile.TemporaryDir
 
 @functools.cache
 def _fitted() -> nn.Module:
+    return fit_head(build(CLASSIFIERS["bert"]))
+
+
+def fit_head(model: Any) -> nn.Module:
+    """Have a BERT with a classifier tell the topics apart, and return it."""
     from sklearn.linear_model import LogisticRegression
 
-    model = build(CLASSIFIERS["bert"])
     inputs, topics = requests(400, seed=99)
     with torch.inference_mode():
         pooled = np.concatenate([model.bert(**x).pooler_output.numpy() for x in batched(inputs)])
@@ -134,4 +138,5 @@ def _fitted() -> nn.Module:
     with torch.no_grad():
         model.classifier.weight.copy_(torch.from_numpy(weight))
         model.classifier.bias.copy_(torch.from_numpy(fitted.intercept_ - weight @ centre))
-    return model
+    fit: nn.Module = model
+    return fit

@@ -134,6 +134,8 @@ class Components:
             n_expelled={layer: bank.n_expelled for layer, bank in banks.layer_banks.items()},
             n_stored=len(banks) + (0 if prefix is None else prefix.n_tails),
             nbytes=banks.nbytes,
+            nbytes_by_layer={layer: bank.nbytes for layer, bank in banks.layer_banks.items()},
+            max_nbytes_by_layer={layer: bank.max_bytes for layer, bank in banks.layer_banks.items()},
             index_nbytes=banks.index_nbytes,
             reconstruction_error={layer: loss.relative_error for layer, loss in banks.layer_banks.losses.items()},
             reconstruction_distance={layer: loss.cosine_distance for layer, loss in banks.layer_banks.losses.items()},

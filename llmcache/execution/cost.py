@@ -219,6 +219,7 @@ class CostModel:
                 self._hits.add(n_hits / n_rows, n_rows)
                 bucket.beside_s.add(bucket.unbilled_s)
                 bucket.unbilled_s = 0.0
+            bucket.n_served += n_hits == n_rows
             if times is not None and n_hits == n_rows:
                 bucket.hit_s.add(times.whole_s)
             elif times is not None and n_hits == 0:  # what a batch costs that is served in part says nothing of either
@@ -278,6 +279,7 @@ class CostModel:
             repeats=bucket.repeats.value if bucket.repeats.n else None,
             worthwhile_from=worthwhile_from if is_timed and worthwhile_from < inf else None,
             is_bypassed=bucket.is_bypassed,
+            saved_ms=bucket.n_served * bucket.saved_s * 1e3 if is_timed and bucket.hit_s.n else None,
         )
 
     def _came_before(self, request: int) -> bool:

@@ -55,6 +55,7 @@ class LengthCosts:
         lookup_s: Of these seconds, those of the lookup.
         storing_s: Likewise of storing.
         hit_s: Seconds of calls of which all rows were served.
+        n_served: Such calls, timed or not.
         plain_s: Seconds of bypassed calls.
         recording_s: Seconds that recording such a call takes.
         beside_s: Seconds beside calls that took the whole way.
@@ -75,6 +76,7 @@ class LengthCosts:
     lookup_s: Average = field(default_factory=time_average)
     storing_s: Average = field(default_factory=time_average)
     hit_s: Average = field(default_factory=time_average)
+    n_served: int = 0
     plain_s: Average = field(default_factory=time_average)
     recording_s: Average = field(default_factory=time_average)
     beside_s: Average = field(default_factory=share_average)

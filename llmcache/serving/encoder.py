@@ -140,6 +140,11 @@ class Encoder:
         """Inputs that wait or are being computed."""
         return len(self._in_flight)
 
+    @property
+    def n_waiting(self) -> int:
+        """Inputs that wait."""
+        return len(self._queue)
+
     async def run(self, items: Sequence[Item], namespace: str, truncate: bool, side: Side) -> list[Output | Refusal]:
         """What the model makes of each input, or why it makes nothing of it; one does not spoil the others.
 

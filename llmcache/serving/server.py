@@ -15,7 +15,9 @@ from llmcache.errors import BankFileError, LLMCacheError
 from llmcache.models.pooling import find_pooled
 from llmcache.serving.decoder import Decoder
 from llmcache.serving.encoder import Encoder
+from llmcache.serving.history import History
 from llmcache.serving.loading import NAMES, Kind, Served, to_device
+from llmcache.serving.metrics import Metrics
 from llmcache.serving.model_thread import ModelThread
 from llmcache.serving.refusals import Refusal
 from llmcache.serving.settings import ServerSettings
@@ -41,17 +43,36 @@ class Server:
         self.thread = ModelThread()
         self.phase: Phase = "starting"
         self.started_at = int(time())
-        self.is_caching = settings.cache  # off: every request is computed, as if there were no cache
+        self.metrics = Metrics(settings.model, cache)
+        self.history = History()
+        self.is_disabled = False  # by an operator
         self._saving: asyncio.Task[None] | None = None
         vocabulary = int(served.config.get_text_config().vocab_size)
         self.tokenizing = Tokenizing(served.tokenizer, served.max_length, vocabulary)
         self.encoder = None if served.kind == "decoder" else self._make_encoder()
         self.decoder = self._make_decoder() if served.kind == "decoder" else None
+        self.metrics.watch(lambda: self.n_waiting)
+
+    @property
+    def is_caching(self) -> bool:
+        """Whether requests are served from the cache; else every one is computed, as if there were none."""
+        return self.settings.cache and not self.is_disabled
 
     @property
     def name(self) -> str:
         """Under which the model is served."""
         return self.settings.model
+
+    @property
+    def n_waiting(self) -> int:
+        """Inputs or generations that wait for the model."""
+        return sum(0 if part is None else part.n_waiting for part in (self.encoder, self.decoder))
+
+    def purge(self, namespace: str) -> int:
+        """Forget all entries of a namespace, and its prompts; see `LLMCache.purge`."""
+        if self.decoder is not None:
+            self.decoder.forget(namespace)
+        return self.cache.purge(namespace=namespace)
 
     def needs(self, *kinds: Kind) -> None:
         """Refuse a route that the model cannot serve.
@@ -105,11 +126,12 @@ class Server:
             self.tokenizing,
             self.on_device(self.served.forward),
             0 if pad_id is None else pad_id,
-            is_caching=lambda: self.is_caching,
+            self.metrics,
+            lambda: self.is_caching,
         )
 
     def _make_decoder(self) -> Decoder:
-        return Decoder(self.cache, self.thread, self.settings, self.tokenizer, is_caching=lambda: self.is_caching)
+        return Decoder(self.cache, self.thread, self.settings, self.tokenizer, self.metrics, lambda: self.is_caching)
 
     def on_device(self, forward: Callable[[dict[str, Tensor]], Tensor]) -> Callable[[dict[str, Tensor]], Tensor]:
         """A forward that takes its inputs to the model's device."""

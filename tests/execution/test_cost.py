@@ -224,8 +224,12 @@ def test_a_row_says_what_was_measured_and_none_of_what_was_not(cost: CostModel) 
             "repeats": 0.5,
             "worthwhile_from": BREAK_EVEN,
             "is_bypassed": False,
+            "saved_ms": 9.0,
         }
     )
+    cost.took(TOKENS, 1, 1, None)  # a hit that is not timed saved as much
+    cost.took(TOKENS, 2, 1, MISS)
+    assert row(cost).saved_ms == pytest.approx(18.0)
 
 
 def test_a_restart_forgets_and_forgetting_requests_keeps_times(cost: CostModel) -> None:

@@ -194,7 +194,7 @@ def test_batches_are_of_about_one_length_and_within_the_tokens(models: Path) -> 
     async def work() -> None:
         assert server.encoder is not None
         server.encoder._forward = noted
-        server.is_caching = False
+        server.is_disabled = True
         await _ask(server, texts)
 
     within(server, work)
@@ -207,9 +207,9 @@ def test_batches_are_of_about_one_length_and_within_the_tokens(models: Path) -> 
 def test_with_the_cache_off_everything_is_computed(server: Server) -> None:
     async def work() -> None:
         await _ask(server, TEXTS)
-        server.is_caching = False
+        server.is_disabled = True
         assert [one.rung for one in await _ask(server, TEXTS)] == [None] * len(TEXTS)
-        server.is_caching = True
+        server.is_disabled = False
         assert [one.rung for one in await _ask(server, TEXTS)] == ["exact"] * len(TEXTS)
 
     within(server, work)

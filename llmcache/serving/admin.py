@@ -1,0 +1,141 @@
+"""What an operator may have done: forget, switch the cache off and on, audit what waits, save. Scope `admin`.
+
+A browser sends Basic credentials by itself, whoever's page asks it to. So what changes anything is refused to pages of
+other origins.
+"""
+
+import asyncio
+import ipaddress
+import logging
+import math
+from collections.abc import Callable
+from typing import Annotated, Any, Final, TypeVar
+from urllib.parse import urlsplit
+
+from fastapi import APIRouter, Depends, Request
+from pydantic import BaseModel, Field, StrictStr
+
+from llmcache.errors import LLMCacheError
+from llmcache.serving.refusals import Refusal
+from llmcache.serving.server import Server
+
+logger = logging.getLogger("llmcache")
+
+_OWN_SITES: Final = ("same-origin", "none")  # of Sec-Fetch-Site; `none`: the user typed the address
+_T = TypeVar("_T")
+
+
+class Purge(BaseModel):
+    """Whose entries are to be forgotten."""
+
+    namespace: Annotated[StrictStr, Field(max_length=1024)]
+
+
+def from_own_page(request: Request) -> None:
+    """Refuse what a page of another origin has a browser send; other clients name no origin."""
+    site, origin = request.headers.get("sec-fetch-site"), request.headers.get("origin")
+    if site is None and origin is None:
+        return
+    host = request.headers.get("host", "")
+    is_own = site in _OWN_SITES if site is not None else (origin or "").partition("://")[2] == host
+    if not is_own:
+        raise Refusal("forbidden", "a page of another origin asked for this; open this server's own page")
+    server: Server = request.app.state.server
+    if server.settings.keys is None and not _is_address(host):
+        # Any name can be made to lead here by those who own it, and without keys nothing else tells their page apart.
+        raise Refusal("forbidden", "without keys, open the page by localhost or an IP address, not by another name")
+
+
+router = APIRouter(prefix="/admin", tags=["admin"])
+changing = APIRouter(dependencies=[Depends(from_own_page)])
+
+
+@changing.post("/purge")
+async def purge(asked: Purge, request: Request) -> dict[str, int]:
+    """Forget all entries of a namespace; answers how many requests they were."""
+    server = _server(request, "purges a namespace")
+    return {"purged": await _blocking(lambda: server.purge(asked.namespace))}
+
+
+@changing.post("/clear")
+async def clear(request: Request) -> dict[str, bool]:
+    """Forget all entries, and the calibration that rests on them."""
+    await _blocking(_server(request, "clears the cache").cache.clear)
+    return {"cleared": True}
+
+
+@changing.post("/disable")
+async def disable(request: Request) -> dict[str, bool]:
+    """Compute all requests from now on as if there were no cache. What is held stays."""
+    _server(request, "disables the cache").is_disabled = True
+    return {"enabled": False}
+
+
+@changing.post("/enable")
+async def enable(request: Request) -> dict[str, bool]:
+    """Serve from the cache again."""
+    _server(request, "enables the cache").is_disabled = False
+    return {"enabled": True}
+
+
+@changing.post("/drain")
+async def drain(request: Request) -> dict[str, int]:
+    """Audit now what waits to be audited; answers how many jobs were done."""
+    return {"drained": await _blocking(_server(request, "drains the audit's queue").cache.drain)}
+
+
+@changing.post("/save")
+async def save(request: Request) -> dict[str, bool]:
+    """Save the cache to the folder that the server was given."""
+    server = _server(request, "saves the cache")
+    folder = server.settings.save
+    if folder is None:
+        raise Refusal("invalid", "this server was started without a folder to save to; start it with --save FOLDER")
+    await _blocking(lambda: server.cache.save(folder))
+    return {"saved": True}
+
+
+@router.get("/stats")
+async def stats(request: Request) -> dict[str, Any]:
+    """All figures of the cache; those that are not finite are null."""
+    server: Server = request.app.state.server
+    found = await _blocking(server.cache.stats)
+    plain: dict[str, Any] = _plain(found.to_dict())
+    return {"enabled": not server.is_disabled, "phase": server.phase, **plain}
+
+
+router.include_router(changing)
+
+
+def _server(request: Request, does: str) -> Server:
+    """The server; who has it do what is logged."""
+    logger.info("llmcache: %s %s", request.state.tenant.name, does)
+    server: Server = request.app.state.server
+    return server
+
+
+async def _blocking(step: Callable[[], _T]) -> _T:
+    """Run what may wait in a thread, so that others are answered meanwhile."""
+    try:
+        return await asyncio.to_thread(step)
+    except LLMCacheError as error:
+        logger.warning("llmcache: an operator's request failed", exc_info=True)
+        raise Refusal("backend", f"it failed ({type(error).__name__}); the server's log says why") from None
+
+
+def _is_address(host: str) -> bool:
+    """Whether a Host header, its port aside, is an IP address or this machine's own name for itself."""
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+        return name == "localhost" or bool(ipaddress.ip_address(name))
+    except ValueError:
+        return False
+
+
+def _plain(value: Any) -> Any:
+    """For JSON: keys are texts, and what is not finite is None."""
+    if isinstance(value, dict):
+        return {str(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

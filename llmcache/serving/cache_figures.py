@@ -1,0 +1,128 @@
+"""What the cache tells of itself, read once each time that Prometheus asks."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final, NamedTuple
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from llmcache.cache import LLMCache
+from llmcache.stats import AuditStats, Stats
+
+Value = float | Mapping[Any, float | None] | None
+
+
+class Figure(NamedTuple):
+    """One family: its name after `llmcache_`, what it tells, how it is read, and its label, if it has one."""
+
+    name: str
+    text: str
+    read: Callable[[Stats], Value]
+    label: str | None = None
+
+
+def _of_audit(read: Callable[[AuditStats], Value]) -> Callable[[Stats], Value]:
+    return lambda stats: None if stats.audit is None else read(stats.audit)
+
+
+def _by_length(read: Callable[[Any], float | None]) -> Callable[[Stats], Value]:
+    return lambda stats: {cost.tokens: read(cost) for cost in stats.cost}
+
+
+#: Only ever growing, but for the audit's, which begin anew with a calibration.
+COUNTERS: Final = (
+    Figure("cache_requests", "Rows seen by the cache, bypassed ones included.", lambda s: s.n_requests),
+    Figure("hits", "Rows served from the cache, by rung.", lambda s: s.hits, "rung"),
+    Figure("misses", "Rows computed in full.", lambda s: s.n_misses),
+    Figure("revalidated", "Rows computed to check an entry.", lambda s: s.n_revalidated),
+    Figure("bypassed", "Rows computed as if there were no cache, by reason.", lambda s: s.bypassed, "reason"),
+    Figure("prefix_cache_queries", "Tokens that prefixes were looked up for.", lambda s: s.n_prompt_tokens),
+    Figure("prefix_cache_hits", "Tokens that stored prefixes served.", lambda s: s.n_prefix_tokens),
+    Figure("layers_skipped", "Layer executions saved.", lambda s: s.n_layers_skipped),
+    Figure("evicted", "Entries that left for others, by layer.", lambda s: s.n_evicted, "layer"),
+    Figure("expelled", "Entries that their policy sent away, by layer.", lambda s: s.n_expelled, "layer"),
+    Figure("evicted_blocks", "Blocks of prefixes that left for others.", lambda s: s.n_blocks_evicted),
+    Figure("stored_later", "Calls that were stored after their answer, by when.", lambda s: s.stored_later, "when"),
+    Figure("too_large", "Requests that do not fit the budget.", lambda s: s.n_too_large),
+    Figure("lookup_seconds", "Time in fingerprint, search and decision.", lambda s: s.lookup_ms / 1e3),
+    Figure("storing_seconds", "Time in storing.", lambda s: s.storing_ms / 1e3),
+    Figure("errors", "Failures of the cache that were computed around.", lambda s: s.errors),
+    Figure("alarms", "Alarms of the audit.", _of_audit(lambda a: a.n_alarms)),
+)
+
+GAUGES: Final = (
+    Figure("bank_bytes", "Bytes of entries, by layer.", lambda s: s.nbytes_by_layer, "layer"),
+    Figure("bank_max_bytes", "Budget of a bank, by layer.", lambda s: s.max_nbytes_by_layer, "layer"),
+    Figure("prefix_bytes", "Bytes of blocks of prefixes.", lambda s: s.prefix_nbytes),
+    Figure("index_bytes", "Bytes of fingerprints.", lambda s: s.index_nbytes),
+    Figure("entries", "Entries held, by layer.", lambda s: s.n_entries, "layer"),
+    Figure("prefix_blocks", "Blocks of prefixes held.", lambda s: s.n_blocks),
+    Figure("stored_requests", "Requests known.", lambda s: s.n_stored),
+    Figure("saved_seconds", "Time that hits saved, estimated.", lambda s: saved_s(s)),
+    Figure("failing", "1 while many of the latest calls failed in the cache.", lambda s: s.health.is_failing),
+    Figure("failed_calls_ratio", "Share of the latest calls that failed in it.", lambda s: s.health.failed_calls),
+    Figure("failed_recomputes_ratio", "Likewise of the audit.", lambda s: s.health.failed_recomputes),
+    Figure("auto_bypass", "1 where calls bypass the cache, by tokens.", _by_length(lambda c: c.is_bypassed), "tokens"),
+    Figure("hit_seconds", "Time of a hit lately, by tokens.", _by_length(lambda c: _s(c.hit_ms)), "tokens"),
+    Figure("miss_seconds", "Time of a miss lately, by tokens.", _by_length(lambda c: _s(c.miss_ms)), "tokens"),
+    Figure("audit_status", "1 of the status of calibrated reuse.", _of_audit(lambda a: {a.status: 1}), "status"),
+    Figure("audit_rate", "Share of changed answers, estimated.", _of_audit(lambda a: a.rate)),
+    Figure("audit_rate_lower", "Lower bound of that share.", _of_audit(lambda a: a.lower)),
+    Figure("audit_rate_upper", "Upper bound of that share.", _of_audit(lambda a: a.upper)),
+    Figure("audit_requests", "Requests that the bound rests on.", _of_audit(lambda a: a.n_requests)),
+    Figure("audit_recomputed", "Hits audited.", _of_audit(lambda a: a.n_recomputed)),
+    Figure("audit_changed", "Hits audited whose answer had changed.", _of_audit(lambda a: a.n_changed)),
+    Figure("audit_lost", "Hits drawn that cannot be audited.", _of_audit(lambda a: a.n_lost)),
+    Figure("audit_waiting", "Hits that wait to be audited.", _of_audit(lambda a: a.n_waiting)),
+    Figure("quarantined", "Stored requests that serve no others.", _of_audit(lambda a: a.n_quarantined)),
+)
+
+
+class CacheFigures(Collector):
+    """Reads `cache.stats()` once, and makes families of it."""
+
+    def __init__(self, model_name: str, cache: LLMCache) -> None:
+        """See `Metrics`."""
+        self._model_name = model_name
+        self._cache = cache
+
+    def collect(self) -> Iterable[Metric]:
+        """What Prometheus is told."""
+        stats, config = self._cache.stats(), self._cache.config
+        for figure in COUNTERS:
+            yield self._family(CounterMetricFamily, figure, figure.read(stats))
+        for figure in GAUGES:
+            yield self._family(GaugeMetricFamily, figure, figure.read(stats))
+        budget = Figure("max_bytes", "Budget of all states.", lambda s: config.max_bytes)
+        yield self._family(GaugeMetricFamily, budget, budget.read(stats))
+        usage = Figure("kv_cache_usage_perc", "Share of the budget held, 0 to 1.", lambda s: used(s, config.max_bytes))
+        yield self._family(GaugeMetricFamily, usage, usage.read(stats))
+
+    def _family(self, kind: Any, figure: Figure, value: Value) -> Metric:
+        """A family with a sample for each value that is known."""
+        family = kind(
+            f"llmcache_{figure.name}",
+            figure.text,
+            labels=["model_name"] if figure.label is None else ["model_name", figure.label],
+        )
+        values = value if isinstance(value, Mapping) else {None: value}
+        for key, one in values.items():
+            if one is not None:
+                family.add_metric([self._model_name] if figure.label is None else [self._model_name, str(key)], one)
+        made: Metric = family
+        return made
+
+
+def saved_s(stats: Stats) -> float | None:
+    """Seconds that hits saved, as far as they and the model were timed; None before."""
+    known = [cost.saved_ms for cost in stats.cost if cost.saved_ms is not None]
+    return sum(known) / 1e3 if known else None
+
+
+def used(stats: Stats, max_bytes: int) -> float:
+    """Share of the budget that states and blocks take, 0 to 1."""
+    return min(1.0, (stats.nbytes + stats.prefix_nbytes) / max_bytes)
+
+
+def _s(ms: float | None) -> float | None:
+    return None if ms is None else ms / 1e3

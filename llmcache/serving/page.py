@@ -1,0 +1,199 @@
+"""The page at `/`: what the cache does, drawn on the server, and buttons for the operator. It loads nothing else."""
+
+import asyncio
+import secrets
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from fastapi import APIRouter, Request
+from fastapi.responses import HTMLResponse
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+import llmcache
+from llmcache.serving.cache_figures import saved_s
+from llmcache.serving.history import EVERY_S, Interval, Sample
+from llmcache.serving.server import Server
+from llmcache.stats import Stats
+
+#: Rungs that have a colour of their own, and are drawn from below in this order; all others share one.
+RUNGS: Final = ("exact", "prefix", "semantic", "student")
+_MOST_ROUTES = 8
+
+
+def count(value: int) -> str:
+    """12,345."""
+    return f"{value:,}"
+
+
+def percent(share: float) -> str:
+    """A share of 1: `12.3 %`; under a hundredth with one digit more."""
+    value = 100 * share
+    return _joined(f"{value:.1f}" if value >= 1 else f"{value:.2f}" if value else "0", "%")
+
+
+def size(nbytes: int | None) -> str:
+    """Bytes, in the largest unit of which there is one."""
+    if nbytes is None:
+        return "-"
+    value, units = float(nbytes), ["B", "kB", "MB", "GB"]
+    while value >= 1000 and len(units) > 1:
+        value, units = value / 1000, units[1:]
+    return _joined(f"{value:.0f}" if units[0] == "B" else f"{value:.1f}", units[0])
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds, in a unit that suits them."""
+    if seconds is None:
+        return "-"
+    if abs(seconds) < 0.9995:
+        return _joined(f"{1e3 * seconds:.3g}", "ms")
+    if abs(seconds) < 60:
+        return _joined(f"{seconds:.3g}", "s")
+    return _joined(f"{seconds / 60:.0f}", "min") if abs(seconds) < 3600 else _joined(f"{seconds / 3600:.1f}", "h")
+
+
+def _joined(value: str, unit: str) -> str:
+    """Both in one line, however narrow the page is."""
+    return f"{value}\N{NO-BREAK SPACE}{unit}"
+
+
+_templates: Final = Environment(
+    loader=FileSystemLoader(Path(__file__).with_name("templates")),
+    autoescape=True,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+_templates.filters |= {one.__name__: one for one in (count, percent, size, duration)}
+
+router = APIRouter(include_in_schema=False)
+
+
+@router.get("/", response_class=HTMLResponse)
+async def page(request: Request) -> HTMLResponse:
+    """The whole page."""
+    server: Server = request.app.state.server
+    nonce = secrets.token_urlsafe(16)
+    shown = {"nonce": nonce, "version": llmcache.__version__, "every_s": int(EVERY_S)}
+    return _html(await asyncio.to_thread(_render, "page.html", server, shown), nonce)
+
+
+@router.get("/admin/figures", response_class=HTMLResponse)
+async def figures(request: Request) -> HTMLResponse:
+    """What of it changes."""
+    return _html(await asyncio.to_thread(_render, "figures.html", request.app.state.server, {}), None)
+
+
+def _html(text: str, nonce: str | None) -> HTMLResponse:
+    own = "" if nonce is None else f"script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; "
+    policy = f"default-src 'none'; {own}connect-src 'self'; img-src data:; form-action 'self'; base-uri 'none'"
+    headers = {
+        "Content-Security-Policy": f"{policy}; frame-ancestors 'none'",
+        "X-Frame-Options": "DENY",
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "same-origin",
+        "Cache-Control": "no-store",
+    }
+    return HTMLResponse(text, headers=headers)
+
+
+def _render(template: str, server: Server, shown: Mapping[str, Any]) -> str:
+    return _templates.get_template(template).render({**shown, **view(server)})
+
+
+def view(server: Server) -> dict[str, Any]:
+    """What the templates show. Reads the cache's figures, which may wait for it."""
+    stats, config = server.cache.stats(), server.cache.config
+    calibration = server.cache.calibration
+    allowed = config.max_drop if calibration is None else calibration.max_drop
+    samples, intervals = server.history.samples(), server.history.intervals()
+    return {
+        "model": server.settings.model,
+        "phase": server.phase,
+        "is_disabled": server.is_disabled,
+        "saves": server.settings.save is not None,
+        "stats": stats,
+        "saved_s": saved_s(stats),
+        "held": stats.nbytes + stats.prefix_nbytes,
+        "budget": config.max_bytes,
+        "audit": stats.audit,
+        "allowed": allowed,
+        "intervals": intervals,
+        "bars": list(_bars(intervals)),
+        "span_s": sum(one.seconds for one in intervals),
+        "rungs": [{"name": n, "style": _style(n), "share": k / stats.n_requests} for n, k in stats.hits.items()],
+        "bound": _bound(samples, allowed),
+        "memory": list(_memory(stats, config.max_bytes)),
+        "routes": server.metrics.routes.slowest()[:_MOST_ROUTES],
+        "troubles": list(_troubles(server, stats)),
+        "bypassed": sorted(stats.bypassed.items(), key=lambda one: -one[1]),
+    }
+
+
+def _bars(intervals: list[Interval]) -> Iterator[dict[str, Any]]:
+    """Rectangles in a drawing of one unit a bar, and of height 1."""
+    for x, interval in enumerate(intervals):
+        top = 1.0
+        for rung, share in sorted(interval.shares.items(), key=lambda one: _rank(one[0])):
+            top -= share
+            yield {"x": x, "y": f"{top:.4f}", "height": f"{share:.4f}", "style": _style(rung)}
+
+
+def _bound(samples: list[Sample], allowed: float) -> dict[str, Any] | None:
+    """The running rate between its bounds, in a drawing of one unit a sample; None before there are two."""
+    known = [one for one in samples if one.upper is not None]
+    if len(known) < 2:
+        return None
+    top = max(2 * allowed, min(1.0, 1.25 * (known[-1].upper or 0.0)))
+
+    def points(values: list[float | None]) -> list[str]:
+        return [f"{x},{1 - min(top, y) / top:.4f}" for x, y in enumerate(values) if y is not None]
+
+    upper, lower = points([one.upper for one in known]), points([one.lower for one in known])
+    return {
+        "top": top,
+        "width": len(known) - 1,
+        "band": " ".join([*upper, *reversed(lower)]),
+        "rate": " ".join(points([one.rate for one in known])),
+        "allowed": f"{1 - allowed / top:.4f}",
+        "span_s": known[-1].at_s - known[0].at_s,
+    }
+
+
+def _memory(stats: Stats, max_bytes: int) -> Iterator[dict[str, Any]]:
+    """What is held, by bank, with the budget of each."""
+    for layer, nbytes in stats.nbytes_by_layer.items():
+        yield _held(f"bank of layer {layer}", nbytes, stats.max_nbytes_by_layer[layer])
+    if stats.prefix_nbytes:
+        yield _held("blocks of prefixes", stats.prefix_nbytes, max_bytes)
+    yield _held("all states", stats.nbytes + stats.prefix_nbytes, max_bytes)
+    if stats.index_nbytes:
+        yield _held("fingerprints", stats.index_nbytes, None)
+
+
+def _held(name: str, nbytes: int, max_bytes: int | None) -> dict[str, Any]:
+    share = min(1.0, nbytes / max_bytes) if max_bytes else 0.0
+    return {"name": name, "nbytes": nbytes, "max_bytes": max_bytes, "share": round(share, 4)}
+
+
+def _troubles(server: Server, stats: Stats) -> Iterator[str]:
+    """What an operator should know."""
+    if server.phase != "ready":
+        yield f"The server is {server.phase}."
+    if server.is_disabled:
+        yield "The cache is disabled: all requests are computed."
+    if stats.health.is_failing:
+        yield f"The cache is {stats.health}."
+    if stats.audit is not None and stats.audit.status in ("drifted", "failing", "off", "other weights"):
+        yield f"Nothing is reused approximately: {stats.audit.status}."
+    if lengths := [str(cost.tokens) for cost in stats.cost if cost.is_bypassed]:
+        yield f"Not worthwhile, and bypassed, for calls from these lengths on, in tokens: {', '.join(lengths)}."
+
+
+def _style(rung: str) -> str:
+    return rung if rung in RUNGS else "other"
+
+
+def _rank(rung: str) -> int:
+    return RUNGS.index(rung) if rung in RUNGS else len(RUNGS)

@@ -1,0 +1,39 @@
+"""Traces of requests by OpenTelemetry, an extra (`otel`)."""
+
+from typing import TYPE_CHECKING
+
+from llmcache.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+
+def instrument(app: "FastAPI", endpoint: str, service: str = "llmcache") -> None:
+    """Send a span of each request to a collector by OTLP over HTTP. Call it once the model is loaded.
+
+    Instrumentation is imported here and not before: it patches HTTP clients, by which models may be downloaded. Spans
+    have route, status and time, and nothing of a request's body.
+
+    Args:
+        app: Whose requests are traced.
+        endpoint: Of the collector, such as `http://localhost:4318/v1/traces`.
+        service: Its `service.name`.
+
+    Raises:
+        ConfigError: The extra is not installed, or the endpoint is no HTTP address.
+    """
+    if not endpoint.startswith(("http://", "https://")):
+        raise ConfigError("otlp_endpoint: give an HTTP address, such as http://localhost:4318/v1/traces")
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.instrumentation.fastapi import FastAPIInstrumentor
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError as error:
+        raise ConfigError(
+            f"traces need the extra 'otel' ({error.name} is missing): pip install 'llmcache[otel]'"
+        ) from error
+    provider = TracerProvider(resource=Resource.create({"service.name": service}))
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
+    FastAPIInstrumentor.instrument_app(app, tracer_provider=provider, excluded_urls="health,healthz,metrics")

@@ -1,0 +1,86 @@
+"""Draws `docs/server.png`: the server's page after an hour of made-up traffic, of which half comes again.
+
+    python -m tests.server_screenshot docs/server.png
+
+The model is a small BERT with random weights whose head tells five topics apart; nothing is downloaded. Requests are
+answered one after the other in a minute, and the clock of the page is set forward between them.
+"""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import numpy as np
+import torch
+import transformers as tf
+
+from llmcache import LLMCache
+from llmcache.serving.history import History
+from tests.serving_browser import open_browser
+from tests.tiny_models import build
+from tests.tiny_server import listening, make_app, serving
+from tests.topics import N_TOPICS, batched, fit_head, requests
+
+_N_SAMPLES, _EVERY_S = 240, 15.0
+_N_KNOWN = 400
+
+
+def main(path: Path) -> None:
+    """Draw the page into a file."""
+    with open_browser() as browser:
+        if browser is None:
+            sys.exit("Chromium, its driver and selenium are needed: apt-get install chromium chromium-driver")
+        torch.set_num_threads(1)
+        now = 0.0
+        with _cache() as cache, serving(cache, model="bert-of-five-topics") as server:
+            server.history = History(lambda: now)
+            with listening(make_app(server, every_s=3600.0)) as address, httpx2.Client(base_url=address) as client:
+                for part in _traffic():
+                    for ids in part:
+                        client.post("/predict", json=ids).raise_for_status()
+                    client.get("/metrics").raise_for_status()
+                    cache.drain()
+                    now += _EVERY_S
+                    server.history.add(cache.stats())
+                browser.show(address, "desk")
+                browser.fit()
+                browser.save(str(path))
+
+
+def _cache() -> LLMCache:
+    """A calibrated cache on a BERT of six layers."""
+    config = tf.BertConfig(
+        vocab_size=96,
+        hidden_size=256,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        intermediate_size=1024,
+        max_position_embeddings=64,
+        num_labels=N_TOPICS,
+    )
+    cache = LLMCache.wrap(
+        fit_head(build(lambda: tf.BertForSequenceClassification(config))), max_drop=0.05, max_bytes=1_200_000
+    )
+    cache.calibrate(batched(requests(_N_KNOWN)[0]))
+    return cache
+
+
+def _traffic() -> Iterator[list[list[int]]]:
+    """Token ids of the requests of each interval: more in its middle, and some of them asked before."""
+    rng = np.random.default_rng(0)
+    fresh = iter(requests(20 * _N_SAMPLES, seed=1)[0])
+    asked: list[list[int]] = []
+    for n in range(_N_SAMPLES):
+        part = []
+        for _ in range(rng.poisson(10 + 6 * np.sin(np.pi * n / _N_SAMPLES))):
+            if asked and rng.random() < 0.4 * n / _N_SAMPLES + 0.1:
+                part.append(asked[int(len(asked) * rng.random() ** 3)])
+            else:
+                asked.append(next(fresh)["input_ids"][0].tolist())
+                part.append(asked[-1])
+        yield part
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,170 @@
+"""What an operator may have done, and that no other page has a browser do it."""
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from llmcache import LLMCache
+from llmcache.errors import StoreError
+from llmcache.serving.server import Server
+from tests.tiny_models import CLASSIFIERS, build
+from tests.tiny_server import listening, make_app, serving
+from tests.topics import calibrated, requests
+
+CHANGES = ("purge", "clear", "disable", "enable", "drain", "save")
+IDS = [1, 20, 21, 2]
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    with serving(save=tmp_path / "saved") as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[httpx2.Client]:
+    with listening(make_app(server)) as address, httpx2.Client(base_url=address) as client:
+        yield client
+
+
+def done(answer: httpx2.Response) -> object:
+    return answer.raise_for_status().json()
+
+
+def test_a_namespace_is_purged_and_the_rest_cleared(server: Server, client: httpx2.Client) -> None:
+    client.post("/predict", json=IDS)
+    client.post("/predict", json=[*IDS, 5])
+    assert done(client.post("/admin/purge", json={"namespace": "another"})) == {"purged": 0}
+    assert done(client.post("/admin/purge", json={"namespace": "default"})) == {"purged": 2}
+    client.post("/predict", json=IDS)
+    assert server.cache.stats().n_stored == 1
+    assert done(client.post("/admin/clear")) == {"cleared": True}
+    assert server.cache.stats().n_stored == 0
+
+
+@pytest.mark.parametrize(
+    "body", ["", "{}", "[]", "null", '{"namespace": 1}', '{"namespace": null}', '{"namespace": "\\ud800"}', "{"]
+)
+def test_a_purge_that_names_no_namespace_is_refused(client: httpx2.Client, body: str) -> None:
+    client.post("/predict", json=IDS)
+    answer = client.post("/admin/purge", content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 422
+    assert done(client.get("/admin/stats"))["n_stored"] == 1  # type: ignore[index]
+
+
+def test_the_cache_is_disabled_and_enabled_again(server: Server, client: httpx2.Client) -> None:
+    client.post("/predict", json=IDS)
+    assert done(client.post("/admin/disable")) == {"enabled": False} and server.is_disabled
+    client.post("/predict", json=IDS)
+    assert server.cache.stats().bypassed == {"disabled": 1} and server.cache.stats().n_hits == 0
+    assert done(client.get("/admin/stats"))["enabled"] is False  # type: ignore[index]
+    assert done(client.post("/admin/enable")) == {"enabled": True} and not server.is_disabled
+    client.post("/predict", json=IDS)
+    assert server.cache.stats().hits == {"exact": 1}
+
+
+@pytest.mark.slow
+def test_what_waits_is_audited() -> None:
+    with calibrated(audit=1.0, audit_in_background=False, audit_share=0.0) as cache, serving(cache) as server:
+        for one in requests(40, seed=3)[0]:
+            cache(**one)
+        waiting = cache.stats().audit
+        assert waiting is not None and waiting.n_waiting > 0
+        with listening(make_app(server)) as address:
+            assert done(httpx2.post(f"{address}/admin/drain")) == {"drained": waiting.n_waiting}
+            assert done(httpx2.get(f"{address}/admin/stats"))["audit"]["n_waiting"] == 0  # type: ignore[index]
+
+
+def test_the_cache_is_saved_to_the_folder_of_the_settings(server: Server, client: httpx2.Client) -> None:
+    client.post("/predict", json=IDS)
+    assert done(client.post("/admin/save")) == {"saved": True}
+    assert server.settings.save is not None
+    with LLMCache.load(build(CLASSIFIERS["bert"]), server.settings.save) as loaded:
+        assert loaded.stats().n_stored == 1
+
+
+def test_a_save_that_cannot_be_is_refused_in_words(
+    server: Server, client: httpx2.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(folder: Path) -> None:
+        raise StoreError(f"no space left at {folder}")
+
+    monkeypatch.setattr(server.cache, "save", fail)
+    answer = client.post("/admin/save")
+    assert answer.status_code == 424 and "log says why" in answer.json()["error"]
+    assert str(server.settings.save) not in answer.text
+    with serving() as without, listening(make_app(without)) as address:
+        answer = httpx2.post(f"{address}/admin/save")
+    assert answer.status_code == 422 and "--save" in answer.json()["error"]
+
+
+def test_stats_are_plain_values(client: httpx2.Client, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    client.post("/predict", json=IDS)
+    stats = server.cache.stats()
+    monkeypatch.setattr(
+        type(stats), "to_dict", lambda self: {"nan": float("nan"), "inf": (float("-inf"), 1.5), "n": {3: 4}}
+    )
+    told = json.loads(client.get("/admin/stats").text, parse_constant=pytest.fail)
+    assert told == {"enabled": True, "phase": "ready", "nan": None, "inf": [None, 1.5], "n": {"3": 4}}
+
+
+def test_others_are_answered_while_an_operator_waits(
+    server: Server, client: httpx2.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_under_way, may_end = threading.Event(), threading.Event()
+
+    def drain() -> int:
+        is_under_way.set()
+        assert may_end.wait(30)
+        return 7
+
+    monkeypatch.setattr(server.cache, "drain", drain)
+    answers: list[object] = []
+    operator = threading.Thread(target=lambda: answers.append(done(httpx2.post(f"{client.base_url}/admin/drain"))))
+    operator.start()
+    assert is_under_way.wait(30)
+    assert client.post("/predict", json=IDS).status_code == 200
+    may_end.set()
+    operator.join()
+    assert answers == [{"drained": 7}]
+
+
+def test_pages_of_other_origins_change_nothing(server: Server, client: httpx2.Client) -> None:
+    client.post("/predict", json=IDS)
+    strangers: list[dict[str, str]] = [
+        {"Origin": "https://evil.example"},
+        {"Origin": "null"},
+        {"Origin": ""},
+        {"Origin": "http://["},
+        {"Sec-Fetch-Site": "cross-site"},
+        {"Sec-Fetch-Site": "same-site"},
+        {"Sec-Fetch-Site": "cross-site", "Origin": str(client.base_url).rstrip("/")},
+        {"Origin": "http://evil.example:80", "Host": "evil.example:80"},
+        {"Sec-Fetch-Site": "same-origin", "Host": "evil.example"},
+        {"Sec-Fetch-Site": "same-origin", "Host": "["},
+    ]
+    for change in CHANGES:
+        for headers in strangers:
+            answer = client.post(f"/admin/{change}", json={"namespace": "default"}, headers=headers)
+            assert answer.status_code == 403 and "evil" not in answer.text, (change, headers)
+    assert server.cache.stats().n_stored == 1 and not server.is_disabled
+
+
+def test_every_change_is_tried_above(server: Server) -> None:
+    paths = make_app(server).openapi()["paths"]
+    changing = {path.removeprefix("/admin/") for path in paths if path.startswith("/admin/") and "post" in paths[path]}
+    assert changing == set(CHANGES)
+
+
+def test_the_own_page_and_clients_that_are_no_browsers_may(client: httpx2.Client, tmp_path: Path) -> None:
+    own = str(client.base_url).rstrip("/")
+    for sent in ({"Origin": own}, {"Sec-Fetch-Site": "same-origin", "Origin": own}, {"Sec-Fetch-Site": "none"}, {}):
+        assert done(client.post("/admin/drain", headers=sent)) == {"drained": 0}
+    by_name = {"Origin": "https://cache.example", "Host": "cache.example"}
+    keys = tmp_path / "keys.yaml"
+    with serving(keys=keys) as server, listening(make_app(server)) as address:  # a stranger's page has no key of it
+        assert done(httpx2.post(f"{address}/admin/drain", headers=by_name)) == {"drained": 0}

@@ -1,0 +1,90 @@
+"""Traces: spans of requests, and a clear word where the extra is not installed."""
+
+import sys
+import types
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+
+from llmcache.errors import ConfigError
+from llmcache.serving.telemetry import instrument
+
+ENDPOINT = "http://localhost:4318/v1/traces"
+MODULES = {
+    "opentelemetry.exporter.otlp.proto.http.trace_exporter": ["OTLPSpanExporter"],
+    "opentelemetry.instrumentation.fastapi": ["FastAPIInstrumentor"],
+    "opentelemetry.sdk.resources": ["Resource"],
+    "opentelemetry.sdk.trace": ["TracerProvider"],
+    "opentelemetry.sdk.trace.export": ["BatchSpanProcessor"],
+}
+
+
+class Recording:
+    """Stands for any class of OpenTelemetry: notes what it is called with."""
+
+    def __init__(self, name: str, calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]]) -> None:
+        self.name = name
+        self.calls = calls
+
+    def __call__(self, *args: Any, **options: Any) -> "Recording":
+        self.calls.append((self.name, args, options))
+        return self
+
+    def __getattr__(self, method: str) -> "Recording":
+        return Recording(f"{self.name}.{method}", self.calls)
+
+
+def test_requests_are_instrumented_with_an_exporter_to_the_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+    for module, names in MODULES.items():
+        stub = types.ModuleType(module)
+        for name in names:
+            setattr(stub, name, Recording(name, calls))
+        monkeypatch.setitem(sys.modules, module, stub)
+    app = FastAPI()
+    instrument(app, ENDPOINT)
+    told = {name: (args, options) for name, args, options in calls}
+    assert told["OTLPSpanExporter"] == ((), {"endpoint": ENDPOINT})
+    assert told["Resource.create"] == (({"service.name": "llmcache"},), {})
+    args, options = told["FastAPIInstrumentor.instrument_app"]
+    assert args == (app,) and options["excluded_urls"] == "health,healthz,metrics"
+
+
+@pytest.mark.parametrize("missing", MODULES)
+def test_without_the_extra_it_says_what_to_install(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(ConfigError, match=r"pip install 'llmcache\[otel\]'"):
+        instrument(FastAPI(), ENDPOINT)
+
+
+@pytest.mark.parametrize("endpoint", ["", "localhost:4317", "grpc://localhost:4317"])
+def test_an_endpoint_is_an_http_address(endpoint: str) -> None:
+    with pytest.raises(ConfigError, match="otlp_endpoint"):
+        instrument(FastAPI(), endpoint)
+
+
+def test_spans_of_the_real_library_have_route_and_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    export = pytest.importorskip("opentelemetry.sdk.trace.export", reason="needs the extra otel")
+    exporters = pytest.importorskip("opentelemetry.exporter.otlp.proto.http.trace_exporter")
+    pytest.importorskip("opentelemetry.instrumentation.fastapi", reason="needs the extra otel")
+    import httpx2
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    from tests.tiny_server import listening
+
+    kept = InMemorySpanExporter()
+    monkeypatch.setattr(exporters, "OTLPSpanExporter", lambda endpoint: kept)
+    monkeypatch.setattr(export, "BatchSpanProcessor", export.SimpleSpanProcessor)
+    app = FastAPI()
+
+    @app.post("/predict")
+    async def predict() -> int:
+        return 1
+
+    instrument(app, ENDPOINT)
+    with listening(app) as address:
+        httpx2.post(f"{address}/predict", json="nobody is to read this")
+    spans = [span for span in kept.get_finished_spans() if span.name == "POST /predict"]
+    assert len(spans) == 1 and spans[0].resource.attributes["service.name"] == "llmcache"
+    assert "nobody" not in str([(span.attributes, span.events) for span in kept.get_finished_spans()])
