@@ -106,7 +106,11 @@ def test_draws_are_seeded_as_asked(client: TestClient, stub: Stub) -> None:
     sampling = Sampling(do_sample=True, seed=2**63 - 3, max_new_tokens=12, **settings)  # type: ignore[arg-type]
     expected = own(stub, tokenizer()(PROMPT)["input_ids"], sampling)
     assert complete(client, **DRAWN)["choices"][0]["text"] == text_of(expected.tokens)
-    assert len({complete(client, temperature=None)["choices"][0]["text"] for _ in range(3)}) == 3  # and not without
+    cool = own(
+        stub, tokenizer()(PROMPT)["input_ids"], Sampling(do_sample=True, temperature=0.7, seed=1, max_new_tokens=12)
+    )
+    assert complete(client, temperature=0.7, seed=1)["choices"][0]["text"] == text_of(cool.tokens)
+    assert len({complete(client, temperature=None)["choices"][0]["text"] for _ in range(9)}) == 9  # and not without
 
 
 def test_penalties(client: TestClient, stub: Stub) -> None:
@@ -331,6 +335,8 @@ def test_what_is_no_number_is_refused(client: TestClient, number: str) -> None:
 def test_fields_that_are_not_known_are_accepted(client: TestClient) -> None:
     more = {"user": "me", "store": True, "metadata": {"a": 1}, "tools": [], "tool_choice": "auto", "min_p": 0}
     assert chat(client, **more, response_format={"type": "text"}, cache_salt="x", namespace="other")["choices"]
+    harmless = {"continue_final_message": False, "add_special_tokens": False, "add_generation_prompt": True}
+    assert chat(client, **harmless, chat_template_kwargs={}, documents=[], n=1, stop=["a"] * 4)["choices"]
     assert complete(client, best_of=1, echo=False, suffix=None)["choices"]
 
 
