@@ -24,8 +24,9 @@ from experiments.measures.over_http.answers import changed
 from experiments.measures.over_http.capacity import largest_rate
 from experiments.measures.over_http.client import Client, post
 from experiments.measures.over_http.exposition import hits, scrape
-from experiments.measures.over_http.loops import Limit, Load, Times, closed_loop, open_loop, run_loop
+from experiments.measures.over_http.loops import OK, Limit, Load, Times, closed_loop, open_loop, run_loop
 from experiments.measures.over_http.made import Made, ServingExperiment, labels_of, made, order_of, serving
+from experiments.measures.over_http.processes import ServerError
 from experiments.support.folders import Folders
 from experiments.support.progress import Progress
 from experiments.support.section import ONE_OR_MORE
@@ -102,9 +103,11 @@ class Trials:
             run_loop(closed_loop(client := Client(process.port), self._warm, 1), client)
             before, cpu_s = scrape(process.port), process.cpu_s
             load = run_loop(open_loop(client, self._requests[: len(due_s)], due_s, limit=limit), client)
+            check_any(server, load)
             figures = {
                 "is_held": load.keeps(experiment.limit),
                 "kept": load.n_kept(experiment.limit) / len(due_s),
+                "held_s": float(due_s[-1]),
                 **load.figures(),
                 "server_cpu_s": process.cpu_s - cpu_s,
                 "server_mb": process.rss / 1e6,
@@ -155,6 +158,14 @@ def run(experiment: ServeLoad, folders: Folders) -> Outcome:
         "summary": [{k: v for k, v in one.items() if not isinstance(v, dict)} for one in points],
     }
     return Outcome([trial.row for trial in trials.done], metrics)
+
+
+def check_any(server: str, load: Load) -> None:
+    """Refuse to search on where no request was answered: that is no question of the rate."""
+    if not (load.status == OK).any():
+        told = next((reply for reply in load.replies if reply is not None), None)
+        last = "" if told is None else f"; {told.status}: {told.body[:300].decode(errors='replace')}"
+        raise ServerError(f"{server}: none of {len(load.status)} requests was answered with 200{last}")
 
 
 def goodput_points(done: Sequence[Trial], goodputs: Mapping[tuple[str, str], Sequence[float]]) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 import http.client
 import re
 from collections.abc import Mapping
+from contextlib import closing
 
 from experiments.measures.over_http.client import HOST
 
@@ -13,11 +14,10 @@ _RUNG = re.compile(r'llmcache_requests_total\{.*?rung="(\w+)"')
 
 def scrape(port: int) -> Samples:
     """All that a server tells; nothing where it has no such route."""
-    connection = http.client.HTTPConnection(HOST, port, timeout=30)
-    connection.request("GET", "/metrics")
-    answer = connection.getresponse()
-    text = answer.read().decode()
-    connection.close()
+    with closing(http.client.HTTPConnection(HOST, port, timeout=30)) as connection:
+        connection.request("GET", "/metrics")
+        answer = connection.getresponse()
+        text = answer.read().decode()
     return parse(text) if answer.status == 200 else {}
 
 

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import monotonic, sleep
@@ -125,8 +125,10 @@ def free_port() -> int:
 
 
 def _is_ready(port: int) -> bool:
-    connection = http.client.HTTPConnection(HOST, port, timeout=5)
-    with suppress(OSError, http.client.HTTPException):
+    with (
+        closing(http.client.HTTPConnection(HOST, port, timeout=5)) as connection,
+        suppress(OSError, http.client.HTTPException),
+    ):
         connection.request("GET", "/health")
         return connection.getresponse().status == 200
     return False
