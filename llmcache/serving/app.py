@@ -1,0 +1,44 @@
+"""The ASGI application of one server: its routes, and what lies around them."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.responses import JSONResponse
+
+from llmcache import __version__
+from llmcache.serving import openai_encoders, tei
+from llmcache.serving.refusals import Refusal
+from llmcache.serving.server import Server
+
+_alive = APIRouter(tags=["health"])
+
+
+@_alive.get("/health")
+@_alive.get("/healthz")
+async def health(request: Request) -> JSONResponse:
+    """Whether requests are answered now; 503 before the model is warmed up, and once the server is stopping."""
+    server: Server = request.app.state.server
+    if server.phase != "ready":
+        raise Refusal("unhealthy", f"the server is {server.phase}", retry_after_s=1)
+    return JSONResponse({"status": "ok"})
+
+
+def create_app(server: Server) -> FastAPI:
+    """The application of a server, which it starts and stops.
+
+    Args:
+        server: Not started yet.
+    """
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        await server.start()
+        yield
+        await server.stop()
+
+    app = FastAPI(title="llmcache", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.state.server = server
+    for router in (_alive, tei.router, openai_encoders.router):
+        app.include_router(router)
+    return app
