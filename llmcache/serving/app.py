@@ -7,7 +7,11 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from llmcache import __version__
-from llmcache.serving import openai_encoders, tei
+from llmcache.serving import openai_decoders, openai_encoders, tei
+from llmcache.serving.authentication import Authentication
+from llmcache.serving.failures import RequestIds, install_handlers
+from llmcache.serving.keys import Keys
+from llmcache.serving.limits import Limits
 from llmcache.serving.refusals import Refusal
 from llmcache.serving.server import Server
 
@@ -39,6 +43,11 @@ def create_app(server: Server) -> FastAPI:
 
     app = FastAPI(title="llmcache", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.server = server
-    for router in (_alive, tei.router, openai_encoders.router):
+    for router in (_alive, tei.router, openai_encoders.router, openai_decoders.router):
         app.include_router(router)
+    keys = None if server.settings.keys is None else Keys(server.settings.keys)
+    install_handlers(app)  # before what lies around it, innermost first
+    app.add_middleware(Limits, settings=server.settings)
+    app.add_middleware(Authentication, keys=keys)
+    app.add_middleware(RequestIds)
     return app

@@ -13,6 +13,7 @@ from llmcache.cache import LLMCache
 from llmcache.config import CacheConfig
 from llmcache.errors import BankFileError, LLMCacheError
 from llmcache.models.pooling import find_pooled
+from llmcache.serving.decoder import Decoder
 from llmcache.serving.encoder import Encoder
 from llmcache.serving.loading import NAMES, Kind, Served, to_device
 from llmcache.serving.model_thread import ModelThread
@@ -45,6 +46,7 @@ class Server:
         vocabulary = int(served.config.get_text_config().vocab_size)
         self.tokenizing = Tokenizing(served.tokenizer, served.max_length, vocabulary)
         self.encoder = None if served.kind == "decoder" else self._make_encoder()
+        self.decoder = self._make_decoder() if served.kind == "decoder" else None
 
     @property
     def name(self) -> str:
@@ -77,6 +79,8 @@ class Server:
             await asyncio.to_thread(self.save, self.settings.save)
         if self.encoder is not None:
             self.encoder.close()
+        if self.decoder is not None:
+            self.decoder.close()
         await asyncio.to_thread(self.thread.close)
         await asyncio.to_thread(self.cache.unwrap)
         self.phase = "stopped"
@@ -104,6 +108,9 @@ class Server:
             is_caching=lambda: self.is_caching,
         )
 
+    def _make_decoder(self) -> Decoder:
+        return Decoder(self.cache, self.thread, self.settings, self.tokenizer, is_caching=lambda: self.is_caching)
+
     def on_device(self, forward: Callable[[dict[str, Tensor]], Tensor]) -> Callable[[dict[str, Tensor]], Tensor]:
         """A forward that takes its inputs to the model's device."""
         device = next(self.model.parameters()).device
@@ -111,11 +118,16 @@ class Server:
 
     def _warm_up(self) -> None:
         """Run short and long inputs, twice each: what a first request would wait for is done then."""
-        if self.encoder is not None and self.settings.warmup_tokens:
+        n_tokens = min(self.settings.warmup_tokens, self.served.max_length)
+        if not n_tokens:
+            return
+        if self.decoder is not None:
+            self.decoder.warm_up(n_tokens, _WARM_UP)
+        if self.encoder is not None:
             special = set(self.tokenizer.all_special_ids)
             token = next(i for i in range(len(special) + 1) if i not in special)
-            self.encoder.warm_up(token, min(self.settings.warmup_tokens, self.served.max_length), _WARM_UP)
-            self.cache.purge(namespace=_WARM_UP)
+            self.encoder.warm_up(token, n_tokens, _WARM_UP)
+        self.cache.purge(namespace=_WARM_UP)
 
     async def _save_now_and_then(self, every_s: float) -> None:
         assert self.settings.save is not None
