@@ -31,10 +31,10 @@ from experiments.support.progress import tracked
 
 CHAT = "/v1/chat/completions"
 NO_CACHE = "no_cache"
-#: Without the classifier's calibrated cache; see `processes.SERVERS`.
+#: Without the classifier's calibrated cache; see `processes.SERVERS`. `{name}` is what the model is called in requests.
 SERVERS: Mapping[str, str] = {
-    CACHE: "{python} -m llmcache serve --model {model} --port {port}",
-    NO_CACHE: "{python} -m llmcache serve --model {model} --no-cache --port {port}",
+    CACHE: "{python} -m llmcache serve --model {model} --served-name {name} --port {port}",
+    NO_CACHE: "{python} -m llmcache serve --model {model} --served-name {name} --no-cache --port {port}",
 }
 
 
@@ -80,7 +80,9 @@ def run(experiment: ServeChat, folders: Folders) -> Outcome:
     turns = [(k, server) for k in range(experiment.rounds) for server in order_of(experiment.servers, k)]
     for number, server in tracked(turns, len(turns), "Servers"):
         questions = questions_of(experiment, number)
-        with running(experiment.servers[server], {"model": model}, start_s=experiment.start_s) as process:
+        with running(
+            experiment.servers[server], {"model": model, "name": experiment.model}, start_s=experiment.start_s
+        ) as process:
             before, own = process.cpu_s, process_time()
             found[number, server] = asyncio.run(_all(Client(process.port), experiment, questions))
             cpu[server] = cpu.get(server, 0.0) + process.cpu_s - before
