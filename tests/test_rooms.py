@@ -37,7 +37,7 @@ LIBRARY = (
     ("__main__",),
 )
 EXPERIMENTS = (
-    ("support",),
+    ("support", "baseline_server"),
     ("data",),
     ("models",),
     ("tasks",),

@@ -3,6 +3,7 @@
 experiment -> serve, service, load, ...   methods answer requests, and are timed
            -> sweep, trust, bound, ...    a recorded pass is replayed
            -> bench                       single calls are timed
+           -> serve_load, serve_hits, ... servers are asked over their socket (`over_http`)
            -> Outcome                     rows and figures, for the folder of the run
 """
 
@@ -31,6 +32,10 @@ from experiments.measures import (
     prefix_limit,
     second_pass,
     serve,
+    serve_chat,
+    serve_hits,
+    serve_load,
+    serve_soak,
     service,
     set_rates,
     sharing,
@@ -67,6 +72,10 @@ MEASURES: Mapping[str, Measure] = {
     "payback": Measure(payback.Payback, payback.run),
     "service": Measure(service.Service, service.run),
     "load": Measure(load.Load, load.run),
+    "serve_load": Measure(serve_load.ServeLoad, serve_load.run),
+    "serve_hits": Measure(serve_hits.ServeHits, serve_hits.run),
+    "serve_chat": Measure(serve_chat.ServeChat, serve_chat.run),
+    "serve_soak": Measure(serve_soak.ServeSoak, serve_soak.run),
     "set_rates": Measure(set_rates.SetRates, set_rates.run),
     "second_pass": Measure(second_pass.SecondPass, second_pass.run),
     "prefix": Measure(prefix.Prefix, prefix.run),

@@ -29,6 +29,7 @@ LISTS = (
     "audits",
     "hit_rates",
     "loads",
+    "rates",
     "arrivals",
     "indexes",
     "thresholds",

@@ -6,10 +6,16 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from experiments.data import mooncake as trace_of_mooncake
 from experiments.data.azure import read_arrivals
 from llmcache.errors import ConfigError
 
 Times = NDArray[np.float64]
+
+
+def fixed(n: int, data: Path | None, rng: np.random.Generator) -> Times:
+    """At equal distances."""
+    return np.arange(n, dtype=np.float64)
 
 
 def poisson(n: int, data: Path | None, rng: np.random.Generator) -> Times:
@@ -19,9 +25,18 @@ def poisson(n: int, data: Path | None, rng: np.random.Generator) -> Times:
 
 def azure(n: int, data: Path | None, rng: np.random.Generator) -> Times:
     """As they came to a service: `n` arrivals of its trace that follow one another, from one that is drawn."""
-    trace = np.array(read_arrivals(data))
+    return _some_of(np.array(read_arrivals(data)), "azure", n, rng)
+
+
+def mooncake(n: int, data: Path | None, rng: np.random.Generator) -> Times:
+    """Likewise of Mooncake's trace, which tells times in steps of 3 s: within a step, arrivals are drawn evenly."""
+    steps = np.array(trace_of_mooncake.read_arrivals(data))
+    return _some_of(np.sort(steps + rng.uniform(0, trace_of_mooncake.STEP_S, len(steps))), "mooncake", n, rng)
+
+
+def _some_of(trace: Times, name: str, n: int, rng: np.random.Generator) -> Times:
     if len(trace) < n:
-        raise ConfigError(f"n={n}: the trace of azure has {len(trace)} arrivals; ask for fewer")
+        raise ConfigError(f"n={n}: the trace of {name} has {len(trace)} arrivals; ask for fewer")
     first = rng.integers(len(trace) - n + 1)
     return _scaled(trace[first + 1 : first + n] - trace[first])
 
@@ -31,4 +46,9 @@ def _scaled(later: Times) -> Times:
     return np.concatenate([[0.0], later * (len(later) / later[-1])])
 
 
-ARRIVALS: Mapping[str, Callable[[int, Path | None, np.random.Generator], Times]] = {"poisson": poisson, "azure": azure}
+ARRIVALS: Mapping[str, Callable[[int, Path | None, np.random.Generator], Times]] = {
+    "fixed": fixed,
+    "poisson": poisson,
+    "azure": azure,
+    "mooncake": mooncake,
+}

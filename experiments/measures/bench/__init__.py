@@ -4,4 +4,5 @@ model -> latency, service_rounds   what each kind of call costs, interleaved and
       -> memory                    bytes an entry, entries stored a second
       -> generation, rebuild       the first token and those after it; two ways to put K/V back
       -> pattern                   what a hit rate is worth on another model
+at_url                             a server that runs already, under load
 """

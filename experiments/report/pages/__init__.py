@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from experiments.report.pages import claims, costs, limits, modes, policies, prompts, reuse, scale, ways
+from experiments.report.pages import claims, costs, limits, modes, policies, prompts, reuse, scale, serving, ways
 from llmcache.errors import ConfigError
 
 #: Folder of results -> lines of a table, by the name in its mark.
@@ -38,6 +38,10 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "generation": prompts.generation,
     "policies": policies.policies,
     "index_scale": scale.index_scale,
+    "serve_load": serving.serve_load,
+    "serve_hits": serving.serve_hits,
+    "serve_chat": serving.serve_chat,
+    "serve_soak": serving.serve_soak,
     "claims": claims.verdicts,
     "costs": costs.costs,
 }

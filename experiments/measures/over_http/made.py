@@ -1,0 +1,180 @@
+"""What a server is given to load: a classifier's folder, and a calibrated cache's.
+
+head fitted on pooled states (`held_out`)
+    -> trunk, pooling and `Dense`, as sentence-transformers saves them: logits are those of the fitted head
+    -> its answers to the first `learn` requests, calibrated on, as `llmcache serve` wraps it -> a saved cache
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from pydantic import Field
+from torch import nn
+
+from experiments.data.labelled import Labelled
+from experiments.measures.learning import LearningExperiment
+from experiments.measures.over_http.processes import SERVERS, Running, running
+from experiments.models.heads import fit_logistic
+from experiments.models.loading import encode, load
+from experiments.support.files import written_by_others
+from experiments.support.folders import Folders
+from experiments.support.progress import tracked
+from experiments.tasks.held_out import divide
+from llmcache import CacheConfig
+from llmcache.errors import ConfigError
+from llmcache.models.loading import quiet
+
+if TYPE_CHECKING:
+    from llmcache.serving.loading import Served
+
+DONE = "made.json"  # written last
+
+
+class ServingExperiment(LearningExperiment):
+    """Settings of a measure of servers on labelled requests.
+
+    Attributes:
+        task: `held_out`.
+        max_drops: One loss.
+        servers: Command of each server by its name; see `processes.SERVERS`.
+        start_s: Longest time until a server is ready, seconds.
+    """
+
+    max_drops: tuple[float, ...] = Field(default=(0.01,), min_length=1, max_length=1)
+    servers: dict[str, str] = Field(default_factory=lambda: dict(SERVERS), min_length=1)
+    start_s: float = Field(default=180.0, gt=0)
+
+    @classmethod
+    def make(cls, values: Any, name: str = "") -> Self:
+        """Check all settings; see `Section.make`."""
+        made = super().make(values, name)
+        if made.task.name != "held_out":
+            raise ConfigError(
+                f"task.name: a server's classifier is fitted here; take held_out (got {made.task.name!r})"
+            )
+        return made
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """Folders for a server, and what it is asked."""
+
+    model: Path
+    save: Path
+    known: Sequence[Labelled]  # that the head was fitted on; for warming up
+    stream: Sequence[Labelled]  # later than what was learned from
+
+    def classifier(self) -> "Served":
+        """The classifier, as a server loads it."""
+        from llmcache.serving.loading import load_served
+
+        with quiet():
+            return load_served(str(self.model))
+
+
+@contextmanager
+def made(experiment: ServingExperiment, folders: Folders) -> Iterator[Made]:
+    """Within: the folders are there. With a models folder they are kept in it, and found again."""
+    known, requests = divide(experiment.task, folders, experiment.seed)
+    if len(requests) <= experiment.learn:
+        raise ConfigError(f"learn={experiment.learn}: the stream has {len(requests)} requests; raise task.limit")
+    with _place(experiment, folders) as place:
+        found = Made(place / "model", place / "save", known, requests[experiment.learn :])
+        if not (place / DONE).is_file():
+            _make(experiment, folders, found, requests[: experiment.learn])
+            (place / DONE).write_text(json.dumps(_depends_on(experiment), indent=2) + "\n", encoding="utf-8")
+        yield found
+
+
+@contextmanager
+def serving(
+    experiment: ServingExperiment, server: str, made: Made, cores: Sequence[int] | None = None, **more: str
+) -> Iterator[Running]:
+    """Within: a server of the experiment runs, on a copy of the calibrated cache; `more` fills its command."""
+    with TemporaryDirectory() as place:
+        save = shutil.copytree(made.save, Path(place, "save"))
+        values = {"model": str(made.model), "save": str(save), **more}
+        with running(experiment.servers[server], values, start_s=experiment.start_s, cores=cores) as found:
+            yield found
+
+
+def order_of(servers: Iterable[str], number: int) -> list[str]:
+    """Who goes when in a round: every other one is the other way round."""
+    names = list(servers)
+    return names if number % 2 == 0 else names[::-1]
+
+
+def write_classifier(experiment: ServingExperiment, folders: Folders, made: Made) -> None:
+    """Fit the head, and write it with its trunk and pooling."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import Dense, Pooling, Transformer
+
+    task = experiment.task
+    fitted = fit_logistic(
+        load(task.model, "states", folders.models), task.head.pool, made.known, made.stream, task.max_length
+    )
+    linear: Any = fitted.module.linear
+    whole = load(task.model, "states", folders.models)  # with the pooler that nobody reads: a cache is of all weights
+    trunk: Any = whole.model
+    trunk.config.id2label = dict(enumerate(fitted.labels))
+    trunk.config.label2id = {label: i for i, label in enumerate(fitted.labels)}
+    dense = Dense(linear.in_features, linear.out_features, activation_function=nn.Identity())
+    dense.linear.load_state_dict(linear.state_dict())
+    with TemporaryDirectory() as place, quiet():
+        trunk.save_pretrained(place)
+        whole.tokenizer.save_pretrained(place)
+        parts = [Transformer(place, max_seq_length=task.max_length), Pooling(linear.in_features, task.head.pool), dense]
+        with written_by_others(made.model):
+            SentenceTransformer(modules=parts, device="cpu").save(str(made.model))
+
+
+def labels_of(served: "Served", texts: Sequence[str]) -> list[tuple[str, float]]:
+    """What the classifier answers each text by itself: the label, and its probability."""
+    answers = []
+    with torch.inference_mode():
+        for text in tracked(texts, len(texts), "The model alone"):
+            scores = served.forward(encode(served.tokenizer, text, served.max_length))[0].softmax(-1)
+            answers.append((served.labels[int(scores.argmax())], float(scores.max())))
+    return answers
+
+
+def _make(experiment: ServingExperiment, folders: Folders, made: Made, learned: Sequence[Labelled]) -> None:
+    from llmcache.serving.server import hang_cache
+
+    write_classifier(experiment, folders, made)
+    served = made.classifier()
+    config = CacheConfig.make({"answer": "class", **experiment.cache, "max_drop": experiment.max_drops[0]})
+    cache = hang_cache(served, config, None)
+    inputs = [encode(served.tokenizer, request.text, served.max_length) for request in learned]
+    found = cache.calibrate(tracked(inputs, len(inputs), "Calibrating"), seed=experiment.seed)
+    if found.chosen is None:
+        raise ConfigError(f"max_drops={experiment.max_drops[0]:g}: no limit keeps to it on these requests")
+    cache.save(made.save)
+    cache.unwrap()
+
+
+def _depends_on(experiment: ServingExperiment) -> dict[str, Any]:
+    """Settings that change the folders."""
+    settings = experiment.to_dict()
+    return {name: settings[name] for name in ("task", "learn", "max_drops", "cache", "seed")}
+
+
+@contextmanager
+def _place(experiment: ServingExperiment, folders: Folders) -> Iterator[Path]:
+    """A folder for all that is made."""
+    if folders.models is None:
+        with TemporaryDirectory() as place:
+            yield Path(place)
+    else:
+        digest = hashlib.sha256(json.dumps(_depends_on(experiment), sort_keys=True).encode()).hexdigest()
+        place = folders.models / f"served-{experiment.task.title}-{digest[:8]}"
+        place.mkdir(parents=True, exist_ok=True)
+        yield place

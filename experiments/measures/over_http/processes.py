@@ -1,0 +1,134 @@
+"""Servers as processes of their own: started on a free port, waited for until they are ready, and stopped."""
+
+import http.client
+import os
+import shlex
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import monotonic, sleep
+
+import psutil
+
+import experiments
+from experiments.measures.over_http.client import HOST
+from llmcache.errors import LLMCacheError
+
+#: What is compared, by name. `{python}`, `{model}`, `{save}` (a copy of the calibrated cache's folder) and `{port}` are
+#: filled in.
+SERVERS: Mapping[str, str] = {
+    "cache": "{python} -m llmcache serve --model {model} --save {save} --port {port}",
+    "no_cache": "{python} -m llmcache serve --model {model} --no-cache --port {port}",
+    "baseline": "{python} -m experiments.baseline_server {model} --port {port}",
+}
+_STOP_S = 60.0
+_TOLD = 2000  # characters of a server's log that an error quotes
+
+
+class ServerError(LLMCacheError):
+    """A server did not start, or ended by itself."""
+
+
+class Running:
+    """A server that runs."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", port: int, log: Path) -> None:
+        self.port = port
+        self._process = process
+        self._log = log
+        self._seen = psutil.Process(process.pid)
+
+    @property
+    def cpu_s(self) -> float:
+        """CPU time that it and its children took so far."""
+        return sum(sum(one.cpu_times()[:2]) for one in self._family())
+
+    @property
+    def rss(self) -> int:
+        """Resident memory, bytes."""
+        return sum(one.memory_info().rss for one in self._family())
+
+    def wait(self, start_s: float) -> None:
+        """Until `GET /health` says 200.
+
+        Raises:
+            ServerError: It ended, or was not ready in time; its log's end is quoted.
+        """
+        until = monotonic() + start_s
+        while not _is_ready(self.port):
+            if (code := self._process.poll()) is not None:
+                raise ServerError(f"the server ended with {code} before it was ready: {self._told()}")
+            if monotonic() > until:
+                raise ServerError(f"the server was not ready after {start_s:g} s: {self._told()}")
+            sleep(0.1)
+
+    def stop(self) -> int:
+        """End it, by force if it does not end in time; its exit status."""
+        self._process.terminate()
+        try:
+            return self._process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
+
+    def _family(self) -> list[psutil.Process]:
+        return [self._seen, *self._seen.children(recursive=True)]
+
+    def _told(self) -> str:
+        return self._log.read_text(encoding="utf-8", errors="replace")[-_TOLD:].strip() or "it logged nothing"
+
+
+@contextmanager
+def running(
+    command: str, values: Mapping[str, str], *, start_s: float = 120.0, cores: Sequence[int] | None = None
+) -> Iterator[Running]:
+    """Within: a server runs and is ready, on these cores alone if they are given."""
+    port = free_port()
+    words = [word.format(python=sys.executable, port=port, **values) for word in shlex.split(command)]
+    here = str(Path(experiments.__file__).parents[1])
+    paths = os.pathsep.join(path for path in (here, os.environ.get("PYTHONPATH")) if path)
+    with TemporaryDirectory() as folder, (log := Path(folder, "log")).open("wb") as file:
+        with on_cores(cores):  # a process begins on the cores of the one that starts it
+            process = subprocess.Popen(
+                words, stdout=file, stderr=subprocess.STDOUT, env={**os.environ, "PYTHONPATH": paths}
+            )
+        server = Running(process, port, log)
+        try:
+            server.wait(start_s)
+            yield server
+        finally:
+            server.stop()
+
+
+@contextmanager
+def on_cores(cores: Sequence[int] | None) -> Iterator[None]:
+    """Within: this thread, and what it starts, runs on these cores; None changes nothing."""
+    before = os.sched_getaffinity(0)
+    if cores is not None:
+        os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def free_port() -> int:
+    """A port that nobody listened on just now."""
+    with socket.socket() as found:
+        found.bind((HOST, 0))
+        port: int = found.getsockname()[1]
+        return port
+
+
+def _is_ready(port: int) -> bool:
+    with (
+        closing(http.client.HTTPConnection(HOST, port, timeout=5)) as connection,
+        suppress(OSError, http.client.HTTPException),
+    ):
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    return False

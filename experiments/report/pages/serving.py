@@ -1,0 +1,26 @@
+"""The tables of servers over HTTP; what was not measured on an idle machine says so."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from experiments.report.markdown import Cell, columns, table
+from experiments.report.pages.files import MISSING, runs_if_any
+from experiments.report.serving import CHATS, HIT, LOADED, SOAKED, points
+
+
+def _table(group: str, cells: Mapping[str, Cell]) -> Callable[[Path], str]:
+    """The table of an experiment."""
+
+    def lines(results_dir: Path) -> str:
+        found = [run for run in runs_if_any(results_dir, group) if run.is_timed]
+        if not found:
+            return table(tuple(cells), [(f"`{group}`", MISSING, *[""] * (len(cells) - 2))])
+        return columns(cells, points(found))
+
+    return lines
+
+
+serve_load = _table("serve_load", LOADED)
+serve_hits = _table("serve_hits", HIT)
+serve_chat = _table("serve_chat", CHATS)
+serve_soak = _table("serve_soak", SOAKED)

@@ -1,0 +1,92 @@
+"""A server that computes nothing, to be measured: it answers what it is told to, after a time that it is told.
+
+python stub_server.py --port 8080 --ms 5 --fail-every 10
+"""
+
+import argparse
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import count
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    options: argparse.Namespace
+    counter, lock = count(1), threading.Lock()
+    n_answered = 0
+
+    def do_GET(self) -> None:
+        if self.path == "/health":
+            self._send(200, {})
+        elif self.path == "/metrics" and not self.options.silent:
+            lines = [
+                "# HELP llmcache_requests_total Inputs answered.",
+                f'llmcache_requests_total{{model_name="m",rung="exact"}} {float(Handler.n_answered)}',
+                'llmcache_requests_total{model_name="m",rung="computed"} 0.0',
+                'llmcache_num_requests_waiting{model_name="m"} 3.0',
+            ]
+            self._body(200, "\n".join(lines).encode(), "text/plain")
+        else:
+            self._send(404, {})
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        number = next(Handler.counter)
+        if self.options.fail_every and number % self.options.fail_every == 0:
+            self._send(503, {"error": "on purpose"})
+        elif self.path == "/v1/chat/completions":
+            self._stream(f"You asked {len(asked['messages'])}.")
+        elif self.path == "/predict":
+            with self.lock:
+                time.sleep(self.options.ms / 1e3)
+            Handler.n_answered += 1
+            one = [{"label": self.options.label, "score": 0.9}, {"label": "other", "score": 0.1}]
+            self._send(200, one if isinstance(asked["inputs"], str) else [one] * len(asked["inputs"]))
+        else:
+            self._send(404, {})
+
+    def _stream(self, text: str) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        usage = {"prompt_tokens": 100, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 80}}
+        events = [{"choices": [{"delta": {"role": "assistant"}}]}]
+        events += [{"choices": [{"delta": {"content": word}}]} for word in text.split(" ")]
+        events += [{"choices": [], "usage": usage}]
+        for event in [*map(json.dumps, events), "[DONE]"]:
+            half = len(event) // 2  # an event may come in two parts
+            for part in (f"data: {event[:half]}", f"{event[half:]}\n\n"):
+                self.wfile.write(f"{len(part):x}\r\n{part}\r\n".encode())
+                self.wfile.flush()
+        self.wfile.write(b"0\r\n\r\n")
+
+    def _send(self, status: int, values: object) -> None:
+        self._body(status, json.dumps(values).encode(), "application/json")
+
+    def _body(self, status: int, body: bytes, kind: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("X-Cache-Rung", self.options.rung)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args: object) -> None:
+        """Nothing."""
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--ms", type=float, default=0.0, help="of an answer, one after another")
+    parser.add_argument("--fail-every", type=int, default=0)
+    parser.add_argument("--label", default="some")
+    parser.add_argument("--rung", default="none")
+    parser.add_argument("--silent", action="store_true", help="tell no metrics")
+    Handler.options = parser.parse_args()
+    ThreadingHTTPServer.request_queue_size = 256
+    ThreadingHTTPServer(("127.0.0.1", Handler.options.port), Handler).serve_forever()
