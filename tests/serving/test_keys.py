@@ -463,6 +463,7 @@ class TestAuthentication:
             user = {"Authorization": f"Bearer {guarded['user']}"}
             async with httpx2.AsyncClient(transport=transport, base_url="http://server", headers=user) as client:
                 assert (await client.post("/llm/admin/purge")).status_code == 403
+                assert (await client.post("/admin/purge")).status_code == 403
                 assert (await client.get("/llm/")).status_code == 403
                 assert (await client.get("/llm")).status_code == 403
                 assert (await client.get("/llm/whoami")).status_code == 200
