@@ -231,7 +231,7 @@ def _check_owner(path: Path, found: os.stat_result) -> None:
         return
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise ConfigError(f"{path}: other users may write it, and so let themselves in: chmod 600 it")
-    if found.st_uid not in (0, os.geteuid()):
+    if os.geteuid() not in (0, found.st_uid) and found.st_uid != 0:
         raise ConfigError(f"{path}: it belongs to another user, who could let anybody in: chown it")
 
 

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Annotated, Any
 
 import httpx2
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import APIRouter, FastAPI, HTTPException, Request
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, Field, field_validator
 
@@ -116,6 +116,10 @@ def make_app(
     @app.post("/v1/refuse")
     async def refuse() -> None:
         raise Refusal("wrong_model", "this route needs a classifier", param="model")
+
+    @app.get("/status/{status}")
+    async def status(status: int) -> None:
+        raise HTTPException(status, SECRET)
 
     @app.post("/hold")
     async def hold() -> str:

@@ -136,6 +136,20 @@ class TestFile:
         Keys(path, None)
         assert caplog.text == ""
 
+    @pytest.mark.skipif(os.name == "nt" or os.geteuid() != 0, reason="only root gives files away")
+    def test_a_file_of_another_user_is_refused_but_by_root_who_leaves_it_theirs(
+        self, path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        add_key(path, "first", "a", ["infer"])
+        os.chown(path, 1, 1)
+        add_key(path, "second", "a", ["infer"])
+        assert (path.stat().st_uid, path.stat().st_gid, len(read_keys(path))) == (1, 1, 2)
+        monkeypatch.setattr(os, "geteuid", lambda: 2)
+        with pytest.raises(ConfigError, match="belongs to another user"):
+            read_keys(path)
+        os.chown(path, 0, 0)
+        assert len(read_keys(path)) == 2
+
     def test_a_link_stays_one(self, tmp_path: Path) -> None:
         link = tmp_path / "link.yaml"
         link.symlink_to(tmp_path / "keys.yaml")
@@ -372,6 +386,15 @@ class TestAuthentication:
         asyncio.run(ask())
         assert caplog.text == ""
 
+    def test_a_body_that_was_not_read_ends_the_connection(self, path: Path, guarded: dict[str, str]) -> None:
+        async def ask() -> None:
+            async with client_of(make_app(Keys(path, None))) as client:
+                for content, ends in ((b"x", "close"), (b"", None)):
+                    answer = await client.post("/embed", content=content)
+                    assert answer.status_code == 401 and answer.headers.get("connection") == ends
+
+        asyncio.run(ask())
+
     def test_two_headers_are_refused(self, path: Path, guarded: dict[str, str]) -> None:
         async def ask() -> int:
             both = [("Authorization", f"Bearer {guarded['user']}"), ("Authorization", "Bearer other")]
@@ -440,6 +463,7 @@ class TestAuthentication:
             user = {"Authorization": f"Bearer {guarded['user']}"}
             async with httpx2.AsyncClient(transport=transport, base_url="http://server", headers=user) as client:
                 assert (await client.post("/llm/admin/purge")).status_code == 403
+                assert (await client.post("/admin/purge")).status_code == 403
                 assert (await client.get("/llm/")).status_code == 403
                 assert (await client.get("/llm")).status_code == 403
                 assert (await client.get("/llm/whoami")).status_code == 200

@@ -17,14 +17,18 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 from pydantic import Field
+from starlette.requests import ClientDisconnect
 
 from llmcache.serving.connections import Connection
 from llmcache.serving.failures import RequestIds
 from llmcache.serving.keys import Keys, add_key
+from llmcache.serving.limits import Limits
+from llmcache.serving.settings import ServerSettings
 from tests.serving.application import SECRET, Gate, client_of, make_app
 from tests.serving.walking import unbounded_fields
 
 JSON = {"Content-Type": "application/json"}
+SETTINGS = ServerSettings(model="tiny")
 
 
 def ask(app: FastAPI, method: str, path: str, **given: Any) -> httpx2.Response:
@@ -161,6 +165,13 @@ class TestErrors:
         assert "passwd" not in answer.text and path not in answer.text
         if path == "/v1/refuse":
             assert found["error"]["param"] == "model"
+
+    def test_other_errors_of_http_keep_their_kind_and_lose_their_text(self) -> None:
+        for status, seen in ((400, 422), (401, 401), (403, 403), (418, 422), (429, 429), (500, 424), (503, 503)):
+            answer = ask(make_app(), "GET", f"/status/{status}")
+            assert answer.status_code == seen and message_of(answer) and SECRET not in answer.text
+        answer = ask(make_app(), "POST", "/stream?n_chunks=Mildred")
+        assert answer.status_code == 422 and message_of(answer).startswith("n_chunks: Input should be a valid integer")
 
     @pytest.mark.parametrize(
         ("path", "body", "status"),
@@ -346,7 +357,7 @@ class TestPlaces:
 class Peer:
     """One connection to an application, spoken to in ASGI messages, for what no client library does."""
 
-    def __init__(self, app: FastAPI, path: str, query: bytes = b"", reads: bool = True) -> None:
+    def __init__(self, app: Any, path: str, query: bytes = b"", reads: bool = True) -> None:
         self.received: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self.sent: list[Any] = []
         self._reads = reads
@@ -430,6 +441,53 @@ class TestClientsThatGo:
             with pytest.raises(asyncio.CancelledError):
                 await peer.served
             assert gate.n_cancelled == 1
+
+        asyncio.run(run())
+
+    def test_a_server_that_stops_is_not_taken_for_a_client_that_goes(self) -> None:
+        async def run() -> None:
+            is_cleaning = asyncio.Event()
+
+            async def app(*_: Any) -> None:
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    is_cleaning.set()
+                    await asyncio.sleep(30)
+
+            peer = Peer(Limits(app, SETTINGS), "/hold")
+            peer.say()
+            peer.say(type="http.disconnect")
+            await is_cleaning.wait()
+            peer.served.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await peer.served
+
+        asyncio.run(run())
+
+    def test_work_after_the_answer_is_not_cancelled_and_nothing_is_sent_to_one_who_has_gone(self) -> None:
+        async def run() -> None:
+            gate = Gate()
+
+            async def app(scope: Any, receive: Any, send: Any) -> None:
+                await send({"type": "http.response.start", "status": 200})
+                await send({"type": "http.response.body", "body": b""})
+                await gate.wait()
+                assert (await receive())["type"] == "http.request"
+                assert (await receive())["type"] == "http.disconnect"
+                with pytest.raises(ClientDisconnect):
+                    await send({"type": "http.response.body", "body": b""})
+
+            peer = Peer(Limits(app, SETTINGS), "/hold")
+            peer.say()
+            await gate.until(lambda gate: gate.n_waiting == 1)
+            peer.say(type="http.disconnect")
+            await gate.until(lambda gate: peer.received.empty())
+            await asyncio.sleep(0)
+            assert gate.n_cancelled == 0
+            gate.is_open.set()
+            await peer.served
+            assert len(peer.sent) == 2
 
         asyncio.run(run())
 
