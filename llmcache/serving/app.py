@@ -42,13 +42,17 @@ def create_app(server: Server) -> FastAPI:
         async with server.history.kept(server.cache.stats):
             yield
         await server.stop()
+        if keys is not None:
+            keys.close()
 
-    app = FastAPI(title="llmcache", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    keys = None if server.settings.keys is None else Keys(server.settings.keys)
+    app = FastAPI(
+        title="llmcache", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False
+    )
     app.state.server = server
     for part in (tei, openai_encoders, openai_decoders, metrics, admin, page):
         app.include_router(part.router)
     app.include_router(_alive)
-    keys = None if server.settings.keys is None else Keys(server.settings.keys)
     install_handlers(app)  # before what lies around it, innermost first
     app.add_middleware(Limits, settings=server.settings)
     app.add_middleware(Authentication, keys=keys)

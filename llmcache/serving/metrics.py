@@ -29,13 +29,14 @@ from prometheus_client.registry import Collector
 from llmcache.cache import LLMCache
 from llmcache.reuse import RUNGS
 from llmcache.serving.cache_figures import CacheFigures
+from llmcache.serving.decoder import IN_FLIGHT
 from llmcache.serving.route_times import RouteTimes
 
 PREFIX: Final = "llmcache_"
 COMPUTED: Final = "computed"
 OTHER: Final = "other"
 #: How a request may end, in OpenAI's words; an encoder's ends with `stop`.
-REASONS: Final = ("stop", "length", "abort")
+REASONS: Final = ("stop", "length", "abort", "error")
 
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -56,7 +57,7 @@ class Metrics:
         self.routes = RouteTimes()
         self.n_under_way = 0
         self._model_name = model_name
-        self._rungs = {COMPUTED, "exact", "prefix", "semantic", "student", "paper", *RUNGS}
+        self._rungs = {COMPUTED, IN_FLIGHT, "exact", "prefix", "semantic", "student", "paper", *RUNGS}
         self._results = {"success": 0, "failure": 0}
 
         self._http = self._counter("http_requests", "Requests answered, by route and HTTP status.", "route", "status")
