@@ -96,7 +96,7 @@ class CountRequests:
 
 
 class _Templates:
-    """Finds a path's route among templates such as `/v1/models/{name}`; the first that fits, as the application does."""
+    """Finds a path's route among templates such as `/v1/models/{name}`; the first one that fits."""
 
     def __init__(self, templates: Iterable[str | None]) -> None:
         known = dict.fromkeys(template for template in templates if template)

@@ -158,11 +158,11 @@ def test_history_is_bounded_and_tells_shares_of_each_interval() -> None:
     assert History(clock).intervals() == [] and history.intervals()[-1].n_requests < 60
 
 
-def test_an_interval_without_requests_has_no_shares() -> None:
+def test_shares_are_of_rungs_that_served_in_the_interval() -> None:
     history = History(Ticking())
-    for _ in range(2):
-        history.add(Stats(n_requests=7, hits={"exact": 3}))
-    assert history.intervals() == [Interval(0.0, 0, {})]
+    for hits in ({"exact": 3, "semantic": 2}, {"exact": 4, "semantic": 2, "prefix": 0}, {"exact": 4, "semantic": 2}):
+        history.add(Stats(n_requests=6 + hits["exact"], hits=hits))
+    assert history.intervals() == [Interval(0.0, 1, {"exact": 1.0}), Interval(0.0, 0, {})]
 
 
 def test_samples_are_taken_while_the_server_runs(server: Server, address: str) -> None:
