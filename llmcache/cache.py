@@ -349,6 +349,19 @@ class LLMCache:
             yield self
 
     @contextmanager
+    def only_if_cached(self) -> Iterator[Self]:
+        """Within: a call is answered from the cache, or raises before the layers run. Per thread and async task.
+
+        Meant for servers, which answer hits at once and gather misses. A call that raised is not counted: the one that
+        computes its requests counts them.
+
+        Raises:
+            NotCachedError: In a call, where one of its requests is not in the cache, or the call must bypass it.
+        """
+        with setting(self._flow.is_only_if_cached, True):
+            yield self
+
+    @contextmanager
     def disabled(self) -> Iterator[Self]:
         """Within: the model computes as if it were not wrapped. Per thread and async task."""
         with setting(self._flow.is_disabled, True):

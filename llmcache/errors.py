@@ -17,6 +17,20 @@ class RequestError(LLMCacheError, ValueError):
     """A prompt, or what is to follow it, that the model cannot run: nothing was computed that could be wrong."""
 
 
+class NotCachedError(LLMCacheError, LookupError):
+    """A call within `LLMCache.only_if_cached` that the cache cannot answer; the model's layers were not run.
+
+    Attributes:
+        rows: Numbers of the rows that it cannot, in order; None where that is true of the call as a whole.
+    """
+
+    def __init__(self, rows: tuple[int, ...] | None = None) -> None:
+        """Say of which rows."""
+        which = "this call" if rows is None else f"row {', '.join(map(str, rows))} of this call"
+        super().__init__(f"only_if_cached: {which} is not in the cache; call the model outside of it")
+        self.rows = rows
+
+
 class CalibrationError(LLMCacheError, ValueError):
     """The requests cannot carry the claim, or the metric failed on them. The cache stays as it was."""
 

@@ -90,7 +90,7 @@ def test_every_room_stands_in_the_order_and_says_what_it_is_for(package: str) ->
     packages = {path.parent for path in (ROOT / package).glob("*/__init__.py")}
     found = {path.stem for path in [*packages, *(ROOT / package).glob("*.py")]}
     assert found - {"__init__"} == {room for row in ROWS[package] for room in row}
-    assert len(packages) <= 12
+    assert len(packages) <= 13
     for init in (ROOT / package).rglob("__init__.py"):
         assert ast.get_docstring(ast.parse(init.read_text(encoding="utf-8"))), init
 

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,11 +15,13 @@ from fastapi.responses import JSONResponse
 
 from llmcache import LLMCache
 from llmcache.serving import admin, metrics, page
+from llmcache.serving.loading import Served
 from llmcache.serving.refusals import Refusal
 from llmcache.serving.route_times import CountRequests
 from llmcache.serving.server import Server
 from llmcache.serving.settings import ServerSettings
 from llmcache.serving.tenants import ANYONE
+from tests.serving.served import tokenizer
 from tests.tiny_models import CLASSIFIERS, build
 
 
@@ -28,7 +30,8 @@ def serving(cache: LLMCache | None = None, **settings: Any) -> Iterator[Server]:
     """A server that is ready; its cache is one's own, or one of a tiny BERT with two banks."""
     if cache is None:
         cache = LLMCache.wrap(build(CLASSIFIERS["bert"]), layers=[2, 3], payload="sequence")
-    server = Server(ServerSettings(**{"model": "tiny", **settings}), cache.model, None, cache)
+    served = Served("tiny", "classifier", cache.model, tokenizer(), 64, _logits, _logits)
+    server = Server(ServerSettings(**{"model": "tiny", **settings}), served, cache)
     server.phase = "ready"
     yield server
     server.thread.close()
@@ -37,11 +40,16 @@ def serving(cache: LLMCache | None = None, **settings: Any) -> Iterator[Server]:
 
 def ask(server: Server, ids: list[int]) -> int:
     """What the model answers; counted as a route would."""
-    with server.for_tenant(ANYONE):
+    off = nullcontext() if server.is_caching else server.cache.disabled()
+    with server.cache.namespace(ANYONE.namespace), off:
         answer = int(server.cache(input_ids=torch.tensor([ids])).logits.argmax())
     (outcome,) = server.cache.last
     server.metrics.served(outcome.rung, len(ids), 0 if outcome.rung is None else len(ids))
     return answer
+
+
+def _logits(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    raise AssertionError("the route of this application asks the cache itself")
 
 
 def make_app(server: Server, every_s: float = 5.0) -> FastAPI:

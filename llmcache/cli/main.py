@@ -12,7 +12,7 @@ from typing import Annotated, Final, TypeAlias
 import typer
 
 from llmcache import __version__
-from llmcache.cli import generate, info, repl
+from llmcache.cli import generate, info, keys, repl, serve
 from llmcache.errors import LLMCacheError
 
 Commands: TypeAlias = Mapping[str, Callable[..., None]]
@@ -21,10 +21,21 @@ Commands: TypeAlias = Mapping[str, Callable[..., None]]
 CHECKOUT: Final = Path(__file__).parents[2]
 
 #: Groups of commands and what they are for.
-GROUPS: Final[Mapping[str, str]] = {"bench": "Measure speed and memory on this machine."}
+GROUPS: Final[Mapping[str, str]] = {
+    "bench": "Measure speed and memory on this machine.",
+    "keys": "Keys of a server: who may use it.",
+}
 
 #: Commands of the library; two words are a group and its command.
-OWN: Final[Commands] = {"generate": generate.command, "repl": repl.command, "info": info.command}
+OWN: Final[Commands] = {
+    "generate": generate.command,
+    "repl": repl.command,
+    "serve": serve.command,
+    "keys add": keys.add,
+    "keys remove": keys.remove,
+    "keys list": keys.show,
+    "info": info.command,
+}
 
 
 def find_commands() -> Commands:

@@ -1,6 +1,7 @@
-"""`llmcache repl`: a conversation with a model that is loaded once and remembers what it computed."""
+"""`llmcache repl`: a conversation with a model that is loaded once and remembers, here or behind a server."""
 
 import io
+import statistics
 import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,17 +10,24 @@ import typer
 
 from llmcache.cli import options
 from llmcache.cli.table import show_table
-from llmcache.errors import RequestError
+from llmcache.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
     from llmcache import LLMCache
-    from llmcache.generation import Chat, LatencySummary
+    from llmcache.cli.remote import RemoteChat, RemoteTurn
+    from llmcache.generation import Chat, LatencySummary, Sampling
 
 _PROMPT = "> "
+_Commands = Mapping[str, tuple[str, Callable[[], None]]]
 
 
 def command(
-    model: options.Model,
+    model: Annotated[
+        str | None,
+        typer.Option(help="A causal language model: a folder, or a name on the hub; its name on the server."),
+    ] = None,
+    url: Annotated[str | None, typer.Option(help="Talk to a server that speaks OpenAI's chat completions.")] = None,
+    key: Annotated[str | None, typer.Option(envvar="LLMCACHE_KEY", help="Of that server.")] = None,
     system: Annotated[str | None, typer.Option(help="What is said before the first question.")] = None,
     truncate: options.TruncateOption = "error",
     max_new_tokens: options.MaxNewTokens = options.MAX_NEW_TOKENS,
@@ -37,6 +45,16 @@ def command(
     Ctrl-C ends an answer, which is forgotten then with its question; at the prompt it ends the conversation.
     """
     sampling = options.make_sampling(max_new_tokens, do_sample, temperature, top_k, top_p, repetition_penalty, seed)
+    if url is not None:
+        from llmcache.cli.remote import RemoteChat
+
+        if truncate != "error":
+            raise ConfigError(f"truncate={truncate!r} has no effect on a server, which refuses what is too long")
+        named = {} if model is None else {"model": model}
+        _RemoteTalk(RemoteChat(url, key, named | _fields(sampling), system), verbose).run()
+        return
+    if model is None:
+        raise ConfigError("give --model, or --url of a server")
     from llmcache import LLMCache
     from llmcache.generation import Chat
     from llmcache.models.loading import load_causal
@@ -47,19 +65,12 @@ def command(
         _Talk(chat, cache, verbose).run()
 
 
-class _Talk:
-    """Reads lines and answers them until the end."""
+class _Lines:
+    """Reads lines until the end: commands, and questions that are answered."""
 
-    def __init__(self, chat: "Chat", cache: "LLMCache", is_verbose: bool) -> None:
-        from llmcache.generation import Latencies
-
-        self._chat = chat
-        self._cache = cache
-        self._is_verbose = is_verbose
-        self._latencies = Latencies()
+    def __init__(self) -> None:
         self._is_over = False
-        self._kv_nbytes = 0
-        self._commands: Mapping[str, tuple[str, Callable[[], None]]] = {
+        self._commands: _Commands = {
             "/stats": ("what was served from memory so far, and how long first tokens took", self._show_stats),
             "/clear": ("forget the conversation; what was computed stays known", self._clear),
             "/quit": ("end the conversation", self._quit),
@@ -83,6 +94,40 @@ class _Talk:
                 self._help()
             elif line:
                 self._answer(line)
+
+    def _answer(self, line: str) -> None:
+        raise NotImplementedError
+
+    def _show_stats(self) -> None:
+        raise NotImplementedError
+
+    def _forget(self) -> None:
+        raise NotImplementedError
+
+    def _clear(self) -> None:
+        self._forget()
+        typer.echo("cleared")
+
+    def _quit(self) -> None:
+        self._is_over = True
+
+    def _help(self) -> None:
+        for name, (what, _) in self._commands.items():
+            typer.echo(f"{name:<8}{what}")
+
+
+class _Talk(_Lines):
+    """With a model that was loaded here."""
+
+    def __init__(self, chat: "Chat", cache: "LLMCache", is_verbose: bool) -> None:
+        from llmcache.generation import Latencies
+
+        super().__init__()
+        self._chat = chat
+        self._cache = cache
+        self._is_verbose = is_verbose
+        self._latencies = Latencies()
+        self._kv_nbytes = 0
 
     def _answer(self, line: str) -> None:
         answer = None
@@ -125,16 +170,71 @@ class _Talk:
             typer.echo()
             show_table("Medians by what served the prompt, milliseconds", rows)
 
-    def _clear(self) -> None:
+    def _forget(self) -> None:
         self._chat.clear()
-        typer.echo("cleared")
 
-    def _quit(self) -> None:
-        self._is_over = True
 
-    def _help(self) -> None:
-        for name, (what, _) in self._commands.items():
-            typer.echo(f"{name:<8}{what}")
+class _RemoteTalk(_Lines):
+    """With a model behind a server."""
+
+    def __init__(self, chat: "RemoteChat", is_verbose: bool) -> None:
+        super().__init__()
+        self._chat = chat
+        self._is_verbose = is_verbose
+
+    def _answer(self, line: str) -> None:
+        has_text = False
+        try:
+            for piece in self._chat.ask(line):
+                typer.echo(piece, nl=False)
+                has_text = True
+        except (RequestError, OSError) as error:
+            typer.echo(nl=has_text)
+            typer.echo(f"llmcache: {error}", err=True)
+            return
+        except KeyboardInterrupt:
+            typer.echo(" ... interrupted")
+            return
+        typer.echo()
+        if self._is_verbose:
+            typer.echo(_told(self._chat.turns[-1]))
+
+    def _show_stats(self) -> None:
+        turns = self._chat.turns
+        firsts = [turn.first_s for turn in turns if turn.first_s is not None]
+        figures = {
+            "requests": len(turns),
+            "prompt tokens": sum(turn.n_prompt or 0 for turn in turns),
+            "prompt tokens that were not computed": sum(turn.n_cached or 0 for turn in turns),
+            "answer tokens": sum(turn.n_made or 0 for turn in turns),
+            "median time to the first text, milliseconds": 1e3 * statistics.median(firsts) if firsts else None,
+        }
+        show_table("Of this conversation", [{"figure": name, "value": value} for name, value in figures.items()])
+
+    def _forget(self) -> None:
+        self._chat.clear()
+
+
+def _fields(sampling: "Sampling") -> dict[str, Any]:
+    """Settings as a server is asked for them."""
+    drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+    asked = {
+        "max_tokens": sampling.max_new_tokens,
+        "seed": sampling.seed,
+        "repetition_penalty": sampling.repetition_penalty,
+        **(drawn if sampling.do_sample else {"temperature": 0}),
+    }
+    defaults = {"repetition_penalty": 1.0}
+    return {name: value for name, value in asked.items() if value is not None and value != defaults.get(name)}
+
+
+def _told(turn: "RemoteTurn") -> str:
+    """What a server told of an answer: one line."""
+    prompt = "prompt of unknown length" if turn.n_prompt is None else f"prompt {turn.n_prompt:,} tokens"
+    cached = "" if turn.n_cached is None else f", {turn.n_cached:,} not computed"
+    first = "" if turn.first_s is None else f"first text {1e3 * turn.first_s:.1f} ms, "
+    made = "" if turn.n_made is None else f"{turn.n_made:,} tokens in "
+    return f"[{prompt}{cached}; {first}{made}{1e3 * turn.whole_s:.0f} ms]"
 
 
 def _times(rung: str, found: "LatencySummary") -> dict[str, Any]:

@@ -155,6 +155,12 @@ class CostModel:
         _log("serves again", n_tokens, rate, worthwhile_from)
         return Verdict(True, is_probe)
 
+    def is_bypassed(self, n_tokens: int) -> bool:
+        """Whether calls of so many tokens, at least 1, are bypassed now."""
+        with self._lock:
+            bucket = self._buckets.get(n_tokens.bit_length())
+            return bucket is not None and bucket.is_bypassed
+
     def lets_pass(self, n_tokens: int, request: int) -> bool:
         """Whether a call of one request is bypassed, and nothing more is to be done: so are most of a bypassed length.
 

@@ -13,6 +13,7 @@ Trouble here costs speed, never correctness: a failing lookup or store is counte
 
 from collections.abc import Callable
 from contextvars import ContextVar
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from llmcache.execution.compiled import CompiledTrunk
 from llmcache.execution.components import Components
 from llmcache.execution.fast_path import FastPath, OutputTemplate
 from llmcache.execution.frames import Frame, Frames
-from llmcache.execution.lookup import Lookup
+from llmcache.execution.lookup import Lookup, not_cached
 from llmcache.execution.meter import Meter
 from llmcache.execution.recorder import BypassRecorder
 from llmcache.execution.revalidation import Revalidation
@@ -83,6 +84,7 @@ class Flow:
         # Context variables follow async tasks too: a tenant's namespace must not leak into another's request.
         self.namespace: ContextVar[str] = ContextVar("llmcache_namespace", default=DEFAULT_NAMESPACE)
         self.is_disabled: ContextVar[bool] = ContextVar("llmcache_disabled", default=False)
+        self.is_only_if_cached: ContextVar[bool] = ContextVar("llmcache_only_if_cached", default=False)
 
     @property
     def last(self) -> tuple[Outcome, ...]:
@@ -101,7 +103,7 @@ class Flow:
             return False
         if self.innermost() is not None or self.is_disabled.get() or self._n_read.get() is not None:
             return False
-        if self._compiled.is_on:
+        if self._compiled.is_on or self.is_only_if_cached.get():
             return False
         try:
             return self._meter.lets_pass(self._arguments.get(args, kwargs, "input_ids"), self.namespace.get())
@@ -135,11 +137,15 @@ class Flow:
         if torch.is_grad_enabled():
             self._components.weights.suspect()
         arguments, mask_4d = flatten(arguments)
-        call = Call(Inputs(arguments, namespace, mask_4d, n_read))
+        call = Call(Inputs(arguments, namespace, mask_4d, n_read, self.is_only_if_cached.get()))
         reason = "disabled" if is_disabled else self._bypass_check.by_arguments(arguments)
         if reason is None and self._components.audit is not None:
             self._make_way(frame, call, self._components.audit)
-        reason = reason or self._components.counters.find_reason("ask whether it pays", self._meter.ask, call)
+        if call.inputs.is_only_if_cached:  # what it cost and gained is told when it is answered
+            if reason is not None or not self._meter.may_be_held(call):
+                raise not_cached(call)
+        else:
+            reason = reason or self._components.counters.find_reason("ask whether it pays", self._meter.ask, call)
         if reason is not None:
             self._bypass(frame, reason, arguments)
             frame.passing = None if call.progress.passing is None else call
@@ -176,6 +182,8 @@ class Flow:
         if call.plan.reused and self._has_hooks(call):
             return None
         if call.plan.is_served:
+            if call.inputs.is_only_if_cached:
+                self._meter.ask_late(call)
             return self._answer(call, template)
         frame.template = template if self._lookup.is_settled(call) else None
         return None
@@ -190,6 +198,9 @@ class Flow:
             kwargs: What to run it with, by name.
         """
         call, template = frame.call, frame.template
+        if call is not None and call.inputs.is_only_if_cached:
+            self._meter.spent(call, perf_counter() - call.inputs.opened)
+            raise not_cached(call)
         forward = self._compiled.stand_in(forward, frame)
         if call is None or template is None:
             output = forward(*args, **kwargs)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llmcache.errors import NotCachedError
 from llmcache.execution.components import Components
 from llmcache.execution.reader import RequestReader
 from llmcache.execution.revalidation import Revalidation
@@ -136,6 +137,9 @@ class Lookup:
                     rows = [row for row in rows if not row.bypass_reason]  # some may have no fingerprint
                 decided = rung.decide(call, rows, number) if rows else []
             if not rung.is_lossless:
+                if call.inputs.is_only_if_cached and len(call.plan.reused) + len(decided) < call.n_rows:
+                    call.plan.reused |= {reuse.row: reuse for reuse in decided}
+                    raise not_cached(call)  # before the audit draws: the call that computes these requests counts them
                 decided = self._draw(call, self._revalidation.select(call, decided))
             call.plan.reused |= {reuse.row: reuse for reuse in decided}
             call.plan.reused_at += [reuse.layer for reuse in decided]
@@ -184,6 +188,11 @@ class Lookup:
         with self._components.counters.guard("take a layer's fingerprint"):
             self._reader.read_layer(call, swap.number, hidden)
         call.progress.lookup_s += perf_counter() - started
+
+
+def not_cached(call: Call) -> NotCachedError:
+    """Of a call that is to be answered from the cache or not at all."""
+    return NotCachedError(tuple(row.number for row in call.rows if row.number not in call.plan.reused) or None)
 
 
 def _open_rows(call: Call, rung: Rung, number: int) -> list[Row]:

@@ -116,6 +116,25 @@ class Meter:
             call.progress.started = self._done(ids)
         return None
 
+    def may_be_held(self, call: Call) -> bool:
+        """Whether it is worth looking for a call that is answered from the cache or not at all.
+
+        It is not where such calls are bypassed and none of its requests is known. What was recorded of them is stored.
+        """
+        cost, recorder, ids = self._components.cost, self._components.recorder, call.inputs.arguments["input_ids"]
+        if cost is None or recorder is None or not ids.is_cpu:
+            return True
+        hashes = call.progress.hashes = _hashes(call)
+        if cost.is_bypassed(ids.numel()) and not recorder.count(hashes):
+            return False
+        recorder.admit(call, hashes)
+        return True
+
+    def ask_late(self, call: Call) -> None:
+        """Tell the cost model of such a call, which is answered: whatever it says of others like it."""
+        if self.ask(call) is None and call.progress.started is not None:
+            call.progress.started = call.inputs.opened
+
     def passed(self, call: Call, output: Any) -> None:
         """Take in a call that has been bypassed, with the trunk's output, None where that failed."""
         cost, recorder, passing = self._components.cost, self._components.recorder, call.progress.passing

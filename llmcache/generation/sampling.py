@@ -18,6 +18,10 @@ def _is_over_zero(value: Any) -> bool:
     return type(value) in (int, float) and 0 < value < math.inf  # NaN is not
 
 
+def _is_penalty(value: Any) -> bool:
+    return type(value) in (int, float) and -2 <= value <= 2  # NaN is not
+
+
 # What each setting may be, and how an error says it.
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "do_sample": (lambda x: type(x) is bool, "True or False"),
@@ -31,6 +35,8 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
         "a share of probability over 0, at most 1, or None",
     ),
     "repetition_penalty": (_is_over_zero, "a number over 0; 1 penalises nothing, and over 1 repeats less"),
+    "presence_penalty": (_is_penalty, "a number from -2 to 2; 0 penalises nothing"),
+    "frequency_penalty": (_is_penalty, "a number from -2 to 2; 0 penalises nothing"),
     "seed": (lambda x: type(x) is int and 0 <= x < 2**63, "a whole number, 0 or more, under 2 ** 63"),
     "max_new_tokens": (lambda x: type(x) is int and x > 0, "a whole number of tokens, 1 or more"),
     "stop_ids": (
@@ -53,6 +59,9 @@ class Sampling:
         top_p: Draw from the likeliest tokens that have this much probability together, over 0 to 1; None: from all.
         repetition_penalty: Logits of tokens that prompt or answer hold are divided by it where positive, else
             multiplied, over 0; 1 changes nothing.
+        presence_penalty: Subtracted from the logits of tokens that the answer holds, -2 to 2. Those of the prompt do
+            not count, here and in the next, as OpenAI defines both; under 0 repeats are made likelier.
+        frequency_penalty: Subtracted as often as the answer holds the token, -2 to 2.
         seed: Of the draw. The same seed and prompt give the same tokens.
         max_new_tokens: Tokens at most; 20 is what transformers gives by default.
         stop_ids: Tokens that end a generation, and are its last; None: the model's end-of-text tokens; (): none.
@@ -64,6 +73,8 @@ class Sampling:
     top_k: int | None = None
     top_p: float | None = None
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     seed: int = 0
     max_new_tokens: int = 20
     stop_ids: Sequence[int] | None = None
@@ -83,13 +94,19 @@ class Sampling:
             if not self.do_sample and getattr(self, name) != defaults[name]:
                 raise ConfigError(f"{name}={getattr(self, name)!r} has no effect on greedy tokens: set do_sample=True")
 
-    def processors(self) -> Any:
-        """Transformers' processors for these settings (`LogitsProcessorList`), in the order of its `generate()`."""
+    def processors(self, n_prompt: int = 0) -> Any:
+        """Processors for these settings (`LogitsProcessorList`), in the order of transformers' `generate()`.
+
+        Args:
+            n_prompt: Tokens of the prompt, which presence and frequency penalties pass over.
+        """
         import transformers as tf
 
         found = tf.LogitsProcessorList()
         if self.repetition_penalty != 1:
             found.append(tf.RepetitionPenaltyLogitsProcessor(float(self.repetition_penalty)))
+        if self.presence_penalty or self.frequency_penalty:
+            found.append(CountPenalty(float(self.presence_penalty), float(self.frequency_penalty), n_prompt))
         if self.temperature != 1:
             found.append(tf.TemperatureLogitsWarper(float(self.temperature)))
         if self.top_k is not None:
@@ -108,6 +125,21 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
+class CountPenalty:
+    """A logits processor: presence and frequency penalties over the answer, which transformers has no processor for."""
+
+    presence: float
+    frequency: float
+    n_prompt: int
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        """Scores (B, V) of what follows prompt and answer so far, int64 (B, T), with the penalties subtracted."""
+        made = ids[:, self.n_prompt :]
+        counts = torch.zeros_like(scores).scatter_add(1, made, torch.ones_like(made, dtype=scores.dtype))
+        return scores - self.frequency * counts - self.presence * (counts > 0)
+
+
+@dataclass(frozen=True, slots=True)
 class Choice:
     """A token that was chosen; see `Token`."""
 
@@ -119,10 +151,10 @@ class Choice:
 class Chooser:
     """Chooses the tokens of one request."""
 
-    def __init__(self, sampling: Sampling, device: torch.device) -> None:
+    def __init__(self, sampling: Sampling, device: torch.device, n_prompt: int) -> None:
         """Begin a request on a device: seeds mean something else on another kind."""
         self._sampling = sampling
-        self._processors = sampling.processors()
+        self._processors = sampling.processors(n_prompt)
         self._rng = torch.Generator(device).manual_seed(sampling.seed)
 
     def __call__(self, ids: Tensor, logits: Tensor) -> Choice:

@@ -91,8 +91,8 @@ class Stream(Iterator[Token]):
         _check(self._config, ids, sampling)
         self._stops = sampling.stops_of(model)
         self._max_new_tokens = sampling.max_new_tokens
-        self._choose = Chooser(sampling, ids.device)
         self._n_prompt = ids.shape[1]
+        self._choose = Chooser(sampling, ids.device, self._n_prompt)
         self._tokens: list[Token] = []
         self._stopped_by: StoppedBy | None = None
         self._outcome: Outcome | None = None
@@ -107,6 +107,16 @@ class Stream(Iterator[Token]):
     def __next__(self) -> Token:
         """The next token, computed now."""
         return next(self._steps)
+
+    @property
+    def stopped_by(self) -> StoppedBy | None:
+        """Why the newest token is the last; None: more follow."""
+        return self._stopped_by
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """What the cache on the model made of the prefill; None before it, and without a cache."""
+        return self._outcome
 
     def close(self) -> None:
         """End it before its end. Twice does nothing."""

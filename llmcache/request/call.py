@@ -70,6 +70,7 @@ class Inputs:
         namespace: In force when the call began.
         mask_4d: The mask that was passed, bool (B, 1, T, M), where it is another one.
         n_read: How many columns, from the last on, are read of the output; None: maybe all.
+        is_only_if_cached: It is answered from the cache, or not at all.
         opened: Clock at its beginning.
     """
 
@@ -77,6 +78,7 @@ class Inputs:
     namespace: str
     mask_4d: Tensor | None = None
     n_read: int | None = None
+    is_only_if_cached: bool = False
     opened: float = field(default_factory=perf_counter)
 
 

@@ -53,7 +53,7 @@ changing = APIRouter(dependencies=[Depends(from_own_page)])
 async def purge(asked: Purge, request: Request) -> dict[str, int]:
     """Forget all entries of a namespace; answers how many requests they were."""
     server = _server(request, "purges a namespace")
-    return {"purged": await _blocking(lambda: server.cache.purge(namespace=asked.namespace))}
+    return {"purged": await _blocking(lambda: server.purge(asked.namespace))}
 
 
 @changing.post("/clear")

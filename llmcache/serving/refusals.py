@@ -34,7 +34,7 @@ class Terms:
     openai_type: str
 
 
-#: TEI knows five error types; of its statuses 413 is too many inputs, 424 a failed inference or the wrong kind of model.
+#: TEI knows five error types; of its statuses 413 is too many inputs, 424 a failed inference or another kind of model.
 TERMS: Final[dict[Kind, Terms]] = {
     "invalid": Terms(422, "Validation", 400, "invalid_request_error"),
     "tokenizer": Terms(422, "Tokenizer", 400, "invalid_request_error"),
@@ -56,9 +56,7 @@ TERMS: Final[dict[Kind, Terms]] = {
 class Refusal(LLMCacheError):
     """A request that is not answered. Its text may be shown to the client: it quotes nothing of the request."""
 
-    def __init__(
-        self, kind: Kind, message: str, *, param: str | None = None, retry_after_s: int | None = None
-    ) -> None:
+    def __init__(self, kind: Kind, message: str, *, param: str | None = None, retry_after_s: int | None = None) -> None:
         """Say why.
 
         Args:
@@ -93,5 +91,5 @@ class Refusal(LLMCacheError):
 
 
 def dialect_of(path: str) -> Dialect:
-    """In which dialect a route is answered: `/v1/...` and `/v2/...` are OpenAI's and its relatives', all others TEI's."""
+    """In which dialect a route is answered: below `/v1/` and `/v2/` OpenAI's and its relatives', else TEI's."""
     return "openai" if path.startswith(("/v1/", "/v2/")) else "tei"

@@ -96,7 +96,7 @@ class CountRequests:
 
 
 class _Templates:
-    """Finds a path's route among templates such as `/v1/models/{name}`; the first one that fits."""
+    """Finds the template of a path; as starlette does, by the first that fits, be it a mount."""
 
     def __init__(self, templates: Iterable[str | None]) -> None:
         known = dict.fromkeys(template for template in templates if template)

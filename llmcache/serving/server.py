@@ -1,37 +1,172 @@
 """What one server holds, and in which state it is. Routes find it as `request.app.state.server`."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any, Literal
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from time import time
+from typing import Any, Literal, TypeVar
+
+from torch import Tensor
 
 from llmcache.cache import LLMCache
+from llmcache.config import CacheConfig
+from llmcache.errors import BankFileError, LLMCacheError
+from llmcache.models.pooling import find_pooled
+from llmcache.serving.decoder import Decoder
+from llmcache.serving.encoder import Encoder
 from llmcache.serving.history import History
+from llmcache.serving.loading import NAMES, Kind, Served, to_device
 from llmcache.serving.metrics import Metrics
 from llmcache.serving.model_thread import ModelThread
+from llmcache.serving.refusals import Refusal
 from llmcache.serving.settings import ServerSettings
-from llmcache.serving.tenants import Tenant
+from llmcache.serving.tokenizing import Tokenizing
 
+logger = logging.getLogger("llmcache.serving")
+
+_T = TypeVar("_T")
 Phase = Literal["starting", "ready", "draining", "stopped"]
+_WARM_UP = "llmcache warm-up"  # a namespace that nobody can ask for
 
 
 class Server:
     """One model, its cache, and the thread that runs it."""
 
-    def __init__(self, settings: ServerSettings, model: Any, tokenizer: Any, cache: LLMCache) -> None:
+    def __init__(self, settings: ServerSettings, served: Served, cache: LLMCache) -> None:
         """Hold what was loaded; `phase` is `starting` until `start`."""
         self.settings = settings
-        self.model = model
-        self.tokenizer = tokenizer
+        self.served = served
+        self.model = served.model
+        self.tokenizer = served.tokenizer
         self.cache = cache
         self.thread = ModelThread()
+        self.phase: Phase = "starting"
+        self.started_at = int(time())
         self.metrics = Metrics(settings.model, cache)
         self.history = History()
-        self.is_disabled = False  # by an operator; see `for_tenant`
-        self.phase: Phase = "starting"
+        self.is_disabled = False  # by an operator
+        self._saving: asyncio.Task[None] | None = None
+        vocabulary = int(served.config.get_text_config().vocab_size)
+        self.tokenizing = Tokenizing(served.tokenizer, served.max_length, vocabulary)
+        self.encoder = None if served.kind == "decoder" else self._make_encoder()
+        self.decoder = self._make_decoder() if served.kind == "decoder" else None
+        self.metrics.watch(lambda: self.n_waiting)
 
-    @contextmanager
-    def for_tenant(self, tenant: Tenant) -> Iterator[None]:
-        """Within: calls are stored for a tenant, and served from what it stored; or computed, if that is disabled."""
-        off = self.cache.disabled() if self.is_disabled else nullcontext()
-        with self.cache.namespace(tenant.namespace), off:
-            yield
+    @property
+    def is_caching(self) -> bool:
+        """Whether requests are served from the cache; else every one is computed, as if there were none."""
+        return self.settings.cache and not self.is_disabled
+
+    @property
+    def name(self) -> str:
+        """Under which the model is served."""
+        return self.settings.model
+
+    @property
+    def n_waiting(self) -> int:
+        """Inputs or generations that wait for the model."""
+        return sum(0 if part is None else part.n_waiting for part in (self.encoder, self.decoder))
+
+    def purge(self, namespace: str) -> int:
+        """Forget all entries of a namespace, and its prompts; see `LLMCache.purge`."""
+        if self.decoder is not None:
+            self.decoder.forget(namespace)
+        return self.cache.purge(namespace=namespace)
+
+    def needs(self, *kinds: Kind) -> None:
+        """Refuse a route that the model cannot serve.
+
+        Raises:
+            Refusal: The model is of none of these kinds.
+        """
+        if self.served.kind not in kinds:
+            wanted = " or ".join(NAMES[kind] for kind in kinds)
+            raise Refusal("wrong_model", f"this route needs {wanted}; {self.name} is {NAMES[self.served.kind]}")
+
+    async def start(self) -> None:
+        """Warm up, then be ready."""
+        await self.thread.run(self._warm_up)
+        if self.settings.save is not None and self.settings.save_every_s:
+            self._saving = asyncio.get_running_loop().create_task(self._save_now_and_then(self.settings.save_every_s))
+        self.phase = "ready"
+
+    async def stop(self) -> None:
+        """Save, once all that runs is finished, and end the threads."""
+        self.phase = "draining"
+        if self._saving is not None:
+            self._saving.cancel()
+        if self.settings.save is not None:
+            await asyncio.to_thread(self.save, self.settings.save)
+        if self.encoder is not None:
+            self.encoder.close()
+        if self.decoder is not None:
+            self.decoder.close()
+        await asyncio.to_thread(self.thread.close)
+        await asyncio.to_thread(self.cache.unwrap)
+        self.phase = "stopped"
+
+    async def off_loop(self, work: Callable[[], _T]) -> _T:
+        """Have work done that would hold up the event loop."""
+        return await asyncio.to_thread(work)
+
+    def save(self, folder: Path) -> None:
+        """Save the cache; a failure is logged, and an earlier save is still whole."""
+        try:
+            self.cache.save(folder)
+        except (LLMCacheError, OSError) as error:
+            logger.error("the cache could not be saved to %s: %s", folder, error)
+
+    def _make_encoder(self) -> Encoder:
+        pad_id = getattr(self.tokenizer, "pad_token_id", None)
+        return Encoder(
+            self.cache,
+            self.thread,
+            self.settings,
+            self.tokenizing,
+            self.on_device(self.served.forward),
+            0 if pad_id is None else pad_id,
+            self.metrics,
+            lambda: self.is_caching,
+        )
+
+    def _make_decoder(self) -> Decoder:
+        return Decoder(self.cache, self.thread, self.settings, self.tokenizer, self.metrics, lambda: self.is_caching)
+
+    def on_device(self, forward: Callable[[dict[str, Tensor]], Tensor]) -> Callable[[dict[str, Tensor]], Tensor]:
+        """A forward that takes its inputs to the model's device."""
+        device = next(self.model.parameters()).device
+        return lambda inputs: forward(to_device(inputs, device))
+
+    def _warm_up(self) -> None:
+        """Run short and long inputs, twice each: what a first request would wait for is done then."""
+        n_tokens = min(self.settings.warmup_tokens, self.served.max_length)
+        if not n_tokens:
+            return
+        if self.decoder is not None:
+            self.decoder.warm_up(n_tokens, _WARM_UP)
+        if self.encoder is not None:
+            special = set(self.tokenizer.all_special_ids)
+            token = next(i for i in range(len(special) + 1) if i not in special)
+            self.encoder.warm_up(token, n_tokens, _WARM_UP)
+        self.cache.purge(namespace=_WARM_UP)
+
+    async def _save_now_and_then(self, every_s: float) -> None:
+        assert self.settings.save is not None
+        while True:
+            await asyncio.sleep(every_s)
+            await asyncio.to_thread(self.save, self.settings.save)
+
+
+def hang_cache(served: Served, config: CacheConfig, folder: Path | None) -> LLMCache:
+    """The cache of a model that is served: the one that was saved, if there is one that can be used; else a new one."""
+    settings: dict[str, Any] = {"tokenizer": served.tokenizer, "answer_of": served.answer_of}
+    if folder is not None and (folder / "manifest.json").is_file():
+        try:
+            return LLMCache.load(served.model, folder, **settings)
+        except BankFileError as error:
+            logger.error("the saved cache in %s is not used: %s", folder, error)
+    pooled = find_pooled(served.model)
+    if pooled is not None and config.payload == "auto":  # states of all tokens are computed by their own route
+        config = config.model_copy(update={"payload": pooled.kept})
+    return LLMCache.wrap(served.model, config=config, **settings)

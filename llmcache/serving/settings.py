@@ -10,6 +10,7 @@ class ServerSettings(BaseModel):
 
     Attributes:
         model: Name under which the model is served.
+        cache: Serve from the cache; else every request is computed.
         keys: File of keys (`llmcache keys`); None: no key is asked for.
         save: Folder that the cache is restored from at the start, and saved to at the end.
         max_concurrent_requests: Requests under way at once; above it they are refused, not queued.
@@ -23,14 +24,15 @@ class ServerSettings(BaseModel):
         body_timeout_s: Longest time in which a request's body must have come, seconds.
         auto_truncate: Cut inputs that are too long, where the request does not say.
         warmup_tokens: Tokens of the longest input that is run before the server is ready; 0: none.
-        reveal_hits: Tell in headers whether a request was served from the cache, and how long each part took. Who may ask
-            can then tell what was asked before, in its own namespace.
+        reveal_hits: Tell in headers whether a request was served from the cache, and how long each part took. Who
+            asks can then tell what was asked before, in its own namespace.
         save_every_s: Seconds between saves while it runs; 0: only at the end.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: str
+    cache: bool = True
     keys: Path | None = None
     save: Path | None = None
     max_concurrent_requests: int = Field(default=512, ge=1)

@@ -5,6 +5,9 @@ from typing import Final, Literal
 
 Scope = Literal["infer", "admin"]
 
+#: A namespace that everybody may read. Only keys of this namespace that have the scope `admin` may write to it.
+PUBLIC: Final = "public"
+
 
 @dataclass(frozen=True, slots=True)
 class Tenant:

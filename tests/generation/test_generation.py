@@ -122,6 +122,22 @@ def test_seeds(gpt2: Any) -> None:
     assert torch.equal(torch.random.get_rng_state(), state)  # the draw of others is left alone
 
 
+@pytest.mark.parametrize(("presence", "frequency"), [(1.5, 0.0), (0.0, 0.7), (-0.4, 2.0), (0.0, -2.0)])
+def test_presence_and_frequency_count_in_the_answer_alone(gpt2: Any, presence: float, frequency: float) -> None:
+    settings = replace(GREEDY, presence_penalty=presence, frequency_penalty=frequency, repetition_penalty=1.1)
+    ids, made = IDS, []
+    plain = tf.LogitsProcessorList([tf.RepetitionPenaltyLogitsProcessor(1.1)])
+    with torch.no_grad():
+        for _ in range(settings.max_new_tokens):
+            logits = plain(ids, gpt2(ids).logits[:, -1])[0]
+            for one in set(made):
+                logits[one] -= presence + frequency * made.count(one)
+            made.append(int(logits.argmax()))
+            ids = torch.cat([ids, torch.tensor([[made[-1]]])], dim=1)
+    assert list(generate(gpt2, IDS, settings).tokens) == made
+    assert made != list(generate(gpt2, IDS, replace(GREEDY, repetition_penalty=1.1)).tokens)
+
+
 def test_the_prompt_may_change_meanwhile_and_gradients_stay_as_they_were(gpt2: Any) -> None:
     ids, settings = tokens(1, 8), replace(GREEDY, repetition_penalty=1.5)
     expected = generate(gpt2, ids, settings).tokens

@@ -1,0 +1,132 @@
+"""A conversation with a server that speaks OpenAI's `/v1/chat/completions`, for `llmcache repl --url`.
+
+With the standard library alone: who only talks to a server installs nothing for it. No redirect is followed, so that
+the key is sent nowhere else.
+"""
+
+import http.client
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+from urllib.parse import urlsplit
+
+from llmcache.errors import ConfigError, RequestError
+
+_TIMEOUT_S = 300.0  # without a byte: prompts are computed in one step
+_ROUTE = "/v1/chat/completions"
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteTurn:
+    """What a server told of an answer, None of what it did not, and how long it took here.
+
+    Attributes:
+        n_prompt: Tokens of the prompt.
+        n_cached: Of these, tokens that were not computed.
+        n_made: Tokens of the answer.
+        first_s: Seconds to the first piece of text; None without one.
+        whole_s: Seconds to the last.
+    """
+
+    n_prompt: int | None
+    n_cached: int | None
+    n_made: int | None
+    first_s: float | None
+    whole_s: float
+
+
+class RemoteChat:
+    """A conversation. One thread at a time."""
+
+    def __init__(self, url: str, key: str | None, settings: Mapping[str, Any], system: str | None = None) -> None:
+        """Begin a conversation; nothing is sent yet.
+
+        Args:
+            url: Of the server, `http://` or `https://`, with or without `/v1`.
+            key: Sent as a bearer token, or None.
+            settings: Fields of each request beside its messages.
+            system: What is said before the first question.
+
+        Raises:
+            ConfigError: No server can be asked by this address or key.
+        """
+        try:
+            parts = urlsplit(url)
+            port = parts.port
+            is_address = parts.scheme in ("http", "https") and bool(parts.hostname)
+        except ValueError:
+            is_address = False
+        if not is_address or parts.hostname is None:
+            raise ConfigError(f"url={url!r}: give the address of a server, as http://127.0.0.1:8000")
+        if key is not None and not (key.isascii() and key.isprintable()):
+            raise ConfigError("key: a key is printable ASCII")
+        self._kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        self._host, self._port = parts.hostname, port
+        self._path = parts.path.rstrip("/").removesuffix("/v1") + _ROUTE
+        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        self._settings = settings
+        self._system = system
+        self._history: list[dict[str, str]] = []
+        self.turns: list[RemoteTurn] = []
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin anew, with what the system says."""
+        self._history = [] if self._system is None else [{"role": "system", "content": self._system}]
+
+    def ask(self, text: str) -> Iterator[str]:
+        """Ask a question: the answer in pieces, remembered with it once it was read to its end.
+
+        Raises:
+            RequestError: The server refused it, or did not answer as such servers do.
+            OSError: It cannot be reached.
+        """
+        asked = [*self._history, {"role": "user", "content": text}]
+        body = {**self._settings, "messages": asked, "stream": True, "stream_options": {"include_usage": True}}
+        started, first_s, answer = perf_counter(), None, ""
+        usage: dict[str, Any] = {}
+        try:
+            for chunk in self._chunks(body):
+                usage = chunk.get("usage") or usage
+                for choice in chunk["choices"]:
+                    piece = choice["delta"].get("content")
+                    if piece:
+                        first_s = perf_counter() - started if first_s is None else first_s
+                        answer += piece
+                        yield piece
+        except (http.client.HTTPException, ValueError, KeyError, TypeError, AttributeError) as error:
+            if isinstance(error, RequestError):
+                raise
+            raise RequestError(f"the server did not answer as {_ROUTE} does ({type(error).__name__})") from error
+        self._history = [*asked, {"role": "assistant", "content": answer}]
+        n_cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+        n_prompt, n_made = usage.get("prompt_tokens"), usage.get("completion_tokens")
+        self.turns.append(RemoteTurn(n_prompt, n_cached, n_made, first_s, perf_counter() - started))
+
+    def _chunks(self, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        with closing(self._kind(self._host, self._port, timeout=_TIMEOUT_S)) as connection:
+            connection.request("POST", self._path, json.dumps(body), self._headers)
+            response = connection.getresponse()
+            if response.status != http.client.OK:
+                raise RequestError(_why(response.status, response.read()))
+            for line in response:
+                data = line.removeprefix(b"data:").strip()
+                if data == b"[DONE]":
+                    return
+                if line.startswith(b"data:"):
+                    chunk = json.loads(data)
+                    if "error" in chunk:
+                        raise RequestError(f"the server broke off: {chunk['error']['message']}")
+                    yield chunk
+            raise RequestError("the server broke off before the end of its answer")
+
+
+def _why(status: int, body: bytes) -> str:
+    """What a refusal says."""
+    try:
+        return f"the server refused it ({status}): {json.loads(body)['error']['message']}"
+    except (ValueError, KeyError, TypeError):
+        return f"the server refused it ({status} {http.client.responses.get(status, '')})"

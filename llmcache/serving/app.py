@@ -1,0 +1,57 @@
+"""The ASGI application of one server: its routes, and what lies around them."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.responses import JSONResponse
+
+from llmcache import __version__
+from llmcache.serving import admin, metrics, openai_decoders, openai_encoders, page, tei
+from llmcache.serving.authentication import Authentication
+from llmcache.serving.failures import RequestIds, install_handlers
+from llmcache.serving.keys import Keys
+from llmcache.serving.limits import Limits
+from llmcache.serving.refusals import Refusal
+from llmcache.serving.route_times import CountRequests
+from llmcache.serving.server import Server
+
+_alive = APIRouter(tags=["health"])
+
+
+@_alive.get("/health")
+@_alive.get("/healthz")
+async def health(request: Request) -> JSONResponse:
+    """Whether requests are answered now; 503 before the model is warmed up, and once the server is stopping."""
+    server: Server = request.app.state.server
+    if server.phase != "ready":
+        raise Refusal("unhealthy", f"the server is {server.phase}", retry_after_s=1)
+    return JSONResponse({"status": "ok"})
+
+
+def create_app(server: Server) -> FastAPI:
+    """The application of a server, which it starts and stops.
+
+    Args:
+        server: Not started yet.
+    """
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        await server.start()
+        async with server.history.kept(server.cache.stats):
+            yield
+        await server.stop()
+
+    app = FastAPI(title="llmcache", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.state.server = server
+    for part in (tei, openai_encoders, openai_decoders, metrics, admin, page):
+        app.include_router(part.router)
+    app.include_router(_alive)
+    keys = None if server.settings.keys is None else Keys(server.settings.keys)
+    install_handlers(app)  # before what lies around it, innermost first
+    app.add_middleware(Limits, settings=server.settings)
+    app.add_middleware(Authentication, keys=keys)
+    app.add_middleware(CountRequests, metrics=server.metrics)
+    app.add_middleware(RequestIds)
+    return app

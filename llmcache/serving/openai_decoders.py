@@ -1,0 +1,412 @@
+"""OpenAI's routes for decoders, as vLLM speaks them: `/v1/completions` and `/v1/chat/completions`.
+
+An answer that the cache serves is made of the same tokens as one that is computed, and streams in the same chunks.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from time import time
+from typing import Any, Final, Protocol, TypeVar
+from uuid import uuid4
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+from fastapi.sse import EventSourceResponse, format_sse_event
+
+from llmcache.generation import StoppedBy, Token
+from llmcache.serving.decoder import Decoder, Generating, Ids
+from llmcache.serving.detokenizing import Detokenizer, StopTexts, TokenTexts
+from llmcache.serving.openai_schemas import ChatRequest, CompletionRequest, GenerationRequest
+from llmcache.serving.refusals import Refusal
+from llmcache.serving.server import Server
+from llmcache.serving.tenants import Tenant
+
+router = APIRouter(tags=["openai"])
+
+_T = TypeVar("_T")
+_SHORT: Final = 16  # tokens of a completion where none are asked for, as OpenAI has it
+_STREAM_HEADERS: Final = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+_BOTH: Final[dict[int | str, dict[str, Any]]] = {
+    200: {"content": {"application/json": {}, "text/event-stream": {}}, "description": "Whole, or a stream of chunks."}
+}
+
+
+@router.post("/v1/completions", responses=_BOTH)
+async def completions(body: CompletionRequest, request: Request) -> Response:
+    """Go on with texts."""
+    server, decoder = _checked(body, request)
+    prompts = body.prompts
+    if not prompts:
+        raise Refusal("invalid", "the prompt is empty: give at least one token", param="prompt")
+    _check_number(server, body, len(prompts))
+    ids = [await decoder.encode(prompt, request.state.tenant) for prompt in prompts]
+    n_new = [decoder.n_new(len(one), body.max_tokens, _SHORT, params=("prompt", "max_tokens")) for one in ids]
+    return await _answered(server, body, request, ids, n_new, _Completion(server, body))
+
+
+@router.post("/v1/chat/completions", responses=_BOTH)
+async def chat_completions(body: ChatRequest, request: Request) -> Response:
+    """Answer a conversation."""
+    server, decoder = _checked(body, request)
+    _check_number(server, body, 1)
+    ids = await decoder.encode(body.chat, request.state.tenant)
+    asked = body.max_completion_tokens or body.max_tokens
+    named = "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
+    n_new = decoder.n_new(len(ids), asked, None, params=("messages", named))
+    return await _answered(server, body, request, [ids], [n_new], _Chat(server, body))
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What an answer has more of: text, the tokens since the last one, and at its end why it ended."""
+
+    text: str
+    tokens: Sequence[Token]
+    finish_reason: StoppedBy | None
+
+
+class Shape(Protocol):
+    """How a route's answers are shaped."""
+
+    prefix: str
+    whole: str
+    chunk: str
+
+    def choice(self, index: int, answer: Delta) -> dict[str, Any]:
+        """A whole answer."""
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        """What a stream begins an answer with."""
+
+    def piece(self, index: int, delta: Delta) -> dict[str, Any]:
+        """What a stream goes on with."""
+
+
+class _Completion:
+    """Shapes of `/v1/completions`."""
+
+    prefix, whole, chunk = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, server: Server, body: CompletionRequest) -> None:
+        self._texts = None if body.n_logprobs is None else TokenTexts(server.tokenizer)
+        self._n_told: dict[int, int] = {}  # characters of the tokens so far, by answer
+
+    def choice(self, index: int, answer: Delta) -> dict[str, Any]:
+        """A whole answer, or a piece of one."""
+        return {
+            "index": index,
+            "text": answer.text,
+            "logprobs": self._logprobs(index, answer.tokens),
+            "finish_reason": answer.finish_reason,
+        }
+
+    def opening(self, index: int) -> None:
+        """Nothing."""
+
+    piece = choice
+
+    def _logprobs(self, index: int, tokens: Sequence[Token]) -> dict[str, Any] | None:
+        if self._texts is None:
+            return None
+        texts = [self._texts.text(token.id) for token in tokens]
+        offsets = []
+        for text in texts:
+            offsets.append(self._n_told.get(index, 0))
+            self._n_told[index] = offsets[-1] + len(text)
+        return {
+            "tokens": texts,
+            "token_logprobs": [token.logprob for token in tokens],
+            "top_logprobs": [self._top(token) for token in tokens],
+            "text_offset": offsets,
+        }
+
+    def _top(self, token: Token) -> dict[str, float]:
+        """The likeliest, and the chosen one; of ids that have one text the likelier."""
+        assert self._texts is not None
+        found: dict[str, float] = {}
+        for one, logprob in (*token.top, (token.id, token.logprob)):
+            found.setdefault(self._texts.text(one), logprob)
+        return found
+
+
+class _Chat:
+    """Shapes of `/v1/chat/completions`."""
+
+    prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, server: Server, body: ChatRequest) -> None:
+        self._texts = None if body.n_logprobs is None else TokenTexts(server.tokenizer)
+
+    def choice(self, index: int, answer: Delta) -> dict[str, Any]:
+        """A whole answer."""
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": answer.text, "refusal": None},
+            "logprobs": self._logprobs(answer.tokens),
+            "finish_reason": answer.finish_reason,
+        }
+
+    def opening(self, index: int) -> dict[str, Any]:
+        """Who speaks."""
+        delta = {"role": "assistant", "content": ""}
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def piece(self, index: int, delta: Delta) -> dict[str, Any]:
+        """What is said next."""
+        return {
+            "index": index,
+            "delta": {"content": delta.text} if delta.text else {},
+            "logprobs": self._logprobs(delta.tokens),
+            "finish_reason": delta.finish_reason,
+        }
+
+    def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
+        if self._texts is None:
+            return None
+        content = [
+            self._entry(token.id, token.logprob) | {"top_logprobs": [self._entry(*one) for one in token.top]}
+            for token in tokens
+        ]
+        return {"content": content, "refusal": None}
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        assert self._texts is not None
+        return {"token": self._texts.text(token), "logprob": logprob, "bytes": self._texts.utf8(token)}
+
+
+class _Asked:
+    """The answers of one request, of each prompt `n`, and what all its chunks have in common."""
+
+    def __init__(self, server: Server, body: GenerationRequest, shape: Shape, answers: Sequence[Generating]) -> None:
+        self._server = server
+        self._body = body
+        self._shape = shape
+        self._answers = answers
+        self._n_made = 0
+        self._id = f"{shape.prefix}-{uuid4().hex}"
+        self._created = int(time())
+        self._reading: list[asyncio.Task[None]] = []
+
+    async def whole(self) -> dict[str, Any]:
+        """All answers, once they are whole."""
+        parts: list[list[Delta]] = [[] for _ in self._answers]
+        async for index, delta in self.deltas():
+            parts[index].append(delta)
+        choices = [self._shape.choice(index, _joined(deltas)) for index, deltas in enumerate(parts)]
+        return self._object(self._shape.whole, choices) | {"usage": self.usage()}
+
+    async def deltas(self) -> AsyncGenerator[tuple[int, Delta]]:
+        """What comes of each answer, as it comes."""
+        arrived: asyncio.Queue[tuple[int, Delta] | Exception | None] = asyncio.Queue()
+
+        async def read(index: int, answer: Generating) -> None:
+            try:
+                async for delta in read_text(answer, self._server.tokenizer, self._body.stops):
+                    arrived.put_nowait((index, delta))
+            except Exception as error:
+                arrived.put_nowait(error)
+            arrived.put_nowait(None)
+
+        self._reading = [asyncio.create_task(read(index, answer)) for index, answer in enumerate(self._answers)]
+        try:
+            n_open = len(self._reading)
+            while n_open:
+                item = await arrived.get()
+                if isinstance(item, Exception):
+                    raise item
+                if item is None:
+                    n_open -= 1
+                    continue
+                self._n_made += len(item[1].tokens)
+                yield item
+        finally:
+            self.close()
+
+    async def events(self, first: tuple[int, Delta], rest: AsyncGenerator[tuple[int, Delta]]) -> AsyncGenerator[bytes]:
+        """All as server-sent events."""
+        try:
+            openings = [self._shape.opening(index) for index in range(len(self._answers))]
+            for opening in openings:
+                if opening is not None:
+                    yield self._event([opening])
+            yield self._event([self._shape.piece(*first)])
+            async for index, delta in rest:
+                yield self._event([self._shape.piece(index, delta)])
+            if self._body.includes_usage:
+                yield self._event([], usage=self.usage())
+            yield format_sse_event(data_str="[DONE]")
+        except Refusal as refusal:
+            yield format_sse_event(event="error", data_str=json.dumps(refusal.body("openai")))
+
+    def usage(self) -> dict[str, Any]:
+        """Tokens; those of a prompt count once, however many answers it has."""
+        prompts = self._answers[:: self._body.n or 1]
+        n_prompt = sum(answer.n_prompt for answer in prompts)
+        return {
+            "prompt_tokens": n_prompt,
+            "completion_tokens": self._n_made,
+            "total_tokens": n_prompt + self._n_made,
+            "prompt_tokens_details": {"cached_tokens": sum(answer.n_cached for answer in prompts)},
+        }
+
+    def close(self) -> None:
+        """Nobody reads any more. After the end it does nothing."""
+        for task in self._reading:
+            task.cancel()
+        for answer in self._answers:
+            answer.close()
+
+    def headers(self) -> dict[str, str]:
+        """What served the prompts, where the operator has it told."""
+        if not self._server.settings.reveal_hits:
+            return {}
+        rungs = [answer.rung for answer in self._answers[:: self._body.n or 1]]
+        found = [rung for rung in rungs if rung is not None]
+        return {
+            "X-Cache": "HIT" if len(found) == len(rungs) else "PARTIAL" if found else "MISS",
+            "X-Cache-Rung": ",".join(dict.fromkeys(found)) or "none",
+        }
+
+    def _event(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
+        told = {"usage": usage} if self._body.includes_usage else {}
+        return format_sse_event(data_str=json.dumps(self._object(self._shape.chunk, choices) | told))
+
+    def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": kind,
+            "created": self._created,
+            "model": self._server.settings.model,
+            "choices": choices,
+        }
+
+
+class _Events(EventSourceResponse):
+    """A stream of events; what makes them ends with it, however it ends."""
+
+    def __init__(self, content: AsyncGenerator[bytes], headers: dict[str, str], close: Callable[[], None]) -> None:
+        super().__init__(content, headers=headers)
+        self._content = content
+        self._close = close
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._close()
+            await self._content.aclose()
+
+
+async def read_text(answer: Generating, tokenizer: Any, stops: Sequence[str]) -> AsyncIterator[Delta]:
+    """The text of an answer, as its tokens come; the last piece says why it is the last.
+
+    Args:
+        answer: Its tokens. It is stopped where a stop text is found.
+        tokenizer: Of the model.
+        stops: Texts before which the answer ends, none of them empty.
+    """
+    detokenizer, finder = Detokenizer(tokenizer), StopTexts(stops)
+    tokens: list[Token] = []
+    async for token in answer:
+        tokens.append(token)
+        stopped_by = answer.stopped_by
+        piece = "" if stopped_by == "stop" else detokenizer.add(token.id)  # of a stop token nothing is told
+        if stopped_by is not None:
+            piece += detokenizer.rest()
+        text, is_found = finder.add(piece)
+        if is_found:
+            answer.stop()
+            yield Delta(text, tokens, "stop")
+            return
+        if stopped_by is not None:
+            yield Delta(text + finder.rest(), tokens, stopped_by)
+        elif text:
+            yield Delta(text, tokens, None)
+            tokens = []
+
+
+async def unless_gone(request: Request, work: Awaitable[_T]) -> _T:
+    """Do work for a client that is there; if it goes, the work is cancelled.
+
+    Raises:
+        Refusal: It has gone.
+    """
+
+    async def until_gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(until_gone())
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise Refusal("cancelled", "the client has gone")
+        return working.result()
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await task
+
+
+def _checked(body: GenerationRequest, request: Request) -> tuple[Server, Decoder]:
+    """The server and its decoder, for a request that it can answer."""
+    server: Server = request.app.state.server
+    if body.model not in (None, "", server.settings.model):
+        raise Refusal("not_found", f"this server has one model: {server.settings.model}", param="model")
+    server.needs("decoder")
+    body.check()
+    assert server.decoder is not None
+    return server, server.decoder
+
+
+def _check_number(server: Server, body: GenerationRequest, n_prompts: int) -> None:
+    most = server.settings.max_client_batch_size
+    if n_prompts * (body.n or 1) > most:
+        raise Refusal("too_many_inputs", f"prompts and their answers (n) are at most {most} together", param="n")
+
+
+async def _answered(
+    server: Server, body: GenerationRequest, request: Request, ids: Sequence[Ids], n_new: Sequence[int], shape: Shape
+) -> Response:
+    """Answer prompts, whole or as a stream, which begins with the first text: until then errors have their status."""
+    asked = _Asked(server, body, shape, _started(server, body, request.state.tenant, ids, n_new))
+    try:
+        if not body.stream:
+            whole = await unless_gone(request, asked.whole())
+            return JSONResponse(whole, headers=asked.headers())
+        deltas = asked.deltas()
+        first = await unless_gone(request, anext(deltas))
+    except BaseException:
+        asked.close()
+        raise
+    return _Events(asked.events(first, deltas), _STREAM_HEADERS | asked.headers(), asked.close)
+
+
+def _started(
+    server: Server, body: GenerationRequest, tenant: Tenant, ids: Sequence[Ids], n_new: Sequence[int]
+) -> list[Generating]:
+    """Begin `n` answers of each prompt; their seeds are one apart."""
+    assert server.decoder is not None
+    decoder, seed, eos_ids = server.decoder, body.first_seed(), server.decoder.eos_ids
+    settings = [
+        [body.sampling(most, (seed + i) % 2**63, eos_ids, decoder.vocabulary) for i in range(body.n or 1)]
+        for most in n_new
+    ]
+    answers: list[Generating] = []
+    try:
+        for prompt, of_prompt in zip(ids, settings, strict=True):
+            answers += [decoder.start(prompt, one, tenant) for one in of_prompt]
+    except Refusal:
+        for answer in answers:
+            answer.close()
+        raise
+    return answers
+
+
+def _joined(deltas: Sequence[Delta]) -> Delta:
+    tokens = [token for delta in deltas for token in delta.tokens]
+    return Delta("".join(delta.text for delta in deltas), tokens, deltas[-1].finish_reason)

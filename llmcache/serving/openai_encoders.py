@@ -1,0 +1,185 @@
+"""OpenAI's routes for encoders, and those that vLLM adds: rerank as Jina and Cohere shape it, and classify."""
+
+import base64
+from time import time
+from typing import Annotated, Any, Literal
+from uuid import uuid4
+
+import numpy as np
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr
+
+from llmcache.serving.encoder import Output
+from llmcache.serving.refusals import Refusal
+from llmcache.serving.server import Server
+from llmcache.serving.tei import Cut, Input, computed, embedding, items_of, probabilities, sigmoid
+from llmcache.serving.timings import headers
+
+router = APIRouter(tags=["openai"])
+
+_ANY_MODEL = ("", None)
+
+
+class _Body(BaseModel):
+    """Fields that are not known are accepted: clients send what other servers take."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    model: StrictStr | None = None
+    #: Tokens to which inputs are cut; -1: the model's own length. As vLLM has it.
+    truncate_prompt_tokens: Annotated[StrictInt, Field(ge=-1)] | None = None
+
+
+class EmbeddingsRequest(_Body):
+    """Of `/v1/embeddings`."""
+
+    input: Input
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Annotated[StrictInt, Field(ge=1)] | None = None
+    user: StrictStr | None = None
+
+
+class ClassifyRequest(_Body):
+    """Of `/v1/classify`."""
+
+    input: StrictStr | list[StrictStr]
+
+
+class RerankDocument(BaseModel):
+    """A document that is an object."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    text: StrictStr
+
+
+class RerankRequest(_Body):
+    """Of `/v1/rerank`."""
+
+    query: StrictStr
+    documents: list[StrictStr | RerankDocument]
+    top_n: Annotated[StrictInt, Field(ge=0)] | None = None
+    return_documents: bool = True
+    max_tokens_per_doc: StrictInt | None = None
+
+
+@router.get("/v1/models")
+async def models(request: Request) -> JSONResponse:
+    """The one model that is served."""
+    server: Server = request.app.state.server
+    return JSONResponse({"object": "list", "data": [_about(server)]})
+
+
+@router.get("/v1/models/{name:path}")
+async def model(name: str, request: Request) -> JSONResponse:
+    """The model of a name."""
+    server: Server = request.app.state.server
+    check_model(server, name)
+    return JSONResponse(_about(server))
+
+
+@router.post("/v1/embeddings")
+async def embeddings(body: EmbeddingsRequest, request: Request) -> JSONResponse:
+    """Embeddings as OpenAI shapes them, of norm 1."""
+    server: Server = request.app.state.server
+    check_model(server, body.model)
+    server.needs("embedding")
+    made = await computed(server, items_of(body.input), request.state.tenant, _cut(body))
+    rows = [embedding(one.values, True, body.dimensions) for one in made]
+    packed = body.encoding_format == "base64"
+    data = [
+        {
+            "object": "embedding",
+            "index": i,
+            "embedding": base64.b64encode(row.astype("<f4").tobytes()).decode() if packed else row.tolist(),
+        }
+        for i, row in enumerate(rows)
+    ]
+    answer = {"object": "list", "data": data, "model": server.name, "usage": _usage(made)}
+    return JSONResponse(answer, headers=headers(server, made))
+
+
+@router.post("/v1/classify")
+async def classify(body: ClassifyRequest, request: Request) -> JSONResponse:
+    """The likeliest label of each input, and the probabilities of all."""
+    server: Server = request.app.state.server
+    check_model(server, body.model)
+    server.needs("classifier")
+    made = await computed(server, items_of(body.input), request.state.tenant, _cut(body))
+    shares = [probabilities(server, one.values) for one in made]
+    data = [
+        {
+            "index": i,
+            "label": server.served.labels[int(np.argmax(row))],
+            "probs": row.tolist(),
+            "num_classes": len(row),
+        }
+        for i, row in enumerate(shares)
+    ]
+    return JSONResponse(_listed(server, "classify", data, made), headers=headers(server, made))
+
+
+@router.post("/v1/rerank")
+@router.post("/v2/rerank")
+async def rerank(body: RerankRequest, request: Request) -> JSONResponse:
+    """How well documents suit a query, best first, as Jina and Cohere shape it."""
+    server: Server = request.app.state.server
+    check_model(server, body.model)
+    server.needs("reranker")
+    texts = [one if isinstance(one, str) else one.text for one in body.documents]
+    made = await computed(server, [(body.query, text) for text in texts], request.state.tenant, _cut(body))
+    scores = [sigmoid(one.values[0]) for one in made]
+    order = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n or None]
+    results = [
+        {"index": i}
+        | ({"document": {"text": texts[i]}} if body.return_documents else {})
+        | {"relevance_score": scores[i]}
+        for i in order
+    ]
+    answer = {"id": f"rerank-{uuid4().hex}", "model": server.name, "usage": _usage(made), "results": results}
+    return JSONResponse(answer, headers=headers(server, made))
+
+
+def check_model(server: Server, name: str | None) -> None:
+    """Refuse another model than the one that is served.
+
+    Raises:
+        Refusal: It is.
+    """
+    if name not in (*_ANY_MODEL, server.name):
+        raise Refusal("not_found", f"this server has one model: {server.name}", param="model")
+
+
+def _cut(body: _Body) -> Cut:
+    if (body.truncate_prompt_tokens or -1) > 0:
+        raise Refusal("invalid", "inputs are cut at the model's own length: give -1", param="truncate_prompt_tokens")
+    return Cut(truncate=None if body.truncate_prompt_tokens is None else True)
+
+
+def _about(server: Server) -> dict[str, Any]:
+    return {
+        "id": server.name,
+        "object": "model",
+        "created": server.started_at,
+        "owned_by": "llmcache",
+        "root": server.name,
+        "parent": None,
+        "max_model_len": server.served.max_length,
+    }
+
+
+def _listed(server: Server, prefix: str, data: list[dict[str, Any]], made: list[Output]) -> dict[str, Any]:
+    return {
+        "id": f"{prefix}-{uuid4().hex}",
+        "object": "list",
+        "created": int(time()),
+        "model": server.name,
+        "data": data,
+        "usage": _usage(made),
+    }
+
+
+def _usage(made: list[Output]) -> dict[str, int]:
+    n_tokens = sum(one.n_tokens for one in made)
+    return {"prompt_tokens": n_tokens, "total_tokens": n_tokens}

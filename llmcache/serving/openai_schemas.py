@@ -1,0 +1,245 @@
+"""Bodies of `/v1/completions` and `/v1/chat/completions`: OpenAI's fields, and those that vLLM adds."""
+
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Final
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr
+
+from llmcache.generation import Sampling
+from llmcache.serving.refusals import Refusal
+
+_SEED_RANGE: Final = 2**63
+_GREEDY_BELOW: Final = 1e-5  # logits divided by less are no numbers any more
+_MOST_LOGPROBS: Final = 20
+_MOST_STOPS: Final = 4
+
+_Penalty = Annotated[StrictFloat, Field(ge=-2, le=2, allow_inf_nan=False)]
+_Count = Annotated[StrictInt, Field(ge=1)]
+_Id = Annotated[StrictInt, Field(ge=0)]
+
+#: Fields that would change an answer in a way that is not there, and the values that ask for nothing. Others that are
+#: not known are accepted: clients send what other servers take.
+_ABSENT: Final[Mapping[str, Sequence[Any]]] = {
+    **dict.fromkeys(("functions", "function_call", "tools"), (None, [], "none")),
+    "tool_choice": (None, "none", "auto"),
+    "response_format": (None, {"type": "text"}),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+    "logit_bias": (None, {}),
+    "min_p": (None, 0),
+    "min_tokens": (None, 0),
+    "use_beam_search": (None, False),
+    "prompt_logprobs": (None,),
+    "bad_words": (None, []),
+    "allowed_token_ids": (None, []),
+    "include_stop_str_in_output": (None, False),
+    "skip_special_tokens": (None, True),
+    "truncate_prompt_tokens": (None,),
+    "echo": (None, False),
+    **dict.fromkeys(("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"), (None,)),
+}
+
+
+class StreamOptions(BaseModel):
+    """What a stream tells beside its text."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    include_usage: StrictBool | None = None
+
+
+class GenerationRequest(BaseModel):
+    """What both routes take."""
+
+    model_config = ConfigDict(extra="allow")
+
+    absent: ClassVar[Mapping[str, Sequence[Any]]] = _ABSENT
+
+    model: StrictStr | None = None
+    max_tokens: _Count | None = None
+    temperature: Annotated[StrictFloat, Field(ge=0, allow_inf_nan=False)] | None = None
+    top_p: Annotated[StrictFloat, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
+    top_k: Annotated[StrictInt, Field(ge=-1)] | None = None
+    seed: Annotated[StrictInt, Field(ge=-_SEED_RANGE, lt=_SEED_RANGE)] | None = None
+    n: _Count | None = None
+    stop: StrictStr | list[StrictStr] | None = None
+    stop_token_ids: list[_Id] | None = None
+    ignore_eos: StrictBool = False
+    presence_penalty: _Penalty | None = None
+    frequency_penalty: _Penalty | None = None
+    repetition_penalty: Annotated[StrictFloat, Field(gt=0, allow_inf_nan=False)] | None = None
+    stream: StrictBool | None = None
+    stream_options: StreamOptions | None = None
+    user: StrictStr | None = None
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Texts that end an answer."""
+        return () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def n_logprobs(self) -> int | None:
+        """How many of the likeliest tokens are told with each; None: not even the chosen one's log-probability."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Refuse what the fields by themselves do not show.
+
+        Raises:
+            Refusal: Naming the field.
+        """
+        for name, value in (self.model_extra or {}).items():
+            if value not in self.absent.get(name, (value,)):
+                raise Refusal("invalid", f"{name}: there is no such thing on this server; leave it out", param=name)
+        if self.stream_options is not None and not self.stream:
+            raise Refusal("invalid", "stream_options is for stream=true alone", param="stream_options")
+        if len(self.stops) > _MOST_STOPS or "" in self.stops:
+            message = f"stop: give at most {_MOST_STOPS} texts, none of them empty"
+            raise Refusal("invalid", message, param="stop")
+
+    def sampling(self, max_new_tokens: int, seed: int, eos_ids: Sequence[int], vocabulary: int) -> Sampling:
+        """Settings of one answer.
+
+        Args:
+            max_new_tokens: Tokens at most.
+            seed: Of the draw; see `first_seed`.
+            eos_ids: Tokens that end an answer of the model.
+            vocabulary: Ids are below this.
+
+        Raises:
+            Refusal: A token that is to end an answer is not of the vocabulary.
+        """
+        more = self.stop_token_ids or []
+        if max(more, default=0) >= vocabulary:
+            raise Refusal("invalid", f"stop_token_ids are from 0 to {vocabulary - 1}", param="stop_token_ids")
+        drawn: dict[str, Any] = {}
+        if not self.is_greedy:
+            top_k = min(self.top_k or 0, vocabulary)
+            drawn = {
+                "do_sample": True,
+                "temperature": 1.0 if self.temperature is None else self.temperature,
+                "top_p": self.top_p,
+                "top_k": top_k if top_k > 0 else None,
+                "seed": seed,
+            }
+        return Sampling(
+            **drawn,
+            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            max_new_tokens=max_new_tokens,
+            stop_ids=tuple(sorted({*more, *(() if self.ignore_eos else eos_ids)})),
+            n_logprobs=min(self.n_logprobs or 0, vocabulary),
+        )
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest tokens are asked for; without a temperature they are drawn, as OpenAI has it."""
+        return self.temperature is not None and self.temperature < _GREEDY_BELOW
+
+    def first_seed(self) -> int:
+        """The seed of the first answer, made up where none was given; those of others follow it."""
+        return secrets.randbits(63) if self.seed is None else self.seed % _SEED_RANGE
+
+
+class CompletionRequest(GenerationRequest):
+    """Of `/v1/completions`."""
+
+    absent: ClassVar[Mapping[str, Sequence[Any]]] = {
+        **_ABSENT,
+        "suffix": (None, ""),
+        "best_of": (None, 1),
+        "add_special_tokens": (None, True),
+    }
+
+    prompt: StrictStr | list[StrictStr] | list[StrictInt] | list[list[StrictInt]]
+    logprobs: Annotated[StrictInt, Field(ge=0, le=_MOST_LOGPROBS)] | None = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Each of them, as a text or as token ids."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if all(isinstance(one, int) for one in self.prompt):
+            return [[one for one in self.prompt if isinstance(one, int)]]
+        return [one for one in self.prompt if not isinstance(one, int)]
+
+    @property
+    def n_logprobs(self) -> int | None:
+        """As asked."""
+        return self.logprobs
+
+
+class TextPart(BaseModel):
+    """A part of a message; others than text are not there."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: StrictStr
+    text: StrictStr | None = None
+
+
+class ChatMessage(BaseModel):
+    """A message of a conversation."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    role: Annotated[StrictStr, Field(min_length=1)]
+    content: StrictStr | list[TextPart] | None = None
+    tool_calls: list[Any] | None = None
+
+
+class ChatRequest(GenerationRequest):
+    """Of `/v1/chat/completions`."""
+
+    absent: ClassVar[Mapping[str, Sequence[Any]]] = {
+        **_ABSENT,
+        "add_generation_prompt": (None, True),
+        "add_special_tokens": (None, False),
+        "continue_final_message": (None, False),
+        "chat_template": (None,),
+        "chat_template_kwargs": (None, {}),
+        "documents": (None, []),
+    }
+
+    messages: list[ChatMessage]
+    max_completion_tokens: _Count | None = None
+    logprobs: StrictBool | None = None
+    top_logprobs: Annotated[StrictInt, Field(ge=0, le=_MOST_LOGPROBS)] | None = None
+
+    def check(self) -> None:
+        """As of every generation; and nothing but text is taken."""
+        super().check()
+        if not self.messages:
+            raise Refusal("invalid", "messages is empty: give one at least", param="messages")
+        if self.top_logprobs and not self.logprobs:
+            raise Refusal("invalid", "top_logprobs is for logprobs=true alone", param="top_logprobs")
+        for number, message in enumerate(self.messages):
+            if message.tool_calls:
+                param = f"messages[{number}].tool_calls"
+                raise Refusal("invalid", f"{param}: there are no tools on this server", param=param)
+            if isinstance(message.content, list) and any(part.text is None for part in message.content):
+                param = f"messages[{number}].content"
+                raise Refusal("invalid", f"{param}: this server takes parts of type `text` alone", param=param)
+
+    @property
+    def chat(self) -> list[dict[str, str]]:
+        """Messages as chat templates take them; parts of one are lines."""
+        return [{"role": one.role, "content": _text(one.content)} for one in self.messages]
+
+    @property
+    def n_logprobs(self) -> int | None:
+        """As asked."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+def _text(content: str | list[TextPart] | None) -> str:
+    if isinstance(content, list):
+        return "\n".join(part.text or "" for part in content)
+    return content or ""

@@ -1,0 +1,64 @@
+"""Runs an application under uvicorn until it is told to stop, and then exits with 0."""
+
+import logging
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from llmcache.serving.app import create_app
+from llmcache.serving.connections import Connection
+from llmcache.serving.server import Server
+
+logger = logging.getLogger("llmcache.serving")
+
+_KEEP_ALIVE_S = 30
+_GRACE_S = 30  # in which requests that are under way may end
+
+
+class Uvicorn(uvicorn.Server):
+    """Stops at SIGTERM and SIGINT without raising them again: a stop that was asked for is no failure."""
+
+    def __init__(self, server: Server, host: str, port: int) -> None:
+        """Prepare to listen; port 0 takes a free one."""
+        super().__init__(
+            uvicorn.Config(
+                create_app(server),
+                host=host,
+                port=port,
+                http=Connection,
+                log_level="warning",
+                access_log=False,  # it would tell who asked what, and take a part of each request
+                lifespan="on",
+                timeout_keep_alive=_KEEP_ALIVE_S,
+                timeout_graceful_shutdown=_GRACE_S,
+                server_header=False,
+            )
+        )
+        self._server = server
+
+    async def startup(self, sockets: Any = None) -> None:
+        """Warm up, listen, and say where."""
+        await super().startup(sockets)
+        for listening in self.servers:
+            for socket in listening.sockets:
+                host, port = socket.getsockname()[:2]
+                logger.info("%s is served on http://%s:%d", self._server.name, host, port)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Have signals handled, where that is possible."""
+        try:
+            for one in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(one, self.handle_exit)
+        except ValueError:  # not in the main thread
+            pass
+        yield
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Refuse new requests, finish what runs; a second Ctrl-C does not wait for that."""
+        self._server.phase = "draining"
+        super().handle_exit(sig, frame)

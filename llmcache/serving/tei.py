@@ -1,0 +1,342 @@
+"""The routes of text-embeddings-inference, with its fields, truncation and errors (its OpenAPI document, version 1.9).
+
+Fields that it does not know are ignored, as there. What a route of another kind of model needs is said in the error.
+"""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, TypeVar
+
+import numpy as np
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+from numpy.typing import NDArray
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictInt, StrictStr
+
+from llmcache import __version__
+from llmcache.serving.encoder import Output
+from llmcache.serving.refusals import Refusal
+from llmcache.serving.server import Server
+from llmcache.serving.tenants import Tenant
+from llmcache.serving.timings import headers
+from llmcache.serving.tokenizing import Item, Tokens
+
+router = APIRouter(tags=["text-embeddings-inference"])
+
+_T = TypeVar("_T")
+_Ids = Annotated[list[StrictInt], Field(min_length=1)]
+#: What an embedding is made of: a text, token ids, or several of either.
+Input = StrictStr | list[StrictStr] | list[_Ids] | list[StrictInt]
+_Pair = Annotated[list[StrictStr], Field(min_length=1, max_length=2)]
+#: What is classified: a text, a list of one text or of a pair, or several such lists.
+Classified = StrictStr | list[_Pair] | _Pair
+_Direction = Annotated[
+    Literal["left", "right"], BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value)
+]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+
+class Cut(_Body):
+    """What is done about inputs that are too long."""
+
+    truncate: StrictBool | None = None
+    truncation_direction: _Direction = "right"
+
+
+class EmbedRequest(Cut):
+    """Of `/embed`."""
+
+    inputs: Input
+    normalize: StrictBool = True
+    prompt_name: StrictStr | None = None
+    dimensions: Annotated[StrictInt, Field(ge=1)] | None = None
+
+
+class EmbedAllRequest(Cut):
+    """Of `/embed_all`."""
+
+    inputs: Input
+    prompt_name: StrictStr | None = None
+
+
+class PredictRequest(Cut):
+    """Of `/predict`."""
+
+    inputs: Classified
+    raw_scores: StrictBool = False
+
+
+class RerankRequest(Cut):
+    """Of `/rerank`."""
+
+    query: StrictStr
+    texts: list[StrictStr]
+    raw_scores: StrictBool = False
+    return_text: StrictBool = False
+
+
+class SimilarityParameters(Cut):
+    """Of `/similarity`."""
+
+    prompt_name: StrictStr | None = None
+
+
+class SimilarityInputs(_Body):
+    """Of `/similarity`."""
+
+    source_sentence: StrictStr
+    sentences: list[StrictStr]
+
+
+class SimilarityRequest(_Body):
+    """Of `/similarity`."""
+
+    inputs: SimilarityInputs
+    parameters: SimilarityParameters | None = None
+
+
+class TokenizeRequest(_Body):
+    """Of `/tokenize`."""
+
+    inputs: StrictStr | list[StrictStr]
+    add_special_tokens: StrictBool = True
+    prompt_name: StrictStr | None = None
+
+
+class DecodeRequest(_Body):
+    """Of `/decode`."""
+
+    ids: list[StrictInt] | list[list[StrictInt]]
+    skip_special_tokens: StrictBool = True
+
+
+@router.post("/embed")
+async def embed(body: EmbedRequest, request: Request) -> JSONResponse:
+    """Embeddings, one list of floats for each input."""
+    server: Server = request.app.state.server
+    server.needs("embedding")
+    items = with_prompt(server, items_of(body.inputs), body.prompt_name)
+    made = await computed(server, items, request.state.tenant, body)
+    rows = [embedding(one.values, body.normalize, body.dimensions) for one in made]
+    return JSONResponse([row.tolist() for row in rows], headers=headers(server, made))
+
+
+@router.post("/embed_all")
+async def embed_all(body: EmbedAllRequest, request: Request) -> JSONResponse:
+    """Embeddings of all tokens. Entries keep one vector an input, so these are computed."""
+    server: Server = request.app.state.server
+    server.needs("embedding")
+    assert server.encoder is not None
+    items = with_prompt(server, items_of(body.inputs), body.prompt_name)
+    check_number(server, len(items))
+    tokens = await server.encoder.tokens(items, truncates(server, body.truncate), body.truncation_direction)
+    states = await server.encoder.states(all_answered(tokens, Tokens), server.on_device(server.served.states))
+    return JSONResponse(states)
+
+
+@router.post("/predict")
+async def predict(body: PredictRequest, request: Request) -> JSONResponse:
+    """Labels with scores, best first, of each input."""
+    server: Server = request.app.state.server
+    server.needs("classifier")
+    items, is_batch = classified_of(body.inputs)
+    made = await computed(server, items, request.state.tenant, body)
+    found = [_ranked(server, one.values, body.raw_scores) for one in made]
+    return JSONResponse(found if is_batch else found[0], headers=headers(server, made))
+
+
+@router.post("/rerank")
+async def rerank(body: RerankRequest, request: Request) -> JSONResponse:
+    """How well texts suit a query, best first."""
+    server: Server = request.app.state.server
+    server.needs("reranker")
+    made = await computed(server, [(body.query, text) for text in body.texts], request.state.tenant, body)
+    scores = [float(one.values[0]) if body.raw_scores else sigmoid(one.values[0]) for one in made]
+    ranks = [
+        {"index": i, "score": scores[i]} | ({"text": body.texts[i]} if body.return_text else {})
+        for i in sorted(range(len(scores)), key=lambda i: -scores[i])
+    ]
+    return JSONResponse(ranks, headers=headers(server, made))
+
+
+@router.post("/similarity")
+async def similarity(body: SimilarityRequest, request: Request) -> JSONResponse:
+    """Cosine of the source sentence and each of the others."""
+    server: Server = request.app.state.server
+    server.needs("embedding")
+    asked = body.parameters or SimilarityParameters()
+    texts: list[Item] = [body.inputs.source_sentence, *body.inputs.sentences]
+    if len(texts) == 1:
+        raise Refusal("invalid", "`inputs.sentences` cannot be empty")
+    items = with_prompt(server, texts, asked.prompt_name)
+    made = await computed(server, items, request.state.tenant, asked)
+    source, *others = (embedding(one.values, True, None) for one in made)
+    return JSONResponse([float(source @ one) for one in others], headers=headers(server, made))
+
+
+@router.post("/tokenize")
+async def tokenize(body: TokenizeRequest, request: Request) -> JSONResponse:
+    """Tokens of each text, with their places in it."""
+    server: Server = request.app.state.server
+    texts = [body.inputs] if isinstance(body.inputs, str) else body.inputs
+    check_number(server, len(texts))
+    items = with_prompt(server, texts, body.prompt_name)
+    return JSONResponse(
+        await server.off_loop(lambda: [server.tokenizing.pieces(str(text), body.add_special_tokens) for text in items])
+    )
+
+
+@router.post("/decode")
+async def decode(body: DecodeRequest, request: Request) -> JSONResponse:
+    """The texts of token ids."""
+    server: Server = request.app.state.server
+    rows = [one for one in body.ids if isinstance(one, list)] or [[one for one in body.ids if isinstance(one, int)]]
+    check_number(server, len(rows))
+    return JSONResponse(
+        await server.off_loop(lambda: [server.tokenizing.decode(row, body.skip_special_tokens) for row in rows])
+    )
+
+
+@router.get("/info")
+async def info(request: Request) -> JSONResponse:
+    """What is served, and its limits."""
+    server: Server = request.app.state.server
+    served, settings = server.served, server.settings
+    id2label = {str(i): label for i, label in enumerate(served.labels)}
+    labels = {"id2label": id2label, "label2id": {label: int(i) for i, label in id2label.items()}}
+    kinds: dict[str, Any] = {
+        "embedding": {"embedding": {"pooling": server.cache.payload}},
+        "classifier": {"classifier": labels},
+        "reranker": {"reranker": labels},
+        "decoder": {"decoder": {}},
+    }
+    return JSONResponse(
+        {
+            "model_id": server.name,
+            "model_sha": None,
+            "model_dtype": str(next(server.model.parameters()).dtype).removeprefix("torch."),
+            "model_type": kinds[served.kind],
+            "max_concurrent_requests": settings.max_concurrent_requests,
+            "max_input_length": served.max_length,
+            "max_batch_tokens": settings.max_batch_tokens,
+            "max_batch_requests": settings.max_batch_requests,
+            "max_client_batch_size": settings.max_client_batch_size,
+            "auto_truncate": settings.auto_truncate,
+            "tokenization_workers": 1,
+            "version": __version__,
+        }
+    )
+
+
+# -- shared with the other dialect -------------------------------------------------------------------------------------
+
+
+async def computed(server: Server, items: Sequence[Item], tenant: Tenant, cut: Cut) -> list[Output]:
+    """What the model makes of inputs.
+
+    Raises:
+        Refusal: There are too many or none, or one of them is refused: the first one's reason.
+    """
+    assert server.encoder is not None
+    check_number(server, len(items))
+    found = await server.encoder.run(items, tenant.namespace, truncates(server, cut.truncate), cut.truncation_direction)
+    return all_answered(found, Output)
+
+
+def all_answered(found: Sequence[_T | Refusal], kind: type[_T]) -> list[_T]:
+    """All of them.
+
+    Raises:
+        Refusal: One was refused: the first one's reason.
+    """
+    refused = next((one for one in found if isinstance(one, Refusal)), None)
+    if refused is not None:
+        raise refused
+    return [one for one in found if isinstance(one, kind)]
+
+
+def check_number(server: Server, n: int) -> None:
+    """Refuse requests of no input, and of too many."""
+    most = server.settings.max_client_batch_size
+    if n == 0:
+        raise Refusal("invalid", "`inputs` cannot be empty")
+    if n > most:
+        raise Refusal("too_many_inputs", f"batch size {n} > maximum allowed batch size {most}")
+
+
+def truncates(server: Server, asked: bool | None) -> bool:
+    """Whether what is too long is cut."""
+    return server.settings.auto_truncate if asked is None else asked
+
+
+def items_of(inputs: Any) -> list[Item]:
+    """Inputs, one or several, as a list."""
+    if isinstance(inputs, str) or (inputs and isinstance(inputs[0], int)):
+        return [inputs]
+    return list(inputs)
+
+
+def classified_of(inputs: Any) -> tuple[list[Item], bool]:
+    """What is to be classified, and whether the answer is a list of answers."""
+    if isinstance(inputs, str):
+        return [inputs], False
+    if inputs and isinstance(inputs[0], list):
+        return [_text_or_pair(one) for one in inputs], True
+    return [_text_or_pair(inputs)] if inputs else [], False
+
+
+def with_prompt(server: Server, items: Sequence[Item], name: str | None) -> list[Item]:
+    """Inputs with the text before each that goes by this name.
+
+    Raises:
+        Refusal: The model has no such prompt, or an input is no text.
+    """
+    if name is None:
+        return list(items)
+    if name not in server.served.prompts:
+        known = ", ".join(server.served.prompts) or "none"
+        raise Refusal("invalid", f"`prompt_name`: the model has no such prompt; it has: {known}")
+    prompt = server.served.prompts[name]
+    if not all(isinstance(item, str) for item in items):
+        raise Refusal("invalid", "`prompt_name` needs texts: token ids are taken as they are")
+    return [f"{prompt}{item}" for item in items]
+
+
+def embedding(values: NDArray[np.float32], normalize: bool, dimensions: int | None) -> NDArray[np.float32]:
+    """A vector as it is asked for: its first dimensions, of norm 1.
+
+    Raises:
+        Refusal: The model has fewer dimensions.
+    """
+    if dimensions is not None and dimensions > len(values):
+        raise Refusal("invalid", f"`dimensions`: the model has {len(values)}", param="dimensions")
+    vector = values[:dimensions]
+    return vector / max(float(np.linalg.norm(vector)), 1e-12) if normalize else vector
+
+
+def probabilities(server: Server, logits: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Of each label: together 1, or of each by itself where any number may hold."""
+    wide = logits.astype(np.float64)
+    if server.served.is_multi_label:
+        each: NDArray[np.float64] = 1 / (1 + np.exp(-wide))
+        return each
+    shares: NDArray[np.float64] = np.exp(wide - wide.max())
+    shares /= shares.sum()
+    return shares
+
+
+def sigmoid(logit: float) -> float:
+    """Of a logit, 0 to 1."""
+    return float(1 / (1 + np.exp(-np.float64(logit))))
+
+
+def _ranked(server: Server, logits: NDArray[np.float32], raw: bool) -> list[dict[str, Any]]:
+    scores = logits.astype(np.float64) if raw else probabilities(server, logits)
+    order = np.argsort(-scores, kind="stable")
+    return [{"score": float(scores[i]), "label": server.served.labels[i]} for i in order]
+
+
+def _text_or_pair(texts: list[str]) -> Item:
+    return texts[0] if len(texts) == 1 else (texts[0], texts[1])

@@ -1,0 +1,109 @@
+"""A call that is answered from the cache or not at all: what a server does before it queues a request."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from llmcache import LLMCache, NotCachedError
+from llmcache.execution.cost import CostModel
+from tests.execution.calls import pair, run, wrapped
+from tests.tiny_models import CLASSIFIERS, padded
+from tests.topics import N_CALIBRATED, batched, classifier, requests
+
+ONE, TWO = padded([6], seed=1), padded([6], seed=2)
+BOTH = {name: torch.cat([ONE[name], TWO[name]]) for name in ONE}
+
+
+@pytest.fixture
+def cache() -> LLMCache:
+    return wrapped(CLASSIFIERS["bert"])
+
+
+def _tried(cache: LLMCache, inputs: dict[str, torch.Tensor]) -> Any:
+    with cache.only_if_cached():
+        return cache(**inputs)
+
+
+def test_an_unknown_request_raises_before_a_layer_runs_and_leaves_no_trace(cache: LLMCache) -> None:
+    cache(**ONE)
+    before, ran = cache.stats(), []
+    layer = cache.model.bert.encoder.layer[0].attention  # type: ignore[union-attr]
+    handle = layer.register_forward_hook(lambda *_: ran.append(1))  # type: ignore[operator]
+    with pytest.raises(NotCachedError, match="row 0 of this call is not in the cache") as caught:
+        _tried(cache, TWO)
+    handle.remove()
+    assert caught.value.rows == (0,)
+    assert not ran
+    after = cache.stats()
+    assert (after.n_requests, after.n_misses, after.errors) == (before.n_requests, before.n_misses, 0)
+    assert cache.last == ()
+    cache(**TWO)  # computed as ever
+    assert cache.stats().n_misses == 2
+
+
+def test_a_known_one_is_served_and_counted_once(cache: LLMCache) -> None:
+    stored = cache(**ONE).logits
+    assert torch.equal(_tried(cache, ONE).logits, stored)
+    assert cache.stats().hits == {"exact": 1}
+    assert cache.last[0].rung == "exact"
+
+
+def test_of_a_batch_it_is_told_which_rows_are_missing(cache: LLMCache) -> None:
+    cache(**ONE)
+    with pytest.raises(NotCachedError) as caught:
+        _tried(cache, BOTH)
+    assert caught.value.rows == (1,)
+    assert cache.stats().n_hits == 0
+    cache(**BOTH)
+    _tried(cache, BOTH)
+    assert cache.stats().hits == {"exact": 3}
+
+
+def test_a_call_that_must_bypass_the_cache_raises_too(cache: LLMCache) -> None:
+    cache(**ONE)
+    with pytest.raises(NotCachedError, match="this call is not") as caught, cache.disabled():
+        _tried(cache, ONE)
+    assert caught.value.rows is None
+    assert cache.stats().bypassed == {}
+
+
+def test_namespaces_hold(cache: LLMCache) -> None:
+    with cache.namespace("a"):
+        cache(**ONE)
+        _tried(cache, ONE)
+    with pytest.raises(NotCachedError), cache.namespace("b"):
+        _tried(cache, ONE)
+
+
+@pytest.mark.slow
+def test_similar_requests_are_served_and_the_audit_counts_each_request_once() -> None:
+    stream, _ = requests(600)
+    cache = LLMCache.wrap(classifier(), answer="class", learn=N_CALIBRATED, max_drop=0.2, audit=0.5)
+    for call in batched(stream[:N_CALIBRATED]):
+        cache(**call)
+    n_computed = 0
+    for one in stream[N_CALIBRATED:]:
+        try:
+            _tried(cache, one)
+        except NotCachedError:
+            n_computed += 1
+            cache(**one)
+    stats = cache.stats()
+    assert stats.n_requests == len(stream)
+    assert stats.hits.get("semantic", 0) > 0
+    assert n_computed > 0
+    assert stats.audit is not None
+    assert stats.audit.n_requests == len(stream) - N_CALIBRATED
+
+
+def test_where_calls_bypass_the_cache_only_known_requests_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, alone = pair(CLASSIFIERS["bert"])
+    cache(**ONE)
+    cost = cache._components.cost
+    assert cost is not None
+    monkeypatch.setattr(CostModel, "is_bypassed", lambda self, n_tokens: True)
+    assert torch.equal(_tried(cache, ONE).logits, run(alone, **ONE))
+    with pytest.raises(NotCachedError) as caught:
+        _tried(cache, TWO)
+    assert caught.value.rows is None  # it was not even read

@@ -1,0 +1,111 @@
+"""Text as tokens come: no character is torn apart, and stop texts are found over the borders of pieces."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmcache.serving.detokenizing import Detokenizer, StopTexts, TokenTexts
+from tests.generation.test_prompt_cache import WORDS, word_tokenizer
+from tests.serving.decoders import END, tokenizer
+
+
+def pieces(made_by: Any, ids: list[int]) -> list[str]:
+    text = Detokenizer(made_by)
+    return [*(text.add(one) for one in ids), text.rest()]
+
+
+def test_characters_are_told_whole() -> None:
+    ids = tokenizer()("5 € a naïve 🙂!")["input_ids"]
+    found = pieces(tokenizer(), ids)
+    assert "".join(found) == "5 € a naïve 🙂!"
+    assert "" in found and not any("\ufffd" in piece for piece in found)
+
+
+def test_what_never_becomes_a_character_is_told_at_the_end() -> None:
+    ids = tokenizer()("a🙂")["input_ids"][:-1]
+    *before, rest = pieces(tokenizer(), ids)
+    assert "".join(before) == "a" and set(rest) == {"\ufffd"}
+
+
+@given(st.lists(st.integers(0, len(tokenizer()) - 1), max_size=40))
+def test_pieces_are_the_whole_text(ids: list[int]) -> None:
+    assert "".join(pieces(tokenizer(), ids)) == tokenizer().decode(ids, skip_special_tokens=True)
+
+
+def test_words_that_a_space_joins() -> None:
+    made = word_tokenizer(WORDS)
+    ids = made("hello there how are you", add_special_tokens=False)["input_ids"]
+    assert "".join(pieces(made, ids)) == made.decode(ids)
+
+
+@pytest.mark.parametrize(
+    ("stops", "fed", "told"),
+    [
+        (("END",), ["one E", "N", "D two"], "one "),
+        (("END",), ["one E", "N", "E", "ND"], "one EN"),
+        (("abcd", "b"), ["ab"], "a"),
+        (("x", "yz"), ["ayzx"], "a"),
+        (("aab",), ["a", "a", "a", "b"], "a"),
+    ],
+)
+def test_a_stop_text_is_cut_with_what_follows(stops: tuple[str, ...], fed: list[str], told: str) -> None:
+    finder, text = StopTexts(stops), ""
+    for number, piece in enumerate(fed):
+        more, is_found = finder.add(piece)
+        text += more
+        assert is_found == (number == len(fed) - 1)
+    assert text == told
+
+
+def test_what_might_become_a_stop_text_is_held_back_no_longer_than_that() -> None:
+    finder = StopTexts(("stop", "\n\n"))
+    assert finder.add("a st") == ("a ", False)
+    assert finder.add("ar\n") == ("star", False)
+    assert finder.add("b s") == ("\nb ", False)
+    assert finder.rest() == "s"
+    assert StopTexts(()).add("as it is") == ("as it is", False)
+
+
+@given(st.lists(st.text("ab", max_size=4), max_size=12), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
+def test_whatever_the_pieces_nothing_is_told_beyond_a_stop(fed: list[str], stops: list[str]) -> None:
+    finder, text, is_found = StopTexts(stops), "", False
+    for piece in fed:
+        more, is_found = finder.add(piece)
+        text += more
+        if is_found:
+            break
+    whole = "".join(fed)
+    assert not any(stop in text for stop in stops)
+    assert whole.startswith(text)
+    if is_found:
+        assert any(whole.startswith(stop, len(text)) for stop in stops)
+    else:
+        assert text + finder.rest() == whole and not any(stop in whole for stop in stops)
+
+
+def test_tokens_by_themselves() -> None:
+    texts, made = TokenTexts(tokenizer()), tokenizer()
+    ids = made("é🙂 card")["input_ids"]
+    assert bytes(byte for one in ids for byte in texts.utf8(one) or ()) == "é🙂 card".encode()
+    assert "\ufffd" in "".join(texts.text(one) for one in ids)
+    assert texts.text(made.eos_token_id) == END
+
+
+class Pieces:
+    """A tokenizer as sentencepiece makes them: a token each of a word that begins, of a byte, and of neither."""
+
+    names = ("\u2581card", "<0xE2>", "<none>")
+
+    def decode(self, ids: list[int], clean_up_tokenization_spaces: bool) -> str:
+        return ("card", "\ufffd", "\ufffd")[ids[0]]
+
+    def convert_ids_to_tokens(self, one: int) -> str:
+        return self.names[one]
+
+
+def test_tokens_of_sentencepiece() -> None:
+    texts = TokenTexts(Pieces())
+    assert [texts.text(one) for one in range(3)] == [" card", "\ufffd", "\ufffd"]
+    assert [texts.utf8(one) for one in range(3)] == [list(b" card"), [0xE2], None]

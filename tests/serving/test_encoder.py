@@ -1,0 +1,215 @@
+"""Hits are answered without queueing, misses computed in batches, and nothing is computed for nobody."""
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from llmcache.serving.encoder import Output
+from llmcache.serving.refusals import Refusal
+from llmcache.serving.server import Server
+from tests.serving.served import make_server, within
+
+TEXTS = [f"lost my card w{i}" for i in range(8)]
+
+
+@pytest.fixture
+def server(models: Path) -> Server:
+    return make_server(models / "classifier")
+
+
+def _ask(server: Server, texts: list[Any], namespace: str = "default", truncate: bool = False) -> Any:
+    assert server.encoder is not None
+    return server.encoder.run(texts, namespace, truncate, "right")
+
+
+def _alone(server: Server, text: str) -> np.ndarray:
+    """What the model makes of a text without a cache."""
+    inputs = server.tokenizer(text, return_tensors="pt")
+    with torch.inference_mode(), server.cache.disabled():
+        return server.model(**inputs).logits[0].numpy()
+
+
+def _values(outputs: list[Any]) -> list[np.ndarray]:
+    assert all(isinstance(one, Output) for one in outputs), outputs
+    return [one.values for one in outputs]
+
+
+def test_answers_are_the_models_own_computed_or_served(server: Server) -> None:
+    async def work() -> None:
+        own = [_alone(server, text) for text in TEXTS]
+        first, second = await _ask(server, TEXTS), await _ask(server, TEXTS)
+        assert [one.rung for one in first] == [None] * len(TEXTS)
+        assert [one.rung for one in second] == ["exact"] * len(TEXTS)
+        for row, one, other in zip(own, _values(first), _values(second), strict=True):
+            assert np.allclose(row, one, atol=1e-5)
+            assert np.array_equal(one, other)
+
+    within(server, work)
+
+
+def test_of_many_inputs_only_the_new_one_is_computed(server: Server) -> None:
+    async def work() -> None:
+        await _ask(server, TEXTS)
+        before = server.cache.stats()
+        answers = await _ask(server, [*TEXTS, "where is my cash"])
+        after = server.cache.stats()
+        assert [one.rung for one in answers] == ["exact"] * len(TEXTS) + [None]
+        assert after.n_misses - before.n_misses == 1
+        assert after.n_requests - before.n_requests == len(TEXTS) + 1
+
+    within(server, work)
+
+
+def test_a_hit_does_not_wait_for_what_is_computed(server: Server) -> None:
+    async def work() -> None:
+        await _ask(server, TEXTS[:1])
+        is_held = asyncio.Event()
+        loop, release = asyncio.get_running_loop(), threading.Event()
+        server.thread.submit(lambda: (loop.call_soon_threadsafe(is_held.set), release.wait(10)))
+        await is_held.wait()
+        miss = asyncio.ensure_future(_ask(server, ["change please"]))
+        hit = await asyncio.wait_for(_ask(server, TEXTS[:1]), 5)
+        assert hit[0].rung == "exact"
+        assert not miss.done()
+        release.set()
+        assert (await miss)[0].rung is None
+
+    within(server, work)
+
+
+def test_the_same_request_in_flight_is_computed_once_in_its_namespace(server: Server) -> None:
+    async def work() -> None:
+        before = server.cache.stats().n_misses
+        same = await asyncio.gather(*(_ask(server, ["where is cash"], "a") for _ in range(6)))
+        assert server.cache.stats().n_misses - before == 1
+        assert len({one[0].values.tobytes() for one in same}) == 1
+        await asyncio.gather(*(_ask(server, ["where is my rate"], name) for name in ("a", "b")))
+        assert server.cache.stats().n_misses - before == 3
+
+    within(server, work)
+
+
+def test_namespaces_are_apart_and_all_read_the_public_one(server: Server) -> None:
+    async def work() -> None:
+        await _ask(server, TEXTS[:1], "a")
+        assert (await _ask(server, TEXTS[:1], "b"))[0].rung is None
+        await _ask(server, TEXTS[1:2], "public")
+        assert (await _ask(server, TEXTS[1:2], "b"))[0].rung == "exact"
+        assert server.cache.purge(namespace="b") == 1  # nothing of the public one was stored in it
+
+    within(server, work)
+
+
+def test_what_fails_spoils_no_other(server: Server) -> None:
+    forward = server.served.forward
+
+    def fails_on_cash(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        if (inputs["input_ids"] == server.tokenizer.convert_tokens_to_ids("cash")).any():
+            raise RuntimeError("cannot")
+        return forward(inputs)
+
+    async def work() -> None:
+        assert server.encoder is not None
+        server.encoder._forward = fails_on_cash
+        texts = ["my card", "my cash", "w3 w4", "\ud800", "w1 " * 40, "my change"]
+        answers = await _ask(server, texts)
+        kinds = [one.kind if isinstance(one, Refusal) else "" for one in answers]
+        assert kinds == ["", "backend", "", "tokenizer", "invalid", ""]
+        assert not any("cash" in str(one) for one in answers if isinstance(one, Refusal))
+        assert len(server.encoder) == 0
+
+    within(server, work)
+
+
+def test_outputs_that_are_not_finite_are_refused(server: Server) -> None:
+    async def work() -> None:
+        assert server.encoder is not None
+        server.encoder._forward = lambda inputs: torch.full((len(inputs["input_ids"]), 5), torch.nan)
+        assert [one.kind for one in await _ask(server, TEXTS[:2])] == ["backend"] * 2
+
+    within(server, work)
+
+
+def test_what_nobody_waits_for_is_not_computed(server: Server) -> None:
+    async def work() -> None:
+        assert server.encoder is not None
+        before, release = server.cache.stats().n_misses, threading.Event()
+        held = server.thread.submit(lambda: release.wait(10))
+        running = asyncio.ensure_future(_ask(server, ["my card"]))
+        await _until(lambda: len(server.encoder) == 1 and not server.encoder._queue)  # type: ignore[arg-type, union-attr]
+        gone = asyncio.ensure_future(_ask(server, ["my cash"]))
+        await _until(lambda: len(server.encoder) == 2)  # type: ignore[arg-type]
+        gone.cancel()
+        await _until(lambda: len(server.encoder) == 1)  # type: ignore[arg-type]
+        release.set()
+        await running
+        assert held.result()
+        assert server.cache.stats().n_misses - before == 1
+
+    within(server, work)
+
+
+async def _until(is_so: Any) -> None:
+    for _ in range(500):
+        if is_so():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("it never came to be so")
+
+
+def test_a_queue_that_is_too_slow_refuses(models: Path) -> None:
+    server = make_server(models / "classifier", max_queue_s=0.05)
+
+    async def work() -> None:
+        release = threading.Event()
+        server.thread.submit(lambda: release.wait(10))
+        assert server.encoder is not None
+        first = asyncio.ensure_future(_ask(server, ["my card"]))
+        await _until(lambda: len(server.encoder) == 1 and not server.encoder._queue)  # type: ignore[arg-type, union-attr]
+        late = asyncio.ensure_future(_ask(server, ["my cash"]))
+        await asyncio.sleep(0.1)
+        release.set()
+        assert isinstance((await first)[0], Output)
+        refusal = (await late)[0]
+        assert (refusal.kind, refusal.headers) == ("overloaded", {"Retry-After": "1"})
+
+    within(server, work)
+
+
+def test_batches_are_of_about_one_length_and_within_the_tokens(models: Path) -> None:
+    server = make_server(models / "classifier", max_batch_tokens=40)
+    texts = [" ".join(["w1"] * n + [f"w{i}"]) for i, n in enumerate((2, 25, 3, 24, 2, 3, 2, 3))]
+    shapes: list[tuple[int, ...]] = []
+    forward = server.served.forward
+
+    def noted(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        shapes.append(tuple(inputs["input_ids"].shape))
+        return forward(inputs)
+
+    async def work() -> None:
+        assert server.encoder is not None
+        server.encoder._forward = noted
+        server.is_disabled = True
+        await _ask(server, texts)
+
+    within(server, work)
+    assert sum(rows for rows, _ in shapes) == len(texts)
+    assert all(rows * length <= 40 or rows == 1 for rows, length in shapes)
+    assert max(rows for rows, _ in shapes) >= 5
+    assert {length for rows, length in shapes if rows > 1} <= {5, 6}
+
+
+def test_with_the_cache_off_everything_is_computed(server: Server) -> None:
+    async def work() -> None:
+        await _ask(server, TEXTS)
+        server.is_disabled = True
+        assert [one.rung for one in await _ask(server, TEXTS)] == [None] * len(TEXTS)
+        server.is_disabled = False
+        assert [one.rung for one in await _ask(server, TEXTS)] == ["exact"] * len(TEXTS)
+
+    within(server, work)

@@ -1,0 +1,92 @@
+"""OpenAI's routes for encoders, asked in process and by the clients that people use."""
+
+import base64
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from starlette.testclient import TestClient
+
+from llmcache.serving.app import create_app
+from tests.serving.served import LABELS, listening, make_server
+
+
+@pytest.fixture
+def embedding(models: Path) -> Iterator[TestClient]:
+    with TestClient(create_app(make_server(models / "embedding"))) as client:
+        yield client
+
+
+def test_embeddings_as_floats_and_packed(embedding: TestClient) -> None:
+    body = {"model": "embedding", "input": ["lost my card", "cash"]}
+    told = embedding.post("/v1/embeddings", json=body).json()
+    assert [one["index"] for one in told["data"]] == [0, 1]
+    assert told["usage"] == {"prompt_tokens": 8, "total_tokens": 8}
+    packed = embedding.post("/v1/embeddings", json={**body, "encoding_format": "base64", "strange": 1}).json()
+    for one, other in zip(told["data"], packed["data"], strict=True):
+        raw = np.frombuffer(base64.b64decode(other["embedding"]), "<f4")
+        assert raw == pytest.approx(np.array(one["embedding"]), abs=1e-6)
+
+
+def test_errors_have_openais_shape(embedding: TestClient) -> None:
+    unknown = embedding.post("/v1/embeddings", json={"model": "gpt-9", "input": "a"})
+    assert unknown.status_code == 404
+    assert unknown.json()["error"]["param"] == "model"
+    wrong = embedding.post("/v1/classify", json={"input": "a"})
+    assert wrong.status_code == 400
+    assert wrong.json()["error"]["message"] == "this route needs a classifier; embedding is an embedding model"
+
+
+def test_classify(models: Path) -> None:
+    with TestClient(create_app(make_server(models / "classifier"))) as client:
+        told = client.post("/v1/classify", json={"input": ["my card", "cash"]}).json()
+    assert [one["num_classes"] for one in told["data"]] == [5, 5]
+    assert told["data"][0]["label"] in LABELS
+    assert sum(told["data"][1]["probs"]) == pytest.approx(1)
+
+
+def test_models(embedding: TestClient) -> None:
+    (one,) = embedding.get("/v1/models").json()["data"]
+    assert (one["id"], one["object"], one["max_model_len"]) == ("embedding", "model", 32)
+    assert embedding.get("/v1/models/embedding").json() == one
+    assert embedding.get("/v1/models/other").status_code == 404
+
+
+@pytest.mark.slow
+def test_the_openai_client(models: Path) -> None:
+    openai = pytest.importorskip("openai")
+    with (
+        listening(make_server(models / "embedding")) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="-") as client,
+    ):
+        made = client.embeddings.create(model="embedding", input=["lost my card", "cash"])  # packed, by its default
+        assert len(made.data) == 2
+        assert np.linalg.norm(made.data[0].embedding) == pytest.approx(1, abs=1e-5)
+        assert [one.id for one in client.models.list()] == ["embedding"]
+        with pytest.raises(openai.NotFoundError):
+            client.embeddings.create(model="other", input="a")
+
+
+@pytest.mark.slow
+def test_the_client_of_hugging_face(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import InferenceClient, constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # it keeps the client from this machine's servers, too
+    with listening(make_server(models / "embedding")) as url:
+        made = InferenceClient(base_url=f"{url}/embed").feature_extraction("lost my card")
+        assert np.linalg.norm(made) == pytest.approx(1, abs=1e-5)
+    with listening(make_server(models / "classifier")) as url:
+        best: Any = InferenceClient(base_url=f"{url}/predict").text_classification("lost my card")
+        assert best.label in LABELS
+
+
+@pytest.mark.slow
+def test_the_client_of_cohere(models: Path) -> None:
+    cohere, httpx = pytest.importorskip("cohere"), pytest.importorskip("httpx")
+    with listening(make_server(models / "reranker")) as url, httpx.Client() as connections:  # it closes none of its own
+        client: Any = cohere.ClientV2(api_key="-", base_url=url, httpx_client=connections)
+        ranks = client.rerank(model="reranker", query="my card", documents=["cash", "lost my card"], top_n=1)
+        assert len(ranks.results) == 1
+        assert 0 <= ranks.results[0].relevance_score <= 1

@@ -1,0 +1,89 @@
+"""`llmcache serve` as a process: it becomes ready, saves when it is told to stop, and starts with what was saved."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.serving.served import write
+
+pytestmark = pytest.mark.slow
+
+
+@contextmanager
+def _running(*args: str) -> Iterator[tuple["subprocess.Popen[str]", str]]:
+    """A server on a free port, and its address once it is ready."""
+    command = [sys.executable, "-m", "llmcache", "serve", "--port", "0", "--warmup-tokens", "8", *args]
+    env = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env)
+    try:
+        assert process.stderr is not None
+        log = []
+        for line in process.stderr:
+            log.append(line)
+            if found := re.search(r"http://\S+", line):
+                yield process, found.group()
+                break
+        else:
+            raise AssertionError("".join(log))
+    finally:
+        process.kill()
+        process.wait()
+        if process.stderr is not None:
+            process.stderr.close()
+
+
+def _predict(url: str, text: str) -> tuple[Any, str]:
+    request = urllib.request.Request(
+        f"{url}/predict", json.dumps({"inputs": text}).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request) as answer:
+        return json.load(answer), answer.headers["X-Cache"]
+
+
+def test_a_stop_saves_and_the_next_start_serves_what_was_saved(tmp_path: Path) -> None:
+    model, save = write(tmp_path, "classifier"), tmp_path / "saved"
+    args = ("--model", str(model), "--save", str(save), "--reveal-hits")
+    with _running(*args) as (process, url):
+        computed, how = _predict(url, "lost my card")
+        assert how == "MISS"
+        assert urllib.request.urlopen(f"{url}/health").status == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+    with _running(*args) as (process, url):
+        assert _predict(url, "lost my card") == (computed, "HIT")
+        process.send_signal(signal.SIGKILL)  # what was saved before is whole
+        process.wait()
+    with _running(*args) as (_, url):
+        assert _predict(url, "lost my card") == (computed, "HIT")
+
+
+def test_a_save_of_other_weights_is_not_used(tmp_path: Path) -> None:
+    model, save = write(tmp_path, "classifier"), tmp_path / "saved"
+    args = ("--save", str(save), "--reveal-hits")
+    with _running("--model", str(model), *args) as (process, url):
+        _predict(url, "lost my card")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+    (tmp_path / "other").mkdir()
+    other = write(tmp_path / "other", "reranker")
+    with _running("--model", str(other), *args) as (_, url), pytest.raises(urllib.error.HTTPError, match="424"):
+        _predict(url, "lost my card")
+
+
+def test_what_cannot_be_loaded_is_said_in_a_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "llmcache", "serve", "--model", str(tmp_path / "nothing")]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    assert done.returncode == 2
+    assert "could not be loaded" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,184 @@
+"""The routes of text-embeddings-inference: its fields, shapes, truncation and errors."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from starlette.testclient import TestClient
+
+from llmcache.serving.app import create_app
+from tests.serving.served import LABELS, make_server
+
+Client = TestClient
+
+
+def _client(folder: Path, **settings: Any) -> Iterator[Client]:
+    with TestClient(create_app(make_server(folder, **settings)), raise_server_exceptions=False) as client:
+        yield client
+
+
+@pytest.fixture
+def classifier(models: Path) -> Iterator[Client]:
+    yield from _client(models / "classifier", max_client_batch_size=4)
+
+
+@pytest.fixture
+def reranker(models: Path) -> Iterator[Client]:
+    yield from _client(models / "reranker")
+
+
+@pytest.fixture
+def embedding(models: Path) -> Iterator[Client]:
+    yield from _client(models / "embedding")
+
+
+def _post(client: Client, path: str, status: int = 200, **body: Any) -> Any:
+    answer = client.post(path, json=body)
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+def test_predict_ranks_labels_the_same_computed_or_served(classifier: Client) -> None:
+    first, second = (_post(classifier, "/predict", inputs="lost my card") for _ in range(2))
+    assert first == second
+    assert {one["label"] for one in first} == set(LABELS)
+    scores = [one["score"] for one in first]
+    assert scores == sorted(scores, reverse=True)
+    assert sum(scores) == pytest.approx(1)
+    raw = _post(classifier, "/predict", inputs="lost my card", raw_scores=True)
+    shares = torch.tensor([one["score"] for one in raw]).softmax(0)
+    assert shares.tolist() == pytest.approx(scores, abs=1e-5)
+
+
+def test_predict_takes_a_text_a_pair_and_batches(classifier: Client) -> None:
+    single = _post(classifier, "/predict", inputs="my card")
+    assert _post(classifier, "/predict", inputs=["my card"]) == single
+    pair = _post(classifier, "/predict", inputs=["my card", "lost"])
+    batch = _post(classifier, "/predict", inputs=[["my card"], ["my card", "lost"]])
+    assert [one["label"] for one in batch[0]] == [one["label"] for one in single]
+    assert [one["score"] for one in batch[1]] == pytest.approx([one["score"] for one in pair], abs=1e-5)
+
+
+def test_embeddings_are_of_norm_1_unless_they_are_not_to_be(embedding: Client) -> None:
+    (one,) = _post(embedding, "/embed", inputs="lost my card")
+    (raw,) = _post(embedding, "/embed", inputs="lost my card", normalize=False)
+    assert np.linalg.norm(one) == pytest.approx(1, abs=1e-5)
+    assert np.linalg.norm(raw) != pytest.approx(1, abs=1e-2)
+    assert np.array(raw) / np.linalg.norm(raw) == pytest.approx(np.array(one), abs=1e-5)
+    (short,) = _post(embedding, "/embed", inputs="lost my card", dimensions=4)
+    assert np.linalg.norm(short) == pytest.approx(1, abs=1e-5)
+    assert len(short) == 4
+    assert _post(embedding, "/embed", 422, inputs="my card", dimensions=4000)["error_type"] == "Validation"
+
+
+def test_embed_takes_texts_and_token_ids(embedding: Client) -> None:
+    ids = [one["id"] for one in _post(embedding, "/tokenize", inputs="lost my card")[0]]
+    (by_text,) = _post(embedding, "/embed", inputs="lost my card")
+    assert _post(embedding, "/embed", inputs=ids) == [by_text]
+    two = _post(embedding, "/embed", inputs=["lost my card", "my cash"])
+    assert len(two) == 2
+    assert two[0] == pytest.approx(by_text, abs=1e-5)
+    assert len(_post(embedding, "/embed", inputs=[ids, ids])) == 2
+    assert "from 0 to" in _post(embedding, "/embed", 422, inputs=[5, 10**6])["error"]
+
+
+def test_embed_all_gives_every_token_its_own_vector(embedding: Client) -> None:
+    _post(embedding, "/embed", inputs="lost my card")  # kept as one vector, which must not come back for each token
+    (rows,) = _post(embedding, "/embed_all", inputs="lost my card")
+    assert len(rows) == 5
+    assert len({tuple(row) for row in rows}) == 5
+    (raw,) = _post(embedding, "/embed", inputs="lost my card", normalize=False)
+    assert np.mean(rows, axis=0) == pytest.approx(np.array(raw), abs=1e-5)
+
+
+def test_similarity_is_the_cosine(embedding: Client) -> None:
+    same, other = _post(
+        embedding, "/similarity", inputs={"source_sentence": "my card", "sentences": ["my card", "the rate"]}
+    )
+    assert same == pytest.approx(1, abs=1e-5)
+    assert other < 1
+
+
+def test_rerank_ranks_texts(reranker: Client) -> None:
+    texts = ["my card", "the rate", "lost cash"]
+    ranks = _post(reranker, "/rerank", query="where is my card", texts=texts, return_text=True)
+    assert sorted(one["index"] for one in ranks) == [0, 1, 2]
+    assert [one["text"] for one in ranks] == [texts[one["index"]] for one in ranks]
+    scores = [one["score"] for one in ranks]
+    assert scores == sorted(scores, reverse=True)
+    raw = _post(reranker, "/rerank", query="where is my card", texts=texts, raw_scores=True)
+    assert [1 / (1 + np.exp(-one["score"])) for one in raw] == pytest.approx(scores, abs=1e-5)
+    assert "text" not in raw[0]
+
+
+def test_tokenize_and_decode(classifier: Client) -> None:
+    (pieces,) = _post(classifier, "/tokenize", inputs="lost my card")
+    assert [one["special"] for one in pieces] == [True, False, False, False, True]
+    assert pieces[1] == {"id": 4, "text": "lost", "special": False, "start": 0, "stop": 4}
+    ids = [one["id"] for one in pieces]
+    assert _post(classifier, "/decode", ids=ids) == ["lost my card"]
+    assert _post(classifier, "/decode", ids=[ids, ids], skip_special_tokens=False)[0].startswith("[CLS]")
+    assert len(_post(classifier, "/tokenize", inputs=["my", "card"], add_special_tokens=False)[1]) == 1
+
+
+def test_what_is_too_long_is_cut_only_if_that_is_wanted(classifier: Client) -> None:
+    long = "w1 " * 20 + "card " * 20
+    refused = _post(classifier, "/predict", 422, inputs=long)
+    assert refused == {
+        "error": "`inputs` must have at most 32 tokens. Given: 42; shorten it, or set `truncate`",
+        "error_type": "Validation",
+    }
+    right = _post(classifier, "/predict", inputs=long, truncate=True)
+    left = _post(classifier, "/predict", inputs=long, truncate=True, truncation_direction="Left")
+    assert right != left
+    assert right == _post(classifier, "/predict", inputs="w1 " * 20 + "card " * 10)
+
+
+def test_info_and_health(classifier: Client) -> None:
+    info = classifier.get("/info").json()
+    assert info["model_type"]["classifier"]["id2label"]["0"] == LABELS[0]
+    assert (info["model_dtype"], info["max_input_length"], info["max_client_batch_size"]) == ("float32", 32, 4)
+    assert classifier.get("/health").status_code == classifier.get("/healthz").status_code == 200
+
+
+@pytest.mark.parametrize("inputs", [[], "", ["a"] * 3, [["a", "b", "c"]], [[]], 5, None, {"a": 1}, [1.5], [True]])
+def test_wrong_inputs_are_told(classifier: Client, inputs: Any) -> None:
+    answer = classifier.post("/predict", json={"inputs": inputs})
+    if inputs == "":  # special tokens alone are an input
+        assert answer.status_code == 200
+        return
+    assert answer.status_code == 422
+    assert answer.json()["error_type"] == "Validation"
+
+
+def test_too_many_inputs(classifier: Client) -> None:
+    refused = _post(classifier, "/predict", 413, inputs=[["a"]] * 5)
+    assert refused["error"] == "batch size 5 > maximum allowed batch size 4"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/embed", {"inputs": "my card"}),
+        ("/embed_all", {"inputs": "my card"}),
+        ("/rerank", {"query": "my", "texts": ["card"]}),
+        ("/similarity", {"inputs": {"source_sentence": "my", "sentences": ["card"]}}),
+    ],
+)
+def test_a_route_of_another_kind_of_model_says_which(classifier: Client, path: str, body: dict[str, Any]) -> None:
+    refused = _post(classifier, path, 424, **body)
+    assert refused["error"].startswith("this route needs a")
+    assert refused["error"].endswith("classifier is a classifier")
+    assert refused["error_type"] == "Backend"
+
+
+def test_headers_tell_of_hits_only_where_the_operator_wants_it(models: Path, classifier: Client) -> None:
+    _post(classifier, "/predict", inputs="my card")
+    quiet = classifier.post("/predict", json={"inputs": "my card"}).headers
+    assert not [name for name in quiet if name.startswith("x-") and name != "x-request-id"]
+    for client in _client(models / "classifier", reveal_hits=True):
+        seen = [client.post("/predict", json={"inputs": "my card"}).headers["X-Cache"] for _ in range(2)]
+        assert seen == ["MISS", "HIT"]
