@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr
 from llmcache.serving.encoder import Output
 from llmcache.serving.refusals import Refusal
 from llmcache.serving.server import Server
-from llmcache.serving.tei import Cut, Input, computed, embedding, items_of, probabilities, sigmoid
+from llmcache.serving.tei import Cut, Input, Texts, computed, embedding, items_of, probabilities, sigmoid
 from llmcache.serving.timings import headers
 
 router = APIRouter(tags=["openai"])
@@ -43,7 +43,7 @@ class EmbeddingsRequest(_Body):
 class ClassifyRequest(_Body):
     """Of `/v1/classify`."""
 
-    input: StrictStr | list[StrictStr]
+    input: StrictStr | Texts
 
 
 class RerankDocument(BaseModel):
@@ -58,7 +58,7 @@ class RerankRequest(_Body):
     """Of `/v1/rerank`."""
 
     query: StrictStr
-    documents: list[StrictStr | RerankDocument]
+    documents: Annotated[list[StrictStr | RerankDocument], Field(fail_fast=True)]
     top_n: Annotated[StrictInt, Field(ge=0)] | None = None
     return_documents: bool = True
     max_tokens_per_doc: StrictInt | None = None

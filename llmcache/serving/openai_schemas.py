@@ -17,6 +17,9 @@ _MOST_STOPS: Final = 4
 _Penalty = Annotated[StrictFloat, Field(ge=-2, le=2, allow_inf_nan=False)]
 _Count = Annotated[StrictInt, Field(ge=1)]
 _Id = Annotated[StrictInt, Field(ge=0)]
+# The first wrong item is told: a body of a million wrong ones makes no million errors.
+_Texts = Annotated[list[StrictStr], Field(fail_fast=True)]
+_Ids = Annotated[list[StrictInt], Field(fail_fast=True)]
 
 #: Fields that would change an answer in a way that is not there, and the values that ask for nothing. Others that are
 #: not known are accepted: clients send what other servers take.
@@ -63,8 +66,8 @@ class GenerationRequest(BaseModel):
     top_k: Annotated[StrictInt, Field(ge=-1)] | None = None
     seed: Annotated[StrictInt, Field(ge=-_SEED_RANGE, lt=_SEED_RANGE)] | None = None
     n: _Count | None = None
-    stop: StrictStr | list[StrictStr] | None = None
-    stop_token_ids: list[_Id] | None = None
+    stop: StrictStr | _Texts | None = None
+    stop_token_ids: Annotated[list[_Id], Field(fail_fast=True)] | None = None
     ignore_eos: StrictBool = False
     presence_penalty: _Penalty | None = None
     frequency_penalty: _Penalty | None = None
@@ -158,7 +161,7 @@ class CompletionRequest(GenerationRequest):
         "add_special_tokens": (None, True),
     }
 
-    prompt: StrictStr | list[StrictStr] | list[StrictInt] | list[list[StrictInt]]
+    prompt: StrictStr | _Texts | _Ids | Annotated[list[_Ids], Field(fail_fast=True)]
     logprobs: Annotated[StrictInt, Field(ge=0, le=_MOST_LOGPROBS)] | None = None
 
     @property
@@ -191,7 +194,7 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
     role: Annotated[StrictStr, Field(min_length=1)]
-    content: StrictStr | list[TextPart] | None = None
+    content: StrictStr | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     tool_calls: list[Any] | None = None
 
 
@@ -208,7 +211,7 @@ class ChatRequest(GenerationRequest):
         "documents": (None, []),
     }
 
-    messages: list[ChatMessage]
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True)]
     max_completion_tokens: _Count | None = None
     logprobs: StrictBool | None = None
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=_MOST_LOGPROBS)] | None = None

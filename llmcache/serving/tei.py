@@ -23,12 +23,14 @@ from llmcache.serving.tokenizing import Item, Tokens
 router = APIRouter(tags=["text-embeddings-inference"])
 
 _T = TypeVar("_T")
-_Ids = Annotated[list[StrictInt], Field(min_length=1)]
+_FAST = Field(fail_fast=True)  # a million wrong items are one error
+Texts = Annotated[list[StrictStr], _FAST]
+_Ids = Annotated[list[StrictInt], Field(min_length=1, fail_fast=True)]
 #: What an embedding is made of: a text, token ids, or several of either.
-Input = StrictStr | list[StrictStr] | list[_Ids] | list[StrictInt]
-_Pair = Annotated[list[StrictStr], Field(min_length=1, max_length=2)]
+Input = StrictStr | Texts | Annotated[list[_Ids], _FAST] | Annotated[list[StrictInt], _FAST]
+_Pair = Annotated[list[StrictStr], Field(min_length=1, max_length=2, fail_fast=True)]
 #: What is classified: a text, a list of one text or of a pair, or several such lists.
-Classified = StrictStr | list[_Pair] | _Pair
+Classified = StrictStr | Annotated[list[_Pair], _FAST] | _Pair
 _Direction = Annotated[
     Literal["left", "right"], BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value)
 ]
@@ -72,7 +74,7 @@ class RerankRequest(Cut):
     """Of `/rerank`."""
 
     query: StrictStr
-    texts: list[StrictStr]
+    texts: Texts
     raw_scores: StrictBool = False
     return_text: StrictBool = False
 
@@ -87,7 +89,7 @@ class SimilarityInputs(_Body):
     """Of `/similarity`."""
 
     source_sentence: StrictStr
-    sentences: list[StrictStr]
+    sentences: Texts
 
 
 class SimilarityRequest(_Body):
@@ -100,7 +102,7 @@ class SimilarityRequest(_Body):
 class TokenizeRequest(_Body):
     """Of `/tokenize`."""
 
-    inputs: StrictStr | list[StrictStr]
+    inputs: StrictStr | Texts
     add_special_tokens: StrictBool = True
     prompt_name: StrictStr | None = None
 
@@ -108,7 +110,7 @@ class TokenizeRequest(_Body):
 class DecodeRequest(_Body):
     """Of `/decode`."""
 
-    ids: list[StrictInt] | list[list[StrictInt]]
+    ids: Annotated[list[StrictInt], _FAST] | Annotated[list[Annotated[list[StrictInt], _FAST]], _FAST]
     skip_special_tokens: StrictBool = True
 
 

@@ -16,6 +16,7 @@ from llmcache.serving import decoder as module
 from llmcache.serving.decoder import IN_FLIGHT, Decoder, Generating
 from llmcache.serving.refusals import Refusal
 from llmcache.serving.tenants import ANYONE
+from tests.generation.test_prompt_cache import Counted
 from tests.serving.decoders import CONTEXT, OTHER, Stub, row, tokenizer
 
 GREEDY = Sampling(max_new_tokens=12, stop_ids=())
@@ -304,12 +305,24 @@ def test_prompts_become_tokens(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> N
             text = tokenizer().apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
             assert list(await stub.running.encode(chat, ANYONE)) == tokenizer()(text)["input_ids"]
         assert await stub.running.encode([5, 6], ANYONE) == (5, 6)
-        stub.running.forget("default")
         monkeypatch.setattr(tokenizer(), "chat_template", None)
         with pytest.raises(Refusal, match="no chat template: use /v1/completions"):
             await stub.running.encode(chat, ANYONE)
 
     run(main())
+
+
+def test_prompts_are_known_within_a_namespace_until_it_is_purged(stub: Stub) -> None:
+    counted = Counted(tokenizer())
+    decoder = Decoder(stub.cache, stub.thread, stub.settings, counted)
+    n_tokenised = []
+    for tenant in (ANYONE, ANYONE, OTHER, ANYONE):
+        run(decoder.encode("my card", tenant))
+        n_tokenised.append(counted.asked["tokens"])
+    decoder.forget(ANYONE.namespace)
+    run(decoder.encode("my card", ANYONE))
+    assert [*n_tokenised, counted.asked["tokens"]] == [1, 1, 2, 2, 3]
+    decoder.close()
 
 
 def test_room_for_an_answer(stub: Stub) -> None:

@@ -4,15 +4,18 @@ import asyncio
 import json
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
 
 from llmcache.generation import Generation, Sampling, generate
+from llmcache.serving.app import create_app
 from llmcache.serving.openai_decoders import unless_gone
 from llmcache.serving.refusals import Refusal
-from tests.serving.decoders import CONTEXT, NAME, Stub, application, listening, row, tokenizer
+from tests.serving.decoders import CONTEXT, NAME, Stub, application, listening, model, row, tokenizer
+from tests.serving.served import make_server
 
 PROMPT = "where is my card"
 CHAT = [{"role": "system", "content": "the cash"}, {"role": "user", "content": PROMPT}]
@@ -106,7 +109,11 @@ def test_draws_are_seeded_as_asked(client: TestClient, stub: Stub) -> None:
     sampling = Sampling(do_sample=True, seed=2**63 - 3, max_new_tokens=12, **settings)  # type: ignore[arg-type]
     expected = own(stub, tokenizer()(PROMPT)["input_ids"], sampling)
     assert complete(client, **DRAWN)["choices"][0]["text"] == text_of(expected.tokens)
-    assert len({complete(client, temperature=None)["choices"][0]["text"] for _ in range(3)}) == 3  # and not without
+    cool = own(
+        stub, tokenizer()(PROMPT)["input_ids"], Sampling(do_sample=True, temperature=0.7, seed=1, max_new_tokens=12)
+    )
+    assert complete(client, temperature=0.7, seed=1)["choices"][0]["text"] == text_of(cool.tokens)
+    assert len({complete(client, temperature=None)["choices"][0]["text"] for _ in range(9)}) == 9  # and not without
 
 
 def test_penalties(client: TestClient, stub: Stub) -> None:
@@ -331,6 +338,8 @@ def test_what_is_no_number_is_refused(client: TestClient, number: str) -> None:
 def test_fields_that_are_not_known_are_accepted(client: TestClient) -> None:
     more = {"user": "me", "store": True, "metadata": {"a": 1}, "tools": [], "tool_choice": "auto", "min_p": 0}
     assert chat(client, **more, response_format={"type": "text"}, cache_salt="x", namespace="other")["choices"]
+    harmless = {"continue_final_message": False, "add_special_tokens": False, "add_generation_prompt": True}
+    assert chat(client, **harmless, chat_template_kwargs={}, documents=[], n=1, stop=["a"] * 4)["choices"]
     assert complete(client, best_of=1, echo=False, suffix=None)["choices"]
 
 
@@ -423,6 +432,24 @@ def test_work_ends_with_the_one_who_has_it_done() -> None:
         assert work.cancelled()
 
     asyncio.run(main())
+
+
+@pytest.mark.slow
+def test_through_the_whole_application(tmp_path: Path) -> None:
+    model().save_pretrained(tmp_path / NAME)
+    tokenizer().save_pretrained(tmp_path / NAME)
+    server = make_server(tmp_path / NAME, {"prefix_block": 8, "auto_bypass": False})
+    expected = text_of(generate(model(), row(tuple(ids_of())), Sampling(max_new_tokens=12)).tokens)
+    with TestClient(create_app(server)) as client:
+        for n_cached in (0, len(ids_of())):
+            told = chat(client)
+            assert told["choices"][0]["message"]["content"] == expected
+            assert told["usage"]["prompt_tokens_details"] == {"cached_tokens": n_cached}
+        chunks = streamed(client, "/v1/chat/completions", messages=CHAT)
+        assert "".join(one["choices"][0]["delta"].get("content", "") for one in chunks) == expected
+        wrong = client.post("/v1/completions", json={"prompt": ["secret", 1] * 1000})
+        assert wrong.status_code == 400 and "prompt" in wrong.json()["error"]["param"] and "secret" not in wrong.text
+        assert client.post("/v1/embeddings", json={"input": "a"}).status_code == 400
 
 
 @pytest.mark.slow

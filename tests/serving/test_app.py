@@ -1,0 +1,147 @@
+"""The whole application: keys on every route, namespaces that keys decide, and bodies that are hostile."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from starlette.testclient import TestClient
+from typer.testing import CliRunner
+
+from llmcache.cli.main import app as command_line
+from llmcache.serving.app import create_app
+from tests.serving.served import make_server
+from tests.serving.walking import unbounded_fields, walk_routes
+
+NAMES = (("ann", "a"), ("bob", "b"), ("boss", "public"))
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> tuple[Path, dict[str, str]]:
+    """A file of keys, and the keys by name; the last one is an operator's."""
+    path, found = tmp_path / "keys.yaml", {}
+    for name, namespace in NAMES:
+        more = ["--admin"] if name == "boss" else []
+        made = CliRunner().invoke(
+            command_line, ["keys", "add", str(path), "--name", name, "--namespace", namespace, *more]
+        )
+        assert made.exit_code == 0, made.output
+        found[name] = made.stdout.strip().split()[-1]
+    return path, found
+
+
+@pytest.fixture
+def client(models: Path, keys: tuple[Path, dict[str, str]]) -> Iterator[TestClient]:
+    server = make_server(models / "classifier", keys=keys[0], reveal_hits=True)
+    with TestClient(create_app(server), raise_server_exceptions=False) as client:
+        yield client
+
+
+def _predict(client: TestClient, key: str, text: str) -> str:
+    answer = client.post("/predict", json={"inputs": text}, headers={"Authorization": f"Bearer {key}"})
+    assert answer.status_code == 200, answer.text
+    return answer.headers["X-Cache"]
+
+
+@pytest.mark.parametrize("kind", ["classifier", "reranker", "embedding"])
+def test_every_route_but_liveness_needs_a_key(kind: str, models: Path, keys: tuple[Path, dict[str, str]]) -> None:
+    app = create_app(make_server(models / kind, keys=keys[0]))
+    assert asyncio.run(walk_routes(app)) > 20
+
+
+def test_no_list_of_a_body_collects_an_error_an_item(models: Path) -> None:
+    assert unbounded_fields(create_app(make_server(models / "classifier"))) == []
+
+
+def test_a_key_decides_the_namespace_and_public_is_read_by_all(
+    client: TestClient, keys: tuple[Path, dict[str, str]]
+) -> None:
+    ann, bob, boss = keys[1].values()
+    assert [_predict(client, ann, "my card") for _ in range(2)] == ["MISS", "HIT"]
+    assert _predict(client, bob, "my card") == "MISS"
+    assert _predict(client, boss, "the rate") == "MISS"
+    assert [_predict(client, key, "the rate") for key in (ann, bob)] == ["HIT", "HIT"]
+    told = {"Authorization": f"Bearer {bob}"}
+    body = {"inputs": "lost cash", "namespace": "a", "cache_salt": "a"}
+    assert client.post("/predict", json=body, headers=told).headers["X-Cache"] == "MISS"
+    assert _predict(client, ann, "lost cash") == "MISS"
+
+
+def test_operators_routes_are_for_operators(client: TestClient, keys: tuple[Path, dict[str, str]]) -> None:
+    ann, _, boss = keys[1].values()
+    _predict(client, ann, "my card")
+    purge = {"namespace": "a"}
+    assert client.post("/admin/purge", json=purge, headers={"Authorization": f"Bearer {ann}"}).status_code == 403
+    done = client.post("/admin/purge", json=purge, headers={"Authorization": f"Bearer {boss}"})
+    assert done.json() == {"purged": 1}
+    assert _predict(client, ann, "my card") == "MISS"
+    assert client.get("/metrics", headers={"Authorization": f"Bearer {boss}"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"{",
+        b"[]",
+        b'{"inputs": NaN}',
+        b'{"inputs": "\\ud800"}',
+        b'{"inputs": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"inputs": [' + b'"a",' * 300_000 + b'"a"]}',
+        b'{"inputs": "' + b"a " * 900_000 + b'"}',
+        b'{"inputs": "' + b"a" * 3_000_000 + b'"}',
+        b'{"inputs": -1}',
+        b"\xff\xfe",
+        b"",
+    ],
+    ids=lambda body: f"{body[:16]!r} of {len(body)}",
+)
+@pytest.mark.parametrize("path", ["/predict", "/v1/classify"])
+def test_hostile_bodies_are_refused_in_the_routes_dialect(models: Path, path: str, body: bytes) -> None:
+    if path == "/v1/classify":
+        body = body.replace(b'"inputs"', b'"input"')
+    with TestClient(create_app(make_server(models / "classifier"))) as client:
+        answer = client.post(path, content=body, headers={"Content-Type": "application/json"})
+        assert 400 <= answer.status_code < 500
+        told: Any = answer.json()["error"]
+        text = told if path == "/predict" else told["message"]
+        assert text and "aaaa" not in text
+        assert client.get("/health").status_code == 200
+
+
+def test_requests_while_a_namespace_is_purged_are_answered(models: Path) -> None:
+    server = make_server(models / "classifier")
+    with TestClient(create_app(server)) as client:
+        stop = threading.Event()
+
+        def purge() -> None:
+            while not stop.is_set():
+                server.purge("default")
+
+        purging = threading.Thread(target=purge)
+        purging.start()
+        try:
+            answers = [client.post("/predict", json={"inputs": f"my card w{i % 5}"}) for i in range(60)]
+        finally:
+            stop.set()
+            purging.join()
+    assert {answer.status_code for answer in answers} == {200}
+    for i in range(5):
+        scores = [answers[n].json()[0]["score"] for n in range(i, 60, 5)]
+        assert scores == pytest.approx([scores[0]] * len(scores), abs=1e-5)
+
+
+def test_liveness_says_when_the_server_stops(models: Path) -> None:
+    server = make_server(models / "classifier")
+
+    async def asked() -> int:
+        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=create_app(server))) as client:
+            return (await client.get("http://server/health")).status_code
+
+    assert asyncio.run(asked()) == 503  # not started
+    with TestClient(create_app(server)) as client:
+        assert client.get("/health").status_code == 200
+        server.phase = "draining"
+        assert client.get("/health").status_code == 503
