@@ -11,10 +11,13 @@ from typing import Any
 import httpx2
 import pytest
 
+from llmcache.serving.app import create_app
 from llmcache.serving.history import History, Interval
+from llmcache.serving.keys import add_key
 from llmcache.serving.page import count, duration, percent, size
 from llmcache.serving.server import Server
 from llmcache.stats import AuditStats, Cost, Health, Stats
+from tests.serving.served import make_server
 from tests.serving_browser import SIZES, open_browser
 from tests.tiny_server import listening, make_app, serving
 
@@ -254,6 +257,20 @@ def test_buttons_ask_act_and_tell(browser: Any, server: Server, address: str) ->
     browser.press("save", "go")
     wait_for(lambda: browser.told() == "Saved.")
     assert browser.complaints() == []
+
+
+@pytest.mark.slow
+def test_a_browser_signs_in_with_a_key_as_its_password(browser: Any, models: Path, tmp_path: Path) -> None:
+    key = add_key(tmp_path / "keys.yaml", "boss", "public", ("infer", "admin"))
+    server = make_server(models / "classifier", keys=tmp_path / "keys.yaml", warmup_tokens=0)
+    with listening(create_app(server)) as address:
+        browser.show(address.replace("//", f"//boss:{key}@"), "desk")
+        assert "Health" in browser.text("figures")
+        browser.press("disable", "go")
+        wait_for(lambda: browser.told() == "The cache is disabled." and server.is_disabled)
+        wait_for(lambda: browser.shows("enable"))
+        assert browser.complaints() == [] and "/admin/disable" in browser.text("figures")
+        assert httpx2.get(f"{address}/").status_code == 401
 
 
 @pytest.mark.slow
