@@ -7,7 +7,6 @@ other origins.
 import asyncio
 import ipaddress
 import logging
-import math
 from collections.abc import Callable
 from typing import Annotated, Any, Final, TypeVar
 from urllib.parse import urlsplit
@@ -100,8 +99,7 @@ async def stats(request: Request) -> dict[str, Any]:
     """All figures of the cache; those that are not finite are null."""
     server: Server = request.app.state.server
     found = await _blocking(server.cache.stats)
-    plain: dict[str, Any] = _plain(found.to_dict())
-    return {"enabled": not server.is_disabled, "phase": server.phase, **plain}
+    return {"enabled": not server.is_disabled, "phase": server.phase, **found.to_dict()}
 
 
 router.include_router(changing)
@@ -130,12 +128,3 @@ def _is_address(host: str) -> bool:
         return name == "localhost" or bool(ipaddress.ip_address(name))
     except ValueError:
         return False
-
-
-def _plain(value: Any) -> Any:
-    """For JSON: keys are texts, and what is not finite is None."""
-    if isinstance(value, dict):
-        return {str(key): _plain(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

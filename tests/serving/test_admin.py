@@ -35,7 +35,10 @@ def done(answer: httpx2.Response) -> object:
     return answer.raise_for_status().json()
 
 
-def test_a_namespace_is_purged_and_the_rest_cleared(server: Server, client: httpx2.Client) -> None:
+def test_a_namespace_is_purged_and_the_rest_cleared(
+    server: Server, client: httpx2.Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "llmcache")
     client.post("/predict", json=IDS)
     client.post("/predict", json=[*IDS, 5])
     assert done(client.post("/admin/purge", json={"namespace": "another"})) == {"purged": 0}
@@ -44,6 +47,8 @@ def test_a_namespace_is_purged_and_the_rest_cleared(server: Server, client: http
     assert server.cache.stats().n_stored == 1
     assert done(client.post("/admin/clear")) == {"cleared": True}
     assert server.cache.stats().n_stored == 0
+    told = [record.getMessage() for record in caplog.records if "anyone" in record.getMessage()]
+    assert told == 2 * ["llmcache: anyone purges a namespace"] + ["llmcache: anyone clears the cache"]
 
 
 @pytest.mark.parametrize(
@@ -88,7 +93,7 @@ def test_the_cache_is_saved_to_the_folder_of_the_settings(server: Server, client
 
 
 def test_a_save_that_cannot_be_is_refused_in_words(
-    server: Server, client: httpx2.Client, monkeypatch: pytest.MonkeyPatch
+    server: Server, client: httpx2.Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(folder: Path) -> None:
         raise StoreError(f"no space left at {folder}")
@@ -96,7 +101,7 @@ def test_a_save_that_cannot_be_is_refused_in_words(
     monkeypatch.setattr(server.cache, "save", fail)
     answer = client.post("/admin/save")
     assert answer.status_code == 424 and "log says why" in answer.json()["error"]
-    assert str(server.settings.save) not in answer.text
+    assert str(server.settings.save) not in answer.text and str(server.settings.save) in caplog.text
     with serving() as without, listening(make_app(without)) as address:
         answer = httpx2.post(f"{address}/admin/save")
     assert answer.status_code == 422 and "--save" in answer.json()["error"]

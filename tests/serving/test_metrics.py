@@ -12,6 +12,7 @@ from llmcache import LLMCache
 from llmcache.serving.metrics import Metrics
 from llmcache.serving.route_times import RouteTimes
 from llmcache.serving.server import Server
+from llmcache.stats import Cost, Stats
 from tests.tiny_models import GENERATORS, build, tokens
 from tests.tiny_server import ask, listening, make_app, serving
 from tests.topics import calibrated, requests
@@ -134,6 +135,7 @@ def test_routes_are_counted_by_template_and_unknown_ones_as_one(server: Server) 
         httpx2.post(f"{address}/admin/disable")
         text = httpx2.get(f"{address}/metrics").text
     counts = {tuple(dict(key).values()): n for key, n in read(text)["llmcache_http_requests_total"].items()}
+    assert {one.route: one.n_requests for one in server.metrics.routes.slowest()}["/predict"] == 2
     model = "/v1/models/{name:path}"
     assert counts == {
         (model, "200"): 1,
@@ -156,6 +158,23 @@ def test_the_cache_is_asked_once_a_scrape(server: Server, monkeypatch: pytest.Mo
     server.metrics.text()
     server.metrics.text()
     assert len(asked) == 2
+
+
+def test_times_are_told_in_seconds_and_unknown_ones_not(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    rest = dict.fromkeys(("lookup_ms", "storing_ms", "layer_ms", "plain_ms", "beside_ms", "hit_rate", "repeats"))
+    short = Cost(16, **rest, miss_ms=8.0, hit_ms=2.0, worthwhile_from=0.5, is_bypassed=False, saved_ms=1500.0)
+    long = Cost(32, **rest, miss_ms=None, hit_ms=None, worthwhile_from=None, is_bypassed=True)
+    stats = Stats(cost=(short, long), lookup_ms=250.0, storing_ms=500.0, nbytes=2**29, prefix_nbytes=2**28)
+    monkeypatch.setattr(server.cache, "stats", lambda: stats)
+    told = read(server.metrics.text().decode())
+    assert told["llmcache_hit_seconds"] == {(("tokens", "16"),): 0.002}
+    assert told["llmcache_miss_seconds"] == {(("tokens", "16"),): 0.008}
+    assert told["llmcache_auto_bypass"] == {(("tokens", "16"),): 0, (("tokens", "32"),): 1}
+    assert told["llmcache_saved_seconds"] == {(): 1.5} and told["llmcache_kv_cache_usage_perc"] == {(): 0.75}
+    assert told["llmcache_lookup_seconds_total"] == {(): 0.25} and told["llmcache_storing_seconds_total"] == {(): 0.5}
+    monkeypatch.setattr(server.cache, "stats", lambda: Stats(cost=(long,), nbytes=2**31))
+    told = read(server.metrics.text().decode())
+    assert "llmcache_saved_seconds" not in told and told["llmcache_kv_cache_usage_perc"] == {(): 1.0}
 
 
 def test_what_the_parts_tell_is_counted(server: Server) -> None:

@@ -11,10 +11,13 @@ from typing import Any
 import httpx2
 import pytest
 
+from llmcache.serving.app import create_app
 from llmcache.serving.history import History, Interval
+from llmcache.serving.keys import add_key
 from llmcache.serving.page import count, duration, percent, size
 from llmcache.serving.server import Server
 from llmcache.stats import AuditStats, Cost, Health, Stats
+from tests.serving.served import make_server
 from tests.serving_browser import SIZES, open_browser
 from tests.tiny_server import listening, make_app, serving
 
@@ -158,11 +161,11 @@ def test_history_is_bounded_and_tells_shares_of_each_interval() -> None:
     assert History(clock).intervals() == [] and history.intervals()[-1].n_requests < 60
 
 
-def test_an_interval_without_requests_has_no_shares() -> None:
+def test_shares_are_of_rungs_that_served_in_the_interval() -> None:
     history = History(Ticking())
-    for _ in range(2):
-        history.add(Stats(n_requests=7, hits={"exact": 3}))
-    assert history.intervals() == [Interval(0.0, 0, {})]
+    for hits in ({"exact": 3, "semantic": 2}, {"exact": 4, "semantic": 2, "prefix": 0}, {"exact": 4, "semantic": 2}):
+        history.add(Stats(n_requests=6 + hits["exact"], hits=hits))
+    assert history.intervals() == [Interval(0.0, 1, {"exact": 1.0}), Interval(0.0, 0, {})]
 
 
 def test_samples_are_taken_while_the_server_runs(server: Server, address: str) -> None:
@@ -254,6 +257,20 @@ def test_buttons_ask_act_and_tell(browser: Any, server: Server, address: str) ->
     browser.press("save", "go")
     wait_for(lambda: browser.told() == "Saved.")
     assert browser.complaints() == []
+
+
+@pytest.mark.slow
+def test_a_browser_signs_in_with_a_key_as_its_password(browser: Any, models: Path, tmp_path: Path) -> None:
+    key = add_key(tmp_path / "keys.yaml", "boss", "public", ("infer", "admin"))
+    server = make_server(models / "classifier", keys=tmp_path / "keys.yaml", warmup_tokens=0)
+    with listening(create_app(server)) as address:
+        browser.show(address.replace("//", f"//boss:{key}@"), "desk")
+        assert "Health" in browser.text("figures")
+        browser.press("disable", "go")
+        wait_for(lambda: browser.told() == "The cache is disabled." and server.is_disabled)
+        wait_for(lambda: browser.shows("enable"))
+        assert browser.complaints() == [] and "/admin/disable" in browser.text("figures")
+        assert httpx2.get(f"{address}/").status_code == 401
 
 
 @pytest.mark.slow
