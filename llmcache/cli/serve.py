@@ -45,6 +45,7 @@ def command(
     reveal_hits: Annotated[
         bool, typer.Option(help="Tell in headers what the cache served, and times: who asks learns what was asked.")
     ] = False,
+    otlp_endpoint: Annotated[str | None, typer.Option(help="Where OpenTelemetry sends traces; extra otel.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads that compute; as torch's default.")] = None,
     models_dir: options.ModelsDir = None,
 ) -> None:
@@ -84,6 +85,7 @@ def command(
         auto_truncate=auto_truncate,
         warmup_tokens=warmup_tokens,
         reveal_hits=reveal_hits,
+        otlp_endpoint=otlp_endpoint,
     )
     served = load_served(model, models_dir)
     cache_config = CacheConfig.make(config)

@@ -15,6 +15,7 @@ from llmcache.serving.limits import Limits
 from llmcache.serving.refusals import Refusal
 from llmcache.serving.route_times import CountRequests
 from llmcache.serving.server import Server
+from llmcache.serving.telemetry import instrument
 
 _alive = APIRouter(tags=["health"])
 
@@ -58,4 +59,6 @@ def create_app(server: Server) -> FastAPI:
     app.add_middleware(Authentication, keys=keys)
     app.add_middleware(CountRequests, metrics=server.metrics)
     app.add_middleware(RequestIds)
+    if server.settings.otlp_endpoint is not None:
+        instrument(app, server.settings.otlp_endpoint)
     return app

@@ -44,6 +44,8 @@ class Watcher(Protocol):
     def queued(self, seconds: float) -> None: ...
     def batch(self, n_requests: int, n_tokens: int) -> None: ...
 
+    def finished(self, reason: str) -> None: ...
+
     def cancelled(self) -> None: ...
 
 
@@ -57,6 +59,9 @@ class _Nobody:
         pass
 
     def batch(self, n_requests: int, n_tokens: int) -> None:
+        pass
+
+    def finished(self, reason: str) -> None:
         pass
 
     def cancelled(self) -> None:
@@ -171,6 +176,7 @@ class Encoder:
         for one in outputs:
             if isinstance(one, Output):
                 self._watcher.served(one.rung, one.n_tokens, 0 if one.rung is None else one.n_tokens)
+            self._watcher.finished("stop" if isinstance(one, Output) else "error")
         return outputs
 
     async def tokens(self, items: Sequence[Item], truncate: bool, side: Side) -> list[Tokens | Refusal]:

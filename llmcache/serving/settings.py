@@ -26,6 +26,7 @@ class ServerSettings(BaseModel):
         warmup_tokens: Tokens of the longest input that is run before the server is ready; 0: none.
         reveal_hits: Tell in headers whether a request was served from the cache, and how long each part took. Who
             asks can then tell what was asked before, in its own namespace.
+        otlp_endpoint: Address to which OpenTelemetry sends traces; None: none are made. Needs the extra `otel`.
         save_every_s: Seconds between saves while it runs; 0: only at the end.
     """
 
@@ -47,4 +48,5 @@ class ServerSettings(BaseModel):
     auto_truncate: bool = False
     warmup_tokens: int = Field(default=128, ge=0)
     reveal_hits: bool = False
+    otlp_endpoint: str | None = None
     save_every_s: float = Field(default=0.0, ge=0)

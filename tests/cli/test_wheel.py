@@ -82,6 +82,6 @@ def test_commands_of_the_library_work_without_the_experiments(environment: Path,
     assert done.returncode == 0, done.stderr
     shown, info, generated, rest = done.stdout.split("\0")
     names = {line.split()[0] for line in shown.partition("Commands:")[2].splitlines() if line.strip()}
-    assert names == {"generate", "repl", "info"}
+    assert names == {"generate", "repl", "serve", "keys", "info"}
     assert info.startswith("llmcache ")
     assert generated.count("computed") == 1 and rest == ""
