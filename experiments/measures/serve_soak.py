@@ -121,6 +121,8 @@ def run(experiment: ServeSoak, folders: Folders) -> Outcome:
         "max_queue_s": experiment.max_queue_s,
         "server_cpu_s": cpu_s,
         **hits(before, after),
+        "alarms": total(after, "llmcache_alarms_total"),
+        "bypassed": total(after, "llmcache_bypassed_total"),
         **memory(looks, load.wall_s),
         "waiting_max": max((one.waiting for one in looks if one.waiting is not None), default=None),
         **checked,

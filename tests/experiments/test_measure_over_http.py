@@ -257,7 +257,7 @@ def test_a_soak_counts_what_failed_and_holds_answers_against_the_model(folders: 
     assert found["n_checked"] >= found["n"] // 100 and found["n_changed"] == found["n_checked"]
     assert found["n_unequal"] == 0 and found["waiting_max"] == 3 and outcome.rows
     assert "None" not in told(values, outcome)
-    exact = measured(values, folders, seconds=1.0, servers={"cache": f"{STUB} --fail-every 5 --rung exact --ms 4"})
+    exact = measured(values, folders, seconds=1.0, servers={"cache": f"{STUB} --fail-every 7 --rung exact --ms 4"})
     assert exact.metrics["n_unequal"] == exact.metrics["n_checked"] > 0 and exact.metrics["n_failed"] > 0
     with pytest.raises(ConfigError, match="a stream without an end"):
         make_experiment(values | {"task": stream | {"data": {"path": "a.csv"}}})
