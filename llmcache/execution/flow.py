@@ -139,7 +139,7 @@ class Flow:
         arguments, mask_4d = flatten(arguments)
         call = Call(Inputs(arguments, namespace, mask_4d, n_read, self.is_only_if_cached.get()))
         reason = "disabled" if is_disabled else self._bypass_check.by_arguments(arguments)
-        if reason is None and self._components.audit is not None:
+        if reason is None and self._components.audit is not None and not call.inputs.is_only_if_cached:
             self._make_way(frame, call, self._components.audit)
         if call.inputs.is_only_if_cached:  # what it cost and gained is told when it is answered
             if reason is not None or not self._meter.may_be_held(call):

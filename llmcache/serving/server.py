@@ -1,6 +1,7 @@
 """What one server holds, and in which state it is. Routes find it as `request.app.state.server`."""
 
 import asyncio
+import gc
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -87,6 +88,8 @@ class Server:
     async def start(self) -> None:
         """Warm up, then be ready."""
         await self.thread.run(self._warm_up)
+        gc.collect()
+        gc.freeze()  # what the model and its libraries are made of stays: to look through it takes a third of a second
         if self.settings.save is not None and self.settings.save_every_s:
             self._saving = asyncio.get_running_loop().create_task(self._save_now_and_then(self.settings.save_every_s))
         self.phase = "ready"
