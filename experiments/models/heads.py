@@ -5,6 +5,7 @@ Sizes: B rows, T tokens, D hidden width, C labels, N labelled requests.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from tempfile import TemporaryDirectory
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -18,6 +19,7 @@ from experiments.models.loading import Loaded
 from experiments.support.progress import tracked
 from experiments.support.section import Section
 from llmcache.errors import ConfigError
+from llmcache.models.loading import quiet
 
 _BATCH = 32
 _MOST_UNANSWERABLE = 0.1  # share of a stream: of more, the labels are likely those of something else
@@ -133,6 +135,27 @@ def fit_logistic(
         len(fit),
         strange,
     )
+
+
+def as_sentence_model(whole: Loaded, classifier: Classifier, pool: str, max_length: int) -> Any:
+    """A fitted classifier as sentence-transformers has it, with the same logits: trunk, pooling, `Dense`.
+
+    `whole` is the trunk with the pooler that nobody reads: a cache is of all weights.
+    """
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import Dense, Pooling, Transformer
+
+    linear: Any = classifier.module.linear
+    trunk: Any = whole.model
+    trunk.config.id2label = dict(enumerate(classifier.labels))
+    trunk.config.label2id = {label: i for i, label in enumerate(classifier.labels)}
+    dense = Dense(linear.in_features, linear.out_features, activation_function=nn.Identity())
+    dense.linear.load_state_dict(linear.state_dict())
+    with TemporaryDirectory() as place, quiet():
+        trunk.save_pretrained(place)
+        whole.tokenizer.save_pretrained(place)
+        parts = [Transformer(place, max_seq_length=max_length), Pooling(linear.in_features, pool), dense]
+        return SentenceTransformer(modules=parts, device="cpu").eval()
 
 
 def pooled_states(loaded: Loaded, pool: str, texts: Sequence[str], max_length: int) -> NDArray[np.float32]:

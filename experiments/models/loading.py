@@ -23,6 +23,7 @@ PREPARED = (
     "minilm-snips",
     "minilm-hwu64",
     "gpt2-wikitext",
+    "minilm-support-desk",
     SMOLLM2,
 )
 MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"

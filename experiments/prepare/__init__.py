@@ -40,6 +40,7 @@ RECIPES: Mapping[str, Recipe] = {
     "minilm-snips": _of("intent", data="snips"),
     "minilm-hwu64": _of("intent", data="hwu64"),
     "gpt2-wikitext": _of("wikitext"),
+    "minilm-support-desk": _of("support_desk"),
     SMOLLM2: _of("smollm2"),
 }
 

@@ -49,6 +49,10 @@ def _growth(row: Figures) -> str:
     return f"{number(row['rss_warm_mb'], 0)} / {number(row['rss_end_mb'], 0)}"
 
 
+def _area(row: Figures) -> str:
+    return f"{number(row['auc'], 3)} ({number(row['auc_low'], 3)} to {number(row['auc_high'], 3)})"
+
+
 STREAM: Mapping[str, Cell] = {"stream": lambda row: row["run"].task}
 TIMES: Mapping[str, Cell] = {f"{name}, ms": of(number, f"{name}_ms") for name in ("p50", "p90", "p99")}
 CPU: Mapping[str, Cell] = {
@@ -101,11 +105,19 @@ SOAKED: Mapping[str, Cell] = {
     "unequal": of(count, "n_unequal"),
     "changed": of(percent, "changed_answers", 2),
 }
+TIMINGS: Mapping[str, Cell] = {
+    "texts that were asked before are": itemgetter("kind"),
+    "AUC": _area,
+    "asked, p50, ms": of(number, "asked_p50_ms"),
+    "new, p50, ms": of(number, "new_p50_ms"),
+    "n": of(count, "n"),
+}
 serve_load = _shown(
     LOADED,
     "Goodput: the largest rate at which 99 % of all requests are answered with 200 in time; median and range of "
     "rounds. Latencies, from when a request was due, and CPU time of a request are of the last rate that was held.",
 )
+serve_timing = _shown(TIMINGS, "AUC of telling the two apart by latency; 0.5: they cannot be. 95 % of resamples.")
 serve_hits = _shown(HIT, "A closed loop; the server on one core, the generator on another where there is one.")
 serve_chat = _shown(CHATS, "From sending a turn to its first text. Same answers: those of the server without a cache.")
 serve_soak = _shown(

@@ -25,7 +25,7 @@ from experiments.report.markdown import (
 )
 from experiments.report.plots import CURVES, LAYERS
 from experiments.report.prompts import decode, parity, prefix, prefix_limit, sharing
-from experiments.report.serving import serve_chat, serve_hits, serve_load, serve_soak
+from experiments.report.serving import serve_chat, serve_hits, serve_load, serve_soak, serve_timing
 from experiments.report.told import told
 from experiments.report.trust import bound, drift, payback, trust
 from experiments.runs.read import Figures, Run, at, by_size, label_of, varied
@@ -239,6 +239,7 @@ TABLES: Mapping[str, Callable[[Sequence[Run]], Iterator[str]]] = {
     "load": load,
     "serve_load": serve_load,
     "serve_hits": serve_hits,
+    "serve_timing": serve_timing,
     "serve_chat": serve_chat,
     "serve_soak": serve_soak,
     "set_rates": told,

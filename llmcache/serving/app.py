@@ -39,6 +39,8 @@ def create_app(server: Server) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        if keys is not None:
+            keys.follow()
         await server.start()
         async with server.history.kept(server.cache.stats):
             yield

@@ -155,7 +155,7 @@ class Encoder:
 
         Args:
             items: At least one.
-            namespace: Where they are looked for and stored; `public` is looked in as well.
+            namespace: Where they are looked for and stored; with keys, `public` is looked in as well.
             truncate: Cut what is too long; else it is refused.
             side: Where it is cut.
         """
@@ -214,7 +214,8 @@ class Encoder:
         found: list[Output | Tokens | Refusal] = list(self._tokenizing.encode(items, truncate, side))
         if not self._is_caching():
             return found
-        for name in dict.fromkeys((namespace, PUBLIC)):
+        # Without keys everybody has one namespace.
+        for name in dict.fromkeys((namespace, namespace if self._settings.keys is None else PUBLIC)):
             places = {i: one for i, one in enumerate(found) if isinstance(one, Tokens)}
             for part in self._parts(places):
                 for i, output in self._served({i: places[i] for i in part}, name).items():

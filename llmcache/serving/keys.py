@@ -127,16 +127,12 @@ def remove_key(path: Path, name: str) -> None:
 class Keys:
     """The keys of a file as it is now. Thread-safe: a change replaces one tuple, and holds from the next request on.
 
-    A thread looks whether the file has changed, so that no request waits for the disk. A file that cannot be used any
+    Once it is followed, a thread looks whether the file has changed, so that no request waits for the disk. A file that cannot be used any
     more leaves the keys as they were: that is counted, and logged once.
     """
 
-    def __init__(self, path: Path, look_every_s: float | None = 1.0) -> None:
-        """Read the file, and follow it until `close`.
-
-        Args:
-            path: The file.
-            look_every_s: Seconds between two looks at it; None: it is looked at by `look` alone.
+    def __init__(self, path: Path) -> None:
+        """Read the file.
 
         Raises:
             ConfigError: See `read_keys`.
@@ -149,12 +145,7 @@ class Keys:
         self._known = _by_hash(read_keys(path))
         self._closed = threading.Event()
         self._warn()
-        self._thread = None
-        if look_every_s is not None:
-            self._thread = threading.Thread(
-                target=self._follow, args=(look_every_s,), name="llmcache-keys", daemon=True
-            )
-            self._thread.start()
+        self._thread: threading.Thread | None = None
 
     def __len__(self) -> int:
         """Keys that are known."""
@@ -181,6 +172,11 @@ class Keys:
         self._seen, self._known, self._is_failing = seen, known, False
         logger.info("%s: read again, %d keys", self.path, len(known))
         self._warn()
+
+    def follow(self, every_s: float = 1.0) -> None:
+        """Look at the file every so many seconds, in a thread, until `close`; once."""
+        self._thread = threading.Thread(target=self._follow, args=(every_s,), name="llmcache-keys", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
         """Follow the file no longer. Twice does nothing."""

@@ -94,7 +94,9 @@ def test_the_same_request_in_flight_is_computed_once_in_its_namespace(server: Se
     within(server, work)
 
 
-def test_namespaces_are_apart_and_all_read_the_public_one(server: Server) -> None:
+def test_namespaces_are_apart_and_all_read_the_public_one(models: Path) -> None:
+    server = make_server(models / "classifier", keys=models / "keys.yaml")
+
     async def work() -> None:
         await _ask(server, TEXTS[:1], "a")
         assert (await _ask(server, TEXTS[:1], "b"))[0].rung is None

@@ -127,13 +127,13 @@ class TestFile:
         for mode in (0o620, 0o602):
             write(path, [ENTRY], mode)
             with pytest.raises(ConfigError, match="chmod 600"):
-                Keys(path, None)
+                Keys(path)
         write(path, [ENTRY], 0o644)
-        assert len(Keys(path, None)) == 1
+        assert len(Keys(path)) == 1
         assert "other users may read it" in caplog.text
         caplog.clear()
         path.chmod(0o600)
-        Keys(path, None)
+        Keys(path)
         assert caplog.text == ""
 
     @pytest.mark.skipif(os.name == "nt" or os.geteuid() != 0, reason="only root gives files away")
@@ -181,7 +181,7 @@ class TestFile:
 class TestFollowing:
     def test_keys_come_and_go_without_a_restart(self, path: Path) -> None:
         first = add_key(path, "first", "a", ["infer"]).encode()
-        keys = Keys(path, None)
+        keys = Keys(path)
         second = add_key(path, "second", "b", ["infer", "admin"], 2).encode()
         assert keys.find(second) is None
         keys.look()
@@ -210,7 +210,7 @@ class TestFollowing:
         self, path: Path, spoil: Callable[[Path], Any], caplog: pytest.LogCaptureFixture
     ) -> None:
         key = add_key(path, "search", "a", ["infer"]).encode()
-        keys = Keys(path, None)
+        keys = Keys(path)
         good = path.read_text(encoding="utf-8")
         spoil(path)
         keys.look()
@@ -228,14 +228,15 @@ class TestFollowing:
 
     def test_a_file_that_did_not_change_is_not_read_again(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         add_key(path, "search", "a", ["infer"])
-        keys = Keys(path, None)
+        keys = Keys(path)
         monkeypatch.setattr("llmcache.serving.keys.read_keys", lambda path: pytest.fail("read"))
         keys.look()
         assert keys.n_failures == 0
 
     def test_a_thread_looks_until_it_is_closed(self, path: Path) -> None:
         key = add_key(path, "search", "a", ["infer"]).encode()
-        keys = Keys(path, look_every_s=0.001)
+        keys = Keys(path)
+        keys.follow(0.001)
         remove_key(path, "search")
         while keys.find(key) is not None:
             time.sleep(0.001)
@@ -245,7 +246,7 @@ class TestFollowing:
 
     def test_every_key_is_compared_in_constant_time(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         given = [add_key(path, f"n{number}", "a", ["infer"]).encode() for number in range(3)]
-        keys = Keys(path, None)
+        keys = Keys(path)
         compared = []
         compare = hmac.compare_digest
         monkeypatch.setattr(hmac, "compare_digest", lambda *both: compared.append(both) or compare(*both))
@@ -305,7 +306,7 @@ def guarded(path: Path) -> dict[str, str]:
 
 class TestAuthentication:
     def test_every_route_but_liveness_needs_a_key(self, path: Path, guarded: dict[str, str]) -> None:
-        app = make_app(Keys(path, None))
+        app = make_app(Keys(path))
         assert ("POST", "/v1/chat/completions") in routes_of(app)  # of a router that was included
         assert asyncio.run(walk_routes(app)) > 70
 
@@ -315,7 +316,7 @@ class TestAuthentication:
 
     def test_a_key_says_who_asks_and_what_it_may_do(self, path: Path, guarded: dict[str, str]) -> None:
         async def ask() -> None:
-            async with client_of(make_app(Keys(path, None))) as client:
+            async with client_of(make_app(Keys(path))) as client:
                 for name, method, route, status in (
                     ("user", "GET", "/whoami", 200),
                     ("user", "POST", "/admin/purge", 403),
@@ -339,7 +340,7 @@ class TestAuthentication:
 
     def test_basic_has_the_key_as_its_password(self, path: Path, guarded: dict[str, str]) -> None:
         async def ask() -> None:
-            async with client_of(make_app(Keys(path, None))) as client:
+            async with client_of(make_app(Keys(path))) as client:
                 answer = await client.get("/", auth=("anybody", guarded["operator"]))
                 assert answer.status_code == 200 and answer.json()["name"] == "operator"
                 assert (await client.get("/", auth=(guarded["operator"], "wrong"))).status_code == 401
@@ -376,7 +377,7 @@ class TestAuthentication:
 
         async def ask() -> None:
             given = [(name.encode(), value.replace("KEY", key).encode("latin-1")) for name, value in headers.items()]
-            async with client_of(make_app(Keys(path, None))) as client:
+            async with client_of(make_app(Keys(path))) as client:
                 answer = await client.get(f"/whoami?key={key}&api_key={key}", headers=given)
                 assert answer.status_code == 401 and answer.json()["error_type"] == "Validation"
                 answer = await client.post("/v1/refuse", headers=given)
@@ -388,7 +389,7 @@ class TestAuthentication:
 
     def test_a_body_that_was_not_read_ends_the_connection(self, path: Path, guarded: dict[str, str]) -> None:
         async def ask() -> None:
-            async with client_of(make_app(Keys(path, None))) as client:
+            async with client_of(make_app(Keys(path))) as client:
                 for content, ends in ((b"x", "close"), (b"", None)):
                     answer = await client.post("/embed", content=content)
                     assert answer.status_code == 401 and answer.headers.get("connection") == ends
@@ -398,7 +399,7 @@ class TestAuthentication:
     def test_two_headers_are_refused(self, path: Path, guarded: dict[str, str]) -> None:
         async def ask() -> int:
             both = [("Authorization", f"Bearer {guarded['user']}"), ("Authorization", "Bearer other")]
-            async with client_of(make_app(Keys(path, None))) as client:
+            async with client_of(make_app(Keys(path))) as client:
                 return (await client.get("/whoami", headers=both)).status_code
 
         assert asyncio.run(ask()) == 401
@@ -427,7 +428,7 @@ class TestAuthentication:
         self, path: Path, guarded: dict[str, str], headers: dict[str, str], status: int
     ) -> None:
         async def ask() -> None:
-            async with client_of(make_app(Keys(path, None)), **headers) as client:
+            async with client_of(make_app(Keys(path)), **headers) as client:
                 auth = ("", guarded["operator"])
                 assert (await client.post("/admin/purge", auth=auth)).status_code == status
                 assert (await client.get("/metrics", auth=auth)).status_code == 200
@@ -449,7 +450,7 @@ class TestAuthentication:
                 return {"type": "lifespan.startup" if not sent else "lifespan.shutdown"}
 
             scope = {"type": kind, "path": "/health", "headers": [], "method": "GET"}
-            await make_app(Keys(path, None))(scope, receive, send)
+            await make_app(Keys(path))(scope, receive, send)
             return sent
 
         assert [(one["type"], one["code"]) for one in asyncio.run(ask("websocket"))] == [("websocket.close", 1008)]
@@ -459,7 +460,7 @@ class TestAuthentication:
         import httpx2
 
         async def ask() -> None:
-            transport = httpx2.ASGITransport(app=make_app(Keys(path, None)), root_path="/llm")
+            transport = httpx2.ASGITransport(app=make_app(Keys(path)), root_path="/llm")
             user = {"Authorization": f"Bearer {guarded['user']}"}
             async with httpx2.AsyncClient(transport=transport, base_url="http://server", headers=user) as client:
                 assert (await client.post("/llm/admin/purge")).status_code == 403

@@ -333,7 +333,7 @@ class TestPlaces:
 
         async def run() -> None:
             gate = Gate()
-            app = make_app(Keys(path, None), gate)
+            app = make_app(Keys(path), gate)
             async with (
                 client_of(app, Authorization=f"Bearer {small}") as one,
                 client_of(app, Authorization=f"Bearer {large}") as two,

@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from pydantic import Field
-from torch import nn
 
 from experiments.data.labelled import Labelled
 from experiments.measures.learning import LearningExperiment
 from experiments.measures.over_http.processes import SERVERS, Running, running
-from experiments.models.heads import fit_logistic
+from experiments.models.heads import as_sentence_model, fit_logistic
 from experiments.models.loading import encode, load
 from experiments.support.files import written_by_others
 from experiments.support.folders import Folders
@@ -114,26 +113,13 @@ def order_of(servers: Iterable[str], number: int) -> list[str]:
 
 def write_classifier(experiment: ServingExperiment, folders: Folders, made: Made) -> None:
     """Fit the head, and write it with its trunk and pooling."""
-    from sentence_transformers import SentenceTransformer
-    from sentence_transformers.sentence_transformer.modules import Dense, Pooling, Transformer
-
     task = experiment.task
     fitted = fit_logistic(
         load(task.model, "states", folders.models), task.head.pool, made.known, made.stream, task.max_length
     )
-    linear: Any = fitted.module.linear
-    whole = load(task.model, "states", folders.models)  # with the pooler that nobody reads: a cache is of all weights
-    trunk: Any = whole.model
-    trunk.config.id2label = dict(enumerate(fitted.labels))
-    trunk.config.label2id = {label: i for i, label in enumerate(fitted.labels)}
-    dense = Dense(linear.in_features, linear.out_features, activation_function=nn.Identity())
-    dense.linear.load_state_dict(linear.state_dict())
-    with TemporaryDirectory() as place, quiet():
-        trunk.save_pretrained(place)
-        whole.tokenizer.save_pretrained(place)
-        parts = [Transformer(place, max_seq_length=task.max_length), Pooling(linear.in_features, task.head.pool), dense]
-        with written_by_others(made.model):
-            SentenceTransformer(modules=parts, device="cpu").save(str(made.model))
+    whole = load(task.model, "states", folders.models)
+    with quiet(), written_by_others(made.model):
+        as_sentence_model(whole, fitted, task.head.pool, task.max_length).save(str(made.model))
 
 
 def labels_of(served: "Served", texts: Sequence[str]) -> list[tuple[str, float]]:

@@ -40,6 +40,7 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "index_scale": scale.index_scale,
     "serve_load": serving.serve_load,
     "serve_hits": serving.serve_hits,
+    "serve_timing": serving.serve_timing,
     "serve_chat": serving.serve_chat,
     "serve_soak": serving.serve_soak,
     "claims": claims.verdicts,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from experiments.report.markdown import Cell, columns, table
 from experiments.report.pages.files import MISSING, runs_if_any
-from experiments.report.serving import CHATS, HIT, LOADED, SOAKED, points
+from experiments.report.serving import CHATS, HIT, LOADED, SOAKED, TIMINGS, points
 
 
 def _table(group: str, cells: Mapping[str, Cell]) -> Callable[[Path], str]:
@@ -23,4 +23,5 @@ def _table(group: str, cells: Mapping[str, Cell]) -> Callable[[Path], str]:
 serve_load = _table("serve_load", LOADED)
 serve_hits = _table("serve_hits", HIT)
 serve_chat = _table("serve_chat", CHATS)
+serve_timing = _table("serve_timing", TIMINGS)
 serve_soak = _table("serve_soak", SOAKED)
