@@ -127,8 +127,8 @@ def remove_key(path: Path, name: str) -> None:
 class Keys:
     """The keys of a file as it is now. Thread-safe: a change replaces one tuple, and holds from the next request on.
 
-    Once it is followed, a thread looks whether the file has changed, so that no request waits for the disk. A file that cannot be used any
-    more leaves the keys as they were: that is counted, and logged once.
+    Once it is followed, a thread looks whether the file has changed, so that no request waits for the disk. A file that
+    cannot be used any more leaves the keys as they were: that is counted, and logged once.
     """
 
     def __init__(self, path: Path) -> None:
