@@ -16,6 +16,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -55,10 +56,12 @@ def locked(folder: Path) -> Iterator[None]:
     from filelock import FileLock, Timeout
 
     folder.mkdir(parents=True, exist_ok=True)
-    _check_ours(folder)
+    _listed(folder)  # before a lock is made in what is none of ours
+    _check_file(folder / _LOCK)
     try:
         with FileLock(folder / _LOCK, timeout=_PATIENCE_S):
-            _check_ours(folder)
+            _listed(folder)
+            _journaled(folder)  # not before: another save may be writing its journal, or removing it
             yield
     except Timeout as error:
         raise StoreError(
@@ -110,13 +113,6 @@ def _tidy(folder: Path) -> None:
     (folder / _JOURNAL).unlink(missing_ok=True)
 
 
-def _check_ours(folder: Path) -> None:
-    """Refuse a folder in which something of another kind has a name that is needed."""
-    _listed(folder)
-    _journaled(folder)
-    _check_file(folder / _LOCK)
-
-
 def _listed(folder: Path) -> tuple[str, ...]:
     """Data files of the version that is read now."""
     path = folder / MANIFEST
@@ -150,9 +146,11 @@ def _journaled(folder: Path) -> tuple[str, ...]:
 
 def _check_file(path: Path) -> bool:
     """Whether there is a file; a link, a folder and the like are refused."""
-    if not os.path.lexists(path):
+    try:
+        is_file = stat.S_ISREG(path.lstat().st_mode)  # asked once: another save may remove it
+    except FileNotFoundError:
         return False
-    if path.is_symlink() or not path.is_file():
+    if not is_file:
         raise _foreign(path)
     return True
 

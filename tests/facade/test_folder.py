@@ -192,7 +192,7 @@ def test_a_folder_may_be_a_link_and_its_data_files_are_not_followed(tmp_path: Pa
 
 def test_many_threads_save_one_after_the_other(tmp_path: Path) -> None:
     def save(number: int) -> None:
-        for _ in range(5):
+        for _ in range(15):
             put(tmp_path, number)
 
     with ThreadPoolExecutor(3) as pool:

@@ -307,7 +307,7 @@ def test_processes_that_save_at_once_or_are_killed_leave_a_whole_save(tmp_path: 
         [sys.executable, "-W", "ignore", script, tmp_path], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
-    n_loads, n_killed, n_left = map(int, done.stdout.split())
-    assert n_loads >= 5 and n_killed == 10
+    n_killed, n_left = map(int, done.stdout.split())
+    assert n_killed == 10
     assert n_left >= 1  # some were killed while they were writing, or this shows nothing
     assert len(list(tmp_path.iterdir())) == 4
