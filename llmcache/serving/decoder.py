@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
-from typing import Any, Final, Protocol, Self
+from typing import Any, Self
 
 import torch
 
@@ -29,6 +29,7 @@ from llmcache.serving.model_thread import ModelThread
 from llmcache.serving.refusals import Refusal
 from llmcache.serving.settings import ServerSettings
 from llmcache.serving.tenants import Tenant
+from llmcache.serving.watching import IN_FLIGHT, Watcher
 
 logger = logging.getLogger("llmcache.serving")
 
@@ -36,49 +37,9 @@ Message = Mapping[str, Any]
 Ids = tuple[int, ...]
 Prompt = str | Sequence[int] | Sequence[Message]
 
-#: What serves those who join a request in flight, beside the rungs.
-IN_FLIGHT: Final = "in_flight"
-
 _N_ENCODING = 4  # texts that are tokenised at once
 _PROMPTS_KNOWN = 64  # of each namespace: a prompt's tokens take 0.3 MB at a context of 8,192
 _MOST_NEW = 4096  # tokens of an answer where neither request nor model says
-
-
-class Watcher(Protocol):
-    """Told what becomes of requests; see `llmcache.serving.metrics`."""
-
-    def queued(self, seconds: float) -> None: ...
-    def served(self, rung: str | None, n_prompt_tokens: int, n_cached_tokens: int) -> None: ...
-    def first_token(self, seconds: float) -> None: ...
-    def inter_token(self, seconds: float) -> None: ...
-    def generated(self, n: int) -> None: ...
-    def finished(self, reason: str) -> None: ...
-    def cancelled(self) -> None: ...
-
-
-class _Nobody:
-    """Watches nothing."""
-
-    def queued(self, seconds: float) -> None:
-        pass
-
-    def served(self, rung: str | None, n_prompt_tokens: int, n_cached_tokens: int) -> None:
-        pass
-
-    def first_token(self, seconds: float) -> None:
-        pass
-
-    def inter_token(self, seconds: float) -> None:
-        pass
-
-    def generated(self, n: int) -> None:
-        pass
-
-    def finished(self, reason: str) -> None:
-        pass
-
-    def cancelled(self) -> None:
-        pass
 
 
 class Decoder:
@@ -110,7 +71,7 @@ class Decoder:
         self.context = context_length(config)
         self.vocabulary = int(config.vocab_size)
         self.eos_ids = tuple(sorted(Sampling().stops_of(cache.model)))
-        self.watcher: Watcher = watcher or _Nobody()
+        self.watcher: Watcher = watcher or Watcher()
         self._cache = cache
         self._thread = thread
         self._settings = settings

@@ -13,9 +13,8 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -28,44 +27,13 @@ from llmcache.serving.refusals import Refusal
 from llmcache.serving.settings import ServerSettings
 from llmcache.serving.tenants import PUBLIC
 from llmcache.serving.tokenizing import Item, Side, Tokenizing, Tokens
+from llmcache.serving.watching import Watcher
 
 _SPREAD = 1.25  # the longest of a batch by its shortest: what is padded is at most a fifth
 _SLACK = 4  # tokens by which lengths may differ in any case
 
-
 #: The model on padded rows: inputs to outputs (B, O), of which the dialects make answers.
 Forward = Callable[[dict[str, torch.Tensor]], torch.Tensor]
-
-
-class Watcher(Protocol):
-    """Told what becomes of inputs; see `llmcache.serving.metrics`."""
-
-    def served(self, rung: str | None, n_prompt_tokens: int, n_cached_tokens: int) -> None: ...
-    def queued(self, seconds: float) -> None: ...
-    def batch(self, n_requests: int, n_tokens: int) -> None: ...
-
-    def finished(self, reason: str) -> None: ...
-
-    def cancelled(self) -> None: ...
-
-
-class _Nobody:
-    """Watches nothing."""
-
-    def served(self, rung: str | None, n_prompt_tokens: int, n_cached_tokens: int) -> None:
-        pass
-
-    def queued(self, seconds: float) -> None:
-        pass
-
-    def batch(self, n_requests: int, n_tokens: int) -> None:
-        pass
-
-    def finished(self, reason: str) -> None:
-        pass
-
-    def cancelled(self) -> None:
-        pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +101,7 @@ class Encoder:
         self._tokenizing = tokenizing
         self._forward = forward
         self._pad_id = pad_id
-        self._watcher = watcher or _Nobody()
+        self._watcher = watcher or Watcher()
         self._is_caching = is_caching
         self._in_flight: dict[_Key, _Miss] = {}
         self._queue: list[_Miss] = []  # oldest first
@@ -243,7 +211,7 @@ class Encoder:
                 return {}
             try:
                 with self._cache.only_if_cached():
-                    made = self._run([places[i] for i in numbers], namespace, 0.0)
+                    made = self._run([places[i] for i in numbers], namespace)
             except NotCachedError as error:
                 missing = set(range(len(numbers)) if error.rows is None else error.rows)
                 numbers = [i for place, i in enumerate(numbers) if place not in missing]
@@ -339,31 +307,28 @@ class Encoder:
         """Outputs of a batch; where it fails, of each by itself, so that one that fails does not spoil the others."""
         namespace = batch[0].key[0]
         tokens = [miss.key[1] for miss in batch]
-        waited = [begun - miss.queued_at for miss in batch]
         self._watcher.batch(len(batch), sum(map(len, tokens)))
         try:
-            made = self._run(tokens, namespace, 0.0)
+            made = self._run(tokens, namespace)
         except Exception:
             if len(batch) == 1:
                 return [_failed()]
             return [self._compute([miss], begun)[0] for miss in batch]
         return [
-            Output(one.values, one.n_tokens, one.rung, waited[i], one.compute_s)
-            if np.isfinite(one.values).all()
-            else _failed()
-            for i, one in enumerate(made)
+            replace(one, queue_s=begun - miss.queued_at) if np.isfinite(one.values).all() else _failed()
+            for miss, one in zip(batch, made, strict=True)
         ]
 
     # -- in either -----------------------------------------------------------------------------------------------------
 
-    def _run(self, tokens: Sequence[Tokens], namespace: str, queue_s: float) -> list[Output]:
+    def _run(self, tokens: Sequence[Tokens], namespace: str) -> list[Output]:
         begun = perf_counter()
         with torch.inference_mode(), self._cache.namespace(namespace), self._switched():
             values = self._forward(self._padded(tokens)).float().cpu().numpy()
         outcomes = self._cache.last
         took = perf_counter() - begun
         return [
-            Output(values[i], len(one), outcomes[i].rung if i < len(outcomes) else None, queue_s, took)
+            Output(values[i], len(one), outcomes[i].rung if i < len(outcomes) else None, 0.0, took)
             for i, one in enumerate(tokens)
         ]
 
@@ -376,7 +341,7 @@ class Encoder:
         for length in (*lengths, n_tokens):
             tokens = Tokens((token,) * length, (0,) * length if self._tokenizing.takes_types else ())
             for _ in range(2):
-                self._run([tokens], namespace, 0.0)
+                self._run([tokens], namespace)
 
     def _padded(self, tokens: Sequence[Tokens]) -> dict[str, torch.Tensor]:
         """Rows as the model takes them, padded on the right: ids, mask and, where it takes them, types (B, T)."""

