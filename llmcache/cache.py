@@ -336,16 +336,23 @@ class LLMCache:
         return self._components.purge(checked_namespace(namespace))
 
     @contextmanager
-    def namespace(self, name: str) -> Iterator[Self]:
-        """Within: requests are stored in, and served from, this namespace only.
+    def namespace(self, name: str, *, prefixes_from: str | None = None) -> Iterator[Self]:
+        """Within: requests are stored in, and served from, this namespace only, but for prefixes that may be shared.
 
         Holds for this thread and async task, and for tasks begun in it. A thread started inside (an executor's, say)
         begins in the default namespace: enter the namespace there, or run it in a copy of the context.
 
+        Args:
+            name: The namespace.
+            prefixes_from: Another one, whose stored prefixes serve where they reach further: what all may know, such as
+                a system prompt. It is only read. What is computed after such a prefix is stored in `name`, with a copy
+                of the prefix, and whole requests are served from `name` alone.
+
         Raises:
-            ConfigError: `name` is not a string, or one of a class of its own, or no Unicode text.
+            ConfigError: A namespace is not a string, or one of a class of its own, or no Unicode text.
         """
-        with setting(self._flow.namespace, checked_namespace(name)):
+        name, shared = checked_namespace(name), None if prefixes_from is None else checked_namespace(prefixes_from)
+        with setting(self._flow.namespace, name), setting(self._flow.prefixes_from, shared):
             yield self
 
     @contextmanager

@@ -83,6 +83,7 @@ class Flow:
         self._n_read: ContextVar[int | None] = ContextVar("llmcache_n_read", default=None)
         # Context variables follow async tasks too: a tenant's namespace must not leak into another's request.
         self.namespace: ContextVar[str] = ContextVar("llmcache_namespace", default=DEFAULT_NAMESPACE)
+        self.prefixes_from: ContextVar[str | None] = ContextVar("llmcache_prefixes_from", default=None)
         self.is_disabled: ContextVar[bool] = ContextVar("llmcache_disabled", default=False)
         self.is_only_if_cached: ContextVar[bool] = ContextVar("llmcache_only_if_cached", default=False)
 
@@ -137,7 +138,8 @@ class Flow:
         if torch.is_grad_enabled():
             self._components.weights.suspect()
         arguments, mask_4d = flatten(arguments)
-        call = Call(Inputs(arguments, namespace, mask_4d, n_read, self.is_only_if_cached.get()))
+        is_only_if_cached, prefixes_from = self.is_only_if_cached.get(), self.prefixes_from.get()
+        call = Call(Inputs(arguments, namespace, mask_4d, n_read, is_only_if_cached, prefixes_from))
         reason = "disabled" if is_disabled else self._bypass_check.by_arguments(arguments)
         if reason is None and self._components.audit is not None and not call.inputs.is_only_if_cached:
             self._make_way(frame, call, self._components.audit)

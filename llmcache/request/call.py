@@ -71,6 +71,7 @@ class Inputs:
         mask_4d: The mask that was passed, bool (B, 1, T, M), where it is another one.
         n_read: How many columns, from the last on, are read of the output; None: maybe all.
         is_only_if_cached: It is answered from the cache, or not at all.
+        prefixes_from: A namespace whose stored prefixes serve it as well, or None.
         opened: Clock at its beginning.
     """
 
@@ -79,6 +80,7 @@ class Inputs:
     mask_4d: Tensor | None = None
     n_read: int | None = None
     is_only_if_cached: bool = False
+    prefixes_from: str | None = None
     opened: float = field(default_factory=perf_counter)
 
 

@@ -28,7 +28,7 @@ from llmcache.generation.validation import decoder_config
 from llmcache.serving.model_thread import ModelThread
 from llmcache.serving.refusals import Refusal
 from llmcache.serving.settings import ServerSettings
-from llmcache.serving.tenants import Tenant
+from llmcache.serving.tenants import PUBLIC, Tenant
 from llmcache.serving.watching import IN_FLIGHT, Watcher
 
 logger = logging.getLogger("llmcache.serving")
@@ -256,7 +256,10 @@ class Decoder:
 
     def _step(self, answer: Stream, namespace: str) -> tuple[Token, StoppedBy | None]:
         """One token, in the model's thread."""
-        where = self._cache.namespace(namespace) if self._is_caching() else self._cache.disabled()
+        # Without keys everybody has one namespace.
+        public = None if self._settings.keys is None else PUBLIC
+        cache = self._cache
+        where = cache.namespace(namespace, prefixes_from=public) if self._is_caching() else cache.disabled()
         with where, torch.inference_mode():
             return next(answer), answer.stopped_by
 

@@ -31,13 +31,11 @@ from filelock import FileLock, Timeout
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from llmcache.errors import ConfigError
-from llmcache.serving.tenants import Scope, Tenant
+from llmcache.serving.tenants import PUBLIC, Scope, Tenant
 from llmcache.yaml_file import parse_yaml
 
 logger = logging.getLogger("llmcache")
 
-#: The namespace that all may read. Who writes it answers everybody, so only an administrator's key may.
-PUBLIC: Final = "public"
 _MARK = "llmcache_"  # by which a key that was published by mistake is found
 _MOST_BYTES = 1_000_000
 _PATIENCE_S = 10.0  # a change of the file takes milliseconds

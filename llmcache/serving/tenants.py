@@ -5,7 +5,7 @@ from typing import Final, Literal
 
 Scope = Literal["infer", "admin"]
 
-#: A namespace that everybody may read. Only keys of this namespace that have the scope `admin` may write to it.
+#: The namespace that everybody may read. Who writes it answers all, so only keys of it with the scope `admin` may.
 PUBLIC: Final = "public"
 
 

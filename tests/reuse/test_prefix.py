@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, StaticCache
 from transformers.models.llama.modeling_llama import LlamaMLP
 
+from llmcache.errors import ConfigError
 from llmcache.reuse.prefix import rung
 from tests import inside
 from tests.reuse.prompts import (
@@ -108,6 +109,29 @@ def test_logits_at_all_positions(model: nn.Module, return_dict: bool) -> None:
     close(cache(second, logits_to_keep=3).logits, plain[1][:, -3:])
     assert cache.last[0].n_prefix == 20  # its own blocks were stored as well
     assert cache.stats().errors == 0
+
+
+def test_prefixes_of_another_namespace_serve_where_they_may_and_reach_further(model: nn.Module) -> None:
+    second, third = branch(ASKED, 24, 30, 2), branch(ASKED, 24, 32, 3)
+    plain = [run(model, ids).logits for ids in (second, third)]
+    cache = wrapped(model)
+    with cache.namespace("public"):
+        cache(STEM)
+
+    def served(name: str, ids: Tensor, prefixes_from: str | None = "public") -> int:
+        with cache.namespace(name, prefixes_from=prefixes_from):
+            close(cache(ids).logits, plain[0] if ids is second else plain[1])
+        return cache.last[0].n_prefix
+
+    assert served("closed", second, None) == 0
+    assert served("a", second) == 20
+    assert served("b", third) == 20  # of what "a" has stored nothing is seen
+    assert served("a", third) == 24  # its own reaches further
+    assert cache.purge(namespace="public") == 1 and cache.stats().errors == 0
+    assert served("c", third) == 0  # nothing was written there, which would still serve
+    assert served("b", third) == 31  # what it has stored has a copy of what was shared
+    with pytest.raises(ConfigError, match="surrogate"), cache.namespace("a", prefixes_from="\ud800"):
+        pass
 
 
 @pytest.mark.parametrize("left", [True, False])

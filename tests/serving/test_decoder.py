@@ -5,6 +5,7 @@ import gc
 import weakref
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from llmcache.generation import Sampling, generate
 from llmcache.serving import decoder as module
 from llmcache.serving.decoder import Decoder, Generating
 from llmcache.serving.refusals import Refusal
-from llmcache.serving.tenants import ANYONE
+from llmcache.serving.tenants import ANYONE, PUBLIC, Tenant
 from llmcache.serving.watching import IN_FLIGHT
 from tests.generation.test_prompt_cache import Counted
 from tests.serving.decoders import CONTEXT, OTHER, Stub, row, tokenizer
@@ -93,6 +94,32 @@ def test_without_a_cache_all_is_computed(make: Make) -> None:
             answer = stub.running.start(PROMPT, GREEDY, ANYONE)
             assert await read(answer) == own(stub, PROMPT, GREEDY)
             assert (answer.rung, answer.n_cached) == (None, 0)
+
+    run(main())
+
+
+def test_a_public_prefix_serves_all_and_nothing_else_does(make: Make) -> None:
+    stub = make(keys=Path("keys.yaml"))
+    public, known = Tenant("boss", PUBLIC, frozenset(("infer", "admin"))), PROMPT[:16]
+    longer, mine = (*known, 50, 51, 52, 53, 54, 55, 56, 57), (*known, 60)
+
+    async def main() -> list[int]:
+        n_cached = []
+        for ids, tenant in ((known, public), (longer, ANYONE), (longer, OTHER), (longer, OTHER), (mine, public)):
+            answer = stub.running.start(ids, GREEDY, tenant)
+            assert await read(answer) == own(stub, ids, GREEDY)
+            n_cached.append(answer.n_cached)
+        return n_cached
+
+    assert run(main()) == [0, 16, 16, 23, 16]  # of its own blocks all but the last token
+    assert stub.cache.purge(namespace=PUBLIC) == 1
+
+
+def test_without_keys_there_is_no_public_prefix(stub: Stub) -> None:
+    async def main() -> None:
+        for tenant in (Tenant("boss", PUBLIC, frozenset(("infer", "admin"))), ANYONE):
+            answer = stub.running.start(PROMPT, GREEDY, tenant)
+            assert await read(answer) == own(stub, PROMPT, GREEDY) and answer.n_cached == 0
 
     run(main())
 

@@ -13,7 +13,7 @@ head, D hidden width, b tokens a block.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
 
@@ -175,6 +175,14 @@ class Prefix(Rung):
             is_output=True,
         )
 
+    def _reach(self, prefill: Prefill, row: Row, shared: str | None) -> tuple[list[Block], int]:
+        """`BlockPool.reach` for a row, in its own namespace or, where that reaches further, in one that it may read."""
+        own = self.blocks.reach(self._chain(prefill, row), row.ids, _id_width(row))
+        if shared in (None, prefill.scope.namespace) or own[1] == row.n_valid:
+            return own
+        chain = links(replace(prefill.scope, namespace=shared), row, self.blocks.size)
+        return max(own, self.blocks.reach(chain, row.ids, _id_width(row)), key=lambda one: one[1])
+
     def _chain(self, prefill: Prefill, row: Row) -> tuple[Link, ...]:
         if row.number not in prefill.chains:
             prefill.chains[row.number] = links(prefill.scope, row, self.blocks.size)
@@ -213,7 +221,7 @@ class Prefix(Rung):
         """Fill the K/V cache with what is known, and take those columns off the arguments."""
         blocks, prefill, ids = self.blocks, call.plan.prefill, call.inputs.arguments["input_ids"]
         assert prefill is not None
-        reached = [blocks.reach(self._chain(prefill, row), row.ids, _id_width(row)) for row in call.rows]
+        reached = [self._reach(prefill, row, call.inputs.prefixes_from) for row in call.rows]
         matched, n_known = zip(*reached, strict=True)
         n_cut = cut_column(call.rows, n_known, ids.shape[1])
         if call.inputs.n_read is None or n_cut > ids.shape[1] - call.inputs.n_read or are_hooked([self.trunk.module]):
