@@ -7,7 +7,7 @@ other origins.
 import asyncio
 import ipaddress
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable
 from typing import Annotated, Any, Final, TypeVar
 from urllib.parse import urlsplit
 
@@ -53,13 +53,13 @@ changing = APIRouter(dependencies=[Depends(from_own_page)])
 async def purge(asked: Purge, request: Request) -> dict[str, int]:
     """Forget all entries of a namespace; answers how many requests they were."""
     server = _server(request, "purges a namespace")
-    return {"purged": await _blocking(lambda: server.purge(asked.namespace))}
+    return {"purged": await _done(server.purge(asked.namespace))}
 
 
 @changing.post("/clear")
 async def clear(request: Request) -> dict[str, bool]:
     """Forget all entries, and the calibration that rests on them."""
-    await _blocking(_server(request, "clears the cache").cache.clear)
+    await _done(_server(request, "clears the cache").clear())
     return {"cleared": True}
 
 
@@ -80,7 +80,7 @@ async def enable(request: Request) -> dict[str, bool]:
 @changing.post("/drain")
 async def drain(request: Request) -> dict[str, int]:
     """Audit now what waits to be audited; answers how many jobs were done."""
-    return {"drained": await _blocking(_server(request, "drains the audit's queue").cache.drain)}
+    return {"drained": await _done(asyncio.to_thread(_server(request, "drains the audit's queue").cache.drain))}
 
 
 @changing.post("/save")
@@ -90,7 +90,7 @@ async def save(request: Request) -> dict[str, bool]:
     folder = server.settings.save
     if folder is None:
         raise Refusal("invalid", "this server was started without a folder to save to; start it with --save FOLDER")
-    await _blocking(lambda: server.cache.save(folder))
+    await _done(asyncio.to_thread(server.cache.save, folder))
     return {"saved": True}
 
 
@@ -98,7 +98,7 @@ async def save(request: Request) -> dict[str, bool]:
 async def stats(request: Request) -> dict[str, Any]:
     """All figures of the cache; those that are not finite are null."""
     server: Server = request.app.state.server
-    found = await _blocking(server.cache.stats)
+    found = await _done(asyncio.to_thread(server.cache.stats))
     return {"enabled": not server.is_disabled, "phase": server.phase, **found.to_dict()}
 
 
@@ -112,10 +112,10 @@ def _server(request: Request, does: str) -> Server:
     return server
 
 
-async def _blocking(step: Callable[[], _T]) -> _T:
-    """Run what may wait in a thread, so that others are answered meanwhile."""
+async def _done(work: Awaitable[_T]) -> _T:
+    """What comes of work in another thread; of its failure the log says why."""
     try:
-        return await asyncio.to_thread(step)
+        return await work
     except LLMCacheError as error:
         logger.warning("llmcache: an operator's request failed", exc_info=True)
         raise Refusal("backend", f"it failed ({type(error).__name__}); the server's log says why") from None

@@ -80,7 +80,8 @@ class Decoder:
         self._prompts: dict[str, PromptCache] = {}
         self._encoding = ThreadPoolExecutor(_N_ENCODING, "llmcache-encode")
         self._places = asyncio.Semaphore(settings.max_streams)
-        self._flights: dict[_Key, _Flight] = {}
+        self._flights: dict[_Key, _Flight] = {}  # that others may join
+        self._open: set[_Flight] = set()  # all that have not ended
         self._n_waiting = 0
         self._n_running = 0
 
@@ -96,13 +97,14 @@ class Decoder:
 
     def close(self) -> None:
         """End all that runs; who reads it is refused. Twice does nothing."""
-        for flight in list(self._flights.values()):
+        for flight in list(self._open):
             self._end(flight, Refusal("unhealthy", "the server is stopping"))
         self._encoding.shutdown(wait=False, cancel_futures=True)
 
-    def forget(self, namespace: str) -> None:
-        """Forget the prompts of a namespace, as `LLMCache.purge` forgets its entries."""
-        self._prompts.pop(namespace, None)
+    def forget(self, namespace: str | None = None) -> None:
+        """Forget the prompts of a namespace, or all, as the cache forgets entries; what is in flight is not joined."""
+        self._prompts = {name: one for name, one in self._prompts.items() if namespace not in (None, name)}
+        self._flights = {key: one for key, one in self._flights.items() if namespace not in (None, key[0])}
 
     async def encode(self, prompt: Prompt, tenant: Tenant) -> Ids:
         """Token ids of a text, of messages, or of ids that were given as such.
@@ -172,6 +174,7 @@ class Decoder:
         is_first = flight is None
         if flight is None:
             flight = self._flights[key] = _Flight(key, self._stream(ids, sampling))
+            self._open.add(flight)
             flight.task = asyncio.get_running_loop().create_task(self._drive(flight))
         return Generating(self, flight, is_first)
 
@@ -267,6 +270,7 @@ class Decoder:
         """Let go of a flight, whose K/V is freed as soon as no step of it runs. Twice does nothing."""
         if self._flights.get(flight.key) is flight:
             del self._flights[flight.key]
+        self._open.discard(flight)
         if flight.stream is None:
             return
         flight.stream = None

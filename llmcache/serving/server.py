@@ -69,11 +69,19 @@ class Server:
         """Inputs or generations that wait for the model."""
         return sum(0 if part is None else part.n_waiting for part in (self.encoder, self.decoder))
 
-    def purge(self, namespace: str) -> int:
-        """Forget all entries of a namespace, and its prompts; see `LLMCache.purge`."""
+    async def purge(self, namespace: str) -> int:
+        """Forget all entries of a namespace, its prompts, and what is computed of it now; see `LLMCache.purge`."""
+        # Between two steps of the model: one under way would store afterwards what it computes.
+        n_requests = await self.thread.run(lambda: self.cache.purge(namespace=namespace))
         if self.decoder is not None:
             self.decoder.forget(namespace)
-        return self.cache.purge(namespace=namespace)
+        return n_requests
+
+    async def clear(self) -> None:
+        """Forget all of that in every namespace; see `LLMCache.clear`."""
+        await self.thread.run(self.cache.clear)
+        if self.decoder is not None:
+            self.decoder.forget()
 
     def check_name(self, name: str | None) -> None:
         """Refuse a request for another model than the one that is served; none may be named.

@@ -118,7 +118,7 @@ def test_requests_while_a_namespace_is_purged_are_answered(models: Path) -> None
 
         def purge() -> None:
             while not stop.is_set():
-                server.purge("default")
+                client.post("/admin/purge", json={"namespace": "default"}).raise_for_status()
 
         purging = threading.Thread(target=purge)
         purging.start()
@@ -131,6 +131,33 @@ def test_requests_while_a_namespace_is_purged_are_answered(models: Path) -> None
     for i in range(5):
         scores = [answers[n].json()[0]["score"] for n in range(i, 60, 5)]
         assert scores == pytest.approx([scores[0]] * len(scores), abs=1e-5)
+
+
+@pytest.mark.parametrize("forget", [("purge", {"namespace": "default"}), ("clear", None)], ids=lambda one: one[0])
+def test_what_is_computed_while_it_is_to_be_forgotten_is_forgotten(models: Path, forget: tuple[str, Any]) -> None:
+    server = make_server(models / "classifier", warmup_tokens=0)
+    is_held, release = threading.Event(), threading.Event()
+
+    def hold(*args: Any) -> None:
+        if threading.current_thread().name == "llmcache-model":  # it was looked up, and is to be computed
+            is_held.set()
+            release.wait(20)
+
+    hook = server.model.register_forward_pre_hook(hold)
+    with TestClient(create_app(server)) as client:
+        asking = threading.Thread(target=client.post, args=("/v1/classify",), kwargs={"json": {"input": "my card"}})
+        asking.start()
+        is_held.wait(20)
+        purging = threading.Thread(target=client.post, args=(f"/admin/{forget[0]}",), kwargs={"json": forget[1]})
+        purging.start()
+        while purging.is_alive() and not len(server.thread):
+            purging.join(0.001)
+        release.set()
+        asking.join()
+        purging.join()
+        hook.remove()
+        assert server.cache.stats().n_stored == 0
+        assert server.cache.stats().n_misses == 1
 
 
 def test_liveness_says_when_the_server_stops(models: Path) -> None:

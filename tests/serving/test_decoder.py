@@ -353,6 +353,26 @@ def test_prompts_are_known_within_a_namespace_until_it_is_purged(stub: Stub) -> 
     decoder.close()
 
 
+def test_a_generation_that_was_forgotten_is_joined_by_none(stub: Stub) -> None:
+    async def main() -> None:
+        first = stub.running.start(PROMPT, LONG, ANYONE)
+        stub.running.start(PROMPT, LONG, OTHER)
+        await anext(first)
+        stub.cache.purge(namespace=ANYONE.namespace)
+        stub.running.forget(ANYONE.namespace)
+        second, joined = (stub.running.start(PROMPT, LONG, tenant) for tenant in (ANYONE, OTHER))
+        tokens = own(stub, PROMPT, LONG)
+        assert await read(second) == [tokens[0], *await read(first)] == tokens
+        assert (second.rung, second.n_cached, joined.rung) == (None, 0, IN_FLIGHT)
+        forgotten = stub.running.start(PROMPT[::-1], LONG, ANYONE)
+        stub.running.forget()
+        stub.running.close()
+        with pytest.raises(Refusal, match="stopping"):
+            await read(forgotten)
+
+    run(main())
+
+
 def test_room_for_an_answer(stub: Stub) -> None:
     names = ("prompt", "max_tokens")
     n_new = stub.running.n_new

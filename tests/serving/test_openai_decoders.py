@@ -14,12 +14,14 @@ from llmcache.generation import Generation, Sampling, generate
 from llmcache.serving.app import create_app
 from llmcache.serving.openai_decoders import unless_gone
 from llmcache.serving.refusals import Refusal
+from tests.generation.test_prompt_cache import Counted
 from tests.serving.decoders import CONTEXT, NAME, Stub, application, listening, model, row, tokenizer
 from tests.serving.served import make_server
 
 PROMPT = "where is my card"
 CHAT = [{"role": "system", "content": "the cash"}, {"role": "user", "content": PROMPT}]
 GREEDY = {"temperature": 0, "max_tokens": 12}
+BLOCKS = {"prefix_block": 8, "auto_bypass": False}
 DRAWN = {"temperature": 2.0, "top_p": 0.9, "top_k": 40, "seed": -3, "repetition_penalty": 1.2, "max_tokens": 12}
 
 Post = Callable[..., Any]
@@ -435,10 +437,8 @@ def test_work_ends_with_the_one_who_has_it_done() -> None:
 
 
 @pytest.mark.slow
-def test_through_the_whole_application(tmp_path: Path) -> None:
-    model().save_pretrained(tmp_path / NAME)
-    tokenizer().save_pretrained(tmp_path / NAME)
-    server = make_server(tmp_path / NAME, {"prefix_block": 8, "auto_bypass": False})
+def test_through_the_whole_application(models: Path) -> None:
+    server = make_server(models / NAME, BLOCKS)
     expected = text_of(generate(model(), row(tuple(ids_of())), Sampling(max_new_tokens=12)).tokens)
     with TestClient(create_app(server)) as client:
         for n_cached in (0, len(ids_of())):
@@ -450,6 +450,23 @@ def test_through_the_whole_application(tmp_path: Path) -> None:
         wrong = client.post("/v1/completions", json={"prompt": ["secret", 1] * 1000})
         assert wrong.status_code == 400 and "prompt" in wrong.json()["error"]["param"] and "secret" not in wrong.text
         assert client.post("/v1/embeddings", json={"input": "a"}).status_code == 400
+
+
+@pytest.mark.parametrize("forget", [("purge", {"namespace": "default"}), ("clear", None)], ids=lambda one: one[0])
+def test_what_an_operator_has_forgotten_is_computed_anew(models: Path, forget: tuple[str, Any]) -> None:
+    server = make_server(models / NAME, BLOCKS)
+    counted = Counted(server.tokenizer)
+    assert server.decoder is not None
+    server.decoder._tokenizer = counted
+
+    def n_cached() -> int:
+        return int(chat(client)["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    with TestClient(create_app(server)) as client:
+        assert [n_cached(), n_cached()] == [0, len(ids_of())]
+        n_tokenised = counted.asked["tokens"]
+        client.post(f"/admin/{forget[0]}", json=forget[1]).raise_for_status()
+        assert n_cached() == 0 and counted.asked["tokens"] == n_tokenised + 1
 
 
 @pytest.mark.slow
