@@ -49,6 +49,8 @@ def create_app(server: Server) -> FastAPI:
             keys.close()
 
     keys = None if server.settings.keys is None else Keys(server.settings.keys)
+    if keys is not None:
+        server.metrics.watch_keys(lambda: keys.n_failures)
     app = FastAPI(
         title="llmcache", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False
     )
@@ -57,7 +59,7 @@ def create_app(server: Server) -> FastAPI:
         app.include_router(part.router)
     app.include_router(_alive)
     install_handlers(app)  # before what lies around it, innermost first
-    app.add_middleware(Limits, settings=server.settings)
+    app.add_middleware(Limits, settings=server.settings, watch=server.metrics.watch_limits)
     app.add_middleware(Authentication, keys=keys)
     app.add_middleware(CountRequests, metrics=server.metrics)
     app.add_middleware(RequestIds)

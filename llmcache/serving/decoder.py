@@ -246,16 +246,22 @@ class Decoder:
         return True
 
     async def _run(self, flight: "_Flight") -> None:
-        previous_s = None
-        while (answer := flight.stream) is not None:
-            token, stopped_by = await self._thread.run(partial(self._step, answer, flight.key[0]))
-            flight.put(token, stopped_by, answer)
-            self.watcher.generated(1)
-            if previous_s is not None:
-                self.watcher.inter_token(token.time_s - previous_s)
-            previous_s = token.time_s
-            if stopped_by is not None:
-                return
+        begun_s, first_s, last_s, prefill_s = perf_counter(), None, 0.0, 0.0
+        try:
+            while (answer := flight.stream) is not None:
+                token, stopped_by = await self._thread.run(partial(self._step, answer, flight.key[0]))
+                flight.put(token, stopped_by, answer)
+                self.watcher.generated(1)
+                if first_s is None:
+                    first_s, prefill_s = token.time_s, perf_counter() - begun_s
+                else:
+                    self.watcher.inter_token(token.time_s - last_s)
+                last_s = token.time_s
+                if stopped_by is not None:
+                    return
+        finally:  # whoever read it may have had enough
+            if first_s is not None:
+                self.watcher.inferred(prefill_s, last_s - first_s)
 
     def _step(self, answer: Stream, namespace: str) -> tuple[Token, StoppedBy | None]:
         """One token, in the model's thread."""

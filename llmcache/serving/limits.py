@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
 from typing import Final
 
 import pydantic_core
@@ -28,13 +29,21 @@ class Limits:
     for requests that infer: metrics and the operator get through when there is none.
     """
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings, *, send_timeout_s: float = _SEND_S) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        settings: ServerSettings,
+        *,
+        send_timeout_s: float = _SEND_S,
+        watch: Callable[[Callable[[], float]], None] = lambda n_running: None,
+    ) -> None:
         """Limit an application.
 
         Args:
             app: The application; goes inside `Authentication`, which says who asks.
             settings: `payload_limit`, `body_timeout_s` and `max_concurrent_requests` of them.
             send_timeout_s: A client that reads nothing of its answer for so long has gone, seconds.
+            watch: Given what tells how many requests have a place.
         """
         self.app = app
         self.n_running = 0
@@ -42,6 +51,7 @@ class Limits:
         self._send_timeout_s = send_timeout_s
         self._by_tenant: Counter[str] = Counter()
         self._n_bytes = 0
+        watch(lambda: self.n_running)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection."""

@@ -23,7 +23,7 @@ from prometheus_client import (
 )
 from prometheus_client.core import Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
-from prometheus_client.metrics_core import UnknownMetricFamily
+from prometheus_client.metrics_core import CounterMetricFamily, UnknownMetricFamily
 from prometheus_client.registry import Collector
 
 from llmcache.cache import LLMCache
@@ -75,6 +75,14 @@ class Metrics(Watcher):
         self._e2e, self._queue = e2e.labels(model_name), queue.labels(model_name)
         self._first = self._histogram("time_to_first_token_seconds", "From request to first token.").labels(model_name)
         self._inter = self._histogram("inter_token_latency_seconds", "Between two tokens.").labels(model_name)
+        self._prefill, self._decode, self._inference = (
+            self._histogram(f"request_{part}_time_seconds", f"Of generations: {text}.").labels(model_name)
+            for part, text in (
+                ("prefill", "from the end of the wait to the first token"),
+                ("decode", "from the first token to the last"),
+                ("inference", "both"),
+            )
+        )
         self._batch_size = self._histogram("batch_next_size", "Inputs computed at once.", buckets=_ROWS)
         self._batch_tokens = self._histogram(
             "batch_next_tokens", "Tokens computed at once, padding included.", buckets=_TOKENS
@@ -83,12 +91,13 @@ class Metrics(Watcher):
             "num_requests_running", "Requests for inference under way, those that wait left out."
         )
         self._waiting = self._gauge("num_requests_waiting", "Requests that wait to be computed.")
+        self._concurrent = self._gauge("concurrent_requests", "Requests that --max-concurrent-requests counts.")
         self.watch()
 
         self.registry.register(CacheFigures(model_name, cache))
         self.registry.register(_Copies({"request_duration": e2e, "request_queue_duration": queue}))
         self.registry.register(_Copies({"queue_size": self._waiting}))
-        self.registry.register(_Untyped(model_name, self._counts))
+        self.registry.register(_Counts(model_name, UnknownMetricFamily, "Requests for inference.", self._counts))
         for make in (ProcessCollector, PlatformCollector, GCCollector):
             make(registry=self.registry)
 
@@ -96,6 +105,16 @@ class Metrics(Watcher):
         """Set what the gauges of requests read; by default all that are under way are running."""
         self._waiting.labels(self._model_name).set_function(waiting)
         self._running.labels(self._model_name).set_function(running or (lambda: max(0, self.n_under_way - waiting())))
+
+    def watch_limits(self, concurrent: Callable[[], float]) -> None:
+        """Set what the gauge of requests that take a place reads."""
+        self._concurrent.labels(self._model_name).set_function(concurrent)
+
+    def watch_keys(self, n_failures: Callable[[], int]) -> None:
+        """Set what the counter of a file of keys reads, of which there is one from now on."""
+        text = "Looks at the file of keys that failed, and left the keys as they were."
+        counts = _Counts(self._model_name, CounterMetricFamily, text, lambda: {"key_file_failures": n_failures()})
+        self.registry.register(counts)
 
     def answered(self, route: str, status: int, seconds: float, is_inference: bool = False) -> None:
         """Count a request that has ended, by the template of its route."""
@@ -134,6 +153,12 @@ class Metrics(Watcher):
     def generated(self, n: int) -> None:
         """Count tokens of answers."""
         self._generated.inc(n)
+
+    def inferred(self, prefill_s: float, decode_s: float) -> None:
+        """Count a generation that has ended, by the time to its first token and that from there to its last."""
+        self._prefill.observe(prefill_s)
+        self._decode.observe(decode_s)
+        self._inference.observe(prefill_s + decode_s)
 
     def finished(self, reason: str) -> None:
         """Count a request that came to its end, of `REASONS`."""
@@ -176,16 +201,18 @@ class _Copies(Collector):
                 yield copy
 
 
-class _Untyped(Collector):
-    """Counts without `_total` at their end, as text-embeddings-inference has them."""
+class _Counts(Collector):
+    """Counts that others keep, read when Prometheus asks; untyped without `_total` at their end, as TEI has them."""
 
-    def __init__(self, model_name: str, read: Callable[[], dict[str, int]]) -> None:
+    def __init__(self, model_name: str, kind: Any, text: str, read: Callable[[], dict[str, int]]) -> None:
         self._model_name = model_name
+        self._kind = kind
+        self._text = text
         self._read = read
 
     def collect(self) -> Iterable[Metric]:
         for name, value in self._read().items():
-            family = UnknownMetricFamily(PREFIX + name, "Requests for inference.", labels=["model_name"])
+            family = self._kind(PREFIX + name, self._text, labels=["model_name"])
             family.add_metric([self._model_name], value)
             yield family
 

@@ -27,6 +27,9 @@ class Watcher:
     def generated(self, n: int) -> None:
         """So many tokens of answers are."""
 
+    def inferred(self, prefill_s: float, decode_s: float) -> None:
+        """A generation has ended: its first token took so long once it had a place, and all others together."""
+
     def finished(self, reason: str) -> None:
         """A request has come to its end."""
 

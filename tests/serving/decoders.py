@@ -66,6 +66,7 @@ class Noted:
     n_cancelled: int = 0
     served_by: list[tuple[str | None, int, int]] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
+    n_inferred: int = 0
 
     def queued(self, seconds: float) -> None:
         assert seconds >= 0
@@ -84,6 +85,10 @@ class Noted:
 
     def generated(self, n: int) -> None:
         self.n_generated += n
+
+    def inferred(self, prefill_s: float, decode_s: float) -> None:
+        assert prefill_s > 0 and decode_s >= 0
+        self.n_inferred += 1
 
     def finished(self, reason: str) -> None:
         self.reasons.append(reason)

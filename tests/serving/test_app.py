@@ -2,12 +2,14 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 from typer.testing import CliRunner
 
@@ -79,6 +81,38 @@ def test_operators_routes_are_for_operators(client: TestClient, keys: tuple[Path
     assert done.json() == {"purged": 1}
     assert _predict(client, ann, "my card") == "MISS"
     assert client.get("/metrics", headers={"Authorization": f"Bearer {boss}"}).status_code == 200
+
+
+def test_metrics_tell_of_keys_and_places(models: Path, keys: tuple[Path, dict[str, str]]) -> None:
+    server, release = make_server(models / "classifier", keys=keys[0]), threading.Event()
+    boss = {"Authorization": f"Bearer {keys[1]['boss']}"}
+    with TestClient(create_app(server)) as client:
+
+        def told(name: str, **labels: str) -> float:
+            families = text_string_to_metric_families(client.get("/metrics", headers=boss).text)
+            samples = [sample for family in families for sample in family.samples if sample.name == f"llmcache_{name}"]
+            return sum(one.value for one in samples if labels.items() <= one.labels.items())
+
+        def wait_for(name: str) -> None:
+            for _ in range(1000):
+                if told(name):
+                    return
+                time.sleep(0.01)
+            raise AssertionError(f"{name} stays at 0")
+
+        client.post("/predict", json={}, headers={"Authorization": "Bearer wrong"})
+        assert told("http_requests_total", route="/predict", status="401") == 1
+        server.thread.submit(lambda: release.wait(20))
+        body = {"json": {"inputs": "my card"}, "headers": boss}
+        asking = threading.Thread(target=client.post, args=("/predict",), kwargs=body)
+        asking.start()
+        wait_for("concurrent_requests")
+        assert told("concurrent_requests") == 1
+        release.set()
+        asking.join()
+        assert told("concurrent_requests") == told("key_file_failures_total") == 0
+        keys[0].write_text("no list of keys")
+        wait_for("key_file_failures_total")
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def test_tokens_are_the_models_own_computed_or_not(stub: Stub, sampling: Samplin
     run(main())
     assert [rung for rung, _, _ in stub.noted.served_by] == [None, "exact", "prefix"]
     assert (stub.noted.n_generated, stub.noted.n_first, stub.noted.n_gaps) == (36, 3, 33)
-    assert stub.noted.reasons == ["length"] * 3 and stub.noted.n_queued == 3
+    assert stub.noted.reasons == ["length"] * 3 and stub.noted.n_queued == stub.noted.n_inferred == 3
 
 
 def test_without_a_cache_all_is_computed(make: Make) -> None:
@@ -263,7 +263,7 @@ def test_enough_was_read(stub: Stub) -> None:
         assert answer.stopped_by == "stop"
 
     run(main())
-    assert (stub.noted.reasons, stub.noted.n_cancelled) == (["stop"], 0)
+    assert (stub.noted.reasons, stub.noted.n_cancelled, stub.noted.n_inferred) == (["stop"], 0, 1)
 
 
 def test_a_failure_is_told_to_those_who_read_it_alone(

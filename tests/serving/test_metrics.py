@@ -28,6 +28,9 @@ OF_VLLM = {
     "inter_token_latency_seconds",
     "e2e_request_latency_seconds",
     "request_queue_time_seconds",
+    "request_prefill_time_seconds",
+    "request_decode_time_seconds",
+    "request_inference_time_seconds",
     "num_requests_running",
     "num_requests_waiting",
     "kv_cache_usage_perc",
@@ -48,6 +51,7 @@ OWN = {
     "requests",
     "prompt_tokens_cached",
     "requests_cancelled",
+    "concurrent_requests",
     "hits",
     "misses",
     "bypassed",
@@ -184,6 +188,7 @@ def test_what_the_parts_tell_is_counted(server: Server) -> None:
     metrics.first_token(0.5)
     metrics.inter_token(0.125)
     metrics.generated(7)
+    metrics.inferred(2.0, 0.75)
     metrics.cancelled()
     for reason in ("stop", "length", "length", "a reason that nobody knows"):
         metrics.finished(reason)
@@ -194,6 +199,8 @@ def test_what_the_parts_tell_is_counted(server: Server) -> None:
     assert of(metrics, "batch_next_size_sum") == 3 and of(metrics, "batch_next_tokens_sum") == 96
     assert of(metrics, "time_to_first_token_seconds_sum") == 0.5 and of(metrics, "generation_tokens_total") == 7
     assert of(metrics, "inter_token_latency_seconds_sum") == 0.125 and of(metrics, "requests_cancelled_total") == 1
+    parts = ("prefill", "decode", "inference")
+    assert [of(metrics, f"request_{part}_time_seconds_sum") for part in parts] == [2.0, 0.75, 2.75]
     assert of(metrics, "request_success_total", finished_reason="length") == 2
     assert of(metrics, "request_success_total", finished_reason="other") == 1
     assert of(metrics, "requests_total", rung="other") == 1
