@@ -17,6 +17,7 @@ from pydantic import BaseModel, Field, StrictStr
 from llmcache.errors import LLMCacheError
 from llmcache.serving.refusals import Refusal
 from llmcache.serving.server import Server
+from llmcache.serving.tei_answers import ERRORS
 
 logger = logging.getLogger("llmcache")
 
@@ -45,7 +46,7 @@ def from_own_page(request: Request) -> None:
         raise Refusal("forbidden", "without keys, open the page by localhost or an IP address, not by another name")
 
 
-router = APIRouter(prefix="/admin", tags=["admin"])
+router = APIRouter(prefix="/admin", tags=["admin"], responses=ERRORS)
 changing = APIRouter(dependencies=[Depends(from_own_page)])
 
 

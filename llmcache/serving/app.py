@@ -15,13 +15,14 @@ from llmcache.serving.limits import Limits
 from llmcache.serving.refusals import Refusal
 from llmcache.serving.route_times import CountRequests
 from llmcache.serving.server import Server
+from llmcache.serving.tei_answers import ERRORS
 from llmcache.serving.telemetry import instrument
 
-_alive = APIRouter(tags=["health"])
+_alive = APIRouter(tags=["health"], responses=ERRORS)
 
 
-@_alive.get("/health")
-@_alive.get("/healthz")
+@_alive.get("/health", response_model=dict[str, str])
+@_alive.get("/healthz", response_model=dict[str, str])
 async def health(request: Request) -> JSONResponse:
     """Whether requests are answered now; 503 before the model is warmed up, and once the server is stopping."""
     server: Server = request.app.state.server

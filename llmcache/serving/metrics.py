@@ -30,6 +30,7 @@ from llmcache.cache import LLMCache
 from llmcache.reuse import RUNGS
 from llmcache.serving.cache_figures import CacheFigures
 from llmcache.serving.route_times import RouteTimes
+from llmcache.serving.tei_answers import ERRORS
 from llmcache.serving.watching import IN_FLIGHT, Watcher
 
 PREFIX: Final = "llmcache_"
@@ -217,10 +218,13 @@ class _Counts(Collector):
             yield family
 
 
-router = APIRouter()
+router = APIRouter(responses=ERRORS)
 
 
-@router.get("/metrics", include_in_schema=True, response_class=Response)
+_TEXT: Final[dict[int | str, dict[str, Any]]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
+
+
+@router.get("/metrics", response_class=Response, responses=_TEXT)
 async def metrics(request: Request) -> Response:
     """Figures of server, model and cache, for Prometheus."""
     text = await asyncio.to_thread(partial(Metrics.text, request.app.state.server.metrics))

@@ -17,6 +17,7 @@ from fastapi.responses import JSONResponse, Response
 from fastapi.sse import EventSourceResponse, format_sse_event
 
 from llmcache.generation import StoppedBy, Token
+from llmcache.serving import openai_answers
 from llmcache.serving.decoder import Decoder, Generating, Ids
 from llmcache.serving.detokenizing import Detokenizer, StopTexts, TokenTexts
 from llmcache.serving.openai_schemas import ChatRequest, CompletionRequest, GenerationRequest
@@ -24,17 +25,19 @@ from llmcache.serving.refusals import Refusal
 from llmcache.serving.server import Server
 from llmcache.serving.tenants import Tenant
 
-router = APIRouter(tags=["openai"])
+router = APIRouter(tags=["openai"], responses=openai_answers.ERRORS)
 
 _T = TypeVar("_T")
 _SHORT: Final = 16  # tokens of a completion where none are asked for, as OpenAI has it
+_BOTH: Final = "Whole, or with `stream` in chunks."
 _STREAM_HEADERS: Final = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-_BOTH: Final[dict[int | str, dict[str, Any]]] = {
-    200: {"content": {"application/json": {}, "text/event-stream": {}}, "description": "Whole, or a stream of chunks."}
-}
 
 
-@router.post("/v1/completions", responses=_BOTH)
+@router.post(
+    "/v1/completions",
+    response_model=openai_answers.Completion,
+    responses={200: {"content": openai_answers.streamed(openai_answers.CompletionChunk), "description": _BOTH}},
+)
 async def completions(body: CompletionRequest, request: Request) -> Response:
     """Go on with texts."""
     server, decoder = _checked(body, request)
@@ -47,7 +50,11 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     return await _answered(server, body, request, ids, n_new, _Completion(server, body))
 
 
-@router.post("/v1/chat/completions", responses=_BOTH)
+@router.post(
+    "/v1/chat/completions",
+    response_model=openai_answers.ChatCompletion,
+    responses={200: {"content": openai_answers.streamed(openai_answers.ChatChunk), "description": _BOTH}},
+)
 async def chat_completions(body: ChatRequest, request: Request) -> Response:
     """Answer a conversation."""
     server, decoder = _checked(body, request)

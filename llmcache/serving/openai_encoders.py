@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr
 
+from llmcache.serving import openai_answers
 from llmcache.serving.encoder import Output
 from llmcache.serving.loading import Kind
 from llmcache.serving.refusals import Refusal
@@ -19,7 +20,7 @@ from llmcache.serving.tei import Cut, Input, Texts, computed, embedding, items_o
 from llmcache.serving.timings import headers
 from llmcache.serving.tokenizing import Item
 
-router = APIRouter(tags=["openai"])
+router = APIRouter(tags=["openai"], responses=openai_answers.ERRORS)
 
 
 class _Body(BaseModel):
@@ -65,14 +66,14 @@ class RerankRequest(_Body):
     max_tokens_per_doc: StrictInt | None = None
 
 
-@router.get("/v1/models")
+@router.get("/v1/models", response_model=openai_answers.Models)
 async def models(request: Request) -> JSONResponse:
     """The one model that is served."""
     server: Server = request.app.state.server
     return JSONResponse({"object": "list", "data": [_about(server)]})
 
 
-@router.get("/v1/models/{name:path}")
+@router.get("/v1/models/{name:path}", response_model=openai_answers.Model)
 async def model(name: str, request: Request) -> JSONResponse:
     """The model of a name."""
     server: Server = request.app.state.server
@@ -80,7 +81,7 @@ async def model(name: str, request: Request) -> JSONResponse:
     return JSONResponse(_about(server))
 
 
-@router.post("/v1/embeddings")
+@router.post("/v1/embeddings", response_model=openai_answers.Embeddings)
 async def embeddings(body: EmbeddingsRequest, request: Request) -> JSONResponse:
     """Embeddings as OpenAI shapes them, of norm 1."""
     server, made = await _computed(body, request, "embedding", items_of(body.input))
@@ -98,7 +99,7 @@ async def embeddings(body: EmbeddingsRequest, request: Request) -> JSONResponse:
     return JSONResponse(answer, headers=headers(server, made))
 
 
-@router.post("/v1/classify")
+@router.post("/v1/classify", response_model=openai_answers.Classification)
 async def classify(body: ClassifyRequest, request: Request) -> JSONResponse:
     """The likeliest label of each input, and the probabilities of all."""
     server, made = await _computed(body, request, "classifier", items_of(body.input))
@@ -123,8 +124,8 @@ async def classify(body: ClassifyRequest, request: Request) -> JSONResponse:
     return JSONResponse(answer, headers=headers(server, made))
 
 
-@router.post("/v1/rerank")
-@router.post("/v2/rerank")
+@router.post("/v1/rerank", response_model=openai_answers.Ranking)
+@router.post("/v2/rerank", response_model=openai_answers.Ranking)
 async def rerank(body: RerankRequest, request: Request) -> JSONResponse:
     """How well documents suit a query, best first, as Jina and Cohere shape it."""
     texts = [one if isinstance(one, str) else one.text for one in body.documents]

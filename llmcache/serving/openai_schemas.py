@@ -10,7 +10,7 @@ from llmcache.generation import Sampling
 from llmcache.serving.refusals import Refusal
 
 _SEED_RANGE: Final = 2**63
-_GREEDY_BELOW: Final = 1e-5  # logits divided by less are no numbers any more
+_LEAST_FACTOR: Final = 1e-5  # logits divided by much less are no numbers any more
 _MOST_LOGPROBS: Final = 20
 _MOST_STOPS: Final = 4
 
@@ -71,7 +71,7 @@ class GenerationRequest(BaseModel):
     ignore_eos: StrictBool = False
     presence_penalty: _Penalty | None = None
     frequency_penalty: _Penalty | None = None
-    repetition_penalty: Annotated[StrictFloat, Field(gt=0, allow_inf_nan=False)] | None = None
+    repetition_penalty: Annotated[StrictFloat, Field(ge=_LEAST_FACTOR, le=1 / _LEAST_FACTOR)] | None = None
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
     user: StrictStr | None = None
@@ -144,7 +144,7 @@ class GenerationRequest(BaseModel):
     @property
     def is_greedy(self) -> bool:
         """Whether the likeliest tokens are asked for; without a temperature they are drawn, as OpenAI has it."""
-        return self.temperature is not None and self.temperature < _GREEDY_BELOW
+        return self.temperature is not None and self.temperature < _LEAST_FACTOR
 
     def first_seed(self) -> int:
         """The seed of the first answer, made up where none was given; those of others follow it."""

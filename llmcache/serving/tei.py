@@ -17,11 +17,12 @@ from llmcache import __version__
 from llmcache.serving.encoder import Output
 from llmcache.serving.refusals import Refusal
 from llmcache.serving.server import Server
+from llmcache.serving.tei_answers import ERRORS, Info, Piece, Prediction, Rank
 from llmcache.serving.tenants import Tenant
 from llmcache.serving.timings import headers
 from llmcache.serving.tokenizing import Item, Tokens
 
-router = APIRouter(tags=["text-embeddings-inference"])
+router = APIRouter(tags=["text-embeddings-inference"], responses=ERRORS)
 
 _T = TypeVar("_T")
 _FAST = Field(fail_fast=True)  # a million wrong items are one error
@@ -115,7 +116,7 @@ class DecodeRequest(_Body):
     skip_special_tokens: StrictBool = True
 
 
-@router.post("/embed")
+@router.post("/embed", response_model=list[list[float]])
 async def embed(body: EmbedRequest, request: Request) -> JSONResponse:
     """Embeddings, one list of floats for each input."""
     server: Server = request.app.state.server
@@ -126,7 +127,7 @@ async def embed(body: EmbedRequest, request: Request) -> JSONResponse:
     return JSONResponse([row.tolist() for row in rows], headers=headers(server, made))
 
 
-@router.post("/embed_all")
+@router.post("/embed_all", response_model=list[list[list[float]]])
 async def embed_all(body: EmbedAllRequest, request: Request) -> JSONResponse:
     """Embeddings of all tokens. Entries keep one vector an input, so these are computed."""
     server: Server = request.app.state.server
@@ -139,7 +140,7 @@ async def embed_all(body: EmbedAllRequest, request: Request) -> JSONResponse:
     return JSONResponse(states)
 
 
-@router.post("/predict")
+@router.post("/predict", response_model=list[Prediction] | list[list[Prediction]])
 async def predict(body: PredictRequest, request: Request) -> JSONResponse:
     """Labels with scores, best first, of each input."""
     server: Server = request.app.state.server
@@ -150,7 +151,7 @@ async def predict(body: PredictRequest, request: Request) -> JSONResponse:
     return JSONResponse(found if is_batch else found[0], headers=headers(server, made))
 
 
-@router.post("/rerank")
+@router.post("/rerank", response_model=list[Rank])
 async def rerank(body: RerankRequest, request: Request) -> JSONResponse:
     """How well texts suit a query, best first."""
     server: Server = request.app.state.server
@@ -164,7 +165,7 @@ async def rerank(body: RerankRequest, request: Request) -> JSONResponse:
     return JSONResponse(ranks, headers=headers(server, made))
 
 
-@router.post("/similarity")
+@router.post("/similarity", response_model=list[float])
 async def similarity(body: SimilarityRequest, request: Request) -> JSONResponse:
     """Cosine of the source sentence and each of the others."""
     server: Server = request.app.state.server
@@ -179,7 +180,7 @@ async def similarity(body: SimilarityRequest, request: Request) -> JSONResponse:
     return JSONResponse([float(source @ one) for one in others], headers=headers(server, made))
 
 
-@router.post("/tokenize")
+@router.post("/tokenize", response_model=list[list[Piece]])
 async def tokenize(body: TokenizeRequest, request: Request) -> JSONResponse:
     """Tokens of each text, with their places in it."""
     server: Server = request.app.state.server
@@ -193,7 +194,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> JSONResponse:
     )
 
 
-@router.post("/decode")
+@router.post("/decode", response_model=list[str])
 async def decode(body: DecodeRequest, request: Request) -> JSONResponse:
     """The texts of token ids."""
     server: Server = request.app.state.server
@@ -204,7 +205,7 @@ async def decode(body: DecodeRequest, request: Request) -> JSONResponse:
     )
 
 
-@router.get("/info")
+@router.get("/info", response_model=Info)
 async def info(request: Request) -> JSONResponse:
     """What is served, and its limits."""
     server: Server = request.app.state.server

@@ -1,5 +1,6 @@
 """A tiny decoder with a byte-level tokenizer, and an application of its routes alone."""
 
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ import transformers as tf
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel
 
 from llmcache import LLMCache
 from llmcache.serving import openai_decoders
@@ -179,6 +181,16 @@ def listening(stub: Stub) -> Iterator[str]:
     finally:
         server.should_exit = True
         thread.join()
+
+
+def chunks_of(events: str, chunk: type[BaseModel]) -> list[dict[str, Any]]:
+    """Chunks of a stream, which are as its document says, and end as they should."""
+    *told, done, rest = events.split("\n\n")
+    assert (done, rest) == ("data: [DONE]", ""), events[-200:]
+    data = [event.removeprefix("data: ") for event in told]
+    for one in data:
+        chunk.model_validate_json(one, strict=True)
+    return [json.loads(one) for one in data]
 
 
 def row(ids: tuple[int, ...]) -> torch.Tensor:

@@ -12,10 +12,11 @@ from starlette.testclient import TestClient
 
 from llmcache.generation import Generation, Sampling, generate
 from llmcache.serving.app import create_app
+from llmcache.serving.openai_answers import ChatChunk, ChatCompletion, Completion, CompletionChunk
 from llmcache.serving.openai_decoders import unless_gone
 from llmcache.serving.refusals import Refusal
 from tests.generation.test_prompt_cache import Counted
-from tests.serving.decoders import CONTEXT, NAME, Stub, application, listening, model, row, tokenizer
+from tests.serving.decoders import CONTEXT, NAME, Stub, application, chunks_of, listening, model, row, tokenizer
 from tests.serving.served import make_server
 
 PROMPT = "where is my card"
@@ -50,12 +51,14 @@ def client(stub: Stub) -> Iterator[TestClient]:
 def complete(client: TestClient, **body: Any) -> dict[str, Any]:
     told = client.post("/v1/completions", json={"model": NAME, "prompt": PROMPT, **GREEDY, **body})
     assert told.status_code == 200, told.text
+    Completion.model_validate_json(told.text, strict=True)
     return dict(told.json())
 
 
 def chat(client: TestClient, **body: Any) -> dict[str, Any]:
     told = client.post("/v1/chat/completions", json={"model": NAME, "messages": CHAT, **GREEDY, **body})
     assert told.status_code == 200, told.text
+    ChatCompletion.model_validate_json(told.text, strict=True)
     return dict(told.json())
 
 
@@ -65,9 +68,7 @@ def streamed(client: TestClient, route: str, **body: Any) -> list[dict[str, Any]
     assert told.status_code == 200, told.text
     assert told.headers["content-type"].startswith("text/event-stream")
     assert told.headers["cache-control"] == "no-cache"
-    *events, done, rest = told.text.split("\n\n")
-    assert (done, rest) == ("data: [DONE]", "")
-    return [json.loads(event.removeprefix("data: ")) for event in events]
+    return chunks_of(told.text, ChatChunk if "chat" in route else CompletionChunk)
 
 
 def own(stub: Stub, ids: Any, sampling: Sampling) -> Generation:
@@ -283,6 +284,8 @@ def test_what_served_it_is_told_where_the_operator_wants_it(client: TestClient) 
         ({"top_k": -2}, "top_k", 400),
         ({"presence_penalty": 2.1}, "presence_penalty", 400),
         ({"repetition_penalty": 0}, "repetition_penalty", 400),
+        ({"repetition_penalty": 5e-324}, "repetition_penalty", 400),  # logits divided by it would not be finite
+        ({"repetition_penalty": 1e308}, "repetition_penalty", 400),
         ({"n": 33}, "n", 413),
         ({"logprobs": 21}, "logprobs", 400),
         ({"stop": ["a"] * 5}, "stop", 400),
