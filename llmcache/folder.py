@@ -28,8 +28,8 @@ from torch import Tensor
 from llmcache.errors import StoreError
 
 MANIFEST = "manifest.json"
+JOURNAL = ".llmcache.journal"
 _LOCK = ".llmcache.lock"
-_JOURNAL = ".llmcache.journal"
 _PATIENCE_S = 600.0  # a save of this length has probably hung
 _MARK = "llmcache.journal"  # by which a journal of ours is known
 _DATA = re.compile(r"(requests|states)-[0-9a-f]{12}\.safetensors")
@@ -79,7 +79,7 @@ def replace(folder: Path, parts: Mapping[str, Mapping[str, Tensor]], describe: C
     tag = uuid.uuid4().hex[:12]
     drafts, names = f".llmcache-{tag}", {part: f"{part}-{tag}.safetensors" for part in parts}
     journal = {"mark": _MARK, "names": [drafts, *names.values(), *_listed(folder)]}
-    _write(folder / _JOURNAL, json.dumps(journal))
+    _write(folder / JOURNAL, json.dumps(journal))
     try:
         (folder / drafts).mkdir()
         files = {name: _write_data(folder / drafts / name, parts[part]) for part, name in names.items()}
@@ -110,7 +110,7 @@ def _tidy(folder: Path) -> None:
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
-    (folder / _JOURNAL).unlink(missing_ok=True)
+    (folder / JOURNAL).unlink(missing_ok=True)
 
 
 def _listed(folder: Path) -> tuple[str, ...]:
@@ -132,7 +132,7 @@ def _listed(folder: Path) -> tuple[str, ...]:
 
 def _journaled(folder: Path) -> tuple[str, ...]:
     """What the journal of a save that was cut short names."""
-    path = folder / _JOURNAL
+    path = folder / JOURNAL
     if not _check_file(path) or not path.stat().st_size:  # cut short before the first byte: nothing else was written
         return ()
     found = _read_ours(path)

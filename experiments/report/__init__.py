@@ -51,6 +51,7 @@ ABOUT: Mapping[str, str] = {
     "serve_hits": "What the socket costs: repeats alone, in a closed loop, the server on one core.",
     "serve_chat": "Conversations over HTTP: time to first token with the cache and without.",
     "serve_soak": "More traffic than the server can answer, for minutes: errors, answers, memory and queue.",
+    "serve_kill": "A server that is killed at any moment: what the next start has of its last save.",
     "serve_timing": "Whether a tenant can tell from latencies what another one has asked.",
     "index_scale": "Indexes by number of entries: time, memory and what they overlook.",
     "prefix_mooncake": "Time to first token on conversations drawn from a real trace.",

@@ -105,6 +105,17 @@ SOAKED: Mapping[str, Cell] = {
     "unequal": of(count, "n_unequal"),
     "changed": of(percent, "changed_answers", 2),
 }
+KILLS: Mapping[str, Cell] = {
+    "model": _run("model"),
+    "killed while": itemgetter("moment"),
+    "kills, each with a start after it": of(count, "n"),
+    "half-written saves left": of(count, "n_half_written"),
+    "new answers": of(count, "n_answered"),
+    "texts that the saves held": of(count, "n_held"),
+    "no hits after the start": of(count, "n_missed"),
+    "lost": of(count, "n_lost"),
+    "wrong answers": of(count, "n_wrong"),
+}
 TIMINGS: Mapping[str, Cell] = {
     "texts that were asked before are": itemgetter("kind"),
     "AUC": _area,
@@ -124,4 +135,9 @@ serve_soak = _shown(
     SOAKED,
     "Failed: 5xx, no connection or no answer in time. Unequal: answers that no approximate rung served and that are "
     "not the model's own. Changed: of all that were checked.",
+)
+serve_kill = _shown(
+    KILLS,
+    "Lost: answered before the last save but one was finished, or held by an earlier save, and not by the last one. "
+    "Wrong: not the model's own, of new answers and of those after the start.",
 )

@@ -25,7 +25,7 @@ from experiments.report.markdown import (
 )
 from experiments.report.plots import CURVES, LAYERS
 from experiments.report.prompts import decode, parity, prefix, prefix_limit, sharing
-from experiments.report.serving import serve_chat, serve_hits, serve_load, serve_soak, serve_timing
+from experiments.report.serving import serve_chat, serve_hits, serve_kill, serve_load, serve_soak, serve_timing
 from experiments.report.told import told
 from experiments.report.trust import bound, drift, payback, trust
 from experiments.runs.read import Figures, Run, at, by_size, label_of, varied
@@ -242,6 +242,7 @@ TABLES: Mapping[str, Callable[[Sequence[Run]], Iterator[str]]] = {
     "serve_timing": serve_timing,
     "serve_chat": serve_chat,
     "serve_soak": serve_soak,
+    "serve_kill": serve_kill,
     "set_rates": told,
     "second_pass": told,
     "prefix": prefix,

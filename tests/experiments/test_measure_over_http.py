@@ -14,12 +14,14 @@ import pytest
 from experiments.data.mooncake import FILE
 from experiments.data.streams.arrivals import fixed, mooncake
 from experiments.measures.over_http.capacity import largest_rate
-from experiments.measures.over_http.client import Client, get, post
+from experiments.measures.over_http.client import Client, Reply, get, post
 from experiments.measures.over_http.exposition import hits, parse, scrape, total
 from experiments.measures.over_http.loops import Limit, Load, closed_loop, open_loop, run_loop
 from experiments.measures.over_http.made import labels_of, made
 from experiments.measures.over_http.processes import Running, ServerError, running
+from experiments.measures.serve_kill import Answered, surely_saved
 from experiments.measures.serve_load import LEAST
+from experiments.models.loading import load as load_model
 from experiments.report.pages import serving
 from experiments.report.pages.files import MISSING
 from experiments.runs.folder import write_figures
@@ -261,6 +263,30 @@ def test_a_soak_counts_what_failed_and_holds_answers_against_the_model(folders: 
     assert exact.metrics["n_unequal"] == exact.metrics["n_checked"] > 0 and exact.metrics["n_failed"] > 0
     with pytest.raises(ConfigError, match="a stream without an end"):
         make_experiment(values | {"task": stream | {"data": {"path": "a.csv"}}})
+
+
+def test_a_server_that_is_killed_starts_again_with_its_last_save(tmp_path: Path) -> None:
+    made = load_model("untrained")
+    made.model.save_pretrained(tmp_path)
+    made.tokenizer.save_pretrained(tmp_path)
+    values = {"measure": "serve_kill", "model": str(tmp_path), "kills": 1, "span_s": 1.0, "save_every_s": 0.05}
+    outcome = measured(values)
+    by_moment = {point["moment"]: point for point in outcome.metrics["points"]}
+    assert list(by_moment) == ["starting", "answering", "saving", "stopping"]
+    for point in by_moment.values():
+        assert (point["n"], point["n_missed"], point["n_wrong"], point["n_lost"]) == (1, 0, 0, 0)
+    assert by_moment["saving"]["n_answered"] > 0 and sum(point["n_held"] for point in by_moment.values()) > 0
+    assert "| saving | 1 |" in told(values, outcome)
+
+
+def test_what_a_save_has_to_hold_was_answered_two_saves_before() -> None:
+    def answered(text: str, inode: int | None) -> Answered:
+        return Answered(text, Reply(200, b""), None if inode is None else (inode, 0))
+
+    seen = [answered("a", None), answered("b", 1), answered("c", 1), answered("d", 2)]
+    assert surely_saved(seen, (2, 0)) == {"a"}
+    assert surely_saved(seen, (3, 0)) == {"a", "b", "c"}
+    assert surely_saved([], None) == surely_saved(seen[:1], None) == set()
 
 
 def test_the_command_loads_a_server_that_runs(command: Commands, tmp_path: Path) -> None:

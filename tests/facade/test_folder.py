@@ -1,21 +1,16 @@
 """A folder of saves: one version or the other is there, whole, whatever fails; files of others are not touched."""
 
 import json
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 from safetensors.torch import load_file
 
 from llmcache import StoreError, folder
-
-OURS = 4  # files of one save: manifest, two of data, lock
+from tests.saves import OURS, Died, failing, names
 
 
 def put(path: Path, number: int) -> None:
@@ -33,10 +28,6 @@ def get(path: Path) -> int:
         assert folder.sha256(path / name) == sha
         assert set(load_file(path / name)["number"].tolist()) == {int(manifest["weights"])}
     return int(manifest["weights"])
-
-
-def names(path: Path) -> set[str]:
-    return {one.name for one in path.iterdir()}
 
 
 @pytest.fixture
@@ -60,35 +51,6 @@ def strangers(tmp_path: Path) -> Callable[[], None]:
         assert len(names(tmp_path)) == len(texts) + OURS, names(tmp_path)
 
     return check
-
-
-class Died(BaseException):
-    """The process was killed: nothing was done any more."""
-
-
-@contextmanager
-def failing(patch: pytest.MonkeyPatch, at: int, error: BaseException, forever: bool) -> Iterator[list[int]]:
-    """Let step number `at` of those that write to the disk fail; if forever, all later ones, too."""
-    done = [0]
-
-    def broken(step: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            done[0] += 1
-            if done[0] == at or (forever and done[0] > at):
-                if step is safetensors.torch.save_file:  # it writes to a file with a name of its own, then renames it
-                    (Path(args[1]).parent / ".tmp123456").write_text("half")
-                raise error
-            return step(*args, **kwargs)
-
-        return run
-
-    with patch.context() as patched:
-        for holder, name in [
-            *((os, name) for name in ("fsync", "rename", "replace", "mkdir", "unlink", "rmdir")),
-            (safetensors.torch, "save_file"),
-        ]:
-            patched.setattr(holder, name, broken(getattr(holder, name)))
-        yield done
 
 
 @pytest.mark.parametrize("forever", [False, True], ids=["fails", "dies"])

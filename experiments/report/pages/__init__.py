@@ -43,6 +43,7 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "serve_timing": serving.serve_timing,
     "serve_chat": serving.serve_chat,
     "serve_soak": serving.serve_soak,
+    "serve_kill": serving.serve_kill,
     "claims": claims.verdicts,
     "costs": costs.costs,
 }
