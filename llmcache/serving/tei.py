@@ -173,7 +173,7 @@ async def similarity(body: SimilarityRequest, request: Request) -> JSONResponse:
     asked = body.parameters or SimilarityParameters()
     texts: list[Item] = [body.inputs.source_sentence, *body.inputs.sentences]
     if len(texts) == 1:
-        raise Refusal("invalid", "`inputs.sentences` cannot be empty")
+        raise Refusal("empty", "`inputs.sentences` cannot be empty")
     items = with_prompt(server, texts, asked.prompt_name)
     made = await computed(server, items, request.state.tenant, asked)
     source, *others = (embedding(one.values, True, None) for one in made)
@@ -222,6 +222,7 @@ async def info(request: Request) -> JSONResponse:
         {
             "model_id": server.name,
             "model_sha": None,
+            "served_model_name": server.name,
             "model_dtype": str(next(server.model.parameters()).dtype).removeprefix("torch."),
             "model_type": kinds[served.kind],
             "max_concurrent_requests": settings.max_concurrent_requests,
@@ -267,7 +268,7 @@ def check_number(server: Server, n: int) -> None:
     """Refuse requests of no input, and of too many."""
     most = server.settings.max_client_batch_size
     if n == 0:
-        raise Refusal("invalid", "`inputs` cannot be empty")
+        raise Refusal("empty", "`inputs` cannot be empty")
     if n > most:
         raise Refusal("too_many_inputs", f"batch size {n} > maximum allowed batch size {most}")
 

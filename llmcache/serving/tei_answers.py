@@ -50,6 +50,7 @@ class Info(_Object):
 
     model_id: str
     model_sha: str | None
+    served_model_name: str
     model_dtype: str
     model_type: dict[str, dict[str, Any]]
     max_concurrent_requests: int

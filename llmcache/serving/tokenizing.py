@@ -131,7 +131,7 @@ class Tokenizing:
 
     def _fitted(self, tokens: Tokens, item: Item, truncate: bool, side: Side) -> Tokens:
         if len(tokens) == 0:
-            raise Refusal("invalid", "`inputs` cannot be empty")
+            raise Refusal("empty", "`inputs` cannot be empty")
         n_over = len(tokens) - self.max_length
         if n_over <= 0:
             return tokens

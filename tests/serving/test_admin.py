@@ -138,6 +138,7 @@ def test_others_are_answered_while_an_operator_waits(
     assert answers == [{"drained": 7}]
 
 
+@pytest.mark.hostile("keys, paths and origins")
 def test_pages_of_other_origins_change_nothing(server: Server, client: httpx2.Client) -> None:
     client.post("/predict", json=IDS)
     strangers: list[dict[str, str]] = [

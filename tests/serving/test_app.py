@@ -48,6 +48,7 @@ def _predict(client: TestClient, key: str, text: str) -> str:
     return answer.headers["X-Cache"]
 
 
+@pytest.mark.hostile("keys, paths and origins")
 @pytest.mark.parametrize("kind", ["classifier", "reranker", "embedding"])
 def test_every_route_but_liveness_needs_a_key(kind: str, models: Path, keys: tuple[Path, dict[str, str]]) -> None:
     app = create_app(make_server(models / kind, keys=keys[0]))
@@ -115,6 +116,7 @@ def test_metrics_tell_of_keys_and_places(models: Path, keys: tuple[Path, dict[st
         wait_for("key_file_failures_total")
 
 
+@pytest.mark.hostile("bodies, headers, sizes, and clients that are slow or go")
 @pytest.mark.parametrize(
     "body",
     [

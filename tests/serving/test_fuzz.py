@@ -1,5 +1,11 @@
-"""Whatever a client sends, the server answers in the dialect of the route and as its document says, and goes on."""
+"""Whatever a client sends, the server answers in the dialect of the route and as a document says, and goes on.
 
+schemathesis makes requests up from two documents: the server's own, and that of text-embeddings-inference (TEI), which
+is not kept here: `make test-hostile OPENAPI=FILE`.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,40 +18,108 @@ from llmcache.serving.refusals import dialect_of
 from tests.serving.decoders import NAME, chunks_of
 from tests.serving.served import listening, make_server
 
-_N = 25  # requests of each route
+#: Routes by the model that serves them; others serve all models.
+SERVED = {
+    "embedding": ("/embed", "/embed_all", "/similarity", "/v1/embeddings"),
+    "classifier": ("/predict", "/v1/classify"),
+    "reranker": ("/rerank", "/v1/rerank", "/v2/rerank"),
+    NAME: ("/v1/completions", "/v1/chat/completions"),
+}
+ABSENT = "/embed_sparse"  # of TEI; needs a kind of model that is not known here
 _CHUNKS = {"/v1/completions": CompletionChunk, "/v1/chat/completions": ChatChunk}
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("kind", ["classifier", "embedding", "reranker", NAME])
-def test_what_the_schema_allows_and_what_it_does_not(kind: str, models: Path) -> None:
-    schemathesis = pytest.importorskip("schemathesis")
+@pytest.fixture
+def n_requests(request: pytest.FixtureRequest) -> int:
+    """Of each route, and as many that break its schema."""
+    return int(request.config.getoption("fuzz_requests", default=10))
+
+
+@pytest.fixture
+def teis(request: pytest.FixtureRequest) -> Path:
+    """TEI's document."""
+    path: Path | None = request.config.getoption("tei_openapi", default=None)
+    return path or pytest.skip("TEI's document is not kept here: make test-hostile OPENAPI=FILE")
+
+
+@pytest.fixture
+def url(kind: str, models: Path) -> Iterator[str]:
+    with listening(make_server(models / kind, max_client_batch_size=4)) as found:
+        yield found
+
+
+def operations(schema: Any, kind: str) -> Iterator[Any]:
+    """Those of a document that a model of this kind serves."""
+    others = [path for other, paths in SERVED.items() if other != kind for path in paths]
+    for found in schema.get_all_operations():
+        operation = found.ok()
+        if operation.path not in (*others, ABSENT) and not operation.path.startswith("/admin"):  # which drain the cache
+            yield operation
+
+
+def fuzz(operation: Any, n: int, check: Callable[[Any], None], *, breaks_schema: bool = False) -> None:
+    """Have a check make so many requests, which the schema allows or does not."""
+    from schemathesis import GenerationMode
+
+    mode = GenerationMode.NEGATIVE if breaks_schema else GenerationMode.POSITIVE
+
+    @settings(max_examples=n, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def ask(case: Any) -> None:
+        check(case)
+
+    ask()
+
+
+def conform(case: Any, answer: Any) -> None:
+    """Assert that an answer has the status, the type and the shape that the document says."""
     from schemathesis.specs.openapi import checks
 
     conforms = [checks.response_schema_conformance, checks.content_type_conformance, checks.status_code_conformance]
-    n_asked = 0
-    with listening(make_server(models / kind, max_client_batch_size=4)) as url:
-        schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
-        for found in schema.get_all_operations():
-            operation = found.ok()
-            if operation.path.startswith("/admin"):  # which disables the cache, or drains it
-                continue
+    case.validate_response(answer, checks=conforms)
 
-            @settings(max_examples=_N, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-            @given(case=operation.as_strategy())
-            def ask(case: Any) -> None:
-                nonlocal n_asked
-                n_asked += 1
-                answer = case.call(timeout=30)
-                assert answer.status_code < 500, (case.path, answer.status_code, answer.text[:200])
-                if answer.status_code >= 400:
-                    error = answer.json()["error"]
-                    assert isinstance(error, str if dialect_of(case.path) == "tei" else dict)
-                case.validate_response(answer, checks=conforms)
-                if answer.status_code == 200 and case.path in _CHUNKS:  # no check looks at the data of events
-                    told = httpx2.post(url + case.path, json={**case.body, "stream": True}, timeout=30)
-                    chunks_of(told.text, _CHUNKS[case.path])
 
-            ask()
-    assert n_asked > 10 * _N
+@pytest.mark.hostile("made up from our document")
+@pytest.mark.parametrize("kind", SERVED)
+def test_what_our_document_allows_and_what_it_does_not(kind: str, url: str, n_requests: int) -> None:
+    from schemathesis import openapi
+
+    def check(case: Any) -> None:
+        answer = case.call(timeout=30)
+        assert answer.status_code < 500, (case.path, answer.status_code, answer.text[:200])
+        if answer.status_code >= 400:
+            error = answer.json()["error"]
+            assert isinstance(error, str if dialect_of(case.path) == "tei" else dict)
+        conform(case, answer)
+        if answer.status_code == 200 and case.path in _CHUNKS:  # no check looks at the data of events
+            told = httpx2.post(url + case.path, json={**case.body, "stream": True}, timeout=30)
+            chunks_of(told.text, _CHUNKS[case.path])
+
+    asked = list(operations(openapi.from_url(f"{url}/openapi.json"), kind))
+    assert {operation.path for operation in asked} > set(SERVED[kind])
+    for operation in asked:
+        fuzz(operation, n_requests, check)
+        if operation.body:
+            fuzz(operation, n_requests, check, breaks_schema=True)
+
+
+@pytest.mark.hostile("made up from TEI's document")
+@pytest.mark.parametrize("kind", [kind for kind in SERVED if kind != NAME])
+def test_what_teis_document_allows_is_answered_as_it_says(teis: Path, kind: str, url: str, n_requests: int) -> None:
+    from schemathesis import openapi
+
+    statuses: Counter[tuple[str, int]] = Counter()
+
+    def check(case: Any) -> None:
+        answer = case.call(base_url=url, timeout=30)
+        statuses[case.path, answer.status_code] += 1
+        if answer.status_code >= 400 and dialect_of(case.path) == "openai":  # clients there are OpenAI's
+            assert answer.status_code < 500 and isinstance(answer.json()["error"], dict)
+        else:
+            conform(case, answer)
+
+    for operation in operations(openapi.from_path(teis), kind):
+        fuzz(operation, n_requests, check)
+        assert statuses[operation.path, 200], (operation.path, statuses)

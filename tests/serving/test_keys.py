@@ -304,6 +304,7 @@ def guarded(path: Path) -> dict[str, str]:
     }
 
 
+@pytest.mark.hostile("keys, paths and origins")
 class TestAuthentication:
     def test_every_route_but_liveness_needs_a_key(self, path: Path, guarded: dict[str, str]) -> None:
         app = make_app(Keys(path))

@@ -27,6 +27,8 @@ from llmcache.serving.settings import ServerSettings
 from tests.serving.application import SECRET, Gate, client_of, make_app
 from tests.serving.walking import unbounded_fields
 
+pytestmark = pytest.mark.hostile("bodies, headers, sizes, and clients that are slow or go")
+
 JSON = {"Content-Type": "application/json"}
 SETTINGS = ServerSettings(model="tiny")
 

@@ -264,6 +264,7 @@ def test_what_served_it_is_told_where_the_operator_wants_it(client: TestClient) 
     assert other.json()["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
 
 
+@pytest.mark.hostile("fields of the dialects")
 @pytest.mark.parametrize(
     ("body", "param", "status"),
     [
@@ -306,6 +307,7 @@ def test_completions_that_are_refused(client: TestClient, body: dict[str, Any], 
     assert error["param"].startswith(param) and error["code"] == status and error["message"]
 
 
+@pytest.mark.hostile("fields of the dialects")
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -329,6 +331,7 @@ def test_chats_that_are_refused(client: TestClient, body: dict[str, Any], param:
         assert told.json()["error"]["param"] == param and "secret" not in told.text
 
 
+@pytest.mark.hostile("fields of the dialects")
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-1e999"])
 def test_what_is_no_number_is_refused(client: TestClient, number: str) -> None:
     for name in ("temperature", "top_p", "presence_penalty", "repetition_penalty"):

@@ -30,6 +30,7 @@ def test_embeddings_as_floats_and_packed(embedding: TestClient) -> None:
         assert raw == pytest.approx(np.array(one["embedding"]), abs=1e-6)
 
 
+@pytest.mark.hostile("fields of the dialects")
 def test_errors_have_openais_shape(embedding: TestClient) -> None:
     unknown = embedding.post("/v1/embeddings", json={"model": "gpt-9", "input": "a"})
     assert unknown.status_code == 404

@@ -139,12 +139,14 @@ def test_what_is_too_long_is_cut_only_if_that_is_wanted(classifier: Client) -> N
 
 def test_info_and_health(classifier: Client) -> None:
     info = classifier.get("/info").json()
+    assert info["served_model_name"] == "classifier"
     assert info["model_type"]["classifier"]["id2label"]["0"] == LABELS[0]
     assert (info["model_dtype"], info["max_input_length"], info["max_client_batch_size"]) == ("float32", 32, 4)
     assert classifier.get("/health").status_code == classifier.get("/healthz").status_code == 200
 
 
-@pytest.mark.parametrize("inputs", [[], "", ["a"] * 3, [["a", "b", "c"]], [[]], 5, None, {"a": 1}, [1.5], [True]])
+@pytest.mark.hostile("fields of the dialects")
+@pytest.mark.parametrize("inputs", ["", ["a"] * 3, [["a", "b", "c"]], [[]], 5, None, {"a": 1}, [1.5], [True]])
 def test_wrong_inputs_are_told(classifier: Client, inputs: Any) -> None:
     answer = classifier.post("/predict", json={"inputs": inputs})
     if inputs == "":  # special tokens alone are an input
@@ -154,11 +156,18 @@ def test_wrong_inputs_are_told(classifier: Client, inputs: Any) -> None:
     assert answer.json()["error_type"] == "Validation"
 
 
+@pytest.mark.hostile("fields of the dialects")
+def test_no_inputs_have_a_status_of_their_own(classifier: Client) -> None:
+    assert _post(classifier, "/predict", 400, inputs=[]) == {"error": "`inputs` cannot be empty", "error_type": "Empty"}
+
+
+@pytest.mark.hostile("fields of the dialects")
 def test_too_many_inputs(classifier: Client) -> None:
     refused = _post(classifier, "/predict", 413, inputs=[["a"]] * 5)
     assert refused["error"] == "batch size 5 > maximum allowed batch size 4"
 
 
+@pytest.mark.hostile("fields of the dialects")
 @pytest.mark.parametrize(
     ("path", "body"),
     [

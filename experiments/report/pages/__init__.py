@@ -44,6 +44,7 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "serve_chat": serving.serve_chat,
     "serve_soak": serving.serve_soak,
     "serve_kill": serving.serve_kill,
+    "hostile": serving.hostile,
     "claims": claims.verdicts,
     "costs": costs.costs,
 }

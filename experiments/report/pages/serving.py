@@ -1,11 +1,13 @@
 """The tables of servers over HTTP; times that were not taken on an idle machine are not shown."""
 
 from collections.abc import Callable, Mapping
+from operator import itemgetter
 from pathlib import Path
 
-from experiments.report.markdown import Cell, columns, table
-from experiments.report.pages.files import MISSING, runs_if_any
+from experiments.report.markdown import Cell, columns, count, of, table
+from experiments.report.pages.files import MISSING, figures_of, runs_if_any
 from experiments.report.serving import CHATS, HIT, KILLS, LOADED, SOAKED, TIMINGS, points
+from experiments.runs.folder import METRICS
 
 
 def _table(group: str, cells: Mapping[str, Cell], has_times: bool = True) -> Callable[[Path], str]:
@@ -26,3 +28,18 @@ serve_chat = _table("serve_chat", CHATS)
 serve_timing = _table("serve_timing", TIMINGS)
 serve_soak = _table("serve_soak", SOAKED)
 serve_kill = _table("serve_kill", KILLS, has_times=False)
+
+HOSTILE: Mapping[str, Cell] = {
+    "list": itemgetter("list"),
+    "tests": of(count, "tests"),
+    "requests": of(count, "requests"),
+    **{status: lambda row, status=status: count(row.get(status, 0)) for status in ("2xx", "4xx", "5xx")},
+    "unanswered": lambda row: count(row.get("unanswered", 0)),
+}
+
+
+def hostile(results_dir: Path) -> str:
+    """What was asked of servers that hostile clients ask."""
+    if not (results_dir / "hostile" / METRICS).is_file():
+        return table(tuple(HOSTILE), [("`make test-hostile`", MISSING, *[""] * (len(HOSTILE) - 2))])
+    return columns(HOSTILE, figures_of(results_dir, "hostile")["lists"])
