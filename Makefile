@@ -67,10 +67,11 @@ serve: setup ## Serve the support desk's classifier on http://127.0.0.1:8080; MO
 screenshot: setup ## Draw docs/server.png in Chromium (apt-get install chromium chromium-driver).
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m tests.server_screenshot docs/server.png
 
-check: setup ## Formatting, lint, types, and whether the generated pages of docs/ are up to date.
+check: setup ## Formatting, lint, types, the Dockerfile, and whether the generated pages of docs/ are up to date.
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy --strict llmcache
+	$(BIN)/hadolint deploy/Dockerfile
 	$(BIN)/python -m llmcache.cli.reference --check docs
 
 docs: setup ## Write docs/cli.md, docs/settings.md and the tables from results/, and build the site into build/site.
