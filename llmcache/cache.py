@@ -18,6 +18,7 @@ from llmcache.calibration.risk_target import Metric
 from llmcache.calibrator import Calibrator, make_claim
 from llmcache.config import CacheConfig
 from llmcache.errors import ConfigError, WrapError
+from llmcache.execution.chunks import Chunks
 from llmcache.execution.flow import Flow
 from llmcache.execution.graphs import make_buckets
 from llmcache.matching.answers import Reading, read_logits
@@ -366,6 +367,27 @@ class LLMCache:
             NotCachedError: In a call, where one of its requests is not in the cache, or the call must bypass it.
         """
         with setting(self._flow.is_only_if_cached, True):
+            yield self
+
+    @contextmanager
+    def chunked(self, n_tokens: int, between: Callable[[], None]) -> Iterator[Self]:
+        """Within: what a prompt has left to run is run in chunks, and something is done between two of them.
+
+        Meant for servers, which let others have the model meanwhile. Holds for calls with a K/V cache and no mask; the
+        whole prompt is looked up and stored as ever, and outputs are those of one run within the last bits. Per thread
+        and async task.
+
+        Args:
+            n_tokens: Of a chunk, at least 1.
+            between: Called in this thread, within the model's forward. What it raises ends the call, which leaves its
+                K/V cache empty and nothing stored.
+
+        Raises:
+            ConfigError: A chunk has no token.
+        """
+        if n_tokens < 1:
+            raise ConfigError(f"n_tokens={n_tokens}: a chunk has 1 token at least")
+        with setting(self._flow.chunks, Chunks(n_tokens, between)):
             yield self
 
     @contextmanager

@@ -35,6 +35,9 @@ def command(
     max_batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens that are computed at once.")] = 16384,
     max_batch_requests: Annotated[int | None, typer.Option(min=1, help="Inputs that are computed at once.")] = None,
     max_streams: Annotated[int, typer.Option(min=1, help="Generations that take turns.")] = 8,
+    prefill_chunk: Annotated[
+        int, typer.Option(min=0, help="Tokens of a prompt that are run in one turn; 0: all of it.")
+    ] = 256,
     payload_limit: Annotated[int, typer.Option(min=1, help="Bytes of a request's body.")] = 2_000_000,
     max_queue: Annotated[
         float, typer.Option(min=0.001, help="Seconds that a request waits before it is refused.")
@@ -79,6 +82,7 @@ def command(
         max_batch_tokens=max_batch_tokens,
         max_batch_requests=max_batch_requests,
         max_streams=max_streams,
+        prefill_chunk=prefill_chunk,
         payload_limit=payload_limit,
         max_queue_s=max_queue,
         batch_wait_ms=batch_wait,

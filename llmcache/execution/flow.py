@@ -22,6 +22,7 @@ from torch import Tensor
 from llmcache.audit.audit import Audit
 from llmcache.execution.bypass_check import BypassCheck
 from llmcache.execution.capture import StateCapture
+from llmcache.execution.chunks import Chunks
 from llmcache.execution.compiled import CompiledTrunk
 from llmcache.execution.components import Components
 from llmcache.execution.fast_path import FastPath, OutputTemplate
@@ -40,6 +41,7 @@ from llmcache.models.payloads import last_valid
 from llmcache.models.pooling import Veil
 from llmcache.request.call import OUT_OF_ORDER, WITHIN, Call, Inputs
 from llmcache.request.outcome import Outcome, bypassed, outcomes
+from llmcache.request.variables import setting
 from llmcache.reuse.prefix.block_pool import BlockPool
 from llmcache.reuse.prefix.kv_fill import empty
 from llmcache.reuse.prefix.rung import Prefix
@@ -84,6 +86,7 @@ class Flow:
         # Context variables follow async tasks too: a tenant's namespace must not leak into another's request.
         self.namespace: ContextVar[str] = ContextVar("llmcache_namespace", default=DEFAULT_NAMESPACE)
         self.prefixes_from: ContextVar[str | None] = ContextVar("llmcache_prefixes_from", default=None)
+        self.chunks: ContextVar[Chunks | None] = ContextVar("llmcache_chunks", default=None)
         self.is_disabled: ContextVar[bool] = ContextVar("llmcache_disabled", default=False)
         self.is_only_if_cached: ContextVar[bool] = ContextVar("llmcache_only_if_cached", default=False)
 
@@ -204,6 +207,9 @@ class Flow:
             self._meter.spent(call, perf_counter() - call.inputs.opened)
             raise not_cached(call)
         forward = self._compiled.stand_in(forward, frame)
+        chunks = self.chunks.get()
+        if chunks is not None and (call is None or call.passes_layers) and chunks.fit(self._arguments, args, kwargs):
+            return self._completed(frame, self._run_chunks(chunks, call, frame, forward, args, kwargs))
         if call is None or template is None:
             output = forward(*args, **kwargs)
             return self._completed(frame, forward(*args, **kwargs) if self._is_undone(frame) else output)
@@ -454,6 +460,28 @@ class Flow:
             self._abandon(call)
             call.plan.cancel()
         return self._fast_path.run(call, frame, forward, args, kwargs)
+
+    def _run_chunks(
+        self,
+        chunks: Chunks,
+        call: Call | None,
+        frame: Frame,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run the trunk on all of a call in chunks, with its layers as they are."""
+        frame.call = None
+        try:
+            with setting(self.chunks, None):  # others may be let in, and call the model for themselves
+                output, waited_s = chunks.run(forward, self._arguments, args, kwargs)
+        finally:
+            frame.call = call
+        if call is not None:
+            call.progress.has_begun = call.progress.is_complete = True
+        if (metered := call or frame.passing) is not None:
+            self._meter.waited(metered, waited_s)
+        return output
 
     def _abandon(self, call: Call) -> None:
         """Tell the rungs that nothing comes of a call."""

@@ -17,6 +17,8 @@ _BY_ROW = frozenset(
 )
 #: Of a trunk's arguments, those that decide a row's states; a model with a head takes them by the same names.
 DECIDING = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
+#: Of a trunk's arguments, those whose last dimension is that of tokens.
+BY_COLUMN = ("input_ids", "position_ids", "cache_position")
 _NOT_BY_ROW = frozenset({"rel_embeddings", "cache_position", "past_key_values"})  # the last is seen to elsewhere
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 

@@ -260,6 +260,14 @@ class Call:
         return [row for row in self.rows if not row.bypass_reason]
 
     @property
+    def passes_layers(self) -> bool:
+        """Whether nothing is decided or kept at its layers: it is looked up and stored in blocks alone."""
+        prefill = self.plan.prefill
+        if prefill is None or prefill.served or prefill.repeats or not prefill.keeps_requests:
+            return prefill is not None and bool(prefill.served)
+        return all(prefill.fits(row) and not row.bypass_reason for row in self.rows)
+
+    @property
     def served(self) -> Mapping[int, int]:
         """Tokens that a stored prefix serves, by row number."""
         return {} if self.plan.prefill is None else self.plan.prefill.served

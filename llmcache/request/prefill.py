@@ -37,6 +37,7 @@ class Prefill:
         scope: As it was read before the layers. What is looked up and stored goes by this, whatever is read later.
         rows: Likewise.
         keeps_requests: The exact rung is served from blocks, so no entries are stored for it, where rows fit.
+        n_purges: Of the pool, when it began.
         chains: The blocks of rows, by number, of those that were asked for.
         served: Tokens that a stored prefix serves, at least one, by row number.
         states: What the trunk put out at the columns that are cut, to be joined (B, C, D); None when nothing is served.
@@ -47,6 +48,7 @@ class Prefill:
     scope: Scope
     rows: Sequence[Row]
     keeps_requests: bool
+    n_purges: int
     chains: dict[int, tuple[Link, ...]] = field(default_factory=dict)
     served: Mapping[int, int] = field(default_factory=dict)
     states: Sequence[Tensor] | None = None

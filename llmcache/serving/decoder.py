@@ -2,6 +2,7 @@
 
     start -> waits, in order, for one of `max_streams` places
           -> a step of the model's thread for each token, in turn with the others -> its readers
+             (a long prompt: in a thread of its own, which holds the model for a chunk of tokens a turn)
 
 Requests that are equal in namespace, tokens and sampling are computed once while they are in flight. What nobody reads
 any more is not computed further.
@@ -79,6 +80,7 @@ class Decoder:
         self._is_caching = is_caching
         self._prompts: dict[str, PromptCache] = {}
         self._encoding = ThreadPoolExecutor(_N_ENCODING, "llmcache-encode")
+        self._prefilling = ThreadPoolExecutor(settings.max_streams, "llmcache-prefill")
         self._places = asyncio.Semaphore(settings.max_streams)
         self._flights: dict[_Key, _Flight] = {}  # that others may join
         self._open: set[_Flight] = set()  # all that have not ended
@@ -99,7 +101,8 @@ class Decoder:
         """End all that runs; who reads it is refused. Twice does nothing."""
         for flight in list(self._open):
             self._end(flight, Refusal("unhealthy", "the server is stopping"))
-        self._encoding.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._encoding, self._prefilling):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def forget(self, namespace: str | None = None) -> None:
         """Forget the prompts of a namespace, or all, as the cache forgets entries; what is in flight is not joined."""
@@ -249,7 +252,7 @@ class Decoder:
         begun_s, first_s, last_s, prefill_s = perf_counter(), None, 0.0, 0.0
         try:
             while (answer := flight.stream) is not None:
-                token, stopped_by = await self._thread.run(partial(self._step, answer, flight.key[0]))
+                token, stopped_by = await self._next(flight, answer)
                 flight.put(token, stopped_by, answer)
                 self.watcher.generated(1)
                 if first_s is None:
@@ -263,8 +266,30 @@ class Decoder:
             if first_s is not None:
                 self.watcher.inferred(prefill_s, last_s - first_s)
 
-    def _step(self, answer: Stream, namespace: str) -> tuple[Token, StoppedBy | None]:
-        """One token, in the model's thread."""
+    async def _next(self, flight: "_Flight", answer: Stream) -> "_Item":
+        """The next token. A long prompt, before the first one, is run in chunks."""
+        _, ids, _ = flight.key
+        if flight.items or not 0 < self._settings.prefill_chunk < len(ids):
+            return await self._thread.run(partial(self._step, answer, flight.key[0]))
+        return await asyncio.get_running_loop().run_in_executor(self._prefilling, self._prefill, flight, answer)
+
+    def _prefill(self, flight: "_Flight", answer: Stream) -> "_Item":
+        """The first token, in a thread of its own, in turns with the model's."""
+
+        def give_way() -> None:
+            turn()
+            check()
+
+        def check() -> None:
+            if flight.stream is None:
+                raise Refusal("cancelled", "nobody waits for this answer any more")
+
+        with self._thread.held() as turn, self._cache.chunked(self._settings.prefill_chunk, give_way):
+            check()
+            return self._step(answer, flight.key[0])
+
+    def _step(self, answer: Stream, namespace: str) -> "_Item":
+        """One token, in the model's thread, or in one that holds the model."""
         # Without keys everybody has one namespace.
         public = None if self._settings.keys is None else PUBLIC
         cache = self._cache

@@ -1,14 +1,16 @@
 """The one thread that runs the model, in turns among those who have work for it.
 
 Work is done in steps: a batch of an encoder, a token of a generation. After each step the next one who has work gets a
-turn, so that none waits for longer than the others' steps.
+turn, so that none waits for longer than the others' steps. What takes long, and cannot be left half-way, another thread
+does, which holds the model in turns with these.
 """
 
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
@@ -47,6 +49,37 @@ class ModelThread:
             self._steps.append((future, step))
             self._has_work.notify()
         return future
+
+    @contextmanager
+    def held(self) -> Iterator[Callable[[], None]]:
+        """Within: the thread that calls this runs the model in place of this one. What it gets lets others have a turn.
+
+        Raises:
+            RuntimeError: The thread was closed; here, or when others are to have a turn.
+        """
+        over = self._take()
+
+        def turn() -> None:
+            nonlocal over
+            over.set()
+            over = self._take()
+
+        try:
+            yield turn
+        finally:
+            over.set()
+
+    def _take(self) -> threading.Event:
+        """Wait for a turn, which lasts until the event is set."""
+        begun, over = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            begun.set()
+            over.wait()
+
+        self.submit(hold)
+        begun.wait()
+        return over
 
     def close(self) -> None:
         """Do what waits, and end the thread. Twice does nothing."""

@@ -18,6 +18,7 @@ class ServerSettings(BaseModel):
         max_batch_tokens: Tokens that are computed at once, padding included.
         max_batch_requests: Inputs that are computed at once; None: as the tokens allow.
         max_streams: Generations that take turns at once; others wait.
+        prefill_chunk: Tokens of a prompt that are run in one turn, after which other generations have theirs; 0: all.
         payload_limit: Bytes of a request's body.
         max_queue_s: Longest time that a request waits to be computed before it is refused, seconds.
         batch_wait_ms: Longest time that a miss waits for others to be computed with, milliseconds.
@@ -41,6 +42,7 @@ class ServerSettings(BaseModel):
     max_batch_tokens: int = Field(default=16384, ge=1)
     max_batch_requests: int | None = Field(default=None, ge=1)
     max_streams: int = Field(default=8, ge=1)
+    prefill_chunk: int = Field(default=256, ge=0)
     payload_limit: int = Field(default=2_000_000, ge=1)
     max_queue_s: float = Field(default=10.0, gt=0)
     batch_wait_ms: float = Field(default=2.0, ge=0)

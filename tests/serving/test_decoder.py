@@ -2,8 +2,10 @@
 
 import asyncio
 import gc
+import threading
 import weakref
 from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -154,6 +156,109 @@ def test_a_short_request_is_not_held_up_by_a_long_one(stub: Stub) -> None:
     last = len(order) - order[::-1].index("short")
     assert order.count("long") == 199
     assert order[:last].count("long") <= 2 * 5 + 10  # one each in turn; the loop itself may see some late
+
+
+CHUNKED = tuple(20 + i % 200 for i in range(170))
+
+
+@pytest.mark.parametrize("chunk", [7, 64])
+def test_tokens_are_the_models_own_where_prompts_are_run_in_chunks(make: Make, chunk: int) -> None:
+    stub, longer = make(prefill_chunk=chunk), (*CHUNKED, *range(50, 62))
+
+    async def main() -> None:
+        for ids, n_cached in ((CHUNKED, 0), (CHUNKED, len(CHUNKED)), (longer, len(CHUNKED)), (PROMPT[::-1], 0)):
+            answer = stub.running.start(ids, DRAWN, ANYONE)
+            assert await read(answer) == own(stub, ids, DRAWN) and answer.n_cached == n_cached
+        several = [stub.running.start((seed, *CHUNKED), GREEDY, ANYONE) for seed in range(30, 40)]
+        for seed, tokens in enumerate(await asyncio.gather(*map(read, several)), 30):
+            assert tokens == own(stub, (seed, *CHUNKED), GREEDY)
+
+    run(main())
+    assert stub.cache.stats().errors == 0 and len(stub.thread) == 0
+
+
+def after_each_chunk(stub: Stub, monkeypatch: pytest.MonkeyPatch, do: Callable[[], None]) -> None:
+    """Have something done before a long prompt lets others have their turn."""
+    held = stub.thread.held
+
+    @contextmanager
+    def watched() -> Iterator[Callable[[], None]]:
+        with held() as turn:
+
+            def doing() -> None:
+                do()
+                turn()
+
+            yield doing
+
+    monkeypatch.setattr(stub.thread, "held", watched)
+
+
+def test_a_generation_goes_on_between_the_chunks_of_a_long_prompt(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    stub, queued = make(prefill_chunk=16), threading.Event()
+    n_before_turn: list[int] = []
+
+    def wait_for_the_other() -> None:
+        while not len(stub.thread):
+            queued.wait(0.001)
+        n_before_turn.append(stub.noted.n_generated)
+
+    after_each_chunk(stub, monkeypatch, wait_for_the_other)
+
+    async def main() -> list[int]:
+        going = stub.running.start(PROMPT[:8], LONG, ANYONE)
+        await anext(going)
+        long = stub.running.start(CHUNKED, GREEDY, ANYONE)
+        other = asyncio.ensure_future(read(going))
+        tokens = await read(long)
+        assert not other.done()
+        await other
+        return tokens
+
+    assert run(main()) == own(stub, CHUNKED, GREEDY)
+    assert len(n_before_turn) == 10 and n_before_turn == sorted(set(n_before_turn))  # 170 tokens are 11 chunks
+
+
+def test_a_long_prompt_of_who_has_gone_is_not_run_further(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    stub, is_begun, has_gone = make(prefill_chunk=16), threading.Event(), threading.Event()
+
+    def wait() -> None:
+        is_begun.set()
+        has_gone.wait(20)
+
+    after_each_chunk(stub, monkeypatch, wait)
+
+    async def main() -> list[int]:
+        gone = stub.running.start(CHUNKED, GREEDY, ANYONE)
+        await asyncio.to_thread(is_begun.wait, 20)
+        gone.close()
+        has_gone.set()
+        return await read(stub.running.start(PROMPT, GREEDY, ANYONE))
+
+    assert run(main()) == own(stub, PROMPT, GREEDY)
+    assert stub.cache.stats().n_stored == 1 and stub.noted.n_cancelled == 1
+
+
+def test_the_end_of_a_server_within_a_long_prompt(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    stub, is_begun, is_closed = make(prefill_chunk=16), threading.Event(), threading.Event()
+
+    def wait() -> None:
+        is_begun.set()
+        is_closed.wait(20)
+
+    after_each_chunk(stub, monkeypatch, wait)
+
+    async def main() -> None:
+        answers = [stub.running.start((seed, *CHUNKED), GREEDY, ANYONE) for seed in (30, 31)]
+        await asyncio.to_thread(is_begun.wait, 20)
+        stub.running.close()
+        is_closed.set()
+        for answer in answers:
+            with pytest.raises(Refusal, match="stopping"):
+                await read(answer)
+
+    run(main())
+    stub.thread.close()
 
 
 def test_who_has_gone_is_not_computed_further(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,6 +57,7 @@ class BlockPool:
         self.nbytes = 0
         self.n_evicted = 0
         self.n_tails = 0
+        self.n_purges = 0  # so far; calls that began before one store nothing
         self._policy = policy
         self._spent = spent
         self._held: dict[str, Block] = {}
@@ -153,6 +154,7 @@ class BlockPool:
         """Forget all blocks of a namespace, which chains never leave, and return how many requests ended there."""
         with self._lock:
             n_tails = self.n_tails
+            self.n_purges += 1
             for key in [key for key, block in self._held.items() if block.scope.namespace == namespace]:
                 self._drop(key)
             self._slabs.settle()
@@ -160,6 +162,7 @@ class BlockPool:
 
     def clear(self) -> None:
         with self._lock:
+            self.n_purges += 1
             for key in list(self._held):
                 self._drop(key)
             self._slabs.settle()

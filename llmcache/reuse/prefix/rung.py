@@ -23,7 +23,7 @@ from torch import Tensor
 from llmcache.arrays import Positions
 from llmcache.counters import Counters
 from llmcache.models.adapters import CACHE, Trunk
-from llmcache.models.arguments import Arguments
+from llmcache.models.arguments import BY_COLUMN, Arguments
 from llmcache.models.hooks import are_hooked, parts_of
 from llmcache.models.masks import cut
 from llmcache.models.payloads import Payload, padding_of, place_padding
@@ -38,7 +38,6 @@ from llmcache.reuse.prefix.block_pool import BlockPool
 from llmcache.reuse.prefix.kv_fill import Pieces, empty, fill, join, lay
 from llmcache.reuse.prefix.slabs import slab_blocks
 
-_BY_COLUMN = ("input_ids", "position_ids", "cache_position")  # arguments of the trunk whose last dimension is T
 _OUTPUT = {"last_hidden_state", CACHE}  # what a trunk may put out: more might be made of all positions
 
 
@@ -109,10 +108,7 @@ class Prefix(Rung):
             hidden, valid = whole[reuse.row], call.rows[reuse.row].valid
             self.payload.place(reuse.entry.to(hidden.device), hidden, valid)
             place_padding(reuse.padding, hidden, valid)
-        if isinstance(output, tuple):
-            output = (whole, *output[1:])
-        else:
-            output["last_hidden_state"] = whole
+        output = with_states(output, whole)
         call.progress.has_begun = call.progress.is_complete = True
         return output
 
@@ -126,6 +122,8 @@ class Prefix(Rung):
         prefill = call.plan.prefill
         if prefill is None or not call.progress.may_store or output is None:
             return
+        if prefill.n_purges != self.blocks.n_purges:  # it began with what was to be forgotten
+            return
         states = last_states(output)
         self._is_understood = states is not None  # else no block is ever stored, and entries serve repeats
         if states is None:
@@ -138,7 +136,7 @@ class Prefix(Rung):
 
     def _prepare(self, call: Call) -> Prefill | None:
         """What a call has to do with blocks; None when it must not, or approximate reuse is asked as well."""
-        passed = call.inputs.arguments
+        passed, n_purges = call.inputs.arguments, self.blocks.n_purges
         if not (self._is_understood and self.is_alone()) or passed.get("token_type_ids") is not None:
             return None
         kv_cache = self._kv_cache(passed)
@@ -148,7 +146,7 @@ class Prefix(Rung):
             return None
         if not self.read(call, next(self.trunk.module.parameters()).dtype):
             return None
-        return Prefill(kv_cache, call.read.scope, call.rows, self.keeps_requests)
+        return Prefill(kv_cache, call.read.scope, call.rows, self.keeps_requests, n_purges)
 
     def _find(self, prefill: Prefill) -> dict[int, tuple[str, list[Block]]]:
         """Key and blocks of rows that are held as a whole, by number."""
@@ -231,7 +229,7 @@ class Prefix(Rung):
             return args, kwargs
         prefill.served = {number: n for number, n in enumerate(used) if n}
         prefill.states = self._fill(call.rows, matched, prefill, n_cut, ids.device)
-        for name in _BY_COLUMN:
+        for name in BY_COLUMN:
             if (value := self.arguments.get(args, kwargs, name)) is not None:
                 args, kwargs = self.arguments.replace(args, kwargs, name, value[..., n_cut:])
         mask = self.arguments.get(args, kwargs, "attention_mask")
@@ -360,3 +358,11 @@ def last_states(output: Any) -> Tensor | None:
     if isinstance(output, Mapping):
         return output["last_hidden_state"] if "last_hidden_state" in output and set(output) <= _OUTPUT else None
     return output[0] if isinstance(output, tuple) and 1 <= len(output) <= 2 else None
+
+
+def with_states(output: Any, states: Tensor) -> Any:
+    """Such an output with other last states (B, T, D)."""
+    if isinstance(output, tuple):
+        return (states, *output[1:])
+    output["last_hidden_state"] = states
+    return output
