@@ -13,7 +13,8 @@ from llmcache.audit.recomputer import Compute, Recomputer
 from llmcache.banks.bank import Bank
 from llmcache.banks.cache_banks import CacheBanks
 from llmcache.banks.compression import CODECS, Codec
-from llmcache.banks.stores import STORES
+from llmcache.banks.memory import Memory
+from llmcache.banks.stores import MEMORY, STORES, Store
 from llmcache.calibration.calibrated_reuse import CalibratedReuse
 from llmcache.calibration.observer import Observer
 from llmcache.calibration.requirements import check_settings, check_student, refuse_unsafe
@@ -57,7 +58,7 @@ def assemble(
     is_exact = config.serves_exact and codec.is_lossless(next(trunk.module.parameters()).dtype)
     prefix = _make_blocks(trunk, payload, config, lambda: banks.spent)
     # Entries are needed where something else may read them, or was named to keep them.
-    is_plain = not config.rungs and (config.store.name, config.compression.name) == ("memory", "none")
+    is_plain = not config.rungs and config.compression.name == "none"
     is_in_blocks = prefix is not None and is_exact and is_plain and layers[-1] == trunk.depth - 1
     banks = _make_banks(trunk, payload, config, layers, searched_by, prefix)
     observer = None
@@ -85,6 +86,7 @@ def assemble(
         prefix=prefix,
         is_in_blocks=is_in_blocks,
         observer=observer,
+        store=_open_store(config),  # last, so that nothing that is refused leaves it open
     )
     if config.auto_bypass and config.mode != "paper":  # which is the reference, and measured as written
         parts.cost = CostModel(trunk.depth, PATIENCE if config.tau is None else PATIENCE_OF_TAU)
@@ -248,7 +250,7 @@ def _make_banks(
 
     def make_bank() -> Bank:
         policy = config.policy.build(POLICIES)
-        return Bank(config.store.build(STORES, _device(trunk, config)), policy, max_bytes, config.max_entries)
+        return Bank(Memory(_device(trunk, config)), policy, max_bytes, config.max_entries)
 
     return CacheBanks(
         {layer: make_bank() for layer in layers},
@@ -269,6 +271,15 @@ def _make_blocks(trunk: Trunk, payload: Payload, config: CacheConfig, spent: Cal
         return None
     policy = config.policy.build(POLICIES)
     return BlockPool(config.prefix_block, config.max_bytes, _device(trunk, config), policy, spent)
+
+
+def _open_store(config: CacheConfig) -> Store | None:
+    """What lies behind the memory of the banks, if anything."""
+    if config.store.name != MEMORY:
+        return config.store.build(STORES)
+    if config.store.options:
+        raise ConfigError(f"store: {MEMORY} takes no options, got {', '.join(config.store.options)}")
+    return None
 
 
 def _choose_rungs(

@@ -79,7 +79,8 @@ class CacheConfig(BaseModel):
             `ttl` (`ttl_s`, seconds), `staleness` (matches that count half after every `half_life_s` seconds), or
             `divergence` (checks a share `check_rate` of approximate reuses by computing them; entries over `limit`
             leave at once).
-        store: Where the entries of a bank lie: `memory`, or one that was registered (`llmcache.STORES`).
+        store: Where entries and prefix blocks lie: `memory`, the process alone; or beyond it, behind that memory, one
+            that was registered (`llmcache.STORES`).
         rungs: Further ways to serve rows, by the names under which they were registered (`llmcache.RUNGS`). They are
             asked after exact repeats and before approximate reuse.
         compression: Codec of stored states: `none`, `fp16`, `int8`, `pca` or `autoencoder`. The last two keep `dim`

@@ -1,7 +1,7 @@
 """Checks of the rules that the base classes state, for classes from outside the library and for its own.
 
     check_policy(RandomReplacement)
-    check_store(Files)                         called with a device
+    check_store(lambda: Files(folder))         opens the same place each time, which it clears
     check_index(lambda dim: Scan(dim, 2))      called with a width; a function sets options. IndexTwin tells the recall
     check_fingerprint, check_decision, check_codec
     check_rung(SameTokens, model, requests)    beside the model itself

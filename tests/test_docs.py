@@ -122,7 +122,7 @@ def test_examples_run(
     if name == "generation.md":
         assert defined["cache"].stats().n_requests == 2 and defined["turn"].generation.tokens
     if name == "extending.md":
-        assert added() == ["random", "plain", "scan", "words", "alone", "bf16", "same_tokens", "mine"]
+        assert added() == ["random", "shared", "scan", "words", "alone", "bf16", "same_tokens", "mine"]
         assert {cache.stats().errors for cache in caches} == {0} and caches[-1].stats().n_stored == 1
 
 

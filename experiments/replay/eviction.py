@@ -10,8 +10,8 @@ import torch
 
 from experiments.data.streams.keys import Asked
 from llmcache.banks.bank import Bank
-from llmcache.banks.stores import Entry
-from llmcache.banks.stores.memory import MemoryStore
+from llmcache.banks.entry import Entry
+from llmcache.banks.memory import Memory
 from llmcache.policies import Policy
 from llmcache.request.prefill import Link
 from llmcache.request.rows import Scope
@@ -44,7 +44,7 @@ class Found:
 
 def replay_entries(requests: Iterable[Sequence[Asked]], policy: Policy, max_bytes: int) -> Found:
     """Each request is an entry of a bank: used where it is held, else put, and the policy told what it cost."""
-    bank, found = Bank(MemoryStore(_NOWHERE), policy, max_bytes), Found()
+    bank, found = Bank(Memory(_NOWHERE), policy, max_bytes), Found()
     for (one,) in requests:
         is_hit = one.key in bank
         found.add(one, is_hit)

@@ -1,23 +1,21 @@
 """(2) Layer-wise Cache Bank: the entries of one layer, within budgets; the only place that evicts entries."""
 
-import weakref
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 
-from llmcache.banks.stores import Entry, Store
+from llmcache.banks.entry import Entry
+from llmcache.banks.memory import Memory
 from llmcache.policies import Policy
 
 
 class Bank:
-    """A store and the policy that decides who leaves it, kept consistent.
+    """Entries in memory and the policy that decides who leaves, kept consistent.
 
     Not thread-safe: the caller holds one lock around all banks, but to `read`.
     """
 
-    def __init__(self, store: Store, policy: Policy, max_bytes: int, max_entries: int | None = None) -> None:
+    def __init__(self, memory: Memory, policy: Policy, max_bytes: int, max_entries: int | None = None) -> None:
         """Start empty, with budgets of entry bytes and of entries (None: without)."""
-        self._store = store
-        weakref.finalize(self, store.close)  # not before: calls that are under way when a cache is taken off may read
+        self._memory = memory
         self._policy = policy
         self._nbytes_of: dict[str, int] = {}  # of each entry held, oldest put first
         self._nbytes = 0
@@ -44,10 +42,10 @@ class Bank:
     def read(self, key: str) -> Entry | None:
         """The entry, or None when it is not held. Tells the policy nothing: a read may not become a hit.
 
-        The caller should not hold the lock: a store may be slow. What was read may have left by now.
+        The caller need not hold the lock. What was read may have left by now.
         """
         try:
-            return self._store[key]
+            return self._memory[key]
         except KeyError:
             return None
 
@@ -105,7 +103,7 @@ class Bank:
     def put(self, key: str, entry: Entry, on_evict: Callable[[str], None]) -> None:
         """Hold an entry, which is given away, making room for it first.
 
-        `on_evict` is told each key that left for it, at once: what is put later may fail. If the store fails, the key
+        `on_evict` is told each key that left for it, at once: what is put later may fail. If that fails, the key
         is not held. An entry that does not fit an empty bank is refused (`ValueError`).
         """
         if not self.fits(entry):
@@ -132,17 +130,16 @@ class Bank:
 
     def remove(self, key: str) -> None:
         """Let go of a key; unknown keys are ignored."""
-        # Store first: were it to fail, the policy still knows the key and will choose it again.
+        # Memory first: were it to fail, the policy still knows the key and will choose it again.
         if key in self._nbytes_of:
-            with suppress(KeyError):  # the store may have lost it
-                del self._store[key]
+            del self._memory[key]
             self._nbytes -= self._nbytes_of.pop(key)
         self._pinned_bytes -= self._pinned.pop(key, 0)
         self._policy.on_remove(key)
 
     def _hold(self, key: str, entry: Entry) -> None:
         nbytes = entry.nbytes
-        self._store[key] = entry
+        self._memory[key] = entry
         self._nbytes += nbytes - self._nbytes_of.get(key, 0)
         self._nbytes_of[key] = nbytes
 

@@ -1,7 +1,7 @@
 """All that is remembered: the requests, the index rows that find them, and the banks that hold their states.
 
 A request is known while at least one bank holds a state of it; when the last bank lets go, its index row goes too.
-Absent or expired is a miss, never an error. One lock guards everything but the reading of stores, which may be slow:
+Absent or expired is a miss, never an error. One lock guards everything but the reading of entries, which are copied:
 what was read counts only if nothing else was put under its key meanwhile. Tensors handed out are never written again.
 """
 
@@ -16,10 +16,10 @@ from torch import Tensor
 from llmcache.arrays import Floats
 from llmcache.banks.bank import Bank
 from llmcache.banks.compression import Codec
+from llmcache.banks.entry import Entry
 from llmcache.banks.kv import without_padding
 from llmcache.banks.layer_banks import LayerBanks
 from llmcache.banks.records import SavedRequest, StoredRequest, StoredState
-from llmcache.banks.stores import Entry
 from llmcache.fingerprint import Fingerprint
 from llmcache.matching.fingerprint_index import FingerprintIndex
 from llmcache.matching.index import Index
@@ -312,10 +312,6 @@ class CacheBanks:
         """Whether entries that were read without the lock are still the request's, and all that were wanted."""
         if self._requests.get(key) is not request or request.n_puts != n_puts:
             return False  # others were put under its key, maybe of another layout, or packed with another codec
-        for layer in layers:
-            if layer not in entries and key in self.layer_banks[layer]:  # its store has lost it
-                self.layer_banks[layer].remove(key)
-                self._let_go(layer, key)
         return len(layers) == len(entries)
 
     def _hold(self, key: str, entries: Mapping[int, Entry]) -> None:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from llmcache.arrays import Positions
 from llmcache.banks.compression.packer import Packer
+from llmcache.banks.entry import Entry
 from llmcache.banks.records import KV
-from llmcache.banks.stores import Entry
 from llmcache.request.rows import Row
 
 PADDING = "padding_"  # begins the names of tensors of places that are not valid

@@ -14,8 +14,8 @@ from llmcache.banks.bank import Bank
 from llmcache.banks.compression import Codec
 from llmcache.banks.compression.packer import Loss, Packer
 from llmcache.banks.compression.packers import Packers
+from llmcache.banks.entry import Entry
 from llmcache.banks.records import StoredRequest, StoredState
-from llmcache.banks.stores import Entry
 from llmcache.models.payloads import cosine_distance
 from llmcache.request.rows import Scope
 
@@ -45,7 +45,7 @@ class LayerBanks(dict[int, Bank]):
         return [layer for layer, bank in self.items() if key in bank]
 
     def read(self, key: str, layers: Iterable[int]) -> dict[int, Entry]:
-        """Encoded states of a request by layer, of those that are held. Without the lock: stores may be slow."""
+        """Encoded states of a request by layer, of those that are held. Without the lock: they are copied."""
         return {layer: entry for layer in layers if (entry := self[layer].read(key)) is not None}
 
     def is_lossless(self, request: StoredRequest) -> bool:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from llmcache.arrays import Floats
-from llmcache.banks.stores import Entry
+from llmcache.banks.entry import Entry
 from llmcache.matching.partition import IndexSlot
 from llmcache.request.rows import Scope
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from llmcache.arrays import Floats, below
+from llmcache.banks.entry import Entry
 from llmcache.banks.records import BlockPlace, SavedRequest
-from llmcache.banks.stores import Entry
 from llmcache.matching.partition import IndexSlot
 from llmcache.request.rows import KEY_LENGTH, Scope
 

@@ -8,6 +8,7 @@ from torch import nn
 
 from llmcache.audit.audit import Audit
 from llmcache.banks.cache_banks import CacheBanks
+from llmcache.banks.stores import Store
 from llmcache.calibration.calibrated_reuse import CalibratedReuse
 from llmcache.calibration.observer import Observer
 from llmcache.counters import Counters
@@ -70,6 +71,7 @@ class Components:
         prefix: What was computed for the beginnings of requests; None where the prefix rung is off.
         is_in_blocks: It also holds the requests that the exact rung serves, which then need no entries.
         observer: Reads the model's answers, where decisions compare them; else None.
+        store: Where what is remembered lies beyond memory; None where it does not.
         calibrated: Approximate reuse that is calibrated, or None.
         cost: Tells when the cache is not worthwhile; None without auto-bypass.
         audit: Looks into what it serves; None without.
@@ -92,6 +94,7 @@ class Components:
     prefix: BlockPool | None = None
     is_in_blocks: bool = False
     observer: Observer | None = None
+    store: Store | None = None
     calibrated: CalibratedReuse | None = None
     cost: CostModel | None = None
     audit: Audit | None = None

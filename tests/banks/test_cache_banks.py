@@ -1,6 +1,5 @@
 """Banks, requests and index rows stay consistent, whatever is put, evicted, expired or purged."""
 
-import gc
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,8 +12,8 @@ from hypothesis import strategies as st
 from llmcache.banks.bank import Bank
 from llmcache.banks.cache_banks import CacheBanks
 from llmcache.banks.compression import CODECS
-from llmcache.banks.stores import Entry
-from llmcache.banks.stores.memory import MemoryStore
+from llmcache.banks.entry import Entry
+from llmcache.banks.memory import Memory
 from llmcache.fingerprint import MeanEmbedding
 from llmcache.matching.index import FlatIndex, HNSWIndex
 from llmcache.policies import LRU, TTL, Policy
@@ -47,7 +46,7 @@ def banks(
     by_layer: bool = False,
     by_length: bool = False,
 ) -> CacheBanks:
-    banks = {layer: Bank(MemoryStore(), policy(), max_bytes, max_entries) for layer in LAYERS}
+    banks = {layer: Bank(Memory(), policy(), max_bytes, max_entries) for layer in LAYERS}
     return CacheBanks(banks, CODECS["none"], MeanEmbedding(), FlatIndex, by_length, by_layer)
 
 
@@ -204,14 +203,14 @@ def test_lengths_kept_apart_never_find_each_other() -> None:
     assert lib.search(scope(), [row(9, n_valid=4)], query) == [[]]
 
 
-def test_a_store_that_fails_half_way_leaves_nothing_behind() -> None:
+def test_a_bank_that_fails_half_way_leaves_nothing_behind() -> None:
     lib = banks()
 
-    class Broken(MemoryStore):
+    class Broken(Memory):
         def __setitem__(self, key: str, entry: Entry) -> None:
             raise OSError("disk full")
 
-    lib.layer_banks[2]._store = Broken()
+    lib.layer_banks[2]._memory = Broken()
     with pytest.raises(OSError, match="disk full"):
         lib.put(scope(), row(1), states(1), vector(1))
     assert not lib.known(row(1))
@@ -230,7 +229,7 @@ def test_a_request_of_an_approximate_index_survives_drain_and_rebuild() -> None:
 
 
 def test_bank_refuses_what_cannot_fit() -> None:
-    bank = Bank(MemoryStore(), LRU(), max_bytes=10)
+    bank = Bank(Memory(), LRU(), max_bytes=10)
     with pytest.raises(ValueError, match="exceeds"):
         bank.put("k", Entry({"hidden": torch.zeros(100)}), lambda key: None)
 
@@ -256,7 +255,7 @@ def interrupt(lib: CacheBanks, when: str, act: Callable[[], object]) -> None:
     """Let something happen before or after the next read of the upper layer takes its entry."""
     waiting = [act]
 
-    class Interrupted(MemoryStore):
+    class Interrupted(Memory):
         def __getitem__(self, key: str) -> Entry:
             if when == "before" and waiting:
                 waiting.pop()()
@@ -266,10 +265,10 @@ def interrupt(lib: CacheBanks, when: str, act: Callable[[], object]) -> None:
                 if waiting:
                     waiting.pop()()
 
-    entry, store = lib.layer_banks[2].read(row(1).key), Interrupted()
+    entry, memory = lib.layer_banks[2].read(row(1).key), Interrupted()
     assert entry is not None
-    store[row(1).key] = entry
-    lib.layer_banks[2]._store = store
+    memory[row(1).key] = entry
+    lib.layer_banks[2]._memory = memory
 
 
 def evict(lib: CacheBanks) -> None:
@@ -301,21 +300,6 @@ def test_what_was_read_counts_only_if_nothing_was_put_under_its_key_meanwhile(ha
     check(lib)
 
 
-def test_an_entry_that_its_store_has_lost_is_a_miss_and_may_be_put_again() -> None:
-    lib = banks()
-    put(lib, 1)
-    del lib.layer_banks[2]._store[row(1).key]
-    assert lib.read(row(1).key, 2, with_kv=False) is None
-    assert lib.held(row(1).key) == [0]
-    check(lib)
-    del lib.layer_banks[0]._store[row(1).key]
-    assert lib.records() == []
-    assert (len(lib), lib.nbytes, nearest(lib, 1)) == (0, 0, [])
-    put(lib, 1)
-    assert lib.read(row(1).key, 2, with_kv=False) is not None
-    check(lib)
-
-
 def test_a_save_reads_again_what_was_put_meanwhile() -> None:
     lib = banks()
     put_in_layout(lib, "a")
@@ -340,7 +324,7 @@ SIZES = st.lists(
 @settings(deadline=None)
 @given(SIZES)
 def test_a_bank_knows_its_keys_and_bytes(steps: list[tuple[str, str, int]]) -> None:
-    bank, oracle = Bank(MemoryStore(), LRU(), 2**20), dict[str, int]()
+    bank, oracle = Bank(Memory(), LRU(), 2**20), dict[str, int]()
     for key, what, size in steps:
         if what == "put":
             bank.put(key, Entry({"hidden": torch.zeros(size)}), lambda key: None)
@@ -357,22 +341,6 @@ def test_a_bank_knows_its_keys_and_bytes(steps: list[tuple[str, str, int]]) -> N
             bank.pin(key)
     assert (bank.keys(), len(bank), bank.nbytes) == ([*oracle], len(oracle), sum(oracle.values()))
     assert [key for key in "abc" if key in bank] == sorted(oracle)
-
-
-@pytest.mark.slow
-def test_a_store_is_closed_when_its_bank_is_gone() -> None:
-    class Closing(MemoryStore):
-        n_closed = 0
-
-        def close(self) -> None:
-            self.n_closed += 1
-
-    store = Closing()
-    bank = Bank(store, LRU(), 2**20)
-    assert store.n_closed == 0
-    del bank
-    gc.collect()
-    assert store.n_closed == 1
 
 
 def test_a_request_that_no_bank_holds_does_not_hold_up_a_save() -> None:

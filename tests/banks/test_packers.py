@@ -15,7 +15,7 @@ from llmcache.banks.bank import Bank
 from llmcache.banks.cache_banks import CacheBanks
 from llmcache.banks.compression import PCA
 from llmcache.banks.compression.packer import Packer
-from llmcache.banks.stores.memory import MemoryStore
+from llmcache.banks.memory import Memory
 from llmcache.policies import LRU
 from llmcache.request.rows import Row, Scope
 from tests import inside
@@ -27,7 +27,7 @@ PLAIN, PACKED = 2 * WIDTH * 4, 2 * 3 * 2  # bytes of a state of two rows: float3
 
 
 def banks(max_entries: int | None = None, max_bytes: int = 2**20, fit_on: int = 10) -> CacheBanks:
-    banks = {layer: Bank(MemoryStore(), LRU(), max_bytes, max_entries) for layer in LAYERS}
+    banks = {layer: Bank(Memory(), LRU(), max_bytes, max_entries) for layer in LAYERS}
     return CacheBanks(banks, lambda: PCA(dim=3, fit_on=fit_on))
 
 

@@ -3,23 +3,22 @@
 `n_used` counts, over all objects of a class, what its kind is there for.
 """
 
-import hashlib
-import os
+import threading
+import time
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from dataclasses import dataclass, field
+from itertools import takewhile
 from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from llmcache import (
     Codec,
     Decision,
-    Entry,
     Evidence,
     Fingerprint,
     Index,
@@ -30,6 +29,7 @@ from llmcache import (
     StoreError,
     View,
 )
+from llmcache.banks.stores import Bytes, Event, Events, Put, StoreKey, StoreStats
 from llmcache.reuse import CacheBanks, Call, Row
 
 
@@ -62,45 +62,83 @@ class MostRecent(Policy):
         return keys[max(-1 - self.spare, -len(keys))]
 
 
-class Files(Store):
-    """One file an entry, in a folder of its own."""
+@dataclass
+class Place:
+    """What stores of one name share."""
+
+    values: dict[StoreKey, tuple[int, bytes]] = field(default_factory=dict)  # with their generation
+    n_removed: Counter[str | None] = field(default_factory=Counter)  # by namespace; None: all of them
+    told: list[Event] = field(default_factory=list)
+    lock: threading.RLock = field(default_factory=threading.RLock)
+
+
+class Shared(Store):
+    """A dict for all stores of one name in this process."""
 
     n_used = 0
+    places: ClassVar[dict[str, Place]] = defaultdict(Place)
 
-    def __init__(self, device: torch.device, folder: str | None = None) -> None:
-        """Open an empty store below a folder, by default that of temporary files."""
-        self.device = device
-        self.folder = TemporaryDirectory(dir=folder)
+    def __init__(self, place: str = "default") -> None:
+        """Open what is shared under a name."""
+        self.place, self.is_open = self.places[place], True
 
-    def path(self, key: str) -> Path:
-        return Path(self.folder.name) / hashlib.sha256(key.encode()).hexdigest()
-
-    def __getitem__(self, key: str) -> Entry:
+    def get_many(self, keys: Sequence[StoreKey], deadline: float) -> list[Bytes | None]:
         type(self).n_used += 1
-        try:
-            data = self.path(key).read_bytes()
-        except FileNotFoundError:
-            raise KeyError(key) from None
-        try:
-            with torch.inference_mode(False):
-                return Entry({name: x.to(self.device) for name, x in load(data).items()})
-        except SafetensorError as error:
-            raise StoreError(f"{key}: {error}") from error
+        self.ping()
+        with self.place.lock:
+            return [self.find(key) if time.monotonic() < deadline else None for key in keys]
 
-    def __setitem__(self, key: str, entry: Entry) -> None:
-        path = self.path(key)
-        new = path.with_suffix(".new")
-        new.write_bytes(save({name: x.detach().contiguous() for name, x in entry.tensors.items()}))
-        os.replace(new, path)
+    def put_many(self, puts: Sequence[Put]) -> None:
+        self.ping()
+        with self.place.lock:
+            for put in puts:
+                if put.generation == self.generation(put.key.namespace):
+                    self.place.values[put.key] = put.generation, bytes(put.value)
+                    self.place.told.append(Event(self.next, "stored", put.key.namespace, put.key, note=put.note))
 
-    def __delitem__(self, key: str) -> None:
-        try:
-            self.path(key).unlink()
-        except FileNotFoundError:
-            raise KeyError(key) from None
+    def contains_prefix(self, keys: Sequence[StoreKey]) -> int:
+        self.ping()
+        with self.place.lock:
+            return len(list(takewhile(lambda key: self.find(key) is not None, keys)))
+
+    def generation(self, namespace: str | None) -> int:
+        return sum(self.place.n_removed[name] for name in {None, namespace})
+
+    def remove(self, namespace: str | None) -> int:
+        with self.place.lock:
+            gone = [key for key in self.place.values if namespace in (None, key.namespace)]
+            for key in gone:
+                del self.place.values[key]
+            self.place.n_removed[namespace] += 1
+            self.place.told.append(Event(self.next, "cleared", namespace, generation=self.generation(namespace)))
+            return len(gone)
+
+    def events(self, since: str | None) -> Events:
+        told = self.place.told
+        if since is None or not since.isdigit():
+            return Events((), str(len(told)), is_complete=since is None)
+        found = told[int(since) :]
+        return Events(found, str(int(since) + len(found)))
+
+    def stats(self) -> StoreStats:
+        with self.place.lock:
+            values = self.place.values.values()
+            return StoreStats(len(values), sum(len(value) for _, value in values))
+
+    def ping(self) -> None:
+        if not self.is_open:
+            raise StoreError("the store is closed")
 
     def close(self) -> None:
-        self.folder.cleanup()
+        self.is_open = False
+
+    def find(self, key: StoreKey) -> bytes | None:
+        generation, value = self.place.values.get(key, (None, None))
+        return value if generation == self.generation(key.namespace) else None
+
+    @property
+    def next(self) -> str:
+        return str(len(self.place.told) + 1)
 
 
 class Scan(Index):

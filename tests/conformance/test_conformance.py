@@ -1,6 +1,7 @@
 """The checks of `llmcache.conformance` pass a class from outside, and tell of one that breaks a rule which."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmcache import Adapter, Entry, Evidence, Reuse, View, register_adapter
+from llmcache import Adapter, Evidence, Reuse, View, register_adapter
+from llmcache.banks.stores import Bytes, StoreKey
 from llmcache.conformance import (
     check_adapter,
     check_codec,
@@ -34,7 +36,7 @@ def check_served(made: Any) -> None:
 #: Check and class that passes, by kind.
 KINDS: dict[str, tuple[Callable[[Any], None], Any]] = {
     "policy": (check_policy, outside.MostRecent),
-    "store": (check_store, outside.Files),
+    "store": (check_store, outside.Shared),
     "index": (check_index, outside.Scan),
     "fingerprint": (check_fingerprint, outside.Lengths),
     "decision": (check_decision, outside.SecondBest),
@@ -69,44 +71,39 @@ class Hasty(outside.MostRecent):
         return list(self.keys)
 
 
-class Held(outside.Store):
-    """A dict of what was put."""
+class Unmoved(outside.Shared):
+    """Keeps its numbers when it is purged, so what another was about to put comes later."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.held: dict[str, Entry] = {}
-
-    def __getitem__(self, key: str) -> Entry:
-        return self.held[key]
-
-    def __setitem__(self, key: str, entry: Entry) -> None:
-        self.held[key] = entry
-
-    def __delitem__(self, key: str) -> None:
-        del self.held[key]
+    def generation(self, namespace: str | None) -> int:
+        return 0
 
 
-class Silent(Held):
-    def __delitem__(self, key: str) -> None:
-        self.held.pop(key, None)
+class Shuffled(outside.Shared):
+    def get_many(self, keys: Sequence[StoreKey], deadline: float) -> list[Bytes | None]:
+        return super().get_many(sorted(keys, key=lambda key: key.name), deadline)
 
 
-class Rounding(Held):
-    def __setitem__(self, key: str, entry: Entry) -> None:
-        self.held[key] = Entry({name: x.detach().float() for name, x in entry.tensors.items()})
+class Patient(outside.Shared):
+    def get_many(self, keys: Sequence[StoreKey], deadline: float) -> list[Bytes | None]:
+        return super().get_many(keys, inf)
 
 
-class InPlace(Held):
-    """Writes a new entry over the old one, tensor by tensor."""
+class Counting(outside.Shared):
+    def contains_prefix(self, keys: Sequence[StoreKey]) -> int:
+        return sum(self.find(key) is not None for key in keys)
 
-    def __setitem__(self, key: str, entry: Entry) -> None:
-        with torch.inference_mode(False):
-            new = {name: x.detach().clone() for name, x in entry.tensors.items()}
-        old = self.held.get(key)
-        if old is None or {n: x.shape for n, x in old.tensors.items()} != {n: x.shape for n, x in new.items()}:
-            self.held[key] = Entry(new)
-            return
-        for name, x in new.items():
-            old.tensors[name].copy_(x)
+
+class Nameless(outside.Shared):
+    """Takes the text of a key for the key."""
+
+    def find(self, key: StoreKey) -> bytes | None:
+        text = f"{key.namespace}:{key.name}"
+        return next((v for k, (_, v) in self.place.values.items() if f"{k.namespace}:{k.name}" == text), None)
+
+
+class Alone(outside.Shared):
+    def __init__(self) -> None:
+        super().__init__(f"{id(self)}")
 
 
 class Worst(outside.Scan):
@@ -206,10 +203,12 @@ class Broken(outside.SameTokens):
         ("policy", Forgetful, "victim: asking changes nothing"),
         ("policy", Stale, "victim: (a key that was put and not removed since|KeyError while no key is held)"),
         ("policy", Hasty, "expired: only where lets_entries_leave_early is set"),
-        ("store", Silent, "__delitem__: KeyError where there is none"),
-        ("store", Rounding, "what was put last under the key is returned, bit for bit"),
-        ("store", Held, "tensors come back normal, without gradient"),
-        ("store", InPlace, "what was returned stays when its place is used again"),
+        ("store", Unmoved, "remove: the namespace has another generation in all stores"),
+        ("store", Shuffled, "get_many: a value for each key, in their order, bit for bit"),
+        ("store", Patient, "get_many: nothing after the deadline, and no error"),
+        ("store", Counting, "contains_prefix: how many are held before the first that is not"),
+        ("store", Nameless, "no two keys are taken for one, whatever text a namespace is"),
+        ("store", Alone, "get_many: a value for each key, in their order, bit for bit"),
         ("index", Worst, "search: (best first|the most similar rows)"),
         ("index", Flattering, "search: the similarity of the rows named"),
         ("index", Trusting, "add: ValueError for"),

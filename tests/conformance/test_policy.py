@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmcache.banks.bank import Bank
-from llmcache.banks.stores import Entry
-from llmcache.banks.stores.memory import MemoryStore
+from llmcache.banks.entry import Entry
+from llmcache.banks.memory import Memory
 from llmcache.conformance import check_policy
 from llmcache.policies import GDSF, LRU, POLICIES, S3FIFO, TTL, Divergence, Policy, Staleness
 from tests.conformance.outside import MostRecent
@@ -342,7 +342,7 @@ def test_what_is_no_divergence_is_refused(divergence: float) -> None:
 
 def n_hits(policy: Policy, keys: Iterable[str], max_entries: int = 20, pinned: Sequence[str] = ()) -> int:
     """Hits of a bank that stores what it does not hold; pinned entries come first and stay."""
-    bank, hits = Bank(MemoryStore(torch.device("cpu")), policy, 10**6, max_entries), 0
+    bank, hits = Bank(Memory(torch.device("cpu")), policy, 10**6, max_entries), 0
     for key in (*pinned, *keys):
         if key in bank:
             bank.used(key)

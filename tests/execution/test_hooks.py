@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from llmcache import LLMCache, WrapError
-from llmcache.banks.stores.memory import SMALL_BYTES
+from llmcache.banks.memory import SMALL_BYTES
 from llmcache.models.hooks import Swap, parts_of
 from tests.execution.calls import X, agree, assert_close, attributes, once, pair, run
 from tests.tiny_models import BARE, CLASSIFIERS, GENERATORS, TOKEN_HEADS, build, states, tokens

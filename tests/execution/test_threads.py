@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from llmcache import STORES, Entry, LLMCache
-from llmcache.banks.stores import MemoryStore
+from llmcache import LLMCache
+from llmcache.banks.entry import Entry
+from llmcache.banks.memory import Memory
 from tests.execution.calls import X, agree, assert_close, pair, plain, run, wrapped
 from tests.tiny_models import BARE, CLASSIFIERS, padded, tokens
 
@@ -148,7 +149,7 @@ def test_weights_that_change_while_threads_run_are_followed() -> None:
             assert_close(answer, expected)
 
 
-class Slow(MemoryStore):
+class Slow(Memory):
     """Reads of the next key to come wait until they are let go."""
 
     holds = False
@@ -163,17 +164,17 @@ class Slow(MemoryStore):
 
 
 @pytest.fixture
-def slow(monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setitem(STORES, "slow", Slow)
+def _slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llmcache.assembly.Memory", Slow)
     monkeypatch.setattr(Slow, "has_begun", threading.Event())
     monkeypatch.setattr(Slow, "may_end", threading.Event())
     monkeypatch.setattr(Slow, "holds", False)
-    return "slow"
 
 
+@pytest.mark.usefixtures("_slow")
 @pytest.mark.parametrize("settings", [{}, {"tau": 0.9999}, {"tau": 0.9999, "mode": "paper"}], ids=str)
-def test_a_slow_read_of_one_call_holds_up_no_other(slow: str, settings: dict[str, Any], tmp_path: Path) -> None:
-    cache, alone = pair(CLASSIFIERS["bert"], store=slow, auto_bypass=False, **settings)
+def test_a_slow_read_of_one_call_holds_up_no_other(settings: dict[str, Any], tmp_path: Path) -> None:
+    cache, alone = pair(CLASSIFIERS["bert"], auto_bypass=False, **settings)
     first, second, third = ({"input_ids": tokens(1, 6, seed=seed)} for seed in range(3))
     cache(**first)
     cache(**second)
@@ -199,8 +200,9 @@ def test_a_slow_read_of_one_call_holds_up_no_other(slow: str, settings: dict[str
     assert (cache.stats().n_hits, cache.stats().errors) == (4, 0)
 
 
-def test_what_is_evicted_while_it_is_read_is_computed(slow: str) -> None:
-    cache, alone = pair(CLASSIFIERS["bert"], store=slow, max_entries=1, auto_bypass=False)
+@pytest.mark.usefixtures("_slow")
+def test_what_is_evicted_while_it_is_read_is_computed() -> None:
+    cache, alone = pair(CLASSIFIERS["bert"], max_entries=1, auto_bypass=False)
     one, two = ({"input_ids": tokens(1, 6, seed=seed)} for seed in (1, 2))
     cache(**one)
     Slow.holds = True

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from llmcache import BankFileError, LLMCache, StoreError, __version__, persist
-from llmcache.banks.stores.memory import SMALL_BYTES
+from llmcache.banks.memory import SMALL_BYTES
 from llmcache.matching import fingerprint_index
 from llmcache.matching.index import AutoIndex
 from tests.saves import accept, edit_manifest, read_manifest

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from llmcache.banks.compression.base import Codec
-from llmcache.banks.stores.base import Entry
+from llmcache.banks.entry import Entry
 from llmcache.models.payloads import cosine_distance
 
 logger = logging.getLogger("llmcache")

@@ -1,16 +1,18 @@
-"""Where the bytes of a cache bank lie.
+"""Stores: where sealed values lie behind the memory of the banks, to outlive a process or to be shared.
 
-    bank -> store[key] = entry   put; the entry is given away
-         <- store[key]           got, without the banks' lock; nobody writes to it
-         -> del store[key]       evicted: the bank decides who leaves
+    entry or block -> seal  -> bytes with a header, checksum and maybe encrypted
+                   -> Store -> put_many, behind the answers
+    key            -> Store -> get_many, under a deadline
+                   -> seal  -> checked; a mismatch is a miss
 
-Which keys are held, and how large their entries are, the bank knows.
+The name `memory` stands for none: what is kept lies in the process alone.
 """
 
-from llmcache.banks.stores.base import Entry, Store
-from llmcache.banks.stores.memory import MemoryStore
+from llmcache.banks.stores.base import Bytes, Event, Events, Put, Store, StoreKey, StoreStats
 from llmcache.registry import Registry
 
-__all__ = ["STORES", "Entry", "MemoryStore", "Store"]
+__all__ = ["MEMORY", "STORES", "Bytes", "Event", "Events", "Put", "Store", "StoreKey", "StoreStats"]
 
-STORES: Registry[Store] = Registry("store", Store, {"memory": MemoryStore}, given=("device",))
+MEMORY = "memory"
+
+STORES: Registry[Store] = Registry("store", Store, {}, reserved=(MEMORY,))

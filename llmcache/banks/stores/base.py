@@ -1,74 +1,179 @@
-"""What a bank holds under one key, and what a store has to do."""
+"""What a store has to do, and the types that it is passed."""
 
+import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
-from torch import Tensor
+#: Bytes of a value. What a store returns may lie in memory that it mapped.
+Bytes: TypeAlias = bytes | bytearray | memoryview
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Entry:
-    """What is kept under one key. Two entries are equal only if they are the same object.
+@dataclass(frozen=True, slots=True)
+class StoreKey:
+    """Under which a value lies. Equal keys stand for equal values, so a value is never updated.
 
     Attributes:
-        tensors: Tensors by name, any shape, dtype and device. The mapping is not changed afterwards.
-        nbytes: Bytes of payload: elements times their size.
+        namespace: The caller's partition (tenant): any Unicode text.
+        scope: SHA-256 (hex) of all but the tokens that decides a value: model, dtype, payload, codec and so on.
+        name: Of the entry or block within its scope; at most 64 characters of ASCII.
     """
 
-    tensors: Mapping[str, Tensor]
-    nbytes: int = field(init=False)
+    namespace: str
+    scope: str
+    name: str
 
-    def __post_init__(self) -> None:
-        """Add up the bytes once: they are asked for at every step of a put."""
-        object.__setattr__(self, "nbytes", sum(tensor.nbytes for tensor in self.tensors.values()))
+    @property
+    def digest(self) -> bytes:
+        """SHA-256 of all three, 32 bytes: no two keys have the same."""
+        parts = (self.namespace, self.scope, self.name)
+        return hashlib.sha256(b"".join(b"%d:%s" % (len(one), one) for one in map(str.encode, parts))).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    """A value that is to be stored.
+
+    Attributes:
+        key: Under which it lies.
+        value: What `seal.Seal` made of it.
+        generation: Of its namespace, from before it was computed; see `Store.generation`.
+        note: Announced with it, at most 64 KiB: its fingerprint, say.
+    """
+
+    key: StoreKey
+    value: Bytes
+    generation: int
+    note: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened in a store.
+
+    Attributes:
+        cursor: Its place among the events: `Store.events` goes on after it.
+        kind: A value was `stored`, or `removed` for lack of room; or a namespace was `cleared`.
+        namespace: Of which; None where all were cleared.
+        key: Of the value; None of `cleared`.
+        generation: Of `cleared`: the new one of the namespace; where all were cleared, of one that was never named.
+        note: What a value was announced with.
+    """
+
+    cursor: str
+    kind: Literal["stored", "removed", "cleared"]
+    namespace: str | None
+    key: StoreKey | None = None
+    generation: int = 0
+    note: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Events:
+    """What happened since a cursor.
+
+    Attributes:
+        found: Events in their order.
+        cursor: To go on with.
+        is_complete: No event in between is missing. If not, look again at all that you know of the store.
+    """
+
+    found: Sequence[Event]
+    cursor: str
+    is_complete: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    """What a store holds.
+
+    Attributes:
+        n_values: Values held.
+        nbytes: Bytes of these.
+        max_bytes: Its budget; None: it is not this store's to set.
+        n_evicted: Values that left for lack of room, since this store was opened.
+    """
+
+    n_values: int
+    nbytes: int
+    max_bytes: int | None = None
+    n_evicted: int = 0
 
 
 class Store(ABC):
-    """Where the entries of one bank lie, by key. Three methods are each store's own. It begins empty.
+    """Where sealed values of many caches lie, by key, behind the memory of their banks: a tier.
 
-    The bank knows which keys are held, how large their entries are and who leaves. It puts and deletes under the lock
-    of all banks, one call at a time. It reads without, so that a slow read holds nobody up; only when a codec was just
-    fitted, what came before is read under the lock, and packed. So `__getitem__` runs in many threads at once, beside
-    at most one call that puts or deletes, also of the same key. It returns, whole, what was held under the key at some
-    moment of the call, or raises `KeyError` if there was a moment without; never a mixture, and never what was put
-    under another key.
+    One is opened by each cache that is told so. All that are opened with the same settings, in one process or several,
+    share what they hold. Values are sealed and checked by `seal`, so a store moves bytes and need not look at them:
+    what comes back damaged, or under another key, is found out and is a miss.
 
-    What is put is given away: the store may keep the tensors themselves, so nobody writes to them again. What is got
-    must not be written to, and stays as it is when its place is used again. Stored and returned tensors are normal
-    ones without gradient, also when the caller is in inference mode. A broken store raises `StoreError`: it is counted
-    and logged, and the request is computed.
+    Thread-safe: reads come from many threads, beside one call that writes. What fails raises `StoreError`: it is
+    counted and logged, and the request is computed. A key that has no value is none, never an error. The store decides
+    who leaves for lack of room; no value is owed to anybody.
 
-    One is made for each stored layer, with the same settings. The constructor takes the device on which entries are
-    returned, a `torch.device`, as its first argument, and settings as keyword arguments, checked against its
-    annotations.
+    Purging is by generation: each namespace has a number. A value belongs to the one it was put with, and is returned
+    only as long as that is the namespace's number. Numbers never come again, whatever the store lost.
+
+    The constructor takes the setting's options as keyword arguments, checked against its annotations. What cannot be
+    opened raises `ValueError`, with the cure.
     """
 
     @abstractmethod
-    def __getitem__(self, key: str) -> Entry:
-        """Return an entry.
+    def get_many(self, keys: Sequence[StoreKey], deadline: float) -> list[Bytes | None]:
+        """Return a value for each key, in their order; None where there is none, or it was not there by the deadline.
 
-        Raises:
-            KeyError: There is none, or no longer: a miss.
-            StoreError: It cannot be read.
+        What is returned stays as it is whatever becomes of the value, also after `close`. It counts as used. Of keys of
+        one call the first count as used last.
+
+        Args:
+            keys: Any number of them; one may come twice.
+            deadline: On the clock of `time.monotonic`, in seconds. Of one that has passed, nothing is returned.
         """
 
     @abstractmethod
-    def __setitem__(self, key: str, entry: Entry) -> None:
-        """Hold an entry, in place of what was held under the key. If that fails, what was held before still is.
+    def put_many(self, puts: Sequence[Put]) -> None:
+        """Store values; all stores find them when this returns. Called behind the answers, so it may take its time.
 
-        Raises:
-            StoreError: It cannot be written.
+        Left out without a word is what does not fit the budget, and what was put with another generation than the
+        namespace has by now. Where a key has a value, either of the two stays.
         """
 
     @abstractmethod
-    def __delitem__(self, key: str) -> None:
-        """Forget an entry.
+    def contains_prefix(self, keys: Sequence[StoreKey]) -> int:
+        """Return how many of the keys have a value, from the first to the last before one that has none.
 
-        Raises:
-            KeyError: There is none.
-            StoreError: It cannot be deleted; it counts as held then.
+        These count as used, as in `get_many`.
         """
 
+    @abstractmethod
+    def generation(self, namespace: str) -> int:
+        """Return the number that a namespace has now."""
+
+    @abstractmethod
+    def remove(self, namespace: str | None) -> int:
+        """Give a namespace, or all of them (None), another number, and return how many values that made unreachable.
+
+        When this returns, no store returns any of them, and none accepts what was put with a number from before. Their
+        bytes may go later. Returned are those that can be told at once; 0 where none can.
+        """
+
+    @abstractmethod
+    def events(self, since: str | None) -> Events:
+        """Return what happened after a cursor, in all stores; None: nothing, and the cursor of now.
+
+        Called in every call of the model, so it does not wait. A cursor that is too old or unknown makes the answer
+        incomplete: it then holds no event, and the cursor of now. Told are at least `stored` and `cleared`.
+        """
+
+    @abstractmethod
+    def stats(self) -> StoreStats:
+        """Return what is held, by all that share it."""
+
+    @abstractmethod
+    def ping(self) -> None:
+        """Raise `StoreError` unless the store can be asked now. Called before a store that failed is asked again."""
+
+    @abstractmethod
     def close(self) -> None:
-        """Release what is held open. Called once, when the bank is gone; by default nothing."""
+        """Release what is held open. Calls that come later raise `StoreError`; closing again does nothing."""

@@ -19,10 +19,10 @@ from itertools import islice
 
 import torch
 
+from llmcache.banks.entry import Entry
 from llmcache.banks.kv import PADDING
+from llmcache.banks.memory import adopt
 from llmcache.banks.records import BlockPlace, SavedRequest
-from llmcache.banks.stores import Entry
-from llmcache.banks.stores.memory import adopt
 from llmcache.policies.base import Policy
 from llmcache.request.prefill import Link
 from llmcache.reuse.prefix.block import NAMES, Block

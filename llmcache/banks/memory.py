@@ -12,7 +12,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from llmcache.banks.stores.base import Entry, Store
+from llmcache.banks.entry import Entry
 
 SMALL_BYTES = 16 * 1024
 BLOCK_BYTES = 1024 * 1024
@@ -23,8 +23,12 @@ LEAST_BYTES = 64  # taken for smaller entries when a block is divided, so that i
 Signature: TypeAlias = tuple[tuple[str, torch.Size, torch.dtype], ...]
 
 
-class MemoryStore(Store):
-    """A dict of entries; small ones (up to 16 KiB) in shared blocks.
+class Memory:
+    """A dict of the entries of one bank; small ones (up to 16 KiB) in shared blocks.
+
+    Entries are given away, and nobody writes to them again. Puts and deletes come one at a time, reads from many
+    threads beside them: each returns a whole entry of its key, or raises `KeyError`. What is returned is normal tensors
+    without gradient, also in inference mode.
 
     Getting a small entry copies it, for its slot may be used again: under a lock, which no put or delete gives another
     entry the slot meanwhile. Slots of removed entries are kept for later ones of the same signature, and released with

@@ -1,0 +1,131 @@
+"""Values come back as they were sealed, and nothing else is ever opened."""
+
+import base64
+import json
+import struct
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmcache import ConfigError
+from llmcache.banks.stores import StoreKey
+from llmcache.banks.stores.seal import KEY, SECRET, MismatchError, Seal
+
+ONE, OTHER = StoreKey("a", "0" * 64, "x"), StoreKey("a", "0" * 64, "y")
+SEALS = {
+    "plain": Seal(),
+    "signed": Seal(b"secret"),
+    "encrypted": Seal(key=bytes(32)),
+    "both": Seal(b"secret", bytes(32)),
+}
+TENSORS = {
+    "h": torch.arange(6.0).reshape(2, 3),
+    "half": torch.tensor(1.5).half(),
+    "brain": torch.ones(2, 1, 3).bfloat16(),
+    "none": torch.empty(0, 4),
+    "mask": torch.tensor([True, False]),
+    "turned": torch.arange(6).reshape(2, 3).T,
+}
+
+
+@pytest.mark.parametrize("seal", SEALS.values(), ids=SEALS)
+def test_what_is_sealed_comes_back(seal: Seal) -> None:
+    value = seal.close(ONE, TENSORS, {"layout": "ab", "ids": [1, 2]})
+    for whole in (value, bytes(value), memoryview(bytes(value))):
+        opened = seal.open(ONE, whole)
+        assert opened.about == {"layout": "ab", "ids": [1, 2]}
+        assert [*opened.tensors] == [*TENSORS]
+        for name, x in TENSORS.items():
+            assert opened.tensors[name].dtype == x.dtype and torch.equal(opened.tensors[name], x)
+    assert seal.open(OTHER, seal.close(OTHER, {}, {})) == ({}, {})
+
+
+def test_tensors_lie_in_the_value_where_it_can_be_written() -> None:
+    value = SEALS["plain"].close(ONE, {"h": torch.ones(5)}, {})
+    h = SEALS["plain"].open(ONE, value).tensors["h"]
+    assert h.data_ptr() == torch.frombuffer(value, dtype=torch.uint8).data_ptr() + len(value) - h.nbytes
+    with torch.inference_mode():
+        assert not SEALS["plain"].open(ONE, value).tensors["h"].is_inference()
+
+
+@pytest.mark.parametrize("name", SEALS)
+@given(data=st.data())
+def test_a_flipped_bit_or_a_cut_is_found(name: str, data: st.DataObject) -> None:
+    value = SEALS[name].close(ONE, {"h": torch.ones(5)}, {"layout": ""})
+    place = data.draw(st.integers(0, len(value) - 1))
+    flipped = bytearray(value)
+    flipped[place] ^= 1 << data.draw(st.integers(0, 7))
+    for wrong in (flipped, value[:place], value + b"\0"):
+        with pytest.raises(MismatchError):
+            SEALS[name].open(ONE, wrong)
+
+
+@pytest.mark.parametrize("mine", SEALS)
+@pytest.mark.parametrize("theirs", [*SEALS, "another secret", "another key"])
+def test_values_of_another_secret_or_key_are_refused(mine: str, theirs: str) -> None:
+    others = SEALS | {"another secret": Seal(b"other"), "another key": Seal(key=b"k" * 32)}
+    if theirs != mine:
+        with pytest.raises(MismatchError) as refused:
+            SEALS[mine].open(ONE, others[theirs].close(ONE, TENSORS, {}))
+        assert refused.value.reason == "damaged"
+
+
+def test_values_of_other_keys_and_formats_are_told_apart() -> None:
+    value = SEALS["plain"].close(ONE, TENSORS, {})
+    with pytest.raises(MismatchError) as refused:
+        SEALS["plain"].open(OTHER, value)
+    assert refused.value.reason == "other_key"
+    value[4:6] = (2).to_bytes(2, "little")
+    with pytest.raises(MismatchError, match="format 2; this version reads 1") as refused:
+        SEALS["plain"].open(ONE, value)
+    assert refused.value.reason == "other_format"
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {},
+        [],
+        {"tensors": [["h", "float128", [1]]], "about": {}},
+        {"tensors": [["h", "float32", [-1, -5]]], "about": {}},
+        {"tensors": [["h", "float32", [2**70]]], "about": {}},
+        {"tensors": [["h", "float32", ["5"]]], "about": {}},
+        {"tensors": [["h", "float32", [4]]], "about": {}},
+        {"tensors": [["h", "float32", [5]]]},
+    ],
+    ids=str,
+)
+def test_a_header_that_does_not_fit_is_refused_although_its_checksum_does(header: Any) -> None:
+    packed = json.dumps(header).encode()
+    body = struct.pack("<I", len(packed)) + packed
+    body += bytes(-(len(body) + 80) % 64 + 20)
+    with pytest.raises(MismatchError, match="header does not fit"):
+        SEALS["plain"].open(ONE, SEALS["plain"]._signed(ONE, body))
+
+
+def test_no_two_keys_have_one_digest() -> None:
+    parts = ["", "a", "b", "1:a", "ä", "\0"]
+    keys = {StoreKey(a, b, c) for a in parts for b in parts for c in parts}
+    assert len({key.digest for key in keys}) == len(keys)
+
+
+def test_secrets_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SECRET, "secret")
+    monkeypatch.setenv(KEY, base64.b64encode(bytes(32)).decode())
+    value = SEALS["both"].close(ONE, TENSORS, {})
+    assert [*Seal.from_environment().open(ONE, value).tensors] == [*TENSORS]
+    for wrong in ("no base64!", base64.b64encode(b"short").decode()):
+        monkeypatch.setenv(KEY, wrong)
+        with pytest.raises(ConfigError, match=KEY):
+            Seal.from_environment()
+    monkeypatch.setenv(KEY, "")
+    monkeypatch.setenv(SECRET, "")
+    assert Seal.from_environment().open(ONE, SEALS["plain"].close(ONE, TENSORS, {}))
+
+
+def test_a_dtype_that_values_cannot_hold_is_refused() -> None:
+    with pytest.raises(ValueError, match="complex64"):
+        SEALS["plain"].close(ONE, {"h": torch.ones(1, dtype=torch.complex64)}, {})
