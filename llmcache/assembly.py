@@ -1,10 +1,12 @@
 """From settings and a model to the parts that serve its calls; what does not fit together is refused here."""
 
 import inspect
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 
 from llmcache.audit.audit import Audit
@@ -14,13 +16,17 @@ from llmcache.banks.bank import Bank
 from llmcache.banks.cache_banks import CacheBanks
 from llmcache.banks.compression import CODECS, Codec
 from llmcache.banks.memory import Memory
-from llmcache.banks.stores import MEMORY, STORES, Store
+from llmcache.banks.stores import MEMORY, STORES
+from llmcache.banks.stores.seal import Seal
+from llmcache.banks.tier import BreakEven, Tier
 from llmcache.calibration.calibrated_reuse import CalibratedReuse
 from llmcache.calibration.observer import Observer
 from llmcache.calibration.requirements import check_settings, check_student, refuse_unsafe
 from llmcache.calibration.training import CalibrationFitter
 from llmcache.config import CacheConfig
+from llmcache.counters import Counters
 from llmcache.errors import ConfigError, UnsupportedModelError
+from llmcache.execution.break_even import measure
 from llmcache.execution.components import Calibrated, Components
 from llmcache.execution.cost import PATIENCE, PATIENCE_OF_TAU, CostModel
 from llmcache.fingerprint import FINGERPRINTS, Fingerprint, Learned
@@ -60,7 +66,10 @@ def assemble(
     # Entries are needed where something else may read them, or was named to keep them.
     is_plain = not config.rungs and config.compression.name == "none"
     is_in_blocks = prefix is not None and is_exact and is_plain and layers[-1] == trunk.depth - 1
-    banks = _make_banks(trunk, payload, config, layers, searched_by, prefix)
+    counters = Counters()
+    keeps_entries = is_exact and not codec.n_fit  # of a codec that is fitted, other processes know nothing
+    tier = _open_tier(trunk, payload, config, layers, counters, is_of_use=keeps_entries or prefix is not None)
+    banks = _make_banks(trunk, payload, config, layers, searched_by, prefix, tier if keeps_entries else None)
     observer = None
     if config.tau is not None and decision.reads_answers:
         observer = Observer(banks, find_answers(config.answer, head, model), answer_of)
@@ -86,7 +95,8 @@ def assemble(
         prefix=prefix,
         is_in_blocks=is_in_blocks,
         observer=observer,
-        store=_open_store(config),  # last, so that nothing that is refused leaves it open
+        tier=tier,
+        counters=counters,
     )
     if config.auto_bypass and config.mode != "paper":  # which is the reference, and measured as written
         parts.cost = CostModel(trunk.depth, PATIENCE if config.tau is None else PATIENCE_OF_TAU)
@@ -244,6 +254,7 @@ def _make_banks(
     layers: Sequence[int],
     fingerprint: Fingerprint | None,
     prefix: BlockPool | None,
+    tier: Tier | None,
 ) -> CacheBanks:
     """Where entries are kept: each layer gets an equal share of the budget, or of half of it beside prefixes."""
     max_bytes = max(1, config.max_bytes // len(layers) // (1 if prefix is None else 2))
@@ -260,6 +271,7 @@ def _make_banks(
         by_length=not payload.fits_any_length,
         by_layer=config.mode == "paper",
         make_way=prefix.make_way if prefix is not None else lambda: None,
+        tier=tier,
     )
 
 
@@ -273,13 +285,50 @@ def _make_blocks(trunk: Trunk, payload: Payload, config: CacheConfig, spent: Cal
     return BlockPool(config.prefix_block, config.max_bytes, _device(trunk, config), policy, spent)
 
 
-def _open_store(config: CacheConfig) -> Store | None:
-    """What lies behind the memory of the banks, if anything."""
-    if config.store.name != MEMORY:
-        return config.store.build(STORES)
-    if config.store.options:
-        raise ConfigError(f"store: {MEMORY} takes no options, got {', '.join(config.store.options)}")
-    return None
+def _open_tier(
+    trunk: Trunk,
+    payload: Payload,
+    config: CacheConfig,
+    layers: Sequence[int],
+    counters: Counters,
+    is_of_use: bool,
+) -> Tier | None:
+    """What lies behind the memory of banks and blocks, if anything; what it could not serve rightly is refused."""
+    if config.store.name == MEMORY:
+        if config.store.options:
+            raise ConfigError(f"store: {MEMORY!r} takes no options (got {', '.join(config.store.options)})")
+        return None
+    if config.mode == "paper":
+        raise ConfigError(
+            f"store={config.store.name!r} with mode 'paper', whose entries may rest on other requests' states: leave "
+            "one of them out"
+        )
+    if not is_of_use:
+        raise ConfigError(
+            f"store={config.store.name!r}: nothing could be served from it with exact={config.serves_exact} and "
+            f"compression={config.compression.name!r}: exact repeats need a lossless codec that is not fitted"
+        )
+    if POLICIES.find(config.policy.name).lets_entries_leave_early:
+        raise ConfigError(
+            f"store={config.store.name!r} with policy {config.policy.name!r}: what leaves memory for its age would "
+            "come back from the store; use another policy"
+        )
+    settings = {
+        "payload": payload.name,
+        "layers": list(layers),
+        "compression": config.compression.model_dump(),
+        "prefix_block": config.prefix_block,
+        "device": device_of(trunk.module).type,
+        "versions": [torch.__version__, transformers.__version__],
+    }
+    seal = Seal.from_environment()
+    tier = Tier(config.store.build(STORES), seal, json.dumps(settings), counters)
+    if config.store_least_tokens is not None:
+        tier.break_even = BreakEven(config.store_least_tokens)
+    else:
+        with counters.guard("measure what reading from the store takes"):
+            tier.break_even = measure(trunk, tier, keeps_tokens=not payload.fits_any_length)
+    return tier
 
 
 def _choose_rungs(

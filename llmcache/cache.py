@@ -280,15 +280,20 @@ class LLMCache:
         if self._components.store_queue is not None:
             self._components.store_queue.close()
         self._installed.remove()
+        if self._components.tier is not None:
+            self._components.tier.close()
         return self.model
 
     def drain(self) -> int:
         """Do now what waits for a moment without calls, and return how many jobs this thread did.
 
         Jobs are hits that the audit drew, and renewals of a calibration. None is left or under way afterwards.
-        Hits that were served with other weights than those of now wait until these are back.
+        Hits that were served with other weights than those of now wait until these are back. What is being written to a
+        store is waited for.
         """
         self._components.settle()
+        if self._components.tier is not None:
+            self._components.tier.drain()
         return 0 if self._components.audit is None else self._components.audit.drain()
 
     def __enter__(self) -> Self:

@@ -79,8 +79,11 @@ class CacheConfig(BaseModel):
             `ttl` (`ttl_s`, seconds), `staleness` (matches that count half after every `half_life_s` seconds), or
             `divergence` (checks a share `check_rate` of approximate reuses by computing them; entries over `limit`
             leave at once).
-        store: Where entries and prefix blocks lie: `memory`, the process alone; or beyond it, behind that memory, one
-            that was registered (`llmcache.STORES`).
+        store: Where entries and prefix blocks lie: `memory`, the process alone; or behind that memory as well, to
+            outlive the process and to be shared: `disk` (a `folder` of this machine), or one that was registered
+            (`llmcache.STORES`). Secrets are in the environment (`llmcache.banks.stores.seal`).
+        store_least_tokens: Tokens from which they are read from the store rather than computed; None: measured when the
+            model is wrapped, by some prefills of it. 0: all are read.
         rungs: Further ways to serve rows, by the names under which they were registered (`llmcache.RUNGS`). They are
             asked after exact repeats and before approximate reuse.
         compression: Codec of stored states: `none`, `fp16`, `int8`, `pca` or `autoencoder`. The last two keep `dim`
@@ -127,6 +130,7 @@ class CacheConfig(BaseModel):
     index: Component = Component(name="auto")
     policy: Component = Component(name="lru")
     store: Component = Component(name="memory")
+    store_least_tokens: int | None = Field(default=None, ge=0)
     rungs: tuple[Component, ...] = ()
     compression: Component = Component(name="none")
     auto_bypass: bool = True

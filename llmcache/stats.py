@@ -167,6 +167,40 @@ class CompileStats:
 
 
 @dataclass(frozen=True, slots=True)
+class TierStats:
+    """What a cache did with the store behind its memory, and what that holds.
+
+    Attributes:
+        n_asked: Values that were asked for: entries and blocks that were not in memory.
+        n_found: Those that the store had.
+        n_mismatched: Values that were there and not used, by what was wrong with them: `damaged`, `other_format` or
+            `other_key` (`llmcache.banks.stores.seal.MismatchError`).
+        n_written: Values that were written.
+        n_dropped: Values that were not, since too much waited, or the store failed.
+        read_ms: Total time in reading and checking values.
+        least_tokens: Tokens from which a value is read rather than computed; None: reading never pays.
+        is_answering: False after failures in a row, until the store answers a ping.
+        n_values: Values that the store holds, of all caches; None where it cannot tell now.
+        nbytes: Bytes of these.
+        max_bytes: Its budget; None where it sets none.
+        n_evicted: Values that left for others, since this cache opened it.
+    """
+
+    n_asked: int
+    n_found: int
+    n_mismatched: dict[str, int]
+    n_written: int
+    n_dropped: int
+    read_ms: float
+    least_tokens: int | None
+    is_answering: bool
+    n_values: int | None
+    nbytes: int | None
+    max_bytes: int | None
+    n_evicted: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class Stats:
     """A snapshot. A request is one row; a hit is a request whose output came wholly or partly from the store.
 
@@ -215,6 +249,7 @@ class Stats:
         cost: What calls of each length cost and save, shortest first, and whether they bypass the cache.
         audit: What is known of calibrated reuse in service; None without any.
         compiled: What graphs of the trunk did; None before `LLMCache.compile`.
+        store: What was read from and written to the store behind memory; None without one.
     """
 
     n_requests: int = 0
@@ -250,6 +285,7 @@ class Stats:
     cost: tuple[Cost, ...] = ()
     audit: AuditStats | None = None
     compiled: CompileStats | None = None
+    store: TierStats | None = None
 
     @property
     def n_hits(self) -> int:

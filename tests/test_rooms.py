@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 
 #: From the ground up; what stands in one row knows nothing of the rows below it.
 LIBRARY = (
-    ("arrays", "errors"),
+    ("arrays", "errors", "threads"),
     ("registry", "yaml_file"),
     ("config",),
     ("models",),

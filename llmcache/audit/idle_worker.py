@@ -4,13 +4,13 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from contextvars import Context
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Generic, TypeVar
 
-import torch
+from llmcache.threads import compute_alone
 
 Owner = TypeVar("Owner")
 
@@ -218,15 +218,3 @@ class IdleWorker(Generic[Owner]):
             return None
         self._jobs.remove(job)
         return job
-
-
-def compute_alone() -> None:
-    """Let this thread compute by itself, with one thread of torch's."""
-    n_threads = torch.get_num_threads()
-    if n_threads == 1:
-        return
-    torch.set_num_threads(1)  # also of threads that begin to compute later, unless another one puts it back at once
-    others = threading.Thread(target=torch.set_num_threads, args=(n_threads,), name="llmcache-threads")
-    with suppress(RuntimeError):  # the interpreter ends, and begins no thread any more
-        others.start()
-        others.join()

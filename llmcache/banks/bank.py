@@ -100,10 +100,17 @@ class Bank:
         has_place = self.max_entries is None or len(self._pinned) < self.max_entries
         return has_place and entry.nbytes + self._pinned_bytes <= self.max_bytes
 
-    def put(self, key: str, entry: Entry, on_evict: Callable[[str], None]) -> None:
+    def put(
+        self,
+        key: str,
+        entry: Entry,
+        on_evict: Callable[[str], None],
+        demote: Callable[[str, Entry], None] | None = None,
+    ) -> None:
         """Hold an entry, which is given away, making room for it first.
 
-        `on_evict` is told each key that left for it, at once: what is put later may fail. If that fails, the key
+        `demote`, if any, is given each entry that has to leave for it, before it does. `on_evict` is told each key that
+        left for it, at once: what is put later may fail. If that fails, the key
         is not held. An entry that does not fit an empty bank is refused (`ValueError`).
         """
         if not self.fits(entry):
@@ -112,6 +119,8 @@ class Bank:
         self.remove(key)
         while self._is_over(entry.nbytes):
             victim = self._policy.victim()
+            if demote is not None and (leaving := self.read(victim)) is not None:
+                demote(victim, leaving)
             self.remove(victim)
             self.n_evicted += 1
             on_evict(victim)

@@ -17,9 +17,11 @@ from llmcache.arrays import Floats
 from llmcache.banks.bank import Bank
 from llmcache.banks.compression import Codec
 from llmcache.banks.entry import Entry
+from llmcache.banks.entry_tier import EntryTier
 from llmcache.banks.kv import without_padding
 from llmcache.banks.layer_banks import LayerBanks
 from llmcache.banks.records import SavedRequest, StoredRequest, StoredState
+from llmcache.banks.tier import Tier
 from llmcache.fingerprint import Fingerprint
 from llmcache.matching.fingerprint_index import FingerprintIndex
 from llmcache.matching.index import Index
@@ -39,13 +41,14 @@ class CacheBanks:
         by_length: bool = False,
         by_layer: bool = False,
         make_way: Callable[[], None] = lambda: None,
+        tier: Tier | None = None,
     ) -> None:
         """Start empty.
 
         `make_codec` makes one codec for each layer and state of the weights; `make_index` an empty index of a width.
         With `by_length`, requests of different lengths never find each other; with `by_layer`, each layer is searched
         by itself, as the paper does. `make_way` is called before entries are put: others who share the budget then
-        leave what is `spent`.
+        leave what is `spent`. `tier` holds entries beyond memory.
         """
         self._requests: dict[str, StoredRequest] = {}
         self.layer_banks = LayerBanks(banks, make_codec, self._requests)
@@ -55,6 +58,7 @@ class CacheBanks:
         self._index = FingerprintIndex(fingerprint, make_index, self.layer_banks.layers_of, by_length, by_layer)
         self._lock = threading.RLock()
         self._make_way = make_way
+        self._tier = None if tier is None else EntryTier(tier)
         self._incoming = 0  # bytes that are about to be put
         self.fingerprint_epoch = 0  # moves on when requests begin to be compared by another fingerprint
 
@@ -144,15 +148,19 @@ class CacheBanks:
         features: Floats | None = None,
         vectors: Mapping[int, Floats] | None = None,
         fingerprint_epoch: int | None = None,
+        generation: int | None = None,
     ) -> bool:
         """Store a request's states and let it be found; False when a state is larger than its bank and was left out.
 
         The named tensors of `states`, by layer, are given away: nobody writes to them again. The request is found by
         `vectors`, its fingerprint (F,) by layer, or by `features` (F0,) once the fingerprint is fitted; with neither it
         is not. Vectors of another `fingerprint_epoch` than that of now are dropped. A codec that has seen enough by now
-        is fitted meanwhile.
+        is fitted meanwhile. With the `generation` of its namespace from before it was computed, a request is written to
+        the store as well; it is left out if the namespace was purged since.
         """
         with self._lock:
+            if self._tier is not None and generation not in (None, self._tier.generation(scope)):
+                return True
             known = self._requests.get(row.key)
             has_moved = known is not None and known.layout != row.layout
             is_anew = has_moved and states.keys() >= {*self.layer_banks.layers_of(row.key)}
@@ -167,12 +175,29 @@ class CacheBanks:
                 request.layout = row.layout if is_anew else request.layout
                 request.n_puts += 1
                 self._hold(row.key, stored)
+                if self._tier is not None and generation is not None:
+                    self._tier.put(row.key, request, stored, generation)
                 is_stale = fingerprint_epoch not in (None, self.fingerprint_epoch)
                 self._index.put(scope, row, features, None if is_stale else vectors, stored)
             except Exception:
                 self._forget(row.key)  # half a request must not be found
                 raise
         return len(stored) == len(encoded)
+
+    @property
+    def has_tier(self) -> bool:
+        """Whether `promote` may find anything."""
+        return self._tier is not None
+
+    def promote(self, scope: Scope, rows: Sequence[Row], with_kv: bool, generation: int) -> None:
+        """Hold what the store has of requests that are not held, unless their namespace was purged since."""
+        assert self._tier is not None
+        layers, unknown = self.layers if with_kv else self.layers[-1:], [row for row in rows if not self.known(row)]
+        for record in self._tier.fetch(scope, unknown, layers, with_kv):
+            with self._lock:
+                fits = all(self.layer_banks[layer].fits(entry) for layer, entry in record.entries.items())
+                if fits and record.key not in self._requests and self._tier.generation(scope) == generation:
+                    self.adopt(record)
 
     def is_pinned(self, key: str) -> bool:
         """Whether a request serves others and may not leave: it is a source of a frozen calibration."""
@@ -319,9 +344,15 @@ class CacheBanks:
         self._incoming = sum(entry.nbytes for entry in entries.values())
         try:
             self._make_way()
-            self.layer_banks.put(key, entries, self._let_go)
+            self.layer_banks.put(key, entries, self._let_go, None if self._tier is None else self._demote)
         finally:
             self._incoming = 0
+
+    def _demote(self, layer: int, key: str, entry: Entry) -> None:
+        """An entry is about to leave memory."""
+        assert self._tier is not None
+        if (request := self._requests.get(key)) is not None:
+            self._tier.put(key, request, {layer: entry}, self._tier.generation(request.scope))
 
     def _know(self, scope: Scope, row: Row, dtype: torch.dtype) -> StoredRequest:
         """What is known of a request from now on; another one of the same key is forgotten."""

@@ -99,10 +99,16 @@ class LayerBanks(dict[int, Bank]):
         bank.repack([other for other in held if other in bank], packer.repack)
         return packer.repack(entry)
 
-    def put(self, key: str, entries: Mapping[int, Entry], let_go: Callable[[int, str], None]) -> None:
-        """Hold entries by layer. `let_go` is told layer and key of each that leaves for one of them, at once."""
+    def put(
+        self,
+        key: str,
+        entries: Mapping[int, Entry],
+        let_go: Callable[[int, str], None],
+        demote: Callable[[int, str, Entry], None] | None,
+    ) -> None:
+        """Hold entries by layer; layer and key of those that leave are told, see `Bank.put`."""
         for layer, entry in entries.items():
-            self[layer].put(key, entry, partial(let_go, layer))
+            self[layer].put(key, entry, partial(let_go, layer), None if demote is None else partial(demote, layer))
 
     def check(self, key: str, request: StoredRequest, layer: int, fresh: Tensor, stored: Tensor) -> None:
         """Tell a bank how far a state (R, D) that was computed is from the one that it holds, as that comes back.

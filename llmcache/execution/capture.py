@@ -102,7 +102,7 @@ class StateCapture:
             else:
                 continue
             with counters.guard("store a request"):
-                if not banks.put(read.scope, row, states, features, vectors, read.fingerprint_epoch):
+                if not banks.put(read.scope, row, states, features, vectors, read.fingerprint_epoch, read.generation):
                     counters.too_large()
                 if number in costs:
                     banks.cost(row.key, costs[number])

@@ -1,5 +1,6 @@
 """What a cache is made of, put together once and handed to those who serve calls with it."""
 
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -8,7 +9,7 @@ from torch import nn
 
 from llmcache.audit.audit import Audit
 from llmcache.banks.cache_banks import CacheBanks
-from llmcache.banks.stores import Store
+from llmcache.banks.tier import Tier
 from llmcache.calibration.calibrated_reuse import CalibratedReuse
 from llmcache.calibration.observer import Observer
 from llmcache.counters import Counters
@@ -71,7 +72,7 @@ class Components:
         prefix: What was computed for the beginnings of requests; None where the prefix rung is off.
         is_in_blocks: It also holds the requests that the exact rung serves, which then need no entries.
         observer: Reads the model's answers, where decisions compare them; else None.
-        store: Where what is remembered lies beyond memory; None where it does not.
+        tier: The store behind memory; None without one.
         calibrated: Approximate reuse that is calibrated, or None.
         cost: Tells when the cache is not worthwhile; None without auto-bypass.
         audit: Looks into what it serves; None without.
@@ -94,7 +95,7 @@ class Components:
     prefix: BlockPool | None = None
     is_in_blocks: bool = False
     observer: Observer | None = None
-    store: Store | None = None
+    tier: Tier | None = None
     calibrated: CalibratedReuse | None = None
     cost: CostModel | None = None
     audit: Audit | None = None
@@ -145,37 +146,52 @@ class Components:
             cost=() if self.cost is None else self.cost.rows(),
             audit=None if self.audit is None else self.audit.stats(),
             compiled=None if self.compiled is None else self.compiled.stats(),
+            store=None if self.tier is None else self.tier.stats(),
         )
 
     def clear(self) -> None:
         """Forget all entries, and the calibration that rests on them; counters and what codecs learned stay."""
         self.settle()
-        if self.audit is not None:
-            self.audit.forget()
-        with self._calibration_held():
-            self.banks.clear()
-            if self.calibrated is not None:
-                self.calibrated.forget()
-        if self.prefix is not None:
-            self.prefix.clear()
-        if self.cost is not None:
-            self.cost.restart()
-        if self.recorder is not None:
-            self.recorder.clear()
+        if self.tier is None:
+            self.forget(None)
+        else:
+            self.tier.remove(None, self.forget)
 
     def purge(self, namespace: str) -> int:
-        """Forget all entries of a namespace, likewise, and return how many requests they were."""
+        """Forget all entries of a namespace, likewise, and return how many requests of it were in memory."""
         self.settle()
+        if self.tier is None:
+            return self.forget(namespace)
+        n_requests = Counter[str | None]()
+
+        def forget(name: str | None) -> None:
+            n_requests[name] += self.forget(name)
+
+        self.tier.remove(namespace, forget)
+        return n_requests[namespace]
+
+    def forget(self, namespace: str | None) -> int:
+        """Let what is in memory of a namespace go, None: all, and return how many requests of one it was."""
         if self.audit is not None:
             self.audit.forget(namespace)
+        n_requests = 0
         with self._calibration_held():
-            n_requests = self.banks.purge(namespace)
+            if namespace is None:
+                self.banks.clear()
+            else:
+                n_requests += self.banks.purge(namespace)
             if self.calibrated is not None:
                 self.calibrated.forget(namespace)
         if self.prefix is not None:
-            n_requests += self.prefix.purge(namespace)
+            if namespace is None:
+                self.prefix.clear()
+            else:
+                n_requests += self.prefix.purge(namespace)
         if self.cost is not None:
-            self.cost.forget()
+            if namespace is None:
+                self.cost.restart()
+            else:
+                self.cost.forget()
         if self.recorder is not None:
             self.recorder.clear(namespace)
         return n_requests

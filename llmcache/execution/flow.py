@@ -43,6 +43,7 @@ from llmcache.request.call import OUT_OF_ORDER, WITHIN, Call, Inputs
 from llmcache.request.outcome import Outcome, bypassed, outcomes
 from llmcache.request.variables import setting
 from llmcache.reuse.prefix.block_pool import BlockPool
+from llmcache.reuse.prefix.block_tier import BlockTier
 from llmcache.reuse.prefix.kv_fill import empty
 from llmcache.reuse.prefix.rung import Prefix
 
@@ -400,6 +401,7 @@ class Flow:
             is_repeat=lambda row: parts.serves_repeats and parts.banks.known(row),
             is_alone=lambda: parts.fingerprint is None and parts.observer is None,
             keeps_requests=parts.is_in_blocks,
+            tier=None if parts.tier is None else BlockTier(parts.tier, blocks),
         )
 
     def _begin(self, frame: Frame, call: Call, swap: LayerSwap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

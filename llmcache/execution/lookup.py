@@ -162,9 +162,13 @@ class Lookup:
         return []
 
     def _read(self, call: Call, hidden: Tensor | None, entering: torch.dtype) -> str | None:
-        weights, queue = self._components.weights, self._components.store_queue
+        weights, queue, tier = self._components.weights, self._components.store_queue, self._components.tier
         if weights.is_trained:
             return "gradients_held"
+        if (
+            tier is not None and not self._components.is_collecting
+        ):  # what is computed to be shown is served from nowhere
+            tier.follow(self._components.forget)
         n_before = 0 if queue is None else queue.n_added
         scope = self._reader.scope(call, entering)
         if queue:
@@ -172,6 +176,8 @@ class Lookup:
         if (reason := weights.refusal) is not None:
             return reason
         call.read = self._reader.read(call, scope, hidden, entering)
+        if tier is not None:
+            call.read.generation = tier.generation(scope.namespace)
         return None
 
     def _settle(self, call: Call, queue: StoreQueue, n_before: int, mark: Mark | None) -> None:

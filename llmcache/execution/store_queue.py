@@ -18,10 +18,10 @@ from contextvars import Context
 from dataclasses import dataclass, field
 from time import perf_counter
 
-from llmcache.audit.idle_worker import compute_alone
 from llmcache.counters import Counters
 from llmcache.models.mark import Mark
 from llmcache.request.call import Call
+from llmcache.threads import compute_alone
 
 _IDLE_S = 0.02  # without a call, after which the processor is taken to be free
 MAX_WAITING = 16  # calls; a thread whose calls are looked up has one at most

@@ -36,6 +36,7 @@ class Prefill:
         kv_cache: The K/V cache that it fills.
         scope: As it was read before the layers. What is looked up and stored goes by this, whatever is read later.
         rows: Likewise.
+        generation: Likewise; see `Read`.
         keeps_requests: The exact rung is served from blocks, so no entries are stored for it, where rows fit.
         n_purges: Of the pool, when it began.
         chains: The blocks of rows, by number, of those that were asked for.
@@ -47,6 +48,7 @@ class Prefill:
     kv_cache: Any
     scope: Scope
     rows: Sequence[Row]
+    generation: int
     keeps_requests: bool
     n_purges: int
     chains: dict[int, tuple[Link, ...]] = field(default_factory=dict)

@@ -26,7 +26,13 @@ class Exact(Rung):
         return layer == 0
 
     def decide(self, call: Call, rows: Sequence[Row], layer: int) -> list[Reuse]:
-        return [reuse for row in rows if (reuse := self._decide(call, row))]
+        found = {row.number: self._decide(call, row) for row in rows}
+        missing = [row for row in rows if found[row.number] is None and not _is_in_blocks(call, row)]
+        if missing and self._banks.has_tier:
+            with_kv = call.progress.kv_cache is not None
+            self._banks.promote(call.read.scope, missing, with_kv, call.read.generation)
+            found |= {row.number: self._decide(call, row) for row in missing}
+        return [reuse for reuse in found.values() if reuse is not None]
 
     def _decide(self, call: Call, row: Row) -> Reuse | None:
         if call.plan.prefill is not None and row.number in call.plan.prefill.repeats:
@@ -63,6 +69,12 @@ class Exact(Rung):
             padding=state.padding if is_whole else None,
             padding_kv=state.padding_kv if is_whole else {},
         )
+
+
+def _is_in_blocks(call: Call, row: Row) -> bool:
+    """Whether a row is kept in blocks, and has no entry."""
+    prefill = call.plan.prefill
+    return prefill is not None and prefill.keeps_requests and prefill.fits(row)
 
 
 def _is_whole(state: StoredState, row: Row) -> bool:

@@ -294,7 +294,7 @@ def test_all_at_once_saved_and_loaded(register: Callable[..., Any], tmp_path: Pa
         cache(ids[2:])
         assert (cache.last[0].rung, cache.last[0].source) == ("semantic", keys[1])
         assert cache.stats().errors == 0
-    assert [one.__name__ for one in made if one.n_used == 0] == ["Shared", "SameTokens"]
+    assert [one.__name__ for one in made if one.n_used == 0] == ["SameTokens"]
 
 
 def without(example: type, *names: str, **instead: Any) -> dict[str, Any]:

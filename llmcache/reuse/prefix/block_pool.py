@@ -25,6 +25,7 @@ from llmcache.banks.memory import adopt
 from llmcache.banks.records import BlockPlace, SavedRequest
 from llmcache.policies.base import Policy
 from llmcache.request.prefill import Link
+from llmcache.request.rows import Scope
 from llmcache.reuse.prefix.block import NAMES, Block
 from llmcache.reuse.prefix.slabs import Slabs
 
@@ -58,6 +59,8 @@ class BlockPool:
         self.n_evicted = 0
         self.n_tails = 0
         self.n_purges = 0  # so far; calls that began before one store nothing
+        self.demote: Callable[[str, Block, str | None], None] | None = None  # told who leaves, and the block before
+        self.generation: Callable[[Scope], int] | None = None  # of a scope's namespace in the store behind memory
         self._policy = policy
         self._spent = spent
         self._held: dict[str, Block] = {}
@@ -114,13 +117,23 @@ class BlockPool:
             self._use(reversed(used))
             return found, n_tokens + n_more
 
-    def put(self, chain: Sequence[Link], made: Mapping[str, Block]) -> bool:
+    def n_held(self, chain: Sequence[Link]) -> int:
+        """How many blocks are held of the beginning of a chain; they do not count as used."""
+        with self._lock:
+            return len(self._match(chain))
+
+    def put(self, chain: Sequence[Link], made: Mapping[str, Block], generation: int = 0) -> bool:
         """Hold the beginning of a chain, as far as it is held already or made anew, and fits; whether all of it is.
 
         Of those `made`, one that another thread brought meanwhile is ignored, and what follows one that left meanwhile
-        is, too.
+        is, too. All are where there is a store behind memory, and their namespace was purged there since `generation`.
         """
         with self._lock:
+            is_purged = self.generation is not None and any(
+                self.generation(block.scope) != generation for block in islice(made.values(), 1)
+            )
+            if is_purged:
+                return True
             self._expire()
             held = 0
             while held < len(chain) and chain[held].key in self._held:
@@ -273,6 +286,8 @@ class BlockPool:
                 return False
             if leaving in own:
                 return False
+            if self.demote is not None:
+                self.demote(leaving, self._held[leaving], self._before.get(leaving))
             self._drop(leaving)
             self.n_evicted += 1
         return True

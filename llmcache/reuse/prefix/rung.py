@@ -35,6 +35,7 @@ from llmcache.reuse.base import Passed, Rung
 from llmcache.reuse.prefix.block import NAMES, Block, Slab, first_tokens, runs
 from llmcache.reuse.prefix.block_hash import links
 from llmcache.reuse.prefix.block_pool import BlockPool
+from llmcache.reuse.prefix.block_tier import BlockTier
 from llmcache.reuse.prefix.kv_fill import Pieces, empty, fill, join, lay
 from llmcache.reuse.prefix.slabs import slab_blocks
 
@@ -58,6 +59,7 @@ class Prefix(Rung):
     is_repeat: Callable[[Row], bool]  # whether the exact rung has an entry of a row, so that no prefix is needed
     is_alone: Callable[[], bool]  # whether nothing is reused approximately, which needs all rows as they came
     keeps_requests: bool  # see `Prefill`
+    tier: BlockTier | None  # what lies behind the memory of `blocks`
     _is_understood: bool = field(init=False, default=True)  # what the trunk puts out
     _is_grown: bool = field(init=False, default=False)  # layers of the trunk's K/V caches all hold all K/V
 
@@ -79,6 +81,8 @@ class Prefix(Rung):
                 return args, kwargs
             args, kwargs = self.arguments.replace(args, kwargs, CACHE, prefill.kv_cache)
             started = perf_counter()
+            if self.tier is not None:
+                self._promote(self.tier, prefill)
             whole = self._find(prefill)
             is_known = all(row.number in whole or self.is_repeat(row) for row in call.rows)
             if not is_known and all(prefill.fits(row) and not row.bypass_reason for row in call.rows):
@@ -146,7 +150,14 @@ class Prefix(Rung):
             return None
         if not self.read(call, next(self.trunk.module.parameters()).dtype):
             return None
-        return Prefill(kv_cache, call.read.scope, call.rows, self.keeps_requests, n_purges)
+        return Prefill(kv_cache, call.read.scope, call.rows, call.read.generation, self.keeps_requests, n_purges)
+
+    def _promote(self, tier: BlockTier, prefill: Prefill) -> None:
+        """Hold what the store has of a call's rows; where that fails, there is less to serve from."""
+        with self.counters.guard("read blocks from the store"):
+            for row in prefill.rows:
+                if prefill.fits(row) and not row.bypass_reason:
+                    tier.promote(prefill, row, self._chain(prefill, row))
 
     def _find(self, prefill: Prefill) -> dict[int, tuple[str, list[Block]]]:
         """Key and blocks of rows that are held as a whole, by number."""
@@ -267,7 +278,7 @@ class Prefix(Rung):
         made = self._make_blocks(prefill, row, states, n_before)
         new = {link.key: block for link, block in zip(chain[n_before:], made, strict=True)}
         if not is_whole:
-            blocks.put(chain, new)
+            self._put(prefill, chain, new)
             return
         n_own = next((i for i, block in enumerate(held) if not block.is_equal(made[i])), len(chain))
         tail = self._make_tail(prefill, row, states, n_own * blocks.size)
@@ -275,10 +286,19 @@ class Prefix(Rung):
         if first and n_own == len(chain) and first[-1].is_equal(tail):
             return  # came out as the same request before it in the call
         if n_own < len(chain):
-            blocks.put(chain, new)
+            self._put(prefill, chain, new)
         link = Link(row.again or row.key, tail.ids)
-        if not blocks.put((*chain[:n_own], link), {**new, link.key: tail}):
+        if not self._put(prefill, (*chain[:n_own], link), {**new, link.key: tail}):
             self.counters.too_large()
+
+    def _put(self, prefill: Prefill, chain: Sequence[Link], new: Mapping[str, Block]) -> bool:
+        """Hold blocks that were made of a chain, in memory and behind it; whether memory holds all of the chain."""
+        if self.tier is not None:
+            for i, link in enumerate(chain):
+                if link.key in new:
+                    before = chain[i - 1].key if i else None
+                    self.tier.put(link.key, new[link.key], before, prefill.generation)
+        return self.blocks.put(chain, new, prefill.generation)
 
     def _make_blocks(self, prefill: Prefill, row: Row, states: Tensor, n_before: int) -> list[Block]:
         """The full blocks of a row but the first, in slabs."""

@@ -1,0 +1,230 @@
+"""A store on a local disk, for all processes of one machine.
+
+    index.sqlite    what is held, and small values; see `disk_index`
+    values/         a file for each larger value, written once, and mapped into memory when it is read
+    .lock           held by who opens the store, for a moment
+
+A file is written beside its final name and given that name in the transaction that adds its row. So a row has a whole
+file, whenever the process is killed; a file without a row is removed by who opens the store next. Of a machine that
+loses power files may be damaged; that is found out when they are read.
+"""
+
+import os
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from filelock import FileLock, Timeout
+
+from llmcache.banks.stores.base import Bytes, Events, Put, Store, StoreKey, StoreStats
+from llmcache.banks.stores.disk_index import DiskIndex
+from llmcache.errors import StoreError
+
+GIB = 1024**3
+LARGE_BYTES = 32 * 1024  # above, a value has a file
+_PART = ".part"
+_PART_AGE_S = 3600.0  # after which a file that is being written has lost its writer
+_PATIENCE_S = 60.0  # for others who open the store
+_INDEX, _LOCK = "index.sqlite", ".lock"
+_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "fuse.sshfs", "fuse.glusterfs", "ceph", "lustre", "afs", "beegfs")
+
+
+class DiskStore(Store):
+    """`disk`: files in a folder of a local disk, which a restart finds again; for all processes of one machine."""
+
+    def __init__(self, folder: str, max_bytes: int = 10 * GIB) -> None:
+        """Open the store in a folder, which is made if needed; what was used longest ago leaves over `max_bytes`.
+
+        Raises:
+            ValueError: The folder cannot be written to, is on a network, holds something else, or a store of another
+                version; or `max_bytes` is not positive.
+        """
+        if max_bytes < 1:
+            raise ValueError(f"max_bytes: give a budget in bytes, at least 1 (got {max_bytes})")
+        self._folder, self._max_bytes = Path(folder), max_bytes
+        self._values = self._folder / "values"
+        self._lost: set[bytes] = set()  # keys whose files were not there
+        self._n_evicted = 0
+        self._process, self._opening = os.getpid(), threading.Lock()
+        self._opened: DiskIndex | None = self._open()
+
+    def get_many(self, keys: Sequence[StoreKey], deadline: float) -> list[Bytes | None]:
+        if time.monotonic() >= deadline:
+            self.ping()
+            return [None] * len(keys)
+        digests = [key.digest for key in keys]
+        found = self._index.find(digests, with_bodies=True)
+        values: list[Bytes | None] = []
+        for digest in digests:
+            held = found.get(digest) if time.monotonic() < deadline else None
+            if held is None or held.file is None:
+                values.append(None if held is None else held.body)
+                continue
+            value = self._map(held.file, held.nbytes)
+            values.append(value)
+            if value is None:
+                self._lost.add(digest)
+        self._index.use([digest for digest, value in zip(digests, values, strict=True) if value is not None])
+        return values
+
+    def put_many(self, puts: Sequence[Put]) -> None:
+        fitting = [put for put in puts if len(put.value) <= self._max_bytes]
+        parts = {i: self._values / f"{uuid.uuid4().hex}{_PART}" for i, put in enumerate(fitting) if _is_large(put)}
+        named: list[Path] = []
+        try:
+            for i, part in parts.items():
+                _write(part, fitting[i].value)
+            with self._index.writing() as changes:
+                lost, self._lost = self._lost, set()
+                changes.lose(lost)
+                for i, put in enumerate(fitting):
+                    name = parts[i].stem if i in parts else None
+                    if changes.put(put, name) and name is not None:
+                        named.append(parts[i].rename(self._values / name))
+                changes.use([put.key.digest for put in reversed(fitting)])  # of a chain the first leaves last
+                gone = changes.evict(self._max_bytes)
+            self._n_evicted += len(gone)
+            self._unlink(gone)
+        except BaseException as error:
+            for path in named:
+                path.unlink(missing_ok=True)
+            if isinstance(error, OSError):
+                raise StoreError(f"{self._folder}: could not write: {error}") from error
+            raise
+        finally:
+            for part in parts.values():
+                part.unlink(missing_ok=True)
+
+    def contains_prefix(self, keys: Sequence[StoreKey]) -> int:
+        digests = [key.digest for key in keys]
+        found = self._index.find(digests, with_bodies=False)
+        n_held = next((i for i, digest in enumerate(digests) if digest not in found), len(digests))
+        self._index.use(digests[:n_held])
+        return n_held
+
+    def generation(self, namespace: str) -> int:
+        return self._index.generation(namespace)
+
+    def remove(self, namespace: str | None) -> int:
+        with self._index.writing() as changes:
+            n_removed = changes.renew(namespace)
+        with self._index.writing() as changes:  # another one: they are unreachable by now, whatever becomes of this
+            gone = changes.drop()
+        self._unlink(gone)
+        self._index.truncate_log()
+        return n_removed
+
+    def events(self, since: str | None) -> Events:
+        return self._index.events(since)
+
+    def stats(self) -> StoreStats:
+        n_values, nbytes = self._index.totals()
+        return StoreStats(n_values, nbytes, self._max_bytes, self._n_evicted)
+
+    def ping(self) -> None:
+        self._index.totals()
+
+    def close(self) -> None:
+        with self._opening:
+            index, self._opened = self._opened, None
+        if index is not None and self._process == os.getpid():
+            with suppress(StoreError), index.writing():  # what was used lately
+                pass
+            index.close()
+
+    @property
+    def _index(self) -> DiskIndex:
+        """The open index; a forked process opens it anew, since SQLite's connections must not be carried over."""
+        index = self._opened
+        if index is None:
+            raise StoreError(f"{self._folder}: the store is closed")
+        if self._process != os.getpid():
+            with self._opening:
+                if self._process != os.getpid():
+                    self._opened, self._process = self._open(), os.getpid()
+                index = self._opened
+        assert index is not None
+        return index
+
+    def _open(self) -> DiskIndex:
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if (kind := _file_system(self._folder)) in _NETWORK:
+                raise ValueError(
+                    f"{self._folder}: on a network ({kind}), where SQLite's locks do not hold: name a "
+                    "folder on a local disk"
+                )
+            known = {_INDEX, _LOCK, self._values.name, f"{_INDEX}-wal", f"{_INDEX}-shm"}
+            if foreign := {path.name for path in self._folder.iterdir()} - known:
+                raise ValueError(f"{self._folder}: holds something else ({min(foreign)}): name a folder of its own")
+            with FileLock(self._folder / _LOCK, timeout=_PATIENCE_S):
+                index = DiskIndex(self._folder / _INDEX)
+                self._values.mkdir(exist_ok=True, mode=0o700)
+                self._tidy(index)
+            return index
+        except Timeout as error:
+            raise ValueError(f"{self._folder}: another process has been opening it for {_PATIENCE_S:.0f} s") from error
+        except (OSError, StoreError) as error:
+            raise ValueError(
+                f"{self._folder}: cannot be used: {error}; name a folder that can be written to"
+            ) from error
+
+    def _tidy(self, index: DiskIndex) -> None:
+        """Remove what purges and killed processes left, and what a smaller budget has no room for."""
+        with index.writing() as changes:  # nobody is between naming a file and adding its row
+            gone = [*changes.drop(), *changes.evict(self._max_bytes)]
+            files = changes.files()
+            for path in self._values.iterdir():
+                is_old = path.suffix == _PART and time.time() - path.stat().st_mtime > _PART_AGE_S
+                if is_old or (path.suffix != _PART and path.name not in files):
+                    gone.append(path.name)
+        self._unlink(gone)
+
+    def _unlink(self, names: Sequence[str | None]) -> None:
+        """Remove files that have no row any more. Who has mapped one may read on."""
+        for name in names:
+            if name is not None:
+                with suppress(OSError):  # what stays is removed by who opens the store next
+                    (self._values / name).unlink()
+
+    def _map(self, name: str, nbytes: int) -> memoryview | None:
+        """A file in memory, read as it is looked at; None where it is gone or cut short.
+
+        By torch, which needs no file descriptor afterwards: a long prompt has a thousand blocks.
+        """
+        with suppress(RuntimeError), torch.inference_mode(False):
+            return torch.from_file(str(self._values / name), shared=False, size=nbytes, dtype=torch.uint8).numpy().data
+        return None
+
+
+def _is_large(put: Put) -> bool:
+    return len(put.value) > LARGE_BYTES
+
+
+def _write(path: Path, value: Bytes) -> None:
+    number = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+    try:
+        rest = memoryview(value)
+        while rest:
+            rest = rest[os.write(number, rest) :]
+    finally:
+        os.close(number)
+
+
+def _file_system(folder: Path) -> str:
+    """Kind of the file system that a folder is on, as Linux tells; elsewhere ""."""
+    try:
+        mounts = Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    at, kind = "", ""
+    for line in mounts:
+        _, place, this, *_ = line.split(" ")
+        place = place.encode().decode("unicode_escape")  # spaces are written as \040
+        if len(place) >= len(at) and folder.resolve().is_relative_to(place):
+            at, kind = place, this
+    return kind

@@ -1,0 +1,290 @@
+"""The index of a store on disk: an SQLite database, so that a process that is killed at any moment leaves it whole.
+
+    held        a row a value: the key's digest, namespace, generation, file if it has one, when it was used last
+    bodies      values of up to 32 KiB, which would waste files of their own
+    namespaces  the generation of each; beside `totals.generation`, which counts for all of them
+    events      the latest of what was stored and cleared
+
+In WAL mode, readers and a writer do not wait for each other, in whatever processes they are. What was committed
+survives a process; of a machine that loses power, the latest commits may be lost, never part of one.
+"""
+
+import secrets
+import sqlite3
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from llmcache.banks.stores.base import Event, Events, Put, StoreKey
+from llmcache.errors import StoreError
+
+FORMAT = 1
+_OURS = int.from_bytes(b"LLMC")  # by which a database of ours is known
+_PATIENCE_S = 10.0  # for another process that writes
+_MOST_EVENTS = 10_000
+_MOST_USES = 65_536  # noted until the next write
+_AT_ONCE = 500  # keys a query
+
+_SCHEMA = f"""
+PRAGMA application_id = {_OURS};
+PRAGMA user_version = {FORMAT};
+CREATE TABLE held (id INTEGER PRIMARY KEY, key BLOB NOT NULL UNIQUE, namespace INTEGER NOT NULL,
+    generation INTEGER NOT NULL, nbytes INTEGER NOT NULL, file TEXT, used INTEGER NOT NULL);
+CREATE INDEX by_use ON held (used);
+CREATE TABLE bodies (id INTEGER PRIMARY KEY, body BLOB NOT NULL);
+CREATE TABLE namespaces (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, generation INTEGER NOT NULL);
+CREATE TABLE events (id INTEGER PRIMARY KEY AUTOINCREMENT, kind TEXT NOT NULL, namespace TEXT, scope TEXT, name TEXT,
+    generation INTEGER NOT NULL, note BLOB NOT NULL);
+CREATE TABLE totals (folder TEXT NOT NULL, generation INTEGER NOT NULL, n_values INTEGER NOT NULL,
+    nbytes INTEGER NOT NULL);
+"""
+
+#: Rows that may be returned; others are of a generation that is gone.
+_VALID = """held JOIN namespaces ON namespaces.id = held.namespace
+    AND held.generation = namespaces.generation + (SELECT generation FROM totals)"""
+
+
+class Held(NamedTuple):
+    """Where a value lies: in a file, or here."""
+
+    file: str | None
+    nbytes: int
+    body: bytes | None
+
+
+class DiskIndex:
+    """Rows of one database. Thread-safe: one connection reads, one writes."""
+
+    def __init__(self, path: Path) -> None:
+        """Open a database, and make it where there is none.
+
+        Raises:
+            ValueError: It is another application's, or of another version, or damaged.
+        """
+        self._reading, self._writing = threading.Lock(), threading.Lock()
+        self._used: dict[bytes, None] = {}  # keys, the one used last at the end
+        try:
+            self._writer = _connect(path)
+            self._make(path)
+            self._reader = _connect(path)
+        except sqlite3.Error as error:
+            raise ValueError(
+                f"{path}: cannot be opened: {error}; remove the folder if it is a damaged store"
+            ) from error
+
+    def _make(self, path: Path) -> None:
+        if not self._writer.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+            start = secrets.randbits(48)  # not 0: generations of a store that was removed must not come again
+            totals = f"INSERT INTO totals VALUES ('{secrets.token_hex(8)}', {start}, 0, 0);"
+            self._writer.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} {totals} COMMIT;")
+        (ours,), (number,) = (
+            self._writer.execute(f"PRAGMA {what}").fetchone() for what in ("application_id", "user_version")
+        )
+        if ours != _OURS:
+            raise ValueError(f"{path}: a database of another application: name another folder")
+        if number != FORMAT:
+            raise ValueError(
+                f"{path}: written in format {number}, this version of llmcache reads {FORMAT}: name another folder, or "
+                "use the version that wrote it"
+            )
+        (mode,) = self._writer.execute("PRAGMA journal_mode = WAL").fetchone()
+        if mode != "wal":
+            raise ValueError(
+                f"{path}: this file system has no write-ahead log for SQLite: name a folder on a local disk"
+            )
+        (self._folder,) = self._writer.execute("SELECT folder FROM totals").fetchone()
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    def find(self, keys: Sequence[bytes], with_bodies: bool) -> dict[bytes, Held]:
+        """Where values lie that may be returned, by key; these count as used, the first as the last."""
+        body = "(SELECT body FROM bodies WHERE bodies.id = held.id)" if with_bodies else "NULL"
+        found: dict[bytes, Held] = {}
+        for begin in range(0, len(keys), _AT_ONCE):
+            asked = keys[begin : begin + _AT_ONCE]
+            marks = ",".join("?" * len(asked))
+            rows = self._read(f"SELECT key, file, nbytes, {body} FROM {_VALID} WHERE key IN ({marks})", asked)
+            found |= {key: Held(*row) for key, *row in rows}
+        return found
+
+    def use(self, keys: Sequence[bytes]) -> None:
+        """Note that keys were used, the first of them last. It is written with the next values."""
+        with self._reading:
+            for key in reversed(keys):
+                self._used.pop(key, None)
+                self._used[key] = None
+            while len(self._used) > _MOST_USES:
+                del self._used[next(iter(self._used))]
+
+    def generation(self, namespace: str) -> int:
+        own = "(SELECT generation FROM namespaces WHERE name = ?)"
+        ((number,),) = self._read(f"SELECT generation + coalesce({own}, 0) FROM totals", [namespace])
+        return int(number)
+
+    def totals(self) -> tuple[int, int]:
+        """Values and their bytes."""
+        ((n_values, nbytes),) = self._read("SELECT n_values, nbytes FROM totals")
+        return n_values, nbytes
+
+    def events(self, since: str | None) -> Events:
+        folder, _, number = (since or "").partition(":")
+        is_known = folder == self._folder and number.isdigit()
+        asked = int(number) if is_known else 1 << 62
+        # In one statement, which is one moment: what is found, and after it the least and the largest number.
+        rows = self._read(
+            "SELECT id, kind, namespace, scope, name, generation, note FROM events WHERE id > ? UNION ALL "
+            "SELECT (SELECT coalesce(min(id), 1) FROM events), NULL, NULL, NULL, NULL, "
+            "coalesce((SELECT seq FROM sqlite_sequence WHERE name = 'events'), 0), NULL",
+            [asked],
+        )
+        *rows, (first, *_, last, _) = sorted(rows, key=lambda row: (row[1] is None, row[0]))
+        if not is_known or not first - 1 <= asked <= last:
+            return Events((), f"{self._folder}:{last}", is_complete=since is None)
+        return Events(tuple(map(self._event, rows)), f"{self._folder}:{last}")
+
+    def _event(self, row: tuple[Any, ...]) -> Event:
+        number, kind, namespace, scope, name, generation, note = row
+        key = None if scope is None else StoreKey(namespace, scope, name)
+        return Event(f"{self._folder}:{number}", kind, namespace, key, generation, note)
+
+    # -- writing -------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def writing(self) -> Iterator["Changes"]:
+        """Within: one transaction, which is undone if something is raised. Nobody else writes meanwhile."""
+        with self._writing, failing_as_store_error():
+            self._writer.execute("BEGIN IMMEDIATE")
+            try:
+                changes = Changes(self._writer)
+                with self._reading:
+                    used, self._used = self._used, {}
+                changes.use(used)
+                yield changes
+                self._writer.execute("COMMIT")
+            except BaseException:
+                self._writer.execute("ROLLBACK")
+                raise
+
+    def truncate_log(self) -> None:
+        """Have nothing of what was removed stay in the write-ahead log, if no reader holds it up."""
+        with self._writing, failing_as_store_error():
+            self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+    def close(self) -> None:
+        with self._reading, self._writing:
+            self._reader.close()
+            self._writer.close()
+
+    def _read(self, query: str, values: Sequence[Any] = ()) -> list[Any]:
+        with self._reading, failing_as_store_error():
+            return self._reader.execute(query, values).fetchall()
+
+
+class Changes:
+    """What is written in one transaction."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._do = connection.execute
+        self._tick = self._one("SELECT coalesce(max(used), 0) FROM held")
+
+    def use(self, keys: Iterable[bytes]) -> None:
+        """Keys were used one after the other."""
+        for key in keys:
+            self._tick += 1
+            self._do("UPDATE held SET used = ? WHERE key = ?", (self._tick, key))
+
+    def put(self, put: Put, file: str | None) -> bool:
+        """Add a value that lies in a file, or else here; False if its generation is gone, or it is held."""
+        namespace = put.key.namespace
+        self._do("INSERT OR IGNORE INTO namespaces (name, generation) VALUES (?, 0)", (namespace,))
+        number, own = self._do("SELECT id, generation FROM namespaces WHERE name = ?", (namespace,)).fetchone()
+        if put.generation != own + self._one("SELECT generation FROM totals"):
+            return False
+        nbytes = len(put.value)
+        row = (put.key.digest, number, put.generation, nbytes, file, self._tick)
+        added = self._do(
+            "INSERT OR IGNORE INTO held (key, namespace, generation, nbytes, file, used) VALUES (?, ?, ?, ?, ?, ?)", row
+        )
+        if not added.rowcount:
+            return False
+        if file is None:
+            self._do("INSERT INTO bodies VALUES (?, ?)", (added.lastrowid, put.value))
+        self._do("UPDATE totals SET n_values = n_values + 1, nbytes = nbytes + ?", (nbytes,))
+        self._tell("stored", namespace, put.key, 0, put.note)
+        return True
+
+    def evict(self, max_bytes: int) -> list[str | None]:
+        """Remove what was used longest ago until the rest is within a budget; the file of each, if it has one."""
+        gone: list[str | None] = []
+        while (over := self._one("SELECT nbytes FROM totals") - max_bytes) > 0:
+            oldest = self._do("SELECT id, nbytes FROM held ORDER BY used LIMIT 64").fetchall()
+            n_leaving, freed = 0, 0
+            while freed < over and n_leaving < len(oldest):
+                freed += oldest[n_leaving][1]
+                n_leaving += 1
+            gone += self._remove([number for number, _ in oldest[:n_leaving]])
+        return gone
+
+    def renew(self, namespace: str | None) -> int:
+        """Give a namespace, or all, another generation; how many values that makes unreachable."""
+        before = self._one(f"SELECT count(*) FROM {_VALID}")
+        if namespace is None:
+            self._do("UPDATE totals SET generation = generation + 1")
+        else:
+            self._do(
+                "INSERT INTO namespaces (name, generation) VALUES (?, 1) "
+                "ON CONFLICT (name) DO UPDATE SET generation = generation + 1",
+                (namespace,),
+            )
+        own = self._one("SELECT coalesce((SELECT generation FROM namespaces WHERE name = ?), 0)", namespace)
+        self._tell("cleared", namespace, None, own + self._one("SELECT generation FROM totals"), b"")
+        return before - self._one(f"SELECT count(*) FROM {_VALID}")
+
+    def drop(self) -> list[str | None]:
+        """Remove all that is unreachable; the file of each, if it has one."""
+        return self._remove([n for (n,) in self._do(f"SELECT id FROM held EXCEPT SELECT held.id FROM {_VALID}")])
+
+    def lose(self, keys: Iterable[bytes]) -> None:
+        """Remove values whose files are gone."""
+        self._remove([n for key in keys for (n,) in self._do("SELECT id FROM held WHERE key = ?", (key,))])
+
+    def files(self) -> set[str]:
+        return {file for (file,) in self._do("SELECT file FROM held WHERE file IS NOT NULL")}
+
+    def _remove(self, numbers: Sequence[int]) -> list[str | None]:
+        files = []
+        for number in numbers:
+            file, nbytes = self._do("SELECT file, nbytes FROM held WHERE id = ?", (number,)).fetchone()
+            self._do("DELETE FROM held WHERE id = ?", (number,))
+            self._do("DELETE FROM bodies WHERE id = ?", (number,))
+            self._do("UPDATE totals SET n_values = n_values - 1, nbytes = nbytes - ?", (nbytes,))
+            files.append(file)
+        return files
+
+    def _tell(self, kind: str, namespace: str | None, key: StoreKey | None, generation: int, note: bytes) -> None:
+        scope, name = (None, None) if key is None else (key.scope, key.name)
+        told = self._do(
+            "INSERT INTO events (kind, namespace, scope, name, generation, note) VALUES (?, ?, ?, ?, ?, ?)",
+            (kind, namespace, scope, name, generation, note),
+        )
+        self._do("DELETE FROM events WHERE id <= ?", ((told.lastrowid or 0) - _MOST_EVENTS,))
+
+    def _one(self, query: str, *values: Any) -> int:
+        return int(self._do(query, values).fetchone()[0])
+
+
+@contextmanager
+def failing_as_store_error() -> Iterator[None]:
+    try:
+        yield
+    except sqlite3.Error as error:  # also of a connection that was closed
+        raise StoreError(f"the store's index: {error}") from error
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    made = sqlite3.connect(path, timeout=_PATIENCE_S, isolation_level=None, check_same_thread=False)
+    made.execute("PRAGMA synchronous = NORMAL")
+    made.execute("PRAGMA secure_delete = ON")  # what was purged is not to be read from the file
+    return made

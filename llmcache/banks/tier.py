@@ -1,0 +1,207 @@
+"""A store behind the memory of one cache: asked for what is not in memory, written to behind the answers.
+
+    a local miss  -> fetch     values of a request or of blocks, checked; who asks holds them in memory from then on
+    a local put   -> put       written behind, with the generation that its namespace had when the call was read
+    an eviction   -> put       likewise: what the store has is not written again
+    each call     -> follow    namespaces that other processes purged leave the memory as well
+
+Trouble here costs speed, never correctness: it is counted, logged once, and the request is computed.
+"""
+
+import hashlib
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from time import monotonic, perf_counter
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from llmcache.banks.stores import Bytes, Store, StoreKey
+from llmcache.banks.stores.seal import MismatchError, Opened, Seal
+from llmcache.banks.write_behind import Job, WriteBehind
+from llmcache.counters import Counters
+from llmcache.request.rows import Scope
+from llmcache.stats import TierStats
+
+_T = TypeVar("_T")
+_NO_GENERATION = -1  # that no namespace has: what is put with it is left out
+_LEAST_S = 0.005  # that a read may take
+_MOST_S = 1.0  # where it was not measured what it saves
+
+
+@dataclass(frozen=True, slots=True)
+class BreakEven:
+    """From how many tokens on a value is read rather than computed.
+
+    Attributes:
+        least_tokens: Shorter values are computed; None: all are.
+        token_s: Seconds that computing a token takes; None: that was not measured.
+    """
+
+    least_tokens: int | None = 0
+    token_s: float | None = None
+
+    def pays(self, n_tokens: int) -> bool:
+        return self.least_tokens is not None and n_tokens >= self.least_tokens
+
+    def patience_s(self, n_tokens: int) -> float:
+        """How long a read may take: as long as computing."""
+        return _MOST_S if self.token_s is None else max(_LEAST_S, self.token_s * n_tokens)
+
+
+class Tier:
+    """A store and how one cache uses it. Thread-safe."""
+
+    def __init__(self, store: Store, seal: Seal, settings: str, counters: Counters) -> None:
+        """Use an open store, which is closed when this is gone.
+
+        Args:
+            store: It may hold what others stored.
+            seal: Makes and checks its values.
+            settings: All that decides values beside a scope and the tokens.
+            counters: Told what fails.
+        """
+        self._store = store
+        self._seal = seal
+        self._settings = settings
+        self._behind = WriteBehind(store, seal, counters)
+        weakref.finalize(self, self._behind.close)  # also when the interpreter ends, which must not meet it in torch
+        self._following = threading.RLock()
+        self._cursor: str | None = None
+        self._generations: dict[str, int] = {}  # of the namespaces that were asked for
+        self._n_forgotten = 0  # times that some of these were dropped
+        self._noting = threading.Lock()  # both
+        self._scopes: dict[Scope, str] = {}
+        self._counts: Counter[str] = Counter()
+        self._mismatched: Counter[str] = Counter()
+        self._read_s = 0.0
+        self.break_even = BreakEven()
+        self.follow(lambda namespace: None)  # from now on: what was purged before is not in memory
+
+    def generation(self, namespace: str) -> int:
+        """The generation of a namespace, as far as this cache knows; that of what is put in it from now on."""
+        if (known := self._generations.get(namespace)) is not None:
+            return known
+        n_forgotten, found = self._n_forgotten, self._now(namespace)
+        with self._noting:
+            if found is not None and n_forgotten == self._n_forgotten:  # else it may be from before a purge
+                self._generations[namespace] = found
+        return _NO_GENERATION if found is None else found
+
+    def follow(self, forget: Callable[[str | None], object]) -> None:
+        """Have namespaces forgotten that were purged in the store, None: all, before this returns."""
+        with self._following:  # another call that comes meanwhile is not to find what is being forgotten
+            since = self._cursor
+            events = self._ask("follow the store", lambda: self._store.events(since))
+            if events is None or events.cursor == since:
+                return
+            cleared = [event.namespace for event in events.found if event.kind == "cleared"]
+            if since is not None and not events.is_complete:
+                cleared += [name for name, known in list(self._generations.items()) if self._now(name) != known]
+            for name in dict.fromkeys(cleared):
+                with self._noting:
+                    self._n_forgotten += 1
+                    if name is None:
+                        self._generations.clear()
+                    else:
+                        self._generations.pop(name, None)
+                forget(name)
+            self._cursor = events.cursor
+
+    def remove(self, namespace: str | None, forget: Callable[[str | None], object]) -> None:
+        """Purge a namespace, None: all, from the store and from memory.
+
+        Raises:
+            StoreError: The store could not; it may still serve what it holds.
+        """
+        with self._following:
+            self.follow(forget)
+            try:
+                self._store.remove(namespace)
+            finally:
+                self.follow(forget)
+
+    def held(self, scope: Scope, names: Sequence[str]) -> int:
+        """How many of these values the store has, from the first on."""
+        keys = [self._key(scope, name) for name in names]
+        return self._ask("look what the store has", lambda: self._store.contains_prefix(keys)) or 0
+
+    def fetch(self, scope: Scope, names: Sequence[str], n_tokens: int) -> Iterator[Opened | None]:
+        """Values by name, in order, each checked when its turn comes; `n_tokens` of computing are saved by all."""
+        keys, started = [self._key(scope, name) for name in names], perf_counter()
+        deadline = monotonic() + self.break_even.patience_s(n_tokens)
+        values = self._ask("read from the store", lambda: self._store.get_many(keys, deadline))
+        self._counts["asked"] += len(keys)
+        self._read_s += perf_counter() - started
+        for key, value in zip(keys, values or [None] * len(keys), strict=True):
+            started = perf_counter()
+            opened = None if value is None else self._open(key, value)
+            self._counts["found"] += opened is not None
+            self._read_s += perf_counter() - started
+            yield opened
+
+    def put(
+        self, scope: Scope, name: str, tensors: Mapping[str, Tensor], about: Mapping[str, Any], generation: int
+    ) -> None:
+        """Have a value written behind, unless the store has one. Nobody writes to its tensors any more."""
+        nbytes = sum(tensor.nbytes for tensor in tensors.values())
+        self._behind.add(Job(self._key(scope, name), generation, tensors, about, nbytes))
+
+    def drain(self) -> None:
+        """Wait until what was put is written or dropped."""
+        self._behind.drain()
+
+    def close(self) -> None:
+        """Write what waits, and close the store."""
+        self._behind.close()
+
+    def stats(self) -> TierStats:
+        """What was read and written by this cache, and what the store holds."""
+        held = self._ask("ask the store what it holds", self._store.stats)
+        return TierStats(
+            n_asked=self._counts["asked"],
+            n_found=self._counts["found"],
+            n_mismatched=dict(self._mismatched),
+            n_written=self._behind.n_written,
+            n_dropped=self._behind.n_dropped,
+            read_ms=1e3 * self._read_s,
+            least_tokens=self.break_even.least_tokens,
+            is_answering=not self._behind.breaker.is_open,
+            n_values=None if held is None else held.n_values,
+            nbytes=None if held is None else held.nbytes,
+            max_bytes=None if held is None else held.max_bytes,
+            n_evicted=None if held is None else held.n_evicted,
+        )
+
+    def _key(self, scope: Scope, name: str) -> StoreKey:
+        if (digest := self._scopes.get(scope)) is None:
+            if len(self._scopes) >= 1024:  # a namespace for each session, say
+                self._scopes.clear()
+            digest = hashlib.sha256(scope.key + self._settings.encode()).hexdigest()
+            self._scopes[scope] = digest
+        return StoreKey(scope.namespace, digest, name)
+
+    def _open(self, key: StoreKey, value: Bytes) -> Opened | None:
+        try:
+            return self._seal.open(key, value)
+        except MismatchError as error:
+            self._mismatched[error.reason] += 1
+            return None
+
+    def _now(self, namespace: str) -> int | None:
+        return self._ask("ask the store for a generation", lambda: self._store.generation(namespace))
+
+    def _ask(self, what: str, act: Callable[[], _T]) -> _T | None:
+        """What the store says; None where it fails, or failed so often that it is not asked."""
+        if self._behind.breaker.is_open:
+            return None
+        try:
+            said = act()
+        except Exception as error:
+            self._behind.failed(what, error)
+            return None
+        self._behind.breaker.n_failed = 0
+        return said
