@@ -327,16 +327,24 @@ class LLMCache:
         return self._flow.last
 
     def clear(self) -> None:
-        """Forget all entries, and the calibration that rests on them; counters and what codecs learned stay."""
+        """Forget all entries, and the calibration that rests on them; counters and what codecs learned stay.
+
+        With a store, those of all caches that share it.
+
+        Raises:
+            StoreError: The store could not be cleared. Nothing of it is in this cache's memory any more.
+        """
         self._components.clear()
         self._flow.forget()
 
     def purge(self, *, namespace: str) -> int:
-        """Forget all entries of a namespace and return how many requests they were.
+        """Forget all entries of a namespace and return how many requests they were, of those in memory.
 
-        A calibration that rests on any of them ends, and nothing is learned from them.
+        A calibration that rests on any of them ends, and nothing is learned from them. With a store, that holds for
+        all caches that share it: none serves any of it once this has returned.
 
         Raises:
+            StoreError: The store could not be purged. Nothing of it is in this cache's memory any more.
             ConfigError: `namespace` is not a string, or one of a class of its own, or no Unicode text.
         """
         return self._components.purge(checked_namespace(namespace))

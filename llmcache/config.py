@@ -96,7 +96,7 @@ class CacheConfig(BaseModel):
         max_bytes: Budget in bytes of all states; each bank gets an equal share. Where prefixes are kept, it is one for
             blocks and banks: blocks may fill what banks leave, banks one half at most, for which blocks make way. A
             decoder's requests are then blocks and a tail, and take nothing of the banks, unless further `rungs`, a
-            `store`, a `compression` or `layers` without the last one are set. Fingerprints and bookkeeping come on top:
+            `compression` or `layers` without the last one are set. Fingerprints and bookkeeping come on top:
             4 bytes a dimension, some 1 kB a request and some 2 kB a block.
         device: Where entries are kept: `cpu`, or `model` for the model's own device.
         adapter: Family whose row of the adapter table describes the model, registered ones included

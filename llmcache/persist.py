@@ -186,6 +186,9 @@ def restore(components: Components, manifest: Manifest, parts: Tensors, folder: 
 def _fill(components: Components, manifest: Manifest, parts: Tensors, folder: str | Path) -> None:
     banks, weights = components.banks, manifest.weights
     scopes = [Scope(namespace, weights, dtype, attention) for namespace, dtype, attention in manifest.scopes]
+    if components.tier is not None:  # so that a purge is noticed of which the store tells no more
+        for scope in scopes:
+            components.tier.generation(scope.namespace)
     learned = {name: tensor.numpy() for name, tensor in parts["requests"].items()}
     records = list(unpack(parts["requests"], parts["states"], scopes))
     _check_payload(components, manifest.payload, records, folder)

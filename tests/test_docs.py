@@ -95,6 +95,7 @@ def run(page: Path, folder: Path, **given: Any) -> dict[str, Any]:
         "index.md",
         "generation.md",
         "extending.md",
+        "stores.md",
     ],
 )
 def test_examples_run(

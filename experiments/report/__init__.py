@@ -60,6 +60,7 @@ ABOUT: Mapping[str, str] = {
     "prefix_system_prompt": "Time to first token of many users after one system prompt.",
     "prefix_nothing_shared": "What prefixes cost where no two prompts begin alike.",
     "prefix_limit": "Time to first token where a share of the prompt is known, beside the least that it can take.",
+    "restart": "Time to first token of known conversations in a new process, from the disk store and without.",
     "prefix_decode": "Generation, to its first token and after, in each way that one would serve it.",
     "prefix_parity": "Whether generation with llmcache gives the model's own tokens.",
     "prefix_parity_bfloat16": "Parity in bfloat16, where the same sums round otherwise.",

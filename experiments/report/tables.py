@@ -24,7 +24,7 @@ from experiments.report.markdown import (
     table,
 )
 from experiments.report.plots import CURVES, LAYERS
-from experiments.report.prompts import decode, parity, prefix, prefix_limit, sharing
+from experiments.report.prompts import decode, parity, prefix, prefix_limit, restart, sharing
 from experiments.report.serving import serve_chat, serve_hits, serve_kill, serve_load, serve_soak, serve_timing
 from experiments.report.told import told
 from experiments.report.trust import bound, drift, payback, trust
@@ -248,6 +248,7 @@ TABLES: Mapping[str, Callable[[Sequence[Run]], Iterator[str]]] = {
     "prefix": prefix,
     "policies": policies,
     "prefix_limit": prefix_limit,
+    "restart": restart,
     "sharing": sharing,
     "decode": decode,
     "parity": parity,

@@ -59,6 +59,7 @@ class CacheBanks:
         self._lock = threading.RLock()
         self._make_way = make_way
         self._tier = None if tier is None else EntryTier(tier)
+        self.has_tier = tier is not None  # `promote` may find something
         self._incoming = 0  # bytes that are about to be put
         self.fingerprint_epoch = 0  # moves on when requests begin to be compared by another fingerprint
 
@@ -184,16 +185,11 @@ class CacheBanks:
                 raise
         return len(stored) == len(encoded)
 
-    @property
-    def has_tier(self) -> bool:
-        """Whether `promote` may find anything."""
-        return self._tier is not None
-
     def promote(self, scope: Scope, rows: Sequence[Row], with_kv: bool, generation: int) -> None:
         """Hold what the store has of requests that are not held, unless their namespace was purged since."""
         assert self._tier is not None
-        layers, unknown = self.layers if with_kv else self.layers[-1:], [row for row in rows if not self.known(row)]
-        for record in self._tier.fetch(scope, unknown, layers, with_kv):
+        layers = self.layers if with_kv else self.layers[-1:]
+        for record in self._tier.fetch(scope, rows, layers, with_kv):
             with self._lock:
                 fits = all(self.layer_banks[layer].fits(entry) for layer, entry in record.entries.items())
                 if fits and record.key not in self._requests and self._tier.generation(scope) == generation:

@@ -6,7 +6,9 @@ import torch
 
 from llmcache.banks.entry import Entry
 from llmcache.banks.kv import is_held
+from llmcache.banks.memory import copy_owned
 from llmcache.banks.records import SavedRequest, StoredRequest
+from llmcache.banks.stores.seal import Opened
 from llmcache.banks.tier import Tier
 from llmcache.request.rows import Row, Scope
 
@@ -43,8 +45,13 @@ class EntryTier:
                 continue
             layout, dtype = about[-1]["layout"], getattr(torch, about[-1]["dtype"])
             # Padding of two layouts must not be taken for one: of each layer the store keeps the first that came.
-            entries = {n: Entry(value.tensors) for n, value in found.items() if value.about["layout"] == layout}
+            entries = {n: _copied(value) for n, value in found.items() if value.about["layout"] == layout}
             yield SavedRequest(row.key, scope, row.ids, dtype, entries, (), layout=bytes.fromhex(layout))
+
+
+def _copied(value: Opened) -> Entry:
+    """An entry that hangs on no file."""
+    return Entry({name: copy_owned(tensor, tensor.device) for name, tensor in value.tensors.items()})
 
 
 def _name(key: str, layer: int, with_kv: bool) -> str:

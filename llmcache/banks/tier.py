@@ -71,7 +71,7 @@ class Tier:
         weakref.finalize(self, self._behind.close)  # also when the interpreter ends, which must not meet it in torch
         self._following = threading.RLock()
         self._cursor: str | None = None
-        self._generations: dict[str, int] = {}  # of the namespaces that were asked for
+        self._generations: dict[str, int | None] = {}  # of the namespaces that were asked for; None: not known now
         self._n_forgotten = 0  # times that some of these were dropped
         self._noting = threading.Lock()  # both
         self._scopes: dict[Scope, str] = {}
@@ -86,9 +86,8 @@ class Tier:
         if (known := self._generations.get(namespace)) is not None:
             return known
         n_forgotten, found = self._n_forgotten, self._now(namespace)
-        with self._noting:
-            if found is not None and n_forgotten == self._n_forgotten:  # else it may be from before a purge
-                self._generations[namespace] = found
+        with self._noting:  # what was found while others were forgotten may be from before a purge
+            self._generations[namespace] = found if n_forgotten == self._n_forgotten else None
         return _NO_GENERATION if found is None else found
 
     def follow(self, forget: Callable[[str | None], object]) -> None:
@@ -98,31 +97,29 @@ class Tier:
             events = self._ask("follow the store", lambda: self._store.events(since))
             if events is None or events.cursor == since:
                 return
+            asked = dict(self._generations)  # of others there is nothing in memory
             cleared = [event.namespace for event in events.found if event.kind == "cleared"]
             if since is not None and not events.is_complete:
-                cleared += [name for name, known in list(self._generations.items()) if self._now(name) != known]
-            for name in dict.fromkeys(cleared):
-                with self._noting:
-                    self._n_forgotten += 1
-                    if name is None:
-                        self._generations.clear()
-                    else:
-                        self._generations.pop(name, None)
-                forget(name)
+                cleared += [name for name, known in asked.items() if self._now(name) != known]
+            for name in dict.fromkeys(name for name in cleared if name is None or name in asked):
+                self._forget(name, forget)
             self._cursor = events.cursor
 
     def remove(self, namespace: str | None, forget: Callable[[str | None], object]) -> None:
         """Purge a namespace, None: all, from the store and from memory.
 
         Raises:
-            StoreError: The store could not; it may still serve what it holds.
+            StoreError: The store could not, and may still serve what it holds. It is gone from memory.
         """
         with self._following:
-            self.follow(forget)
+            if namespace is not None:
+                self._generations.setdefault(namespace, None)
             try:
                 self._store.remove(namespace)
-            finally:
-                self.follow(forget)
+            except Exception:
+                self._forget(namespace, forget)
+                raise
+            self.follow(forget)  # with what others did
 
     def held(self, scope: Scope, names: Sequence[str]) -> int:
         """How many of these values the store has, from the first on."""
@@ -176,6 +173,16 @@ class Tier:
             n_evicted=None if held is None else held.n_evicted,
         )
 
+    def _forget(self, namespace: str | None, forget: Callable[[str | None], object]) -> None:
+        """Have a namespace forgotten, None: all, whose generation has to be asked for anew."""
+        with self._noting:
+            self._n_forgotten += 1
+            if namespace is None:
+                self._generations.clear()
+            else:
+                self._generations.pop(namespace, None)
+        forget(namespace)
+
     def _key(self, scope: Scope, name: str) -> StoreKey:
         if (digest := self._scopes.get(scope)) is None:
             if len(self._scopes) >= 1024:  # a namespace for each session, say
@@ -196,7 +203,7 @@ class Tier:
 
     def _ask(self, what: str, act: Callable[[], _T]) -> _T | None:
         """What the store says; None where it fails, or failed so often that it is not asked."""
-        if self._behind.breaker.is_open:
+        if self._behind.breaker.is_open or self._behind.is_closed:
             return None
         try:
             said = act()

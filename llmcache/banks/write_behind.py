@@ -57,10 +57,10 @@ class WriteBehind:
     breaker: Breaker = field(default_factory=Breaker)
     n_written: int = 0
     n_dropped: int = 0
+    is_closed: bool = False
     _jobs: deque[Job] = field(default_factory=deque)
     _nbytes: int = 0
     _is_busy: bool = False
-    _is_closed: bool = False
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _thread: threading.Thread | None = None
     _process: int = 0  # a forked one is left without the thread
@@ -68,7 +68,7 @@ class WriteBehind:
     def add(self, job: Job) -> None:
         """Have a value written later. It is dropped, and counted, where too much waits or the store does not answer."""
         with self._changed:
-            if self._is_closed or self.breaker.is_open or self._nbytes + job.nbytes > MAX_WAITING_BYTES:
+            if self.is_closed or self.breaker.is_open or self._nbytes + job.nbytes > MAX_WAITING_BYTES:
                 self.n_dropped += 1
                 return
             self._jobs.append(job)
@@ -80,7 +80,7 @@ class WriteBehind:
         self.counters.error(what, error)
         with self._changed:
             self.breaker.n_failed += 1
-            if self.breaker.is_open and not self._is_closed:
+            if self.breaker.is_open and not self.is_closed:
                 self._rouse()
 
     def drain(self) -> None:
@@ -93,9 +93,9 @@ class WriteBehind:
         """Write what waits, end the thread and close the store. Twice does nothing."""
         self.drain()
         with self._changed:
-            if self._is_closed:
+            if self.is_closed:
                 return
-            self._is_closed = True
+            self.is_closed = True
             self._changed.notify_all()
         if self._thread not in (None, threading.current_thread()) and self._process == os.getpid():
             self._thread.join(_PATIENCE_S)
@@ -114,8 +114,8 @@ class WriteBehind:
             with self._changed:
                 self._is_busy = False
                 self._changed.notify_all()
-                self._changed.wait_for(lambda: self._jobs or self._is_closed or self.breaker.is_open)
-                if self._is_closed and not self._jobs:
+                self._changed.wait_for(lambda: self._jobs or self.is_closed or self.breaker.is_open)
+                if self.is_closed and not self._jobs:
                     return
                 jobs, self._jobs, self._is_busy = list(self._jobs), deque(), True
             if self.breaker.is_open:
@@ -158,8 +158,8 @@ class WriteBehind:
             with self._changed:
                 self._is_busy = False
                 self._changed.notify_all()
-                self._changed.wait_for(lambda: self._is_closed, rest_s)
-                if self._is_closed:
+                self._changed.wait_for(lambda: self.is_closed, rest_s)
+                if self.is_closed:
                     return
             try:
                 self.store.ping()

@@ -26,13 +26,10 @@ class Exact(Rung):
         return layer == 0
 
     def decide(self, call: Call, rows: Sequence[Row], layer: int) -> list[Reuse]:
-        found = {row.number: self._decide(call, row) for row in rows}
-        missing = [row for row in rows if found[row.number] is None and not _is_in_blocks(call, row)]
-        if missing and self._banks.has_tier:
-            with_kv = call.progress.kv_cache is not None
-            self._banks.promote(call.read.scope, missing, with_kv, call.read.generation)
-            found |= {row.number: self._decide(call, row) for row in missing}
-        return [reuse for reuse in found.values() if reuse is not None]
+        if self._banks.has_tier:
+            missing = [row for row in rows if not (self._banks.known(row) or _is_in_blocks(call, row))]
+            self._banks.promote(call.read.scope, missing, call.progress.kv_cache is not None, call.read.generation)
+        return [reuse for row in rows if (reuse := self._decide(call, row))]
 
     def _decide(self, call: Call, row: Row) -> Reuse | None:
         if call.plan.prefill is not None and row.number in call.plan.prefill.repeats:

@@ -34,6 +34,7 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "paws": limits.paws,
     "first_token": prompts.first_token,
     "prefix_limit": prompts.prefix_limit,
+    "restart": prompts.restart,
     "parity": prompts.parity,
     "generation": prompts.generation,
     "policies": policies.policies,

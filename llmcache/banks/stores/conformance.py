@@ -133,12 +133,14 @@ def _check_generations(place: _Place, one: Store, other: Store) -> None:
 
 
 def _check_events(place: _Place, one: Store, other: Store) -> None:
-    begin = other.events(None)
+    begin = other.events(None)  # the cursor of one store is known to all
     rule(begin.is_complete and not begin.found, "events: of no cursor nothing, and the cursor of now")
     keys, name = [place.key(f"told {i}", "a") for i in range(5)], place.namespace("a")
     generation = one.generation(name)
     one.put_many([Put(key, place.value(key), generation, key.name.encode()) for key in keys])
     one.remove(name)
+    own = [event.kind for event in one.events(begin.cursor).found if event.namespace == name]
+    rule("cleared" in own, "events: the store that removed tells of it at once")
     told = _told(other, begin.cursor, name, 6)
     shown = [(event.kind, event.key, event.note) for event in told]
     wanted = [("stored", key, key.name.encode()) for key in keys]

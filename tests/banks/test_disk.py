@@ -1,0 +1,347 @@
+"""The store on disk: what it is besides a store, whatever happens to its processes and files."""
+
+import json
+import multiprocessing
+import os
+import random
+import resource
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from llmcache import ConfigError, StoreError
+from llmcache.banks.stores import STORES, Put, StoreKey, disk
+from llmcache.banks.stores.disk import LARGE_BYTES, DiskStore
+from llmcache.banks.stores.disk_index import FORMAT
+from llmcache.conformance import check_store
+from llmcache.registry import Component
+
+ROOT = Path(__file__).parents[2]
+SMALL, LARGE = 1_000, LARGE_BYTES + 1
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def store(folder: Path) -> Iterator[DiskStore]:
+    store = DiskStore(str(folder))
+    yield store
+    store.close()
+
+
+def key(name: object) -> StoreKey:
+    return StoreKey("a", "0" * 64, f"{name}")
+
+
+def value(name: object, size: int = LARGE) -> bytes:
+    return random.Random(f"{name}").randbytes(size)
+
+
+def put(store: DiskStore, *names: object, size: int = LARGE) -> None:
+    store.put_many([Put(key(name), value(name, size), store.generation("a")) for name in names])
+
+
+def get(store: DiskStore, *names: object) -> list[bytes | None]:
+    found = store.get_many([key(name) for name in names], time.monotonic() + 60)
+    return [None if one is None else bytes(one) for one in found]
+
+
+def held(store: DiskStore, *names: object) -> list[object]:
+    return [name for name, one in zip(names, get(store, *names), strict=True) if one is not None]
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted((folder / "values").iterdir())
+
+
+def opened(folder: Path, **options: Any) -> Any:
+    """As a setting opens it."""
+    return Component(name="disk", folder=str(folder), **options).build(STORES)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_it_keeps_the_rules(folder: Path, seed: int) -> None:
+    check_store(lambda: DiskStore(str(folder)), seed)
+    assert files(folder) == []
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+def test_a_restart_finds_what_was_put(folder: Path, size: int) -> None:
+    first = DiskStore(str(folder))
+    put(first, *range(5), size=size)
+    first.close()
+    again = DiskStore(str(folder))
+    assert get(again, *range(5)) == [value(i, size) for i in range(5)]
+    assert (again.stats().n_values, again.stats().nbytes) == (5, 5 * size)
+    assert len(files(folder)) == 5 * (size == LARGE)
+    again.close()
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+def test_what_was_used_longest_ago_leaves_over_the_budget(folder: Path, size: int) -> None:
+    store = DiskStore(str(folder), max_bytes=4 * size)
+    put(store, "a", "b", size=size)
+    put(store, "c", "d", size=size)
+    get(store, "b")
+    put(store, "e", size=size)
+    assert held(store, *"abcde") == [*"bcde"]
+    store.contains_prefix([key("e")])  # of what was just read, the first was used last
+    put(store, "f", "g", size=size)
+    assert held(store, *"abcdefg") == [*"befg"]
+    assert (store.stats().nbytes, store.stats().n_evicted) == (4 * size, 3)
+    assert len(files(folder)) == 4 * (size == LARGE)
+    store.close()
+
+
+def test_a_value_that_is_larger_than_the_budget_is_left_out(folder: Path) -> None:
+    store = DiskStore(str(folder), max_bytes=LARGE)
+    put(store, "a")
+    put(store, "b", size=LARGE + 1)
+    assert held(store, "a", "b") == ["a"]
+    store.close()
+    smaller = DiskStore(str(folder), max_bytes=LARGE - 1)
+    assert (held(smaller, "a"), files(folder)) == ([], [])
+    smaller.close()
+
+
+def test_what_is_read_outlives_its_file(store: DiskStore, folder: Path) -> None:
+    put(store, "a")
+    (read,) = store.get_many([key("a")], time.monotonic() + 60)
+    store.remove("a")
+    store.close()
+    assert files(folder) == [] and read is not None and bytes(read) == value("a")
+
+
+def test_a_file_that_is_gone_or_cut_short_is_a_miss_and_may_be_put_again(store: DiskStore, folder: Path) -> None:
+    put(store, "a", "b")
+    files(folder)[0].unlink()
+    os.truncate(files(folder)[0], LARGE // 2)
+    assert held(store, "a", "b") == []
+    put(store, "a", "b")
+    assert held(store, "a", "b") == ["a", "b"]
+    assert store.stats().n_values == 2
+
+
+def test_who_opens_it_removes_what_killed_processes_left(store: DiskStore, folder: Path) -> None:
+    put(store, "a")
+    orphan, new, old = (folder / "values" / name for name in ("0" * 32, "1" * 32 + ".part", "2" * 32 + ".part"))
+    for path in (orphan, new, old):
+        path.write_bytes(b"half")
+    os.utime(old, (0, 0))
+    DiskStore(str(folder)).close()
+    assert not orphan.exists() and not old.exists()
+    assert new.exists()  # somebody may be writing it
+    assert held(store, "a") == ["a"]
+
+
+def test_nothing_of_what_was_purged_is_left_in_the_folder(store: DiskStore, folder: Path) -> None:
+    marks = [f"private {i} ".encode() * n for i, n in enumerate((50, 5_000))]
+    store.put_many([Put(key(i), mark, store.generation("a")) for i, mark in enumerate(marks)])
+    assert any(b"private 0" in path.read_bytes() for path in folder.rglob("*") if path.is_file())
+    assert store.remove("a") == 2
+    store.close()
+    assert not any(b"private" in path.read_bytes() for path in folder.rglob("*") if path.is_file())
+
+
+def work(folder: str, number: int, n: int) -> None:
+    """What a process of its own puts."""
+    store = DiskStore(folder)
+    for i in range(n):
+        put(store, f"{number}.{i}", f"shared {i}", size=(SMALL, LARGE)[i % 2])
+    store.close()
+
+
+@pytest.mark.slow
+def test_several_processes_write_at_once(store: DiskStore, folder: Path) -> None:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    workers = [context.Process(target=work, args=(str(folder), number, 20)) for number in range(3)]
+    for worker in workers:
+        worker.start()
+    seen = store.events(None).cursor
+    for worker in workers:
+        worker.join(120)
+        assert worker.exitcode == 0
+    names = [f"{number}.{i}" for number in range(3) for i in range(20)] + [f"shared {i}" for i in range(20)]
+    found = get(store, *names)
+    assert found == [value(name, (SMALL, LARGE)[int(name.split(" ")[-1].split(".")[-1]) % 2]) for name in names]
+    assert store.stats().n_values == 80
+    assert len(files(folder)) == 40
+    assert store.events(seen).is_complete
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+def test_a_forked_process_opens_it_anew(store: DiskStore) -> None:
+    put(store, "a")
+    listen, say = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            put(store, "b", size=SMALL)
+            os.write(say, repr(held(store, "a", "b")).encode())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(listen, 100) == b"['a', 'b']"
+    assert held(store, "a", "b") == ["a", "b"]
+    os.close(listen)
+    os.close(say)
+
+
+def kill(folder: Path, times: int) -> dict[str, int]:
+    command = [sys.executable, "-m", "tests.banks.killing", str(folder), "--times", f"{times}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, int] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("times", [8, 200])
+def test_a_writer_that_is_killed_leaves_it_whole(tmp_path: Path, times: int) -> None:
+    seen = kill(tmp_path, times)
+    assert seen["found"] > times
+    wrong = {"wrong": 0, "purged": 0, "missing": 0, "miscounted": 0}
+    assert {name: seen[name] for name in wrong} == wrong
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "a file": (lambda path: path.write_text(""), "cannot be used"),
+    "a folder of somebody else": (lambda path: (path / "thesis").mkdir(parents=True), r"something else \(thesis\)"),
+    "no database": (
+        lambda path: (path.mkdir(), (path / "index.sqlite").write_bytes(b"x" * 4096)),
+        "cannot be opened: file is not a database",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_folder_that_is_no_store_is_refused_with_the_cure(folder: Path, name: str) -> None:
+    make, message = REFUSED[name]
+    make(folder)
+    with pytest.raises(ConfigError, match=message):
+        opened(folder)
+
+
+@pytest.mark.parametrize(
+    ("pragma", "message"),
+    [("application_id = 7", "another application"), (f"user_version = {FORMAT + 1}", f"reads {FORMAT}")],
+)
+def test_another_application_or_version_is_refused(folder: Path, pragma: str, message: str) -> None:
+    DiskStore(str(folder)).close()
+    connection = sqlite3.connect(folder / "index.sqlite")
+    connection.execute(f"PRAGMA {pragma}")
+    connection.close()
+    with pytest.raises(ConfigError, match=message):
+        opened(folder)
+
+
+def test_a_folder_that_cannot_be_made_is_refused() -> None:
+    with pytest.raises(ConfigError, match="cannot be used"):
+        opened(Path("/proc/llmcache"))
+
+
+def test_a_folder_on_a_network_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "_file_system", lambda folder: "nfs4")
+    with pytest.raises(ConfigError, match=r"on a network \(nfs4\)"):
+        opened(folder)
+
+
+def test_a_file_system_is_told_by_its_nearest_mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mounts = f"a / ext4 rw 0 0\nb {tmp_path} nfs4 rw 0 0\nc {tmp_path}/in\\040here tmpfs rw 0 0\n"
+    monkeypatch.setattr(disk.Path, "read_text", lambda self, **how: mounts)
+    found = [disk._file_system(tmp_path / name) for name in ("", "x", "in here/x")]
+    assert [*found, disk._file_system(Path("/"))] == ["nfs4", "nfs4", "tmpfs", "ext4"]
+
+
+@pytest.mark.parametrize("options", [{"max_bytes": 0}, {"max_bytes": "1GB"}, {"size": 1}])
+def test_wrong_options_are_refused(folder: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="store: disk"):
+        opened(folder, **options)
+
+
+LIMITED = """
+import resource, signal, sys, time
+from pathlib import Path
+from tests.banks.test_disk import *
+store = DiskStore(sys.argv[1])
+put(store, "a")
+resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
+for size in (300_000, 30_000):  # a file, and what goes to the index until that is full
+    for i in range(30):
+        try:
+            put(store, f"{size}.{i}", size=size)
+        except StoreError as error:
+            print("StoreError", size)
+            break
+print(held(store, "a", "300000.0"), [path.suffix for path in files(Path(sys.argv[1]))])
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+put(store, "b")
+print(held(store, "a", "b"))
+"""
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_an_error_that_is_told_and_what_is_held_stays(folder: Path) -> None:
+    command = [sys.executable, "-c", LIMITED, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert done.stdout.splitlines() == [
+        "StoreError 300000",
+        "StoreError 30000",
+        "['a'] ['']",
+        "['a', 'b']",
+    ], done.stderr
+
+
+def test_an_index_that_is_damaged_in_service_is_a_store_error(store: DiskStore, folder: Path) -> None:
+    put(store, *range(50), size=SMALL)
+    size = (folder / "index.sqlite").stat().st_size
+    for name in ("index.sqlite", "index.sqlite-wal"):
+        (folder / name).write_bytes(b"x" * max(size, 100_000))
+    other = StoreKey("a", "1" * 64, "new")
+    with pytest.raises(StoreError):
+        for _ in range(3):
+            store.put_many([Put(other, value("new", SMALL), 0)])
+            get(store, *range(50))
+
+
+def test_a_purge_elsewhere_is_seen_at_once(store: DiskStore, folder: Path) -> None:
+    put(store, "a", "b")
+    other = DiskStore(str(folder))
+    generation = store.generation("a")
+    assert other.remove("a") == 2
+    assert held(store, "a", "b") == [] and store.generation("a") != generation
+    other.close()
+
+
+def test_only_the_latest_events_are_kept(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llmcache.banks.stores.disk_index._MOST_EVENTS", 5)
+    begin = store.events(None).cursor
+    put(store, *range(4), size=SMALL)
+    told = store.events(begin)
+    assert told.is_complete and [event.key for event in told.found] == [key(i) for i in range(4)]
+    put(store, *range(4, 9), size=SMALL)
+    assert not store.events(begin).is_complete
+    assert [event.key for event in store.events(told.cursor).found] == [key(i) for i in range(4, 9)]
+    foreign = begin.replace(begin[0], "0" if begin[0] != "0" else "1")
+    assert not store.events(foreign).is_complete
+
+
+def test_a_thousand_values_need_no_file_descriptors(store: DiskStore) -> None:
+    put(store, *range(300))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
+    try:
+        found = store.get_many([key(i) for i in range(300)], time.monotonic() + 60)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert all(one is not None and torch.frombuffer(one, dtype=torch.uint8).numel() == LARGE for one in found)

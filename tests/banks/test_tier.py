@@ -1,0 +1,254 @@
+"""A store behind memory: what fails is a miss, what is too much is left out, and purges reach every cache."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import torch
+
+from llmcache import StoreError
+from llmcache.banks import write_behind
+from llmcache.banks.stores import Bytes, Events, Put, StoreKey
+from llmcache.banks.stores.seal import Seal
+from llmcache.banks.tier import BreakEven, Tier
+from llmcache.counters import Counters
+from llmcache.request.rows import Scope
+from tests.conformance.outside import Shared
+
+SCOPE = Scope("a", "weights", "float32", "eager")
+
+
+class Frail(Shared):
+    """Fails, or waits, when it is told to."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__(place)
+        self.fails, self.may_write = False, threading.Event()
+        self.may_write.set()
+        self.n_calls = 0
+
+    def check(self) -> None:
+        self.n_calls += 1
+        if self.fails:
+            raise StoreError("out of order")
+
+    def get_many(self, keys: Sequence[StoreKey], deadline: float) -> list[Bytes | None]:
+        self.check()
+        return super().get_many(keys, deadline)
+
+    def put_many(self, puts: Sequence[Put]) -> None:
+        self.check()
+        assert self.may_write.wait(20)
+        super().put_many(puts)
+
+    def contains_prefix(self, keys: Sequence[StoreKey]) -> int:
+        self.check()
+        return super().contains_prefix(keys)
+
+    def events(self, since: str | None) -> Events:
+        self.check()
+        return super().events(since)
+
+    def ping(self) -> None:
+        self.check()
+        super().ping()
+
+
+@pytest.fixture
+def make(request: pytest.FixtureRequest) -> Iterator[Callable[..., tuple[Tier, Frail]]]:
+    """Makes tiers of one place, with their stores."""
+    made: list[Tier] = []
+
+    def act(seal: Seal | None = None, settings: str = "") -> tuple[Tier, Frail]:
+        store = Frail(request.node.name)
+        made.append(Tier(store, seal or Seal(), settings, Counters()))
+        return made[-1], store
+
+    yield act
+    for tier in made:
+        tier.close()
+    Shared.places.pop(request.node.name, None)
+
+
+def put(tier: Tier, *names: str, scope: Scope = SCOPE) -> None:
+    for name in names:
+        tensors = {"h": torch.full((4,), float(len(name)))}
+        tier.put(scope, name, tensors, {"name": name}, tier.generation(scope.namespace))
+    tier.drain()
+
+
+def get(tier: Tier, *names: str, scope: Scope = SCOPE) -> list[str]:
+    return [value.about["name"] for value in tier.fetch(scope, names, 1) if value is not None]
+
+
+def forgotten(tier: Tier) -> list[str | None]:
+    told: list[str | None] = []
+    tier.follow(told.append)
+    return told
+
+
+def test_what_one_puts_another_finds(make: Callable[..., tuple[Tier, Frail]]) -> None:
+    (one, _), (other, _) = make(), make()
+    put(one, "x", "xy")
+    assert get(other, "x", "none", "xy") == ["x", "xy"]
+    assert other.held(SCOPE, ["x", "xy", "none", "x"]) == 2
+    stats = other.stats()
+    assert (stats.n_asked, stats.n_found, stats.n_written, stats.n_values) == (3, 2, 0, 2)
+    put(other, "x")
+    assert (other.stats().n_written, other.stats().n_dropped) == (0, 0)  # it is there
+
+
+@pytest.mark.parametrize("what", ["weights", "namespace", "dtype", "attention", "settings"])
+def test_what_differs_in_anything_is_not_found(make: Callable[..., tuple[Tier, Frail]], what: str) -> None:
+    (one, _), (other, _) = make(), make(settings="x" * (what == "settings"))
+    put(one, "x")
+    fields = {name: getattr(SCOPE, name) for name in SCOPE.__slots__} | ({what: "other"} if what != "settings" else {})
+    assert get(other, "x", scope=Scope(**fields)) == []
+
+
+@pytest.mark.parametrize("seal", [Seal(b"other"), Seal(key=bytes(32))])
+def test_values_of_another_secret_are_counted_misses(make: Callable[..., tuple[Tier, Frail]], seal: Seal) -> None:
+    (one, _), (other, _) = make(Seal(b"secret")), make(seal)
+    put(one, "x")
+    assert get(other, "x") == []
+    assert other.stats().n_mismatched == {"damaged": 1}
+    assert other._behind.counters.snapshot().errors == 0
+
+
+def test_values_of_a_later_format_and_of_other_keys_are_counted_misses(make: Callable[..., tuple[Tier, Frail]]) -> None:
+    tier, store = make()
+    put(tier, "x", "xy")
+    values = store.place.values
+    (a, (generation, first)), (b, (_, second)) = values.items()
+    values[a] = generation, second
+    values[b] = generation, second[:4] + b"\2\0" + second[6:]
+    assert get(tier, "x", "xy") == []
+    assert tier.stats().n_mismatched == {"other_key": 1, "other_format": 1}
+    values[a] = generation, first
+    assert get(tier, "x") == ["x"]
+
+
+def test_a_store_that_fails_is_left_alone_until_it_answers(
+    make: Callable[..., tuple[Tier, Frail]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(write_behind, "_REST_S", 0.001)
+    tier, store = make()
+    put(tier, "x")
+    store.fails = True
+    for _ in range(5):
+        assert get(tier, "x") == [] and tier.held(SCOPE, ["x"]) == 0
+    assert not tier.stats().is_answering
+    assert tier._behind.counters.snapshot().errors == 3  # the others did not ask
+    put(tier, "xy")
+    assert tier.stats().n_dropped == 1
+    store.fails = False
+    end = time.monotonic() + 20
+    while not tier.stats().is_answering and time.monotonic() < end:
+        time.sleep(0.001)
+    put(tier, "xy")
+    assert get(tier, "x", "xy") == ["x", "xy"]
+
+
+def test_a_write_that_fails_drops_what_it_was_to_write(make: Callable[..., tuple[Tier, Frail]]) -> None:
+    tier, store = make()
+    tier.generation("a")
+    store.fails = True
+    put(tier, "x")
+    store.fails = False
+    put(tier, "xy")
+    assert get(tier, "x", "xy") == ["xy"]
+    assert (tier.stats().n_written, tier.stats().n_dropped) == (1, 1)
+
+
+def test_putting_never_waits_and_what_is_too_much_is_dropped(
+    make: Callable[..., tuple[Tier, Frail]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(write_behind, "MAX_WAITING_BYTES", 100)
+    tier, store = make()
+    store.may_write.clear()
+    for i in range(10):
+        tier.put(SCOPE, f"{i}", {"h": torch.zeros(5)}, {"name": f"{i}"}, tier.generation("a"))
+    store.may_write.set()
+    tier.drain()
+    stats = tier.stats()
+    assert stats.n_written + stats.n_dropped == 10
+    assert stats.n_written == 5 and get(tier, *map(str, range(10))) == [*"01234"]
+
+
+def test_a_purge_reaches_who_follows(make: Callable[..., tuple[Tier, Frail]]) -> None:
+    (one, _), (other, _) = make(), make()
+    put(one, "x")
+    put(other, "xy", scope=Scope("b", "weights", "float32", "eager"))
+    assert forgotten(other) == []
+    before, told = other.generation("a"), list[str | None]()
+    one.remove("a", told.append)
+    assert told == ["a"] and forgotten(one) == []
+    assert get(one, "x") == get(other, "x") == []
+    other.put(SCOPE, "late", {"h": torch.zeros(1)}, {"name": "late"}, other.generation("a"))  # it has not looked yet
+    other.drain()
+    assert get(other, "late") == []
+    assert forgotten(other) == ["a"] and forgotten(other) == []
+    assert other.generation("a") == one.generation("a") != before
+    put(other, "again")
+    assert get(one, "again") == ["again"]
+    one.remove(None, told.append)
+    assert told == ["a", None] and forgotten(other) == [None]
+
+
+def test_where_events_are_missing_namespaces_that_moved_are_forgotten(make: Callable[..., tuple[Tier, Frail]]) -> None:
+    (one, _), (other, _) = make(), make()
+    for name in "abc":
+        other.generation(name)
+    one.remove("b", lambda name: None)
+    other._cursor = "no cursor"
+    assert forgotten(other) == ["b"]
+    assert forgotten(other) == []
+
+
+def test_what_a_purge_could_not_remove_is_an_error_of_the_purge(make: Callable[..., tuple[Tier, Frail]]) -> None:
+    tier, store = make()
+    store.close()
+    with pytest.raises(StoreError, match="closed"):
+        store.ping()
+    store.is_open = True
+
+    def fail(namespace: str | None) -> int:
+        raise StoreError("out of order")
+
+    store.remove = fail  # type: ignore[method-assign]
+    with pytest.raises(StoreError, match="out of order"):
+        tier.remove("a", lambda name: None)
+
+
+def test_closing_writes_what_waits(make: Callable[..., tuple[Tier, Frail]]) -> None:
+    tier, store = make()
+    for i in range(50):
+        tier.put(SCOPE, f"{i}", {"h": torch.zeros(5)}, {}, tier.generation("a"))
+    tier.close()
+    tier.close()
+    assert len(store.place.values) == 50 and not store.is_open
+    tier.put(SCOPE, "late", {"h": torch.zeros(5)}, {}, 0)
+    assert tier.stats().n_dropped == 1
+
+
+def test_a_store_is_closed_when_its_cache_is_gone(make: Callable[..., tuple[Tier, Frail]]) -> None:
+    store = Frail("gone")
+    tier = Tier(store, Seal(), "", Counters())
+    put(tier, "x")
+    del tier
+    assert not store.is_open
+    del Shared.places["gone"]
+
+
+@pytest.mark.parametrize(
+    ("least", "n_tokens", "pays"), [(0, 0, True), (16, 15, False), (16, 16, True), (None, 10**6, False)]
+)
+def test_short_values_are_not_read(least: int | None, n_tokens: int, pays: bool) -> None:
+    assert BreakEven(least).pays(n_tokens) is pays
+
+
+def test_a_read_may_take_as_long_as_computing() -> None:
+    assert BreakEven(0).patience_s(10**6) == 1.0
+    assert BreakEven(0, 0.01).patience_s(512) == pytest.approx(5.12)
+    assert BreakEven(0, 1e-6).patience_s(1) == 0.005

@@ -1,0 +1,391 @@
+"""A cache with a store behind its memory: a restart serves what was there, and nothing wrong ever."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from llmcache import ConfigError, LLMCache
+from llmcache.banks.stores.disk import DiskStore
+from llmcache.banks.stores.seal import KEY, SECRET
+from tests.inside import components
+from tests.reuse.prompts import BLOCK, branch
+from tests.tiny_models import CLASSIFIERS, GENERATORS, STRANGE_GENERATORS, build, tokens
+
+ENCODERS = {"bert": CLASSIFIERS["bert"], "roberta": CLASSIFIERS["roberta"], "gpt2": CLASSIFIERS["gpt2"]}
+DECODERS = {"gpt2": GENERATORS["gpt2"], "llama": GENERATORS["llama"], "qwen3": STRANGE_GENERATORS["qwen3"]}
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Callable[..., LLMCache]:
+    """Starts a server anew: another model with the same weights, and one folder."""
+
+    def act(make: Callable[[], nn.Module], **settings: Any) -> LLMCache:
+        options = {"store_least_tokens": 0, "prefix_block": BLOCK, "auto_bypass": False, **settings}
+        return LLMCache.wrap(build(make), store={"name": "disk", "folder": str(tmp_path / "store")}, **options)
+
+    return act
+
+
+def plainly(cache: LLMCache, ids: Tensor, **inputs: Any) -> Any:
+    with cache.disabled():
+        return cache(ids, **inputs)
+
+
+def first(output: Any) -> Tensor:
+    found: Tensor = output[0]
+    return found
+
+
+def stop(cache: LLMCache) -> None:
+    assert cache.stats().errors == 0, cache.stats().health
+    cache.unwrap()
+
+
+@pytest.mark.parametrize("payload", ["auto", "sequence"])
+@pytest.mark.parametrize("family", ENCODERS)
+def test_a_restart_serves_repeats_of_an_encoder(started: Callable[..., LLMCache], family: str, payload: str) -> None:
+    settings = {"payload": payload} if family != "gpt2" else {"payload": payload, "prefix": False}
+    ids = tokens(3, 9)
+    cache = started(ENCODERS[family], **settings)
+    expected = first(cache(ids))
+    stop(cache)
+    cache = started(ENCODERS[family], **settings)
+    assert torch.equal(first(cache(ids)), expected)
+    assert cache.stats().hits == {"exact": 3}
+    assert cache.stats().store.n_found == 3
+    assert torch.equal(first(cache(ids)), expected)  # from memory
+    assert cache.stats().store.n_asked == 3
+    stop(cache)
+
+
+@pytest.mark.parametrize("layers", ["all", [1, 3]])
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_entries_of_several_layers_come_back_with_their_kv(
+    started: Callable[..., LLMCache], layers: Any, use_cache: bool
+) -> None:
+    settings = {"payload": "sequence", "layers": layers, "prefix": False}
+    ids, more = tokens(1, 9), tokens(1, 1, seed=3)
+    for n_hits in 0, 1:
+        cache = started(DECODERS["llama"], **settings)
+        output = cache(ids, use_cache=use_cache)
+        assert cache.stats().n_hits == n_hits
+        if use_cache:
+            following = cache(more, past_key_values=output.past_key_values)
+            expected = plainly(cache, torch.cat([ids, more], 1)).logits[:, -1:]
+            torch.testing.assert_close(following.logits, expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(output.logits, plainly(cache, ids).logits, atol=1e-5, rtol=1e-5)
+        stop(cache)
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_a_restart_serves_repeats_and_beginnings_of_a_decoder(started: Callable[..., LLMCache], family: str) -> None:
+    ids = tokens(1, 18)
+    cache = started(DECODERS[family])
+    expected = first(cache(ids))
+    stop(cache)
+
+    cache = started(DECODERS[family])
+    assert torch.equal(first(cache(ids)), expected)
+    assert cache.last[0].rung == "exact"
+    stop(cache)
+
+    cache = started(DECODERS[family])
+    longer = torch.cat([ids, tokens(1, 7, seed=2)], dim=1)
+    for prompt, n_known in ((branch(ids, 14, 20), 12), (longer, 16)):  # whole blocks
+        expected = first(plainly(cache, prompt))
+        torch.testing.assert_close(first(cache(prompt)), expected, atol=1e-5, rtol=1e-5)
+        assert (cache.last[0].rung, cache.last[0].n_prefix) == ("prefix", n_known)
+    stop(cache)
+
+    cache = started(DECODERS[family])  # what came after a prefix was kept as well
+    cache(longer)
+    assert cache.last[0].n_prefix == 24
+    stop(cache)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_generation_goes_on_after_a_restart_as_it_would_have(started: Callable[..., LLMCache], family: str) -> None:
+    ids = tokens(1, 17)
+    cache = started(DECODERS[family])
+    model: Any = cache.model
+    expected = model.generate(ids, max_new_tokens=8, do_sample=False)
+    stop(cache)
+    for prompt in (ids, expected[:, :20]):
+        cache = started(DECODERS[family])
+        model = cache.model
+        with cache.disabled():
+            alone = model.generate(prompt, max_new_tokens=8, do_sample=False)
+        assert torch.equal(model.generate(prompt, max_new_tokens=8, do_sample=False), alone)
+        assert cache.stats().n_hits == 1
+        stop(cache)
+
+
+def test_padding_of_each_layout_comes_back_as_it_was(started: Callable[..., LLMCache]) -> None:
+    ids = tokens(2, 12)
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    for n_hits in 0, 2:
+        cache = started(DECODERS["gpt2"])
+        output = cache(ids, attention_mask=mask)
+        assert torch.equal(output.logits, plainly(cache, ids, attention_mask=mask).logits) or n_hits == 0
+        assert cache.stats().n_hits == n_hits
+        stop(cache)
+
+
+def test_of_a_batch_each_row_is_read_by_itself(started: Callable[..., LLMCache]) -> None:
+    ids = tokens(4, 9)
+    cache = started(ENCODERS["bert"])
+    cache(ids[:2])
+    stop(cache)
+    cache = started(ENCODERS["bert"])
+    output = first(cache(ids))
+    assert [outcome.rung for outcome in cache.last] == ["exact", "exact", None, None]
+    torch.testing.assert_close(output, first(plainly(cache, ids)), atol=1e-5, rtol=1e-5)
+    stop(cache)
+
+
+def edit(model: nn.Module) -> None:
+    with torch.no_grad():
+        next(model.parameters()).mul_(1.01)
+
+
+def configure(model: Any) -> None:
+    model.config.layer_norm_epsilon = model.transformer.h[0].ln_1.eps = 1e-3
+
+
+@pytest.mark.parametrize("change", [edit, configure, lambda model: model.double()])
+def test_another_model_is_served_nothing_of_the_first(
+    started: Callable[..., LLMCache], tmp_path: Path, change: Callable[[Any], object]
+) -> None:
+    ids = tokens(1, 18)
+    cache = started(DECODERS["gpt2"])
+    cache(ids)
+    stop(cache)
+    model = build(DECODERS["gpt2"])
+    change(model)
+    store = {"name": "disk", "folder": str(tmp_path / "store")}
+    with LLMCache.wrap(model, store=store, store_least_tokens=0, prefix_block=BLOCK) as cache:
+        assert torch.equal(first(cache(ids)), first(plainly(cache, ids)))
+        assert (cache.stats().n_hits, cache.stats().store.n_mismatched) == (0, {})
+
+
+def test_namespaces_do_not_see_each_other(started: Callable[..., LLMCache]) -> None:
+    ids = tokens(1, 18)
+    cache = started(DECODERS["gpt2"])
+    with cache.namespace("a"):
+        cache(ids)
+    stop(cache)
+    cache = started(DECODERS["gpt2"])
+    for name, rung in (("b", None), ("a", "exact")):
+        with cache.namespace(name):
+            cache(ids)
+        assert cache.last[0].rung == rung
+    stop(cache)
+
+
+@pytest.mark.parametrize("make", [ENCODERS["bert"], DECODERS["gpt2"]])
+@pytest.mark.parametrize("everything", [False, True])
+def test_a_purge_by_one_process_reaches_the_others(
+    started: Callable[..., LLMCache], make: Callable[[], nn.Module], everything: bool
+) -> None:
+    """Here two caches stand for two processes: neither serves what was purged, from the store or from memory."""
+    ids, others = tokens(1, 18), tokens(1, 18, seed=1)
+    one, other = started(make), started(make)
+    with one.namespace("a"):
+        one(ids)
+    one(others)
+    one.drain()
+    with other.namespace("a"):
+        other(ids)
+        assert other.last[0].rung == "exact"
+        if everything:
+            one.clear()
+        else:
+            assert one.purge(namespace="a") == 1
+        other(ids)
+        assert other.last[0].rung is None
+    other(others)
+    assert (other.last[0].rung is None) == everything
+    stop(one)
+    stop(other)
+    again = started(make)
+    with again.namespace("a"):
+        again(ids)
+        assert again.last[0].rung == "exact"  # as it was computed after the purge
+    stop(again)
+
+
+@pytest.mark.parametrize("make", [ENCODERS["bert"], DECODERS["gpt2"]])
+def test_what_was_under_way_during_a_purge_is_kept_nowhere(
+    started: Callable[..., LLMCache], make: Callable[[], nn.Module]
+) -> None:
+    ids, one, other = tokens(1, 18), started(make), started(make)
+    has_purged: list[int] = []
+    layer = components(other).trunk.layers[2]
+    hook = layer.register_forward_hook(lambda *_: has_purged or has_purged.append(one.purge(namespace="default")))
+    other(ids)
+    hook.remove()
+    assert has_purged
+    other(ids)
+    assert other.last[0].rung is None
+    other.drain()
+    assert other(ids) is not None and other.last[0].rung == "exact"
+    stop(one)
+    stop(other)
+
+
+@pytest.mark.parametrize("make", [ENCODERS["bert"], DECODERS["gpt2"]])
+def test_damaged_values_are_computed_and_counted(
+    started: Callable[..., LLMCache], make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llmcache.banks.stores.disk.LARGE_BYTES", 100)  # each value in a file
+    ids, chance = tokens(1, 18), random.Random(0)
+    cache = started(make)
+    cache(ids)
+    stop(cache)
+    store: DiskStore | None = None
+    for what in ("flipped", "cut", "emptied"):
+        cache = started(make)
+        store = components(cache).tier._store  # type: ignore[union-attr, assignment]
+        for path in store._values.iterdir():
+            data = bytearray(path.read_bytes())
+            data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+            path.write_bytes(data if what == "flipped" else data[: len(data) // 2] if what == "cut" else b"")
+        expected = first(plainly(cache, ids))
+        assert torch.equal(first(cache(ids)), expected)
+        assert cache.last[0].rung is None
+        if what == "flipped":
+            assert cache.stats().store.n_mismatched.keys() <= {"damaged", "other_key", "other_format"}
+            assert sum(cache.stats().store.n_mismatched.values()) > 0
+        stop(cache)
+
+
+@pytest.mark.parametrize("variable", [SECRET, KEY])
+def test_values_of_another_secret_are_computed(
+    started: Callable[..., LLMCache], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, variable: str
+) -> None:
+    ids = tokens(1, 18)
+    for secret, rung in (("A" * 43 + "=", None), ("B" * 42 + "A=", None), ("A" * 43 + "=", "exact")):
+        monkeypatch.setenv(variable, secret)
+        cache = started(DECODERS["gpt2"])
+        output = first(cache(ids))
+        assert cache.last[0].rung == rung
+        assert torch.equal(output, first(plainly(cache, ids)))
+        stop(cache)
+    if variable == KEY:
+        written = [path.read_bytes() for path in (tmp_path / "store").rglob("*") if path.is_file()]
+        assert not any(b'"tensors"' in data for data in written)
+
+
+def test_what_leaves_memory_comes_back_from_the_store(started: Callable[..., LLMCache]) -> None:
+    for make, settings in (
+        (ENCODERS["bert"], {"max_entries": 1}),
+        (DECODERS["gpt2"], {"max_bytes": 60_000}),
+    ):
+        cache = started(make, **settings)
+        asked = [tokens(1, 24, seed=seed) for seed in range(4)]
+        expected = [first(cache(ids)) for ids in asked]
+        assert cache.stats().n_evicted_total > 0
+        cache.drain()
+        for ids, output in zip(asked, expected, strict=True):
+            assert torch.equal(first(cache(ids)), output)
+            assert cache.last[0].rung == "exact"
+            cache.drain()
+        stop(cache)
+
+
+def test_what_the_store_lost_is_written_again_when_it_leaves_memory(started: Callable[..., LLMCache]) -> None:
+    cache = started(ENCODERS["bert"], max_entries=1)
+    ids = tokens(1, 9)
+    cache(ids)
+    cache.drain()
+    store = components(cache).tier._store  # type: ignore[union-attr]
+    with store._index.writing() as changes:  # type: ignore[attr-defined]
+        changes.evict(0)
+    assert store.stats().n_values == 0
+    cache(tokens(1, 9, seed=1))
+    cache.drain()
+    cache(ids)
+    assert cache.last[0].rung == "exact"
+    stop(cache)
+
+
+def test_short_requests_are_computed(started: Callable[..., LLMCache]) -> None:
+    for make in (ENCODERS["bert"], DECODERS["gpt2"]):
+        for n_hits in 0, 1:
+            cache = started(make, store_least_tokens=16)
+            for length in 8, 24:
+                cache(tokens(1, length, seed=length))
+            assert cache.stats().n_hits == n_hits
+            stop(cache)
+
+
+@pytest.mark.parametrize("make", [ENCODERS["bert"], DECODERS["llama"]])
+def test_from_how_many_tokens_on_reading_pays_is_measured(started: Callable[..., LLMCache], make: Any) -> None:
+    cache = started(make, store_least_tokens=None)
+    made = components(cache).tier.break_even  # type: ignore[union-attr]
+    assert made.token_s is not None and (made.least_tokens is None or made.least_tokens >= 0)
+    stats = cache.stats()
+    assert (stats.store.least_tokens, stats.store.n_values, stats.n_requests) == (made.least_tokens, 0, 0)
+    stop(cache)
+
+
+def test_nothing_is_measured_with_a_model_that_others_watch(tmp_path: Path) -> None:
+    n_seen = []
+    model = build(ENCODERS["bert"])
+    model.bert.encoder.layer[0].register_forward_hook(lambda *_: n_seen.append(1))  # type: ignore[union-attr, operator]
+    with LLMCache.wrap(model, store={"name": "disk", "folder": str(tmp_path / "store")}) as cache:
+        assert cache.stats().store.least_tokens == 0 and not n_seen
+    model = build(ENCODERS["bert"]).train()
+    with LLMCache.wrap(model, store={"name": "disk", "folder": str(tmp_path / "store")}) as cache:
+        assert cache.stats().store.least_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"mode": "paper", "tau": 0.9}, "mode 'paper'"),
+        ({"policy": {"name": "ttl", "ttl_s": 1.0}}, "policy 'ttl'"),
+        ({"exact": False, "tau": 0.9}, "nothing could be served"),
+        ({"compression": {"name": "int8"}, "tau": 0.9}, "compression='int8'"),
+        ({"store": {"name": "memory", "folder": "x"}}, "'memory' takes no options"),
+        ({"store": "disk"}, "folder"),
+        ({"store": {"name": "disk", "folder": "/proc/x"}}, "cannot be used"),
+    ],
+)
+def test_settings_that_could_serve_nothing_rightly_are_refused(
+    started: Callable[..., LLMCache], tmp_path: Path, settings: dict[str, Any], message: str
+) -> None:
+    store = {"name": "disk", "folder": str(tmp_path / "store")}
+    with pytest.raises(ConfigError, match=message):
+        LLMCache.wrap(build(ENCODERS["bert"]), **{"store": store, **settings})
+
+
+def test_a_store_that_fails_costs_speed_alone(started: Callable[..., LLMCache]) -> None:
+    for make in (ENCODERS["bert"], DECODERS["gpt2"]):
+        cache, ids = started(make), tokens(1, 18)
+        components(cache).tier._store.close()  # type: ignore[union-attr]
+        expected = first(plainly(cache, ids))
+        for _ in range(2):
+            assert torch.equal(first(cache(ids)), expected)
+        assert cache.last[0].rung == "exact"  # from memory
+        assert cache.stats().errors > 0
+        cache.unwrap()
+
+
+def test_a_save_is_loaded_beside_a_store(started: Callable[..., LLMCache], tmp_path: Path) -> None:
+    cache, ids = started(ENCODERS["bert"]), tokens(1, 9)
+    cache(ids)
+    cache.save(tmp_path / "save")
+    stop(cache)
+    with LLMCache.load(build(ENCODERS["bert"]), tmp_path / "save") as cache:
+        other = started(ENCODERS["bert"])
+        other.clear()
+        cache(ids)
+        assert cache.last[0].rung is None  # purged elsewhere since it was loaded
+        stop(other)
