@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from time import perf_counter
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from pydantic import Field, PositiveInt
@@ -32,7 +32,6 @@ from experiments.measures.bench.latency import rotated
 from experiments.models.architectures import build, check
 from experiments.models.loading import find
 from experiments.support.folders import Folders
-from experiments.support.section import ONE_OR_MORE
 from llmcache import LLMCache
 from llmcache.generation import Sampling, generate
 
@@ -47,7 +46,7 @@ class Restart(Experiment):
     # Causal architectures of the benchmark, with random weights, or prepared models and folders.
     models: tuple[str, ...] = Field(min_length=1)
     # Tokens of a conversation.
-    lengths: Annotated[tuple[PositiveInt, ...], ONE_OR_MORE] = Field(default=(128, 512), min_length=1)
+    lengths: tuple[PositiveInt, ...] = Field(default=(128, 512), min_length=1)
     question: int = Field(default=32, ge=1)  # tokens of the new question
     rounds: int = Field(default=3, ge=1)  # processes of each way
     store_least_tokens: int | None = Field(default=None, ge=0)  # of llmcache
