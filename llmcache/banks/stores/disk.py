@@ -158,7 +158,7 @@ class DiskStore(Store):
                     f"{self._folder}: on a network ({kind}), where SQLite's locks do not hold: name a "
                     "folder on a local disk"
                 )
-            known = {_INDEX, _LOCK, self._values.name, f"{_INDEX}-wal", f"{_INDEX}-shm"}
+            known = {_LOCK, self._values.name, *(f"{_INDEX}{suffix}" for suffix in ("", "-wal", "-shm", "-journal"))}
             if foreign := {path.name for path in self._folder.iterdir()} - known:
                 raise ValueError(f"{self._folder}: holds something else ({min(foreign)}): name a folder of its own")
             with FileLock(self._folder / _LOCK, timeout=_PATIENCE_S):
@@ -179,9 +179,11 @@ class DiskStore(Store):
             gone = [*changes.drop(), *changes.evict(self._max_bytes)]
             files = changes.files()
             for path in self._values.iterdir():
-                is_old = path.suffix == _PART and time.time() - path.stat().st_mtime > _PART_AGE_S
-                if is_old or (path.suffix != _PART and path.name not in files):
+                if path.suffix != _PART and path.name not in files:
                     gone.append(path.name)
+                with suppress(FileNotFoundError):  # its writer has just left it out
+                    if path.suffix == _PART and time.time() - path.stat().st_mtime > _PART_AGE_S:
+                        gone.append(path.name)
         self._unlink(gone)
 
     def _unlink(self, names: Sequence[str | None]) -> None:
