@@ -42,6 +42,7 @@ from experiments.measures import (
     service,
     set_rates,
     sharing,
+    store_kill,
     sweep,
     trust,
 )
@@ -87,6 +88,7 @@ MEASURES: Mapping[str, Measure] = {
     "policies": Measure(policies.Policies, policies.run),
     "prefix_limit": Measure(prefix_limit.PrefixLimit, prefix_limit.run),
     "restart": Measure(restart.Restart, restart.run),
+    "store_kill": Measure(store_kill.StoreKill, store_kill.run),
     "sharing": Measure(sharing.Sharing, sharing.run),
     "decode": Measure(decode.Decode, decode.run),
     "parity": Measure(parity.Parity, parity.run),

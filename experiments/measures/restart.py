@@ -11,7 +11,6 @@ conversation once more as it was (`repeated`), and another with a new question a
 turns, round by round. Prompts are made of random tokens: time does not hang on what they say.
 """
 
-import multiprocessing
 import os
 import shutil
 import signal
@@ -32,6 +31,7 @@ from experiments.measures.bench.latency import rotated
 from experiments.models.architectures import build, check
 from experiments.models.loading import find
 from experiments.support.folders import Folders
+from experiments.support.processes import begin
 from llmcache import LLMCache
 from llmcache.generation import Sampling, generate
 
@@ -180,12 +180,7 @@ def _ask(
 
 def _in_process(work: Any, *args: Any) -> dict[str, Any]:
     """What a process of its own tells."""
-    context = multiprocessing.get_context("forkserver")  # a clean process, which has imported this module once
-    context.set_forkserver_preload([__name__])
-    listen, say = context.Pipe(duplex=False)
-    process = context.Process(target=work, args=(say, *args))
-    process.start()
-    say.close()
+    process, listen = begin(work, *args)
     try:
         told: dict[str, Any] = listen.recv()
     except EOFError:

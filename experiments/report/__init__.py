@@ -61,6 +61,7 @@ ABOUT: Mapping[str, str] = {
     "prefix_nothing_shared": "What prefixes cost where no two prompts begin alike.",
     "prefix_limit": "Time to first token where a share of the prompt is known, beside the least that it can take.",
     "restart": "Time to first token of known conversations in a new process, from the disk store and without.",
+    "store_kill": "A process that is killed while it writes to the disk store: what the next one has of it.",
     "prefix_decode": "Generation, to its first token and after, in each way that one would serve it.",
     "prefix_parity": "Whether generation with llmcache gives the model's own tokens.",
     "prefix_parity_bfloat16": "Parity in bfloat16, where the same sums round otherwise.",

@@ -116,6 +116,19 @@ KILLS: Mapping[str, Cell] = {
     "lost": of(count, "n_lost"),
     "wrong answers": of(count, "n_wrong"),
 }
+STORE_KILLS: Mapping[str, Cell] = {
+    "model": itemgetter("model"),
+    "kills, each with a start after it": of(count, "n_kills"),
+    "before all was written": of(count, "n_writing"),
+    "half-written files left": of(count, "n_half_written"),
+    "prompts asked again": of(count, "n_looked"),
+    "hits": of(count, "n_hits"),
+    "not written yet": of(count, "n_waiting"),
+    "lost": of(count, "n_lost"),
+    "damaged": of(count, "n_damaged"),
+    "served after their purge": of(count, "n_after_purge"),
+    "wrong answers": of(count, "n_wrong"),
+}
 TIMINGS: Mapping[str, Cell] = {
     "texts that were asked before are": itemgetter("kind"),
     "AUC": _area,
@@ -140,4 +153,9 @@ serve_kill = _shown(
     KILLS,
     "Lost: answered before the last save but one was finished, or held by an earlier save, and not by the last one. "
     "Wrong: not the model's own, of new answers and of those after the start.",
+)
+store_kill = _shown(
+    STORE_KILLS,
+    "Asked again at the next start, after kills and purges. Not written yet: computed, killed before that was said. "
+    "Lost: missing though it was. Wrong: not the model's own.",
 )

@@ -25,7 +25,15 @@ from experiments.report.markdown import (
 )
 from experiments.report.plots import CURVES, LAYERS
 from experiments.report.prompts import decode, parity, prefix, prefix_limit, restart, sharing
-from experiments.report.serving import serve_chat, serve_hits, serve_kill, serve_load, serve_soak, serve_timing
+from experiments.report.serving import (
+    serve_chat,
+    serve_hits,
+    serve_kill,
+    serve_load,
+    serve_soak,
+    serve_timing,
+    store_kill,
+)
 from experiments.report.told import told
 from experiments.report.trust import bound, drift, payback, trust
 from experiments.runs.read import Figures, Run, at, by_size, label_of, varied
@@ -249,6 +257,7 @@ TABLES: Mapping[str, Callable[[Sequence[Run]], Iterator[str]]] = {
     "policies": policies,
     "prefix_limit": prefix_limit,
     "restart": restart,
+    "store_kill": store_kill,
     "sharing": sharing,
     "decode": decode,
     "parity": parity,

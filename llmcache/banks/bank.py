@@ -110,8 +110,8 @@ class Bank:
         """Hold an entry, which is given away, making room for it first.
 
         `demote`, if any, is given each entry that has to leave for it, before it does. `on_evict` is told each key that
-        left for it, at once: what is put later may fail. If that fails, the key
-        is not held. An entry that does not fit an empty bank is refused (`ValueError`).
+        left for it, at once: what is put later may fail. If that fails, the key is not held. An entry that does not fit
+        an empty bank is refused (`ValueError`).
         """
         if not self.fits(entry):
             raise ValueError(f"entry of {entry.nbytes} bytes exceeds the bank's {self.max_bytes}")

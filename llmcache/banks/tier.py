@@ -80,6 +80,7 @@ class Tier:
         self._read_s = 0.0
         self.break_even = BreakEven()
         self.follow(lambda namespace: None)  # from now on: what was purged before is not in memory
+        self._cursor = self._cursor or ""  # of a store that is not there yet, events may be missing when it is
 
     def generation(self, namespace: str) -> int:
         """The generation of a namespace, as far as this cache knows; that of what is put in it from now on."""
@@ -100,8 +101,8 @@ class Tier:
             asked = dict(self._generations)  # of others there is nothing in memory
             cleared = [event.namespace for event in events.found if event.kind == "cleared"]
             if since is not None and not events.is_complete:
-                cleared += [name for name, known in asked.items() if self._now(name) != known]
-            for name in dict.fromkeys(name for name in cleared if name is None or name in asked):
+                cleared += [name for name, known in asked.items() if known is None or self._now(name) != known]
+            for name in dict.fromkeys(name for name in cleared if name in asked or (name is None and asked)):
                 self._forget(name, forget)
             self._cursor = events.cursor
 
@@ -112,13 +113,10 @@ class Tier:
             StoreError: The store could not, and may still serve what it holds. It is gone from memory.
         """
         with self._following:
-            if namespace is not None:
-                self._generations.setdefault(namespace, None)
             try:
                 self._store.remove(namespace)
-            except Exception:
+            finally:  # whether or not the store can tell of it
                 self._forget(namespace, forget)
-                raise
             self.follow(forget)  # with what others did
 
     def held(self, scope: Scope, names: Sequence[str]) -> int:
@@ -127,7 +125,10 @@ class Tier:
         return self._ask("look what the store has", lambda: self._store.contains_prefix(keys)) or 0
 
     def fetch(self, scope: Scope, names: Sequence[str], n_tokens: int) -> Iterator[Opened | None]:
-        """Values by name, in order, each checked when its turn comes; `n_tokens` of computing are saved by all."""
+        """Values by name, in order; `n_tokens` of computing are saved by all.
+
+        Each is checked when its turn comes, which is also when a file is read; not those that are late.
+        """
         keys, started = [self._key(scope, name) for name in names], perf_counter()
         deadline = monotonic() + self.break_even.patience_s(n_tokens)
         values = self._ask("read from the store", lambda: self._store.get_many(keys, deadline))
@@ -135,7 +136,7 @@ class Tier:
         self._read_s += perf_counter() - started
         for key, value in zip(keys, values or [None] * len(keys), strict=True):
             started = perf_counter()
-            opened = None if value is None else self._open(key, value)
+            opened = None if value is None or monotonic() >= deadline else self._open(key, value)
             self._counts["found"] += opened is not None
             self._read_s += perf_counter() - started
             yield opened

@@ -128,6 +128,10 @@ class WriteBehind:
         puts: list[Put] = []
         nbytes = 0
         for i, job in enumerate(jobs):
+            if self.breaker.is_open:
+                self.n_dropped += len(puts)
+                self._drop(jobs[i:])
+                return
             try:
                 if not self.store.contains_prefix([job.key]):
                     puts.append(Put(job.key, self.seal.close(job.key, job.tensors, job.about), job.generation))

@@ -39,7 +39,7 @@ class Prefill:
         generation: Likewise; see `Read`.
         keeps_requests: The exact rung is served from blocks, so no entries are stored for it, where rows fit.
         n_purges: Of the pool, when it began.
-        chains: The blocks of rows, by number, of those that were asked for.
+        chains: The blocks of rows that were asked for, by number and namespace; None: their own.
         served: Tokens that a stored prefix serves, at least one, by row number.
         states: What the trunk put out at the columns that are cut, to be joined (B, C, D); None when nothing is served.
         repeats: Rows that are held as a whole, by number; empty when a prefix is served.
@@ -51,7 +51,7 @@ class Prefill:
     generation: int
     keeps_requests: bool
     n_purges: int
-    chains: dict[int, tuple[Link, ...]] = field(default_factory=dict)
+    chains: dict[tuple[int, str | None], tuple[Link, ...]] = field(default_factory=dict)
     served: Mapping[int, int] = field(default_factory=dict)
     states: Sequence[Tensor] | None = None
     repeats: "Mapping[int, Reuse]" = field(default_factory=dict)

@@ -5,11 +5,12 @@ import multiprocessing
 import os
 import random
 import resource
+import shutil
 import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -122,14 +123,32 @@ def test_what_is_read_outlives_its_file(store: DiskStore, folder: Path) -> None:
     assert files(folder) == [] and read is not None and bytes(read) == value("a")
 
 
-def test_a_file_that_is_gone_or_cut_short_is_a_miss_and_may_be_put_again(store: DiskStore, folder: Path) -> None:
-    put(store, "a", "b")
+def test_a_file_that_is_gone_or_cut_short_holds_no_value_and_may_be_put_again(store: DiskStore, folder: Path) -> None:
+    put(store, "a", "b", "c")
+    gone, short, emptied = files(folder)
+    gone.unlink()
+    os.truncate(short, LARGE // 2)
+    os.truncate(emptied, 0)
+    found = get(store, "a", "b", "c")
+    assert sorted((len(one) for one in found if one is not None), reverse=True) == [LARGE // 2, 0]  # seals refuse both
+    assert [store.contains_prefix([key(name)]) for name in "abc"] == [0, 0, 0]
+    put(store, "a", "b", "c")
+    assert get(store, *"abc") == [value(name) for name in "abc"]
+    assert (store.stats().n_values, len(files(folder))) == (3, 3)
+
+
+def test_a_file_that_was_gone_while_another_process_put_it_again_stays(store: DiskStore, folder: Path) -> None:
+    put(store, "a")
     files(folder)[0].unlink()
-    os.truncate(files(folder)[0], LARGE // 2)
-    assert held(store, "a", "b") == []
-    put(store, "a", "b")
+    assert held(store, "a") == []
+    other = DiskStore(str(folder))
+    with other._index.writing() as changes:
+        changes.evict(0)
+    put(other, "a")
+    put(store, "b")
     assert held(store, "a", "b") == ["a", "b"]
-    assert store.stats().n_values == 2
+    assert len(files(folder)) == 2
+    other.close()
 
 
 def test_who_opens_it_removes_what_killed_processes_left(store: DiskStore, folder: Path) -> None:
@@ -153,21 +172,27 @@ def test_nothing_of_what_was_purged_is_left_in_the_folder(store: DiskStore, fold
     assert not any(b"private" in path.read_bytes() for path in folder.rglob("*") if path.is_file())
 
 
-def work(folder: str, number: int, n: int) -> None:
+def work(folder: str, number: int, n: int, max_bytes: int) -> None:
     """What a process of its own puts."""
-    store = DiskStore(folder)
+    store = DiskStore(folder, max_bytes)
     for i in range(n):
         put(store, f"{number}.{i}", f"shared {i}", size=(SMALL, LARGE)[i % 2])
     store.close()
 
 
-@pytest.mark.slow
-def test_several_processes_write_at_once(store: DiskStore, folder: Path) -> None:
+def begin(folder: Path, n: int, max_bytes: int) -> list[Any]:
+    """Three processes that put."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    workers = [context.Process(target=work, args=(str(folder), number, 20)) for number in range(3)]
+    workers = [context.Process(target=work, args=(str(folder), number, n, max_bytes)) for number in range(3)]
     for worker in workers:
         worker.start()
+    return workers
+
+
+@pytest.mark.slow
+def test_several_processes_write_at_once(store: DiskStore, folder: Path) -> None:
+    workers = begin(folder, 20, disk.GIB)
     seen = store.events(None).cursor
     for worker in workers:
         worker.join(120)
@@ -178,6 +203,19 @@ def test_several_processes_write_at_once(store: DiskStore, folder: Path) -> None
     assert store.stats().n_values == 80
     assert len(files(folder)) == 40
     assert store.events(seen).is_complete
+
+
+@pytest.mark.slow
+def test_the_budget_is_one_for_all_processes(folder: Path) -> None:
+    max_bytes = 5 * LARGE
+    store = DiskStore(str(folder), max_bytes)
+    workers = begin(folder, 40, max_bytes)
+    while any(worker.is_alive() for worker in workers):
+        assert store.stats().nbytes <= max_bytes
+    assert [worker.exitcode for worker in workers] == [0, 0, 0]
+    lying = sum(path.stat().st_size for path in files(folder))
+    assert 3 * LARGE <= lying <= store.stats().nbytes <= max_bytes
+    store.close()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
@@ -300,6 +338,47 @@ def test_a_full_disk_is_an_error_that_is_told_and_what_is_held_stays(folder: Pat
         "['a'] ['']",
         "['a', 'b']",
     ], done.stderr
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[Callable[..., Path]]:
+    """Mounts a file system in memory, or mounts it again, with options."""
+    folder = tmp_path / "mounted"
+    folder.mkdir()
+
+    def act(options: str) -> Path:
+        command = ["mount", "-t", "tmpfs", "-o", options, "llmcache", str(folder)]
+        if shutil.which("mount") is None or subprocess.run(command, capture_output=True, check=False).returncode:
+            pytest.skip("may not mount a file system")
+        return folder
+
+    yield act
+    subprocess.run(["umount", "-l", str(folder)], capture_output=True, check=False)
+
+
+def test_a_file_system_that_is_read_only_is_refused(mount: Callable[..., Path]) -> None:
+    folder = mount("size=16m") / "store"
+    DiskStore(str(folder)).close()
+    mount("remount,ro")
+    for place in folder, folder.with_name("other"):
+        with pytest.raises(ConfigError, match=r"cannot be used: .*name a folder that can be written to"):
+            opened(place)
+
+
+def test_a_file_system_that_is_full_is_an_error_that_is_told(mount: Callable[..., Path]) -> None:
+    folder = mount("size=2m") / "store"
+    store = DiskStore(str(folder))
+    put(store, "a")
+    with pytest.raises(StoreError, match=r"could not write|index"):
+        for i in range(100):
+            put(store, i)
+    assert held(store, "a") == ["a"]
+    for size in SMALL, LARGE:  # and goes on so
+        with pytest.raises(StoreError):
+            for i in range(10_000):
+                put(store, f"{size} {i}", size=size)
+    assert held(store, "a") == ["a"]
+    store.close()
 
 
 def test_an_index_that_is_damaged_in_service_is_a_store_error(store: DiskStore, folder: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from llmcache import StoreError
 from llmcache.banks import write_behind
 from llmcache.banks.stores import Bytes, Events, Put, StoreKey
-from llmcache.banks.stores.seal import Seal
+from llmcache.banks.stores.seal import Opened, Seal
 from llmcache.banks.tier import BreakEven, Tier
 from llmcache.counters import Counters
 from llmcache.request.rows import Scope
@@ -219,6 +219,55 @@ def test_what_a_purge_could_not_remove_is_an_error_of_the_purge(make: Callable[.
     store.remove = fail  # type: ignore[method-assign]
     with pytest.raises(StoreError, match="out of order"):
         tier.remove("a", lambda name: None)
+
+
+def test_a_purge_reaches_the_memory_though_the_store_cannot_tell_of_it(make: Callable[..., tuple[Tier, Frail]]) -> None:
+    tier, store = make()
+    put(tier, "x")
+    store.fails, told = True, list[str | None]()
+    tier.remove("a", told.append)
+    assert told == ["a"] and store.stats().n_values == 0
+
+
+def test_what_was_purged_before_the_store_could_be_asked_is_forgotten(make: Callable[..., tuple[Tier, Frail]]) -> None:
+    (one, _), (other, store) = make(), make()
+    store.fails = True
+    late = Tier(store, Seal(), "", Counters())  # opened while the store does not answer
+    before = late.generation("a")
+    one.remove("a", lambda name: None)
+    store.fails = False
+    assert forgotten(late) == ["a"] and forgotten(late) == []
+    assert late.generation("a") == other.generation("a") != before
+
+
+def test_once_a_store_has_failed_what_waits_is_dropped(make: Callable[..., tuple[Tier, Frail]]) -> None:
+    tier, store = make()
+    generation = tier.generation("a")
+    store.may_write.clear()
+    store.n_calls = 0
+    for i in range(100):
+        tier.put(SCOPE, f"{i}", {"h": torch.zeros(5)}, {"name": f"{i}"}, generation)
+        while store.n_calls < 3:  # until the first one is being put
+            time.sleep(0.001)
+    store.fails, store.n_calls = True, 0
+    store.may_write.set()
+    tier.drain()
+    assert (tier.stats().n_written, tier.stats().n_dropped) == (0, 100)
+    assert store.n_calls < 20
+
+
+def test_what_is_late_is_not_read(make: Callable[..., tuple[Tier, Frail]]) -> None:
+    class Slow(Seal):
+        def open(self, key: StoreKey, value: Bytes) -> Opened:
+            time.sleep(0.02)
+            return super().open(key, value)
+
+    tier, _ = make(Slow())
+    put(tier, *"abc")
+    tier.break_even = BreakEven(token_s=0.0)
+    assert len(get(tier, *"abc")) <= 1
+    tier.break_even = BreakEven(token_s=60.0)
+    assert get(tier, *"abc") == [*"abc"]
 
 
 def test_closing_writes_what_waits(make: Callable[..., tuple[Tier, Frail]]) -> None:

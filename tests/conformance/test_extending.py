@@ -281,7 +281,7 @@ def test_a_family_may_be_named_where_the_class_does_not_tell(tmp_path: Path) -> 
 def test_all_at_once_saved_and_loaded(register: Callable[..., Any], tmp_path: Path) -> None:
     made = [register(kind) for kind in REGISTRIES]
     model, ids = build(CLASSIFIERS["bert"]), tokens(3, 6)
-    settings = dict.fromkeys(REGISTRIES, "mine") | {"rungs": ["mine"]}
+    settings = dict.fromkeys(REGISTRIES, "mine") | {"rungs": ["mine"], "store_least_tokens": 7}
     with wrapped(model, tau=0.9999, max_entries=3, **settings) as cache:
         expected = cache(ids).logits
         keys = [outcome.key for outcome in cache.last]

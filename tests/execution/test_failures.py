@@ -61,9 +61,9 @@ def break_part(cache: LLMCache, part: str, *methods: str) -> Breakable:
 
 
 BREAKS = {
-    "store reads": ("store", "__getitem__"),
-    "store writes": ("store", "__setitem__"),
-    "store deletes": ("store", "__delitem__"),
+    "store reads": ("memory", "__getitem__"),
+    "store writes": ("memory", "__setitem__"),
+    "store deletes": ("memory", "__delitem__"),
     "index searches": ("index", "search"),
     "index adds": ("index", "add"),
     "index removes": ("index", "remove"),
@@ -150,7 +150,7 @@ def test_a_store_that_fails_while_it_evicts_keeps_no_ghosts() -> None:
     """Entries evicted for one that could not be stored must leave the index too, or they hide real neighbours."""
     cache = wrapped(BERT, tau=0.9999, index="flat", max_entries=2)
     cache(input_ids=tokens(2, 5, seed=1))
-    broken = break_part(cache, "store", "__setitem__")
+    broken = break_part(cache, "memory", "__setitem__")
     cache(input_ids=tokens(2, 5, seed=2))
     broken.is_broken = False
     assert cache.stats().n_stored == cache.stats().n_entries[3]
@@ -158,7 +158,7 @@ def test_a_store_that_fails_while_it_evicts_keeps_no_ghosts() -> None:
 
 def test_half_a_request_is_never_found() -> None:
     cache, alone = pair(BERT, payload="sequence", layers=[0, 3])
-    broken = break_part(cache, "store", "__setitem__")  # of the upper bank only
+    broken = break_part(cache, "memory", "__setitem__")  # of the upper bank only
     cache(input_ids=tokens(2, 5))
     broken.is_broken = False
     assert cache.stats().n_stored == 0

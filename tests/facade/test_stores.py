@@ -1,5 +1,6 @@
 """A cache with a store behind its memory: a restart serves what was there, and nothing wrong ever."""
 
+import errno
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -259,9 +260,8 @@ def test_damaged_values_are_computed_and_counted(
         expected = first(plainly(cache, ids))
         assert torch.equal(first(cache(ids)), expected)
         assert cache.last[0].rung is None
-        if what == "flipped":
-            assert cache.stats().store.n_mismatched.keys() <= {"damaged", "other_key", "other_format"}
-            assert sum(cache.stats().store.n_mismatched.values()) > 0
+        assert cache.stats().store.n_mismatched.keys() <= {"damaged", "other_key", "other_format"}
+        assert sum(cache.stats().store.n_mismatched.values()) > 0
         stop(cache)
 
 
@@ -376,6 +376,92 @@ def test_a_store_that_fails_costs_speed_alone(started: Callable[..., LLMCache]) 
         assert cache.last[0].rung == "exact"  # from memory
         assert cache.stats().errors > 0
         cache.unwrap()
+
+
+@pytest.mark.parametrize("make", [ENCODERS["bert"], DECODERS["gpt2"]])
+def test_a_full_disk_costs_speed_alone(
+    started: Callable[..., LLMCache], make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llmcache.banks.stores.disk.LARGE_BYTES", 100)  # each value in a file
+    known, ids = tokens(1, 18), tokens(1, 18, seed=1)
+    cache = started(make)
+    cache(known)
+    stop(cache)
+
+    def fill(path: Path, value: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("llmcache.banks.stores.disk._write", fill)
+    monkeypatch.setattr("llmcache.banks.write_behind._FAILURES", 100)  # else it may not be asked for a moment
+    cache = started(make)
+    for asked, rung in (ids, None), (ids, "exact"), (known, "exact"):  # computed, from memory, from the store
+        expected = first(plainly(cache, asked))
+        assert torch.equal(first(cache(asked)), expected)
+        assert cache.last[0].rung == rung
+        cache.drain()
+    assert cache.stats().errors > 0 and cache.stats().store.n_dropped > 0
+    cache.unwrap()
+
+
+def shared_by(cache: LLMCache, name: str, prompt: Tensor, prefixes_from: str | None = "public") -> int:
+    """Tokens of a prompt that were served to a tenant, who may read what is public."""
+    expected = first(plainly(cache, prompt))
+    with cache.namespace(name, prefixes_from=prefixes_from):
+        torch.testing.assert_close(first(cache(prompt)), expected, atol=1e-5, rtol=1e-5)
+    n_prefix: int = cache.last[0].n_prefix
+    return n_prefix
+
+
+def test_prefixes_that_another_namespace_shares_come_from_the_store(started: Callable[..., LLMCache]) -> None:
+    stem = tokens(1, 24)
+    asked = [branch(stem, 18, 26, seed) for seed in range(1, 6)]
+    cache = started(DECODERS["llama"])
+    with cache.namespace("public"):
+        cache(stem)
+    stop(cache)
+
+    cache = started(DECODERS["llama"])
+    assert shared_by(cache, "a", asked[0], prefixes_from=None) == 0
+    assert cache.stats().store.n_asked == 0
+    assert shared_by(cache, "b", asked[0]) == 16
+    n_asked = cache.stats().store.n_asked
+    assert shared_by(cache, "c", asked[1]) == 16
+    assert cache.stats().store.n_asked == n_asked  # it was in memory
+    stop(cache)
+
+    cache = started(DECODERS["llama"])
+    assert shared_by(cache, "b", asked[2]) == 16
+    assert cache.stats().store.n_asked == 4  # blocks of its own, which reach as far
+    other = started(DECODERS["llama"])
+    other.purge(namespace="public")
+    assert shared_by(other, "d", asked[3]) == 0
+    assert shared_by(cache, "e", asked[4]) == 0
+    stop(other)
+    stop(cache)
+
+
+def test_a_purge_while_shared_prefixes_are_read_is_the_last_time_they_serve(
+    started: Callable[..., LLMCache], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stem, cache, other = tokens(1, 24), started(DECODERS["llama"]), started(DECODERS["llama"])
+    with other.namespace("public"):
+        other(stem)
+    other.drain()
+    read = DiskStore.get_many
+
+    def read_and_purge(store: DiskStore, *args: Any) -> Any:
+        found = read(store, *args)
+        monkeypatch.setattr(DiskStore, "get_many", read)
+        other.purge(namespace="public")
+        return found
+
+    monkeypatch.setattr(DiskStore, "get_many", read_and_purge)
+    shared_by(cache, "a", branch(stem, 18, 26, 1))
+    assert shared_by(cache, "b", branch(stem, 18, 26, 2)) == 0
+    pool = components(cache).prefix
+    assert pool is not None and all(record.scope.namespace != "public" for record in pool.records())
+    stop(cache)
+    stop(other)
 
 
 def test_a_save_is_loaded_beside_a_store(started: Callable[..., LLMCache], tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "first_token": prompts.first_token,
     "prefix_limit": prompts.prefix_limit,
     "restart": prompts.restart,
+    "store_kill": serving.store_kill,
     "parity": prompts.parity,
     "generation": prompts.generation,
     "policies": policies.policies,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from experiments.report.markdown import Cell, columns, count, of, table
 from experiments.report.pages.files import MISSING, figures_of, runs_if_any
-from experiments.report.serving import CHATS, HIT, KILLS, LOADED, SOAKED, TIMINGS, points
+from experiments.report.serving import CHATS, HIT, KILLS, LOADED, SOAKED, STORE_KILLS, TIMINGS, points
 from experiments.runs.folder import METRICS
 
 
@@ -43,3 +43,6 @@ def hostile(results_dir: Path) -> str:
     if not (results_dir / "hostile" / METRICS).is_file():
         return table(tuple(HOSTILE), [("`make test-hostile`", MISSING, *[""] * (len(HOSTILE) - 2))])
     return columns(HOSTILE, figures_of(results_dir, "hostile")["lists"])
+
+
+store_kill = _table("store_kill", STORE_KILLS, has_times=False)

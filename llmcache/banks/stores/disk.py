@@ -27,7 +27,7 @@ from llmcache.errors import StoreError
 GIB = 1024**3
 LARGE_BYTES = 32 * 1024  # above, a value has a file
 _PART = ".part"
-_PART_AGE_S = 3600.0  # after which a file that is being written has lost its writer
+_PART_AGE_S = 60.0  # since it was written to, after which a file has lost its writer
 _PATIENCE_S = 60.0  # for others who open the store
 _INDEX, _LOCK = "index.sqlite", ".lock"
 _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "fuse.sshfs", "fuse.glusterfs", "ceph", "lustre", "afs", "beegfs")
@@ -47,7 +47,7 @@ class DiskStore(Store):
             raise ValueError(f"max_bytes: give a budget in bytes, at least 1 (got {max_bytes})")
         self._folder, self._max_bytes = Path(folder), max_bytes
         self._values = self._folder / "values"
-        self._lost: set[bytes] = set()  # keys whose files were not there
+        self._lost: set[tuple[bytes, str | None]] = set()  # keys with files that were gone or cut short
         self._n_evicted = 0
         self._process, self._opening = os.getpid(), threading.Lock()
         self._opened: DiskIndex | None = self._open()
@@ -66,8 +66,8 @@ class DiskStore(Store):
                 continue
             value = self._map(held.file, held.nbytes)
             values.append(value)
-            if value is None:
-                self._lost.add(digest)
+            if value is None or len(value) < held.nbytes:
+                self._lost.add((digest, held.file))
         self._index.use([digest for digest, value in zip(digests, values, strict=True) if value is not None])
         return values
 
@@ -80,15 +80,15 @@ class DiskStore(Store):
                 _write(part, fitting[i].value)
             with self._index.writing() as changes:
                 lost, self._lost = self._lost, set()
-                changes.lose(lost)
+                useless = changes.lose(lost)
                 for i, put in enumerate(fitting):
                     name = parts[i].stem if i in parts else None
                     if changes.put(put, name) and name is not None:
                         named.append(parts[i].rename(self._values / name))
                 changes.use([put.key.digest for put in reversed(fitting)])  # of a chain the first leaves last
-                gone = changes.evict(self._max_bytes)
-            self._n_evicted += len(gone)
-            self._unlink(gone)
+                evicted = changes.evict(self._max_bytes)
+            self._n_evicted += len(evicted)
+            self._unlink([*useless, *evicted])
         except BaseException as error:
             for path in named:
                 path.unlink(missing_ok=True)
@@ -102,7 +102,8 @@ class DiskStore(Store):
     def contains_prefix(self, keys: Sequence[StoreKey]) -> int:
         digests = [key.digest for key in keys]
         found = self._index.find(digests, with_bodies=False)
-        n_held = next((i for i, digest in enumerate(digests) if digest not in found), len(digests))
+        whole = {digest for digest, held in found.items() if (digest, held.file) not in self._lost}
+        n_held = next((i for i, digest in enumerate(digests) if digest not in whole), len(digests))
         self._index.use(digests[:n_held])
         return n_held
 
@@ -194,12 +195,15 @@ class DiskStore(Store):
                     (self._values / name).unlink()
 
     def _map(self, name: str, nbytes: int) -> memoryview | None:
-        """A file in memory, read as it is looked at; None where it is gone or cut short.
+        """A file in memory, read as it is looked at; what is left of one that was cut short; None where it is gone.
 
         By torch, which needs no file descriptor afterwards: a long prompt has a thousand blocks.
         """
-        with suppress(RuntimeError), torch.inference_mode(False):
-            return torch.from_file(str(self._values / name), shared=False, size=nbytes, dtype=torch.uint8).numpy().data
+        path = self._values / name
+        with suppress(OSError, RuntimeError), torch.inference_mode(False):
+            if (nbytes := min(nbytes, path.stat().st_size)) == 0:
+                return memoryview(b"")
+            return torch.from_file(str(path), shared=False, size=nbytes, dtype=torch.uint8).numpy().data
         return None
 
 

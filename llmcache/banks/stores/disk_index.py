@@ -246,9 +246,10 @@ class Changes:
         """Remove all that is unreachable; the file of each, if it has one."""
         return self._remove([n for (n,) in self._do(f"SELECT id FROM held EXCEPT SELECT held.id FROM {_VALID}")])
 
-    def lose(self, keys: Iterable[bytes]) -> None:
-        """Remove values whose files are gone."""
-        self._remove([n for key in keys for (n,) in self._do("SELECT id FROM held WHERE key = ?", (key,))])
+    def lose(self, lost: Iterable[tuple[bytes, str | None]]) -> list[str | None]:
+        """Remove values by key and file, and return the files; one that was put anew since has another file."""
+        which = "SELECT id FROM held WHERE key = ? AND file = ?"
+        return self._remove([n for one in lost for (n,) in self._do(which, one)])
 
     def files(self) -> set[str]:
         return {file for (file,) in self._do("SELECT file FROM held WHERE file IS NOT NULL")}

@@ -11,7 +11,7 @@ from llmcache.banks.kv import PADDING
 from llmcache.banks.memory import copy_owned
 from llmcache.banks.stores.seal import Opened
 from llmcache.banks.tier import Tier
-from llmcache.request.prefill import Link, Prefill
+from llmcache.request.prefill import Link
 from llmcache.request.rows import Row, Scope
 from llmcache.reuse.prefix.block import NAMES, Block, lay_together
 from llmcache.reuse.prefix.block_pool import BlockPool
@@ -26,41 +26,52 @@ class BlockTier:
         self._tier = tier
         self._pool = pool
         pool.demote = self._demote
-        pool.generation = self._generation
+        pool.generation = self.generation
+
+    def generation(self, scope: Scope) -> int:
+        """Of a scope's namespace, that of what is put there from now on."""
+        return self._tier.generation(scope.namespace)
 
     def put(self, key: str, block: Block, before: str | None, generation: int) -> None:
         """Have a block or tail written."""
         about = {"ids": block.ids.hex(), "layout": block.layout.hex(), "before": before}
         self._tier.put(block.scope, _name(key), block.tensors, about, generation)
 
-    def promote(self, prefill: Prefill, row: Row, chain: Sequence[Link]) -> None:
-        """Hold in memory what the store has of a request, as far as it pays to read that.
+    def promote(
+        self, scope: Scope, row: Row, chain: Sequence[Link], generation: int, n_known: int, wants_tail: bool
+    ) -> None:
+        """Hold in memory what the store has of a request in a scope, as far as it pays to read that.
 
         Args:
-            prefill: The request's call.
+            scope: The request's own, or one of a namespace that it may read.
             row: The request.
-            chain: Its full blocks.
+            chain: Its full blocks in that scope.
+            generation: Of the scope's namespace, from before anything is read.
+            n_known: Blocks of its beginning that are held in another scope.
+            wants_tail: Whether it may be served as a whole.
         """
         pool, pays = self._pool, self._tier.break_even.pays
         n_before = pool.n_held(chain)
-        rest, n_left = chain[n_before:], row.n_valid - n_before * pool.size
-        wants_tail = prefill.keeps_requests and row.key not in pool
-        if not (rest or wants_tail) or not pays(n_left):
+        n_known = max(n_known, n_before)
+        rest, n_left = chain[n_before:], row.n_valid - n_known * pool.size
+        wants_tail = wants_tail and row.key not in pool
+        if not (len(chain) > n_known or wants_tail) or not pays(n_left):
             return
-        n_held = self._tier.held(prefill.scope, [_name(link.key) for link in rest]) if rest else 0
+        n_held = self._tier.held(scope, [_name(link.key) for link in rest]) if rest else 0
         # Nothing follows a chain that is not held as a whole, but for a tail that begins within it.
-        has_tail = wants_tail and self._tier.held(prefill.scope, [_name(row.key)]) == 1
-        n_tokens = n_left if has_tail and n_held == len(rest) else n_held * pool.size
-        if not pays(n_tokens):
+        has_tail = wants_tail and self._tier.held(scope, [_name(row.key)]) == 1
+        n_more = n_before + n_held - n_known
+        n_tokens = n_left if has_tail and n_held == len(rest) else n_more * pool.size
+        if not (n_more > 0 or has_tail) or not pays(n_tokens):
             return
         names = [link.key for link in rest[:n_held]] + [row.key] * has_tail
-        values = self._tier.fetch(prefill.scope, [_name(name) for name in names], n_tokens)
-        blocks = self._blocks(prefill.scope, rest[:n_held], values)
+        values = self._tier.fetch(scope, [_name(name) for name in names], n_tokens)
+        blocks = self._blocks(scope, rest[:n_held], values)
         held = chain[: n_before + len(blocks)]
         made = {link.key: block for link, block in zip(held[n_before:], blocks, strict=True)}
-        pool.put(held, made, prefill.generation)
+        pool.put(held, made, generation)
         if has_tail and len(blocks) == n_held and (value := next(values)) is not None:
-            self._hold_tail(prefill, row, held, value)
+            self._hold_tail(scope, row, held, value, generation)
 
     def _blocks(self, scope: Scope, links: Sequence[Link], opened: Iterable[Opened | None]) -> list[Block]:
         """Blocks of values, in slabs, up to the first that is missing."""
@@ -73,7 +84,7 @@ class BlockTier:
         n = slab_blocks(self._pool.size)
         return [one for i in range(0, len(found), n) for one in lay_together(found[i : i + n])[1]]
 
-    def _hold_tail(self, prefill: Prefill, row: Row, held: Sequence[Link], value: Opened) -> None:
+    def _hold_tail(self, scope: Scope, row: Row, held: Sequence[Link], value: Opened, generation: int) -> None:
         """Hold a request as a whole, if its tail follows a block that is held."""
         about = value.about
         ends = {None: 0} | {link.key: i + 1 for i, link in enumerate(held)}
@@ -84,18 +95,15 @@ class BlockTier:
         keys, values, states = (tensors.pop(name) for name in NAMES)
         padding = {name.removeprefix(PADDING): tensor for name, tensor in tensors.items()}
         ids, layout = bytes.fromhex(about["ids"]), bytes.fromhex(about["layout"])
-        tail = Block(ids, prefill.scope, keys, values, states, is_tail=True, padding=padding, layout=layout)
-        self._pool.put((*held[:n_own], Link(row.key, ids)), {row.key: tail}, prefill.generation)
+        tail = Block(ids, scope, keys, values, states, is_tail=True, padding=padding, layout=layout)
+        self._pool.put((*held[:n_own], Link(row.key, ids)), {row.key: tail}, generation)
 
     def _own(self, tensor: Tensor) -> Tensor:
         return copy_owned(tensor, self._pool.device)
 
     def _demote(self, key: str, block: Block, before: str | None) -> None:
         """A block is about to leave memory."""
-        self.put(key, block, before, self._generation(block.scope))
-
-    def _generation(self, scope: Scope) -> int:
-        return self._tier.generation(scope.namespace)
+        self.put(key, block, before, self.generation(block.scope))
 
 
 def _name(key: str) -> str:

@@ -82,7 +82,7 @@ class Prefix(Rung):
             args, kwargs = self.arguments.replace(args, kwargs, CACHE, prefill.kv_cache)
             started = perf_counter()
             if self.tier is not None:
-                self._promote(self.tier, prefill)
+                self._promote(self.tier, prefill, call.inputs.prefixes_from)
             whole = self._find(prefill)
             is_known = all(row.number in whole or self.is_repeat(row) for row in call.rows)
             if not is_known and all(prefill.fits(row) and not row.bypass_reason for row in call.rows):
@@ -140,7 +140,7 @@ class Prefix(Rung):
 
     def _prepare(self, call: Call) -> Prefill | None:
         """What a call has to do with blocks; None when it must not, or approximate reuse is asked as well."""
-        passed, n_purges = call.inputs.arguments, self.blocks.n_purges
+        passed = call.inputs.arguments
         if not (self._is_understood and self.is_alone()) or passed.get("token_type_ids") is not None:
             return None
         kv_cache = self._kv_cache(passed)
@@ -150,14 +150,20 @@ class Prefix(Rung):
             return None
         if not self.read(call, next(self.trunk.module.parameters()).dtype):
             return None
+        n_purges = self.blocks.n_purges  # not before: what others purged in the store was forgotten just now
         return Prefill(kv_cache, call.read.scope, call.rows, call.read.generation, self.keeps_requests, n_purges)
 
-    def _promote(self, tier: BlockTier, prefill: Prefill) -> None:
+    def _promote(self, tier: BlockTier, prefill: Prefill, shared: str | None) -> None:
         """Hold what the store has of a call's rows; where that fails, there is less to serve from."""
         with self.counters.guard("read blocks from the store"):
             for row in prefill.rows:
                 if prefill.fits(row) and not row.bypass_reason:
-                    tier.promote(prefill, row, self._chain(prefill, row))
+                    own = self._chain(prefill, row)
+                    tier.promote(prefill.scope, row, own, prefill.generation, 0, prefill.keeps_requests)
+                    if shared is not None and shared != prefill.scope.namespace:
+                        scope, n_own = replace(prefill.scope, namespace=shared), self.blocks.n_held(own)
+                        chain, generation = self._chain(prefill, row, shared), tier.generation(scope)
+                        tier.promote(scope, row, chain, generation, n_own, wants_tail=False)
 
     def _find(self, prefill: Prefill) -> dict[int, tuple[str, list[Block]]]:
         """Key and blocks of rows that are held as a whole, by number."""
@@ -189,13 +195,15 @@ class Prefix(Rung):
         own = self.blocks.reach(self._chain(prefill, row), row.ids, _id_width(row))
         if shared in (None, prefill.scope.namespace) or own[1] == row.n_valid:
             return own
-        chain = links(replace(prefill.scope, namespace=shared), row, self.blocks.size)
+        chain = self._chain(prefill, row, shared)
         return max(own, self.blocks.reach(chain, row.ids, _id_width(row)), key=lambda one: one[1])
 
-    def _chain(self, prefill: Prefill, row: Row) -> tuple[Link, ...]:
-        if row.number not in prefill.chains:
-            prefill.chains[row.number] = links(prefill.scope, row, self.blocks.size)
-        return prefill.chains[row.number]
+    def _chain(self, prefill: Prefill, row: Row, shared: str | None = None) -> tuple[Link, ...]:
+        """The full blocks of a row, in its own namespace or in one that it may read."""
+        if (row.number, shared) not in prefill.chains:
+            scope = prefill.scope if shared is None else replace(prefill.scope, namespace=shared)
+            prefill.chains[row.number, shared] = links(scope, row, self.blocks.size)
+        return prefill.chains[row.number, shared]
 
     def _can_be_cut(self, n_rows: int) -> bool:
         """Whether each token sees earlier ones only, and nobody hung hooks within the trunk, who expect all tokens."""
