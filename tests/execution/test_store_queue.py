@@ -112,7 +112,7 @@ def test_a_failure_to_store_is_counted_and_the_next_call_works(
     steady: tuple[LLMCache, nn.Module], caplog: pytest.LogCaptureFixture
 ) -> None:
     cache, alone = steady
-    broken = break_part(cache, "store", "__setitem__")
+    broken = break_part(cache, "memory", "__setitem__")
     for seed in (0, 1, 2):
         agree(cache, alone, input_ids=tokens(1, 5, seed=seed))
     broken.is_broken = False
