@@ -2,7 +2,7 @@
 
     tokens -> looked up, in a thread of its own, at once: a hit never waits for what the model is computing
            -> the same request in flight: its answer is waited for
-           -> queue -> a batch of one namespace and of about one length -> the model's thread -> stored by the cache
+           -> queue -> a batch of one namespace, with little padding -> the model's thread -> stored by the cache
 
 Lookups and batches run the same wrapped model, which any number of threads may use.
 
@@ -29,8 +29,10 @@ from llmcache.serving.tenants import PUBLIC
 from llmcache.serving.tokenizing import Item, Side, Tokenizing, Tokens
 from llmcache.serving.watching import Watcher
 
-_SPREAD = 1.25  # the longest of a batch by its shortest: what is padded is at most a fifth
-_SLACK = 4  # tokens by which lengths may differ in any case
+_PADDED = 0.25  # of a batch's tokens: so much padding is always allowed
+_PADDING = 4  # tokens of padding that are worth one run less, until that is measured
+_SHORT, _LONG = 8, 64  # tokens of inputs by which it is measured
+_N_RUNS = 5  # of each; the fastest counts
 
 #: The model on padded rows: inputs to outputs (B, O), of which the dialects make answers.
 Forward = Callable[[dict[str, torch.Tensor]], torch.Tensor]
@@ -107,6 +109,7 @@ class Encoder:
         self._queue: list[_Miss] = []  # oldest first
         self._batching: asyncio.Task[None] | None = None
         self._n_looking = 0
+        self._padding = _PADDING
         self._pool = ThreadPoolExecutor(1, "llmcache-lookup")
 
     def __len__(self) -> int:
@@ -274,18 +277,20 @@ class Encoder:
                     miss.answer.set_result(output)
 
     def _next_batch(self) -> list[_Miss]:
-        """What is computed next: the oldest, and others of its namespace and of about its length."""
+        """What is computed next: the oldest, and others of its namespace, the nearest in length first."""
         self._refuse_overdue()
         if not self._queue:
             return []
         first, settings = self._queue[0], self._settings
         most = settings.max_batch_requests or len(self._queue)
-        near = [miss for miss in self._queue if miss.key[0] == first.key[0] and _are_alike(miss.key[1], first.key[1])]
+        near = [miss for miss in self._queue if miss.key[0] == first.key[0]]
+        near.sort(key=lambda miss: abs(len(miss.key[1]) - len(first.key[1])))
         batch: list[_Miss] = []
-        longest = 0
+        longest = n_tokens = 0
         for miss in near[:most]:
-            longest = max(longest, len(miss.key[1]))
-            if batch and longest * (len(batch) + 1) > settings.max_batch_tokens:
+            longest, n_tokens = max(longest, len(miss.key[1])), n_tokens + len(miss.key[1])
+            n_padded = longest * (len(batch) + 1)
+            if batch and n_padded > min(settings.max_batch_tokens, n_tokens + max(_PADDED * n_tokens, self._padding)):
                 break
             batch.append(miss)
         chosen = set(map(id, batch))
@@ -336,12 +341,26 @@ class Encoder:
         return nullcontext() if self._is_caching() else self._cache.disabled()
 
     def warm_up(self, token: int, n_tokens: int, namespace: str) -> None:
-        """Run inputs of up to so many tokens, of one kind, in a namespace, twice each; in the model's thread."""
+        """Run inputs of up to so many tokens, of one kind, in a namespace, twice each; in the model's thread.
+
+        Then measure what padding is worth: a run has a fixed cost, which a batch of two pays once.
+        """
+
+        def tokens(length: int) -> Tokens:
+            return Tokens((token,) * length, (0,) * length if self._tokenizing.takes_types else ())
+
         lengths = [1 << bit for bit in range(3, n_tokens.bit_length())]
         for length in (*lengths, n_tokens):
-            tokens = Tokens((token,) * length, (0,) * length if self._tokenizing.takes_types else ())
             for _ in range(2):
-                self._run([tokens], namespace)
+                self._run([tokens(length)], namespace)
+        if n_tokens >= _LONG:
+            with self._cache.disabled():
+                short_s, long_s = (
+                    min(self._run([tokens(length)], namespace)[0].compute_s for _ in range(_N_RUNS))
+                    for length in (_SHORT, _LONG)
+                )
+            token_s = max(long_s - short_s, 1e-9) / (_LONG - _SHORT)
+            self._padding = max(_PADDING, int(short_s / token_s) - _SHORT)
 
     def _padded(self, tokens: Sequence[Tokens]) -> dict[str, torch.Tensor]:
         """Rows as the model takes them, padded on the right: ids, mask and, where it takes them, types (B, T)."""
@@ -357,12 +376,6 @@ class Encoder:
         if tokens[0].types:
             made["token_type_ids"] = rows((one.types for one in tokens), 0)
         return made
-
-
-def _are_alike(one: Tokens, other: Tokens) -> bool:
-    """Whether padding one to the other's length is cheap."""
-    short, long = sorted((len(one), len(other)))
-    return long <= max(short + _SLACK, _SPREAD * short)
 
 
 def _failed() -> Refusal:

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from llmcache.serving.encoder import Output
+from llmcache.serving.encoder import Output, _Miss
 from llmcache.serving.refusals import Refusal
 from llmcache.serving.server import Server
+from llmcache.serving.tokenizing import Tokens
 from tests.serving.served import make_server, within
 
 TEXTS = [f"lost my card w{i}" for i in range(8)]
@@ -204,6 +205,22 @@ def test_batches_are_of_about_one_length_and_within_the_tokens(models: Path) -> 
     assert all(rows * length <= 40 or rows == 1 for rows, length in shapes)
     assert max(rows for rows, _ in shapes) >= 5
     assert {length for rows, length in shapes if rows > 1} <= {5, 6}
+
+
+@pytest.mark.parametrize(("padding", "expected"), [(4, [[5, 5, 6], [30]]), (100, [[5, 5, 6, 30]])])
+def test_lengths_are_mixed_where_padding_costs_less_than_a_run(
+    models: Path, padding: int, expected: list[list[int]]
+) -> None:
+    server = make_server(models / "classifier")
+    encoder = server.encoder
+    assert encoder is not None
+    encoder._padding = padding
+    for n_tokens in (5, 30, 5, 6):
+        encoder._queue.append(_Miss(("", Tokens((1,) * n_tokens, ())), None))  # type: ignore[arg-type]
+    batches = []
+    while encoder._queue:
+        batches.append([len(miss.key[1]) for miss in encoder._next_batch()])
+    assert batches == expected
 
 
 def test_with_the_cache_off_everything_is_computed(server: Server) -> None:
