@@ -45,8 +45,8 @@ class Restart(Experiment):
 
     # Causal architectures of the benchmark, with random weights, or prepared models and folders.
     models: tuple[str, ...] = Field(min_length=1)
-    # Tokens of a conversation.
-    lengths: tuple[PositiveInt, ...] = Field(default=(128, 512), min_length=1)
+    # Tokens of each conversation.
+    conversations: tuple[PositiveInt, ...] = Field(default=(128, 512), min_length=1)
     question: int = Field(default=32, ge=1)  # tokens of the new question
     rounds: int = Field(default=3, ge=1)  # processes of each way
     store_least_tokens: int | None = Field(default=None, ge=0)  # of llmcache
@@ -58,7 +58,7 @@ def run(experiment: Restart, folders: Folders) -> Outcome:
     summary = []
     for model in experiment.models:
         for kind in KINDS:
-            for length in experiment.lengths:
+            for length in experiment.conversations:
                 asked = [row for row in rows if (row["model"], row["kind"], row["length"]) == (model, kind, length)]
                 ms = {way: median(row["ttft_ms"] for row in asked if row["way"] == way) for way in WAYS}
                 summary.append(
@@ -77,8 +77,8 @@ def run(experiment: Restart, folders: Folders) -> Outcome:
 def _measure(experiment: Restart, model: str, folders: Folders) -> Iterator[dict[str, Any]]:
     """One row a process and prompt."""
     name = find(model, folders.models)
-    check(name, max(experiment.lengths) + experiment.question + NEW_TOKENS, head="token")
-    task = name, experiment.seed, experiment.lengths, experiment.question
+    check(name, max(experiment.conversations) + experiment.question + NEW_TOKENS, head="token")
+    task = name, experiment.seed, experiment.conversations, experiment.question
     first: dict[tuple[str, int], Any] = {}
     with TemporaryDirectory() as folder:
         left = Path(folder) / "left"

@@ -48,6 +48,7 @@ LISTS = (
     "dtypes",
     "banks",
     "generate",
+    "conversations",
 )
 
 

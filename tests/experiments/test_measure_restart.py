@@ -10,7 +10,7 @@ from tests.experiments.test_measure_latency import save_gpt2
 RESTART = {
     "measure": "restart",
     "models": ["tiny"],
-    "lengths": [32, 64],
+    "conversations": [32, 64],
     "question": 5,
     "rounds": 1,
     "store_least_tokens": 0,
