@@ -1,6 +1,7 @@
 """Exchangeable parts of a cache: the classes that settings can name, and how one is made from its settings."""
 
 import inspect
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Generic, TypeVar, get_type_hints
@@ -138,14 +139,19 @@ class Component(BaseModel):
                 _checker(hints.get(option, Any)).validate_python(value, strict=True)
             except ValidationError as error:
                 wrong = error.errors()[0]["msg"]
-                raise ConfigError(f"{kind}: {self.name}: {option}={value!r}: {wrong}") from error
+                raise ConfigError(f"{kind}: {self.name}: {option}={_shown(value)}: {wrong}") from error
         try:
             return make(*args, **self.options)
         except (TypeError, ValueError) as error:
             takes = ", ".join(list(inspect.signature(make).parameters)[len(args) :]) or "none"
             raise ConfigError(
-                f"{kind}: {self.name} does not accept {self.options}: {error}; its options: {takes}"
+                f"{kind}: {self.name} does not accept {_shown(self.options)}: {error}; its options: {takes}"
             ) from error
+
+
+def _shown(value: Any) -> str:
+    """A value for a message, without passwords in URLs."""
+    return re.sub(r"://[^@/]*@", "://***@", repr(value))
 
 
 def _checker(hint: Any) -> TypeAdapter[Any]:

@@ -95,8 +95,13 @@ class Tier:
         """Have namespaces forgotten that were purged in the store, None: all, before this returns."""
         with self._following:  # another call that comes meanwhile is not to find what is being forgotten
             since = self._cursor
-            events = self._ask("follow the store", lambda: self._store.events(since))
-            if events is None or events.cursor == since:
+            try:  # whether or not it is asked for values: no purge is to be missed
+                events = self._store.events(since)
+            except Exception as error:
+                if not self._behind.breaker.is_open:
+                    self._behind.failed("follow the store", error)
+                return
+            if events.cursor == since:
                 return
             asked = dict(self._generations)  # of others there is nothing in memory
             cleared = [event.namespace for event in events.found if event.kind == "cleared"]
@@ -113,11 +118,13 @@ class Tier:
             StoreError: The store could not, and may still serve what it holds. It is gone from memory.
         """
         with self._following:
-            try:
-                self._store.remove(namespace)
-            finally:  # whether or not the store can tell of it
-                self._forget(namespace, forget)
-            self.follow(forget)  # with what others did
+            self._forget(namespace, forget)
+        try:
+            self._store.remove(namespace)  # which may take its time; calls go on meanwhile
+        finally:  # whether or not the store can tell of it
+            with self._following:
+                self._forget(namespace, forget)  # what was computed meanwhile
+        self.follow(forget)  # with what others did
 
     def held(self, scope: Scope, names: Sequence[str]) -> int:
         """How many of these values the store has, from the first on."""

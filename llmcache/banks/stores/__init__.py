@@ -10,10 +10,11 @@ The name `memory` stands for none: what is kept lies in the process alone.
 
 from llmcache.banks.stores.base import Bytes, Event, Events, Put, Store, StoreKey, StoreStats
 from llmcache.banks.stores.disk import DiskStore
+from llmcache.banks.stores.redis import RedisStore
 from llmcache.registry import Registry
 
 __all__ = ["MEMORY", "STORES", "Bytes", "Event", "Events", "Put", "Store", "StoreKey", "StoreStats"]
 
 MEMORY = "memory"
 
-STORES: Registry[Store] = Registry("store", Store, {"disk": DiskStore}, reserved=(MEMORY,))
+STORES: Registry[Store] = Registry("store", Store, {"disk": DiskStore, "redis": RedisStore}, reserved=(MEMORY,))

@@ -1,0 +1,261 @@
+"""A store on a Redis or Valkey server, for all machines that reach it: see `docs/stores.md`.
+
+    redis_wire        connections, and answers in time or not at all
+    redis_keys        how values, numbers of namespaces and the stream of events are called
+    redis_follower    the thread that reads this stream
+
+A value's name has the number of its namespace, so a purge is one change of that number. Whoever reads asks for it with
+the values, in one exchange. The server evicts as it is configured to; whatever it lost is a miss.
+"""
+
+import logging
+import os
+import re
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from time import monotonic
+from typing import Any
+
+from llmcache.banks.stores.base import Bytes, Events, Put, Store, StoreKey, StoreStats
+from llmcache.banks.stores.redis_follower import AWAY, LEASE_S, PATIENCE_S, Follower, tell_cleared, tell_stored
+from llmcache.banks.stores.redis_keys import ALL, Keys, field_of, is_stale, new_generation, pattern, told
+from llmcache.banks.stores.redis_wire import Command, PatientWire, Server, UnusableError, Wire, Wires
+from llmcache.errors import StoreError
+
+logger = logging.getLogger("llmcache")
+
+_WIRES = 4  # for requests
+_WRITE_S = 10.0  # for values that are put together
+_LARGEST = 512 << 20  # bytes of a value that Redis takes
+_MOST_NAMESPACES = 10_000  # with a number of their own; beyond, all get a new one
+_SCANNED = 1_000  # names looked at in one step of a search
+
+
+@dataclass(frozen=True, slots=True)
+class _Links:
+    """What one process has open."""
+
+    process: int
+    wires: Wires
+    patient: PatientWire
+    follower: Follower
+
+    def close(self) -> None:
+        self.follower.close()
+        self.wires.close()
+        self.patient.close()
+
+
+class RedisStore(Store):
+    """`redis`: a Redis or Valkey server that many machines share."""
+
+    def __init__(self, url: str, prefix: str = "llmcache", ttl_s: int = 86_400, timeout_ms: float = 5.0) -> None:
+        """Open the store; a server that is not there yet is looked for, and nothing is served from it meanwhile.
+
+        Args:
+            url: `redis://[[user]:password@]host[:port][/database]`, `rediss://` with TLS, or `unix://`.
+            prefix: Of all names in the database: letters, digits, `_`, `.` and `-`.
+            ttl_s: Seconds after which a value leaves, used or not.
+            timeout_ms: Milliseconds for which the server may be silent before a request is computed instead.
+
+        Raises:
+            ValueError: The server cannot be used as it was named: a wrong address or password, a replica, part of a
+                cluster, no Redis, or one that has something else under these names; or an option is out of range.
+        """
+        if not re.fullmatch(r"[\w.-]{1,64}", prefix, re.ASCII):
+            raise ValueError(f"prefix: give 1 to 64 letters, digits, '_', '.' or '-' (got {prefix!r})")
+        if ttl_s < 1 or not timeout_ms > 0:
+            raise ValueError(f"ttl_s, timeout_ms: give more than 0 (got {ttl_s}, {timeout_ms})")
+        self._server = Server(url)
+        self._prefix, self._ttl_s, self._timeout_s = prefix, ttl_s, timeout_ms / 1e3
+        self._generations: dict[str, int] = {}  # as they were when last asked for
+        self._n_evicted_before = 0
+        self._closing = threading.Event()
+        self._opening = threading.Lock()
+        self._opened = self._open()
+
+    def get_many(self, keys: Sequence[StoreKey], deadline: float) -> list[Bytes | None]:
+        if monotonic() >= deadline or not keys:
+            self._check_open()
+            return [None] * len(keys)
+        return [answer if isinstance(answer, bytes) else None for answer in self._look("GET", keys, deadline)]
+
+    def put_many(self, puts: Sequence[Put]) -> None:
+        names = list(dict.fromkeys(put.key.namespace for put in puts))
+        if not names:
+            return
+        with self._links.patient.taken() as wire:
+            at, now = Keys(self._prefix, wire.run), self._now(wire, names)
+            kept = [p for p in puts if p.generation == now[p.key.namespace] and len(p.value) <= _LARGEST]
+            commands: list[Command] = []
+            for put in kept:
+                name = at.value(put.key, put.generation)
+                commands += [("SET", name, memoryview(put.value), "EX", self._ttl_s), tell_stored(at, put)]
+            wire.ask_all([*commands, *self._live_on(at)], monotonic() + _WRITE_S)
+            after = self._now(wire, names)
+            late = [at.value(p.key, p.generation) for p in kept if p.generation != after[p.key.namespace]]
+            if late:  # a purge came between, which may have looked for what to remove before
+                wire.ask_all([("UNLINK", *late)], monotonic() + _WRITE_S)
+
+    def contains_prefix(self, keys: Sequence[StoreKey]) -> int:
+        if not keys:
+            self._check_open()
+            return 0
+        found = self._look("TOUCH", keys, monotonic() + self._timeout_s)
+        return next((i for i, answer in enumerate(found) if answer != 1), len(keys))
+
+    def generation(self, namespace: str) -> int:
+        deadline = monotonic() + self._timeout_s
+        with self._links.wires.one(deadline) as wire:
+            return self._now(wire, [namespace], deadline)[namespace]
+
+    def remove(self, namespace: str | None) -> int:
+        """Likewise; a server that is out of memory gives all namespaces another number.
+
+        Waits for a second, after which no process serves from its memory what was removed.
+        """
+        links = self._links
+        with links.patient.taken() as wire:
+            which, number = self._renew(wire, namespace)
+        self._closing.wait(LEASE_S)
+        with suppress(StoreError):  # what is left leaves at the end of its time
+            return self._sweep(links.patient, which, number)
+        return 0
+
+    def events(self, since: str | None) -> Events:
+        return self._links.follower.events(since)
+
+    def stats(self) -> StoreStats:
+        """All that is in the database, whoever put it."""
+        commands: list[Command] = [("DBSIZE",), ("INFO", "memory"), ("INFO", "stats")]
+        with self._links.patient.taken() as wire:
+            n_values, memory, counts = wire.ask_all(commands, monotonic() + PATIENCE_S)
+        n_evicted = _number(counts, "evicted_keys") - self._n_evicted_before
+        return StoreStats(
+            n_values, _number(memory, "used_memory_dataset"), _number(memory, "maxmemory") or None, max(0, n_evicted)
+        )
+
+    def ping(self) -> None:
+        deadline = monotonic() + self._timeout_s
+        with self._links.wires.one(deadline) as wire:
+            wire.ask_all([("PING",)], deadline)
+
+    def close(self) -> None:
+        self._closing.set()
+        with self._opening:
+            if self._opened.process == os.getpid():
+                self._opened.close()
+
+    @property
+    def _links(self) -> _Links:
+        """What is open; a forked process opens its own."""
+        self._check_open()
+        if self._opened.process != os.getpid():
+            with self._opening:
+                if self._opened.process != os.getpid():
+                    self._opened = self._open()
+        return self._opened
+
+    def _check_open(self) -> None:
+        if self._closing.is_set():
+            raise StoreError(f"{self._server.name}: the store is closed")
+
+    def _open(self) -> _Links:
+        wires = Wires(partial(self._server.open, self._timeout_s), _WIRES)
+        patient = PatientWire(partial(self._server.open, PATIENCE_S))
+        is_away = False
+        try:
+            with patient.taken() as wire:
+                self._now(wire, [])
+                commands: list[Command] = [("XLEN", Keys(self._prefix, wire.run).events), ("INFO", "stats")]
+                self._n_evicted_before = _number(wire.ask_all(commands, monotonic() + PATIENCE_S)[1], "evicted_keys")
+            wires.fill()
+        except UnusableError as error:
+            raise ValueError(f"{error}; name a Redis or Valkey server of its own, or another prefix") from error
+        except StoreError as error:
+            is_away = True
+            logger.warning(AWAY, error)
+        follower = Follower(partial(self._server.open, PATIENCE_S), wires, self._prefix, self._ttl_s, is_away)
+        return _Links(os.getpid(), wires, patient, follower)
+
+    def _look(self, command: str, keys: Sequence[StoreKey], deadline: float) -> list[Any]:
+        """What the server answers about each value; None where it had lost all, or the answer was late."""
+        names = list(dict.fromkeys(key.namespace for key in keys))
+        with self._links.wires.one(deadline) as wire:
+            at = Keys(self._prefix, wire.run)
+            while True:
+                known = {name: self._generations[name] for name in names if name in self._generations}
+                commands = [at.ask_generations(names)]
+                if len(known) == len(names):
+                    commands += [(command, at.value(key, known[key.namespace])) for key in keys]
+                first, *answers = wire.ask(commands, deadline)
+                now = told(names, wire.check(first))
+                if not now or now == known:
+                    return [*answers, *[None] * len(keys)][: len(keys)] if now else [None] * len(keys)
+                if len(self._generations) > _MOST_NAMESPACES:
+                    self._generations.clear()
+                self._generations |= now
+
+    def _now(self, wire: Wire, names: Sequence[str], deadline: float | None = None) -> dict[str, int]:
+        """The number of each namespace; where the server lost them, all get one anew."""
+        at, deadline = Keys(self._prefix, wire.run), deadline or monotonic() + PATIENCE_S
+        ask = at.ask_generations(names)
+        (answer,) = wire.ask_all([ask], deadline)
+        if answer[0] is None:
+            begin: list[Command] = [
+                ("HSETNX", at.generations, ALL, new_generation()),
+                ("XTRIM", at.events, "MAXLEN", 0),  # so that all who follow it ask for the numbers again
+                *self._live_on(at),
+            ]
+            *_, answer = wire.ask_all([*begin, ask], deadline)
+        return told(names, answer)
+
+    def _live_on(self, at: Keys) -> list[Command]:
+        """Numbers and events are to outlive the values."""
+        return [("EXPIRE", name, self._ttl_s) for name in (at.generations, at.events)]
+
+    def _renew(self, wire: Wire, namespace: str | None) -> tuple[str | None, int]:
+        """Give a namespace another number, or all of them where that is not possible; returns which, and the number."""
+        from redis.exceptions import OutOfMemoryError
+
+        at, number, deadline = Keys(self._prefix, wire.run), new_generation(), monotonic() + PATIENCE_S
+        try:
+            self._now(wire, [], deadline)
+            (n_namespaces,) = wire.ask_all([("HLEN", at.generations)], deadline)
+            if n_namespaces > _MOST_NAMESPACES:
+                namespace = None
+            changes: list[Command] = [
+                ("HSET", at.generations, ALL if namespace is None else field_of(namespace), number)
+            ]
+            if namespace is None:
+                changes.insert(0, ("DEL", at.generations))
+            told_of = tell_cleared(at, namespace, number)
+            wire.ask_all([("MULTI",), *changes, told_of, *self._live_on(at), ("EXEC",)], deadline)
+        except StoreError as error:
+            if not isinstance(error.__cause__, OutOfMemoryError):
+                raise
+            namespace = None
+            wire.ask_all([("DEL", at.generations), ("XTRIM", at.events, "MAXLEN", 0)], deadline)
+        return namespace, number
+
+    def _sweep(self, patient: PatientWire, namespace: str | None, number: int) -> int:
+        """Remove the values of a namespace that have another number; returns how many."""
+        cursor, n_removed = b"0", 0
+        while True:
+            with patient.taken() as wire:
+                step: Command = ("SCAN", cursor, "MATCH", pattern(self._prefix, namespace), "COUNT", _SCANNED)
+                ((cursor, names),) = wire.ask_all([step], monotonic() + PATIENCE_S)
+                if stale := [name for name in names if is_stale(self._prefix, name, number)]:
+                    (n,) = wire.ask_all([("UNLINK", *stale)], monotonic() + PATIENCE_S)
+                    n_removed += n
+            if cursor == b"0":
+                return n_removed
+
+
+def _number(info: bytes, name: str) -> int:
+    """A number in an answer to INFO; 0 where it is not."""
+    found = re.search(rf"^{name}:(\d+)".encode(), info, re.MULTILINE)
+    return 0 if found is None else int(found[1])

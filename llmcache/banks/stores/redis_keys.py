@@ -1,0 +1,71 @@
+"""How things are called in Redis. Numbers of namespaces and the stream of events stand beside the values.
+
+    PREFIX:RUN:generations                  hash: a number for all namespaces, and one for each that was purged
+    PREFIX:RUN:events                       stream of what was stored and cleared
+    PREFIX:RUN:NAMESPACE:GENERATION:KEY     a value; NAMESPACE and KEY are hashes
+
+A server that starts again has another run. It may have lost the last of what was written, a purge say, so nothing from
+before is looked at again. A namespace that was never purged has the number of all. All these numbers are in one place,
+so none is lost alone; and they are drawn, so a lost one never comes again.
+"""
+
+import hashlib
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from llmcache.banks.stores.base import StoreKey
+from llmcache.banks.stores.redis_wire import Command
+
+ALL = "all"  # field of the number of all namespaces
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Names under a prefix, in one run of a server."""
+
+    prefix: str
+    run: str
+
+    @property
+    def generations(self) -> str:
+        return f"{self.prefix}:{self.run}:generations"
+
+    @property
+    def events(self) -> str:
+        return f"{self.prefix}:{self.run}:events"
+
+    def value(self, key: StoreKey, generation: int) -> str:
+        return f"{self.prefix}:{self.run}:{field_of(key.namespace)}:{generation:x}:{key.digest.hex()}"
+
+    def ask_generations(self, namespaces: Sequence[str]) -> Command:
+        """A command; `told` reads its answer."""
+        return ("HMGET", self.generations, ALL, *map(field_of, namespaces))
+
+
+def told(namespaces: Sequence[str], answer: Sequence[bytes | None]) -> dict[str, int]:
+    """The number of each namespace; empty where the server has lost them."""
+    every, *own = answer
+    return {} if every is None else {n: int(one or every) for n, one in zip(namespaces, own, strict=True)}
+
+
+def new_generation() -> int:
+    """A number that was never given."""
+    return secrets.randbits(62)
+
+
+def field_of(namespace: str) -> str:
+    """A name of fixed length for any text."""
+    return hashlib.sha256(namespace.encode()).hexdigest()[:32]
+
+
+def pattern(prefix: str, namespace: str | None) -> str:
+    """Matches the values of a namespace, None: all, and perhaps more; for SCAN."""
+    return f"{prefix}:*" if namespace is None else f"{prefix}:*:{field_of(namespace)}:*"
+
+
+def is_stale(prefix: str, name: bytes, generation: int) -> bool:
+    """Whether a name is that of a value of another number."""
+    found = re.fullmatch(rf"{re.escape(prefix)}:\w+:[0-9a-f]{{32}}:([0-9a-f]+):[0-9a-f]{{64}}".encode(), name)
+    return found is not None and int(found[1], 16) != generation
