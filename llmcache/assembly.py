@@ -73,6 +73,8 @@ def assemble(
     observer = None
     if config.tau is not None and decision.reads_answers:
         observer = Observer(banks, find_answers(config.answer, head, model), answer_of)
+        if banks.elsewhere is not None:
+            banks.elsewhere.answered_by = Weights(model, without=trunk.module).digest
     gate = _make_gate(trunk, config, tokenizer)
     chooser = NeighbourChooser(banks, decision, None if observer is None else observer.answers, gate)
     rungs = _choose_rungs(banks, trunk, config, is_exact, chooser)
@@ -136,6 +138,8 @@ def make_calibrated(
         check_student(parts.payload, answers, config)
     chooser = NeighbourChooser(parts.banks, decision, answers, parts.gate)
     head = Weights(model, without=parts.trunk.module)
+    if parts.banks.elsewhere is not None:
+        parts.banks.elsewhere.answered_by = head.digest
     fitter = CalibrationFitter(parts.banks, fingerprint, tokens, chooser, answers)
 
     calibrated = CalibratedReuse(fitter, head, parts.counters, config)
@@ -272,6 +276,7 @@ def _make_banks(
         by_layer=config.mode == "paper",
         make_way=prefix.make_way if prefix is not None else lambda: None,
         tier=tier,
+        fingerprint_kind=config.fingerprint_component.model_dump_json(),
     )
 
 

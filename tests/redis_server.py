@@ -1,99 +1,24 @@
-"""A real Redis on a free port, and what tests do to it."""
+"""A real Redis for tests, which are skipped where none is installed."""
 
-import os
-import shutil
-import signal
-import socket
-import subprocess
-import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-_PATIENCE_S = 30.0
+from experiments.support import redis_server as ours
+from experiments.support.redis_server import RedisServer, check_installed, wait_until
+from llmcache.errors import ConfigError
 
-
-class RedisServer:
-    """One server, which may be killed and started again on the same port."""
-
-    def __init__(self, folder: Path, *options: str) -> None:
-        """Begin without it; `options` are of its command line."""
-        self._folder = folder
-        self._options = options
-        with closing(socket.socket()) as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port: int = probe.getsockname()[1]
-        self._process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def url(self) -> str:
-        return f"redis://127.0.0.1:{self.port}"
-
-    def start(self) -> None:
-        """Return when it answers."""
-        base = ["redis-server", "--port", f"{self.port}", "--bind", "127.0.0.1", "--dir", str(self._folder)]
-        self._process = subprocess.Popen([*base, "--save", "", *self._options], stdout=subprocess.DEVNULL)
-        wait_until(self._is_there)
-
-    def kill(self) -> None:
-        """As `kill -9`."""
-        assert self._process is not None
-        self._process.kill()
-        self._process.wait(_PATIENCE_S)
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Within: it does not run, and does not answer. Connections stay, and new ones are accepted by the kernel."""
-        assert self._process is not None
-        os.kill(self._process.pid, signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            os.kill(self._process.pid, signal.SIGCONT)
-
-    def do(self, *command: str | bytes | int) -> Any:
-        """What it answers to a command; values are bytes."""
-        from redis import Redis
-
-        with closing(Redis(port=self.port, protocol=2)) as client:
-            return client.execute_command(*command)
-
-    def names(self, pattern: str = "*") -> list[str]:
-        return sorted(name.decode() for name in self.do("KEYS", pattern))
-
-    def reset_connections(self) -> None:
-        """All that are open, of whomever."""
-        self.do("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
-
-    def stop(self) -> None:
-        if self._process is not None and self._process.poll() is None:
-            self.kill()
-
-    def _is_there(self) -> bool:
-        with socket.socket() as probe:
-            return probe.connect_ex(("127.0.0.1", self.port)) == 0
+__all__ = ["RedisServer", "redis_server", "wait_until"]
 
 
 @contextmanager
 def redis_server(folder: Path, *options: str) -> Iterator[RedisServer]:
-    """A server that answers; the test is skipped where none is installed."""
-    if shutil.which("redis-server") is None:
-        pytest.skip("redis-server is not installed: apt-get install redis-server")
-    pytest.importorskip("redis", reason="redis-py is not installed: pip install 'llmcache[redis]'")
-    server = RedisServer(folder, *options)
+    """A server that answers; without one the test is skipped, and says how to get it."""
     try:
-        server.start()
+        check_installed()
+    except ConfigError as error:
+        pytest.skip(str(error))
+    with ours.redis_server(folder, *options) as server:
         yield server
-    finally:
-        server.stop()
-
-
-def wait_until(holds: Any) -> None:
-    """Until a function returns something true; fails after half a minute."""
-    end = time.monotonic() + _PATIENCE_S
-    while not holds():
-        assert time.monotonic() < end, f"{holds} never came true"
-        time.sleep(0.005)

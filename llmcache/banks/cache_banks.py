@@ -1,13 +1,15 @@
 """All that is remembered: the requests, the index rows that find them, and the banks that hold their states.
 
-A request is known while at least one bank holds a state of it; when the last bank lets go, its index row goes too.
-Absent or expired is a miss, never an error. One lock guards everything but the reading of entries, which are copied:
-what was read counts only if nothing else was put under its key meanwhile. Tensors handed out are never written again.
+A request is known while at least one bank holds a state of it; when the last bank lets go, its index row goes too. With
+a store, some are found though no bank holds them (`elsewhere`). Absent or expired is a miss, never an error. One lock
+guards everything but the reading of entries, which are copied: what was read counts only if nothing else was put under
+its key meanwhile. Tensors handed out are never written again.
 """
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import chain
 
 import torch
@@ -16,11 +18,13 @@ from torch import Tensor
 from llmcache.arrays import Floats
 from llmcache.banks.bank import Bank
 from llmcache.banks.compression import Codec
+from llmcache.banks.elsewhere import Elsewhere
 from llmcache.banks.entry import Entry
-from llmcache.banks.entry_tier import EntryTier
+from llmcache.banks.entry_tier import EntryTier, Wanted, request_of
 from llmcache.banks.kv import without_padding
 from llmcache.banks.layer_banks import LayerBanks
 from llmcache.banks.records import SavedRequest, StoredRequest, StoredState
+from llmcache.banks.stores.base import Bytes, StoreKey
 from llmcache.banks.tier import Tier
 from llmcache.fingerprint import Fingerprint
 from llmcache.matching.fingerprint_index import FingerprintIndex
@@ -42,13 +46,15 @@ class CacheBanks:
         by_layer: bool = False,
         make_way: Callable[[], None] = lambda: None,
         tier: Tier | None = None,
+        fingerprint_kind: str = "",
     ) -> None:
         """Start empty.
 
         `make_codec` makes one codec for each layer and state of the weights; `make_index` an empty index of a width.
         With `by_length`, requests of different lengths never find each other; with `by_layer`, each layer is searched
         by itself, as the paper does. `make_way` is called before entries are put: others who share the budget then
-        leave what is `spent`. `tier` holds entries beyond memory.
+        leave what is `spent`. `tier` holds entries beyond memory; only those who have the same `fingerprint_kind`, a
+        name with its options, hear of each other's.
         """
         self._requests: dict[str, StoredRequest] = {}
         self.layer_banks = LayerBanks(banks, make_codec, self._requests)
@@ -60,6 +66,7 @@ class CacheBanks:
         self._make_way = make_way
         self._tier = None if tier is None else EntryTier(tier)
         self.has_tier = tier is not None  # `promote` may find something
+        self.elsewhere = None if self._tier is None else Elsewhere(self._index, self._tier, fingerprint_kind)
         self._incoming = 0  # bytes that are about to be put
         self.fingerprint_epoch = 0  # moves on when requests begin to be compared by another fingerprint
 
@@ -121,7 +128,7 @@ class CacheBanks:
             self._expire()
             found = self._index.search(scope, rows, vectors, k, layer)
             for near in chain.from_iterable(found):
-                request = self._requests[near.key]
+                request = self._known(near.key)
                 near.answer, near.ids, near.is_quarantined = request.answer, request.ids, near.key in self._quarantined
             return found
 
@@ -180,6 +187,8 @@ class CacheBanks:
                     self._tier.put(row.key, request, stored, generation)
                 is_stale = fingerprint_epoch not in (None, self.fingerprint_epoch)
                 self._index.put(scope, row, features, None if is_stale else vectors, stored)
+                if self.elsewhere is not None and generation is not None:
+                    self.elsewhere.announce(row.key, request, generation)
             except Exception:
                 self._forget(row.key)  # half a request must not be found
                 raise
@@ -187,13 +196,46 @@ class CacheBanks:
 
     def promote(self, scope: Scope, rows: Sequence[Row], with_kv: bool, generation: int) -> None:
         """Hold what the store has of requests that are not held, unless their namespace was purged since."""
-        assert self._tier is not None
+        self._promote(scope, [Wanted(row.key, row.ids, row.n_valid) for row in rows], with_kv, generation)
+
+    def fetch(self, scope: Scope, tokens_saved: Mapping[str, int], with_kv: bool, generation: int) -> None:
+        """Likewise of requests that were found and are to serve, by key; one that the store has lost is found no more.
+
+        `tokens_saved` says how much computing each saves.
+        """
+        if self._tier is None or self.elsewhere is None:
+            return
+        with self._lock:
+            known = {key: self.elsewhere[key] for key in tokens_saved if key in self.elsewhere}
+        if not known:
+            return
+        wanted = [Wanted(key, request.ids, tokens_saved[key]) for key, request in known.items()]
+        self._promote(scope, wanted, with_kv, generation)
+        if self._tier.is_answering:
+            with self._lock:
+                for key in known:
+                    self.elsewhere.drop(key)
+
+    def hear(self, told: Sequence[tuple[StoreKey, Bytes]]) -> None:
+        """Let requests be found that others announced."""
+        assert self.elsewhere is not None
+        with self._lock:
+            for at, note in told:
+                record = None if request_of(at) in self._requests else self.elsewhere.read(at, note)
+                if record is not None:
+                    self._index.insert(record.key, record.scope, record.slots[0])
+                    request = StoredRequest(record.scope, record.ids, record.dtype, answer=record.answer)
+                    self.elsewhere.add(record.key, request)
+
+    def _promote(self, scope: Scope, wanted: Sequence[Wanted], with_kv: bool, generation: int) -> None:
+        assert self._tier is not None and self.elsewhere is not None
         layers = self.layers if with_kv else self.layers[-1:]
-        for record in self._tier.fetch(scope, rows, layers, with_kv):
+        for record in self._tier.fetch(scope, wanted, layers, with_kv):
             with self._lock:
                 fits = all(self.layer_banks[layer].fits(entry) for layer, entry in record.entries.items())
                 if fits and record.key not in self._requests and self._tier.generation(scope) == generation:
-                    self.adopt(record)
+                    known = self.elsewhere.pop(record.key, None)
+                    self.adopt(record if known is None else replace(record, answer=known.answer))
 
     def is_pinned(self, key: str) -> bool:
         """Whether a request serves others and may not leave: it is a source of a frozen calibration."""
@@ -201,11 +243,16 @@ class CacheBanks:
             request = self._requests.get(key)
             return request is not None and request.is_pinned
 
-    def sign(self, key: str, answer: Floats) -> None:
-        """Note what a stored request was answered: its signature (S,). A request that has left is ignored."""
+    def sign(self, key: str, answer: Floats, generation: int | None = None) -> None:
+        """Note what a stored request was answered: its signature (S,). A request that has left is ignored.
+
+        With the `generation` that it was put with, others may find it from then on.
+        """
         with self._lock:
             if (request := self._requests.get(key)) is not None:
                 request.answer = answer
+                if self.elsewhere is not None and generation is not None:
+                    self.elsewhere.announce(key, request, generation)
 
     def cost(self, key: str, cost: float) -> None:
         """Tell the policies what computing a stored request anew would take; see `Policy.on_cost`."""
@@ -252,6 +299,8 @@ class CacheBanks:
                 request.is_pinned = False
             self.layer_banks.release()
             self._index.use(fingerprint)
+            if self.elsewhere is not None:
+                self.elsewhere.restart()
 
     def should_check(self, key: str, layer: int) -> bool:
         with self._lock:
@@ -274,6 +323,9 @@ class CacheBanks:
             keys = [key for key, request in self._requests.items() if request.scope.namespace == namespace]
             for key in keys:
                 self._forget(key)
+            known = (self.elsewhere or {}).items()
+            for key in [key for key, request in known if request.scope.namespace == namespace]:
+                self._forget(key)
             self._quarantined = {key: name for key, name in self._quarantined.items() if name != namespace}
             self.layer_banks.packers.forget(namespace)
             self._index.purge(namespace)
@@ -283,6 +335,8 @@ class CacheBanks:
         """Forget everything but what fingerprint and codecs learned."""
         with self._lock:
             for key in list(self._requests):
+                self._forget(key)
+            for key in list(self.elsewhere or ()):
                 self._forget(key)
             self._quarantined.clear()
             self.layer_banks.packers.forget()
@@ -350,11 +404,19 @@ class CacheBanks:
         if (request := self._requests.get(key)) is not None:
             self._tier.put(key, request, {layer: entry}, self._tier.generation(request.scope))
 
+    def _known(self, key: str) -> StoredRequest:
+        """A request that the index found."""
+        request = self._requests.get(key)
+        if request is None:
+            assert self.elsewhere is not None
+            request = self.elsewhere[key]
+        return request
+
     def _know(self, scope: Scope, row: Row, dtype: torch.dtype) -> StoredRequest:
         """What is known of a request from now on; another one of the same key is forgotten."""
         request = self._requests.get(row.key)
         if request is None or request.ids != row.ids:
-            self._forget(row.key)
+            self._forget(row.key)  # also what was announced of it
             request = self._requests[row.key] = StoredRequest(scope, row.ids, dtype, row.layout)
         return request
 
@@ -372,12 +434,16 @@ class CacheBanks:
             return
         if self.layer_banks.layers_of(key):
             self._index.leave(key, layer)
+        elif self.elsewhere is not None and self._index.finds(key):
+            self.elsewhere.add(key, self._requests.pop(key))
         else:
             self._forget(key)
 
     def _forget(self, key: str) -> None:
         """Drop all traces of a request. If a part fails, the others are dropped all the same."""
         self._requests.pop(key, None)
+        if self.elsewhere is not None:
+            self.elsewhere.pop(key, None)
         with ExitStack() as stack:
             stack.callback(self.layer_banks.remove, key)
             stack.callback(self._index.forget, key)

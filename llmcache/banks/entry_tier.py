@@ -1,6 +1,10 @@
-"""Entries as values of a store: one a request and layer, under the request's exact key."""
+"""Entries as values of a store: one a request and layer, under the request's exact key; and who else may find them.
+
+A request that others may find is announced: its fingerprint, its answer, and by which fingerprint these are compared.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -8,9 +12,19 @@ from llmcache.banks.entry import Entry
 from llmcache.banks.kv import is_held
 from llmcache.banks.memory import copy_owned
 from llmcache.banks.records import SavedRequest, StoredRequest
+from llmcache.banks.stores.base import Bytes, StoreKey
 from llmcache.banks.stores.seal import Opened
 from llmcache.banks.tier import Tier
-from llmcache.request.rows import Row, Scope
+from llmcache.matching.partition import IndexSlot
+from llmcache.request.rows import Scope
+
+
+class Wanted(NamedTuple):
+    """A request whose entries are asked for."""
+
+    key: str
+    ids: bytes  # packed
+    n_tokens: int  # of computing that its entries save
 
 
 class EntryTier:
@@ -27,31 +41,84 @@ class EntryTier:
         """Have entries of a request written, by layer."""
         about = {
             "ids": request.ids.hex(),
-            "dtype": str(request.dtype).removeprefix("torch."),
+            "dtype": _dtype_name(request.dtype),
             "layout": request.layout.hex(),
         }
         for layer, entry in entries.items():
             self._tier.put(request.scope, _name(key, layer, is_held(entry)), entry.tensors, about, generation)
 
-    def fetch(self, scope: Scope, rows: Sequence[Row], layers: Sequence[int], with_kv: bool) -> Iterator[SavedRequest]:
+    def fetch(
+        self, scope: Scope, wanted: Sequence[Wanted], layers: Sequence[int], with_kv: bool
+    ) -> Iterator[SavedRequest]:
         """What the store has of requests that it pays to read."""
-        paying = [row for row in rows if self._tier.break_even.pays(row.n_valid)]
-        names = [_name(row.key, layer, with_kv) for row in paying for layer in layers]
-        values = self._tier.fetch(scope, names, sum(row.n_valid for row in paying))
-        for row in paying:
+        paying = [one for one in wanted if self._tier.break_even.pays(one.n_tokens)]
+        names = [_name(one.key, layer, with_kv) for one in paying for layer in layers]
+        values = self._tier.fetch(scope, names, sum(one.n_tokens for one in paying))
+        for one in paying:
             found = {layer: value for layer, value in ((layer, next(values)) for layer in layers) if value is not None}
             about = [value.about for value in found.values()]
-            if not found or about[-1]["ids"] != row.ids.hex():
+            if not found or about[-1]["ids"] != one.ids.hex():
                 continue
             layout, dtype = about[-1]["layout"], getattr(torch, about[-1]["dtype"])
             # Padding of two layouts must not be taken for one: of each layer the store keeps the first that came.
             entries = {n: _copied(value) for n, value in found.items() if value.about["layout"] == layout}
-            yield SavedRequest(row.key, scope, row.ids, dtype, entries, (), layout=bytes.fromhex(layout))
+            yield SavedRequest(one.key, scope, one.ids, dtype, entries, (), layout=bytes.fromhex(layout))
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether what was not fetched just now is not there."""
+        return self._tier.is_answering
+
+    def announce(self, key: str, request: StoredRequest, slot: IndexSlot, compared_by: str, generation: int) -> None:
+        """Have others find a request, whose entries were put before, by its place in the index."""
+        arrays = {"vector": slot.vector, "answer": request.answer}
+        tensors = {name: torch.from_numpy(array.copy()) for name, array in arrays.items() if array is not None}
+        tensors["ids"] = torch.frombuffer(bytearray(request.ids), dtype=torch.uint8)
+        scope = request.scope
+        about = {
+            "scope": [scope.weights, scope.dtype, scope.attention],
+            "dtype": _dtype_name(request.dtype),
+            "length": slot.length,
+            "compared_by": compared_by,
+        }
+        self._tier.announce(scope, _found_name(key, compared_by), tensors, about, generation)
+
+    def heard(self, at: StoreKey, note: Bytes, compared_by: str) -> SavedRequest | None:
+        """A request that was announced, without its entries; None where it cannot be found here, or is no request."""
+        key = request_of(at)
+        if at.name != _found_name(key, compared_by) or (told := self._tier.opened(at, note)) is None:
+            return None
+        about, tensors = told.about, told.tensors
+        try:
+            scope, vector, answer = Scope(at.namespace, *about["scope"]), tensors["vector"], tensors.get("answer")
+            if about["compared_by"] != compared_by or not (self._tier.is_of(scope, at) and vector.isfinite().all()):
+                return None
+            slots = (IndexSlot(None, int(about["length"]), vector.numpy().copy()),)
+            ids, dtype = tensors["ids"].numpy().tobytes(), getattr(torch, about["dtype"])
+        except (AttributeError, KeyError, TypeError, ValueError):  # without a secret, anybody may have made it
+            return None
+        return SavedRequest(key, scope, ids, dtype, {}, slots, None if answer is None else answer.numpy().copy())
+
+    def hear_again(self) -> None:
+        self._tier.hear_again()
 
 
 def _copied(value: Opened) -> Entry:
     """An entry that hangs on no file."""
     return Entry({name: copy_owned(tensor, tensor.device) for name, tensor in value.tensors.items()})
+
+
+def request_of(at: StoreKey) -> str:
+    """The request that a value or announcement is about."""
+    return at.name.rpartition(".")[2]
+
+
+def _found_name(key: str, compared_by: str) -> str:
+    return f"f{compared_by[:16]}.{key}"
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _name(key: str, layer: int, with_kv: bool) -> str:

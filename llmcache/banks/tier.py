@@ -3,7 +3,10 @@
     a local miss  -> fetch     values of a request or of blocks, checked; who asks holds them in memory from then on
     a local put   -> put       written behind, with the generation that its namespace had when the call was read
     an eviction   -> put       likewise: what the store has is not written again
-    each call     -> follow    namespaces that other processes purged leave the memory as well
+    each call     -> follow    namespaces that other processes purged leave the memory as well, and what they announced
+                               is heard
+    at first, and -> the same, of all that was announced before, by the thread that writes
+    after a gap
 
 Trouble here costs speed, never correctness: it is counted, logged once, and the request is computed.
 """
@@ -14,12 +17,15 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from time import monotonic, perf_counter
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from torch import Tensor
 
 from llmcache.banks.stores import Bytes, Store, StoreKey
+from llmcache.banks.stores.base import MOST_NOTED
 from llmcache.banks.stores.seal import MismatchError, Opened, Seal
 from llmcache.banks.write_behind import Job, WriteBehind
 from llmcache.counters import Counters
@@ -30,6 +36,12 @@ _T = TypeVar("_T")
 _NO_GENERATION = -1  # that no namespace has: what is put with it is left out
 _LEAST_S = 0.005  # that a read may take
 _MOST_S = 1.0  # where it was not measured what it saves
+_MOST_TOLD = MOST_NOTED // 2  # bytes, to which a seal adds some
+_AT_ONCE = 32  # announcements that are heard together, while calls wait
+_MOST_AT_ONCE = 256  # in one call
+
+#: Takes in announcements: under which key each was made, and its note.
+Hear: TypeAlias = Callable[[Sequence[tuple[StoreKey, Bytes]]], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +86,7 @@ class Tier:
         self._generations: dict[str, int | None] = {}  # of the namespaces that were asked for; None: not known now
         self._n_forgotten = 0  # times that some of these were dropped
         self._noting = threading.Lock()  # both
+        self._unheard: set[str] = set()  # those of these of which announcements have to be read
         self._scopes: dict[Scope, str] = {}
         self._counts: Counter[str] = Counter()
         self._mismatched: Counter[str] = Counter()
@@ -89,10 +102,15 @@ class Tier:
         n_forgotten, found = self._n_forgotten, self._now(namespace)
         with self._noting:  # what was found while others were forgotten may be from before a purge
             self._generations[namespace] = found if n_forgotten == self._n_forgotten else None
+            self._unheard.add(namespace)
         return _NO_GENERATION if found is None else found
 
-    def follow(self, forget: Callable[[str | None], object]) -> None:
-        """Have namespaces forgotten that were purged in the store, None: all, before this returns."""
+    def follow(self, forget: Callable[[str | None], object], hear: Hear | None = None) -> None:
+        """Have namespaces forgotten that were purged in the store, None: all, before this returns.
+
+        Announcements in namespaces that calls asked for are given to `hear`: those that came since the last time at
+        once, those from before behind the calls. It is a bound method.
+        """
         with self._following:  # another call that comes meanwhile is not to find what is being forgotten
             since = self._cursor
             try:  # whether or not it is asked for values: no purge is to be missed
@@ -102,6 +120,7 @@ class Tier:
                     self._behind.failed("follow the store", error)
                 return
             if events.cursor == since:
+                self._hear_all(hear)
                 return
             asked = dict(self._generations)  # of others there is nothing in memory
             cleared = [event.namespace for event in events.found if event.kind == "cleared"]
@@ -109,7 +128,26 @@ class Tier:
                 cleared += [name for name, known in asked.items() if known is None or self._now(name) != known]
             for name in dict.fromkeys(name for name in cleared if name in asked or (name is None and asked)):
                 self._forget(name, forget)
+            if not events.is_complete:
+                self.hear_again()
+            if hear is not None:
+                told = [(one.key, one.note) for one in events.found if one.key and one.note]
+                known = [(key, note) for key, note in told if self._generations.get(key.namespace) is not None]
+                if len(known) > _MOST_AT_ONCE:
+                    self.hear_again()
+                else:
+                    self._tell(hear, known)
             self._cursor = events.cursor
+            self._hear_all(hear)
+
+    def hear_again(self) -> None:
+        """Have all announcements given to `follow`'s `hear` once more: some were missed, or of no use before."""
+        with self._noting:
+            self._unheard.update(self._generations)
+
+    def opened(self, key: StoreKey, note: Bytes) -> Opened | None:
+        """What was announced, checked."""
+        return self._open(key, note)
 
     def remove(self, namespace: str | None, forget: Callable[[str | None], object]) -> None:
         """Purge a namespace, None: all, from the store and from memory.
@@ -125,6 +163,7 @@ class Tier:
             with self._following:
                 self._forget(namespace, forget)  # what was computed meanwhile
         self.follow(forget)  # with what others did
+        self.hear_again()
 
     def held(self, scope: Scope, names: Sequence[str]) -> int:
         """How many of these values the store has, from the first on."""
@@ -155,6 +194,22 @@ class Tier:
         nbytes = sum(tensor.nbytes for tensor in tensors.values())
         self._behind.add(Job(self._key(scope, name), generation, tensors, about, nbytes))
 
+    def announce(
+        self, scope: Scope, name: str, tensors: Mapping[str, Tensor], about: Mapping[str, Any], generation: int
+    ) -> None:
+        """Have something told to all that share the store, behind what was put before, unless it is long; see `put`."""
+        if (nbytes := sum(tensor.nbytes for tensor in tensors.values())) <= _MOST_TOLD:
+            self._behind.add(Job(self._key(scope, name), generation, tensors, about, nbytes, is_note=True))
+
+    def is_of(self, scope: Scope, key: StoreKey) -> bool:
+        """Whether a key is one of a scope, with all else that decides values as it is here."""
+        return self._key(scope, key.name) == key
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether the store answered when it was asked last."""
+        return not self._behind.breaker.n_failed
+
     def drain(self) -> None:
         """Wait until what was put is written or dropped."""
         self._behind.drain()
@@ -180,6 +235,35 @@ class Tier:
             max_bytes=None if held is None else held.max_bytes,
             n_evicted=None if held is None else held.n_evicted,
         )
+
+    def _hear_all(self, hear: Hear | None) -> None:
+        """Have the announcements read of namespaces that are new here, or of which some were missed."""
+        if hear is None or self._behind.breaker.is_open:
+            return
+        with self._noting:
+            unheard, self._unheard = self._unheard, set()
+        for name in unheard:
+            if (generation := self._generations.get(name)) is not None:  # else it comes again
+                task = partial(self._read_notes, name, generation, weakref.WeakMethod(hear))
+                self._behind.do("read what was announced", task)
+
+    def _tell(self, hear: Hear, told: Sequence[tuple[StoreKey, Bytes]]) -> None:
+        """Have announcements heard; what fails about them is no failure of the store."""
+        with self._behind.counters.guard("hear what was announced"):
+            hear(told)
+
+    def _read_notes(self, namespace: str, generation: int, hear: "weakref.WeakMethod[Any]") -> None:
+        try:
+            notes = self._store.notes(namespace)
+            while some := list(islice(notes, _AT_ONCE)):
+                with self._following:  # nobody forgets the namespace between this look and what is heard
+                    if (act := hear()) is None or self._generations.get(namespace) != generation:
+                        return
+                    self._tell(act, some)
+        except Exception:
+            with self._noting:
+                self._unheard.add(namespace)
+            raise
 
     def _forget(self, namespace: str | None, forget: Callable[[str | None], object]) -> None:
         """Have a namespace forgotten, None: all, whose generation has to be asked for anew."""

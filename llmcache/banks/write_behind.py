@@ -3,7 +3,7 @@
 import os
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,13 +23,24 @@ _REST_S, _LONGEST_REST_S = 0.1, 30.0  # before it is pinged
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A value that is to be made and put; see `Put`. Its tensors are not written to."""
+    """A value that is to be made and put; see `Put`. Its tensors are not written to.
+
+    What `is_note` is announced, for others to read at once, and lies nowhere.
+    """
 
     key: StoreKey
     generation: int
     tensors: Mapping[str, Tensor]
     about: Mapping[str, Any]
     nbytes: int
+    is_note: bool = False
+
+    def put(self, seal: Seal) -> Put:
+        """What is put, sealed."""
+        sealed = seal.close(self.key, self.tensors, self.about)
+        if self.is_note:
+            return Put(self.key, b"", self.generation, bytes(sealed))
+        return Put(self.key, sealed, self.generation)
 
 
 @dataclass(slots=True)
@@ -59,6 +70,7 @@ class WriteBehind:
     n_dropped: int = 0
     is_closed: bool = False
     _jobs: deque[Job] = field(default_factory=deque)
+    _tasks: deque[Callable[[], object]] = field(default_factory=deque)
     _nbytes: int = 0
     _is_busy: bool = False
     _changed: threading.Condition = field(default_factory=threading.Condition)
@@ -75,6 +87,20 @@ class WriteBehind:
             self._nbytes += job.nbytes
             self._rouse()
 
+    def do(self, what: str, task: Callable[[], object]) -> None:
+        """Have something done after what waits, once the store answers; what fails is a failure of the store."""
+
+        def act() -> None:
+            try:
+                task()
+            except Exception as error:
+                self.failed(what, error)
+
+        with self._changed:
+            if not self.is_closed:
+                self._tasks.append(act)
+                self._rouse()
+
     def failed(self, what: str, error: Exception) -> None:
         """Count a failure of the store; after some, the thread looks when it answers again."""
         self.counters.error(what, error)
@@ -87,7 +113,7 @@ class WriteBehind:
         """Wait until all that waited is written or dropped, for a minute at most."""
         with self._changed:
             if threading.current_thread() is not self._thread and self._process == os.getpid():
-                self._changed.wait_for(lambda: not (self._jobs or self._is_busy), _PATIENCE_S)
+                self._changed.wait_for(lambda: not (self._has_work or self._is_busy), _PATIENCE_S)
 
     def close(self) -> None:
         """Write what waits, end the thread and close the store. Twice does nothing."""
@@ -100,6 +126,10 @@ class WriteBehind:
         if self._thread not in (None, threading.current_thread()) and self._process == os.getpid():
             self._thread.join(_PATIENCE_S)
         self.store.close()
+
+    @property
+    def _has_work(self) -> bool:
+        return bool(self._jobs) or (bool(self._tasks) and not self.breaker.is_open)
 
     def _rouse(self) -> None:
         if self._thread is None or not self._thread.is_alive() or self._process != os.getpid():
@@ -114,7 +144,7 @@ class WriteBehind:
             with self._changed:
                 self._is_busy = False
                 self._changed.notify_all()
-                self._changed.wait_for(lambda: self._jobs or self.is_closed or self.breaker.is_open)
+                self._changed.wait_for(lambda: self._has_work or self.is_closed or self.breaker.is_open)
                 if self.is_closed and not self._jobs:
                     return
                 jobs, self._jobs, self._is_busy = list(self._jobs), deque(), True
@@ -123,6 +153,8 @@ class WriteBehind:
                 self._wait_for_the_store()
             else:
                 self._write(jobs)
+                while self._tasks and not self.breaker.is_open:
+                    self._tasks.popleft()()
 
     def _write(self, jobs: Sequence[Job]) -> None:
         puts: list[Put] = []
@@ -134,7 +166,7 @@ class WriteBehind:
                 return
             try:
                 if not self.store.contains_prefix([job.key]):
-                    puts.append(Put(job.key, self.seal.close(job.key, job.tensors, job.about), job.generation))
+                    puts.append(job.put(self.seal))
                     nbytes += job.nbytes
                 if puts and (nbytes >= _AT_ONCE_BYTES or i + 1 == len(jobs)):
                     self.store.put_many(puts)

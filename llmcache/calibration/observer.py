@@ -71,7 +71,7 @@ class Observer:
         signatures, outputs, vectors = self._answers_of(call, output, computed)
         if serve_others:
             for number, signature in zip(computed, signatures, strict=True):
-                self._banks.sign(call.rows[number].key, signature)
+                self._banks.sign(call.rows[number].key, signature, call.read.generation)
         if call.read.features is None or not wanted:
             return
         head = "" if self._head is None else self._head.digest()

@@ -114,6 +114,12 @@ class Components:
         """Whether the call under way is computed to be shown: neither served nor stored, and no request of a user's."""
         return self.observer is not None and self.observer.collected.get() is not None
 
+    @property
+    def hears(self) -> bool:
+        """Whether requests that others stored may serve here: those of a frozen calibration are joined by no other."""
+        has_entries = self.banks.elsewhere is not None and self.fingerprint is not None
+        return has_entries and (self.calibrated is None or self.calibrated.is_growing)
+
     def holds(self, key: str) -> bool:
         """Whether something is held of a request that could serve it."""
         is_held = bool(self.banks.held(key)) or (self.prefix is not None and key in self.prefix)

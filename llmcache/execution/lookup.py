@@ -165,10 +165,9 @@ class Lookup:
         weights, queue, tier = self._components.weights, self._components.store_queue, self._components.tier
         if weights.is_trained:
             return "gradients_held"
-        if (
-            tier is not None and not self._components.is_collecting
-        ):  # what is computed to be shown is served from nowhere
-            tier.follow(self._components.forget)
+        if tier is not None and not self._components.is_collecting:  # which is served from nowhere
+            hear = self._components.banks.hear if self._components.hears else None
+            tier.follow(self._components.forget, hear)
         n_before = 0 if queue is None else queue.n_added
         scope = self._reader.scope(call, entering)
         if queue:

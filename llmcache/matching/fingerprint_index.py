@@ -105,6 +105,10 @@ class FingerprintIndex(dict[tuple[Scope, int, int | None], IndexPartition]):
                 for key, number in zip(keys, into.add_all(keys, np.stack(vectors)), strict=True):
                     self._found_at[key] = (*self._found_at.get(key, ()), into, number)
 
+    def finds(self, key: str) -> bool:
+        """Whether a request is found anywhere."""
+        return bool(self._found_at.get(key))
+
     def slots(self, key: str) -> tuple[IndexSlot, ...]:
         """Where a request is found, for saving; empty while it waits for the fingerprint to be fitted."""
         return tuple(

@@ -47,8 +47,21 @@ class Semantic(Rung):
         forecasts = None if call.read.forecasts is None else call.read.forecasts[numbers]
         chosen = self._chooser.choose(call.read.scope, rows, vectors[numbers], forecasts)
         call.plan.choices = dict(zip(numbers, chosen, strict=True))
+        self._fetch(call, rows, chosen, limits)
         pairs = zip(rows, chosen, strict=True)
         return [reuse for row, choice in pairs if choice and (reuse := self._reuse(call, row, choice, limits))]
+
+    def _fetch(
+        self, call: Call, rows: Sequence[Row], chosen: Sequence[Choice | None], limits: Mapping[int, float]
+    ) -> None:
+        """Have the states in memory that are to serve; what cannot be had in time is computed."""
+        serving = {
+            choice.neighbour.key: row.n_valid
+            for row, choice in zip(rows, chosen, strict=True)
+            if choice is not None and deepest_layer(choice.risk, limits, self._banks.layers) is not None
+        }
+        if serving and self._banks.has_tier:
+            self._banks.fetch(call.read.scope, serving, call.progress.kv_cache is not None, call.read.generation)
 
     def _reuse(self, call: Call, row: Row, choice: Choice, limits: Mapping[int, float]) -> Reuse | None:
         near = choice.neighbour

@@ -148,6 +148,22 @@ def test_without_memory_it_can_be_purged(store: RedisStore, server: RedisServer,
     assert held(store, "a", "b") == ["b"]
 
 
+@pytest.mark.parametrize("namespace", ["a", None])
+def test_all_have_heard_of_a_purge_of_a_server_without_memory(
+    open_store: Callable[..., RedisStore], server: RedisServer, namespace: str | None
+) -> None:
+    store, other = open_store(), open_store()
+    put(store, "a")
+    server.do("CONFIG", "SET", "maxmemory-policy", "noeviction", "maxmemory", "1mb")
+    seen = other.events(None).cursor
+    store.remove(namespace)
+    time.sleep(1.5)  # however long ago it was
+    assert not other.events(seen).is_complete
+    server.do("CONFIG", "SET", "maxmemory", 0)
+    put(store, "b")
+    wait_until(lambda: answers(other))
+
+
 def test_a_server_without_memory_at_the_start_is_used_when_it_has_some(tmp_path: Path) -> None:
     with redis_server(tmp_path, "--maxmemory", "1mb", "--maxmemory-policy", "noeviction") as server:
         store = RedisStore(server.url, timeout_ms=PATIENT)

@@ -6,7 +6,7 @@
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from types import SimpleNamespace
@@ -119,6 +119,11 @@ class Shared(Store):
             return Events((), str(len(told)), is_complete=since is None)
         found = told[int(since) :]
         return Events(found, str(int(since) + len(found)))
+
+    def notes(self, namespace: str) -> Iterator[tuple[StoreKey, bytes]]:
+        with self.place.lock:
+            told = [event for event in self.place.told if event.namespace == namespace]
+        return ((one.key, one.note) for one in told if one.key and one.note and self.find(one.key) is not None)
 
     def stats(self) -> StoreStats:
         with self.place.lock:

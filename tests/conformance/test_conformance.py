@@ -101,6 +101,11 @@ class Nameless(outside.Shared):
         return next((v for k, (_, v) in self.place.values.items() if f"{k.namespace}:{k.name}" == text), None)
 
 
+class Remembering(outside.Shared):
+    def notes(self, namespace: str) -> Iterator[tuple[StoreKey, bytes]]:
+        return ((one.key, one.note) for one in self.place.told if one.namespace == namespace and one.key and one.note)
+
+
 class Alone(outside.Shared):
     def __init__(self) -> None:
         super().__init__(f"{id(self)}")
@@ -207,6 +212,7 @@ class Broken(outside.SameTokens):
         ("store", Shuffled, "get_many: a value for each key, in their order, bit for bit"),
         ("store", Patient, "get_many: nothing after the deadline, and no error"),
         ("store", Counting, "contains_prefix: how many are held before the first that is not"),
+        ("store", Remembering, "notes: none of a value that was removed"),
         ("store", Nameless, "no two keys are taken for one, whatever text a namespace is"),
         ("store", Alone, "get_many: a value for each key, in their order, bit for bit"),
         ("index", Worst, "search: (best first|the most similar rows)"),

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from llmcache import LLMCache, StoreError
 from llmcache.banks.stores.seal import SECRET
-from tests.facade.redis_faults import inject
 from tests.redis_server import RedisServer, redis_server, wait_until
 from tests.tiny_models import CLASSIFIERS, GENERATORS, build, tokens
 
@@ -182,10 +181,3 @@ def test_processes_share_what_they_compute(server: RedisServer) -> None:
         assert listen.recv() == [expected] * 5
         process.join(60)
         assert process.exitcode == 0
-
-
-@pytest.mark.slow
-def test_faults_cost_speed_alone(tmp_path: Path) -> None:
-    seen = inject(tmp_path, 60)
-    assert (seen["wrong"], seen["stale"]) == (0, 0)
-    assert seen["hits"] > 0 and seen["read from Redis"] > 0 and seen["mismatched"] > 0 and seen["purges"] > 0

@@ -2,12 +2,14 @@
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 #: Bytes of a value. What a store returns may lie in memory that it mapped.
 Bytes: TypeAlias = bytes | bytearray | memoryview
+
+MOST_NOTED = 65_536
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,7 @@ class Put:
         key: Under which it lies.
         value: What `seal.Seal` made of it.
         generation: Of its namespace, from before it was computed; see `Store.generation`.
-        note: Announced with it, at most 64 KiB: its fingerprint, say.
+        note: Announced with it, at most `MOST_NOTED` bytes: its fingerprint, say.
     """
 
     key: StoreKey
@@ -166,6 +168,14 @@ class Store(ABC):
         Called in every call of the model, so it does not wait. A cursor that is too old or unknown makes the answer
         incomplete: it then holds no event, and the cursor of now. Told are at least `stored` and `cleared`.
         """
+
+    def notes(self, namespace: str) -> Iterator[tuple[StoreKey, Bytes]]:
+        """Yield what values of a namespace were announced with, of those that are still held and had a note.
+
+        Called behind the answers, by those who begin or have missed events. By default nothing: what was announced
+        before somebody began is then not found by them.
+        """
+        return iter(())
 
     @abstractmethod
     def stats(self) -> StoreStats:

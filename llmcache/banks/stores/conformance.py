@@ -138,7 +138,11 @@ def _check_events(place: _Place, one: Store, other: Store) -> None:
     keys, name = [place.key(f"told {i}", "a") for i in range(5)], place.namespace("a")
     generation = one.generation(name)
     one.put_many([Put(key, place.value(key), generation, key.name.encode()) for key in keys])
+    noted = list(other.notes(name))
+    is_right = all(key in keys and bytes(note) == key.name.encode() for key, note in noted)
+    rule(is_right and len(set(noted)) == len(noted), "notes: keys and what they were announced with, once each")
     one.remove(name)
+    rule(not list(other.notes(name)), "notes: none of a value that was removed")
     own = [event.kind for event in one.events(begin.cursor).found if event.namespace == name]
     rule("cleared" in own, "events: the store that removed tells of it at once")
     told = _told(other, begin.cursor, name, 6)

@@ -12,7 +12,7 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +21,17 @@ from typing import Any
 
 from llmcache.banks.stores.base import Bytes, Events, Put, Store, StoreKey, StoreStats
 from llmcache.banks.stores.redis_follower import AWAY, LEASE_S, PATIENCE_S, Follower, tell_cleared, tell_stored
-from llmcache.banks.stores.redis_keys import ALL, Keys, field_of, is_stale, new_generation, pattern, told
+from llmcache.banks.stores.redis_keys import (
+    ALL,
+    Keys,
+    field_of,
+    is_stale,
+    new_generation,
+    pattern,
+    read_note,
+    told,
+    write_note,
+)
 from llmcache.banks.stores.redis_wire import Command, PatientWire, Server, UnusableError, Wire, Wires
 from llmcache.errors import StoreError
 
@@ -93,11 +103,16 @@ class RedisStore(Store):
             commands: list[Command] = []
             for put in kept:
                 name = at.value(put.key, put.generation)
-                commands += [("SET", name, memoryview(put.value), "EX", self._ttl_s), tell_stored(at, put)]
+                commands.append(("SET", name, memoryview(put.value), "EX", self._ttl_s))
+                if put.note:
+                    commands.append(("SET", at.note(put.key, put.generation), write_note(put), "EX", self._ttl_s))
+                commands.append(tell_stored(at, put))
             wire.ask_all([*commands, *self._live_on(at)], monotonic() + _WRITE_S)
             after = self._now(wire, names)
-            late = [at.value(p.key, p.generation) for p in kept if p.generation != after[p.key.namespace]]
-            if late:  # a purge came between, which may have looked for what to remove before
+            gone = [(put.key, put.generation) for put in kept if put.generation != after[put.key.namespace]]
+            if late := [
+                name(*one) for one in gone for name in (at.value, at.note)
+            ]:  # a purge came between, which may have looked for what to remove before
                 wire.ask_all([("UNLINK", *late)], monotonic() + _WRITE_S)
 
     def contains_prefix(self, keys: Sequence[StoreKey]) -> int:
@@ -127,6 +142,18 @@ class RedisStore(Store):
 
     def events(self, since: str | None) -> Events:
         return self._links.follower.events(since)
+
+    def notes(self, namespace: str) -> Iterator[tuple[StoreKey, Bytes]]:
+        patient, cursor = self._links.patient, b"0"
+        while True:
+            with patient.taken() as wire:
+                at, number = Keys(self._prefix, wire.run), self._now(wire, [namespace])[namespace]
+                step: Command = ("SCAN", cursor, "MATCH", at.notes(namespace, number), "COUNT", _SCANNED)
+                ((cursor, names),) = wire.ask_all([step], monotonic() + PATIENCE_S)
+                found = wire.ask_all([("MGET", *names)], monotonic() + PATIENCE_S)[0] if names else []
+            yield from (note for value in found if value is not None and (note := read_note(namespace, value)))
+            if cursor == b"0":
+                return
 
     def stats(self) -> StoreStats:
         """All that is in the database, whoever put it."""

@@ -141,6 +141,9 @@ class Follower:
         keys = Keys(self._prefix, wire.run)
         if wire.run != self._run_of_server or not self._entry:
             self._begin(wire, keys)
+            if not self._entry:
+                self._closing.wait(_BLOCK_S)
+                return
         began = monotonic()
         block = ("BLOCK", int(1e3 * _BLOCK_S)) if self._is_current else ()
         commands: list[Command] = [
@@ -160,13 +163,23 @@ class Follower:
                 self._hear(began)
 
     def _begin(self, wire: Wire, keys: Keys) -> None:
-        """Go on from the last entry that there is, and make one where there is none."""
+        """Go on from the last entry that there is, and make one where there is none.
+
+        A server without memory takes none, and may have been purged all the same. Until it does, something is taken to
+        be missing at each look.
+        """
+        from redis.exceptions import OutOfMemoryError
+
         began = monotonic()
         (last,) = wire.ask_all([("XREVRANGE", keys.events, "+", "-", "COUNT", 1)], began + PATIENCE_S)
         if not last:
-            last = [wire.ask_all([_tell(keys, "kind", "begun")], began + PATIENCE_S)]
+            try:
+                last = [wire.ask_all([_tell(keys, "kind", "begun")], began + PATIENCE_S)]
+            except StoreError as error:
+                if not isinstance(error.__cause__, OutOfMemoryError):
+                    raise
         with self._changed:
-            self._run_of_server, self._entry = wire.run, last[0][0]
+            self._run_of_server, self._entry = wire.run, last[0][0] if last else b""
             self._log.restart()
             self._hear(began)
 

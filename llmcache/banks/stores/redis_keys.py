@@ -3,6 +3,7 @@
     PREFIX:RUN:generations                  hash: a number for all namespaces, and one for each that was purged
     PREFIX:RUN:events                       stream of what was stored and cleared
     PREFIX:RUN:NAMESPACE:GENERATION:KEY     a value; NAMESPACE and KEY are hashes
+    PREFIX:RUN:NAMESPACE:GENERATION:KEY:note    its key in words, and what it was announced with
 
 A server that starts again has another run. It may have lost the last of what was written, a purge say, so nothing from
 before is looked at again. A namespace that was never purged has the number of all. All these numbers are in one place,
@@ -15,7 +16,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llmcache.banks.stores.base import StoreKey
+from llmcache.banks.stores.base import Put, StoreKey
 from llmcache.banks.stores.redis_wire import Command
 
 ALL = "all"  # field of the number of all namespaces
@@ -39,6 +40,13 @@ class Keys:
     def value(self, key: StoreKey, generation: int) -> str:
         return f"{self.prefix}:{self.run}:{field_of(key.namespace)}:{generation:x}:{key.digest.hex()}"
 
+    def note(self, key: StoreKey, generation: int) -> str:
+        return f"{self.value(key, generation)}:note"
+
+    def notes(self, namespace: str, generation: int) -> str:
+        """Matches the notes of a namespace, for SCAN."""
+        return f"{self.prefix}:{self.run}:{field_of(namespace)}:{generation:x}:*:note"
+
     def ask_generations(self, namespaces: Sequence[str]) -> Command:
         """A command; `told` reads its answer."""
         return ("HMGET", self.generations, ALL, *map(field_of, namespaces))
@@ -48,6 +56,19 @@ def told(namespaces: Sequence[str], answer: Sequence[bytes | None]) -> dict[str,
     """The number of each namespace; empty where the server has lost them."""
     every, *own = answer
     return {} if every is None else {n: int(one or every) for n, one in zip(namespaces, own, strict=True)}
+
+
+def write_note(put: Put) -> bytes:
+    """A note, with its key in front of it, which a name does not tell."""
+    return f"{put.key.scope} {put.key.name} ".encode() + put.note
+
+
+def read_note(namespace: str, value: bytes) -> tuple[StoreKey, bytes] | None:
+    """The reverse; None of what is no note."""
+    parts = value.split(b" ", 2)
+    if len(parts) < 3 or not (parts[0].isascii() and parts[1].isascii()):
+        return None
+    return StoreKey(namespace, parts[0].decode(), parts[1].decode()), parts[2]
 
 
 def new_generation() -> int:
@@ -67,5 +88,5 @@ def pattern(prefix: str, namespace: str | None) -> str:
 
 def is_stale(prefix: str, name: bytes, generation: int) -> bool:
     """Whether a name is that of a value of another number."""
-    found = re.fullmatch(rf"{re.escape(prefix)}:\w+:[0-9a-f]{{32}}:([0-9a-f]+):[0-9a-f]{{64}}".encode(), name)
+    found = re.fullmatch(rf"{re.escape(prefix)}:\w+:[0-9a-f]{{32}}:([0-9a-f]+):[0-9a-f]{{64}}(?::note)?".encode(), name)
     return found is not None and int(found[1], 16) != generation

@@ -1,0 +1,111 @@
+"""A Redis server of one's own on a free port, and what is done to it."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from llmcache.errors import ConfigError
+
+_PATIENCE_S = 30.0
+
+
+class RedisServer:
+    """One server, which may be killed and started again on the same port."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        """Begin without it; `options` are of its command line."""
+        self._folder = folder
+        self._options = options
+        with closing(socket.socket()) as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port: int = probe.getsockname()[1]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Return when it answers."""
+        base = ["redis-server", "--port", f"{self.port}", "--bind", "127.0.0.1", "--dir", str(self._folder)]
+        self._process = subprocess.Popen([*base, "--save", "", *self._options], stdout=subprocess.DEVNULL)
+        wait_until(self._is_there)
+
+    def kill(self) -> None:
+        """As `kill -9`."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait(_PATIENCE_S)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within: it does not run, and does not answer. Connections stay, and new ones are accepted by the kernel."""
+        assert self._process is not None
+        os.kill(self._process.pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(self._process.pid, signal.SIGCONT)
+
+    def do(self, *command: str | bytes | int) -> Any:
+        """What it answers to a command; values are bytes."""
+        from redis import Redis
+
+        with closing(Redis(port=self.port, protocol=2)) as client:
+            return client.execute_command(*command)
+
+    def names(self, pattern: str = "*") -> list[str]:
+        return sorted(name.decode() for name in self.do("KEYS", pattern))
+
+    def reset_connections(self) -> None:
+        """All that are open, of whomever."""
+        self.do("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+
+    def stop(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self.kill()
+
+    def _is_there(self) -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", self.port)) == 0
+
+
+@contextmanager
+def redis_server(folder: Path, *options: str) -> Iterator[RedisServer]:
+    """A server that answers, which keeps what it writes in a folder.
+
+    Raises:
+        ConfigError: It is not installed; the error says how to get it.
+    """
+    check_installed()
+    server = RedisServer(folder, *options)
+    try:
+        server.start()
+        yield server
+    finally:
+        server.stop()
+
+
+def check_installed() -> None:
+    """Refuse a machine without the server or its client (`ConfigError`)."""
+    if shutil.which("redis-server") is None:
+        raise ConfigError("redis-server is not installed: apt-get install redis-server")
+    if find_spec("redis") is None:
+        raise ConfigError("redis-py is not installed: pip install 'llmcache[redis]'")
+
+
+def wait_until(holds: Any) -> None:
+    """Until a function returns something true; fails after half a minute (`TimeoutError`)."""
+    end = time.monotonic() + _PATIENCE_S
+    while not holds():
+        if time.monotonic() >= end:
+            raise TimeoutError(f"{holds} never came true")
+        time.sleep(0.005)
