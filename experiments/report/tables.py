@@ -34,6 +34,7 @@ from experiments.report.serving import (
     serve_timing,
     store_kill,
 )
+from experiments.report.stores import store_faults, store_remote, store_workers
 from experiments.report.told import told
 from experiments.report.trust import bound, drift, payback, trust
 from experiments.runs.read import Figures, Run, at, by_size, label_of, varied
@@ -258,6 +259,9 @@ TABLES: Mapping[str, Callable[[Sequence[Run]], Iterator[str]]] = {
     "prefix_limit": prefix_limit,
     "restart": restart,
     "store_kill": store_kill,
+    "store_faults": store_faults,
+    "store_remote": store_remote,
+    "store_workers": store_workers,
     "sharing": sharing,
     "decode": decode,
     "parity": parity,

@@ -10,7 +10,19 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from experiments.report.pages import claims, costs, limits, modes, policies, prompts, reuse, scale, serving, ways
+from experiments.report.pages import (
+    claims,
+    costs,
+    limits,
+    modes,
+    policies,
+    prompts,
+    reuse,
+    scale,
+    serving,
+    stores,
+    ways,
+)
 from llmcache.errors import ConfigError
 
 #: Folder of results -> lines of a table, by the name in its mark.
@@ -47,6 +59,9 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "serve_soak": serving.serve_soak,
     "serve_kill": serving.serve_kill,
     "hostile": serving.hostile,
+    "store_faults": stores.store_faults,
+    "store_remote": stores.store_remote,
+    "store_workers": stores.store_workers,
     "claims": claims.verdicts,
     "costs": costs.costs,
 }

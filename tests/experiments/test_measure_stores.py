@@ -1,0 +1,62 @@
+"""Measures of a store that workers share: on tiny models and a real Redis."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.support.folders import Folders
+from tests.experiments.measuring import learning, measured, told
+from tests.redis_server import redis_server
+from tests.tiny_models import save_bert
+
+REMOTE = {
+    "measure": "store_remote",
+    "model": "tiny",
+    "tokens": 8,
+    "requests": 5,
+    "pauses": 2,
+    "paused": 3,
+    "announcements": 3,
+    "workers": 2,
+    "timeout_ms": 1000.0,
+}
+
+
+@pytest.fixture(autouse=True)
+def _installed(tmp_path: Path) -> None:
+    with redis_server(tmp_path):  # skips where there is none
+        pass
+
+
+def test_hits_in_redis_pauses_and_announcements_are_timed(tmp_path: Path) -> None:
+    values: dict[str, Any] = {**REMOTE, "model": str(save_bert(tmp_path / "tiny", "some words of a request"))}
+    outcome = measured(values)
+    kinds = {row["kind"]: row["n"] for row in outcome.metrics["summary"]}
+    assert kinds == {"remote": 5, "local": 5, "paused": 6, "announced": 3}
+    assert outcome.metrics["entry_nbytes"] > 0
+    assert "| hit in Redis |" in told(values, outcome)
+
+
+def test_faults_of_each_kind_cost_speed_alone() -> None:
+    values = {"measure": "store_faults", "faults": 40, "seed": 1}
+    outcome = measured(values)
+    *kinds, total = outcome.metrics["summary"]
+    assert total["n"] == 40 == sum(row["n"] for row in kinds)
+    assert (total["wrong"], total["stale"], total["crashed"]) == (0, 0, 0)
+    assert total["hits"] > 0 and total["purges"] > 0 and outcome.metrics["n_read"] > 0
+    assert "| all | 40 |" in told(values, outcome)
+
+
+def test_workers_that_share_a_bank_find_what_any_computed() -> None:
+    values = learning("store_workers", workers=2)
+    values["task"] = {**values["task"], "data": {"path": "support_desk", "limit": 700}}
+    outcome = measured(values, Folders())
+    one, shared, separate = outcome.metrics["summary"]
+    assert [row["way"] for row in (one, shared, separate)] == ["one", "shared", "separate"]
+    assert [row["workers"] for row in (one, shared, separate)] == [1, 2, 2]
+    assert {row["n"] for row in (one, shared, separate)} == {120}
+    assert separate["hit_rate"] <= shared["hit_rate"]
+    assert one["n_fetched"] == separate["n_fetched"] == 0
+    assert one["n_errors"] == separate["n_errors"] == 0  # a Redis may be late where much else runs
+    assert "| shared | 2 | 120 |" in told(values, outcome)
