@@ -155,13 +155,11 @@ class Tier:
         Raises:
             StoreError: The store could not, and may still serve what it holds. It is gone from memory.
         """
-        with self._following:
-            self._forget(namespace, forget)
         try:
             self._store.remove(namespace)  # which may take its time; calls go on meanwhile
         finally:  # whether or not the store can tell of it
             with self._following:
-                self._forget(namespace, forget)  # what was computed meanwhile
+                self._forget(namespace, forget)
         self.follow(forget)  # with what others did
         self.hear_again()
 

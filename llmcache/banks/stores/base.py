@@ -165,8 +165,9 @@ class Store(ABC):
     def events(self, since: str | None) -> Events:
         """Return what happened after a cursor, in all stores; None: nothing, and the cursor of now.
 
-        Called in every call of the model, so it does not wait. A cursor that is too old or unknown makes the answer
-        incomplete: it then holds no event, and the cursor of now. Told are at least `stored` and `cleared`.
+        Called in every call of the model, so it does not wait. A cursor is one that this store gave. One that is too
+        old or unknown makes the answer incomplete: it then holds no event, and the cursor of now. Told are at least
+        `stored` and `cleared`.
         """
 
     def notes(self, namespace: str) -> Iterator[tuple[StoreKey, Bytes]]:

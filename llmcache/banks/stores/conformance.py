@@ -133,7 +133,7 @@ def _check_generations(place: _Place, one: Store, other: Store) -> None:
 
 
 def _check_events(place: _Place, one: Store, other: Store) -> None:
-    begin = other.events(None)  # the cursor of one store is known to all
+    begin, own_begin = other.events(None), one.events(None)
     rule(begin.is_complete and not begin.found, "events: of no cursor nothing, and the cursor of now")
     keys, name = [place.key(f"told {i}", "a") for i in range(5)], place.namespace("a")
     generation = one.generation(name)
@@ -143,7 +143,7 @@ def _check_events(place: _Place, one: Store, other: Store) -> None:
     rule(is_right and len(set(noted)) == len(noted), "notes: keys and what they were announced with, once each")
     one.remove(name)
     rule(not list(other.notes(name)), "notes: none of a value that was removed")
-    own = [event.kind for event in one.events(begin.cursor).found if event.namespace == name]
+    own = [event.kind for event in one.events(own_begin.cursor).found if event.namespace == name]
     rule("cleared" in own, "events: the store that removed tells of it at once")
     told = _told(other, begin.cursor, name, 6)
     shown = [(event.kind, event.key, event.note) for event in told]

@@ -11,6 +11,7 @@ so none is lost alone; and they are drawn, so a lost one never comes again.
 """
 
 import hashlib
+import json
 import re
 import secrets
 from collections.abc import Sequence
@@ -59,16 +60,18 @@ def told(namespaces: Sequence[str], answer: Sequence[bytes | None]) -> dict[str,
 
 
 def write_note(put: Put) -> bytes:
-    """A note, with its key in front of it, which a name does not tell."""
-    return f"{put.key.scope} {put.key.name} ".encode() + put.note
+    """A note, with its key in a line before it, which a name does not tell."""
+    return json.dumps([put.key.scope, put.key.name]).encode() + b"\n" + put.note
 
 
 def read_note(namespace: str, value: bytes) -> tuple[StoreKey, bytes] | None:
     """The reverse; None of what is no note."""
-    parts = value.split(b" ", 2)
-    if len(parts) < 3 or not (parts[0].isascii() and parts[1].isascii()):
+    line, _, note = value.partition(b"\n")
+    try:
+        scope, name = json.loads(line)
+        return StoreKey(namespace, str(scope), str(name)), note
+    except (TypeError, ValueError):
         return None
-    return StoreKey(namespace, parts[0].decode(), parts[1].decode()), parts[2]
 
 
 def new_generation() -> int:
