@@ -203,7 +203,7 @@ def test_an_answer_is_noted_beside_the_call_that_it_is_of(asks: bool, monkeypatc
     settings = {"decide": "consensus", "payload": "cls", "allow_unsafe": True, "answer": "class"}
     cache = wrapped(lambda: Asks(asks), tau=0.9, **settings)
     noted: list[str] = []
-    monkeypatch.setattr(inside.banks(cache), "sign", lambda key, answer: noted.append(key))
+    monkeypatch.setattr(inside.banks(cache), "sign", lambda key, answer, generation: noted.append(key))
     cache(input_ids=tokens(1, 6))
     assert noted == ([] if asks else [cache.last[0].key])
     assert (cache.stats().n_stored, cache.stats().errors) == (1 + asks, asks)
