@@ -19,6 +19,7 @@ from llmcache.calibrator import Calibrator, make_claim
 from llmcache.config import CacheConfig
 from llmcache.errors import ConfigError, WrapError
 from llmcache.execution.chunks import Chunks
+from llmcache.execution.compiled import CompiledTrunk
 from llmcache.execution.flow import Flow
 from llmcache.execution.graphs import make_buckets
 from llmcache.matching.answers import Reading, read_logits
@@ -255,14 +256,34 @@ class LLMCache:
                 failures are counted and logged.
             WrapError: The cache was unwrapped.
         """
-        if self._installed.is_empty:
-            raise WrapError("the cache was unwrapped: wrap the model again")
-        assert self._components.compiled is not None
+        compiler = self._compiler()
         n_positions = getattr(self._components.trunk.config, "max_position_embeddings", None)
         buckets = make_buckets(lengths, rows, n_positions)
         if not 0 <= max_padding <= 1:
             raise ConfigError(f"max_padding: give a share, 0 to 1 (got {max_padding})")
-        self._components.compiled.make(buckets, mode, backend, max_padding)
+        compiler.make(buckets, mode, backend, max_padding)
+
+    def start_model_process(self) -> None:
+        """Have a process of its own compute what nothing serves, so that this one's threads need not wait for it.
+
+        For servers on a CPU, whose threads look up and answer meanwhile: in one process they and a small model's
+        forward take turns at Python's interpreter lock. Outputs are equal bit for bit. The process shares the weights;
+        it takes the memory of the libraries once more. It ends with `unwrap`, or when it fails; calls are computed here
+        then. Calls that have to see layers are computed here as well, counted in `stats().compiled`. It takes the
+        place of graphs (`compile`). Not saved.
+
+        Raises:
+            ConfigError: The model is on an accelerator; its calls are decided at its layers (they keep K/V, say); it is
+                in training mode; or the process could not be started.
+            WrapError: The cache was unwrapped.
+        """
+        self._compiler().start_process()
+
+    def _compiler(self) -> CompiledTrunk:
+        if self._installed.is_empty:
+            raise WrapError("the cache was unwrapped: wrap the model again")
+        assert self._components.compiled is not None
+        return self._components.compiled
 
     def unwrap(self) -> nn.Module:
         """Take the cache off the model, which is then exactly as before, and return the model. Twice does nothing.

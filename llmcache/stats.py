@@ -146,7 +146,7 @@ class CompileStats:
 
     Attributes:
         n_graphs: Graphs in force, one a bucket; 0 after they were dropped.
-        n_requests: Rows that a graph computed.
+        n_requests: Rows that a graph computed, or the model's process.
         eager: Rows computed without one while there were graphs, by reason. `layers`: decisions were left to make at
             the layers, as for the first call of a kind. `shape`: no bucket holds them, or too much of it were padding.
             `arguments`: more than tokens, a 2-D mask and token types was given, or more output asked for. `padding`:
@@ -157,6 +157,7 @@ class CompileStats:
             dropped during the call. `failed`: a graph raised, and is used no more.
         n_failed: Buckets that have no graph, since making it failed, or running it.
         n_dropped: Times that all graphs were dropped, since the model was edited otherwise than in place.
+        has_process: A process of its own computes in place of graphs; see `LLMCache.start_model_process`.
     """
 
     n_graphs: int
@@ -164,6 +165,7 @@ class CompileStats:
     eager: dict[str, int] = field(default_factory=dict)
     n_failed: int = 0
     n_dropped: int = 0
+    has_process: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,12 +44,17 @@ def command(
     ] = 10.0,
     batch_wait: Annotated[float, typer.Option(min=0, help="Milliseconds that a miss waits for others.")] = 2.0,
     auto_truncate: Annotated[bool, typer.Option(help="Cut inputs that are too long.")] = False,
+    model_process: Annotated[
+        bool, typer.Option(help="Compute an encoder's layers in a process of its own, on a CPU.")
+    ] = True,
     warmup_tokens: Annotated[int, typer.Option(min=0, help="Tokens of the longest warm-up input; 0: none.")] = 128,
     reveal_hits: Annotated[
         bool, typer.Option(help="Tell in headers what the cache served, and times: who asks learns what was asked.")
     ] = False,
     otlp_endpoint: Annotated[str | None, typer.Option(help="Where OpenTelemetry sends traces; extra otel.")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads that compute; as torch's default.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Threads that compute; by default all cores, of encoders all but one.")
+    ] = None,
     models_dir: options.ModelsDir = None,
 ) -> None:
     """Serve a model over HTTP, in the words of text-embeddings-inference and of OpenAI.
@@ -69,8 +74,6 @@ def command(
 
     logging.basicConfig(level=logging.WARNING, format=_LOG)
     logging.getLogger("llmcache").setLevel(logging.INFO)
-    if threads is not None:
-        torch.set_num_threads(threads)
     settings = ServerSettings(
         model=served_name or model,
         cache=cache,
@@ -87,11 +90,16 @@ def command(
         max_queue_s=max_queue,
         batch_wait_ms=batch_wait,
         auto_truncate=auto_truncate,
+        model_process=model_process,
         warmup_tokens=warmup_tokens,
         reveal_hits=reveal_hits,
         otlp_endpoint=otlp_endpoint,
     )
     served = load_served(model, models_dir)
+    if threads is None and served.kind != "decoder":
+        # Hits are served beside what is computed. Threads that compute wait for each other, should one share its core.
+        threads = max(1, torch.get_num_threads() - 1)
+    torch.set_num_threads(threads or torch.get_num_threads())
     cache_config = CacheConfig.make(config)
     server = Server(settings, served, hang_cache(served, cache_config, save))
     Uvicorn(server, host, port).run()

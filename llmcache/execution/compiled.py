@@ -26,6 +26,7 @@ from llmcache.errors import ConfigError
 from llmcache.execution.eager import Conditions, torch_settings
 from llmcache.execution.frames import Frame
 from llmcache.execution.graphs import Bucket, Graph, Maker
+from llmcache.execution.model_process import ModelProcess
 from llmcache.models.adapters import device_of
 from llmcache.models.arguments import Arguments
 from llmcache.models.hooks import parts_of
@@ -43,8 +44,9 @@ if TYPE_CHECKING:  # who import `parts`, which holds this
 
 logger = logging.getLogger("llmcache")
 
-#: Calls that bypass the cache for these reasons run a graph all the same.
-_BYPASSES = ("not_worthwhile", "compared")
+#: Calls that bypass the cache for these reasons run a graph all the same; those of the last one only where that is no
+#: other computation.
+_BYPASSES = ("not_worthwhile", "compared", "disabled")
 _OWNING_MODES = ("reduce-overhead", "max-autotune")  # whose graphs write each output to the same memory
 
 
@@ -59,6 +61,7 @@ class Compiled:
         attention: Implementation that they were made with.
         conditions: Under which they stand for the trunk.
         max_padding: Largest share of a bucket's tokens that may be padding.
+        process: Runs calls of all shapes as they are, in place of graphs.
     """
 
     graphs: dict[Bucket, Graph]
@@ -67,9 +70,16 @@ class Compiled:
     attention: str
     conditions: Conditions
     max_padding: float
+    process: ModelProcess | None = None
+
+    def find(self, bucket: Bucket) -> Graph:
+        """What runs calls of a bucket."""
+        return self.graphs[bucket] if self.process is None else self.process
 
     def fit(self, n_rows: int, n_tokens: int) -> Bucket | None:
         """The smallest bucket that holds so many rows of so many tokens, if not too much of it were padding."""
+        if self.process is not None:
+            return Bucket(n_rows, n_tokens)
         holding = [one for one in list(self.graphs) if one.rows >= n_rows and one.length >= n_tokens]
         bucket = min(holding, key=lambda one: (one.rows * one.length, one.rows), default=None)
         if bucket is None or n_rows * n_tokens < (1 - self.max_padding) * bucket.rows * bucket.length:
@@ -111,41 +121,87 @@ class CompiledTrunk:
             if not self._was_made:
                 return None
             n_graphs = 0 if compiled is None else len(compiled.graphs)
-            return CompileStats(n_graphs, self._n_requests, dict(self._eager), self._n_failed, self._n_dropped)
+            has_process = compiled is not None and compiled.process is not None
+            counts = self._n_requests, dict(self._eager), self._n_failed, self._n_dropped
+            return CompileStats(n_graphs, *counts, has_process)
 
     # -- making --------------------------------------------------------------------------------------------------------
 
     def make(self, buckets: Sequence[Bucket], mode: str | None, backend: Any, max_padding: float) -> None:
         """Make a graph for each bucket, and put them in force; those of before leave first."""
-        trunk, weights = self._components.trunk, self._components.weights
         with self._making:
             self.close()
             self._refuse()
-            digest = weights.digest()
-            mark = weights.mark_of(digest)
-            if weights.refusal is not None or mark is None:
-                reason = weights.refusal
-                raise ConfigError(f"compile: {'weights change' if reason is None else CURES[reason]}")
-            has_entering = trunk.norm is not None and not self._components.payload.after_norm
-            maker = Maker(trunk, has_entering, mode, backend)
-            graphs = self._make_graphs(buckets, maker)
-            owns = mode in _OWNING_MODES and device_of(trunk.module).type == "cuda"
-            conditions = Conditions(
-                trunk,
-                self._arguments.defaults,
-                maker.output.takes_types,
-                torch_settings(),
-                [trunk.module, *parts_of(trunk.module)],
-                threading.get_ident() if owns else None,
-            )
-            self._digest = digest
-            self._compiled = Compiled(graphs, maker, mark, trunk.attention, conditions, max_padding)
-            if self._components.cost is not None:
-                self._components.cost.restart()  # a call takes another time now
+            maker = self._maker(mode, backend)
+            owns = mode in _OWNING_MODES and device_of(self._components.trunk.module).type == "cuda"
+            mark = self._mark()
+            thread = threading.get_ident() if owns else None
+            self._put_in_force(maker, mark, self._make_graphs(buckets, maker), max_padding, thread)
+
+    def start_process(self) -> None:
+        """Have a process of its own run the trunk from now on; see `LLMCache.start_model_process`."""
+        device = device_of(self._components.trunk.module).type
+        if device != "cpu":
+            raise ConfigError(f"start_model_process: the model is on {device!r}, which computes beside Python anyway")
+        with self._making:
+            self.close()
+            self._refuse()
+            maker = self._maker(None, "inductor")
+            try:
+                process = ModelProcess(maker.run)  # moves the weights, so their mark is taken afterwards
+            except Exception as error:  # of whatever is to be handed over
+                raise ConfigError(f"start_model_process: {type(error).__name__}: {error}") from error
+            try:
+                maker.check_equal(process)
+                self._put_in_force(maker, self._mark(), {}, 0.0, None, process)
+            except Exception as error:
+                process.close()
+                raise ConfigError(f"start_model_process: {error}") from error
+
+    def _maker(self, mode: str | None, backend: Any) -> Maker:
+        trunk = self._components.trunk
+        return Maker(trunk, trunk.norm is not None and not self._components.payload.after_norm, mode, backend)
+
+    def _mark(self) -> Mark:
+        """Of the weights as they are, whose digest is taken as well."""
+        weights = self._components.weights
+        digest = weights.digest()
+        mark = weights.mark_of(digest)
+        if weights.refusal is not None or mark is None:
+            reason = weights.refusal
+            raise ConfigError(f"compile: {'weights change' if reason is None else CURES[reason]}")
+        self._digest = digest
+        return mark
+
+    def _put_in_force(
+        self,
+        maker: Maker,
+        mark: Mark,
+        graphs: dict[Bucket, Graph],
+        max_padding: float,
+        thread: int | None,
+        process: ModelProcess | None = None,
+    ) -> None:
+        trunk = self._components.trunk
+        conditions = Conditions(
+            trunk,
+            self._arguments.defaults,
+            maker.output.takes_types,
+            torch_settings(),
+            [trunk.module, *parts_of(trunk.module)],
+            thread,
+        )
+        with self._lock:
+            self._was_made = True
+        self._compiled = Compiled(graphs, maker, mark, trunk.attention, conditions, max_padding, process)
+        if self._components.cost is not None:
+            self._components.cost.restart()  # a call takes another time now
 
     def close(self) -> None:
         """Run all calls eagerly from now on."""
-        self._compiled = None
+        compiled, self._compiled = self._compiled, None
+        if compiled is not None and compiled.process is not None:
+            compiled.process.close()
 
     def _refuse(self) -> None:
         """Refuse a model whose calls would never come to a graph."""
@@ -185,8 +241,8 @@ class CompiledTrunk:
     def covers(self, call: Call, scope: Scope) -> bool:
         """Whether graphs may run a call like this one, so that its key must be another than that of eager calls."""
         compiled = self._compiled
-        if compiled is None or not self._is_in_force(compiled, scope.weights):
-            return False
+        if compiled is None or not self._is_in_force(compiled, scope.weights) or compiled.process is not None:
+            return False  # what the process puts out is what eager calls do
         arguments = dict(call.inputs.arguments)
         if arguments.get("use_cache") is None:
             arguments["use_cache"] = False  # where it makes K/V that nobody asked for, that is turned off
@@ -198,7 +254,8 @@ class CompiledTrunk:
         if compiled is None or self._components.is_collecting:
             return forward
         if call is None:
-            is_covered = bool(frame.last) and frame.last[0].bypassed in _BYPASSES
+            reasons = _BYPASSES[:-1] if compiled.process is None else _BYPASSES
+            is_covered = bool(frame.last) and frame.last[0].bypassed in reasons
             return partial(self._run, compiled, forward, frame, None) if is_covered else forward
         if frame.template is None:
             self._count("layers", len(call.inputs.arguments["input_ids"]))
@@ -242,7 +299,7 @@ class CompiledTrunk:
         with torch.inference_mode(False), torch.no_grad():  # under which it was made
             if is_owned:
                 torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
-            made = compiled.graphs[bucket](maker.inputs(bucket, arguments))
+            made = compiled.find(bucket)(maker.inputs(bucket, arguments))
             cut = maker.output.cut(made, *arguments["input_ids"].shape)
             cut = [one.clone() if is_owned else one.contiguous() for one in cut]
         if maker.output.has_entering:
@@ -275,9 +332,15 @@ class CompiledTrunk:
                 return True
             self._compiled = None
             self._n_dropped += 1
+        what, again = "compiled graphs were dropped", "compile"
+        if compiled.process is not None:
+            compiled.process.close()
+            what, again = "the model's process was ended", "start_model_process"
         logger.warning(
-            "llmcache: compiled graphs were dropped, since the model was edited otherwise than in place; calls run "
-            "eagerly until cache.compile() is called again"
+            "llmcache: %s, since the model was edited otherwise than in place; calls run eagerly until cache.%s() is "
+            "called again",
+            what,
+            again,
         )
         if self._components.cost is not None:
             self._components.cost.restart()
@@ -293,8 +356,12 @@ class CompiledTrunk:
                 self._eager[reason] += n_rows
 
     def _leave_out(self, compiled: Compiled, bucket: Bucket, error: Exception) -> None:
-        """Use a graph no more."""
-        if compiled.graphs.pop(bucket, None) is not None:  # else another thread did it
+        """Use a graph no more, or the process."""
+        if compiled.process is not None:
+            if self._compiled is compiled:
+                self.close()
+                self._note_failure(bucket, error)
+        elif compiled.graphs.pop(bucket, None) is not None:  # else another thread did it
             self._note_failure(bucket, error)
 
     def _note_failure(self, bucket: Bucket, error: Exception) -> None:

@@ -74,6 +74,21 @@ class Output:
         return self.kind(**dict(zip(self.names, own, strict=True))) if has_names else tuple(own)
 
 
+class TrunkRun:
+    """Runs a twin of a trunk, and takes what is wanted out of its output."""
+
+    def __init__(self, twin: nn.Module, norm: nn.Module | None, names: Sequence[str], fixed: Mapping[str, Any]) -> None:
+        """Take a twin; with a norm it is one without it, and what enters the norm is put out behind the states."""
+        self._twin, self._norm, self._names, self._fixed = twin, norm, names, fixed
+
+    def __call__(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        """Outputs in the order of `Output.names`."""
+        output = self._twin(**inputs, **self._fixed)
+        if self._norm is not None:
+            return self._norm(output[_STATES]), output[_STATES]
+        return tuple(output[name] for name in self._names)
+
+
 def _options_of(mode: str | None, backend: Any) -> dict[str, Any]:
     """What a mode of `torch.compile` stands for: modes and options cannot both be given."""
     if mode is None:
@@ -112,10 +127,12 @@ class Maker:
         self._takes_types = _TYPES in names
         self._fixed = {"return_dict": True, **({"use_cache": False} if "use_cache" in names else {})}
         self.output = self._show_output()
-        self._compiled = twin
+        self.run = TrunkRun(twin, None, self.output.names, self._fixed)
         if has_entering:  # is put out by a twin without the norm, which comes afterwards
-            self._compiled = make_twin(trunk.module)
-            self._compiled.set_submodule(str(trunk.adapter.norm), nn.Identity())
+            without = make_twin(trunk.module)
+            without.set_submodule(str(trunk.adapter.norm), nn.Identity())
+            norm = twin.get_submodule(str(trunk.adapter.norm))
+            self.run = TrunkRun(without, norm, self.output.names, self._fixed)
 
     def make(self, bucket: Bucket) -> Graph:
         """A graph that was found to put out what the trunk does.
@@ -124,14 +141,10 @@ class Maker:
             Exception: Whatever a compiler raises.
             ValueError: It puts out something else.
         """
-        twin, names, fixed = self._compiled, self.output.names, self._fixed
-        norm = self._twin.get_submodule(str(self._trunk.adapter.norm)) if self._has_entering else None
+        whole = self.run
 
         def run(inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-            output = twin(**inputs, **fixed)
-            if norm is not None:
-                return norm(output[_STATES]), output[_STATES]
-            return tuple(output[name] for name in names)
+            return whole(inputs)
 
         # What is compiled hangs on the code object: one of its own for each graph.
         name = f"trunk_{bucket.rows}x{bucket.length}"
@@ -185,6 +198,23 @@ class Maker:
         mask = torch.ones_like(ids)
         mask[0, (ids.shape[1] + 1) // 2 :] = 0
         self._compare(graph, bucket, {"input_ids": ids, "attention_mask": mask})
+
+    def check_equal(self, graph: Graph) -> None:
+        """Compare what takes calls of any shape, unpadded, with the trunk.
+
+        Raises:
+            ValueError: It puts out something else, if only in the last bit.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            for n_rows, n_tokens in ((1, 12), (3, 31)):
+                ids = self._tokens(Bucket(n_rows, n_tokens))
+                mask = torch.ones_like(ids)
+                mask[1:, n_tokens // 2 :] = 0
+                for arguments in ({"input_ids": ids}, {"input_ids": ids, "attention_mask": mask}):
+                    expected = self._twin(**arguments, **self._fixed)
+                    found = graph(self.inputs(Bucket(n_rows, n_tokens), arguments))
+                    if not all(torch.equal(a, expected[b]) for a, b in zip(found, self.output.names, strict=False)):
+                        raise ValueError("what it puts out is not what the trunk does")
 
     def _compare(self, graph: Graph, bucket: Bucket, arguments: dict[str, Tensor]) -> None:
         expected = self._twin(**arguments, **self._fixed)

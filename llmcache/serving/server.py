@@ -104,6 +104,8 @@ class Server:
 
     async def start(self) -> None:
         """Warm up, then be ready."""
+        if self.encoder is not None and self.settings.model_process:
+            await self.thread.run(self._start_model_process)
         await self.thread.run(self._warm_up)
         gc.collect()
         gc.freeze()  # what the model and its libraries are made of stays: to look through it takes a third of a second
@@ -153,6 +155,15 @@ class Server:
         """A forward that takes its inputs to the model's device."""
         device = next(self.model.parameters()).device
         return lambda inputs: forward(to_device(inputs, device))
+
+    def _start_model_process(self) -> None:
+        """Have a process compute, where that is to be had; else this one does."""
+        if next(self.model.parameters()).device.type != "cpu":
+            return
+        try:
+            self.cache.start_model_process()
+        except LLMCacheError as error:
+            logger.warning("the model is computed in the server's own process: %s", error)
 
     def _warm_up(self) -> None:
         """Run short and long inputs, twice each: what a first request would wait for is done then."""

@@ -58,8 +58,8 @@ def write(folder: Path, kind: str) -> Path:
 
 
 def make_server(folder: Path, cache: dict[str, Any] | None = None, **settings: Any) -> Server:
-    """A server of a model in a folder, not started."""
-    made = ServerSettings.model_validate({"model": folder.name, "warmup_tokens": 8, **settings})
+    """A server of a model in a folder, not started; it computes by itself, which is ready sooner."""
+    made = ServerSettings.model_validate({"model": folder.name, "warmup_tokens": 8, "model_process": False, **settings})
     served = load_served(str(folder))
     return Server(made, served, hang_cache(served, CacheConfig.make(cache or {}), made.save))
 

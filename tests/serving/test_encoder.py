@@ -232,3 +232,15 @@ def test_with_the_cache_off_everything_is_computed(server: Server) -> None:
         assert [one.rung for one in await _ask(server, TEXTS)] == ["exact"] * len(TEXTS)
 
     within(server, work)
+
+
+def test_a_model_that_no_process_can_run_is_computed_here(models: Path, caplog: pytest.LogCaptureFixture) -> None:
+    server = make_server(models / "classifier", {"fingerprint": "mean", "tau": 0.99}, model_process=True)
+
+    async def ask() -> Any:
+        assert server.encoder is not None
+        return await server.encoder.run(["lost my card"], "default", False, "right")
+
+    (output,) = within(server, ask)
+    assert output.rung is None
+    assert "computed in the server's own process" in caplog.text
