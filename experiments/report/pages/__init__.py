@@ -53,6 +53,7 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "policies": policies.policies,
     "index_scale": scale.index_scale,
     "serve_load": serving.serve_load,
+    "serve_batching": serving.serve_batching,
     "serve_hits": serving.serve_hits,
     "serve_timing": serving.serve_timing,
     "serve_chat": serving.serve_chat,

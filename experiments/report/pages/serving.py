@@ -9,6 +9,8 @@ from experiments.report.pages.files import MISSING, figures_of, runs_if_any
 from experiments.report.serving import CHATS, HIT, KILLS, LOADED, SOAKED, STORE_KILLS, TIMINGS, points
 from experiments.runs.folder import METRICS
 
+OF_CACHE = ("gain of the cache", "hits", "changed")
+
 
 def _table(group: str, cells: Mapping[str, Cell], has_times: bool = True) -> Callable[[Path], str]:
     """The table of an experiment."""
@@ -23,6 +25,7 @@ def _table(group: str, cells: Mapping[str, Cell], has_times: bool = True) -> Cal
 
 
 serve_load = _table("serve_load", LOADED)
+serve_batching = _table("serve_batching", {name: cell for name, cell in LOADED.items() if name not in OF_CACHE})
 serve_hits = _table("serve_hits", HIT)
 serve_chat = _table("serve_chat", CHATS)
 serve_timing = _table("serve_timing", TIMINGS)
