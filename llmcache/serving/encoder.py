@@ -254,9 +254,9 @@ class Encoder:
 
     async def _compute_all(self) -> None:
         """Compute what is queued, batch by batch, until nothing is."""
+        if self._n_looking:  # others are on their way, and may join; later ones have the time that a batch takes
+            await asyncio.sleep(self._settings.batch_wait_ms / 1e3)
         while self._queue:
-            if self._n_looking:  # others are on their way, and may join
-                await asyncio.sleep(self._settings.batch_wait_ms / 1e3)
             batch = self._next_batch()
             if not batch:
                 continue
