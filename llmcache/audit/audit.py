@@ -128,6 +128,11 @@ class Audit:
             if number in seen:
                 self._settle(drawn, seen[number])
 
+    def alarm(self, made: Calibration) -> None:
+        """More is lost than a calibration allows, as was found here or elsewhere."""
+        self._n_alarms += 1
+        self._calibrated.alarm(made)
+
     # -- from time to time ---------------------------------------------------------------------------------------------
 
     def drain(self) -> int:
@@ -204,8 +209,7 @@ class Audit:
     def _hear(self, account: AuditAccount, rings: bool) -> None:
         """Have an alarm followed, unless it is that of an account that was closed."""
         if rings and account is self._account and self._made is not None:
-            self._n_alarms += 1
-            self._calibrated.alarm(self._made)
+            self.alarm(self._made)
 
     def _gather(self, case: Observation) -> None:
         """Keep a request that stands for all; have the calibration renewed where that is due."""

@@ -7,7 +7,7 @@ its key meanwhile. Tensors handed out are never written again.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import chain
@@ -31,6 +31,8 @@ from llmcache.matching.fingerprint_index import FingerprintIndex
 from llmcache.matching.index import Index
 from llmcache.matching.partition import Neighbour
 from llmcache.request.rows import Row, Scope
+
+_AT_ONCE = 256  # requests whose states are read together
 
 
 class CacheBanks:
@@ -183,6 +185,8 @@ class CacheBanks:
                 request.layout = row.layout if is_anew else request.layout
                 request.n_puts += 1
                 self._hold(row.key, stored)
+                if request.is_pinned:
+                    self._pin(row.key, request)
                 if self._tier is not None and generation is not None:
                     self._tier.put(row.key, request, stored, generation)
                 is_stale = fingerprint_epoch not in (None, self.fingerprint_epoch)
@@ -230,17 +234,19 @@ class CacheBanks:
     def _promote(self, scope: Scope, wanted: Sequence[Wanted], with_kv: bool, generation: int) -> None:
         assert self._tier is not None and self.elsewhere is not None
         layers = self.layers if with_kv else self.layers[-1:]
-        for record in self._tier.fetch(scope, wanted, layers, with_kv):
+        for record in self._tier.fetch(scope, self._tier.paying(wanted), layers, with_kv):
             with self._lock:
                 fits = all(self.layer_banks[layer].fits(entry) for layer, entry in record.entries.items())
                 if fits and record.key not in self._requests and self._tier.generation(scope) == generation:
                     known = self.elsewhere.pop(record.key, None)
-                    self.adopt(record if known is None else replace(record, answer=known.answer))
+                    self.adopt(record if known is None else known.within(record))
 
     def is_pinned(self, key: str) -> bool:
         """Whether a request serves others and may not leave: it is a source of a frozen calibration."""
         with self._lock:
             request = self._requests.get(key)
+            if request is None and self.elsewhere is not None:
+                request = self.elsewhere.get(key)
             return request is not None and request.is_pinned
 
     def sign(self, key: str, answer: Floats, generation: int | None = None) -> None:
@@ -360,6 +366,52 @@ class CacheBanks:
             if record.is_pinned:
                 self._pin(record.key, request)
 
+    def sources(self, scope: Scope) -> list[SavedRequest]:
+        """Requests of a scope that serve others, with what is held of their states."""
+        held = [one for one in self.records() if one.scope == scope and (one.is_pinned or one.slots)]
+        with self._lock:
+            known = [(key, one) for key, one in (self.elsewhere or {}).items() if one.is_pinned and one.scope == scope]
+            return held + [one.record(key, {}, self._index.slots(key)) for key, one in known]
+
+    def share(self, records: Iterable[SavedRequest], generation: int) -> None:
+        """Have the store hold the states of requests, which were computed in that generation of their namespace."""
+        assert self._tier is not None
+        for one in records:
+            request = StoredRequest(one.scope, one.ids, one.dtype, one.layout)
+            self._tier.put(one.key, request, one.entries, generation)
+
+    def with_states(self, records: Sequence[SavedRequest]) -> Iterator[SavedRequest]:
+        """Requests of one scope as they were given, with the states that the store has of them. Reads it in batches."""
+        assert self._tier is not None
+        for first in range(0, len(records), _AT_ONCE):
+            some = records[first : first + _AT_ONCE]
+            wanted = [Wanted(one.key, one.ids, len(one.ids)) for one in some if one.key not in self._requests]
+            found = {one.key: one for one in self._tier.fetch(some[0].scope, wanted, self.layers[-1:], False)}
+            for one in some:
+                own = found.get(one.key)
+                yield one if own is None else replace(one, entries=own.entries, dtype=own.dtype, layout=own.layout)
+
+    def stand_all(self, records: Iterable[SavedRequest]) -> None:
+        """Let requests be found that are found nowhere, and pin those that were; of which no state is held, likewise."""
+        assert self.elsewhere is not None
+        slots = []
+        with self._lock:
+            for one in records:
+                fits = all(self.layer_banks[layer].fits(entry) for layer, entry in one.entries.items())
+                known = self._requests.get(one.key)
+                if known is None and one.entries and fits:
+                    self.adopt(one)
+                elif known is None:
+                    request = StoredRequest(one.scope, one.ids, one.dtype, one.layout, one.answer, one.is_pinned)
+                    self.elsewhere[one.key] = request
+                else:
+                    known.answer = one.answer
+                    if one.is_pinned:
+                        self._pin(one.key, known)
+                slots += [(slot, one) for slot in one.slots]
+            slots.sort(key=lambda pair: pair[0].slot)
+            self._index.insert_all((one.key, one.scope, slot) for slot, one in slots)
+
     def place(self, records: Iterable[SavedRequest]) -> None:
         """Let adopted requests, found nowhere yet, be found, in the order in which they came to their partitions."""
         slots = [(slot, record.key) for record in records for slot in record.slots]
@@ -415,6 +467,10 @@ class CacheBanks:
     def _know(self, scope: Scope, row: Row, dtype: torch.dtype) -> StoredRequest:
         """What is known of a request from now on; another one of the same key is forgotten."""
         request = self._requests.get(row.key)
+        known = None if self.elsewhere is None else self.elsewhere.get(row.key)
+        if known is not None and known.is_pinned and known.ids == row.ids:  # it is found already, and that stays
+            assert self.elsewhere is not None
+            request = self._requests[row.key] = self.elsewhere.pop(row.key)
         if request is None or request.ids != row.ids:
             self._forget(row.key)  # also what was announced of it
             request = self._requests[row.key] = StoredRequest(scope, row.ids, dtype, row.layout)

@@ -87,6 +87,7 @@ class Tier:
         self._n_forgotten = 0  # times that some of these were dropped
         self._noting = threading.Lock()  # both
         self._unheard: set[str] = set()  # those of these of which announcements have to be read
+        self._n_reading = 0  # of which they are being read
         self._scopes: dict[Scope, str] = {}
         self._counts: Counter[str] = Counter()
         self._mismatched: Counter[str] = Counter()
@@ -144,6 +145,26 @@ class Tier:
         """Have all announcements given to `follow`'s `hear` once more: some were missed, or of no use before."""
         with self._noting:
             self._unheard.update(self._generations)
+
+    @property
+    def has_heard_all(self) -> bool:
+        """Whether all announcements were heard that had been made when calls first asked for their namespaces."""
+        return not (self._unheard or self._n_reading)
+
+    def later(self, what: str, act: Callable[[], object]) -> None:
+        """Have something done behind the calls, once the store answers; `act` is a bound method, which may be gone."""
+        method = weakref.WeakMethod(act)
+
+        def do() -> None:
+            if (alive := method()) is not None:
+                with self._behind.counters.guard(what):
+                    alive()
+
+        self._behind.do(what, do)
+
+    def refused(self, reason: str) -> None:
+        """Count a value that was there and is not used; see `TierStats.n_mismatched`."""
+        self._mismatched[reason] += 1
 
     def opened(self, key: StoreKey, note: Bytes) -> Opened | None:
         """What was announced, checked."""
@@ -240,10 +261,13 @@ class Tier:
             return
         with self._noting:
             unheard, self._unheard = self._unheard, set()
+            self._n_reading += len(unheard)
         for name in unheard:
             if (generation := self._generations.get(name)) is not None:  # else it comes again
                 task = partial(self._read_notes, name, generation, weakref.WeakMethod(hear))
                 self._behind.do("read what was announced", task)
+            else:
+                self._n_reading -= 1
 
     def _tell(self, hear: Hear, told: Sequence[tuple[StoreKey, Bytes]]) -> None:
         """Have announcements heard; what fails about them is no failure of the store."""
@@ -262,6 +286,9 @@ class Tier:
             with self._noting:
                 self._unheard.add(namespace)
             raise
+        finally:
+            with self._noting:
+                self._n_reading -= 1
 
     def _forget(self, namespace: str | None, forget: Callable[[str | None], object]) -> None:
         """Have a namespace forgotten, None: all, whose generation has to be asked for anew."""
