@@ -67,9 +67,9 @@ class CacheConfig(BaseModel):
             only `cache.drain()` does.
         audit_share: Where calls leave no such moment for a second, the work is done within calls, for no more than this
             share of their time, 0 to 1. Of what it cannot carry less is drawn. 0: none is done there.
-        share_calibration: One calibration for all caches on a store that have the same model and settings: take up the one
-            that another has published, also instead of learning one (`learn`), publish one's own, and count the audit's
-            verdicts together. Needs a `store`.
+        share_calibration: One calibration for all caches on a `store` that have the same model and settings. A cache
+            publishes its own, takes up the one that is there, also instead of learning one (`learn`), and follows
+            alarms of the others; what their audits count is added up.
         recalibrate: Requests after which a calibration is renewed from the newest ones that were audited, if those
             can carry its claim by then; None: never.
         fingerprint_per_layer: Search each layer's bank with the fingerprint of the states that enter this layer, not
@@ -211,8 +211,8 @@ class CacheConfig(BaseModel):
     def _parts_fit_together(self) -> Self:
         if self.share_calibration and (self.tau is not None or self.store.name == "memory"):
             raise ValueError(
-                f"share_calibration=True with tau={self.tau} and store {self.store.name!r}: calibrations are shared on a "
-                "store, and tau has none; leave tau out, and name a store that others have, too"
+                f"share_calibration=True with tau={self.tau} and store {self.store.name!r}: calibrations are shared on "
+                "a store, and tau has none; leave tau out, and name a store that others use, too"
             )
         if self.recalibrate is not None and not self.audit:
             raise ValueError(

@@ -3,6 +3,7 @@
 made here    -> publish   what is needed to decide, and the states of its sources, are written; then a head is announced
 head heard   -> take up   they are read behind the calls, and serve from then on
 alarm, drift -> told      by another head of the same body; every cache follows at its next call
+audit        -> pooling   one account for all
 
 A call asks whether there is something to do (`step`). What takes time is done by the thread that writes to the store.
 Trouble costs speed, never correctness: what cannot be read, or is not ours, is counted and passed over.
@@ -14,9 +15,10 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import NamedTuple
 
 from llmcache.audit.audit import Audit
+from llmcache.audit.pooling import Place, PooledAudit
 from llmcache.banks.cache_banks import CacheBanks
 from llmcache.banks.stores.base import Bytes, StoreKey
 from llmcache.banks.tier import Tier
@@ -30,13 +32,22 @@ logger = logging.getLogger("llmcache")
 
 _MOST_TOKENS = 1_000_000  # for whose computing time a body may be waited for: behind the calls nobody waits
 _LEAST_REST, _MOST_REST = 16, 4096  # calls after which a body that was not there is asked for again
+_LOOK = 256  # calls after which it is seen to that the store still has what is in force
 _STRANGE = (
-    "llmcache: a calibration in the store is not taken up: %s. Set one LLMCACHE_STORE_SECRET and one version of llmcache "
-    "for all that share it"
+    "llmcache: something that others told of a calibration in the store is passed over: %s. All that share a store "
+    "need the same LLMCACHE_STORE_SECRET and the same version of llmcache"
 )
 #: What of the settings decides how requests are compared and served, and what a calibration has to show.
 _SETTINGS = ("answer", "gate", "max_drop", "delta", "sources", "audit")
 _COMPONENTS = ("fingerprint_component", "decide_component", "index_component")
+
+
+class Shared(NamedTuple):
+    """A calibration in force that the store has."""
+
+    made: Calibration
+    head: Head
+    place: Place  # where its sources lie
 
 
 class SharedCalibration:
@@ -49,9 +60,9 @@ class SharedCalibration:
         calibrated: CalibratedReuse,
         audit: Audit,
         config: CacheConfig,
-        special: Any,
+        special_ids: Sequence[int],
     ) -> None:
-        """Share what is `calibrated`; `special` are the tokens that fingerprints leave out."""
+        """Share what is `calibrated`; `special_ids` are left out of fingerprints."""
         self._tier = tier
         self._banks = banks
         self._calibrated = calibrated
@@ -59,86 +70,101 @@ class SharedCalibration:
         self._config = config
         components = {name: getattr(config, name).model_dump() for name in _COMPONENTS}
         settings = {name: getattr(config, name) for name in _SETTINGS}
-        self._settings = json.dumps([components, settings, special])
+        self._settings = json.dumps([components, settings, list(special_ids)])
+        self._pooled = PooledAudit(tier, banks, audit)
         self._heads: dict[Scope, Head] = {}  # the latest that were heard
-        self._head: Head | None = None  # of the calibration in force
-        self._scope: Scope | None = None  # of its sources; else of the latest call
-        self._generation = 0  # that its sources were computed in
+        self._shared: Shared | None = None  # None while there is no calibration here, or one that is not shared
+        self._asked: Scope | None = None  # of the latest call
         self._seen: Calibration | None = None  # in force when it was looked at last
         self._is_mine = False  # made here, and to be published
+        self._word: tuple[Head, Place] | None = None  # the latest that was told, or followed
         self._passed_over: set[str] = set()  # bodies that ended here, or cannot be used
-        self._rest, self._next_rest = 0, _LEAST_REST
+        self._n_steps, self._resume_at, self._rest = 0, 0, _LEAST_REST
         self._is_busy = False  # something is done behind the calls
         self._has_warned = False
         self._lock = threading.RLock()
         calibrated.on_void = self._tell
+        audit.on_quarantine = self._tell_quarantined
 
     # -- in calls ------------------------------------------------------------------------------------------------------
 
-    def step(self, scope: Scope | None) -> None:
-        """Follow what was heard; have done what is to be done. `scope` is the call's, None: as in the call before."""
+    def step(self, scope: Scope | None, is_asked: bool = False) -> None:
+        """Follow what was heard, and have done what is to be done.
+
+        Args:
+            scope: The call's; None: as in the call before.
+            is_asked: Counts are told now, and it is seen to that the store has what is in force.
+        """
         with self._lock:
+            self._n_steps += 1
+            self._asked = scope or self._asked
             self._follow_others()
+            if self._shared is not None:
+                self._pooled.exchange(*self._shared, is_asked)
             if self._is_busy:
                 return
             self._look_at_own()
-            if self._head is None:
-                self._scope = scope or self._scope
             if not self._tier.has_heard_all:
                 return
             if self._is_mine:
                 self._have_done("publish a calibration", self._publish)
-            elif self._scope is not None and self._is_wanted(self._heads.get(self._scope)):
+            elif self._wanted() is not None:
                 self._have_done("take up a calibration", self._take_up)
+            elif self._word is not None and (is_asked or self._n_steps % _LOOK == 0):
+                self._have_done("keep a calibration in the store", self._keep)
 
     def settle(self, follow: Callable[[], object]) -> None:
         """Do now what would be done behind the calls; `follow` hears what was announced."""
-        for _ in range(3):  # what was announced is read, then a body, or it is written
+        for turn in range(3):  # what was announced is read, then a body, or it is written
             follow()
-            self.step(None)
+            self.step(None, is_asked=not turn)
             self._tier.drain()
 
     def hear(self, told: Sequence[tuple[StoreKey, Bytes]]) -> None:
         """Take in what was announced of calibrations. One call at a time."""
         by = self._by()
+        hearing = {"c": self._hear_head, "a": self._pooled.hear_report, "q": self._pooled.hear_quarantined}
         for at, note in told:
-            if at.name.startswith(f"c{by}."):
-                self._hear_head(at, note, by)
+            is_ours = at.name[1:].partition(".")[0] == by and at.name[0] in hearing
+            if is_ours and not hearing[at.name[0]](at, note, by):
+                self._warn("it was made with another secret, by another version, or is damaged")
 
     def forget(self, namespace: str | None) -> None:
         """A namespace was purged, None: all, and with it what was published there."""
-        gone = [scope for scope in self._heads if namespace in (None, scope.namespace)]
-        for scope in gone:
+        for scope in [scope for scope in self._heads if namespace in (None, scope.namespace)]:
             del self._heads[scope]
-        if self._scope is not None and namespace in (None, self._scope.namespace):
-            self._head = None
+        self._pooled.forget(namespace)
+        if self._word is not None and namespace in (None, self._word[1].scope.namespace):
+            self._shared = self._word = None
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def _follow_others(self) -> None:
         """Do as others did with the calibration in force, after an alarm or drift of theirs."""
-        mine, made = self._head, self._calibrated.calibration
-        known = None if self._scope is None else self._heads.get(self._scope)
-        if mine is None or known is None or made is not self._seen or known.body != mine.body or known == mine:
+        if (shared := self._shared) is None or shared.made is not self._calibrated.calibration:
             return
-        self._head = None  # they know
+        known, mine, place = self._heads.get(shared.place.scope), shared.head, shared.place
+        if known is None or known.body != mine.body or known == mine:
+            return
+        self._shared = None  # they know
         for _ in range(known.n_alarms - mine.n_alarms):
             if (made := self._calibrated.calibration) is not None:
                 self._audit.alarm(made)
         if known.has_drifted and (made := self._calibrated.calibration) is not None:
             self._calibrated.drifted(made)
-        self._seen = self._calibrated.calibration
-        self._head = None if self._seen is None else known
+        self._seen = made = self._calibrated.calibration
+        self._shared = None if made is None else Shared(made, known, place)
+        self._word = known, place
 
     def _look_at_own(self) -> None:
         """See whether a calibration was made here, or has ended."""
         made = self._calibrated.calibration
         if made is self._seen:
             return
-        self._seen, self._head = made, None
+        self._seen, self._shared = made, None
         self._is_mine = made is not None and self._is_for_all(made)
         if made is None:  # it is not to come back from the store
-            self._passed_over |= {head.body for head in self._heads.values()}
+            self._passed_over |= {head.body for head in list(self._heads.values())}
 
     def _is_for_all(self, made: Calibration) -> bool:
         """Whether a calibration shows what the settings ask for, so that it is one for all that have these."""
@@ -147,14 +173,16 @@ class SharedCalibration:
         is_of_one_scope = self._calibrated.origin is not None
         return is_new and shows and made.watch is not None and made.sources == config.sources and is_of_one_scope
 
-    def _is_wanted(self, known: Head | None) -> bool:
-        """Whether a calibration is to be taken up: there is none here, or an older one of the store."""
-        if known is None or known.is_over or known.body in self._passed_over:
-            return False
-        if self._seen is not None and (self._head is None or self._head.joined(known).body == self._head.body):
-            return False
-        self._rest -= 1
-        return self._rest < 0
+    def _wanted(self) -> tuple[Scope, Head] | None:
+        """What is to be taken up: there is no calibration here, or an older one of the store."""
+        shared = self._shared
+        scope = self._asked if shared is None else shared.place.scope
+        known = None if scope is None else self._heads.get(scope)
+        if scope is None or known is None or known.is_over or known.body in self._passed_over:
+            return None
+        if self._seen is not None and (shared is None or shared.head.joined(known).body == shared.head.body):
+            return None
+        return (scope, known) if self._n_steps >= self._resume_at else None
 
     def _have_done(self, what: str, act: Callable[[], object]) -> None:
         self._is_busy = True
@@ -168,98 +196,124 @@ class SharedCalibration:
                 origin, record = self._calibrated.origin, self._calibrated.record()
                 if record is None or origin is None or record.calibration is not self._seen:
                     return
-                scope, generation = origin
-                tensors, about = record.pack()
-                known = self._heads.get(scope)
-                head = Head(1 if known is None else known.version + 1, digest_of(tensors, about))
-                self._head, self._scope, self._generation, self._is_mine = head, scope, generation, False
-            self._banks.share(record.sources, generation)
-            self._tier.put(scope, f"b{self._by()}.{head.body}", tensors, about, generation)
-            self._announce(head, scope, generation)
+                place = Place(*origin, self._by())
+                known = self._heads.get(place.scope)
+                head = Head(1 if known is None else known.version + 1, digest_of(*record.pack()))
+                self._shared, self._is_mine = Shared(record.calibration, head, place), False
+            self._write(record, head, place)
         finally:
             self._is_busy = False
 
+    def _keep(self) -> None:
+        """Write what the store has lost of what was told last, unless others have told something newer."""
+        try:
+            if (told := self._word) is None or told[0] != self._heads.get(told[1].scope):
+                return
+            head, place = told
+            with self._calibrated.held():
+                shared, record = self._shared, None
+                is_lost = shared is not None and not self._tier.held(place.scope, [_body_name(head, place)])
+                if shared is not None and is_lost and self._calibrated.calibration is shared.made:
+                    record = self._calibrated.record()
+            if record is not None:
+                self._write(record, head, place)
+            else:
+                self._announce(head, place)
+        finally:
+            self._is_busy = False
+
+    def _write(self, record: Record, head: Head, place: Place) -> None:
+        """Have all of a calibration written, its head last."""
+        self._banks.share(record.sources, place.generation)
+        tensors, about = record.pack()
+        self._tier.put(place.scope, _body_name(head, place), tensors, about, place.generation)
+        self._announce(head, place)
+
     def _take_up(self) -> None:
         try:
-            scope = self._scope
-            head = None if scope is None else self._heads.get(scope)
-            if scope is None or head is None:
+            if (wanted := self._wanted()) is None:
                 return
-            generation = self._tier.generation(scope.namespace)
-            if (record := self._read(scope, head)) is None:
+            scope, head = wanted
+            place = Place(scope, self._tier.generation(scope.namespace), self._by())
+            if (record := self._read(head, place)) is None:
                 return
             sources = list(self._banks.with_states(record.sources))
             made = replace(record.calibration, n_alarms=head.n_alarms, has_drifted=False)
             with self._calibrated.held():
                 is_late = self._calibrated.calibration is not self._seen or self._heads.get(scope) != head
-                if is_late or self._tier.generation(scope.namespace) != generation:
+                if is_late or self._tier.generation(scope.namespace) != place.generation:
                     return
-                stand = lambda: self._banks.stand_all(sources)  # noqa: E731
-                self._calibrated.take_up(replace(record, calibration=made), (scope, generation), stand)
-                self._seen, self._head, self._generation = self._calibrated.calibration, head, generation
+                self._calibrated.take_up(replace(record, calibration=made, sources=sources), place.generation)
+                self._seen, self._shared, self._word = made, Shared(made, head, place), (head, place)
             logger.info("llmcache: took up calibration %s of the store", head.name)
         finally:
             self._is_busy = False
 
-    def _read(self, scope: Scope, head: Head) -> Record | None:
+    def _read(self, head: Head, place: Place) -> Record | None:
         """What a head tells of; None where it is not there now, or cannot be used."""
-        (value,) = self._tier.fetch(scope, [f"b{self._by()}.{head.body}"], _MOST_TOKENS)
+        (value,) = self._tier.fetch(place.scope, [_body_name(head, place)], _MOST_TOKENS)
         if value is None:
-            self._rest, self._next_rest = self._next_rest, min(2 * self._next_rest, _MOST_REST)
+            self._resume_at, self._rest = self._n_steps + self._rest, min(2 * self._rest, _MOST_REST)
             return None
-        self._next_rest = _LEAST_REST
+        self._rest = _LEAST_REST
         try:
-            record = Record.unpack(value.tensors, value.about, scope)
+            record = Record.unpack(value.tensors, value.about, place.scope)
             if record.calibration.head != self._calibrated.head_digest():
                 raise ValueError("made with another head")
             return record
         except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
             self._passed_over.add(head.body)
-            self._refuse("damaged", f"it cannot be read: {error!r}")
+            self._tier.refused("damaged")
+            self._warn(f"it cannot be read: {error!r}")
             return None
 
-    # -- heads ---------------------------------------------------------------------------------------------------------
+    # -- telling and hearing -------------------------------------------------------------------------------------------
 
     def _tell(self, told: Calibration) -> None:
         """An alarm or drift here has changed the calibration in force."""
-        if (head := self._head) is None or self._scope is None:
+        if (shared := self._shared) is None:
             return
-        head = replace(head, n_alarms=told.n_alarms, has_drifted=told.has_drifted)
-        self._seen = self._calibrated.calibration
-        self._head = None if self._seen is None else head
-        self._announce(head, self._scope, self._generation)
+        head = replace(shared.head, n_alarms=told.n_alarms, has_drifted=told.has_drifted)
+        self._seen = made = self._calibrated.calibration
+        self._shared = None if made is None else Shared(made, head, shared.place)
+        self._announce(head, shared.place)
 
-    def _announce(self, head: Head, scope: Scope, generation: int) -> None:
-        self._heads[scope] = head.joined(self._heads.get(scope))
-        about = head.about() | {"scope": [scope.weights, scope.dtype, scope.attention]}
-        self._tier.announce(scope, f"c{self._by()}.{head.name}", {}, about, generation)
+    def _tell_quarantined(self, key: str) -> None:
+        if (shared := self._shared) is not None:
+            self._pooled.tell_quarantined(key, shared.place)
 
-    def _hear_head(self, at: StoreKey, note: Bytes, by: str) -> None:
+    def _announce(self, head: Head, place: Place) -> None:
+        self._word = head, place
+        self._heads[place.scope] = head.joined(self._heads.get(place.scope))
+        name = f"c{place.by}.{head.name}"
+        self._tier.announce(place.scope, name, {}, head.about() | place.about, place.generation)
+
+    def _hear_head(self, at: StoreKey, note: Bytes, by: str) -> bool:
         if (told := self._tier.opened(at, note)) is None:
-            self._warn("it was made with another secret, or is damaged")
-            return
-        if (number := told.about.get("format")) != FORMAT:
-            self._refuse("other_format", f"its format is {number}, and this version reads {FORMAT}")
-            return
+            return False
         try:
-            head, scope = Head.read(told.about), Scope(at.namespace, *told.about["scope"])
-            is_whole = self._tier.is_of(scope, at) and at.name == f"c{by}.{head.name}"
+            if told.about["format"] != FORMAT:
+                self._tier.refused("other_format")
+                return False
+            head, place = Head.read(told.about), Place.read(at, told.about, by)
+            is_whole = place.is_of(self._tier, at, f"c{by}.{head.name}")
         except (KeyError, TypeError, ValueError):  # without a secret, anybody may have made it
             is_whole = False
         if is_whole:
-            self._heads[scope] = head.joined(self._heads.get(scope))
+            self._heads[place.scope] = head.joined(self._heads.get(place.scope))
         else:
-            self._refuse("other_key", "what was announced of it does not fit")
+            self._tier.refused("damaged")
+        return is_whole
 
     def _by(self) -> str:
-        """Digest of all that two caches have to share beside a scope."""
+        """Digest of all that caches have to share beside a scope."""
         return hashlib.sha256(f"{self._settings} {self._calibrated.head_digest()}".encode()).hexdigest()[:16]
-
-    def _refuse(self, reason: str, why: str) -> None:
-        self._tier.refused(reason)
-        self._warn(why)
 
     def _warn(self, why: str) -> None:
         if not self._has_warned:
             logger.warning(_STRANGE, why)
         self._has_warned = True
+
+
+def _body_name(head: Head, place: Place) -> str:
+    return f"b{place.by}.{head.body}"

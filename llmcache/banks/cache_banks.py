@@ -392,7 +392,7 @@ class CacheBanks:
                 yield one if own is None else replace(one, entries=own.entries, dtype=own.dtype, layout=own.layout)
 
     def stand_all(self, records: Iterable[SavedRequest]) -> None:
-        """Let requests be found that are found nowhere, and pin those that were; of which no state is held, likewise."""
+        """Let requests be found that are found nowhere, and pin those that were pinned; they need not be held."""
         assert self.elsewhere is not None
         slots = []
         with self._lock:

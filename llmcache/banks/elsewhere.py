@@ -2,7 +2,7 @@
 
 announced, or evicted -> found by the index as if they were held; so are sources of a calibration that was made elsewhere
 one is to serve       -> fetched from the store, and held from then on
-it has left the store -> its index row goes as well; not that of a source which is pinned: it votes, and serves nobody
+it has left the store -> its index row goes as well; one that is pinned is found on, and votes
 """
 
 import hashlib

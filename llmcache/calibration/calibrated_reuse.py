@@ -297,10 +297,11 @@ class CalibratedReuse:
         self.fitter.resume()
         self._serve(calibration)
 
-    def take_up(self, record: Record, origin: tuple[Scope, int], stand: Callable[[], object]) -> None:
+    def take_up(self, record: Record, generation: int) -> None:
         """Serve as a calibration does that was made elsewhere; what was calibrated or observed here ends.
 
-        `stand` lets its sources be found. Calls that go on meanwhile find nobody, and are computed.
+        Its sources were computed in that generation of their namespace. Calls that go on meanwhile find nobody, and are
+        computed.
         """
         with self._lock:
             self.end()
@@ -308,9 +309,10 @@ class CalibratedReuse:
             self.fitter.fingerprint.restore(below("fingerprint.", record.learned))
             self.chooser.restore(below("trust.", record.learned))
             self.fitter.resume()
-            stand()
+            self._banks.stand_all(record.sources)
             self.chooser.present((one.scope, one.key, one.answer) for one in record.examples)
-            self._namespaces, self.origin = {origin[0].namespace}, origin
+            scope = record.sources[0].scope
+            self._namespaces, self.origin = {scope.namespace}, (scope, generation)
             self._serve(record.calibration)
 
     def record(self) -> Record | None:

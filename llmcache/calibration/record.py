@@ -13,7 +13,7 @@ any has it. Of several bodies the one of the highest version is in force.
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
 import numpy as np
@@ -71,10 +71,7 @@ class Head:
 
     def about(self) -> dict[str, Any]:
         """Plain values, which `read` takes."""
-        return {"format": FORMAT, "version": self.version, "body": self.body} | {
-            "n_alarms": self.n_alarms,
-            "has_drifted": self.has_drifted,
-        }
+        return asdict(self)
 
     @classmethod
     def read(cls, about: Mapping[str, Any]) -> Self:
@@ -126,8 +123,8 @@ class Record:
         copies = {name: tensor.clone() for name, tensor in tensors.items()}
         learned = {name: tensor.numpy() for name, tensor in below("learned.", copies).items()}
         sources = list(unpack(copies, {}, [scope]))
-        if not all(np.isfinite(slot.vector).all() for one in sources for slot in one.slots):
-            raise ValueError("a fingerprint is no number")
+        if not sources or not all(np.isfinite(slot.vector).all() for one in sources for slot in one.slots):
+            raise ValueError("no sources, or a fingerprint that is no number")
         by_key = {one.key: one for one in sources}
         return cls(calibration, learned, sources, [by_key[key] for key in about["examples"]])
 

@@ -125,8 +125,8 @@ class DiskStore(Store):
     def notes(self, namespace: str) -> Iterator[tuple[StoreKey, Bytes]]:
         last = 0
         while found := self._index.notes(namespace, last):
-            for last, scope, name, note in found:
-                yield StoreKey(namespace, scope, name), note
+            yield from ((StoreKey(namespace, scope, name), note) for _, scope, name, note in found)
+            last = found[-1][0]
 
     def stats(self) -> StoreStats:
         n_values, nbytes = self._index.totals()
