@@ -37,6 +37,8 @@ class Audit:
 
     def __init__(self, recomputer: Recomputer, config: CacheConfig) -> None:
         self.name = ""  # among the caches that share a calibration: no two are to draw alike
+        #: Whether others keep the account of a calibration, too.
+        self.is_shared: Callable[[Calibration], bool] = lambda made: False
         #: Told of a source that was quarantined.
         self.on_quarantine: Callable[[str], object] = lambda key: None
         self.worker: IdleWorker[Audit] = IdleWorker(self, config.audit_in_background, share=config.audit_share)
@@ -295,6 +297,7 @@ class Audit:
             if self._floor:
                 seed = f"{self.name} {self._process} {self._n_accounts}" if self.name else self._n_accounts
                 self._account = AuditAccount(made.watch.most_changed, self._floor, made.delta, seed)
+                self._account.is_shared = self.is_shared(made)
             if made.is_certified and made.watch.profile is not None and made.watch.compares:
                 self._likeness = DriftDetector(made.watch.profile)
             self._marking.forget()

@@ -85,6 +85,7 @@ class SharedCalibration:
         self._lock = threading.RLock()
         calibrated.on_void = self._tell
         audit.on_quarantine = self._tell_quarantined
+        audit.is_shared = self._has
 
     # -- in calls ------------------------------------------------------------------------------------------------------
 
@@ -138,6 +139,9 @@ class SharedCalibration:
             self._shared = self._word = None
 
     # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def _has(self, made: Calibration) -> bool:
+        return self._shared is not None and self._shared.made is made
 
     def _follow_others(self) -> None:
         """Do as others did with the calibration in force, after an alarm or drift of theirs."""

@@ -1,6 +1,6 @@
 """Requests whose states lie in the store alone: others announced them, or they left memory for lack of room.
 
-announced, or evicted -> found by the index as if they were held; so are sources of a calibration that was made elsewhere
+announced, or evicted -> found by the index as if they were held; sources of a calibration made elsewhere likewise
 one is to serve       -> fetched from the store, and held from then on
 it has left the store -> its index row goes as well; one that is pinned is found on, and votes
 """
