@@ -17,6 +17,7 @@ what was reported alone, in the order of the store, which is the same for all: s
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import ceil
 from typing import Any
 
 from llmcache.arrays import Floats
@@ -28,6 +29,7 @@ N_FIRST = 500  # requests at the beginning of an account: what does not hold mos
 _FIRST = 5  # times the floor, with which they are audited
 N_REPORT = 50  # requests between two reports of a cache, at least; later a share of all that it had
 _REPORT_SHARE = 64
+_FINE = 4  # steps of a share
 MOST_WAITING = 1000  # hits that wait to be audited; with more, hits that are drawn are computed in their calls
 _MOST_OPEN = MOST_WAITING + 200  # some are under way, or were drawn by calls that asked before: what is older is lost
 
@@ -83,6 +85,8 @@ class AuditAccount:
         number = self.alarm.see()
         if share is None:
             return None
+        if self.is_shared:  # few weights, so that reports are short
+            share = ceil(_FINE * share) / _FINE
         chance = min(1.0, floor * (1 + share))
         if not self.toss(chance):
             return None

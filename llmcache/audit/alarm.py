@@ -9,7 +9,7 @@ from math import ceil, log, log1p
 import numpy as np
 
 from llmcache.arrays import Doubles
-from llmcache.audit.tally import Tally
+from llmcache.audit.tally import Tally, is_told
 from llmcache.calibration.bounds import mixed, stakes
 
 EPOCH = 500  # requests between two gamblers: how late, at most, the next one sets out after the rate has changed
@@ -33,7 +33,8 @@ class Alarm:
 
     Stakes are fixed, so wealth depends on counts alone. Where several caches serve by one calibration, the counts of
     all are added up, and each request is of the epoch that all of them together were in, as far as its cache knew. That
-    is known before the request, as a bet has to be.
+    is known before the request, as a bet has to be. Most old gamblers give up what they have, which is never to their
+    advantage: so little has to be told of old epochs.
     """
 
     def __init__(self, limit: float, floor: float, alpha: float, tally: Tally | None = None) -> None:
@@ -81,7 +82,7 @@ class Alarm:
     def wealth(self, tallies: Iterable[Tally]) -> Doubles:
         """Logarithm of what each bet of each gambler has become (E, J), of the money of all."""
         counted = Tally.total(tallies)
-        n_epochs = max([*counted.by_epoch, *(epoch for epoch, _ in counted.struck)], default=0) + 1
+        n_epochs = counted.latest + 1
         n_bets, gained = np.zeros((n_epochs, 1)), np.zeros((n_epochs, len(self._stakes)))
         for epoch, n in counted.by_epoch.items():
             n_bets[epoch] += n
@@ -92,7 +93,7 @@ class Alarm:
         )  # of an epoch, and of later ones
         e = np.arange(1, n_epochs + 1)[:, None]
         wealth: Doubles = gained + n_bets * self._lost - np.log(e * (e + 1.0))
-        return wealth
+        return wealth[[is_told(epoch, counted.latest) for epoch in range(n_epochs)]]
 
     def needed(self, rate: float) -> int | None:
         """Requests after which it can be expected to ring once the rate has risen now; None where no bet grows.

@@ -1,7 +1,8 @@
 """What one account has counted: of its own cache, or as another cache that shares the calibration reported it.
 
-Two tallies are added up, so what several caches counted is known from the latest report of each, whatever order they
-come in and however often. A report has a few numbers a kind: epochs grow with what came before (`alarm.epoch_of`).
+Tallies are added up, so what several caches counted is known from the latest report of each, whatever order they come
+in and however often. Reports stay small however long an account lasts: epochs grow with what came before
+(`alarm.epoch_of`), old ones are told together, and weights are few (`AuditAccount.see`).
 
 Sizes: K kinds.
 """
@@ -14,6 +15,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+RECENT, THINNED = 128, 16  # of older epochs, so many are told as one
 _MOST_EPOCHS = 10_000
 FIGURES = ("n_drawn", "n_recomputed", "n_lost", "n_changed")
 
@@ -52,16 +54,22 @@ class Tally:
                 getattr(total, name).update(getattr(one, name))
         return total
 
+    @property
+    def latest(self) -> int:
+        """The latest epoch."""
+        return max([*self.by_epoch, *(epoch for epoch, _ in self.struck)], default=0)
+
     def pack(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Named tensors, each row what is counted and how often (K, 2) or (K, 3), and plain values."""
-        flat = {
-            "by_epoch": [(epoch, n) for epoch, n in self.by_epoch.items()],
-            "by_ease": [(ease, n) for ease, n in self.by_ease.items()],
-            "open": [(*kind, n) for kind, n in self.open.items() if n],
-            "found": [(*kind, n) for kind, n in self.found.items() if n],
-            "struck": [(*kind, n) for kind, n in self.struck.items()],
-        }
-        tensors = {name: torch.tensor(rows, dtype=torch.float32) for name, rows in flat.items()}
+        by_epoch, struck, latest = Counter[int](), Counter[tuple[int, float]](), self.latest
+        for epoch, n in self.by_epoch.items():
+            by_epoch[_told_as(epoch, latest)] += n
+        for (epoch, weight), n in self.struck.items():
+            struck[_told_as(epoch, latest), weight] += n
+        flat = {"by_epoch": list(by_epoch.items()), "by_ease": list(self.by_ease.items())}
+        tensors = {name: torch.tensor(rows, dtype=torch.float64) for name, rows in flat.items()}
+        for name, counts in (("open", self.open), ("found", self.found), ("struck", struck)):
+            tensors[name] = torch.tensor([(*kind, n) for kind, n in counts.items() if n], dtype=torch.float32)
         return tensors, {name: self.figures[name] for name in FIGURES}
 
     @classmethod
@@ -90,3 +98,13 @@ class Tally:
             Counter({(int(epoch), weight): int(n) for epoch, weight, n in rows["struck"]}),
             Counter({name: int(about[name]) for name in FIGURES}),
         )
+
+
+def _told_as(epoch: int, latest: int) -> int:
+    """The epoch that requests of another one are told to be of. Only gamblers who set out in between miss them."""
+    return epoch if is_told(epoch, latest) else epoch - epoch % THINNED
+
+
+def is_told(epoch: int, latest: int) -> bool:
+    """Whether an epoch is told by itself, once a later one has begun."""
+    return epoch > latest - RECENT or epoch % THINNED == 0

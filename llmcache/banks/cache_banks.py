@@ -244,9 +244,7 @@ class CacheBanks:
     def is_pinned(self, key: str) -> bool:
         """Whether a request serves others and may not leave: it is a source of a frozen calibration."""
         with self._lock:
-            request = self._requests.get(key)
-            if request is None and self.elsewhere is not None:
-                request = self.elsewhere.get(key)
+            request = self._find(key)
             return request is not None and request.is_pinned
 
     def sign(self, key: str, answer: Floats, generation: int | None = None) -> None:
@@ -349,29 +347,31 @@ class CacheBanks:
             self._index.clear()
 
     def records(self) -> list[SavedRequest]:
-        """Everything held, oldest first. A request waiting for the fingerprint to be fitted has no slot yet."""
+        """Everything held, oldest first, and sources that are pinned and not held.
+
+        A request waiting for the fingerprint to be fitted has no slot yet.
+        """
         with self._lock:
             self._expire()
             keys = list(self._requests)
-        return [record for key in keys if (record := self._record(key)) is not None]
+            known = [(key, one) for key, one in (self.elsewhere or {}).items() if one.is_pinned]
+            missing = [one.record(key, {}, self._index.slots(key)) for key, one in known]
+        return [record for key in keys if (record := self._record(key)) is not None] + missing
 
     def adopt(self, record: SavedRequest) -> None:
-        """Hold a saved request as if it had been put. Nothing finds it yet."""
+        """Hold a saved request as if it had been put; one without states is known alone. Nothing finds it yet."""
         with self._lock:
-            request = self._requests[record.key] = StoredRequest(record.scope, record.ids, record.dtype, record.layout)
+            request = StoredRequest(record.scope, record.ids, record.dtype, record.layout, record.answer)
+            if self.elsewhere is not None and not record.entries:
+                request.is_pinned = record.is_pinned
+                self.elsewhere[record.key] = request
+                return
+            self._requests[record.key] = request
             for layer, entry in record.entries.items():
                 shown = self.layer_banks.learn(record.key, record.scope, layer, entry)
                 self._hold(record.key, {layer: shown})
-            request.answer = record.answer
             if record.is_pinned:
                 self._pin(record.key, request)
-
-    def sources(self, scope: Scope) -> list[SavedRequest]:
-        """Requests of a scope that serve others, with what is held of their states."""
-        held = [one for one in self.records() if one.scope == scope and (one.is_pinned or one.slots)]
-        with self._lock:
-            known = [(key, one) for key, one in (self.elsewhere or {}).items() if one.is_pinned and one.scope == scope]
-            return held + [one.record(key, {}, self._index.slots(key)) for key, one in known]
 
     def share(self, records: Iterable[SavedRequest], generation: int) -> None:
         """Have the store hold the states of requests, which were computed in that generation of their namespace."""
@@ -391,26 +391,19 @@ class CacheBanks:
                 own = found.get(one.key)
                 yield one if own is None else replace(one, entries=own.entries, dtype=own.dtype, layout=own.layout)
 
-    def stand_all(self, records: Iterable[SavedRequest]) -> None:
+    def stand_all(self, records: Sequence[SavedRequest]) -> None:
         """Let requests be found that are found nowhere, and pin those that were pinned; they need not be held."""
-        assert self.elsewhere is not None
-        slots = []
         with self._lock:
             for one in records:
-                fits = all(self.layer_banks[layer].fits(entry) for layer, entry in one.entries.items())
                 known = self._requests.get(one.key)
-                if known is None and one.entries and fits:
-                    self.adopt(one)
-                elif known is None:
-                    request = StoredRequest(one.scope, one.ids, one.dtype, one.layout, one.answer, one.is_pinned)
-                    self.elsewhere[one.key] = request
-                else:
-                    known.answer = one.answer
-                    if one.is_pinned:
-                        self._pin(one.key, known)
-                slots += [(slot, one) for slot in one.slots]
-            slots.sort(key=lambda pair: pair[0].slot)
-            self._index.insert_all((one.key, one.scope, slot) for slot, one in slots)
+                if known is None:
+                    fits = all(self.layer_banks[layer].fits(entry) for layer, entry in one.entries.items())
+                    self.adopt(one if fits else replace(one, entries={}))
+                    continue
+                known.answer = one.answer
+                if one.is_pinned:
+                    self._pin(one.key, known)
+            self.place(records)
 
     def place(self, records: Iterable[SavedRequest]) -> None:
         """Let adopted requests, found nowhere yet, be found, in the order in which they came to their partitions."""
@@ -419,7 +412,7 @@ class CacheBanks:
             self._index.insert_all(
                 (key, request.scope, slot)
                 for slot, key in sorted(slots, key=lambda one: one[0].slot)
-                if (request := self._requests.get(key)) is not None
+                if (request := self._find(key)) is not None
             )
 
     def _record(self, key: str) -> SavedRequest | None:
@@ -456,12 +449,15 @@ class CacheBanks:
         if (request := self._requests.get(key)) is not None:
             self._tier.put(key, request, {layer: entry}, self._tier.generation(request.scope))
 
+    def _find(self, key: str) -> StoredRequest | None:
+        """A request that is held, or known without being held."""
+        request = self._requests.get(key)
+        return self.elsewhere.get(key) if request is None and self.elsewhere is not None else request
+
     def _known(self, key: str) -> StoredRequest:
         """A request that the index found."""
-        request = self._requests.get(key)
-        if request is None:
-            assert self.elsewhere is not None
-            request = self.elsewhere[key]
+        request = self._find(key)
+        assert request is not None
         return request
 
     def _know(self, scope: Scope, row: Row, dtype: torch.dtype) -> StoredRequest:

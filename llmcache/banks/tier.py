@@ -219,6 +219,8 @@ class Tier:
         """Have something told to all that share the store, behind what was put before, unless it is long; see `put`."""
         if (nbytes := sum(tensor.nbytes for tensor in tensors.values())) <= _MOST_TOLD:
             self._behind.add(Job(self._key(scope, name), generation, tensors, about, nbytes, is_note=True))
+        else:
+            self._behind.n_dropped += 1
 
     def is_of(self, scope: Scope, key: StoreKey) -> bool:
         """Whether a key is one of a scope, with all else that decides values as it is here."""

@@ -321,7 +321,7 @@ class CalibratedReuse:
             made, origin = self.calibration, self.origin
             if made is None or origin is None:
                 return None
-            held = self._banks.sources(origin[0])
+            held = [one for one in self._banks.records() if one.scope == origin[0] and (one.is_pinned or one.slots)]
             by_key = {one.key: one for one in held}
             learned = {f"fingerprint.{name}": array for name, array in self.fitter.fingerprint.state().items()}
             learned |= {f"trust.{name}": array for name, array in self.state().items()}
