@@ -139,7 +139,8 @@ class AuditAccount:
 
     def _strikes(self, sample: AuditSample) -> bool:
         """Tell the alarm of a changed answer; whether it rings for the first time."""
-        rings = self.alarm.found(sample.number, sample.weight) and not (self.is_shared or self.has_rung)
+        self.alarm.found(sample.number, sample.weight)
+        rings = not (self.is_shared or self.has_rung) and self.alarm.rings([self.tally])
         self.has_rung |= rings
         return rings
 

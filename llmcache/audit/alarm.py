@@ -67,16 +67,15 @@ class Alarm:
         self._n += 1
         return number
 
-    def found(self, number: int, weight: float) -> bool:
-        """An event was found in a request, looked for with probability 1 / `weight`; whether the alarm rings now.
+    def found(self, number: int, weight: float) -> None:
+        """An event was found in a request, looked for with probability 1 / `weight`.
 
         It may be found long after: what is not audited yet counts as 0, which is never to a gambler's advantage.
         """
         self.tally.struck[epoch_of(number), weight] += 1
-        return self.rings([self.tally])
 
     def rings(self, tallies: Iterable[Tally]) -> bool:
-        """Whether it rings over what was counted by several."""
+        """Whether it rings over what was counted, by this cache or by several."""
         return mixed(self.wealth(tallies).ravel(), len(self._stakes)) >= log(1 / self._alpha)
 
     def wealth(self, tallies: Iterable[Tally]) -> Doubles:
@@ -86,8 +85,9 @@ class Alarm:
         n_bets, gained = np.zeros((n_epochs, 1)), np.zeros((n_epochs, len(self._stakes)))
         for epoch, n in counted.by_epoch.items():
             n_bets[epoch] += n
-        for (epoch, weight), n in counted.struck.items():
-            gained[epoch] += n * (np.log(1 - self._stakes + self._stakes * weight / self._limit) - self._lost)
+        struck = np.array([(*kind, n) for kind, n in counted.struck.items()], np.float64).reshape(-1, 3)
+        won = np.log(1 - self._stakes + self._stakes * struck[:, 1:2] / self._limit) - self._lost
+        np.add.at(gained, struck[:, 0].astype(np.int64), struck[:, 2:] * won)
         n_bets, gained = (
             np.cumsum(one[::-1], axis=0)[::-1] for one in (n_bets, gained)
         )  # of an epoch, and of later ones

@@ -119,8 +119,10 @@ def rings_at(alarm: Alarm, events: Iterator[bool] | np.ndarray, weight: float) -
     """Number of requests after which it rings."""
     for n, has_event in enumerate(events, start=1):
         number = alarm.see()
-        if has_event and alarm.found(number, weight):
-            return n
+        if has_event:
+            alarm.found(number, weight)
+            if alarm.rings([alarm.tally]):
+                return n
     return None
 
 
