@@ -17,7 +17,7 @@ from llmcache.banks.cache_banks import CacheBanks
 from llmcache.banks.stores.base import Bytes, StoreKey
 from llmcache.banks.tier import Tier
 from llmcache.calibration.calibration import Calibration
-from llmcache.calibration.record import FORMAT, Head
+from llmcache.calibration.published import FORMAT, Standing
 from llmcache.request.rows import Scope
 
 _MOST_ACCOUNTS = 8  # whose reports are kept
@@ -71,9 +71,9 @@ class PooledAudit:
         self._made: Calibration | None = None  # whose account has what was heard until then
         audit.name = self._name
 
-    def exchange(self, made: Calibration, head: Head, place: Place, is_asked: bool) -> None:
+    def exchange(self, made: Calibration, standing: Standing, place: Place, is_asked: bool) -> None:
         """Tell what was counted, where it is time to or `is_asked`; ask the alarm once others, or the store, told."""
-        account = _account_of(head)
+        account = _account_of(standing)
         if (tally := self._audit.report(made, is_asked)) is not None:
             self._n_told += 1
             tensors, figures = tally.pack()
@@ -136,6 +136,6 @@ class PooledAudit:
         return f"{self._name}{os.getpid():x}"
 
 
-def _account_of(head: Head) -> str:
+def _account_of(standing: Standing) -> str:
     """Of one calibration, and anew after an alarm."""
-    return f"{head.body[:12]}{head.n_alarms}"
+    return f"{standing.body[:12]}{standing.n_alarms}"

@@ -1,9 +1,9 @@
 """One calibration for all caches that share a store: published, taken up by the others, and ended for all of them.
 
-made here    -> publish   what is needed to decide, and the states of its sources, are written; then a head is announced
-head heard   -> take up   they are read behind the calls, and serve from then on
-alarm, drift -> told      by another head of the same body; every cache follows at its next call
-audit        -> pooling   one account for all
+made here         -> publish   what decides, and the states of its sources, are written; then its standing is announced
+a standing heard  -> take up   they are read behind the calls, and serve from then on
+an alarm, drift   -> told      by another standing of the same body; every cache follows at its next call
+counts            -> pooling   one account for all
 
 A call asks whether there is something to do (`step`). What takes time is done by the thread that writes to the store.
 Trouble costs speed, never correctness: what cannot be read, or is not ours, is counted and passed over.
@@ -24,7 +24,7 @@ from llmcache.banks.stores.base import Bytes, StoreKey
 from llmcache.banks.tier import Tier
 from llmcache.calibration.calibrated_reuse import CalibratedReuse
 from llmcache.calibration.calibration import Calibration
-from llmcache.calibration.record import FORMAT, Head, Record, digest_of
+from llmcache.calibration.published import FORMAT, Published, Standing, digest_of
 from llmcache.config import CacheConfig
 from llmcache.request.rows import Scope
 
@@ -46,7 +46,7 @@ class Shared(NamedTuple):
     """A calibration in force that the store has."""
 
     made: Calibration
-    head: Head
+    standing: Standing
     place: Place  # where its sources lie
 
 
@@ -72,17 +72,19 @@ class SharedCalibration:
         settings = {name: getattr(config, name) for name in _SETTINGS}
         self._settings = json.dumps([components, settings, list(special_ids)])
         self._pooled = PooledAudit(tier, banks, audit)
-        self._heads: dict[Scope, Head] = {}  # the latest that were heard
+        self._standings: dict[Scope, Standing] = {}  # the latest that were heard
         self._shared: Shared | None = None  # None while there is no calibration here, or one that is not shared
         self._asked: Scope | None = None  # of the latest call
         self._seen: Calibration | None = None  # in force when it was looked at last
         self._is_mine = False  # made here, and to be published
-        self._word: tuple[Head, Place] | None = None  # the latest that was told, or followed
+        self._word: tuple[Standing, Place] | None = None  # the latest that was told, or followed
         self._passed_over: set[str] = set()  # bodies that ended here, or cannot be used
         self._n_steps, self._resume_at, self._rest = 0, 0, _LEAST_REST
         self._is_busy = False  # something is done behind the calls
         self._has_warned = False
         self._lock = threading.RLock()
+        #: Told that one was taken up: what calls cost is no longer what it was.
+        self.on_taken_up: Callable[[], object] = lambda: None
         calibrated.on_void = self._tell
         audit.on_quarantine = self._tell_quarantined
         audit.is_shared = self._has
@@ -124,16 +126,20 @@ class SharedCalibration:
     def hear(self, told: Sequence[tuple[StoreKey, Bytes]]) -> None:
         """Take in what was announced of calibrations. One call at a time."""
         by = self._by()
-        hearing = {"c": self._hear_head, "a": self._pooled.hear_report, "q": self._pooled.hear_quarantined}
+        hearing: dict[str, Callable[[StoreKey, Bytes, str], bool]] = {
+            "c": self._hear_standing,
+            "a": self._pooled.hear_report,
+            "q": self._pooled.hear_quarantined,
+        }
         for at, note in told:
-            is_ours = at.name[1:].partition(".")[0] == by and at.name[0] in hearing
-            if is_ours and not hearing[at.name[0]](at, note, by):
+            kind, whose = at.name[:1], at.name[1:].partition(".")[0]
+            if whose == by and kind in hearing and not hearing[kind](at, note, by):
                 self._warn("it was made with another secret, by another version, or is damaged")
 
     def forget(self, namespace: str | None) -> None:
         """A namespace was purged, None: all, and with it what was published there."""
-        for scope in [scope for scope in self._heads if namespace in (None, scope.namespace)]:
-            del self._heads[scope]
+        for scope in [scope for scope in self._standings if namespace in (None, scope.namespace)]:
+            del self._standings[scope]
         self._pooled.forget(namespace)
         if self._word is not None and namespace in (None, self._word[1].scope.namespace):
             self._shared = self._word = None
@@ -147,7 +153,7 @@ class SharedCalibration:
         """Do as others did with the calibration in force, after an alarm or drift of theirs."""
         if (shared := self._shared) is None or shared.made is not self._calibrated.calibration:
             return
-        known, mine, place = self._heads.get(shared.place.scope), shared.head, shared.place
+        known, mine, place = self._standings.get(shared.place.scope), shared.standing, shared.place
         if known is None or known.body != mine.body or known == mine:
             return
         self._shared = None  # they know
@@ -168,7 +174,7 @@ class SharedCalibration:
         self._seen, self._shared = made, None
         self._is_mine = made is not None and self._is_for_all(made)
         if made is None:  # it is not to come back from the store
-            self._passed_over |= {head.body for head in list(self._heads.values())}
+            self._passed_over |= {standing.body for standing in list(self._standings.values())}
 
     def _is_for_all(self, made: Calibration) -> bool:
         """Whether a calibration shows what the settings ask for, so that it is one for all that have these."""
@@ -177,14 +183,14 @@ class SharedCalibration:
         is_of_one_scope = self._calibrated.origin is not None
         return is_new and shows and made.watch is not None and made.sources == config.sources and is_of_one_scope
 
-    def _wanted(self) -> tuple[Scope, Head] | None:
+    def _wanted(self) -> tuple[Scope, Standing] | None:
         """What is to be taken up: there is no calibration here, or an older one of the store."""
         shared = self._shared
         scope = self._asked if shared is None else shared.place.scope
-        known = None if scope is None else self._heads.get(scope)
+        known = None if scope is None else self._standings.get(scope)
         if scope is None or known is None or known.is_over or known.body in self._passed_over:
             return None
-        if self._seen is not None and (shared is None or shared.head.joined(known).body == shared.head.body):
+        if self._seen is not None and (shared is None or shared.standing.joined(known).body == shared.standing.body):
             return None
         return (scope, known) if self._n_steps >= self._resume_at else None
 
@@ -197,76 +203,79 @@ class SharedCalibration:
     def _publish(self) -> None:
         try:
             with self._calibrated.held():
-                origin, record = self._calibrated.origin, self._calibrated.record()
-                if record is None or origin is None or record.calibration is not self._seen:
+                origin, published = self._calibrated.origin, self._calibrated.published()
+                if published is None or origin is None or published.calibration is not self._seen:
                     return
                 place = Place(*origin, self._by())
-                known = self._heads.get(place.scope)
-                head = Head(1 if known is None else known.version + 1, digest_of(*record.pack()))
-                self._shared, self._is_mine = Shared(record.calibration, head, place), False
-            self._write(record, head, place)
+                known = self._standings.get(place.scope)
+                standing = Standing(1 if known is None else known.version + 1, digest_of(*published.pack()))
+                self._shared, self._is_mine = Shared(published.calibration, standing, place), False
+            self._write(published, standing, place)
         finally:
             self._is_busy = False
 
     def _keep(self) -> None:
         """Write what the store has lost of what was told last, unless others have told something newer."""
         try:
-            if (told := self._word) is None or told[0] != self._heads.get(told[1].scope):
+            if (told := self._word) is None or told[0] != self._standings.get(told[1].scope):
                 return
-            head, place = told
+            standing, place = told
+            is_lost = not self._tier.held(place.scope, [_body_name(standing, place)])
             with self._calibrated.held():
-                shared, record = self._shared, None
-                is_lost = shared is not None and not self._tier.held(place.scope, [_body_name(head, place)])
-                if shared is not None and is_lost and self._calibrated.calibration is shared.made:
-                    record = self._calibrated.record()
-            if record is not None:
-                self._write(record, head, place)
+                shared = self._shared
+                is_here = shared is not None and shared.made is self._calibrated.calibration
+                published = self._calibrated.published() if is_lost and is_here else None
+            if published is not None:
+                self._write(published, standing, place)
             else:
-                self._announce(head, place)
+                self._announce(standing, place)
         finally:
             self._is_busy = False
 
-    def _write(self, record: Record, head: Head, place: Place) -> None:
-        """Have all of a calibration written, its head last."""
-        self._banks.share(record.sources, place.generation)
-        tensors, about = record.pack()
-        self._tier.put(place.scope, _body_name(head, place), tensors, about, place.generation)
-        self._announce(head, place)
+    def _write(self, published: Published, standing: Standing, place: Place) -> None:
+        """Have all of a calibration written, its standing last."""
+        self._banks.share(published.sources, place.generation)
+        tensors, about = published.pack()
+        self._tier.put(place.scope, _body_name(standing, place), tensors, about, place.generation)
+        self._announce(standing, place)
 
     def _take_up(self) -> None:
         try:
             if (wanted := self._wanted()) is None:
                 return
-            scope, head = wanted
+            scope, standing = wanted
             place = Place(scope, self._tier.generation(scope.namespace), self._by())
-            if (record := self._read(head, place)) is None:
+            if (published := self._read(standing, place)) is None:
                 return
-            sources = list(self._banks.with_states(record.sources))
-            made = replace(record.calibration, n_alarms=head.n_alarms, has_drifted=False)
+            sources = list(self._banks.with_states(published.sources))
+            made = replace(published.calibration, n_alarms=standing.n_alarms, has_drifted=False)
             with self._calibrated.held():
-                is_late = self._calibrated.calibration is not self._seen or self._heads.get(scope) != head
+                is_late = self._calibrated.calibration is not self._seen or self._standings.get(scope) != standing
                 if is_late or self._tier.generation(scope.namespace) != place.generation:
                     return
-                self._calibrated.take_up(replace(record, calibration=made, sources=sources), place.generation)
-                self._seen, self._shared, self._word = made, Shared(made, head, place), (head, place)
-            logger.info("llmcache: took up calibration %s of the store", head.name)
+                self._passed_over.add(standing.body)  # unless it can be taken up
+                self._calibrated.take_up(replace(published, calibration=made, sources=sources), place.generation)
+                self._passed_over.remove(standing.body)
+                self._seen, self._shared, self._word = made, Shared(made, standing, place), (standing, place)
+            self.on_taken_up()
+            logger.info("llmcache: took up calibration %s of the store", standing.name)
         finally:
             self._is_busy = False
 
-    def _read(self, head: Head, place: Place) -> Record | None:
-        """What a head tells of; None where it is not there now, or cannot be used."""
-        (value,) = self._tier.fetch(place.scope, [_body_name(head, place)], _MOST_TOKENS)
+    def _read(self, standing: Standing, place: Place) -> Published | None:
+        """What a standing tells of; None where it is not there now, or cannot be used."""
+        (value,) = self._tier.fetch(place.scope, [_body_name(standing, place)], _MOST_TOKENS)
         if value is None:
             self._resume_at, self._rest = self._n_steps + self._rest, min(2 * self._rest, _MOST_REST)
             return None
         self._rest = _LEAST_REST
         try:
-            record = Record.unpack(value.tensors, value.about, place.scope)
-            if record.calibration.head != self._calibrated.head_digest():
+            published = Published.unpack(value.tensors, value.about, place.scope)
+            if published.calibration.head != self._calibrated.head_digest():
                 raise ValueError("made with another head")
-            return record
+            return published
         except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
-            self._passed_over.add(head.body)
+            self._passed_over.add(standing.body)
             self._tier.refused("damaged")
             self._warn(f"it cannot be read: {error!r}")
             return None
@@ -277,34 +286,34 @@ class SharedCalibration:
         """An alarm or drift here has changed the calibration in force."""
         if (shared := self._shared) is None:
             return
-        head = replace(shared.head, n_alarms=told.n_alarms, has_drifted=told.has_drifted)
+        standing = replace(shared.standing, n_alarms=told.n_alarms, has_drifted=told.has_drifted)
         self._seen = made = self._calibrated.calibration
-        self._shared = None if made is None else Shared(made, head, shared.place)
-        self._announce(head, shared.place)
+        self._shared = None if made is None else Shared(made, standing, shared.place)
+        self._announce(standing, shared.place)
 
     def _tell_quarantined(self, key: str) -> None:
         if (shared := self._shared) is not None:
             self._pooled.tell_quarantined(key, shared.place)
 
-    def _announce(self, head: Head, place: Place) -> None:
-        self._word = head, place
-        self._heads[place.scope] = head.joined(self._heads.get(place.scope))
-        name = f"c{place.by}.{head.name}"
-        self._tier.announce(place.scope, name, {}, head.about() | place.about, place.generation)
+    def _announce(self, standing: Standing, place: Place) -> None:
+        self._word = standing, place
+        self._standings[place.scope] = standing.joined(self._standings.get(place.scope))
+        name = f"c{place.by}.{standing.name}"
+        self._tier.announce(place.scope, name, {}, standing.about() | place.about, place.generation)
 
-    def _hear_head(self, at: StoreKey, note: Bytes, by: str) -> bool:
+    def _hear_standing(self, at: StoreKey, note: Bytes, by: str) -> bool:
         if (told := self._tier.opened(at, note)) is None:
             return False
         try:
             if told.about["format"] != FORMAT:
                 self._tier.refused("other_format")
                 return False
-            head, place = Head.read(told.about), Place.read(at, told.about, by)
-            is_whole = place.is_of(self._tier, at, f"c{by}.{head.name}")
+            standing, place = Standing.read(told.about), Place.read(at, told.about, by)
+            is_whole = place.is_of(self._tier, at, f"c{by}.{standing.name}")
         except (KeyError, TypeError, ValueError):  # without a secret, anybody may have made it
             is_whole = False
         if is_whole:
-            self._heads[place.scope] = head.joined(self._heads.get(place.scope))
+            self._standings[place.scope] = standing.joined(self._standings.get(place.scope))
         else:
             self._tier.refused("damaged")
         return is_whole
@@ -319,5 +328,5 @@ class SharedCalibration:
         self._has_warned = True
 
 
-def _body_name(head: Head, place: Place) -> str:
-    return f"b{place.by}.{head.body}"
+def _body_name(standing: Standing, place: Place) -> str:
+    return f"b{place.by}.{standing.body}"

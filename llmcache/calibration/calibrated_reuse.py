@@ -24,7 +24,7 @@ from llmcache.calibration import calibration as cal
 from llmcache.calibration.calibration import Calibration
 from llmcache.calibration.inputs import check_labels
 from llmcache.calibration.observer import flaw
-from llmcache.calibration.record import Record
+from llmcache.calibration.published import Published
 from llmcache.calibration.risk_target import Metric, RiskTarget
 from llmcache.calibration.training import CalibrationFitter
 from llmcache.config import CacheConfig
@@ -297,7 +297,7 @@ class CalibratedReuse:
         self.fitter.resume()
         self._serve(calibration)
 
-    def take_up(self, record: Record, generation: int) -> None:
+    def take_up(self, published: Published, generation: int) -> None:
         """Serve as a calibration does that was made elsewhere; what was calibrated or observed here ends.
 
         Its sources were computed in that generation of their namespace. Calls that go on meanwhile find nobody, and are
@@ -306,16 +306,20 @@ class CalibratedReuse:
         with self._lock:
             self.end()
             self._observed = []
-            self.fitter.fingerprint.restore(below("fingerprint.", record.learned))
-            self.chooser.restore(below("trust.", record.learned))
-            self.fitter.resume()
-            self._banks.stand_all(record.sources)
-            self.chooser.present((one.scope, one.key, one.answer) for one in record.examples)
-            scope = record.sources[0].scope
+            try:
+                self.fitter.fingerprint.restore(below("fingerprint.", published.learned))
+                self.chooser.restore(below("trust.", published.learned))
+                self.fitter.resume()
+                self._banks.stand_all(published.sources)
+                self.chooser.present((one.scope, one.key, one.answer) for one in published.examples)
+            except Exception:
+                self.end()
+                raise
+            scope = published.sources[0].scope
             self._namespaces, self.origin = {scope.namespace}, (scope, generation)
-            self._serve(record.calibration)
+            self._serve(published.calibration)
 
-    def record(self) -> Record | None:
+    def published(self) -> Published | None:
         """The calibration in force, for others to take up; None unless its sources are requests of one scope."""
         with self._lock:
             made, origin = self.calibration, self.origin
@@ -325,7 +329,7 @@ class CalibratedReuse:
             by_key = {one.key: one for one in held}
             learned = {f"fingerprint.{name}": array for name, array in self.fitter.fingerprint.state().items()}
             learned |= {f"trust.{name}": array for name, array in self.state().items()}
-            return Record(made, learned, held, [by_key[key] for key in self.chooser.examples])
+            return Published(made, learned, held, [by_key[key] for key in self.chooser.examples])
 
     def _serve(self, calibration: Calibration) -> None:
         self.calibration, limit = calibration, calibration.limit

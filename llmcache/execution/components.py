@@ -56,6 +56,8 @@ class Calibrated:
         parts.fingerprint, parts.attention, parts.observer = self.fingerprint, self.attention, self.observer
         parts.rungs = [*parts.rungs, Semantic(parts.banks, self.calibrated.chooser, self.calibrated)]
         parts.calibrated, parts.audit, parts.sharing = self.calibrated, self.audit, self.sharing
+        if self.sharing is not None and parts.cost is not None:
+            self.sharing.on_taken_up = parts.cost.restart
 
 
 @dataclass(slots=True, weakref_slot=True)

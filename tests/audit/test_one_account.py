@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from llmcache.audit.account import N_REPORT, AuditAccount
 from llmcache.audit.alarm import EPOCH, epoch_of
 from llmcache.audit.tally import Tally
-from llmcache.calibration.record import Head
+from llmcache.calibration.published import Standing
 
 N_WORKERS = 4
 
@@ -166,18 +166,18 @@ def test_epochs_are_longer_the_more_came_before() -> None:
     assert epoch_of(10**9) < 1_200
 
 
-heads = st.builds(Head, st.integers(1, 3), st.sampled_from(["a", "b"]), st.integers(0, 2), st.booleans())
+standings = st.builds(Standing, st.integers(1, 3), st.sampled_from(["a", "b"]), st.integers(0, 2), st.booleans())
 
 
-@given(st.lists(heads, min_size=1, max_size=6), st.randoms())
+@given(st.lists(standings, min_size=1, max_size=6), st.randoms())
 @settings(max_examples=200, deadline=None)
-def test_heads_are_joined_in_any_order_and_again(told: list[Head], chance: random.Random) -> None:
-    joined = reduce(Head.joined, told)
+def test_standings_are_joined_in_any_order_and_again(told: list[Standing], chance: random.Random) -> None:
+    joined = reduce(Standing.joined, told)
     again = [*told, *told]
     chance.shuffle(again)
-    assert reduce(Head.joined, again) == joined
+    assert reduce(Standing.joined, again) == joined
     assert (joined.version, joined.body) == max((one.version, one.body) for one in told)
     of_it = [one for one in told if (one.version, one.body) == (joined.version, joined.body)]
     assert joined.n_alarms == max(one.n_alarms for one in of_it)
     assert joined.has_drifted == any(one.has_drifted for one in of_it)
-    assert Head.read(joined.about()) == joined
+    assert Standing.read(joined.about()) == joined

@@ -1,5 +1,6 @@
 """One calibration for all caches on a store: taken up, decided alike, and ended for all."""
 
+import json
 import logging
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +12,7 @@ import torch
 
 from llmcache import ConfigError, LLMCache, StoreError
 from llmcache.banks.stores import Bytes, Store, StoreKey
-from llmcache.calibration.record import FORMAT
+from llmcache.calibration.published import FORMAT, Standing
 from tests import inside
 from tests.inside import components, partition
 from tests.redis_server import redis_server, wait_until
@@ -162,8 +163,8 @@ def test_one_of_another_secret_is_passed_over_and_said_so_once(
 def test_a_damaged_body_is_passed_over_and_computed(start: Start, store: dict[str, Any]) -> None:
     first = start()
     parts = components(first)
-    head, place = parts.sharing._word
-    key = parts.tier._key(place.scope, f"b{place.by}.{head.body}")
+    standing, place = parts.sharing._word
+    key = parts.tier._key(place.scope, f"b{place.by}.{standing.body}")
     first.unwrap()
     other = LLMCache.wrap(classifier(), store=store, **SETTINGS)
     used, get_many = store_of(other), store_of(other).get_many
@@ -182,12 +183,70 @@ def test_a_damaged_body_is_passed_over_and_computed(start: Start, store: dict[st
 def test_one_of_a_later_format_is_passed_over(start: Start) -> None:
     one, other = start(), start()
     parts = components(one)
-    head, place = parts.sharing._word
-    about = {**head.about(), **place.about, "format": FORMAT + 1, "version": head.version + 1}
-    parts.tier.announce(place.scope, f"c{place.by}.00000f.{head.body}.00", {}, about, place.generation)
+    standing, place = parts.sharing._word
+    about = {**standing.about(), **place.about, "format": FORMAT + 1, "version": standing.version + 1}
+    parts.tier.announce(place.scope, f"c{place.by}.00000f.{standing.body}.00", {}, about, place.generation)
     one.drain()
     assert status(other) == "certified"
     assert other.stats().store.n_mismatched == {"other_format": 1}
+
+
+def test_sealed_by_us_but_of_no_use_it_is_passed_over(start: Start) -> None:
+    one, other = start(), start()
+    parts = components(one)
+    standing, place = parts.sharing._word
+    bad = Standing(standing.version + 1, "f" * 24)
+    parts.tier.put(place.scope, f"b{place.by}.{bad.body}", {"x": torch.ones(2)}, {"calibration": 3}, place.generation)
+    parts.tier.announce(place.scope, f"c{place.by}.{bad.name}", {}, {**bad.about(), **place.about}, place.generation)
+    one.drain()
+    for _ in range(3):
+        begin(other)
+    assert known(other).status == "certified"
+    assert other.stats().store.n_mismatched == {"damaged": 1}
+
+
+@pytest.mark.slow
+def test_sources_of_several_namespaces_are_not_published(tmp_path: Path) -> None:
+    settings = {**SETTINGS, "store": on(tmp_path / "store")}
+    with (
+        LLMCache.wrap(classifier(), learn=N_CALIBRATED, **settings) as one,
+        LLMCache.wrap(classifier(), **settings) as two,
+    ):
+        parts = batched(requests(N_CALIBRATED)[0])
+        for i, some in enumerate(parts):
+            with one.namespace("ab"[i % 2]):
+                one(**some)
+        assert known(one).status == "certified"
+        one.drain()
+        for name in "ab":
+            with two.namespace(name):
+                begin(two)
+        assert two.calibration is None
+        with one.namespace("a"):
+            assert rungs_of(one, STREAM).count("semantic") > 5
+
+
+@pytest.mark.slow
+def test_growing_sources_are_shared_from_the_start_and_come_from_all(tmp_path: Path) -> None:
+    settings = {**SETTINGS, "sources": "growing", "audit": 0, "store": on(tmp_path / "store")}
+    noisy = requests(60, seed=5, noise=0.5)[0]
+    with (
+        LLMCache.wrap(classifier(), learn=N_CALIBRATED, **settings) as one,
+        LLMCache.wrap(classifier(), **settings) as two,
+    ):
+        for some in batched(requests(N_CALIBRATED)[0]):
+            one(**some)
+        one.drain()
+        begin(two)
+        assert two.calibration == one.calibration and known(two).status == "growing"
+        n_found = len(partition(two))
+        assert n_found == len(partition(one)) == one.calibration.n_sources
+        rungs = rungs_of(one, noisy)
+        one.drain()
+        begin(two)
+        assert len(partition(two)) >= n_found + rungs.count(None) > n_found
+        assert rungs_of(two, noisy).count(None) < rungs.count(None) / 2
+        assert one.stats().errors == two.stats().errors == 0
 
 
 # -- sources that are missing ------------------------------------------------------------------------------------------
@@ -236,6 +295,27 @@ def test_a_missing_source_that_is_asked_for_serves_from_then_on(
             cache(**one)
         assert len(partition(cache)) == n_sources
         assert ask(cache, STREAM) == published[1]
+
+
+def test_sources_that_are_missing_are_saved_all_the_same(
+    store: dict[str, Any], published: tuple[Path, Any], tmp_path: Path
+) -> None:
+    with LLMCache.wrap(classifier(), store=store, **SETTINGS) as cache:
+        lose(cache, 2)
+        begin(cache)
+        n_sources = len(partition(cache))
+        answers, rungs = ask(cache, STREAM)
+        cache.save(tmp_path / "saved")
+    for changed in ({}, {"store": {"name": "memory"}, "share_calibration": False}):
+        manifest = tmp_path / "saved" / "manifest.json"
+        saved = json.loads(manifest.read_text())
+        manifest.write_text(json.dumps({**saved, "config": {**saved["config"], **changed}}))
+        with LLMCache.load(classifier(), tmp_path / "saved") as loaded:
+            assert len(partition(loaded)) == n_sources
+            again = ask(loaded, STREAM)
+            assert again[0] == answers
+            assert [rung for rung in again[1] if rung != "exact"] == [rung for rung in rungs if rung is not None]
+            assert loaded.stats().errors == 0
 
 
 # -- ended for all -----------------------------------------------------------------------------------------------------

@@ -1,13 +1,13 @@
 """One calibration for all caches that share a store: what is published of it.
 
-    head   announced: which body, the version, and what has come of it since: alarms, drift
-    body   a value: the calibration, what fingerprint and decision learned, and all sources but their states
+    body       a value: the calibration, what fingerprint and decision learned, and all sources but their states
+    standing   announced: which body, its version, and what has come of it since: alarms, drift
 
 Decisions are made of what the body holds: fingerprints, answers and tokens of all sources. Of these only a state may be
 missing where it is taken up. So each request is decided as in the cache that calibrated, and served so or computed.
 
-Heads of one body are joined, which may be done in any order and again: the alarms of the one with most, and drift if
-any has it. Of several bodies the one of the highest version is in force.
+Standings of one body are joined, which may be done in any order and again: the alarms of the one with most, and drift
+if any has it. Of several bodies the one of the highest version is in force.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ _CALIBRATION = TypeAdapter(Calibration)
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Head:
+class Standing:
     """Which calibration is in force, and how it stands.
 
     Attributes:
@@ -57,7 +57,7 @@ class Head:
         """Its name in a store; the same for all who say the same."""
         return f"{self.version:06x}.{self.body}.{self.n_alarms}{int(self.has_drifted)}"
 
-    def joined(self, other: "Head | None") -> "Head":
+    def joined(self, other: "Standing | None") -> "Standing":
         """What is in force, given another one that was heard."""
         if other is None or (other.version, other.body) < (self.version, self.body):
             return self
@@ -75,7 +75,7 @@ class Head:
 
     @classmethod
     def read(cls, about: Mapping[str, Any]) -> Self:
-        """Take up plain values; `KeyError`, `TypeError` or `ValueError` where they are no head."""
+        """Take up plain values; `KeyError`, `TypeError` or `ValueError` where they are no standing."""
         version, body, n_alarms = int(about["version"]), str(about["body"]), int(about["n_alarms"])
         if not (0 < version <= _MOST_VERSION and 0 <= n_alarms <= 2):
             raise ValueError(f"version {version}, {n_alarms} alarms")
@@ -83,7 +83,7 @@ class Head:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class Published:
     """A calibration and all that its decisions are made of.
 
     Attributes:
@@ -115,7 +115,7 @@ class Record:
         """Take up what was packed, copied.
 
         Raises:
-            KeyError, IndexError, TypeError, ValueError, RuntimeError: It is no record of this scope.
+            KeyError, IndexError, TypeError, ValueError, RuntimeError: It is none of this scope.
         """
         calibration = _CALIBRATION.validate_python(about["calibration"])
         if about["format"] != FORMAT or calibration.weights != scope.weights:
