@@ -297,6 +297,22 @@ def test_a_missing_source_that_is_asked_for_serves_from_then_on(
         assert ask(cache, STREAM) == published[1]
 
 
+def test_a_source_that_the_store_has_after_all_is_read_when_it_is_to_serve_and_pinned(
+    store: dict[str, Any], published: tuple[Path, Any]
+) -> None:
+    with LLMCache.wrap(classifier(), store=store, **SETTINGS) as cache:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(store_of(cache), "get_many", store_of(cache).get_many)  # what `lose` puts there is undone
+            lose(cache, 1)
+            begin(cache)
+        assert cache.calibration is not None and cache.stats().n_stored == 1
+        assert ask(cache, STREAM) == published[1]
+        sources = [record for record in inside.records(cache) if record.slots]
+        assert len(sources) == cache.calibration.n_sources
+        assert sum(bool(record.entries) for record in sources) > 10
+        assert all(record.is_pinned for record in sources)
+
+
 def test_sources_that_are_missing_are_saved_all_the_same(
     store: dict[str, Any], published: tuple[Path, Any], tmp_path: Path
 ) -> None:
