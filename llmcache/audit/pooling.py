@@ -21,6 +21,7 @@ from llmcache.calibration.published import FORMAT, Standing
 from llmcache.request.rows import Scope
 
 _MOST_ACCOUNTS = 8  # whose reports are kept
+_MOST_UNHEARD = 4  # reports of one's own that the store has not told to all
 
 
 class Report(NamedTuple):
@@ -65,7 +66,7 @@ class PooledAudit:
         self._banks = banks
         self._audit = audit
         self._name = secrets.token_hex(4)
-        self._n_told = 0
+        self._n_told = self._n_heard = 0  # the latest report of one's own that was told, and that the store told to all
         self._reports: dict[tuple[Scope, str], dict[str, Report]] = {}  # by account, and by worker
         self._has_news = False
         self._made: Calibration | None = None  # whose account has what was heard until then
@@ -80,7 +81,7 @@ class PooledAudit:
             about = {**place.about, "figures": figures}
             name = f"a{place.by}.{account}.{self._me}.{self._n_told:x}"
             self._tier.announce(place.scope, name, tensors, about, place.generation)
-        if not self._tier.is_answering:
+        if not self._tier.is_answering or self._n_told - self._n_heard >= _MOST_UNHEARD:
             self._audit.hear(made, {}, None)
         elif (self._has_news or made is not self._made) and self._tier.has_heard_all:  # half of it may mislead
             self._has_news = False
@@ -106,6 +107,8 @@ class PooledAudit:
             report = Report(int(number, 16), self._audit.read(told.tensors, told.about["figures"]))
         except (AttributeError, KeyError, TypeError, ValueError):  # without a secret, anybody may have made it
             return False
+        if worker == self._me:
+            self._n_heard = max(self._n_heard, report.number)
         known = self._reports.setdefault((place.scope, account), {})
         if worker not in known or known[worker].number < report.number:
             known[worker], self._has_news = report, True

@@ -21,7 +21,7 @@ from llmcache.audit.audit import Audit
 from llmcache.audit.pooling import Place, PooledAudit
 from llmcache.banks.cache_banks import CacheBanks
 from llmcache.banks.stores.base import Bytes, StoreKey
-from llmcache.banks.tier import Tier
+from llmcache.banks.tier import NO_GENERATION, Tier
 from llmcache.calibration.calibrated_reuse import CalibratedReuse
 from llmcache.calibration.calibration import Calibration
 from llmcache.calibration.published import FORMAT, Published, Standing, digest_of
@@ -180,8 +180,10 @@ class SharedCalibration:
         """Whether a calibration shows what the settings ask for, so that it is one for all that have these."""
         config, is_new = self._config, not (made.n_alarms or made.has_drifted)
         shows = made.metric == "changed" and made.max_drop <= config.max_drop and made.delta <= config.delta
-        is_of_one_scope = self._calibrated.origin is not None
-        return is_new and shows and made.watch is not None and made.sources == config.sources and is_of_one_scope
+        origin = self._calibrated.origin
+        # Without a generation nobody can tell whether they were purged since.
+        is_known = origin is not None and origin[1] != NO_GENERATION
+        return is_new and shows and made.watch is not None and made.sources == config.sources and is_known
 
     def _wanted(self) -> tuple[Scope, Standing] | None:
         """What is to be taken up: there is no calibration here, or an older one of the store."""

@@ -33,7 +33,7 @@ from llmcache.request.rows import Scope
 from llmcache.stats import TierStats
 
 _T = TypeVar("_T")
-_NO_GENERATION = -1  # that no namespace has: what is put with it is left out
+NO_GENERATION = -1  # that no namespace has: what is put with it is left out
 _LEAST_S = 0.005  # that a read may take
 _MOST_S = 1.0  # where it was not measured what it saves
 _MOST_TOLD = MOST_NOTED // 2  # bytes, to which a seal adds some
@@ -104,7 +104,7 @@ class Tier:
         with self._noting:  # what was found while others were forgotten may be from before a purge
             self._generations[namespace] = found if n_forgotten == self._n_forgotten else None
             self._unheard.add(namespace)
-        return _NO_GENERATION if found is None else found
+        return NO_GENERATION if found is None else found
 
     def follow(self, forget: Callable[[str | None], object], hear: Hear | None = None) -> None:
         """Have namespaces forgotten that were purged in the store, None: all, before this returns.

@@ -283,6 +283,7 @@ def test_where_a_source_is_missing_it_is_computed_and_nothing_else_changes(
         assert cache.stats().errors == 0
 
 
+@pytest.mark.slow
 def test_a_missing_source_that_is_asked_for_serves_from_then_on(
     store: dict[str, Any], published: tuple[Path, Any]
 ) -> None:
@@ -313,6 +314,7 @@ def test_a_source_that_the_store_has_after_all_is_read_when_it_is_to_serve_and_p
         assert all(record.is_pinned for record in sources)
 
 
+@pytest.mark.slow
 def test_sources_that_are_missing_are_saved_all_the_same(
     store: dict[str, Any], published: tuple[Path, Any], tmp_path: Path
 ) -> None:
@@ -396,9 +398,33 @@ def test_what_ended_here_does_not_come_back_from_the_store(start: Start) -> None
     assert cache.calibration is None
 
 
+@pytest.mark.slow
+def test_one_made_while_the_store_did_not_answer_stays_the_workers_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading = Reading()
+    settings = {**SETTINGS, "store": on(tmp_path / "store")}
+    with (
+        LLMCache.wrap(classifier(), **settings, answer_of=reading) as one,
+        LLMCache.wrap(classifier(), **settings) as two,
+    ):
+
+        def fail(*_: Any) -> None:
+            raise StoreError("out of order")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(store_of(one), "generation", fail)
+            made = one.calibrate(batched(requests(N_CALIBRATED)[0]))
+        wait_until(lambda: components(begin(one)).tier.is_answering)
+        assert begin(two).calibration is None and one.calibration == made
+        alarm(one, reading, seed=61)
+        assert one.calibration.n_alarms == 1
+
+
 # -- one account -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_counts_of_all_are_added_up_whenever_they_are_heard(start: Start) -> None:
     one, other = start(), start()
     for cache, asked in ((one, STREAM), (other, OTHERS)):
@@ -433,7 +459,13 @@ def test_a_quarantined_source_serves_in_no_cache(start: Start) -> None:
     assert source in inside.banks(start()).quarantined
 
 
-def test_a_worker_that_is_cut_off_uses_its_own_counts(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "broken", [("put_many",), ("events", "get_many", "put_many", "contains_prefix", "ping", "generation")]
+)
+def test_a_worker_that_is_cut_off_uses_its_own_counts(
+    start: Start, monkeypatch: pytest.MonkeyPatch, broken: tuple[str, ...]
+) -> None:
     reading = Reading()
     one, other = start(reading=reading), start()
 
@@ -441,7 +473,7 @@ def test_a_worker_that_is_cut_off_uses_its_own_counts(start: Start, monkeypatch:
         raise StoreError("out of order")
 
     with monkeypatch.context() as patch:
-        for name in ("events", "get_many", "put_many", "contains_prefix", "ping", "generation"):
+        for name in broken:
             patch.setattr(store_of(one), name, fail)
         alarm(one, reading, seed=51)
         assert one.calibration.n_alarms == 1 and status(other) == "certified"
