@@ -417,8 +417,22 @@ def test_one_made_while_the_store_did_not_answer_stays_the_workers_own(
             made = one.calibrate(batched(requests(N_CALIBRATED)[0]))
         wait_until(lambda: components(begin(one)).tier.is_answering)
         assert begin(two).calibration is None and one.calibration == made
+        assert components(one).sharing._shared is None  # nor does it wait for reports of others
         alarm(one, reading, seed=61)
         assert one.calibration.n_alarms == 1
+
+
+@pytest.mark.slow
+def test_a_worker_whose_reports_are_not_passed_on_uses_its_own_counts(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading = Reading()
+    one, other = start(reading=reading), start()
+    used = components(one).tier
+    announce = used.announce
+    monkeypatch.setattr(used, "announce", lambda scope, name, *rest: name[0] == "a" or announce(scope, name, *rest))
+    alarm(one, reading, seed=52)
+    assert known(one).status == status(other) == "tightened"
 
 
 # -- one account -------------------------------------------------------------------------------------------------------
