@@ -160,11 +160,9 @@ def make_calibrated(
     observer.learner = audit
     attention = first_attention(parts.trunk) if fingerprint.reads_attention else None
     sharing = None
-    if config.share_calibration:
-        assert parts.tier is not None
-        sharing = SharedCalibration(
-            parts.tier, parts.banks, calibrated, audit, config, special_ids(parts.trunk, tokenizer)
-        )
+    if config.share_calibration and parts.tier is not None:
+        special = special_ids(parts.trunk, tokenizer)
+        sharing = SharedCalibration(parts.tier, parts.banks, calibrated, audit, config, special)
     return Calibrated(fingerprint, attention, observer, calibrated, audit, sharing)
 
 
