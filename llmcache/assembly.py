@@ -12,6 +12,7 @@ from torch import nn
 from llmcache.audit.audit import Audit
 from llmcache.audit.recompute import RecomputeQueue
 from llmcache.audit.recomputer import Compute, Recomputer
+from llmcache.audit.shared_calibration import SharedCalibration
 from llmcache.banks.bank import Bank
 from llmcache.banks.cache_banks import CacheBanks
 from llmcache.banks.compression import CODECS, Codec
@@ -36,7 +37,7 @@ from llmcache.matching.answers import Reading, find_answers, read_logits
 from llmcache.matching.content_gate import ContentGate
 from llmcache.matching.decision import Decision, thresholds
 from llmcache.matching.index import INDEXES
-from llmcache.models.adapters import Trunk, device_of, first_attention, locate, vocabulary_size
+from llmcache.models.adapters import Trunk, device_of, first_attention, locate, special_ids, vocabulary_size
 from llmcache.models.heads import Head, find_head
 from llmcache.models.hooks import plain_forward
 from llmcache.models.payloads import PAYLOADS, Payload
@@ -118,7 +119,7 @@ def _inspect(model: nn.Module, config: CacheConfig) -> tuple[Trunk, Head, Payloa
 
 
 def make_calibrated(
-    parts: Components, model: nn.Module, config: CacheConfig, answer_of: Reading, compute: Compute
+    parts: Components, model: nn.Module, config: CacheConfig, tokenizer: Any, answer_of: Reading, compute: Compute
 ) -> Calibrated:
     """Build what calibrates a cache; `compute` runs the wrapped model in a namespace, on tokenised inputs."""
     check_settings(parts.head, config)
@@ -158,7 +159,11 @@ def make_calibrated(
     audit = Audit(recomputer, config)
     observer.learner = audit
     attention = first_attention(parts.trunk) if fingerprint.reads_attention else None
-    return Calibrated(fingerprint, attention, observer, calibrated, audit)
+    sharing = None
+    if config.share_calibration and parts.tier is not None:
+        special = special_ids(parts.trunk, tokenizer)
+        sharing = SharedCalibration(parts.tier, parts.banks, calibrated, audit, config, special)
+    return Calibrated(fingerprint, attention, observer, calibrated, audit, sharing)
 
 
 def _names(model: nn.Module) -> set[str] | None:

@@ -310,12 +310,14 @@ class LLMCache:
 
         Jobs are hits that the audit drew, and renewals of a calibration. None is left or under way afterwards.
         Hits that were served with other weights than those of now wait until these are back. What is being written to a
-        store is waited for.
+        store is waited for, and a calibration that is shared is published or taken up.
         """
         self._components.settle()
+        n_done = 0 if self._components.audit is None else self._components.audit.drain()
+        self._components.share()
         if self._components.tier is not None:
             self._components.tier.drain()
-        return 0 if self._components.audit is None else self._components.audit.drain()
+        return n_done
 
     def __enter__(self) -> Self:
         return self

@@ -42,14 +42,16 @@ class Calibrator:
     def start(self) -> None:
         if self.components.observer is not None:
             self._watch(self.components.observer)
-        if self.config.learn is not None:
+        if self.config.learn is not None or self.config.share_calibration:
             self.begin()
 
     def begin(self) -> None:
         """Make the cache ready to be calibrated, unless it is: hook what it must hear of the model."""
         if self.components.calibrated is not None:
             return
-        calibrated = make_calibrated(self.components, self.model, self.config, self.answer_of, self._compute_in)
+        calibrated = make_calibrated(
+            self.components, self.model, self.config, self.tokenizer, self.answer_of, self._compute_in
+        )
         self._watch(calibrated.observer)
         if calibrated.attention is not None:
             self.installed.add(listen(calibrated.attention, self.flow))
@@ -70,7 +72,9 @@ class Calibrator:
             observed = collect(self._compute, observer, inputs[:1], is_learned_from=True)
             calibrated.check(observed[0], told, risk_target)
             observed += collect(self._compute, observer, inputs[1:], first=1, is_learned_from=True)
-            return calibrated.calibrate(_labelled(observed, told), risk_target)
+            made = calibrated.calibrate(_labelled(observed, told), risk_target)
+            self.components.share()
+            return made
 
     def observe(self, requests: Requests, labels: Sequence[Any] | None) -> list[Observation]:
         with self._lock:

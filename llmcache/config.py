@@ -67,6 +67,9 @@ class CacheConfig(BaseModel):
             only `cache.drain()` does.
         audit_share: Where calls leave no such moment for a second, the work is done within calls, for no more than this
             share of their time, 0 to 1. Of what it cannot carry less is drawn. 0: none is done there.
+        share_calibration: One calibration for all caches on a `store` that have the same model and settings. A cache
+            publishes its own, takes up the one that is there, also instead of learning one (`learn`), and follows
+            alarms of the others; what their audits count is added up.
         recalibrate: Requests after which a calibration is renewed from the newest ones that were audited, if those
             can carry its claim by then; None: never.
         fingerprint_per_layer: Search each layer's bank with the fingerprint of the states that enter this layer, not
@@ -125,6 +128,7 @@ class CacheConfig(BaseModel):
     audit: float = Field(default=0.05, ge=0.0, le=1.0)
     audit_in_background: bool = True
     audit_share: float = Field(default=0.02, ge=0.0, le=1.0)
+    share_calibration: bool = False
     recalibrate: int | None = Field(default=None, ge=1)
     fingerprint_per_layer: bool = False
     index: Component = Component(name="auto")
@@ -205,6 +209,11 @@ class CacheConfig(BaseModel):
 
     @model_validator(mode="after")
     def _parts_fit_together(self) -> Self:
+        if self.share_calibration and (self.tau is not None or self.store.name == "memory"):
+            raise ValueError(
+                f"share_calibration=True with tau={self.tau} and store {self.store.name!r}: calibrations are shared on "
+                "a store, and tau has none; leave tau out, and name a store that others use, too"
+            )
         if self.recalibrate is not None and not self.audit:
             raise ValueError(
                 f"recalibrate={self.recalibrate} with audit=0: it is made from requests that were audited; raise "

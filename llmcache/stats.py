@@ -29,6 +29,9 @@ class Renamed:
 class AuditStats(Renamed):
     """What is known of calibrated reuse in service. Counts begin anew with each calibration and after each alarm.
 
+    Of a calibration that is shared, they are the sums of all caches, as far as these have reported; but `n_waiting`,
+    `n_alarms` and `n_quarantined` are what this one knows.
+
     Attributes:
         status: `learning` from the first requests; `certified`: the bound holds, as far as is known, and hits
             are audited; `unwatched`: it was shown, but with `audit=0` nobody looks, or an early save does not tell

@@ -3,13 +3,23 @@
 Sizes: E gamblers, J bets each.
 """
 
-from math import ceil, log
+from collections.abc import Iterable
+from math import ceil, log, log1p
 
 import numpy as np
 
+from llmcache.arrays import Doubles
+from llmcache.audit.tally import Tally, is_told
 from llmcache.calibration.bounds import mixed, stakes
 
 EPOCH = 500  # requests between two gamblers: how late, at most, the next one sets out after the rate has changed
+_STEADY = 100  # epochs of that length; later ones are each a hundredth of what came before
+
+
+def epoch_of(n: int) -> int:
+    """Epoch that begins with or before request `n`, from 0."""
+    steady = _STEADY * EPOCH
+    return n // EPOCH if n < steady else _STEADY + int(log(n / steady) / log1p(1 / _STEADY))
 
 
 class Alarm:
@@ -18,38 +28,72 @@ class Alarm:
     Gamblers stake part of their wealth on each request: that it has the event. They would be paid fairly if the rate
     were at the limit, so all of them together become 1 / alpha times as rich with probability alpha at most
     (Ville 1939; Waudby-Smith and Ramdas 2024, section 4). One that has bet from the beginning has lost nearly all when
-    the rate changes late. So one sets out every `EPOCH` requests, number e with a share 1 / (e (e + 1)) of the money,
+    the rate changes late. So one sets out with every epoch, number e with a share 1 / (e (e + 1)) of the money,
     which is 1 for all of them together. The caller holds a lock.
+
+    Stakes are fixed, so wealth depends on counts alone. Where several caches serve by one calibration, the counts of
+    all are added up, and each request is of the epoch that all of them together were in, as far as its cache knew. That
+    is known before the request, as a bet has to be. Most old gamblers give up what they have, which is never to their
+    advantage: so little has to be told of old epochs.
     """
 
-    def __init__(self, limit: float, floor: float, alpha: float) -> None:
-        """`limit`: the largest rate in order; `floor`: the least probability with which an event is looked for."""
-        self.n = 0
+    def __init__(self, limit: float, floor: float, alpha: float, tally: Tally | None = None) -> None:
+        """Begin without requests.
+
+        Args:
+            limit: The largest rate in order.
+            floor: The least probability with which an event is looked for.
+            alpha: Chance of ringing while the rate is in order.
+            tally: Where requests and events are counted.
+        """
+        self.tally = Tally() if tally is None else tally
+        self.n_elsewhere = 0  # requests of other caches
         self._limit = limit
         self._floor = floor
         self._alpha = alpha
         self._stakes = stakes(limit * floor / 4)  # the best one at a rate a quarter over the limit
         self._lost = np.log1p(-self._stakes)
-        self._gained = np.zeros((0, len(self._stakes)))  # by each bet, over what it would have with no event (E, J)
+        self._n = 0
+
+    @property
+    def n(self) -> int:
+        """Requests, those of other caches included."""
+        return self._n + self.n_elsewhere
 
     def see(self) -> int:
         """Take in a request, which counts 0 until an event is found in it, and return its number."""
-        self.n += 1
-        return self.n - 1
+        number = self.n
+        self.tally.by_epoch[epoch_of(number)] += 1
+        self._n += 1
+        return number
 
-    def found(self, number: int, weight: float) -> bool:
-        """An event was found in a request, looked for with probability 1 / `weight`; whether the alarm rings now.
+    def found(self, number: int, weight: float) -> None:
+        """An event was found in a request, looked for with probability 1 / `weight`.
 
         It may be found long after: what is not audited yet counts as 0, which is never to a gambler's advantage.
         """
-        e = np.arange(1, self.n // EPOCH + 2)
-        new = np.zeros((len(e) - len(self._gained), len(self._stakes)))
-        self._gained = np.vstack([self._gained, new])
-        won = np.log(1 - self._stakes + self._stakes * weight / self._limit) - self._lost
-        self._gained[: number // EPOCH + 1] += won
-        n_bets = self.n - (e - 1) * EPOCH
-        wealth = self._gained + n_bets[:, None] * self._lost - np.log(e * (e + 1.0))[:, None]
-        return mixed(wealth.ravel(), len(self._stakes)) >= log(1 / self._alpha)
+        self.tally.struck[epoch_of(number), weight] += 1
+
+    def rings(self, tallies: Iterable[Tally]) -> bool:
+        """Whether it rings over what was counted, by this cache or by several."""
+        return mixed(self.wealth(tallies).ravel(), len(self._stakes)) >= log(1 / self._alpha)
+
+    def wealth(self, tallies: Iterable[Tally]) -> Doubles:
+        """Logarithm of what each bet of each gambler has become (E, J), of the money of all."""
+        counted = Tally.total(tallies)
+        n_epochs = counted.latest + 1
+        n_bets, gained = np.zeros((n_epochs, 1)), np.zeros((n_epochs, len(self._stakes)))
+        for epoch, n in counted.by_epoch.items():
+            n_bets[epoch] += n
+        struck = np.array([(*kind, n) for kind, n in counted.struck.items()], np.float64).reshape(-1, 3)
+        won = np.log(1 - self._stakes + self._stakes * struck[:, 1:2] / self._limit) - self._lost
+        np.add.at(gained, struck[:, 0].astype(np.int64), struck[:, 2:] * won)
+        n_bets, gained = (
+            np.cumsum(one[::-1], axis=0)[::-1] for one in (n_bets, gained)
+        )  # of an epoch, and of later ones
+        e = np.arange(1, n_epochs + 1)[:, None]
+        wealth: Doubles = gained + n_bets * self._lost - np.log(e * (e + 1.0))
+        return wealth[[is_told(epoch, counted.latest) for epoch in range(n_epochs)]]
 
     def needed(self, rate: float) -> int | None:
         """Requests after which it can be expected to ring once the rate has risen now; None where no bet grows.
@@ -63,5 +107,5 @@ class Alarm:
         growth = q * np.log(1 - self._stakes + self._stakes / (self._floor * self._limit)) + (1 - q) * self._lost
         if growth.max() <= 0:
             return None
-        e = self.n // EPOCH + 2
-        return EPOCH + ceil(log(len(self._stakes) * e * (e + 1) / self._alpha) / float(growth.max()))
+        e, wait = epoch_of(self.n) + 2, max(EPOCH, self.n // _STEADY)
+        return wait + ceil(log(len(self._stakes) * e * (e + 1) / self._alpha) / float(growth.max()))

@@ -10,15 +10,19 @@ Beside that, requests are compared with those of the calibration. That computes 
 `audit=0`, too: once requests are unlike, the calibration is void.
 """
 
+import os
 import threading
-from collections.abc import Collection, Mapping, Sequence
-from typing import get_args
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, get_args
+
+from torch import Tensor
 
 from llmcache.audit.account import MOST_WAITING, AuditAccount, Audited
 from llmcache.audit.idle_worker import IdleWorker, Job
 from llmcache.audit.marking import Marking
 from llmcache.audit.recomputer import Recomputer
 from llmcache.audit.renewal import RenewalBuffer
+from llmcache.audit.tally import Tally
 from llmcache.calibration.calibration import Calibration
 from llmcache.calibration.drift import DriftDetector
 from llmcache.calibration.risk_target import MetricName
@@ -32,6 +36,11 @@ class Audit:
     """Looks into approximate hits of calibrated reuse. Thread-safe; what fails is counted and costs the look."""
 
     def __init__(self, recomputer: Recomputer, config: CacheConfig) -> None:
+        self.name = ""  # among the caches that share a calibration: no two are to draw alike
+        #: Whether others keep the account of a calibration, too.
+        self.is_shared: Callable[[Calibration], bool] = lambda made: False
+        #: Told of a source that was quarantined.
+        self.on_quarantine: Callable[[str], object] = lambda key: None
         self.worker: IdleWorker[Audit] = IdleWorker(self, config.audit_in_background, share=config.audit_share)
         self._recomputer = recomputer
         self._banks = recomputer.banks
@@ -47,6 +56,7 @@ class Audit:
         self._marking = Marking(self._banks, self._calibrated.chooser)
         self._is_renewing = False
         self._n_accounts = 0
+        self._process = os.getpid()
         self._n_alarms = 0
         self._lock = threading.RLock()  # who handles a log record may ask for the stats
 
@@ -128,6 +138,31 @@ class Audit:
             if number in seen:
                 self._settle(drawn, seen[number])
 
+    def alarm(self, made: Calibration) -> None:
+        """More is lost than a calibration allows, as was found here or elsewhere."""
+        self._n_alarms += 1
+        self._calibrated.alarm(made)
+
+    def report(self, made: Calibration, is_asked: bool) -> Tally | None:
+        """What the account of a calibration is to report to others; see `AuditAccount.report`."""
+        with self._lock:
+            return self._account.report(is_asked) if self._account is not None and self._made is made else None
+
+    def read(self, tensors: Mapping[str, Tensor], figures: Mapping[str, Any]) -> Tally:
+        """What another reported; see `Tally.unpack`."""
+        return Tally.unpack(tensors, figures, self._floor)
+
+    def hear(self, made: Calibration, others: Mapping[str, Tally], told: Tally | None) -> bool:
+        """Take in what others reported of a calibration, and follow the alarm; whether it has an account here.
+
+        See `AuditAccount.hear`.
+        """
+        with self._lock:
+            if self._account is None or self._made is not made:
+                return False
+            self._hear(self._account, self._account.hear(others, told))
+            return True
+
     # -- from time to time ---------------------------------------------------------------------------------------------
 
     def drain(self) -> int:
@@ -191,6 +226,7 @@ class Audit:
                 self._hear(account, account.settle(drawn.sample, is_changed))
             if is_changed and drawn.source and made is not None and made.metric in get_args(MetricName):
                 self._banks.quarantine(drawn.source, case.scope.namespace)
+                self.on_quarantine(drawn.source)
         if drawn.stands_for_all:
             self._gather(case)
 
@@ -204,14 +240,13 @@ class Audit:
     def _hear(self, account: AuditAccount, rings: bool) -> None:
         """Have an alarm followed, unless it is that of an account that was closed."""
         if rings and account is self._account and self._made is not None:
-            self._n_alarms += 1
-            self._calibrated.alarm(self._made)
+            self.alarm(self._made)
 
     def _gather(self, case: Observation) -> None:
         """Keep a request that stands for all; have the calibration renewed where that is due."""
         with self._lock:
             self._fresh.add(case)
-            is_due = self._account is not None and self._fresh.is_due(self._account.rate.n) and not self._is_renewing
+            is_due = self._account is not None and self._fresh.is_due(self._account.tally.n) and not self._is_renewing
             self._is_renewing |= is_due
         if is_due:
             self.worker.add(Job(Audit._renew, is_short=False))  # seconds, which no call is to wait for
@@ -256,11 +291,13 @@ class Audit:
         made = self._calibrated.calibration
         if made is None or made.watch is None or made.chosen is None or made.weights != weights:
             return False
-        if made is not self._made:
-            self._made, self._n_accounts = made, self._n_accounts + 1
+        if made is not self._made or self._process != os.getpid():  # a forked one counts for itself
+            self._made, self._n_accounts, self._process = made, self._n_accounts + 1, os.getpid()
             self._account = self._likeness = None
             if self._floor:
-                self._account = AuditAccount(made.watch.most_changed, self._floor, made.delta, seed=self._n_accounts)
+                seed = f"{self.name} {self._process} {self._n_accounts}" if self.name else self._n_accounts
+                self._account = AuditAccount(made.watch.most_changed, self._floor, made.delta, seed)
+                self._account.is_shared = self.is_shared(made)
             if made.is_certified and made.watch.profile is not None and made.watch.compares:
                 self._likeness = DriftDetector(made.watch.profile)
             self._marking.forget()

@@ -7,7 +7,7 @@ its key meanwhile. Tensors handed out are never written again.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import chain
@@ -31,6 +31,8 @@ from llmcache.matching.fingerprint_index import FingerprintIndex
 from llmcache.matching.index import Index
 from llmcache.matching.partition import Neighbour
 from llmcache.request.rows import Row, Scope
+
+_AT_ONCE = 256  # requests whose states are read together
 
 
 class CacheBanks:
@@ -183,6 +185,8 @@ class CacheBanks:
                 request.layout = row.layout if is_anew else request.layout
                 request.n_puts += 1
                 self._hold(row.key, stored)
+                if request.is_pinned:
+                    self._pin(row.key, request)
                 if self._tier is not None and generation is not None:
                     self._tier.put(row.key, request, stored, generation)
                 is_stale = fingerprint_epoch not in (None, self.fingerprint_epoch)
@@ -230,17 +234,17 @@ class CacheBanks:
     def _promote(self, scope: Scope, wanted: Sequence[Wanted], with_kv: bool, generation: int) -> None:
         assert self._tier is not None and self.elsewhere is not None
         layers = self.layers if with_kv else self.layers[-1:]
-        for record in self._tier.fetch(scope, wanted, layers, with_kv):
+        for record in self._tier.fetch(scope, self._tier.paying(wanted), layers, with_kv):
             with self._lock:
                 fits = all(self.layer_banks[layer].fits(entry) for layer, entry in record.entries.items())
                 if fits and record.key not in self._requests and self._tier.generation(scope) == generation:
                     known = self.elsewhere.pop(record.key, None)
-                    self.adopt(record if known is None else replace(record, answer=known.answer))
+                    self.adopt(record if known is None else known.within(record))
 
     def is_pinned(self, key: str) -> bool:
         """Whether a request serves others and may not leave: it is a source of a frozen calibration."""
         with self._lock:
-            request = self._requests.get(key)
+            request = self._find(key)
             return request is not None and request.is_pinned
 
     def sign(self, key: str, answer: Floats, generation: int | None = None) -> None:
@@ -343,22 +347,63 @@ class CacheBanks:
             self._index.clear()
 
     def records(self) -> list[SavedRequest]:
-        """Everything held, oldest first. A request waiting for the fingerprint to be fitted has no slot yet."""
+        """Everything held, oldest first, and sources that are pinned and not held.
+
+        A request waiting for the fingerprint to be fitted has no slot yet.
+        """
         with self._lock:
             self._expire()
             keys = list(self._requests)
-        return [record for key in keys if (record := self._record(key)) is not None]
+            known = [(key, one) for key, one in (self.elsewhere or {}).items() if one.is_pinned]
+            missing = [one.record(key, {}, self._index.slots(key)) for key, one in known]
+        return [record for key in keys if (record := self._record(key)) is not None] + missing
 
     def adopt(self, record: SavedRequest) -> None:
-        """Hold a saved request as if it had been put. Nothing finds it yet."""
+        """Hold a saved request as if it had been put; one without states is known alone. Nothing finds it yet."""
         with self._lock:
-            request = self._requests[record.key] = StoredRequest(record.scope, record.ids, record.dtype, record.layout)
+            request = StoredRequest(record.scope, record.ids, record.dtype, record.layout, record.answer)
+            if self.elsewhere is not None and not record.entries:
+                request.is_pinned = record.is_pinned
+                self.elsewhere[record.key] = request
+                return
+            self._requests[record.key] = request
             for layer, entry in record.entries.items():
                 shown = self.layer_banks.learn(record.key, record.scope, layer, entry)
                 self._hold(record.key, {layer: shown})
-            request.answer = record.answer
             if record.is_pinned:
                 self._pin(record.key, request)
+
+    def share(self, records: Iterable[SavedRequest], generation: int) -> None:
+        """Have the store hold the states of requests, which were computed in that generation of their namespace."""
+        assert self._tier is not None
+        for one in records:
+            request = StoredRequest(one.scope, one.ids, one.dtype, one.layout)
+            self._tier.put(one.key, request, one.entries, generation)
+
+    def with_states(self, records: Sequence[SavedRequest]) -> Iterator[SavedRequest]:
+        """Requests of one scope as they were given, with the states that the store has of them. Reads it in batches."""
+        assert self._tier is not None
+        for first in range(0, len(records), _AT_ONCE):
+            some = records[first : first + _AT_ONCE]
+            wanted = [Wanted(one.key, one.ids, len(one.ids)) for one in some if one.key not in self._requests]
+            found = {one.key: one for one in self._tier.fetch(some[0].scope, wanted, self.layers[-1:], False)}
+            for one in some:
+                own = found.get(one.key)
+                yield one if own is None else replace(one, entries=own.entries, dtype=own.dtype, layout=own.layout)
+
+    def stand_all(self, records: Sequence[SavedRequest]) -> None:
+        """Let requests be found that are found nowhere, and pin those that were pinned; they need not be held."""
+        with self._lock:
+            for one in records:
+                known = self._requests.get(one.key)
+                if known is None:
+                    fits = all(self.layer_banks[layer].fits(entry) for layer, entry in one.entries.items())
+                    self.adopt(one if fits else replace(one, entries={}))
+                    continue
+                known.answer = one.answer
+                if one.is_pinned:
+                    self._pin(one.key, known)
+            self.place(records)
 
     def place(self, records: Iterable[SavedRequest]) -> None:
         """Let adopted requests, found nowhere yet, be found, in the order in which they came to their partitions."""
@@ -367,7 +412,7 @@ class CacheBanks:
             self._index.insert_all(
                 (key, request.scope, slot)
                 for slot, key in sorted(slots, key=lambda one: one[0].slot)
-                if (request := self._requests.get(key)) is not None
+                if (request := self._find(key)) is not None
             )
 
     def _record(self, key: str) -> SavedRequest | None:
@@ -404,17 +449,24 @@ class CacheBanks:
         if (request := self._requests.get(key)) is not None:
             self._tier.put(key, request, {layer: entry}, self._tier.generation(request.scope))
 
+    def _find(self, key: str) -> StoredRequest | None:
+        """A request that is held, or known without being held."""
+        request = self._requests.get(key)
+        return self.elsewhere.get(key) if request is None and self.elsewhere is not None else request
+
     def _known(self, key: str) -> StoredRequest:
         """A request that the index found."""
-        request = self._requests.get(key)
-        if request is None:
-            assert self.elsewhere is not None
-            request = self.elsewhere[key]
+        request = self._find(key)
+        assert request is not None
         return request
 
     def _know(self, scope: Scope, row: Row, dtype: torch.dtype) -> StoredRequest:
         """What is known of a request from now on; another one of the same key is forgotten."""
         request = self._requests.get(row.key)
+        known = None if self.elsewhere is None else self.elsewhere.get(row.key)
+        if known is not None and known.is_pinned and known.ids == row.ids:  # it is found already, and that stays
+            assert self.elsewhere is not None
+            request = self._requests[row.key] = self.elsewhere.pop(row.key)
         if request is None or request.ids != row.ids:
             self._forget(row.key)  # also what was announced of it
             request = self._requests[row.key] = StoredRequest(scope, row.ids, dtype, row.layout)

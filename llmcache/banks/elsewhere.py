@@ -1,8 +1,8 @@
 """Requests whose states lie in the store alone: others announced them, or they left memory for lack of room.
 
-announced, or evicted -> found by the index as if they were held
+announced, or evicted -> found by the index as if they were held; sources of a calibration made elsewhere likewise
 one is to serve       -> fetched from the store, and held from then on
-it has left the store -> its index row goes as well
+it has left the store -> its index row goes as well; one that is pinned is found on, and votes
 """
 
 import hashlib
@@ -38,12 +38,13 @@ class Elsewhere(dict[str, StoredRequest]):
     def add(self, key: str, request: StoredRequest) -> None:
         """Know a request that the index finds; the one that has been here longest makes way."""
         self[key] = request
-        if len(self) > MOST:
-            self.drop(next(iter(self)))
+        if len(self) > MOST and (leaving := next((k for k, known in self.items() if not known.is_pinned), None)):
+            self.drop(leaving)
 
     def drop(self, key: str) -> None:
-        """Find a request no more."""
-        if self.pop(key, None) is not None:
+        """Find a request no more, unless it is pinned."""
+        if (request := self.get(key)) is not None and not request.is_pinned:
+            del self[key]
             self._index.forget(key)
 
     def announce(self, key: str, request: StoredRequest, generation: int) -> None:

@@ -50,11 +50,10 @@ class EntryTier:
     def fetch(
         self, scope: Scope, wanted: Sequence[Wanted], layers: Sequence[int], with_kv: bool
     ) -> Iterator[SavedRequest]:
-        """What the store has of requests that it pays to read."""
-        paying = [one for one in wanted if self._tier.break_even.pays(one.n_tokens)]
-        names = [_name(one.key, layer, with_kv) for one in paying for layer in layers]
-        values = self._tier.fetch(scope, names, sum(one.n_tokens for one in paying))
-        for one in paying:
+        """What the store has of requests."""
+        names = [_name(one.key, layer, with_kv) for one in wanted for layer in layers]
+        values = self._tier.fetch(scope, names, sum(one.n_tokens for one in wanted))
+        for one in wanted:
             found = {layer: value for layer, value in ((layer, next(values)) for layer in layers) if value is not None}
             about = [value.about for value in found.values()]
             if not found or about[-1]["ids"] != one.ids.hex():
@@ -63,6 +62,10 @@ class EntryTier:
             # Padding of two layouts must not be taken for one: of each layer the store keeps the first that came.
             entries = {n: _copied(value) for n, value in found.items() if value.about["layout"] == layout}
             yield SavedRequest(one.key, scope, one.ids, dtype, entries, (), layout=bytes.fromhex(layout))
+
+    def paying(self, wanted: Sequence[Wanted]) -> list[Wanted]:
+        """Those of requests whose entries it pays to read for one request."""
+        return [one for one in wanted if self._tier.break_even.pays(one.n_tokens)]
 
     @property
     def is_answering(self) -> bool:

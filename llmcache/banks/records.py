@@ -1,6 +1,6 @@
 """What is known of one request, and the forms in which it is handed out."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -59,6 +59,10 @@ class StoredRequest:
     answer: Floats | None = None  # signature (S,), once the model has given it
     is_pinned: bool = False
     n_puts: int = 0  # how often its entries were put: of two reads with the same number in between, none was
+
+    def within(self, record: SavedRequest) -> SavedRequest:
+        """A record of its states, with what is known of it."""
+        return replace(record, answer=self.answer, is_pinned=self.is_pinned)
 
     def record(self, key: str, entries: dict[int, Entry], slots: tuple[IndexSlot, ...]) -> SavedRequest:
         return SavedRequest(

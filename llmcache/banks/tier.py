@@ -33,7 +33,7 @@ from llmcache.request.rows import Scope
 from llmcache.stats import TierStats
 
 _T = TypeVar("_T")
-_NO_GENERATION = -1  # that no namespace has: what is put with it is left out
+NO_GENERATION = -1  # that no namespace has: what is put with it is left out
 _LEAST_S = 0.005  # that a read may take
 _MOST_S = 1.0  # where it was not measured what it saves
 _MOST_TOLD = MOST_NOTED // 2  # bytes, to which a seal adds some
@@ -87,6 +87,7 @@ class Tier:
         self._n_forgotten = 0  # times that some of these were dropped
         self._noting = threading.Lock()  # both
         self._unheard: set[str] = set()  # those of these of which announcements have to be read
+        self._n_reading = 0  # of which they are being read
         self._scopes: dict[Scope, str] = {}
         self._counts: Counter[str] = Counter()
         self._mismatched: Counter[str] = Counter()
@@ -103,7 +104,7 @@ class Tier:
         with self._noting:  # what was found while others were forgotten may be from before a purge
             self._generations[namespace] = found if n_forgotten == self._n_forgotten else None
             self._unheard.add(namespace)
-        return _NO_GENERATION if found is None else found
+        return NO_GENERATION if found is None else found
 
     def follow(self, forget: Callable[[str | None], object], hear: Hear | None = None) -> None:
         """Have namespaces forgotten that were purged in the store, None: all, before this returns.
@@ -144,6 +145,26 @@ class Tier:
         """Have all announcements given to `follow`'s `hear` once more: some were missed, or of no use before."""
         with self._noting:
             self._unheard.update(self._generations)
+
+    @property
+    def has_heard_all(self) -> bool:
+        """Whether all announcements were heard that had been made when calls first asked for their namespaces."""
+        return not (self._unheard or self._n_reading)
+
+    def later(self, what: str, act: Callable[[], object]) -> None:
+        """Have something done behind the calls, once the store answers; `act` is a bound method, which may be gone."""
+        method = weakref.WeakMethod(act)
+
+        def do() -> None:
+            if (alive := method()) is not None:
+                with self._behind.counters.guard(what):
+                    alive()
+
+        self._behind.do(what, do)
+
+    def refused(self, reason: str) -> None:
+        """Count a value that was there and is not used; see `TierStats.n_mismatched`."""
+        self._mismatched[reason] += 1
 
     def opened(self, key: StoreKey, note: Bytes) -> Opened | None:
         """What was announced, checked."""
@@ -198,6 +219,8 @@ class Tier:
         """Have something told to all that share the store, behind what was put before, unless it is long; see `put`."""
         if (nbytes := sum(tensor.nbytes for tensor in tensors.values())) <= _MOST_TOLD:
             self._behind.add(Job(self._key(scope, name), generation, tensors, about, nbytes, is_note=True))
+        else:
+            self._behind.n_dropped += 1
 
     def is_of(self, scope: Scope, key: StoreKey) -> bool:
         """Whether a key is one of a scope, with all else that decides values as it is here."""
@@ -240,10 +263,13 @@ class Tier:
             return
         with self._noting:
             unheard, self._unheard = self._unheard, set()
+            self._n_reading += len(unheard)
         for name in unheard:
             if (generation := self._generations.get(name)) is not None:  # else it comes again
                 task = partial(self._read_notes, name, generation, weakref.WeakMethod(hear))
                 self._behind.do("read what was announced", task)
+            else:
+                self._n_reading -= 1
 
     def _tell(self, hear: Hear, told: Sequence[tuple[StoreKey, Bytes]]) -> None:
         """Have announcements heard; what fails about them is no failure of the store."""
@@ -262,6 +288,9 @@ class Tier:
             with self._noting:
                 self._unheard.add(namespace)
             raise
+        finally:
+            with self._noting:
+                self._n_reading -= 1
 
     def _forget(self, namespace: str | None, forget: Callable[[str | None], object]) -> None:
         """Have a namespace forgotten, None: all, whose generation has to be asked for anew."""

@@ -9,7 +9,7 @@ Until a calibration has succeeded, and after one that failed, nothing is reused 
 
 import logging
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -19,11 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from llmcache.arrays import Doubles, Floats
+from llmcache.arrays import Doubles, Floats, below
 from llmcache.calibration import calibration as cal
 from llmcache.calibration.calibration import Calibration
 from llmcache.calibration.inputs import check_labels
 from llmcache.calibration.observer import flaw
+from llmcache.calibration.published import Published
 from llmcache.calibration.risk_target import Metric, RiskTarget
 from llmcache.calibration.training import CalibrationFitter
 from llmcache.config import CacheConfig
@@ -55,6 +56,10 @@ class CalibratedReuse:
         self.chooser = fitter.chooser
         self.calibration: Calibration | None = None
         self.tightened: ContextVar[float] = ContextVar("llmcache_tightened", default=inf)
+        #: Told of a calibration that an alarm or drift has changed, as it is then.
+        self.on_void: Callable[[Calibration], object] = lambda made: None
+        #: Scope of the sources, and the generation of their namespace; None where they differ, or it is not known.
+        self.origin: tuple[Scope, int] | None = None
         self._answers = fitter.answers
         self._banks = fitter.banks
         self._head = head
@@ -103,7 +108,7 @@ class CalibratedReuse:
     def end(self) -> None:
         """Reuse nothing approximately any more; what served may leave."""
         with self._lock:
-            self._limits, self.calibration, self._namespaces = {}, None, set()
+            self._limits, self.calibration, self._namespaces, self.origin = {}, None, set(), None
             self.chooser.forget()
             self._banks.search_by(None)
 
@@ -180,10 +185,12 @@ class CalibratedReuse:
         with self._lock:
             if self.calibration is not made:
                 return
+            told = replace(made, n_alarms=made.n_alarms + 1)
             if made.n_alarms:
                 self.end()
             else:
-                self._serve(replace(made, n_alarms=1))
+                self._serve(told)
+            self.on_void(told)
         logger.warning(_ALARM, made.max_drop, "nothing" if made.n_alarms else "half as much")
 
     def drifted(self, made: Calibration) -> Calibration:
@@ -198,6 +205,7 @@ class CalibratedReuse:
                 self._serve(told)
                 if self._learn is not None:
                     self.end()
+                self.on_void(told)
         logger.warning(_DRIFT)
         return told
 
@@ -269,6 +277,8 @@ class CalibratedReuse:
             watch=watch,
         )
         self._namespaces = {case.scope.namespace for case in sources.values()}
+        origins = {(case.scope, case.generation) for case in sources.values()}
+        self.origin = origins.pop() if len(origins) == 1 else None
         self._serve(calibration)
         return calibration
 
@@ -286,6 +296,40 @@ class CalibratedReuse:
         self._namespaces = set(namespaces)
         self.fitter.resume()
         self._serve(calibration)
+
+    def take_up(self, published: Published, generation: int) -> None:
+        """Serve as a calibration does that was made elsewhere; what was calibrated or observed here ends.
+
+        Its sources were computed in that generation of their namespace. Calls that go on meanwhile find nobody, and are
+        computed.
+        """
+        with self._lock:
+            self.end()
+            self._observed = []
+            try:
+                self.fitter.fingerprint.restore(below("fingerprint.", published.learned))
+                self.chooser.restore(below("trust.", published.learned))
+                self.fitter.resume()
+                self._banks.stand_all(published.sources)
+                self.chooser.present((one.scope, one.key, one.answer) for one in published.examples)
+            except Exception:
+                self.end()
+                raise
+            scope = published.sources[0].scope
+            self._namespaces, self.origin = {scope.namespace}, (scope, generation)
+            self._serve(published.calibration)
+
+    def published(self) -> Published | None:
+        """The calibration in force, for others to take up; None unless its sources are requests of one scope."""
+        with self._lock:
+            made, origin = self.calibration, self.origin
+            if made is None or origin is None:
+                return None
+            held = [one for one in self._banks.records() if one.scope == origin[0] and (one.is_pinned or one.slots)]
+            by_key = {one.key: one for one in held}
+            learned = {f"fingerprint.{name}": array for name, array in self.fitter.fingerprint.state().items()}
+            learned |= {f"trust.{name}": array for name, array in self.state().items()}
+            return Published(made, learned, held, [by_key[key] for key in self.chooser.examples])
 
     def _serve(self, calibration: Calibration) -> None:
         self.calibration, limit = calibration, calibration.limit

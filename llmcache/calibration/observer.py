@@ -87,6 +87,7 @@ class Observer:
                 states if collected is not None or number in call.plan.audited else {},
                 head,
                 seconds,
+                generation=call.read.generation,
             )
             for i, (number, states) in enumerate(computed.items())
             if number in wanted

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from llmcache.audit.audit import Audit
+from llmcache.audit.shared_calibration import SharedCalibration
 from llmcache.banks.cache_banks import CacheBanks
+from llmcache.banks.stores.base import Bytes, StoreKey
 from llmcache.banks.tier import Tier
 from llmcache.calibration.calibrated_reuse import CalibratedReuse
 from llmcache.calibration.observer import Observer
@@ -39,6 +41,7 @@ class Calibrated:
         observer: Reads the model's answers.
         calibrated: Not calibrated yet.
         audit: Looks into what it will serve.
+        sharing: Has one calibration for all on a store; None where each has its own.
     """
 
     fingerprint: Fingerprint
@@ -46,15 +49,18 @@ class Calibrated:
     observer: Observer
     calibrated: CalibratedReuse
     audit: Audit
+    sharing: SharedCalibration | None
 
     def add_to(self, parts: "Components") -> None:
         """Serve calls with it from now on. Nothing is reused approximately until it is calibrated."""
         parts.fingerprint, parts.attention, parts.observer = self.fingerprint, self.attention, self.observer
         parts.rungs = [*parts.rungs, Semantic(parts.banks, self.calibrated.chooser, self.calibrated)]
-        parts.calibrated, parts.audit = self.calibrated, self.audit
+        parts.calibrated, parts.audit, parts.sharing = self.calibrated, self.audit, self.sharing
+        if self.sharing is not None and parts.cost is not None:
+            self.sharing.on_taken_up = parts.cost.restart
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class Components:
     """What a call is served with.
 
@@ -76,6 +82,7 @@ class Components:
         calibrated: Approximate reuse that is calibrated, or None.
         cost: Tells when the cache is not worthwhile; None without auto-bypass.
         audit: Looks into what it serves; None without.
+        sharing: Shares its calibration on the store; None without.
         recorder: Outputs of bypassed calls; None where none is recorded.
         compiled: Runs the trunk by graphs, where there are any; None until calls are listened to.
         store_queue: Calls that are to be stored; None until calls are listened to.
@@ -99,6 +106,7 @@ class Components:
     calibrated: CalibratedReuse | None = None
     cost: CostModel | None = None
     audit: Audit | None = None
+    sharing: SharedCalibration | None = None
     recorder: BypassRecorder | None = None
     compiled: CompiledTrunk | None = None
     store_queue: StoreQueue | None = None
@@ -119,6 +127,23 @@ class Components:
         """Whether requests that others stored may serve here: those of a frozen calibration are joined by no other."""
         has_entries = self.banks.elsewhere is not None and self.fingerprint is not None
         return has_entries and (self.calibrated is None or self.calibrated.is_growing)
+
+    def follow(self) -> None:
+        """Hear what happened in the store: what was purged is forgotten before this returns."""
+        if self.tier is not None:
+            self.tier.follow(self.forget, self.hear if self.hears or self.sharing is not None else None)
+
+    def share(self) -> None:
+        """Publish or take up a calibration now, where that is to be done."""
+        if self.sharing is not None:
+            self.sharing.settle(self.follow)
+
+    def hear(self, told: Sequence[tuple[StoreKey, Bytes]]) -> None:
+        """Take in what others announced on the store."""
+        if self.hears:
+            self.banks.hear(told)
+        if self.sharing is not None:
+            self.sharing.hear(told)
 
     def holds(self, key: str) -> bool:
         """Whether something is held of a request that could serve it."""
@@ -188,6 +213,8 @@ class Components:
                 n_requests += self.banks.purge(namespace)
             if self.calibrated is not None:
                 self.calibrated.forget(namespace)
+        if self.sharing is not None:
+            self.sharing.forget(namespace)
         if self.prefix is not None:
             if namespace is None:
                 self.prefix.clear()

@@ -165,9 +165,9 @@ class Lookup:
         weights, queue, tier = self._components.weights, self._components.store_queue, self._components.tier
         if weights.is_trained:
             return "gradients_held"
-        if tier is not None and not self._components.is_collecting:  # which is served from nowhere
-            hear = self._components.banks.hear if self._components.hears else None
-            tier.follow(self._components.forget, hear)
+        is_collecting = self._components.is_collecting  # which is served from nowhere
+        if not is_collecting:
+            self._components.follow()
         n_before = 0 if queue is None else queue.n_added
         scope = self._reader.scope(call, entering)
         if queue:
@@ -177,6 +177,8 @@ class Lookup:
         call.read = self._reader.read(call, scope, hidden, entering)
         if tier is not None:
             call.read.generation = tier.generation(scope.namespace)
+        if self._components.sharing is not None and not is_collecting:
+            self._components.sharing.step(scope)
         return None
 
     def _settle(self, call: Call, queue: StoreQueue, n_before: int, mark: Mark | None) -> None:

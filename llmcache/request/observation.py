@@ -30,6 +30,7 @@ class Observation:
         seconds: From the trunk's arguments to the answer, with what the cache did meanwhile, by the row.
         label: What it should have been answered, where that was given.
         number: Which of the requests that were given it is, from 0.
+        generation: Of its namespace in the store behind memory, before it was computed; 0 without one.
     """
 
     scope: Scope
@@ -43,3 +44,4 @@ class Observation:
     seconds: float
     label: Any = None
     number: int = 0
+    generation: int = 0

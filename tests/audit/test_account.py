@@ -119,8 +119,10 @@ def rings_at(alarm: Alarm, events: Iterator[bool] | np.ndarray, weight: float) -
     """Number of requests after which it rings."""
     for n, has_event in enumerate(events, start=1):
         number = alarm.see()
-        if has_event and alarm.found(number, weight):
-            return n
+        if has_event:
+            alarm.found(number, weight)
+            if alarm.rings([alarm.tally]):
+                return n
     return None
 
 
@@ -156,7 +158,7 @@ def test_what_is_found_late_tells_the_same_in_the_end() -> None:
     late.found(EPOCH + 7, 2.0)
     for alarm in (at_once, late):
         alarm.found(3 * EPOCH - 1, 2.0)
-    np.testing.assert_allclose(at_once._gained, late._gained)
+    np.testing.assert_allclose(at_once.wealth([at_once.tally]), late.wealth([late.tally]))
 
 
 # -- Auditor -----------------------------------------------------------------------------------------------------------
@@ -225,6 +227,6 @@ def test_where_looks_wait_fewer_are_drawn_and_count_more() -> None:
     for _ in range(3000):
         usual.see(0.0)
         eased.see(0.0, 0.25)
-    assert 2 * eased.n_drawn < usual.n_drawn
-    weights = {weight for weight, _ in eased.rate._open}
+    assert 2 * eased.tally.figures["n_drawn"] < usual.tally.figures["n_drawn"]
+    weights = {weight for weight, _ in eased.tally.open}
     assert weights == {1 / (0.2 * 0.25), 1.0 / (5 * 0.2 * 0.25)}

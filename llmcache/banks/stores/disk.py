@@ -13,7 +13,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -121,6 +121,12 @@ class DiskStore(Store):
 
     def events(self, since: str | None) -> Events:
         return self._index.events(since)
+
+    def notes(self, namespace: str) -> Iterator[tuple[StoreKey, Bytes]]:
+        last = 0
+        while found := self._index.notes(namespace, last):
+            yield from ((StoreKey(namespace, scope, name), note) for _, scope, name, note in found)
+            last = found[-1][0]
 
     def stats(self) -> StoreStats:
         n_values, nbytes = self._index.totals()

@@ -2,6 +2,7 @@
 
     held        a row a value: the key's digest, namespace, generation, file if it has one, when it was used last
     bodies      values of up to 32 KiB, which would waste files of their own
+    notes       what values were announced with, and their keys in words
     namespaces  the generation of each; beside `totals.generation`, which counts for all of them
     events      the latest of what was stored and cleared
 
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple
 from llmcache.banks.stores.base import Event, Events, Put, StoreKey
 from llmcache.errors import StoreError
 
-FORMAT = 1
+FORMAT = 2
 _OURS = int.from_bytes(b"LLMC")  # by which a database of ours is known
 _PATIENCE_S = 10.0  # for another process that writes
 _MOST_EVENTS = 10_000
@@ -34,6 +35,7 @@ CREATE TABLE held (id INTEGER PRIMARY KEY, key BLOB NOT NULL UNIQUE, namespace I
     generation INTEGER NOT NULL, nbytes INTEGER NOT NULL, file TEXT, used INTEGER NOT NULL);
 CREATE INDEX by_use ON held (used);
 CREATE TABLE bodies (id INTEGER PRIMARY KEY, body BLOB NOT NULL);
+CREATE TABLE notes (id INTEGER PRIMARY KEY, scope TEXT NOT NULL, name TEXT NOT NULL, note BLOB NOT NULL);
 CREATE TABLE namespaces (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, generation INTEGER NOT NULL);
 CREATE TABLE events (id INTEGER PRIMARY KEY AUTOINCREMENT, kind TEXT NOT NULL, namespace TEXT, scope TEXT, name TEXT,
     generation INTEGER NOT NULL, note BLOB NOT NULL);
@@ -44,6 +46,10 @@ CREATE TABLE totals (folder TEXT NOT NULL, generation INTEGER NOT NULL, n_values
 #: Rows that may be returned; others are of a generation that is gone.
 _VALID = """held JOIN namespaces ON namespaces.id = held.namespace
     AND held.generation = namespaces.generation + (SELECT generation FROM totals)"""
+
+
+#: Bytes of a value and its note.
+_NBYTES = "nbytes + coalesce((SELECT length(note) FROM notes WHERE notes.id = held.id), 0)"
 
 
 class Held(NamedTuple):
@@ -122,6 +128,14 @@ class DiskIndex:
         own = "(SELECT generation FROM namespaces WHERE name = ?)"
         ((number,),) = self._read(f"SELECT generation + coalesce({own}, 0) FROM totals", [namespace])
         return int(number)
+
+    def notes(self, namespace: str, after: int) -> list[tuple[int, str, str, bytes]]:
+        """Some notes of values of a namespace after a number, with the number, scope and name of each, in order."""
+        return self._read(
+            f"SELECT notes.id, notes.scope, notes.name, notes.note FROM {_VALID} JOIN notes ON notes.id = held.id "
+            "WHERE namespaces.name = ? AND notes.id > ? ORDER BY notes.id LIMIT ?",
+            [namespace, after, _AT_ONCE],
+        )
 
     def totals(self) -> tuple[int, int]:
         """Values and their bytes."""
@@ -211,7 +225,10 @@ class Changes:
             return False
         if file is None:
             self._do("INSERT INTO bodies VALUES (?, ?)", (added.lastrowid, put.value))
-        self._do("UPDATE totals SET n_values = n_values + 1, nbytes = nbytes + ?", (nbytes,))
+        if put.note:
+            noted = (added.lastrowid, put.key.scope, put.key.name, put.note)
+            self._do("INSERT INTO notes VALUES (?, ?, ?, ?)", noted)
+        self._do("UPDATE totals SET n_values = n_values + 1, nbytes = nbytes + ?", (nbytes + len(put.note),))
         self._tell("stored", namespace, put.key, 0, put.note)
         return True
 
@@ -219,7 +236,7 @@ class Changes:
         """Remove what was used longest ago until the rest is within a budget; the file of each, if it has one."""
         gone: list[str | None] = []
         while (over := self._one("SELECT nbytes FROM totals") - max_bytes) > 0:
-            oldest = self._do("SELECT id, nbytes FROM held ORDER BY used LIMIT 64").fetchall()
+            oldest = self._do(f"SELECT id, {_NBYTES} FROM held ORDER BY used LIMIT 64").fetchall()
             n_leaving, freed = 0, 0
             while freed < over and n_leaving < len(oldest):
                 freed += oldest[n_leaving][1]
@@ -257,9 +274,9 @@ class Changes:
     def _remove(self, numbers: Sequence[int]) -> list[str | None]:
         files = []
         for number in numbers:
-            file, nbytes = self._do("SELECT file, nbytes FROM held WHERE id = ?", (number,)).fetchone()
-            self._do("DELETE FROM held WHERE id = ?", (number,))
-            self._do("DELETE FROM bodies WHERE id = ?", (number,))
+            file, nbytes = self._do(f"SELECT file, {_NBYTES} FROM held WHERE id = ?", (number,)).fetchone()
+            for table in ("held", "bodies", "notes"):
+                self._do(f"DELETE FROM {table} WHERE id = ?", (number,))
             self._do("UPDATE totals SET n_values = n_values - 1, nbytes = nbytes - ?", (nbytes,))
             files.append(file)
         return files
