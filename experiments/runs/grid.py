@@ -49,6 +49,7 @@ LISTS = (
     "banks",
     "generate",
     "conversations",
+    "workers",
 )
 
 
