@@ -92,6 +92,10 @@ class Way:
         """In the order of the requests."""
         return sorted((one for report in self.reports for one in report.told), key=lambda one: one.number)
 
+    def seconds(self, is_hit: bool) -> list[float]:
+        """Of calls that computed, or that others' entries served."""
+        return [one.ms / 1e3 for one in self.told if one.served != "exact" and (one.served != COMPUTED) == is_hit]
+
     def total(self, name: str) -> int:
         """A count of all workers."""
         return sum(getattr(one, name) for one in self.reports)

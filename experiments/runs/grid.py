@@ -50,6 +50,9 @@ LISTS = (
     "generate",
     "conversations",
     "workers",
+    "simulated",
+    "designs",
+    "prompt_blocks",
 )
 
 
