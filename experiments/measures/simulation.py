@@ -123,6 +123,7 @@ def run(experiment: Simulation, folders: Folders) -> Outcome:
         "check": checks,
         "stops": [row for _, some in told for row in stops([*some], experiment.limits)],
         "times": {"requests": of_texts.figures(), "blocks": of_blocks.figures()},
+        "risk_limits": {"real": real[0].limit, "simulated": found.chosen.limit if found.chosen else None},
         "streams": [stream.figures() for stream in streams],
         "threads": torch.get_num_threads(),
     }

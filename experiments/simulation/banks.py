@@ -44,7 +44,10 @@ class Knowledge(Protocol):
         """Likewise what it computed; returns what is to be written to the store."""
 
     def stored(self, value: Hashable) -> None:
-        """The store has it from now on, and those who hear may be told."""
+        """The store has it from now on."""
+
+    def told(self, values: Iterable[Hashable]) -> None:
+        """All workers may hear of them from now on."""
 
     def hear(self, worker: int) -> int:
         """A worker hears all that was announced since it heard last; returns how much that was."""

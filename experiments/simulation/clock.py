@@ -1,7 +1,8 @@
 """Measures what a simulation draws from: real caches of this process, and a Redis of their own.
 
 What the Redis spends is what it says of itself (`INFO`), over many requests of one kind. What it spends on telling a
-worker is the slope over the number of workers that follow.
+worker is the slope over the number of workers that follow, once for values that come one by one, and once for some that
+come at once: whoever is told late is told of all that came meanwhile.
 
 | time | how it is measured |
 |---|---|
@@ -16,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import monotonic, perf_counter
 from typing import Any
 
@@ -24,13 +25,14 @@ from experiments.simulation.times import Ladder, Times, Use
 from experiments.support.progress import tracked
 from experiments.support.redis_server import RedisServer
 from llmcache import STORES, LLMCache
-from llmcache.banks.stores import StoreKey
+from llmcache.banks.stores import Put, StoreKey
 
 _POLL_S = 0.0002
 _PATIENCE_S = 10.0
 _SETTLE_S = 0.5  # until what was announced has been heard
 _TRIES = 100
 _HEARD_AT_ONCE = 16
+_TOLD_AT_ONCE, _TURNS = 32, 20
 _FOLLOWERS = (0, 8)  # beside the cache's own
 _NEVER = StoreKey("default", "0" * 64, "never")
 
@@ -61,11 +63,15 @@ def measure(asked: Asked, server: RedisServer) -> Times:
     gone, look = _asking(asked, server)
     with _opened(asked) as writer:
         written, told, follow_s = _writing(asked, server, writer)
-        delay = _delays(asked, server, writer, written + told)
+        longer = _spent(asked, server, writer, asked.sizes[len(asked.sizes) // 2])
+        delay, note_nbytes = _delays(asked, server, writer, written + told)
         with _opened(asked) as reader:
             calls = [_calls(asked, server, writer, reader, size) for size in asked.sizes]
             hear = _hearing(asked, writer, reader) if asked.announces else [0.0]
-    read = calls[-1].used
+    at_once, follow_at_once_s = _telling(asked, server, note_nbytes)
+    told_more = Use(*(_of_further(*pair) for pair in zip(told, at_once, strict=True)))
+    n_more, read = asked.sizes[len(asked.sizes) // 2] - 1, calls[-1].used
+    written_more = (longer - written - told) * (1 / n_more) - told_more if n_more else written - gone
     return Times(
         compute=Ladder({one.size: one.compute for one in calls}),
         hit=Ladder({one.size: one.again for one in calls}),
@@ -74,10 +80,13 @@ def measure(asked: Asked, server: RedisServer) -> Times:
         delay=Ladder({1: delay}),
         hear=Ladder({1: hear}),
         follow_s=follow_s,
+        follow_more_s=_of_further(follow_s, follow_at_once_s),
         asked=gone,
         read=read,
-        written=written - gone,  # each call has asked in vain before it computed
-        told=told,
+        written=(written - gone).floored,  # each call has asked in vain before it computed
+        written_more=written_more.floored,
+        told=told.floored,
+        told_more=told_more,
         nbytes=round(read.nbytes),
     )
 
@@ -137,24 +146,57 @@ def _asking(asked: Asked, server: RedisServer) -> tuple[Use, list[float]]:
 
 def _writing(asked: Asked, server: RedisServer, writer: LLMCache) -> tuple[Use, Use, float]:
     """What the Redis spends on a value that is computed, and on telling one worker of it; and a follower's time."""
-    size = asked.sizes[0]
-    n_values, spent, follow_s = asked.n * size, [], 0.0
+    spent, follow_s = [], 0.0
     for n_followers in _FOLLOWERS:
         with _followers(server, n_followers):
-            before, cpu_s = _used(server), _followers_cpu_s()
-            for _ in tracked(range(asked.n), asked.n, f"Writing, {n_followers} more follow"):
-                _compute(asked, writer, size)
-                writer.drain()
-            time.sleep(_SETTLE_S / 10)
-            spent.append((_used(server) - before) * (1 / n_values))
-            follow_s = (_followers_cpu_s() - cpu_s) / (n_values * (n_followers + 1))
+            cpu_s = _followers_cpu_s()
+            spent.append(_spent(asked, server, writer, 1))
+            follow_s = (_followers_cpu_s() - cpu_s) / (asked.n * (n_followers + 1))
     told = (spent[1] - spent[0]) * (1 / (_FOLLOWERS[1] - _FOLLOWERS[0]))
     return spent[0] - told, told, follow_s
 
 
-def _delays(asked: Asked, server: RedisServer, writer: LLMCache, use: Use) -> list[float]:
-    """Seconds until a follower has heard, without what the Redis works."""
-    delays = []
+def _spent(asked: Asked, server: RedisServer, writer: LLMCache, size: int) -> Use:
+    """What the Redis spends on a request of a size that is computed and written."""
+    before = _used(server)
+    for _ in tracked(range(asked.n), asked.n, f"Writing, size {size}"):
+        _compute(asked, writer, size)
+        writer.drain()
+    time.sleep(_SETTLE_S / 10)
+    return (_used(server) - before) * (1 / asked.n)
+
+
+def _telling(asked: Asked, server: RedisServer, note_nbytes: int) -> tuple[Use, float]:
+    """What the Redis and a follower spend on a value where some are told at once, as where they had to wait."""
+    spent, follow_s = [], 0.0
+    for n_followers in _FOLLOWERS:
+        with _followers(server, n_followers + 1) as (store, *_):
+            generation = store.generation(_NEVER.namespace)
+            before, cpu_s = _used(server), _followers_cpu_s()
+            for turn in range(_TURNS):
+                names = [f"{n_followers}.{turn}.{i}" for i in range(_TOLD_AT_ONCE)]
+                puts = [Put(replace(_NEVER, name=name), b"some", generation) for name in names]
+                if asked.announces:
+                    notes = [
+                        Put(replace(_NEVER, name=f"{name}n"), b"", generation, bytes(note_nbytes)) for name in names
+                    ]
+                    puts = [one for pair in zip(puts, notes, strict=True) for one in pair]
+                store.put_many(puts)
+                time.sleep(_SETTLE_S / 5)
+            n = _TURNS * _TOLD_AT_ONCE
+            spent.append((_used(server) - before) * (1 / n))
+            follow_s = (_followers_cpu_s() - cpu_s) / (n * (n_followers + 1))
+    return (spent[1] - spent[0]) * (1 / (_FOLLOWERS[1] - _FOLLOWERS[0])), follow_s
+
+
+def _of_further(one: float, at_once: float) -> float:
+    """What each further value takes, given what one alone takes, and each of some that are told at once."""
+    return max(0.0, (_TOLD_AT_ONCE * at_once - one) / (_TOLD_AT_ONCE - 1))
+
+
+def _delays(asked: Asked, server: RedisServer, writer: LLMCache, use: Use) -> tuple[list[float], int]:
+    """Seconds until a follower has heard, without what the Redis works; and the bytes of what is announced."""
+    delays, note_nbytes = [], 0
     with _followers(server, 1) as (store,):
         for _ in tracked(range(asked.n), asked.n, "Announcing"):
             cursor = store.events(None).cursor
@@ -166,7 +208,9 @@ def _delays(asked: Asked, server: RedisServer, writer: LLMCache, use: Use) -> li
                 time.sleep(_POLL_S)
             delays.append(max(0.0, perf_counter() - began - use.cpu_s))
             writer.drain()
-    return delays
+            time.sleep(_SETTLE_S / 10)
+            note_nbytes = max(len(event.note) for event in store.events(cursor).found)
+    return delays, note_nbytes
 
 
 def _calls(asked: Asked, server: RedisServer, writer: LLMCache, reader: LLMCache, size: int) -> _Calls:

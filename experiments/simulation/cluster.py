@@ -20,6 +20,7 @@ from experiments.support.ring import Ring
 
 SEPARATE, ROUTED, SHARED = DESIGNS = ("separate", "routed", "shared")
 _WAITING_BYTES = 256 << 20  # that a worker keeps for its writer; more is dropped
+_AT_ONCE_BYTES = 32 << 20  # that the writer puts together
 
 Happening = Generator[simpy.Event, Any, Any]
 
@@ -77,13 +78,16 @@ class Cluster:
         self._loads = [0] * n_workers  # requests that each has
         self._redis = Redis(site.link_bytes_s)
         self._writing: list[deque[Hashable]] = [deque() for _ in range(n_workers)]
-        self._wake: list[simpy.Event | None] = [None] * n_workers
+        self._untold: list[Hashable] = []
+        self._wake = [self._env.event() for _ in range(n_workers)]  # of writers
+        self._wake_teller = self._env.event()
         self._counts = _Counts()
         worker_values, store_values = (int(most / times.nbytes) for most in (site.worker_bytes, site.store_bytes))
         knowledge.begin(n_workers, worker_values, store_values)
         if self._is_shared:
             for worker in range(n_workers):
                 self._env.process(self._write(worker))
+            self._env.process(self._tell())
 
     def serve_open(self, arrivals: NDArray[np.float64], computes_s: float) -> dict[str, Any]:
         """Serve requests that arrive at times whose mean distance is 1, where computing one takes so long; figures."""
@@ -193,24 +197,45 @@ class Cluster:
         kept = values[: max(0, most - len(self._writing[worker]))]
         self._counts.n_dropped += len(values) - len(kept)
         self._writing[worker].extend(kept)
-        wake = self._wake[worker]
-        if kept and wake is not None and not wake.triggered:
-            wake.succeed()
+        if kept:
+            self._rouse(self._wake[worker])
 
     def _write(self, worker: int) -> Happening:
-        """The writer of a worker: one value after the other; all others are told of each by the Redis."""
-        use = self._times.written + self._times.told * self._n_workers
+        """The writer of a worker: what waits is written at once."""
+        most, times = max(1, int(_AT_ONCE_BYTES / self._times.nbytes)), self._times
         while True:
-            self._wake[worker] = self._env.event()
-            if not self._writing[worker]:
-                yield self._wake[worker]
-            yield self._env.timeout(self._draw(self._times.delay, 1))
-            while self._writing[worker]:
-                value = self._writing[worker].popleft()
+            yield self._wake[worker]
+            yield self._env.timeout(self._draw(times.delay, 1))
+            while waiting := self._writing[worker]:
+                values = [waiting.popleft() for _ in range(min(most, len(waiting)))]
+                use = times.written + times.written_more * (len(values) - 1)
                 _, answered_s = self._redis.ask(self._env.now, use)
                 yield self._env.timeout(answered_s - self._env.now)
-                self._knowledge.stored(value)
-                self._counts.heard_s += self._times.follow_s * self._n_workers
+                for value in values:
+                    self._knowledge.stored(value)
+                self._untold += values
+                self._rouse(self._wake_teller)
+            self._wake[worker] = self._env.event()
+
+    def _tell(self) -> Happening:
+        """The Redis tells all workers of what was written; what is written meanwhile is told together, next."""
+        times = self._times
+        while True:
+            yield self._wake_teller
+            while self._untold:
+                values, self._untold = self._untold, []
+                n_more = len(values) - 1
+                _, answered_s = self._redis.ask(
+                    self._env.now, (times.told + times.told_more * n_more) * self._n_workers
+                )
+                yield self._env.timeout(answered_s - self._env.now)
+                self._knowledge.told(values)
+                self._counts.heard_s += (times.follow_s + times.follow_more_s * n_more) * self._n_workers
+            self._wake_teller = self._env.event()
+
+    def _rouse(self, wake: simpy.Event) -> None:
+        if not wake.triggered:
+            wake.succeed()
 
     def _draw(self, ladder: Ladder, size: int) -> float:
         return ladder.draw(size, self._random()) if size else 0.0

@@ -48,9 +48,9 @@ class Texts:
 
     def begin(self, n_workers: int, worker_values: int, store_values: int) -> None:
         self._held = [Held(worker_values) for _ in range(n_workers)]
-        self._heard: list[set[int]] = [set() for _ in range(n_workers)]
+        self._heard: list[set[Hashable]] = [set() for _ in range(n_workers)]
         self._n_heard = [0] * n_workers
-        self._announced: list[int] = []
+        self._announced: list[Hashable] = []
         self._store = Held(store_values)
 
     def route(self, number: int) -> str:
@@ -77,9 +77,10 @@ class Texts:
         return (i,)
 
     def stored(self, value: Hashable) -> None:
-        assert isinstance(value, int)
         self._store.add(value)
-        self._announced.append(value)
+
+    def told(self, values: Iterable[Hashable]) -> None:
+        self._announced += values
 
     def hear(self, worker: int) -> int:
         new = self._announced[self._n_heard[worker] :]

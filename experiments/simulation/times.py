@@ -1,6 +1,6 @@
 """Times that were measured, to draw from, and what they came with."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,6 +50,14 @@ class Use:
     ops: float = 0.0  # commands
     nbytes: float = 0.0  # in and out
 
+    def __iter__(self) -> Iterator[float]:
+        return iter((self.cpu_s, self.ops, self.nbytes))
+
+    @property
+    def floored(self) -> "Use":
+        """Without what noise made negative."""
+        return Use(*(max(0.0, one) for one in self))
+
     def __add__(self, other: "Use") -> "Use":
         return Use(self.cpu_s + other.cpu_s, self.ops + other.ops, self.nbytes + other.nbytes)
 
@@ -71,11 +79,14 @@ class Times:
         look: Asking the Redis for what it has not, likewise.
         delay: From the end of a call that computes to when others could have heard, without the server's own time.
         hear: What a call takes longer for an announcement.
-        follow_s: Processor time of the thread that follows the stream, by event.
+        follow_s: Processor time of the thread that follows the stream, for one value that others computed.
+        follow_more_s: Likewise, for each further one that it is told of at once.
         asked: What the Redis spends on asking in vain.
         read: On a value that is read.
         written: On a value that is written, announcement included.
-        told: On telling one worker of it.
+        written_more: On each further one that is written at once.
+        told: On telling one worker of one value.
+        told_more: On each further one that it is told of at once.
         nbytes: Of a value.
     """
 
@@ -86,10 +97,13 @@ class Times:
     delay: Ladder
     hear: Ladder
     follow_s: float
+    follow_more_s: float
     asked: Use
     read: Use
     written: Use
+    written_more: Use
     told: Use
+    told_more: Use
     nbytes: int
 
     def of_calls(self, compute: Sequence[float], hit: Sequence[float]) -> "Times":
@@ -101,8 +115,9 @@ class Times:
         ladders = {name: getattr(self, name).figures() for name in ("compute", "hit", "fetch", "look", "delay", "hear")}
         redis = {
             f"{name}_{what}": 1e6 * use.cpu_s if what == "cpu_us" else getattr(use, what)
-            for name in ("asked", "read", "written", "told")
+            for name in ("asked", "read", "written", "written_more", "told", "told_more")
             for use in (getattr(self, name),)
             for what in ("cpu_us", "ops", "nbytes")
         }
-        return {**ladders, **redis, "follow_us": 1e6 * self.follow_s, "entry_nbytes": self.nbytes}
+        follow = {"follow_us": 1e6 * self.follow_s, "follow_more_us": 1e6 * self.follow_more_s}
+        return {**ladders, **redis, **follow, "entry_nbytes": self.nbytes}

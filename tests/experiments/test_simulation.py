@@ -26,8 +26,8 @@ def flat(**changes: Any) -> Times:
     times: dict[str, Any] = {
         **dict.fromkeys(("hit", "fetch", "look", "delay", "hear"), none),
         "compute": Ladder({1: [1.0]}),
-        "follow_s": 0.0,
-        **dict.fromkeys(("asked", "read", "written", "told"), NEVER),
+        **dict.fromkeys(("follow_s", "follow_more_s"), 0.0),
+        **dict.fromkeys(("asked", "read", "written", "written_more", "told", "told_more"), NEVER),
         "nbytes": 1,
     }
     return Times(**times | changes)
@@ -61,7 +61,10 @@ class Heard:
         return (self._values[number],) * plan.n_computed
 
     def stored(self, value: Hashable) -> None:
-        self._told.append(value)
+        """Nobody reads it."""
+
+    def told(self, values: Iterable[Hashable]) -> None:
+        self._told += values
 
     def hear(self, worker: int) -> int:
         new = self._told[self._n_heard[worker] :]
@@ -155,7 +158,7 @@ def test_a_redis_serves_one_after_the_other_and_answers_leave_by_its_link() -> N
 
 def test_a_redis_that_is_late_costs_its_timeout_and_the_request_is_computed() -> None:
     pairs = Chains([(f"prompt {i // 2}",) for i in range(80)], ["one"] * 80)  # each worker is asked each once
-    slow = served(SHARED, 2, pairs, flat(written=Use(cpu_s=1e4)), timeout_s=0.5)
+    slow = served(SHARED, 2, pairs, flat(written=Use(cpu_s=1e4), written_more=Use(cpu_s=1e4)), timeout_s=0.5)
     assert slow["n_late"] > 70 and slow["redis_busy"] == pytest.approx(1.0, abs=0.05)
     assert slow["hit_rate"] == served(SEPARATE, 2, pairs)["hit_rate"] == 0
     quick = served(SHARED, 2, pairs, timeout_s=0.5)
@@ -169,6 +172,13 @@ def test_telling_takes_more_of_the_redis_and_hearing_of_workers_the_more_there_a
     assert eight["redis_busy"] / two["redis_busy"] == pytest.approx(16, rel=0.2)  # 4 times the requests, as many told
     assert eight["hear_share"] / two["hear_share"] == pytest.approx(4, rel=0.2)
     assert served(SEPARATE, 8, stream, times, load=50.0)["hear_share"] == 0
+
+
+def test_who_is_told_late_is_told_of_all_at_once() -> None:
+    stream, times = Heard([*range(400)]), flat(told=Use(cpu_s=1.0, ops=1.0))
+    figures = served(SHARED, 4, stream, times, load=100.0)  # a request comes each quarter of a second
+    assert figures["redis_busy"] == pytest.approx(1.0, abs=0.05)
+    assert figures["redis_ops_s"] == pytest.approx(1.0, abs=0.1)  # 4 workers are told in 4 s, of some 16 values
 
 
 def test_the_same_seed_gives_the_same_figures() -> None:
