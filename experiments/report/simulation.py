@@ -77,7 +77,7 @@ def simulation(runs: Sequence[Run]) -> Iterator[str]:
     yield "Real and simulated runs, each worker asked one request after the other."
     yield columns(TIMES, times(runs))
     yield columns(STOPS, stops(runs))
-    yield "The fewest workers at which a figure passes its limit, and the figure there; else the figure at the most workers."
+    yield "The fewest workers at which a figure passes its limit, and the figure there; else that at the most workers."
     yield columns(POINTS, [row for run in runs for row in run.metrics["summary"]])
 
 

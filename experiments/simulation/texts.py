@@ -38,6 +38,7 @@ class Texts:
         self._order: dict[int, list[tuple[int, float]]] = {}  # by request: those that may vote, the most similar first
         self._found: dict[tuple[int, ...], int | None] = {}  # by request and those that vote: who serves
         self._number = {case.row.key: i for i, case in reversed([*enumerate(self._cases)])}  # the first of equal ones
+        self._is_first = np.array([self._number[case.row.key] == i for i, case in enumerate(self._cases)])
         self._learned = {self._number[case.row.key] for case in self._cases[:learn]}
         self._voters: Sequence[tuple[int, float]] = ()
         self._k = 0
@@ -119,7 +120,7 @@ class Texts:
         if i not in self._order:
             similarity = self._vectors @ self._vectors[i]
             order = np.argsort(-similarity, kind="stable")
-            order = np.array([j for j in order if j != i and self._number[self._cases[j].row.key] == j])
+            order = order[self._is_first[order] & (order != i)]
             n_learned = np.cumsum(order < self._learn)
             order = order[: int(np.searchsorted(n_learned, self._k)) + 1]
             self._order[i] = [(int(j), float(similarity[j])) for j in order]

@@ -13,6 +13,7 @@ from experiments.report.plots import PLOTS
 from experiments.runs.folder import write_figures
 from experiments.runs.grid import make_experiment
 from experiments.runs.read import Run, read_runs
+from experiments.simulation.scaling import Limits
 from experiments.simulation.streams import of_azure, of_mooncake
 from experiments.support.folders import Folders
 from llmcache.errors import ConfigError
@@ -65,7 +66,7 @@ def test_simulated_workers_find_what_real_ones_find(folders: Folders, tmp_path: 
         assert len(rates) == 1
     assert points["Mooncake", "separate", 1]["hit_rate"] == 13 / 20  # of prompts of three blocks at most
     assert points["Mooncake", "shared", 4]["redis_ops_s"] > 0 == points["Mooncake", "routed", 4]["redis_ops_s"]
-    assert {row["figure"] for row in outcome.metrics["stops"]} == set(make_experiment(values()).limits.model_fields)
+    assert {row["figure"] for row in outcome.metrics["stops"]} == set(Limits.model_fields)
     _shown(outcome, tmp_path)
 
 
