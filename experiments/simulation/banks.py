@@ -43,6 +43,9 @@ class Knowledge(Protocol):
     def computed(self, worker: int, number: int, plan: Plan) -> Sequence[Hashable]:
         """Likewise what it computed; returns what is to be written to the store."""
 
+    def is_stored(self, value: Hashable) -> bool:
+        """Whether the store has it."""
+
     def stored(self, value: Hashable) -> None:
         """The store has it from now on."""
 

@@ -46,6 +46,9 @@ class Chains:
             self._held[worker].add(block)
         return new
 
+    def is_stored(self, value: Hashable) -> bool:
+        return value in self._store
+
     def stored(self, value: Hashable) -> None:
         self._store.add(value)
 

@@ -208,13 +208,17 @@ class Cluster:
             yield self._env.timeout(self._draw(times.delay, 1))
             while waiting := self._writing[worker]:
                 values = [waiting.popleft() for _ in range(min(most, len(waiting)))]
-                use = times.written + times.written_more * (len(values) - 1)
+                new = [value for value in values if not self._knowledge.is_stored(value)]
+                use = times.asked * (len(values) - len(new))  # what is there is not written again
+                if new:
+                    use += times.written + times.written_more * (len(new) - 1)
                 _, answered_s = self._redis.ask(self._env.now, use)
                 yield self._env.timeout(answered_s - self._env.now)
-                for value in values:
+                for value in new:
                     self._knowledge.stored(value)
-                self._untold += values
-                self._rouse(self._wake_teller)
+                if new:
+                    self._untold += new
+                    self._rouse(self._wake_teller)
             self._wake[worker] = self._env.event()
 
     def _tell(self) -> Happening:

@@ -77,6 +77,9 @@ class Texts:
         self._held[worker].add(i)
         return (i,)
 
+    def is_stored(self, value: Hashable) -> bool:
+        return value in self._store
+
     def stored(self, value: Hashable) -> None:
         self._store.add(value)
 

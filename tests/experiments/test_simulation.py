@@ -60,6 +60,9 @@ class Heard:
         self._known[worker].add(self._values[number])
         return (self._values[number],) * plan.n_computed
 
+    def is_stored(self, value: Hashable) -> bool:
+        return value in self._told
+
     def stored(self, value: Hashable) -> None:
         """Nobody reads it."""
 
@@ -179,6 +182,15 @@ def test_who_is_told_late_is_told_of_all_at_once() -> None:
     figures = served(SHARED, 4, stream, times, load=100.0)  # a request comes each quarter of a second
     assert figures["redis_busy"] == pytest.approx(1.0, abs=0.05)
     assert figures["redis_ops_s"] == pytest.approx(1.0, abs=0.1)  # 4 workers are told in 4 s, of some 16 values
+
+
+def test_what_two_computed_is_written_once_and_read_by_a_third() -> None:
+    stream = Chains([("a",)] * 3, ["one"] * 3)
+    times = flat(written=Use(ops=1.0), read=Use(ops=100.0))
+    cluster = Cluster(SHARED, 3, stream, times, Site(1e9, 1e9, 1e12, 10.0, 1 / 3, 1.25), np.random.default_rng(0))
+    figures = cluster.serve_open(np.array([0.0, 0.5, 3.0]), 1.0)  # the second begins before the first ends
+    assert figures["n_fetched"] == 1 and figures["hit_rate"] == 1 / 3
+    assert figures["redis_ops_s"] * figures["seconds_simulated"] == pytest.approx(101)
 
 
 def test_the_same_seed_gives_the_same_figures() -> None:
