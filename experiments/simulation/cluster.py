@@ -208,17 +208,16 @@ class Cluster:
             yield self._env.timeout(self._draw(times.delay, 1))
             while waiting := self._writing[worker]:
                 values = [waiting.popleft() for _ in range(min(most, len(waiting)))]
-                new = [value for value in values if not self._knowledge.is_stored(value)]
-                use = times.asked * (len(values) - len(new))  # what is there is not written again
-                if new:
-                    use += times.written + times.written_more * (len(new) - 1)
-                _, answered_s = self._redis.ask(self._env.now, use)
-                yield self._env.timeout(answered_s - self._env.now)
-                for value in new:
-                    self._knowledge.stored(value)
-                if new:
-                    self._untold += new
-                    self._rouse(self._wake_teller)
+                use = times.written
+                for value in values:  # between two of them the Redis answers others
+                    is_new = not self._knowledge.is_stored(value)  # what is there is not written again
+                    _, answered_s = self._redis.ask(self._env.now, use if is_new else times.asked)
+                    yield self._env.timeout(answered_s - self._env.now)
+                    if is_new:
+                        use = times.written_more
+                        self._knowledge.stored(value)
+                        self._untold.append(value)
+                        self._rouse(self._wake_teller)
             self._wake[worker] = self._env.event()
 
     def _tell(self) -> Happening:
