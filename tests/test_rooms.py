@@ -44,6 +44,7 @@ EXPERIMENTS = (
     ("methods",),
     ("metrics",),
     ("replay",),
+    ("simulation",),
     ("prepare",),
     ("measures",),
     ("runs",),

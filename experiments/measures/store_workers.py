@@ -1,10 +1,13 @@
 """Measure `store_workers`: hit rates of workers that share what they learn and compute, beside one that sees all.
 
-| way | workers | what each finds |
-|---|---|---|
-| `one` | 1, which is asked all requests | what it computed itself |
-| `shared` | several, each asked its share in turn | what any of them computed, through a Redis |
-| `separate` | as many | what it computed itself |
+| way | workers | which requests each is asked | what each finds |
+|---|---|---|---|
+| `one` | 1 | all | what it computed itself |
+| `shared` | several | one of so many, in turn | what any of them computed, through a Redis |
+| `separate` | as many | likewise | what it computed itself |
+| `routed` | as many | those whose text a consistent hash gives it | what it computed itself |
+
+These requests have no session to route by. A hash of the text brings equal texts together, and no similar ones.
 
 Each worker is a process that loads one calibration with growing sources, made of the first requests, and is then asked
 its share of the later ones, one after the other, while the others are asked theirs. Every answer is held against the
@@ -19,7 +22,8 @@ from multiprocessing import get_context
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from time import perf_counter
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -33,10 +37,12 @@ from experiments.metrics.metrics import figures_of
 from experiments.support.folders import Folders
 from experiments.support.progress import tracked
 from experiments.support.redis_server import check_installed, redis_server
+from experiments.support.ring import Ring
+from experiments.support.section import ONE_OR_MORE
 from experiments.tasks.workload import Answer, Workload
 from llmcache import CacheConfig, ConfigError, LLMCache
 
-ONE, SHARED, SEPARATE = WAYS = ("one", "shared", "separate")
+ONE, SHARED, SEPARATE, ROUTED = "one", "shared", "separate", "routed"
 _PATIENCE_S = 120.0  # for the slowest worker to be ready
 
 _all_ready: Barrier | None = None  # of this process, where it is a worker
@@ -45,7 +51,12 @@ _all_ready: Barrier | None = None  # of this process, where it is a worker
 class StoreWorkers(LearningExperiment):
     """Settings of the measure. The calibration's sources grow, and its claim is the least of `max_drops`."""
 
-    workers: int = Field(default=4, ge=2)
+    workers: Annotated[tuple[Annotated[int, Field(ge=2)], ...], ONE_OR_MORE] = Field(default=(4,), min_length=1)
+
+    @property
+    def runs(self) -> list[tuple[str, int]]:
+        """Ways and numbers of workers; one worker is the same in every way."""
+        return [(ONE, 1), *((way, n) for n in self.workers for way in (SHARED, SEPARATE, ROUTED))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +66,7 @@ class Told:
     number: int  # of the request
     served: str
     answer: Answer
+    ms: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,28 +78,69 @@ class Report:
     n_fetched: int  # values that it had from the store
 
 
+@dataclass(frozen=True, slots=True)
+class Way:
+    """What became of the later requests in one way."""
+
+    name: str
+    n_workers: int
+    limit: float
+    reports: Sequence[Report]  # one a worker
+
+    @property
+    def told(self) -> list[Told]:
+        """In the order of the requests."""
+        return sorted((one for report in self.reports for one in report.told), key=lambda one: one.number)
+
+    def seconds(self, is_hit: bool) -> list[float]:
+        """Of calls that computed, or that others' entries served."""
+        return [one.ms / 1e3 for one in self.told if one.served != "exact" and (one.served != COMPUTED) == is_hit]
+
+    def total(self, name: str) -> int:
+        """A count of all workers."""
+        return sum(getattr(one, name) for one in self.reports)
+
+
 def run(experiment: StoreWorkers, folders: Folders) -> Outcome:
     """Serve the stream in each way."""
     check_installed()
     workload = experiment.stream(folders)
-    base = _alone(workload, experiment.learn)
-    rows, summary = [], []
+    counted, base = later(workload, experiment.learn), _alone(workload, experiment.learn)
+    rows: list[dict[str, Any]] = []
+    summary: list[dict[str, Any]] = []
+    for way in serve_all(experiment, workload):
+        told = way.told
+        served = np.array([one.served for one in told])
+        figures = figures_of(counted, base, [one.answer for one in told], served, experiment.seed)
+        lost = 100 * (summary[0]["hit_rate"] - figures["hit_rate"]) if summary else None
+        about = {"way": way.name, "workers": way.n_workers, "n": len(told), "limit": way.limit, "points_lost": lost}
+        summary.append({**about, **figures, **{name: way.total(name) for name in ("n_errors", "n_fetched")}})
+        rows += _rows(way, workload, base, experiment.learn)
+    return Outcome(rows, {**experiment.about(workload), "learn": experiment.learn, "summary": summary})
+
+
+def serve_all(experiment: StoreWorkers, workload: Workload) -> Iterator[Way]:
+    """Serve the later requests in each way, from the same calibration; what one left in the Redis the next has not."""
     with TemporaryDirectory() as place, redis_server(Path(place)) as server:
-        for way in WAYS:
-            store = {"store": {"name": "redis", "url": server.url}} if way == SHARED else {}
-            folder = Path(place) / way
-            limit = _calibrate(experiment, workload, store, folder)
-            n_workers = 1 if way == ONE else experiment.workers
-            reports = _serve(workload, folder, experiment.learn, n_workers)
-            told = sorted((one for report in reports for one in report.told), key=lambda one: one.number)
-            counted, answers = later(workload, experiment.learn), [one.answer for one in told]
-            figures = figures_of(counted, base, answers, np.array([one.served for one in told]), experiment.seed)
-            n_errors, n_fetched = (sum(getattr(one, name) for one in reports) for name in ("n_errors", "n_fetched"))
-            about = {"way": way, "workers": n_workers, "n": len(told), "limit": limit}
-            summary.append({**about, **figures, "n_errors": n_errors, "n_fetched": n_fetched})
-            rows += _rows(way, reports, workload, base, experiment.learn)
-    metrics = {**experiment.about(workload), "learn": experiment.learn, "summary": summary}
-    return Outcome(rows, metrics | {"points_lost": 100 * (summary[0]["hit_rate"] - summary[1]["hit_rate"])})
+        limits: dict[Path, float] = {}
+        for way, n_workers in experiment.runs:
+            folder = Path(place) / ("shared" if way == SHARED else "alone")
+            if folder not in limits:
+                store = {"store": {"name": "redis", "url": server.url}} if way == SHARED else {}
+                limits[folder] = calibrate(experiment, workload, store, folder)
+            server.do("FLUSHALL")
+            shares = shares_of(way, [request.text for request in workload.requests], experiment.learn, n_workers)
+            yield Way(way, n_workers, limits[folder], _serve(workload, folder, shares))
+
+
+def shares_of(way: str, texts: Sequence[str], first: int, n_workers: int) -> list[Sequence[int]]:
+    """The numbers of the requests from `first` on that each worker is asked."""
+    numbers = range(first, len(texts))
+    if way != ROUTED:
+        return [numbers[i::n_workers] for i in range(n_workers)]
+    ring = Ring(n_workers)
+    owners = [ring.of(texts[number]) for number in numbers]
+    return [[number for number, owner in zip(numbers, owners, strict=True) if owner == i] for i in range(n_workers)]
 
 
 def _alone(workload: Workload, first: int) -> list[Answer]:
@@ -100,7 +153,7 @@ def _alone(workload: Workload, first: int) -> list[Answer]:
         ]
 
 
-def _calibrate(experiment: StoreWorkers, workload: Workload, store: Mapping[str, Any], folder: Path) -> float:
+def calibrate(experiment: StoreWorkers, workload: Workload, store: Mapping[str, Any], folder: Path) -> float:
     """Save a calibrated cache for the workers to load; returns its limit."""
     claim = {"sources": "growing", "max_drop": min(experiment.max_drops), "audit": 0}
     config: CacheConfig = configure(workload, {**experiment.cache, **claim, **store})
@@ -113,15 +166,14 @@ def _calibrate(experiment: StoreWorkers, workload: Workload, store: Mapping[str,
     return found.chosen.limit
 
 
-def _serve(workload: Workload, folder: Path, first: int, n_workers: int) -> list[Report]:
-    """Have workers serve the later requests, each its share."""
+def _serve(workload: Workload, folder: Path, shares: Sequence[Sequence[int]]) -> list[Report]:
+    """Have workers serve requests, each its share."""
     given = folder.with_name("workload")
     given.write_bytes(pickle.dumps(workload))
     context = get_context("spawn")
-    barrier = context.Barrier(n_workers)
-    with ProcessPoolExecutor(n_workers, mp_context=context, initializer=_begin, initargs=(barrier,)) as pool:
-        numbers = range(first, len(workload.requests))
-        working = [pool.submit(_work, given, folder, numbers[i::n_workers]) for i in range(n_workers)]
+    barrier = context.Barrier(len(shares))
+    with ProcessPoolExecutor(len(shares), mp_context=context, initializer=_begin, initargs=(barrier,)) as pool:
+        working = [pool.submit(_work, given, folder, share) for share in shares]
         return [worker.result() for worker in working]
 
 
@@ -139,22 +191,24 @@ def _work(given: Path, folder: Path, numbers: Sequence[int]) -> Report:
         assert _all_ready is not None
         _all_ready.wait(_PATIENCE_S)
         for number in numbers:
+            began = perf_counter()
             output = cache(**workload.requests[number].inputs)
-            told.append(Told(number, cache.last[0].rung or COMPUTED, workload.answer(output, number)))
+            ms = 1e3 * (perf_counter() - began)
+            told.append(Told(number, cache.last[0].rung or COMPUTED, workload.answer(output, number), ms))
         stats = cache.stats()
     return Report(told, stats.errors, 0 if stats.store is None else stats.store.n_found)
 
 
-def _rows(
-    way: str, reports: Sequence[Report], workload: Workload, base: Sequence[Answer], first: int
-) -> Iterator[dict[str, Any]]:
-    for worker, report in enumerate(reports):
+def _rows(way: Way, workload: Workload, base: Sequence[Answer], first: int) -> Iterator[dict[str, Any]]:
+    for worker, report in enumerate(way.reports):
         for one in report.told:
             is_changed = workload.is_changed(base[one.number - first], one.answer)
             yield {
-                "way": way,
+                "way": way.name,
+                "workers": way.n_workers,
                 "worker": worker,
                 "number": one.number,
                 "served": one.served,
                 "is_changed": bool(is_changed),
+                "ms": one.ms,
             }

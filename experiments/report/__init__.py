@@ -65,6 +65,7 @@ ABOUT: Mapping[str, str] = {
     "store_faults": "Faults of a shared Redis and of workers: wrong answers, what was purged and served, crashes.",
     "store_remote": "What a hit in a shared Redis costs, what one that stopped costs, and when news arrive.",
     "store_workers": "Hit rates of workers that share a Redis, of workers that do not, and of one that sees all.",
+    "simulation": "1 to 256 workers, simulated: separate, routed and shared banks, and where each stops to scale.",
     "prefix_decode": "Generation, to its first token and after, in each way that one would serve it.",
     "prefix_parity": "Whether generation with llmcache gives the model's own tokens.",
     "prefix_parity_bfloat16": "Parity in bfloat16, where the same sums round otherwise.",

@@ -33,6 +33,7 @@ WORKERS: Mapping[str, Cell] = {
     "hit rate": bounded(share, "hit_rate"),
     "exact": _rung("exact"),
     "approximate": _rung("semantic", "student"),
+    "fewer than one, points": of(number, "points_lost", 2),
     "changed answers": bounded(share, "changed_answers"),
     "values from Redis": of(count, "n_fetched"),
     "failures": of(count, "n_errors"),

@@ -34,6 +34,7 @@ from experiments.report.serving import (
     serve_timing,
     store_kill,
 )
+from experiments.report.simulation import simulation
 from experiments.report.stores import store_faults, store_remote, store_workers
 from experiments.report.told import told
 from experiments.report.trust import bound, drift, payback, trust
@@ -262,6 +263,7 @@ TABLES: Mapping[str, Callable[[Sequence[Run]], Iterator[str]]] = {
     "store_faults": store_faults,
     "store_remote": store_remote,
     "store_workers": store_workers,
+    "simulation": simulation,
     "sharing": sharing,
     "decode": decode,
     "parity": parity,

@@ -49,6 +49,10 @@ LISTS = (
     "banks",
     "generate",
     "conversations",
+    "workers",
+    "simulated",
+    "designs",
+    "prompt_blocks",
 )
 
 

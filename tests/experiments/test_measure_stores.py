@@ -1,11 +1,13 @@
 """Measures of a store that workers share: on tiny models and a real Redis."""
 
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from experiments.support.folders import Folders
+from experiments.support.ring import Ring
 from tests.experiments.measuring import learning, measured, told
 from tests.redis_server import redis_server
 from tests.tiny_models import save_bert
@@ -52,11 +54,28 @@ def test_workers_that_share_a_bank_find_what_any_computed() -> None:
     values = learning("store_workers", workers=2)
     values["task"] = {**values["task"], "data": {"path": "support_desk", "limit": 700}}
     outcome = measured(values, Folders())
-    one, shared, separate = outcome.metrics["summary"]
-    assert [row["way"] for row in (one, shared, separate)] == ["one", "shared", "separate"]
-    assert [row["workers"] for row in (one, shared, separate)] == [1, 2, 2]
-    assert {row["n"] for row in (one, shared, separate)} == {120}
+    one, shared, separate, routed = outcome.metrics["summary"]
+    assert [row["way"] for row in (one, shared, separate, routed)] == ["one", "shared", "separate", "routed"]
+    assert [row["workers"] for row in (one, shared, separate, routed)] == [1, 2, 2, 2]
+    assert {row["n"] for row in (one, shared, separate, routed)} == {120}
     assert separate["hit_rate"] <= shared["hit_rate"]
-    assert one["n_fetched"] == separate["n_fetched"] == 0
+    assert one["n_fetched"] == separate["n_fetched"] == routed["n_fetched"] == 0
     assert one["n_errors"] == separate["n_errors"] == 0  # a Redis may be late where much else runs
+    assert one["points_lost"] is None
+    assert separate["points_lost"] == pytest.approx(100 * (one["hit_rate"] - separate["hit_rate"]))
+    asked: dict[tuple[str, int], set[int]] = defaultdict(set)
+    for row in outcome.rows:
+        asked[row["way"], row["number"]].add(row["worker"])
+    assert len(asked) == 4 * 120 and all(len(workers) == 1 for workers in asked.values())
     assert "| shared | 2 | 120 |" in told(values, outcome)
+
+
+def test_a_ring_moves_few_keys_when_a_worker_comes_and_passes_over_who_has_too_much() -> None:
+    keys = [f"key {i}" for i in range(2000)]
+    four, five = Ring(4), Ring(5)
+    moved = [key for key in keys if four.of(key) != five.of(key)]
+    assert all(five.of(key) == 4 for key in moved) and 0.1 < len(moved) / len(keys) < 0.3
+    first = four.of("some")
+    assert four.of_bounded("some", [1, 1, 1, 1], 1.25) == first
+    assert four.of_bounded("some", [9 if worker == first else 1 for worker in range(4)], 1.25) != first
+    assert Ring(1).of_bounded("some", [7], 1.25) == 0

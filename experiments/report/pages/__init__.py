@@ -20,6 +20,7 @@ from experiments.report.pages import (
     reuse,
     scale,
     serving,
+    simulation,
     stores,
     ways,
 )
@@ -63,6 +64,10 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "store_faults": stores.store_faults,
     "store_remote": stores.store_remote,
     "store_workers": stores.store_workers,
+    "simulation": simulation.simulation,
+    "simulation_check": simulation.simulation_check,
+    "simulation_times": simulation.simulation_times,
+    "simulation_stops": simulation.simulation_stops,
     "claims": claims.verdicts,
     "costs": costs.costs,
 }
