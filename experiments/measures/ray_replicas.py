@@ -2,8 +2,8 @@
 
 Texts are asked for at a steady rate, new ones and repeats, by a number of sessions, each of which goes to one replica.
 After `span_s` a replica that is drawn is killed; Ray starts another one; after `span_s` with all of them the next kill
-follows. A client asks again, twice at most, as OpenAI's clients do by default. Every answer is held against the model
-alone.
+follows. At the end a new version of the application replaces all of them. A client asks again, twice at most, as
+OpenAI's clients do by default. Every answer is held against the model alone.
 
 | first tries that failed | |
 |---|---|
@@ -42,7 +42,12 @@ from llmcache.models.loading import quiet
 if TYPE_CHECKING:
     from llmcache.serving.ray import ReplicaSettings
 
-BEFORE, MISSING, AFTER = PHASES = ("before the first kill", "a replica is missing", "it was replaced")
+BEFORE, MISSING, AFTER, UPDATE = PHASES = (
+    "before the first kill",
+    "a replica is missing",
+    "all are there again",
+    "a new version replaces all",
+)
 TRIES = 3
 _PAUSE_S = 0.5  # before another try
 _TIMEOUT_S = 30.0
@@ -90,15 +95,20 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Kill:
-    """A replica that was killed, and replaced; seconds from the start."""
+class Span:
+    """From a kill, or from the deployment of a new version, until all replicas are ready; seconds from the start."""
 
     at_s: float
-    replaced_s: float
+    ready_s: float
+    phase: str
+
+    def has(self, one: Asked) -> bool:
+        """Whether a request was sent within."""
+        return self.at_s <= one.sent_s < self.ready_s
 
     def had(self, one: Asked) -> bool:
-        """Whether a request was under way then: maybe in the hands of the one that was killed."""
-        return one.sent_s <= self.at_s <= one.tries[0][0]
+        """Whether a request was under way at a kill: maybe in the hands of the replica."""
+        return self.phase == MISSING and one.sent_s <= self.at_s <= one.tries[0][0]
 
 
 def run(experiment: RayReplicas, folders: Folders) -> Outcome:
@@ -113,13 +123,13 @@ def run(experiment: RayReplicas, folders: Folders) -> Outcome:
         settings = ReplicaSettings.make({"model": source, "cache": cache, "server": server})
         with running_replicas(settings, experiment.replicas) as replicas:
             load = _Load(experiment, replicas)
-            kills = asyncio.run(load.run())
+            spans = asyncio.run(load.run())
         are_wrong = wrong(load.asked, settings)
-    rows = [row_of(one, kills, is_wrong) for one, is_wrong in zip(load.asked, are_wrong, strict=True)]
+    rows = [row_of(one, spans, is_wrong) for one, is_wrong in zip(load.asked, are_wrong, strict=True)]
     points = [point(rows, phase) for phase in PHASES]
-    metrics = {"model": experiment.model, "n": len(rows), "n_kills": len(kills), "points": points}
-    replaced = [kill.replaced_s - kill.at_s for kill in kills]
-    return Outcome(rows, metrics | {"summary": points, "replaced_s": float(np.median(replaced))})
+    missing_s = [span.ready_s - span.at_s for span in spans if span.phase == MISSING]
+    metrics = {"model": experiment.model, "n": len(rows), "n_kills": len(missing_s), "points": points}
+    return Outcome(rows, metrics | {"summary": points, "missing_s": float(np.median(missing_s))})
 
 
 class _Load:
@@ -134,8 +144,8 @@ class _Load:
         self._client = Client(replicas.port)
         self._started = perf_counter()
 
-    async def run(self) -> list[Kill]:
-        """Until the last one that was killed is replaced."""
+    async def run(self) -> list[Span]:
+        """Until a new version has replaced all."""
         killing = asyncio.create_task(self._kill())
         asking: list[asyncio.Task[None]] = []
         while not killing.done():
@@ -150,8 +160,8 @@ class _Load:
     def _now_s(self) -> float:
         return perf_counter() - self._started
 
-    async def _kill(self) -> list[Kill]:
-        kills = []
+    async def _kill(self) -> list[Span]:
+        spans = []
         await asyncio.sleep(self._experiment.span_s)
         for _ in range(self._experiment.kills):
             await asyncio.sleep(self._rng.random())  # at any moment of a request
@@ -159,9 +169,12 @@ class _Load:
             at_s = self._now_s
             os.kill(self._rng.choice(pids), signal.SIGKILL)
             await asyncio.to_thread(self._replicas.wait, self._experiment.start_s)
-            kills.append(Kill(at_s, self._now_s))
+            spans.append(Span(at_s, self._now_s, MISSING))
             await asyncio.sleep(self._experiment.span_s)
-        return kills
+        at_s = self._now_s
+        await asyncio.to_thread(self._replicas.deploy)
+        spans.append(Span(at_s, self._now_s, UPDATE))
+        return spans
 
     async def _ask(self) -> None:
         text = self._rng.choice(self._texts)
@@ -202,11 +215,10 @@ def wrong(asked: Sequence[Asked], settings: "ReplicaSettings") -> list[bool]:
     ]
 
 
-def row_of(one: Asked, kills: Sequence[Kill], is_wrong: bool) -> dict[str, Any]:
+def row_of(one: Asked, spans: Sequence[Span], is_wrong: bool) -> dict[str, Any]:
     """What became of a request."""
-    phase = BEFORE if one.sent_s < kills[0].at_s else AFTER
-    if any(kill.at_s <= one.sent_s < kill.replaced_s for kill in kills):
-        phase = MISSING
+    phase = BEFORE if one.sent_s < spans[0].at_s else AFTER
+    phase = next((span.phase for span in spans if span.has(one)), phase)
     return {
         "phase": phase,
         "sent_s": one.sent_s,
@@ -214,7 +226,7 @@ def row_of(one: Asked, kills: Sequence[Kill], is_wrong: bool) -> dict[str, Any]:
         "n_tries": len(one.tries),
         "first_status": one.tries[0][1].status,
         "status": one.reply.status,
-        "is_in_hands": any(kill.had(one) for kill in kills),
+        "is_in_hands": any(span.had(one) for span in spans),
         "is_repeat": one.is_repeat,
         "is_hit": bool(one.reply.rung) and one.reply.rung != "none",
         "is_wrong": is_wrong,

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from experiments.measures.over_http.client import Reply
-from experiments.measures.ray_replicas import AFTER, BEFORE, MISSING, PHASES, Asked, Kill, point, row_of
+from experiments.measures.ray_replicas import AFTER, BEFORE, MISSING, PHASES, UPDATE, Asked, Span, point, row_of
 from experiments.models.loading import load as load_model
 from experiments.support.redis_server import check_installed
 from llmcache.errors import ConfigError
@@ -35,10 +35,10 @@ def test_a_replica_that_is_killed_costs_what_it_had_in_its_hands(tmp_path: Path)
 
 def test_a_request_that_failed_was_in_the_hands_of_the_replica_or_was_not() -> None:
     ok, failed = Reply(200, b"[]", "exact"), Reply(500, b"")
-    kills = [Kill(10.0, 15.0), Kill(30.0, 36.0)]
+    spans = [Span(10.0, 15.0, MISSING), Span(30.0, 36.0, MISSING), Span(50.0, 60.0, UPDATE)]
 
     def row(sent_s: float, *tries: tuple[float, Reply]) -> dict[str, Any]:
-        return row_of(Asked("a", True, sent_s, list(tries)), kills, False)
+        return row_of(Asked("a", True, sent_s, list(tries)), spans, False)
 
     rows = [
         row(9.0, (9.1, ok)),
@@ -47,10 +47,13 @@ def test_a_request_that_failed_was_in_the_hands_of_the_replica_or_was_not() -> N
         row(16.0, (16.1, Reply(200, b"[]", "none"))),
         row(29.9, (30.1, failed), (30.7, ok)),
         row(35.0, (35.1, ok)),
+        row(49.9, (50.1, failed), (50.7, ok)),  # nothing was killed then
+        row(55.0, (55.1, ok)),
     ]
-    assert [one["phase"] for one in rows] == [BEFORE, BEFORE, MISSING, AFTER, AFTER, MISSING]
-    before, missing, after = (point(rows, phase) for phase in PHASES)
+    assert [one["phase"] for one in rows] == [BEFORE, BEFORE, MISSING, AFTER, AFTER, MISSING, AFTER, UPDATE]
+    before, missing, after, update = (point(rows, phase) for phase in PHASES)
     assert (before["n"], before["n_failed_in_hands"], before["n_failed_others"], before["hit_rate"]) == (2, 1, 0, 1)
     assert (missing["n"], missing["n_failed_in_hands"], missing["n_failed_others"], missing["n_lost"]) == (2, 0, 1, 1)
-    assert (after["n_failed_in_hands"], after["n_repeats"], after["hit_rate"]) == (1, 2, 0.5)
+    assert (after["n_failed_in_hands"], after["n_failed_others"], after["n_repeats"]) == (1, 1, 3)
+    assert after["hit_rate"] == pytest.approx(2 / 3) and (update["n"], update["n_failed_others"]) == (1, 0)
     assert point([], BEFORE)["hit_rate"] is None

@@ -1,9 +1,10 @@
 """Replicas on a Ray of this machine: where requests go, streams, and what is left of Ray afterwards."""
 
 import asyncio
+import http.client
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -65,5 +66,8 @@ def test_a_session_has_a_replica_a_key_has_one_and_streams_come_through(models: 
             own = [ask(number, who=number) for number in range(N)]
             assert [_n_computed(replicas, own) for _ in range(2)] == [N, 0]
             assert 0 < _n_computed(replicas, [ask(number, who=0) for number in range(N)]) < N  # the other replica's
+        with closing(http.client.HTTPConnection("127.0.0.1", replicas.port)) as connection:
+            connection.request("GET", "/info", headers={"X-Request-Id": "mine"})
+            assert connection.getresponse().headers.get_all("X-Request-Id") == ["mine"]
         *events, last = _streamed(replicas)
         assert last == b"[DONE]" and sum(bool(json.loads(event)["choices"][0]["text"]) for event in events) > 1

@@ -24,9 +24,17 @@ _OBJECTS = 100_000_000  # bytes of Ray's own store, which holds next to nothing
 class Replicas:
     """Replicas that run behind one port."""
 
-    def __init__(self, port: int, n: int) -> None:
+    def __init__(self, port: int, settings: "ReplicaSettings", n: int) -> None:
         self.port = port
-        self._n = n
+        self._settings, self._n = settings, n
+
+    def deploy(self) -> None:
+        """Have Ray start them, or a new version in the place of those that run; until all are ready."""
+        from ray import serve
+
+        from llmcache.serving.ray import replicas
+
+        serve.run(replicas(self._settings, num_replicas=self._n), name=_NAME, route_prefix="/")
 
     def pids(self) -> list[int]:
         """Processes of replicas, those that still start included."""
@@ -58,8 +66,6 @@ def running_replicas(settings: "ReplicaSettings", n: int) -> Iterator[Replicas]:
     import ray
     from ray import serve
 
-    from llmcache.serving.ray import replicas
-
     port = free_port()
     with TemporaryDirectory(prefix="ray-") as folder:
         try:
@@ -72,8 +78,9 @@ def running_replicas(settings: "ReplicaSettings", n: int) -> Iterator[Replicas]:
                 _temp_dir=folder,
             )
             serve.start(http_options={"host": HOST, "port": port})
-            serve.run(replicas(settings, num_replicas=n), name=_NAME, route_prefix="/")
-            yield Replicas(port, n)
+            found = Replicas(port, settings, n)
+            found.deploy()
+            yield found
         finally:
             with suppress(Exception):  # it may never have begun, and ends below in any case
                 serve.shutdown()

@@ -7,6 +7,7 @@ import torch
 from fastapi import FastAPI
 from ray import serve
 from ray.serve.config import RequestRouterConfig
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llmcache.serving.app import create_app
 from llmcache.serving.loading import load_served
@@ -40,12 +41,30 @@ class Replica:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """The application; Ray ends it, and so the server, once no request is under way."""
-        return create_app(self.server)
+        made = create_app(self.server)
+        made.add_middleware(_WithoutId)
+        return made
 
     def check_health(self) -> None:
         """Raise an error unless requests are answered now; Ray replaces a replica that fails three times."""
         if self.server.phase != "ready":
             raise RuntimeError(f"the server is {self.server.phase}")
+
+
+class _WithoutId:
+    """ASGI middleware: leaves `X-Request-Id` to Ray's proxy, which adds it to what it got."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def without(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = [one for one in message["headers"] if one[0].lower() != b"x-request-id"]
+                message = {**message, "headers": headers}
+            await send(message)
+
+        await self.app(scope, receive, without)
 
 
 def app(args: dict[str, Any]) -> serve.Application:
