@@ -1,9 +1,9 @@
 """Measure `ray_replicas`: replicas on Ray Serve that share a Redis; some are killed during load, with SIGKILL.
 
-Texts are asked for at a steady rate, new ones and repeats, by a number of sessions, each of which goes to one replica.
-After `span_s` a replica that is drawn is killed; Ray starts another one; after `span_s` with all of them the next kill
-follows. At the end a new version of the application replaces all of them. A client asks again, twice at most, as
-OpenAI's clients do by default. Every answer is held against the model alone.
+Texts are asked for in bursts at a steady rate, new ones and repeats, by a number of sessions, each of which goes to one
+replica. After `span_s`, amid a burst, a replica that is drawn is killed; Ray starts another one; after `span_s` with
+all of them the next kill follows. At the end a new version of the application replaces all of them. A client asks
+again, twice at most, as OpenAI's clients do by default. Every answer is held against the model alone.
 
 | first tries that failed | |
 |---|---|
@@ -49,6 +49,7 @@ BEFORE, MISSING, AFTER, UPDATE = PHASES = (
     "a new version replaces all",
 )
 TRIES = 3
+_LOOK_S = 0.001
 _PAUSE_S = 0.5  # before another try
 _TIMEOUT_S = 30.0
 
@@ -61,6 +62,7 @@ class RayReplicas(Experiment):
         replicas: That run at once.
         kills: One after the other.
         rate: Requests that are due a second.
+        at_once: Requests that are due at once. A replica is killed while half of them or more are under way.
         texts: Different ones; each request draws one of them.
         sessions: That ask; each request draws one.
         span_s: Seconds with all replicas before each kill, and after the last one.
@@ -72,6 +74,7 @@ class RayReplicas(Experiment):
     replicas: int = Field(default=2, ge=2)
     kills: int = Field(default=10, ge=1)
     rate: float = Field(default=20.0, gt=0)
+    at_once: int = Field(default=8, ge=1)
     texts: int = Field(default=500, ge=1)
     sessions: int = Field(default=32, ge=1)
     span_s: float = Field(default=10.0, gt=0)
@@ -141,6 +144,7 @@ class _Load:
         self._rng = random.Random(experiment.seed)
         self._texts = list(islice(texts_of(experiment.seed), experiment.texts))
         self._answered: set[str] = set()
+        self._n_under_way = 0
         self._client = Client(replicas.port)
         self._started = perf_counter()
 
@@ -151,7 +155,7 @@ class _Load:
         while not killing.done():
             if (early := len(asking) / self._experiment.rate - self._now_s) > 0:
                 await asyncio.wait([killing], timeout=early)
-            asking.append(asyncio.create_task(self._ask()))
+            asking += [asyncio.create_task(self._ask()) for _ in range(self._experiment.at_once)]
         await asyncio.gather(*asking)
         self._client.close()
         return await killing
@@ -164,8 +168,9 @@ class _Load:
         spans = []
         await asyncio.sleep(self._experiment.span_s)
         for _ in range(self._experiment.kills):
-            await asyncio.sleep(self._rng.random())  # at any moment of a request
             pids = await asyncio.to_thread(self._replicas.pids)
+            while self._n_under_way < self._experiment.at_once / 2:
+                await asyncio.sleep(_LOOK_S)
             at_s = self._now_s
             os.kill(self._rng.choice(pids), signal.SIGKILL)
             await asyncio.to_thread(self._replicas.wait, self._experiment.start_s)
@@ -191,6 +196,7 @@ class _Load:
                 return
 
     async def _try(self, request: bytes) -> Reply:
+        self._n_under_way += 1
         try:
             async with asyncio.timeout(_TIMEOUT_S):
                 return await self._client.ask(request)
@@ -198,6 +204,8 @@ class _Load:
             return Reply(TIMED_OUT, b"")
         except OSError:
             return Reply(NO_CONNECTION, b"")
+        finally:
+            self._n_under_way -= 1
 
 
 def wrong(asked: Sequence[Asked], settings: "ReplicaSettings") -> list[bool]:

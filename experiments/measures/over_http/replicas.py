@@ -1,6 +1,7 @@
 """Replicas on a Ray of one's own on this machine, which ends with all its processes."""
 
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from tempfile import TemporaryDirectory
@@ -63,6 +64,7 @@ class Replicas:
 def running_replicas(settings: "ReplicaSettings", n: int) -> Iterator[Replicas]:
     """Within: so many replicas are ready, each with a CPU of Ray's; afterwards Ray has ended."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # else it writes one to the home folder
     import ray
     from ray import serve
 
@@ -70,6 +72,7 @@ def running_replicas(settings: "ReplicaSettings", n: int) -> Iterator[Replicas]:
     with TemporaryDirectory(prefix="ray-") as folder:
         try:
             ray.init(
+                "local",
                 num_cpus=n,
                 include_dashboard=False,
                 log_to_driver=False,
