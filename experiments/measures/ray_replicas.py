@@ -50,6 +50,7 @@ BEFORE, MISSING, AFTER, UPDATE = PHASES = (
 )
 TRIES = 3
 _LOOK_S = 0.001
+_REACH_S = 0.05  # in which a burst goes from the proxy to the replicas, and is answered in part
 _PAUSE_S = 0.5  # before another try
 _TIMEOUT_S = 30.0
 
@@ -62,7 +63,7 @@ class RayReplicas(Experiment):
         replicas: That run at once.
         kills: One after the other.
         rate: Requests that are due a second.
-        at_once: Requests that are due at once. A replica is killed while half of them or more are under way.
+        at_once: Requests that are due at once. A replica is killed within 50 ms from when half of them are under way.
         texts: Different ones; each request draws one of them.
         sessions: That ask; each request draws one.
         span_s: Seconds with all replicas before each kill, and after the last one.
@@ -171,6 +172,7 @@ class _Load:
             pids = await asyncio.to_thread(self._replicas.pids)
             while self._n_under_way < self._experiment.at_once / 2:
                 await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(self._rng.random() * _REACH_S)
             at_s = self._now_s
             os.kill(self._rng.choice(pids), signal.SIGKILL)
             await asyncio.to_thread(self._replicas.wait, self._experiment.start_s)
