@@ -107,7 +107,7 @@ class _Lives:
         self._config.write_text(yaml.safe_dump(experiment.cache), encoding="utf-8")
         self._plain = _Plain(experiment.model, folders)
         self._rng = random.Random(experiment.seed)
-        self._texts = _texts(experiment.seed)
+        self._texts = texts_of(experiment.seed)
         self._held: set[str] = set()
         self._start_s = 1.0  # what the last start took
         self._n_checked = 0  # lives whose folder a server was started on since
@@ -181,7 +181,7 @@ class _Lives:
         client, answered = Client(server.port), []
         for text in islice(self._texts, self._experiment.texts):
             try:
-                reply = await client.ask(_embed(text))
+                reply = await client.ask(embed(text))
             except OSError:
                 break
             if reply.status != OK:  # it stops
@@ -242,16 +242,17 @@ class _Plain:
 
 async def _ask(server: Running, texts: Sequence[str]) -> dict[str, Reply]:
     client = Client(server.port)
-    replies = {text: await client.ask(_embed(text)) for text in texts}
+    replies = {text: await client.ask(embed(text)) for text in texts}
     client.close()
     return replies
 
 
-def _embed(text: str) -> bytes:
-    return post("/embed", {"inputs": text, "normalize": False, "truncate": True})
+def embed(text: str, session: str | None = None) -> bytes:
+    """The request for the embedding of a text."""
+    return post("/embed", {"inputs": text, "normalize": False, "truncate": True}, session=session)
 
 
-def _texts(seed: int) -> Iterator[str]:
+def texts_of(seed: int) -> Iterator[str]:
     """Different texts, without an end."""
     seen: set[str] = set()
     for number in count(seed):

@@ -52,6 +52,7 @@ ABOUT: Mapping[str, str] = {
     "serve_chat": "Conversations over HTTP: time to first token with the cache and without.",
     "serve_soak": "More traffic than the server can answer, for minutes: errors, answers, memory and queue.",
     "serve_kill": "A server that is killed at any moment: what the next start has of its last save.",
+    "ray_replicas": "Replicas on Ray Serve of which some are killed during load: what fails, and whether hits go on.",
     "serve_timing": "Whether a tenant can tell from latencies what another one has asked.",
     "index_scale": "Indexes by number of entries: time, memory and what they overlook.",
     "prefix_mooncake": "Time to first token on conversations drawn from a real trace.",

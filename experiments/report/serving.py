@@ -116,6 +116,18 @@ KILLS: Mapping[str, Cell] = {
     "lost": of(count, "n_lost"),
     "wrong answers": of(count, "n_wrong"),
 }
+REPLICAS: Mapping[str, Cell] = {
+    "model": _run("model"),
+    "kills": _run("n_kills", count),
+    "requests while": itemgetter("phase"),
+    "n": of(count, "n"),
+    "first tries that failed in its hands": of(count, "n_failed_in_hands"),
+    "others that failed": of(count, "n_failed_others"),
+    "failed three times": of(count, "n_lost"),
+    "repeats": of(count, "n_repeats"),
+    "of these hits": of(percent, "hit_rate", 2),
+    "wrong answers": of(count, "n_wrong"),
+}
 STORE_KILLS: Mapping[str, Cell] = {
     "model": itemgetter("model"),
     "kills, each with a start after it": of(count, "n_kills"),
@@ -153,6 +165,11 @@ serve_kill = _shown(
     KILLS,
     "Lost: answered before the last save but one was finished, or held by an earlier save, and not by the last one. "
     "Wrong: not the model's own, of new answers and of those after the start.",
+)
+ray_replicas = _shown(
+    REPLICAS,
+    "In its hands: sent before a kill, and not answered by then. Repeats: of texts that were answered before. Wrong: "
+    "not the model's own.",
 )
 store_kill = _shown(
     STORE_KILLS,

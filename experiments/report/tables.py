@@ -26,6 +26,7 @@ from experiments.report.markdown import (
 from experiments.report.plots import CURVES, LAYERS
 from experiments.report.prompts import decode, parity, prefix, prefix_limit, restart, sharing
 from experiments.report.serving import (
+    ray_replicas,
     serve_chat,
     serve_hits,
     serve_kill,
@@ -253,6 +254,7 @@ TABLES: Mapping[str, Callable[[Sequence[Run]], Iterator[str]]] = {
     "serve_chat": serve_chat,
     "serve_soak": serve_soak,
     "serve_kill": serve_kill,
+    "ray_replicas": ray_replicas,
     "set_rates": told,
     "second_pass": told,
     "prefix": prefix,

@@ -30,6 +30,7 @@ class Uvicorn(uvicorn.Server):
                 host=host,
                 port=port,
                 http=Connection,
+                loop="asyncio",  # not another one because something else brought it
                 log_level="warning",
                 access_log=False,  # it would tell who asked what, and take a part of each request
                 lifespan="on",

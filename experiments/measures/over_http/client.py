@@ -43,10 +43,11 @@ class _Head:
         )
 
 
-def post(path: str, values: Any, key: str | None = None) -> bytes:
-    """A request that sends JSON."""
+def post(path: str, values: Any, key: str | None = None, session: str | None = None) -> bytes:
+    """A request that sends JSON; those of one session go to one replica, where there are several."""
     body = json.dumps(values).encode()
     lines = [f"POST {path} HTTP/1.1", f"Host: {HOST}", "Content-Type: application/json", f"Content-Length: {len(body)}"]
+    lines += [] if session is None else [f"X-Session-Id: {session}"]
     return _lines(lines, key) + body
 
 

@@ -60,6 +60,7 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "serve_chat": serving.serve_chat,
     "serve_soak": serving.serve_soak,
     "serve_kill": serving.serve_kill,
+    "ray_replicas": serving.ray_replicas,
     "hostile": serving.hostile,
     "store_faults": stores.store_faults,
     "store_remote": stores.store_remote,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from experiments.report.markdown import Cell, columns, count, of, table
 from experiments.report.pages.files import MISSING, figures_of, runs_if_any
-from experiments.report.serving import CHATS, HIT, KILLS, LOADED, SOAKED, STORE_KILLS, TIMINGS, points
+from experiments.report.serving import CHATS, HIT, KILLS, LOADED, REPLICAS, SOAKED, STORE_KILLS, TIMINGS, points
 from experiments.runs.folder import METRICS
 
 OF_CACHE = ("gain of the cache", "hits", "changed")
@@ -31,6 +31,7 @@ serve_chat = _table("serve_chat", CHATS)
 serve_timing = _table("serve_timing", TIMINGS)
 serve_soak = _table("serve_soak", SOAKED)
 serve_kill = _table("serve_kill", KILLS, has_times=False)
+ray_replicas = _table("ray_replicas", REPLICAS, has_times=False)
 
 HOSTILE: Mapping[str, Cell] = {
     "list": itemgetter("list"),
