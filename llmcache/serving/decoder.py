@@ -346,7 +346,8 @@ class Generating(AsyncIterator[Token]):
     """The tokens of one request as they come; made by `Decoder.start`. One task at a time.
 
     Attributes:
-        n_prompt: Tokens of the prompt.
+        prompt: Token ids that it goes on with.
+        n_prompt: How many.
         stopped_by: With the last token why it is that; None before.
     """
 
@@ -357,7 +358,8 @@ class Generating(AsyncIterator[Token]):
         self._is_begun = False
         self._is_over = False
         self._started_s = perf_counter()
-        self.n_prompt = len(flight.key[1])
+        self.prompt: Ids = flight.key[1]
+        self.n_prompt = len(self.prompt)
         self.stopped_by: StoppedBy | None = None
         self.items: asyncio.Queue[_Item | Refusal] = asyncio.Queue()
         for item in flight.items:

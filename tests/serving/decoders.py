@@ -102,9 +102,9 @@ class Noted:
 class Stub:
     """What the routes ask of a server."""
 
-    def __init__(self, is_caching: bool = True, **settings: Any) -> None:
+    def __init__(self, is_caching: bool = True, made_by: Any = None, **settings: Any) -> None:
         self.settings = ServerSettings(model=NAME, **settings)
-        self.tokenizer = tokenizer()
+        self.tokenizer = made_by or tokenizer()
         self.plain = model()
         self.cache = LLMCache.wrap(model(), prefix_block=8, auto_bypass=False)
         self.thread = ModelThread()
