@@ -30,6 +30,7 @@ from llmcache.serving.model_thread import ModelThread
 from llmcache.serving.refusals import Refusal
 from llmcache.serving.settings import ServerSettings
 from llmcache.serving.tenants import PUBLIC, Tenant
+from llmcache.serving.tokenizing import beginning
 from llmcache.serving.watching import IN_FLIGHT, Watcher
 
 logger = logging.getLogger("llmcache.serving")
@@ -199,6 +200,9 @@ class Decoder:
 
     def _encode(self, prompt: Any, param: str, namespace: str) -> Ids:
         """Token ids of a prompt, in a thread of its own."""
+        if not self._may_have_room(prompt):
+            message = f"the prompt has more than the {self.context} tokens of the model's context: shorten it"
+            raise Refusal("invalid", message, param=param)
         known = self._prompts.get(namespace)
         if known is None:
             # What is known of one namespace is not known in another, where the time would tell what was asked here.
@@ -207,6 +211,16 @@ class Decoder:
             return known.encode(prompt).ids
         except RequestError as error:
             raise Refusal("tokenizer", _why(prompt, error), param=param) from None  # its text may quote the prompt
+
+    def _may_have_room(self, prompt: Any) -> bool:
+        """Whether the context may have room for a prompt; a text that is far too long is not tokenised, nor kept."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if not isinstance(prompt, str) or self.context is None or backend is None:
+            return True
+        try:
+            return len(beginning(backend, prompt, self.context)) == len(prompt)
+        except Exception:  # of a tokenizer: what is wrong is said where all of it is tokenised
+            return True
 
     def _stream(self, ids: Ids, sampling: Sampling) -> Stream:
         model = self._cache.model

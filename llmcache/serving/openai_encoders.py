@@ -8,13 +8,14 @@ from uuid import uuid4
 
 import numpy as np
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr
 
 from llmcache.serving import openai_answers
 from llmcache.serving.encoder import Output
 from llmcache.serving.loading import Kind
 from llmcache.serving.refusals import Refusal
+from llmcache.serving.rendering import rendered
 from llmcache.serving.server import Server
 from llmcache.serving.tei import Cut, Input, Texts, computed, embedding, items_of, probabilities, sigmoid
 from llmcache.serving.timings import headers
@@ -82,7 +83,7 @@ async def model(name: str, request: Request) -> JSONResponse:
 
 
 @router.post("/v1/embeddings", response_model=openai_answers.Embeddings)
-async def embeddings(body: EmbeddingsRequest, request: Request) -> JSONResponse:
+async def embeddings(body: EmbeddingsRequest, request: Request) -> Response:
     """Embeddings as OpenAI shapes them, of norm 1."""
     server, made = await _computed(body, request, "embedding", items_of(body.input))
     rows = [embedding(one.values, True, body.dimensions) for one in made]
@@ -96,7 +97,7 @@ async def embeddings(body: EmbeddingsRequest, request: Request) -> JSONResponse:
         for i, row in enumerate(rows)
     ]
     answer = {"object": "list", "data": data, "model": server.name, "usage": _usage(made)}
-    return JSONResponse(answer, headers=headers(server, made))
+    return await rendered(answer, 0 if packed else sum(map(len, rows)), headers(server, made))
 
 
 @router.post("/v1/classify", response_model=openai_answers.Classification)

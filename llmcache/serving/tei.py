@@ -9,13 +9,14 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 from numpy.typing import NDArray
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
 from llmcache import __version__
 from llmcache.serving.encoder import Output
 from llmcache.serving.refusals import Refusal
+from llmcache.serving.rendering import rendered
 from llmcache.serving.server import Server
 from llmcache.serving.tei_answers import ERRORS, Info, Piece, Prediction, Rank
 from llmcache.serving.tenants import Tenant
@@ -117,18 +118,18 @@ class DecodeRequest(_Body):
 
 
 @router.post("/embed", response_model=list[list[float]])
-async def embed(body: EmbedRequest, request: Request) -> JSONResponse:
+async def embed(body: EmbedRequest, request: Request) -> Response:
     """Embeddings, one list of floats for each input."""
     server: Server = request.app.state.server
     server.needs("embedding")
     items = with_prompt(server, items_of(body.inputs), body.prompt_name)
     made = await computed(server, items, request.state.tenant, body)
     rows = [embedding(one.values, body.normalize, body.dimensions) for one in made]
-    return JSONResponse([row.tolist() for row in rows], headers=headers(server, made))
+    return await rendered([row.tolist() for row in rows], sum(map(len, rows)), headers(server, made))
 
 
 @router.post("/embed_all", response_model=list[list[list[float]]])
-async def embed_all(body: EmbedAllRequest, request: Request) -> JSONResponse:
+async def embed_all(body: EmbedAllRequest, request: Request) -> Response:
     """Embeddings of all tokens. Entries keep one vector an input, so these are computed."""
     server: Server = request.app.state.server
     server.needs("embedding")
@@ -137,7 +138,7 @@ async def embed_all(body: EmbedAllRequest, request: Request) -> JSONResponse:
     check_number(server, len(items))
     tokens = await server.encoder.tokens(items, truncates(server, body.truncate), body.truncation_direction)
     states = await server.encoder.states(all_answered(tokens, Tokens), server.on_device(server.served.states))
-    return JSONResponse(states)
+    return await rendered(states, sum(len(rows) * len(rows[0]) for rows in states))
 
 
 @router.post("/predict", response_model=list[Prediction] | list[list[Prediction]])
@@ -181,17 +182,16 @@ async def similarity(body: SimilarityRequest, request: Request) -> JSONResponse:
 
 
 @router.post("/tokenize", response_model=list[list[Piece]])
-async def tokenize(body: TokenizeRequest, request: Request) -> JSONResponse:
+async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     """Tokens of each text, with their places in it."""
     server: Server = request.app.state.server
     texts = [body.inputs] if isinstance(body.inputs, str) else body.inputs
     check_number(server, len(texts))
     items = with_prompt(server, texts, body.prompt_name)
-    return JSONResponse(
-        await asyncio.to_thread(
-            lambda: [server.tokenizing.pieces(str(text), body.add_special_tokens) for text in items]
-        )
+    pieces = await asyncio.to_thread(
+        lambda: [server.tokenizing.pieces(str(text), body.add_special_tokens) for text in items]
     )
+    return await rendered(pieces, 3 * sum(map(len, pieces)))
 
 
 @router.post("/decode", response_model=list[str])

@@ -420,6 +420,7 @@ def test_warm_up(stub: Stub) -> None:
         ([len(tokenizer())], "token ids are from 0 to"),
         ([-1, 2], "token ids are from 0 to"),
         ("secret \ud800", "no valid Unicode"),
+        ("secret \ud800" + " card" * 10_000, "no valid Unicode"),
         ([{"role": "odd", "content": "secret"}], "the model's chat template does not take these messages"),
     ],
 )

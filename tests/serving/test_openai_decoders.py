@@ -285,6 +285,18 @@ def test_what_served_it_is_told_where_the_operator_wants_it(client: TestClient) 
     assert other.json()["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
 
 
+def test_a_prompt_far_over_the_context_is_refused_without_all_of_it_tokenised(
+    stub: Stub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = Counted(tokenizer())
+    monkeypatch.setattr(stub.running, "_tokenizer", counted)
+    with TestClient(application(stub)) as client:
+        told = client.post("/v1/completions", json={"prompt": "card " * 10_000, **GREEDY})
+    assert (told.status_code, told.json()["error"]["param"]) == (400, "prompt")
+    assert "more than the 256 tokens" in told.json()["error"]["message"]
+    assert not counted.asked
+
+
 @pytest.mark.hostile("fields of the dialects")
 @pytest.mark.parametrize(
     ("body", "param", "status"),
