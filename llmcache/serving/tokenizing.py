@@ -39,8 +39,12 @@ class Tokens:
         return len(self.ids)
 
 
+class TooLong(Refusal):
+    """An input that has too many tokens, and is not to be cut."""
+
+
 class Tokenizing:
-    """One model's tokenizer. Thread-safe."""
+    """One model's tokenizer. Thread-safe. Refusals say what an input is or has; `Fields` names it."""
 
     def __init__(self, tokenizer: Any, max_length: int, vocabulary: int) -> None:
         """Take a tokenizer.
@@ -119,7 +123,7 @@ class Tokenizing:
         except Refusal as refusal:
             return refusal
         except Exception:  # of a tokenizer: its text may quote the input
-            return Refusal("tokenizer", "`inputs`: the tokenizer failed on this input")
+            return Refusal("tokenizer", "made the tokenizer fail")
 
     def _given(self, ids: list[int], truncate: bool, side: Side) -> Tokens:
         self._check_ids(ids)
@@ -165,18 +169,15 @@ class Tokenizing:
             Refusal: There are none at all, or too many and they are not to be cut.
         """
         if n_tokens == 0:
-            raise Refusal("empty", "`inputs` cannot be empty")
+            raise Refusal("empty", "cannot be empty")
         if n_tokens > self.max_length and not truncate:
             given = f"{n_tokens}" if is_all else f"more than {self.max_length}"
-            raise Refusal(
-                "invalid",
-                f"`inputs` must have at most {self.max_length} tokens. Given: {given}; shorten it, or set `truncate`",
-            )
+            raise TooLong("invalid", f"must have at most {self.max_length} tokens. Given: {given}")
         return max(0, n_tokens - self.max_length)
 
     def _check_ids(self, ids: Sequence[int]) -> None:
         if not all(0 <= one < self._vocabulary for one in ids):
-            raise Refusal("invalid", f"`inputs`: token ids are from 0 to {self._vocabulary - 1}")
+            raise Refusal("invalid", f"has token ids that are not from 0 to {self._vocabulary - 1}")
 
 
 def is_long(items: Sequence[Item]) -> bool:
@@ -213,4 +214,4 @@ def _check(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise Refusal("tokenizer", "`inputs`: the text is no valid Unicode (a lone surrogate)") from error
+        raise Refusal("tokenizer", "is no valid Unicode (a lone surrogate)") from error
