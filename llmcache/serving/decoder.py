@@ -207,10 +207,13 @@ class Decoder:
         if known is None:
             # What is known of one namespace is not known in another, where the time would tell what was asked here.
             known = self._prompts[namespace] = PromptCache(self._tokenizer, max_entries=_PROMPTS_KNOWN)
+        began = perf_counter()
         try:
-            return known.encode(prompt).ids
+            ids = known.encode(prompt).ids
         except RequestError as error:
             raise Refusal("tokenizer", _why(prompt, error), param=param) from None  # its text may quote the prompt
+        self.watcher.tokenised(perf_counter() - began)
+        return ids
 
     def _may_have_room(self, prompt: Any) -> bool:
         """Whether the context may have room for a prompt; a text that is far too long is not tokenised, nor kept."""

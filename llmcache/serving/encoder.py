@@ -151,7 +151,7 @@ class Encoder:
         """Tokens of each input, or why it has none; arguments as of `run`."""
         pool = self._tokenising if is_long(items) else self._pool
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(pool, self._tokenizing.encode, items, truncate, side)
+        return await loop.run_in_executor(pool, self._tokenised, items, truncate, side)
 
     async def states(self, tokens: Sequence[Tokens], states_of: Forward) -> list[list[list[float]]]:
         """States of all tokens of inputs, one input at a time, computed as if there were no cache.
@@ -174,6 +174,14 @@ class Encoder:
         """End the threads of lookups."""
         for pool in (self._tokenising, self._pool):
             pool.shutdown()
+
+    # -- in the threads of lookups and of long texts -----------------------------------------------------------------
+
+    def _tokenised(self, items: Sequence[Item], truncate: bool, side: Side) -> list[Tokens | Refusal]:
+        began = perf_counter()
+        found = self._tokenizing.encode(items, truncate, side)
+        self._watcher.tokenised(perf_counter() - began)
+        return found
 
     # -- in the lookups' thread ----------------------------------------------------------------------------------------
 
@@ -231,7 +239,7 @@ class Encoder:
         tokens = await self.tokens(items, truncate, side) if is_long(items) else None
 
         def look_up() -> list[Output | Tokens | Refusal]:
-            known = self._tokenizing.encode(items, truncate, side) if tokens is None else tokens
+            known = self._tokenised(items, truncate, side) if tokens is None else tokens
             return self._look_up(known, namespace)
 
         self._n_looking += 1
@@ -287,6 +295,7 @@ class Encoder:
                     miss.answer.set_exception(output)
                     miss.answer.exception()  # seen, should nobody wait for it any more
                 else:
+                    self._watcher.computed(output.compute_s)
                     miss.answer.set_result(output)
 
     def _next_batch(self) -> list[_Miss]:

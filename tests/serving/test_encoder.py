@@ -106,6 +106,27 @@ def test_a_hit_does_not_wait_for_a_long_text(server: Server, monkeypatch: pytest
     within(server, work)
 
 
+def test_times_of_tokenising_and_of_the_model_are_told(server: Server) -> None:
+    def counts() -> list[float]:
+        read = server.metrics.registry.get_sample_value
+        names = [f"llmcache_request_{part}_duration_count" for part in ("tokenization", "inference")]
+        return [read(name, {"model_name": server.name}) or 0 for name in names]
+
+    async def work() -> None:
+        assert counts() == [0, 0]
+        await _ask(server, TEXTS)
+        assert counts() == [1, len(TEXTS)]
+        await _ask(server, [*TEXTS, "my card"])
+        assert counts() == [2, len(TEXTS) + 1]
+        await _ask(server, ["my card " * 2000], truncate=True)
+        assert counts() == [3, len(TEXTS) + 2]
+        assert server.encoder is not None
+        await server.encoder.tokens(TEXTS, False, "right")
+        assert counts() == [4, len(TEXTS) + 2]
+
+    within(server, work)
+
+
 def test_texts_that_are_short_are_looked_up_in_one_turn_of_the_thread(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
