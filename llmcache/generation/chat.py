@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from llmcache.errors import RequestError
+from llmcache.generation.detokenizer import Detokenizer
 from llmcache.generation.kv_caches import context_length
 from llmcache.generation.prompt_cache import Message, Prompt, PromptCache, Truncate
 from llmcache.generation.results import Generation
@@ -20,7 +21,6 @@ from llmcache.generation.stream import Stream, stream
 from llmcache.generation.validation import decoder_config
 
 _KEPT = 0.75  # of the room, after turns were forgotten: the next few then begin alike again, which prefixes live on
-_UNFINISHED = "\ufffd"  # what a tokenizer makes of a character whose last bytes are in the next token
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +45,9 @@ class Turn:
 class Answer(Iterator[str]):
     """An answer as it is made: pieces of text. Closed or interrupted, it is not remembered. One thread at a time."""
 
-    def __init__(self, tokens: Stream, tokenizer: Any) -> None:
+    def __init__(self, tokens: Stream, detokenizer: Detokenizer) -> None:
         self._tokens = tokens
-        self._tokenizer = tokenizer
-        self._ids: list[int] = []
+        self._detokenizer = detokenizer
         self.text = ""
         self.is_whole = False
 
@@ -56,15 +55,11 @@ class Answer(Iterator[str]):
         """The next piece, which no later token changes."""
         while not self.is_whole:
             token = next(self._tokens, None)
-            if token is None:
-                self.is_whole = True
-            else:
-                self._ids.append(token.id)
-            text = self._tokenizer.decode(self._ids, skip_special_tokens=True)
-            if self.is_whole or not text.endswith(_UNFINISHED):
-                piece, self.text = text[len(self.text) :], text
-                if piece:
-                    return str(piece)
+            self.is_whole = token is None
+            piece = self._detokenizer.rest() if token is None else self._detokenizer.add(token.id)
+            self.text += piece
+            if piece:
+                return piece
         raise StopIteration
 
     def close(self) -> None:
@@ -158,7 +153,7 @@ class Chat:
         prompt, kept = self._encode({"role": "user", "content": text})
         encode_s = perf_counter() - started
         ids = torch.tensor([prompt.ids], device=next(self._model.parameters()).device)
-        answer = Answer(stream(self._model, ids, self._sampling), self._tokenizer)
+        answer = Answer(stream(self._model, ids, self._sampling), Detokenizer(self._tokenizer, prompt.ids))
         self._open = _Open(text, prompt, encode_s, answer, kept)
         return answer
 

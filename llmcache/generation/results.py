@@ -15,8 +15,9 @@ class Token:
 
     Attributes:
         id: Its id.
-        logprob: Its natural log-probability in the distribution that it was chosen from, processors applied.
-        top: The `n_logprobs` likeliest tokens, (id, logprob), likeliest first; fewer where fewer are possible.
+        logprob: Its natural log-probability by the model's own logits, before temperature, penalties, top_k and top_p,
+            as OpenAI's servers and vLLM tell it by default.
+        top: The `n_logprobs` tokens that are likeliest by these, (id, logprob), likeliest first.
         time_s: When it came, in seconds since the request.
     """
 

@@ -65,7 +65,8 @@ class Sampling:
         seed: Of the draw. The same seed and prompt give the same tokens.
         max_new_tokens: Tokens at most; 20 is what transformers gives by default.
         stop_ids: Tokens that end a generation, and are its last; None: the model's end-of-text tokens; (): none.
-        n_logprobs: How many of the likeliest tokens are told with each, with their log-probabilities.
+        n_logprobs: How many of the likeliest tokens are told with each, with their log-probabilities, which are the
+            model's own: no setting above changes them.
     """
 
     do_sample: bool = False
@@ -159,9 +160,10 @@ class Chooser:
 
     def __call__(self, ids: Tensor, logits: Tensor) -> Choice:
         """Choose what follows prompt and answer so far, int64 (1, T), by its logits (1, V), which must be finite."""
-        scores = self._processors(ids, logits.to(torch.float32))  # as transformers: in half precision ties are many
-        logprobs = torch.log_softmax(scores, dim=-1)[0]
-        if bool(logprobs.isnan().any()):
+        own = logits.to(torch.float32)  # as transformers: in half precision ties are many
+        logprobs = torch.log_softmax(own, dim=-1)[0]
+        scores = self._processors(ids, own)
+        if bool(logprobs.isnan().any() or (scores is not own and torch.softmax(scores, dim=-1).isnan().any())):
             raise RequestError("the model's logits are not finite, so no token follows: run it in a wider dtype")
         if self._sampling.do_sample:
             chosen = int(torch.multinomial(torch.softmax(scores, dim=-1), 1, generator=self._rng))

@@ -1,9 +1,14 @@
-"""Connections that are closed when the head of a request does not come: uvicorn alone waits for it for ever."""
+"""Connections that are closed when the head of a request does not come, and that answer a client that sends no more.
+
+uvicorn alone waits for a head for ever, and takes a client that has closed its half of a connection for gone.
+"""
 
 import asyncio
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+_FIRST_PROBE_S = 0.05  # after it each comes twice as late as the one before
 
 
 class Connection(H11Protocol):
@@ -13,6 +18,8 @@ class Connection(H11Protocol):
     head_timeout_s = 10.0
 
     _waiting: asyncio.TimerHandle | None = None
+    _probing: asyncio.TimerHandle | None = None
+    _has_ended = False  # no more will come of the client
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Wait for the first request."""
@@ -27,10 +34,47 @@ class Connection(H11Protocol):
         else:
             self._stop_waiting()
 
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Keep the connection while a whole request is unanswered: its client may still read."""
+        if not self._is_unanswered or self.scheme == "https" or self.scope["http_version"] == "1.0":
+            return False
+        if not self._has_ended:
+            self._has_ended = True
+            self._probe(_FIRST_PROBE_S)
+        return True
+
+    def on_response_complete(self) -> None:
+        """Close the connection once all is answered that came before its end."""
+        super().on_response_complete()
+        if self._has_ended and self.conn.their_state is h11.IDLE:
+            self.timeout_keep_alive_handler()
+
     def connection_lost(self, exc: Exception | None) -> None:
         """Wait no longer."""
         self._stop_waiting()
+        if self._probing is not None:
+            self._probing.cancel()
         super().connection_lost(exc)
+
+    @property
+    def _is_unanswered(self) -> bool:
+        """Whether a request has come as a whole, and its answer has not gone out as one."""
+        return self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
+
+    def _probe(self, pause_s: float) -> None:
+        """Find out whether a client reads that sends no more.
+
+        One that has gone ends its half just so. What is sent to it then comes back as an error, and that closes the
+        connection. Before an answer this may be `100 Continue`, which every client of HTTP/1.1 passes over; older ones
+        do not know it, and are taken to have gone. Once an answer has begun, its next part does the same.
+        """
+        if self.transport.is_closing():
+            return
+        if self._is_unanswered and not self.cycle.response_started:
+            self.transport.write(
+                self.conn.send(h11.InformationalResponse(status_code=100, headers=[], reason="Continue"))
+            )
+        self._probing = self.loop.call_later(pause_s, self._probe, 2 * pause_s)
 
     def _wait_for_head(self) -> None:
         if self._waiting is None:

@@ -30,6 +30,7 @@ from llmcache.serving.model_thread import ModelThread
 from llmcache.serving.refusals import Refusal
 from llmcache.serving.settings import ServerSettings
 from llmcache.serving.tenants import PUBLIC, Tenant
+from llmcache.serving.tokenizing import beginning
 from llmcache.serving.watching import IN_FLIGHT, Watcher
 
 logger = logging.getLogger("llmcache.serving")
@@ -199,14 +200,30 @@ class Decoder:
 
     def _encode(self, prompt: Any, param: str, namespace: str) -> Ids:
         """Token ids of a prompt, in a thread of its own."""
+        if not self._may_have_room(prompt):
+            message = f"the prompt has more than the {self.context} tokens of the model's context: shorten it"
+            raise Refusal("invalid", message, param=param)
         known = self._prompts.get(namespace)
         if known is None:
             # What is known of one namespace is not known in another, where the time would tell what was asked here.
             known = self._prompts[namespace] = PromptCache(self._tokenizer, max_entries=_PROMPTS_KNOWN)
+        began = perf_counter()
         try:
-            return known.encode(prompt).ids
+            ids = known.encode(prompt).ids
         except RequestError as error:
             raise Refusal("tokenizer", _why(prompt, error), param=param) from None  # its text may quote the prompt
+        self.watcher.tokenised(perf_counter() - began)
+        return ids
+
+    def _may_have_room(self, prompt: Any) -> bool:
+        """Whether the context may have room for a prompt; a text that is far too long is not tokenised, nor kept."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if not isinstance(prompt, str) or self.context is None or backend is None:
+            return True
+        try:
+            return len(beginning(backend, prompt, self.context)) == len(prompt)
+        except Exception:  # of a tokenizer: what is wrong is said where all of it is tokenised
+            return True
 
     def _stream(self, ids: Ids, sampling: Sampling) -> Stream:
         model = self._cache.model
@@ -346,7 +363,8 @@ class Generating(AsyncIterator[Token]):
     """The tokens of one request as they come; made by `Decoder.start`. One task at a time.
 
     Attributes:
-        n_prompt: Tokens of the prompt.
+        prompt: Token ids that it goes on with.
+        n_prompt: How many.
         stopped_by: With the last token why it is that; None before.
     """
 
@@ -357,7 +375,8 @@ class Generating(AsyncIterator[Token]):
         self._is_begun = False
         self._is_over = False
         self._started_s = perf_counter()
-        self.n_prompt = len(flight.key[1])
+        self.prompt: Ids = flight.key[1]
+        self.n_prompt = len(self.prompt)
         self.stopped_by: StoppedBy | None = None
         self.items: asyncio.Queue[_Item | Refusal] = asyncio.Queue()
         for item in flight.items:

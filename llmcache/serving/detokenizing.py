@@ -1,40 +1,10 @@
-"""From tokens to text while they come: no character is torn apart, and a text that ends the answer is found in time."""
+"""Texts that end an answer, found in time, and tokens by themselves."""
 
 from collections.abc import Sequence
 from typing import Any, Final
 
 _UNFINISHED: Final = "\ufffd"  # what a tokenizer makes of a character whose last bytes are in the next token
 _SPACE: Final = "\u2581"  # what sentencepiece writes for a space
-
-
-class Detokenizer:
-    """The text of one answer, in pieces that no later token changes. A token costs the same at any length."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._ids: list[int] = []
-        self._begin = 0  # tokens from here on are decoded, as what stands before a token may change its text
-        self._told = 0  # tokens up to here have been told
-
-    def add(self, token: int) -> str:
-        """What a token adds; empty while it ends within a character."""
-        self._ids.append(token)
-        return self._piece(is_whole=False)
-
-    def rest(self) -> str:
-        """What was held back, at the end of the answer."""
-        return self._piece(is_whole=True)
-
-    def _piece(self, is_whole: bool) -> str:
-        before, now = self._decode(self._ids[self._begin : self._told]), self._decode(self._ids[self._begin :])
-        if now.endswith(_UNFINISHED) and not is_whole:
-            return ""
-        self._begin, self._told = self._told, len(self._ids)
-        return now[len(before) :]
-
-    def _decode(self, ids: Sequence[int]) -> str:
-        # Without cleaning up, which would take back a space that was told already.
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 class StopTexts:

@@ -1,6 +1,7 @@
 """Encoder requests: hits are answered as soon as they are tokenised, misses gathered and computed in batches.
 
-    tokens -> looked up, in a thread of its own, at once: a hit never waits for what the model is computing
+    tokens -> looked up, in a thread of its own, at once: a hit never waits for what the model is computing,
+              nor for long texts, which another thread tokenises
            -> the same request in flight: its answer is waited for
            -> queue -> a batch of one namespace, with little padding -> the model's thread -> stored by the cache
 
@@ -26,7 +27,7 @@ from llmcache.serving.model_thread import ModelThread
 from llmcache.serving.refusals import Refusal
 from llmcache.serving.settings import ServerSettings
 from llmcache.serving.tenants import PUBLIC
-from llmcache.serving.tokenizing import Item, Side, Tokenizing, Tokens
+from llmcache.serving.tokenizing import Item, Side, Tokenizing, Tokens, is_long
 from llmcache.serving.watching import Watcher
 
 _PADDED = 0.25  # of a batch's tokens: so much padding is always allowed
@@ -111,6 +112,7 @@ class Encoder:
         self._n_looking = 0
         self._padding = _PADDING
         self._pool = ThreadPoolExecutor(1, "llmcache-lookup")
+        self._tokenising = ThreadPoolExecutor(1, "llmcache-tokenise")  # of long texts
 
     def __len__(self) -> int:
         """Inputs that wait or are being computed."""
@@ -130,12 +132,7 @@ class Encoder:
             truncate: Cut what is too long; else it is refused.
             side: Where it is cut.
         """
-        loop = asyncio.get_running_loop()
-        self._n_looking += 1
-        try:
-            found = await loop.run_in_executor(self._pool, self._look_up, items, namespace, truncate, side)
-        finally:
-            self._n_looking -= 1
+        found = await self._found(items, namespace, truncate, side)
         waiting = {i: self._wanted((namespace, one)) for i, one in enumerate(found) if isinstance(one, Tokens)}
         try:
             answers = await asyncio.gather(*(self._answer(miss) for miss in waiting.values()))
@@ -152,8 +149,9 @@ class Encoder:
 
     async def tokens(self, items: Sequence[Item], truncate: bool, side: Side) -> list[Tokens | Refusal]:
         """Tokens of each input, or why it has none; arguments as of `run`."""
+        pool = self._tokenising if is_long(items) else self._pool
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._pool, self._tokenizing.encode, items, truncate, side)
+        return await loop.run_in_executor(pool, self._tokenised, items, truncate, side)
 
     async def states(self, tokens: Sequence[Tokens], states_of: Forward) -> list[list[list[float]]]:
         """States of all tokens of inputs, one input at a time, computed as if there were no cache.
@@ -173,16 +171,23 @@ class Encoder:
             raise _failed() from None
 
     def close(self) -> None:
-        """End the lookups' thread."""
-        self._pool.shutdown()
+        """End the threads of lookups."""
+        for pool in (self._tokenising, self._pool):
+            pool.shutdown()
+
+    # -- in the threads of lookups and of long texts -----------------------------------------------------------------
+
+    def _tokenised(self, items: Sequence[Item], truncate: bool, side: Side) -> list[Tokens | Refusal]:
+        began = perf_counter()
+        found = self._tokenizing.encode(items, truncate, side)
+        self._watcher.tokenised(perf_counter() - began)
+        return found
 
     # -- in the lookups' thread ----------------------------------------------------------------------------------------
 
-    def _look_up(
-        self, items: Sequence[Item], namespace: str, truncate: bool, side: Side
-    ) -> list[Output | Tokens | Refusal]:
+    def _look_up(self, tokens: Sequence[Tokens | Refusal], namespace: str) -> list[Output | Tokens | Refusal]:
         """Outputs of inputs that the cache holds, tokens of those that it does not."""
-        found: list[Output | Tokens | Refusal] = list(self._tokenizing.encode(items, truncate, side))
+        found: list[Output | Tokens | Refusal] = list(tokens)
         if not self._is_caching():
             return found
         # Without keys everybody has one namespace.
@@ -226,6 +231,22 @@ class Encoder:
         return {}
 
     # -- in the event loop ---------------------------------------------------------------------------------------------
+
+    async def _found(
+        self, items: Sequence[Item], namespace: str, truncate: bool, side: Side
+    ) -> list[Output | Tokens | Refusal]:
+        """See `_look_up`. Short texts are tokenised in the same turn of its thread, long ones before it."""
+        tokens = await self.tokens(items, truncate, side) if is_long(items) else None
+
+        def look_up() -> list[Output | Tokens | Refusal]:
+            known = self._tokenised(items, truncate, side) if tokens is None else tokens
+            return self._look_up(known, namespace)
+
+        self._n_looking += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, look_up)
+        finally:
+            self._n_looking -= 1
 
     def _wanted(self, key: _Key) -> _Miss:
         """The input that waits to be computed, which is queued now if it does not yet."""
@@ -274,6 +295,7 @@ class Encoder:
                     miss.answer.set_exception(output)
                     miss.answer.exception()  # seen, should nobody wait for it any more
                 else:
+                    self._watcher.computed(output.compute_s)
                     miss.answer.set_result(output)
 
     def _next_batch(self) -> list[_Miss]:

@@ -76,14 +76,18 @@ class Metrics(Watcher):
         self._e2e, self._queue = e2e.labels(model_name), queue.labels(model_name)
         self._first = self._histogram("time_to_first_token_seconds", "From request to first token.").labels(model_name)
         self._inter = self._histogram("inter_token_latency_seconds", "Between two tokens.").labels(model_name)
-        self._prefill, self._decode, self._inference = (
+        tokenisation = self._histogram("request_tokenization_duration", "Until inputs were tokens, without waits.")
+        self._tokenisation = tokenisation.labels(model_name)
+        self._prefill, self._decode = (
             self._histogram(f"request_{part}_time_seconds", f"Of generations: {text}.").labels(model_name)
             for part, text in (
                 ("prefill", "from the end of the wait to the first token"),
                 ("decode", "from the first token to the last"),
-                ("inference", "both"),
             )
         )
+        text = "Of inputs that were computed: their batch; of generations: prefill and decode."
+        inference = self._histogram("request_inference_time_seconds", text)
+        self._inference = inference.labels(model_name)
         self._batch_size = self._histogram("batch_next_size", "Inputs computed at once.", buckets=_ROWS)
         self._batch_tokens = self._histogram(
             "batch_next_tokens", "Tokens computed at once, padding included.", buckets=_TOKENS
@@ -96,7 +100,8 @@ class Metrics(Watcher):
         self.watch()
 
         self.registry.register(CacheFigures(model_name, cache))
-        self.registry.register(_Copies({"request_duration": e2e, "request_queue_duration": queue}))
+        durations = {"request_duration": e2e, "request_queue_duration": queue, "request_inference_duration": inference}
+        self.registry.register(_Copies(durations))
         self.registry.register(_Copies({"queue_size": self._waiting}))
         self.registry.register(_Counts(model_name, UnknownMetricFamily, "Requests for inference.", self._counts))
         for make in (ProcessCollector, PlatformCollector, GCCollector):
@@ -133,6 +138,14 @@ class Metrics(Watcher):
         self._by_rung.labels(self._model_name, name).inc()
         self._prompt_tokens.inc(n_prompt_tokens)
         self._cached_tokens.inc(n_cached_tokens)
+
+    def tokenised(self, seconds: float) -> None:
+        """Count a request by the time in which its inputs became tokens."""
+        self._tokenisation.observe(seconds)
+
+    def computed(self, seconds: float) -> None:
+        """Count an input by the time in which its batch was computed."""
+        self._inference.observe(seconds)
 
     def queued(self, seconds: float) -> None:
         """Count the wait of a request that was computed."""

@@ -17,9 +17,10 @@ from fastapi.responses import JSONResponse, Response
 from fastapi.sse import EventSourceResponse, format_sse_event
 
 from llmcache.generation import StoppedBy, Token
+from llmcache.generation.detokenizer import Detokenizer
 from llmcache.serving import openai_answers
 from llmcache.serving.decoder import Decoder, Generating, Ids
-from llmcache.serving.detokenizing import Detokenizer, StopTexts, TokenTexts
+from llmcache.serving.detokenizing import StopTexts, TokenTexts
 from llmcache.serving.openai_schemas import ChatRequest, CompletionRequest, GenerationRequest
 from llmcache.serving.refusals import Refusal
 from llmcache.serving.server import Server
@@ -315,7 +316,7 @@ async def read_text(answer: Generating, tokenizer: Any, stops: Sequence[str]) ->
         tokenizer: Of the model.
         stops: Texts before which the answer ends, none of them empty.
     """
-    detokenizer, finder = Detokenizer(tokenizer), StopTexts(stops)
+    detokenizer, finder = Detokenizer(tokenizer, answer.prompt), StopTexts(stops)
     tokens: list[Token] = []
     async for token in answer:
         tokens.append(token)

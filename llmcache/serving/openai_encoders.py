@@ -3,24 +3,28 @@
 import base64
 from collections.abc import Sequence
 from time import time
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 from uuid import uuid4
 
 import numpy as np
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr
 
 from llmcache.serving import openai_answers
 from llmcache.serving.encoder import Output
+from llmcache.serving.fields import Fields
 from llmcache.serving.loading import Kind
 from llmcache.serving.refusals import Refusal
+from llmcache.serving.rendering import rendered
 from llmcache.serving.server import Server
-from llmcache.serving.tei import Cut, Input, Texts, computed, embedding, items_of, probabilities, sigmoid
+from llmcache.serving.tei import Cut, Input, Texts, computed, embedding, is_one, items_of, probabilities, sigmoid
 from llmcache.serving.timings import headers
 from llmcache.serving.tokenizing import Item
 
 router = APIRouter(tags=["openai"], responses=openai_answers.ERRORS)
+
+_CUT: Final = "set `truncate_prompt_tokens` to -1"
 
 
 class _Body(BaseModel):
@@ -82,9 +86,10 @@ async def model(name: str, request: Request) -> JSONResponse:
 
 
 @router.post("/v1/embeddings", response_model=openai_answers.Embeddings)
-async def embeddings(body: EmbeddingsRequest, request: Request) -> JSONResponse:
+async def embeddings(body: EmbeddingsRequest, request: Request) -> Response:
     """Embeddings as OpenAI shapes them, of norm 1."""
-    server, made = await _computed(body, request, "embedding", items_of(body.input))
+    fields = Fields("input", not is_one(body.input), cut=_CUT)
+    server, made = await _computed(body, request, "embedding", items_of(body.input), fields)
     rows = [embedding(one.values, True, body.dimensions) for one in made]
     packed = body.encoding_format == "base64"
     data = [
@@ -96,13 +101,14 @@ async def embeddings(body: EmbeddingsRequest, request: Request) -> JSONResponse:
         for i, row in enumerate(rows)
     ]
     answer = {"object": "list", "data": data, "model": server.name, "usage": _usage(made)}
-    return JSONResponse(answer, headers=headers(server, made))
+    return await rendered(answer, 0 if packed else sum(map(len, rows)), headers(server, made))
 
 
 @router.post("/v1/classify", response_model=openai_answers.Classification)
 async def classify(body: ClassifyRequest, request: Request) -> JSONResponse:
     """The likeliest label of each input, and the probabilities of all."""
-    server, made = await _computed(body, request, "classifier", items_of(body.input))
+    fields = Fields("input", not is_one(body.input), cut=_CUT)
+    server, made = await _computed(body, request, "classifier", items_of(body.input), fields)
     shares = [probabilities(server, one.values) for one in made]
     data = [
         {
@@ -129,7 +135,8 @@ async def classify(body: ClassifyRequest, request: Request) -> JSONResponse:
 async def rerank(body: RerankRequest, request: Request) -> JSONResponse:
     """How well documents suit a query, best first, as Jina and Cohere shape it."""
     texts = [one if isinstance(one, str) else one.text for one in body.documents]
-    server, made = await _computed(body, request, "reranker", [(body.query, text) for text in texts])
+    fields = Fields("documents", True, beside="query", cut=_CUT)
+    server, made = await _computed(body, request, "reranker", [(body.query, text) for text in texts], fields)
     scores = [sigmoid(one.values[0]) for one in made]
     order = sorted(range(len(scores)), key=lambda i: -scores[i])[: body.top_n or None]
     results = [
@@ -142,12 +149,14 @@ async def rerank(body: RerankRequest, request: Request) -> JSONResponse:
     return JSONResponse(answer, headers=headers(server, made))
 
 
-async def _computed(body: _Body, request: Request, kind: Kind, items: Sequence[Item]) -> tuple[Server, list[Output]]:
+async def _computed(
+    body: _Body, request: Request, kind: Kind, items: Sequence[Item], fields: Fields
+) -> tuple[Server, list[Output]]:
     """The server, and what its model, of this kind, makes of inputs."""
     server: Server = request.app.state.server
     server.check_name(body.model)
     server.needs(kind)
-    return server, await computed(server, items, request.state.tenant, _cut(body))
+    return server, await computed(server, items, request.state.tenant, _cut(body), fields)
 
 
 def _cut(body: _Body) -> Cut:

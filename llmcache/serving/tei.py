@@ -5,17 +5,19 @@ Fields that it does not know are ignored, as there. What a route of another kind
 
 import asyncio
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 from numpy.typing import NDArray
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
 from llmcache import __version__
 from llmcache.serving.encoder import Output
+from llmcache.serving.fields import Fields
 from llmcache.serving.refusals import Refusal
+from llmcache.serving.rendering import rendered
 from llmcache.serving.server import Server
 from llmcache.serving.tei_answers import ERRORS, Info, Piece, Prediction, Rank
 from llmcache.serving.tenants import Tenant
@@ -24,7 +26,6 @@ from llmcache.serving.tokenizing import Item, Tokens
 
 router = APIRouter(tags=["text-embeddings-inference"], responses=ERRORS)
 
-_T = TypeVar("_T")
 _FAST = Field(fail_fast=True)  # a million wrong items are one error
 Texts = Annotated[list[StrictStr], _FAST]
 _Ids = Annotated[list[StrictInt], Field(min_length=1, fail_fast=True)]
@@ -117,27 +118,29 @@ class DecodeRequest(_Body):
 
 
 @router.post("/embed", response_model=list[list[float]])
-async def embed(body: EmbedRequest, request: Request) -> JSONResponse:
+async def embed(body: EmbedRequest, request: Request) -> Response:
     """Embeddings, one list of floats for each input."""
     server: Server = request.app.state.server
     server.needs("embedding")
     items = with_prompt(server, items_of(body.inputs), body.prompt_name)
-    made = await computed(server, items, request.state.tenant, body)
+    fields = Fields("inputs", not is_one(body.inputs))
+    made = await computed(server, items, request.state.tenant, body, fields)
     rows = [embedding(one.values, body.normalize, body.dimensions) for one in made]
-    return JSONResponse([row.tolist() for row in rows], headers=headers(server, made))
+    return await rendered([row.tolist() for row in rows], sum(map(len, rows)), headers(server, made))
 
 
 @router.post("/embed_all", response_model=list[list[list[float]]])
-async def embed_all(body: EmbedAllRequest, request: Request) -> JSONResponse:
+async def embed_all(body: EmbedAllRequest, request: Request) -> Response:
     """Embeddings of all tokens. Entries keep one vector an input, so these are computed."""
     server: Server = request.app.state.server
     server.needs("embedding")
     assert server.encoder is not None
     items = with_prompt(server, items_of(body.inputs), body.prompt_name)
+    fields = Fields("inputs", not is_one(body.inputs))
     check_number(server, len(items))
     tokens = await server.encoder.tokens(items, truncates(server, body.truncate), body.truncation_direction)
-    states = await server.encoder.states(all_answered(tokens, Tokens), server.on_device(server.served.states))
-    return JSONResponse(states)
+    states = await server.encoder.states(fields.all(tokens, Tokens), server.on_device(server.served.states))
+    return await rendered(states, sum(len(rows) * len(rows[0]) for rows in states))
 
 
 @router.post("/predict", response_model=list[Prediction] | list[list[Prediction]])
@@ -146,7 +149,7 @@ async def predict(body: PredictRequest, request: Request) -> JSONResponse:
     server: Server = request.app.state.server
     server.needs("classifier")
     items, is_batch = classified_of(body.inputs)
-    made = await computed(server, items, request.state.tenant, body)
+    made = await computed(server, items, request.state.tenant, body, Fields("inputs", is_batch))
     found = [_ranked(server, one.values, body.raw_scores) for one in made]
     return JSONResponse(found if is_batch else found[0], headers=headers(server, made))
 
@@ -156,7 +159,8 @@ async def rerank(body: RerankRequest, request: Request) -> JSONResponse:
     """How well texts suit a query, best first."""
     server: Server = request.app.state.server
     server.needs("reranker")
-    made = await computed(server, [(body.query, text) for text in body.texts], request.state.tenant, body)
+    items, fields = [(body.query, text) for text in body.texts], Fields("texts", True, beside="query")
+    made = await computed(server, items, request.state.tenant, body, fields)
     scores = [float(one.values[0]) if body.raw_scores else sigmoid(one.values[0]) for one in made]
     ranks = [
         {"index": i, "score": scores[i]} | ({"text": body.texts[i]} if body.return_text else {})
@@ -175,34 +179,33 @@ async def similarity(body: SimilarityRequest, request: Request) -> JSONResponse:
     if len(texts) == 1:
         raise Refusal("empty", "`inputs.sentences` cannot be empty")
     items = with_prompt(server, texts, asked.prompt_name)
-    made = await computed(server, items, request.state.tenant, asked)
+    fields = Fields("inputs.sentences", True, first="inputs.source_sentence", cut="set `parameters.truncate`")
+    made = await computed(server, items, request.state.tenant, asked, fields)
     source, *others = (embedding(one.values, True, None) for one in made)
     return JSONResponse([float(source @ one) for one in others], headers=headers(server, made))
 
 
 @router.post("/tokenize", response_model=list[list[Piece]])
-async def tokenize(body: TokenizeRequest, request: Request) -> JSONResponse:
+async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     """Tokens of each text, with their places in it."""
     server: Server = request.app.state.server
     texts = [body.inputs] if isinstance(body.inputs, str) else body.inputs
     check_number(server, len(texts))
     items = with_prompt(server, texts, body.prompt_name)
-    return JSONResponse(
-        await asyncio.to_thread(
-            lambda: [server.tokenizing.pieces(str(text), body.add_special_tokens) for text in items]
-        )
-    )
+    fields, pieces_of = Fields("inputs", texts is body.inputs), server.tokenizing.pieces
+    pieces = await asyncio.to_thread(fields.each, lambda text: pieces_of(text, body.add_special_tokens), items)
+    return await rendered(pieces, 3 * sum(map(len, pieces)))
 
 
 @router.post("/decode", response_model=list[str])
 async def decode(body: DecodeRequest, request: Request) -> JSONResponse:
     """The texts of token ids."""
     server: Server = request.app.state.server
-    rows = [one for one in body.ids if isinstance(one, list)] or [[one for one in body.ids if isinstance(one, int)]]
-    check_number(server, len(rows))
-    return JSONResponse(
-        await asyncio.to_thread(lambda: [server.tokenizing.decode(row, body.skip_special_tokens) for row in rows])
-    )
+    is_list = bool(body.ids) and isinstance(body.ids[0], list)
+    rows = body.ids if is_list else [body.ids]
+    check_number(server, len(rows), "ids")
+    fields, text_of = Fields("ids", is_list), server.tokenizing.decode
+    return JSONResponse(await asyncio.to_thread(fields.each, lambda row: text_of(row, body.skip_special_tokens), rows))
 
 
 @router.get("/info", response_model=Info)
@@ -240,35 +243,23 @@ async def info(request: Request) -> JSONResponse:
 # -- shared with the other dialect -------------------------------------------------------------------------------------
 
 
-async def computed(server: Server, items: Sequence[Item], tenant: Tenant, cut: Cut) -> list[Output]:
-    """What the model makes of inputs.
+async def computed(server: Server, items: Sequence[Item], tenant: Tenant, cut: Cut, fields: Fields) -> list[Output]:
+    """What the model makes of inputs, which the request has in these fields.
 
     Raises:
         Refusal: There are too many or none, or one of them is refused: the first one's reason.
     """
     assert server.encoder is not None
-    check_number(server, len(items))
+    check_number(server, len(items), fields.name)
     found = await server.encoder.run(items, tenant.namespace, truncates(server, cut.truncate), cut.truncation_direction)
-    return all_answered(found, Output)
+    return fields.all(found, Output)
 
 
-def all_answered(found: Sequence[_T | Refusal], kind: type[_T]) -> list[_T]:
-    """All of them.
-
-    Raises:
-        Refusal: One was refused: the first one's reason.
-    """
-    refused = next((one for one in found if isinstance(one, Refusal)), None)
-    if refused is not None:
-        raise refused
-    return [one for one in found if isinstance(one, kind)]
-
-
-def check_number(server: Server, n: int) -> None:
+def check_number(server: Server, n: int, field: str = "inputs") -> None:
     """Refuse requests of no input, and of too many."""
     most = server.settings.max_client_batch_size
     if n == 0:
-        raise Refusal("empty", "`inputs` cannot be empty")
+        raise Refusal("empty", f"`{field}` cannot be empty", param=field)
     if n > most:
         raise Refusal("too_many_inputs", f"batch size {n} > maximum allowed batch size {most}")
 
@@ -278,11 +269,14 @@ def truncates(server: Server, asked: bool | None) -> bool:
     return server.settings.auto_truncate if asked is None else asked
 
 
-def items_of(inputs: Any) -> list[Item]:
+def items_of(inputs: Any) -> list[Any]:
     """Inputs, one or several, as a list."""
-    if isinstance(inputs, str) or (inputs and isinstance(inputs[0], int)):
-        return [inputs]
-    return list(inputs)
+    return [inputs] if is_one(inputs) else list(inputs)
+
+
+def is_one(inputs: Any) -> bool:
+    """Whether inputs are one, a text or token ids, and no list of them."""
+    return isinstance(inputs, str) or bool(inputs and isinstance(inputs[0], int))
 
 
 def classified_of(inputs: Any) -> tuple[list[Item], bool]:

@@ -1,20 +1,26 @@
 """From texts to tokens, off the event loop. What the tokenizer is told for one request never reaches another one.
 
 Fast tokenizers keep truncation as a state of their own, which two threads must not set at once. So a copy that never
-cuts encodes every text, and what is too long is encoded once more by the tokenizer itself, under a lock.
+cuts encodes every text, and what is too long is cut here, by the same rules. It encodes by `encode_batch` alone: other
+threads run meanwhile, which `encode` lets none of.
 """
 
 import copy
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from llmcache.serving.refusals import Refusal
 
 #: A text, a pair of texts, or token ids, special tokens included.
 Item = str | tuple[str, str] | list[int]
 Side = Literal["left", "right"]
+
+#: Characters of a request from which on it is tokenised apart: some 2,000 tokens, which take 4 ms.
+LONG: Final = 8192
+_PER_TOKEN: Final = 16  # characters of a text, for each token that it may have, which are looked at first
+_EDGE: Final = 256  # characters before a cut whose tokens what follows may change: an added token has fewer
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,19 +30,21 @@ class Tokens:
     Attributes:
         ids: Special tokens included, at least one.
         types: Token type ids, as many; () where the model takes none.
-        n_cut: Tokens that were cut off.
     """
 
     ids: tuple[int, ...]
     types: tuple[int, ...] = ()
-    n_cut: int = 0
 
     def __len__(self) -> int:
         return len(self.ids)
 
 
+class TooLong(Refusal):
+    """An input that has too many tokens, and is not to be cut."""
+
+
 class Tokenizing:
-    """One model's tokenizer. Thread-safe."""
+    """One model's tokenizer. Thread-safe. Refusals say what an input is or has; `Fields` names it."""
 
     def __init__(self, tokenizer: Any, max_length: int, vocabulary: int) -> None:
         """Take a tokenizer.
@@ -50,7 +58,7 @@ class Tokenizing:
         self._vocabulary = vocabulary
         self._tokenizer = tokenizer = copy.deepcopy(tokenizer)  # what is set here is not seen elsewhere
         self.takes_types = "token_type_ids" in tokenizer.model_input_names
-        self._fast = copy.deepcopy(getattr(tokenizer, "backend_tokenizer", None))
+        self._fast: Any = copy.deepcopy(getattr(tokenizer, "backend_tokenizer", None))
         if self._fast is not None:
             self._fast.no_truncation()
             self._fast.no_padding()
@@ -81,7 +89,7 @@ class Tokenizing:
                 {"id": one, "text": self.decode([one], False), "special": one in special, "start": None, "stop": None}
                 for one in ids
             ]
-        made = self._fast.encode(text, add_special_tokens=add_special_tokens)
+        (made,) = self._fast.encode_batch([text], add_special_tokens=add_special_tokens)
         columns = zip(made.ids, made.tokens, made.special_tokens_mask, made.offsets, strict=True)
         return [
             {
@@ -106,65 +114,104 @@ class Tokenizing:
 
     def _encode(self, item: Item, truncate: bool, side: Side) -> Tokens | Refusal:
         try:
-            tokens = self._given(item) if isinstance(item, list) else self._tokenised(item)
-            return self._fitted(tokens, item, truncate, side)
+            if isinstance(item, list):
+                return self._given(item, truncate, side)
+            texts = (item,) if isinstance(item, str) else item
+            for text in texts:
+                _check(text)
+            return (self._slowly if self._fast is None else self._quickly)(texts, truncate, side)
         except Refusal as refusal:
             return refusal
         except Exception:  # of a tokenizer: its text may quote the input
-            return Refusal("tokenizer", "`inputs`: the tokenizer failed on this input")
+            return Refusal("tokenizer", "made the tokenizer fail")
 
-    def _given(self, ids: list[int]) -> Tokens:
+    def _given(self, ids: list[int], truncate: bool, side: Side) -> Tokens:
         self._check_ids(ids)
-        return Tokens(tuple(ids), (0,) * len(ids) if self.takes_types else ())
+        n_over = self._over(len(ids), truncate)
+        kept = tuple(ids[n_over:] if side == "left" else ids[: len(ids) - n_over])
+        return Tokens(kept, (0,) * len(kept) if self.takes_types else ())
 
-    def _tokenised(self, item: str | tuple[str, str]) -> Tokens:
-        texts = (item,) if isinstance(item, str) else item
-        for text in texts:
-            _check(text)
-        if self._fast is not None:
-            made = self._fast.encode(*texts)
-            return Tokens(tuple(made.ids), tuple(made.type_ids) if self.takes_types else ())
+    def _quickly(self, texts: tuple[str, ...], truncate: bool, side: Side) -> Tokens:
+        read = texts
+        if not truncate or (len(texts) == 1 and side == "right"):  # else what is kept depends on all of it
+            read = tuple(beginning(self._fast, text, self.max_length) for text in texts)
+        (made,) = self._fast.encode_batch([read if len(read) == 2 else read[0]])
+        if self._over(len(made), truncate, is_all=read == texts):
+            made = self._cut(read, side)
+        return Tokens(tuple(made.ids), tuple(made.type_ids) if self.takes_types else ())
+
+    def _cut(self, texts: tuple[str, ...], side: Side) -> Any:
+        """Encode texts and cut them, of a pair the longer one first, as fast tokenizers do by default."""
+        parts = self._fast.encode_batch(list(texts), add_special_tokens=False)
+        room = max(0, self.max_length - self._fast.num_special_tokens_to_add(len(texts) == 2))
+        short = min(parts, key=len)
+        n_short = min(len(short), room // 2) if len(texts) == 2 else room
+        for part in parts:
+            part.truncate(n_short if part is short else room - n_short, direction=side)
+        return self._fast.post_process(*parts)
+
+    def _slowly(self, texts: tuple[str, ...], truncate: bool, side: Side) -> Tokens:
         with self._lock:
             named = self._tokenizer(*texts)
+            if self._over(len(named["input_ids"]), truncate):
+                before, self._tokenizer.truncation_side = self._tokenizer.truncation_side, side
+                try:
+                    named = self._tokenizer(*texts, truncation=True, max_length=self.max_length)
+                finally:
+                    self._tokenizer.truncation_side = before
         types = named.get("token_type_ids") if self.takes_types else None
         return Tokens(tuple(named["input_ids"]), () if types is None else tuple(types))
 
-    def _fitted(self, tokens: Tokens, item: Item, truncate: bool, side: Side) -> Tokens:
-        if len(tokens) == 0:
-            raise Refusal("empty", "`inputs` cannot be empty")
-        n_over = len(tokens) - self.max_length
-        if n_over <= 0:
-            return tokens
-        if not truncate:
-            raise Refusal(
-                "invalid",
-                f"`inputs` must have at most {self.max_length} tokens. Given: {len(tokens)}; shorten it, or set "
-                "`truncate`",
-            )
-        if isinstance(item, list):
-            cut = slice(n_over, None) if side == "left" else slice(self.max_length)
-            return Tokens(tokens.ids[cut], tokens.types[cut], n_over)
-        return self._cut(item, n_over, side)
+    def _over(self, n_tokens: int, truncate: bool, is_all: bool = True) -> int:
+        """How many tokens are to be cut off.
 
-    def _cut(self, item: str | tuple[str, str], n_over: int, side: Side) -> Tokens:
-        """Encode again and cut, of a pair the longer text first, as tokenizers do by default."""
-        texts = (item,) if isinstance(item, str) else item
-        with self._lock:
-            before, self._tokenizer.truncation_side = self._tokenizer.truncation_side, side
-            try:
-                named = self._tokenizer(*texts, truncation=True, max_length=self.max_length)
-            finally:
-                self._tokenizer.truncation_side = before
-        types = named.get("token_type_ids") if self.takes_types else None
-        return Tokens(tuple(named["input_ids"]), () if types is None else tuple(types), n_over)
+        Raises:
+            Refusal: There are none at all, or too many and they are not to be cut.
+        """
+        if n_tokens == 0:
+            raise Refusal("empty", "cannot be empty")
+        if n_tokens > self.max_length and not truncate:
+            given = f"{n_tokens}" if is_all else f"more than {self.max_length}"
+            raise TooLong("invalid", f"must have at most {self.max_length} tokens. Given: {given}")
+        return max(0, n_tokens - self.max_length)
 
     def _check_ids(self, ids: Sequence[int]) -> None:
         if not all(0 <= one < self._vocabulary for one in ids):
-            raise Refusal("invalid", f"`inputs`: token ids are from 0 to {self._vocabulary - 1}")
+            raise Refusal("invalid", f"has token ids that are not from 0 to {self._vocabulary - 1}")
+
+
+def is_long(items: Sequence[Item]) -> bool:
+    """Whether inputs have so many characters, or tokens, that others should not wait for them to be tokenised."""
+    return sum(len(item) if isinstance(item, str | list) else sum(map(len, item)) for item in items) > LONG
+
+
+def beginning(backend: Any, text: str, most: int) -> str:
+    """As much of a text as is certain to have more tokens than that; all of it where less does not tell.
+
+    Of a text's beginning all words but the last are words of the text, and each is tokenised by itself. A tokenizer
+    that takes a text for one word has all of it tokenised.
+
+    Args:
+        backend: A tokenizer of `tokenizers` that neither cuts nor pads.
+        text: Any text.
+        most: Tokens, special ones included.
+    """
+    n = max(_PER_TOKEN * most, LONG)
+    while n < len(text):
+        (made,) = backend.encode_batch([text[:n]], add_special_tokens=False)
+        if len(made) > most:
+            words = made.word_ids
+            if words[-1] == words[0]:
+                return text
+            stops = (stop for word, (_, stop) in zip(words, made.offsets, strict=True) if word != words[-1])
+            if sum(stop <= n - _EDGE for stop in stops) > most:
+                return text[:n]
+        n *= 4
+    return text
 
 
 def _check(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise Refusal("tokenizer", "`inputs`: the text is no valid Unicode (a lone surrogate)") from error
+        raise Refusal("tokenizer", "is no valid Unicode (a lone surrogate)") from error

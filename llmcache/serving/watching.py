@@ -12,6 +12,12 @@ class Watcher:
     def served(self, rung: str | None, n_prompt_tokens: int, n_cached_tokens: int) -> None:
         """An input was answered, by a rung or, with None, by the model."""
 
+    def tokenised(self, seconds: float) -> None:
+        """The inputs of a request, or a prompt, have become tokens, in so long."""
+
+    def computed(self, seconds: float) -> None:
+        """An input was computed, in a batch that took so long."""
+
     def queued(self, seconds: float) -> None:
         """A request that is computed has waited."""
 

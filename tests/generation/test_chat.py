@@ -48,6 +48,13 @@ def read(chat: Chat, text: str) -> str:
     return answer
 
 
+def said(model: Any, tokenizer: Any, ids: Any) -> str:
+    """What the model generates, as it goes on with the prompt (1, T)."""
+    prompt, answer = ids[0].tolist(), generate(model, ids, GREEDY).tokens
+    whole, asked = (str(tokenizer.decode(one, skip_special_tokens=True)) for one in ([*prompt, *answer], prompt))
+    return whole.removeprefix(asked)
+
+
 def test_an_answer_is_what_the_model_generates_from_the_whole_conversation(
     begin: Begin, model: Any, tokenizer: tf.PreTrainedTokenizerFast
 ) -> None:
@@ -55,7 +62,7 @@ def test_an_answer_is_what_the_model_generates_from_the_whole_conversation(
     for text in ("how are you", "w1 w2"):
         asked = [*chat.history, {"role": "user", "content": text}]
         ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False, return_tensors="pt")
-        expected = tokenizer.decode(generate(model, ids, GREEDY).tokens, skip_special_tokens=True)
+        expected = said(model, tokenizer, ids)
         assert read(chat, text) == expected
         assert chat.history == (*asked, {"role": "assistant", "content": expected})
     assert chat.history[0] == SYSTEM and len(chat.history) == 5
@@ -64,7 +71,7 @@ def test_an_answer_is_what_the_model_generates_from_the_whole_conversation(
 def test_without_a_template_the_conversation_is_one_text(model: Any) -> None:
     chat, plain = Chat(model, word_tokenizer(WORDS), GREEDY, system="hello"), word_tokenizer(WORDS)
     ids = plain("hello\nhow are", return_tensors="pt")["input_ids"]
-    assert read(chat, "how are") == plain.decode(generate(model, ids, GREEDY).tokens, skip_special_tokens=True)
+    assert read(chat, "how are") == said(model, plain, ids)
 
 
 def test_later_turns_are_served_from_the_prefix_and_say_the_same(begin: Begin, model: Any) -> None:
@@ -121,7 +128,7 @@ def test_pieces_never_end_within_a_character(model: Any) -> None:
         def get_vocab(self) -> dict[str, int]:
             return {"a": 1}
 
-        def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        def decode(self, ids: list[int], **settings: bool) -> str:
             return "é" * (len(ids) // 2) + "\ufffd" * (len(ids) % 2)
 
     pieces = list(Chat(model, Bytes(), replace(GREEDY, max_new_tokens=5)).ask("x"))

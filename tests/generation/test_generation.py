@@ -106,11 +106,25 @@ def test_log_probabilities(llama: Any) -> None:
     with torch.no_grad():
         values, ids = llama(IDS).logits[0, -1].log_softmax(-1).topk(3)
     torch.testing.assert_close(torch.tensor(got.top[0]), torch.stack([ids, values], 1))
-    drawn = generate(llama, IDS, replace(DRAWN, top_k=2, n_logprobs=4))
-    for chosen, logprob, top in zip(drawn.tokens, drawn.logprobs, drawn.top, strict=True):
-        assert len(top) == 2  # the others are impossible
-        assert sum(np.exp(logprob) for _, logprob in top) == pytest.approx(1, abs=1e-5)
-        assert (chosen, logprob) in top
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        replace(DRAWN, top_k=2),
+        replace(DRAWN, top_p=0.1),
+        replace(GREEDY, repetition_penalty=5.0),
+        replace(GREEDY, presence_penalty=2.0, frequency_penalty=2.0),
+    ],
+)
+def test_log_probabilities_are_the_models_own_however_tokens_are_chosen(llama: Any, asked: Sampling) -> None:
+    got = generate(llama, IDS, replace(asked, n_logprobs=4))
+    ids = torch.cat([IDS, torch.tensor([got.tokens])], dim=1)
+    with torch.no_grad():
+        own = llama(ids).logits[0, IDS.shape[1] - 1 : -1].log_softmax(-1)
+    for row, chosen, logprob, top in zip(own, got.tokens, got.logprobs, got.top, strict=True):
+        assert logprob == pytest.approx(float(row[chosen]), abs=1e-4)
+        assert [one for _, one in top] == pytest.approx(row.topk(4).values.tolist(), abs=1e-4)
 
 
 def test_seeds(gpt2: Any) -> None:

@@ -65,12 +65,12 @@ def recompute(model: Any, ids: Tensor, sampling: Sampling) -> tuple[list[int], l
         repetition_penalty=float(sampling.repetition_penalty),
         max_new_tokens=sampling.max_new_tokens,
         pad_token_id=PAD,
-        output_scores=True,
+        output_logits=True,
         return_dict_in_generate=True,
         **({name: DRAWN[name] for name in DRAWN if name != "seed"} if sampling.do_sample else {"do_sample": False}),
     )
     new = made.sequences[0, ids.shape[1] :]
-    logprobs = torch.cat(made.scores).log_softmax(-1).gather(1, new[:, None])
+    logprobs = torch.cat(made.logits).log_softmax(-1).gather(1, new[:, None])
     return new.tolist(), logprobs[:, 0].tolist()
 
 

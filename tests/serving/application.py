@@ -56,10 +56,17 @@ class Gate:
 
     def __init__(self) -> None:
         self.is_open = asyncio.Event()
+        self.loop: asyncio.AbstractEventLoop | None = None
         self.n_waiting = 0
         self.n_cancelled = 0
 
+    def open(self) -> None:
+        """Of a gate that is waited for, from another thread."""
+        assert self.loop is not None
+        self.loop.call_soon_threadsafe(self.is_open.set)
+
     async def wait(self) -> None:
+        self.loop = asyncio.get_running_loop()
         self.n_waiting += 1
         try:
             await self.is_open.wait()

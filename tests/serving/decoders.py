@@ -62,6 +62,7 @@ class Noted:
     """Notes what a decoder tells."""
 
     n_generated: int = 0
+    n_tokenised: int = 0
     n_queued: int = 0
     n_first: int = 0
     n_gaps: int = 0
@@ -69,6 +70,10 @@ class Noted:
     served_by: list[tuple[str | None, int, int]] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
     n_inferred: int = 0
+
+    def tokenised(self, seconds: float) -> None:
+        assert seconds > 0
+        self.n_tokenised += 1
 
     def queued(self, seconds: float) -> None:
         assert seconds >= 0
@@ -102,9 +107,9 @@ class Noted:
 class Stub:
     """What the routes ask of a server."""
 
-    def __init__(self, is_caching: bool = True, **settings: Any) -> None:
+    def __init__(self, is_caching: bool = True, made_by: Any = None, **settings: Any) -> None:
         self.settings = ServerSettings(model=NAME, **settings)
-        self.tokenizer = tokenizer()
+        self.tokenizer = made_by or tokenizer()
         self.plain = model()
         self.cache = LLMCache.wrap(model(), prefix_block=8, auto_bypass=False)
         self.thread = ModelThread()

@@ -420,6 +420,7 @@ def test_warm_up(stub: Stub) -> None:
         ([len(tokenizer())], "token ids are from 0 to"),
         ([-1, 2], "token ids are from 0 to"),
         ("secret \ud800", "no valid Unicode"),
+        ("secret \ud800" + " card" * 10_000, "no valid Unicode"),
         ([{"role": "odd", "content": "secret"}], "the model's chat template does not take these messages"),
     ],
 )
@@ -437,7 +438,9 @@ def test_prompts_become_tokens(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> N
             assert list(await stub.running.encode("my card", ANYONE)) == tokenizer()("my card")["input_ids"]
             text = tokenizer().apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
             assert list(await stub.running.encode(chat, ANYONE)) == tokenizer()(text)["input_ids"]
+        assert stub.noted.n_tokenised == 4
         assert await stub.running.encode([5, 6], ANYONE) == (5, 6)
+        assert stub.noted.n_tokenised == 4
         monkeypatch.setattr(tokenizer(), "chat_template", None)
         with pytest.raises(Refusal, match="no chat template: use /v1/completions"):
             await stub.running.encode(chat, ANYONE)

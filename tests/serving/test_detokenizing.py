@@ -1,43 +1,11 @@
-"""Text as tokens come: no character is torn apart, and stop texts are found over the borders of pieces."""
-
-from typing import Any
+"""Stop texts are found over the borders of pieces, and tokens have a text by themselves."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmcache.serving.detokenizing import Detokenizer, StopTexts, TokenTexts
-from tests.generation.test_prompt_cache import WORDS, word_tokenizer
+from llmcache.serving.detokenizing import StopTexts, TokenTexts
 from tests.serving.decoders import END, tokenizer
-
-
-def pieces(made_by: Any, ids: list[int]) -> list[str]:
-    text = Detokenizer(made_by)
-    return [*(text.add(one) for one in ids), text.rest()]
-
-
-def test_characters_are_told_whole() -> None:
-    ids = tokenizer()("5 € a naïve 🙂!")["input_ids"]
-    found = pieces(tokenizer(), ids)
-    assert "".join(found) == "5 € a naïve 🙂!"
-    assert "" in found and not any("\ufffd" in piece for piece in found)
-
-
-def test_what_never_becomes_a_character_is_told_at_the_end() -> None:
-    ids = tokenizer()("a🙂")["input_ids"][:-1]
-    *before, rest = pieces(tokenizer(), ids)
-    assert "".join(before) == "a" and set(rest) == {"\ufffd"}
-
-
-@given(st.lists(st.integers(0, len(tokenizer()) - 1), max_size=40))
-def test_pieces_are_the_whole_text(ids: list[int]) -> None:
-    assert "".join(pieces(tokenizer(), ids)) == tokenizer().decode(ids, skip_special_tokens=True)
-
-
-def test_words_that_a_space_joins() -> None:
-    made = word_tokenizer(WORDS)
-    ids = made("hello there how are you", add_special_tokens=False)["input_ids"]
-    assert "".join(pieces(made, ids)) == made.decode(ids)
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,71 @@ def test_a_hit_does_not_wait_for_what_is_computed(server: Server) -> None:
     within(server, work)
 
 
+def test_a_hit_does_not_wait_for_a_long_text(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    long, encode = "my card " * 2000, server.tokenizing.encode
+    is_held, release = threading.Event(), threading.Event()
+
+    def blocked(items: Any, *args: Any) -> Any:
+        if long in items:
+            is_held.set()
+            release.wait(10)
+        return encode(items, *args)
+
+    async def work() -> None:
+        await _ask(server, TEXTS[:1])
+        monkeypatch.setattr(server.tokenizing, "encode", blocked)
+        waiting = asyncio.ensure_future(_ask(server, [long], truncate=True))
+        await asyncio.to_thread(is_held.wait)
+        hit = await asyncio.wait_for(_ask(server, TEXTS[:1]), 5)
+        assert hit[0].rung == "exact" and not waiting.done()
+        release.set()
+        assert (await waiting)[0].n_tokens == 32
+
+    within(server, work)
+
+
+def test_times_of_tokenising_and_of_the_model_are_told(server: Server) -> None:
+    def counts() -> list[float]:
+        read = server.metrics.registry.get_sample_value
+        names = [f"llmcache_request_{part}_duration_count" for part in ("tokenization", "inference")]
+        return [read(name, {"model_name": server.name}) or 0 for name in names]
+
+    async def work() -> None:
+        assert counts() == [0, 0]
+        await _ask(server, TEXTS)
+        assert counts() == [1, len(TEXTS)]
+        await _ask(server, [*TEXTS, "my card"])
+        assert counts() == [2, len(TEXTS) + 1]
+        await _ask(server, ["my card " * 2000], truncate=True)
+        assert counts() == [3, len(TEXTS) + 2]
+        assert server.encoder is not None
+        await server.encoder.tokens(TEXTS, False, "right")
+        assert counts() == [4, len(TEXTS) + 2]
+
+    within(server, work)
+
+
+def test_texts_that_are_short_are_looked_up_in_one_turn_of_the_thread(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work() -> None:
+        loop, turns = asyncio.get_running_loop(), []
+        run = loop.run_in_executor
+
+        def counted(pool: Any, *args: Any) -> Any:
+            turns.append(pool)
+            return run(pool, *args)
+
+        await _ask(server, TEXTS)
+        monkeypatch.setattr(loop, "run_in_executor", counted)
+        await _ask(server, TEXTS)
+        assert len(turns) == 1
+        await _ask(server, ["my card " * 2000], truncate=True)
+        assert len(turns) == 3
+
+    within(server, work)
+
+
 def test_the_same_request_in_flight_is_computed_once_in_its_namespace(server: Server) -> None:
     async def work() -> None:
         before = server.cache.stats().n_misses

@@ -595,6 +595,46 @@ class TestSockets:
                 assert is_alive(address)
         assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
 
+    @pytest.mark.parametrize("path", [b"/embed", b"/stream?n_chunks=3"])
+    def test_whole_requests_are_answered_though_their_client_sends_no_more(self, path: bytes) -> None:
+        body = b'{"inputs": "abc"}'
+        asked = HEAD % path + b"Content-Length: %d\r\n\r\n" % len(body) + body
+        with serving(make_app()) as address:
+            assert speak(address, asked + asked, half_close=True).count(b"HTTP/1.1 200 OK") == 2
+            assert is_alive(address)
+
+    def test_what_takes_long_is_answered_to_a_client_that_sends_no_more(self) -> None:
+        gate = Gate()
+        with serving(make_app(gate=gate)) as address, socket.create_connection(address, timeout=10) as connection:
+            connection.sendall(HEAD % b"/hold" + b"Content-Length: 0\r\n\r\n")
+            wait_for(lambda: gate.n_waiting == 1)
+            connection.shutdown(socket.SHUT_WR)
+            answer = connection.recv(65_536)
+            assert answer.startswith(b"HTTP/1.1 100 ")
+            gate.open()
+            while chunk := connection.recv(65_536):
+                answer += chunk
+            assert b"HTTP/1.1 200 OK" in answer and answer.endswith(b'"held"')
+
+    def test_of_the_older_protocol_a_client_that_sends_no_more_has_gone(self) -> None:
+        gate = Gate()
+        with serving(make_app(gate=gate)) as address:
+            assert speak(address, b"POST /hold HTTP/1.0\r\nContent-Length: 0\r\n\r\n", half_close=True) == b""
+            wait_for(lambda: gate.n_cancelled == 1)
+
+    def test_a_client_that_goes_after_it_has_closed_its_half_frees_its_place(self) -> None:
+        gate = Gate()
+        with serving(make_app(gate=gate, max_concurrent_requests=1)) as address:
+            connection = socket.create_connection(address)
+            connection.sendall(HEAD % b"/hold" + b"Content-Length: 0\r\n\r\n")
+            connection.shutdown(socket.SHUT_WR)
+            wait_for(lambda: gate.n_waiting == 1)
+            assert connection.recv(100).startswith(b"HTTP/1.1 100 ")
+            assert gate.n_cancelled == 0
+            connection.close()
+            wait_for(lambda: gate.n_cancelled == 1)
+            assert is_alive(address)
+
     def test_who_sends_too_much_still_reads_the_answer(self) -> None:
         with serving(make_app(payload_limit=1000)) as address:
             head = HEAD % b"/embed" + b"Content-Length: 10000000\r\n\r\n"

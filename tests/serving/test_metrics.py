@@ -41,6 +41,8 @@ OF_TEI = {
     "request_failure",
     "request_duration",
     "request_queue_duration",
+    "request_tokenization_duration",
+    "request_inference_duration",
     "queue_size",
     "batch_next_size",
     "batch_next_tokens",
@@ -189,6 +191,8 @@ def test_what_the_parts_tell_is_counted(server: Server) -> None:
     metrics.inter_token(0.125)
     metrics.generated(7)
     metrics.inferred(2.0, 0.75)
+    metrics.tokenised(0.0625)
+    metrics.computed(0.5)
     metrics.cancelled()
     for reason in ("stop", "length", "length", "a reason that nobody knows"):
         metrics.finished(reason)
@@ -200,7 +204,9 @@ def test_what_the_parts_tell_is_counted(server: Server) -> None:
     assert of(metrics, "time_to_first_token_seconds_sum") == 0.5 and of(metrics, "generation_tokens_total") == 7
     assert of(metrics, "inter_token_latency_seconds_sum") == 0.125 and of(metrics, "requests_cancelled_total") == 1
     parts = ("prefill", "decode", "inference")
-    assert [of(metrics, f"request_{part}_time_seconds_sum") for part in parts] == [2.0, 0.75, 2.75]
+    assert [of(metrics, f"request_{part}_time_seconds_sum") for part in parts] == [2.0, 0.75, 3.25]
+    assert of(metrics, "request_inference_duration_sum") == 3.25
+    assert of(metrics, "request_tokenization_duration_sum") == 0.0625
     assert of(metrics, "request_success_total", finished_reason="length") == 2
     assert of(metrics, "request_success_total", finished_reason="other") == 1
     assert of(metrics, "requests_total", rung="other") == 1

@@ -15,6 +15,7 @@ from llmcache.serving.app import create_app
 from llmcache.serving.openai_answers import ChatChunk, ChatCompletion, Completion, CompletionChunk
 from llmcache.serving.openai_decoders import unless_gone
 from llmcache.serving.refusals import Refusal
+from tests.generation.test_detokenizer import after, spaced_tokenizer
 from tests.generation.test_prompt_cache import Counted
 from tests.serving.decoders import CONTEXT, NAME, Stub, application, chunks_of, listening, model, row, tokenizer
 from tests.serving.served import make_server
@@ -105,6 +106,26 @@ def test_a_completion_is_the_models_own_cached_or_not(client: TestClient, stub: 
         }
         assert (told["object"], told["model"]) == ("text_completion", NAME)
         assert re.fullmatch("cmpl-[0-9a-f]{32}", told["id"]) and told["created"] > 1e9
+
+
+def test_the_space_after_a_prompt_is_told_streamed_or_not_and_ends_an_answer() -> None:
+    made = spaced_tokenizer()
+    stub = Stub(made_by=made)
+    body = {"temperature": 0, "max_tokens": 6, "logprobs": 0, "ignore_eos": True}
+    with TestClient(application(stub)) as client:
+        for prompt in ([1, one, two] for one in range(260, len(made)) for two in range(260, len(made))):
+            answer = list(own(stub, prompt, Sampling(max_new_tokens=6, stop_ids=())).tokens)
+            if after(made, prompt, answer).startswith(" ") and max(answer) < len(made):
+                break
+        expected = after(made, prompt, answer)
+        (choice,) = complete(client, prompt=prompt, **body)["choices"]
+        assert choice["text"] == expected
+        assert choice["logprobs"]["tokens"][0].startswith(" ")
+        chunks = streamed(client, "/v1/completions", prompt=prompt, **body)
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == expected
+        (stopped,) = complete(client, prompt=prompt, **body, stop=[expected[:2]])["choices"]
+        assert (stopped["text"], stopped["finish_reason"]) == ("", "stop")
+    stub.close()
 
 
 def test_draws_are_seeded_as_asked(client: TestClient, stub: Stub) -> None:
@@ -262,6 +283,18 @@ def test_what_served_it_is_told_where_the_operator_wants_it(client: TestClient) 
     other = client.post("/v1/completions", json=asked, headers={"x-tenant": "other"})
     assert other.headers["x-cache"] == "MISS"
     assert other.json()["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+
+
+def test_a_prompt_far_over_the_context_is_refused_without_all_of_it_tokenised(
+    stub: Stub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = Counted(tokenizer())
+    monkeypatch.setattr(stub.running, "_tokenizer", counted)
+    with TestClient(application(stub)) as client:
+        told = client.post("/v1/completions", json={"prompt": "card " * 10_000, **GREEDY})
+    assert (told.status_code, told.json()["error"]["param"]) == (400, "prompt")
+    assert "more than the 256 tokens" in told.json()["error"]["message"]
+    assert not counted.asked
 
 
 @pytest.mark.hostile("fields of the dialects")

@@ -40,6 +40,37 @@ def test_errors_have_openais_shape(embedding: TestClient) -> None:
     assert wrong.json()["error"]["message"] == "this route needs a classifier; embedding is an embedding model"
 
 
+@pytest.mark.hostile("fields of the dialects")
+@pytest.mark.parametrize(
+    ("kind", "path", "body", "named", "param"),
+    [
+        ("embedding", "/v1/embeddings", {"input": "w1 " * 40}, "`input` must", "input"),
+        ("embedding", "/v1/embeddings", {"input": ["my", "w1 " * 40]}, "`input[1]` must", "input"),
+        ("classifier", "/v1/classify", {"input": ["w1 " * 40, "my"]}, "`input[0]` must", "input"),
+        (
+            "reranker",
+            "/v1/rerank",
+            {"query": "a", "documents": ["w1 " * 40]},
+            "`documents[0]` with `query` m",
+            "documents",
+        ),
+        ("embedding", "/v1/embeddings", {"input": []}, "`input` cannot be empty", "input"),
+        ("reranker", "/v2/rerank", {"query": "a", "documents": []}, "`documents` cannot be empty", "documents"),
+    ],
+)
+def test_errors_name_fields_of_the_dialect(
+    models: Path, kind: str, path: str, body: dict[str, Any], named: str, param: str
+) -> None:
+    with TestClient(create_app(make_server(models / kind))) as client:
+        answer = client.post(path, json=body)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, param)
+        assert error["message"].startswith(named)
+        if "must" in named:
+            assert error["message"].endswith("shorten it, or set `truncate_prompt_tokens` to -1")
+            assert client.post(path, json=body | {"truncate_prompt_tokens": -1}).status_code == 200
+
+
 def test_classify(models: Path) -> None:
     with TestClient(create_app(make_server(models / "classifier"))) as client:
         told = client.post("/v1/classify", json={"input": ["my card", "cash"]}).json()

@@ -137,6 +137,47 @@ def test_what_is_too_long_is_cut_only_if_that_is_wanted(classifier: Client) -> N
     assert right == _post(classifier, "/predict", inputs="w1 " * 20 + "card " * 10)
 
 
+LONG = "w1 " * 40
+CUT = "`%s` must have at most 32 tokens. Given: 4%d; shorten it, or set `%s`"
+
+
+@pytest.mark.hostile("fields of the dialects")
+@pytest.mark.parametrize(
+    ("kind", "path", "body", "told"),
+    [
+        ("classifier", "/predict", {"inputs": [["my"], [LONG]]}, CUT % ("inputs[1]", 2, "truncate")),
+        ("embedding", "/embed", {"inputs": LONG}, CUT % ("inputs", 2, "truncate")),
+        ("embedding", "/embed", {"inputs": ["my", "card", LONG]}, CUT % ("inputs[2]", 2, "truncate")),
+        ("embedding", "/embed", {"inputs": [[1, 2], [1, 9999]]}, "`inputs[1]` has token ids that are not from 0 to 95"),
+        ("embedding", "/embed_all", {"inputs": ["my", LONG]}, CUT % ("inputs[1]", 2, "truncate")),
+        ("embedding", "/decode", {"ids": [1, -1]}, "`ids` has token ids that are not from 0 to 95"),
+        ("embedding", "/decode", {"ids": [[1], [9999]]}, "`ids[1]` has token ids that are not from 0 to 95"),
+        (
+            "embedding",
+            "/similarity",
+            {"inputs": {"source_sentence": LONG, "sentences": ["my"]}},
+            CUT % ("inputs.source_sentence", 2, "parameters.truncate"),
+        ),
+        (
+            "embedding",
+            "/similarity",
+            {"inputs": {"source_sentence": "my", "sentences": ["my", LONG]}},
+            CUT % ("inputs.sentences[1]", 2, "parameters.truncate"),
+        ),
+        (
+            "reranker",
+            "/rerank",
+            {"query": "my", "texts": ["card", LONG]},
+            "`texts[1]` with `query` must have at most 32 tokens. Given: 44; shorten it, or set `truncate`",
+        ),
+    ],
+)
+def test_an_error_names_the_input_that_was_wrong(
+    request: pytest.FixtureRequest, kind: str, path: str, body: dict[str, Any], told: str
+) -> None:
+    assert _post(request.getfixturevalue(kind), path, 422, **body)["error"] == told
+
+
 def test_info_and_health(classifier: Client) -> None:
     info = classifier.get("/info").json()
     assert info["served_model_name"] == "classifier"

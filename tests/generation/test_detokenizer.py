@@ -1,0 +1,106 @@
+"""Text as tokens come: that of prompt and answer without that of the prompt, and no character is torn apart."""
+
+from functools import cache as once
+from typing import Any
+
+import pytest
+import transformers as tf
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmcache.generation.detokenizer import Detokenizer
+from tests.generation.test_prompt_cache import WORDS, word_tokenizer
+from tests.serving.decoders import tokenizer
+
+PIECES = "\u2581 \u2581\u2581 \u2581time \u2581a \u2581card time a card s , ."
+SPECIAL = ("<unk>", "<s>", "</s>", "<turn>")
+
+
+@once
+def spaced_tokenizer() -> tf.PreTrainedTokenizerFast:
+    """One as sentencepiece makes them: pieces hold the space before a word, and a text's first space is taken off."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, processors
+
+    names = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), *PIECES.split()]
+    made = Tokenizer(models.Unigram([(name, -len(name) / 9) for name in names], unk_id=0, byte_fallback=True))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    spaces = decoders.Replace("\u2581", " ")
+    made.decoder = decoders.Sequence([spaces, decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    more = {"additional_special_tokens": ["<turn>"]}
+    return tf.PreTrainedTokenizerFast(
+        tokenizer_object=made, unk_token="<unk>", bos_token="<s>", eos_token="</s>", **more
+    )
+
+
+def after(made_by: Any, prompt: list[int], answer: list[int]) -> str:
+    """The text of both without that of the prompt."""
+    whole, asked = (made_by.decode(ids, skip_special_tokens=True) for ids in ([*prompt, *answer], prompt))
+    assert whole.startswith(asked)
+    return str(whole[len(asked) :])
+
+
+def pieces(made_by: Any, ids: list[int], prompt: list[int] | None = None) -> list[str]:
+    text = Detokenizer(made_by, prompt or [])
+    return [*(text.add(one) for one in ids), text.rest()]
+
+
+@pytest.mark.parametrize("asked", ["a card", "time " * 20, "5 €"])
+@pytest.mark.parametrize("n_special", [0, 1, 9])  # as templates end a turn
+def test_a_space_after_the_prompt_is_told(asked: str, n_special: int) -> None:
+    made = spaced_tokenizer()
+    prompt = made(asked)["input_ids"] + [SPECIAL.index("<turn>")] * n_special
+    answer = made("time, a card", add_special_tokens=False)["input_ids"]
+    assert "".join(pieces(made, answer, prompt)) == after(made, prompt, answer) == " time, a card"
+
+
+def test_a_text_that_begins_with_the_answer_begins_without_a_space() -> None:
+    made = spaced_tokenizer()
+    answer = made("time", add_special_tokens=False)["input_ids"]
+    assert "".join(pieces(made, answer, [1])) == after(made, [1], answer) == "time"
+
+
+_IDS = st.lists(st.sampled_from([*range(1, 4), *range(260, len(spaced_tokenizer()))]), max_size=24)
+
+
+@given(_IDS, _IDS)
+def test_with_tokens_of_no_text_anywhere(prompt: list[int], answer: list[int]) -> None:
+    assert "".join(pieces(spaced_tokenizer(), answer, prompt)) == after(spaced_tokenizer(), prompt, answer)
+
+
+@given(_IDS, st.text("a€ 🙂s", max_size=12))
+def test_with_characters_of_several_tokens(prompt: list[int], said: str) -> None:
+    made = spaced_tokenizer()
+    answer = made(said, add_special_tokens=False)["input_ids"]
+    assert "".join(pieces(made, answer, prompt)) == after(made, prompt, answer)
+
+
+def test_a_character_that_the_prompt_has_begun_is_told_whole() -> None:
+    made = tokenizer()
+    ids = made("a 🙂!")["input_ids"]
+    n = next(n for n in range(len(ids)) if made.decode(ids[:n]).endswith("\ufffd"))
+    assert "".join(pieces(made, ids[n:], ids[:n])) == "🙂!"
+
+
+def test_characters_are_told_whole() -> None:
+    ids = tokenizer()("5 € a naïve 🙂!")["input_ids"]
+    found = pieces(tokenizer(), ids)
+    assert "".join(found) == "5 € a naïve 🙂!"
+    assert "" in found and not any("\ufffd" in piece for piece in found)
+
+
+def test_what_never_becomes_a_character_is_told_at_the_end() -> None:
+    ids = tokenizer()("a🙂")["input_ids"][:-1]
+    *before, rest = pieces(tokenizer(), ids)
+    assert "".join(before) == "a" and set(rest) == {"\ufffd"}
+
+
+@given(st.lists(st.integers(0, len(tokenizer()) - 1), max_size=40))
+def test_pieces_are_the_whole_text(ids: list[int]) -> None:
+    assert "".join(pieces(tokenizer(), ids)) == tokenizer().decode(ids, skip_special_tokens=True)
+
+
+def test_words_that_a_space_joins() -> None:
+    made = word_tokenizer(WORDS)
+    ids = made("hello there how are you", add_special_tokens=False)["input_ids"]
+    assert "".join(pieces(made, ids)) == made.decode(ids)

@@ -1,0 +1,121 @@
+"""Texts of any length: cut or refused as the tokenizer itself would, and nobody else is held up meanwhile."""
+
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from llmcache.serving.refusals import Refusal
+from llmcache.serving.tokenizing import LONG, Side, Tokenizing, Tokens, beginning, is_long
+from tests.generation.test_detokenizer import spaced_tokenizer
+from tests.serving.decoders import tokenizer as byte_tokenizer
+from tests.serving.served import WORDS, tokenizer
+
+MOST = 24
+TEXT = "where is my card and the cash, please? "
+MAKERS = {"words": tokenizer, "bytes": byte_tokenizer, "spaces": spaced_tokenizer}
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("n", [1, 3, 20, 600])
+@pytest.mark.parametrize("other", ["", "my card", TEXT * 5])
+@pytest.mark.parametrize("kind", MAKERS)
+def test_what_is_cut_is_what_the_tokenizer_keeps(kind: str, other: str, n: int, side: Side) -> None:
+    made = MAKERS[kind]()
+    item: Any = (TEXT * n, other) if other else TEXT * n
+    (got,) = Tokenizing(made, MOST, len(made)).encode([item], True, side)
+    before, made.truncation_side = made.truncation_side, side
+    expected = made(*(item if other else (item,)), truncation=True, max_length=MOST)
+    made.truncation_side = before
+    made.backend_tokenizer.no_truncation()
+    assert isinstance(got, Tokens)
+    assert list(got.ids) == expected["input_ids"]
+    assert not got.types or list(got.types) == expected["token_type_ids"]
+
+
+@pytest.mark.parametrize("kind", ["words", "bytes"])
+def test_of_a_long_text_only_a_beginning_is_tokenised(kind: str) -> None:
+    made = MAKERS[kind]()
+    text = TEXT * 2000
+    read = beginning(made.backend_tokenizer, text, MOST)
+    assert text.startswith(read) and len(read) == LONG
+    ids, all_ids = made(read)["input_ids"], made(text)["input_ids"]
+    assert len(ids) > MOST and ids[:MOST] == all_ids[:MOST]
+    tokenizing = Tokenizing(made, MOST, len(made))
+    for item, given in ((text, "more than 24"), ((text, "my"), "more than 24"), (("my", text), "more than 24")):
+        (refused,) = tokenizing.encode([item], False)  # type: ignore[list-item]
+        assert isinstance(refused, Refusal) and str(refused).endswith(f"Given: {given}")
+
+
+@pytest.mark.parametrize(
+    "text", [" " * 50_000 + "card", "x" * 50_000, "card" + " " * 50_000, "[SEP]" * 4 + " " * 50_000]
+)
+def test_a_long_text_of_few_tokens_is_taken(text: str) -> None:
+    made = tokenizer()
+    assert beginning(made.backend_tokenizer, text, MOST) == text
+    (got,) = Tokenizing(made, MOST, len(made)).encode([text], False)
+    assert isinstance(got, Tokens) and list(got.ids) == made(text)["input_ids"]
+
+
+def test_a_tokenizer_that_knows_no_words_has_all_of_it() -> None:
+    text = "time a card " * 3000
+    assert beginning(spaced_tokenizer().backend_tokenizer, text, MOST) == text
+
+
+def test_tokens_near_the_cut_do_not_count() -> None:
+    made = tokenizer()
+    n_words = LONG // 16  # of 16 characters each
+    text = "".join(f"{WORDS[i % len(WORDS)]:16}" for i in range(4 * n_words))
+    n_certain = n_words - 256 // 16
+    assert len(beginning(made.backend_tokenizer, text, n_certain - 1)) == LONG
+    assert len(beginning(made.backend_tokenizer, text, n_certain)) > LONG
+    added = text[: LONG - 2] + "[SEP]" + text[LONG - 2 :]
+    read = beginning(made.backend_tokenizer, added, n_certain - 1)
+    assert made(read)["input_ids"][: n_certain - 1] == made(added)["input_ids"][: n_certain - 1]
+    assert made(read)["input_ids"] != made(added)["input_ids"][: n_words + 2]
+
+
+@pytest.mark.parametrize(
+    ("items", "expected"),
+    [
+        (["a" * LONG], False),
+        (["a" * LONG, "b"], True),
+        ([("a" * LONG, "b")], True),
+        ([[1] * LONG, [1]], True),
+        ([], False),
+    ],
+)
+def test_requests_are_long_by_all_their_inputs(items: Any, expected: bool) -> None:
+    assert is_long(items) == expected
+
+
+@pytest.fixture
+def unswitched() -> Iterator[None]:
+    """Threads get no turn unless another one gives it up by itself."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e3)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.parametrize("work", ["encode", "pieces"])
+def test_others_run_while_a_text_is_tokenised(work: str, unswitched: None) -> None:
+    tokenizing, done, begun = Tokenizing(tokenizer(), 10**6, 100), [], threading.Event()
+    text = TEXT * 4000
+
+    def other() -> None:
+        begun.wait()
+        done.append("other")
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    begun.set()
+    if work == "pieces":
+        tokenizing.pieces(text, True)
+    else:
+        tokenizing.encode([text], False)
+    done.append("text")
+    thread.join()
+    assert done == ["other", "text"]
