@@ -43,6 +43,9 @@ def command(
         float, typer.Option(min=0.001, help="Seconds that a request waits before it is refused.")
     ] = 10.0,
     batch_wait: Annotated[float, typer.Option(min=0, help="Milliseconds that a miss waits for others.")] = 2.0,
+    grace: Annotated[
+        float, typer.Option(min=0, help="Seconds for requests under way to end, once it is told to stop.")
+    ] = 20.0,
     auto_truncate: Annotated[bool, typer.Option(help="Cut inputs that are too long.")] = False,
     model_process: Annotated[
         bool, typer.Option(help="Compute an encoder's layers in a process of its own, on a CPU.")
@@ -59,7 +62,7 @@ def command(
 ) -> None:
     """Serve a model over HTTP, in the words of text-embeddings-inference and of OpenAI.
 
-    SIGTERM or Ctrl-C: new requests are refused, those under way finished, the cache is saved.
+    SIGTERM or Ctrl-C: new requests are refused, those under way finished within --grace seconds, the cache is saved.
     """
     try:
         from llmcache.serving.running import Uvicorn
@@ -89,6 +92,7 @@ def command(
         payload_limit=payload_limit,
         max_queue_s=max_queue,
         batch_wait_ms=batch_wait,
+        grace_s=grace,
         auto_truncate=auto_truncate,
         model_process=model_process,
         warmup_tokens=warmup_tokens,

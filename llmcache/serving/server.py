@@ -21,13 +21,13 @@ from llmcache.serving.history import History
 from llmcache.serving.loading import NAMES, Kind, Served, to_device
 from llmcache.serving.metrics import Metrics
 from llmcache.serving.model_thread import ModelThread
-from llmcache.serving.refusals import Refusal
+from llmcache.serving.refusals import Refusal, stopping
 from llmcache.serving.settings import ServerSettings
 from llmcache.serving.tokenizing import Tokenizing
 
 logger = logging.getLogger("llmcache.serving")
 
-Phase = Literal["starting", "ready", "draining", "stopped"]
+Phase = Literal["starting", "ready", "draining", "stopping", "stopped"]
 _WARM_UP = "llmcache warm-up"  # a namespace that nobody can ask for
 
 
@@ -83,6 +83,38 @@ class Server:
         if self.decoder is not None:
             self.decoder.forget()
 
+    def check_ready(self) -> None:
+        """Refuse a request that comes while none is answered.
+
+        Raises:
+            Refusal: The server is not ready yet, or drained, or stops.
+        """
+        if self.phase in ("stopping", "stopped"):
+            raise stopping()
+        if self.phase != "ready":
+            raise Refusal("unhealthy", f"the server is {self.phase}", retry_after_s=1)
+
+    def drain(self) -> None:
+        """Refuse new requests, and finish those that were accepted; until `resume`, or until the server stops."""
+        if self.phase == "ready":
+            self.phase = "draining"
+
+    def resume(self) -> None:
+        """Take requests again; a server that stops does not."""
+        if self.phase == "draining":
+            self.phase = "ready"
+
+    def refuse_waiting(self) -> None:
+        """Stop: refuse new requests, and generations that wait for their turn, which may be long."""
+        self.phase = "stopping"
+        if self.decoder is not None:
+            self.decoder.refuse_waiting()
+
+    def refuse_all(self) -> None:
+        """End generations that run: who reads them is told why. What an encoder computes is soon done."""
+        if self.decoder is not None:
+            self.decoder.refuse_all()
+
     def check_name(self, name: str | None) -> None:
         """Refuse a request for another model than the one that is served; none may be named.
 
@@ -115,7 +147,7 @@ class Server:
 
     async def stop(self) -> None:
         """Save, once all that runs is finished, and end the threads."""
-        self.phase = "draining"
+        self.phase = "stopping"
         if self._saving is not None:
             self._saving.cancel()
         if self.settings.save is not None:

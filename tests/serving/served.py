@@ -80,6 +80,13 @@ def within(server: Server, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
 @contextmanager
 def listening(server: Server) -> Iterator[str]:
     """Within: the server listens on a free port; gives its address."""
+    with running(server) as (_, address):
+        yield address
+
+
+@contextmanager
+def running(server: Server) -> Iterator[tuple[Any, str]]:
+    """The same; gives what runs it as well, which can be told to stop."""
     from llmcache.serving.running import Uvicorn
 
     uvicorn = Uvicorn(server, "127.0.0.1", 0)
@@ -90,7 +97,7 @@ def listening(server: Server) -> Iterator[str]:
     assert uvicorn.started
     try:
         port = uvicorn.servers[0].sockets[0].getsockname()[1]
-        yield f"http://127.0.0.1:{port}"
+        yield uvicorn, f"http://127.0.0.1:{port}"
     finally:
         uvicorn.should_exit = True
         thread.join()
