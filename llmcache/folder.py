@@ -21,6 +21,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from torch import Tensor
@@ -67,6 +68,20 @@ def locked(folder: Path) -> Iterator[None]:
         raise StoreError(
             f"{folder}: another save there has not ended for {_PATIENCE_S:.0f} s: look what it does"
         ) from error
+
+
+def check_writable(folder: Path) -> None:
+    """Make the folder if needed, and try whether a save can be written there.
+
+    Raises:
+        StoreError: It cannot.
+    """
+    try:
+        with locked(folder), TemporaryFile(dir=folder) as file:
+            file.write(b"0")
+            file.flush()
+    except OSError as error:
+        raise StoreError(f"{folder}: nothing can be saved there: {error.strerror or error}") from error
 
 
 def replace(folder: Path, parts: Mapping[str, Mapping[str, Tensor]], describe: Callable[[dict[str, str]], str]) -> None:

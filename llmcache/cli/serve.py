@@ -20,7 +20,10 @@ def command(
         str | None, typer.Option(help="Name of the model for clients; as --model by default.")
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="Settings of the cache: a YAML file.")
+        Path | None,
+        typer.Option(
+            exists=True, dir_okay=False, help="Settings of the cache: a YAML file; by default those of the save."
+        ),
     ] = None,
     save: Annotated[
         Path | None, typer.Option(file_okay=False, help="Folder that the cache is restored from and saved to.")
@@ -72,7 +75,8 @@ def command(
 
     from llmcache.config import CacheConfig
     from llmcache.serving.loading import load_served
-    from llmcache.serving.server import Server, hang_cache
+    from llmcache.serving.saving import Saves
+    from llmcache.serving.server import Server
     from llmcache.serving.settings import ServerSettings
 
     logging.basicConfig(level=logging.WARNING, format=_LOG)
@@ -99,11 +103,14 @@ def command(
         reveal_hits=reveal_hits,
         otlp_endpoint=otlp_endpoint,
     )
+    cache_config = None if config is None else CacheConfig.make(config)
+    saves = Saves(save)
     served = load_served(model, models_dir)
     if threads is None and served.kind != "decoder":
         # Hits are served beside what is computed. Threads that compute wait for each other, should one share its core.
         threads = max(1, torch.get_num_threads() - 1)
     torch.set_num_threads(threads or torch.get_num_threads())
-    cache_config = CacheConfig.make(config)
-    server = Server(settings, served, hang_cache(served, cache_config, save))
+    server = Server(settings, served, saves.hang_cache(served, cache_config), saves)
     Uvicorn(server, host, port).run()
+    if saves.has_failed:
+        raise typer.Exit(1)

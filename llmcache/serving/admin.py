@@ -88,10 +88,11 @@ async def drain(request: Request) -> dict[str, int]:
 async def save(request: Request) -> dict[str, bool]:
     """Save the cache to the folder that the server was given."""
     server = _server(request, "saves the cache")
-    folder = server.settings.save
-    if folder is None:
+    if server.saves.folder is None:
         raise Refusal("invalid", "this server was started without a folder to save to; start it with --save FOLDER")
-    await _done(asyncio.to_thread(server.cache.save, folder))
+    if server.saves.is_kept:
+        raise Refusal("invalid", "the folder holds a save of another cache, which stays; start it with another --save")
+    await _done(asyncio.to_thread(server.saves.save, server.cache))
     return {"saved": True}
 
 

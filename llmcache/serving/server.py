@@ -4,17 +4,13 @@ import asyncio
 import gc
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from time import time
-from typing import Any, Literal
+from typing import Literal
 
 from torch import Tensor
 
 from llmcache.cache import LLMCache
-from llmcache.config import CacheConfig
-from llmcache.errors import BankFileError, LLMCacheError
-from llmcache.folder import MANIFEST
-from llmcache.models.pooling import find_pooled
+from llmcache.errors import LLMCacheError
 from llmcache.serving.decoder import Decoder
 from llmcache.serving.encoder import Encoder
 from llmcache.serving.history import History
@@ -22,6 +18,7 @@ from llmcache.serving.loading import NAMES, Kind, Served, to_device
 from llmcache.serving.metrics import Metrics
 from llmcache.serving.model_thread import ModelThread
 from llmcache.serving.refusals import Refusal, stopping
+from llmcache.serving.saving import Saves
 from llmcache.serving.settings import ServerSettings
 from llmcache.serving.tokenizing import Tokenizing
 
@@ -34,13 +31,14 @@ _WARM_UP = "llmcache warm-up"  # a namespace that nobody can ask for
 class Server:
     """One model, its cache, and the thread that runs it."""
 
-    def __init__(self, settings: ServerSettings, served: Served, cache: LLMCache) -> None:
+    def __init__(self, settings: ServerSettings, served: Served, cache: LLMCache, saves: Saves) -> None:
         """Hold what was loaded; `phase` is `starting` until `start`."""
         self.settings = settings
         self.served = served
         self.model = served.model
         self.tokenizer = served.tokenizer
         self.cache = cache
+        self.saves = saves
         self.thread = ModelThread()
         self.phase: Phase = "starting"
         self.started_at = int(time())
@@ -141,7 +139,7 @@ class Server:
         await self.thread.run(self._warm_up)
         gc.collect()
         gc.freeze()  # what the model and its libraries are made of stays: to look through it takes a third of a second
-        if self.settings.save is not None and self.settings.save_every_s:
+        if self.saves.is_saving and self.settings.save_every_s:
             self._saving = asyncio.get_running_loop().create_task(self._save_now_and_then(self.settings.save_every_s))
         self.phase = "ready"
 
@@ -150,8 +148,7 @@ class Server:
         self.phase = "stopping"
         if self._saving is not None:
             self._saving.cancel()
-        if self.settings.save is not None:
-            await asyncio.to_thread(self.save, self.settings.save)
+        await asyncio.to_thread(self.saves.try_to_save, self.cache)
         if self.encoder is not None:
             self.encoder.close()
         if self.decoder is not None:
@@ -159,13 +156,6 @@ class Server:
         await asyncio.to_thread(self.thread.close)
         await asyncio.to_thread(self.cache.unwrap)
         self.phase = "stopped"
-
-    def save(self, folder: Path) -> None:
-        """Save the cache; a failure is logged, and an earlier save is still whole."""
-        try:
-            self.cache.save(folder)
-        except (LLMCacheError, OSError) as error:
-            logger.error("the cache could not be saved to %s: %s", folder, error)
 
     def _make_encoder(self) -> Encoder:
         pad_id = getattr(self.tokenizer, "pad_token_id", None)
@@ -211,21 +201,6 @@ class Server:
         self.cache.purge(namespace=_WARM_UP)
 
     async def _save_now_and_then(self, every_s: float) -> None:
-        assert self.settings.save is not None
         while True:
             await asyncio.sleep(every_s)
-            await asyncio.to_thread(self.save, self.settings.save)
-
-
-def hang_cache(served: Served, config: CacheConfig, folder: Path | None) -> LLMCache:
-    """The cache of a model that is served: the one that was saved, if there is one that can be used; else a new one."""
-    settings: dict[str, Any] = {"tokenizer": served.tokenizer, "answer_of": served.answer_of}
-    if folder is not None and (folder / MANIFEST).is_file():
-        try:
-            return LLMCache.load(served.model, folder, **settings)
-        except BankFileError as error:
-            logger.error("the saved cache in %s is not used: %s", folder, error)
-    pooled = find_pooled(served.model)
-    if pooled is not None and config.payload == "auto":  # states of all tokens are computed by their own route
-        config = config.model_copy(update={"payload": pooled.kept})
-    return LLMCache.wrap(served.model, config=config, **settings)
+            await asyncio.to_thread(self.saves.try_to_save, self.cache)

@@ -11,7 +11,8 @@ import transformers as tf
 
 from llmcache.config import CacheConfig
 from llmcache.serving.loading import load_served
-from llmcache.serving.server import Server, hang_cache
+from llmcache.serving.saving import Saves
+from llmcache.serving.server import Server
 from llmcache.serving.settings import ServerSettings
 from tests.tiny_models import VOCABULARY, build
 
@@ -61,7 +62,8 @@ def make_server(folder: Path, cache: dict[str, Any] | None = None, **settings: A
     """A server of a model in a folder, not started; it computes by itself, which is ready sooner."""
     made = ServerSettings.model_validate({"model": folder.name, "warmup_tokens": 8, "model_process": False, **settings})
     served = load_served(str(folder))
-    return Server(made, served, hang_cache(served, CacheConfig.make(cache or {}), made.save))
+    saves = Saves(made.save)
+    return Server(made, served, saves.hang_cache(served, None if cache is None else CacheConfig.make(cache)), saves)
 
 
 def within(server: Server, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
