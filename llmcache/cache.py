@@ -353,8 +353,16 @@ class LLMCache:
             return self.model(*args, **kwargs)
 
     def stats(self) -> Stats:
-        """Counters since wrapping, and what is held now."""
+        """Counters since wrapping or `restart_stats`, and what is held now."""
         return self._components.stats()
+
+    def restart_stats(self) -> None:
+        """Count requests, hits and times in `stats` from here on: what came before was a warm-up, say.
+
+        What a call of each length takes stays known (`Stats.cost`), and so do failures. What banks, the audit, graphs
+        and a store count goes on.
+        """
+        self._components.restart_stats()
 
     @property
     def payload(self) -> str:

@@ -188,7 +188,10 @@ class Server:
             logger.warning("the model is computed in the server's own process: %s", error)
 
     def _warm_up(self) -> None:
-        """Run short and long inputs, twice each: what a first request would wait for is done then."""
+        """Run short and long inputs, twice each: what a first request would wait for is done then.
+
+        It is no traffic: figures begin afterwards.
+        """
         n_tokens = min(self.settings.warmup_tokens, self.served.max_length)
         if not n_tokens:
             return
@@ -199,6 +202,7 @@ class Server:
             token = next(i for i in range(len(special) + 1) if i not in special)
             self.encoder.warm_up(token, n_tokens, _WARM_UP)
         self.cache.purge(namespace=_WARM_UP)
+        self.cache.restart_stats()
 
     async def _save_now_and_then(self, every_s: float) -> None:
         while True:
