@@ -22,6 +22,8 @@ _alive = APIRouter(tags=["health"], responses=ERRORS)
 
 @_alive.get("/health", response_model=dict[str, str])
 @_alive.get("/healthz", response_model=dict[str, str])
+@_alive.head("/health", include_in_schema=False)
+@_alive.head("/healthz", include_in_schema=False)
 async def health(request: Request) -> JSONResponse:
     """Whether requests are answered now; 503 before the model is warmed up, while it is drained, and once it stops."""
     server: Server = request.app.state.server

@@ -1,6 +1,7 @@
 """Runs an application under uvicorn until it is told to stop, and then exits with 0."""
 
 import asyncio
+import ipaddress
 import logging
 import math
 import signal
@@ -26,6 +27,12 @@ class Uvicorn(uvicorn.Server):
 
     def __init__(self, server: Server, host: str, port: int) -> None:
         """Prepare to listen; port 0 takes a free one."""
+        if server.settings.keys is None and not _is_own(host):
+            logger.warning(
+                "it listens on %s without keys: whoever reaches it may ask, and purge, disable and drain below /admin; "
+                "give --keys FILE (llmcache keys add)",
+                host,
+            )
         super().__init__(
             uvicorn.Config(
                 create_app(server),
@@ -74,3 +81,11 @@ class Uvicorn(uvicorn.Server):
             await super().shutdown(sockets)
         finally:
             cut.cancel()
+
+
+def _is_own(host: str) -> bool:
+    """Whether only this machine reaches an address; of a name that it has, nothing is known."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

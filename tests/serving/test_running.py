@@ -1,4 +1,4 @@
-"""A server that is told to stop: what runs is finished, what cannot be is refused in the words of its route."""
+"""How a server runs: what it warns of at the start; told to stop, it finishes what it can and refuses the rest."""
 
 import logging
 import signal
@@ -13,6 +13,8 @@ from typing import Any
 import httpx2
 import pytest
 
+from llmcache.serving.keys import add_key
+from llmcache.serving.running import Uvicorn
 from llmcache.serving.server import Server
 from tests.serving import decoders
 from tests.serving.served import make_server, running
@@ -127,3 +129,19 @@ def test_what_an_encoder_has_not_computed_by_then_is_refused(models: Path, error
         assert len({refused(one.result()) for one in asked}) == 1
         held.let_go()
     assert errors() == []
+
+
+@pytest.mark.parametrize(
+    ("host", "warns"),
+    [("127.0.0.1", False), ("localhost", False), ("::1", False), ("0.0.0.0", True), ("::", True), ("a.example", True)],
+)
+def test_without_keys_an_address_that_others_reach_is_warned_of(
+    host: str, warns: bool, models: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = make_server(models / "classifier")
+    Uvicorn(server, host, 0)
+    assert ("without keys" in caplog.text) == warns
+    caplog.clear()
+    add_key(tmp_path / "keys.yaml", "boss", "public", ("infer", "admin"))
+    Uvicorn(make_server(models / "classifier", keys=tmp_path / "keys.yaml"), host, 0)
+    assert caplog.text == ""
