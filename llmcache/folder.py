@@ -71,17 +71,28 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def check_writable(folder: Path) -> None:
-    """Make the folder if needed, and try whether a save can be written there.
+    """Make the folder if needed, and try whether files can be written there.
 
     Raises:
-        StoreError: It cannot.
+        StoreError: They cannot.
     """
     try:
-        with locked(folder), TemporaryFile(dir=folder) as file:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder) as file:
             file.write(b"0")
             file.flush()
     except OSError as error:
         raise StoreError(f"{folder}: nothing can be saved there: {error.strerror or error}") from error
+
+
+def check_ours(folder: Path) -> None:
+    """See that nothing in a folder keeps a save from being written.
+
+    Raises:
+        StoreError: Somebody else's file is where one of ours would go, or a damaged one of ours.
+    """
+    with locked(folder):
+        pass
 
 
 def replace(folder: Path, parts: Mapping[str, Mapping[str, Tensor]], describe: Callable[[dict[str, str]], str]) -> None:

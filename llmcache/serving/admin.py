@@ -135,7 +135,7 @@ async def save(request: Request) -> dict[str, bool]:
     if server.saves.folder is None:
         raise Refusal("invalid", "this server was started without a folder to save to; start it with --save FOLDER")
     if server.saves.is_kept:
-        raise Refusal("invalid", "the folder holds a save of another cache, which stays; start it with another --save")
+        raise Refusal("invalid", "the folder holds a save that does not fit, which stays; start it with another --save")
     await _done(asyncio.to_thread(server.saves.save, server.cache))
     return {"saved": True}
 

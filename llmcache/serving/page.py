@@ -184,7 +184,7 @@ def _troubles(server: Server, stats: Stats) -> Iterator[str]:
     if server.is_disabled:
         yield "The cache is disabled: all requests are computed."
     if server.saves.is_kept:
-        yield "Nothing is saved: the folder holds a save of another cache. The log says why it is not used."
+        yield "Nothing is saved: what the folder holds is not used, and stays. The log says why."
     if server.saves.has_failed:
         yield "The latest save failed: the log says why."
     if stats.health.is_failing:

@@ -6,8 +6,8 @@ from typing import Any
 
 from llmcache.cache import LLMCache
 from llmcache.config import CacheConfig
-from llmcache.errors import BankFileError, LLMCacheError, UnfitBankError
-from llmcache.folder import MANIFEST, check_writable
+from llmcache.errors import BankFileError, LLMCacheError, StoreError, UnfitBankError
+from llmcache.folder import MANIFEST, check_ours, check_writable
 from llmcache.models.pooling import find_pooled
 from llmcache.serving.loading import Served
 
@@ -19,7 +19,7 @@ class Saves:
 
     Attributes:
         folder: None: nothing is saved.
-        is_kept: It holds a whole save that does not fit the server, so nothing is saved there.
+        is_kept: It holds a whole save that does not fit the server, or files of others, so nothing is saved there.
         has_failed: The latest save did.
     """
 
@@ -50,17 +50,11 @@ class Saves:
         Raises:
             ConfigError: What was saved cannot be served with these settings, or the model with them.
         """
-        settings: dict[str, Any] = {"tokenizer": served.tokenizer, "answer_of": served.answer_of}
         given = None if config is None else _for_pooled(config, served)
-        if self.folder is not None and (self.folder / MANIFEST).is_file():
-            try:
-                return LLMCache.load(served.model, self.folder, config=given, **settings)
-            except UnfitBankError as error:
-                self.is_kept = True
-                logger.error("the save is not used and stays as it is, and nothing is saved: %s", error)
-            except BankFileError as error:
-                logger.error("the save is not used, and will be replaced: %s", error)
-        return LLMCache.wrap(served.model, config=given or _for_pooled(CacheConfig(), served), **settings)
+        restored = None if self.folder is None else self._restored(self.folder, served, given)
+        if restored is not None:
+            return restored
+        return LLMCache.wrap(served.model, config=given or _for_pooled(CacheConfig(), served), **_parts(served))
 
     def save(self, cache: LLMCache) -> None:
         """Save, where anything is saved.
@@ -70,8 +64,11 @@ class Saves:
         """
         if self.folder is None or self.is_kept:
             return
-        self.has_failed = True
-        cache.save(self.folder)
+        try:
+            cache.save(self.folder)
+        except BaseException:
+            self.has_failed = True
+            raise
         self.has_failed = False
 
     def try_to_save(self, cache: LLMCache) -> None:
@@ -80,6 +77,31 @@ class Saves:
             self.save(cache)
         except (LLMCacheError, OSError) as error:
             logger.error("the cache could not be saved: %s", error)
+
+    def _restored(self, folder: Path, served: Served, config: CacheConfig | None) -> LLMCache | None:
+        """The cache that was saved; None: there is none, or it is of no use, of which the log tells."""
+        try:
+            check_ours(folder)
+        except StoreError as error:
+            self._keep(error)
+            return None
+        if not (folder / MANIFEST).is_file():
+            return None
+        try:
+            return LLMCache.load(served.model, folder, config=config, **_parts(served))
+        except UnfitBankError as error:
+            self._keep(error)
+        except BankFileError as error:
+            logger.error("the save is not used, and will be replaced: %s", error)
+        return None
+
+    def _keep(self, error: LLMCacheError) -> None:
+        self.is_kept = True
+        logger.error("what lies there is not used and stays as it is, and nothing is saved: %s", error)
+
+
+def _parts(served: Served) -> dict[str, Any]:
+    return {"tokenizer": served.tokenizer, "answer_of": served.answer_of}
 
 
 def _for_pooled(config: CacheConfig, served: Served) -> CacheConfig:

@@ -102,6 +102,10 @@ def _rung(folder: Path, cache: dict[str, Any] | None = None, **settings: Any) ->
     return rung
 
 
+def _contents(folder: Path) -> dict[str, bytes | None]:
+    return {path.name: path.read_bytes() if path.is_file() else None for path in folder.iterdir()}
+
+
 def _altered(model: Path, folder: Path, tensor: str) -> Path:
     """A copy of a model, one tensor of which is another."""
     other = folder / "other"
@@ -111,7 +115,7 @@ def _altered(model: Path, folder: Path, tensor: str) -> Path:
     return other
 
 
-@pytest.mark.parametrize("unfit", ["model", "format", "setting", "field"])
+@pytest.mark.parametrize("unfit", ["model", "format", "setting", "field", "cut manifest", "foreign manifest"])
 def test_a_save_of_another_model_or_version_is_not_used_and_stays(
     unfit: str, models: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -126,7 +130,12 @@ def test_a_save_of_another_model_or_version_is_not_used_and_stays(
         edit_manifest(save, config={"max_bytes": 10_000_000, "nosuch": 1})
     elif unfit == "field":
         edit_manifest(save, nosuch=1)
-    before = {path.name: path.read_bytes() for path in save.iterdir()}
+    elif unfit == "cut manifest":
+        (save / MANIFEST).write_bytes((save / MANIFEST).read_bytes()[:-9])
+    elif unfit == "foreign manifest":
+        (save / MANIFEST).unlink()
+        (save / MANIFEST).mkdir()
+    before = _contents(save)
     server = make_server(model, save=save, save_every_s=0.001)
     assert server.saves.is_kept
     with TestClient(create_app(server)) as client:
@@ -134,8 +143,8 @@ def test_a_save_of_another_model_or_version_is_not_used_and_stays(
         answer = client.post("/admin/save")
         assert answer.status_code == 422 and "stays" in answer.json()["error"]
         page = client.get("/").text
-        assert "Nothing is saved: the folder holds a save of another cache." in page and ">Save<" not in page
-    assert {path.name: path.read_bytes() for path in save.iterdir()} == before
+        assert "Nothing is saved: what the folder holds is not used, and stays." in page and ">Save<" not in page
+    assert _contents(save) == before
     assert "stays as it is" in caplog.text and "wrap()" not in caplog.text
     assert not server.saves.has_failed
 
