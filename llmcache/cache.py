@@ -17,7 +17,7 @@ from llmcache.calibration.inputs import Requests
 from llmcache.calibration.risk_target import Metric
 from llmcache.calibrator import Calibrator, make_claim
 from llmcache.config import CacheConfig
-from llmcache.errors import ConfigError, WrapError
+from llmcache.errors import ConfigError, UnfitBankError, WrapError
 from llmcache.execution.chunks import Chunks
 from llmcache.execution.compiled import CompiledTrunk
 from llmcache.execution.flow import Flow
@@ -98,18 +98,42 @@ class LLMCache:
 
     @classmethod
     def load(
-        cls, model: nn.Module, folder: str | Path, *, tokenizer: Any = None, answer_of: Reading = read_logits
+        cls,
+        model: nn.Module,
+        folder: str | Path,
+        *,
+        config: CacheConfig | Mapping[str, Any] | str | Path | None = None,
+        tokenizer: Any = None,
+        answer_of: Reading = read_logits,
     ) -> Self:
         """Wrap a model with a saved cache's settings, entries and calibration.
 
+        Args:
+            model: As of `wrap`.
+            folder: That `save` wrote.
+            config: Settings in place of the saved ones, as of `wrap`; `policy`, `auto_bypass` and budgets may differ,
+                budgets of a calibrated cache be raised.
+            tokenizer: As of `wrap`.
+            answer_of: As of `wrap`.
+
         Raises:
-            BankFileError: The folder is incomplete, damaged, or was saved from other weights or another tokenizer.
+            UnfitBankError: It was saved from other weights, with another tokenizer, or by another version.
+            BankFileError: The folder is incomplete or damaged.
+            ConfigError: What was saved cannot be served with `config`.
             WrapError: The model is wrapped already.
         """
         from llmcache import persist
+        from llmcache.saved_settings import choose_settings
 
         manifest, tensors = persist.read(folder, model, tokenizer)
-        cache = cls(model, CacheConfig.make(manifest.config), tokenizer, answer_of)
+        given = None if config is None else CacheConfig.make(config)
+        chosen = choose_settings(manifest.config, given, manifest.calibration is not None, folder)
+        try:
+            cache = cls(model, chosen, tokenizer, answer_of)
+        except ConfigError as error:
+            if given is not None:
+                raise
+            raise UnfitBankError(f"{folder}: its settings do not suit this model: {error}") from error
         try:
             if manifest.calibration is not None:
                 cache._calibrator.begin()
@@ -132,7 +156,7 @@ class LLMCache:
         from llmcache import persist
 
         self._components.settle()
-        persist.save(self._components, self.config, self._tokenizer, folder)
+        persist.save(self._components, self.model, self.config, self._tokenizer, folder)
 
     def calibrate(
         self,
@@ -331,8 +355,16 @@ class LLMCache:
             return self.model(*args, **kwargs)
 
     def stats(self) -> Stats:
-        """Counters since wrapping, and what is held now."""
+        """Counters since wrapping or `restart_stats`, and what is held now."""
         return self._components.stats()
+
+    def restart_stats(self) -> None:
+        """Count requests, hits and times in `stats` from here on: what came before was a warm-up, say.
+
+        What a call of each length takes stays known (`Stats.cost`), and so do failures. What banks, the audit, graphs
+        and a store count goes on.
+        """
+        self._components.restart_stats()
 
     @property
     def payload(self) -> str:

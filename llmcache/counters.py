@@ -51,6 +51,14 @@ class Counters:
         """Whether so many of the latest calls failed in the cache that it should promise nothing."""
         return self._calls.is_large
 
+    def restart(self) -> None:
+        """Count anew. Failures and the health that they make are kept, and what was logged once is not logged again."""
+        with self._lock:
+            for counts in (self._hits, self._hits_by_layer, self._reuses_by_layer, self._bypassed, self._stored_later):
+                counts.clear()
+            self._totals = Counter(errors=self._totals["errors"])
+            self._lookup_s = self._storing_s = 0.0
+
     def bypass(self, reason: str, n_rows: int) -> None:
         """Count rows that bypassed the cache; the first of each reason is logged with its cure."""
         with self._lock:

@@ -49,3 +49,7 @@ class StoreError(LLMCacheError, RuntimeError):
 
 class BankFileError(LLMCacheError, ValueError):
     """A saved cache cannot be used: missing parts, damaged, or made by other weights."""
+
+
+class UnfitBankError(BankFileError):
+    """A saved cache is whole, and of no use here: of other weights, another tokenizer, or another version of this."""

@@ -21,6 +21,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from torch import Tensor
@@ -67,6 +68,31 @@ def locked(folder: Path) -> Iterator[None]:
         raise StoreError(
             f"{folder}: another save there has not ended for {_PATIENCE_S:.0f} s: look what it does"
         ) from error
+
+
+def check_writable(folder: Path) -> None:
+    """Make the folder if needed, and try whether files can be written there.
+
+    Raises:
+        StoreError: They cannot.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder) as file:
+            file.write(b"0")
+            file.flush()
+    except OSError as error:
+        raise StoreError(f"{folder}: nothing can be saved there: {error.strerror or error}") from error
+
+
+def check_ours(folder: Path) -> None:
+    """See that nothing in a folder keeps a save from being written.
+
+    Raises:
+        StoreError: Somebody else's file is where one of ours would go, or a damaged one of ours.
+    """
+    with locked(folder):
+        pass
 
 
 def replace(folder: Path, parts: Mapping[str, Mapping[str, Tensor]], describe: Callable[[dict[str, str]], str]) -> None:

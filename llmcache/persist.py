@@ -15,7 +15,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, field_validator
 from torch import Tensor, nn
 
 from llmcache import __version__
@@ -26,7 +26,7 @@ from llmcache.banks.serialization import arrays_to_tensors, pack_requests, pack_
 from llmcache.calibration.calibrated_reuse import CalibratedReuse
 from llmcache.calibration.calibration import Calibration
 from llmcache.config import RENAMED, CacheConfig
-from llmcache.errors import BankFileError, StoreError
+from llmcache.errors import BankFileError, StoreError, UnfitBankError
 from llmcache.execution.components import Components
 from llmcache.folder import MANIFEST, is_data_name, locked, read_json, replace, sha256
 from llmcache.models.adapters import Trunk, locate, special_ids
@@ -54,6 +54,7 @@ class Manifest(BaseModel):
     payload: str = ""  # what of a state is kept
     config: dict[str, Any]
     weights: str  # digest of the trunk's
+    head: str = ""  # of the model's others, where its answers matter: something is reused approximately
     special_ids: list[int]  # that fingerprints leave out; others would make fingerprints of other requests
     scopes: list[tuple[str, str, str]]  # namespace, dtype and attention; requests name theirs by number
     files: dict[str, str]  # SHA-256 by name
@@ -68,7 +69,7 @@ class Manifest(BaseModel):
         return {RENAMED.get(key, key): value for key, value in config.items()}
 
 
-def save(components: Components, config: CacheConfig, tokenizer: Any, folder: str | Path) -> None:
+def save(components: Components, model: nn.Module, config: CacheConfig, tokenizer: Any, folder: str | Path) -> None:
     """Write a cache. Entries of other weights, which could not be served anyway, are left out.
 
     If writing failed, the weights cannot be read, or the folder holds something else where the save would go, it is a
@@ -89,6 +90,7 @@ def save(components: Components, config: CacheConfig, tokenizer: Any, folder: st
                 payload=components.payload.name,
                 config=config.model_dump(mode="json", exclude_unset=True),
                 weights=weights,
+                head=_head_digest(model, components.trunk, config, calibration is not None),
                 special_ids=list(special_ids(components.trunk, tokenizer)),
                 scopes=[(scope.namespace, scope.dtype, scope.attention) for scope in scopes],
                 files={},
@@ -108,7 +110,7 @@ def read(folder: str | Path, model: nn.Module, tokenizer: Any) -> tuple[Manifest
     """
     for _ in range(_TRIES):
         manifest = read_manifest(folder)
-        check(manifest, locate(model, str(manifest.config.get("adapter", "auto"))), tokenizer, folder)
+        check(manifest, model, tokenizer, folder)
         try:
             return manifest, {
                 name.split("-")[0]: _read_checked(Path(folder) / name, sha) for name, sha in manifest.files.items()
@@ -128,11 +130,19 @@ def read_manifest(folder: str | Path) -> Manifest:
         manifest = Manifest.model_validate(found)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise BankFileError(f"{folder}: no {MANIFEST} here; give a folder that cache.save() wrote") from error
-    except (OSError, ValueError) as error:  # pydantic's errors are ValueErrors
-        raise BankFileError(f"{path}: not a readable manifest: {str(error).splitlines()[0]}") from error
+    except UnfitBankError:
+        raise
+    except ValidationError as error:
+        raise UnfitBankError(f"{path}: not as this version ({__version__}) writes it: {_first_line(error)}") from error
+    except (OSError, ValueError) as error:
+        raise BankFileError(f"{path}: not a readable manifest: {_first_line(error)}") from error
     if not {name.split("-")[0] for name in manifest.files if is_data_name(name)} >= {"requests", "states"}:
         raise BankFileError(f"{path}: names other files than cache.save() writes: {sorted(manifest.files)}")
     return manifest
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0]
 
 
 def _check_format(found: Any, path: Path) -> None:
@@ -140,27 +150,41 @@ def _check_format(found: Any, path: Path) -> None:
     number = found.get("format") if isinstance(found, dict) else None
     if isinstance(number, int) and number not in _READ:
         written_by = found.get("written_by")
-        raise BankFileError(
+        raise UnfitBankError(
             f"{path}: format {number}{f', written by llmcache {written_by}' if written_by else ''}; this version "
             f"({__version__}) reads formats {' and '.join(map(str, _READ))}"
         )
 
 
-def check(manifest: Manifest, trunk: Trunk, tokenizer: Any, folder: str | Path) -> None:
+def check(manifest: Manifest, model: nn.Module, tokenizer: Any, folder: str | Path) -> None:
     """Refuse a save that this model could not be served from."""
+    trunk = locate(model, str(manifest.config.get("adapter", "auto")))
     watched = Weights(trunk.module)
     weights = watched.digest()
     if reason := watched.unreadable:
-        raise BankFileError(
+        raise UnfitBankError(
             f"{folder}: whether this model has the weights it was saved from is unknown: {CURES[reason]}"
         )
     if manifest.weights != weights:
-        raise BankFileError(
+        raise UnfitBankError(
             f"{folder}: saved from other weights (digest {manifest.weights[:12]}, this model has {weights[:12]}); "
-            "load the model it was saved from, or start an empty cache with wrap()"
+            "give the model that it was saved from, or another folder"
         )
     if manifest.special_ids != list(special_ids(trunk, tokenizer)):
-        raise BankFileError(f"{folder}: saved with other special tokens; give load() the tokenizer that wrap() had")
+        raise UnfitBankError(
+            f"{folder}: saved with other special tokens; give the tokenizer that it was saved with, or another folder"
+        )
+    if manifest.head and manifest.head != (head := Weights(model, without=trunk.module).digest()):
+        raise UnfitBankError(
+            f"{folder}: saved for a head with other weights (digest {manifest.head[:12]}, this model's has "
+            f"{head[:12]}), "
+            "by which others than repeats were answered; give the model that it was saved from, or another folder"
+        )
+
+
+def _head_digest(model: nn.Module, trunk: Trunk, config: CacheConfig, is_calibrated: bool) -> str:
+    is_approximate = config.tau is not None or config.learn is not None or is_calibrated
+    return Weights(model, without=trunk.module).digest() if is_approximate else ""
 
 
 def restore(components: Components, manifest: Manifest, parts: Tensors, folder: str | Path) -> None:
@@ -177,9 +201,9 @@ def restore(components: Components, manifest: Manifest, parts: Tensors, folder: 
         raise BankFileError(f"{folder}: the files do not fit each other: {error!r}") from error
     made, calibrated = manifest.calibration, components.calibrated
     if calibrated is not None and made is not None and not calibrated.is_made_for(manifest.weights):
-        raise BankFileError(
+        raise UnfitBankError(
             f"{folder}: calibrated for a head with other weights (digest {made.head[:12]}, this model's has "
-            f"{calibrated.head_digest()[:12]}); load the model that it was saved from"
+            f"{calibrated.head_digest()[:12]}); give the model that it was saved from, or another folder"
         )
 
 
@@ -233,9 +257,9 @@ def _check_payload(components: Components, saved: str, records: list[SavedReques
         n_rows == 1 if kept.fits_any_length else n_bytes in (2 * n_rows, 4 * n_rows) for n_rows, n_bytes in sizes
     )
     if saved not in ("", kept.name) or not fits:
-        raise BankFileError(
+        raise UnfitBankError(
             f"{folder}: saved with {f'payload {saved!r}' if saved else 'another payload'}, where this model is served "
-            f"by {kept.name!r}: its head is another one, or is now known to read more; start an empty cache with wrap()"
+            f"by {kept.name!r}: its head is another one, or is now known to read more; give another folder"
         )
 
 

@@ -94,7 +94,7 @@ class Cost(Renamed):
         worthwhile_from: Hit rate from which the cache is worthwhile; None also where a hit takes longer than the model.
         is_bypassed: Such calls bypass the cache.
         saved_ms: All that hits saved: calls of which each row was served, times what the model takes alone less hit_ms.
-            Since wrapping, `clear`, or the requests that were learned from.
+            Since wrapping, `clear`, `restart_stats`, or the requests that were learned from.
     """
 
     _RENAMED: ClassVar[Mapping[str, str]] = {"pays_from": "worthwhile_from", "is_aside": "is_bypassed"}

@@ -77,8 +77,9 @@ def test_the_servers_of_kubernetes_are_probed_limited_and_refuse_everybody_at_fi
     from llmcache.serving.keys import read_keys
 
     (server,) = (one for one in _containers() if one["name"] == "server")
-    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+    for probe in ("startupProbe", "readinessProbe"):
         assert server[probe]["httpGet"] == {"path": "/health", "port": "http"}
+    assert server["livenessProbe"]["tcpSocket"] == {"port": "http"}  # a server that is drained lives
     assert set(server["resources"]) == {"requests", "limits"}
     (secret,) = _objects("Secret")
     (tmp_path / "keys.yaml").write_text(secret["stringData"]["keys.yaml"])
@@ -181,3 +182,9 @@ def test_the_dashboard_is_the_one_that_is_provided_and_its_panels_lie_side_by_si
         assert not cells & taken and x + w <= 24
         taken |= cells
     assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
+
+
+def test_the_image_is_reached_from_outside_by_default() -> None:
+    text = (DEPLOY / "Dockerfile").read_text(encoding="utf-8")
+    entry, command = (json.loads(re.findall(rf"^{name} (.*)$", text, re.M)[0]) for name in ("ENTRYPOINT", "CMD"))
+    assert [*entry, *command] == ["llmcache", "serve", "--model", "minilm", "--host", "0.0.0.0"]

@@ -26,7 +26,7 @@ LIBRARY = (
     ("calibration",),
     ("audit",),
     ("execution",),
-    ("folder",),
+    ("folder", "saved_settings"),
     ("persist", "assembly"),
     ("calibrator",),
     ("cache",),

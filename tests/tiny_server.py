@@ -18,6 +18,7 @@ from llmcache.serving import admin, metrics, page
 from llmcache.serving.loading import Served
 from llmcache.serving.refusals import Refusal
 from llmcache.serving.route_times import CountRequests
+from llmcache.serving.saving import Saves
 from llmcache.serving.server import Server
 from llmcache.serving.settings import ServerSettings
 from llmcache.serving.tenants import ANYONE
@@ -31,7 +32,8 @@ def serving(cache: LLMCache | None = None, **settings: Any) -> Iterator[Server]:
     if cache is None:
         cache = LLMCache.wrap(build(CLASSIFIERS["bert"]), layers=[2, 3], payload="sequence")
     served = Served("tiny", "classifier", cache.model, tokenizer(), 64, _logits, _logits)
-    server = Server(ServerSettings(**{"model": "tiny", **settings}), served, cache)
+    made = ServerSettings(**{"model": "tiny", **settings})
+    server = Server(made, served, cache, Saves(made.save))
     server.phase = "ready"
     yield server
     server.thread.close()

@@ -20,7 +20,10 @@ def command(
         str | None, typer.Option(help="Name of the model for clients; as --model by default.")
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="Settings of the cache: a YAML file.")
+        Path | None,
+        typer.Option(
+            exists=True, dir_okay=False, help="Settings of the cache: a YAML file; by default those of the save."
+        ),
     ] = None,
     save: Annotated[
         Path | None, typer.Option(file_okay=False, help="Folder that the cache is restored from and saved to.")
@@ -43,6 +46,9 @@ def command(
         float, typer.Option(min=0.001, help="Seconds that a request waits before it is refused.")
     ] = 10.0,
     batch_wait: Annotated[float, typer.Option(min=0, help="Milliseconds that a miss waits for others.")] = 2.0,
+    grace: Annotated[
+        float, typer.Option(min=0, help="Seconds for requests under way to end, once it is told to stop.")
+    ] = 20.0,
     auto_truncate: Annotated[bool, typer.Option(help="Cut inputs that are too long.")] = False,
     model_process: Annotated[
         bool, typer.Option(help="Compute an encoder's layers in a process of its own, on a CPU.")
@@ -59,7 +65,7 @@ def command(
 ) -> None:
     """Serve a model over HTTP, in the words of text-embeddings-inference and of OpenAI.
 
-    SIGTERM or Ctrl-C: new requests are refused, those under way finished, the cache is saved.
+    SIGTERM or Ctrl-C: new requests are refused, those under way finished within --grace seconds, the cache is saved.
     """
     try:
         from llmcache.serving.running import Uvicorn
@@ -69,7 +75,8 @@ def command(
 
     from llmcache.config import CacheConfig
     from llmcache.serving.loading import load_served
-    from llmcache.serving.server import Server, hang_cache
+    from llmcache.serving.saving import Saves
+    from llmcache.serving.server import Server
     from llmcache.serving.settings import ServerSettings
 
     logging.basicConfig(level=logging.WARNING, format=_LOG)
@@ -89,17 +96,21 @@ def command(
         payload_limit=payload_limit,
         max_queue_s=max_queue,
         batch_wait_ms=batch_wait,
+        grace_s=grace,
         auto_truncate=auto_truncate,
         model_process=model_process,
         warmup_tokens=warmup_tokens,
         reveal_hits=reveal_hits,
         otlp_endpoint=otlp_endpoint,
     )
+    cache_config = None if config is None else CacheConfig.make(config)
+    saves = Saves(save)
     served = load_served(model, models_dir)
     if threads is None and served.kind != "decoder":
         # Hits are served beside what is computed. Threads that compute wait for each other, should one share its core.
         threads = max(1, torch.get_num_threads() - 1)
     torch.set_num_threads(threads or torch.get_num_threads())
-    cache_config = CacheConfig.make(config)
-    server = Server(settings, served, hang_cache(served, cache_config, save))
+    server = Server(settings, served, saves.hang_cache(served, cache_config), saves)
     Uvicorn(server, host, port).run()
+    if saves.has_failed:
+        raise typer.Exit(1)

@@ -180,6 +180,13 @@ class Components:
             store=None if self.tier is None else self.tier.stats(),
         )
 
+    def restart_stats(self) -> None:
+        """Count anew what becomes of requests."""
+        self.settle()
+        self.counters.restart()
+        if self.cost is not None:
+            self.cost.recount()
+
     def clear(self) -> None:
         """Forget all entries, and the calibration that rests on them; counters and what codecs learned stay."""
         self.settle()

@@ -104,6 +104,14 @@ class CostModel:
             self._n_free = _FREELY
         self.forget()
 
+    def recount(self) -> None:
+        """Count hits and repeats anew; what calls take stays known."""
+        with self._lock:
+            self.n_let_pass = 0
+            self._hits = share_average()
+            for bucket in self._buckets.values():
+                bucket.n_served, bucket.hits, bucket.repeats = 0, share_average(), share_average()
+
     def forget(self) -> None:
         """Forget which requests were asked."""
         with self._lock:

@@ -1,4 +1,4 @@
-"""What an operator may have done: forget, switch the cache off and on, audit what waits, save. Scope `admin`.
+"""What an operator may have done: forget, switch the cache off and on, audit, save, drain. Scope `admin`.
 
 A browser sends Basic credentials by itself, whoever's page asks it to. So what changes anything is refused to pages of
 other origins.
@@ -18,10 +18,12 @@ from llmcache.errors import LLMCacheError
 from llmcache.serving.refusals import Refusal
 from llmcache.serving.server import Server
 from llmcache.serving.tei_answers import ERRORS
+from llmcache.serving.tenants import PUBLIC
 
 logger = logging.getLogger("llmcache")
 
 _OWN_SITES: Final = ("same-origin", "none")  # of Sec-Fetch-Site; `none`: the user typed the address
+_COPIES: Final = "tenants keep copies of its prefixes with what they computed after them: purge their namespaces too"
 _T = TypeVar("_T")
 
 
@@ -29,6 +31,30 @@ class Purge(BaseModel):
     """Whose entries are to be forgotten."""
 
     namespace: Annotated[StrictStr, Field(max_length=1024)]
+
+
+class Purged(BaseModel):
+    """What was forgotten.
+
+    Attributes:
+        purged: Requests.
+        note: What is left elsewhere; None: nothing.
+    """
+
+    purged: int
+    note: str | None = None
+
+
+class State(BaseModel):
+    """In which state the server is.
+
+    Attributes:
+        phase: `ready`; `draining`: refuses requests until it is resumed; `stopping`.
+        under_way: Requests for inference that have not ended.
+    """
+
+    phase: str
+    under_way: int
 
 
 def from_own_page(request: Request) -> None:
@@ -50,11 +76,13 @@ router = APIRouter(prefix="/admin", tags=["admin"], responses=ERRORS)
 changing = APIRouter(dependencies=[Depends(from_own_page)])
 
 
-@changing.post("/purge")
-async def purge(asked: Purge, request: Request) -> dict[str, int]:
+@changing.post("/purge", response_model_exclude_none=True)
+async def purge(asked: Purge, request: Request) -> Purged:
     """Forget all entries of a namespace; answers how many requests they were."""
     server = _server(request, "purges a namespace")
-    return {"purged": await _done(server.purge(asked.namespace))}
+    n_requests = await _done(server.purge(asked.namespace))
+    has_copies = asked.namespace == PUBLIC and server.decoder is not None and server.settings.keys is not None
+    return Purged(purged=n_requests, note=_COPIES if has_copies else None)
 
 
 @changing.post("/clear")
@@ -78,20 +106,37 @@ async def enable(request: Request) -> dict[str, bool]:
     return {"enabled": True}
 
 
-@changing.post("/drain")
-async def drain(request: Request) -> dict[str, int]:
+@changing.post("/audit")
+async def audit(request: Request) -> dict[str, int]:
     """Audit now what waits to be audited; answers how many jobs were done."""
-    return {"drained": await _done(asyncio.to_thread(_server(request, "drains the audit's queue").cache.drain))}
+    return {"audited": await _done(asyncio.to_thread(_server(request, "audits what waits").cache.drain))}
+
+
+@changing.post("/drain")
+async def drain(request: Request) -> State:
+    """Refuse new requests with 503, and finish those under way; answers at once. `/health` is 503 until `/resume`."""
+    server = _server(request, "drains the server")
+    server.drain()
+    return _state(server)
+
+
+@changing.post("/resume")
+async def resume(request: Request) -> State:
+    """Take requests again. A server that was told to stop does not."""
+    server = _server(request, "has the server take requests again")
+    server.resume()
+    return _state(server)
 
 
 @changing.post("/save")
 async def save(request: Request) -> dict[str, bool]:
     """Save the cache to the folder that the server was given."""
     server = _server(request, "saves the cache")
-    folder = server.settings.save
-    if folder is None:
+    if server.saves.folder is None:
         raise Refusal("invalid", "this server was started without a folder to save to; start it with --save FOLDER")
-    await _done(asyncio.to_thread(server.cache.save, folder))
+    if server.saves.is_kept:
+        raise Refusal("invalid", "the folder holds a save that does not fit, which stays; start it with another --save")
+    await _done(asyncio.to_thread(server.saves.save, server.cache))
     return {"saved": True}
 
 
@@ -100,7 +145,7 @@ async def stats(request: Request) -> dict[str, Any]:
     """All figures of the cache; those that are not finite are null."""
     server: Server = request.app.state.server
     found = await _done(asyncio.to_thread(server.cache.stats))
-    return {"enabled": not server.is_disabled, "phase": server.phase, **found.to_dict()}
+    return {"enabled": not server.is_disabled, **_state(server).model_dump(), **found.to_dict()}
 
 
 router.include_router(changing)
@@ -111,6 +156,10 @@ def _server(request: Request, does: str) -> Server:
     logger.info("llmcache: %s %s", request.state.tenant.name, does)
     server: Server = request.app.state.server
     return server
+
+
+def _state(server: Server) -> State:
+    return State(phase=server.phase, under_way=server.metrics.n_under_way)
 
 
 async def _done(work: Awaitable[_T]) -> _T:

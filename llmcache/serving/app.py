@@ -12,7 +12,6 @@ from llmcache.serving.authentication import Authentication
 from llmcache.serving.failures import RequestIds, install_handlers
 from llmcache.serving.keys import Keys
 from llmcache.serving.limits import Limits
-from llmcache.serving.refusals import Refusal
 from llmcache.serving.route_times import CountRequests
 from llmcache.serving.server import Server
 from llmcache.serving.tei_answers import ERRORS
@@ -23,11 +22,12 @@ _alive = APIRouter(tags=["health"], responses=ERRORS)
 
 @_alive.get("/health", response_model=dict[str, str])
 @_alive.get("/healthz", response_model=dict[str, str])
+@_alive.head("/health", include_in_schema=False)
+@_alive.head("/healthz", include_in_schema=False)
 async def health(request: Request) -> JSONResponse:
-    """Whether requests are answered now; 503 before the model is warmed up, and once the server is stopping."""
+    """Whether requests are answered now; 503 before the model is warmed up, while it is drained, and once it stops."""
     server: Server = request.app.state.server
-    if server.phase != "ready":
-        raise Refusal("unhealthy", f"the server is {server.phase}", retry_after_s=1)
+    server.check_ready()
     return JSONResponse({"status": "ok"})
 
 
@@ -60,7 +60,7 @@ def create_app(server: Server) -> FastAPI:
         app.include_router(part.router)
     app.include_router(_alive)
     install_handlers(app)  # before what lies around it, innermost first
-    app.add_middleware(Limits, settings=server.settings, watch=server.metrics.watch_limits)
+    app.add_middleware(Limits, settings=server.settings, watch=server.metrics.watch_limits, check=server.check_ready)
     app.add_middleware(Authentication, keys=keys)
     app.add_middleware(CountRequests, metrics=server.metrics)
     app.add_middleware(RequestIds)

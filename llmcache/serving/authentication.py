@@ -12,8 +12,8 @@ from llmcache.serving.keys import Keys
 from llmcache.serving.refusals import Refusal
 from llmcache.serving.tenants import ANYONE, Tenant
 
-#: What everybody may ask, and by this method alone.
-OPEN: Final = frozenset({("GET", "/health"), ("GET", "/healthz")})
+#: What everybody may ask, and by these methods alone.
+OPEN: Final = frozenset((method, path) for method in ("GET", "HEAD") for path in ("/health", "/healthz"))
 
 _ADMIN: Final = frozenset({"/", "/metrics"})
 _ADMIN_FOLDER: Final = "/admin"

@@ -27,7 +27,7 @@ from llmcache.generation import PromptCache, Sampling, StoppedBy, Stream, Token,
 from llmcache.generation.kv_caches import context_length
 from llmcache.generation.validation import decoder_config
 from llmcache.serving.model_thread import ModelThread
-from llmcache.serving.refusals import Refusal
+from llmcache.serving.refusals import Refusal, stopping
 from llmcache.serving.settings import ServerSettings
 from llmcache.serving.tenants import PUBLIC, Tenant
 from llmcache.serving.tokenizing import beginning
@@ -85,23 +85,34 @@ class Decoder:
         self._places = asyncio.Semaphore(settings.max_streams)
         self._flights: dict[_Key, _Flight] = {}  # that others may join
         self._open: set[_Flight] = set()  # all that have not ended
-        self._n_waiting = 0
+        self._waiting: set[_Flight] = set()
         self._n_running = 0
+        self._is_stopping = False
 
     @property
     def n_waiting(self) -> int:
         """Generations that wait for a place."""
-        return self._n_waiting
+        return len(self._waiting)
 
     @property
     def n_running(self) -> int:
         """Generations that take turns now."""
         return self._n_running
 
-    def close(self) -> None:
-        """End all that runs; who reads it is refused. Twice does nothing."""
+    def refuse_waiting(self) -> None:
+        """Refuse what has no place, now and from now on: what has one may run for as long as the server can wait."""
+        self._is_stopping = True
+        for flight in list(self._waiting):
+            self._end(flight, stopping())
+
+    def refuse_all(self) -> None:
+        """End all that waits or runs; who reads it is refused."""
         for flight in list(self._open):
-            self._end(flight, Refusal("unhealthy", "the server is stopping"))
+            self._end(flight, stopping())
+
+    def close(self) -> None:
+        """End all, and the threads. Twice does nothing."""
+        self.refuse_all()
         for pool in (self._encoding, self._prefilling):
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -251,7 +262,10 @@ class Decoder:
     async def _has_place(self, flight: "_Flight") -> bool:
         """Wait for a place; False if that took too long, of which readers are told."""
         began, longest_s = perf_counter(), self._settings.max_queue_s
-        self._n_waiting += 1
+        if self._is_stopping and self._places.locked():
+            self._end(flight, stopping())
+            return False
+        self._waiting.add(flight)
         try:
             async with asyncio.timeout(longest_s):
                 await self._places.acquire()
@@ -261,7 +275,7 @@ class Decoder:
             self._end(flight, Refusal("overloaded", message, retry_after_s=after_s))
             return False
         finally:
-            self._n_waiting -= 1
+            self._waiting.discard(flight)
         self.watcher.queued(perf_counter() - began)
         return True
 

@@ -1,5 +1,6 @@
 """Every error as the dialect of its route says it, without a word of the request in it or in a log."""
 
+import asyncio
 import logging
 import re
 import traceback
@@ -16,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llmcache.errors import LLMCacheError
 from llmcache.serving.asgi import header_values, refuse, route_path
-from llmcache.serving.refusals import Kind, Refusal, dialect_of
+from llmcache.serving.refusals import Kind, Refusal, dialect_of, stopping
 
 logger = logging.getLogger("llmcache")
 
@@ -54,7 +55,7 @@ class RequestIds:
 
     def __init__(self, app: ASGIApp) -> None:
         """Label the answers of an application, and those of what fails in other middlewares."""
-        self.app = Failures(app)
+        self.app = Failures(app, is_outermost=True)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection."""
@@ -81,9 +82,16 @@ class Failures:
     Nothing gets past it to the server, which would log the error's own text, and that may quote the request.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
-        """Guard an application."""
+    def __init__(self, app: ASGIApp, is_outermost: bool = False) -> None:
+        """Guard an application.
+
+        Args:
+            app: The application.
+            is_outermost: Nothing lies around it, so that what is cancelled here is so by a server that stops. Further
+                in it may be `Limits` that cancels, for a client that has gone.
+        """
         self.app = app
+        self._is_outermost = is_outermost
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection."""
@@ -101,8 +109,13 @@ class Failures:
             await self.app(scope, receive, noted)
         except ClientDisconnect:
             return
-        except Exception as error:
-            refusal = error if isinstance(error, Refusal) else _log(error, scope)
+        except (asyncio.CancelledError, Exception) as error:
+            if isinstance(error, asyncio.CancelledError):
+                if not self._is_outermost:
+                    raise
+                refusal = stopping()
+            else:
+                refusal = error if isinstance(error, Refusal) else _log(error, scope)
             if not has_begun:  # else the server sees an answer without an end, and closes the connection
                 await refuse(refusal, scope, receive, send)
 

@@ -36,6 +36,7 @@ class Limits:
         *,
         send_timeout_s: float = _SEND_S,
         watch: Callable[[Callable[[], float]], None] = lambda n_running: None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         """Limit an application.
 
@@ -44,11 +45,13 @@ class Limits:
             settings: `payload_limit`, `body_timeout_s` and `max_concurrent_requests` of them.
             send_timeout_s: A client that reads nothing of its answer for so long has gone, seconds.
             watch: Given what tells how many requests have a place.
+            check: Raises a `Refusal` while no request may take one.
         """
         self.app = app
         self.n_running = 0
         self._settings = settings
         self._send_timeout_s = send_timeout_s
+        self._check = check
         self._by_tenant: Counter[str] = Counter()
         self._n_bytes = 0
         watch(lambda: self.n_running)
@@ -118,6 +121,7 @@ class Limits:
         """
         if scope_of(scope["method"], route_path(scope)) != "infer":
             return None
+        self._check()
         if self.n_running >= self._settings.max_concurrent_requests:
             raise _overloaded("the server has as many requests under way as it may")
         tenant: Tenant | None = scope.get("state", {}).get("tenant")

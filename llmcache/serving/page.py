@@ -112,7 +112,7 @@ def view(server: Server) -> dict[str, Any]:
         "model": server.settings.model,
         "phase": server.phase,
         "is_disabled": server.is_disabled,
-        "saves": server.settings.save is not None,
+        "saves": server.saves.is_saving,
         "stats": stats,
         "saved_s": saved_s(stats),
         "held": stats.nbytes + stats.prefix_nbytes,
@@ -183,6 +183,10 @@ def _troubles(server: Server, stats: Stats) -> Iterator[str]:
         yield f"The server is {server.phase}."
     if server.is_disabled:
         yield "The cache is disabled: all requests are computed."
+    if server.saves.is_kept:
+        yield "Nothing is saved: what the folder holds is not used, and stays. The log says why."
+    if server.saves.has_failed:
+        yield "The latest save failed: the log says why."
     if stats.health.is_failing:
         yield f"The cache is {stats.health}."
     if stats.audit is not None and stats.audit.status in ("drifted", "failing", "off", "other weights"):

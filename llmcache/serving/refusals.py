@@ -92,6 +92,11 @@ class Refusal(LLMCacheError):
         return named | ({"WWW-Authenticate": "Bearer"} if self.kind == "unauthorised" else {})
 
 
+def stopping() -> Refusal:
+    """Of what a server that stops does not begin, or did not finish in time: another one may answer it."""
+    return Refusal("unhealthy", "the server is stopping: try again in a moment", retry_after_s=1)
+
+
 def dialect_of(path: str) -> Dialect:
     """In which dialect a route is answered: below `/v1/` and `/v2/` OpenAI's and its relatives', else TEI's."""
     return "openai" if path.startswith(("/v1/", "/v2/")) else "tei"

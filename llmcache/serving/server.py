@@ -4,43 +4,41 @@ import asyncio
 import gc
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from time import time
-from typing import Any, Literal
+from typing import Literal
 
 from torch import Tensor
 
 from llmcache.cache import LLMCache
-from llmcache.config import CacheConfig
-from llmcache.errors import BankFileError, LLMCacheError
-from llmcache.folder import MANIFEST
-from llmcache.models.pooling import find_pooled
+from llmcache.errors import LLMCacheError
 from llmcache.serving.decoder import Decoder
 from llmcache.serving.encoder import Encoder
 from llmcache.serving.history import History
 from llmcache.serving.loading import NAMES, Kind, Served, to_device
 from llmcache.serving.metrics import Metrics
 from llmcache.serving.model_thread import ModelThread
-from llmcache.serving.refusals import Refusal
+from llmcache.serving.refusals import Refusal, stopping
+from llmcache.serving.saving import Saves
 from llmcache.serving.settings import ServerSettings
 from llmcache.serving.tokenizing import Tokenizing
 
 logger = logging.getLogger("llmcache.serving")
 
-Phase = Literal["starting", "ready", "draining", "stopped"]
+Phase = Literal["starting", "ready", "draining", "stopping", "stopped"]
 _WARM_UP = "llmcache warm-up"  # a namespace that nobody can ask for
 
 
 class Server:
     """One model, its cache, and the thread that runs it."""
 
-    def __init__(self, settings: ServerSettings, served: Served, cache: LLMCache) -> None:
+    def __init__(self, settings: ServerSettings, served: Served, cache: LLMCache, saves: Saves) -> None:
         """Hold what was loaded; `phase` is `starting` until `start`."""
         self.settings = settings
         self.served = served
         self.model = served.model
         self.tokenizer = served.tokenizer
         self.cache = cache
+        self.saves = saves
         self.thread = ModelThread()
         self.phase: Phase = "starting"
         self.started_at = int(time())
@@ -83,6 +81,38 @@ class Server:
         if self.decoder is not None:
             self.decoder.forget()
 
+    def check_ready(self) -> None:
+        """Refuse a request that comes while none is answered.
+
+        Raises:
+            Refusal: The server is not ready yet, or drained, or stops.
+        """
+        if self.phase in ("stopping", "stopped"):
+            raise stopping()
+        if self.phase != "ready":
+            raise Refusal("unhealthy", f"the server is {self.phase}", retry_after_s=1)
+
+    def drain(self) -> None:
+        """Refuse new requests, and finish those that were accepted; until `resume`, or until the server stops."""
+        if self.phase == "ready":
+            self.phase = "draining"
+
+    def resume(self) -> None:
+        """Take requests again; a server that stops does not."""
+        if self.phase == "draining":
+            self.phase = "ready"
+
+    def refuse_waiting(self) -> None:
+        """Stop: refuse new requests, and generations that wait for their turn, which may be long."""
+        self.phase = "stopping"
+        if self.decoder is not None:
+            self.decoder.refuse_waiting()
+
+    def refuse_all(self) -> None:
+        """End generations that run: who reads them is told why. What an encoder computes is soon done."""
+        if self.decoder is not None:
+            self.decoder.refuse_all()
+
     def check_name(self, name: str | None) -> None:
         """Refuse a request for another model than the one that is served; none may be named.
 
@@ -109,17 +139,16 @@ class Server:
         await self.thread.run(self._warm_up)
         gc.collect()
         gc.freeze()  # what the model and its libraries are made of stays: to look through it takes a third of a second
-        if self.settings.save is not None and self.settings.save_every_s:
+        if self.saves.is_saving and self.settings.save_every_s:
             self._saving = asyncio.get_running_loop().create_task(self._save_now_and_then(self.settings.save_every_s))
         self.phase = "ready"
 
     async def stop(self) -> None:
         """Save, once all that runs is finished, and end the threads."""
-        self.phase = "draining"
+        self.phase = "stopping"
         if self._saving is not None:
             self._saving.cancel()
-        if self.settings.save is not None:
-            await asyncio.to_thread(self.save, self.settings.save)
+        await asyncio.to_thread(self.saves.try_to_save, self.cache)
         if self.encoder is not None:
             self.encoder.close()
         if self.decoder is not None:
@@ -127,13 +156,6 @@ class Server:
         await asyncio.to_thread(self.thread.close)
         await asyncio.to_thread(self.cache.unwrap)
         self.phase = "stopped"
-
-    def save(self, folder: Path) -> None:
-        """Save the cache; a failure is logged, and an earlier save is still whole."""
-        try:
-            self.cache.save(folder)
-        except (LLMCacheError, OSError) as error:
-            logger.error("the cache could not be saved to %s: %s", folder, error)
 
     def _make_encoder(self) -> Encoder:
         pad_id = getattr(self.tokenizer, "pad_token_id", None)
@@ -166,7 +188,10 @@ class Server:
             logger.warning("the model is computed in the server's own process: %s", error)
 
     def _warm_up(self) -> None:
-        """Run short and long inputs, twice each: what a first request would wait for is done then."""
+        """Run short and long inputs, twice each: what a first request would wait for is done then.
+
+        It is no traffic: figures begin afterwards.
+        """
         n_tokens = min(self.settings.warmup_tokens, self.served.max_length)
         if not n_tokens:
             return
@@ -177,23 +202,9 @@ class Server:
             token = next(i for i in range(len(special) + 1) if i not in special)
             self.encoder.warm_up(token, n_tokens, _WARM_UP)
         self.cache.purge(namespace=_WARM_UP)
+        self.cache.restart_stats()
 
     async def _save_now_and_then(self, every_s: float) -> None:
-        assert self.settings.save is not None
         while True:
             await asyncio.sleep(every_s)
-            await asyncio.to_thread(self.save, self.settings.save)
-
-
-def hang_cache(served: Served, config: CacheConfig, folder: Path | None) -> LLMCache:
-    """The cache of a model that is served: the one that was saved, if there is one that can be used; else a new one."""
-    settings: dict[str, Any] = {"tokenizer": served.tokenizer, "answer_of": served.answer_of}
-    if folder is not None and (folder / MANIFEST).is_file():
-        try:
-            return LLMCache.load(served.model, folder, **settings)
-        except BankFileError as error:
-            logger.error("the saved cache in %s is not used: %s", folder, error)
-    pooled = find_pooled(served.model)
-    if pooled is not None and config.payload == "auto":  # states of all tokens are computed by their own route
-        config = config.model_copy(update={"payload": pooled.kept})
-    return LLMCache.wrap(served.model, config=config, **settings)
+            await asyncio.to_thread(self.saves.try_to_save, self.cache)

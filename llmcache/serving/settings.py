@@ -22,6 +22,8 @@ class ServerSettings(BaseModel):
         payload_limit: Bytes of a request's body.
         max_queue_s: Longest time that a request waits to be computed before it is refused, seconds.
         batch_wait_ms: Longest time that a miss waits for others to be computed with, milliseconds.
+        grace_s: Seconds in which requests that are under way may end once the server is told to stop; then they are
+            refused with 503, and the cache is saved.
         body_timeout_s: Longest time in which a request's body must have come, seconds.
         auto_truncate: Cut inputs that are too long, where the request does not say.
         model_process: Have a process of its own compute an encoder's layers, where it runs on the CPU; see
@@ -48,6 +50,7 @@ class ServerSettings(BaseModel):
     payload_limit: int = Field(default=2_000_000, ge=1)
     max_queue_s: float = Field(default=10.0, gt=0)
     batch_wait_ms: float = Field(default=2.0, ge=0)
+    grace_s: float = Field(default=20.0, ge=0)
     body_timeout_s: float = Field(default=10.0, gt=0)
     auto_truncate: bool = False
     model_process: bool = True

@@ -16,7 +16,7 @@ class Tenant:
     Attributes:
         name: Of the key, for logs and metrics; never the key itself.
         namespace: In which its requests are stored and found; no request says otherwise.
-        scopes: `infer` to have requests answered, `admin` to purge, disable and drain.
+        scopes: `infer` to have requests answered, `admin` for metrics, the page and all that changes the server.
         max_concurrent: Requests under way at once; None: as the server.
     """
 

@@ -232,6 +232,16 @@ def test_a_row_says_what_was_measured_and_none_of_what_was_not(cost: CostModel) 
     assert row(cost).saved_ms == pytest.approx(18.0)
 
 
+def test_hits_are_counted_anew_and_times_stay_known(cost: CostModel) -> None:
+    run(cost, 10, hashes=[7] * 10)
+    ask(cost, is_hit=True, hashes=(7,))
+    before = asdict(row(cost))
+    cost.recount()
+    now = asdict(row(cost))
+    assert {name for name in now if now[name] != before[name]} == {"saved_ms", "hit_rate", "repeats"}
+    assert (now["saved_ms"], now["hit_rate"], now["repeats"], cost.n_let_pass) == (0, None, None, 0)
+
+
 def test_a_restart_forgets_and_forgetting_requests_keeps_times(cost: CostModel) -> None:
     run(cost, 10, hashes=[7] * 10)
     cost.forget()

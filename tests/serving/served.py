@@ -11,7 +11,8 @@ import transformers as tf
 
 from llmcache.config import CacheConfig
 from llmcache.serving.loading import load_served
-from llmcache.serving.server import Server, hang_cache
+from llmcache.serving.saving import Saves
+from llmcache.serving.server import Server
 from llmcache.serving.settings import ServerSettings
 from tests.tiny_models import VOCABULARY, build
 
@@ -61,7 +62,8 @@ def make_server(folder: Path, cache: dict[str, Any] | None = None, **settings: A
     """A server of a model in a folder, not started; it computes by itself, which is ready sooner."""
     made = ServerSettings.model_validate({"model": folder.name, "warmup_tokens": 8, "model_process": False, **settings})
     served = load_served(str(folder))
-    return Server(made, served, hang_cache(served, CacheConfig.make(cache or {}), made.save))
+    saves = Saves(made.save)
+    return Server(made, served, saves.hang_cache(served, None if cache is None else CacheConfig.make(cache)), saves)
 
 
 def within(server: Server, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
@@ -80,6 +82,13 @@ def within(server: Server, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
 @contextmanager
 def listening(server: Server) -> Iterator[str]:
     """Within: the server listens on a free port; gives its address."""
+    with running(server) as (_, address):
+        yield address
+
+
+@contextmanager
+def running(server: Server) -> Iterator[tuple[Any, str]]:
+    """The same; gives what runs it as well, which can be told to stop."""
     from llmcache.serving.running import Uvicorn
 
     uvicorn = Uvicorn(server, "127.0.0.1", 0)
@@ -90,7 +99,7 @@ def listening(server: Server) -> Iterator[str]:
     assert uvicorn.started
     try:
         port = uvicorn.servers[0].sockets[0].getsockname()[1]
-        yield f"http://127.0.0.1:{port}"
+        yield uvicorn, f"http://127.0.0.1:{port}"
     finally:
         uvicorn.should_exit = True
         thread.join()

@@ -2,20 +2,27 @@
 
 import json
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx2
 import pytest
+from starlette.testclient import TestClient
 
 from llmcache import LLMCache
 from llmcache.errors import StoreError
+from llmcache.serving.app import create_app
+from llmcache.serving.keys import add_key
 from llmcache.serving.server import Server
+from tests.serving import decoders
+from tests.serving.served import make_server
 from tests.tiny_models import CLASSIFIERS, build
 from tests.tiny_server import listening, make_app, serving
 from tests.topics import calibrated, requests
 
-CHANGES = ("purge", "clear", "disable", "enable", "drain", "save")
+CHANGES = ("purge", "clear", "disable", "enable", "audit", "save", "drain", "resume")
 IDS = [1, 20, 21, 2]
 
 
@@ -80,7 +87,7 @@ def test_what_waits_is_audited() -> None:
         waiting = cache.stats().audit
         assert waiting is not None and waiting.n_waiting > 0
         with listening(make_app(server)) as address:
-            assert done(httpx2.post(f"{address}/admin/drain")) == {"drained": waiting.n_waiting}
+            assert done(httpx2.post(f"{address}/admin/audit")) == {"audited": waiting.n_waiting}
             assert done(httpx2.get(f"{address}/admin/stats"))["audit"]["n_waiting"] == 0  # type: ignore[index]
 
 
@@ -114,7 +121,7 @@ def test_stats_are_plain_values(client: httpx2.Client, server: Server, monkeypat
         type(stats), "to_dict", lambda self: {"nan": float("nan"), "inf": (float("-inf"), 1.5), "n": {3: 4}}
     )
     told = json.loads(client.get("/admin/stats").text, parse_constant=pytest.fail)
-    assert told == {"enabled": True, "phase": "ready", "nan": None, "inf": [None, 1.5], "n": {"3": 4}}
+    assert told == {"enabled": True, "phase": "ready", "under_way": 0, "nan": None, "inf": [None, 1.5], "n": {"3": 4}}
 
 
 def test_others_are_answered_while_an_operator_waits(
@@ -129,13 +136,58 @@ def test_others_are_answered_while_an_operator_waits(
 
     monkeypatch.setattr(server.cache, "drain", drain)
     answers: list[object] = []
-    operator = threading.Thread(target=lambda: answers.append(done(httpx2.post(f"{client.base_url}/admin/drain"))))
+    operator = threading.Thread(target=lambda: answers.append(done(httpx2.post(f"{client.base_url}/admin/audit"))))
     operator.start()
     assert is_under_way.wait(30)
     assert client.post("/predict", json=IDS).status_code == 200
     may_end.set()
     operator.join()
-    assert answers == [{"drained": 7}]
+    assert answers == [{"audited": 7}]
+
+
+def test_a_drained_server_finishes_and_refuses_until_it_is_resumed(models: Path) -> None:
+    server, release = make_server(models / "classifier"), threading.Event()
+    with TestClient(create_app(server)) as client:
+
+        def ask() -> httpx2.Response:
+            answer: httpx2.Response = client.post("/predict", json={"inputs": "my card"})
+            return answer
+
+        with ThreadPoolExecutor(1) as pool:
+            server.thread.submit(lambda: release.wait(20))
+            under_way = pool.submit(ask)
+            while server.encoder is None or not len(server.encoder):
+                time.sleep(0.001)
+            assert client.post("/admin/drain").json() == {"phase": "draining", "under_way": 1}
+            refused = ask()
+            assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
+            assert refused.json()["error"] == "the server is draining"
+            assert client.post("/v1/classify", json={"input": "my card"}).json()["error"]["code"] == 503
+            assert client.get("/health").status_code == client.head("/health").status_code == 503
+            assert client.get("/metrics").status_code == client.get("/").status_code == 200
+            release.set()
+            assert under_way.result().status_code == 200
+        assert client.get("/admin/stats").json()["phase"] == "draining"
+        assert client.post("/admin/resume").json() == {"phase": "ready", "under_way": 0}
+        assert ask().status_code == client.head("/health").status_code == 200
+        server.refuse_waiting()  # told to stop
+        assert client.post("/admin/resume").json()["phase"] == client.post("/admin/drain").json()["phase"] == "stopping"
+        assert ask().status_code == 503
+
+
+def test_a_purge_of_what_all_may_read_says_what_is_left(models: Path, tmp_path: Path) -> None:
+    key = add_key(tmp_path / "keys.yaml", "boss", "public", ("infer", "admin"))
+    for kind, keys, has_note in (
+        (decoders.NAME, tmp_path / "keys.yaml", True),
+        (decoders.NAME, None, False),
+        ("classifier", tmp_path / "keys.yaml", False),
+    ):
+        with TestClient(create_app(make_server(models / kind, keys=keys, warmup_tokens=0))) as client:
+            client.headers["Authorization"] = f"Bearer {key}"
+            for namespace in ("public", "other"):
+                answer = client.post("/admin/purge", json={"namespace": namespace}).json()
+                assert ("tenants keep copies" in answer.pop("note", "")) == (has_note and namespace == "public")
+                assert answer == {"purged": 0}
 
 
 @pytest.mark.hostile("keys, paths and origins")
@@ -157,7 +209,7 @@ def test_pages_of_other_origins_change_nothing(server: Server, client: httpx2.Cl
         for headers in strangers:
             answer = client.post(f"/admin/{change}", json={"namespace": "default"}, headers=headers)
             assert answer.status_code == 403 and "evil" not in answer.text, (change, headers)
-    assert server.cache.stats().n_stored == 1 and not server.is_disabled
+    assert server.cache.stats().n_stored == 1 and not server.is_disabled and server.phase == "ready"
 
 
 def test_every_change_is_tried_above(server: Server) -> None:
@@ -169,8 +221,8 @@ def test_every_change_is_tried_above(server: Server) -> None:
 def test_the_own_page_and_clients_that_are_no_browsers_may(client: httpx2.Client, tmp_path: Path) -> None:
     own = str(client.base_url).rstrip("/")
     for sent in ({"Origin": own}, {"Sec-Fetch-Site": "same-origin", "Origin": own}, {"Sec-Fetch-Site": "none"}, {}):
-        assert done(client.post("/admin/drain", headers=sent)) == {"drained": 0}
+        assert done(client.post("/admin/audit", headers=sent)) == {"audited": 0}
     by_name = {"Origin": "https://cache.example", "Host": "cache.example"}
     keys = tmp_path / "keys.yaml"
     with serving(keys=keys) as server, listening(make_app(server)) as address:  # a stranger's page has no key of it
-        assert done(httpx2.post(f"{address}/admin/drain", headers=by_name)) == {"drained": 0}
+        assert done(httpx2.post(f"{address}/admin/audit", headers=by_name)) == {"audited": 0}

@@ -433,16 +433,29 @@ class TestClientsThatGo:
         asyncio.run(run())
         assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
-    def test_a_server_that_stops_cancels_its_requests(self) -> None:
+    def test_a_server_that_stops_cancels_its_requests_and_says_so(self) -> None:
         async def run() -> None:
             gate = Gate()
             peer = Peer(make_app(gate=gate), "/hold")
             peer.say()
             await gate.until(lambda gate: gate.n_waiting == 1)
             peer.served.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await peer.served
+            await peer.served
             assert gate.n_cancelled == 1
+            start, body = peer.sent
+            assert start["status"] == 503 and (b"retry-after", b"1") in start["headers"]
+            assert json.loads(body["body"])["error_type"] == "Unhealthy"
+
+        asyncio.run(run())
+
+    def test_a_body_that_is_on_its_way_when_the_server_stops_is_answered(self) -> None:
+        async def run() -> None:
+            peer = Peer(make_app(), "/embed")
+            peer.say(body=b"{", more_body=True)
+            await asyncio.sleep(0)
+            peer.served.cancel()
+            await peer.served
+            assert peer.sent[0]["status"] == 503
 
         asyncio.run(run())
 

@@ -133,12 +133,12 @@ def labels_of(served: "Served", texts: Sequence[str]) -> list[tuple[str, float]]
 
 
 def _make(experiment: ServingExperiment, folders: Folders, made: Made, learned: Sequence[Labelled]) -> None:
-    from llmcache.serving.server import hang_cache
+    from llmcache.serving.saving import Saves
 
     write_classifier(experiment, folders, made)
     served = made.classifier()
     config = CacheConfig.make({"answer": "class", **experiment.cache, "max_drop": experiment.max_drops[0]})
-    cache = hang_cache(served, config, None)
+    cache = Saves(None).hang_cache(served, config)
     inputs = [encode(served.tokenizer, request.text, served.max_length) for request in learned]
     found = cache.calibrate(tracked(inputs, len(inputs), "Calibrating"), seed=experiment.seed)
     if found.chosen is None:

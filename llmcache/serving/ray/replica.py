@@ -12,7 +12,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from llmcache.serving.app import create_app
 from llmcache.serving.loading import load_served
 from llmcache.serving.ray.settings import ReplicaSettings
-from llmcache.serving.server import Server, hang_cache
+from llmcache.serving.saving import Saves
+from llmcache.serving.server import Server
 
 #: Options of the deployment, which its file may replace.
 OPTIONS: Final[dict[str, Any]] = {
@@ -35,9 +36,9 @@ class Replica:
         """Load the model, and hang a cache on it; Ray starts the application then, which warms up."""
         torch.set_num_threads(settings.threads or _cpus())
         served = load_served(settings.model, settings.models_dir)
-        self.server = Server(
-            settings.server_settings, served, hang_cache(served, settings.cache_config, settings.saved)
-        )
+        saves = Saves(settings.saved, is_kept=True)  # replicas would write over each other's
+        config = settings.cache_config if settings.saved is None else None
+        self.server = Server(settings.server_settings, served, saves.hang_cache(served, config), saves)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """The application; Ray ends it, and so the server, once no request is under way."""
