@@ -183,7 +183,7 @@ def test_who_is_told_late_is_told_of_all_at_once() -> None:
     assert figures["redis_busy"] == pytest.approx(1.0, abs=0.05)
     assert figures["redis_ops_s"] == pytest.approx(1.0, abs=0.1)  # 4 workers are told in 4 s, of some 16 values
     told_more = figures["hear_share"] * figures["seconds_simulated"] / 0.001  # values beside the first ones
-    assert 300 < told_more < 400
+    assert 200 < told_more < 400  # the last ones are not told before the end
 
 
 def test_what_two_computed_is_written_once_and_read_by_a_third() -> None:
