@@ -178,10 +178,12 @@ def test_telling_takes_more_of_the_redis_and_hearing_of_workers_the_more_there_a
 
 
 def test_who_is_told_late_is_told_of_all_at_once() -> None:
-    stream, times = Heard([*range(400)]), flat(told=Use(cpu_s=1.0, ops=1.0))
+    stream, times = Heard([*range(400)]), flat(told=Use(cpu_s=1.0, ops=1.0), follow_more_s=0.001)
     figures = served(SHARED, 4, stream, times, load=100.0)  # a request comes each quarter of a second
     assert figures["redis_busy"] == pytest.approx(1.0, abs=0.05)
     assert figures["redis_ops_s"] == pytest.approx(1.0, abs=0.1)  # 4 workers are told in 4 s, of some 16 values
+    told_more = figures["hear_share"] * figures["seconds_simulated"] / 0.001  # values beside the first ones
+    assert 200 < told_more < 400  # the last ones are not told before the end
 
 
 def test_what_two_computed_is_written_once_and_read_by_a_third() -> None:
