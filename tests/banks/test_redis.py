@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from experiments.measures.over_http.processes import free_port
 from llmcache import ConfigError, StoreError
 from llmcache.banks.stores import STORES, Put, StoreKey, redis, redis_follower
 from llmcache.banks.stores.redis import RedisStore
@@ -549,7 +550,8 @@ def test_a_replica_is_refused(server: RedisServer) -> None:
 
 
 def test_part_of_a_cluster_is_refused(tmp_path: Path) -> None:
-    with redis_server(tmp_path, "--cluster-enabled", "yes") as server, pytest.raises(ConfigError, match="cluster"):
+    options = ("--cluster-enabled", "yes", "--cluster-port", str(free_port()))  # its own default may be over 65535
+    with redis_server(tmp_path, *options) as server, pytest.raises(ConfigError, match="cluster"):
         made(url=server.url)
 
 

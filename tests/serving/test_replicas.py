@@ -25,8 +25,9 @@ def _two(**settings: Any) -> Iterator[Replicas]:
     pytest.importorskip("ray.serve", reason="needs Ray: pip install 'llmcache[ray]'", exc_type=ImportError)
     from llmcache.serving.ray import ReplicaSettings
 
+    before = psutil.Process().children(recursive=True)  # of other tests, such as what keeps shared memory tidy
     with running_replicas(ReplicaSettings.make(settings), 2) as replicas:
-        began = psutil.Process().children(recursive=True)
+        began = set(psutil.Process().children(recursive=True)) - set(before)
         assert len(replicas.pids()) == 2
         yield replicas
     _, left = psutil.wait_procs(began, timeout=20)

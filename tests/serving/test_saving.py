@@ -173,6 +173,7 @@ def test_a_save_that_answers_for_another_head_is_not_taken_over(
     assert server.saves.is_kept and server.cache.config.learn is None
     assert "a head with other weights" in caplog.text
     server.cache.unwrap()
+    assert _rung(models / "classifier", save=save) == "exact"
     _rung(models / "classifier", save=tmp_path / "exact")
     assert _rung(other, save=tmp_path / "exact") == "exact"
 
