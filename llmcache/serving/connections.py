@@ -35,13 +35,14 @@ class Connection(H11Protocol):
             self._stop_waiting()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Keep the connection while a whole request is unanswered: its client may still read."""
-        if not self._is_unanswered or self.scheme == "https" or self.scope["http_version"] == "1.0":
-            return False
-        if not self._has_ended:
-            self._has_ended = True
+        """Keep the connection if a whole request waits for its answer: its client may still read.
+
+        One that ends its half once the answer has begun is taken to have gone, which ends a stream at once.
+        """
+        if not self._has_ended and self._is_waited_for and self.scheme == "http":
+            self._has_ended = self.scope["http_version"] != "1.0"
             self._probe(_FIRST_PROBE_S)
-        return True
+        return self._has_ended
 
     def on_response_complete(self) -> None:
         """Close the connection once all is answered that came before its end."""
@@ -57,23 +58,20 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     @property
-    def _is_unanswered(self) -> bool:
-        """Whether a request has come as a whole, and its answer has not gone out as one."""
-        return self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
+    def _is_waited_for(self) -> bool:
+        """Whether a request has come as a whole, and its answer has not begun."""
+        return self.cycle is not None and not self.cycle.more_body and not self.cycle.response_started
 
     def _probe(self, pause_s: float) -> None:
         """Find out whether a client reads that sends no more.
 
         One that has gone ends its half just so. What is sent to it then comes back as an error, and that closes the
-        connection. Before an answer this may be `100 Continue`, which every client of HTTP/1.1 passes over; older ones
-        do not know it, and are taken to have gone. Once an answer has begun, its next part does the same.
+        connection. Before an answer this is `100 Continue`, which every client of HTTP/1.1 passes over; older ones do
+        not know it, and are taken to have gone. Once the answer has begun, its next part does the same.
         """
-        if self.transport.is_closing():
+        if not self._has_ended or not self._is_waited_for or self.transport.is_closing():
             return
-        if self._is_unanswered and not self.cycle.response_started:
-            self.transport.write(
-                self.conn.send(h11.InformationalResponse(status_code=100, headers=[], reason="Continue"))
-            )
+        self.transport.write(self.conn.send(h11.InformationalResponse(status_code=100, headers=[], reason="Continue")))
         self._probing = self.loop.call_later(pause_s, self._probe, 2 * pause_s)
 
     def _wait_for_head(self) -> None:

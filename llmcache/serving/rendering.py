@@ -8,6 +8,7 @@ from typing import Any, Final
 from fastapi.responses import Response
 
 _LARGE: Final = 16_384  # numbers from which on an answer is large: they take some 5 ms
+_NESTED: Final = (dict, list, Iterator)
 _ENCODE: Final = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 
@@ -15,7 +16,7 @@ async def rendered(answer: Any, n_numbers: int, headers: Mapping[str, str] | Non
     """A response of an answer.
 
     Args:
-        answer: Of JSON's types.
+        answer: Of JSON's types, and iterators, which are lists.
         n_numbers: How many it has, about.
         headers: Of the response.
     """
@@ -34,9 +35,11 @@ def _parts(value: Any) -> Iterator[str]:
             yield f"{',' if i else '{'}{_ENCODE(name)}:"
             yield from _parts(one)
         yield "}"
-    elif isinstance(value, list) and value and isinstance(value[0], dict | list):
+    elif isinstance(value, Iterator) or (isinstance(value, list) and value and isinstance(value[0], _NESTED)):
+        yield "["
         for i, one in enumerate(value):
-            yield "," if i else "["
+            if i:
+                yield ","
             yield from _parts(one)
         yield "]"
     else:

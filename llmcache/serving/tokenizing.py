@@ -7,7 +7,7 @@ threads run meanwhile, which `encode` lets none of.
 
 import copy
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -74,33 +74,30 @@ class Tokenizing:
         """
         return [self._encode(item, truncate, side) for item in items]
 
-    def pieces(self, text: str, add_special_tokens: bool) -> list[dict[str, Any]]:
+    def pieces(self, text: str, add_special_tokens: bool) -> Iterator[dict[str, Any]]:
         """Each token of a text: `id`, `text`, `special`, and `start` and `stop` in characters, None of special ones.
 
+        They are made one by one as they are read: a million objects at once hold everybody up when they are collected.
+
         Raises:
-            Refusal: The text is no Unicode text.
+            Refusal: The text is no Unicode text; now, not when they are read.
         """
         _check(text)
         if self._fast is None:
             with self._lock:
                 ids = self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
             special = set(self._tokenizer.all_special_ids)
-            return [
+            return (
                 {"id": one, "text": self.decode([one], False), "special": one in special, "start": None, "stop": None}
                 for one in ids
-            ]
+            )
         (made,) = self._fast.encode_batch([text], add_special_tokens=add_special_tokens)
-        columns = zip(made.ids, made.tokens, made.special_tokens_mask, made.offsets, strict=True)
-        return [
-            {
-                "id": one,
-                "text": token if is_special else text[start:stop],
-                "special": bool(is_special),
-                "start": None if is_special else start,
-                "stop": None if is_special else stop,
-            }
-            for one, token, is_special, (start, stop) in columns
-        ]
+        return (
+            {"id": one, "text": self._fast.id_to_token(one), "special": True, "start": None, "stop": None}
+            if is_special
+            else _piece(text, one, *made.token_to_chars(i))
+            for i, (one, is_special) in enumerate(zip(made.ids, made.special_tokens_mask, strict=True))
+        )
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         """The text of tokens.
@@ -147,7 +144,9 @@ class Tokenizing:
         short = min(parts, key=len)
         n_short = min(len(short), room // 2) if len(texts) == 2 else room
         for part in parts:
-            part.truncate(n_short if part is short else room - n_short, direction=side)
+            n = n_short if part is short else room - n_short
+            while len(part) > n:  # by halves: at once it would keep all that is cut off, in parts of so many tokens
+                part.truncate(max(n, len(part) // 2), direction=side)
         return self._fast.post_process(*parts)
 
     def _slowly(self, texts: tuple[str, ...], truncate: bool, side: Side) -> Tokens:
@@ -208,6 +207,10 @@ def beginning(backend: Any, text: str, most: int) -> str:
                 return text[:n]
         n *= 4
     return text
+
+
+def _piece(text: str, token: int, start: int, stop: int) -> dict[str, Any]:
+    return {"id": token, "text": text[start:stop], "special": False, "start": start, "stop": stop}
 
 
 def _check(text: str) -> None:

@@ -629,6 +629,18 @@ class TestSockets:
                 answer += chunk
             assert b"HTTP/1.1 200 OK" in answer and answer.endswith(b'"held"')
 
+    def test_a_client_that_goes_within_an_answer_has_gone_though_nothing_is_written(self) -> None:
+        gate = Gate()
+        with serving(make_app(gate=gate)) as address:
+            connection = socket.create_connection(address)
+            connection.sendall(HEAD % b"/stream?n_chunks=1" + b"Content-Length: 0\r\n\r\n")
+            wait_for(lambda: gate.n_waiting == 1)
+            answer = b""
+            while not answer.endswith(b"x\r\n"):
+                answer += connection.recv(65_536)
+            connection.close()
+            wait_for(lambda: gate.n_cancelled == 1)
+
     def test_of_the_older_protocol_a_client_that_sends_no_more_has_gone(self) -> None:
         gate = Gate()
         with serving(make_app(gate=gate)) as address:

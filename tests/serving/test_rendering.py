@@ -26,6 +26,10 @@ def test_it_is_what_a_response_writes(answer: Any) -> None:
     assert render(answer) == JSONResponse(answer).body
 
 
+def test_iterators_are_lists() -> None:
+    assert render([iter([{"id": 1}, {"id": 2}]), iter([])]) == b'[[{"id":1},{"id":2}],[]]'
+
+
 def test_no_piece_is_large() -> None:
     assert max(map(len, rendering._parts([[[0.123456789] * 9] * 99] * 9))) < 200
 

@@ -35,6 +35,21 @@ def test_what_is_cut_is_what_the_tokenizer_keeps(kind: str, other: str, n: int, 
     assert not got.types or list(got.types) == expected["token_type_ids"]
 
 
+@pytest.mark.parametrize("kind", MAKERS)
+def test_pieces_are_the_tokenizers_tokens_in_their_places(kind: str) -> None:
+    made, text = MAKERS[kind](), "time, my card € naïve  a"
+    got = list(Tokenizing(made, MOST, len(made)).pieces(text, True))
+    expected = made.backend_tokenizer.encode(text)
+    assert [one["id"] for one in got] == expected.ids
+    for one, name, special, (start, stop) in zip(
+        got, expected.tokens, expected.special_tokens_mask, expected.offsets, strict=True
+    ):
+        if special:
+            assert one == {"id": one["id"], "text": name, "special": True, "start": None, "stop": None}
+        else:
+            assert (one["text"], one["special"], one["start"], one["stop"]) == (text[start:stop], False, start, stop)
+
+
 @pytest.mark.parametrize("kind", ["words", "bytes"])
 def test_of_a_long_text_only_a_beginning_is_tokenised(kind: str) -> None:
     made = MAKERS[kind]()
@@ -113,7 +128,7 @@ def test_others_run_while_a_text_is_tokenised(work: str, unswitched: None) -> No
     thread.start()
     begun.set()
     if work == "pieces":
-        tokenizing.pieces(text, True)
+        tokenizing.pieces(text, True)  # which are not read
     else:
         tokenizing.encode([text], False)
     done.append("text")
