@@ -12,12 +12,14 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from time import perf_counter
 from typing import Any, Self
 
 import numpy as np
 from pydantic import Field
 
+from experiments.data.labelled import Labelled
 from experiments.data.streams.arrivals import ARRIVALS
 from experiments.data.streams.support_desk import support_desk
 from experiments.measures.base import Outcome
@@ -41,6 +43,8 @@ APPROXIMATE = ("semantic", "student", "paper")  # rungs whose answers may differ
 
 SHARE_LONG, TEXTS_LONG = 0.05, 4  # requests of several texts in one, and how many
 SHARE_BATCH, TEXTS_BATCH = 0.1, 8  # requests of several inputs
+#: Inputs that are several texts in one.
+LONG_INPUTS = SHARE_LONG / (1 + SHARE_BATCH * (TEXTS_BATCH - 1))
 
 
 class ServeSoak(ServingExperiment):
@@ -60,6 +64,13 @@ class ServeSoak(ServingExperiment):
     at_once: int = Field(default=64, ge=1)
     max_queue_s: float = Field(default=1.0, gt=0)
     servers: dict[str, str] = Field(default_factory=lambda: dict(SERVERS), min_length=1, max_length=1)
+
+    def learned_texts(self, requests: Sequence[Labelled]) -> list[str]:
+        """Inputs as they are in the traffic: on others a calibration does not hold."""
+        texts, rng = iter([one.text for one in requests]), random.Random(self.seed)
+        return [
+            " ".join([text, *islice(texts, TEXTS_LONG - 1)]) if rng.random() < LONG_INPUTS else text for text in texts
+        ]
 
     @classmethod
     def make(cls, values: Any, name: str = "") -> Self:

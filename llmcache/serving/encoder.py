@@ -32,6 +32,9 @@ from llmcache.serving.watching import Watcher
 
 _PADDED = 0.25  # of a batch's tokens: so much padding is always allowed
 _PADDING = 4  # tokens of padding that are worth one run less, until that is measured
+_BATCH_S = (
+    0.1  # seconds for which a batch is computed at most, since what comes meanwhile waits; one input may be longer
+)
 _SHORT, _LONG = 8, 64  # tokens of inputs by which it is measured
 _N_RUNS = 5  # of each; the fastest counts
 
@@ -111,6 +114,7 @@ class Encoder:
         self._batching: asyncio.Task[None] | None = None
         self._n_looking = 0
         self._padding = _PADDING
+        self._most_tokens = settings.max_batch_tokens
         self._pool = ThreadPoolExecutor(1, "llmcache-lookup")
         self._tokenising = ThreadPoolExecutor(1, "llmcache-tokenise")  # of long texts
 
@@ -312,7 +316,7 @@ class Encoder:
         for miss in near[:most]:
             longest, n_tokens = max(longest, len(miss.key[1])), n_tokens + len(miss.key[1])
             n_padded = longest * (len(batch) + 1)
-            if batch and n_padded > min(settings.max_batch_tokens, n_tokens + max(_PADDED * n_tokens, self._padding)):
+            if batch and n_padded > min(self._most_tokens, n_tokens + max(_PADDED * n_tokens, self._padding)):
                 break
             batch.append(miss)
         chosen = set(map(id, batch))
@@ -383,6 +387,8 @@ class Encoder:
                 )
             token_s = max(long_s - short_s, 1e-9) / (_LONG - _SHORT)
             self._padding = max(_PADDING, int(short_s / token_s) - _SHORT)
+            # Far beyond what fills a run a larger batch computes no more inputs a second.
+            self._most_tokens = min(self._settings.max_batch_tokens, max(_LONG, int(_BATCH_S / token_s)))
 
     def _padded(self, tokens: Sequence[Tokens]) -> dict[str, torch.Tensor]:
         """Rows as the model takes them, padded on the right: ids, mask and, where it takes them, types (B, T)."""

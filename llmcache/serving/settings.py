@@ -15,7 +15,8 @@ class ServerSettings(BaseModel):
         save: Folder that the cache is restored from at the start, and saved to at the end.
         max_concurrent_requests: Requests under way at once; above it they are refused, not queued.
         max_client_batch_size: Inputs of one request.
-        max_batch_tokens: Tokens that are computed at once, padding included.
+        max_batch_tokens: Tokens that are computed at once, padding included; fewer where they take over a tenth of
+            a second, as the warm-up finds.
         max_batch_requests: Inputs that are computed at once; None: as the tokens allow.
         max_streams: Generations that take turns at once; others wait.
         prefill_chunk: Tokens of a prompt that are run in one turn, after which other generations have theirs; 0: all.

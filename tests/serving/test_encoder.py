@@ -309,3 +309,18 @@ def test_a_model_that_no_process_can_run_is_computed_here(models: Path, caplog: 
     (output,) = within(server, ask)
     assert output.rung is None
     assert "computed in the server's own process" in caplog.text
+
+
+def test_a_batch_has_no_more_tokens_than_are_computed_in_time(server: Server) -> None:
+    async def work() -> None:
+        encoder = server.encoder
+        assert encoder is not None
+        for most, sizes in ((10, [1] * 4), (13, [2, 2]), (10**6, [4])):
+            encoder._most_tokens = most
+            encoder._queue = [_Miss(("default", Tokens((1,) * 6)), asyncio.Future()) for _ in range(4)]
+            batches = []
+            while encoder._queue:
+                batches.append(len(encoder._next_batch()))
+            assert batches == sizes
+
+    within(server, work)

@@ -51,6 +51,10 @@ class ServingExperiment(LearningExperiment):
     servers: dict[str, str] = Field(default_factory=lambda: dict(SERVERS), min_length=1)
     start_s: float = Field(default=180.0, gt=0)
 
+    def learned_texts(self, requests: Sequence[Labelled]) -> list[str]:
+        """What is calibrated on, of the requests that are learned from."""
+        return [request.text for request in requests]
+
     @classmethod
     def make(cls, values: Any, name: str = "") -> Self:
         """Check all settings; see `Section.make`."""
@@ -139,7 +143,7 @@ def _make(experiment: ServingExperiment, folders: Folders, made: Made, learned: 
     served = made.classifier()
     config = CacheConfig.make({"answer": "class", **experiment.cache, "max_drop": experiment.max_drops[0]})
     cache = Saves(None).hang_cache(served, config)
-    inputs = [encode(served.tokenizer, request.text, served.max_length) for request in learned]
+    inputs = [encode(served.tokenizer, text, served.max_length) for text in experiment.learned_texts(learned)]
     found = cache.calibrate(tracked(inputs, len(inputs), "Calibrating"), seed=experiment.seed)
     if found.chosen is None:
         raise ConfigError(f"max_drops={experiment.max_drops[0]:g}: no limit keeps to it on these requests")
@@ -150,7 +154,9 @@ def _make(experiment: ServingExperiment, folders: Folders, made: Made, learned: 
 def _depends_on(experiment: ServingExperiment) -> dict[str, Any]:
     """Settings that change the folders."""
     settings = experiment.to_dict()
-    return {name: settings[name] for name in ("task", "learn", "max_drops", "cache", "seed")}
+    found = {name: settings[name] for name in ("task", "learn", "max_drops", "cache", "seed")}
+    has_own = type(experiment).learned_texts is not ServingExperiment.learned_texts
+    return found | ({"learned_as": experiment.measure} if has_own else {})
 
 
 @contextmanager
