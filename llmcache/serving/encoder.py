@@ -71,6 +71,7 @@ class _Miss:
     key: _Key
     answer: "asyncio.Future[Output]"
     queued_at: float = field(default_factory=perf_counter)
+    asked_at: float = field(default_factory=perf_counter)  # before it was looked up
     n_waiting: int = 0  # who wants it; at 0 nobody does any more
     is_running: bool = False
 
@@ -136,8 +137,11 @@ class Encoder:
             truncate: Cut what is too long; else it is refused.
             side: Where it is cut.
         """
-        found = await self._found(items, namespace, truncate, side)
-        waiting = {i: self._wanted((namespace, one)) for i, one in enumerate(found) if isinstance(one, Tokens)}
+        asked_at = perf_counter()
+        found = await self._found(items, namespace, truncate, side, asked_at)
+        waiting = {
+            i: self._wanted((namespace, one), asked_at) for i, one in enumerate(found) if isinstance(one, Tokens)
+        }
         try:
             answers = await asyncio.gather(*(self._answer(miss) for miss in waiting.values()))
         finally:
@@ -237,12 +241,17 @@ class Encoder:
     # -- in the event loop ---------------------------------------------------------------------------------------------
 
     async def _found(
-        self, items: Sequence[Item], namespace: str, truncate: bool, side: Side
+        self, items: Sequence[Item], namespace: str, truncate: bool, side: Side, asked_at: float
     ) -> list[Output | Tokens | Refusal]:
-        """See `_look_up`. Short texts are tokenised in the same turn of its thread, long ones before it."""
+        """See `_look_up`. Short texts are tokenised in the same turn of its thread, long ones before it.
+
+        What has waited for its turn for too long is refused.
+        """
         tokens = await self.tokens(items, truncate, side) if is_long(items) else None
 
         def look_up() -> list[Output | Tokens | Refusal]:
+            if perf_counter() - asked_at > self._settings.max_queue_s:
+                return [_overloaded()] * len(items)
             known = self._tokenised(items, truncate, side) if tokens is None else tokens
             return self._look_up(known, namespace)
 
@@ -252,10 +261,10 @@ class Encoder:
         finally:
             self._n_looking -= 1
 
-    def _wanted(self, key: _Key) -> _Miss:
+    def _wanted(self, key: _Key, asked_at: float) -> _Miss:
         """The input that waits to be computed, which is queued now if it does not yet."""
         if (miss := self._in_flight.get(key)) is None:
-            miss = self._in_flight[key] = _Miss(key, asyncio.get_running_loop().create_future())
+            miss = self._in_flight[key] = _Miss(key, asyncio.get_running_loop().create_future(), asked_at=asked_at)
             self._queue.append(miss)
             if self._batching is None or self._batching.done():
                 self._batching = asyncio.get_running_loop().create_task(self._compute_all())
@@ -326,10 +335,10 @@ class Encoder:
     def _refuse_overdue(self) -> None:
         """Refuse what has waited for too long; the oldest come first."""
         now = perf_counter()
-        while self._queue and now - self._queue[0].queued_at > self._settings.max_queue_s:
+        while self._queue and now - self._queue[0].asked_at > self._settings.max_queue_s:
             miss = self._queue.pop(0)
             del self._in_flight[miss.key]
-            miss.answer.set_exception(Refusal("overloaded", "the model is overloaded", retry_after_s=1))
+            miss.answer.set_exception(_overloaded())
             miss.answer.exception()
 
     # -- in the model's thread -----------------------------------------------------------------------------------------
@@ -404,6 +413,10 @@ class Encoder:
         if tokens[0].types:
             made["token_type_ids"] = rows((one.types for one in tokens), 0)
         return made
+
+
+def _overloaded() -> Refusal:
+    return Refusal("overloaded", "the model is overloaded", retry_after_s=1)
 
 
 def _failed() -> Refusal:

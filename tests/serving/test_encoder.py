@@ -311,6 +311,23 @@ def test_a_model_that_no_process_can_run_is_computed_here(models: Path, caplog: 
     assert "computed in the server's own process" in caplog.text
 
 
+def test_lookups_that_are_too_slow_refuse_as_well(models: Path) -> None:
+    server = make_server(models / "classifier", max_queue_s=0.05)
+
+    async def work() -> None:
+        await _ask(server, ["my card"])
+        release = threading.Event()
+        assert server.encoder is not None
+        server.encoder._pool.submit(lambda: release.wait(10))
+        late = asyncio.ensure_future(_ask(server, ["my card", "my cash"]))  # one of which is known
+        await asyncio.sleep(0.1)
+        release.set()
+        assert [(one.kind, one.headers) for one in await late] == [("overloaded", {"Retry-After": "1"})] * 2
+        assert isinstance((await _ask(server, ["my cash"]))[0], Output)
+
+    within(server, work)
+
+
 def test_a_batch_has_no_more_tokens_than_are_computed_in_time(server: Server) -> None:
     async def work() -> None:
         encoder = server.encoder
