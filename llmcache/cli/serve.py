@@ -109,7 +109,8 @@ def command(
     if threads is None and served.kind != "decoder":
         # Hits are served beside what is computed. Threads that compute wait for each other, should one share its core.
         threads = max(1, torch.get_num_threads() - 1)
-    torch.set_num_threads(threads or torch.get_num_threads())
+    if threads is not None:
+        torch.set_num_threads(threads)
     server = Server(settings, served, saves.hang_cache(served, cache_config), saves)
     Uvicorn(server, host, port).run()
     if saves.has_failed:

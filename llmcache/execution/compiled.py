@@ -44,9 +44,9 @@ if TYPE_CHECKING:  # who import `parts`, which holds this
 
 logger = logging.getLogger("llmcache")
 
-#: Calls that bypass the cache for these reasons run a graph all the same; those of the last one only where that is no
-#: other computation.
-_BYPASSES = ("not_worthwhile", "compared", "disabled")
+#: Calls that bypass the cache for these reasons run a graph all the same.
+_BYPASSES = ("not_worthwhile", "compared")
+_EQUAL_BYPASSES = (*_BYPASSES, "disabled")  # and for these the process, which puts out the very same
 _OWNING_MODES = ("reduce-overhead", "max-autotune")  # whose graphs write each output to the same memory
 
 
@@ -254,7 +254,7 @@ class CompiledTrunk:
         if compiled is None or self._components.is_collecting:
             return forward
         if call is None:
-            reasons = _BYPASSES[:-1] if compiled.process is None else _BYPASSES
+            reasons = _BYPASSES if compiled.process is None else _EQUAL_BYPASSES
             is_covered = bool(frame.last) and frame.last[0].bypassed in reasons
             return partial(self._run, compiled, forward, frame, None) if is_covered else forward
         if frame.template is None:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from llmcache.execution.eager import torch_settings
 from llmcache.execution.graphs import TrunkRun
 
 _START_S = 120.0  # in which it has to have imported what it needs
@@ -43,7 +44,7 @@ class ModelProcess:
         context = torch.multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self._process = context.Process(
-            target=_serve, args=(theirs, run, _settings()), name="llmcache-model", daemon=True
+            target=_serve, args=(theirs, run, torch_settings()), name="llmcache-model", daemon=True
         )
         self._lock = threading.Lock()
         self._process.start()
@@ -97,7 +98,7 @@ class ModelProcess:
 # -- in the process ----------------------------------------------------------------------------------------------------
 
 
-def _serve(connection: "Connection[Any, Any]", run: TrunkRun, settings: tuple[int, bool, str]) -> None:
+def _serve(connection: "Connection[Any, Any]", run: TrunkRun, settings: tuple[Any, ...]) -> None:
     """Answer calls until nobody is left to make them."""
     for one in (signal.SIGINT, signal.SIGTERM):  # sent to all processes of a service: who asks ends first
         signal.signal(one, signal.SIG_IGN)
@@ -125,17 +126,10 @@ def _packed(one: Tensor) -> _Packed:
     return one.contiguous().view(torch.uint8).numpy(), one.dtype
 
 
-def _settings() -> tuple[int, bool, str]:
-    """Settings of torch that outputs hang on."""
-    return (
-        torch.get_num_threads(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.get_float32_matmul_precision(),
-    )
-
-
 def _set(settings: Sequence[Any]) -> None:
-    n_threads, is_deterministic, precision = settings
+    """Have these settings of torch; see `torch_settings`."""
+    n_threads, dtype, precision, is_deterministic = settings
     torch.set_num_threads(n_threads)
-    torch.use_deterministic_algorithms(is_deterministic)
+    torch.set_default_dtype(dtype)
     torch.set_float32_matmul_precision(precision)
+    torch.use_deterministic_algorithms(is_deterministic)

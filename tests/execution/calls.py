@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
 import torch
 import transformers as tf
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -140,3 +141,13 @@ def ask(cache: LLMCache, numbers: Iterable[int]) -> list[str | None]:
         cache(input_ids=request(number))
         told.append(cache.last[0].rung or cache.last[0].bypassed)
     return told
+
+
+def fail_alike(cache: LLMCache, alone: nn.Module) -> None:
+    """A token that a model of 96 does not know raises the same with the cache and without."""
+    inputs = {"input_ids": torch.tensor([[5, 6, 96]])}
+    with pytest.raises(IndexError) as plain:
+        quietly(alone, **inputs)
+    with pytest.raises(IndexError) as ours:
+        cache(**inputs)
+    assert str(ours.value) == str(plain.value)
