@@ -425,16 +425,21 @@ class LLMCache:
             yield self
 
     @contextmanager
-    def only_if_cached(self) -> Iterator[Self]:
+    def only_if_cached(self, *, leave_out: bool = False) -> Iterator[Self]:
         """Within: a call is answered from the cache, or raises before the layers run. Per thread and async task.
 
         Meant for servers, which answer hits at once and gather misses. A call that raised is not counted: the one that
         computes its requests counts them.
 
+        Args:
+            leave_out: A call of several requests, of which the cache has some, is answered with these. The outputs of
+                the others mean nothing (states are NaN), `last` names no rung for them, and they are not counted.
+
         Raises:
-            NotCachedError: In a call, where one of its requests is not in the cache, or the call must bypass it.
+            NotCachedError: In a call, where one of its requests is not in the cache, or the call must bypass it; with
+                `leave_out` where none is, or some cannot be told apart before the layers.
         """
-        with setting(self._flow.is_only_if_cached, True):
+        with setting(self._flow.is_only_if_cached, True), setting(self._flow.may_leave_out, leave_out):
             yield self
 
     @contextmanager

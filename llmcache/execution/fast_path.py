@@ -142,6 +142,8 @@ class FastPath:
         """Output of a call whose rows are all served at the last layer."""
         ids = call.inputs.arguments["input_ids"]
         states = torch.empty((*ids.shape, template.width), dtype=template.dtype, device=ids.device)
+        for number in call.plan.left_out:
+            states[number] = torch.nan
         self._place(call, states)
         if call.plan.prefill is not None:
             call.progress.kv_cache = call.plan.prefill.kv_cache
@@ -199,7 +201,7 @@ class FastPath:
     def _place(self, call: Call, states: Tensor) -> None:
         """Put stored states in (B, T, D)."""
         for reuse in call.plan.reused.values():
-            valid = call.rows[reuse.row].valid
+            valid = call.read.rows[reuse.row].valid
             self._payload.place(reuse.entry.to(states.device), states[reuse.row], valid)
             place_padding(reuse.padding, states[reuse.row], valid)
 

@@ -90,6 +90,7 @@ class Flow:
         self.chunks: ContextVar[Chunks | None] = ContextVar("llmcache_chunks", default=None)
         self.is_disabled: ContextVar[bool] = ContextVar("llmcache_disabled", default=False)
         self.is_only_if_cached: ContextVar[bool] = ContextVar("llmcache_only_if_cached", default=False)
+        self.may_leave_out: ContextVar[bool] = ContextVar("llmcache_leave_out", default=False)
 
     @property
     def last(self) -> tuple[Outcome, ...]:
@@ -142,8 +143,9 @@ class Flow:
         if torch.is_grad_enabled():
             self._components.weights.suspect()
         arguments, mask_4d = flatten(arguments)
-        is_only_if_cached, prefixes_from = self.is_only_if_cached.get(), self.prefixes_from.get()
-        call = Call(Inputs(arguments, namespace, mask_4d, n_read, is_only_if_cached, prefixes_from))
+        is_only_if_cached, may_leave_out = self.is_only_if_cached.get(), self.may_leave_out.get()
+        prefixes_from = self.prefixes_from.get()
+        call = Call(Inputs(arguments, namespace, mask_4d, n_read, is_only_if_cached, may_leave_out, prefixes_from))
         reason = "disabled" if is_disabled else self._bypass_check.by_arguments(arguments)
         if reason is None and self._components.audit is not None and not call.inputs.is_only_if_cached:
             self._make_way(frame, call, self._components.audit)
@@ -369,7 +371,7 @@ class Flow:
             if row.bypass_reason:
                 self._components.counters.bypass(row.bypass_reason, 1)
         if self._is_veiled and call.plan.reused:
-            self.veil.draw(output, {number: last_valid(call.rows[number].valid) for number in call.plan.reused})
+            self.veil.draw(output, {number: last_valid(call.read.rows[number].valid) for number in call.plan.reused})
         if not self._components.is_collecting:
             frame.last = outcomes(call)
             if not is_later:

@@ -6,7 +6,7 @@ lookup's.
 Sizes: B rows, T tokens, D hidden width.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -125,6 +125,7 @@ class Lookup:
         call.plan.was_asked = True
         if self._components.is_collecting:
             return
+        may_leave_out = call.inputs.may_leave_out and call.plan.prefill is None
         for rung in self._components.rungs:
             if not rung.applies_at(number):
                 continue
@@ -137,16 +138,23 @@ class Lookup:
                     rows = [row for row in rows if not row.bypass_reason]  # some may have no fingerprint
                 decided = rung.decide(call, rows, number) if rows else []
             if not rung.is_lossless:
-                if call.inputs.is_only_if_cached and len(call.plan.reused) + len(decided) < call.n_rows:
-                    call.plan.reused |= {reuse.row: reuse for reuse in decided}
-                    raise not_cached(call)  # before the audit draws: the call that computes these requests counts them
+                found = {*call.plan.reused, *(reuse.row for reuse in decided)}
+                if call.inputs.is_only_if_cached and len(found) < call.n_rows:
+                    # Before the audit draws: the call that computes the other requests counts them.
+                    if not (may_leave_out and found):
+                        call.plan.reused |= {reuse.row: reuse for reuse in decided}
+                        raise not_cached(call)
+                    _leave_out_others(call, found)
+                may_leave_out = False  # what is drawn, or checked, is computed
                 decided = self._draw(call, self._revalidation.select(call, decided))
             call.plan.reused |= {reuse.row: reuse for reuse in decided}
             call.plan.reused_at += [reuse.layer for reuse in decided]
-            call.plan.is_served = 0 < len(call.plan.reused) == call.n_rows and all(
-                reuse.layer == self._last for reuse in call.plan.reused.values()
-            )
             call.progress.lookup_s += perf_counter() - started
+        if may_leave_out and call.plan.reused:
+            _leave_out_others(call, call.plan.reused)
+        call.plan.is_served = 0 < len(call.plan.reused) == call.n_rows and all(
+            reuse.layer == self._last for reuse in call.plan.reused.values()
+        )
 
     def withdraw(self, call: Call) -> None:
         """Hits of the call that the audit drew are not served after all."""
@@ -199,7 +207,13 @@ class Lookup:
 
 def not_cached(call: Call) -> NotCachedError:
     """Of a call that is to be answered from the cache or not at all."""
-    return NotCachedError(tuple(row.number for row in call.rows if row.number not in call.plan.reused) or None)
+    rows = call.read.rows if call.is_read else ()
+    return NotCachedError(tuple(row.number for row in rows if row.number not in call.plan.reused) or None)
+
+
+def _leave_out_others(call: Call, found: Collection[int]) -> None:
+    """Go on with these rows, by number, alone."""
+    call.plan.left_out = frozenset(row.number for row in call.read.rows if row.number not in found)
 
 
 def _open_rows(call: Call, rung: Rung, number: int) -> list[Row]:

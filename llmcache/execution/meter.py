@@ -96,9 +96,8 @@ class Meter:
         recorder = self._components.recorder
         held = none_held if recorder is None else recorder.count
         searches = self._components.fingerprint is not None
-        verdict = cost.judge(
-            ids.numel(), ids.shape[0], call.progress.hashes, held, ids.is_cpu and self._compares, searches
-        )
+        n_rows, n_tokens = _size(call)
+        verdict = cost.judge(n_tokens, n_rows, call.progress.hashes, held, ids.is_cpu and self._compares, searches)
         if not verdict.is_worthwhile:
             if ids.is_cpu and (verdict.is_recorded or verdict.is_timed):
                 asked = self._clock()
@@ -167,16 +166,17 @@ class Meter:
 
     def took(self, call: Call, ended: float) -> None:
         """Tell what became of a call that took the whole way, until that time."""
-        cost, ids = self._components.cost, call.inputs.arguments["input_ids"]
+        cost = self._components.cost
         if cost is None or not call.progress.is_metered:
             return
+        n_rows, n_tokens = _size(call)
         times = (
             None
             if call.progress.started is None
             else Times(ended - call.progress.started, call.progress.lookup_s, call.progress.storing_s)
         )
         n_hits = len(call.plan.reused) + len(call.served)
-        cost.took(ids.numel(), call.n_rows, n_hits, times, call.progress.is_foretold, partial(self._would_record, call))
+        cost.took(n_tokens, n_rows, n_hits, times, call.progress.is_foretold, partial(self._would_record, call))
         if self._components.recorder is not None and call.progress.hashes:
             self._components.recorder.stored(call.progress.hashes, [row.key for row in call.rows])
 
@@ -210,14 +210,22 @@ class Meter:
         return parts.fingerprint is not None and parts.fingerprint.n_fit > 0
 
 
+def _size(call: Call) -> tuple[int, int]:
+    """Rows of a call that are not left out, and their tokens, padding included."""
+    n_rows, n_tokens = call.inputs.arguments["input_ids"].shape
+    n_rows -= len(call.plan.left_out)
+    return n_rows, n_rows * n_tokens
+
+
 def _hashes(call: Call) -> list[int]:
-    """What tells the requests of a call apart, by row; its tokens are on the host."""
+    """What tells the requests of a call apart, by row that is not left out; its tokens are on the host."""
     ids, mask = call.inputs.arguments["input_ids"], call.inputs.arguments.get("attention_mask")
-    rows = ids.tolist()
+    rows, left_out = ids.tolist(), call.plan.left_out
     if mask is None or len(rows) == 1:
-        return [_hash(call.inputs.namespace, row) for row in rows]
+        return [_hash(call.inputs.namespace, row) for number, row in enumerate(rows) if number not in left_out]
     # The padding of a row in a batch hangs on the others.
-    return [_hash(call.inputs.namespace, compress(row, valid)) for row, valid in zip(rows, mask.tolist(), strict=True)]
+    masked = enumerate(zip(rows, mask.tolist(), strict=True))
+    return [_hash(call.inputs.namespace, compress(*one)) for number, one in masked if number not in left_out]
 
 
 def _hash(namespace: str, tokens: Iterable[int]) -> int:

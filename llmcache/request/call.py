@@ -71,6 +71,7 @@ class Inputs:
         mask_4d: The mask that was passed, bool (B, 1, T, M), where it is another one.
         n_read: How many columns, from the last on, are read of the output; None: maybe all.
         is_only_if_cached: It is answered from the cache, or not at all.
+        may_leave_out: Then it is answered without the rows that are not there, where there are others.
         prefixes_from: A namespace whose stored prefixes serve it as well, or None.
         opened: Clock at its beginning.
     """
@@ -80,6 +81,7 @@ class Inputs:
     mask_4d: Tensor | None = None
     n_read: int | None = None
     is_only_if_cached: bool = False
+    may_leave_out: bool = False
     prefixes_from: str | None = None
     opened: float = field(default_factory=perf_counter)
 
@@ -138,6 +140,7 @@ class Plan:
 
     Attributes:
         was_asked: The rungs were asked what may be reused at layer 0.
+        left_out: Numbers of the rows that the call is answered without: they are neither counted nor audited.
         reused: Latest decision by row number.
         reused_at: Layer of every decision, in order; in `paper` mode a row may have one at each layer.
         revalidated: Decisions that are not carried out: their rows are computed, and compared with the stored state.
@@ -151,6 +154,7 @@ class Plan:
     """
 
     was_asked: bool = False
+    left_out: frozenset[int] = frozenset()
     reused: dict[int, Reuse] = field(default_factory=dict)
     reused_at: list[int] = field(default_factory=list)
     revalidated: dict[int, Reuse] = field(default_factory=dict)
@@ -167,7 +171,7 @@ class Plan:
 
     def cancel(self) -> None:
         """Reuse nothing after all; what was found stays known."""
-        self.reused, self.reused_at, self.is_served = {}, [], False
+        self.reused, self.reused_at, self.is_served, self.left_out = {}, [], False, frozenset()
 
 
 @dataclass(slots=True)
@@ -248,12 +252,15 @@ class Call:
 
     @property
     def rows(self) -> Sequence[Row]:
-        """Its requests; empty until it was read."""
-        return () if self._read is None else self._read.rows
+        """Its requests, but for those that are left out; empty until it was read."""
+        if self._read is None:
+            return ()
+        left_out = self.plan.left_out
+        return [row for row in self._read.rows if row.number not in left_out] if left_out else self._read.rows
 
     @property
     def n_rows(self) -> int:
-        """B."""
+        """B, but for the rows that are left out."""
         return len(self.rows)
 
     @property

@@ -40,7 +40,7 @@ def bypassed(reason: str) -> Outcome:
 
 def outcomes(call: Call) -> tuple[Outcome, ...]:
     """What became of the rows of a call that was not bypassed, in their order."""
-    return tuple(_outcome(call, row) for row in call.rows)
+    return tuple(_outcome(call, row) for row in call.read.rows)
 
 
 def _outcome(call: Call, row: Row) -> Outcome:

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
 from llmcache import __version__
-from llmcache.serving.encoder import Output
 from llmcache.serving.fields import Fields
+from llmcache.serving.padded_model import Output
 from llmcache.serving.refusals import Refusal
 from llmcache.serving.rendering import rendered
 from llmcache.serving.server import Server

@@ -1,5 +1,6 @@
 """A call that is answered from the cache or not at all: what a server does before it queues a request."""
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -107,3 +108,72 @@ def test_where_calls_bypass_the_cache_only_known_requests_are_looked_for(monkeyp
     with pytest.raises(NotCachedError) as caught:
         _tried(cache, TWO)
     assert caught.value.rows is None  # it was not even read
+
+
+def _tried_in_part(cache: LLMCache, inputs: dict[str, torch.Tensor]) -> Any:
+    with cache.only_if_cached(leave_out=True):
+        return cache(**inputs)
+
+
+def test_rows_that_are_missing_may_be_left_out(cache: LLMCache) -> None:
+    stored = cache(**TWO).logits
+    before = cache.stats()
+    logits = _tried_in_part(cache, BOTH).logits
+    after = cache.stats()
+    assert torch.isnan(logits[0]).all()
+    torch.testing.assert_close(logits[1:], stored)
+    assert [outcome.rung for outcome in cache.last] == [None, "exact"]
+    assert (after.n_requests - before.n_requests, after.n_misses - before.n_misses) == (1, 0)
+    assert after.hits == {"exact": 1}
+    assert after.n_layers_skipped == before.n_layers_skipped + cache.model.config.num_hidden_layers  # type: ignore[operator, union-attr]
+    cache(**ONE)  # nothing was stored of what was left out
+    assert cache.stats().n_misses == 2
+    assert not torch.isnan(_tried_in_part(cache, BOTH).logits).any()
+
+
+def test_where_none_is_there_all_are_missing(cache: LLMCache) -> None:
+    cache(**padded([6], seed=3))
+    with pytest.raises(NotCachedError) as caught:
+        _tried_in_part(cache, BOTH)
+    assert caught.value.rows == (0, 1)
+    assert cache.stats().errors == 0
+
+
+def test_what_the_cost_model_is_told_is_about_the_rows_that_are_served() -> None:
+    cache = LLMCache.wrap(CLASSIFIERS["bert"]().eval())
+    told: list[tuple[int, int, int]] = []
+    cost = cache._components.cost
+    assert cost is not None
+    cost.took = lambda n_tokens, n_rows, n_hits, *_: told.append((n_tokens, n_rows, n_hits))  # type: ignore[method-assign]
+    with torch.inference_mode():
+        cache(**TWO)
+        _tried_in_part(cache, BOTH)
+    assert told == [(6, 1, 0), (6, 1, 1)]
+    assert cache.stats().errors == 0
+
+
+@pytest.mark.slow
+def test_similar_rows_of_a_batch_are_served_and_the_audit_counts_each_request_once() -> None:
+    stream, _ = requests(600)
+    cache = LLMCache.wrap(classifier(), answer="class", learn=N_CALIBRATED, max_drop=0.2, audit=0.5)
+    calls = list(batched(stream))
+    n_rows = [len(call["input_ids"]) for call in calls]
+    n_learned = next(i for i in range(len(calls)) if sum(n_rows[:i]) >= N_CALIBRATED)
+    for call in calls[:n_learned]:
+        cache(**call)
+    n_in_part = 0
+    for call in calls[n_learned:]:
+        missing = list(range(len(call["input_ids"])))
+        with suppress(NotCachedError):
+            _tried_in_part(cache, call)
+            missing = [number for number, outcome in enumerate(cache.last) if outcome.rung is None]
+            n_in_part += bool(missing)
+        if missing:
+            cache(**{name: tensor[missing] for name, tensor in call.items()})
+    stats = cache.stats()
+    assert n_in_part > 0
+    assert stats.hits.get("semantic", 0) > 0
+    assert stats.n_requests == sum(n_rows)
+    assert stats.errors == 0
+    assert stats.audit is not None
+    assert stats.audit.n_requests == sum(n_rows[n_learned:])

@@ -2,6 +2,8 @@
 
 import asyncio
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from llmcache.serving.encoder import Output, _Miss
+from llmcache.serving.encoder import _Miss
+from llmcache.serving.padded_model import Output
 from llmcache.serving.refusals import Refusal
 from llmcache.serving.server import Server
 from llmcache.serving.tokenizing import Tokens
@@ -148,6 +151,77 @@ def test_texts_that_are_short_are_looked_up_in_one_turn_of_the_thread(
     within(server, work)
 
 
+@contextmanager
+def _lookups_held(server: Server) -> Iterator[None]:
+    """Within, what is asked waits for its lookup."""
+    release = threading.Event()
+    assert server.encoder is not None
+    server.encoder._lookups._pool.submit(lambda: release.wait(10))
+    try:
+        yield
+    finally:
+        release.set()
+
+
+def test_requests_that_wait_are_looked_up_together_each_in_its_namespace(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, str]] = []
+
+    async def work() -> None:
+        assert server.encoder is not None
+        served = server.encoder._model.served
+        await _ask(server, TEXTS)
+        await _ask(server, TEXTS[:1], "b")
+        monkeypatch.setattr(
+            server.encoder._model,
+            "served",
+            lambda tokens, name: (asked.append((len(tokens), name)), served(tokens, name))[1],
+        )
+        with _lookups_held(server):
+            first = asyncio.ensure_future(_ask(server, TEXTS[:1]))  # takes the turn that is held
+            await asyncio.sleep(0.01)
+            waiting = [asyncio.ensure_future(_ask(server, [text, *more])) for text, *more in (TEXTS, ["new", TEXTS[0]])]
+            other = asyncio.ensure_future(_ask(server, TEXTS[:2], "b"))
+            gone = asyncio.ensure_future(_ask(server, ["gone"] * 7))
+            await asyncio.sleep(0.01)
+            gone.cancel()
+        answers = [[one.rung for one in outputs] for outputs in await asyncio.gather(first, *waiting, other)]
+        n = len(TEXTS)
+        assert answers == [["exact"], ["exact"] * n, [None, "exact"], ["exact", None]]
+        assert asked == [(1, "default"), (n + 2, "default"), (2, "b")]
+
+    within(server, work)
+
+
+def test_a_turn_has_so_many_inputs_and_one_request_may_have_more(server: Server) -> None:
+    sizes: list[list[int]] = []
+
+    async def work() -> None:
+        assert server.encoder is not None
+        lookups = server.encoder._lookups
+        with _lookups_held(server):
+            asked = [asyncio.ensure_future(_ask(server, ["my card"] * n)) for n in (1, 40, 30, 2, 1)]
+            await asyncio.sleep(0.01)
+            while turn := lookups._next_turn():
+                sizes.append([request.n_inputs for request in turn])
+            for one in asked:
+                one.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
+
+    within(server, work)
+    assert sizes == [[40], [30, 2], [1]]  # the first one was under way
+
+
+def test_lookups_that_were_ended_refuse(server: Server) -> None:
+    async def work() -> None:
+        assert server.encoder is not None
+        server.encoder.close()
+        assert [one.kind for one in await _ask(server, TEXTS)] == ["unhealthy"] * len(TEXTS)
+
+    within(server, work)
+
+
 def test_the_same_request_in_flight_is_computed_once_in_its_namespace(server: Server) -> None:
     async def work() -> None:
         before = server.cache.stats().n_misses
@@ -183,7 +257,7 @@ def test_what_fails_spoils_no_other(server: Server) -> None:
 
     async def work() -> None:
         assert server.encoder is not None
-        server.encoder._forward = fails_on_cash
+        server.encoder._model._forward = fails_on_cash
         texts = ["my card", "my cash", "w3 w4", "\ud800", "w1 " * 40, "my change"]
         answers = await _ask(server, texts)
         kinds = [one.kind if isinstance(one, Refusal) else "" for one in answers]
@@ -197,7 +271,7 @@ def test_what_fails_spoils_no_other(server: Server) -> None:
 def test_outputs_that_are_not_finite_are_refused(server: Server) -> None:
     async def work() -> None:
         assert server.encoder is not None
-        server.encoder._forward = lambda inputs: torch.full((len(inputs["input_ids"]), 5), torch.nan)
+        server.encoder._model._forward = lambda inputs: torch.full((len(inputs["input_ids"]), 5), torch.nan)
         assert [one.kind for one in await _ask(server, TEXTS[:2])] == ["backend"] * 2
 
     within(server, work)
@@ -261,7 +335,7 @@ def test_batches_are_of_about_one_length_and_within_the_tokens(models: Path) -> 
 
     async def work() -> None:
         assert server.encoder is not None
-        server.encoder._forward = noted
+        server.encoder._model._forward = noted
         server.is_disabled = True
         await _ask(server, texts)
 
@@ -316,12 +390,9 @@ def test_lookups_that_are_too_slow_refuse_as_well(models: Path) -> None:
 
     async def work() -> None:
         await _ask(server, ["my card"])
-        release = threading.Event()
-        assert server.encoder is not None
-        server.encoder._pool.submit(lambda: release.wait(10))
-        late = asyncio.ensure_future(_ask(server, ["my card", "my cash"]))  # one of which is known
-        await asyncio.sleep(0.1)
-        release.set()
+        with _lookups_held(server):
+            late = asyncio.ensure_future(_ask(server, ["my card", "my cash"]))  # one of which is known
+            await asyncio.sleep(0.1)
         assert [(one.kind, one.headers) for one in await late] == [("overloaded", {"Retry-After": "1"})] * 2
         assert isinstance((await _ask(server, ["my cash"]))[0], Output)
 
