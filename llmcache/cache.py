@@ -434,12 +434,23 @@ class LLMCache:
         Args:
             leave_out: A call of several requests, of which the cache has some, is answered with these. The outputs of
                 the others mean nothing (states are NaN), `last` names no rung for them, and they are not counted.
+                Compute them within `looked_up`.
 
         Raises:
             NotCachedError: In a call, where one of its requests is not in the cache, or the call must bypass it; with
                 `leave_out` where none is, or some cannot be told apart before the layers.
         """
         with setting(self._flow.is_only_if_cached, True), setting(self._flow.may_leave_out, leave_out):
+            yield self
+
+    @contextmanager
+    def looked_up(self) -> Iterator[Self]:
+        """Within: requests are computed and stored, not looked up. Per thread and async task.
+
+        Meant for those that `only_if_cached(leave_out=True)` has just left out, which are counted as misses here: they
+        are not looked up twice, nor is it asked whether that is worthwhile.
+        """
+        with setting(self._flow.is_looked_up, True):
             yield self
 
     @contextmanager

@@ -86,6 +86,14 @@ class Audit:
         is_full = self.worker.is_full or len(self._recomputer.queue) >= MOST_WAITING
         return [hit for hit in hits.values() if not (is_full and hit.row in call.plan.audited)]
 
+    def are_alike(self, call: Call) -> bool:
+        """Whether a call's requests, looked up all at once, are like those of the calibration; it is void if not.
+
+        Who computes those of them that are not served tells nothing of this, and some may never be computed.
+        """
+        with self._lock:
+            return not self._follow(call.read.scope.weights) or self._are_alike(call)
+
     def _draw(self, account: AuditAccount, call: Call, hits: Mapping[int, Reuse], ease: float) -> None:
         """Draw among the rows of a call; those that would be hits are given by row."""
         for row in call.active_rows:

@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from math import inf
 from typing import NamedTuple
 
-from llmcache.execution.length_costs import KNOWN, Average, LengthCosts, share_average
+from llmcache.execution.length_costs import KNOWN, Average, LengthCosts, Times, share_average
 from llmcache.stats import Cost
 
 logger = logging.getLogger("llmcache")
@@ -41,14 +41,6 @@ _PROBE = 64  # of bypassed calls, one in so many takes the whole way: 10 % of ov
 _FREELY = 256  # calls of all lengths that are recorded before that is asked
 _EVERY = 32  # of bypassed calls, one in so many is timed
 _RARE = 8  # probes are as much rarer where calls are recorded: what repeats is seen without
-
-
-class Times(NamedTuple):
-    """Seconds of one call: from the trunk's arguments to its output, and what of that lookup and storing took."""
-
-    whole_s: float
-    lookup_s: float
-    storing_s: float
 
 
 class Verdict(NamedTuple):
@@ -231,9 +223,7 @@ class CostModel:
             if times is not None and n_hits == n_rows:
                 bucket.hit_s.add(times.whole_s)
             elif times is not None and n_hits == 0:  # what a batch costs that is served in part says nothing of either
-                bucket.miss_s.add(times.whole_s)
-                bucket.lookup_s.add(times.lookup_s)
-                bucket.storing_s.add(times.storing_s)
+                bucket.add_miss(times)
             # One that came back has all its patience: repeats spoke for it, which others know not of.
             patience = self._patience if bucket.rest else self._patience // _SOONER
             rate, worthwhile_from = self._rate(bucket, patience), bucket.worthwhile_from
@@ -248,6 +238,16 @@ class CostModel:
             bucket.bypass(patience)
             self.has_bypassed = True
         _log("is bypassed", n_tokens, rate, worthwhile_from)
+
+    def computed(self, n_tokens: int, times: Times) -> None:
+        """Take in how a call came out all of whose requests are computed, since another one was asked about them.
+
+        Args:
+            n_tokens: Of all rows, padding included, at least 1.
+            times: What it took.
+        """
+        with self._lock:
+            self._buckets[n_tokens.bit_length()].add_miss(times)
 
     def rows(self) -> tuple[Cost, ...]:
         """What was measured, shortest calls first."""

@@ -13,13 +13,13 @@ Trouble here costs speed, never correctness: a failing lookup or store is counte
 
 from collections.abc import Callable
 from contextvars import ContextVar
-from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from llmcache.audit.audit import Audit
+from llmcache.errors import NotCachedError
 from llmcache.execution.bypass_check import BypassCheck
 from llmcache.execution.capture import StateCapture
 from llmcache.execution.chunks import Chunks
@@ -91,6 +91,7 @@ class Flow:
         self.is_disabled: ContextVar[bool] = ContextVar("llmcache_disabled", default=False)
         self.is_only_if_cached: ContextVar[bool] = ContextVar("llmcache_only_if_cached", default=False)
         self.may_leave_out: ContextVar[bool] = ContextVar("llmcache_leave_out", default=False)
+        self.is_looked_up: ContextVar[bool] = ContextVar("llmcache_looked_up", default=False)
 
     @property
     def last(self) -> tuple[Outcome, ...]:
@@ -109,7 +110,7 @@ class Flow:
             return False
         if self.innermost() is not None or self.is_disabled.get() or self._n_read.get() is not None:
             return False
-        if self._compiled.is_on or self.is_only_if_cached.get():
+        if self._compiled.is_on or self.is_only_if_cached.get() or self.is_looked_up.get():
             return False
         try:
             return self._meter.lets_pass(self._arguments.get(args, kwargs, "input_ids"), self.namespace.get())
@@ -143,15 +144,26 @@ class Flow:
         if torch.is_grad_enabled():
             self._components.weights.suspect()
         arguments, mask_4d = flatten(arguments)
-        is_only_if_cached, may_leave_out = self.is_only_if_cached.get(), self.may_leave_out.get()
-        prefixes_from = self.prefixes_from.get()
-        call = Call(Inputs(arguments, namespace, mask_4d, n_read, is_only_if_cached, may_leave_out, prefixes_from))
+        call = Call(
+            Inputs(
+                arguments,
+                namespace,
+                mask_4d,
+                n_read,
+                self.is_only_if_cached.get(),
+                self.may_leave_out.get(),
+                self.is_looked_up.get(),
+                self.prefixes_from.get(),
+            )
+        )
         reason = "disabled" if is_disabled else self._bypass_check.by_arguments(arguments)
         if reason is None and self._components.audit is not None and not call.inputs.is_only_if_cached:
             self._make_way(frame, call, self._components.audit)
         if call.inputs.is_only_if_cached:  # what it cost and gained is told when it is answered
             if reason is not None or not self._meter.may_be_held(call):
                 raise not_cached(call)
+        elif call.inputs.is_looked_up:
+            self._meter.begin(call)
         else:
             reason = reason or self._components.counters.find_reason("ask whether it pays", self._meter.ask, call)
         if reason is not None:
@@ -186,7 +198,11 @@ class Flow:
             return None
         if template.entering != call.read.entering:
             return None
-        self._lookup.ask(call, 0)
+        try:
+            self._lookup.ask(call, 0)
+        except NotCachedError:
+            self._meter.missed(call)
+            raise
         if call.plan.reused and self._has_hooks(call):
             return None
         if call.plan.is_served:
@@ -207,7 +223,7 @@ class Flow:
         """
         call, template = frame.call, frame.template
         if call is not None and call.inputs.is_only_if_cached:
-            self._meter.spent(call, perf_counter() - call.inputs.opened)
+            self._meter.missed(call)
             raise not_cached(call)
         forward = self._compiled.stand_in(forward, frame)
         chunks = self.chunks.get()

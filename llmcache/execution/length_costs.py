@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from math import inf
+from typing import NamedTuple
 
 #: Hashes kept; also the most bypassed calls before the cache may return, past which none of them is known.
 KNOWN = 65_536
@@ -12,6 +13,14 @@ _FIRST_GAP, _LAST_GAP = 256, 1024  # calls between two stretches: each gap is tw
 _TIMES = 64  # timed calls over which averages reach back, about
 _SHARES = 256  # requests over which rates do
 _LARGEST = 4.0  # a time counts at most so many averages: a codec's fit of seconds is not what the next call costs
+
+
+class Times(NamedTuple):
+    """Seconds of one call: from the trunk's arguments to its output, and what of that lookup and storing took."""
+
+    whole_s: float
+    lookup_s: float
+    storing_s: float
 
 
 @dataclass(slots=True)
@@ -123,6 +132,12 @@ class LengthCosts:
         """Whether a call of which that share of rows is held takes less time than the model, as far as is known."""
         saved_s, overhead_s = self.saved_s, self.overhead_s
         return saved_s > 0 and share * saved_s > (1 - share) * overhead_s
+
+    def add_miss(self, times: Times) -> None:
+        """Take in what a call took that computed all its rows."""
+        self.miss_s.add(times.whole_s)
+        self.lookup_s.add(times.lookup_s)
+        self.storing_s.add(times.storing_s)
 
     def count_bypassed(self) -> None:
         """Count a bypassed call: it allows others to be recorded."""

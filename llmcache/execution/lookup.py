@@ -125,6 +125,10 @@ class Lookup:
         call.plan.was_asked = True
         if self._components.is_collecting:
             return
+        if call.inputs.is_looked_up:
+            if any(rung.applies_at(number) and not rung.is_lossless for rung in self._components.rungs):
+                self._draw(call, [])
+            return
         may_leave_out = call.inputs.may_leave_out and call.plan.prefill is None
         for rung in self._components.rungs:
             if not rung.applies_at(number):
@@ -138,6 +142,8 @@ class Lookup:
                     rows = [row for row in rows if not row.bypass_reason]  # some may have no fingerprint
                 decided = rung.decide(call, rows, number) if rows else []
             if not rung.is_lossless:
+                if may_leave_out and not self._are_alike(call):
+                    decided = []
                 found = {*call.plan.reused, *(reuse.row for reuse in decided)}
                 if call.inputs.is_only_if_cached and len(found) < call.n_rows:
                     # Before the audit draws: the call that computes the other requests counts them.
@@ -160,6 +166,14 @@ class Lookup:
         """Hits of the call that the audit drew are not served after all."""
         if self._components.audit is not None and call.plan.audited:
             self._components.audit.withdraw(call)
+
+    def _are_alike(self, call: Call) -> bool:
+        """Whether the requests of a call are like those of the calibration, as far as the audit can tell."""
+        if self._components.audit is None:
+            return True
+        with self._components.counters.guard("compare requests with those of the calibration"):
+            return self._components.audit.are_alike(call)
+        return False
 
     def _draw(self, call: Call, decided: list[Reuse]) -> list[Reuse]:
         """Let the audit draw among approximate reuses; returns those to carry out."""

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from llmcache.execution.components import Components
-from llmcache.execution.cost import Times, none_held
+from llmcache.execution.cost import none_held
+from llmcache.execution.length_costs import Times
 from llmcache.execution.recorder import Prepared
 from llmcache.models.tracing import is_traced
 from llmcache.request.call import Call
@@ -96,8 +97,9 @@ class Meter:
         recorder = self._components.recorder
         held = none_held if recorder is None else recorder.count
         searches = self._components.fingerprint is not None
-        n_rows, n_tokens = _size(call)
-        verdict = cost.judge(n_tokens, n_rows, call.progress.hashes, held, ids.is_cpu and self._compares, searches)
+        verdict = cost.judge(
+            ids.numel(), ids.shape[0], call.progress.hashes, held, ids.is_cpu and self._compares, searches
+        )
         if not verdict.is_worthwhile:
             if ids.is_cpu and (verdict.is_recorded or verdict.is_timed):
                 asked = self._clock()
@@ -134,6 +136,21 @@ class Meter:
         if self.ask(call) is None and call.progress.started is not None:
             call.progress.started = call.inputs.opened
 
+    def missed(self, call: Call) -> None:
+        """Tell it of such a call that is not answered; whoever computes its requests tells of them, or is `begin`."""
+        self.spent(call, self._clock() - call.inputs.opened)
+        if call.inputs.may_leave_out and not call.plan.reused and self.ask(call) is None:
+            call.progress.started = None
+            self.took(call, 0.0)
+
+    def begin(self, call: Call) -> None:
+        """Start the clock of a call whose requests were looked up by another one, which told of them."""
+        ids = call.inputs.arguments["input_ids"]
+        if self._components.cost is None or not ids.is_cpu or self._is_learning:
+            return
+        call.progress.hashes = _hashes(call)
+        call.progress.is_metered, call.progress.started = True, self._clock()
+
     def passed(self, call: Call, output: Any) -> None:
         """Take in a call that has been bypassed, with the trunk's output, None where that failed."""
         cost, recorder, passing = self._components.cost, self._components.recorder, call.progress.passing
@@ -166,19 +183,24 @@ class Meter:
 
     def took(self, call: Call, ended: float) -> None:
         """Tell what became of a call that took the whole way, until that time."""
-        cost = self._components.cost
+        cost, ids = self._components.cost, call.inputs.arguments["input_ids"]
         if cost is None or not call.progress.is_metered:
             return
-        n_rows, n_tokens = _size(call)
         times = (
             None
             if call.progress.started is None
             else Times(ended - call.progress.started, call.progress.lookup_s, call.progress.storing_s)
         )
         n_hits = len(call.plan.reused) + len(call.served)
-        cost.took(n_tokens, n_rows, n_hits, times, call.progress.is_foretold, partial(self._would_record, call))
-        if self._components.recorder is not None and call.progress.hashes:
-            self._components.recorder.stored(call.progress.hashes, [row.key for row in call.rows])
+        if call.inputs.is_looked_up:
+            if times is not None:
+                cost.computed(ids.numel(), times)
+        else:
+            would_record = partial(self._would_record, call)
+            cost.took(ids.numel(), ids.shape[0], n_hits, times, call.progress.is_foretold, would_record)
+        if self._components.recorder is not None and (hashes := call.progress.hashes):
+            held = [row for row in call.rows if row.number in call.plan.reused or not call.inputs.is_only_if_cached]
+            self._components.recorder.stored([hashes[row.number] for row in held], [row.key for row in held])
 
     def _would_record(self, call: Call) -> bool:
         """Whether a call could have been recorded, so that its repeats had been served; others would not have been."""
@@ -210,22 +232,14 @@ class Meter:
         return parts.fingerprint is not None and parts.fingerprint.n_fit > 0
 
 
-def _size(call: Call) -> tuple[int, int]:
-    """Rows of a call that are not left out, and their tokens, padding included."""
-    n_rows, n_tokens = call.inputs.arguments["input_ids"].shape
-    n_rows -= len(call.plan.left_out)
-    return n_rows, n_rows * n_tokens
-
-
 def _hashes(call: Call) -> list[int]:
-    """What tells the requests of a call apart, by row that is not left out; its tokens are on the host."""
+    """What tells the requests of a call apart, by row; its tokens are on the host."""
     ids, mask = call.inputs.arguments["input_ids"], call.inputs.arguments.get("attention_mask")
-    rows, left_out = ids.tolist(), call.plan.left_out
+    rows = ids.tolist()
     if mask is None or len(rows) == 1:
-        return [_hash(call.inputs.namespace, row) for number, row in enumerate(rows) if number not in left_out]
+        return [_hash(call.inputs.namespace, row) for row in rows]
     # The padding of a row in a batch hangs on the others.
-    masked = enumerate(zip(rows, mask.tolist(), strict=True))
-    return [_hash(call.inputs.namespace, compress(*one)) for number, one in masked if number not in left_out]
+    return [_hash(call.inputs.namespace, compress(row, valid)) for row, valid in zip(rows, mask.tolist(), strict=True)]
 
 
 def _hash(namespace: str, tokens: Iterable[int]) -> int:

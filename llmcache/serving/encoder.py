@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from time import perf_counter
 
 from llmcache.cache import LLMCache
-from llmcache.serving.lookups import Lookups, overloaded
+from llmcache.serving.lookups import Lookups, Missing, overloaded
 from llmcache.serving.model_thread import ModelThread
 from llmcache.serving.padded_model import Forward, Output, PaddedModel
 from llmcache.serving.refusals import Refusal, stopping
@@ -38,6 +38,7 @@ class _Miss:
 
     key: _Key
     answer: "asyncio.Future[Output]"
+    is_looked_up: bool = False
     queued_at: float = field(default_factory=perf_counter)
     asked_at: float = field(default_factory=perf_counter)  # before it was looked up
     n_waiting: int = 0  # who wants it; at 0 nobody does any more
@@ -103,16 +104,14 @@ class Encoder:
         """
         asked_at = perf_counter()
         found = await self._lookups.find(items, namespace, truncate, side, asked_at)
-        waiting = {
-            i: self._wanted((namespace, one), asked_at) for i, one in enumerate(found) if isinstance(one, Tokens)
-        }
+        waiting = {i: self._wanted(namespace, one, asked_at) for i, one in enumerate(found) if isinstance(one, Missing)}
         try:
             answers = await asyncio.gather(*(self._answer(miss) for miss in waiting.values()))
         finally:
             for miss in waiting.values():
                 self._leave(miss)
         computed = dict(zip(waiting, answers, strict=True))
-        outputs = [computed[i] if isinstance(one, Tokens) else one for i, one in enumerate(found)]
+        outputs = [computed[i] if isinstance(one, Missing) else one for i, one in enumerate(found)]
         for one in outputs:
             if isinstance(one, Output):
                 self._watcher.served(one.rung, one.n_tokens, 0 if one.rung is None else one.n_tokens)
@@ -141,10 +140,12 @@ class Encoder:
 
     # -- in the event loop ---------------------------------------------------------------------------------------------
 
-    def _wanted(self, key: _Key, asked_at: float) -> _Miss:
+    def _wanted(self, namespace: str, missing: Missing, asked_at: float) -> _Miss:
         """The input that waits to be computed, which is queued now if it does not yet."""
+        key = namespace, missing.tokens
         if (miss := self._in_flight.get(key)) is None:
-            miss = self._in_flight[key] = _Miss(key, asyncio.get_running_loop().create_future(), asked_at=asked_at)
+            answer = asyncio.get_running_loop().create_future()
+            miss = self._in_flight[key] = _Miss(key, answer, missing.is_looked_up, asked_at=asked_at)
             self._queue.append(miss)
             if self._batching is None or self._batching.done():
                 self._batching = asyncio.get_running_loop().create_task(self._compute_all())
@@ -198,7 +199,8 @@ class Encoder:
             return []
         first, settings = self._queue[0], self._settings
         most = settings.max_batch_requests or len(self._queue)
-        near = [miss for miss in self._queue if miss.key[0] == first.key[0]]
+        kind = first.key[0], first.is_looked_up
+        near = [miss for miss in self._queue if (miss.key[0], miss.is_looked_up) == kind]
         near.sort(key=lambda miss: abs(len(miss.key[1]) - len(first.key[1])))
         batch: list[_Miss] = []
         longest = n_tokens = 0
@@ -229,7 +231,7 @@ class Encoder:
         tokens = [miss.key[1] for miss in batch]
         self._watcher.batch(len(batch), sum(map(len, tokens)))
         try:
-            made = self._model.run(tokens, namespace)
+            made = self._model.run(tokens, namespace, batch[0].is_looked_up)
         except Exception:
             if len(batch) == 1:
                 return [_failed()]

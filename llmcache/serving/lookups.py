@@ -21,8 +21,17 @@ from llmcache.serving.watching import Watcher
 
 _TURN = 32  # inputs of a turn, unless one request has more: the first of them waits for the last
 
-#: Of one input: its answer, its tokens where the cache has none, or why it has neither.
-Found = Output | Tokens | Refusal
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """An input that the cache does not hold; or that was not looked for, since that is not worthwhile."""
+
+    tokens: Tokens
+    is_looked_up: bool
+
+
+#: Of one input: its answer, its tokens where there is none, or why there are none either.
+Found = Output | Missing | Refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +163,9 @@ class Lookups:
         """What there is of the inputs of each request."""
         now, most_s = perf_counter(), self._settings.max_queue_s
         found: list[list[Found]] = [
-            [overloaded()] * request.n_inputs if now - request.asked_at > most_s else list(request.read())
+            [overloaded()] * request.n_inputs
+            if now - request.asked_at > most_s
+            else [Missing(one, False) if isinstance(one, Tokens) else one for one in request.read()]
             for request in turn
         ]
         if not self._is_caching():
@@ -167,13 +178,16 @@ class Lookups:
                     for request, of_request in zip(turn, found, strict=True)
                     if request.namespace == namespace
                     for i, one in enumerate(of_request)
-                    if isinstance(one, Tokens)
+                    if isinstance(one, Missing)
                 ]
-                for part in self._parts([one for *_, one in places]):
-                    served = self._model.served([places[number][2] for number in part], name)
-                    for place, output in served.items():
-                        of_request, i, _ = places[part[place]]
-                        of_request[i] = output
+                for part in self._parts([one.tokens for *_, one in places]):
+                    served, is_looked_up = self._model.served([places[number][2].tokens for number in part], name)
+                    for place, number in enumerate(part):
+                        of_request, i, one = places[number]
+                        if place in served:
+                            of_request[i] = served[place]
+                        elif name == namespace:  # where it is stored
+                            of_request[i] = Missing(one.tokens, is_looked_up)
         return found
 
     def _parts(self, tokens: Sequence[Tokens]) -> Iterable[list[int]]:

@@ -61,10 +61,16 @@ class PaddedModel:
         self._pad_id = pad_id
         self._is_caching = is_caching
 
-    def run(self, tokens: Sequence[Tokens], namespace: str) -> list[Output]:
-        """What the model makes of inputs, served from a namespace or computed and stored there."""
+    def run(self, tokens: Sequence[Tokens], namespace: str, are_looked_up: bool = False) -> list[Output]:
+        """What the model makes of inputs, served from a namespace or computed and stored there.
+
+        Args:
+            tokens: Of the inputs, at least one.
+            namespace: Where they are looked for.
+            are_looked_up: `served` has found none of them there.
+        """
         begun = perf_counter()
-        with torch.inference_mode(), self._cache.namespace(namespace), self._switched():
+        with torch.inference_mode(), self._cache.namespace(namespace), self._switched(are_looked_up):
             values = self._forward(self._padded(tokens)).float().cpu().numpy()
         outcomes = self._cache.last
         took = perf_counter() - begun
@@ -73,24 +79,25 @@ class PaddedModel:
             for i, one in enumerate(tokens)
         ]
 
-    def served(self, tokens: Sequence[Tokens], namespace: str) -> dict[int, Output]:
-        """Outputs of inputs that a namespace holds, by their places."""
+    def served(self, tokens: Sequence[Tokens], namespace: str) -> tuple[dict[int, Output], bool]:
+        """Outputs of inputs that a namespace holds, by their places; and whether the others were looked for at all."""
         places = list(range(len(tokens)))
         for _ in range(2):  # a hit that the audit wants computed is told only once all are known
             if not places:
-                return {}
+                break
             try:
                 with self._cache.only_if_cached(leave_out=True):
                     made = self.run([tokens[i] for i in places], namespace)
             except NotCachedError as error:
-                missing = set(range(len(places)) if error.rows is None else error.rows)
-                places = [place for i, place in enumerate(places) if i not in missing]
+                if error.rows is None:
+                    return {}, False
+                places = [place for i, place in enumerate(places) if i not in error.rows]
             except Exception:  # of the model: what computes them will tell
-                return {}
+                return {}, False
             else:
                 found = zip(places, made, strict=True)
-                return {place: one for place, one in found if one.rung is not None and one.is_finite}
-        return {}
+                return {place: one for place, one in found if one.rung is not None and one.is_finite}, True
+        return {}, True
 
     def states(self, tokens: Tokens, states_of: Forward) -> list[list[float]]:
         """States (T, D) of one input's tokens, computed as if there were no cache."""
@@ -103,8 +110,10 @@ class PaddedModel:
         with self._cache.disabled():
             return min(self.run([tokens], "")[0].compute_s for _ in range(n_runs))
 
-    def _switched(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._is_caching() else self._cache.disabled()
+    def _switched(self, are_looked_up: bool) -> AbstractContextManager[object]:
+        if not self._is_caching():
+            return self._cache.disabled()
+        return self._cache.looked_up() if are_looked_up else nullcontext()
 
     def _padded(self, tokens: Sequence[Tokens]) -> dict[str, torch.Tensor]:
         """Rows as the model takes them, padded on the right: ids, mask and, where it takes them, types (B, T)."""

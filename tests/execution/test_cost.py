@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmcache.execution.cost import PATIENCE, CostModel, Times
+from llmcache.execution.cost import PATIENCE, CostModel
+from llmcache.execution.length_costs import Times
 from llmcache.stats import Cost
 
 TOKENS, DEPTH = 20, 4

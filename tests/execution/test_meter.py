@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from llmcache import LLMCache
-from llmcache.execution.cost import PATIENCE, PATIENCE_OF_TAU, CostModel, Times
+from llmcache.execution.cost import PATIENCE, PATIENCE_OF_TAU, CostModel
+from llmcache.execution.length_costs import Times
 from llmcache.execution.meter import Meter
 from llmcache.request.call import Call, Inputs, Read
 from llmcache.request.outcome import Outcome

@@ -139,17 +139,38 @@ def test_where_none_is_there_all_are_missing(cache: LLMCache) -> None:
     assert cache.stats().errors == 0
 
 
-def test_what_the_cost_model_is_told_is_about_the_rows_that_are_served() -> None:
+def test_the_cost_model_is_told_of_each_request_once_by_the_call_that_looked_it_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     cache = LLMCache.wrap(CLASSIFIERS["bert"]().eval())
-    told: list[tuple[int, int, int]] = []
+    told: list[tuple[int, ...]] = []
     cost = cache._components.cost
     assert cost is not None
-    cost.took = lambda n_tokens, n_rows, n_hits, *_: told.append((n_tokens, n_rows, n_hits))  # type: ignore[method-assign]
+    monkeypatch.setattr(cost, "took", lambda n_tokens, n_rows, n_hits, *_: told.append((n_tokens, n_rows, n_hits)))
+    monkeypatch.setattr(cost, "computed", lambda n_tokens, times: told.append((n_tokens, times.storing_s > 0)))
     with torch.inference_mode():
-        cache(**TWO)
-        _tried_in_part(cache, BOTH)
-    assert told == [(6, 1, 0), (6, 1, 1)]
+        cache(**TWO)  # so that it is known how the trunk packs its output
+        told.clear()
+        with pytest.raises(NotCachedError):
+            _tried_in_part(cache, ONE)
+        with cache.looked_up():
+            cache(**ONE)
+        _tried_in_part(cache, {name: torch.cat([BOTH[name], padded([6], seed=3)[name]]) for name in BOTH})
+        with pytest.raises(NotCachedError):
+            _tried(cache, padded([6], seed=4))  # whoever asks so tells of it when it is computed
+    assert told == [(6, 1, 0), (6, True), (18, 3, 2)]
     assert cache.stats().errors == 0
+
+
+def test_what_was_looked_up_is_computed_stored_and_counted_as_missed(cache: LLMCache) -> None:
+    own = cache(**ONE).logits
+    with cache.looked_up():
+        assert torch.equal(cache(**ONE).logits, own)
+        cache(**TWO)
+    assert [outcome.rung for outcome in cache.last] == [None]
+    assert (cache.stats().n_misses, cache.stats().n_hits) == (3, 0)
+    cache(**TWO)
+    assert cache.stats().hits == {"exact": 1}
 
 
 @pytest.mark.slow
@@ -169,7 +190,8 @@ def test_similar_rows_of_a_batch_are_served_and_the_audit_counts_each_request_on
             missing = [number for number, outcome in enumerate(cache.last) if outcome.rung is None]
             n_in_part += bool(missing)
         if missing:
-            cache(**{name: tensor[missing] for name, tensor in call.items()})
+            with cache.looked_up():
+                cache(**{name: tensor[missing] for name, tensor in call.items()})
     stats = cache.stats()
     assert n_in_part > 0
     assert stats.hits.get("semantic", 0) > 0
@@ -177,3 +199,23 @@ def test_similar_rows_of_a_batch_are_served_and_the_audit_counts_each_request_on
     assert stats.errors == 0
     assert stats.audit is not None
     assert stats.audit.n_requests == sum(n_rows[n_learned:])
+
+
+@pytest.mark.slow
+def test_requests_that_are_never_computed_are_no_drift() -> None:
+    stream, _ = requests(N_CALIBRATED + 3000)
+    cache = LLMCache.wrap(classifier(), answer="class", learn=N_CALIBRATED, max_drop=0.05, audit=0.5)
+    for call in batched(stream[:N_CALIBRATED]):
+        cache(**call)
+    n_left_out = 0
+    for call in batched(stream[N_CALIBRATED:], 20):
+        try:
+            _tried_in_part(cache, call)
+            n_left_out += sum(outcome.rung is None for outcome in cache.last)
+        except NotCachedError:
+            n_left_out += len(call["input_ids"])
+    stats = cache.stats()
+    assert stats.audit is not None
+    assert stats.audit.status == "certified"
+    assert 0 < stats.audit.n_requests == stats.hits["semantic"] + stats.hits.get("exact", 0)
+    assert n_left_out > 100
