@@ -1,10 +1,10 @@
 """Measure `store_kill`: a process is killed with SIGKILL while it writes to a disk store, and the next one opens it.
 
 A life: a process begins with the folder that the last one left, and is asked for the latest prompts, one by one; each
-answer is held against the model alone. Then it is asked for batches of new prompts. What a batch computed is written
-behind its answer; it says when that is done, purges a namespace now and then, which every other prompt is in, and says
-when that has returned. After some batches it is killed, at a time drawn from that which writing took last; some are
-through by then.
+answer is held against the model alone. Then it is asked for batches of new prompts, of two calls each. What the first
+call computed is written while the second one computes; it says when all is written, purges a namespace now and then,
+which every other prompt is in, and says when that has returned. After some batches it is killed, at a time drawn from
+that which computing and writing one took last; some are through by then.
 
 Lost is a prompt that was said to be written, or was found once, and is no exact hit later; waiting, one whose writing
 was not over.
@@ -36,7 +36,6 @@ from llmcache import LLMCache
 KEPT, PURGED = NAMESPACES = ("kept", "purged")
 PURGES = 0.2  # of batches
 MOST_BATCHES = 3  # of a life
-SPAN = 0.6  # of the time that writing took last
 EQUAL = 1e-5  # of the largest number of an output
 
 
@@ -116,7 +115,7 @@ class _Lives:
         self._rng = random.Random(experiment.seed)
         self._known = Known()
         self._n_asked = 0
-        self._write_s = 0.01  # what writing a batch took last
+        self._batch_s = 0.01  # what a batch took last
 
     def live(self, is_last: bool = False) -> None:
         """Begin, look at what is there and, but for the last, write until killed."""
@@ -129,7 +128,7 @@ class _Lives:
         while n_batches:
             n_batches -= self._hear(_received(listen))
         if not is_last:
-            sleep(self._rng.random() * SPAN * self._write_s)
+            sleep(self._rng.random() * self._batch_s)
             os.kill(process.pid or 0, signal.SIGKILL)
         row["is_writing"] = self._is_writing(listen) and not is_last
         process.join()
@@ -139,7 +138,7 @@ class _Lives:
     def _hear(self, told: Mapping[str, Any]) -> bool:
         """Take in what the process told; whether that was that a batch is being written."""
         self._known.hear(told["what"], told["numbers"])
-        self._write_s = told.get("took_s", self._write_s)
+        self._batch_s = told.get("took_s", self._batch_s)
         if told["what"] == "asked":
             self._n_asked = max(told["numbers"]) + 1
         return bool(told["what"] == "asked")
@@ -176,11 +175,11 @@ def _live(
         number = looks.stop
         while not is_last:
             numbers = range(number, number + experiment.batch)
+            say.send({"what": "asked", "numbers": numbers})  # what is computed first is written meanwhile
+            started = perf_counter()
             for namespace in NAMESPACES:
                 with cache.namespace(namespace):
                     cache(torch.cat([_prompt(cache, experiment, n) for n in numbers if _namespace(n) == namespace]))
-            say.send({"what": "asked", "numbers": numbers})
-            started = perf_counter()
             cache.drain()
             say.send({"what": "written", "numbers": (), "took_s": perf_counter() - started})
             number = numbers.stop

@@ -72,8 +72,10 @@ class Audit:
 
         None is once requests are unlike those of the calibration. A hit that is drawn while the queue is full is
         computed in the call, not served: its own answer is known at once, and the estimate keeps every sample. A hit
-        whose source has no known answer could not be audited, and is computed as well.
+        whose source has no known answer could not be audited, and is computed as well. A call that leaves rows out
+        computes none: the call that does counts them, and what it is told counts hits alone.
         """
+        is_full = self.worker.is_full or len(self._recomputer.queue) >= MOST_WAITING
         ease = self.worker.ease  # where looks wait, fewer are drawn: before anything is known of these requests
         with self._lock:
             if not self._follow(call.read.scope.weights):
@@ -82,14 +84,18 @@ class Audit:
             if self._account is None:
                 return list(kept)
             hits = {reuse.row: reuse for reuse in kept if reuse.answer is not None}
+            if call.inputs.may_leave_out:
+                if is_full:
+                    return []
+                others = {row.number for row in call.read.rows} - hits.keys() - call.plan.reused.keys()
+                call.plan.left_out = frozenset(others)
             self._draw(self._account, call, hits, ease)
-        is_full = self.worker.is_full or len(self._recomputer.queue) >= MOST_WAITING
         return [hit for hit in hits.values() if not (is_full and hit.row in call.plan.audited)]
 
     def are_alike(self, call: Call) -> bool:
-        """Whether a call's requests, looked up all at once, are like those of the calibration; it is void if not.
+        """Whether the requests of a call, served or not, are like those of the calibration; it is void if not.
 
-        Who computes those of them that are not served tells nothing of this, and some may never be computed.
+        For calls that leave rows out: some of these may never be computed, and those that are tell nothing of this.
         """
         with self._lock:
             return not self._follow(call.read.scope.weights) or self._are_alike(call)
@@ -276,7 +282,8 @@ class Audit:
     def _are_alike(self, call: Call) -> bool:
         """Hold a call's requests against those of the calibration; once they are unlike, it is told that it is void."""
         likeness, made, scope = self._likeness, self._made, call.read.scope
-        if call.progress.is_foretold:  # of bypassed calls, those take part that are held: these are no sample
+        # Of bypassed calls, those take part that are held; of calls that others have told of, what is found.
+        if call.progress.is_foretold or call.inputs.is_looked_up:  # these are no sample
             return True
         if likeness is None or made is None or not self._calibrated.serves_in(scope.namespace):
             return True

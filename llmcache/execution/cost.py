@@ -37,7 +37,7 @@ PATIENCE = 256
 PATIENCE_OF_TAU = 2048
 _SOONER = 8  # patience by so much shorter where nothing but repeats is served, and bypassed calls are recorded
 _FEW = 8  # patience by so much shorter for a length whose requests are rare, where those of all lengths have used it up
-_PROBE = 64  # of bypassed calls, one in so many takes the whole way: 10 % of overhead are then 0.2 % of all time
+PROBE = 64  # of bypassed calls, one in so many takes the whole way: 10 % of overhead are then 0.2 % of all time
 _FREELY = 256  # calls of all lengths that are recorded before that is asked
 _EVERY = 32  # of bypassed calls, one in so many is timed
 _RARE = 8  # probes are as much rarer where calls are recorded: what repeats is seen without
@@ -82,7 +82,7 @@ class CostModel:
         self._depth = depth
         self._patience = patience
         # One slow call must not decide: so many times are the least, and what an accelerator has by then.
-        self._fewest_times = max(1, patience // _PROBE)
+        self._fewest_times = max(1, patience // PROBE)
         self._lock = threading.Lock()
         self.n_let_pass = 0
         self.restart()
@@ -135,12 +135,12 @@ class CostModel:
             if hashes:
                 bucket.repeats.add(sum(map(self._came_before, hashes)) / n_rows, n_rows)
             if not bucket.is_bypassed:
-                is_probe = bucket.n_since % _PROBE == 0
+                is_probe = bucket.n_since % PROBE == 0
                 if compares and bucket.is_compared():
                     # Noted, as it would have been stored; that comes after what is timed, and touches little memory.
                     return Verdict(False, False, is_recorded=True, is_timed=True, is_compared=True)
                 return Verdict(True, is_probe)
-            is_probe = bucket.n_since % (_PROBE if searches or not bucket.n_recorded else _RARE * _PROBE) == 0
+            is_probe = bucket.n_since % (PROBE if searches or not bucket.n_recorded else _RARE * PROBE) == 0
             rate = max(bucket.hits.value, bucket.repeats.value)
             if bucket.n_since < bucket.rest or rate <= (worthwhile_from := bucket.worthwhile_from):
                 if is_probe or not hashes:
@@ -217,8 +217,7 @@ class CostModel:
             if not (is_foretold and bucket.is_bypassed):
                 bucket.hits.add(n_hits / n_rows, n_rows)
                 self._hits.add(n_hits / n_rows, n_rows)
-                bucket.beside_s.add(bucket.unbilled_s)
-                bucket.unbilled_s = 0.0
+                bucket.bill()
             bucket.n_served += n_hits == n_rows
             if times is not None and n_hits == n_rows:
                 bucket.hit_s.add(times.whole_s)
@@ -239,15 +238,18 @@ class CostModel:
             self.has_bypassed = True
         _log("is bypassed", n_tokens, rate, worthwhile_from)
 
-    def computed(self, n_tokens: int, times: Times) -> None:
-        """Take in how a call came out all of whose requests are computed, since another one was asked about them.
+    def computed(self, n_tokens: int, times: Times | None) -> None:
+        """Take in a call whose requests were all computed; `took` was told of them by the one that looked them up.
 
         Args:
             n_tokens: Of all rows, padding included, at least 1.
-            times: What it took.
+            times: What it took; None where it was not timed.
         """
         with self._lock:
-            self._buckets[n_tokens.bit_length()].add_miss(times)
+            bucket = self._buckets[n_tokens.bit_length()]
+            bucket.bill()
+            if times is not None:
+                bucket.add_miss(times)
 
     def rows(self) -> tuple[Cost, ...]:
         """What was measured, shortest calls first."""

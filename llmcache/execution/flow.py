@@ -159,11 +159,13 @@ class Flow:
         reason = "disabled" if is_disabled else self._bypass_check.by_arguments(arguments)
         if reason is None and self._components.audit is not None and not call.inputs.is_only_if_cached:
             self._make_way(frame, call, self._components.audit)
-        if call.inputs.is_only_if_cached:  # what it cost and gained is told when it is answered
+        if call.inputs.is_only_if_cached:  # what it cost and gained is told once it is looked up
             if reason is not None or not self._meter.may_be_held(call):
                 raise not_cached(call)
         elif call.inputs.is_looked_up:
-            self._meter.begin(call)
+            if reason is None:
+                with self._components.counters.guard("start the clock"):
+                    self._meter.begin(call)
         else:
             reason = reason or self._components.counters.find_reason("ask whether it pays", self._meter.ask, call)
         if reason is not None:
@@ -201,7 +203,7 @@ class Flow:
         try:
             self._lookup.ask(call, 0)
         except NotCachedError:
-            self._meter.missed(call)
+            self._missed(call)
             raise
         if call.plan.reused and self._has_hooks(call):
             return None
@@ -223,7 +225,7 @@ class Flow:
         """
         call, template = frame.call, frame.template
         if call is not None and call.inputs.is_only_if_cached:
-            self._meter.missed(call)
+            self._missed(call)
             raise not_cached(call)
         forward = self._compiled.stand_in(forward, frame)
         chunks = self.chunks.get()
@@ -533,6 +535,11 @@ class Flow:
         # A step of a generation belongs to the request that its prefill was; what is only computed, to nobody.
         if reason != "decode" and not self._components.is_collecting:
             frame.last = (bypassed(reason),) * n_rows
+
+    def _missed(self, call: Call) -> None:
+        """Tell the cost model of a lookup that is not answered."""
+        with self._components.counters.guard("tell what a lookup took"):
+            self._meter.missed(call)
 
     def _make_way(self, frame: Frame, call: Call, audit: Audit) -> None:
         """Have the audit's own calls stop for others, and let it catch up before a call, if it has waited for long."""

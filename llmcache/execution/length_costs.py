@@ -133,6 +133,11 @@ class LengthCosts:
         saved_s, overhead_s = self.saved_s, self.overhead_s
         return saved_s > 0 and share * saved_s > (1 - share) * overhead_s
 
+    def bill(self) -> None:
+        """Take in a call that took the whole way: what was done beside is its own."""
+        self.beside_s.add(self.unbilled_s)
+        self.unbilled_s = 0.0
+
     def add_miss(self, times: Times) -> None:
         """Take in what a call took that computed all its rows."""
         self.miss_s.add(times.whole_s)

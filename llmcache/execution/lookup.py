@@ -121,42 +121,24 @@ class Lookup:
             self.withdraw(call)
 
     def ask(self, call: Call, number: int) -> None:
-        """Ask each rung in turn for the rows that none has served at this depth."""
+        """Ask each rung in turn for the rows that none has served at this depth.
+
+        Raises:
+            NotCachedError: The call is to be answered from the cache or not at all, and cannot be.
+        """
         call.plan.was_asked = True
         if self._components.is_collecting:
             return
-        if call.inputs.is_looked_up:
-            if any(rung.applies_at(number) and not rung.is_lossless for rung in self._components.rungs):
-                self._draw(call, [])
-            return
-        may_leave_out = call.inputs.may_leave_out and call.plan.prefill is None
-        for rung in self._components.rungs:
-            if not rung.applies_at(number):
-                continue
+        rungs = [rung for rung in self._components.rungs if rung.applies_at(number)]
+        for rung in rungs:
             started = perf_counter()
-            decided: list[Reuse] = []
-            with self._components.counters.guard(f"look up ({rung.name})"):
-                rows = _open_rows(call, rung, number)
-                if rows and not rung.is_lossless:
-                    call.read.project()
-                    rows = [row for row in rows if not row.bypass_reason]  # some may have no fingerprint
-                decided = rung.decide(call, rows, number) if rows else []
+            decided = self._decide(call, rung, number)
             if not rung.is_lossless:
-                if may_leave_out and not self._are_alike(call):
-                    decided = []
-                found = {*call.plan.reused, *(reuse.row for reuse in decided)}
-                if call.inputs.is_only_if_cached and len(found) < call.n_rows:
-                    # Before the audit draws: the call that computes the other requests counts them.
-                    if not (may_leave_out and found):
-                        call.plan.reused |= {reuse.row: reuse for reuse in decided}
-                        raise not_cached(call)
-                    _leave_out_others(call, found)
-                may_leave_out = False  # what is drawn, or checked, is computed
-                decided = self._draw(call, self._revalidation.select(call, decided))
+                decided = self._admit(call, decided)
             call.plan.reused |= {reuse.row: reuse for reuse in decided}
             call.plan.reused_at += [reuse.layer for reuse in decided]
             call.progress.lookup_s += perf_counter() - started
-        if may_leave_out and call.plan.reused:
+        if _may_leave_out(call) and call.plan.reused and all(rung.is_lossless for rung in rungs):
             _leave_out_others(call, call.plan.reused)
         call.plan.is_served = 0 < len(call.plan.reused) == call.n_rows and all(
             reuse.layer == self._last for reuse in call.plan.reused.values()
@@ -166,6 +148,36 @@ class Lookup:
         """Hits of the call that the audit drew are not served after all."""
         if self._components.audit is not None and call.plan.audited:
             self._components.audit.withdraw(call)
+
+    def _decide(self, call: Call, rung: Rung, number: int) -> list[Reuse]:
+        """What a rung would serve."""
+        with self._components.counters.guard(f"look up ({rung.name})"):
+            rows = _open_rows(call, rung, number)
+            if call.inputs.is_computed:
+                rows = [row for row in rows if self._revalidation.is_due(row)]
+            if rows and not rung.is_lossless:
+                call.read.project()
+                rows = [row for row in rows if not row.bypass_reason]  # some may have no fingerprint
+            return rung.decide(call, rows, number) if rows else []
+        return []
+
+    def _admit(self, call: Call, decided: list[Reuse]) -> list[Reuse]:
+        """Approximate reuses that are carried out: others are computed, to be checked or audited."""
+        may_leave_out = _may_leave_out(call)
+        if may_leave_out and not call.inputs.is_looked_up and not self._are_alike(call):
+            decided = []
+        found = {**call.plan.reused, **{reuse.row: reuse for reuse in decided}}
+        if call.inputs.is_only_if_cached and len(found) < call.n_rows and not may_leave_out:
+            call.plan.reused = found
+            raise not_cached(call)  # before the audit draws: the call that computes these requests counts them
+        if may_leave_out:
+            if any(reuse.layer < self._last for reuse in found.values()):
+                raise NotCachedError  # layers are to be run, and tell more
+            _leave_out_others(call, found)
+        admitted = self._draw(call, self._revalidation.select(call, decided))
+        if may_leave_out:
+            _leave_out_others(call, {*call.plan.reused, *(reuse.row for reuse in admitted)})
+        return admitted
 
     def _are_alike(self, call: Call) -> bool:
         """Whether the requests of a call are like those of the calibration, as far as the audit can tell."""
@@ -221,12 +233,23 @@ class Lookup:
 
 def not_cached(call: Call) -> NotCachedError:
     """Of a call that is to be answered from the cache or not at all."""
-    rows = call.read.rows if call.is_read else ()
+    rows = call.read.rows if call.plan.was_asked else ()
     return NotCachedError(tuple(row.number for row in rows if row.number not in call.plan.reused) or None)
 
 
+def _may_leave_out(call: Call) -> bool:
+    """Whether it may be answered without some of its rows."""
+    return call.inputs.may_leave_out and call.plan.prefill is None
+
+
 def _leave_out_others(call: Call, found: Collection[int]) -> None:
-    """Go on with these rows, by number, alone."""
+    """Go on with these rows, by number, alone.
+
+    Raises:
+        NotCachedError: There are none.
+    """
+    if not found:
+        raise not_cached(call)
     call.plan.left_out = frozenset(row.number for row in call.read.rows if row.number not in found)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from llmcache.execution.components import Components
-from llmcache.execution.cost import none_held
+from llmcache.execution.cost import PROBE, none_held
 from llmcache.execution.length_costs import Times
 from llmcache.execution.recorder import Prepared
 from llmcache.models.tracing import is_traced
@@ -58,6 +58,7 @@ class Meter:
         self._components = parts
         self._clock = clock
         self._wait = wait
+        self._n_begun = 0
 
     def lets_pass(self, ids: Any, namespace: str) -> bool:
         """Whether a call is bypassed without a further look at it: a short way for most that are.
@@ -97,9 +98,8 @@ class Meter:
         recorder = self._components.recorder
         held = none_held if recorder is None else recorder.count
         searches = self._components.fingerprint is not None
-        verdict = cost.judge(
-            ids.numel(), ids.shape[0], call.progress.hashes, held, ids.is_cpu and self._compares, searches
-        )
+        compares = ids.is_cpu and self._compares and not call.inputs.is_only_if_cached
+        verdict = cost.judge(ids.numel(), ids.shape[0], call.progress.hashes, held, compares, searches)
         if not verdict.is_worthwhile:
             if ids.is_cpu and (verdict.is_recorded or verdict.is_timed):
                 asked = self._clock()
@@ -126,30 +126,42 @@ class Meter:
         if cost is None or recorder is None or not ids.is_cpu:
             return True
         hashes = call.progress.hashes = _hashes(call)
-        if cost.is_bypassed(ids.numel()) and not recorder.count(hashes):
-            return False
+        if cost.is_bypassed(ids.numel()):
+            if not recorder.count(hashes):
+                return False
+            call.progress.is_foretold = True
         recorder.admit(call, hashes)
         return True
 
     def ask_late(self, call: Call) -> None:
         """Tell the cost model of such a call, which is answered: whatever it says of others like it."""
+        if call.plan.left_out:
+            self.spent(call, (self._clock() - call.inputs.opened) * len(call.plan.left_out) / len(call.read.rows))
         if self.ask(call) is None and call.progress.started is not None:
             call.progress.started = call.inputs.opened
 
     def missed(self, call: Call) -> None:
-        """Tell it of such a call that is not answered; whoever computes its requests tells of them, or is `begin`."""
+        """Tell it of such a call that is not answered, whose requests are then computed.
+
+        Whoever computes them tells of them, unless rows may be left out: then they come within `looked_up`.
+        """
         self.spent(call, self._clock() - call.inputs.opened)
-        if call.inputs.may_leave_out and not call.plan.reused and self.ask(call) is None:
+        is_to_tell = call.inputs.may_leave_out and call.plan.was_asked and not call.inputs.is_looked_up
+        if is_to_tell and not call.plan.reused and self.ask(call) is None:
             call.progress.started = None
             self.took(call, 0.0)
 
     def begin(self, call: Call) -> None:
         """Start the clock of a call whose requests were looked up by another one, which told of them."""
         ids = call.inputs.arguments["input_ids"]
-        if self._components.cost is None or not ids.is_cpu or self._is_learning:
+        if self._components.cost is None or self._is_learning:
             return
-        call.progress.hashes = _hashes(call)
-        call.progress.is_metered, call.progress.started = True, self._clock()
+        call.progress.is_metered = True
+        self._n_begun += 1
+        if ids.is_cpu:
+            call.progress.hashes, call.progress.started = _hashes(call), self._clock()
+        elif self._n_begun % PROBE == 0:
+            call.progress.started = self._done(ids)
 
     def passed(self, call: Call, output: Any) -> None:
         """Take in a call that has been bypassed, with the trunk's output, None where that failed."""
@@ -192,12 +204,12 @@ class Meter:
             else Times(ended - call.progress.started, call.progress.lookup_s, call.progress.storing_s)
         )
         n_hits = len(call.plan.reused) + len(call.served)
-        if call.inputs.is_looked_up:
-            if times is not None:
-                cost.computed(ids.numel(), times)
+        if call.inputs.is_computed:
+            cost.computed(ids.numel(), times)
         else:
+            n_rows = call.n_rows if call.inputs.is_looked_up else ids.shape[0]
             would_record = partial(self._would_record, call)
-            cost.took(ids.numel(), ids.shape[0], n_hits, times, call.progress.is_foretold, would_record)
+            cost.took(ids.numel(), n_rows, n_hits, times, call.progress.is_foretold, would_record)
         if self._components.recorder is not None and (hashes := call.progress.hashes):
             held = [row for row in call.rows if row.number in call.plan.reused or not call.inputs.is_only_if_cached]
             self._components.recorder.stored([hashes[row.number] for row in held], [row.key for row in held])

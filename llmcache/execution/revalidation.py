@@ -5,6 +5,9 @@ from collections.abc import Sequence
 from llmcache.banks.cache_banks import CacheBanks
 from llmcache.counters import Counters
 from llmcache.request.call import Call, Reuse
+from llmcache.request.rows import Row
+
+_MOST_DUE = 1024  # rows that were left out to be checked, and have not come back
 
 
 class Revalidation:
@@ -19,15 +22,37 @@ class Revalidation:
         """
         self._banks = banks
         self._counters = counters
+        self._due: dict[str, bool] = {}  # keys of those rows, the oldest first
 
     def select(self, call: Call, decided: Sequence[Reuse]) -> list[Reuse]:
-        """Set aside what is to be checked: those rows are computed as if nothing had been found. Returns the others."""
+        """Set aside what is to be checked: those rows are computed as if nothing had been found. Returns the others.
+
+        A call that leaves such rows out computes none of them: whichever does checks them.
+        """
+        withheld: set[int] = set()
         with self._counters.guard("choose what to check"):
             for reuse in decided:
                 # A row that stands on another request's state would compute nothing to compare with.
-                if reuse.row not in call.plan.reused and self._banks.should_check(reuse.key, reuse.layer):
+                if reuse.row in call.plan.reused:
+                    continue
+                key = call.read.rows[reuse.row].key
+                if not (self._due.pop(key, False) or self._banks.should_check(reuse.key, reuse.layer)):
+                    continue
+                withheld.add(reuse.row)
+                if call.inputs.may_leave_out:
+                    self._note(key)
+                else:
                     call.plan.revalidated[reuse.row] = reuse
-        return [reuse for reuse in decided if reuse.row not in call.plan.revalidated]
+        return [reuse for reuse in decided if reuse.row not in withheld]
+
+    def is_due(self, row: Row) -> bool:
+        """Whether a row was left out so that it is checked."""
+        return row.key in self._due
+
+    def _note(self, key: str) -> None:
+        self._due[key] = True
+        if len(self._due) > _MOST_DUE:  # who asked has gone
+            del self._due[next(iter(self._due))]
 
     def compare(self, call: Call) -> None:
         """Compare what such rows computed with what they would have got. They are not stored: a stored one is near.

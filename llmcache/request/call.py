@@ -72,7 +72,7 @@ class Inputs:
         n_read: How many columns, from the last on, are read of the output; None: maybe all.
         is_only_if_cached: It is answered from the cache, or not at all.
         may_leave_out: Then it is answered without the rows that are not there, where there are others.
-        is_looked_up: That was done by another call, which found nothing: it is computed.
+        is_looked_up: That was done by another call, which found nothing, and told of it.
         prefixes_from: A namespace whose stored prefixes serve it as well, or None.
         opened: Clock at its beginning.
     """
@@ -86,6 +86,11 @@ class Inputs:
     is_looked_up: bool = False
     prefixes_from: str | None = None
     opened: float = field(default_factory=perf_counter)
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether nothing is looked up for it."""
+        return self.is_looked_up and not self.is_only_if_cached
 
 
 @dataclass(slots=True)

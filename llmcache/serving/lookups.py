@@ -7,6 +7,7 @@ A turn looks up the inputs of one namespace in one call, which takes hardly long
 """
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,7 +20,10 @@ from llmcache.serving.tenants import PUBLIC
 from llmcache.serving.tokenizing import Item, Side, Tokenizing, Tokens, is_long
 from llmcache.serving.watching import Watcher
 
+logger = logging.getLogger("llmcache.serving")
+
 _TURN = 32  # inputs of a turn, unless one request has more: the first of them waits for the last
+_SHORT = 64  # tokens to which all that are shorter may be padded
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,7 @@ class Lookups:
         self._waiting: list[_Request] = []  # oldest first
         self._n_under_way = 0  # requests that were taken out of it
         self._turns: asyncio.Task[None] | None = None
+        self._is_closed = False
         self._pool = ThreadPoolExecutor(1, "llmcache-lookup")
         self._tokenising = ThreadPoolExecutor(1, "llmcache-tokenise")  # of long texts
 
@@ -119,6 +124,7 @@ class Lookups:
 
     def close(self) -> None:
         """End the threads."""
+        self._is_closed = True
         for pool in (self._tokenising, self._pool):
             pool.shutdown()
 
@@ -131,8 +137,11 @@ class Lookups:
             self._n_under_way = len(turn)
             try:
                 found: Sequence[list[Found]] = await loop.run_in_executor(self._pool, self._look_up, turn)
-            except Exception:  # the thread was closed
-                found = [[stopping()] * request.n_inputs for request in turn]
+            except Exception as error:
+                if not self._is_closed:
+                    logger.error("a lookup failed: %s", type(error).__name__)  # its message may quote an input
+                refusal = stopping() if self._is_closed else Refusal("backend", "the lookup failed")
+                found = [[refusal] * request.n_inputs for request in turn]
             self._n_under_way = 0
             for request, one in zip(turn, found, strict=True):
                 if not request.found.done():  # else who asked has gone
@@ -181,7 +190,8 @@ class Lookups:
                     if isinstance(one, Missing)
                 ]
                 for part in self._parts([one.tokens for *_, one in places]):
-                    served, is_looked_up = self._model.served([places[number][2].tokens for number in part], name)
+                    tokens = [places[number][2].tokens for number in part]
+                    served, is_looked_up = self._model.served(tokens, name, are_looked_up=name != namespace)
                     for place, number in enumerate(part):
                         of_request, i, one = places[number]
                         if place in served:
@@ -191,10 +201,11 @@ class Lookups:
         return found
 
     def _parts(self, tokens: Sequence[Tokens]) -> Iterable[list[int]]:
-        """Numbers of inputs that are looked up in one call: as many tokens as a batch has."""
+        """Numbers of inputs that are looked up in one call: as many tokens as a batch has, and of about one length."""
         part: list[int] = []
         for i in sorted(range(len(tokens)), key=lambda i: len(tokens[i])):  # so that the latest is the longest
-            if part and len(tokens[i]) * (len(part) + 1) > self._settings.max_batch_tokens:
+            most = max(_SHORT, 2 * len(tokens[part[0]])) if part else 0
+            if part and (len(tokens[i]) > most or len(tokens[i]) * (len(part) + 1) > self._settings.max_batch_tokens):
                 yield part
                 part = []
             part.append(i)

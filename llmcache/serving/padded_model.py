@@ -79,15 +79,23 @@ class PaddedModel:
             for i, one in enumerate(tokens)
         ]
 
-    def served(self, tokens: Sequence[Tokens], namespace: str) -> tuple[dict[int, Output], bool]:
-        """Outputs of inputs that a namespace holds, by their places; and whether the others were looked for at all."""
+    def served(
+        self, tokens: Sequence[Tokens], namespace: str, are_looked_up: bool = False
+    ) -> tuple[dict[int, Output], bool]:
+        """Outputs of inputs that a namespace holds, by their places; and whether the others were looked for at all.
+
+        Args:
+            tokens: Of the inputs.
+            namespace: Where they are looked for.
+            are_looked_up: So they were, in another namespace.
+        """
         places = list(range(len(tokens)))
         for _ in range(2):  # a hit that the audit wants computed is told only once all are known
             if not places:
                 break
             try:
                 with self._cache.only_if_cached(leave_out=True):
-                    made = self.run([tokens[i] for i in places], namespace)
+                    made = self.run([tokens[i] for i in places], namespace, are_looked_up)
             except NotCachedError as error:
                 if error.rows is None:
                     return {}, False
@@ -97,7 +105,7 @@ class PaddedModel:
             else:
                 found = zip(places, made, strict=True)
                 return {place: one for place, one in found if one.rung is not None and one.is_finite}, True
-        return {}, True
+        return {}, not places
 
     def states(self, tokens: Tokens, states_of: Forward) -> list[list[float]]:
         """States (T, D) of one input's tokens, computed as if there were no cache."""

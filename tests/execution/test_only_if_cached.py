@@ -162,6 +162,70 @@ def test_the_cost_model_is_told_of_each_request_once_by_the_call_that_looked_it_
     assert cache.stats().errors == 0
 
 
+def test_a_call_that_could_not_be_looked_up_is_told_of_by_who_computes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = LLMCache.wrap(CLASSIFIERS["bert"]().eval())
+    told: list[int] = []
+    cost = cache._components.cost
+    assert cost is not None
+    monkeypatch.setattr(cost, "took", lambda n_tokens, *_: told.append(n_tokens))
+    with torch.inference_mode():
+        with pytest.raises(NotCachedError) as caught:
+            _tried_in_part(cache, ONE)  # nobody knows yet how the trunk packs its output
+        assert caught.value.rows is None
+        assert not told
+        cache(**ONE)
+    assert told == [6]
+
+
+def test_a_request_that_is_looked_for_in_two_namespaces_is_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = LLMCache.wrap(CLASSIFIERS["bert"]().eval())
+    told: list[tuple[int, int]] = []
+    cost = cache._components.cost
+    assert cost is not None
+    monkeypatch.setattr(cost, "took", lambda n_tokens, n_rows, n_hits, *_: told.append((n_rows, n_hits)))
+    with torch.inference_mode():
+        with cache.namespace("public"):
+            cache(**TWO)
+        told.clear()
+        with pytest.raises(NotCachedError):
+            _tried_in_part(cache, BOTH)
+        with cache.namespace("public"), cache.looked_up():
+            _tried_in_part(cache, BOTH)
+        with pytest.raises(NotCachedError), cache.namespace("public"), cache.looked_up():
+            _tried_in_part(cache, ONE)
+    assert told == [(2, 0), (1, 1)]
+
+
+def test_embeddings_that_somebody_says_were_looked_up_are_computed() -> None:
+    model = CLASSIFIERS["bert"]().eval()
+    embeddings = model.get_input_embeddings()(ONE["input_ids"])
+    with torch.inference_mode():
+        own = model(inputs_embeds=embeddings).logits
+        cache = LLMCache.wrap(model)
+        with cache.looked_up():
+            assert torch.equal(cache(inputs_embeds=embeddings).logits, own)
+    assert cache.stats().errors == 0
+    assert cache.stats().bypassed == {"inputs_embeds": 1}
+
+
+def test_a_hit_that_is_to_be_checked_is_left_out_and_checked_by_who_computes_it() -> None:
+    policy = {"name": "divergence", "check_rate": 1.0}
+    cache = LLMCache.wrap(
+        CLASSIFIERS["bert"]().eval(), fingerprint="minhash", tau=0.2, policy=policy, auto_bypass=False
+    )
+    with torch.inference_mode():
+        cache(**ONE)
+        similar = {name: tensor.clone() for name, tensor in ONE.items()}
+        similar["input_ids"][0, 2] += 1
+        with pytest.raises(NotCachedError):
+            _tried_in_part(cache, similar)
+        assert cache.stats().n_revalidated == 0
+        with cache.looked_up():
+            cache(**similar)
+    assert cache.stats().n_revalidated == 1
+    assert cache.stats().errors == 0
+
+
 def test_what_was_looked_up_is_computed_stored_and_counted_as_missed(cache: LLMCache) -> None:
     own = cache(**ONE).logits
     with cache.looked_up():

@@ -176,7 +176,7 @@ def test_requests_that_wait_are_looked_up_together_each_in_its_namespace(
         monkeypatch.setattr(
             server.encoder._model,
             "served",
-            lambda tokens, name: (asked.append((len(tokens), name)), served(tokens, name))[1],
+            lambda tokens, name, **told: (asked.append((len(tokens), name)), served(tokens, name, **told))[1],
         )
         with _lookups_held(server):
             first = asyncio.ensure_future(_ask(server, TEXTS[:1]))  # takes the turn that is held
@@ -211,6 +211,32 @@ def test_a_turn_has_so_many_inputs_and_one_request_may_have_more(server: Server)
 
     within(server, work)
     assert sizes == [[40], [30, 2], [1]]  # the first one was under way
+
+
+def test_a_turn_that_fails_is_no_stop_and_the_next_one_goes_on(
+    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: Any, **__: Any) -> Any:
+        raise ValueError("lost my card")
+
+    async def work() -> None:
+        await _ask(server, TEXTS[:1])
+        assert server.encoder is not None
+        with monkeypatch.context() as patched:
+            patched.setattr(server.encoder._model, "served", fails)
+            assert [one.kind for one in await _ask(server, TEXTS)] == ["backend"] * len(TEXTS)
+        assert (await _ask(server, TEXTS[:1]))[0].rung == "exact"
+
+    within(server, work)
+    assert "a lookup failed: ValueError" in caplog.text
+    assert "card" not in caplog.text
+
+
+def test_what_is_looked_up_in_one_call_is_of_about_one_length(server: Server) -> None:
+    assert server.encoder is not None
+    lengths = [70, 3, 64, 140, 141, 300, 5]
+    parts = list(server.encoder._lookups._parts([Tokens((1,) * length) for length in lengths]))
+    assert [[lengths[i] for i in part] for part in parts] == [[3, 5, 64], [70, 140], [141], [300]]
 
 
 def test_lookups_that_were_ended_refuse(server: Server) -> None:

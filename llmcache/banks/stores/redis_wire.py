@@ -10,7 +10,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any, TypeAlias
 
 from llmcache.errors import StoreError
@@ -20,6 +20,7 @@ Command: TypeAlias = tuple[str | bytes | memoryview | int, ...]
 
 PASSWORD = "LLMCACHE_REDIS_PASSWORD"  # environment variable
 _CONNECT_S = 1.0
+_NAP_S = 1e-4
 _STALL_S = 0.1  # that an answer which has begun may stop; also in the exchange that begins a connection
 _RUN = re.compile(rb"^run_id:(\w+)", re.MULTILINE)
 _MODE = re.compile(rb"^redis_mode:(\w+)", re.MULTILINE)
@@ -166,7 +167,13 @@ class Wire:
         self._connection.disconnect()
 
     def _has_answer(self, deadline: float) -> bool:
-        return bool(self._connection.can_read(max(0.0, min(self._silence_s, deadline - monotonic()))))
+        """Whether one comes in time. The system waits for whole milliseconds; what is left of one is slept through."""
+        until = min(deadline, monotonic() + self._silence_s)
+        has_come = self._connection.can_read(max(0, int((until - monotonic()) * 1e3)) / 1e3)
+        while not has_come and (left_s := until - monotonic()) > 0:
+            sleep(min(left_s, _NAP_S))
+            has_come = self._connection.can_read(0)
+        return bool(has_come)
 
     def _answer(self) -> Any:
         from redis.exceptions import ResponseError
