@@ -86,7 +86,7 @@ class Audit:
             hits = {reuse.row: reuse for reuse in kept if reuse.answer is not None}
             if call.inputs.may_leave_out:
                 if is_full:
-                    return []
+                    hits = {}
                 others = {row.number for row in call.read.rows} - hits.keys() - call.plan.reused.keys()
                 call.plan.left_out = frozenset(others)
             self._draw(self._account, call, hits, ease)

@@ -247,7 +247,8 @@ class CostModel:
         """
         with self._lock:
             bucket = self._buckets[n_tokens.bit_length()]
-            bucket.bill()
+            if not bucket.hits.n:  # else calls that look up are billed, which are as many
+                bucket.bill()
             if times is not None:
                 bucket.add_miss(times)
 

@@ -172,7 +172,8 @@ class Lookup:
             raise not_cached(call)  # before the audit draws: the call that computes these requests counts them
         if may_leave_out:
             if any(reuse.layer < self._last for reuse in found.values()):
-                raise NotCachedError  # layers are to be run, and tell more
+                call.plan.reused = found
+                raise NotCachedError  # layers are to be run, and whoever runs them looks up again
             _leave_out_others(call, found)
         admitted = self._draw(call, self._revalidation.select(call, decided))
         if may_leave_out:

@@ -123,8 +123,10 @@ class Meter:
         It is not where such calls are bypassed and none of its requests is known. What was recorded of them is stored.
         """
         cost, recorder, ids = self._components.cost, self._components.recorder, call.inputs.arguments["input_ids"]
-        if cost is None or recorder is None or not ids.is_cpu:
+        if cost is None or recorder is None:
             return True
+        if not ids.is_cpu:  # what is known is not asked, which would wait
+            return not (call.inputs.may_leave_out and cost.is_bypassed(ids.numel()))
         hashes = call.progress.hashes = _hashes(call)
         if cost.is_bypassed(ids.numel()):
             if not recorder.count(hashes):

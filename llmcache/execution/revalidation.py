@@ -1,5 +1,6 @@
 """Checks of approximate reuses (policy `divergence`): a row is computed, and compared with what it would have got."""
 
+import threading
 from collections.abc import Sequence
 
 from llmcache.banks.cache_banks import CacheBanks
@@ -23,12 +24,16 @@ class Revalidation:
         self._banks = banks
         self._counters = counters
         self._due: dict[str, bool] = {}  # keys of those rows, the oldest first
+        self._lock = threading.Lock()
 
     def select(self, call: Call, decided: Sequence[Reuse]) -> list[Reuse]:
         """Set aside what is to be checked: those rows are computed as if nothing had been found. Returns the others.
 
-        A call that leaves such rows out computes none of them: whichever does checks them.
+        A call that leaves such rows out computes none of them: whichever does checks them. What is found in a second
+        namespace is not checked, since it would be computed in the first.
         """
+        if call.inputs.may_leave_out and call.inputs.is_looked_up:
+            return list(decided)
         withheld: set[int] = set()
         with self._counters.guard("choose what to check"):
             for reuse in decided:
@@ -36,7 +41,7 @@ class Revalidation:
                 if reuse.row in call.plan.reused:
                     continue
                 key = call.read.rows[reuse.row].key
-                if not (self._due.pop(key, False) or self._banks.should_check(reuse.key, reuse.layer)):
+                if not (self._is_noted(key) or self._banks.should_check(reuse.key, reuse.layer)):
                     continue
                 withheld.add(reuse.row)
                 if call.inputs.may_leave_out:
@@ -50,9 +55,15 @@ class Revalidation:
         return row.key in self._due
 
     def _note(self, key: str) -> None:
-        self._due[key] = True
-        if len(self._due) > _MOST_DUE:  # who asked has gone
-            del self._due[next(iter(self._due))]
+        with self._lock:
+            self._due[key] = True
+            if len(self._due) > _MOST_DUE:  # who asked has gone
+                del self._due[next(iter(self._due))]
+
+    def _is_noted(self, key: str) -> bool:
+        """Whether a row was left out to be checked, which it is now."""
+        with self._lock:
+            return self._due.pop(key, False)
 
     def compare(self, call: Call) -> None:
         """Compare what such rows computed with what they would have got. They are not stored: a stored one is near.

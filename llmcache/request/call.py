@@ -72,7 +72,7 @@ class Inputs:
         n_read: How many columns, from the last on, are read of the output; None: maybe all.
         is_only_if_cached: It is answered from the cache, or not at all.
         may_leave_out: Then it is answered without the rows that are not there, where there are others.
-        is_looked_up: That was done by another call, which found nothing, and told of it.
+        is_looked_up: Another call has looked its requests up in its namespace, found none, and told of them.
         prefixes_from: A namespace whose stored prefixes serve it as well, or None.
         opened: Clock at its beginning.
     """
@@ -89,7 +89,7 @@ class Inputs:
 
     @property
     def is_computed(self) -> bool:
-        """Whether nothing is looked up for it."""
+        """Whether it computes all its requests, and looks up those alone that are to be checked."""
         return self.is_looked_up and not self.is_only_if_cached
 
 

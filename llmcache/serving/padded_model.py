@@ -89,23 +89,14 @@ class PaddedModel:
             namespace: Where they are looked for.
             are_looked_up: So they were, in another namespace.
         """
-        places = list(range(len(tokens)))
-        for _ in range(2):  # a hit that the audit wants computed is told only once all are known
-            if not places:
-                break
-            try:
-                with self._cache.only_if_cached(leave_out=True):
-                    made = self.run([tokens[i] for i in places], namespace, are_looked_up)
-            except NotCachedError as error:
-                if error.rows is None:
-                    return {}, False
-                places = [place for i, place in enumerate(places) if i not in error.rows]
-            except Exception:  # of the model: what computes them will tell
-                return {}, False
-            else:
-                found = zip(places, made, strict=True)
-                return {place: one for place, one in found if one.rung is not None and one.is_finite}, True
-        return {}, not places
+        try:
+            with self._cache.only_if_cached(leave_out=True):
+                made = self.run(tokens, namespace, are_looked_up)
+        except NotCachedError as error:
+            return {}, error.rows is not None and len(error.rows) == len(tokens)
+        except Exception:  # of the model: what computes them will tell
+            return {}, False
+        return {i: one for i, one in enumerate(made) if one.rung is not None and one.is_finite}, True
 
     def states(self, tokens: Tokens, states_of: Forward) -> list[list[float]]:
         """States (T, D) of one input's tokens, computed as if there were no cache."""

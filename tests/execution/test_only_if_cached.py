@@ -177,7 +177,7 @@ def test_a_call_that_could_not_be_looked_up_is_told_of_by_who_computes_it(monkey
     assert told == [6]
 
 
-def test_a_request_that_is_looked_for_in_two_namespaces_is_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_second_namespace_hits_alone_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = LLMCache.wrap(CLASSIFIERS["bert"]().eval())
     told: list[tuple[int, int]] = []
     cost = cache._components.cost
