@@ -93,6 +93,7 @@ class _Workers:
             "values of another model": self._put_those_of_another_model,
             "all removed": lambda: server.do("FLUSHALL"),
             "out of memory": self._fill,
+            "disk full": self._fill_disk,
             "clock a day ahead": self._jump,
             "two writers of one key": self._write_twice,
             "purged while it is written": self._purge_while_writing,
@@ -200,6 +201,13 @@ class _Workers:
         if self._chance.random() < _PURGED:
             self._purge()
         self._server.do("CONFIG", "SET", "maxmemory", 0)
+
+    def _fill_disk(self) -> None:
+        with self._server.disk_full():
+            for _ in range(4):
+                self._ask()
+            if self._chance.random() < _PURGED:
+                self._purge()
 
     def _jump(self) -> None:
         """Of the workers; and what is in Redis has passed its time."""

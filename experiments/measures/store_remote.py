@@ -4,6 +4,7 @@
 |---|---|
 | `local`, `remote` | calls of a request that another cache stored: first served from Redis, then from memory |
 | `paused` | calls that look for a request that is nowhere, and end before the layers, while Redis is stopped |
+| `read` | reads of the store alone while Redis is stopped: late, or refused where no connection is left |
 | `announced` | from the end of a call that computes a request to when all of several workers have heard of it |
 """
 
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from time import perf_counter, sleep
+from time import monotonic, perf_counter, sleep
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,8 @@ from experiments.models.architectures import build, check
 from experiments.support.folders import Folders
 from experiments.support.progress import tracked
 from experiments.support.redis_server import RedisServer, check_installed, redis_server, wait_until
-from llmcache import STORES, ConfigError, LLMCache, NotCachedError
+from llmcache import STORES, ConfigError, LLMCache, NotCachedError, StoreError
+from llmcache.banks.stores import StoreKey
 
 _POLL_S = 0.0005
 _PATIENCE_S = 30.0
@@ -54,6 +56,7 @@ def run(experiment: StoreRemote, folders: Folders) -> Outcome:
         settings = {"store": store, "store_least_tokens": 0, "auto_bypass": False}
         rows, nbytes = _hits(experiment, model, settings, drawn)
         rows += _paused(experiment, model, settings, drawn, server)
+        rows += _read(experiment, settings, server)
         rows += _announced(experiment, model, settings, drawn)
     kinds = dict.fromkeys(row["kind"] for row in rows)
     summary = [_point(kind, [row["ms"] for row in rows if row["kind"] == kind]) for kind in kinds]
@@ -119,6 +122,36 @@ def _paused(
                 if cache.last[0].rung is not None:
                     raise RuntimeError("a request that nobody stored was served")
     return rows
+
+
+def _read(experiment: StoreRemote, settings: Mapping[str, Any], server: RedisServer) -> list[dict[str, Any]]:
+    """How long a read waits for a Redis that is stopped. A connection on which it was late is closed."""
+    rows = []
+    key = StoreKey("default", "0" * 64, "nowhere")
+    store = STORES["redis"](**{name: value for name, value in settings["store"].items() if name != "name"})
+    try:
+        for _ in tracked(range(experiment.pauses), experiment.pauses, "Pausing reads"):
+            wait_until(lambda: _is_read(store, key))
+            with server.paused():
+                for _ in range(experiment.paused):
+                    deadline = monotonic() + experiment.timeout_ms / 1e3
+                    rows.append(_row("read", _ms(lambda deadline=deadline: _expect_late(store, key, deadline))))
+    finally:
+        store.close()
+    return rows
+
+
+def _is_read(store: Any, key: StoreKey) -> bool:
+    with suppress(StoreError):
+        store.get_many([key], monotonic() + 1.0)
+        return True
+    return False
+
+
+def _expect_late(store: Any, key: StoreKey, deadline: float) -> None:
+    with suppress(StoreError):
+        store.get_many([key], deadline)
+        raise RuntimeError("a Redis that is stopped has answered")
 
 
 def _expect_none(cache: LLMCache, ids: Tensor) -> None:

@@ -43,6 +43,7 @@ REMOTE: Mapping[str, Cell] = {
         "local": "hit in memory",
         "remote": "hit in Redis",
         "paused": "lookup while Redis is stopped",
+        "read": "read of the store alone while Redis is stopped",
         "announced": "until all workers have heard of a request",
     }[row["kind"]],
     "p50, ms": of(number, "p50_ms", 2),

@@ -1,6 +1,7 @@
 """A Redis server of one's own on a free port, and what is done to it."""
 
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -55,6 +56,20 @@ class RedisServer:
         finally:
             os.kill(self._process.pid, signal.SIGCONT)
 
+    @contextmanager
+    def disk_full(self) -> Iterator[None]:
+        """Within: it can save nothing, and so refuses what would change its values."""
+        assert self._process is not None
+        self.do("CONFIG", "SET", "save", "1000000 1000000")  # only who is to save minds that it cannot
+        _, most = resource.prlimit(self._process.pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+        try:
+            self._save("err")
+            yield
+        finally:
+            resource.prlimit(self._process.pid, resource.RLIMIT_FSIZE, (most, most))
+            self._save("ok")
+            self.do("CONFIG", "SET", "save", "")
+
     def do(self, *command: str | bytes | int) -> Any:
         """What it answers to a command; values are bytes."""
         from redis import Redis
@@ -72,6 +87,11 @@ class RedisServer:
     def stop(self) -> None:
         if self._process is not None and self._process.poll() is None:
             self.kill()
+
+    def _save(self, status: str) -> None:
+        """Have it save; it comes out so."""
+        self.do("BGSAVE", "SCHEDULE")
+        wait_until(lambda: self.do("INFO", "persistence")["rdb_last_bgsave_status"] == status)
 
     def _is_there(self) -> bool:
         with socket.socket() as probe:

@@ -35,7 +35,7 @@ def test_hits_in_redis_pauses_and_announcements_are_timed(tmp_path: Path) -> Non
     values: dict[str, Any] = {**REMOTE, "model": str(save_bert(tmp_path / "tiny", "some words of a request"))}
     outcome = measured(values)
     kinds = {row["kind"]: row["n"] for row in outcome.metrics["summary"]}
-    assert kinds == {"remote": 5, "local": 5, "paused": 6, "announced": 3}
+    assert kinds == {"remote": 5, "local": 5, "paused": 6, "read": 6, "announced": 3}
     assert outcome.metrics["entry_nbytes"] > 0
     assert "| hit in Redis |" in told(values, outcome)
 
