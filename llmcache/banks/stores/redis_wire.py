@@ -21,6 +21,7 @@ Command: TypeAlias = tuple[str | bytes | memoryview | int, ...]
 PASSWORD = "LLMCACHE_REDIS_PASSWORD"  # environment variable
 _CONNECT_S = 1.0
 _NAP_S = 1e-4
+_GIVING_UP_S = 4e-4  # a connection whose answer is late has to be closed, too
 _STALL_S = 0.1  # that an answer which has begun may stop; also in the exchange that begins a connection
 _RUN = re.compile(rb"^run_id:(\w+)", re.MULTILINE)
 _MODE = re.compile(rb"^redis_mode:(\w+)", re.MULTILINE)
@@ -168,7 +169,7 @@ class Wire:
 
     def _has_answer(self, deadline: float) -> bool:
         """Whether one comes in time. The system waits for whole milliseconds; what is left of one is slept through."""
-        until = min(deadline, monotonic() + self._silence_s)
+        until = min(deadline - _GIVING_UP_S, monotonic() + self._silence_s)
         has_come = self._connection.can_read(max(0, int((until - monotonic()) * 1e3)) / 1e3)
         while not has_come and (left_s := until - monotonic()) > 0:
             sleep(min(left_s, _NAP_S))
