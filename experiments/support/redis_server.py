@@ -61,12 +61,13 @@ class RedisServer:
         """Within: it can save nothing, and so refuses what would change its values."""
         assert self._process is not None
         self.do("CONFIG", "SET", "save", "1000000 1000000")  # only who is to save minds that it cannot
-        _, most = resource.prlimit(self._process.pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+        soft, hard = resource.prlimit(self._process.pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(self._process.pid, resource.RLIMIT_FSIZE, (0, hard))
         try:
             self._save("err")
             yield
         finally:
-            resource.prlimit(self._process.pid, resource.RLIMIT_FSIZE, (most, most))
+            resource.prlimit(self._process.pid, resource.RLIMIT_FSIZE, (soft, hard))
             self._save("ok")
             self.do("CONFIG", "SET", "save", "")
 

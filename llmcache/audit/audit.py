@@ -87,8 +87,7 @@ class Audit:
             if call.inputs.may_leave_out:
                 if is_full:
                     hits = {}
-                others = {row.number for row in call.read.rows} - hits.keys() - call.plan.reused.keys()
-                call.plan.left_out = frozenset(others)
+                call.leave_out_all_but(hits.keys() | call.plan.reused.keys())
             self._draw(self._account, call, hits, ease)
         return [hit for hit in hits.values() if not (is_full and hit.row in call.plan.audited)]
 

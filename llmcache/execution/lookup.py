@@ -139,7 +139,7 @@ class Lookup:
             call.plan.reused_at += [reuse.layer for reuse in decided]
             call.progress.lookup_s += perf_counter() - started
         if _may_leave_out(call) and call.plan.reused and all(rung.is_lossless for rung in rungs):
-            _leave_out_others(call, call.plan.reused)
+            _serve_alone(call, call.plan.reused)
         call.plan.is_served = 0 < len(call.plan.reused) == call.n_rows and all(
             reuse.layer == self._last for reuse in call.plan.reused.values()
         )
@@ -174,10 +174,10 @@ class Lookup:
             if any(reuse.layer < self._last for reuse in found.values()):
                 call.plan.reused = found
                 raise NotCachedError  # layers are to be run, and whoever runs them looks up again
-            _leave_out_others(call, found)
+            _serve_alone(call, found)
         admitted = self._draw(call, self._revalidation.select(call, decided))
         if may_leave_out:
-            _leave_out_others(call, {*call.plan.reused, *(reuse.row for reuse in admitted)})
+            _serve_alone(call, {*call.plan.reused, *(reuse.row for reuse in admitted)})
         return admitted
 
     def _are_alike(self, call: Call) -> bool:
@@ -243,7 +243,7 @@ def _may_leave_out(call: Call) -> bool:
     return call.inputs.may_leave_out and call.plan.prefill is None
 
 
-def _leave_out_others(call: Call, found: Collection[int]) -> None:
+def _serve_alone(call: Call, found: Collection[int]) -> None:
     """Go on with these rows, by number, alone.
 
     Raises:
@@ -251,7 +251,7 @@ def _leave_out_others(call: Call, found: Collection[int]) -> None:
     """
     if not found:
         raise not_cached(call)
-    call.plan.left_out = frozenset(row.number for row in call.read.rows if row.number not in found)
+    call.leave_out_all_but(found)
 
 
 def _open_rows(call: Call, rung: Rung, number: int) -> list[Row]:

@@ -8,7 +8,7 @@
 Sizes: B rows, T tokens a row (padding included), n valid tokens of a row, D hidden width.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -269,6 +269,10 @@ class Call:
     def n_rows(self) -> int:
         """B, but for the rows that are left out."""
         return len(self.rows)
+
+    def leave_out_all_but(self, numbers: Collection[int]) -> None:
+        """Go on with these rows alone."""
+        self.plan.left_out = frozenset(row.number for row in self.read.rows if row.number not in numbers)
 
     @property
     def active_rows(self) -> list[Row]:

@@ -180,25 +180,28 @@ class Lookups:
         if not self._is_caching():
             return found
         for namespace in dict.fromkeys(request.namespace for request in turn):
-            # Without keys everybody has one namespace.
-            for name in dict.fromkeys((namespace, namespace if self._settings.keys is None else PUBLIC)):
-                places = [
-                    (of_request, i, one)
-                    for request, of_request in zip(turn, found, strict=True)
-                    if request.namespace == namespace
-                    for i, one in enumerate(of_request)
-                    if isinstance(one, Missing)
-                ]
-                for part in self._parts([one.tokens for *_, one in places]):
-                    tokens = [places[number][2].tokens for number in part]
-                    served, is_looked_up = self._model.served(tokens, name, are_looked_up=name != namespace)
-                    for place, number in enumerate(part):
-                        of_request, i, one = places[number]
-                        if place in served:
-                            of_request[i] = served[place]
-                        elif name == namespace:  # where it is stored
-                            of_request[i] = Missing(one.tokens, is_looked_up)
+            asked = [
+                of_request for request, of_request in zip(turn, found, strict=True) if request.namespace == namespace
+            ]
+            self._search(asked, namespace, is_stored_there=True)
+            if self._settings.keys is not None and namespace != PUBLIC:  # without keys everybody has one namespace
+                self._search(asked, PUBLIC, is_stored_there=False)
         return found
+
+    def _search(self, asked: Sequence[list[Found]], namespace: str, is_stored_there: bool) -> None:
+        """Put in the place of inputs that are missing what a namespace holds of them."""
+        missing = [
+            (of_request, i, one) for of_request in asked for i, one in enumerate(of_request) if isinstance(one, Missing)
+        ]
+        for part in self._parts([one.tokens for *_, one in missing]):
+            tokens = [missing[number][2].tokens for number in part]
+            served, is_looked_up = self._model.served(tokens, namespace, are_looked_up=not is_stored_there)
+            for place, number in enumerate(part):
+                of_request, i, one = missing[number]
+                if place in served:
+                    of_request[i] = served[place]
+                elif is_stored_there:
+                    of_request[i] = Missing(one.tokens, is_looked_up)
 
     def _parts(self, tokens: Sequence[Tokens]) -> Iterable[list[int]]:
         """Numbers of inputs that are looked up in one call: as many tokens as a batch has, and of about one length."""
