@@ -182,7 +182,7 @@ class SharedCalibration:
         shows = made.metric == "changed" and made.max_drop <= config.max_drop and made.delta <= config.delta
         origin = self._calibrated.origin
         # Without a generation nobody can tell whether they were purged since.
-        is_known = origin is not None and origin[1] != NO_GENERATION
+        is_known = origin is not None and origin[1] > NO_GENERATION
         return is_new and shows and made.watch is not None and made.sources == config.sources and is_known
 
     def _wanted(self) -> tuple[Scope, Standing] | None:

@@ -447,7 +447,7 @@ class CacheBanks:
         """An entry is about to leave memory."""
         assert self._tier is not None
         if (request := self._requests.get(key)) is not None:
-            self._tier.put(key, request, {layer: entry}, self._tier.generation(request.scope))
+            self._tier.put(key, request, {layer: entry}, self._tier.generation_held(request.scope))
 
     def _find(self, key: str) -> StoredRequest | None:
         """A request that is held, or known without being held."""

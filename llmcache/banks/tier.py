@@ -33,7 +33,7 @@ from llmcache.request.rows import Scope
 from llmcache.stats import TierStats
 
 _T = TypeVar("_T")
-NO_GENERATION = -1  # that no namespace has: what is put with it is left out
+NO_GENERATION = -1  # and what is below it: that no namespace has, so that what is put with it is left out
 _LEAST_S = 0.005  # that a read may take
 _MOST_S = 1.0  # where it was not measured what it saves
 _MOST_TOLD = MOST_NOTED // 2  # bytes, to which a seal adds some
@@ -84,7 +84,9 @@ class Tier:
         self._following = threading.RLock()
         self._cursor: str | None = None
         self._generations: dict[str, int | None] = {}  # of the namespaces that were asked for; None: not known now
+        self._unsure: set[str] = set()  # those of these of which memory may hold what came before its number was known
         self._n_forgotten = 0  # times that some of these were dropped
+        self._is_forgetting = False  # memory still holds what it is to forget
         self._noting = threading.Lock()  # both
         self._unheard: set[str] = set()  # those of these of which announcements have to be read
         self._n_reading = 0  # of which they are being read
@@ -97,14 +99,25 @@ class Tier:
         self._cursor = self._cursor or ""  # of a store that is not there yet, events may be missing when it is
 
     def generation(self, namespace: str) -> int:
-        """The generation of a namespace, as far as this cache knows; that of what is put in it from now on."""
+        """The generation of a namespace, as far as this cache knows; that of what is put in it from now on.
+
+        One that is not known is another after something was forgotten.
+        """
         if (known := self._generations.get(namespace)) is not None:
             return known
         n_forgotten, found = self._n_forgotten, self._now(namespace)
         with self._noting:  # what was found while others were forgotten may be from before a purge
-            self._generations[namespace] = found if n_forgotten == self._n_forgotten else None
+            is_sure = found is not None and n_forgotten == self._n_forgotten
+            self._generations[namespace] = found if is_sure else None
+            if not is_sure:
+                self._unsure.add(namespace)
             self._unheard.add(namespace)
-        return NO_GENERATION if found is None else found
+        return NO_GENERATION - n_forgotten if found is None else found
+
+    def generation_held(self, namespace: str) -> int:
+        """That of all that memory holds of a namespace, `NO_GENERATION` where some may be from before it."""
+        generation = self.generation(namespace)
+        return NO_GENERATION if self._is_forgetting or namespace in self._unsure else generation
 
     def follow(self, forget: Callable[[str | None], object], hear: Hear | None = None) -> None:
         """Have namespaces forgotten that were purged in the store, None: all, before this returns.
@@ -126,7 +139,8 @@ class Tier:
             asked = dict(self._generations)  # of others there is nothing in memory
             cleared = [event.namespace for event in events.found if event.kind == "cleared"]
             if since is not None and not events.is_complete:
-                cleared += [name for name, known in asked.items() if known is None or self._now(name) != known]
+                unsure = set(self._unsure)
+                cleared += [name for name, known in asked.items() if name in unsure or self._now(name) != known]
             for name in dict.fromkeys(name for name in cleared if name in asked or (name is None and asked)):
                 self._forget(name, forget)
             if not events.is_complete:
@@ -296,11 +310,17 @@ class Tier:
         """Have a namespace forgotten, None: all, whose generation has to be asked for anew."""
         with self._noting:
             self._n_forgotten += 1
+            self._is_forgetting = True
             if namespace is None:
                 self._generations.clear()
+                self._unsure.clear()
             else:
                 self._generations.pop(namespace, None)
-        forget(namespace)
+                self._unsure.discard(namespace)
+        try:
+            forget(namespace)
+        finally:
+            self._is_forgetting = False
 
     def _key(self, scope: Scope, name: str) -> StoreKey:
         if (digest := self._scopes.get(scope)) is None:

@@ -82,6 +82,14 @@ def answers(store: RedisStore) -> bool:
     return False
 
 
+def is_silent(store: RedisStore, seen: str) -> bool:
+    """Whether nothing is told after a cursor, since the server is not heard."""
+    try:
+        return not store.events(seen)
+    except StoreError:
+        return True
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_it_keeps_the_rules(server: RedisServer, seed: int) -> None:
@@ -400,16 +408,22 @@ def test_a_server_that_does_not_answer_costs_an_error(
 def test_events_are_not_told_from_memory_when_the_server_is_away(store: RedisStore, server: RedisServer) -> None:
     seen = store.events(None).cursor
     with server.paused():
-
-        def is_silent() -> bool:
-            try:
-                return not store.events(seen)
-            except StoreError:
-                return True
-
-        wait_until(is_silent)
+        wait_until(lambda: is_silent(store, seen))
     wait_until(lambda: answers(store))
     assert store.events(seen).is_complete  # nothing was lost
+
+
+def test_what_was_heard_before_the_server_went_away_is_told(
+    open_store: Callable[..., RedisStore], server: RedisServer
+) -> None:
+    store, other = open_store(), open_store()
+    seen = store.events(None).cursor
+    other.remove("a")  # which returns when all have heard of it
+    now = store.events(None).cursor
+    server.kill()
+    wait_until(lambda: is_silent(store, now))
+    events = store.events(seen)
+    assert [event.kind for event in events.found] == ["cleared"] and events.cursor == now
 
 
 def test_connections_that_are_reset_are_made_anew(open_store: Callable[..., RedisStore], server: RedisServer) -> None:

@@ -11,7 +11,7 @@ from llmcache import StoreError
 from llmcache.banks import write_behind
 from llmcache.banks.stores import Bytes, Events, Put, StoreKey
 from llmcache.banks.stores.seal import Opened, Seal
-from llmcache.banks.tier import BreakEven, Tier
+from llmcache.banks.tier import NO_GENERATION, BreakEven, Tier
 from llmcache.counters import Counters
 from llmcache.request.rows import Scope
 from tests.conformance.outside import Shared
@@ -204,6 +204,46 @@ def test_where_events_are_missing_namespaces_that_moved_are_forgotten(make: Call
     other._cursor = "no cursor"
     assert forgotten(other) == ["b"]
     assert forgotten(other) == []
+
+
+def unknown(namespace: str) -> int:
+    raise StoreError("out of order")
+
+
+def test_a_generation_that_is_learned_late_is_not_that_of_what_came_before(
+    make: Callable[..., tuple[Tier, Frail]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (one, _), (other, store) = make(), make()
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "generation", unknown)
+        before = other.generation("a")
+        assert other.generation_held("a") == NO_GENERATION
+    one.remove("a", lambda name: None)
+    assert other.generation("a") == one.generation("a") != before  # as who stores an answer asks for it
+    assert other.generation_held("a") == NO_GENERATION  # memory may hold what was purged
+    other._cursor = "no cursor"
+    assert forgotten(other) == ["a"]
+    assert other.generation_held("a") == one.generation("a")
+
+
+def test_generations_that_are_not_known_differ_before_and_after_a_purge(
+    make: Callable[..., tuple[Tier, Frail]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (one, store), (other, _) = make(), make()
+    monkeypatch.setattr(store, "generation", unknown)
+    before = one.generation("a")
+    assert one.generation("a") == before <= NO_GENERATION
+    other.remove("a", lambda name: None)
+    assert forgotten(one) == ["a"]
+    assert before != one.generation("a") <= NO_GENERATION
+
+
+def test_what_leaves_memory_while_it_is_forgotten_is_not_written(make: Callable[..., tuple[Tier, Frail]]) -> None:
+    tier, _ = make()
+    tier.generation("a")
+    seen: list[int] = []
+    tier.remove("a", lambda name: seen.append(tier.generation_held("a")))
+    assert set(seen) == {NO_GENERATION} != {tier.generation_held("a")}
 
 
 def test_what_a_purge_could_not_remove_is_an_error_of_the_purge(make: Callable[..., tuple[Tier, Frail]]) -> None:

@@ -221,6 +221,51 @@ def test_a_purge_by_one_process_reaches_the_others(
     stop(again)
 
 
+@pytest.mark.parametrize(
+    ("make", "budget"), [(ENCODERS["bert"], {"max_entries": 1}), (DECODERS["gpt2"], {"max_bytes": 60_000})]
+)
+@pytest.mark.parametrize("leaves", [False, True])
+def test_what_was_computed_without_the_store_does_not_outlive_a_purge(
+    started: Callable[..., LLMCache],
+    make: Callable[[], nn.Module],
+    budget: dict[str, int],
+    leaves: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neither in memory, though the store told nothing of the purge, nor in the store, where it is put when it leaves.
+
+    A store that was away may answer about its numbers before it tells of events.
+    """
+    one, other = started(make), started(make, **(budget if leaves else {}))
+    ids = tokens(1, 18)
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, "away")
+
+    store = components(other).tier._store  # type: ignore[union-attr]
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "generation", fail)
+        other(ids)
+        other(ids)
+        assert other.last[0].rung == "exact"  # from memory
+    one.purge(namespace="default")
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "events", fail)
+        for seed in range(1, 40 if leaves else 2):
+            other(tokens(1, 18, seed=seed))
+        other.drain()
+    if leaves:
+        assert other.stats().n_evicted_total > 0
+        one(ids)
+        assert one.last[0].rung is None
+    else:
+        components(other).tier._cursor = "lost"  # type: ignore[union-attr]
+        other(ids)
+        assert other.last[0].rung is None
+    one.unwrap()
+    other.unwrap()
+
+
 @pytest.mark.parametrize("make", [ENCODERS["bert"], DECODERS["gpt2"]])
 def test_what_was_under_way_during_a_purge_is_kept_nowhere(
     started: Callable[..., LLMCache], make: Callable[[], nn.Module]
