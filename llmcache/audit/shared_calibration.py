@@ -20,8 +20,9 @@ from typing import NamedTuple
 from llmcache.audit.audit import Audit
 from llmcache.audit.pooling import Place, PooledAudit
 from llmcache.banks.cache_banks import CacheBanks
+from llmcache.banks.generations import NO_GENERATION
 from llmcache.banks.stores.base import Bytes, StoreKey
-from llmcache.banks.tier import NO_GENERATION, Tier
+from llmcache.banks.tier import Tier
 from llmcache.calibration.calibrated_reuse import CalibratedReuse
 from llmcache.calibration.calibration import Calibration
 from llmcache.calibration.published import FORMAT, Published, Standing, digest_of

@@ -21,6 +21,7 @@ from llmcache.banks.compression import Codec
 from llmcache.banks.elsewhere import Elsewhere
 from llmcache.banks.entry import Entry
 from llmcache.banks.entry_tier import EntryTier, Wanted, request_of
+from llmcache.banks.generations import Purges
 from llmcache.banks.kv import without_padding
 from llmcache.banks.layer_banks import LayerBanks
 from llmcache.banks.records import SavedRequest, StoredRequest, StoredState
@@ -64,6 +65,8 @@ class CacheBanks:
         self.expires = any(bank.expires for bank in banks.values())  # by an age that counts from when they were put
         self._quarantined: dict[str, str] = {}  # namespaces by key; also of requests that left, as they may come again
         self._index = FingerprintIndex(fingerprint, make_index, self.layer_banks.layers_of, by_length, by_layer)
+        #: Told before anything is forgotten, here and beside the banks.
+        self.purges = Purges()
         self._lock = threading.RLock()
         self._make_way = make_way
         self._tier = None if tier is None else EntryTier(tier)
@@ -447,7 +450,7 @@ class CacheBanks:
         """An entry is about to leave memory."""
         assert self._tier is not None
         if (request := self._requests.get(key)) is not None:
-            self._tier.put(key, request, {layer: entry}, self._tier.generation_held(request.scope))
+            self._tier.put(key, request, {layer: entry}, self._tier.generation(request.scope))
 
     def _find(self, key: str) -> StoredRequest | None:
         """A request that is held, or known without being held."""

@@ -37,9 +37,6 @@ class EntryTier:
     def generation(self, scope: Scope) -> int:
         return self._tier.generation(scope.namespace)
 
-    def generation_held(self, scope: Scope) -> int:
-        return self._tier.generation_held(scope.namespace)
-
     def put(self, key: str, request: StoredRequest, entries: Mapping[int, Entry], generation: int) -> None:
         """Have entries of a request written, by layer."""
         about = {

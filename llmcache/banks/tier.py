@@ -24,6 +24,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from torch import Tensor
 
+from llmcache.banks.generations import Generations
 from llmcache.banks.stores import Bytes, Store, StoreKey
 from llmcache.banks.stores.base import MOST_NOTED
 from llmcache.banks.stores.seal import MismatchError, Opened, Seal
@@ -33,10 +34,10 @@ from llmcache.request.rows import Scope
 from llmcache.stats import TierStats
 
 _T = TypeVar("_T")
-NO_GENERATION = -1  # and what is below it: that no namespace has, so that what is put with it is left out
 _LEAST_S = 0.005  # that a read may take
 _MOST_S = 1.0  # where it was not measured what it saves
 _MOST_TOLD = MOST_NOTED // 2  # bytes, to which a seal adds some
+_LAG_S = 2.0  # by which stores tell events late, at most: on Redis half of it
 _AT_ONCE = 32  # announcements that are heard together, while calls wait
 _MOST_AT_ONCE = 256  # in one call
 
@@ -83,13 +84,9 @@ class Tier:
         weakref.finalize(self, self._behind.close)  # also when the interpreter ends, which must not meet it in torch
         self._following = threading.RLock()
         self._cursor: str | None = None
-        self._generations: dict[str, int | None] = {}  # of the namespaces that were asked for; None: not known now
-        self._unsure: set[str] = set()  # those of these of which memory may hold what came before its number was known
-        self._n_forgotten = 0  # times that some of these were dropped
-        self._is_forgetting = False  # memory still holds what it is to forget
-        self._noting = threading.Lock()  # both
-        self._unheard: set[str] = set()  # those of these of which announcements have to be read
-        self._n_reading = 0  # of which they are being read
+        self._generations = Generations()
+        self._noting = threading.Lock()
+        self._n_reading = 0  # namespaces of which announcements are being read
         self._scopes: dict[Scope, str] = {}
         self._counts: Counter[str] = Counter()
         self._mismatched: Counter[str] = Counter()
@@ -99,25 +96,8 @@ class Tier:
         self._cursor = self._cursor or ""  # of a store that is not there yet, events may be missing when it is
 
     def generation(self, namespace: str) -> int:
-        """The generation of a namespace, as far as this cache knows; that of what is put in it from now on.
-
-        One that is not known is another after something was forgotten.
-        """
-        if (known := self._generations.get(namespace)) is not None:
-            return known
-        n_forgotten, found = self._n_forgotten, self._now(namespace)
-        with self._noting:  # what was found while others were forgotten may be from before a purge
-            is_sure = found is not None and n_forgotten == self._n_forgotten
-            self._generations[namespace] = found if is_sure else None
-            if not is_sure:
-                self._unsure.add(namespace)
-            self._unheard.add(namespace)
-        return NO_GENERATION - n_forgotten if found is None else found
-
-    def generation_held(self, namespace: str) -> int:
-        """That of all that memory holds of a namespace, `NO_GENERATION` where some may be from before it."""
-        generation = self.generation(namespace)
-        return NO_GENERATION if self._is_forgetting or namespace in self._unsure else generation
+        """That of what is put in a namespace from now on, see `Generations.of`."""
+        return self._generations.of(namespace, self._now)
 
     def follow(self, forget: Callable[[str | None], object], hear: Hear | None = None) -> None:
         """Have namespaces forgotten that were purged in the store, None: all, before this returns.
@@ -126,44 +106,48 @@ class Tier:
         once, those from before behind the calls. It is a bound method.
         """
         with self._following:  # another call that comes meanwhile is not to find what is being forgotten
-            since = self._cursor
+            since, began = self._cursor, monotonic()
             try:  # whether or not it is asked for values: no purge is to be missed
                 events = self._store.events(since)
             except Exception as error:
                 if not self._behind.breaker.is_open:
                     self._behind.failed("follow the store", error)
                 return
-            if events.cursor == since:
+            if events.cursor == since:  # else more may follow of what a store heard before it lost its server
+                self._generations.settle(self._now, began - _LAG_S)
                 self._hear_all(hear)
                 return
-            asked = dict(self._generations)  # of others there is nothing in memory
+            asked = self._generations.asked()
             cleared = [event.namespace for event in events.found if event.kind == "cleared"]
-            if since is not None and not events.is_complete:
-                unsure = set(self._unsure)
-                cleared += [name for name, known in asked.items() if name in unsure or self._now(name) != known]
+            is_gap = since is not None and not events.is_complete
+            if cleared or is_gap:
+                self._generations.purged()
+            if is_gap:
+                cleared += [name for name, known in asked.items() if known is None or self._now(name) != known]
             for name in dict.fromkeys(name for name in cleared if name in asked or (name is None and asked)):
                 self._forget(name, forget)
             if not events.is_complete:
                 self.hear_again()
             if hear is not None:
-                told = [(one.key, one.note) for one in events.found if one.key and one.note]
-                known = [(key, note) for key, note in told if self._generations.get(key.namespace) is not None]
-                if len(known) > _MOST_AT_ONCE:
+                gone = {*cleared}  # of these, all that is still there is read when they are asked for
+                told = [(one.key, one.note) for one in events.found if one.key and one.note and None not in gone]
+                told = [one for one in told if one[0].namespace not in gone]
+                told = [one for one in told if self._generations.get(one[0].namespace) is not None]
+                if len(told) > _MOST_AT_ONCE:
                     self.hear_again()
                 else:
-                    self._tell(hear, known)
+                    self._tell(hear, told)
             self._cursor = events.cursor
             self._hear_all(hear)
 
     def hear_again(self) -> None:
         """Have all announcements given to `follow`'s `hear` once more: some were missed, or of no use before."""
-        with self._noting:
-            self._unheard.update(self._generations)
+        self._generations.renew()
 
     @property
     def has_heard_all(self) -> bool:
         """Whether all announcements were heard that had been made when calls first asked for their namespaces."""
-        return not (self._unheard or self._n_reading)
+        return not (self._generations.has_new or self._n_reading)
 
     def later(self, what: str, act: Callable[[], object]) -> None:
         """Have something done behind the calls, once the store answers; `act` is a bound method, which may be gone."""
@@ -275,15 +259,16 @@ class Tier:
         """Have the announcements read of namespaces that are new here, or of which some were missed."""
         if hear is None or self._behind.breaker.is_open:
             return
+        unheard = self._generations.taken_new()
         with self._noting:
-            unheard, self._unheard = self._unheard, set()
             self._n_reading += len(unheard)
         for name in unheard:
             if (generation := self._generations.get(name)) is not None:  # else it comes again
                 task = partial(self._read_notes, name, generation, weakref.WeakMethod(hear))
                 self._behind.do("read what was announced", task)
             else:
-                self._n_reading -= 1
+                with self._noting:
+                    self._n_reading -= 1
 
     def _tell(self, hear: Hear, told: Sequence[tuple[StoreKey, Bytes]]) -> None:
         """Have announcements heard; what fails about them is no failure of the store."""
@@ -299,28 +284,16 @@ class Tier:
                         return
                     self._tell(act, some)
         except Exception:
-            with self._noting:
-                self._unheard.add(namespace)
+            self._generations.renew({namespace})
             raise
         finally:
             with self._noting:
                 self._n_reading -= 1
 
     def _forget(self, namespace: str | None, forget: Callable[[str | None], object]) -> None:
-        """Have a namespace forgotten, None: all, whose generation has to be asked for anew."""
-        with self._noting:
-            self._n_forgotten += 1
-            self._is_forgetting = True
-            if namespace is None:
-                self._generations.clear()
-                self._unsure.clear()
-            else:
-                self._generations.pop(namespace, None)
-                self._unsure.discard(namespace)
-        try:
+        """Have a namespace forgotten, None: all."""
+        with self._generations.forgetting(namespace):
             forget(namespace)
-        finally:
-            self._is_forgetting = False
 
     def _key(self, scope: Scope, name: str) -> StoreKey:
         if (digest := self._scopes.get(scope)) is None:

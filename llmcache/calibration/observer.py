@@ -88,6 +88,7 @@ class Observer:
                 head,
                 seconds,
                 generation=call.read.generation,
+                purges=call.read.purges,
             )
             for i, (number, states) in enumerate(computed.items())
             if number in wanted

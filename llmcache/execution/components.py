@@ -210,6 +210,7 @@ class Components:
 
     def forget(self, namespace: str | None) -> int:
         """Let what is in memory of a namespace go, None: all, and return how many requests of one it was."""
+        self.banks.purges.tell(namespace)  # first: what comes in from now on is compared with it
         if self.audit is not None:
             self.audit.forget(namespace)
         n_requests = 0

@@ -203,6 +203,7 @@ class Lookup:
         is_collecting = self._components.is_collecting  # which is served from nowhere
         if not is_collecting:
             self._components.follow()
+        n_purges = self._components.banks.purges.now
         n_before = 0 if queue is None else queue.n_added
         scope = self._reader.scope(call, entering)
         if queue:
@@ -210,6 +211,7 @@ class Lookup:
         if (reason := weights.refusal) is not None:
             return reason
         call.read = self._reader.read(call, scope, hidden, entering)
+        call.read.purges = n_purges
         if tier is not None:
             call.read.generation = tier.generation(scope.namespace)
         if self._components.sharing is not None and not is_collecting:

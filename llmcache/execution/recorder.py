@@ -39,11 +39,13 @@ class Prepared(NamedTuple):
         template: How its output will be packed.
         setting: What else decides states: see `BypassRecorder._setting`.
         mark: Of the weights, whose digest is that of `template`.
+        purges: How many there had been: `Purges.now`.
     """
 
     template: OutputTemplate
     setting: tuple[Kind, str, bool]
     mark: Mark
+    purges: int
 
 
 @dataclass(slots=True, eq=False)
@@ -129,7 +131,9 @@ class BypassRecorder:
         if (template := self._template(call, setting[0])) is None:
             return None
         mark = weights.mark_of(template.weights)  # of the latest look at them; `take` looks whether it still holds
-        return None if mark is None or weights.refusal is not None else Prepared(template, setting, mark)
+        if mark is None or weights.refusal is not None:
+            return None
+        return Prepared(template, setting, mark, self._components.banks.purges.now)
 
     def take(self, call: Call, kept: Prepared, output: Any) -> None:
         """Record a bypassed call, with the trunk's output."""
@@ -152,6 +156,8 @@ class BypassRecorder:
                     nbytes += tensor.nbytes
         note = Recorded(call.inputs.namespace, arguments, states, kept, hashes, nbytes)
         with self._lock:
+            if self._components.banks.purges.has_come(note.namespace, kept.purges):
+                return
             self._recorded[note] = None
             self.nbytes += note.nbytes
             self.n_rows += len(hashes)
@@ -183,12 +189,12 @@ class BypassRecorder:
                 del self._places[one]
 
     def _admit(self, note: Recorded) -> None:
-        with self._lock:
-            if note not in self._recorded:  # another thread did it
-                return
-            self._drop(note)
         call = Call(Inputs(note.arguments, note.namespace))
         reason = self._lookup.read(call, None, note.kept.template.entering)
+        with self._lock:
+            if note not in self._recorded:  # another thread did it, or its namespace is found to be purged only now
+                return
+            self._drop(note)
         if reason is None and call.read.scope.weights == note.kept.template.weights:
             self._capture.capture(call, self._last, note.states)
             self._capture.store(call)

@@ -106,6 +106,7 @@ class Read:
         features: What the fingerprint is projected from, float32 (B, F0), or None when nothing is searched.
         fingerprint_epoch: Of the banks' fingerprint, when the features were made.
         generation: Of the namespace in the store behind memory, before anything was computed; 0 without one.
+        purges: `Purges.now` of the banks, likewise.
         make: Makes fingerprints and forecasts of them, and notes of rows that have none why they take no part; None
             when nothing is searched.
     """
@@ -119,6 +120,7 @@ class Read:
     fingerprint_epoch: int = 0
     make: Callable[[], tuple[dict[int, Floats], Floats | None]] | None = None
     generation: int = 0
+    purges: int = 0
     _made: tuple[dict[int, Floats], Floats | None] | None = None
 
     def project(self) -> tuple[dict[int, Floats], Floats | None]:

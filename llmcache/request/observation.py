@@ -31,6 +31,7 @@ class Observation:
         label: What it should have been answered, where that was given.
         number: Which of the requests that were given it is, from 0.
         generation: Of its namespace in the store behind memory, before it was computed; 0 without one.
+        purges: `Purges.now` of the banks, likewise.
     """
 
     scope: Scope
@@ -45,3 +46,4 @@ class Observation:
     label: Any = None
     number: int = 0
     generation: int = 0
+    purges: int = 0

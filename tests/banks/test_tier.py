@@ -3,15 +3,18 @@
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import ClassVar
 
 import pytest
 import torch
 
 from llmcache import StoreError
+from llmcache.banks import tier as tier_module
 from llmcache.banks import write_behind
+from llmcache.banks.generations import NO_GENERATION
 from llmcache.banks.stores import Bytes, Events, Put, StoreKey
 from llmcache.banks.stores.seal import Opened, Seal
-from llmcache.banks.tier import NO_GENERATION, BreakEven, Tier
+from llmcache.banks.tier import BreakEven, Tier
 from llmcache.counters import Counters
 from llmcache.request.rows import Scope
 from tests.conformance.outside import Shared
@@ -210,20 +213,40 @@ def unknown(namespace: str) -> int:
     raise StoreError("out of order")
 
 
-def test_a_generation_that_is_learned_late_is_not_that_of_what_came_before(
+def test_what_came_before_a_generation_was_known_is_forgotten_when_it_can_be_asked_for(
     make: Callable[..., tuple[Tier, Frail]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (one, _), (other, store) = make(), make()
     with monkeypatch.context() as patched:
         patched.setattr(store, "generation", unknown)
         before = other.generation("a")
-        assert other.generation_held("a") == NO_GENERATION
+        assert other.generation("a") == before <= NO_GENERATION
+        assert forgotten(other) == []
     one.remove("a", lambda name: None)
-    assert other.generation("a") == one.generation("a") != before  # as who stores an answer asks for it
-    assert other.generation_held("a") == NO_GENERATION  # memory may hold what was purged
+    assert (
+        other.generation("a") == before
+    )  # memory may hold what was purged, which is not to pass for what the store has
     other._cursor = "no cursor"
     assert forgotten(other) == ["a"]
-    assert other.generation_held("a") == one.generation("a")
+    assert other.generation("a") == one.generation("a")
+    assert forgotten(other) == []
+
+
+def test_a_generation_that_was_not_known_settles_when_no_purge_was_told(
+    make: Callable[..., tuple[Tier, Frail]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (one, _), (other, store) = make(), make()
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "generation", unknown)
+        other.generation("a")
+        assert forgotten(other) == []
+    assert forgotten(other) == forgotten(other) == []
+    assert other.generation("a") <= NO_GENERATION  # stores may tell late
+    monkeypatch.setattr(tier_module, "_LAG_S", 0.0)
+    assert forgotten(other) == []
+    assert other.generation("a") == one.generation("a")
+    put(other, "x")
+    assert get(one, "x") == ["x"]
 
 
 def test_generations_that_are_not_known_differ_before_and_after_a_purge(
@@ -232,18 +255,71 @@ def test_generations_that_are_not_known_differ_before_and_after_a_purge(
     (one, store), (other, _) = make(), make()
     monkeypatch.setattr(store, "generation", unknown)
     before = one.generation("a")
-    assert one.generation("a") == before <= NO_GENERATION
     other.remove("a", lambda name: None)
     assert forgotten(one) == ["a"]
     assert before != one.generation("a") <= NO_GENERATION
 
 
-def test_what_leaves_memory_while_it_is_forgotten_is_not_written(make: Callable[..., tuple[Tier, Frail]]) -> None:
+def test_a_generation_that_is_asked_for_during_a_purge_is_not_that_from_before(
+    make: Callable[..., tuple[Tier, Frail]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (one, store), (other, _) = make(), make()
+    one.generation("b")
+
+    def late(namespace: str) -> int:
+        found = Shared.generation(store, namespace)
+        other.remove(None, lambda name: None)
+        assert forgotten(one) == [None]
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "generation", late)
+        assert one.generation("a") <= NO_GENERATION
+    assert one.generation("a") == other.generation("a")
+
+
+def test_while_it_is_forgotten_no_generation_is_alike(make: Callable[..., tuple[Tier, Frail]]) -> None:
     tier, _ = make()
     tier.generation("a")
     seen: list[int] = []
-    tier.remove("a", lambda name: seen.append(tier.generation_held("a")))
-    assert set(seen) == {NO_GENERATION} != {tier.generation_held("a")}
+    tier.remove("a", lambda name: seen.extend(tier.generation("a") for _ in range(3)))
+    assert len({*seen, tier.generation("a")}) == len(seen) + 1 and max(seen) <= NO_GENERATION
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_forgetting_that_fails_is_tried_again(
+    make: Callable[..., tuple[Tier, Frail]], error: type[BaseException]
+) -> None:
+    (one, _), (other, _) = make(), make()
+    other.generation("a")
+    one.remove("a", lambda name: None)
+
+    def fail(namespace: str | None) -> None:
+        raise error
+
+    with pytest.raises(error):
+        other.follow(fail)
+    assert other.generation("a") <= NO_GENERATION
+    assert "a" in forgotten(other) and other.generation("a") == one.generation("a")
+
+
+def test_what_was_announced_before_a_purge_is_not_heard_after_it(make: Callable[..., tuple[Tier, Frail]]) -> None:
+    (one, _), (other, _) = make(), make()
+
+    class Heard:
+        told: ClassVar[list[str]] = []
+
+        def hear(self, told: Sequence[tuple[StoreKey, Bytes]]) -> None:
+            self.told.extend(key.name for key, _ in told)
+
+    other.generation("a")
+    one.announce(SCOPE, "x", {"h": torch.zeros(1)}, {}, one.generation("a"))
+    one.drain()
+    one.remove("a", lambda name: None)
+    heard = Heard()
+    other.follow(lambda name: other.generation("a"), heard.hear)  # a call asks for it meanwhile
+    other.drain()
+    assert heard.told == []
 
 
 def test_what_a_purge_could_not_remove_is_an_error_of_the_purge(make: Callable[..., tuple[Tier, Frail]]) -> None:

@@ -150,7 +150,7 @@ class Store(ABC):
 
     @abstractmethod
     def generation(self, namespace: str) -> int:
-        """Return the number that a namespace has now."""
+        """Return the number that a namespace has now, 0 or more."""
 
     @abstractmethod
     def remove(self, namespace: str | None) -> int:
@@ -167,7 +167,7 @@ class Store(ABC):
 
         Called in every call of the model, so it does not wait. A cursor is one that this store gave. One that is too
         old or unknown makes the answer incomplete: it then holds no event, and the cursor of now. Told are at least
-        `stored` and `cleared`.
+        `stored` and `cleared`, within a second.
         """
 
     def notes(self, namespace: str) -> Iterator[tuple[StoreKey, Bytes]]:

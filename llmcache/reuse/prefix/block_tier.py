@@ -103,7 +103,7 @@ class BlockTier:
 
     def _demote(self, key: str, block: Block, before: str | None) -> None:
         """A block is about to leave memory."""
-        self.put(key, block, before, self._tier.generation_held(block.scope.namespace))
+        self.put(key, block, before, self.generation(block.scope))
 
 
 def _name(key: str) -> str:
