@@ -158,10 +158,11 @@ class WriteBehind:
 
     def _write(self, jobs: Sequence[Job]) -> None:
         puts: list[Put] = []
-        nbytes = 0
+        nbytes, n_done = 0, 0
         for i, job in enumerate(jobs):
             if self.breaker.is_open:
                 self.n_dropped += len(puts)
+                self._done(jobs[n_done:i])
                 self._drop(jobs[i:])
                 return
             try:
@@ -176,16 +177,17 @@ class WriteBehind:
                 self.n_dropped += len(puts) or 1
                 puts, nbytes = [], 0
                 self.failed("write to the store", error)
-            self._done(job)
+            if not puts:
+                self._done(jobs[n_done : i + 1])
+                n_done = i + 1
 
     def _drop(self, jobs: Sequence[Job]) -> None:
-        for job in jobs:
-            self.n_dropped += 1
-            self._done(job)
+        self.n_dropped += len(jobs)
+        self._done(jobs)
 
-    def _done(self, job: Job) -> None:
+    def _done(self, jobs: Sequence[Job]) -> None:
         with self._changed:
-            self._nbytes -= job.nbytes
+            self._nbytes -= sum(job.nbytes for job in jobs)
 
     def _wait_for_the_store(self) -> None:
         """Ping it now and then until it answers."""

@@ -655,3 +655,21 @@ def test_tokens_met_under_other_weights_are_not_kept(cache: LLMCache, model: nn.
     kept = inside.fingerprint(cache).project(features)
     cache.calibrate(BATCHES, **LOOSE)  # by which no token was met any more
     np.testing.assert_allclose(kept, inside.fingerprint(cache).project(features), rtol=1e-5)
+
+
+def test_what_was_computed_before_a_purge_is_not_learned_from() -> None:
+    """The purge comes while requests are computed to be learned from: it has nothing of them to forget yet."""
+    n_calls = 0
+
+    def answer_of(output: Any) -> Any:
+        nonlocal n_calls
+        n_calls += 1
+        if n_calls == len(BATCHES) - 1:
+            cache.purge(namespace="default")
+        return output.logits
+
+    cache = LLMCache.wrap(classifier(), answer_of=answer_of, auto_bypass=False)
+    with pytest.raises(CalibrationError, match=r"^\d+ requests cannot show"):
+        cache.calibrate(BATCHES, **LOOSE)
+    assert cache.calibration is None and cache.stats().n_stored == 0
+    assert cache.calibrate(BATCHES, **LOOSE).is_certified

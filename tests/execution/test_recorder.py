@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -169,6 +170,34 @@ def test_namespaces_are_noted_apart_and_purge_and_clear_forget(soon: Soon) -> No
     cache.clear()
     assert (n_noted(cache), inside.recorder(cache).nbytes) == (0, 0)
     assert ask(cache, range(3)) == [None] * 3
+
+
+def test_a_call_under_way_during_a_purge_is_not_noted(soon: Soon, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = soon()
+    ask(cache, range(PATIENCE))
+    take = BypassRecorder.take
+
+    def late(self: BypassRecorder, *args: Any) -> None:
+        cache.purge(namespace="default")
+        take(self, *args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(BypassRecorder, "take", late)
+        assert ask(cache, [PATIENCE]) == ["not_worthwhile"]
+    assert n_noted(cache) == 0
+    assert ask(cache, [PATIENCE, PATIENCE]) == ["not_worthwhile", "exact"]  # of now
+
+
+def test_what_another_process_purged_is_not_served_from_notes(soon: Soon, tmp_path: Path) -> None:
+    store: dict[str, Any] = {"store": {"name": "disk", "folder": str(tmp_path)}, "store_least_tokens": 0}
+    cache, other = soon(**store), soon(**store)
+    ask(cache, range(PATIENCE + 1))
+    assert n_noted(cache) == 1
+    other.purge(namespace="default")
+    assert ask(cache, [PATIENCE]) == [None]
+    assert n_noted(cache) == 0
+    for one in (cache, other):
+        one.unwrap()
 
 
 @pytest.mark.slow
