@@ -72,7 +72,8 @@ class Calibrator:
             observed = collect(self._compute, observer, inputs[:1], is_learned_from=True)
             calibrated.check(observed[0], told, risk_target)
             observed += collect(self._compute, observer, inputs[1:], first=1, is_learned_from=True)
-            made = calibrated.calibrate(_labelled(observed, told), risk_target)
+            with calibrated.held():  # no purge comes between
+                made = calibrated.calibrate(calibrated.remaining(_labelled(observed, told)), risk_target)
             self.components.share()
             return made
 

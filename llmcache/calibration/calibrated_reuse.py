@@ -119,12 +119,17 @@ class CalibratedReuse:
             if self.calibration is not None and namespace in (None, *self._namespaces):
                 self.end()
 
+    def remaining(self, observed: Sequence[Observation]) -> list[Observation]:
+        """Those that were not purged since they were computed; some were not here yet when that was forgotten."""
+        purges = self._banks.purges
+        return [case for case in observed if not purges.has_come(case.scope.namespace, case.purges)]
+
     def observe(self, observations: Sequence[Observation]) -> None:
         """Take in requests that were computed; with the last one that is needed, calibrate."""
         with self._lock:
             if not self.is_learning:
                 return
-            for case in self._remaining(observations):
+            for case in self.remaining(observations):
                 if wrong := flaw(case):
                     self._counters.error("learn from a request", CalibrationError(wrong))
                 else:
@@ -162,7 +167,7 @@ class CalibratedReuse:
             self.end()
             self._is_calibrating = True  # calls that go on meanwhile are not to wait for the lock
             try:
-                return self._calibrate(self._remaining(observed), risk_target)
+                return self._calibrate(observed, risk_target)
             except Exception as error:
                 self.end()
                 if isinstance(error, CalibrationError):
@@ -176,7 +181,7 @@ class CalibratedReuse:
         """Calibrate anew, as before, unless that one has ended meanwhile; if these cannot carry it, it stays."""
         with self._lock:
             if self.calibration is made:
-                observed = self._remaining(observed)
+                observed = self.remaining(observed)
                 risk_target = RiskTarget(made.max_drop, made.delta, "changed", made.sources, 0)
                 self._divide(observed, risk_target)
                 self.calibrate(observed, risk_target)
@@ -335,11 +340,6 @@ class CalibratedReuse:
     def _serve(self, calibration: Calibration) -> None:
         self.calibration, limit = calibration, calibration.limit
         self._limits = {} if limit is None else dict.fromkeys(self._banks.layers, limit)
-
-    def _remaining(self, observed: Sequence[Observation]) -> list[Observation]:
-        """Those that were not purged since they were computed: who was under way then had nothing to forget yet."""
-        purges = self._banks.purges
-        return [case for case in observed if not purges.has_come(case.scope.namespace, case.purges)]
 
     def _divide(self, observed: Sequence[Observation], risk_target: RiskTarget) -> list[list[Observation]]:
         """Requests to learn from, and those to measure the bound on, of requests that can carry the claim."""
