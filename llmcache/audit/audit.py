@@ -258,7 +258,7 @@ class Audit:
     def _gather(self, case: Observation) -> None:
         """Keep a request that stands for all; have the calibration renewed where that is due."""
         with self._lock:
-            if self._banks.purges.has_come(case.scope.namespace, case.purges):
+            if not self._calibrated.remaining([case]):
                 return
             self._fresh.add(case)
             is_due = self._account is not None and self._fresh.is_due(self._account.tally.n) and not self._is_renewing

@@ -130,9 +130,12 @@ class Tier:
                 self.hear_again()
             if hear is not None:
                 gone = {*cleared}  # of these, all that is still there is read when they are asked for
-                told = [(one.key, one.note) for one in events.found if one.key and one.note and None not in gone]
-                told = [one for one in told if one[0].namespace not in gone]
-                told = [one for one in told if self._generations.get(one[0].namespace) is not None]
+                told = [
+                    (one.key, one.note)
+                    for one in (() if None in gone else events.found)
+                    if one.key and one.note and one.namespace not in gone
+                    if self._generations.get(one.key.namespace) is not None
+                ]
                 if len(told) > _MOST_AT_ONCE:
                     self.hear_again()
                 else:

@@ -3,7 +3,6 @@
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import ClassVar
 
 import pytest
 import torch
@@ -223,9 +222,7 @@ def test_what_came_before_a_generation_was_known_is_forgotten_when_it_can_be_ask
         assert other.generation("a") == before <= NO_GENERATION
         assert forgotten(other) == []
     one.remove("a", lambda name: None)
-    assert (
-        other.generation("a") == before
-    )  # memory may hold what was purged, which is not to pass for what the store has
+    assert other.generation("a") == before  # memory may hold what was purged: it has no number that the store knows
     other._cursor = "no cursor"
     assert forgotten(other) == ["a"]
     assert other.generation("a") == one.generation("a")
@@ -306,11 +303,9 @@ def test_forgetting_that_fails_is_tried_again(
 def test_what_was_announced_before_a_purge_is_not_heard_after_it(make: Callable[..., tuple[Tier, Frail]]) -> None:
     (one, _), (other, _) = make(), make()
 
-    class Heard:
-        told: ClassVar[list[str]] = []
-
+    class Heard(list[str]):
         def hear(self, told: Sequence[tuple[StoreKey, Bytes]]) -> None:
-            self.told.extend(key.name for key, _ in told)
+            self.extend(key.name for key, _ in told)
 
     other.generation("a")
     one.announce(SCOPE, "x", {"h": torch.zeros(1)}, {}, one.generation("a"))
@@ -319,7 +314,7 @@ def test_what_was_announced_before_a_purge_is_not_heard_after_it(make: Callable[
     heard = Heard()
     other.follow(lambda name: other.generation("a"), heard.hear)  # a call asks for it meanwhile
     other.drain()
-    assert heard.told == []
+    assert heard == []
 
 
 def test_what_a_purge_could_not_remove_is_an_error_of_the_purge(make: Callable[..., tuple[Tier, Frail]]) -> None:
