@@ -173,9 +173,9 @@ class _Load:
             while self._n_under_way < self._experiment.at_once / 2:
                 await asyncio.sleep(_LOOK_S)
             await asyncio.sleep(self._rng.random() * _REACH_S)
-            at_s = self._now_s
-            os.kill(self._rng.choice(pids), signal.SIGKILL)
-            await asyncio.to_thread(self._replicas.wait, self._experiment.start_s)
+            at_s, pid = self._now_s, self._rng.choice(pids)
+            os.kill(pid, signal.SIGKILL)
+            await asyncio.to_thread(self._replicas.replaced, pid, self._experiment.start_s)
             spans.append(Span(at_s, self._now_s, MISSING))
             await asyncio.sleep(self._experiment.span_s)
         at_s = self._now_s

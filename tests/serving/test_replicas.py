@@ -49,8 +49,8 @@ def _n_computed(replicas: Replicas, requests: Sequence[bytes]) -> int:
 
 def _streamed(replicas: Replicas) -> list[bytes]:
     async def run() -> list[bytes]:
-        request = post("/v1/completions", {"prompt": "where", "max_tokens": 3, "stream": True, "ignore_eos": True})
-        return [event async for event in Client(replicas.port).events(request)]
+        asked = {"prompt": "where", "temperature": 0, "max_tokens": 8, "stream": True, "ignore_eos": True}
+        return [event async for event in Client(replicas.port).events(post("/v1/completions", asked))]
 
     return asyncio.run(run())
 

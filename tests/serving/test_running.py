@@ -107,9 +107,10 @@ def test_what_runs_is_finished_and_what_waits_for_its_turn_is_refused(
 
 def test_a_generation_that_outlasts_the_grace_is_told_so(models: Path, errors: Callable[[], list[str]]) -> None:
     with serving(models / decoders.NAME, 4, max_streams=2, grace_s=0) as (server, held, stop, ask):
-        stream = ask("/v1/completions", prompt=[5, 6, 7], max_tokens=40, ignore_eos=True, stream=True)
+        body = {"max_tokens": 40, "ignore_eos": True, "temperature": 0}
+        stream = ask("/v1/completions", prompt=[5, 6, 7], stream=True, **body)
         assert held.is_held.wait(20)
-        whole = ask("/v1/completions", prompt=[5, 6, 8], max_tokens=40, ignore_eos=True)
+        whole = ask("/v1/completions", prompt=[5, 6, 8], **body)
         until(lambda: server.decoder is not None and server.decoder.n_running == 2)
         stop()
         assert "stopping" in refused(whole.result())

@@ -41,14 +41,14 @@ class Replicas:
         """Processes of replicas, those that still start included."""
         return [one.pid for one in psutil.Process().children(recursive=True) if _title(one).startswith(_TITLE)]
 
-    def wait(self, longest_s: float) -> None:
-        """Until as many are ready as there are to be.
+    def replaced(self, pid: int, longest_s: float) -> None:
+        """Wait until this process, which was killed, has ended, and as many are ready as there are to be.
 
         Raises:
             ServerError: They are not in time.
         """
         until = monotonic() + longest_s
-        while len(self.pids()) != self._n or self._n_ready() != self._n:
+        while pid in (pids := self.pids()) or len(pids) != self._n or self._n_ready() != self._n:
             if monotonic() > until:
                 raise ServerError(f"{self._n_ready()} of {self._n} replicas were ready after {longest_s:g} s")
             sleep(_LOOK_S)
