@@ -11,6 +11,7 @@ before a fingerprint was fitted serve exact repeats, but are not found by others
 on with the entries that were saved. What was measured (counters, reconstruction errors) is not saved.
 """
 
+import logging
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -34,11 +35,13 @@ from llmcache.models.weights import Weights
 from llmcache.request.bypass import CURES
 from llmcache.request.rows import Scope
 
-FORMAT = 8
+logger = logging.getLogger(__name__)
+
+FORMAT = 9
 # Format 4 does not say who wrote it, and which payload; neither it nor 5 which requests give answers (`examples`), and
 # which of those that a profile counts are repeats. Up to 6, settings and quarantined requests have older names. Up to
-# 7, no blocks are saved: requests of decoders have entries.
-_READ = (4, 5, 6, 7, FORMAT)
+# 7, no blocks are saved: requests of decoders have entries. Up to 8, nothing tells which purges in a store came later.
+_READ = (4, 5, 6, 7, 8, FORMAT)
 _TRIES = 10
 
 Tensors: TypeAlias = dict[str, dict[str, Tensor]]
@@ -57,6 +60,7 @@ class Manifest(BaseModel):
     head: str = ""  # of the model's others, where its answers matter: something is reused approximately
     special_ids: list[int]  # that fingerprints leave out; others would make fingerprints of other requests
     scopes: list[tuple[str, str, str]]  # namespace, dtype and attention; requests name theirs by number
+    generations: dict[str, int | None] = {}  # that namespaces had in the store; none without one
     files: dict[str, str]  # SHA-256 by name
     calibration: Calibration | None = None
     #: Requests that serve no others: their namespace by key.
@@ -83,6 +87,7 @@ def save(components: Components, model: nn.Module, config: CacheConfig, tokenize
         raise StoreError(f"{folder}: not saved: {CURES[reason]}")
     try:
         with locked(folder):
+            known = None if components.tier is None else components.tier.generations()  # first: a purge may come now
             parts, scopes, calibration, examples = _take(components, weights)
             manifest = Manifest(
                 format=FORMAT,
@@ -93,6 +98,7 @@ def save(components: Components, model: nn.Module, config: CacheConfig, tokenize
                 head=_head_digest(model, components.trunk, config, calibration is not None),
                 special_ids=list(special_ids(components.trunk, tokenizer)),
                 scopes=[(scope.namespace, scope.dtype, scope.attention) for scope in scopes],
+                generations={} if known is None else {one.namespace: known.get(one.namespace) for one in scopes},
                 files={},
                 calibration=calibration,
                 quarantined=components.banks.quarantined,
@@ -205,14 +211,27 @@ def restore(components: Components, manifest: Manifest, parts: Tensors, folder: 
             f"{folder}: calibrated for a head with other weights (digest {made.head[:12]}, this model's has "
             f"{calibrated.head_digest()[:12]}); give the model that it was saved from, or another folder"
         )
+    _follow(components, manifest, folder)
+
+
+def _follow(components: Components, manifest: Manifest, folder: str | Path) -> None:
+    """Forget what was purged in the store since it was saved; one that does not answer is asked again by each call."""
+    if components.tier is None:
+        return
+    components.follow()
+    known = components.tier.generations()
+    if gone := [name for name in dict.fromkeys(name for name, *_ in manifest.scopes) if name not in known]:
+        others = f" and {len(gone) - 1} others" if gone[1:] else ""
+        logger.warning(
+            "%s: what was saved of namespace %r%s is not used: it may have been purged since", folder, gone[0], others
+        )
 
 
 def _fill(components: Components, manifest: Manifest, parts: Tensors, folder: str | Path) -> None:
     banks, weights = components.banks, manifest.weights
     scopes = [Scope(namespace, weights, dtype, attention) for namespace, dtype, attention in manifest.scopes]
     if components.tier is not None:  # so that a purge is noticed of which the store tells no more
-        for scope in scopes:
-            components.tier.generation(scope.namespace)
+        components.tier.expect({one.namespace: manifest.generations.get(one.namespace) for one in scopes})
     learned = {name: tensor.numpy() for name, tensor in parts["requests"].items()}
     records = list(unpack(parts["requests"], parts["states"], scopes))
     _check_payload(components, manifest.payload, records, folder)

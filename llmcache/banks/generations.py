@@ -60,6 +60,13 @@ class Generations:
         """The number of a namespace, if it was asked for and is known."""
         return self._known.get(namespace)
 
+    def expect(self, numbers: Mapping[str, int | None]) -> None:
+        """Memory holds namespaces as they were when they had these numbers, None: what they had is not known."""
+        with self._lock:
+            self._known |= {name: number for name, number in numbers.items() if number is not None}
+            self._unknown |= {name: None for name, number in numbers.items() if number is None}
+            self._new |= set(numbers)
+
     def asked(self) -> Mapping[str, int | None]:
         """All that were asked for."""
         with self._lock:

@@ -99,6 +99,16 @@ class Tier:
         """That of what is put in a namespace from now on, see `Generations.of`."""
         return self._generations.of(namespace, self._now)
 
+    def generations(self) -> Mapping[str, int | None]:
+        """The numbers of namespaces by which memory holds what it holds of them; None: not known."""
+        return self._generations.asked()
+
+    def expect(self, generations: Mapping[str, int | None]) -> None:
+        """Memory holds what was saved when namespaces had these numbers; `follow` forgets those that have others."""
+        with self._following:
+            self._generations.expect(generations)
+            self._cursor = ""  # as after a gap: purges may have been missed
+
     def follow(self, forget: Callable[[str | None], object], hear: Hear | None = None) -> None:
         """Have namespaces forgotten that were purged in the store, None: all, before this returns.
 
@@ -123,7 +133,7 @@ class Tier:
             if cleared or is_gap:
                 self._generations.purged()
             if is_gap:
-                cleared += [name for name, known in asked.items() if known is None or self._now(name) != known]
+                cleared += self._outdated(asked)
             for name in dict.fromkeys(name for name in cleared if name in asked or (name is None and asked)):
                 self._forget(name, forget)
             if not events.is_complete:
@@ -313,17 +323,31 @@ class Tier:
             self._mismatched[error.reason] += 1
             return None
 
-    def _now(self, namespace: str) -> int | None:
-        return self._ask("ask the store for a generation", lambda: self._store.generation(namespace))
+    def _outdated(self, asked: Mapping[str, int | None]) -> list[str]:
+        """Namespaces that may have been purged since they had these numbers; all, from where the store is silent."""
+        outdated, is_silent = [], False
+        for name, known in asked.items():
+            now = None
+            if known is not None and not is_silent:  # it told of events: a former failure is no reason not to ask
+                now = self._now(name, is_urgent=True)
+                now = self._now(name, is_urgent=True) if now is None else now
+                is_silent = now is None
+            if now is None or now != known:
+                outdated.append(name)
+        return outdated
 
-    def _ask(self, what: str, act: Callable[[], _T]) -> _T | None:
-        """What the store says; None where it fails, or failed so often that it is not asked."""
-        if self._behind.breaker.is_open or self._behind.is_closed:
+    def _now(self, namespace: str, is_urgent: bool = False) -> int | None:
+        return self._ask("ask the store for a generation", lambda: self._store.generation(namespace), is_urgent)
+
+    def _ask(self, what: str, act: Callable[[], _T], is_urgent: bool = False) -> _T | None:
+        """What the store says; None where it fails, or failed so often that it is not asked unless it is urgent."""
+        if (self._behind.breaker.is_open and not is_urgent) or self._behind.is_closed:
             return None
         try:
             said = act()
         except Exception as error:
             self._behind.failed(what, error)
             return None
-        self._behind.breaker.n_failed = 0
+        if not self._behind.breaker.is_open:  # else the thread that writes pings first
+            self._behind.breaker.n_failed = 0
         return said

@@ -188,9 +188,9 @@ def test_a_damaged_file_is_refused(tmp_path: Path, part: str, damage: str) -> No
 def test_another_format_is_refused_and_says_who_wrote_it(tmp_path: Path) -> None:
     save(tmp_path)
     edit_manifest(tmp_path, format=1, written_by=None)
-    refused(tmp_path, rf"format 1; this version \({__version__}\) reads formats 4 and 5 and 6 and 7 and 8")
-    edit_manifest(tmp_path, format=9, written_by="2.0.1", something="new")
-    refused(tmp_path, r"format 9, written by llmcache 2\.0\.1; this version")
+    refused(tmp_path, rf"format 1; this version \({__version__}\) reads formats 4 and 5 and 6 and 7 and 8 and 9")
+    edit_manifest(tmp_path, format=10, written_by="2.0.1", something="new")
+    refused(tmp_path, r"format 10, written by llmcache 2\.0\.1; this version")
 
 
 def test_a_save_of_the_former_format_is_served(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import multiprocessing
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from llmcache import LLMCache, StoreError
 from llmcache.banks.stores.seal import SECRET
+from tests.inside import components
 from tests.redis_server import RedisServer, redis_server, wait_until
 from tests.tiny_models import CLASSIFIERS, GENERATORS, build, tokens
 
@@ -89,6 +90,43 @@ def test_a_paused_server_costs_speed_alone(started: Callable[..., LLMCache], ser
     other(tokens(1, 12, seed=99))
     other.drain()
     wait_until(lambda: rung(one, tokens(1, 12, seed=99)) == "exact")
+
+
+@pytest.mark.parametrize("is_away", [False, True], ids=["asked at once", "away at first"])
+def test_what_was_purged_since_a_save_is_not_served_from_it(
+    started: Callable[..., LLMCache], server: RedisServer, is_away: bool, tmp_path: Path
+) -> None:
+    one, names = started(), ("purged", "kept")
+    for name in names:
+        with one.namespace(name):
+            assert rung(one) is None
+    one.save(tmp_path / "save")
+    one.purge(namespace="purged")
+    with ExitStack() as stack:
+        if is_away:
+            stack.enter_context(server.paused())
+        other = LLMCache.load(build(CLASSIFIERS["bert"]), tmp_path / "save")
+        if is_away:
+            for name in names:
+                with other.namespace(name):
+                    assert rung(other) == "exact"  # as by one that has run all the time
+    wait_until(lambda: is_answering(other))
+    wait_until(lambda: not follows_late(other))
+    for name, found in zip(names, (None, "exact"), strict=True):
+        with other.namespace(name):
+            assert rung(other) == found
+    other.unwrap()
+
+
+def follows_late(cache: LLMCache) -> bool:
+    """Whether the next call would not hear of a purge."""
+    tier = components(cache).tier
+    assert tier is not None
+    try:
+        tier._store.events(None)
+    except StoreError:
+        return True
+    return False
 
 
 def test_who_was_away_forgets_what_was_purged_meanwhile(started: Callable[..., LLMCache], server: RedisServer) -> None:

@@ -1,7 +1,9 @@
 """A cache with a store behind its memory: a restart serves what was there, and nothing wrong ever."""
 
 import errno
+import json
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,12 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from llmcache import ConfigError, LLMCache
+from llmcache import ConfigError, LLMCache, StoreError
 from llmcache.banks.stores.disk import DiskStore
 from llmcache.banks.stores.seal import KEY, SECRET
 from tests.inside import components
 from tests.reuse.prompts import BLOCK, branch
 from tests.tiny_models import CLASSIFIERS, GENERATORS, STRANGE_GENERATORS, build, tokens
+from tests.topics import N_CALIBRATED, batched, classifier, requests, rungs_of
 
 ENCODERS = {"bert": CLASSIFIERS["bert"], "roberta": CLASSIFIERS["roberta"], "gpt2": CLASSIFIERS["gpt2"]}
 DECODERS = {"gpt2": GENERATORS["gpt2"], "llama": GENERATORS["llama"], "qwen3": STRANGE_GENERATORS["qwen3"]}
@@ -520,3 +523,88 @@ def test_a_save_is_loaded_beside_a_store(started: Callable[..., LLMCache], tmp_p
         cache(ids)
         assert cache.last[0].rung is None  # purged elsewhere since it was loaded
         stop(other)
+
+
+def away(*_: Any) -> Any:
+    raise StoreError("it is away")
+
+
+@pytest.mark.parametrize("is_away", [False, True], ids=["asked at once", "away at first"])
+@pytest.mark.parametrize("make", [ENCODERS["bert"], DECODERS["llama"]], ids=["bert", "llama"])
+def test_what_was_purged_since_a_save_is_not_served_from_it(
+    started: Callable[..., LLMCache],
+    make: Callable[[], nn.Module],
+    is_away: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ids, cache, other = tokens(1, 19), started(make), started(make)
+    for name in ("purged", "kept"):
+        with cache.namespace(name):
+            cache(ids)
+    cache.save(tmp_path / "save")
+    stop(cache)
+    other.purge(namespace="purged")
+    with monkeypatch.context() as patch:
+        for name in ("events", "generation", "get_many", "ping"):
+            patch.setattr(DiskStore, name, away) if is_away else None
+        cache = LLMCache.load(build(make), tmp_path / "save")
+        assert ("what was saved of namespace 'purged' is not used" in caplog.text) == (not is_away)
+        if is_away:  # as by one that has run all the time, and is cut off
+            assert rung(cache, ids, "purged") == "exact"
+    assert rung(cache, ids, "kept") == "exact"
+    cache.drain()
+    assert rung(other, ids, "purged") is None  # nothing of it was stored as new
+    cache.clear()
+    assert rung(cache, ids, "purged") is None
+    stop(other)
+    cache.unwrap()
+
+
+@pytest.mark.parametrize("case", ["not asked", "store lost", "former format"])
+def test_a_save_of_which_nobody_knows_what_was_purged_since_is_not_served(
+    started: Callable[..., LLMCache], case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids, cache, path = tokens(1, 9), started(ENCODERS["bert"]), tmp_path / "save" / "manifest.json"
+    with monkeypatch.context() as patch:
+        patch.setattr(DiskStore, "generation", away) if case == "not asked" else None
+        cache(ids)
+        cache.save(path.parent)
+        cache.unwrap()
+    if case == "store lost":
+        shutil.rmtree(tmp_path / "store")
+    if case == "former format":
+        manifest = json.loads(path.read_text())
+        assert manifest.pop("generations")["default"] > 0
+        path.write_text(json.dumps(manifest | {"format": 8}))
+    with LLMCache.load(build(ENCODERS["bert"]), path.parent) as cache:
+        assert len(components(cache).banks) == 0
+        cache(ids)
+        cache.save(path.parent)
+    with LLMCache.load(build(ENCODERS["bert"]), path.parent) as cache:
+        assert len(components(cache).banks) == 1
+
+
+def rung(cache: LLMCache, ids: Tensor, namespace: str = "default") -> str | None:
+    """What serves a request."""
+    with cache.namespace(namespace):
+        cache(ids)
+    found: str | None = cache.last[0].rung
+    return found
+
+
+@pytest.mark.parametrize("is_purged", [False, True])
+def test_a_calibration_that_was_purged_since_a_save_is_not_served_from_it(
+    started: Callable[..., LLMCache], is_purged: bool, tmp_path: Path
+) -> None:
+    settings = {"max_drop": 0.05, "auto_bypass": False, "store": {"name": "disk", "folder": str(tmp_path / "store")}}
+    with LLMCache.wrap(classifier(), **settings) as cache:
+        assert cache.calibrate(batched(requests(N_CALIBRATED)[0])).chosen is not None
+        cache.save(tmp_path / "save")
+        cache.purge(namespace="default") if is_purged else None
+    with LLMCache.load(classifier(), tmp_path / "save") as cache:
+        assert (cache.calibration is None) == is_purged
+        assert ("semantic" in rungs_of(cache, requests(60, seed=5)[0])) == (not is_purged)
+        assert cache.stats().errors == 0
+        cache.save(tmp_path / "save")

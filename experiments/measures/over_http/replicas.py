@@ -65,6 +65,7 @@ def running_replicas(settings: "ReplicaSettings", n: int) -> Iterator[Replicas]:
     """Within: so many replicas are ready, each with a CPU of Ray's; afterwards Ray has ended."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # else it writes one to the home folder
+    os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")  # it gives up after 5 s on a busy machine
     import ray
     from ray import serve
 

@@ -94,13 +94,14 @@ class Follower:
         """What happened after a cursor, but for what is less than `LEASE_S` old; see `Store.events`.
 
         Raises:
-            StoreError: The server has not been heard for longer, and nothing before that is new.
+            StoreError: The server has not been heard for longer, or never, and nothing before that is new.
         """
         with self._changed:
             # It waits only where the thread was kept from running: a server that is lost is away by then.
             self._changed.wait_for(lambda: self._is_away or self._is_current, LEASE_S)
             events = self._log.since(since)
-            if not self._is_current and since in (None, events.cursor):  # what was heard before is told all the same
+            is_new = bool(self._run_of_server) and since not in (None, events.cursor)
+            if not (self._is_current or is_new):  # what was heard before is told all the same
                 raise StoreError("Redis: it has not been heard for a while")
             return events
 
