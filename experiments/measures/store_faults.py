@@ -8,6 +8,7 @@ has returned (`stale`), and calls that raised (`crashed`).
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import threading
 import time
@@ -49,7 +50,7 @@ def run(experiment: StoreFaults, folders: Folders) -> Outcome:
     """Inject faults, drawn among all kinds."""
     check_installed()
     with TemporaryDirectory() as place, redis_server(Path(place)) as server:
-        workers = _Workers(server, experiment.seed)
+        workers = _Workers(server, Path(place) / "saves", experiment.seed)
         try:
             rows = [workers.inject() for _ in tracked(range(experiment.faults), experiment.faults, "Faults")]
         finally:
@@ -68,8 +69,9 @@ def run(experiment: StoreFaults, folders: Folders) -> Outcome:
 class _Workers:
     """Two caches, their server, and what they were asked."""
 
-    def __init__(self, server: RedisServer, seed: int) -> None:
+    def __init__(self, server: RedisServer, saves: Path, seed: int) -> None:
         self._server = server
+        self._saves = saves
         self._chance = random.Random(seed)
         self._seen: Counter[str] = Counter()
         self._counting = threading.Lock()
@@ -98,6 +100,7 @@ class _Workers:
             "two writers of one key": self._write_twice,
             "purged while it is written": self._purge_while_writing,
             "worker stopped, another started": self._restart,
+            "worker stopped, another loaded from an old save": self._load,
             "worker killed": self._kill_worker,
         }
 
@@ -245,6 +248,17 @@ class _Workers:
     def _restart(self) -> None:
         self._stop(self._caches.pop(self._chance.randrange(2)))
         self._caches.append(self._start())
+
+    def _load(self) -> None:
+        """It was saved when this came last; what was purged since is not to be served from it."""
+        cache = self._caches.pop(self._chance.randrange(2))
+        latest, former = self._saves / "latest", self._saves / "former"
+        if latest.exists():
+            latest.rename(former)
+        cache.save(latest)
+        self._stop(cache)
+        self._caches.append(LLMCache.load(_model(), former if former.exists() else latest))
+        shutil.rmtree(former, ignore_errors=True)
 
     def _kill_worker(self) -> None:
         """A process that computes and writes is killed in the middle of it."""

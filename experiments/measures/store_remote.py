@@ -3,6 +3,7 @@
 | figure | how it is measured |
 |---|---|
 | `local`, `remote` | calls of a request that another cache stored: first served from Redis, then from memory |
+| `late` | such calls that were computed, as Redis did not answer in time |
 | `paused` | calls that look for a request that is nowhere, and end before the layers, while Redis is stopped |
 | `read` | reads of the store alone while Redis is stopped: late, or refused where no connection is left |
 | `announced` | from the end of a call that computes a request to when all of several workers have heard of it |
@@ -30,6 +31,7 @@ from llmcache.banks.stores import StoreKey
 
 _POLL_S = 0.0005
 _PATIENCE_S = 30.0
+_MOST_LATE = 0.05  # share of the hits, above which nothing was measured
 
 
 class StoreRemote(Experiment):
@@ -54,13 +56,14 @@ def run(experiment: StoreRemote, folders: Folders) -> Outcome:
     with TemporaryDirectory() as place, redis_server(Path(place)) as server:
         store = {"name": "redis", "url": server.url, "timeout_ms": experiment.timeout_ms}
         settings = {"store": store, "store_least_tokens": 0, "auto_bypass": False}
-        rows, nbytes = _hits(experiment, model, settings, drawn)
+        failures: list[int] = []
+        rows, nbytes = _hits(experiment, model, settings, drawn, failures)
         rows += _paused(experiment, model, settings, drawn, server)
         rows += _read(experiment, settings, server)
-        rows += _announced(experiment, model, settings, drawn)
+        rows += _announced(experiment, model, settings, drawn, failures)
     kinds = dict.fromkeys(row["kind"] for row in rows)
     summary = [_point(kind, [row["ms"] for row in rows if row["kind"] == kind]) for kind in kinds]
-    metrics = {"model": experiment.model, "entry_nbytes": nbytes, "summary": summary}
+    metrics = {"model": experiment.model, "entry_nbytes": nbytes, "n_errors": sum(failures), "summary": summary}
     return Outcome(rows, metrics | {"threads": torch.get_num_threads()})
 
 
@@ -72,34 +75,36 @@ def _drawn(model: Any, experiment: StoreRemote) -> Iterator[Tensor]:
 
 
 @contextmanager
-def _wrapped(model: Any, settings: Mapping[str, Any], drawn: Iterator[Tensor]) -> Iterator[LLMCache]:
-    """A cache whose memory is empty, and which has seen what the model puts out."""
+def _wrapped(
+    model: Any, settings: Mapping[str, Any], drawn: Iterator[Tensor], failures: list[int]
+) -> Iterator[LLMCache]:
+    """A cache whose memory is empty, and which has seen what the model puts out; how often its store failed is noted."""
     with LLMCache.wrap(model, **settings) as cache:
         for _ in range(3):
             cache(next(drawn))
         cache.drain()
         yield cache
-        if n_errors := cache.stats().errors:
-            raise RuntimeError(f"{n_errors} failures of the store were counted: {cache.stats().health}")
+        failures.append(cache.stats().errors)
 
 
 def _hits(
-    experiment: StoreRemote, model: Any, settings: Mapping[str, Any], drawn: Iterator[Tensor]
+    experiment: StoreRemote, model: Any, settings: Mapping[str, Any], drawn: Iterator[Tensor], failures: list[int]
 ) -> tuple[list[dict[str, Any]], int]:
     """Hits from Redis and from memory in turn; and the bytes of an entry."""
     asked = [next(drawn) for _ in range(experiment.requests)]
-    with _wrapped(model, settings, drawn) as cache:
+    with _wrapped(model, settings, drawn, failures) as cache:
         for ids in tracked(asked, len(asked), "Storing"):
             cache(ids)
         cache.drain()
         stats = cache.stats()
     rows = []
-    with _wrapped(model, settings, drawn) as cache:
+    with _wrapped(model, settings, drawn, failures) as cache:
         for ids in asked:
             for kind in ("remote", "local"):
-                rows.append(_row(kind, _ms(lambda ids=ids: cache(ids))))
-                if cache.last[0].rung != "exact":
-                    raise ConfigError(f"timeout_ms={experiment.timeout_ms:g}: a {kind} hit was computed: allow more")
+                ms = _ms(lambda ids=ids: cache(ids))
+                rows.append(_row(kind if cache.last[0].rung == "exact" else "late", ms))
+    if (n_late := sum(row["kind"] == "late" for row in rows)) > _MOST_LATE * len(asked):
+        raise ConfigError(f"timeout_ms={experiment.timeout_ms:g}: {n_late} of {len(asked)} hits were late: allow more")
     return rows, stats.nbytes // stats.n_stored
 
 
@@ -165,14 +170,14 @@ def _is_answering(cache: LLMCache) -> bool:
 
 
 def _announced(
-    experiment: StoreRemote, model: Any, settings: Mapping[str, Any], drawn: Iterator[Tensor]
+    experiment: StoreRemote, model: Any, settings: Mapping[str, Any], drawn: Iterator[Tensor], failures: list[int]
 ) -> list[dict[str, Any]]:
     """How long it takes until all workers have heard of a request that one has computed."""
     rows = []
     options = {name: value for name, value in settings["store"].items() if name != "name"}
     workers = [STORES["redis"](**options) for _ in range(experiment.workers)]
     try:
-        with _wrapped(model, {**settings, "tau": 0.9999}, drawn) as cache:
+        with _wrapped(model, {**settings, "tau": 0.9999}, drawn, failures) as cache:
             sleep(1)  # what was announced so far has arrived
             for _ in range(experiment.announcements):
                 cursors = [worker.events(None).cursor for worker in workers]

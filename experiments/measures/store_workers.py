@@ -128,7 +128,7 @@ def serve_all(experiment: StoreWorkers, workload: Workload) -> Iterator[Way]:
             if folder not in limits:
                 store = {"store": {"name": "redis", "url": server.url}} if way == SHARED else {}
                 limits[folder] = calibrate(experiment, workload, store, folder)
-            server.do("FLUSHALL")
+            server.remove_values()
             shares = shares_of(way, [request.text for request in workload.requests], experiment.learn, n_workers)
             yield Way(way, n_workers, limits[folder], _serve(workload, folder, shares))
 

@@ -42,6 +42,7 @@ REMOTE: Mapping[str, Cell] = {
     "what": lambda row: {
         "local": "hit in memory",
         "remote": "hit in Redis",
+        "late": "such a request for which Redis was late: computed",
         "paused": "lookup while Redis is stopped",
         "read": "read of the store alone while Redis is stopped",
         "announced": "until all workers have heard of a request",

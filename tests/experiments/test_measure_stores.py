@@ -8,6 +8,7 @@ import pytest
 
 from experiments.support.folders import Folders
 from experiments.support.ring import Ring
+from llmcache import ConfigError
 from tests.experiments.measuring import learning, measured, told
 from tests.redis_server import redis_server
 from tests.tiny_models import save_bert
@@ -36,8 +37,14 @@ def test_hits_in_redis_pauses_and_announcements_are_timed(tmp_path: Path) -> Non
     outcome = measured(values)
     kinds = {row["kind"]: row["n"] for row in outcome.metrics["summary"]}
     assert kinds == {"remote": 5, "local": 5, "paused": 6, "read": 6, "announced": 3}
-    assert outcome.metrics["entry_nbytes"] > 0
+    assert outcome.metrics["entry_nbytes"] > 0 and outcome.metrics["n_errors"] == 0
     assert "| hit in Redis |" in told(values, outcome)
+
+
+def test_a_redis_that_is_late_is_told(tmp_path: Path) -> None:
+    values = {**REMOTE, "model": str(save_bert(tmp_path / "tiny", "some words")), "timeout_ms": 0.001}
+    with pytest.raises(ConfigError, match="5 of 5 hits were late: allow more"):
+        measured(values)
 
 
 def test_faults_of_each_kind_cost_speed_alone() -> None:
