@@ -108,6 +108,8 @@ class LLMCache:
     ) -> Self:
         """Wrap a model with a saved cache's settings, entries and calibration.
 
+        What was purged in its store since it was saved is left out, with a calibration that rests on it.
+
         Args:
             model: As of `wrap`.
             folder: That `save` wrote.

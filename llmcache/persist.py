@@ -12,6 +12,7 @@ on with the entries that were saved. What was measured (counters, reconstruction
 """
 
 import logging
+from collections.abc import Set
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -24,6 +25,7 @@ from llmcache.arrays import below
 from llmcache.banks.cache_banks import CacheBanks
 from llmcache.banks.records import SavedRequest
 from llmcache.banks.serialization import arrays_to_tensors, pack_requests, pack_states, unpack
+from llmcache.banks.tier import named
 from llmcache.calibration.calibrated_reuse import CalibratedReuse
 from llmcache.calibration.calibration import Calibration
 from llmcache.config import RENAMED, CacheConfig
@@ -60,9 +62,10 @@ class Manifest(BaseModel):
     head: str = ""  # of the model's others, where its answers matter: something is reused approximately
     special_ids: list[int]  # that fingerprints leave out; others would make fingerprints of other requests
     scopes: list[tuple[str, str, str]]  # namespace, dtype and attention; requests name theirs by number
-    generations: dict[str, int | None] = {}  # that namespaces had in the store; none without one
+    generations: dict[str, int | None] = {}  # that namespaces had in the store; None: not known, or there is none
     files: dict[str, str]  # SHA-256 by name
     calibration: Calibration | None = None
+    rests_on: list[str] | None = None  # namespaces of those that the calibration had serve; None: of those held
     #: Requests that serve no others: their namespace by key.
     quarantined: dict[str, str] = Field({}, validation_alias=AliasChoices("quarantined", "struck"))
     examples: list[str] | None = None  # keys of those by which a forecast is answered; None: of each answer the oldest
@@ -87,8 +90,10 @@ def save(components: Components, model: nn.Module, config: CacheConfig, tokenize
         raise StoreError(f"{folder}: not saved: {CURES[reason]}")
     try:
         with locked(folder):
-            known = None if components.tier is None else components.tier.generations()  # first: a purge may come now
-            parts, scopes, calibration, examples = _take(components, weights)
+            generations = {} if components.tier is None else components.tier.generations()  # first: a purge may come
+            parts, scopes, calibration, rests_on, examples = _take(components, weights)
+            quarantined = components.banks.quarantined
+            namespaces = {scope.namespace for scope in scopes} | {*rests_on, *quarantined.values()}
             manifest = Manifest(
                 format=FORMAT,
                 written_by=__version__,
@@ -98,10 +103,11 @@ def save(components: Components, model: nn.Module, config: CacheConfig, tokenize
                 head=_head_digest(model, components.trunk, config, calibration is not None),
                 special_ids=list(special_ids(components.trunk, tokenizer)),
                 scopes=[(scope.namespace, scope.dtype, scope.attention) for scope in scopes],
-                generations={} if known is None else {one.namespace: known.get(one.namespace) for one in scopes},
+                generations={name: generations.get(name) for name in namespaces},
                 files={},
                 calibration=calibration,
-                quarantined=components.banks.quarantined,
+                rests_on=rests_on,
+                quarantined=quarantined,
                 examples=examples,
             )
             replace(folder, parts, lambda files: manifest.model_copy(update={"files": files}).model_dump_json(indent=2))
@@ -205,39 +211,38 @@ def restore(components: Components, manifest: Manifest, parts: Tensors, folder: 
         raise
     except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
         raise BankFileError(f"{folder}: the files do not fit each other: {error!r}") from error
-    made, calibrated = manifest.calibration, components.calibrated
+    calibrated = components.calibrated
+    made = None if calibrated is None else calibrated.calibration
     if calibrated is not None and made is not None and not calibrated.is_made_for(manifest.weights):
         raise UnfitBankError(
             f"{folder}: calibrated for a head with other weights (digest {made.head[:12]}, this model's has "
             f"{calibrated.head_digest()[:12]}); give the model that it was saved from, or another folder"
         )
-    _follow(components, manifest, folder)
-
-
-def _follow(components: Components, manifest: Manifest, folder: str | Path) -> None:
-    """Forget what was purged in the store since it was saved; one that does not answer is asked again by each call."""
-    if components.tier is None:
-        return
-    components.follow()
-    known = components.tier.generations()
-    if gone := [name for name in dict.fromkeys(name for name, *_ in manifest.scopes) if name not in known]:
-        others = f" and {len(gone) - 1} others" if gone[1:] else ""
-        logger.warning(
-            "%s: what was saved of namespace %r%s is not used: it may have been purged since", folder, gone[0], others
-        )
 
 
 def _fill(components: Components, manifest: Manifest, parts: Tensors, folder: str | Path) -> None:
+    if components.tier is None:
+        _take_in(components, manifest, parts, folder, set())
+        return
+    names = [name for name, *_ in manifest.scopes] + [*(manifest.rests_on or ()), *manifest.quarantined.values()]
+    with components.tier.loading({name: manifest.generations.get(name) for name in names}) as gone:
+        _take_in(components, manifest, parts, folder, gone)
+    if gone:
+        logger.warning("%s: not used, as it may have been purged since, is %s", folder, named(gone))
+
+
+def _take_in(components: Components, manifest: Manifest, parts: Tensors, folder: str | Path, gone: Set[str]) -> None:
+    """Fill the banks, but for namespaces that are gone, with which goes a calibration that rests on them."""
     banks, weights = components.banks, manifest.weights
     scopes = [Scope(namespace, weights, dtype, attention) for namespace, dtype, attention in manifest.scopes]
-    if components.tier is not None:  # so that a purge is noticed of which the store tells no more
-        components.tier.expect({one.namespace: manifest.generations.get(one.namespace) for one in scopes})
     learned = {name: tensor.numpy() for name, tensor in parts["requests"].items()}
     records = list(unpack(parts["requests"], parts["states"], scopes))
     _check_payload(components, manifest.payload, records, folder)
     if components.calibrated is not None and manifest.calibration is not None:
-        namespaces = {record.scope.namespace for record in records if record.is_pinned or record.slots}
-        components.calibrated.restore(manifest.calibration, below("trust.", learned), namespaces)
+        of_sources = {record.scope.namespace for record in records if record.is_pinned or record.slots}
+        rests_on = of_sources if manifest.rests_on is None else manifest.rests_on
+        components.calibrated.restore(manifest.calibration, below("trust.", learned), rests_on)
+    records = [record for record in records if record.scope.namespace not in gone]
     if banks.fingerprint is not None:
         banks.fingerprint.restore(below("fingerprint.", learned))
     for layer, packer in banks.layer_banks.packers[weights].items():
@@ -250,10 +255,12 @@ def _fill(components: Components, manifest: Manifest, parts: Tensors, folder: st
     if components.prefix is not None:
         components.prefix.gather()
     banks.place(records)
-    if components.calibrated is not None:
-        _present(components.calibrated, manifest.examples, records)
     for key, namespace in manifest.quarantined.items():
         banks.quarantine(key, namespace)
+    for name in gone:
+        components.forget(name)
+    if components.calibrated is not None and components.calibrated.calibration is not None:
+        _present(components.calibrated, manifest.examples, records)
 
 
 def _present(calibrated: CalibratedReuse, examples: list[str] | None, records: list[SavedRequest]) -> None:
@@ -282,8 +289,10 @@ def _check_payload(components: Components, saved: str, records: list[SavedReques
         )
 
 
-def _take(components: Components, weights: str) -> tuple[Tensors, list[Scope], Calibration | None, list[str] | None]:
-    """What is to be written, as it is at one moment: tensors by file, scopes, calibration, keys of examples."""
+def _take(
+    components: Components, weights: str
+) -> tuple[Tensors, list[Scope], Calibration | None, list[str], list[str] | None]:
+    """What is written, as it is at one moment: tensors by file, scopes, calibration, its namespaces, examples' keys."""
     banks, calibrated = components.banks, components.calibrated
     with nullcontext() if calibrated is None else calibrated.held():  # no calibration is renewed meanwhile
         if calibrated is not None and not calibrated.is_made_for(weights):
@@ -296,8 +305,8 @@ def _take(components: Components, weights: str) -> tuple[Tensors, list[Scope], C
             "states": pack_states(records) | _pack_codecs(banks, weights),
         }
         if calibrated is None:
-            return parts, scopes, None, None
-        return parts, scopes, calibrated.calibration, calibrated.chooser.examples
+            return parts, scopes, None, [], None
+        return parts, scopes, calibrated.calibration, sorted(calibrated.namespaces), calibrated.chooser.examples
 
 
 def _pack_learned(banks: CacheBanks, calibrated: CalibratedReuse | None) -> dict[str, Tensor]:

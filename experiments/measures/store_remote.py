@@ -78,7 +78,7 @@ def _drawn(model: Any, experiment: StoreRemote) -> Iterator[Tensor]:
 def _wrapped(
     model: Any, settings: Mapping[str, Any], drawn: Iterator[Tensor], failures: list[int]
 ) -> Iterator[LLMCache]:
-    """A cache whose memory is empty, and which has seen what the model puts out; how often its store failed is noted."""
+    """A cache whose memory is empty, and which has seen what the model puts out; failures of its store are noted."""
     with LLMCache.wrap(model, **settings) as cache:
         for _ in range(3):
             cache(next(drawn))

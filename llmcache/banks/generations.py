@@ -14,7 +14,7 @@ Ask: TypeAlias = Callable[[str], int | None]
 
 
 class Generations:
-    """The numbers of the namespaces that calls asked for, of no others is anything in memory. Thread-safe.
+    """The numbers of all namespaces of which anything is in memory, from calls or from a save. Thread-safe.
 
     A number that could not be asked for at first stays unknown for a while: memory may then hold what was computed
     before a purge that nobody here has heard of yet, which must not be taken for what the store has under that number.
@@ -61,14 +61,19 @@ class Generations:
         return self._known.get(namespace)
 
     def expect(self, numbers: Mapping[str, int | None]) -> None:
-        """Memory holds namespaces as they were when they had these numbers, None: what they had is not known."""
+        """Memory takes in what was saved of namespaces that had these numbers, None: which one is not known."""
         with self._lock:
-            self._known |= {name: number for name, number in numbers.items() if number is not None}
-            self._unknown |= {name: None for name, number in numbers.items() if number is None}
-            self._new |= set(numbers)
+            for name, number in numbers.items():
+                self._known.pop(name, None)
+                self._unknown.pop(name, None)
+                if number is None:
+                    self._unknown[name] = None
+                else:
+                    self._known[name] = number
+                self._new.add(name)
 
-    def asked(self) -> Mapping[str, int | None]:
-        """All that were asked for."""
+    def all(self) -> Mapping[str, int | None]:
+        """Those of all namespaces; None: not known."""
         with self._lock:
             return {**self._known, **dict.fromkeys(self._unknown)}
 

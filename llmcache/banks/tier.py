@@ -12,10 +12,12 @@ Trouble here costs speed, never correctness: it is counted, logged once, and the
 """
 
 import hashlib
+import logging
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -32,6 +34,8 @@ from llmcache.banks.write_behind import Job, WriteBehind
 from llmcache.counters import Counters
 from llmcache.request.rows import Scope
 from llmcache.stats import TierStats
+
+logger = logging.getLogger("llmcache")
 
 _T = TypeVar("_T")
 _LEAST_S = 0.005  # that a read may take
@@ -84,6 +88,7 @@ class Tier:
         weakref.finalize(self, self._behind.close)  # also when the interpreter ends, which must not meet it in torch
         self._following = threading.RLock()
         self._cursor: str | None = None
+        self._has_missed = False  # maybe purges of what is in memory
         self._generations = Generations()
         self._noting = threading.Lock()
         self._n_reading = 0  # namespaces of which announcements are being read
@@ -100,14 +105,22 @@ class Tier:
         return self._generations.of(namespace, self._now)
 
     def generations(self) -> Mapping[str, int | None]:
-        """The numbers of namespaces by which memory holds what it holds of them; None: not known."""
-        return self._generations.asked()
+        """The numbers of the namespaces of which anything is in memory; None: not known."""
+        return self._generations.all()
 
-    def expect(self, generations: Mapping[str, int | None]) -> None:
-        """Memory holds what was saved when namespaces had these numbers; `follow` forgets those that have others."""
+    @contextmanager
+    def loading(self, generations: Mapping[str, int | None]) -> Iterator[Set[str]]:
+        """Within, memory takes in what was saved when namespaces had these numbers; no call begins meanwhile.
+
+        Yields those that have another number now, of which nothing is to be taken in. Where the store is silent it
+        yields none; `follow` looks again before anything is served once the store was heard.
+        """
         with self._following:
-            self._generations.expect(generations)
-            self._cursor = ""  # as after a gap: purges may have been missed
+            outdated = self._outdated(generations)
+            gone = set(outdated or ())
+            self._generations.expect({name: number for name, number in generations.items() if name not in gone})
+            self._has_missed = outdated is None
+            yield gone
 
     def follow(self, forget: Callable[[str | None], object], hear: Hear | None = None) -> None:
         """Have namespaces forgotten that were purged in the store, None: all, before this returns.
@@ -123,17 +136,23 @@ class Tier:
                 if not self._behind.breaker.is_open:
                     self._behind.failed("follow the store", error)
                 return
-            if events.cursor == since:  # else more may follow of what a store heard before it lost its server
+            if events.cursor == since and not self._has_missed:
+                # Otherwise more may follow of what a store heard before it lost its server.
                 self._generations.settle(self._now, began - _LAG_S)
                 self._hear_all(hear)
                 return
-            asked = self._generations.asked()
+            asked = self._generations.all()
             cleared = [event.namespace for event in events.found if event.kind == "cleared"]
             is_gap = since is not None and not events.is_complete
-            if cleared or is_gap:
+            if cleared or is_gap or self._has_missed:
                 self._generations.purged()
-            if is_gap:
-                cleared += self._outdated(asked)
+            if is_gap or self._has_missed:
+                outdated = self._outdated(asked)
+                self._has_missed = outdated is None and not is_gap
+                outdated = list(asked) if outdated is None and is_gap else outdated or []
+                cleared += outdated
+                if outdated:
+                    logger.warning("llmcache: forgotten, as it may have been purged, is %s", named(outdated))
             for name in dict.fromkeys(name for name in cleared if name in asked or (name is None and asked)):
                 self._forget(name, forget)
             if not events.is_complete:
@@ -323,21 +342,19 @@ class Tier:
             self._mismatched[error.reason] += 1
             return None
 
-    def _outdated(self, asked: Mapping[str, int | None]) -> list[str]:
-        """Namespaces that may have been purged since they had these numbers; all, from where the store is silent."""
-        outdated, is_silent = [], False
-        for name, known in asked.items():
-            now = None
-            if known is not None and not is_silent:  # it told of events: a former failure is no reason not to ask
-                now = self._now(name, is_urgent=True)
-                now = self._now(name, is_urgent=True) if now is None else now
-                is_silent = now is None
-            if now is None or now != known:
-                outdated.append(name)
-        return outdated
+    def _outdated(self, generations: Mapping[str, int | None]) -> list[str] | None:
+        """Namespaces that may have been purged since they had these numbers; None: the store does not say."""
+        names = [name for name, number in generations.items() if number is not None]
 
-    def _now(self, namespace: str, is_urgent: bool = False) -> int | None:
-        return self._ask("ask the store for a generation", lambda: self._store.generation(namespace), is_urgent)
+        def ask() -> dict[str, int]:
+            return dict(zip(names, self._store.generations(names), strict=True))
+
+        if (now := self._ask("ask the store for generations", ask, is_urgent=True) if names else {}) is None:
+            return None
+        return [name for name, number in generations.items() if number is None or number != now[name]]
+
+    def _now(self, namespace: str) -> int | None:
+        return self._ask("ask the store for a generation", lambda: self._store.generation(namespace))
 
     def _ask(self, what: str, act: Callable[[], _T], is_urgent: bool = False) -> _T | None:
         """What the store says; None where it fails, or failed so often that it is not asked unless it is urgent."""
@@ -351,3 +368,9 @@ class Tier:
         if not self._behind.breaker.is_open:  # else the thread that writes pings first
             self._behind.breaker.n_failed = 0
         return said
+
+
+def named(namespaces: Collection[str]) -> str:
+    """Some namespaces in words."""
+    first = repr(min(namespaces))
+    return f"namespace {first}" if len(namespaces) == 1 else f"{len(namespaces)} namespaces, {first} say"

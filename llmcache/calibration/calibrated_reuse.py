@@ -67,7 +67,7 @@ class CalibratedReuse:
         self._learn = config.learn  # requests after which it calibrates by itself; None: when told
         self._risk_target = RiskTarget(config.max_drop, config.delta, "changed", config.sources, 0)
         self._is_watched = config.audit > 0  # else no status says `certified`
-        self._namespaces: set[str] = set()  # of those who serve
+        self.namespaces: set[str] = set()
         self._observed: list[Observation] = []
         self._limits: dict[int, float] = {}
         self._is_calibrating = False
@@ -108,7 +108,7 @@ class CalibratedReuse:
     def end(self) -> None:
         """Reuse nothing approximately any more; what served may leave."""
         with self._lock:
-            self._limits, self.calibration, self._namespaces, self.origin = {}, None, set(), None
+            self._limits, self.calibration, self.namespaces, self.origin = {}, None, set(), None
             self.chooser.forget()
             self._banks.search_by(None)
 
@@ -116,7 +116,7 @@ class CalibratedReuse:
         """Learn nothing from requests seen so far, of one namespace or all; a calibration that rests on them ends."""
         with self._lock:
             self._observed = [case for case in self._observed if namespace not in (None, case.scope.namespace)]
-            if self.calibration is not None and namespace in (None, *self._namespaces):
+            if self.calibration is not None and namespace in (None, *self.namespaces):
                 self.end()
 
     def remaining(self, observed: Sequence[Observation]) -> list[Observation]:
@@ -217,7 +217,7 @@ class CalibratedReuse:
 
     def serves_in(self, namespace: str) -> bool:
         """Whether requests of a namespace may be served by others: sources are all of some namespaces."""
-        return namespace in self._namespaces
+        return namespace in self.namespaces
 
     def status(self, weights: str) -> Status:
         """How approximate reuse stands for the weights that the trunk has now."""
@@ -282,7 +282,7 @@ class CalibratedReuse:
             lookup_ms=lookup_s / len(tested) * 1e3,
             watch=watch,
         )
-        self._namespaces = {case.scope.namespace for case in sources.values()}
+        self.namespaces = {case.scope.namespace for case in sources.values()}
         origins = {(case.scope, case.generation) for case in sources.values()}
         self.origin = origins.pop() if len(origins) == 1 else None
         self._serve(calibration)
@@ -299,7 +299,7 @@ class CalibratedReuse:
     def restore(self, calibration: Calibration, state: Mapping[str, Floats], namespaces: Collection[str]) -> None:
         """Take up a calibration, what was learned for it, and of whom. The banks are filled afterwards."""
         self.chooser.restore(state)
-        self._namespaces = set(namespaces)
+        self.namespaces = set(namespaces)
         self.fitter.resume()
         self._serve(calibration)
 
@@ -322,7 +322,7 @@ class CalibratedReuse:
                 self.end()
                 raise
             scope = published.sources[0].scope
-            self._namespaces, self.origin = {scope.namespace}, (scope, generation)
+            self.namespaces, self.origin = {scope.namespace}, (scope, generation)
             self._serve(published.calibration)
 
     def published(self) -> Published | None:

@@ -52,6 +52,10 @@ class Frail(Shared):
         self.check()
         return super().events(since)
 
+    def generations(self, namespaces: Sequence[str]) -> list[int]:
+        self.check()
+        return super().generations(namespaces)
+
     def ping(self) -> None:
         self.check()
         super().ping()
@@ -281,6 +285,41 @@ def test_while_it_is_forgotten_no_generation_is_alike(make: Callable[..., tuple[
     seen: list[int] = []
     tier.remove("a", lambda name: seen.extend(tier.generation("a") for _ in range(3)))
     assert len({*seen, tier.generation("a")}) == len(seen) + 1 and max(seen) <= NO_GENERATION
+
+
+def test_what_is_loaded_is_compared_with_the_store_at_once_or_once_it_answers(
+    make: Callable[..., tuple[Tier, Frail]],
+) -> None:
+    (one, _), (other, store) = make(), make()
+    saved = {name: one.generation(name) for name in "abc"} | {"unknown": None}
+    one.remove("a", lambda name: None)
+    forgotten(other)
+    store.fails = True
+    with other.loading(saved) as gone:
+        assert gone == set()
+    assert forgotten(other) == [] and other.generations() == saved
+    store.fails = False
+    one.remove("b", lambda name: None)
+    assert sorted(forgotten(other)) == ["a", "b", "unknown"]
+    assert other.generations() == {"c": saved["c"]} and forgotten(other) == []
+    (third, _) = make()
+    with third.loading(saved) as gone:
+        assert gone == {"a", "b", "unknown"}
+    assert third.generations() == {"c": saved["c"]} and forgotten(third) == []
+
+
+def test_numbers_are_asked_for_after_failures_too_and_who_pings_decides_when_all_is_well(
+    make: Callable[..., tuple[Tier, Frail]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(write_behind, "_REST_S", 60.0)
+    tier, store = make()
+    number, store.fails = tier.generation("a"), True
+    while tier.is_answering or not tier._behind.breaker.is_open:
+        list(tier.fetch(SCOPE, ["x"], 8))
+    store.fails = False
+    with tier.loading({"a": number, "b": number + 1}) as gone:
+        assert gone == {"b"} and not tier.is_answering
+    assert tier._behind.breaker.is_open
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])

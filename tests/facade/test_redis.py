@@ -1,6 +1,7 @@
 """Caches that share a Redis: what one computed another serves, and a server in trouble costs speed alone."""
 
 import multiprocessing
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from multiprocessing.connection import Connection
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmcache import LLMCache, StoreError
+from llmcache import LLMCache, StoreError, persist
 from llmcache.banks.stores.seal import SECRET
 from tests.inside import components
 from tests.redis_server import RedisServer, redis_server, wait_until
@@ -92,10 +93,11 @@ def test_a_paused_server_costs_speed_alone(started: Callable[..., LLMCache], ser
     wait_until(lambda: rung(one, tokens(1, 12, seed=99)) == "exact")
 
 
-@pytest.mark.parametrize("is_away", [False, True], ids=["asked at once", "away at first"])
+@pytest.mark.parametrize("pause", ["", "from before", "from when it was heard", "for a moment"])
 def test_what_was_purged_since_a_save_is_not_served_from_it(
-    started: Callable[..., LLMCache], server: RedisServer, is_away: bool, tmp_path: Path
+    started: Callable[..., LLMCache], server: RedisServer, pause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Nor is anything else forgotten, whatever becomes of the server meanwhile."""
     one, names = started(), ("purged", "kept")
     for name in names:
         with one.namespace(name):
@@ -103,10 +105,20 @@ def test_what_was_purged_since_a_save_is_not_served_from_it(
     one.save(tmp_path / "save")
     one.purge(namespace="purged")
     with ExitStack() as stack:
-        if is_away:
+        restore = persist.restore
+
+        def pause_and_restore(*args: Any) -> None:
             stack.enter_context(server.paused())
+            if pause == "for a moment":
+                threading.Timer(0.1, stack.close).start()
+            restore(*args)
+
+        if pause == "from before":
+            stack.enter_context(server.paused())
+        elif pause:
+            monkeypatch.setattr(persist, "restore", pause_and_restore)
         other = LLMCache.load(build(CLASSIFIERS["bert"]), tmp_path / "save")
-        if is_away:
+        if pause.startswith("from"):
             for name in names:
                 with other.namespace(name):
                     assert rung(other) == "exact"  # as by one that has run all the time

@@ -236,6 +236,15 @@ def test_announcements_that_are_none_are_passed_over(started: Callable[..., LLMC
     assert ask(other, NEAR)[0] == "semantic"
 
 
+def test_one_that_is_loaded_hears_what_was_announced_before(started: Callable[..., LLMCache], tmp_path: Path) -> None:
+    one = started()
+    ask(one, FIRST)
+    one.save(tmp_path / "save")
+    ask(one, FAR)
+    with LLMCache.load(build(CLASSIFIERS["bert"]), tmp_path / "save") as loaded:
+        wait_until(lambda: hears(loaded))
+
+
 def test_growing_sources_come_from_all_workers(store: dict[str, Any], tmp_path: Path) -> None:
     settings = {"max_drop": 0.05, "auto_bypass": False, "store": store, "store_least_tokens": 0, "audit": 0}
     calibrated = batched(requests(N_CALIBRATED)[0])

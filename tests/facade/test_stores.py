@@ -4,6 +4,7 @@ import errno
 import json
 import random
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from llmcache import ConfigError, LLMCache, StoreError
+from llmcache import ConfigError, LLMCache, StoreError, persist
 from llmcache.banks.stores.disk import DiskStore
 from llmcache.banks.stores.seal import KEY, SECRET
 from tests.inside import components
@@ -547,13 +548,15 @@ def test_what_was_purged_since_a_save_is_not_served_from_it(
     stop(cache)
     other.purge(namespace="purged")
     with monkeypatch.context() as patch:
-        for name in ("events", "generation", "get_many", "ping"):
-            patch.setattr(DiskStore, name, away) if is_away else None
+        if is_away:
+            for name in ("events", "generation", "get_many", "ping"):
+                patch.setattr(DiskStore, name, away)
         cache = LLMCache.load(build(make), tmp_path / "save")
-        assert ("what was saved of namespace 'purged' is not used" in caplog.text) == (not is_away)
         if is_away:  # as by one that has run all the time, and is cut off
             assert rung(cache, ids, "purged") == "exact"
+        assert ("not used, as it may have been purged since, is namespace 'purged'" in caplog.text) == (not is_away)
     assert rung(cache, ids, "kept") == "exact"
+    assert ("forgotten, as it may have been purged, is namespace 'purged'" in caplog.text) == is_away
     cache.drain()
     assert rung(other, ids, "purged") is None  # nothing of it was stored as new
     cache.clear()
@@ -568,7 +571,8 @@ def test_a_save_of_which_nobody_knows_what_was_purged_since_is_not_served(
 ) -> None:
     ids, cache, path = tokens(1, 9), started(ENCODERS["bert"]), tmp_path / "save" / "manifest.json"
     with monkeypatch.context() as patch:
-        patch.setattr(DiskStore, "generation", away) if case == "not asked" else None
+        if case == "not asked":
+            patch.setattr(DiskStore, "generation", away)
         cache(ids)
         cache.save(path.parent)
         cache.unwrap()
@@ -594,17 +598,87 @@ def rung(cache: LLMCache, ids: Tensor, namespace: str = "default") -> str | None
     return found
 
 
-@pytest.mark.parametrize("is_purged", [False, True])
+@pytest.mark.parametrize("sources", ["frozen", "growing"])
+@pytest.mark.parametrize("namespace", ["tenant", "other"])
+@pytest.mark.parametrize("is_away", [False, True], ids=["asked at once", "away at first"])
 def test_a_calibration_that_was_purged_since_a_save_is_not_served_from_it(
-    started: Callable[..., LLMCache], is_purged: bool, tmp_path: Path
+    sources: str, namespace: str, is_away: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also one of whose sources none is held any more, and of whose namespace a quarantined request alone is left."""
     settings = {"max_drop": 0.05, "auto_bypass": False, "store": {"name": "disk", "folder": str(tmp_path / "store")}}
+    with LLMCache.wrap(classifier(), **settings, sources=sources, max_entries=N_CALIBRATED) as cache:
+        with cache.namespace("tenant"):
+            assert cache.calibrate(batched(requests(N_CALIBRATED)[0])).chosen is not None
+        with cache.namespace("third"):
+            for seed in range(2 * N_CALIBRATED // 50):
+                cache(tokens(50, 12, seed=seed))
+        cache.drain()
+        held = {record.scope.namespace for record in components(cache).banks.records()}
+        assert ("tenant" in held) == (sources == "frozen")
+        components(cache).banks.quarantine("key", "tenant")
+        cache.save(tmp_path / "save")
     with LLMCache.wrap(classifier(), **settings) as cache:
-        assert cache.calibrate(batched(requests(N_CALIBRATED)[0])).chosen is not None
-        cache.save(tmp_path / "save")
-        cache.purge(namespace="default") if is_purged else None
-    with LLMCache.load(classifier(), tmp_path / "save") as cache:
-        assert (cache.calibration is None) == is_purged
-        assert ("semantic" in rungs_of(cache, requests(60, seed=5)[0])) == (not is_purged)
-        assert cache.stats().errors == 0
-        cache.save(tmp_path / "save")
+        cache.purge(namespace=namespace)
+    with monkeypatch.context() as patch:
+        if is_away:
+            for name in ("events", "generation", "ping"):
+                patch.setattr(DiskStore, name, away)
+        cache = LLMCache.load(classifier(), tmp_path / "save")
+        assert cache.calibration is not None or not is_away
+    with cache.namespace("tenant"):
+        rungs = rungs_of(cache, requests(60, seed=5)[0])
+    is_kept = namespace == "other"
+    assert (cache.calibration is not None, "key" in components(cache).banks.quarantined) == (is_kept, is_kept)
+    assert ("semantic" in rungs) == is_kept
+    cache.save(tmp_path / "save")
+    cache.unwrap()
+
+
+@pytest.mark.parametrize("make", [ENCODERS["bert"], DECODERS["llama"]], ids=["bert", "llama"])
+def test_a_call_that_comes_while_a_save_is_loaded_finds_nothing_that_was_purged(
+    started: Callable[..., LLMCache], make: Callable[[], nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids, cache, model = tokens(1, 19), started(make), build(make)
+    cache(ids)
+    cache.save(tmp_path / "save")
+    cache.purge(namespace="default")
+    take_in, done = persist._take_in, threading.Event()
+
+    def with_a_call(*args: Any) -> None:
+        caller.start()
+        assert not done.wait(0.2)  # it waits
+        take_in(*args)
+
+    def call() -> None:
+        with torch.inference_mode():
+            model(ids)
+        done.set()
+
+    caller = threading.Thread(target=call)
+    monkeypatch.setattr(persist, "_take_in", with_a_call)
+    with LLMCache.load(model, tmp_path / "save") as loaded:
+        caller.join(20)
+        assert loaded.stats().hits == {} and rung(loaded, ids) == "exact"  # its own
+    stop(cache)
+
+
+def test_a_purge_that_comes_while_it_is_saved_is_not_missed(
+    started: Callable[..., LLMCache], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids, cache, other = tokens(1, 9), started(ENCODERS["bert"]), started(ENCODERS["bert"])
+    cache(ids)
+    take = persist._take
+
+    def with_a_purge(*args: Any) -> Any:
+        taken = take(*args)
+        other.purge(namespace="default")
+        components(cache).follow()
+        cache(tokens(1, 5))
+        return taken
+
+    monkeypatch.setattr(persist, "_take", with_a_purge)
+    cache.save(tmp_path / "save")
+    stop(cache)
+    with LLMCache.load(build(ENCODERS["bert"]), tmp_path / "save") as cache:
+        assert rung(cache, ids) is None
+    stop(other)

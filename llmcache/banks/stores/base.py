@@ -152,6 +152,14 @@ class Store(ABC):
     def generation(self, namespace: str) -> int:
         """Return the number that a namespace has now, 0 or more."""
 
+    def generations(self, namespaces: Sequence[str]) -> list[int]:
+        """Return the numbers of several namespaces, in their order.
+
+        Called where events may have been missed, and calls wait for it: what cannot be told within a second is an
+        error. By default `generation` is asked for each.
+        """
+        return [self.generation(namespace) for namespace in namespaces]
+
     @abstractmethod
     def remove(self, namespace: str | None) -> int:
         """Give a namespace, or all of them (None), another number, and return how many values that made unreachable.

@@ -149,8 +149,7 @@ class Follower:
         began = monotonic()
         block = ("BLOCK", int(1e3 * _BLOCK_S)) if self._is_current else ()
         commands: list[Command] = [
-            ("EXPIRE", keys.generations, self._ttl_s),
-            ("EXPIRE", keys.events, self._ttl_s),
+            *keys.live_on(self._ttl_s),
             ("XREAD", "COUNT", _AT_ONCE, *block, "STREAMS", keys.events, self._entry),
             ("XRANGE", keys.events, self._entry, self._entry),
         ]

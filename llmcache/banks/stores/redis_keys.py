@@ -21,6 +21,9 @@ from llmcache.banks.stores.base import Put, StoreKey
 from llmcache.banks.stores.redis_wire import Command
 
 ALL = "all"  # field of the number of all namespaces
+_NUMBERS_S = (
+    30 * 86_400
+)  # after which numbers leave that nobody asked for: by then a folder that was saved is not served
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,10 @@ class Keys:
     def notes(self, namespace: str, generation: int) -> str:
         """Matches the notes of a namespace, for SCAN."""
         return f"{self.prefix}:{self.run}:{field_of(namespace)}:{generation:x}:*:note"
+
+    def live_on(self, ttl_s: int) -> list[Command]:
+        """Have events outlive the values, and numbers what was saved to folders."""
+        return [("EXPIRE", self.generations, max(ttl_s, _NUMBERS_S)), ("EXPIRE", self.events, ttl_s)]
 
     def ask_generations(self, namespaces: Sequence[str]) -> Command:
         """A command; `told` reads its answer."""
