@@ -238,7 +238,8 @@ def _take_in(components: Components, manifest: Manifest, parts: Tensors, folder:
     learned = {name: tensor.numpy() for name, tensor in parts["requests"].items()}
     records = list(unpack(parts["requests"], parts["states"], scopes))
     _check_payload(components, manifest.payload, records, folder)
-    if components.calibrated is not None and manifest.calibration is not None:
+    is_known = manifest.rests_on is not None or components.tier is None  # whether a purge would end the calibration
+    if components.calibrated is not None and manifest.calibration is not None and is_known:
         of_sources = {record.scope.namespace for record in records if record.is_pinned or record.slots}
         rests_on = of_sources if manifest.rests_on is None else manifest.rests_on
         components.calibrated.restore(manifest.calibration, below("trust.", learned), rests_on)

@@ -65,5 +65,7 @@ store_faults = _shown(
 )
 store_workers = _shown(WORKERS, "One calibration for all ways; its sources grow. Changed: not the model's own answers.")
 store_remote = _shown(
-    REMOTE, "Whole calls, but for lookups: these end before the layers. Hits in turn, on equal requests."
+    REMOTE,
+    "Whole calls, but for lookups: these end before the layers. Hits in turn, on equal requests; one for which Redis "
+    "was late is computed, and has a row of its own.",
 )

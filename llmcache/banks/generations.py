@@ -60,16 +60,12 @@ class Generations:
         """The number of a namespace, if it was asked for and is known."""
         return self._known.get(namespace)
 
-    def expect(self, numbers: Mapping[str, int | None]) -> None:
-        """Memory takes in what was saved of namespaces that had these numbers, None: which one is not known."""
+    def expect(self, numbers: Mapping[str, int]) -> None:
+        """Memory takes in what was saved of namespaces that had these numbers."""
         with self._lock:
             for name, number in numbers.items():
-                self._known.pop(name, None)
                 self._unknown.pop(name, None)
-                if number is None:
-                    self._unknown[name] = None
-                else:
-                    self._known[name] = number
+                self._known[name] = number
                 self._new.add(name)
 
     def all(self) -> Mapping[str, int | None]:

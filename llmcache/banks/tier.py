@@ -88,7 +88,8 @@ class Tier:
         weakref.finalize(self, self._behind.close)  # also when the interpreter ends, which must not meet it in torch
         self._following = threading.RLock()
         self._cursor: str | None = None
-        self._has_missed = False  # maybe purges of what is in memory
+        self._has_missed = False  # maybe purges of what was loaded
+        self._silent_since: float | None = None  # when it first told events and no numbers
         self._generations = Generations()
         self._noting = threading.Lock()
         self._n_reading = 0  # namespaces of which announcements are being read
@@ -112,21 +113,22 @@ class Tier:
     def loading(self, generations: Mapping[str, int | None]) -> Iterator[Set[str]]:
         """Within, memory takes in what was saved when namespaces had these numbers; no call begins meanwhile.
 
-        Yields those that have another number now, of which nothing is to be taken in. Where the store is silent it
-        yields none; `follow` looks again before anything is served once the store was heard.
+        Yields those of which nothing is to be taken in: their number is another one now, or is not known (None). While
+        the store is silent none has another; `follow` compares before anything is served once the store was heard.
         """
         with self._following:
-            outdated = self._outdated(generations)
-            gone = set(outdated or ())
-            self._generations.expect({name: number for name, number in generations.items() if name not in gone})
+            known = {name: number for name, number in generations.items() if number is not None}
+            outdated = self._outdated(known)
+            gone = {*generations} - {*known} | {*(outdated or ())}
+            self._generations.expect({name: number for name, number in known.items() if name not in gone})
             self._has_missed = outdated is None
             yield gone
 
     def follow(self, forget: Callable[[str | None], object], hear: Hear | None = None) -> None:
         """Have namespaces forgotten that were purged in the store, None: all, before this returns.
 
-        Announcements in namespaces that calls asked for are given to `hear`: those that came since the last time at
-        once, those from before behind the calls. It is a bound method.
+        Announcements in namespaces that calls asked for, or that were loaded, are given to `hear`: those that came
+        since the last time at once, those from before behind the calls. It is a bound method.
         """
         with self._following:  # another call that comes meanwhile is not to find what is being forgotten
             since, began = self._cursor, monotonic()
@@ -135,6 +137,7 @@ class Tier:
             except Exception as error:
                 if not self._behind.breaker.is_open:
                     self._behind.failed("follow the store", error)
+                self._silent_since = None
                 return
             if events.cursor == since and not self._has_missed:
                 # Otherwise more may follow of what a store heard before it lost its server.
@@ -144,14 +147,19 @@ class Tier:
             asked = self._generations.all()
             cleared = [event.namespace for event in events.found if event.kind == "cleared"]
             is_gap = since is not None and not events.is_complete
-            if cleared or is_gap or self._has_missed:
+            if cleared or is_gap:
                 self._generations.purged()
+            has_missed = False
             if is_gap or self._has_missed:
                 outdated = self._outdated(asked)
-                self._has_missed = outdated is None and not is_gap
-                outdated = list(asked) if outdated is None and is_gap else outdated or []
+                if outdated is None:
+                    self._silent_since = self._silent_since or began
+                    has_missed = (
+                        not is_gap and began - self._silent_since < _LAG_S
+                    )  # else it is there, and will not say
+                    outdated = [] if has_missed else list(asked)
                 cleared += outdated
-                if outdated:
+                if outdated and self._has_missed:
                     logger.warning("llmcache: forgotten, as it may have been purged, is %s", named(outdated))
             for name in dict.fromkeys(name for name in cleared if name in asked or (name is None and asked)):
                 self._forget(name, forget)
@@ -169,7 +177,7 @@ class Tier:
                     self.hear_again()
                 else:
                     self._tell(hear, told)
-            self._cursor = events.cursor
+            self._cursor, self._has_missed = events.cursor, has_missed
             self._hear_all(hear)
 
     def hear_again(self) -> None:
@@ -363,7 +371,8 @@ class Tier:
         try:
             said = act()
         except Exception as error:
-            self._behind.failed(what, error)
+            if not self._behind.breaker.is_open:
+                self._behind.failed(what, error)
             return None
         if not self._behind.breaker.is_open:  # else the thread that writes pings first
             self._behind.breaker.n_failed = 0

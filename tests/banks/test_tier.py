@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -291,21 +292,58 @@ def test_what_is_loaded_is_compared_with_the_store_at_once_or_once_it_answers(
     make: Callable[..., tuple[Tier, Frail]],
 ) -> None:
     (one, _), (other, store) = make(), make()
-    saved = {name: one.generation(name) for name in "abc"} | {"unknown": None}
+    saved: dict[str, int | None] = {name: one.generation(name) for name in "abc"} | {"unknown": None}
     one.remove("a", lambda name: None)
     forgotten(other)
     store.fails = True
     with other.loading(saved) as gone:
-        assert gone == set()
+        assert gone == {"unknown"}
+    del saved["unknown"]
     assert forgotten(other) == [] and other.generations() == saved
     store.fails = False
     one.remove("b", lambda name: None)
-    assert sorted(forgotten(other)) == ["a", "b", "unknown"]
+    assert sorted(forgotten(other)) == ["a", "b"]
     assert other.generations() == {"c": saved["c"]} and forgotten(other) == []
     (third, _) = make()
     with third.loading(saved) as gone:
-        assert gone == {"a", "b", "unknown"}
+        assert gone == {"a", "b"}
     assert third.generations() == {"c": saved["c"]} and forgotten(third) == []
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_forgetting_what_was_loaded_is_tried_again(
+    make: Callable[..., tuple[Tier, Frail]], error: type[BaseException]
+) -> None:
+    (one, _), (other, store) = make(), make()
+    saved: dict[str, int | None] = {name: one.generation(name) for name in "ab"}
+    one.remove("a", lambda name: None)
+    one.remove("b", lambda name: None)
+    forgotten(other)
+    store.fails = True
+    with other.loading(saved):
+        pass
+    store.fails = False
+
+    def fail(namespace: str | None) -> None:
+        raise error
+
+    with pytest.raises(error):
+        other.follow(fail)
+    assert sorted(forgotten(other)) == ["a", "b"] and other.generations() == {}
+
+
+@pytest.mark.parametrize("numbers", [[], [1, 2], None, "ab"], ids=["too few", "too many", "none", "text"])
+def test_what_was_loaded_is_forgotten_where_the_store_is_there_and_does_not_say(
+    make: Callable[..., tuple[Tier, Frail]], numbers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier, store = make()
+    monkeypatch.setattr(store, "generations", lambda namespaces: numbers)
+    with tier.loading({"a": tier.generation("a")}) as gone:
+        assert not gone
+    for _ in range(5):
+        assert forgotten(tier) == []
+    monkeypatch.setattr(tier_module, "_LAG_S", 0.0)
+    assert forgotten(tier) == ["a"] and forgotten(tier) == []
 
 
 def test_numbers_are_asked_for_after_failures_too_and_who_pings_decides_when_all_is_well(

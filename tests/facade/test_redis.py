@@ -95,7 +95,12 @@ def test_a_paused_server_costs_speed_alone(started: Callable[..., LLMCache], ser
 
 @pytest.mark.parametrize("pause", ["", "from before", "from when it was heard", "for a moment"])
 def test_what_was_purged_since_a_save_is_not_served_from_it(
-    started: Callable[..., LLMCache], server: RedisServer, pause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    started: Callable[..., LLMCache],
+    server: RedisServer,
+    pause: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Nor is anything else forgotten, whatever becomes of the server meanwhile."""
     one, names = started(), ("purged", "kept")
@@ -118,6 +123,7 @@ def test_what_was_purged_since_a_save_is_not_served_from_it(
         elif pause:
             monkeypatch.setattr(persist, "restore", pause_and_restore)
         other = LLMCache.load(build(CLASSIFIERS["bert"]), tmp_path / "save")
+        assert ("not used, as it may have been purged since" in caplog.text) == (not pause.startswith("from"))
         if pause.startswith("from"):
             for name in names:
                 with other.namespace(name):

@@ -565,6 +565,23 @@ def test_what_was_purged_since_a_save_is_not_served_from_it(
     cache.unwrap()
 
 
+@pytest.mark.parametrize("has_store", [False, True])
+def test_a_calibration_of_a_former_format_is_not_served_beside_a_store(has_store: bool, tmp_path: Path) -> None:
+    """It does not say which namespaces it rests on, so that no purge would end it; without a store one does."""
+    settings: dict[str, Any] = {"max_drop": 0.05, "auto_bypass": False, "sources": "growing"}
+    if has_store:
+        settings["store"] = {"name": "disk", "folder": str(tmp_path / "store")}
+    with LLMCache.wrap(classifier(), **settings) as cache:
+        assert cache.calibrate(batched(requests(N_CALIBRATED)[0])).chosen is not None
+        cache.save(tmp_path / "save")
+    path = tmp_path / "save" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    assert manifest.pop("rests_on") == ["default"] and manifest.pop("generations")
+    path.write_text(json.dumps(manifest | {"format": 8}))
+    with LLMCache.load(classifier(), path.parent) as cache:
+        assert (cache.calibration is None) == has_store
+
+
 @pytest.mark.parametrize("case", ["not asked", "store lost", "former format"])
 def test_a_save_of_which_nobody_knows_what_was_purged_since_is_not_served(
     started: Callable[..., LLMCache], case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -599,23 +616,24 @@ def rung(cache: LLMCache, ids: Tensor, namespace: str = "default") -> str | None
 
 
 @pytest.mark.parametrize("sources", ["frozen", "growing"])
-@pytest.mark.parametrize("namespace", ["tenant", "other"])
+@pytest.mark.parametrize("namespace", ["tenant", "watched", "other"])
 @pytest.mark.parametrize("is_away", [False, True], ids=["asked at once", "away at first"])
 def test_a_calibration_that_was_purged_since_a_save_is_not_served_from_it(
     sources: str, namespace: str, is_away: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also one of whose sources none is held any more, and of whose namespace a quarantined request alone is left."""
+    """Also one of whose sources none is held any more; and a request of which nothing is left but its quarantine."""
     settings = {"max_drop": 0.05, "auto_bypass": False, "store": {"name": "disk", "folder": str(tmp_path / "store")}}
     with LLMCache.wrap(classifier(), **settings, sources=sources, max_entries=N_CALIBRATED) as cache:
         with cache.namespace("tenant"):
             assert cache.calibrate(batched(requests(N_CALIBRATED)[0])).chosen is not None
+        rung(cache, tokens(1, 9), "watched")
         with cache.namespace("third"):
             for seed in range(2 * N_CALIBRATED // 50):
                 cache(tokens(50, 12, seed=seed))
         cache.drain()
         held = {record.scope.namespace for record in components(cache).banks.records()}
-        assert ("tenant" in held) == (sources == "frozen")
-        components(cache).banks.quarantine("key", "tenant")
+        assert ("tenant" in held) == (sources == "frozen") and "watched" not in held
+        components(cache).banks.quarantine("key", "watched")
         cache.save(tmp_path / "save")
     with LLMCache.wrap(classifier(), **settings) as cache:
         cache.purge(namespace=namespace)
@@ -627,9 +645,8 @@ def test_a_calibration_that_was_purged_since_a_save_is_not_served_from_it(
         assert cache.calibration is not None or not is_away
     with cache.namespace("tenant"):
         rungs = rungs_of(cache, requests(60, seed=5)[0])
-    is_kept = namespace == "other"
-    assert (cache.calibration is not None, "key" in components(cache).banks.quarantined) == (is_kept, is_kept)
-    assert ("semantic" in rungs) == is_kept
+    assert ("semantic" in rungs) == (cache.calibration is not None) == (namespace != "tenant")
+    assert ("key" in components(cache).banks.quarantined) == (namespace != "watched")
     cache.save(tmp_path / "save")
     cache.unwrap()
 

@@ -155,8 +155,8 @@ class Store(ABC):
     def generations(self, namespaces: Sequence[str]) -> list[int]:
         """Return the numbers of several namespaces, in their order.
 
-        Called where events may have been missed, and calls wait for it: what cannot be told within a second is an
-        error. By default `generation` is asked for each.
+        Called where events may have been missed, while calls wait: raise an error rather than take seconds. By default
+        `generation` is asked for each.
         """
         return [self.generation(namespace) for namespace in namespaces]
 

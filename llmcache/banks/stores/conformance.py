@@ -135,7 +135,8 @@ def _check_generations(place: _Place, one: Store, other: Store) -> None:
 def _check_events(place: _Place, one: Store, other: Store) -> None:
     begin, own_begin = other.events(None), one.events(None)
     rule(begin.is_complete and not begin.found, "events: of no cursor nothing, and the cursor of now")
-    keys, name = [place.key(f"told {i}", "a") for i in range(5)], place.namespace("a")
+    name = place.namespace("told")  # of its own: what came before may be told only now
+    keys = [place.key(f"told {i}", "told") for i in range(5)]
     generation = one.generation(name)
     one.put_many([Put(key, place.value(key), generation, key.name.encode()) for key in keys])
     noted = list(other.notes(name))

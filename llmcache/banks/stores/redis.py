@@ -128,13 +128,10 @@ class RedisStore(Store):
             return self._now(wire, [namespace], deadline)[namespace]
 
     def generations(self, namespaces: Sequence[str]) -> list[int]:
-        """Likewise, in one exchange, on a connection of its own: those for requests give up early."""
-        self._check_open()
-        wire = self._server.open(PATIENCE_S)
-        try:
-            now = self._now(wire, namespaces)
-        finally:
-            wire.close()
+        """Likewise, in one exchange, for which the server may take its time."""
+        deadline = monotonic() + PATIENCE_S
+        with self._links.wires.one(deadline) as wire, wire.patient(PATIENCE_S):
+            now = self._now(wire, namespaces, deadline)
         return [now[namespace] for namespace in namespaces]
 
     def remove(self, namespace: str | None) -> int:

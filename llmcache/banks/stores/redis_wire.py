@@ -147,6 +147,15 @@ class Wire:
             self.check(answer)
         return answers
 
+    @contextmanager
+    def patient(self, silence_s: float) -> Iterator[None]:
+        """Within: the server may be silent for so long."""
+        before, self._silence_s = self._silence_s, silence_s
+        try:
+            yield
+        finally:
+            self._silence_s = before
+
     def check(self, answer: Any) -> Any:
         """An answer that is no error; one that is raises `StoreError`."""
         if isinstance(answer, Exception):
