@@ -147,7 +147,7 @@ def _times(experiment: Simulation, workload: Workload, one: Way) -> tuple[Times,
         folder = Path(place) / "calibrated"
         calibrate(experiment, workload, store, folder)
         of_texts = measure(requests(workload, folder, experiment.clocked, experiment.seed), server)
-        server.remove_values()
+        server.do("FLUSHALL")
         settings = {**store, "auto_bypass": False}
         asked = blocks(experiment.decoder, settings, experiment.prompt_blocks, experiment.prompts, experiment.seed)
         return of_texts.of_calls(one.seconds(is_hit=False), one.seconds(is_hit=True)), measure(asked, server)

@@ -152,12 +152,9 @@ class Tier:
             has_missed = False
             if is_gap or self._has_missed:
                 outdated = self._outdated(asked)
+                has_missed = outdated is None and not is_gap and self._may_still_say(began)
                 if outdated is None:
-                    self._silent_since = self._silent_since or began
-                    has_missed = (
-                        not is_gap and began - self._silent_since < _LAG_S
-                    )  # else it is there, and will not say
-                    outdated = [] if has_missed else list(asked)
+                    outdated = [] if has_missed else [*asked]
                 cleared += outdated
                 if outdated and self._has_missed:
                     logger.warning("llmcache: forgotten, as it may have been purged, is %s", named(outdated))
@@ -349,6 +346,11 @@ class Tier:
         except MismatchError as error:
             self._mismatched[error.reason] += 1
             return None
+
+    def _may_still_say(self, now_s: float) -> bool:
+        """Whether a store that tells events may yet tell numbers as well; not for ever: it is there."""
+        self._silent_since = self._silent_since or now_s
+        return now_s - self._silent_since < _LAG_S
 
     def _outdated(self, generations: Mapping[str, int | None]) -> list[str] | None:
         """Namespaces that may have been purged since they had these numbers; None: the store does not say."""

@@ -21,9 +21,7 @@ from llmcache.banks.stores.base import Put, StoreKey
 from llmcache.banks.stores.redis_wire import Command
 
 ALL = "all"  # field of the number of all namespaces
-_NUMBERS_S = (
-    30 * 86_400
-)  # after which numbers leave that nobody asked for: by then a folder that was saved is not served
+_NUMBERS_S = 30 * 86_400  # after which numbers leave that nobody asked for, and no folder from before is served
 
 
 @dataclass(frozen=True, slots=True)
