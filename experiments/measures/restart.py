@@ -6,11 +6,13 @@
 | `restarted` | the disk store that the killed one wrote to, its files in the memory of the operating system |
 | `rebooted` | likewise, the files read from the disk |
 
-Each way has processes of its own, which load the model, make one unrelated generation, and are then asked each
-conversation once more as it was (`repeated`), and another with a new question at its end (`next_turn`). Ways take
+Each way has processes of its own, which load the model, make one unrelated generation, keep Python from looking through
+all of that again (a third of a second, in whichever request), as the server does before it is ready, and are then asked
+each conversation once more as it was (`repeated`), and another with a new question at its end (`next_turn`). Ways take
 turns, round by round. Prompts are made of random tokens: time does not hang on what they say.
 """
 
+import gc
 import os
 import shutil
 import signal
@@ -154,6 +156,8 @@ def _ask(
     wrap_ms = 1e3 * (perf_counter() - started)
     with cache.disabled():  # the first call of all makes room for itself
         generate(model, torch.arange(16)[None] + 5, Sampling(max_new_tokens=2))
+    gc.collect()
+    gc.freeze()
     rows = []
     added = torch.randint(5, vocabulary, (1, question), generator=torch.Generator().manual_seed(seed + 1))
     for (kind, length), known in _conversations(vocabulary, lengths, seed).items():
