@@ -1,0 +1,79 @@
+"""Asks a wrapped model and a plain copy of it the same, and compares everything that they return."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+#: How far a float may be off where rows of a batch were computed in other company (docs/reuse.md), by dtype.
+ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+
+def ask(model: Any, *args: Any, **inputs: Any) -> Any:
+    """Call a model as a service does: without gradients."""
+    with torch.inference_mode():
+        return model(*args, **inputs)
+
+
+def check_same(found: Any, expected: Any, *, exact: bool = False, where: str = "output") -> None:
+    """Compare two outputs at every position: types, keys, shapes, dtypes, values, K/V.
+
+    Args:
+        found: Of the wrapped model.
+        expected: Of the plain one.
+        exact: Whether tensors have to be equal bit for bit; else floats may differ by `ROUNDING`.
+        where: Path to the value, named in the message of a failure.
+
+    Raises:
+        AssertionError: They differ.
+    """
+    assert type(found) is type(expected), f"{where}: {type(found).__name__}, not {type(expected).__name__}"
+    if isinstance(expected, Tensor):
+        _check_tensor(found, expected, exact, where)
+        return
+    ours, theirs = _parts(found), _parts(expected)
+    if theirs is None:
+        assert found == expected, f"{where}: {found!r}, not {expected!r}"
+        return
+    assert ours is not None and list(ours) == list(theirs), f"{where}: {list(ours or ())}, not {list(theirs)}"
+    for name, value in theirs.items():
+        check_same(ours[name], value, exact=exact, where=f"{where}.{name}")
+
+
+def check_calls(
+    wrapped: Any, plain: nn.Module, *calls: Mapping[str, Any], exact: bool = False, repeats: int = 2
+) -> None:
+    """Make each call on both, all of them `repeats` times, and compare every output."""
+    expected = [ask(plain, **call) for call in calls]
+    for turn in range(repeats):
+        for number, (call, output) in enumerate(zip(calls, expected, strict=True)):
+            check_same(ask(wrapped, **call), output, exact=exact, where=f"call {number}, time {turn + 1}")
+
+
+def _check_tensor(found: Tensor, expected: Tensor, exact: bool, where: str) -> None:
+    kind, wanted = (found.shape, found.dtype, found.device), (expected.shape, expected.dtype, expected.device)
+    assert kind == wanted, f"{where}: {kind}, not {wanted}"
+    if exact or not expected.is_floating_point():
+        equal = torch.equal(found.nan_to_num(), expected.nan_to_num()) and torch.equal(found.isnan(), expected.isnan())
+        assert equal, f"{where}: not equal, by up to {(found.double() - expected.double()).abs().max():.3g}"
+        return
+    limit = ROUNDING[expected.dtype]
+    torch.testing.assert_close(
+        found, expected, atol=limit, rtol=limit, equal_nan=True, msg=lambda told: f"{where}: {told}"
+    )
+
+
+def _parts(value: Any) -> dict[Any, Any] | None:
+    """What a container holds, by name or place; None for a single value."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return dict(enumerate(value))
+    if is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    if hasattr(value, "layers"):  # a K/V cache of transformers
+        kv = ((layer.keys, layer.values) for layer in value.layers)
+        return {"length": value.get_seq_length(), **dict(enumerate(kv))}
+    return None

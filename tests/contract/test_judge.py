@@ -1,0 +1,47 @@
+"""The comparison itself: what it must not let pass."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+from transformers.modeling_outputs import BaseModelOutput
+
+from tests.contract.judge import check_same
+
+HERE = torch.ones(2, 3)
+
+
+def kv(value: float) -> DynamicCache:
+    cache = DynamicCache()
+    cache.update(torch.full((1, 1, 2, 4), value), torch.ones(1, 1, 2, 4), 0)
+    return cache
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (HERE, HERE + 1e-3),
+        (HERE, HERE.double()),
+        (HERE, HERE[:1]),
+        (HERE * float("nan"), HERE),
+        ((HERE,), [HERE]),
+        ((HERE,), (HERE, HERE)),
+        (BaseModelOutput(last_hidden_state=HERE), BaseModelOutput(last_hidden_state=HERE, hidden_states=(HERE,))),
+        (BaseModelOutput(last_hidden_state=HERE), {"last_hidden_state": HERE}),
+        (kv(1.0), kv(2.0)),
+        (None, HERE),
+    ],
+)
+def test_a_difference_is_seen(found: Any, expected: Any) -> None:
+    """Same call, same output: of the same type, with the same keys, shapes, dtypes and values."""
+    with pytest.raises(AssertionError):
+        check_same(found, expected)
+
+
+def test_what_is_alike_passes() -> None:
+    """Rounding passes unless bits are compared."""
+    check_same(BaseModelOutput(last_hidden_state=HERE + 1e-7), BaseModelOutput(last_hidden_state=HERE))
+    check_same(kv(1.0), kv(1.0), exact=True)
+    with pytest.raises(AssertionError):
+        check_same(HERE + 1e-6, HERE, exact=True)

@@ -1,0 +1,49 @@
+"""The contract names nothing but what is public, so that a core written from nothing can be held to it."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import llmcache
+
+FILES = sorted(Path(__file__).parent.glob("*.py"))
+#: Modules of the library that docs/ tells users to import from, beside `llmcache` itself.
+DOCUMENTED = {"llmcache", "llmcache.generation", "llmcache.errors"}
+#: What only fits the code of today: patches, and reasons of a bypass that a rewrite does not have.
+FORBIDDEN = {
+    *("monkeypatch", "MonkeyPatch", "mock", "inside"),
+    *("other_layers", "unknown_output", "unknown_layout", "compiled_layers", "compared"),
+}
+
+
+def _violations(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        where = f"{path.name}:{getattr(node, 'lineno', 0)}"
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "llmcache":
+            if node.module not in DOCUMENTED:
+                yield f"{where} imports from {node.module}"
+        elif isinstance(node, ast.Import):
+            yield from (
+                f"{where} imports {one.name}"
+                for one in node.names
+                if one.name.startswith("llmcache.") and one.name not in DOCUMENTED
+            )
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            if node.value.id in ("cache", "wrapped") and node.attr.startswith("_"):
+                yield f"{where} reads {node.value.id}.{node.attr}"
+        names = {getattr(node, name, None) for name in ("id", "arg", "attr", "value")}
+        names = {name for name in names if isinstance(name, str)}
+        yield from (f"{where} names {name}" for name in sorted(names & FORBIDDEN))
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path != Path(__file__)], ids=lambda path: path.name)
+def test_names_nothing_but_what_is_public(path: Path) -> None:
+    """docs/api.md lists what may be relied on."""
+    assert list(_violations(path)) == []
+
+
+def test_what_the_library_offers_is_there() -> None:
+    """Every name of docs/api.md that begins with `llmcache.` can be had."""
+    assert all(hasattr(llmcache, name) for name in llmcache.__all__)
