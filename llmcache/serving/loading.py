@@ -143,7 +143,7 @@ def _sentence(name: str, source: str) -> Served:
     try:
         from sentence_transformers import SentenceTransformer
     except ImportError:
-        raise ConfigError(f"model: {name!r} needs sentence-transformers: pip install 'llmcache[serve]'") from None
+        raise ConfigError(f"model: {name!r} needs sentence-transformers: pip install 'llmcache-torch[serve]'") from None
     try:
         with quiet() if Path(source).is_dir() else asking(source):
             model: Any = SentenceTransformer(source).eval()
