@@ -73,7 +73,7 @@ def command(
     try:
         from llmcache.serving.running import Uvicorn
     except ImportError:
-        raise ConfigError("llmcache serve needs packages: pip install 'llmcache[serve]'") from None
+        raise ConfigError("llmcache serve needs packages: pip install 'llmcache-torch[serve]'") from None
     import torch
 
     from llmcache.config import CacheConfig

@@ -186,7 +186,7 @@ def _sentence(name: str, source: str) -> Served:
     try:
         from sentence_transformers import SentenceTransformer
     except ImportError:
-        raise ConfigError(f"model: {name!r} needs sentence-transformers: pip install 'llmcache[serve]'") from None
+        raise ConfigError(f"model: {name!r} needs sentence-transformers: pip install 'llmcache-torch[serve]'") from None
     if (kind := _saved(name, source).get("model_type", "SentenceTransformer")) != "SentenceTransformer":
         raise ConfigError(f"model: {name!r} is a {kind} of sentence-transformers; give a SentenceTransformer")
     try:

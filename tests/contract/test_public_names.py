@@ -12,6 +12,7 @@ FILES = sorted(Path(__file__).parent.glob("*.py"))
 #: Modules of the library that docs/ tells users to import from, beside `llmcache` itself.
 DOCUMENTED = {"llmcache", "llmcache.generation", "llmcache.errors"}
 #: What only fits the code of today: patches, and reasons of a bypass that a rewrite does not have.
+PRIVATE = ("cache._", "wrapped._")
 FORBIDDEN = {
     *("monkeypatch", "MonkeyPatch", "mock", "inside"),
     *("other_layers", "unknown_output", "unknown_layout", "compiled_layers", "compared"),
@@ -30,9 +31,8 @@ def _violations(path: Path) -> Iterator[str]:
                 for one in node.names
                 if one.name.startswith("llmcache.") and one.name not in DOCUMENTED
             )
-        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            if node.value.id in ("cache", "wrapped") and node.attr.startswith("_"):
-                yield f"{where} reads {node.value.id}.{node.attr}"
+        elif isinstance(node, ast.Attribute) and ast.unparse(node).startswith(PRIVATE):
+            yield f"{where} reads {ast.unparse(node)}"
         names = {getattr(node, name, None) for name in ("id", "arg", "attr", "value")}
         names = {name for name in names if isinstance(name, str)}
         yield from (f"{where} names {name}" for name in sorted(names & FORBIDDEN))

@@ -40,7 +40,7 @@ def address(server: Server) -> Iterator[str]:
 def browser() -> Iterator[Any]:
     with open_browser() as browser:
         if browser is None:
-            pytest.skip("needs Debian's chromium and chromium-driver")
+            pytest.skip("needs Chromium and its driver: apt-get install chromium chromium-driver")
         yield browser
 
 

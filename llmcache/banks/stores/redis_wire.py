@@ -43,7 +43,7 @@ class Server:
         try:
             from redis.connection import Connection, parse_url
         except ImportError as error:
-            raise ValueError("redis-py is not installed: pip install 'llmcache[redis]'") from error
+            raise ValueError("redis-py is not installed: pip install 'llmcache-torch[redis]'") from error
         self._settings: dict[str, Any] = {"host": "localhost", "port": 6379, "db": 0, **parse_url(url)}  # type: ignore[no-untyped-call]
         self._settings.setdefault("password", os.environ.get(PASSWORD) or None)
         self._make: Callable[..., Any] = self._settings.pop("connection_class", Connection)

@@ -161,7 +161,9 @@ def _cipher(key: bytes) -> Any:
     try:
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
     except ImportError as error:
-        raise ConfigError(f"{KEY} is set, but cryptography is not installed: pip install 'llmcache[stores]'") from error
+        raise ConfigError(
+            f"{KEY} is set, but cryptography is not installed: pip install 'llmcache-torch[stores]'"
+        ) from error
     return AESGCM(key)
 
 
