@@ -15,6 +15,7 @@ from typing import Any
 from llmcache.request.bypass import CURES
 from llmcache.request.call import Call
 from llmcache.stats import Health, Stats
+from llmcache.threads import forkable
 
 logger = logging.getLogger("llmcache")
 
@@ -31,7 +32,7 @@ class Counters:
 
     def __init__(self) -> None:
         """All zero."""
-        self._lock = threading.Lock()
+        self._lock = forkable(threading.Lock())
         self._hits: Counter[str] = Counter()
         self._hits_by_layer: Counter[int] = Counter()
         self._reuses_by_layer: Counter[int] = Counter()

@@ -14,6 +14,7 @@ from time import monotonic, sleep
 from typing import Any, TypeAlias
 
 from llmcache.errors import StoreError
+from llmcache.threads import forkable
 
 #: Name and arguments.
 Command: TypeAlias = tuple[str | bytes | memoryview | int, ...]
@@ -62,7 +63,8 @@ class Server:
         with self.failing():
             connection.connect()
         wire = Wire(self, connection, silence_s)
-        (about,) = wire.ask_all([("INFO", "server")], monotonic() + max(silence_s, _STALL_S))
+        with wire.patient(max(silence_s, _STALL_S)):
+            (about,) = wire.ask_all([("INFO", "server")], monotonic() + max(silence_s, _STALL_S))
         run, mode = _RUN.search(about), _MODE.search(about)
         if run is None or (mode is not None and mode[1] == b"cluster"):
             wire.close()
@@ -202,9 +204,9 @@ class Wires:
         self._open_one = open_one
         self._size = size
         self._free: list[Wire] = []
-        self._n_open = 0  # those that are taken included
+        self._open: set[Wire] = set()  # those that are taken included
         self._is_closed = False
-        self._changed = threading.Condition()
+        self._changed = forkable(threading.Condition())
 
     @contextmanager
     def one(self, deadline: float) -> Iterator[Wire]:
@@ -225,25 +227,26 @@ class Wires:
         Raises:
             StoreError: See `Server.open`.
         """
-        while self._n_open < self._size and not self._is_closed:
+        while len(self._open) < self._size and not self._is_closed:
             wire = self._open_one()
             with self._changed:
-                self._n_open += 1
+                self._open.add(wire)
             self._give_back(wire)
 
-    def close(self) -> None:
-        """Close all; those that are taken when they come back."""
+    def close(self, is_parents: bool = False) -> None:
+        """Close all; those that are taken when they come back, unless those who took them are threads of a parent."""
         self._is_closed = True
         with self._changed:
-            while self._free:
-                self._close(self._free.pop())
+            for wire in [*self._open] if is_parents else self._free:
+                self._close(wire)
+            self._free.clear()
 
     def _take(self, deadline: float) -> Wire:
         with self._changed:
             while True:
-                self._changed.wait_for(lambda: self._free or not self._n_open, max(0.0, deadline - monotonic()))
+                self._changed.wait_for(lambda: self._free or not self._open, max(0.0, deadline - monotonic()))
                 if not self._free:
-                    raise StoreError("Redis: no connection is free" if self._n_open else "Redis: not connected")
+                    raise StoreError("Redis: no connection is free" if self._open else "Redis: not connected")
                 wire = self._free.pop()
                 if wire.is_quiet:
                     return wire
@@ -259,7 +262,7 @@ class Wires:
 
     def _close(self, wire: Wire) -> None:
         wire.close()
-        self._n_open -= 1
+        self._open.discard(wire)
 
 
 class PatientWire:
@@ -270,7 +273,7 @@ class PatientWire:
         self._open_one = open_one
         self._wire: Wire | None = None
         self._is_closed = False
-        self._lock = threading.Lock()
+        self._lock = forkable(threading.Lock(), is_waited_for=False)
 
     @contextmanager
     def taken(self) -> Iterator[Wire]:
