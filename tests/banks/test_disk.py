@@ -255,9 +255,9 @@ def test_a_writer_that_is_killed_leaves_it_whole(tmp_path: Path, times: int) -> 
 REFUSED: dict[str, tuple[Any, str]] = {
     "a file": (lambda path: path.write_text(""), "cannot be used"),
     "a folder of somebody else": (lambda path: (path / "thesis").mkdir(parents=True), r"something else \(thesis\)"),
-    "no database": (
-        lambda path: (path.mkdir(), (path / "index.sqlite").write_bytes(b"x" * 4096)),
-        "cannot be opened: file is not a database",
+    "an index that cannot be opened": (
+        lambda path: (path / "index.sqlite").mkdir(parents=True),
+        "cannot be opened: the store's index: unable to open database file",
     ),
 }
 

@@ -1,4 +1,4 @@
-"""A process that was forked from one with a cache: it answers as the plain model does, and nothing in it waits for ever."""
+"""A forked process answers as the plain model does, and waits for nothing that its parent alone has."""
 
 import multiprocessing
 import os
@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from llmcache import LLMCache
 from tests.contract.judge import ask, check_same

@@ -24,7 +24,9 @@ from llmcache.banks.stores.redis_keys import (
     ALL,
     Keys,
     field_of,
+    is_ours,
     is_stale,
+    is_value,
     new_generation,
     pattern,
     read_note,
@@ -43,6 +45,8 @@ _NUMBER_S = 0.1  # for the number of a namespace that is new to this process
 _LARGEST = 512 << 20  # bytes of a value that Redis takes
 _MOST_NAMESPACES = 10_000  # with a number of their own; beyond, all get a new one
 _SCANNED = 1_000  # names looked at in one step of a search
+_COUNTED = 20_000  # names looked at for the stats
+_LOOKED_AT = 100_000  # at the start, for those of others
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,13 +178,21 @@ class RedisStore(Store):
                 return
 
     def stats(self) -> StoreStats:
-        """All that is in the database, whoever put it."""
+        """Likewise, of values under this prefix; in a large database estimated from a part of it."""
         commands: list[Command] = [("DBSIZE",), ("INFO", "memory"), ("INFO", "stats")]
         with self._links.patient.taken() as wire:
-            n_values, memory, counts = wire.ask_all(commands, monotonic() + PATIENCE_S)
+            n_names, memory, counts = wire.ask_all(commands, monotonic() + PATIENCE_S)
+            found, n_seen = self._names(wire, Keys(self._prefix, wire.run).values, _COUNTED)
+            values = [name for name in found if is_value(self._prefix, name)]
+            sizes = [("STRLEN", name) for name in values[:_SCANNED]]
+            nbytes = sum(wire.ask_all(sizes, monotonic() + PATIENCE_S)) if sizes else 0
+        n_values = len(values) if n_seen is None else round(len(values) * max(1.0, n_names / n_seen))
         n_evicted = _number(counts, "evicted_keys") - self._n_evicted_before
         return StoreStats(
-            n_values, _number(memory, "used_memory_dataset"), _number(memory, "maxmemory") or None, max(0, n_evicted)
+            n_values,
+            round(nbytes * n_values / max(1, len(sizes))),
+            _number(memory, "maxmemory") or None,
+            max(0, n_evicted),
         )
 
     def ping(self) -> None:
@@ -219,17 +231,39 @@ class RedisStore(Store):
         is_away = False
         try:
             with patient.taken() as wire:
+                self._refuse_others(wire)
                 self._now(wire, [])
                 commands: list[Command] = [("XLEN", Keys(self._prefix, wire.run).events), ("INFO", "stats")]
                 self._n_evicted_before = _number(wire.ask_all(commands, monotonic() + PATIENCE_S)[1], "evicted_keys")
             wires.fill()
         except UnusableError as error:
-            raise ValueError(f"{error}; name a Redis or Valkey server of its own, or another prefix") from error
+            raise ValueError(f"{error}") from error
         except StoreError as error:
             is_away = True
             logger.warning(AWAY, error)
         follower = Follower(partial(self._server.open, PATIENCE_S), wires, self._prefix, self._ttl_s, is_away)
         return _Links(wires, patient, follower)
+
+    def _refuse_others(self, wire: Wire) -> None:
+        """Refuse a prefix under which something else is kept, as far as a look at part of a large database tells."""
+        found, _ = self._names(wire, pattern(self._prefix, None), _LOOKED_AT)
+        if others := [name for name in found if not is_ours(self._prefix, name)]:
+            raise UnusableError(
+                f"{self._server.name}: something else is kept under the prefix {self._prefix!r} "
+                f"({min(others).decode(errors='replace')!r}): name another prefix"
+            )
+
+    def _names(self, wire: Wire, matching: str, most: int) -> tuple[set[bytes], int | None]:
+        """Names in the database; and among how many they were found, None if that were all, `most` being enough."""
+        cursor, found, n_seen = b"0", set[bytes](), 0
+        while n_seen < most:
+            step: Command = ("SCAN", cursor, "MATCH", matching, "COUNT", _SCANNED)
+            ((cursor, names),) = wire.ask_all([step], monotonic() + PATIENCE_S)
+            found.update(names)
+            n_seen += _SCANNED
+            if cursor == b"0":
+                return found, None
+        return found, n_seen
 
     def _look(self, command: str, keys: Sequence[StoreKey], deadline: float) -> list[Any]:
         """What the server answers about each value; None where it had lost all, or the answer was late."""

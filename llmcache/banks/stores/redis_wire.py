@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from time import monotonic, sleep
 from typing import Any, TypeAlias
+from urllib.parse import urlsplit
 
 from llmcache.errors import StoreError
 from llmcache.threads import forkable
@@ -28,8 +29,11 @@ _RUN = re.compile(rb"^run_id:(\w+)", re.MULTILINE)
 _MODE = re.compile(rb"^redis_mode:(\w+)", re.MULTILINE)
 
 
+_DATABASE = "name a database that the server has by its number, as in redis://localhost:6379/0"
+
+
 class UnusableError(StoreError):
-    """The server cannot be used as it was named, and waiting does not help."""
+    """The server cannot be used as it was named, and waiting does not help; the text says what does."""
 
 
 class Server:
@@ -46,6 +50,9 @@ class Server:
         except ImportError as error:
             raise ValueError("redis-py is not installed: pip install 'llmcache[redis]'") from error
         self._settings: dict[str, Any] = {"host": "localhost", "port": 6379, "db": 0, **parse_url(url)}  # type: ignore[no-untyped-call]
+        parts = urlsplit(url)
+        if parts.scheme != "unix" and not re.fullmatch(r"/?\d*", parts.path):
+            raise ValueError(f"url: {parts.path!r} names no database: {_DATABASE}")
         self._settings.setdefault("password", os.environ.get(PASSWORD) or None)
         self._make: Callable[..., Any] = self._settings.pop("connection_class", Connection)
         at = self._settings.get("path") or f"{self._settings['host']}:{self._settings['port']}"
@@ -68,30 +75,22 @@ class Server:
         run, mode = _RUN.search(about), _MODE.search(about)
         if run is None or (mode is not None and mode[1] == b"cluster"):
             wire.close()
-            raise UnusableError(f"{self.name}: {'no Redis' if run is None else 'part of a cluster'}")
+            what = "no Redis" if run is None else "part of a cluster"
+            raise UnusableError(f"{self.name}: {what}: name a Redis or Valkey server of its own")
         wire.run = run[1].decode()
         return wire
 
     @contextmanager
     def failing(self) -> Iterator[None]:
         """Within: errors of redis-py are `StoreError`."""
-        from redis.exceptions import (
-            AuthenticationError,
-            AuthorizationError,
-            InvalidResponse,
-            NoPermissionError,
-            ReadOnlyError,
-            RedisError,
-        )
+        from redis.exceptions import RedisError
 
-        refusals = AuthenticationError, AuthorizationError, InvalidResponse, NoPermissionError, ReadOnlyError
         try:
             yield
         except RedisError as error:
-            cause = error.__context__
-            is_nowhere = isinstance(cause, socket.gaierror) and cause.errno == socket.EAI_NONAME
-            is_refused = isinstance(error, refusals) or str(error).startswith(("WRONGTYPE", "unknown command"))
-            raise (UnusableError if is_nowhere or is_refused else StoreError)(f"{self.name}: {error}") from error
+            if cure := _cure(error):
+                raise UnusableError(f"{self.name}: {error}: {cure}") from error
+            raise StoreError(f"{self.name}: {error}") from error
 
 
 class Wire:
@@ -295,3 +294,32 @@ class PatientWire:
             self._is_closed = True
             if self._wire is not None:
                 self._wire.close()
+
+
+def _cure(error: Exception) -> str | None:
+    """What to do about an error of redis-py that would come again; None of others."""
+    from redis.exceptions import (
+        AuthenticationError,
+        AuthenticationWrongNumberOfArgsError,
+        AuthorizationError,
+        InvalidResponse,
+        NoPermissionError,
+        ReadOnlyError,
+    )
+
+    said, cause = str(error), error.__context__
+    if isinstance(error, AuthenticationError | AuthenticationWrongNumberOfArgsError):
+        return f"give the password that the server asks for in {PASSWORD}, or in the url, and a user in the url"
+    if isinstance(error, AuthorizationError | NoPermissionError):
+        return "let its user run all commands on names with this prefix, or name another user in the url"
+    if isinstance(error, ReadOnlyError):
+        return "name the server that this one is a replica of"
+    if isinstance(error, InvalidResponse) or said.startswith("unknown command"):
+        return "name a Redis 7 or Valkey server"
+    if isinstance(cause, socket.gaierror) and cause.errno == socket.EAI_NONAME:
+        return "check the name of its host"
+    if said.startswith("WRONGTYPE"):
+        return "something else is kept under these names: name another prefix"
+    if "DB index" in said or said.startswith("SELECT"):
+        return _DATABASE
+    return None
