@@ -220,7 +220,8 @@ class WriteBehind:
             for some in _portions(jobs):
                 self._write(some)
             while self._tasks and not self.is_resting:
-                self._count(self._tasks.popleft()())
+                if not self._tasks.popleft()():
+                    self._count(has_succeeded=False)
             if self.breaker.is_open and not self._ping_rest.left_s:
                 self._ping()
 
@@ -231,9 +232,7 @@ class WriteBehind:
                 n_written = self._put(jobs)
             except Exception as error:
                 self._count(has_succeeded=False)
-                with self._changed:
-                    is_over = self.is_resting or self._changed.wait_for(lambda: self.is_closed, _REST_S)
-                if is_over:
+                if self._n_failed >= _FAILURES or self._has_closed_within(_REST_S):
                     self.counters.error("write to the store", error)
                     break
             else:
@@ -246,6 +245,10 @@ class WriteBehind:
             self._drop(jobs)
             self._nbytes -= sum(job.nbytes for job in jobs)
 
+    def _has_closed_within(self, seconds: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: self.is_closed, seconds)
+
     def _put(self, jobs: Sequence[Job]) -> int:
         """Have the store hold values; how many it did not hold."""
         absent = {*self.store.absent([job.key for job in jobs])}
@@ -257,6 +260,8 @@ class WriteBehind:
     def _sealed(self, job: Job) -> Put | None:
         with self.counters.guard("seal a value"):  # it will not do so next time either
             return job.put(self.seal)
+        with self._changed:
+            self.n_dropped += 1
         return None
 
     def _count(self, has_succeeded: bool) -> None:
@@ -272,8 +277,9 @@ class WriteBehind:
         """The caller holds the lock."""
         self.n_dropped += len(jobs)
         for job in jobs:
-            self._dropped.pop(job.key, None)
-            self._dropped[job.key] = None
+            if not job.is_note:
+                self._dropped.pop(job.key, None)
+                self._dropped[job.key] = None
         for key in list(islice(self._dropped, max(0, len(self._dropped) - _MOST_DROPPED))):
             del self._dropped[key]
 

@@ -9,6 +9,7 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -230,6 +231,38 @@ def test_a_forked_process_opens_it_anew(store: DiskStore) -> None:
             os._exit(0)
     os.waitpid(child, 0)
     assert os.read(listen, 100) == b"['a', 'b']"
+    assert held(store, "a", "b") == ["a", "b"]
+    os.close(listen)
+    os.close(say)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+def test_a_process_that_is_forked_while_a_write_does_not_end_has_no_store(store: DiskStore) -> None:
+    put(store, "a")
+    begun, may_end = threading.Event(), threading.Event()
+
+    def write() -> None:
+        with store._index.writing():
+            begun.set()
+            may_end.wait(20)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    begun.wait(20)
+    listen, say = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            held(store, "a")
+        except StoreError as error:
+            os.write(say, f"{error}".encode())
+        finally:
+            os._exit(0)
+    may_end.set()
+    writer.join()
+    os.waitpid(child, 0)
+    assert b"in use while the process was forked" in os.read(listen, 1000)
+    put(store, "b")
     assert held(store, "a", "b") == ["a", "b"]
     os.close(listen)
     os.close(say)
