@@ -295,8 +295,8 @@ class LLMCache:
         For servers on a CPU, whose threads look up and answer meanwhile: in one process they and a small model's
         forward take turns at Python's interpreter lock. Outputs are equal bit for bit. The process shares the weights;
         it takes the memory of the libraries once more. It ends with `unwrap`, or when it fails; calls are computed here
-        then. Calls that have to see layers are computed here as well, counted in `stats().compiled`. It takes the
-        place of graphs (`compile`). Not saved.
+        then. A forked process computes by itself. Calls that have to see layers are computed here as well, counted in
+        `stats().compiled`. It takes the place of graphs (`compile`). Not saved.
 
         Raises:
             ConfigError: The model is on an accelerator; its calls are decided at its layers (they keep K/V, say); it is

@@ -23,6 +23,7 @@ from llmcache.matching.answers import Reading
 from llmcache.models.hooks import Installed, listen, watch
 from llmcache.request.observation import Observation
 from llmcache.request.variables import setting
+from llmcache.threads import forkable
 
 
 @dataclass(eq=False)
@@ -37,7 +38,7 @@ class Calibrator:
     tokenizer: Any  # of requests that are texts
     answer_of: Reading  # finds the answer in what the model returned
     # Reentrant: requests that are given may be made by observing others.
-    _lock: AbstractContextManager[Any] = field(init=False, default_factory=threading.RLock)
+    _lock: AbstractContextManager[Any] = field(init=False, default_factory=lambda: forkable(threading.RLock()))
 
     def start(self) -> None:
         if self.components.observer is not None:

@@ -26,6 +26,7 @@ from llmcache.models.attributes import Attributes
 from llmcache.models.hashing import digests, is_readable
 from llmcache.models.mark import Mark
 from llmcache.models.rope import changes_with_length
+from llmcache.threads import forkable
 
 # Read by the hundred in every call.
 _VERSION = attrgetter("_version")
@@ -50,8 +51,8 @@ class Weights:
         """
         self._module = module
         self._without = without
-        self._lock = threading.Lock()
-        self._suspecting = threading.Lock()
+        self._lock = forkable(threading.Lock())
+        self._suspecting = forkable(threading.Lock())
         self._found = Attributes({})
         self._modules: list[nn.Module] = []
         self._holders: list[dict[str, Any]] = []
