@@ -73,6 +73,8 @@ def assemble(
     coupling = Coupling(trunk, weights)
     with suppress(RuntimeError):  # weights that cannot be read yet are read at the first call that can
         digest = weights.digest()  # now, so that the first request does not wait for it
+        if head.observed is not None:
+            head.observed.was_of(digest)
         if weights.unreadable is None and (reason := coupling.reason(digest)) and config.tau is not None:
             refuse_coupled(f"tau={config.tau}", reason)
     keeps_entries = is_exact and not codec.n_fit  # of a codec that is fitted, other processes know nothing

@@ -24,8 +24,8 @@ def refuse_coupled(what: str, coupling: str) -> None:
     """Refuse approximate reuse under a model in which rows of a call affect each other, for the reason given."""
     if coupling:
         raise ConfigError(
-            f"{what} with a model in which requests of a batch affect each other: {coupling}. What it makes of a request "
-            "is then no answer to a similar one: leave it out (repeats of whole calls are still served)"
+            f"{what} with a model in which requests of a batch affect each other: {coupling}. What a stored request "
+            "was answered rests on those beside it: leave this out (repeats of whole calls are still served)"
         )
 
 

@@ -1,8 +1,8 @@
 """Whether rows of a call affect each other in a trunk, so that what it makes of a row belongs to the whole call.
 
 Layers that quantise activations by the largest of a call do so, and normalisation by statistics of a batch. Others
-enlarge the last bits, in which kernels differ by the shape of a call. They are known by their class, or found by running
-rows alone and beside others.
+enlarge the last bits, in which kernels differ by the shape of a call. They are known by their class, or found by
+running rows alone and beside others.
 """
 
 import logging

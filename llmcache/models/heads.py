@@ -7,7 +7,6 @@ of that output alone. A pooled head (class, score, embedding) may accept that fo
 that answers token by token may not: start and end positions would index another text.
 """
 
-import copy
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -66,8 +65,10 @@ _ENDINGS: tuple[tuple[str, str, Reads], ...] = (
     ("ForMultipleChoice", "multiple-choice head", "pooled"),
     ("ForNextSentencePrediction", "next-sentence head", "pooled"),
 )
-# Payloads that are tried, the least first, and by which place a head then finds its row: see `head_reads_padding`.
-_PLACES: dict[PayloadName, str] = {"cls": "first", "last": "last", "sequence": ""}
+# Payloads by the place at which heads find the row that these keep: see `head_reads_padding`.
+_PLACES: dict[str, str] = {"cls": "first", "last": "last", "sequence": ""}
+_TRIED: tuple[PayloadName, ...] = ("cls", "last", "sequence")
+_MAX_STATES = 16  # of the weights that are remembered
 
 
 def find_head(model: nn.Module, trunk: Trunk) -> Head:
@@ -113,30 +114,34 @@ class Observed:
         self._trunk = trunk
         self._takes_choices = takes_choices
         self._lock = threading.Lock()
-        self._look()
-        self.payload, self.reads_padding = self._found
+        self._known: dict[str, bool] = {}  # whether `payload` is enough, by digest of the trunk's weights
+        self._survey()
+        self.payload, self.reads_padding = observe(model, trunk, takes_choices)
+
+    def was_of(self, digest: str) -> None:
+        """Say which digest the trunk's weights had when the head was looked at, settings of their config included."""
+        self._known[digest] = True
 
     def has_changed(self, digest: str) -> bool:
         """Whether the head may read more now than `payload` keeps; the digest is that of the trunk's weights."""
-        if digest not in self._digests or not self._is_as_seen():
+        if (is_enough := self._known.get(digest)) is None or not self._is_as_seen():
             with self._lock:
-                if not self._is_as_seen():
-                    self._look()
-                elif digest not in self._digests:  # settings of a config that both share may have changed
-                    self._found = observe(self._model, self._trunk, self._takes_choices)
-                self._digests = {*self._digests, digest} if self._found[0] == self.payload else set()
-        return self._found[0] != self.payload
+                if not self._is_as_seen() or len(self._known) > _MAX_STATES:
+                    self._known.clear()
+                    self._survey()
+                is_enough = observe(self._model, self._trunk, self._takes_choices)[0] == self.payload
+                self._known[digest] = is_enough
+        return not is_enough
 
-    def _look(self) -> None:
+    def _survey(self) -> None:
+        """Find out what there is to look at."""
         within = set(self._trunk.module.modules())
         parts = [part for part in self._model.modules() if part not in within]
         if isinstance(pooler := getattr(self._trunk.module, "pooler", None), nn.Module):
             parts += pooler.modules()
-        self._digests = set[str]()
         self._children = [part._modules for part in (*parts, self._trunk.module)]
         self._spaces = [(vars(part), name) for part in parts for name in _settings_of(part)]
         self._seen = self._state()
-        self._found = observe(self._model, self._trunk, self._takes_choices)
 
     def _is_as_seen(self) -> bool:
         now = self._state()
@@ -160,7 +165,7 @@ def observe(model: nn.Module, trunk: Trunk, takes_choices: bool) -> tuple[Payloa
             for call in _calls(trunk, takes_choices):
                 with suppress(Exception):  # of a call that the model refuses
                     cases.append((call, _answer(trial, call)))
-            enough = [name for name in _PLACES if _is_enough(trial, shown, name, cases)]
+            enough = [name for name in _TRIED if _is_enough(trial, shown, name, cases)]
             return (*enough, "sequence")[0], not enough
     except Exception:  # whatever an odd model raises
         return "sequence", True
@@ -172,8 +177,9 @@ class _Shown(nn.Module):
     def __init__(self, trunk: Trunk) -> None:
         super().__init__()
         module = trunk.module
-        self.config, self.pooler = trunk.config, copy.deepcopy(getattr(module, "pooler", None))
-        self.payload: PayloadName | None = None
+        pooler = getattr(module, "pooler", None)
+        self.config, self.pooler = trunk.config, None if pooler is None else make_trial(pooler)
+        self.payload: Payload | None = None
         self.n_placed = 0
         self._arguments = Arguments(module.forward)
         self._width, self._pad_id = setting(trunk.config, "hidden_size"), setting(trunk.config, "pad_token_id")
@@ -185,9 +191,10 @@ class _Shown(nn.Module):
         ids, mask = (self._arguments.get(args, kwargs, name) for name in ("input_ids", "attention_mask"))
         made = torch.randn(*ids.shape, self._width, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
         states = made.to(ids.device, self._kind)
-        for row, own_ids in enumerate(ids.tolist()) if self.payload is not None else ():
-            valid = np.arange(len(own_ids)) if mask is None else np.flatnonzero(mask[row].tolist())
-            self._place(PAYLOADS[self.payload](), states[row], valid, np.array(own_ids))
+        if self.payload is not None:
+            for row, own_ids in enumerate(ids.tolist()):
+                valid = np.arange(len(own_ids)) if mask is None else np.flatnonzero(mask[row].tolist())
+                self._place(self.payload, states[row], valid, np.array(own_ids))
         output = Output(states, None if self.pooler is None else self.pooler(states))
         return output.to_tuple() if self._arguments.get(args, kwargs, "return_dict") is False else output
 
@@ -200,7 +207,7 @@ class _Shown(nn.Module):
 
 def _is_enough(trial: nn.Module, shown: _Shown, name: PayloadName, cases: Sequence[tuple[Any, list[Tensor]]]) -> bool:
     """Whether a head answers as before when the trunk's states come from entries with this payload."""
-    shown.payload, shown.n_placed = name, 0
+    shown.payload, shown.n_placed = PAYLOADS[name](), 0
     try:
         found = [tensor for call, _ in cases for tensor in _answer(trial, call)]
     except Exception:  # of what is not kept, say: int8 layers refuse NaN

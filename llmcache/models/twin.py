@@ -1,4 +1,4 @@
-"""A second module over the same parameters, which nothing hangs on: what is compiled or tried in place of a wrapped one."""
+"""A second module over the same parameters, which nothing hangs on: it is compiled or tried in place of the first."""
 
 import copy
 from collections.abc import Iterator, Mapping

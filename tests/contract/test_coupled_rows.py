@@ -1,4 +1,4 @@
-"""Where rows of a call affect each other, the whole call is what is stored and found; nothing is shared between calls."""
+"""Where rows of a call affect each other, calls are stored and found as a whole; nothing is shared between calls."""
 
 import copy
 from collections.abc import Callable

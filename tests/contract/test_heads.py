@@ -1,4 +1,4 @@
-"""Heads read what they read: a repeat is answered as the plain model answers, whichever rows of the states that takes."""
+"""A repeat is answered as the plain model answers, whichever rows of the states its head reads."""
 
 from collections.abc import Callable
 from typing import Any
