@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -48,8 +48,6 @@ class LLMCache:
         self._answer_of = answer_of
         self._components = assemble(model, config, tokenizer, answer_of)
         self._flow = Flow(self._components, tokenizer)
-        with suppress(RuntimeError):  # weights that cannot be read yet are read at the first call that can
-            self._components.weights.digest()  # now, so that the first request does not wait for it
         head = None if self._components.prefix is None else model
         self._installed = install(self._components.trunk, self._flow, self._components.attention, head)
         if self._components.head.pooled is not None and self._components.payload.name == "mean":

@@ -43,6 +43,8 @@ class RequestReader:
         self._tokenizer = tokenizer
         self._tables: tuple[object, tuple[Bools, Tensor]] | None = None
         self._head_reads = _reads(parts)
+        observed = parts.head.observed
+        self._reads_padding = observed is not None and observed.reads_padding and parts.payload.name == "sequence"
         keeps_tokens, heeds_mask = not parts.payload.fits_any_length, parts.head.pooled is not None
         self._layout_counts = keeps_tokens and not heeds_mask
         self._layout_is_kept = keeps_tokens and heeds_mask
@@ -85,7 +87,7 @@ class RequestReader:
         if fingerprint is not None and not fingerprint.reads_states:
             view = View(None, torch.from_numpy(content), torch.from_numpy(inputs.ids))
             inputs.features = fingerprint.features(view).numpy()
-        compiled = self._components.compiled
+        compiled, is_whole = self._components.compiled, bool(self._components.coupling.reason(scope.weights))
         rows = read_rows(
             scope,
             inputs,
@@ -94,6 +96,7 @@ class RequestReader:
             self._layout_counts,
             self._layout_is_kept,
             compiled is not None and compiled.covers(call, scope),
+            is_whole,
         )
         has_content = content.any(axis=1).tolist()
         reason = self._refusal_of_all(inputs)
@@ -105,7 +108,7 @@ class RequestReader:
             layers = (0,) if components.is_per_layer else components.banks.layers
             make = partial(_project, fingerprint, inputs.features, layers, rows)
         features = None if components.is_per_layer else inputs.features
-        return Read(rows, scope, entering, mark, shown, features, epoch, make)
+        return Read(rows, scope, entering, mark, shown, features, epoch, make, is_whole=is_whole)
 
     def _can_search(self, weights: str) -> bool:
         """Whether the fingerprint is one for these weights: it keeps vectors of tokens that it meets first."""
@@ -143,6 +146,7 @@ class RequestReader:
             return "not_finite"  # no index takes such a vector, nor the other rows searched with it
         pad_id = setting(self._components.trunk.config, "pad_token_id")
         row.is_misread = head_reads_padding(self._head_reads, row.valid, inputs.ids[row.number], pad_id)
+        row.is_misread |= self._reads_padding and row.n_valid < len(inputs.ids[row.number])
         return "head_reads_padding" if row.is_misread and not self._layout_counts else ""
 
     def _content_tables(self, device: torch.device, weights: str) -> tuple[Bools, Tensor]:

@@ -351,7 +351,7 @@ def _holds_gradient(tensor: Tensor) -> bool:
 
 def _drops(part: nn.Module) -> bool:
     """Whether a module drops at random what passes, in training mode."""
-    if isinstance(part, nn.modules.dropout._DropoutNd):
+    if isinstance(part, nn.modules.dropout._DropoutNd | nn.modules.batchnorm._NormBase):  # or mixes the rows of a batch
         return True
     return any("drop" in name and isinstance(value, float) and value > 0 for name, value in vars(part).items())
 

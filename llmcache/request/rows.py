@@ -70,7 +70,8 @@ class Row:
 
     Attributes:
         number: Its row in the batch.
-        key: SHA-256 (base64) of its scope, valid tokens, types and positions.
+        key: SHA-256 (base64) of its scope, valid tokens, types and positions; of the whole call where rows affect each
+            other.
         ids: Its valid token ids, packed; compared on a hit.
         valid: Where the valid tokens are in the row.
         n_valid: How many they are.
@@ -156,6 +157,7 @@ def read_rows(
     layout_counts: bool = False,
     layout_is_kept: bool = False,
     is_compiled: bool = False,
+    is_whole: bool = False,
 ) -> list[Row]:
     """Work out each row's valid tokens and exact key.
 
@@ -170,16 +172,22 @@ def read_rows(
         layout_counts: States of padding may be read, too: the key of a padded row covers all that decides them.
         layout_is_kept: They are not read, but given back where they are known: a digest of that is kept beside the key.
         is_compiled: Graphs may run the call, whose kernels differ in the last bits.
+        is_whole: Rows affect each other: the key of each covers all rows, and its place among them.
     """
     prefix = _sha_of(scope).copy()
     if is_compiled:
         prefix.update(b"compiled;")
+    if is_whole:
+        for number, mask in enumerate([None] * len(inputs.ids) if inputs.valid is None else inputs.valid):
+            _update_layout(prefix, inputs, number, mask)
     rows: list[Row] = []
     n_seen: dict[str, int] = {}
     for number, row_ids in enumerate(inputs.ids):
         mask = None if inputs.valid is None else inputs.valid[number]
         valid, n_valid = _valid_positions(None if padding_counts or inputs.is_full else mask, len(row_ids))
         sha = prefix.copy()
+        if is_whole:
+            _update(sha, b"place", [number])
         _update(sha, b"ids", row_ids[valid])
         _update(sha, b"types", _row(inputs.types, number, valid))
         _update(sha, b"positions", _row(inputs.positions, number, valid))
