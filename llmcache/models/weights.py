@@ -26,6 +26,7 @@ from llmcache.models.attributes import Attributes
 from llmcache.models.hashing import digests, is_readable
 from llmcache.models.mark import Mark
 from llmcache.models.rope import changes_with_length
+from llmcache.models.samples import Samples
 
 # Read by the hundred in every call.
 _VERSION = attrgetter("_version")
@@ -63,6 +64,7 @@ class Weights:
         self._dropouts: list[dict[str, Any]] = []
         self._tuners: list[tuple[Any, str]] = []
         self._hashed: dict[int, tuple[Tensor, Any, int, int, str]] = {}
+        self._samples = Samples()
         self._suspects: set[int] = set()
         self._trained: list[Tensor] = []  # hold gradients, so that a step may follow at any time
         self._known: OrderedDict[Mark, tuple[str, str | None]] = OrderedDict()  # digest and refusal
@@ -101,7 +103,7 @@ class Weights:
         if mark is None or latest is None or mark.era != latest.era:  # other weights were seen meanwhile
             return False
         now = self.mark()
-        if now == mark and not (self._suspects or self._trained):
+        if now == mark and not (self._suspects or self._trained or self._samples.differ()):
             return True
         return (now == mark or self._may_be_alike(mark, now)) and self.digest() == digest
 
@@ -160,7 +162,9 @@ class Weights:
     # -- comparing -----------------------------------------------------------------------------------------------------
 
     def _is_stale(self) -> bool:
-        return bool(self._suspects or self._trained) or self._state[0] is None or self.mark() != self._state[0]
+        if self._suspects or self._trained or self._state[0] is None:
+            return True
+        return self.mark() != self._state[0] or self._samples.differ()
 
     def mark(self) -> Mark:
         """What every edit makes another one, also an edit that was taken back; no weight is read."""
@@ -200,13 +204,20 @@ class Weights:
         with self._suspecting:  # before anything is read: what another thread suspects meanwhile must stay
             suspects, self._suspects = self._suspects, set()
         suspects.update(map(id, self._trained))
-        if (known := self._recall()) is not None and not suspects:
+        have_bytes_changed = self._samples.differ()
+        if (known := self._recall()) is not None and not (suspects or have_bytes_changed):
             mark, (digest, self._refusal) = known
             self._become(mark, digest)
             return
+        edited = self._samples.edited()
         if self._state[0] is None or self.mark() != self._state[0]:
             self._survey()
+        if any(self._is_hashed(tensor) and id(tensor) not in suspects for tensor in edited):
+            self._hashed.clear()  # written without a trace, so others may have been, too
+            self._known.clear()
         mark = self.mark()
+        # Before the tensors are hashed: what is written meanwhile has to differ from the samples.
+        self._samples = Samples(one for one in (*self._tensors, *self._pointers) if id(one) not in self._rewritten)
         if self._state[0] is None or not mark.has_structure_of(self._state[0]):
             self._known.clear()
         self._refusal = self._find_refusal()
@@ -316,18 +327,21 @@ class Weights:
         """Make digests of tensors that have none yet, or may have changed."""
         hashed, fresh = {}, []
         for _, tensor in self._named:
-            version = self._version_of(tensor)
-            known = self._hashed.get(id(tensor))
-            if known is not None and version >= 0 and known[2:4] == (tensor.data_ptr(), version):
-                hashed[id(tensor)] = known
+            if self._is_hashed(tensor):
+                hashed[id(tensor)] = self._hashed[id(tensor)]
             if id(tensor) not in hashed or id(tensor) in suspects:
-                fresh.append((tensor, version))
+                fresh.append((tensor, self._version_of(tensor)))
         for (tensor, version), digest in zip(fresh, digests([tensor for tensor, _ in fresh]), strict=True):
             if id(tensor) in hashed and hashed[id(tensor)][-1] != digest:
                 self._known.clear()  # written without a trace: what was known of other settings no longer holds
             # Memory is kept alive as well: what replaces it can then not be mistaken for it by its address.
             hashed[id(tensor)] = (tensor, _storage(tensor), _address(tensor), version, digest)
         self._hashed = hashed
+
+    def _is_hashed(self, tensor: Tensor) -> bool:
+        """Whether no edit was counted since a tensor was hashed."""
+        known, version = self._hashed.get(id(tensor)), self._version_of(tensor)
+        return known is not None and version >= 0 and known[2:4] == (tensor.data_ptr(), version)
 
     def _version_of(self, tensor: Tensor) -> int:
         """Edits of a tensor, and of the one that wraps it; -1 where they are not counted."""
